@@ -1,0 +1,157 @@
+"""Bringing a model into the form that differentiation and lowering work on.
+
+That form is an onnx-ir model at opset 21 or later, functions inlined, with types and shapes
+inferred. Neither onnx-ir nor the version converter carries ``training_info``: callers do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TypeAlias
+
+import google.protobuf.message
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes import common as passes
+
+from ortops.errors import ModelError
+
+__all__ = ["MINIMUM_OPSET", "ModelLike", "infer_shapes", "inline", "load", "to_ir", "upgrade"]
+
+ModelLike: TypeAlias = onnx.ModelProto | bytes | str | os.PathLike[str]
+"""A model, its serialized bytes, or the path of its file."""
+
+MINIMUM_OPSET = 21
+"""The oldest version of the default operator set that rules emit nodes for."""
+
+_BIG = 1024  # initializers of more bytes are kept out of what goes through onnx's C++ passes
+
+logger = logging.getLogger("ortops")
+
+
+def load(model: ModelLike) -> tuple[onnx.ModelProto, Path | None]:
+    """Reads a model.
+
+    Args:
+        model: A model, its bytes or its path. External data stay where they are.
+
+    Returns:
+        The model, which is the argument itself if it was a ModelProto, and the folder of its file
+        where there is one.
+
+    Raises:
+        ModelError: If it is not an ONNX model.
+    """
+    if isinstance(model, onnx.ModelProto):
+        return model, None
+    folder = None
+    if isinstance(model, str | os.PathLike):
+        path = Path(model)
+        try:
+            what, data = f"file '{path}'", path.read_bytes()
+        except OSError as error:
+            raise ModelError(f"file '{path}': {error.strerror}; give the path of a model") from error
+        folder = path.resolve().parent
+    elif isinstance(model, bytes | bytearray | memoryview):
+        what, data = f"{len(model)} bytes", bytes(model)
+    else:
+        raise ModelError(
+            f"model: {type(model).__name__} was given; give a ModelProto, bytes, or a path"
+        )
+    proto = onnx.ModelProto()
+    try:
+        proto.ParseFromString(data)
+    except google.protobuf.message.DecodeError as error:
+        raise ModelError(f"{what}: not an ONNX model ({error}); give a .onnx file") from error
+    if not proto.ir_version or not proto.HasField("graph"):
+        raise ModelError(f"{what}: not an ONNX model (it has no graph); give a .onnx file")
+    return proto, folder
+
+
+def to_ir(proto: onnx.ModelProto, folder: Path | None = None) -> ir.Model:
+    """Returns a model as onnx-ir, without its training_info.
+
+    Args:
+        proto: The model; not changed.
+        folder: Where its external data are.
+
+    Raises:
+        ModelError: If the model contradicts itself.
+    """
+    try:
+        model = ir.from_proto(proto)
+    except Exception as error:  # onnx-ir has no common class for what it finds wrong
+        cause = error.__cause__ or error
+        raise ModelError(f"model: {cause}; check it with onnx.checker.check_model") from error
+    if folder is not None:
+        ir.external_data.set_base_dir(model.graph, folder)
+    if "" not in model.graph.opset_imports:
+        model.graph.opset_imports[""] = MINIMUM_OPSET
+    return model
+
+
+def inline(model: ir.Model) -> None:
+    """Replaces calls of model-local functions by their bodies, in place."""
+    if model.functions:
+        passes.InlinePass()(model)
+
+
+def upgrade(model: ir.Model) -> ir.Model:
+    """Converts a model to opset 21 where it is older, and logs that it did.
+
+    Args:
+        model: A model without functions; not to be used afterwards if another is returned.
+
+    Returns:
+        The model itself where it is new enough, else a new one.
+
+    Raises:
+        ModelError: If the version converter cannot convert it.
+    """
+    opset = model.graph.opset_imports[""]
+    if opset >= MINIMUM_OPSET:
+        return model
+    result = _convert(model)
+    logger.warning("the model was converted from opset %d to %d", opset, MINIMUM_OPSET)
+    return result
+
+
+def _convert(model: ir.Model) -> ir.Model:
+    """Runs onnx's version converter, past which big initializers are carried by hand."""
+    graph = model.graph
+    listed = {value.name for value in graph.inputs}
+    big = {
+        name: value.const_value
+        for name, value in graph.initializers.items()
+        if value.const_value is not None and value.const_value.nbytes > _BIG
+    }
+    for name, tensor in big.items():
+        value = graph.initializers.pop(name)
+        value.const_value = None
+        value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape)
+        if name not in listed:
+            graph.inputs.append(value)
+    try:
+        proto = onnx.version_converter.convert_version(ir.to_proto(model), MINIMUM_OPSET)
+    except Exception as error:  # the converter raises RuntimeError and classes of its own
+        raise ModelError(
+            f"model: its opset {graph.opset_imports['']} cannot be converted to {MINIMUM_OPSET}: "
+            f"{error}; convert it to {MINIMUM_OPSET} or later with the tool that wrote it"
+        ) from error
+    result = ir.from_proto(proto)
+    for value in list(result.graph.inputs):
+        if value.name in big:
+            value.const_value = big[value.name]
+            if value.name not in listed:
+                result.graph.inputs.remove(value)
+            result.graph.register_initializer(value)
+    result.metadata_props.update(model.metadata_props)
+    result.ir_version = max(model.ir_version, 4)  # before 4, initializers had to be inputs
+    return result
+
+
+def infer_shapes(model: ir.Model) -> None:
+    """Infers types and shapes, in place, as far as onnx can."""
+    passes.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)

@@ -1,0 +1,55 @@
+"""The exceptions that ortops raises.
+
+Every message has the form ``<op> node '<name>': <what is wrong, with the value>; <what is accepted
+or how to fix it>``. A node without a name goes by its first output.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["FeedError", "KernelError", "ModelError", "OrtopsError", "UnsupportedError", "did_you_mean"]
+
+
+class OrtopsError(Exception):
+    """Base class of everything that ortops raises on purpose."""
+
+
+class ModelError(OrtopsError, ValueError):
+    """The model, or what was asked of it, is not legal."""
+
+
+class UnsupportedError(OrtopsError, NotImplementedError):
+    """The model is legal, but ortops has no rule or no way to run a part of it."""
+
+
+class FeedError(OrtopsError, ValueError):
+    """The arrays given to a run, a step or an evaluation do not fit the model."""
+
+
+class KernelError(OrtopsError, RuntimeError):
+    """A Python kernel failed while a session was running."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns a hint that names the nearest known name, or all of them when they are few.
+
+    Args:
+        name: The name that was not found.
+        known: The names that exist.
+
+    Example:
+        >>> did_you_mean("lables", ["labels", "images"])
+        "did you mean 'labels'?"
+        >>> did_you_mean("x", ["labels", "images"])
+        "known names: 'labels', 'images'"
+    """
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    if not names:
+        return "there are none"
+    shown = ", ".join(repr(other) for other in names[:10])
+    return f"known names: {shown}" + (f" and {len(names) - 10} more" if len(names) > 10 else "")

@@ -1,0 +1,7 @@
+"""Gradient rules (vector-Jacobian products), by family.
+
+Importing this package registers them all.
+"""
+
+from ortops.rules import elementwise as elementwise
+from ortops.rules import reduce as reduce
