@@ -1,0 +1,1 @@
+"""Models that emit ONNX without another framework, and the data that they are trained on."""

@@ -1,0 +1,37 @@
+# Sourced by the scripts beside it, in the project's folder: sets up .venv and puts it on PATH.
+
+# Prints a Python >= 3.11 that can make virtual environments: 3.11, the tested one, if it is there.
+find_python() {
+    for candidate in "${PYTHON:-}" python3.11 python3 python3.12 python3.13 python3.14 python; do
+        if [ -n "$candidate" ] && "$candidate" -c \
+            'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "No Python >= 3.11 with venv and pip was found; install one or set PYTHON to it." >&2
+    return 1
+}
+
+# set_up_environment GROUPS: installs the project, editable, with these optional groups (a,b,c).
+#
+# .venv/fingerprint says for which folder and pyproject.toml the environment was made. It is there
+# only while no installation is under way, so one that was cut short is made anew.
+set_up_environment() {
+    fingerprint="$PWD $(cksum <pyproject.toml)"
+    if ! { .venv/bin/python -c '' && [ "$(cat .venv/fingerprint)" = "$fingerprint" ]; } 2>/dev/null
+    then
+        python=$(find_python) || return
+        echo "Making .venv with $("$python" --version) ..." >&2
+        rm -rf .venv
+        "$python" -m venv .venv || return
+    fi
+    if [ ! -e ".venv/installed-$1" ]; then
+        echo "Installing ortops[$1] into .venv ..." >&2
+        rm -f .venv/fingerprint
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check -e ".[$1]" || return
+        touch ".venv/installed-$1"
+        echo "$fingerprint" >.venv/fingerprint
+    fi
+    PATH="$PWD/.venv/bin:$PATH"
+}
