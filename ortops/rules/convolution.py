@@ -252,9 +252,7 @@ def weight_gradient(g: Tensor, x: Tensor, w: Tensor, at: Windows, group: int) ->
     return _weight_gradient_by_columns(g, x, w, at, group)
 
 
-def _weight_gradient_by_columns(
-    g: Tensor, x: Tensor, w: Tensor, at: Windows, group: int
-) -> Tensor:
+def _weight_gradient_by_columns(g: Tensor, x: Tensor, w: Tensor, at: Windows, group: int) -> Tensor:
     """Multiplies the cotangent with the columns: what each kernel element sees of the input."""
     x, at = _padded(x, at)
     kernel = cast(tuple[int, ...], at.kernel)
