@@ -170,6 +170,20 @@ def ancestor_nodes(value: ir.Value, stop: set[ir.Value]) -> set[ir.Node]:
     return found
 
 
+def differentiable_ancestors(y: ir.Value) -> set[ir.Value]:
+    """Returns the values from which a path leads to ``y`` along which a cotangent can flow."""
+    found = {y}
+    pending = [y]
+    while pending:
+        node = pending.pop().producer()
+        if node is None or (node.domain == "" and node.op_type in ZERO_GRADIENT):
+            continue
+        new = [value for value in read_inputs(node) if is_float(value) and value not in found]
+        found.update(new)
+        pending += new
+    return found
+
+
 def backward(
     tape: Tape,
     nodes: Sequence[ir.Node],

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import onnx
 import onnx_ir as ir
 
-from ortops import convert, gradient
+from ortops import convert, custom_ops, gradient
 from ortops.autodiff import describe
 from ortops.convert import ModelLike
 from ortops.errors import ModelError, did_you_mean
@@ -18,9 +18,20 @@ from ortops.gradient import BOUND_DOMAIN, GRADIENT_DOMAINS
 from ortops.optimizers import OPERATORS
 from ortops.tensor import Names, Tape, Tensor
 
-__all__ = ["TRAINING_DOMAIN", "lower", "lower_ir"]
+__all__ = [
+    "TRAINING_DOMAIN",
+    "has_domain",
+    "lower",
+    "lower_ir",
+    "lower_optimizers",
+    "lower_prepared",
+    "prepare",
+    "remove_unread",
+    "takes_python_kernel",
+    "to_proto",
+]
 
-TRAINING_DOMAIN = "ai.onnx.preview.training"
+TRAINING_DOMAIN = custom_ops.DOMAIN
 
 Keep = Callable[[ir.Node], bool]
 """Tells whether a one-tensor optimizer node with all its attributes stays as it is."""
@@ -62,17 +73,18 @@ def lower(model: ModelLike) -> onnx.ModelProto:
         ['Mul', 'Shape', 'ConstantOfShape', 'Mul', 'Mul', 'Add']
     """
     proto, folder = convert.load(model)
-    if not _has_domain(proto):
+    if not has_domain(proto):
         result = onnx.ModelProto()
         result.CopyFrom(proto)
         return result
-    return to_proto(lower_ir(convert.to_ir(proto, folder)), proto)
+    result = to_proto(lower_ir(convert.to_ir(proto, folder)))
+    result.training_info.extend(proto.training_info)
+    return result
 
 
-def to_proto(model: ir.Model, original: onnx.ModelProto) -> onnx.ModelProto:
-    """Serializes a model, with the training_info of the one that it was made from."""
-    result = ir.to_proto(model)
-    result.training_info.extend(original.training_info)
+def to_proto(model: ir.Model) -> onnx.ModelProto:
+    """Serializes a model."""
+    result: onnx.ModelProto = ir.to_proto(model)
     return result
 
 
@@ -91,6 +103,35 @@ def lower_ir(model: ir.Model, *, keep: Keep | None = None) -> ir.Model:
         ModelError: If the model, or a node of the domain in it, is not legal.
         UnsupportedError: If an operator that a gradient passes through has no rule.
     """
+    return lower_prepared(prepare(model), keep=keep)
+
+
+def lower_prepared(model: ir.Model, *, keep: Keep | None = None) -> ir.Model:
+    """Lowers a model that `prepare` returned, in place; see `lower_ir`."""
+    graph = model.graph
+    names = Names(graph)
+    emitted: list[ir.Node] = []
+    for node in list(_all_nodes(graph)):
+        if node.domain == BOUND_DOMAIN:
+            emitted += gradient.lower_gradient(node, names)
+    emitted += lower_optimizers(graph, names, keep)
+    remove_unread(emitted)
+    _fix_imports(graph)
+    return model
+
+
+def prepare(model: ir.Model) -> ir.Model:
+    """Brings a model with nodes of the training domain into the form that lowering works on.
+
+    Gradient nodes are bound, functions inlined, the opset is 21 or later, nodes are in topological
+    order, and types and shapes are inferred.
+
+    Args:
+        model: The model; not to be used afterwards.
+
+    Raises:
+        ModelError: If the model, or a node of the domain in it, is not legal.
+    """
     _check_nodes(model)
     _drop_domain_functions(model)
     for graph in (model.graph, *(function.graph for function in model.functions.values())):
@@ -98,22 +139,30 @@ def lower_ir(model: ir.Model, *, keep: Keep | None = None) -> ir.Model:
     convert.inline(model)
     _fix_imports(model.graph)
     model = convert.upgrade(model)
-    graph = model.graph
-    graph.sort()
+    model.graph.sort()
     _infer_types(model)
-    names = Names(graph)
-    emitted: list[ir.Node] = []
-    for node in list(_all_nodes(graph)):
-        if node.domain == BOUND_DOMAIN:
-            emitted += gradient.lower_gradient(node, names)
-        elif node.domain == TRAINING_DOMAIN:
-            emitted += _lower_optimizer(node, names, keep)
-    _remove_unread(emitted)
-    _fix_imports(graph)
     return model
 
 
-def _has_domain(proto: onnx.ModelProto) -> bool:
+def lower_optimizers(graph: ir.Graph, names: Names, keep: Keep | None = None) -> list[ir.Node]:
+    """Replaces optimizer nodes by one-tensor nodes that stay, or by the nodes of their rules.
+
+    Args:
+        graph: A prepared graph; changed in place.
+        names: The names taken in the model.
+        keep: See `lower_ir`.
+
+    Returns:
+        The standard nodes that were emitted.
+    """
+    emitted: list[ir.Node] = []
+    for node in list(_all_nodes(graph)):
+        if node.domain == TRAINING_DOMAIN and node.op_type in OPERATORS:
+            emitted += _lower_optimizer(node, names, keep)
+    return emitted
+
+
+def has_domain(proto: onnx.ModelProto) -> bool:
     """Whether a model has nodes, or functions, of the training domain."""
 
     def in_graph(nodes: object) -> bool:
@@ -303,7 +352,7 @@ def _optimizer_inputs(node: ir.Node) -> tuple[ir.Value, ir.Value, list[tuple[ir.
     return r, t, groups
 
 
-def _remove_unread(nodes: list[ir.Node]) -> None:
+def remove_unread(nodes: list[ir.Node]) -> None:
     """Removes emitted nodes whose outputs nobody reads."""
     for node in reversed(nodes):
         if node.graph is None:
@@ -320,3 +369,16 @@ def _fix_imports(graph: ir.Graph) -> None:
             graph.opset_imports.setdefault(domain, 1)
         else:
             graph.opset_imports.pop(domain, None)
+
+
+def takes_python_kernel(node: ir.Node) -> bool:
+    """Whether a one-tensor optimizer node can run on its Python custom op.
+
+    A custom op has fixed types, and gets its attributes as text with 6 significant digits.
+    """
+    typed = all(value is not None and value.dtype is not None for value in node.inputs)
+    return typed and all(
+        custom_ops.survives_as_text(attribute.as_float())
+        for attribute in node.attributes.values()
+        if attribute.type == ir.AttributeType.FLOAT
+    )

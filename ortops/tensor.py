@@ -52,6 +52,14 @@ def numpy_dtype(value: ir.Value) -> np.dtype[Any] | None:
     return None if value.dtype is None else np.dtype(value.dtype.numpy())
 
 
+def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
+    """Returns what a value is while the graph is built, or None where only a run can tell.
+
+    An initializer that is an input too has a default value, not a constant one.
+    """
+    return None if value.is_graph_input() else ir.convenience.get_const_tensor(value)
+
+
 class Names:
     """Hands out names that no value and no node of a model has yet.
 
@@ -69,6 +77,10 @@ class Names:
                 for node in inner:
                     self._taken.update(value.name for value in node.outputs if value.name)
                     self._taken.add(node.name or "")
+
+    def take(self, name: str) -> None:
+        """Marks a name as taken."""
+        self._taken.add(name)
 
     def unique(self, name: str) -> str:
         """Returns ``name``, with a number behind it if it is taken, and takes it."""
@@ -330,8 +342,9 @@ class Tape:
             if value is None or value.type is None:
                 continue
             types[value.name] = _type_proto(value)
-            if value.const_value is not None and value.const_value.size <= _SMALL:
-                data[value.name] = ir.serde.serialize_tensor(value.const_value)
+            tensor = constant_tensor(value)
+            if tensor is not None and tensor.size <= _SMALL:
+                data[value.name] = ir.serde.serialize_tensor(tensor)
         try:
             inferred = onnx.shape_inference.infer_node_outputs(
                 schema,
@@ -412,11 +425,8 @@ class Tensor:
     @property
     def constant(self) -> Array | None:
         """The value as an array where it is known while building the graph, else None."""
-        value = self.value
-        overridable = value.is_graph_input()
-        if value.const_value is None or overridable:
-            return None
-        return cast(Array, value.const_value.numpy())
+        tensor = constant_tensor(self.value)
+        return None if tensor is None else cast(Array, tensor.numpy())
 
     def astype(self, dtype: npt.DTypeLike) -> Tensor:
         """Returns the tensor in another element type."""
@@ -617,6 +627,8 @@ def size_of(x: Tensor, axes: Sequence[int]) -> int | Tensor:
     sizes = [x.shape[axis] if x.shape is not None else None for axis in axes]
     if all(isinstance(size, int) for size in sizes):
         return math.prod(cast(list[int], sizes))
+    if x.shape is not None and len({axis % len(x.shape) for axis in axes}) == len(x.shape):
+        return cast(Tensor, op.Size(x))
     return cast(Tensor, op.ReduceProd(op.Gather(op.Shape(x), list(axes)), keepdims=0))
 
 

@@ -1,0 +1,106 @@
+"""InferenceSession: an onnxruntime session that runs the training domain too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import onnxruntime
+
+from ortops import convert, custom_ops
+from ortops.convert import ModelLike
+from ortops.errors import OrtopsError
+from ortops.lower import has_domain, lower_ir, takes_python_kernel, to_proto
+
+__all__ = ["InferenceSession", "Kernels"]
+
+Kernels: TypeAlias = Literal["python", "onnx"]
+"""Whether optimizer nodes run as Python custom ops or as standard operators."""
+
+_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
+
+
+class InferenceSession(onnxruntime.InferenceSession):
+    """An `onnxruntime.InferenceSession` that runs models with nodes of the training domain.
+
+    Gradient nodes run as standard operators. Adagrad, Adam and Momentum nodes run as Python custom
+    ops or as standard operators, with the same numbers up to rounding; those that a custom op cannot
+    take (attributes with more than 6 digits) always run as standard operators. A model without
+    such nodes is passed to onnxruntime as it is.
+
+    Args:
+        model: A ModelProto, its bytes, or its path; not changed.
+        sess_options: As for onnxruntime. The library of Python custom ops is registered on it where
+            it is needed.
+        providers: As for onnxruntime; the CPU by default.
+        provider_options: As for onnxruntime.
+        kernels: ``"python"`` or ``"onnx"``, for optimizer nodes.
+        **kwargs: As for onnxruntime.
+
+    Raises:
+        ModelError: If the model, or a node of the domain in it, is not legal.
+        UnsupportedError: If an operator that a gradient passes through has no rule.
+    """
+
+    def __init__(
+        self,
+        model: ModelLike,
+        sess_options: onnxruntime.SessionOptions | None = None,
+        providers: Sequence[Any] | None = None,
+        provider_options: Sequence[dict[Any, Any]] | None = None,
+        *,
+        kernels: Kernels = "python",
+        **kwargs: Any,
+    ) -> None:
+        if kernels not in ("python", "onnx"):
+            raise OrtopsError(f"kernels is {kernels!r}; 'python' and 'onnx' are accepted")
+        proto, folder = convert.load(model)
+        self._has_python_kernels = False
+        source: str | bytes
+        if not has_domain(proto):
+            is_path = isinstance(model, str | os.PathLike)
+            source = os.fspath(model) if is_path else proto.SerializeToString()
+        else:
+            keep = takes_python_kernel if kernels == "python" else None
+            lowered = to_proto(lower_ir(convert.to_ir(proto, folder), keep=keep))
+            sess_options = sess_options or onnxruntime.SessionOptions()
+            if has_domain(lowered):
+                self._has_python_kernels = True
+                custom_ops.register_custom_ops(sess_options)
+            if folder is not None:
+                sess_options.add_session_config_entry(_FOLDER_KEY, str(folder))
+            source = lowered.SerializeToString()
+        super().__init__(source, sess_options, providers, provider_options, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """As `onnxruntime.InferenceSession.run`.
+
+        Raises:
+            KernelError: If a Python kernel failed.
+        """
+        return self._guarded(super().run, args, kwargs)
+
+    def run_with_ort_values(self, *args: Any, **kwargs: Any) -> Any:
+        """As `onnxruntime.InferenceSession.run_with_ort_values`.
+
+        Raises:
+            KernelError: If a Python kernel failed.
+        """
+        return self._guarded(super().run_with_ort_values, args, kwargs)
+
+    def run_with_iobinding(self, *args: Any, **kwargs: Any) -> Any:
+        """As `onnxruntime.InferenceSession.run_with_iobinding`.
+
+        Raises:
+            KernelError: If a Python kernel failed.
+        """
+        return self._guarded(super().run_with_iobinding, args, kwargs)
+
+    def _guarded(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self._has_python_kernels:
+            return run(*args, **kwargs)
+        with custom_ops.errors_of_run():
+            return run(*args, **kwargs)

@@ -1,0 +1,368 @@
+"""Writing training_info: from an inference model to a trainable model in one standard file."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from ortops import convert, optimizers
+from ortops.autodiff import ancestor_nodes, differentiable_ancestors
+from ortops.convert import ModelLike
+from ortops.errors import ModelError, did_you_mean
+from ortops.lower import TRAINING_DOMAIN
+from ortops.optimizers import Optimizer, UpdateRule
+from ortops.tensor import Names, Tape, Tensor, op
+from ortops.training import losses
+from ortops.training.losses import LossLike
+from ortops.training.modes import copy_in_training_mode
+
+__all__ = ["METADATA_KEY", "build_training_model"]
+
+METADATA_KEY = "ortops.training"
+"""Where a trainable model says, as JSON, which of its names play which part."""
+
+_TRAINING_INFO_IR_VERSION = 7
+
+logger = logging.getLogger("ortops")
+
+
+@dataclass
+class _Algorithm:
+    """What becomes a TrainingInfoProto.
+
+    Attributes:
+        tape: The tape at the end of the inference graph that the algorithm's nodes are on.
+        inputs: The algorithm's own inputs.
+        outputs: Its outputs.
+        variables: Its own initializers.
+        updates: Name of an initializer → its next value.
+        initial: Name of an initializer → the value that it starts from.
+    """
+
+    tape: Tape
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    variables: list[Tensor] = field(default_factory=list)
+    updates: dict[str, Tensor] = field(default_factory=dict)
+    initial: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+
+    def variable(self, name: str, array: np.ndarray[Any, Any]) -> Tensor:
+        """Adds an initializer of the algorithm that initialization sets to its first value."""
+        tensor = self.tape.initializer(name, array)
+        self.variables.append(tensor)
+        self.initial[tensor.name] = array
+        return tensor
+
+    def update(self, name: str, new: Tensor) -> Tensor:
+        """Makes a tensor the next value of an initializer."""
+        if new.value.producer() not in self.tape.nodes or new.value.is_graph_output():
+            new = op.Identity(new)
+        new.value.name = self.tape.names.unique(f"{name}_new")
+        self.updates[name] = new
+        self.outputs.append(new)
+        return new
+
+
+def build_training_model(
+    model: ModelLike,
+    *,
+    loss: LossLike,
+    optimizer: str | Optimizer | type[Optimizer] | UpdateRule,
+    trainable: Sequence[str] | None = None,
+    seed: int = 0,
+) -> onnx.ModelProto:
+    """Adds a training algorithm to a model, as ``training_info`` of the ONNX standard.
+
+    The inference graph is left as it is, so that the file runs as before wherever it ran. The
+    algorithm holds the loss, a Gradient node, an optimizer node for each parameter and the count of
+    steps; a training-mode copy of BatchNormalization and Dropout, where there are such, and of what
+    depends on them. Its state (``<parameter>.V`` …, ``step``, ``learning_rate``) is part of the
+    file, which therefore is the checkpoint too.
+
+    Args:
+        model: An inference model: a ModelProto, its bytes or its path. One below opset 21 is
+            converted as a whole, and a message says so.
+        loss: A loss of `ortops.losses`, its name, or a function that gets Tensors and returns a
+            scalar one (see `ortops.losses.compute` for what it gets).
+        optimizer: An optimizer of `ortops.optimizers`, its name, or an update rule.
+        trainable: The names of the initializers to train, or patterns such as ``"head.*"``. By
+            default all floating-point ones that the loss depends on, but for running statistics
+            and for scalars (0-d), which exporters write for constants.
+        seed: Determines which elements Dropout drops.
+
+    Returns:
+        A new model; the argument is not changed.
+
+    Raises:
+        ModelError: If the model is not legal, or loss, optimizer or trainable do not fit it.
+
+    Example:
+        >>> import numpy as np
+        >>> from ortops import Tape, op
+        >>> with Tape(name="linear") as tape:
+        ...     x = tape.input("x", np.float32, ["batch", 2])
+        ...     w = tape.initializer("w", np.zeros((2, 1), np.float32))
+        ...     y = tape.output(x @ w, "y")
+        >>> trainable = build_training_model(tape.model(), loss="MeanSquaredError", optimizer="SGD")
+        >>> [node.op_type for node in trainable.graph.node]
+        ['MatMul']
+        >>> [output.name for output in trainable.training_info[0].algorithm.output]
+        ['loss', 'w_new', 'step_new']
+    """
+    chosen_loss, chosen_optimizer = losses.resolve(loss), optimizers.resolve(optimizer)
+    proto, folder = convert.load(model)
+    if proto.training_info:
+        raise ModelError(
+            "model: it has training_info already; TrainingSession runs it, and "
+            "TrainingSession.inference_model() gives the model without it"
+        )
+    result, work = _prepare(proto, folder)
+    graph = work.graph
+    nodes = list(graph)
+    tape = Tape(graph, names=_names(graph, result))
+    algorithm = _Algorithm(tape)
+    with tape:
+        rate = algorithm.variable("learning_rate", np.float32(chosen_optimizer.learning_rate))
+        step = algorithm.variable("step", np.int64(0))
+        copies, statistics = copy_in_training_mode(tape, nodes, step, seed)
+        outputs = {v.name or "": tape.tensor(copies.get(v, v)) for v in graph.outputs}
+        inputs = {v.name or "": tape.tensor(v) for v in graph.inputs if v.name not in graph.initializers}
+        tape.scope = "loss/"
+        value, algorithm.inputs = losses.compute(chosen_loss, tape, outputs, inputs)
+        tape.scope = ""
+        value = _named(value, "loss", graph)
+        algorithm.outputs.append(value)
+        algorithm.outputs += [
+            tape.tensor(copies[v]) for v in graph.outputs if v in copies
+        ]
+        parameters = _parameters(graph, value, trainable, chosen_optimizer)
+        gradients = _gradient(tape, value, parameters)
+        step_new = algorithm.update(step.name, step + 1)
+        t = step_new if chosen_optimizer.first_step == 1 else step
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            _update(algorithm, chosen_optimizer, rate, t, tape.tensor(parameter), gradient)
+        for name, statistic in statistics.items():
+            algorithm.update(name, statistic)
+    algorithm.outputs.sort(key=lambda tensor: tensor is algorithm.updates[step.name])
+    _write(result, algorithm)
+    parts = {
+        "loss": value.name,
+        "learning_rate": rate.name,
+        "step": step.name,
+        "training_copies": {
+            copies[v].name: v.name for v in graph.outputs if v in copies
+        },
+    }
+    entry = next((e for e in result.metadata_props if e.key == METADATA_KEY), None)
+    entry = entry or result.metadata_props.add(key=METADATA_KEY)
+    entry.value = json.dumps(parts)
+    return result
+
+
+def _prepare(proto: onnx.ModelProto, folder: Any) -> tuple[onnx.ModelProto, ir.Model]:
+    """Returns the model to write to, and one to work on: inlined, at a new opset, with types."""
+    work = convert.to_ir(proto, folder)
+    convert.inline(work)
+    if work.graph.opset_imports[""] < convert.MINIMUM_OPSET:
+        work = convert.upgrade(work)
+        result = ir.to_proto(work)
+    else:
+        result = onnx.ModelProto()
+        result.CopyFrom(proto)
+    convert.infer_shapes(work)
+    return result, work
+
+
+def _names(graph: ir.Graph, result: onnx.ModelProto) -> Names:
+    """Returns the names taken, those of the model's functions' calls included."""
+    names = Names(graph)
+    for node in result.graph.node:
+        for name in (node.name, *node.output):
+            names.take(name)
+    return names
+
+
+def _named(tensor: Tensor, name: str, graph: ir.Graph) -> Tensor:
+    """Gives a tensor that was just emitted a name."""
+    tape = tensor.tape
+    if tensor.value.producer() not in tape.nodes or tensor.value.is_graph_output():
+        tensor = op.Identity(tensor)
+    tensor.value.name = tape.names.unique(name)
+    return tensor
+
+
+def _parameters(
+    graph: ir.Graph, loss: Tensor, trainable: Sequence[str] | None, optimizer: Optimizer
+) -> list[ir.Value]:
+    """Returns the initializers to train."""
+    reached = differentiable_ancestors(loss.value)
+    ours = {tensor.value for tensor in (loss,)}
+    floats = {
+        name: value
+        for name, value in graph.initializers.items()
+        if value.dtype is not None and value.dtype.is_floating_point() and value not in ours
+    }
+    if trainable is None:
+        candidates = [v for v in floats.values() if v in reached and not _is_statistic(v)]
+        scalars = [v.name for v in candidates if v.shape is not None and len(v.shape) == 0]
+        if scalars:
+            logger.info("scalar initializers are not trained: %s", ", ".join(map(str, scalars)))
+        chosen = [v for v in candidates if v.shape is None or len(v.shape) > 0]
+        if not chosen:
+            raise ModelError(
+                "trainable: the loss depends on no floating-point initializer"
+                + (f" but scalars ({', '.join(map(str, scalars))})" if scalars else "")
+                + "; name what to train in trainable="
+            )
+    else:
+        chosen = _matching(graph, floats, [trainable] if isinstance(trainable, str) else trainable)
+        for value in chosen:
+            if value not in reached:
+                raise ModelError(
+                    f"trainable: the loss does not depend on '{value.name}'; leave it out"
+                )
+    for value in chosen:
+        if optimizer.operator and value.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
+            raise ModelError(
+                f"trainable: '{value.name}' is of type {value.dtype}; {optimizer.operator} takes "
+                "FLOAT and DOUBLE"
+            )
+    return chosen
+
+
+def _matching(
+    graph: ir.Graph, floats: Mapping[str, ir.Value], wanted: Sequence[str]
+) -> list[ir.Value]:
+    chosen: dict[str, ir.Value] = {}
+    for pattern in wanted:
+        names = [pattern] if pattern in floats else fnmatch.filter(floats, pattern)
+        if not names:
+            if pattern in graph.initializers:
+                kind = graph.initializers[pattern].dtype
+                raise ModelError(
+                    f"trainable: initializer '{pattern}' is of type {kind}; only floating-point "
+                    "ones can be trained"
+                )
+            raise ModelError(
+                f"trainable: the model has no initializer '{pattern}'; "
+                + did_you_mean(pattern, floats)
+            )
+        chosen.update((name, floats[name]) for name in names)
+    return list(chosen.values())
+
+
+def _is_statistic(value: ir.Value) -> bool:
+    """Whether an initializer holds a running mean or variance of BatchNormalization."""
+    return any(
+        use.node.op_type == "BatchNormalization" and use.idx in (3, 4) for use in value.uses()
+    )
+
+
+def _gradient(tape: Tape, loss: Tensor, parameters: Sequence[ir.Value]) -> list[Tensor]:
+    """Emits the Gradient node; its zs are all else that the loss is a function of."""
+    read = {
+        value
+        for node in ancestor_nodes(loss.value, set())
+        for value in node.inputs
+        if value is not None and value.producer() is None
+    }
+    graph = tape.graph
+    leaves = [*graph.inputs, *graph.initializers.values()]
+    zs = [v for v in dict.fromkeys(leaves) if v in read and v not in set(parameters)]
+    node = ir.Node(
+        TRAINING_DOMAIN,
+        "Gradient",
+        [*parameters, *zs],
+        ir.convenience.convert_attributes(
+            {"xs": [v.name for v in parameters], "y": loss.name}
+            | ({"zs": [v.name for v in zs]} if zs else {})
+        ),
+        num_outputs=len(parameters),
+    )
+    for parameter, output in zip(parameters, node.outputs, strict=True):
+        output.name = tape.names.unique(f"{parameter.name}_gradient")
+        output.type, output.shape = parameter.type, parameter.shape
+    tape.append(node)
+    return [tape.tensor(output) for output in node.outputs]
+
+
+def _update(
+    algorithm: _Algorithm,
+    optimizer: Optimizer,
+    rate: Tensor,
+    t: Tensor,
+    parameter: Tensor,
+    gradient: Tensor,
+) -> None:
+    """Emits the update of one parameter: the domain's node, or the nodes of the rule."""
+    tape = algorithm.tape
+    shape = parameter.value.const_value
+    assert shape is not None
+    zeros = np.zeros(tuple(shape.shape.numpy()), parameter.dtype)
+    states = [algorithm.variable(f"{parameter.name}.{s}", zeros) for s in optimizer.states]
+    tape.scope = f"update/{parameter.name}/"
+    if optimizer.operator is None:
+        new = optimizer.update(rate, t, parameter, gradient, *states)
+    else:
+        node = ir.Node(
+            TRAINING_DOMAIN,
+            optimizer.operator,
+            [v.value for v in (rate, t, optimizer.before_operator(rate, parameter), gradient)]
+            + [state.value for state in states],
+            ir.convenience.convert_attributes(optimizer.operator_attributes),
+            num_outputs=1 + len(states),
+        )
+        tape.append(node)
+        new = tuple(tape.tensor(output).with_shape_of(parameter) for output in node.outputs)
+        for tensor in new:
+            tensor.value.type = parameter.value.type
+    tape.scope = ""
+    for variable, tensor in zip((parameter, *states), new, strict=True):
+        algorithm.update(variable.name, tensor)
+
+
+def _write(result: onnx.ModelProto, algorithm: _Algorithm) -> None:
+    """Writes the algorithm and its initialization into a model."""
+    info = result.training_info.add()
+    serialize = ir.serde
+    target = info.algorithm
+    target.name = "training_algorithm"
+    target.input.extend(serialize.serialize_value(tensor.value) for tensor in algorithm.inputs)
+    target.output.extend(serialize.serialize_value(tensor.value) for tensor in algorithm.outputs)
+    outputs = {tensor.value for tensor in algorithm.outputs}
+    for tensor in algorithm.variables:
+        assert tensor.value.const_value is not None
+        target.initializer.append(serialize.serialize_tensor(tensor.value.const_value))
+    for node in algorithm.tape.nodes:
+        target.node.append(serialize.serialize_node(node))
+        target.value_info.extend(
+            serialize.serialize_value(value)
+            for value in node.outputs
+            if value.name and value.type is not None and value not in outputs
+        )
+    for name, tensor in algorithm.updates.items():
+        info.update_binding.add(key=name, value=tensor.name)
+
+    info.initialization.name = "training_initialization"
+    with Tape(name="training_initialization") as tape:
+        for name, array in algorithm.initial.items():
+            if array.ndim == 0:
+                start = op.Identity(np.asarray(array))
+            else:
+                start = op.ConstantOfShape(list(array.shape), value=np.zeros(1, array.dtype))
+            tape.output(start, f"{name}_initial")
+            info.initialization_binding.add(key=name, value=f"{name}_initial")
+    info.initialization.CopyFrom(serialize.serialize_graph(tape.graph))
+    result.ir_version = max(result.ir_version, _TRAINING_INFO_IR_VERSION)
+    if not any(entry.domain == TRAINING_DOMAIN for entry in result.opset_import):
+        result.opset_import.add(domain=TRAINING_DOMAIN, version=1)
+
+

@@ -1,0 +1,67 @@
+"""Batches: from arrays to feeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ortops.errors import FeedError
+
+__all__ = ["Data", "Feeds", "batches", "count"]
+
+Feeds: TypeAlias = Mapping[str, npt.NDArray[Any]]
+"""One batch: an array for each input."""
+
+Data: TypeAlias = Mapping[str, npt.NDArray[Any]] | Iterable[Feeds]
+"""A data set: an array for each input, all of one length; or an iterable of batches."""
+
+
+def batches(
+    data: Data, batch_size: int, *, order: np.random.Generator | None = None
+) -> Iterator[Feeds]:
+    """Yields the batches of a data set.
+
+    Args:
+        data: Arrays by name, which are cut along axis 0, or an iterable of batches, which are
+            yielded as they are.
+        batch_size: How many rows a batch has; the last one has what is left.
+        order: Shuffles the rows.
+
+    Raises:
+        FeedError: If the arrays are not of one length, or there are none.
+
+    Example:
+        >>> [batch["x"].tolist() for batch in batches({"x": np.arange(5)}, 2)]
+        [[0, 1], [2, 3], [4]]
+    """
+    if not isinstance(data, Mapping):
+        yield from data
+        return
+    arrays = {name: np.asarray(array) for name, array in data.items()}
+    size = _length(arrays)
+    if batch_size < 1:
+        raise FeedError(f"batch_size is {batch_size}; at least 1 is accepted")
+    rows = None if order is None else order.permutation(size)
+    for start in range(0, size, batch_size):
+        chosen = slice(start, start + batch_size) if rows is None else rows[start : start + batch_size]
+        yield {name: array[chosen] for name, array in arrays.items()}
+
+
+def count(data: Data, batch_size: int) -> int | None:
+    """Returns how many batches there will be, or None where that is not known."""
+    if isinstance(data, Mapping):
+        return -(-_length(data) // batch_size)
+    return len(data) if hasattr(data, "__len__") else None
+
+
+def _length(arrays: Mapping[str, npt.NDArray[Any]]) -> int:
+    lengths = {name: len(array) if np.ndim(array) else 0 for name, array in arrays.items()}
+    if not lengths:
+        raise FeedError("data: there are no arrays; give one for each input")
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"'{name}' {length}" for name, length in lengths.items())
+        raise FeedError(f"data: the arrays have different lengths ({shown}); they must have one")
+    return next(iter(lengths.values()))

@@ -1,0 +1,607 @@
+"""TrainingSession: runs the training_info of a model on onnxruntime."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+import onnxruntime
+
+from ortops import convert
+from ortops.convert import ModelLike
+from ortops.errors import FeedError, ModelError, OrtopsError, did_you_mean
+from ortops.files import write_atomically
+from ortops.lower import TRAINING_DOMAIN, lower_prepared, takes_python_kernel, to_proto
+from ortops.session import InferenceSession, Kernels
+from ortops.tensor import numpy_dtype
+from ortops.training import metrics as metric_functions
+from ortops.training.builder import METADATA_KEY
+from ortops.training.data import Data, Feeds, batches, count
+from ortops.training.metrics import Metric
+from ortops.training.modes import write_inference_mode
+from ortops.training.progress import Progress
+from ortops.training.step_graph import Step, evaluation_model, flatten, training_metadata
+
+__all__ = ["TrainingSession"]
+
+Array: TypeAlias = npt.NDArray[Any]
+History: TypeAlias = list[dict[str, float]]
+
+
+class TrainingSession:
+    """Runs the training algorithm of a trainable model.
+
+    Args:
+        model: A trainable model (see `ortops.build_training_model`): a ModelProto, its bytes or its
+            path. It is not changed.
+        kernels: ``"onnx"`` runs updates as standard operators, ``"python"`` as Python custom ops.
+        entry: Which training_info entry a step runs; all of them in order by default.
+        sess_options: Options for the onnxruntime sessions.
+        providers: Execution providers for the onnxruntime sessions.
+
+    Raises:
+        ModelError: If the model has no training_info, or it is not legal.
+        UnsupportedError: If an operator that a gradient passes through has no rule.
+
+    Example:
+        >>> import ortops
+        >>> from ortops import Tape
+        >>> with Tape(name="linear") as tape:
+        ...     x = tape.input("x", np.float32, ["batch", 1])
+        ...     y = tape.output(x @ tape.initializer("w", np.zeros((1, 1), np.float32)), "y")
+        >>> model = ortops.build_training_model(
+        ...     tape.model(), loss="MeanSquaredError", optimizer=ortops.optimizers.SGD(0.25))
+        >>> session = TrainingSession(model)
+        >>> batch = {"x": np.ones((1, 1), np.float32), "targets": np.ones((1, 1), np.float32)}
+        >>> [round(float(session.step(batch)["loss"]), 3) for _ in range(3)]
+        [1.0, 0.25, 0.062]
+        >>> session.state["w"]
+        array([[0.875]], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        model: ModelLike,
+        *,
+        kernels: Kernels = "onnx",
+        entry: int | None = None,
+        sess_options: onnxruntime.SessionOptions | None = None,
+        providers: Sequence[Any] | None = None,
+    ) -> None:
+        proto, folder = convert.load(model)
+        self._proto = onnx.ModelProto()
+        self._proto.CopyFrom(proto)
+        if folder is not None:
+            onnx.load_external_data_for_model(self._proto, str(folder))
+        self._options = sess_options
+        self._providers = list(providers or ["CPUExecutionProvider"])
+        self._entries = [entry or 0] if entry is not None else _all_entries(self._proto)
+        self._steps = [flatten(self._proto, None, number) for number in self._entries]
+        self._inputs = _described_inputs(self._steps)
+        self._labels = [limit for step in self._steps for limit in _label_limits(step)]
+        keep = takes_python_kernel if kernels == "python" else None
+        self._sessions = [
+            InferenceSession(
+                to_proto(lower_prepared(step.model, keep=keep)),
+                sess_options,
+                self._providers,
+                kernels=kernels,
+            )
+            for step in self._steps
+        ]
+        self._evaluation: _Evaluation | None = None
+        self._lock = threading.RLock()
+        self._values: dict[str, _Variable] = {}
+        self._given = self._given_values()
+        self._assign(self._given)
+
+    # ------------------------------------------------------------------------------- training
+
+    def step(self, feeds: Feeds) -> dict[str, Array]:
+        """Makes one training step.
+
+        Args:
+            feeds: A batch: an array for each input of the model and of the loss.
+
+        Returns:
+            The loss, and the outputs of the model that it was computed from, by name.
+
+        Raises:
+            FeedError: If the feeds do not fit; then nothing has changed.
+            KernelError: If a Python kernel failed; then nothing has changed.
+        """
+        checked = self._check_feeds(feeds)
+        held = {name: onnxruntime.OrtValue.ortvalue_from_numpy(a) for name, a in checked.items()}
+        with self._lock:
+            values = dict(self._values)
+            shown: dict[str, Array] = {}
+            for step, session in zip(self._steps, self._sessions, strict=True):
+                names = [*step.outputs, *step.updates.values()]
+                inputs = {name: held[name] for name in step.feeds}
+                inputs |= {name: values[name].value for name in step.variables}
+                outputs = dict(
+                    zip(names, session.run_with_ort_values(names, inputs), strict=True)
+                )
+                for variable, output in step.updates.items():
+                    values[variable] = _Variable(outputs[output])
+                shown.update((name, outputs[name].numpy()) for name in step.outputs)
+            self._values = values
+        return shown
+
+    def fit(
+        self,
+        data: Data,
+        *,
+        epochs: int = 1,
+        batch_size: int = 32,
+        shuffle: bool = True,
+        seed: int = 0,
+        validation: Data | None = None,
+        metrics: Sequence[str | Metric] = (),
+        progress: bool = True,
+    ) -> History:
+        """Trains on a data set.
+
+        The order of the rows is determined by the seed and the number of finished steps, so that a
+        training that was saved after an epoch and resumed goes on as if it had never stopped.
+
+        Args:
+            data: An array for each input, all of one length, or an iterable of batches (a list, or
+                anything that can be iterated over once for each epoch).
+            epochs: How many times to go through the data.
+            batch_size: Rows in a batch, where arrays are given.
+            shuffle: Whether to shuffle the rows before each epoch, where arrays are given.
+            seed: Determines the order.
+            validation: A data set to evaluate after each epoch.
+            metrics: What to compute on it besides the loss (see `ortops.metrics`).
+            progress: Whether to show a bar on standard error.
+
+        Returns:
+            For each epoch a dict: ``loss`` is the average over its batches; ``validation_loss`` and
+            ``validation_<metric>`` those of the validation data.
+
+        Raises:
+            FeedError: If the data do not fit the model.
+        """
+        chosen = metric_functions.resolve(metrics)
+        history: History = []
+        for epoch in range(1, epochs + 1):
+            order = np.random.default_rng((seed, self.steps_done)) if shuffle else None
+            bar = Progress(epoch, epochs, count(data, batch_size)) if progress else None
+            total = rows = done = 0.0
+            for feeds in batches(data, batch_size, order=order):
+                loss = float(self.step(feeds)[self._steps[-1].loss])
+                size = _rows(feeds)
+                total, rows, done = total + loss * size, rows + size, done + 1
+                if bar:
+                    bar.update(int(done), {"loss": total / rows})
+            if not done:
+                raise FeedError(
+                    "data: there is no batch in it; an iterator can be used for one epoch only, "
+                    "give a list or arrays"
+                )
+            result = {"loss": total / rows}
+            if validation is not None:
+                measured = self._evaluate(validation, batch_size, chosen)
+                result |= {f"validation_{name}": value for name, value in measured.items()}
+            history.append(result)
+            if bar:
+                bar.finish(int(done), result)
+        return history
+
+    def evaluate(
+        self, data: Data, *, batch_size: int = 256, metrics: Sequence[str | Metric] = ()
+    ) -> dict[str, float]:
+        """Computes the loss, and metrics, in inference mode, and changes nothing.
+
+        Args:
+            data: An array for each input of the model and of the loss, or an iterable of batches.
+            batch_size: Rows in a batch, where arrays are given.
+            metrics: What to compute besides the loss, from the model's first output (see
+                `ortops.metrics`).
+
+        Returns:
+            ``loss``, averaged over the rows, and the metrics by name.
+
+        Raises:
+            FeedError: If the data do not fit the model.
+        """
+        return self._evaluate(data, batch_size, metric_functions.resolve(metrics))
+
+    def _evaluate(
+        self, data: Data, batch_size: int, metrics: Mapping[str, Metric]
+    ) -> dict[str, float]:
+        if self._evaluation is None:
+            self._evaluation = self._build_evaluation()
+        evaluation = self._evaluation
+        total, rows = 0.0, 0
+        outputs: list[Array] = []
+        targets: list[Array] = []
+        with self._lock:
+            values = dict(self._values)
+        for feeds in batches(data, batch_size):
+            checked = self._check_feeds(feeds)
+            held = {n: onnxruntime.OrtValue.ortvalue_from_numpy(a) for n, a in checked.items()}
+            held |= {name: variable.value for name, variable in values.items()}
+            loss, output = evaluation.session.run_with_ort_values(
+                [evaluation.loss, evaluation.output],
+                {name: held[name] for name in evaluation.inputs},
+            )
+            size = _rows(checked)
+            total, rows = total + float(loss.numpy()) * size, rows + size
+            if metrics:
+                outputs.append(output.numpy())
+                targets.append(checked[self._target(metrics)])
+        if not rows:
+            raise FeedError("data: there is no batch in it; give arrays or a list of batches")
+        result = {"loss": total / rows}
+        for name, metric in metrics.items():
+            result[name] = float(metric(np.concatenate(outputs), np.concatenate(targets)))
+        return result
+
+    def _target(self, metrics: Mapping[str, Metric]) -> str:
+        """Returns the name of the input that metrics compare outputs with."""
+        own = {value.name for value in self._proto.graph.input}
+        names = [name for name in self._inputs if name not in own]
+        if len(names) != 1:
+            raise OrtopsError(
+                f"metric '{next(iter(metrics))}': the loss has {len(names)} inputs of its own "
+                f"({', '.join(names)}); metrics need one that outputs are compared with"
+            )
+        return names[0]
+
+    # ---------------------------------------------------------------------------------- state
+
+    @property
+    def state(self) -> State:
+        """The variables (parameters, optimizer state, ``step``, ``learning_rate``) by name.
+
+        Reading copies an array out; ``session.state[name] = array`` sets one, and
+        ``session.state = {…}`` several.
+        """
+        return State(self)
+
+    @state.setter
+    def state(self, arrays: Mapping[str, npt.ArrayLike]) -> None:
+        state = State(self)
+        checked = {name: state.check(name, array) for name, array in arrays.items()}
+        self._assign(checked)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step; part of `state`, and saved."""
+        return float(self.state[self._learning_rates()[0]])
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        if not np.isfinite(value) or value < 0:
+            raise OrtopsError(f"learning_rate is {value!r}; a finite number >= 0 is accepted")
+        for name in self._learning_rates():
+            self.state[name] = np.asarray(value, self.state[name].dtype)
+
+    def _learning_rates(self) -> list[str]:
+        rates = list(dict.fromkeys(name for step in self._steps for name in step.learning_rates))
+        if not rates:
+            raise OrtopsError(
+                "learning_rate: the training algorithm has none in an initializer; set what it "
+                "uses through `state`"
+            )
+        return rates
+
+    @property
+    def steps_done(self) -> int:
+        """The number of finished steps, or 0 where the algorithm does not count them."""
+        counter = str(training_metadata(self._proto).get("step", "step"))
+        return int(self._values[counter].value.numpy()) if counter in self._values else 0
+
+    def reset(self) -> None:
+        """Sets all variables as the standard defines it: to the values in the given model, and
+        then to what the initialization graph computes (optimizer state, step, learning rate)."""
+        arrays = dict(self._given)
+        for number in self._entries:
+            info = self._proto.training_info[number]
+            if not info.initialization_binding:
+                continue
+            model = onnx.helper.make_model(
+                info.initialization,
+                opset_imports=self._proto.opset_import,
+                ir_version=self._proto.ir_version,
+            )
+            session = onnxruntime.InferenceSession(
+                model.SerializeToString(), self._options, self._providers
+            )
+            names = [binding.value for binding in info.initialization_binding]
+            for binding, array in zip(
+                info.initialization_binding, session.run(names, {}), strict=True
+            ):
+                arrays[binding.key] = array
+        self._assign({name: array for name, array in arrays.items() if name in self._values})
+
+    def _given_values(self) -> dict[str, Array]:
+        """Returns the values that the variables have in the model."""
+        wanted = {name for step in self._steps for name in step.variables}
+        found: dict[str, Array] = {}
+        graphs = [self._proto.graph]
+        graphs += [self._proto.training_info[number].algorithm for number in self._entries]
+        for tensor in (tensor for graph in graphs for tensor in graph.initializer):
+            if tensor.name in wanted:
+                array = onnx.numpy_helper.to_array(tensor)
+                if tensor.name in found and not np.array_equal(found[tensor.name], array):
+                    raise ModelError(
+                        f"training_info: '{tensor.name}' has different values in several entries; "
+                        "name the variables of each entry differently"
+                    )
+                found[tensor.name] = array
+        return found
+
+    def _assign(self, arrays: Mapping[str, Array]) -> None:
+        variables = {name: _Variable.holding(array) for name, array in arrays.items()}
+        with self._lock:
+            self._values = {**self._values, **variables}
+
+    # ---------------------------------------------------------------------------------- files
+
+    def model(self) -> onnx.ModelProto:
+        """Returns the trainable model with the present state."""
+        result = onnx.ModelProto()
+        result.CopyFrom(self._proto)
+        _write_values(result.graph, self.state)
+        for info in result.training_info:
+            _write_values(info.algorithm, self.state)
+        return result
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the trainable model with the present state; a session on it resumes exactly.
+
+        The file is standard ONNX, and stock onnxruntime runs it as the trained model.
+
+        Args:
+            path: The file. At any time it holds the old model or the new one, whole.
+        """
+        write_atomically(path, self.model().SerializeToString())
+
+    def inference_model(self, original: ModelLike | None = None) -> onnx.ModelProto:
+        """Returns the trained model, with nothing of training in it.
+
+        Args:
+            original: The model that training began with. The trained weights are written into a
+                copy of it, which keeps its opset and everything else; by default the inference
+                graph of the trainable model is returned, with BatchNormalization and Dropout in
+                inference mode.
+
+        Raises:
+            ModelError: If a trained variable is not in the original.
+        """
+        own = {tensor.name for tensor in self._proto.graph.initializer}
+        trained = {name: array for name, array in self.state.items() if name in own}
+        result = onnx.ModelProto()
+        if original is not None:
+            proto, folder = convert.load(original)
+            result.CopyFrom(proto)
+            if folder is not None:
+                onnx.load_external_data_for_model(result, str(folder))
+            known = {tensor.name for tensor in result.graph.initializer}
+            for name in trained:
+                if name not in known:
+                    raise ModelError(
+                        f"original: it has no initializer '{name}', which was trained; "
+                        + did_you_mean(name, known)
+                    )
+        else:
+            result.CopyFrom(self._proto)
+            del result.training_info[:]
+            _remove(result.metadata_props, lambda entry: entry.key == METADATA_KEY)
+            _remove(result.opset_import, lambda entry: entry.domain == TRAINING_DOMAIN)
+            write_inference_mode(result.graph)
+        _write_values(result.graph, trained)
+        return result
+
+    # --------------------------------------------------------------------------------- checks
+
+    def _check_feeds(self, feeds: Feeds) -> dict[str, Array]:
+        """Returns the feeds as arrays that fit the inputs."""
+        if not isinstance(feeds, Mapping):
+            raise FeedError(
+                f"feeds: {type(feeds).__name__} was given; give a dict of an array for each input"
+            )
+        for name in feeds:
+            if name not in self._inputs:
+                raise FeedError(
+                    f"feeds: there is no input '{name}'; " + did_you_mean(name, self._inputs)
+                )
+        if missing := [name for name in self._inputs if name not in feeds]:
+            raise FeedError(
+                f"feeds: input '{missing[0]}' is missing; the inputs are "
+                + ", ".join(f"'{name}'" for name in self._inputs)
+            )
+        sizes: dict[str, tuple[int, str]] = {}
+        arrays = {
+            name: _fit(name, np.asarray(feeds[name]), value, sizes)
+            for name, value in self._inputs.items()
+        }
+        for name, classes, ignored in self._labels:
+            labels = arrays[name]
+            wrong = labels[((labels < 0) | (labels >= classes)) & (labels != ignored)]
+            if wrong.size:
+                extra = "" if ignored is None else f", or {ignored}, which does not count"
+                raise FeedError(
+                    f"feeds: '{name}' has the label {wrong.flat[0]}; 0 to {classes - 1} are "
+                    f"accepted{extra}"
+                )
+        return arrays
+
+    def _build_evaluation(self) -> _Evaluation:
+        graph_model, loss, output = evaluation_model(self._proto, self._entries[0])
+        session = onnxruntime.InferenceSession(
+            graph_model.SerializeToString(), self._options, self._providers
+        )
+        return _Evaluation(session, loss, output, [v.name for v in session.get_inputs()])
+
+
+class State(MutableMapping[str, Array]):
+    """The variables of a session by name; reading copies, setting checks."""
+
+    def __init__(self, session: TrainingSession) -> None:
+        self._session = session
+
+    def __getitem__(self, name: str) -> Array:
+        self._known(name)
+        array: Array = self._session._values[name].value.numpy()
+        return array.copy()
+
+    def __setitem__(self, name: str, array: npt.ArrayLike) -> None:
+        self._session._assign({name: self.check(name, array)})
+
+    def __delitem__(self, name: str) -> None:
+        raise OrtopsError(f"state '{name}': a variable cannot be removed; set it")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict(self._session._values))
+
+    def __len__(self) -> int:
+        return len(self._session._values)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name}: {array.dtype}{list(array.shape)}" for name, array in self.items())
+        return f"State({shapes})"
+
+    def check(self, name: str, array: npt.ArrayLike) -> Array:
+        """Returns an array that can be the value of a variable.
+
+        Raises:
+            OrtopsError: If there is no such variable, or its type or shape is another.
+        """
+        self._known(name)
+        present = self._session._values[name].value.numpy()
+        given = np.asarray(array)
+        if given.dtype.kind != present.dtype.kind or given.shape != present.shape:
+            raise OrtopsError(
+                f"state '{name}': {given.dtype}{list(given.shape)} was given; "
+                f"{present.dtype}{list(present.shape)} is accepted"
+            )
+        return np.ascontiguousarray(given, present.dtype).reshape(present.shape).copy()
+
+    def _known(self, name: str) -> None:
+        if name not in self._session._values:
+            raise OrtopsError(
+                f"state: there is no variable '{name}'; "
+                + did_you_mean(name, self._session._values)
+            )
+
+
+@dataclass(frozen=True)
+class _Variable:
+    """The value of a variable, and the numpy array that lends it its memory, if one does."""
+
+    value: onnxruntime.OrtValue
+    array: Array | None = None
+
+    @classmethod
+    def holding(cls, array: Array) -> _Variable:
+        contiguous = np.ascontiguousarray(array).reshape(array.shape)
+        return cls(onnxruntime.OrtValue.ortvalue_from_numpy(contiguous), contiguous)
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """A session that computes the loss and the first output in inference mode."""
+
+    session: onnxruntime.InferenceSession
+    loss: str
+    output: str
+    inputs: Sequence[str]
+
+
+def _all_entries(proto: onnx.ModelProto) -> list[int]:
+    return list(range(max(1, len(proto.training_info))))  # entry 0 of none is refused later
+
+
+def _described_inputs(steps: Sequence[Step]) -> dict[str, ir.Value]:
+    return {
+        value.name or "": value
+        for step in steps
+        for value in step.model.graph.inputs
+        if value.name in step.feeds
+    }
+
+
+def _label_limits(step: Step) -> list[tuple[str, int, int | None]]:
+    """Returns (input, number of classes, label that does not count) for each input of labels."""
+    limits = []
+    for node in step.model.graph:
+        if node.op_type not in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
+            continue
+        scores, labels = node.inputs[:2]
+        if scores is None or scores.shape is None or labels is None:
+            continue
+        classes = scores.shape[1]
+        if labels.name in step.feeds and isinstance(classes, int):
+            ignored = node.attributes.get("ignore_index")
+            limits.append((labels.name or "", classes, None if ignored is None else ignored.value))
+    return limits
+
+
+def _fit(name: str, array: Array, value: ir.Value, sizes: dict[str, tuple[int, str]]) -> Array:
+    """Returns an array as an input wants it.
+
+    Args:
+        name: The input's name.
+        array: What was fed.
+        value: The input.
+        sizes: The sizes that symbols have so far, and the inputs that told; extended.
+    """
+    wanted = numpy_dtype(value)
+    same_kind = wanted is not None and array.dtype.kind in {"i": "iu", "u": "iu"}.get(
+        wanted.kind, wanted.kind
+    )
+    if wanted is not None and array.dtype != wanted:
+        if not (same_kind and np.can_cast(array.dtype, wanted)):
+            raise FeedError(
+                f"feeds: '{name}' is of type {array.dtype}; {wanted} is accepted (convert it with "
+                f".astype(np.{wanted}))"
+            )
+        array = array.astype(wanted)
+    if value.shape is not None:
+        dims = [dim if isinstance(dim, int) else dim.value for dim in value.shape]
+        shown = "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]"
+        if len(dims) != array.ndim:
+            raise FeedError(
+                f"feeds: '{name}' has shape {list(array.shape)}; {shown} is accepted"
+            )
+        for dim, size in zip(dims, array.shape, strict=True):
+            if isinstance(dim, int) and dim != size:
+                raise FeedError(
+                    f"feeds: '{name}' has shape {list(array.shape)}; {shown} is accepted"
+                )
+            if isinstance(dim, str):
+                known, teller = sizes.setdefault(dim, (size, name))
+                if known != size:
+                    raise FeedError(
+                        f"feeds: '{dim}' is {known} in '{teller}' and {size} in '{name}'; it must "
+                        "be the same in all inputs"
+                    )
+    return np.ascontiguousarray(array).reshape(array.shape)
+
+
+def _rows(feeds: Feeds) -> int:
+    first = np.asarray(next(iter(feeds.values())))
+    return len(first) if first.ndim else 1
+
+
+def _write_values(graph: onnx.GraphProto, arrays: Mapping[str, Array]) -> None:
+    for tensor in graph.initializer:
+        if tensor.name in arrays:
+            tensor.CopyFrom(onnx.numpy_helper.from_array(arrays[tensor.name], tensor.name))
+
+
+def _remove(entries: Any, unwanted: Callable[[Any], bool]) -> None:
+    kept = [entry for entry in entries if not unwanted(entry)]
+    del entries[:]
+    entries.extend(kept)

@@ -1,0 +1,449 @@
+"""From training_info to one flat graph that makes a training step.
+
+The standard defines a step as the concatenation of the inference graph and the algorithm. Here that
+becomes a graph whose mutable variables are inputs and whose updates are outputs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from ortops import convert, gradient
+from ortops.autodiff import ancestor_nodes
+from ortops.convert import ModelLike
+from ortops.errors import ModelError, did_you_mean
+from ortops.gradient import BOUND_DOMAIN, copy_node
+from ortops.lower import (
+    TRAINING_DOMAIN,
+    lower_optimizers,
+    lower_prepared,
+    prepare,
+    remove_unread,
+    takes_python_kernel,
+)
+from ortops.optimizers import OPERATORS
+from ortops.tensor import Names, Tape, op
+from ortops.training.builder import METADATA_KEY
+from ortops.training.modes import write_inference_mode
+
+__all__ = [
+    "STEP_GRAPH_KEY",
+    "Step",
+    "evaluation_model",
+    "flatten",
+    "step_graph",
+    "training_metadata",
+]
+
+STEP_GRAPH_KEY = "ortops.step_graph"
+"""Where a step graph says, as a JSON object {input: output}, what feeds which input next."""
+
+_OVERLOAD_IR_VERSION = 10
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step as a flat graph.
+
+    Attributes:
+        model: The graph, prepared for lowering, Gradient nodes bound.
+        updates: Mutable variable (an input) → its next value (an output).
+        learning_rates: Inputs that hold a learning rate.
+        variables: All inputs that are variables: mutable ones and learning rates.
+        feeds: Inputs that a batch fills.
+        outputs: Outputs for people: the loss, and the model's own that the loss depends on.
+        loss: The name of the loss.
+    """
+
+    model: ir.Model
+    updates: Mapping[str, str]
+    learning_rates: Sequence[str]
+    variables: Sequence[str]
+    feeds: Sequence[str]
+    outputs: Sequence[str]
+    loss: str
+
+
+def step_graph(model: ModelLike, *, entry: int = 0) -> onnx.ModelProto:
+    """Returns the flat form of a training step, which any language can drive.
+
+    Mutable variables and the learning rate are inputs that carry their present value as default
+    (an initializer of the same name); their updates are outputs, and ``metadata_props`` has under
+    ``ortops.step_graph`` a JSON object that tells which output feeds which input next.
+
+    Gradient and optimizer nodes carry their bodies as functions of the same name. So the file runs
+    on Python custom ops in a session with `ortops.register_custom_ops`, and on standard operators in
+    one without. Optimizer nodes whose attributes a Python custom op would get rounded are lowered.
+
+    Args:
+        model: A trainable model, as `ortops.build_training_model` or anybody else wrote it.
+        entry: Which of several training_info entries.
+
+    Returns:
+        A new model without training_info: a concatenation of graph and algorithm must not have the
+        algorithm once more.
+
+    Raises:
+        ModelError: If the model has no such entry, or the entry is not legal.
+    """
+    proto, folder = convert.load(model)
+    step = flatten(proto, folder, entry)
+    graph = step.model.graph
+    names = Names(graph)
+    _separate_outputs(graph, names)
+    functions: list[ir.Function] = []
+    for node in list(graph):
+        if node.domain == BOUND_DOMAIN:
+            functions.append(_gradient_function(node, f"gradient{len(functions)}"))
+    remove_unread(lower_optimizers(graph, names, takes_python_kernel))
+    functions += _optimizer_functions(graph)
+    for node in graph:
+        if node.domain == BOUND_DOMAIN:
+            _unbind(node)
+    graph.opset_imports.pop(BOUND_DOMAIN, None)
+    graph.opset_imports[TRAINING_DOMAIN] = 1
+    for function in functions:
+        step.model.functions[function.identifier()] = function
+    step.model.ir_version = max(step.model.ir_version, _OVERLOAD_IR_VERSION)
+    step.model.metadata_props.pop(METADATA_KEY, None)
+    step.model.metadata_props[STEP_GRAPH_KEY] = json.dumps(step.updates)
+    return ir.to_proto(step.model)
+
+
+def flatten(proto: onnx.ModelProto, folder: Path | None = None, entry: int = 0) -> Step:
+    """Concatenates the inference graph and the algorithm.
+
+    Args:
+        proto: A trainable model; not changed.
+        folder: Where its external data are.
+        entry: Which of several training_info entries.
+
+    Raises:
+        ModelError: If there is no such entry, or a binding names what does not exist.
+    """
+    if not proto.training_info:
+        raise ModelError(
+            "model: it has no training_info; make it trainable with ortops.build_training_model"
+        )
+    if not 0 <= entry < len(proto.training_info):
+        raise ModelError(
+            f"model: it has no training_info entry {entry}; it has {len(proto.training_info)}"
+        )
+    updates = check_bindings(proto, entry)
+    mutable = [
+        binding.key
+        for info in proto.training_info
+        for binding in (*info.update_binding, *info.initialization_binding)
+    ]
+    model = prepare(convert.to_ir(_concatenate(proto, entry), folder))
+    graph = model.graph
+    by_name = {value.name: value for value in graph.outputs}
+    wanted = [value.name for value in proto.training_info[entry].algorithm.output]
+    needed = {
+        value
+        for name in wanted
+        for node in ancestor_nodes(by_name[name], set())
+        for value in node.outputs
+    }
+    own = [value.name for value in proto.graph.output if by_name[value.name] in needed]
+    shown = [name for name in dict.fromkeys((*wanted, *own)) if name not in updates.values()]
+    graph.outputs.clear()
+    graph.outputs.extend(by_name[name] for name in dict.fromkeys((*shown, *updates.values())))
+    _prune(graph)
+    rates = _learning_rates(graph, proto)
+    variables = [n for n in dict.fromkeys((*mutable, *rates)) if n in graph.initializers]
+    _make_inputs(graph, variables)
+    feeds = [v.name or "" for v in graph.inputs if v.name not in graph.initializers]
+    return Step(
+        model, updates, rates, variables, feeds, shown, _loss(graph, proto, shown)
+    )
+
+
+def evaluation_model(proto: onnx.ModelProto, entry: int) -> tuple[onnx.ModelProto, str, str]:
+    """Returns a model of the loss in inference mode, whose variables are inputs.
+
+    Args:
+        proto: A trainable model; not changed.
+        entry: The training_info entry whose loss is meant.
+
+    Returns:
+        The model, the name of its loss, and the name of the inference graph's first output.
+    """
+    step = flatten(proto, None, entry)
+    model = prepare(convert.to_ir(_concatenate(proto, entry)))
+    graph = model.graph
+    values = {value.name: value for node in graph for value in node.outputs}
+    copies = training_metadata(proto).get("training_copies", {})
+    assert isinstance(copies, dict)
+    for copy, source in copies.items():
+        if copy in values and source in values:
+            values[copy].replace_all_uses_with(values[source], replace_graph_outputs=True)
+    output = proto.graph.output[0].name
+    graph.outputs.clear()
+    graph.outputs.extend([values[step.loss], values[output]])
+    write_inference_mode(graph)
+    _prune(graph)
+    _make_inputs(graph, [name for name in step.variables if name in graph.initializers])
+    return ir.to_proto(lower_prepared(model)), step.loss, output
+
+
+def _make_inputs(graph: ir.Graph, variables: Sequence[str]) -> None:
+    """Makes initializers inputs, with their values as defaults."""
+    for name in variables:
+        if graph.initializers[name] not in graph.inputs:
+            graph.inputs.append(graph.initializers[name])
+
+
+def check_bindings(proto: onnx.ModelProto, entry: int) -> dict[str, str]:
+    """Returns the update bindings of a training_info entry.
+
+    Raises:
+        ModelError: If a binding names what does not exist, or binds a variable twice.
+    """
+    info = proto.training_info[entry]
+    keys = [tensor.name for tensor in (*proto.graph.initializer, *info.algorithm.initializer)]
+    values = [value.name for value in (*info.algorithm.output, *proto.graph.output)]
+    seen: set[str] = set()
+    for number, other in enumerate(proto.training_info):
+        for binding in other.update_binding:
+            if binding.key in seen:
+                raise ModelError(
+                    f"training_info entry {number}: '{binding.key}' is updated twice; each "
+                    "variable is bound once in all entries"
+                )
+            seen.add(binding.key)
+    starts = [value.name for value in info.initialization.output]
+    for what, bindings, known in (
+        ("update_binding", info.update_binding, values),
+        ("initialization_binding", info.initialization_binding, starts),
+    ):
+        for binding in bindings:
+            where = f"training_info entry {entry}: {what}"
+            if binding.key not in keys:
+                raise ModelError(
+                    f"{where} sets '{binding.key}', which is no initializer; "
+                    + did_you_mean(binding.key, keys)
+                )
+            if binding.value not in known:
+                raise ModelError(
+                    f"{where} sets '{binding.key}' to '{binding.value}', which is no output; "
+                    + did_you_mean(binding.value, known)
+                )
+    return {binding.key: binding.value for binding in info.update_binding}
+
+
+def _concatenate(proto: onnx.ModelProto, entry: int) -> onnx.ModelProto:
+    """Returns the model whose graph is the inference graph followed by an algorithm."""
+    result = onnx.ModelProto()
+    result.CopyFrom(proto)
+    del result.training_info[:]
+    algorithm = proto.training_info[entry].algorithm
+    taken = {name for node in proto.graph.node for name in node.output if name}
+    taken.update(tensor.name for tensor in (*proto.graph.initializer, *proto.graph.input))
+    for tensor in (*algorithm.initializer, *algorithm.input):
+        if tensor.name in taken:
+            raise ModelError(
+                f"training_info entry {entry}: '{tensor.name}' is a tensor of the inference graph "
+                "too; graph and algorithm together must not define a name twice"
+            )
+    for name in (name for node in algorithm.node for name in node.output if name):
+        if name in taken:
+            raise ModelError(
+                f"training_info entry {entry}: '{name}' is a tensor of the inference graph too; "
+                "graph and algorithm together must not define a name twice"
+            )
+    graph = result.graph
+    graph.node.extend(algorithm.node)
+    graph.initializer.extend(algorithm.initializer)
+    graph.sparse_initializer.extend(algorithm.sparse_initializer)
+    own = {value.name for value in graph.output}
+    graph.input.extend(algorithm.input)
+    graph.output.extend(value for value in algorithm.output if value.name not in own)
+    typed = {value.name for value in graph.value_info}
+    graph.value_info.extend(value for value in algorithm.value_info if value.name not in typed)
+    return result
+
+
+def _prune(graph: ir.Graph) -> None:
+    """Removes nodes, inputs and initializers that no output depends on."""
+    for node in reversed(list(graph)):
+        if not any(value.uses() or value.is_graph_output() for value in node.outputs):
+            graph.remove(node, safe=True)
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output():
+            if value in graph.inputs:
+                graph.inputs.remove(value)
+            graph.initializers.pop(name)
+
+
+def training_metadata(proto: onnx.ModelProto) -> dict[str, object]:
+    """Returns what the builder wrote about a trainable model; {} for anybody else's."""
+    for entry in proto.metadata_props:
+        if entry.key == METADATA_KEY:
+            found = json.loads(entry.value)
+            return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _learning_rates(graph: ir.Graph, proto: onnx.ModelProto) -> list[str]:
+    """Returns the initializers that are learning rates: R of an optimizer node, or as noted."""
+    found = [str(training_metadata(proto).get("learning_rate", ""))]
+    found += [
+        node.inputs[0].name or ""
+        for node in graph
+        if node.domain == TRAINING_DOMAIN and node.op_type in OPERATORS and node.inputs[0]
+    ]
+    return [name for name in dict.fromkeys(found) if name in graph.initializers]
+
+
+def _loss(graph: ir.Graph, proto: onnx.ModelProto, shown: Sequence[str]) -> str:
+    """Returns the name of the loss: as noted, or y of the first Gradient node."""
+    noted = training_metadata(proto).get("loss")
+    if noted in shown:
+        return str(noted)
+    for node in graph:
+        y = node.inputs[-1] if node.domain == BOUND_DOMAIN else None
+        if y is not None and y.name in shown:
+            return y.name or ""
+    return shown[0] if shown else ""
+
+
+def _separate_outputs(graph: ir.Graph, names: Names) -> None:
+    """Puts an Identity before each output that a node reads.
+
+    onnxruntime merges equal nodes of the graph and of a Gradient body, except where one produces an
+    output of the graph.
+    """
+    tape = Tape(graph, names=names)
+    for index, value in enumerate(graph.outputs):
+        if value.uses() and value.producer() is not None:
+            name = value.name or ""
+            value.name = names.unique(f"{name}_value")
+            copy = op.Identity(tape.tensor(value)).with_shape_of(tape.tensor(value)).value
+            copy.name = name
+            graph.outputs[index] = copy
+
+
+def _gradient_function(node: ir.Node, overload: str) -> ir.Function:
+    """Returns the body of a bound Gradient node, and adds to its zs what its y depends on."""
+    count = len(node.inputs) // 2
+    fed, named, y = list(node.inputs[:count]), list(node.inputs[count:-1]), node.inputs[-1]
+    assert y is not None
+    path = ancestor_nodes(y, {value for value in named if value is not None})
+    known = set(named)
+    for value in (v for other in path for v in other.inputs):
+        if value is not None and value.producer() is None and value not in known:
+            known.add(value)
+            named.append(value)
+            fed.append(value)
+    node.resize_inputs(2 * len(named) + 1)
+    for index, value in enumerate([*fed, *named, y]):
+        node.replace_input_with(index, value)
+
+    graph = node.graph
+    assert isinstance(graph, ir.Graph)
+    copies: dict[ir.Value, ir.Value] = {}
+    for value in named:
+        assert value is not None
+        copies[value] = ir.Value(name=value.name, type=value.type, shape=value.shape)
+    inputs = list(copies.values())
+    body = ir.Graph(inputs, [], nodes=[], opset_imports=dict(graph.opset_imports), name=overload)
+    for other in graph:
+        if other in path:
+            copy = copy_node(other, copies)
+            copy.name = other.name
+            for old, new in zip(other.outputs, copy.outputs, strict=True):
+                new.name = old.name
+                copies[old] = new
+            body.append(copy)
+    xs = len(node.outputs)
+    bound = ir.Node(
+        BOUND_DOMAIN,
+        "Gradient",
+        [*inputs, *inputs, copies.get(y, y)],
+        _named_attributes(named[:xs], named[xs:], copies.get(y, y)),
+        outputs=[ir.Value(name=v.name, type=v.type, shape=v.shape) for v in node.outputs],
+        name=node.name,
+    )
+    body.append(bound)
+    body.outputs.extend(bound.outputs)
+    remove_unread(gradient.lower_gradient(bound, Names(body)))
+    body.opset_imports.pop(BOUND_DOMAIN, None)
+    body.opset_imports.pop(TRAINING_DOMAIN, None)
+    node.overload = overload
+    return ir.Function(
+        TRAINING_DOMAIN, "Gradient", overload, graph=body, attributes=_declared("xs", "zs", "y")
+    )
+
+
+def _named_attributes(
+    xs: Sequence[ir.Value | None], zs: Sequence[ir.Value | None], y: ir.Value
+) -> list[ir.Attr]:
+    attributes: list[ir.Attr] = [ir.AttrStrings("xs", [v.name or "" for v in xs if v])]
+    if zs:
+        attributes.append(ir.AttrStrings("zs", [v.name or "" for v in zs if v]))
+    return [*attributes, ir.AttrString("y", y.name or "")]
+
+
+def _declared(*names: str) -> list[ir.Attr]:
+    """Returns attributes that a function declares, with neither type nor default."""
+    return [ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in names]
+
+
+def _unbind(node: ir.Node) -> None:
+    """Turns a bound Gradient node back into one that names its tensors."""
+    count = len(node.inputs) // 2
+    named, y = node.inputs[count:-1], node.inputs[-1]
+    assert y is not None
+    xs = len(node.attributes["xs"].as_strings())
+    attributes = _named_attributes(named[:xs], named[xs:], y)
+    node.attributes.clear()
+    for attribute in attributes:
+        node.attributes.add(attribute)
+    node.resize_inputs(count)
+    node.domain = TRAINING_DOMAIN
+
+
+def _optimizer_functions(graph: ir.Graph) -> list[ir.Function]:
+    """Returns bodies for the optimizer nodes: one for each choice of attributes and types."""
+    functions: dict[tuple[object, ...], ir.Function] = {}
+    for node in graph:
+        if node.domain != TRAINING_DOMAIN or node.op_type not in OPERATORS:
+            continue
+        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+        types = tuple(value.type for value in node.inputs if value is not None)
+        key = (node.op_type, *sorted(attributes.items()), *types)
+        if key not in functions:
+            overload = f"{node.op_type.lower()}{len(functions)}"
+            functions[key] = _optimizer_function(node, overload, graph.opset_imports[""])
+        node.overload = functions[key].overload
+    return list(functions.values())
+
+
+def _optimizer_function(node: ir.Node, overload: str, opset: int) -> ir.Function:
+    operator = OPERATORS[node.op_type]
+    formal = ("R", "T", "X", "G", *operator.states)
+    inputs = [
+        ir.Value(name=name, type=value.type)
+        for name, value in zip(formal, node.inputs, strict=True)
+        if value is not None
+    ]
+    body = ir.Graph(inputs, [], nodes=[], opset_imports={"": opset}, name=overload)
+    tape = Tape(body)
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    results = operator.rule(*(tape.tensor(value) for value in inputs), **attributes)
+    for name, result in zip(("X", *operator.states), results, strict=True):
+        tape.output(result, f"{name}_new")
+    return ir.Function(
+        TRAINING_DOMAIN,
+        node.op_type,
+        overload,
+        graph=body,
+        attributes=_declared(*operator.attribute_types),
+    )
