@@ -459,6 +459,7 @@ class Optimizer:
     first_step: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
+        """Makes numbers floats and refuses values outside their range."""
         for each in fields(self):
             if isinstance(each.default, float):
                 value: Any = getattr(self, each.name)
