@@ -23,12 +23,42 @@ from ortops.tensor import Tape, Tensor, unbroadcast
 __all__ = ["ZERO_GRADIENT", "Rule", "backward", "find_rule", "is_float", "rules", "vjp"]
 
 ZERO_GRADIENT = frozenset(
-    """
-    ArgMax ArgMin And BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Ceil ConstantOfShape Equal
-    EyeLike Floor Greater GreaterOrEqual IsInf IsNaN Less LessOrEqual Multinomial NonMaxSuppression
-    NonZero Not OneHot Or RandomNormalLike RandomUniformLike Range Round Shape Sign Size
-    StringNormalizer Xor
-    """.split()
+    {
+        "ArgMax",
+        "ArgMin",
+        "And",
+        "BitShift",
+        "BitwiseAnd",
+        "BitwiseNot",
+        "BitwiseOr",
+        "BitwiseXor",
+        "Ceil",
+        "ConstantOfShape",
+        "Equal",
+        "EyeLike",
+        "Floor",
+        "Greater",
+        "GreaterOrEqual",
+        "IsInf",
+        "IsNaN",
+        "Less",
+        "LessOrEqual",
+        "Multinomial",
+        "NonMaxSuppression",
+        "NonZero",
+        "Not",
+        "OneHot",
+        "Or",
+        "RandomNormalLike",
+        "RandomUniformLike",
+        "Range",
+        "Round",
+        "Shape",
+        "Sign",
+        "Size",
+        "StringNormalizer",
+        "Xor",
+    }
 )
 """Operators of the standard domain through which nothing flows: their derivative is exactly zero
 wherever it exists."""
@@ -95,7 +125,7 @@ def vjp(
 
 def rules() -> Mapping[tuple[str, str], Rule]:
     """Returns the registered rules by (domain, operator)."""
-    import ortops.rules  # noqa: F401, PLC0415  registers the rules on first use
+    import ortops.rules  # noqa: F401  registers the rules on first use
 
     return _rules
 
@@ -151,9 +181,7 @@ def dependent_values(
         if differentiably and node.domain == "" and node.op_type in ZERO_GRADIENT:
             continue
         if any(value in reached for value in read_inputs(node)):
-            reached.update(
-                value for value in node.outputs if not differentiably or is_float(value)
-            )
+            reached.update(value for value in node.outputs if not differentiably or is_float(value))
     return reached
 
 
@@ -271,7 +299,9 @@ def _apply(
         )
     if not isinstance(returned, tuple | list):
         returned = (returned,)
-    if len(returned) > len(node.inputs) and any(c is not None for c in returned[len(node.inputs) :]):
+    if len(returned) > len(node.inputs) and any(
+        c is not None for c in returned[len(node.inputs) :]
+    ):
         raise OrtopsError(
             f"{describe(node)}: its gradient rule returned {len(returned)} cotangents for "
             f"{len(node.inputs)} inputs; it must return one for each"

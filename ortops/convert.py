@@ -52,7 +52,9 @@ def load(model: ModelLike) -> tuple[onnx.ModelProto, Path | None]:
         try:
             what, data = f"file '{path}'", path.read_bytes()
         except OSError as error:
-            raise ModelError(f"file '{path}': {error.strerror}; give the path of a model") from error
+            raise ModelError(
+                f"file '{path}': {error.strerror}; give the path of a model"
+            ) from error
         folder = path.resolve().parent
     elif isinstance(model, bytes | bytearray | memoryview):
         what, data = f"{len(model)} bytes", bytes(model)
@@ -130,7 +132,7 @@ def _convert(model: ir.Model) -> ir.Model:
     for name, tensor in big.items():
         value = graph.initializers.pop(name)
         value.const_value = None
-        value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape)
+        value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
         if name not in listed:
             graph.inputs.append(value)
     try:

@@ -9,7 +9,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["FeedError", "KernelError", "ModelError", "OrtopsError", "UnsupportedError", "did_you_mean"]
+__all__ = [
+    "FeedError",
+    "KernelError",
+    "ModelError",
+    "OrtopsError",
+    "UnsupportedError",
+    "did_you_mean",
+]
 
 
 class OrtopsError(Exception):

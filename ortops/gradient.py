@@ -56,7 +56,8 @@ def bind(graph: ir.Graph, outer: Mapping[str, ir.Value] | None = None) -> bool:
             if attribute.type == ir.AttributeType.GRAPH:
                 found |= bind(attribute.as_graph(), scope)
             elif attribute.type == ir.AttributeType.GRAPHS:
-                found |= any([bind(inner, scope) for inner in attribute.as_graphs()])
+                for inner in attribute.as_graphs():
+                    found |= bind(inner, scope)
     return found
 
 
@@ -81,7 +82,9 @@ def _bind_node(node: ir.Node, scope: Mapping[str, ir.Value]) -> None:
         )
     for name, count in Counter(names).items():
         if count > 1:
-            raise ModelError(f"{where}: '{name}' is listed {count} times in xs and zs; list it once")
+            raise ModelError(
+                f"{where}: '{name}' is listed {count} times in xs and zs; list it once"
+            )
     own = {value.name for value in node.outputs}
     for kind, listed in (("xs", xs), ("zs", zs), ("y", [y])):
         for name in listed:
@@ -154,7 +157,7 @@ def lower_gradient(node: ir.Node, names: Names) -> list[ir.Node]:
     graph = node.graph
     assert isinstance(graph, ir.Graph)
     where = describe(node)
-    xs, zs, y_name = _read_attributes(node)
+    xs, zs, _ = _read_attributes(node)
     count = len(xs) + len(zs)
     values = [value for value in node.inputs if value is not None]
     fed, named, y = values[:count], values[count : 2 * count], values[2 * count]
@@ -162,7 +165,7 @@ def lower_gradient(node: ir.Node, names: Names) -> list[ir.Node]:
 
     tape = Tape(graph, before=node, names=names)
     tape.scope = f"{node.name or 'Gradient'}/"
-    nodes = [other for other in _before(graph, node)]
+    nodes = _before(graph, node)
     replaced = {
         old: op.Identity(tape.tensor(new)).with_shape_of(tape.tensor(old)).value
         for old, new in zip(named, fed, strict=True)
@@ -172,7 +175,7 @@ def lower_gradient(node: ir.Node, names: Names) -> list[ir.Node]:
         copies = _replay(tape, nodes, y, named, replaced)
         y = copies.get(y, y)
         named = [copies.get(value, value) for value in named]
-        nodes = [other for other in _before(graph, node)]
+        nodes = _before(graph, node)
 
     wanted = [index for index, output in enumerate(node.outputs) if output.name]
     cotangents = backward(
@@ -279,9 +282,8 @@ def _replay(
             continue
         copy = copy_node(node, copies)
         tape.append(copy)
-        for old, new in zip(node.outputs, copy.outputs, strict=True):
-            if old not in cut:
-                copies[old] = new
+        pairs = zip(node.outputs, copy.outputs, strict=True)
+        copies.update((old, new) for old, new in pairs if old not in cut)
     return copies
 
 
@@ -325,7 +327,7 @@ def _copy_graph(graph: ir.Graph, copies: Mapping[ir.Value, ir.Value]) -> ir.Grap
     for inner in (copy, *copy.subgraphs()):
         for node in inner:
             for index, value in enumerate(node.inputs):
-                if value in copies:
+                if value is not None and value in copies:
                     node.replace_input_with(index, copies[value])
         for index, value in enumerate(inner.outputs):
             if value in copies:

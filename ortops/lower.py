@@ -16,7 +16,7 @@ from ortops.convert import ModelLike
 from ortops.errors import ModelError, did_you_mean
 from ortops.gradient import BOUND_DOMAIN, GRADIENT_DOMAINS
 from ortops.optimizers import OPERATORS
-from ortops.tensor import Names, Tape, Tensor
+from ortops.tensor import Names, Tape
 
 __all__ = [
     "TRAINING_DOMAIN",
@@ -188,7 +188,9 @@ def _infer_types(model: ir.Model) -> None:
     changed = True
     while changed:  # once more for each order of differentiation
         convert.infer_shapes(model)
-        changed = any([gradient.infer_outputs(node) for node in gradients])
+        changed = False
+        for node in gradients:
+            changed |= gradient.infer_outputs(node)
 
 
 def _all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
@@ -262,10 +264,10 @@ def _lower_optimizer(node: ir.Node, names: Names, keep: Keep | None) -> list[ir.
             results = list(
                 operator.rule(*(tape.tensor(value) for value in (r, t, *group)), **attributes)
             )
-        for output, result in zip(wanted, results, strict=False):
+        x = tape.tensor(group[0])
+        for output, result in zip(wanted, results, strict=True):
             if output.name:
-                like = tape.tensor(group[0])
-                gradient.replace_value(tape, output, result.with_shape_of(like), put_out)
+                gradient.replace_value(tape, output, result.with_shape_of(x), put_out)
     graph.remove(node, safe=True)
     return [emitted for emitted in tape.nodes if emitted.domain != TRAINING_DOMAIN]
 
@@ -307,7 +309,9 @@ def _optimizer_inputs(node: ir.Node) -> tuple[ir.Value, ir.Value, list[tuple[ir.
     listed = ", ".join(("X", "G", *states))
     values = [value for value in node.inputs if value is not None]
     if len(values) != len(node.inputs):
-        raise ModelError(f"{where}: input {node.inputs.index(None)} is absent (''); all are required")
+        raise ModelError(
+            f"{where}: input {node.inputs.index(None)} is absent (''); all are required"
+        )
     if len(values) < 2 + size or (len(values) - 2) % size:
         raise ModelError(
             f"{where}: {len(values)} inputs; it takes R, T and then, for n tensors, n each of "

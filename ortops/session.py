@@ -21,7 +21,7 @@ Kernels: TypeAlias = Literal["python", "onnx"]
 _FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
 
-class InferenceSession(onnxruntime.InferenceSession):
+class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # untyped
     """An `onnxruntime.InferenceSession` that runs models with nodes of the training domain.
 
     Gradient nodes run as standard operators. Adagrad, Adam and Momentum nodes run as Python custom
@@ -31,8 +31,8 @@ class InferenceSession(onnxruntime.InferenceSession):
 
     Args:
         model: A ModelProto, its bytes, or its path; not changed.
-        sess_options: As for onnxruntime. The library of Python custom ops is registered on it where
-            it is needed.
+        sess_options: As for onnxruntime. The library of Python custom ops is registered
+            on it where it is needed.
         providers: As for onnxruntime; the CPU by default.
         provider_options: As for onnxruntime.
         kernels: ``"python"`` or ``"onnx"``, for optimizer nodes.

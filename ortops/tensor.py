@@ -337,9 +337,10 @@ class Tape:
         if not schema.has_type_and_shape_inference_function:
             return
         proto = ir.serde.serialize_node(node)
-        types, data = {}, {}
+        types: dict[str, onnx.TypeProto] = {}
+        data: dict[str, onnx.TensorProto] = {}
         for value in node.inputs:
-            if value is None or value.type is None:
+            if value is None or value.type is None or value.name is None:
                 continue
             types[value.name] = _type_proto(value)
             tensor = constant_tensor(value)
@@ -359,7 +360,9 @@ class Tape:
         except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
             reason = str(error).strip().rsplit("] ", 1)[-1]
             shapes = ", ".join(str(Tensor(self, v)) if v else "absent" for v in node.inputs)
-            raise ModelError(f"{node.op_type} node '{node.name}': {reason}; got {shapes}") from error
+            raise ModelError(
+                f"{node.op_type} node '{node.name}': {reason}; got {shapes}"
+            ) from error
         for value in node.outputs:
             if value.name in inferred:
                 proto_type = inferred[value.name]
@@ -426,7 +429,7 @@ class Tensor:
     def constant(self) -> Array | None:
         """The value as an array where it is known while building the graph, else None."""
         tensor = constant_tensor(self.value)
-        return None if tensor is None else cast(Array, tensor.numpy())
+        return None if tensor is None else tensor.numpy()
 
     def astype(self, dtype: npt.DTypeLike) -> Tensor:
         """Returns the tensor in another element type."""
@@ -757,7 +760,7 @@ def _attribute(schema: onnx.defs.OpSchema, name: str, value: Any) -> ir.Attr:
     if name not in schema.attributes:
         known = ", ".join(sorted(schema.attributes)) or "none"
         raise ModelError(f"{schema.name}: unknown attribute '{name}'; the operator has {known}")
-    kind = ir.AttributeType(int(schema.attributes[name].type))
+    kind = ir.AttributeType(cast(int, schema.attributes[name].type))
     match kind:
         case ir.AttributeType.FLOAT:
             value = float(value)
@@ -781,6 +784,7 @@ def _typed_value(name: str, dtype: npt.DTypeLike, shape: Sequence[Dim]) -> ir.Va
 
 def _type_proto(value: ir.Value) -> onnx.TypeProto:
     proto = onnx.TypeProto()
+    assert value.type is not None
     ir.serde.serialize_type_into(proto, value.type)
     if value.shape is not None:
         ir.serde.serialize_shape_into(proto, value.shape)
@@ -797,7 +801,9 @@ def _split_count(inputs: Sequence[object], attributes: dict[str, Any]) -> int:
     if "num_outputs" in attributes:
         return int(attributes["num_outputs"])
     sizes = inputs[1]
-    return len(sizes) if isinstance(sizes, Sequence) else cast(Tensor, sizes).value.shape[0]
+    if isinstance(sizes, Tensor):
+        return cast(int, (sizes.shape or (None,))[0])
+    return len(cast(Sequence[int], sizes))
 
 
 def _index(x: Tensor, key: tuple[object, ...]) -> Tensor:

@@ -130,19 +130,21 @@ def build_training_model(
     tape = Tape(graph, names=_names(graph, result))
     algorithm = _Algorithm(tape)
     with tape:
-        rate = algorithm.variable("learning_rate", np.float32(chosen_optimizer.learning_rate))
-        step = algorithm.variable("step", np.int64(0))
+        rate = algorithm.variable(
+            "learning_rate", np.array(chosen_optimizer.learning_rate, np.float32)
+        )
+        step = algorithm.variable("step", np.array(0, np.int64))
         copies, statistics = copy_in_training_mode(tape, nodes, step, seed)
         outputs = {v.name or "": tape.tensor(copies.get(v, v)) for v in graph.outputs}
-        inputs = {v.name or "": tape.tensor(v) for v in graph.inputs if v.name not in graph.initializers}
+        inputs = {
+            v.name or "": tape.tensor(v) for v in graph.inputs if v.name not in graph.initializers
+        }
         tape.scope = "loss/"
         value, algorithm.inputs = losses.compute(chosen_loss, tape, outputs, inputs)
         tape.scope = ""
         value = _named(value, "loss", graph)
         algorithm.outputs.append(value)
-        algorithm.outputs += [
-            tape.tensor(copies[v]) for v in graph.outputs if v in copies
-        ]
+        algorithm.outputs += [tape.tensor(copies[v]) for v in graph.outputs if v in copies]
         parameters = _parameters(graph, value, trainable, chosen_optimizer)
         gradients = _gradient(tape, value, parameters)
         step_new = algorithm.update(step.name, step + 1)
@@ -157,9 +159,7 @@ def build_training_model(
         "loss": value.name,
         "learning_rate": rate.name,
         "step": step.name,
-        "training_copies": {
-            copies[v].name: v.name for v in graph.outputs if v in copies
-        },
+        "training_copies": {copies[v].name: v.name for v in graph.outputs if v in copies},
     }
     entry = next((e for e in result.metadata_props if e.key == METADATA_KEY), None)
     entry = entry or result.metadata_props.add(key=METADATA_KEY)
@@ -282,8 +282,8 @@ def _gradient(tape: Tape, loss: Tensor, parameters: Sequence[ir.Value]) -> list[
         "Gradient",
         [*parameters, *zs],
         ir.convenience.convert_attributes(
-            {"xs": [v.name for v in parameters], "y": loss.name}
-            | ({"zs": [v.name for v in zs]} if zs else {})
+            {"xs": [v.name or "" for v in parameters], "y": loss.name}
+            | ({"zs": [v.name or "" for v in zs]} if zs else {})
         ),
         num_outputs=len(parameters),
     )
@@ -364,5 +364,3 @@ def _write(result: onnx.ModelProto, algorithm: _Algorithm) -> None:
     result.ir_version = max(result.ir_version, _TRAINING_INFO_IR_VERSION)
     if not any(entry.domain == TRAINING_DOMAIN for entry in result.opset_import):
         result.opset_import.add(domain=TRAINING_DOMAIN, version=1)
-
-

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -46,7 +46,9 @@ def batches(
         raise FeedError(f"batch_size is {batch_size}; at least 1 is accepted")
     rows = None if order is None else order.permutation(size)
     for start in range(0, size, batch_size):
-        chosen = slice(start, start + batch_size) if rows is None else rows[start : start + batch_size]
+        chosen = (
+            slice(start, start + batch_size) if rows is None else rows[start : start + batch_size]
+        )
         yield {name: array[chosen] for name, array in arrays.items()}
 
 
@@ -54,7 +56,7 @@ def count(data: Data, batch_size: int) -> int | None:
     """Returns how many batches there will be, or None where that is not known."""
     if isinstance(data, Mapping):
         return -(-_length(data) // batch_size)
-    return len(data) if hasattr(data, "__len__") else None
+    return len(data) if isinstance(data, Sized) else None
 
 
 def _length(arrays: Mapping[str, npt.NDArray[Any]]) -> int:

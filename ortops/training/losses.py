@@ -119,7 +119,9 @@ class BinaryCrossEntropyWithLogits(Loss):
 
     def __call__(self, prediction: Tensor, target: Tensor) -> Tensor:
         """Emits the loss; see `Loss.__call__`."""
-        return cast(Tensor, op.ReduceMean(op.Softplus(prediction) - prediction * target, keepdims=0))
+        return cast(
+            Tensor, op.ReduceMean(op.Softplus(prediction) - prediction * target, keepdims=0)
+        )
 
 
 @dataclass(frozen=True)
@@ -173,9 +175,10 @@ def resolve(loss: LossLike) -> Loss | Callable[..., Tensor]:
         if loss not in LOSSES:
             raise ModelError(f"loss '{loss}' is not known; {did_you_mean(loss, LOSSES)}")
         return LOSSES[loss]()
-    if isinstance(loss, type) and issubclass(loss, Loss):
-        return loss()
-    if callable(loss):
+    if isinstance(loss, type):
+        if issubclass(loss, Loss):
+            return loss()
+    elif callable(loss):
         return loss
     raise ModelError(
         f"loss is {loss!r}; one of ortops.losses, its name, or a function of Tensors is accepted"

@@ -126,9 +126,7 @@ class TrainingSession:
                 names = [*step.outputs, *step.updates.values()]
                 inputs = {name: held[name] for name in step.feeds}
                 inputs |= {name: values[name].value for name in step.variables}
-                outputs = dict(
-                    zip(names, session.run_with_ort_values(names, inputs), strict=True)
-                )
+                outputs = dict(zip(names, session.run_with_ort_values(names, inputs), strict=True))
                 for variable, output in step.updates.items():
                     values[variable] = _Variable(outputs[output])
                 shown.update((name, outputs[name].numpy()) for name in step.outputs)
@@ -302,8 +300,11 @@ class TrainingSession:
         return int(self._values[counter].value.numpy()) if counter in self._values else 0
 
     def reset(self) -> None:
-        """Sets all variables as the standard defines it: to the values in the given model, and
-        then to what the initialization graph computes (optimizer state, step, learning rate)."""
+        """Goes back to the start of the training.
+
+        All variables get, as the standard defines it, their values in the given model, and then
+        those that the initialization graph computes (optimizer state, step, learning rate).
+        """
         arrays = dict(self._given)
         for number in self._entries:
             info = self._proto.training_info[number]
@@ -469,7 +470,9 @@ class State(MutableMapping[str, Array]):
         return len(self._session._values)
 
     def __repr__(self) -> str:
-        shapes = ", ".join(f"{name}: {array.dtype}{list(array.shape)}" for name, array in self.items())
+        shapes = ", ".join(
+            f"{name}: {array.dtype}{list(array.shape)}" for name, array in self.items()
+        )
         return f"State({shapes})"
 
     def check(self, name: str, array: npt.ArrayLike) -> Array:
@@ -572,9 +575,7 @@ def _fit(name: str, array: Array, value: ir.Value, sizes: dict[str, tuple[int, s
         dims = [dim if isinstance(dim, int) else dim.value for dim in value.shape]
         shown = "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]"
         if len(dims) != array.ndim:
-            raise FeedError(
-                f"feeds: '{name}' has shape {list(array.shape)}; {shown} is accepted"
-            )
+            raise FeedError(f"feeds: '{name}' has shape {list(array.shape)}; {shown} is accepted")
         for dim, size in zip(dims, array.shape, strict=True):
             if isinstance(dim, int) and dim != size:
                 raise FeedError(

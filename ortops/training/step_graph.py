@@ -77,9 +77,10 @@ def step_graph(model: ModelLike, *, entry: int = 0) -> onnx.ModelProto:
     (an initializer of the same name); their updates are outputs, and ``metadata_props`` has under
     ``ortops.step_graph`` a JSON object that tells which output feeds which input next.
 
-    Gradient and optimizer nodes carry their bodies as functions of the same name. So the file runs
-    on Python custom ops in a session with `ortops.register_custom_ops`, and on standard operators in
-    one without. Optimizer nodes whose attributes a Python custom op would get rounded are lowered.
+    Gradient and optimizer nodes carry their bodies as functions of the same name. So the file
+    runs on Python custom ops in a session with `ortops.register_custom_ops`, and on standard
+    operators in one without. Optimizer nodes whose attributes would reach a custom op rounded are
+    lowered.
 
     Args:
         model: A trainable model, as `ortops.build_training_model` or anybody else wrote it.
@@ -160,9 +161,7 @@ def flatten(proto: onnx.ModelProto, folder: Path | None = None, entry: int = 0) 
     variables = [n for n in dict.fromkeys((*mutable, *rates)) if n in graph.initializers]
     _make_inputs(graph, variables)
     feeds = [v.name or "" for v in graph.inputs if v.name not in graph.initializers]
-    return Step(
-        model, updates, rates, variables, feeds, shown, _loss(graph, proto, shown)
-    )
+    return Step(model, updates, rates, variables, feeds, shown, _loss(graph, proto, shown))
 
 
 def evaluation_model(proto: onnx.ModelProto, entry: int) -> tuple[onnx.ModelProto, str, str]:
