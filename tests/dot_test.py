@@ -11,12 +11,14 @@ where onnxruntime has no kernel for float64, so nothing of the rule is in the or
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx.reference
 import onnxruntime
 from onnx import helper
 
@@ -43,6 +45,9 @@ class Case:
         rtol: Tolerance relative to the size of the directional derivative's terms.
         only: The indices of the differentiated inputs; every floating-point one by default.
         reference: Whether F is run by onnx's reference implementation.
+        float32: Whether onnxruntime has no float64 kernel for the operator, or for its gradient.
+            Then onnx's reference implementation runs F and the gradient in float64, and
+            onnxruntime's gradient in float32 is compared with that.
         name: What tells the case from others of the operator.
     """
 
@@ -58,6 +63,7 @@ class Case:
     rtol: float = 1e-6
     only: Sequence[int] | None = None
     reference: bool = False
+    float32: bool = False
     name: str = ""
 
     def __str__(self) -> str:
@@ -110,19 +116,35 @@ def check(case: Case, *, symbolic: bool) -> None:
         symbolic: Whether the dimensions of all inputs are symbols, each its own.
     """
     rng = np.random.default_rng((SEED, len(case.op)))
+    narrow = _narrow(case, symbolic, copy.deepcopy(rng)) if case.float32 else None
+    if case.float32:
+        case = replace(case, reference=True)
     model, feeds = _forward(case, symbolic, rng)
     names = [f"x{index}" for index in case.differentiated]
     assert names, f"{case}: nothing to differentiate"
     for order in range(1, case.orders + 1):
         gradient = _with_gradient(model, names, f"f{order}", f"d{order}_")
         lowered = ortops.lower(gradient)
-        found = dict(zip([f"d{order}_{n}" for n in names], _run(lowered, feeds), strict=True))
+        results = _run_reference(lowered, feeds) if case.float32 else _run(lowered, feeds)
+        found = dict(zip([f"d{order}_{n}" for n in names], results, strict=True))
         evaluate = _evaluator(case, ortops.lower(model) if order > 1 else model, f"f{order}")
         for name in names:
             assert found[f"d{order}_{name}"].shape == feeds[name].shape
             assert found[f"d{order}_{name}"].dtype == feeds[name].dtype
             _check_direction(case, order, name, found[f"d{order}_{name}"], feeds, evaluate, rng)
+        if narrow is not None:
+            narrow_gradient = _with_gradient(narrow[0], names, f"f{order}", f"d{order}_")
+            for wide, result in zip(
+                results, _run(ortops.lower(narrow_gradient), narrow[1]), strict=True
+            ):
+                assert result.dtype == np.float32
+                np.testing.assert_allclose(
+                    result, wide, rtol=1e-4, atol=1e-5 * np.abs(wide).max(initial=1)
+                )
+            narrow = (narrow_gradient, narrow[1])
         if order < case.orders:
+            if narrow is not None:
+                narrow = _next_order(*narrow, names, order, copy.deepcopy(rng))
             model, feeds = _next_order(gradient, feeds, names, order, rng)
 
 
@@ -138,8 +160,9 @@ def _check_direction(
     assert np.all(np.isfinite(gradient)), f"order {order}, {name}: {gradient}"
     for _ in range(2):
         v = rng.standard_normal(feeds[name].shape).astype(feeds[name].dtype)
-        ahead = evaluate({**feeds, name: feeds[name] + feeds[name].dtype.type(case.epsilon) * v})
-        behind = evaluate({**feeds, name: feeds[name] - feeds[name].dtype.type(case.epsilon) * v})
+        step = feeds[name].dtype.type(case.epsilon) * v
+        ahead = evaluate({**feeds, name: np.asarray(feeds[name] + step)})
+        behind = evaluate({**feeds, name: np.asarray(feeds[name] - step)})
         expected = (ahead - behind) / (2 * case.epsilon)
         terms = gradient.astype(np.float64) * v
         scale = np.abs(terms).sum() + abs(expected) + 1e-3
@@ -195,6 +218,17 @@ def _forward(
     model = _model(case, nodes, inputs, [helper.make_empty_tensor_value_info("f1")])
     model.graph.initializer.extend(initializers)
     return model, feeds
+
+
+def _narrow(
+    case: Case, symbolic: bool, rng: np.random.Generator
+) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """Returns the model of F in float32 and its feeds."""
+    inputs = [
+        array.astype(np.float32) if array is not None and array.dtype == np.float64 else array
+        for array in case.inputs
+    ]
+    return _forward(replace(case, inputs=inputs), symbolic, rng)
 
 
 def _model(
@@ -271,12 +305,18 @@ def _run(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarra
     return list(session.run(None, {name: a for name, a in feeds.items() if name in known}))
 
 
+def _run_reference(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+    known = {value.name for value in model.graph.input}
+    wanted = {name: array for name, array in feeds.items() if name in known}
+    return list(onnx.reference.ReferenceEvaluator(model).run(None, wanted))
+
+
 def _evaluate_outputs(
     case: Case, model: onnx.ModelProto, feeds: dict[str, np.ndarray]
 ) -> list[np.ndarray]:
     if not case.reference:
         return _run(model, feeds)
-    return list(onnx.reference.ReferenceEvaluator(model).run(None, feeds))
+    return _run_reference(model, feeds)
 
 
 def _evaluator(

@@ -1,12 +1,136 @@
-"""Rules of elementwise operators against differences."""
+"""Rules of elementwise operators against differences, and at kinks, ties and extremes."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
 import pytest
-from dot_test import Case, check, normal
+from dot_test import DOMAIN, Case, away_from, check, distinct, normal, uniform
+from onnx import helper
+
+import ortops
+
+X = normal(2, 3)
+# The reference implementation computes Erf in float32, onnxruntime Shrink.
+ERF: dict[str, Any] = {"float32": True, "epsilon": 1e-3, "rtol": 1e-3}
+SHRINK: dict[str, Any] = {"epsilon": 1e-2, "rtol": 1e-4}
 
 CASES = [
-    Case("Add", [normal(2, 3), normal(3, seed=1)], orders=2),
-    Case("Mul", [normal(2, 3), normal(2, 1, seed=1)], orders=3),
-    Case("Exp", [normal(2, 3)], orders=3),
+    # Arithmetic, with every way of broadcasting
+    Case("Add", [X, normal(3, seed=1)], orders=3),
+    Case("Add", [normal(3), normal(2, 3, seed=1)], orders=2),
+    Case("Add", [normal(2, 1, 3), normal(4, 1, seed=1)], orders=2),
+    Case("Add", [X, normal(seed=1)], orders=2),
+    Case("Add", [normal(0, 3), normal(3, seed=1)]),
+    Case("Sub", [X, normal(2, 1, seed=1)], orders=3),
+    Case("Mul", [X, normal(2, 1, seed=1)], orders=3),
+    Case("Mul", [normal(), normal(2, 3, seed=1)], orders=2),
+    Case("Div", [X, 2 + uniform(0, 1, 3)], orders=3),
+    Case("Div", [X, -2 - uniform(0, 1, 2, 1)], orders=2),
+    Case("Neg", [X], orders=3),
+    Case("Reciprocal", [away_from([0], 2, 3, gap=0.3)], orders=3),
+    Case("Sum", [X], orders=2),
+    Case("Sum", [X, normal(3, seed=1), normal(2, 1, seed=2)], orders=2),
+    Case("Mean", [X], float32=True),
+    Case("Mean", [X, normal(3, seed=1), normal(2, 1, seed=2)], orders=2, float32=True),
+    Case("Mod", [uniform(-6, 6, 2, 3), np.array([2.1, -1.7, 0.9])], {"fmod": 1}, orders=2),
+    # Powers: both inputs, the exponent alone a constant, negative bases, integers
+    Case("Pow", [uniform(0.5, 2, 2, 3), normal(3, seed=1)], orders=3),
+    Case("Pow", [uniform(0.5, 2, 3), normal(2, 3, seed=1)], orders=2),
+    *(
+        Case("Pow", [away_from([0], 2, 3), np.array(n)], constant=[1], orders=3, name=str(n))
+        for n in (0.0, 1.0, 2.0, 3.0, -1.0, -2.0)
+    ),
+    Case("Pow", [uniform(0.5, 2, 2, 3), np.array([0.5])], constant=[1], orders=3),
+    Case("Pow", [X, np.array([[2.0]])], constant=[1], orders=3, name="rank2"),
+    Case("Pow", [X[0], np.array([[2.0]])], constant=[1], orders=2, name="rank2"),
+    Case("Pow", [X, np.array([0.0, 1.0, 2.0])], constant=[1], orders=3),
+    Case("Pow", [X, np.array(2)], constant=[1], orders=3, name="int64"),
+    Case("Pow", [X, np.array([0, 3, 2], np.int32)], orders=3, name="int32"),
+    Case("Pow", [uniform(0.5, 2, 2, 3), uniform(1, 2, 3)], only=[1], orders=3, name="exponent"),
+    # Smooth functions
+    Case("Sqrt", [uniform(0.5, 2, 2, 3)], orders=3),
+    Case("Exp", [X], orders=3),
+    Case("Log", [uniform(0.5, 2, 2, 3)], orders=3),
+    Case("Erf", [X], orders=3, **ERF),
+    Case("Sin", [X], orders=3),
+    Case("Cos", [X], orders=3),
+    Case("Tan", [uniform(-1, 1, 2, 3)], orders=3, float32=True),
+    Case("Asin", [uniform(-0.8, 0.8, 2, 3)], orders=3, float32=True),
+    Case("Acos", [uniform(-0.8, 0.8, 2, 3)], orders=3, float32=True),
+    Case("Atan", [X], orders=3, float32=True),
+    Case("Sinh", [X], orders=3, float32=True),
+    Case("Cosh", [X], orders=3, float32=True),
+    Case("Tanh", [X], orders=3),
+    Case("Asinh", [X], orders=3, float32=True),
+    Case("Acosh", [uniform(1.5, 3, 2, 3)], orders=3, float32=True),
+    Case("Atanh", [uniform(-0.7, 0.7, 2, 3)], orders=3, float32=True),
+    Case("Sigmoid", [X], orders=3),
+    Case("Softplus", [3 * X], orders=3, float32=True),
+    Case("Softsign", [away_from([0], 2, 3)], orders=3, float32=True),
+    Case("Gelu", [2 * X], orders=3, **ERF),
+    Case("Gelu", [2 * X], {"approximate": "tanh"}, orders=3, float32=True),
+    Case("Mish", [2 * X], orders=3, float32=True),
+    # Activations in pieces
+    Case("Relu", [away_from([0], 2, 3)], orders=2),
+    Case("LeakyRelu", [away_from([0], 2, 3)], orders=2, float32=True),
+    Case("LeakyRelu", [away_from([0], 2, 3)], {"alpha": -0.5}, float32=True, name="negative"),
+    Case("PRelu", [away_from([0], 2, 3), normal(3, seed=1)], orders=2, float32=True),
+    Case("PRelu", [away_from([0], 2, 3, 4), normal(3, 1, seed=1)], orders=2, float32=True),
+    Case("ThresholdedRelu", [away_from([1], 2, 3)], orders=2, float32=True),
+    Case("ThresholdedRelu", [away_from([-0.3], 8)], {"alpha": -0.3}, float32=True),
+    Case("Elu", [away_from([0], 2, 3)], orders=3, float32=True),
+    Case("Elu", [away_from([0], 2, 3)], {"alpha": 1.7}, orders=3, float32=True, name="alpha"),
+    Case("Celu", [away_from([0], 2, 3)], orders=3, float32=True),
+    Case("Celu", [away_from([0], 2, 3)], {"alpha": 0.6}, orders=3, float32=True, name="alpha"),
+    Case("Selu", [away_from([0], 2, 3)], orders=3, float32=True),
+    Case("Selu", [away_from([0], 8)], {"alpha": 1.2, "gamma": 0.7}, orders=3, float32=True),
+    Case("HardSigmoid", [away_from([-2.5, 2.5], 3, 4)], orders=2, float32=True),
+    Case("HardSigmoid", [away_from([-1, 1], 8)], {"alpha": -0.5}, float32=True, name="falling"),
+    Case("HardSwish", [3 * away_from([-1, 1], 3, 4)], orders=3, float32=True),
+    # Selection
+    Case("Abs", [away_from([0], 2, 3)], orders=2),
+    Case("Shrink", [away_from([-0.5, 0.5], 3, 4)], **SHRINK),
+    Case("Shrink", [away_from([-1, 1], 8)], {"lambd": 1.0, "bias": 0.4}, **SHRINK, name="soft"),
+    Case("Shrink", [away_from([0], 8)], {"lambd": -1.0, "bias": 0.4}, **SHRINK, name="negative"),
+    Case("Clip", [away_from([-1, 1], 3, 4), np.array(-1.0), np.array(1.0)], orders=2),
+    Case("Clip", [away_from([-1, 1], 8), np.array(-1.0), np.array(1.0)], constant=[1, 2]),
+    Case("Clip", [away_from([0], 3, 4), np.array(0.0)], orders=2),
+    Case("Clip", [away_from([0], 3, 4), None, np.array(0.0)], orders=2),
+    Case("Clip", [away_from([0], 3, 4)], orders=2),
+    Case("Clip", [normal(8), np.array(1.0), np.array(-1.0)], only=[2], name="crossed"),
+    Case("Where", [X > 0, X, normal(3, seed=1)], orders=2),
+    Case("Where", [X[0] > 0, normal(2, 1), normal(seed=1)], orders=2),
+    Case("Where", [np.array(True), X, normal(2, 1, seed=1)], orders=2),
+    Case("Max", [X], orders=2),
+    Case("Max", [distinct(2, 3), distinct(3, seed=1) + 0.03], orders=2),
+    Case("Max", [distinct(2, 3), distinct(3, seed=1) + 0.03, distinct(2, 1, seed=2) + 0.06]),
+    Case("Min", [distinct(2, 3), distinct(2, 1, seed=1) + 0.03], orders=2),
+    Case("Min", [distinct(2, 3), distinct(3, seed=1) + 0.03, distinct(2, 1, seed=2) + 0.06]),
+    # Types
+    Case("Identity", [X], orders=2),
+    Case("Cast", [X], {"to": onnx.TensorProto.DOUBLE}, orders=2),
+    Case(
+        "Cast",
+        [normal(2, 3, dtype=np.float32)],
+        {"to": onnx.TensorProto.DOUBLE},
+        epsilon=1,
+        rtol=1e-5,
+        name="float32",
+    ),
+    Case("CastLike", [X, np.zeros(1)], only=[0], orders=2),
+    Case(
+        "CastLike",
+        [normal(2, 3, dtype=np.float32), np.zeros(1)],
+        only=[0],
+        epsilon=1,
+        rtol=1e-5,
+        name="float32",
+    ),
 ]
 
 
@@ -14,3 +138,129 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
+
+
+def gradients(
+    op: str,
+    inputs: Sequence[np.ndarray | None],
+    attributes: Mapping[str, Any] | None = None,
+    *,
+    opset: int = 21,
+) -> list[np.ndarray]:
+    """Returns the gradients of the sum of an operator's output, by onnxruntime."""
+    names = ["" if array is None else f"x{index}" for index, array in enumerate(inputs)]
+    feeds = {name: a for name, a in zip(names, inputs, strict=True) if a is not None}
+    xs = [name for name, array in feeds.items() if array.dtype.kind == "f"]
+    shown = [
+        helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
+        for n, a in feeds.items()
+    ]
+    nodes = [
+        helper.make_node(op, names, ["y"], **(attributes or {})),
+        helper.make_node("Gradient", xs, [f"d{x}" for x in xs], domain=DOMAIN, xs=xs, y="y"),
+    ]
+    graph = helper.make_graph(
+        nodes, "kinks", shown, [helper.make_empty_tensor_value_info(f"d{x}") for x in xs]
+    )
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)]
+    model = ortops.lower(helper.make_model(graph, opset_imports=imports, ir_version=10))
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    known = {value.name for value in session.get_inputs()}
+    return list(session.run(None, {n: a for n, a in feeds.items() if n in known}))
+
+
+def single(*numbers: float) -> np.ndarray:
+    return np.array(numbers, np.float32)
+
+
+KINKS = [
+    ("Relu", [single(-1, 0, 1)], {}, [[0, 0, 1]]),
+    ("Abs", [single(-1, 0, 1)], {}, [[-1, 0, 1]]),
+    ("LeakyRelu", [single(-1, 0, 1)], {"alpha": 0.125}, [[0.125, 0.125, 1]]),
+    ("PRelu", [single(-1, 0, 2), single(0.25)], {}, [[0.25, 0.25, 1], [-1]]),
+    ("ThresholdedRelu", [single(0.5, 1, 2)], {}, [[0, 0, 1]]),
+    ("Elu", [single(0, 1)], {"alpha": 2.0}, [[2, 1]]),
+    ("Celu", [single(0, 1)], {"alpha": 2.0}, [[1, 1]]),
+    ("Selu", [single(0, 1)], {"alpha": 2.0, "gamma": 1.5}, [[3, 1.5]]),
+    ("HardSigmoid", [single(-2, -1, 0, 1, 2)], {"alpha": 0.5}, [[0, 0, 0.5, 0, 0]]),
+    ("HardSwish", [single(-4, -3, 0, 3, 4)], {}, [[0, 0, 0.5, 1, 1]]),
+    ("Shrink", [single(-1, -0.5, 0, 0.5, 1)], {}, [[1, 0, 0, 0, 1]]),
+    ("Softsign", [single(-1, 0, 1)], {}, [[0.25, 1, 0.25]]),
+    ("Clip", [single(-2, -1, 0, 1, 2), np.float32(-1), np.float32(1)], {}, [[0, 1, 1, 1, 0], 1, 1]),
+    ("Clip", [single(-2, 1, 2), np.float32(1), np.float32(1)], {}, [[0, 1, 0], 0, 1]),
+    ("Clip", [single(-2, 0, 2), np.float32(1), np.float32(-1)], {}, [[0, 0, 0], 0, 3]),
+    ("Max", [single(1, 2, 3), single(2, 2, 2)], {}, [[0, 0.5, 1], [1, 0.5, 0]]),
+    ("Min", [single(1, 2, 3), single(2, 2, 2)], {}, [[1, 0.5, 0], [0, 0.5, 1]]),
+    (
+        "Max",
+        [single(1, 2, 0, 1), single(1, 2, 0, 0), single(0, 2, 1, 0), single(1, 2, 1, 0)],
+        {},
+        [[1 / 3, 0.25, 0, 1], [1 / 3, 0.25, 0, 0], [0, 0.25, 0.5, 0], [1 / 3, 0.25, 0.5, 0]],
+    ),
+    ("Max", [single(np.inf, 1), single(np.inf, np.inf)], {}, [[0.5, 0], [0.5, 1]]),
+    # d/dx 0^y, d/dy 0^y and the logarithm of a negative base
+    (
+        "Pow",
+        [single(0, 0, 0, 0, 0, -2, -2), single(0, 1, 2, 0.5, -1, 3, 0)],
+        {},
+        [[0, 1, 0, np.inf, -np.inf, 12, 0], [0, 0, 0, 0, -np.inf, np.nan, np.nan]],
+    ),
+    ("Pow", [single(0, -2, 3), np.array([0, 3, 2])], {}, [[0, 12, 6]]),
+    ("Mod", [single(5, -5, 7.5), single(3, 3, -2)], {"fmod": 1}, [[1, 1, 1], [-1, 1, 3]]),
+    ("Sqrt", [single(0, 4)], {}, [[np.inf, 0.25]]),
+    ("Where", [np.array([True, False]), single(1, 2), single(3, 4)], {}, [[1, 0], [0, 1]]),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "attributes", "expected"),
+    KINKS,
+    ids=[f"{row[0]}-{index}" for index, row in enumerate(KINKS)],
+)
+def test_kinks_and_ties(
+    op: str,
+    inputs: Sequence[np.ndarray],
+    attributes: Mapping[str, Any],
+    expected: Sequence[Any],
+) -> None:
+    found = gradients(op, [np.asarray(array) for array in inputs], attributes)
+    assert len(found) == len(expected)
+    for array, numbers in zip(found, expected, strict=True):
+        np.testing.assert_allclose(array, single(*np.ravel(numbers)).reshape(array.shape), rtol=1e-6)
+
+
+MAX = float(np.finfo(np.float32).max)
+FAR = [-MAX, -1e30, -1e5, -200, 200, 1e5, 1e30, MAX]
+STEP = [0, 0, 0, 0, 1, 1, 1, 1]
+FLAT = [0] * 8
+
+EXTREMES = [
+    ("Sigmoid", {}, FLAT),
+    ("Tanh", {}, FLAT),
+    ("Erf", {}, FLAT),
+    ("Atan", {}, [0, 0, 1e-10, 1 / 40001, 1 / 40001, 1e-10, 0, 0]),
+    ("Softplus", {}, STEP),
+    ("Softsign", {}, [0, 0, 1e-10, 1 / 40401, 1 / 40401, 1e-10, 0, 0]),
+    ("Gelu", {}, STEP),
+    ("Gelu", {"approximate": "tanh"}, STEP),
+    ("Mish", {}, STEP),
+    ("Elu", {}, STEP),
+    ("Celu", {}, STEP),
+    ("Selu", {"gamma": 1.0}, STEP),
+    ("HardSigmoid", {}, FLAT),
+    ("HardSwish", {}, STEP),
+    ("Relu", {}, STEP),
+    ("LeakyRelu", {"alpha": 0.5}, [0.5] * 4 + [1] * 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "attributes", "expected"),
+    EXTREMES,
+    ids=[f"{row[0]}-{index}" for index, row in enumerate(EXTREMES)],
+)
+def test_far_from_zero(op: str, attributes: Mapping[str, Any], expected: Sequence[float]) -> None:
+    (found,) = gradients(op, [single(*FAR)], attributes)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-12)
