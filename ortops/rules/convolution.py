@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -102,21 +102,26 @@ def windows(
         for length, extent, step in zip(lengths, result.extents, steps, strict=True)
     ]
     if None not in totals:
-        known = cast(list[int], totals)
-        less, more = [total // 2 for total in known], [total - total // 2 for total in known]
-        begin, end = (less, more) if auto_pad == "SAME_UPPER" else (more, less)
-        return replace(result, begin=tuple(begin), end=tuple(end))
-    length = op.Shape(x, start=2)
-    extent: object = list(cast(Sequence[int], result.extents))
-    if None in sizes:
+        begin, end = _halves(np.array(totals), auto_pad)
+        return replace(result, begin=tuple(begin.tolist()), end=tuple(end.tolist()))
+    length, step = op.Shape(x, start=2), np.array(steps)
+    outputs = (length + (step - 1)) / step
+    total = (outputs - 1) * step + _run_time_extents(result, kernel_like) - length
+    begin, end = _halves(op.Max(total, [0]), auto_pad)
+    return replace(result, begin=begin, end=end)
+
+
+def _halves(total: Any, auto_pad: str) -> tuple[Any, Any]:
+    """Splits padding in what comes first and last; an odd one goes to the end for SAME_UPPER."""
+    half = total // 2 if isinstance(total, np.ndarray) else total / 2
+    return (half, total - half) if auto_pad == "SAME_UPPER" else (total - half, half)
+
+
+def _run_time_extents(at: Windows, kernel_like: Tensor | None) -> Any:
+    if None in at.kernel:
         assert kernel_like is not None
-        extent = (op.Shape(kernel_like, start=2) - 1) * list(spread) + 1
-    outputs = (length + [step - 1 for step in steps]) / list(steps)
-    total = op.Max((outputs - 1) * list(steps) + extent - length, [0])
-    half = total / 2
-    rest = total - half
-    begin_at, end_at = (half, rest) if auto_pad == "SAME_UPPER" else (rest, half)
-    return replace(result, begin=begin_at, end=end_at)
+        return (op.Shape(kernel_like, start=2) - 1) * np.array(at.dilations) + 1
+    return np.array(at.extents)
 
 
 def _same_padding(length: int | None, extent: int | None, step: int) -> int | None:
@@ -146,6 +151,14 @@ def _padded(x: Tensor, at: Windows) -> tuple[Tensor, Windows]:
     else:
         x = op.Pad(x, [0, 0, *at.begin, 0, 0, *at.end])
     return x, replace(at, begin=zeros, end=zeros)
+
+
+def _explicit(at: Windows) -> list[int] | None:
+    """Returns the attribute ``pads`` for padding that is known; None for none."""
+    assert not isinstance(at.begin, Tensor)
+    assert not isinstance(at.end, Tensor)
+    pads = [*at.begin, *at.end]
+    return pads if any(pads) else None
 
 
 def input_gradient(g: Tensor, w: Tensor, x: Tensor, at: Windows, group: int) -> Tensor:
@@ -297,29 +310,23 @@ def _weight_gradient_by_convolution(
         split = _split_axis(x, 1, group)
         data = _merge_axes(op.Transpose(split, perm=[2, 1, 0, *(a + 1 for a in spatial)]), 1)
     weights = op.Transpose(g, perm=[1, 0, *spatial])
-    assert not isinstance(at.begin, Tensor)
-    assert not isinstance(at.end, Tensor)
     result = op.Conv(
         data,
         weights,
         group=group,
         strides=at.dilations,
         dilations=at.strides,
-        pads=[*at.begin, *at.end],
+        pads=_explicit(at),
     )
     result = op.Transpose(result, perm=[1, 0, *spatial])
     if any(step > dilation for step, dilation in zip(at.strides, at.dilations, strict=True)):
         # What the last window left over would pass for more kernel elements.
-        result = op.Slice(result, [0] * at.rank, _spatial_shape(w), spatial)
+        result = op.Slice(result, [0] * at.rank, _shape_from(w, 2), spatial)
     return cast(Tensor, result).with_shape_of(w)
 
 
-def _spatial_shape(x: Tensor) -> list[int] | Tensor:
-    """Returns the sizes behind the second axis: ints where all are static, else a Tensor."""
-    return _shape_from(x, 2)
-
-
 def _shape_from(x: Tensor, start: int) -> list[int] | Tensor:
+    """Returns the sizes from an axis on: ints where all are static, else a vector of int64."""
     sizes = None if x.shape is None else x.shape[start:]
     if sizes is not None and all(isinstance(size, int) for size in sizes):
         return cast(list[int], list(sizes))
@@ -342,7 +349,7 @@ def _split_axis(x: Tensor, axis: int, group: int) -> Tensor:
 def _merge_axes(x: Tensor, axis: int) -> Tensor:
     """Joins an axis with the one behind it."""
     sizes = (None, None) if x.shape is None else x.shape[axis : axis + 2]
-    joined = math.prod(sizes) if all(isinstance(size, int) for size in sizes) else -1
+    joined = -1 if any(not isinstance(size, int) for size in sizes) else math.prod(cast(Any, sizes))
     return _reshape(x, [*(0,) * axis, joined], _shape_from(x, axis + 2))
 
 
@@ -393,3 +400,71 @@ def conv(
         weight_gradient(g, x, w, at, group),
         None if b is None else _bias_gradient(g, at),
     )
+
+
+@vjp("ConvTranspose")
+def conv_transpose(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None = None,
+    *,
+    auto_pad: str = "NOTSET",
+    dilations: Sequence[int] | None = None,
+    group: int = 1,
+    kernel_shape: Sequence[int] | None = None,
+    output_padding: Sequence[int] | None = None,
+    output_shape: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> tuple[Tensor | None, ...]:
+    at = windows(
+        y,
+        _kernel(w, kernel_shape),
+        strides=strides,
+        dilations=dilations,
+        pads=pads,
+        auto_pad="VALID" if auto_pad.startswith("SAME") else auto_pad,
+    )
+    if output_shape or auto_pad.startswith("SAME"):
+        at = _cropped(at, x, w, auto_pad, output_padding, output_shape)
+    # The windows lie on y: the roles of input and output are exchanged.
+    padded, on_padded = _padded(g, at) if isinstance(at.begin, Tensor) else (g, at)
+    dx = op.Conv(
+        padded,
+        w,
+        group=group,
+        strides=at.strides,
+        dilations=at.dilations,
+        pads=_explicit(on_padded),
+    )
+    return dx, weight_gradient(x, g, w, at, group), None if b is None else _bias_gradient(g, at)
+
+
+def _cropped(
+    at: Windows,
+    x: Tensor,
+    w: Tensor,
+    auto_pad: str,
+    output_padding: Sequence[int] | None,
+    output_shape: Sequence[int] | None,
+) -> Windows:
+    """Returns the windows of a ConvTranspose with the padding that its output's size asks for."""
+    extra = list(output_padding or (0,) * at.rank)
+    extents, lengths = at.extents, static_sizes(x, at.rank)
+    if None not in extents and (not output_shape or None not in lengths):
+        totals = []
+        for axis, (extent, step) in enumerate(zip(extents, at.strides, strict=True)):
+            total = cast(int, extent) + extra[axis] - step
+            if output_shape:
+                total += cast(int, lengths[axis]) * step - output_shape[axis - at.rank]
+            totals.append(max(total, 0))
+        begin, end = _halves(np.array(totals), auto_pad)
+        return replace(at, begin=tuple(begin.tolist()), end=tuple(end.tolist()))
+    steps = np.array(at.strides)
+    total_at = _run_time_extents(at, w) + (np.array(extra) - steps)
+    if output_shape:
+        total_at = op.Shape(x, start=2) * steps + total_at - np.array(output_shape[-at.rank :])
+    begin, end = _halves(op.Max(total_at, [0]), auto_pad)
+    return replace(at, begin=begin, end=end)

@@ -58,12 +58,12 @@ def _counts(g: Tensor, x: Tensor, at: Windows, include_pad: bool) -> Tensor:
             number = x.tape.constant(inside.sum(axis=1).astype(g.dtype).reshape(shape))
         else:
             begin, end = at.begin[axis], at.end[axis]
-            size = size_of(x, [2 + axis])
             first = op.Range(0, size_of(g, [2 + axis]), 1) * at.strides[axis] - begin
-            seen = op.Unsqueeze(first, [1]) + offsets
-            low, high = (-begin, size + end) if include_pad else (0, size)
-            inside = op.And(seen >= low, seen < high)
-            number = op.ReduceSum(inside.astype(g.dtype), [1], keepdims=0)
+            seen_at = op.Unsqueeze(first, [1]) + offsets
+            size = size_of(x, [2 + axis])
+            low_at, high_at = (-begin, size + end) if include_pad else (0, size)
+            inside_at = op.And(seen_at >= low_at, seen_at < high_at)
+            number = op.ReduceSum(inside_at.astype(g.dtype), [1], keepdims=0)
             number = op.Reshape(number, shape)
         result = number if result is None else result * number
     assert result is not None
@@ -114,6 +114,59 @@ def average_pool(
 def global_average_pool(g: Tensor, y: Tensor, x: Tensor) -> Tensor:
     size = size_of(x, range(2, x.ndim))
     return expand_like(g / (size.astype(g.dtype) if isinstance(size, Tensor) else size), x)
+
+
+@vjp("GlobalMaxPool")
+def global_max_pool(g: Tensor, y: Tensor, x: Tensor) -> Tensor:
+    # Of equal elements the first one is the maximum, as in MaxPool.
+    rows = [0, 0, size_of(x, range(2, x.ndim))]
+    flat = op.Reshape(x, rows)
+    indices = op.ArgMax(flat, axis=2)
+    dx = op.ScatterElements(zeros_like(flat), indices, op.Reshape(g, [0, 0, 1]), axis=2)
+    return reshape_like(dx, x)
+
+
+def _norm_scale(g: Tensor, y: Tensor, p: int) -> Tensor:
+    """Returns g / yᵖ⁻¹; where y = 0 all elements are, and so is the subgradient."""
+    if p == 1:
+        return g
+    safe = op.Where(op.Equal(y, 0), np.array(1, y.dtype), y)
+    return g / (safe if p == 2 else safe ** (p - 1))
+
+
+def _norm_direction(x: Tensor, p: int) -> Tensor:
+    """Returns |x|ᵖ⁻¹ · sign(x)."""
+    if p == 1:
+        return cast(Tensor, op.Sign(x))
+    if p == 2:
+        return x
+    return x * (abs(x) if p == 3 else abs(x) ** (p - 2))
+
+
+@vjp("LpPool")
+def lp_pool(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    *,
+    kernel_shape: Sequence[int],
+    auto_pad: str = "NOTSET",
+    ceil_mode: int = 0,
+    dilations: Sequence[int] | None = None,
+    p: int = 2,
+    pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Tensor:
+    _refuse_dilated_same(y, auto_pad, dilations)
+    at = windows(
+        x, kernel_shape, strides=strides, dilations=dilations, pads=pads, auto_pad=auto_pad
+    )
+    return _spread(_norm_scale(g, y, p), x, at) * _norm_direction(x, p)
+
+
+@vjp("GlobalLpPool")
+def global_lp_pool(g: Tensor, y: Tensor, x: Tensor, *, p: int = 2) -> Tensor:
+    return _norm_scale(g, y, p) * _norm_direction(x, p)
 
 
 @vjp("MaxPool", needs=(1,))
@@ -188,5 +241,6 @@ def max_unpool(
     pads: Sequence[int] | None = None,
     strides: Sequence[int] | None = None,
 ) -> Tensor:
+    # The indices count the elements of y, as in onnxruntime also where output_shape is given.
     taken = op.GatherElements(op.Reshape(g, [-1]), op.Reshape(indices, [-1]))
     return reshape_like(taken, x)
