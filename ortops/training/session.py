@@ -27,7 +27,13 @@ from ortops.training.data import Data, Feeds, batches, count
 from ortops.training.metrics import Metric
 from ortops.training.modes import write_inference_mode
 from ortops.training.progress import Progress
-from ortops.training.step_graph import Step, evaluation_model, flatten, training_metadata
+from ortops.training.step_graph import (
+    Step,
+    evaluation_model,
+    flatten,
+    remove_defaults,
+    training_metadata,
+)
 
 __all__ = ["TrainingSession"]
 
@@ -87,6 +93,8 @@ class TrainingSession:
         self._inputs = _described_inputs(self._steps)
         self._labels = [limit for step in self._steps for limit in _label_limits(step)]
         keep = takes_python_kernel if kernels == "python" else None
+        for step in self._steps:
+            remove_defaults(step.model.graph, step.variables)
         self._sessions = [
             InferenceSession(
                 to_proto(lower_prepared(step.model, keep=keep)),
@@ -143,6 +151,7 @@ class TrainingSession:
         seed: int = 0,
         validation: Data | None = None,
         metrics: Sequence[str | Metric] = (),
+        schedule: Callable[[float], float] | None = None,
         progress: bool = True,
     ) -> History:
         """Trains on a data set.
@@ -159,6 +168,8 @@ class TrainingSession:
             seed: Determines the order.
             validation: A data set to evaluate after each epoch.
             metrics: What to compute on it besides the loss (see `ortops.metrics`).
+            schedule: Gives the learning rate of an epoch from the share of epochs that are done
+                (0 in the first); without it the learning rate stays as it is.
             progress: Whether to show a bar on standard error.
 
         Returns:
@@ -171,6 +182,8 @@ class TrainingSession:
         chosen = metric_functions.resolve(metrics)
         history: History = []
         for epoch in range(1, epochs + 1):
+            if schedule is not None:
+                self.learning_rate = schedule((epoch - 1) / epochs)
             order = np.random.default_rng((seed, self.steps_done)) if shuffle else None
             bar = Progress(epoch, epochs, count(data, batch_size)) if progress else None
             total = rows = done = 0.0
@@ -396,11 +409,11 @@ class TrainingSession:
                         + did_you_mean(name, known)
                     )
         else:
-            result.CopyFrom(self._proto)
-            del result.training_info[:]
-            _remove(result.metadata_props, lambda entry: entry.key == METADATA_KEY)
-            _remove(result.opset_import, lambda entry: entry.domain == TRAINING_DOMAIN)
-            write_inference_mode(result.graph)
+            model = convert.to_ir(self._proto)  # leaves training_info behind
+            model.metadata_props.pop(METADATA_KEY, None)
+            model.graph.opset_imports.pop(TRAINING_DOMAIN, None)
+            write_inference_mode(model.graph)
+            result = to_proto(model)
         _write_values(result.graph, trained)
         return result
 
@@ -600,9 +613,3 @@ def _write_values(graph: onnx.GraphProto, arrays: Mapping[str, Array]) -> None:
     for tensor in graph.initializer:
         if tensor.name in arrays:
             tensor.CopyFrom(onnx.numpy_helper.from_array(arrays[tensor.name], tensor.name))
-
-
-def _remove(entries: Any, unwanted: Callable[[Any], bool]) -> None:
-    kept = [entry for entry in entries if not unwanted(entry)]
-    del entries[:]
-    entries.extend(kept)

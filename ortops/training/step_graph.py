@@ -37,6 +37,7 @@ __all__ = [
     "Step",
     "evaluation_model",
     "flatten",
+    "remove_defaults",
     "step_graph",
     "training_metadata",
 ]
@@ -189,6 +190,7 @@ def evaluation_model(proto: onnx.ModelProto, entry: int) -> tuple[onnx.ModelProt
     write_inference_mode(graph)
     _prune(graph)
     _make_inputs(graph, [name for name in step.variables if name in graph.initializers])
+    remove_defaults(graph, step.variables)
     return ir.to_proto(lower_prepared(model)), step.loss, output
 
 
@@ -279,6 +281,13 @@ def _prune(graph: ir.Graph) -> None:
             if value in graph.inputs:
                 graph.inputs.remove(value)
             graph.initializers.pop(name)
+
+
+def remove_defaults(graph: ir.Graph, variables: Sequence[str]) -> None:
+    """Makes inputs of a graph that have default values inputs that must be fed."""
+    for name in variables:
+        if name in graph.initializers:
+            graph.initializers.pop(name).const_value = None
 
 
 def training_metadata(proto: onnx.ModelProto) -> dict[str, object]:
@@ -372,7 +381,8 @@ def _gradient_function(node: ir.Node, overload: str) -> ir.Function:
     )
     body.append(bound)
     body.outputs.extend(bound.outputs)
-    remove_unread(gradient.lower_gradient(bound, Names(body)))
+    gradient.lower_gradient(bound, Names(body))
+    _prune(body)
     body.opset_imports.pop(BOUND_DOMAIN, None)
     body.opset_imports.pop(TRAINING_DOMAIN, None)
     node.overload = overload
