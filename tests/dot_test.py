@@ -285,7 +285,9 @@ def _next_order(
             helper.make_node("ReduceSum", [f"{key}_product"], [f"{key}_sum"], keepdims=0)
         )
         if total:
-            model.graph.node.append(helper.make_node("Add", [total, f"{key}_sum"], [f"{key}_total"]))
+            model.graph.node.append(
+                helper.make_node("Add", [total, f"{key}_sum"], [f"{key}_total"])
+            )
             total = f"{key}_total"
         else:
             total = f"{key}_sum"

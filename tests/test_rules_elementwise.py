@@ -228,7 +228,9 @@ def test_kinks_and_ties(
     found = gradients(op, [np.asarray(array) for array in inputs], attributes)
     assert len(found) == len(expected)
     for array, numbers in zip(found, expected, strict=True):
-        np.testing.assert_allclose(array, single(*np.ravel(numbers)).reshape(array.shape), rtol=1e-6)
+        np.testing.assert_allclose(
+            array, single(*np.ravel(numbers)).reshape(array.shape), rtol=1e-6
+        )
 
 
 MAX = float(np.finfo(np.float32).max)

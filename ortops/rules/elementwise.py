@@ -46,7 +46,7 @@ def power(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Cotangents:
     return _base_cotangent(g, a, b), db
 
 
-def _base_cotangent(g: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
+def _base_cotangent(g: Tensor, a: Tensor, b: Tensor) -> Cotangents:
     constant = None if _is_differentiated(b) else b.constant
     if constant is not None and constant.size == 1:
         exponent = constant.item()
@@ -206,7 +206,7 @@ def softsign(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
 
 @vjp("Relu")
 def relu(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    # Where keeps an infinite cotangent (of a root behind, say) out of the flat part; a mask does not
+    # A product with a mask would make NaN of an infinite cotangent, as of a root behind it.
     return op.Where(y > 0, g, 0)
 
 
@@ -296,9 +296,7 @@ def absolute(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
 
 
 @vjp("Shrink")
-def shrink(
-    g: Tensor, y: Tensor, x: Tensor, *, bias: float = 0.0, lambd: float = 0.5
-) -> Cotangents:
+def shrink(g: Tensor, y: Tensor, x: Tensor, *, bias: float = 0.0, lambd: float = 0.5) -> Cotangents:
     return op.Where(abs(x) > lambd, g, 0)
 
 

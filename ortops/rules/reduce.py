@@ -8,7 +8,7 @@ import numpy as np
 
 from ortops.autodiff import vjp
 from ortops.rules._types import Cotangents
-from ortops.tensor import Tensor, expand_like, op, size_of, zeros_like
+from ortops.tensor import Tensor, expand_like, op, shape_of, size_of, zeros_like
 
 
 def _keep(reduced: Tensor, axes: Tensor | None, keepdims: int) -> Tensor:
@@ -108,35 +108,28 @@ def reduce_prod(
     total = _keep(g, axes, keepdims)
     partial = x
     # One axis after the other: the cost is the sum, not the product, of the axes' sizes.
-    for axis, part, applies in _reduced_axes(x, axes, noop_with_empty_axes):
+    for axis, applies in _reduced_axes(x, axes, noop_with_empty_axes):
         total = total * _product_of_others(partial, axis, applies)
-        partial = op.ReduceProd(partial, part, noop_with_empty_axes=1)
+        product = op.ReduceProd(partial, [axis])
+        partial = product if applies is None else op.Where(applies, product, partial)
     return expand_like(total, x)
 
 
 def _reduced_axes(
     x: Tensor, axes: Tensor | None, noop_with_empty_axes: int
-) -> list[tuple[int, list[int] | Tensor, Tensor | None]]:
-    """Lists the axes that a reduction may reduce.
-
-    Returns:
-        For each: its number, itself as a list of axes (an empty one if it turns out not to be
-        reduced), and whether it is reduced (None: it is).
-    """
+) -> list[tuple[int, Tensor | None]]:
+    """Lists the axes that a reduction may reduce, and whether it does (None: it does)."""
     given = None if axes is None else axes.constant
     if axes is None or given is not None:
         chosen = range(x.ndim) if given is None or given.size == 0 else given.reshape(-1) % x.ndim
-        return [(int(axis), [int(axis)], None) for axis in chosen]
+        return [(int(axis), None) for axis in chosen]
     if x.ndim == 0:
         return []
     named = op.Equal(op.Unsqueeze(op.Mod(axes, x.ndim), [1]), list(range(x.ndim)))
     reduced = op.ReduceSum(named.astype(np.int64), [0], keepdims=0) > 0
     if not noop_with_empty_axes:
         reduced = op.Or(reduced, op.Equal(op.Size(axes), 0))
-    return [
-        (axis, op.Compress(np.array([axis]), op.Gather(reduced, [axis])), op.Gather(reduced, axis))
-        for axis in range(x.ndim)
-    ]
+    return [(axis, op.Gather(reduced, axis)) for axis in range(x.ndim)]
 
 
 def _product_of_others(x: Tensor, axis: int, applies: Tensor | None = None) -> Tensor:
@@ -156,7 +149,9 @@ def _product_of_others(x: Tensor, axis: int, applies: Tensor | None = None) -> T
         for n in (here, size)
     )
     trailing = list(range(1, x.ndim - axis))
-    itself = op.Equal(op.Unsqueeze(rows, [*trailing, x.ndim - axis]), op.Unsqueeze(columns, trailing))
+    itself = op.Equal(
+        op.Unsqueeze(rows, [*trailing, x.ndim - axis]), op.Unsqueeze(columns, trailing)
+    )
     others = op.Where(itself, 1, op.Unsqueeze(x, [axis]))
     product = op.ReduceProd(others, [axis + 1], keepdims=0)
     if applies is not None:
@@ -235,6 +230,28 @@ def cumsum(
     g: Tensor, y: Tensor, x: Tensor, axis: Tensor, *, exclusive: int = 0, reverse: int = 0
 ) -> Cotangents:
     return op.CumSum(g, axis, exclusive=exclusive, reverse=1 - reverse)
+
+
+@vjp("CumProd")
+def cumprod(
+    g: Tensor, y: Tensor, x: Tensor, axis: Tensor, *, exclusive: int = 0, reverse: int = 0
+) -> Cotangents:
+    # ∂y_j / ∂x_i is the cumulative product at j with x_i replaced by 1: i lies on ``rows``, j on
+    # ``columns``. As for ReduceProd, this stays right, in every order, where an x is zero.
+    rank = x.ndim if x.shape is not None else op.Size(op.Shape(x))
+    rows = op.Mod(op.Reshape(axis, [-1]).astype(np.int64), rank)
+    columns = rows + 1
+    places = op.CumSum(op.ConstantOfShape(shape_of(x), value=np.ones(1, np.int64)), rows)
+    i, j = op.Unsqueeze(places, columns), op.Unsqueeze(places, rows)
+    factors = op.Where(op.Equal(i, j), 1, op.Unsqueeze(x, rows))
+    derivative = op.CumProd(factors, columns, exclusive=exclusive, reverse=reverse)
+    compare = (
+        (op.Less if exclusive else op.LessOrEqual)
+        if reverse
+        else (op.Greater if exclusive else op.GreaterOrEqual)
+    )
+    later = op.Where(compare(j, i), op.Unsqueeze(g, rows), 0)
+    return op.ReduceSum(later * derivative, columns, keepdims=0)
 
 
 @vjp("TopK", needs=(1,))
