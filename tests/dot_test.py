@@ -12,7 +12,7 @@ where onnxruntime has no kernel for float64, so nothing of the rule is in the or
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -304,7 +304,12 @@ def _run(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarra
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
     known = {value.name for value in session.get_inputs()}
-    return list(session.run(None, {name: a for name, a in feeds.items() if name in known}))
+    return list(session.run(None, _copies(feeds, known)))
+
+
+def _copies(feeds: dict[str, np.ndarray], names: Collection[str]) -> dict[str, np.ndarray]:
+    """Returns copies: onnxruntime's BatchNormalization in training mode overwrites its feeds."""
+    return {name: array.copy() for name, array in feeds.items() if name in names}
 
 
 def _run_reference(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
@@ -335,4 +340,4 @@ def _evaluator(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
     known = [value.name for value in session.get_inputs()]
-    return lambda feeds: float(session.run([output], {n: feeds[n] for n in known})[0])
+    return lambda feeds: float(session.run([output], _copies(feeds, known))[0])
