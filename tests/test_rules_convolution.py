@@ -34,13 +34,14 @@ W = (6, 4, 3, 2)
 CONV = [
     case("1d", "Conv", (2, 3, 8), (4, 3, 3), bias=4, pads=[1, 2]),
     case("2d", "Conv", X, W, bias=6),
-    case("3d", "Conv", (2, 2, 4, 5, 4), (3, 2, 2, 3, 1), strides=[1, 2, 2], pads=[0, 1, 1, 1, 0, 0]),
+    case("3d", "Conv", (2, 2, 4, 5, 4), (3, 2, 2, 3, 1), strides=[1, 2, 2],
+         pads=[0, 1, 1, 1, 0, 0]),
     case("kernel_shape", "Conv", X, W, kernel_shape=[3, 2], pads=[1, 0, 2, 1]),
     case("strides", "Conv", X, W, strides=[2, 3], pads=[1, 1, 0, 1]),
     case("gaps", "Conv", (2, 3, 9, 8), (4, 3, 2, 2), strides=[3, 4]),
     case("left_over", "Conv", (1, 2, 12, 11), (3, 2, 2, 3), strides=[5, 4], dilations=[1, 2]),
     case("dilations", "Conv", X, W, dilations=[2, 3], pads=[2, 1, 1, 2]),
-    case("dilations_strides", "Conv", (2, 3, 9, 9), W[:1] + (3, 3, 2), bias=6, dilations=[2, 3],
+    case("dilations_strides", "Conv", (2, 3, 9, 9), (6, 3, 3, 2), bias=6, dilations=[2, 3],
          strides=[3, 2], pads=[2, 1, 0, 2]),
     case("wide_pads", "Conv", X, W, pads=[4, 3, 3, 5]),
     case("pointwise", "Conv", X, (5, 4, 1, 1), bias=5),
@@ -89,3 +90,164 @@ TRANSPOSE = [
 @pytest.mark.parametrize("case", CONV + TRANSPOSE, ids=str)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
+
+
+def lowered(
+    op: str,
+    arrays: list[np.ndarray],
+    attributes: dict[str, Any],
+    dims: tuple[str | int, ...] | None = None,
+    opset: int = 21,
+    size: tuple[str | int, ...] = ("n", "m", "o", "p", "q"),
+) -> onnx.ModelProto:
+    """Returns the gradient of Σ w · op(x0, x1, …) with respect to x0, x1, …
+
+    x0 is an input with the given dimensions, the others are initializers, as in a trained model.
+    """
+    names = [f"x{index}" for index in range(len(arrays))]
+    gradient = helper.make_node(
+        "Gradient", names, [f"d{name}" for name in names], domain=DOMAIN, xs=names, y="wy"
+    )
+    nodes = [
+        helper.make_node(op, names, ["y"], name="under_test", **attributes),
+        helper.make_node("Mul", ["w", "y"], ["wy"]),
+        gradient,
+    ]
+    inputs = [
+        helper.make_tensor_value_info("x0", onnx.TensorProto.FLOAT, dims or arrays[0].shape),
+        helper.make_tensor_value_info("w", onnx.TensorProto.FLOAT, size[: arrays[0].ndim]),
+    ]
+    outputs = [helper.make_empty_tensor_value_info(f"d{name}") for name in names]
+    graph = helper.make_graph(nodes, "gradient", inputs, outputs)
+    for name, array in zip(names[1:], arrays[1:], strict=True):
+        graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)]
+    return ortops.lower(helper.make_model(graph, opset_imports=imports, ir_version=10))
+
+
+def run(model: onnx.ModelProto, **feeds: np.ndarray) -> list[np.ndarray]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+    return list(session.run(None, feeds))
+
+
+def output_of(case: Case) -> np.ndarray:
+    names = [f"x{index}" for index in range(len(case.inputs))]
+    node = helper.make_node(case.op, names, ["y"], **case.attributes)
+    inputs = [
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, array.shape)
+        for name, array in zip(names, case.inputs, strict=True)
+    ]
+    graph = helper.make_graph([node], "f", inputs, [helper.make_empty_tensor_value_info("y")])
+    imports = [helper.make_opsetid("", 21)]
+    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
+    return run(model, **dict(zip(names, case.inputs, strict=True)))[0]
+
+
+@pytest.mark.parametrize("known", [2, 4], ids=["channels", "all_but_batch"])
+@pytest.mark.parametrize("case", CONV + TRANSPOSE, ids=str)
+def test_unknown_sizes_with_known_weights_give_the_same(case: Case, known: int) -> None:
+    x, *parameters = case.inputs
+    w = floats(*output_of(case).shape, seed=7)
+    dims = (
+        "N",
+        *(size if axis < known else f"S{axis}" for axis, size in enumerate(x.shape[1:], 1)),
+    )
+    static = lowered(case.op, [x, *parameters], case.attributes)
+    symbolic = lowered(case.op, [x, *parameters], case.attributes, dims, opset=22)
+    for expected, found in zip(run(static, x0=x, w=w), run(symbolic, x0=x, w=w), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("weights", "attributes", "expected"),
+    [
+        # dw: columns, their product with the cotangent; dx: mirrored weights.
+        (
+            (6, 4, 3, 3),
+            {"pads": [1, 1, 1, 1]},
+            "Slice Transpose Conv Pad Slice Slice Slice Slice Slice Slice Slice Slice Slice "
+            "Concat Reshape Reshape Transpose MatMul ReduceSum Reshape Transpose Reshape",
+        ),
+        # Pointwise: the input itself is the columns.
+        (
+            (6, 4, 1, 1),
+            {},
+            "Transpose Conv Reshape Reshape Transpose MatMul ReduceSum Reshape",
+        ),
+        (
+            (6, 4, 1, 1),
+            {"strides": [2, 2]},
+            "ConvTranspose Slice Reshape Reshape Transpose MatMul ReduceSum Reshape",
+        ),
+        # Large kernels: batch and channels exchanged.
+        (
+            (6, 4, 7, 7),
+            {"pads": [3, 3, 3, 3]},
+            "Slice Transpose Conv Transpose Transpose Conv Transpose",
+        ),
+    ],
+)
+def test_nodes(weights: tuple[int, ...], attributes: dict[str, Any], expected: str) -> None:
+    x, w = floats(*X), floats(*weights)
+    size = output_of(Case("Conv", [x, w], attributes)).shape
+    model = lowered("Conv", [x, w], attributes, X, size=size)
+    emitted = [node for node in model.graph.node if node.name.startswith("Gradient/under_test/")]
+    assert [n.op_type for n in emitted if n.op_type != "Constant"] == expected.split()
+
+
+@pytest.mark.parametrize("dims", [(0, 4, 7, 6), ("N", 4, "H", "W")], ids=["static", "symbolic"])
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CONV + TRANSPOSE if case.inputs[0].shape == X],
+    ids=str,
+)
+def test_empty_batch(case: Case, dims: tuple[str | int, ...]) -> None:
+    x, *parameters = case.inputs
+    w = output_of(case)[:0]
+    model = lowered(case.op, [x[:0], *parameters], case.attributes, dims)
+    dx, *rest = run(model, x0=x[:0], w=w)
+    assert dx.shape == (0, 4, 7, 6)
+    for parameter, found in zip(parameters, rest, strict=True):
+        np.testing.assert_array_equal(found, np.zeros_like(parameter))
+
+
+GRID = list(
+    itertools.product(
+        [(1, 1), (3, 2), (6, 5)],  # kernel
+        [(1, 1), (2, 3)],  # strides
+        [(1, 1), (2, 1)],  # dilations
+        [(0, 0), (2, 1)],  # pads
+        [1, 2, 4],  # groups
+    )
+)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("transposed", [False, True], ids=["Conv", "ConvTranspose"])
+@pytest.mark.parametrize(("kernel", "strides", "dilations", "pads", "group"), GRID)
+def test_like_torch(
+    transposed: bool,
+    kernel: tuple[int, int],
+    strides: tuple[int, int],
+    dilations: tuple[int, int],
+    pads: tuple[int, int],
+    group: int,
+) -> None:
+    torch = pytest.importorskip("torch", reason="compares with PyTorch")
+    x, b = floats(2, 4, 12, 11), floats(8, seed=2)
+    w = floats(*((4, 8 // group) if transposed else (8, 4 // group)), *kernel, seed=1)
+    leaves = [torch.tensor(array, requires_grad=True) for array in (x, w, b)]
+    functional = torch.nn.functional
+    function = functional.conv_transpose2d if transposed else functional.conv2d
+    y = function(*leaves, stride=strides, padding=pads, dilation=dilations, groups=group)
+    weights = floats(*y.shape, seed=7)
+    (y * torch.tensor(weights)).sum().backward()
+    op = "ConvTranspose" if transposed else "Conv"
+    attributes = {
+        "strides": strides, "pads": pads * 2, "dilations": dilations, "group": group
+    }  # fmt: skip
+    model = lowered(op, [x, w, b], attributes, ("N", 4, 12, 11))
+    for leaf, found in zip(leaves, run(model, x0=x, w=weights), strict=True):
+        np.testing.assert_allclose(found, leaf.grad.numpy(), rtol=1e-4, atol=1e-4)

@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 from dot_test import Case, check, distinct, normal
 
-import ortops
-
-
 UNIT = {"epsilon": 1.0, "rtol": 2e-6}
 
 

@@ -16,13 +16,15 @@ from typing import Any, cast
 import numpy as np
 
 from ortops.autodiff import vjp
+from ortops.rules._types import Cotangents
 from ortops.tensor import Dim, Tensor, op, reshape_like, size_of
 
 MAX_COLUMN_TAPS = 25
 """The largest kernel whose weight gradient is taken from the columns.
 
-The columns hold the input once per kernel element; with 7×7 kernels on few channels, as at the
-entrance of a residual net, the convolution with batch and channels swapped took half the time.
+The columns hold the input once per kernel element. For the 7×7 kernels at the entrance of a
+residual net (3 channels of 224×224) the convolution with batch and channels exchanged took half the
+time; for 3×3 and 1×1 kernels the columns took half the time or less.
 """
 
 
@@ -242,7 +244,7 @@ def _mirrored(w: Tensor, kernel: Sequence[int | None], group: int) -> Tensor:
     spatial = range(2, 2 + len(kernel))
     if group == 1:
         return cast(Tensor, op.Transpose(w, perm=[1, 0, *spatial]))
-    if w.shape is not None and w.shape[:2] == (group, 1):  # depthwise
+    if _is_depthwise(w, group):
         return w
     split = _split_axis(w, 0, group)
     return _merge_axes(op.Transpose(split, perm=[0, 2, 1, *(a + 1 for a in spatial)]), 0)
@@ -262,40 +264,49 @@ def weight_gradient(g: Tensor, x: Tensor, w: Tensor, at: Windows, group: int) ->
         x, at = _padded(x, at)
     if None in at.kernel or math.prod(cast(tuple[int, ...], at.kernel)) > MAX_COLUMN_TAPS:
         return _weight_gradient_by_convolution(g, x, w, at, group)
+    x, at = _padded(x, at)
+    if group > 1 and _is_depthwise(w, group):
+        products = [op.ReduceSum(g * seen, [0, *at.axes], keepdims=0) for seen in _taps(x, 2, at)]
+        return reshape_like(op.Concat(*(op.Unsqueeze(p, [1]) for p in products), axis=1), w)
     return _weight_gradient_by_columns(g, x, w, at, group)
+
+
+def _is_depthwise(w: Tensor, group: int) -> bool:
+    return w.shape is not None and w.shape[:2] == (group, 1)
+
+
+def _taps(x: Tensor, first: int, at: Windows) -> list[Tensor]:
+    """Returns what each element of the windows sees of x, whose spatial axes begin at ``first``."""
+    kernel, extents = cast(tuple[int, ...], at.kernel), cast(tuple[int, ...], at.extents)
+    if set(kernel) == set(at.strides) == {1}:
+        return [x]
+    axes = list(range(first, first + at.rank))
+    seen = []
+    for tap in itertools.product(*map(range, kernel)):
+        starts = [index * step for index, step in zip(tap, at.dilations, strict=True)]
+        # Counted from the end, so that the number of windows need not be known.
+        ends = [start - extent + 1 for start, extent in zip(starts, extents, strict=True)]
+        ends = [end or np.iinfo(np.int64).max for end in ends]
+        seen.append(op.Slice(x, starts, ends, axes, at.strides))
+    return seen
 
 
 def _weight_gradient_by_columns(g: Tensor, x: Tensor, w: Tensor, at: Windows, group: int) -> Tensor:
     """Multiplies the cotangent with the columns: what each kernel element sees of the input."""
-    x, at = _padded(x, at)
-    kernel = cast(tuple[int, ...], at.kernel)
-    extents = cast(tuple[int, ...], at.extents)
-    taps = math.prod(kernel)
     spatial = size_of(g, at.axes)
+    inputs = None if w.shape is None else w.shape[1]
     if group > 1:
-        x, g = _split_axis(x, 1, group), _split_axis(g, 1, group)
+        x, g = _split_axis(x, 1, group, inputs), _split_axis(g, 1, group)
     channel = 1 if group == 1 else 2
-    axes = [channel + 1 + axis for axis in range(at.rank)]
-    seen = []
-    for tap in itertools.product(*map(range, kernel)):
-        starts = [i * d for i, d in zip(tap, at.dilations, strict=True)]
-        # From the end, so that the number of windows need not be known.
-        ends = [s - e + 1 for s, e in zip(starts, extents, strict=True)]
-        ends = [end or np.iinfo(np.int64).max for end in ends]
-        whole = taps == 1 and set(at.strides) == {1}
-        seen.append(x if whole else op.Slice(x, starts, ends, axes, at.strides))
-    columns = seen[0] if taps == 1 else op.Concat(*seen, axis=channel)
-    columns, g = _flattened(columns, channel, spatial), _flattened(g, channel, spatial)
-    last = channel + 1
-    by_row = op.Transpose(columns, perm=[*range(channel), last, channel])
+    seen = _taps(x, channel + 1, at)
+    columns = seen[0] if len(seen) == 1 else op.Concat(*seen, axis=channel)
+    flat = [*(0,) * (channel + 1), spatial]
+    columns, g = op.Reshape(columns, flat), op.Reshape(g, flat)
+    by_row = op.Transpose(columns, perm=[*range(channel), channel + 1, channel])
     result = op.ReduceSum(op.MatMul(g, by_row), [0], keepdims=0)  # ([group,] M/group, taps · C)
-    if taps == 1:
-        return reshape_like(result, w)
-    inputs = w.shape[1] if w.shape is not None else None
-    if inputs != 1:
-        rows = -1 if w.shape is None or not isinstance(w.shape[0], int) else w.shape[0]
+    if len(seen) > 1 and inputs != 1:
         width = inputs if isinstance(inputs, int) else size_of(w, [1])
-        result = op.Transpose(op.Reshape(result, [rows, taps, width]), perm=[0, 2, 1])
+        result = op.Transpose(op.Reshape(result, [-1, len(seen), width]), perm=[0, 2, 1])
     return reshape_like(result, w)
 
 
@@ -307,7 +318,7 @@ def _weight_gradient_by_convolution(
     if group == 1:
         data = op.Transpose(x, perm=[1, 0, *spatial])
     else:  # (N, group · C, …) → (C, group · N, …)
-        split = _split_axis(x, 1, group)
+        split = _split_axis(x, 1, group, None if w.shape is None else w.shape[1])
         data = _merge_axes(op.Transpose(split, perm=[2, 1, 0, *(a + 1 for a in spatial)]), 1)
     weights = op.Transpose(g, perm=[1, 0, *spatial])
     result = op.Conv(
@@ -333,32 +344,27 @@ def _shape_from(x: Tensor, start: int) -> list[int] | Tensor:
     return cast(Tensor, op.Shape(x, start=start))
 
 
-def _reshape(x: Tensor, leading: Sequence[int], tail: list[int] | Tensor) -> Tensor:
-    if isinstance(tail, Tensor):
-        return cast(Tensor, op.Reshape(x, op.Concat(list(leading), tail, axis=0)))
-    return cast(Tensor, op.Reshape(x, [*leading, *tail]))
+def _reshape(x: Tensor, leading: Sequence[int], kept: int) -> Tensor:
+    """Returns x with other sizes in front of axis ``kept``; 0 and −1 as in Reshape."""
+    tail = _shape_from(x, kept)
+    if not isinstance(tail, Tensor):
+        return cast(Tensor, op.Reshape(x, [*leading, *tail]))
+    return cast(Tensor, op.Reshape(x, op.Concat(list(leading), tail, axis=0)))
 
 
-def _split_axis(x: Tensor, axis: int, group: int) -> Tensor:
-    """Splits an axis in two, of which the first has size ``group``."""
-    size = x.shape[axis] if x.shape is not None else None
-    part = size // group if isinstance(size, int) else -1
-    return _reshape(x, [*(0,) * axis, group, part], _shape_from(x, axis + 1))
+def _split_axis(x: Tensor, axis: int, group: int, part: Dim = None) -> Tensor:
+    """Splits an axis into ``group`` parts, of size ``part`` where that is known."""
+    if part is None and x.shape is not None:
+        size = x.shape[axis]
+        part = size // group if isinstance(size, int) else None
+    return _reshape(x, [*(0,) * axis, group, part if isinstance(part, int) else -1], axis + 1)
 
 
 def _merge_axes(x: Tensor, axis: int) -> Tensor:
     """Joins an axis with the one behind it."""
     sizes = (None, None) if x.shape is None else x.shape[axis : axis + 2]
     joined = -1 if any(not isinstance(size, int) for size in sizes) else math.prod(cast(Any, sizes))
-    return _reshape(x, [*(0,) * axis, joined], _shape_from(x, axis + 2))
-
-
-def _flattened(x: Tensor, channel: int, spatial: int | Tensor) -> Tensor:
-    """Joins the axes behind the channels, of ``spatial`` elements."""
-    size = x.shape[channel] if x.shape is not None else None
-    if isinstance(size, int):
-        return cast(Tensor, op.Reshape(x, [*(0,) * (channel + 1), spatial]))
-    return cast(Tensor, op.Reshape(x, [*(0,) * channel, -1, spatial]))
+    return _reshape(x, [*(0,) * axis, joined], axis + 2)
 
 
 def _bias_gradient(g: Tensor, at: Windows) -> Tensor:
@@ -385,7 +391,7 @@ def conv(
     kernel_shape: Sequence[int] | None = None,
     pads: Sequence[int] | None = None,
     strides: Sequence[int] | None = None,
-) -> tuple[Tensor | None, ...]:
+) -> Cotangents:
     at = windows(
         x,
         _kernel(w, kernel_shape),
@@ -418,7 +424,7 @@ def conv_transpose(
     output_shape: Sequence[int] | None = None,
     pads: Sequence[int] | None = None,
     strides: Sequence[int] | None = None,
-) -> tuple[Tensor | None, ...]:
+) -> Cotangents:
     at = windows(
         y,
         _kernel(w, kernel_shape),

@@ -10,6 +10,7 @@ import numpy as np
 
 from ortops.autodiff import describe, vjp
 from ortops.errors import UnsupportedError
+from ortops.rules._types import Cotangents
 from ortops.rules.convolution import Windows, input_gradient, static_sizes, windows
 from ortops.tensor import Tensor, expand_like, op, reshape_like, size_of, zeros_like
 
@@ -102,7 +103,7 @@ def average_pool(
     dilations: Sequence[int] | None = None,
     pads: Sequence[int] | None = None,
     strides: Sequence[int] | None = None,
-) -> Tensor:
+) -> Cotangents:
     _refuse_dilated_same(y, auto_pad, dilations)
     at = windows(
         x, kernel_shape, strides=strides, dilations=dilations, pads=pads, auto_pad=auto_pad
@@ -111,13 +112,13 @@ def average_pool(
 
 
 @vjp("GlobalAveragePool")
-def global_average_pool(g: Tensor, y: Tensor, x: Tensor) -> Tensor:
+def global_average_pool(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
     size = size_of(x, range(2, x.ndim))
     return expand_like(g / (size.astype(g.dtype) if isinstance(size, Tensor) else size), x)
 
 
 @vjp("GlobalMaxPool")
-def global_max_pool(g: Tensor, y: Tensor, x: Tensor) -> Tensor:
+def global_max_pool(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
     # Of equal elements the first one is the maximum, as in MaxPool.
     rows = [0, 0, size_of(x, range(2, x.ndim))]
     flat = op.Reshape(x, rows)
@@ -140,7 +141,7 @@ def _norm_direction(x: Tensor, p: int) -> Tensor:
         return cast(Tensor, op.Sign(x))
     if p == 2:
         return x
-    return x * (abs(x) if p == 3 else abs(x) ** (p - 2))
+    return cast(Tensor, x * (abs(x) if p == 3 else abs(x) ** (p - 2)))
 
 
 @vjp("LpPool")
@@ -156,7 +157,7 @@ def lp_pool(
     p: int = 2,
     pads: Sequence[int] | None = None,
     strides: Sequence[int] | None = None,
-) -> Tensor:
+) -> Cotangents:
     _refuse_dilated_same(y, auto_pad, dilations)
     at = windows(
         x, kernel_shape, strides=strides, dilations=dilations, pads=pads, auto_pad=auto_pad
@@ -165,7 +166,7 @@ def lp_pool(
 
 
 @vjp("GlobalLpPool")
-def global_lp_pool(g: Tensor, y: Tensor, x: Tensor, *, p: int = 2) -> Tensor:
+def global_lp_pool(g: Tensor, y: Tensor, x: Tensor, *, p: int = 2) -> Cotangents:
     return _norm_scale(g, y, p) * _norm_direction(x, p)
 
 
@@ -182,7 +183,7 @@ def max_pool(
     pads: Sequence[int] | None = None,
     storage_order: int = 0,
     strides: Sequence[int] | None = None,
-) -> Tensor:
+) -> Cotangents:
     # Of equal elements the first one of a window is its maximum, as in PyTorch.
     indices = y[1]
     if storage_order:
@@ -240,7 +241,7 @@ def max_unpool(
     kernel_shape: Sequence[int],
     pads: Sequence[int] | None = None,
     strides: Sequence[int] | None = None,
-) -> Tensor:
+) -> Cotangents:
     # The indices count the elements of y, as in onnxruntime also where output_shape is given.
     taken = op.GatherElements(op.Reshape(g, [-1]), op.Reshape(indices, [-1]))
     return reshape_like(taken, x)
