@@ -21,7 +21,7 @@ Kernels: TypeAlias = Literal["python", "onnx"]
 _FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
 
-class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # untyped
+class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     """An `onnxruntime.InferenceSession` that runs models with nodes of the training domain.
 
     Gradient nodes run as standard operators. Adagrad, Adam and Momentum nodes run as Python custom
@@ -56,7 +56,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # u
         if kernels not in ("python", "onnx"):
             raise OrtopsError(f"kernels is {kernels!r}; 'python' and 'onnx' are accepted")
         proto, folder = convert.load(model)
-        self._has_python_kernels = False
+        self._kernel_nodes: dict[str, list[str]] = {}
+        self._kernels_on_other_threads = False
         source: str | bytes
         if not has_domain(proto):
             is_path = isinstance(model, str | os.PathLike)
@@ -65,9 +66,13 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # u
             keep = takes_python_kernel if kernels == "python" else None
             lowered = to_proto(lower_ir(convert.to_ir(proto, folder), keep=keep))
             sess_options = sess_options or onnxruntime.SessionOptions()
+            for node in lowered.graph.node:
+                if node.domain == custom_ops.DOMAIN:
+                    self._kernel_nodes.setdefault(node.op_type, []).append(node.name)
             if has_domain(lowered):
-                self._has_python_kernels = True
                 custom_ops.register_custom_ops(sess_options)
+                parallel = onnxruntime.ExecutionMode.ORT_PARALLEL
+                self._kernels_on_other_threads = sess_options.execution_mode == parallel
             if folder is not None:
                 sess_options.add_session_config_entry(_FOLDER_KEY, str(folder))
             source = lowered.SerializeToString()
@@ -97,10 +102,40 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]  # u
         """
         return self._guarded(super().run_with_iobinding, args, kwargs)
 
+    def run_async(
+        self,
+        output_names: Sequence[str] | None,
+        input_feed: Any,
+        callback: Callable[[Any, Any, str], Any],
+        user_data: Any,
+        run_options: Any = None,
+    ) -> Any:
+        """As `onnxruntime.InferenceSession.run_async`.
+
+        Where a Python kernel failed, the callback gets the message as its error, and no results.
+        """
+        if not self._kernel_nodes:
+            return super().run_async(output_names, input_feed, callback, user_data, run_options)
+        recorder = custom_ops.ErrorRecorder(self._kernel_nodes, anywhere=True)
+
+        def checked(results: Any, data: Any, message: str) -> None:
+            failure = recorder.finish()
+            if failure is None:
+                callback(results, data, message)
+            else:
+                callback(None, data, str(failure))
+
+        recorder.start()
+        try:
+            return super().run_async(output_names, input_feed, checked, user_data, run_options)
+        except BaseException:
+            recorder.finish()
+            raise
+
     def _guarded(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not self._has_python_kernels:
+        if not self._kernel_nodes:
             return run(*args, **kwargs)
-        with custom_ops.errors_of_run():
+        with custom_ops.errors_of_run(self._kernel_nodes, anywhere=self._kernels_on_other_threads):
             return run(*args, **kwargs)

@@ -293,12 +293,12 @@ class Tape:
                 f"{schema.name}: {len(inputs)} inputs; the operator takes at most {len(formal)}"
             )
         types = [formal[min(i, len(formal) - 1)].type_str for i in range(len(inputs))]
-        known = {
-            kind: given.dtype
-            for kind, given in zip(reversed(types), reversed(inputs), strict=True)
-            if isinstance(given, Tensor | np.ndarray | np.generic)
-        }
-        first = next((given.dtype for given in inputs if isinstance(given, Tensor)), None)
+        dtypes = [_known_dtype(given) for given in inputs]
+        known: dict[str, np.dtype[Any]] = {}
+        for kind, dtype in zip(types, dtypes, strict=True):
+            if dtype is not None:
+                known.setdefault(kind, dtype)
+        first = next(filter(None, dtypes), None)
         values: list[ir.Value | None] = []
         for kind, given in zip(types, inputs, strict=True):
             if given is None:
@@ -340,8 +340,10 @@ class Tape:
         types: dict[str, onnx.TypeProto] = {}
         data: dict[str, onnx.TensorProto] = {}
         for value in node.inputs:
-            if value is None or value.type is None or value.name is None:
+            if value is None or not value.name:
                 continue
+            if value.type is None:
+                return _infer_types(node, schema)
             types[value.name] = _type_proto(value)
             tensor = constant_tensor(value)
             if tensor is not None and tensor.size <= _SMALL:
@@ -671,6 +673,9 @@ def ones_like(x: Tensor) -> Tensor:
 
 
 def _filled_like(x: Tensor, number: int) -> Tensor:
+    if numpy_dtype(x.value) is None:  # behind an operator that onnx does not know
+        filled = op.ConstantOfShape(shape_of(x), value=np.array([number], np.float32))
+        return cast(Tensor, op.CastLike(filled, x)).with_shape_of(x)
     if x.shape == ():
         return x.tape.constant(np.array(number, x.dtype))
     value = np.array([number], x.dtype)
@@ -736,6 +741,20 @@ def _schema(op_type: str, opset: int, domain: str) -> onnx.defs.OpSchema:
         raise ModelError(f"{op_type}: no such operator in {place} at opset {opset}") from error
 
 
+def _infer_types(node: ir.Node, schema: onnx.defs.OpSchema) -> None:
+    """Gives outputs the types that follow from the schema alone, where an input has none."""
+    known = {
+        formal.type_str: value.type
+        for formal, value in zip(schema.inputs, node.inputs, strict=False)
+        if value is not None and value.type is not None
+    }
+    for formal, value in zip(schema.outputs, node.outputs, strict=False):
+        if formal.type_str == "tensor(int64)":
+            value.type = ir.TensorType(ir.DataType.INT64)
+        elif value.type is None:
+            value.type = known.get(formal.type_str)
+
+
 def _allows(schema: onnx.defs.OpSchema, type_str: str, dtype: np.dtype[Any]) -> bool:
     """Whether a formal type admits an element type."""
     name = onnx.helper.tensor_dtype_to_string(ir.DataType.from_numpy(dtype).value)
@@ -744,6 +763,13 @@ def _allows(schema: onnx.defs.OpSchema, type_str: str, dtype: np.dtype[Any]) -> 
         if constraint.type_param_str == type_str:
             return wanted in constraint.allowed_type_strs
     return wanted == type_str
+
+
+def _known_dtype(given: object) -> np.dtype[Any] | None:
+    """Returns the element type of an operand that has one of its own."""
+    if isinstance(given, Tensor):
+        return numpy_dtype(given.value)
+    return given.dtype if isinstance(given, np.ndarray | np.generic) else None
 
 
 def _array(given: object, dtype: np.dtype[Any] | None) -> Array:
