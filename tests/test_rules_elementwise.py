@@ -74,6 +74,8 @@ CASES = [
     Case("Softsign", [away_from([0], 2, 3)], orders=3, float32=True),
     Case("Gelu", [2 * X], orders=3, **ERF),
     Case("Gelu", [2 * X], {"approximate": "tanh"}, orders=3, float32=True),
+    Case("Swish", [2 * X], orders=3, opset=24, float32=True),
+    Case("Swish", [2 * X], {"alpha": -1.7}, orders=3, opset=24, float32=True),
     Case("Mish", [2 * X], orders=3, float32=True),
     # Activations in pieces
     Case("Relu", [away_from([0], 2, 3)], orders=2),
@@ -146,13 +148,16 @@ def gradients(
     attributes: Mapping[str, Any] | None = None,
     *,
     opset: int = 21,
+    ranks: bool = True,
 ) -> list[np.ndarray]:
     """Returns the gradients of the sum of an operator's output, by onnxruntime."""
     names = ["" if array is None else f"x{index}" for index, array in enumerate(inputs)]
     feeds = {name: a for name, a in zip(names, inputs, strict=True) if a is not None}
     xs = [name for name, array in feeds.items() if array.dtype.kind == "f"]
     shown = [
-        helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
+        helper.make_tensor_value_info(
+            n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape if ranks else None
+        )
         for n, a in feeds.items()
     ]
     nodes = [
@@ -248,6 +253,8 @@ EXTREMES = [
     ("Gelu", {}, STEP),
     ("Gelu", {"approximate": "tanh"}, STEP),
     ("Mish", {}, STEP),
+    ("Swish", {}, STEP),
+    ("Swish", {"alpha": 3.0}, STEP),
     ("Elu", {}, STEP),
     ("Celu", {}, STEP),
     ("Selu", {"gamma": 1.0}, STEP),
@@ -264,5 +271,42 @@ EXTREMES = [
     ids=[f"{row[0]}-{index}" for index, row in enumerate(EXTREMES)],
 )
 def test_far_from_zero(op: str, attributes: Mapping[str, Any], expected: Sequence[float]) -> None:
-    (found,) = gradients(op, [single(*FAR)], attributes)
+    opset = 24 if op == "Swish" else 21
+    (found,) = gradients(op, [single(*FAR)], attributes, opset=opset)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-12)
+
+
+def test_an_exponent_that_is_differentiated_is_no_constant() -> None:
+    """∂²(x^n)/∂x∂n = x^(n−1) · (1 + n · ln x), though n is an initializer that holds 2."""
+    shown = [helper.make_tensor_value_info("x", onnx.TensorProto.DOUBLE, [3])]
+    nodes = [
+        helper.make_node("Pow", ["x", "n"], ["y"]),
+        helper.make_node("Gradient", ["x"], ["dx"], domain=DOMAIN, xs=["x"], y="y"),
+        helper.make_node("Gradient", ["n"], ["dxdn"], domain=DOMAIN, xs=["n"], y="dx"),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "mixed",
+        shown,
+        [helper.make_empty_tensor_value_info("dxdn")],
+        [onnx.numpy_helper.from_array(np.array(2.0), "n")],
+    )
+    imports = [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
+    model = ortops.lower(helper.make_model(graph, opset_imports=imports, ir_version=10))
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    x = np.array([0.5, 1.0, 3.0])
+    (found,) = session.run(None, {"x": x})
+    np.testing.assert_allclose(found, (x * (1 + 2 * np.log(x))).sum())
+
+
+@pytest.mark.parametrize("op", ["Add", "Mul", "Div", "Max", "Pow"])
+def test_unknown_ranks(op: str) -> None:
+    """Where nothing is known of the shapes, broadcasting is undone at run time."""
+    a, b = uniform(1, 2, 4, 2, 3).astype(np.float32), uniform(2, 3, 2, 1).astype(np.float32)
+    for found, expected in zip(
+        gradients(op, [a, b], ranks=False), gradients(op, [a, b]), strict=True
+    ):
+        assert found.shape == expected.shape
+        np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -10,7 +10,10 @@ import pytest
 from dot_test import Case, away_from, check, distinct, normal, uniform
 from test_rules_elementwise import gradients, single
 
+from ortops.errors import ModelError
+
 X = normal(2, 3, 4)
+ZEROS = X * (distinct(2, 3, 4, seed=5) > -0.6)
 POSITIVE = uniform(0.5, 2, 2, 3, 4)
 
 INPUTS = {
@@ -72,6 +75,11 @@ def reductions() -> Iterator[Case]:
 
 CASES = [
     *reductions(),
+    Case("ReduceProd", [ZEROS, axes(1)], constant=[1], orders=3, name="zeros"),
+    Case("ReduceProd", [ZEROS, axes(0, 2)], constant=[1], orders=3, name="zeros"),
+    Case("ReduceProd", [ZEROS[0]], orders=3, name="zeros"),
+    Case("ReduceProd", [ZEROS, axes(-1)], orders=3, name="zeros-run_time"),
+    Case("CumProd", [ZEROS, np.array(1)], constant=[1], orders=2, opset=26, name="zeros"),
     *(
         Case("CumSum", [X, np.array(axis)], attributes, constant=constant, orders=2)
         for axis, constant in ((1, [1]), (-1, []))
@@ -133,3 +141,18 @@ def test_ties_and_zeros(
 ) -> None:
     (found,) = gradients(op, inputs, attributes)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("op", INPUTS)
+@pytest.mark.parametrize("given", [axes(1), axes(0, -1), axes(), None], ids=str)
+def test_unknown_ranks(op: str, given: np.ndarray | None) -> None:
+    inputs = [INPUTS[op].astype(np.float32), *([] if given is None else [given])]
+    for keepdims in (0, 1):
+        attributes = {"keepdims": keepdims}
+        if op == "ReduceProd":
+            with pytest.raises(ModelError, match="its rank is unknown; add a value_info"):
+                gradients(op, inputs, attributes, ranks=False)
+            continue
+        (found,) = gradients(op, inputs, attributes, ranks=False)
+        (expected,) = gradients(op, inputs, attributes)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -5,6 +5,7 @@ Importing this package registers them all.
 
 from ortops.rules import convolution as convolution
 from ortops.rules import elementwise as elementwise
+from ortops.rules import generate as generate
 from ortops.rules import loss as loss
 from ortops.rules import normalization as normalization
 from ortops.rules import pooling as pooling
