@@ -108,7 +108,7 @@ class Tape:
     Example:
         >>> with Tape(name="half") as tape:
         ...     x = tape.input("x", np.float32, ["batch", 3])
-        ...     tape.output(x * 0.5, "y")
+        ...     y = tape.output(x * 0.5, "y")
         >>> [node.op_type for node in tape.model().graph.node]
         ['Constant', 'Mul']
     """
@@ -437,6 +437,24 @@ class Tensor:
         """Returns the tensor in another element type."""
         wanted = ir.DataType.from_numpy(np.dtype(dtype))
         return self if self.value.dtype == wanted else cast(Tensor, op.Cast(self, to=wanted))
+
+    def with_shape(self, shape: Sequence[Dim]) -> Tensor:
+        """Records a shape that inference cannot find, and returns the tensor.
+
+        Args:
+            shape: The dimensions: sizes, symbols, or None. It is not verified.
+
+        Example:
+            >>> with Tape() as tape:
+            ...     x = tape.input("x", np.float32, ["batch", 6])
+            ...     y = op.Reshape(x, op.Concat(op.Shape(x, end=1), [2, 3], axis=0))
+            >>> y.shape
+            (None, None, None)
+            >>> y.with_shape(["batch", 2, 3]).shape
+            ('batch', 2, 3)
+        """
+        self.value.shape = ir.Shape(shape)
+        return self
 
     def with_shape_of(self, like: Tensor) -> Tensor:
         """Records that this tensor has the shape of another, and returns it."""
