@@ -6,7 +6,10 @@ Importing this package registers them all.
 from ortops.rules import convolution as convolution
 from ortops.rules import elementwise as elementwise
 from ortops.rules import generate as generate
+from ortops.rules import indexing as indexing
+from ortops.rules import linalg as linalg
 from ortops.rules import loss as loss
 from ortops.rules import normalization as normalization
 from ortops.rules import pooling as pooling
 from ortops.rules import reduce as reduce
+from ortops.rules import shape as shape
