@@ -14,7 +14,8 @@ What the platform imposes, and what is done about it:
   [`survives_as_text`][] does not hold must not be left to these kernels.
 * An exception that leaves a Python op ends the process. None leaves a kernel here: the outputs
   become NaN and the error is remembered for the run that it belongs to ([`errors_of_run`][],
-  [`take_errors`][]). A plain `onnxruntime.InferenceSession` shows only the NaN.
+  [`take_errors`][]). A plain `onnxruntime.InferenceSession` shows only the NaN. Ctrl-C is held
+  back while a run is guarded.
 """
 
 from __future__ import annotations
@@ -67,9 +68,12 @@ def register_custom_ops(sess_options: Any) -> None:
     """Makes sessions with these options run Adagrad, Adam and Momentum nodes.
 
     The nodes must have one tensor to optimize and every attribute written out; step graphs that
-    ortops writes have. Where a kernel fails, for example because shapes differ, an
-    `onnxruntime.InferenceSession` gets outputs that are NaN: [`take_errors`][] tells why.
-    `ortops.InferenceSession` takes any legal node and raises.
+    ortops writes have. `ortops.InferenceSession` takes any legal node.
+
+    A plain `onnxruntime.InferenceSession` cannot raise what goes wrong in a kernel: where one
+    fails, for example because shapes differ, the outputs are NaN, and [`take_errors`][] tells why.
+    Nor can it be interrupted by Ctrl-C: an interrupt raised while Python runs inside it ends the
+    process. `ortops.InferenceSession` raises both; around a plain session use [`errors_of_run`][].
 
     The first call imports onnxruntime_extensions. Calling twice with the same options, or from
     several threads, is harmless.

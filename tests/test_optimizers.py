@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import math
 import subprocess
@@ -17,7 +16,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from optimizer_oracle import conditioning, expected
+from optimizer_cases import (
+    ATTRIBUTE_SETS,
+    FLOATS,
+    OFFICIAL,
+    SQUARED,
+    a_update,
+    assert_expected,
+    float32,
+    official_cases,
+    with_defaults,
+)
 
 from ortops import Tape
 from ortops import optimizers as optimizers_module
@@ -35,13 +44,6 @@ from ortops.optimizers import (
 )
 
 DOMAIN = "ai.onnx.preview.training"
-FLOATS = [np.dtype(np.float32), np.dtype(np.float64)]
-
-
-def float32(value: float) -> float:
-    return float(np.float32(value))
-
-
 # What attributes are drawn from; rounding to float32 is part of the draw.
 ATTRIBUTES: dict[str, dict[str, st.SearchStrategy[Any]]] = {}
 _decay = st.one_of(st.sampled_from([0.0, 0.5, 0.9, 0.999, 0.9999999]), st.floats(0, 0.9999)).map(
@@ -74,7 +76,6 @@ ATTRIBUTES["AdamW"] = {
     "epsilon": _epsilon,
     "weight_decay": st.sampled_from([0.0, 0.01, 0.5]).map(float32),
 }
-SQUARED = {"Adagrad": {"H"}, "Adam": {"H"}, "AdamW": {"H"}}
 
 
 @st.composite
@@ -108,15 +109,6 @@ def updates(draw: st.DrawFn, name: str) -> dict[str, Any]:
         "tensors": [np.asarray(array) for array in (x, g, *states)],
         "attributes": {key: draw(values) for key, values in ATTRIBUTES[name].items()},
     }
-
-
-def assert_expected(name: str, results: Any, update: dict[str, Any]) -> None:
-    wanted = expected(name, **update)
-    assert len(results) == len(wanted)
-    x = update["tensors"][0]
-    for result, want in zip(results, wanted, strict=True):
-        assert result.dtype == x.dtype
-        want.assert_close(result, conditioning(int(update["t"]), update["attributes"]))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -204,57 +196,6 @@ def run_as_nodes(name: str, update: dict[str, Any], *, symbolic: bool) -> list[A
     return list(session.run(None, feeds))
 
 
-ATTRIBUTE_SETS: dict[str, list[dict[str, Any]]] = {
-    "Adagrad": [
-        {"norm_coefficient": 0.0, "decay_factor": 0.0, "epsilon": 1e-6},
-        {"norm_coefficient": 0.01, "decay_factor": 0.1, "epsilon": 1e-3},
-    ],
-    "Adam": [
-        {**Adam().attributes},
-        {
-            "norm_coefficient": 0.01,
-            "norm_coefficient_post": 0.125,
-            "alpha": 0.7,
-            "beta": 0.123456789,
-            "epsilon": 1e-3,
-        },
-    ],
-    "Momentum": [
-        {"norm_coefficient": 0.0, "alpha": 0.9, "beta": 1.0, "mode": "standard"},
-        {"norm_coefficient": 0.01, "alpha": 0.5, "beta": 0.25, "mode": "nesterov"},
-    ],
-    "SGD": [{"norm_coefficient": 0.0}, {"norm_coefficient": 0.5}],
-    "AdamW": [{**AdamW().attributes}, {**AdamW().attributes, "weight_decay": 0.0}],
-}
-
-
-def a_update(
-    name: str,
-    attributes: dict[str, Any],
-    *,
-    shape: tuple[int, ...] = (2, 3),
-    t: int = 2,
-    r_dtype: np.dtype[Any] = FLOATS[0],
-    x_dtype: np.dtype[Any] = FLOATS[0],
-) -> dict[str, Any]:
-    """Returns inputs of an update with fixed random numbers."""
-    rng = np.random.default_rng(7)
-    states = OPTIMIZERS[name]().states
-    tensors = [rng.normal(size=shape) for _ in ("X", "G", *states)]
-    for index, state in enumerate(states, 2):
-        if state in SQUARED.get(name, ()):
-            tensors[index] = np.abs(tensors[index])
-    return {
-        "r": np.asarray(0.1, r_dtype),
-        "t": np.asarray(t, np.int64),
-        "tensors": [np.asarray(tensor, x_dtype) for tensor in tensors],
-        "attributes": {
-            key: float32(value) if isinstance(value, float) else value
-            for key, value in attributes.items()
-        },
-    }
-
-
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("r_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("t", [0, 1, 1000])
@@ -329,38 +270,6 @@ def test_a_constructor_has_the_attributes_of_its_operator(name: str) -> None:
     assert optimizer.operator_attributes == optimizer.attributes
 
 
-OFFICIAL = {
-    "test_adagrad",
-    "test_adagrad_multiple",
-    "test_adam",
-    "test_adam_multiple",
-    "test_momentum",
-    "test_momentum_multiple",
-    "test_nesterov_momentum",
-}
-
-
-def official_cases() -> dict[str, dict[str, Any]]:
-    """Returns ONNX's own test cases: node, inputs and outputs by name of the case."""
-    cases: dict[str, dict[str, Any]] = {}
-
-    def keep(node: onnx.NodeProto, *, name: str, **case: Any) -> None:
-        cases[name] = {"node": node, **case}
-
-    for name in OPERATORS:
-        module = importlib.import_module(f"onnx.backend.test.case.node.{name.lower()}")
-        exports = [
-            function
-            for key, function in inspect.getmembers(getattr(module, name))
-            if key.startswith("export_")
-        ]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "expect", keep)
-            for export in exports:
-                export()
-    return cases
-
-
 def test_all_official_cases_are_there() -> None:
     assert official_cases().keys() == OFFICIAL
 
@@ -370,10 +279,7 @@ def test_an_official_case_passes_through_the_rule(name: str) -> None:
     case = official_cases()[name]
     node = case["node"]
     operator = OPERATORS[node.op_type]
-    attributes: dict[str, Any] = dict(operator.defaults)
-    for attribute in node.attribute:
-        value = onnx.helper.get_attribute_value(attribute)
-        attributes[attribute.name] = value.decode() if isinstance(value, bytes) else value
+    attributes = with_defaults(node)
     r, t, *rest = case["inputs"]
     count = len(rest) // (2 + len(operator.states))
     for index in range(count):
