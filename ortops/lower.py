@@ -140,6 +140,8 @@ def prepare(model: ir.Model) -> ir.Model:
     _fix_imports(model.graph)
     model = convert.upgrade(model)
     model.graph.sort()
+    for graph in model.graph.subgraphs():
+        graph.opset_imports.update(model.graph.opset_imports)
     _infer_types(model)
     return model
 

@@ -48,9 +48,7 @@ def test_zs_are_held_constant():
         helper.make_node("Mul", ["a", "a"], ["z"]),
         helper.make_node("Mul", ["z", "b"], ["y"]),
     ]
-    lowered = ortops.lower(
-        gradient_model(["b"], "y", nodes, [value("a"), value("b")], zs=["z"])
-    )
+    lowered = ortops.lower(gradient_model(["b"], "y", nodes, [value("a"), value("b")], zs=["z"]))
     assert run(lowered, {"a": F(3), "b": F(5)}) == [9]
 
 
@@ -99,9 +97,7 @@ def test_replay_of_a_z():
 
 
 def test_skipped_output():
-    proto = gradient_model(
-        ["a", "b"], "y", PRODUCT, [value("a"), value("b")], outputs=["", "db"]
-    )
+    proto = gradient_model(["a", "b"], "y", PRODUCT, [value("a"), value("b")], outputs=["", "db"])
     lowered = ortops.lower(proto)
     assert run(lowered, {"a": F(3), "b": F(5)}) == [3]
     assert sum(n.op_type == "Mul" for n in lowered.graph.node) == 2
@@ -136,7 +132,12 @@ def test_second_order_of_the_specification():
     inputs = [value("X"), value("W"), value("L")]
     proto = model(nodes, inputs, ["dO_dX", "dO_dW", "dX2", "dW2"])
     x, w, target = 2.0, 3.0, 1.0  # O = (x w − l)²
-    expected = [2 * (x * w - target) * w, 2 * (x * w - target) * x, 4 * x * w - 2 * target, 2 * x * x]
+    expected = [
+        2 * (x * w - target) * w,
+        2 * (x * w - target) * x,
+        4 * x * w - 2 * target,
+        2 * x * x,
+    ]
     found = run(ortops.lower(proto), {"X": F(x), "W": F(w), "L": F(target)})
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
@@ -248,47 +249,47 @@ def test_through_a_model_local_function():
 
 BAD = {
     "no inputs for zs": (
-        dict(xs=["a"], y="y", zs=["b"], fed=["a"]),
+        {"xs": ["a"], "y": "y", "zs": ["b"], "fed": ["a"]},
         "Gradient node 'gradient': 1 inputs for 1 names in xs and 1 in zs; the inputs are",
     ),
     "more outputs than xs": (
-        dict(xs=["a"], y="y", outputs=["da", "db"]),
+        {"xs": ["a"], "y": "y", "outputs": ["da", "db"]},
         "Gradient node 'gradient': 2 outputs for 1 names in xs; there is one output",
     ),
     "empty xs": (
-        dict(xs=["a"], y="y", outputs=[], fed=[]),
+        {"xs": ["a"], "y": "y", "outputs": [], "fed": []},
         "",
     ),
     "unknown x": (
-        dict(xs=["product_"], y="y", fed=["a"], outputs=["d"]),
+        {"xs": ["product_"], "y": "y", "fed": ["a"], "outputs": ["d"]},
         "Gradient node 'gradient': xs names 'product_', which is no tensor of the graph;",
     ),
     "unknown y": (
-        dict(xs=["a"], y="why"),
+        {"xs": ["a"], "y": "why"},
         "Gradient node 'gradient': y names 'why', which is no tensor of the graph;",
     ),
     "unknown z": (
-        dict(xs=["a"], y="y", zs=["bb"], fed=["a", "b"]),
+        {"xs": ["a"], "y": "y", "zs": ["bb"], "fed": ["a", "b"]},
         "zs names 'bb', which is no tensor of the graph;",
     ),
     "x computed from another": (
-        dict(xs=["a", "y"], y="y"),
+        {"xs": ["a", "y"], "y": "y"},
         "'y' is computed from 'a', and both are in xs and zs; the tensors named",
     ),
     "x listed twice": (
-        dict(xs=["a", "a"], y="y", outputs=["d1", "d2"]),
+        {"xs": ["a", "a"], "y": "y", "outputs": ["d1", "d2"]},
         "'a' is listed 2 times in xs and zs; list it once",
     ),
     "integer x": (
-        dict(xs=["i"], y="y"),
+        {"xs": ["i"], "y": "y"},
         "x 'i' is a tensor of INT64; only floating-point tensors can be in xs",
     ),
     "fed value of another type": (
-        dict(xs=["a"], y="y", fed=["i"]),
+        {"xs": ["a"], "y": "y", "fed": ["i"]},
         "'i' of type INT64 is fed for 'a' of type FLOAT; the types must be equal",
     ),
     "fed value of another shape": (
-        dict(xs=["a"], y="y", fed=["vector"]),
+        {"xs": ["a"], "y": "y", "fed": ["vector"]},
         "'vector' of shape [3] is fed for 'a' of shape []; the shapes must be equal",
     ),
 }
