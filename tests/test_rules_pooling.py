@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
-from dot_test import Case, check, distinct, normal
+from dot_test import DOMAIN, Case, check, distinct, normal
+from onnx import helper
+
+import ortops
 
 UNIT = {"epsilon": 1.0, "rtol": 2e-6}
 
@@ -106,3 +113,190 @@ UNPOOL = [
 @pytest.mark.parametrize("case", AVERAGE + MAXIMUM + NORM + UNPOOL, ids=str)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
+
+
+def lowered(case: Case, dims: tuple[str | int, ...] | None = None) -> onnx.ModelProto:
+    """Returns the gradient of Σ w · op(x) with respect to x."""
+    (x,) = case.inputs
+    kind = helper.np_dtype_to_tensor_dtype(x.dtype)
+    size = output_of(case).shape if dims is None else list("nmopq")[: x.ndim]
+    nodes = [
+        helper.make_node(case.op, ["x"], ["y"], name="under_test", **case.attributes),
+        helper.make_node("Mul", ["w", "y"], ["wy"]),
+        helper.make_node("Gradient", ["x"], ["dx"], domain=DOMAIN, xs=["x"], y="wy"),
+    ]
+    inputs = [
+        helper.make_tensor_value_info("x", kind, x.shape if dims is None else dims),
+        helper.make_tensor_value_info("w", kind, size),
+    ]
+    outputs = [helper.make_empty_tensor_value_info("dx")]
+    graph = helper.make_graph(nodes, "gradient", inputs, outputs)
+    imports = [helper.make_opsetid("", case.opset), helper.make_opsetid(DOMAIN, 1)]
+    return ortops.lower(helper.make_model(graph, opset_imports=imports, ir_version=10))
+
+
+def output_of(case: Case) -> np.ndarray:
+    (x,) = case.inputs
+    kind = helper.np_dtype_to_tensor_dtype(x.dtype)
+    graph = helper.make_graph(
+        [helper.make_node(case.op, ["x"], ["y"], **case.attributes)],
+        "f",
+        [helper.make_tensor_value_info("x", kind, ["N", "C", "H", "W", "D"][: x.ndim])],
+        [helper.make_empty_tensor_value_info("y")],
+    )
+    imports = [helper.make_opsetid("", case.opset)]
+    return run(helper.make_model(graph, opset_imports=imports, ir_version=10), x=x)
+
+
+def run(model: onnx.ModelProto, **feeds: np.ndarray) -> np.ndarray:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+    return session.run(None, feeds)[0]
+
+
+TIES = [
+    ("MaxPool", {"kernel_shape": [2, 2], "strides": [2, 2]},
+     [[1, 1, 0, 0], [1, 1, 0, 2], [3, 4, 5, 5], [4, 3, 5, 6]],
+     [[1, 0, 0, 0], [0, 0, 0, 2], [0, 3, 0, 0], [0, 0, 0, 4]]),
+    # Windows that overlap: what several of them take adds up.
+    ("MaxPool", {"kernel_shape": [2, 2]},
+     [[7, 7, 7], [7, 9, 7], [7, 7, 9]],
+     [[0, 0, 0], [0, 10, 0], [0, 0, 0]]),
+    ("MaxPool", {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]},
+     [[0, 0, 0], [0, 0, 0], [0, 0, 0]],
+     [[1, 2, 0], [3, 4, 0], [0, 0, 0]]),
+    ("GlobalMaxPool", {}, [[1, 5, 2], [5, 5, 0], [0, 0, 5]], [[0, 1, 0], [0, 0, 0], [0, 0, 0]]),
+    # A window of zeros: the subgradient of the norm is 0.
+    ("LpPool", {"kernel_shape": [1, 2], "strides": [1, 2]}, [[0, 0, 3, 4]], [[0, 0, 1.2, 1.6]]),
+    ("LpPool", {"kernel_shape": [1, 2], "strides": [1, 2], "p": 1}, [[0, 0, 0, -4]],
+     [[0, 0, 0, -2]]),
+    ("LpPool", {"kernel_shape": [1, 2], "strides": [1, 2], "p": 3}, [[0, 0, 0, -4]],
+     [[0, 0, 0, -2]]),
+    ("GlobalLpPool", {}, [[0, 0, 0]], [[0, 0, 0]]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize(("op", "attributes", "x", "expected"), TIES)
+def test_ties_and_kinks(
+    op: str, attributes: dict[str, Any], x: list[Any], expected: list[Any], symbolic: bool
+) -> None:
+    """The windows are weighted 1, 2, 3, …; of equal elements the first one of a window counts."""
+    x_array = np.array(x, np.float32)[None, None]
+    case = Case(op, [x_array], attributes)
+    size = output_of(case).shape
+    w = np.arange(1, 1 + np.prod(size), dtype=np.float32).reshape(size)
+    model = lowered(case, ("N", "C", "H", "W") if symbolic else None)
+    np.testing.assert_allclose(run(model, x=x_array, w=w)[0, 0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dims", [("N", "C", 8, 6), ("N", 3, "H", "W")], ids=["batch", "sizes"])
+@pytest.mark.parametrize("case", AVERAGE + MAXIMUM + NORM, ids=str)
+def test_unknown_sizes_give_the_same(case: Case, dims: tuple[str | int, ...]) -> None:
+    x = case.inputs[0].astype(np.float32)
+    known = tuple(
+        size if isinstance(dim, int) else dim
+        for size, dim in zip(x.shape, (*dims, dims[-1]), strict=False)
+    )
+    known = tuple(f"{dim}{axis}" if isinstance(dim, str) else dim for axis, dim in enumerate(known))
+    case = replace(case, inputs=[x])
+    w = normal(*output_of(case).shape, dtype=np.float32)
+    expected = run(lowered(case), x=x, w=w)
+    found = run(lowered(case, known), x=x, w=w)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize("case", AVERAGE + MAXIMUM + NORM, ids=str)
+def test_empty_batch(case: Case, symbolic: bool) -> None:
+    x = case.inputs[0].astype(np.float32)
+    w = output_of(replace(case, inputs=[x]))[:0]
+    model = lowered(replace(case, inputs=[x[:0]]), ("N", *x.shape[1:]) if symbolic else None)
+    assert run(model, x=x[:0], w=w).shape == (0, *x.shape[1:])
+
+
+@pytest.mark.parametrize(
+    ("op", "attributes", "expected"),
+    [
+        ("MaxPool", {"kernel_shape": [2, 2], "strides": [2, 2]}, "MaxUnpool"),
+        ("AveragePool", {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "count_include_pad": 1},
+         "Div AveragePool Mul"),
+        ("AveragePool", {"kernel_shape": [2, 2], "strides": [2, 2]},
+         "Div Reshape ConvTranspose Reshape"),
+        ("GlobalAveragePool", {}, "Div Expand"),
+    ],
+)  # fmt: skip
+def test_nodes(op: str, attributes: dict[str, Any], expected: str) -> None:
+    model = lowered(Case(op, [normal(2, 3, 8, 6, dtype=np.float32)], attributes))
+    emitted = [node for node in model.graph.node if node.name.startswith("Gradient/under_test/")]
+    assert [n.op_type for n in emitted if n.op_type != "Constant"] == expected.split()
+
+
+def test_padding_that_the_standard_and_onnxruntime_disagree_on_is_refused() -> None:
+    attributes = {"kernel_shape": [3], "auto_pad": "SAME_UPPER", "dilations": [2], "strides": [2]}
+    with pytest.raises(ortops.UnsupportedError) as error:
+        lowered(
+            Case("AveragePool", [normal(1, 1, 7, dtype=np.float32)], attributes), ("N", "C", "L")
+        )
+    assert str(error.value) == (
+        "AveragePool node 'under_test': auto_pad SAME_UPPER with dilations [2], which onnxruntime "
+        "pads otherwise than the standard says; write the padding as pads"
+    )
+
+
+GRID = [
+    given
+    for given in itertools.product(
+        ["max", "max_dilated", "average", "average_counted", "norm"],
+        [(2, 2), (3, 2), (3, 3)],  # kernel
+        [(1, 1), (2, 2), (2, 3), (3, 2)],  # strides
+        [(0, 0), (1, 1)],  # pads
+        [0, 1],  # ceil_mode
+    )
+    if given[0] != "norm" or not given[-1]  # PyTorch's lp_pool scales what ceil_mode cuts off
+]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("kind", "kernel", "strides", "pads", "ceil_mode"), GRID)
+def test_like_torch(
+    kind: str,
+    kernel: tuple[int, int],
+    strides: tuple[int, int],
+    pads: tuple[int, int],
+    ceil_mode: int,
+) -> None:
+    torch = pytest.importorskip("torch", reason="compares with PyTorch")
+    functional = torch.nn.functional
+    # Small integers, so that there are ties.
+    x = np.random.default_rng(5).integers(0, 4, (2, 3, 8, 9)).astype(np.float32)
+    leaf = torch.tensor(x, requires_grad=True)
+    attributes: dict[str, Any] = {
+        "kernel_shape": kernel, "strides": strides, "pads": pads * 2, "ceil_mode": ceil_mode
+    }  # fmt: skip
+    given = {"stride": strides, "padding": pads, "ceil_mode": bool(ceil_mode)}
+    match kind:
+        case "max":
+            op, y = "MaxPool", functional.max_pool2d(leaf, kernel, **given)
+        case "max_dilated":
+            op, attributes["dilations"] = "MaxPool", [2, 1]
+            y = functional.max_pool2d(leaf, kernel, dilation=(2, 1), **given)
+        case "norm":
+            op, x = "LpPool", x + 1
+            leaf = torch.tensor(x, requires_grad=True)
+            padded = functional.pad(leaf, (pads[1], pads[1], pads[0], pads[0]))
+            y = functional.lp_pool2d(padded, 2.0, kernel, strides, bool(ceil_mode))
+        case _:
+            op, attributes["count_include_pad"] = "AveragePool", int(kind == "average_counted")
+            y = functional.avg_pool2d(
+                leaf, kernel, count_include_pad=kind == "average_counted", **given
+            )
+    # Before version 22, onnx counts a last window in the padding that onnxruntime leaves out.
+    case = Case(op, [x], attributes, opset=22)
+    assert output_of(case).shape == tuple(y.shape)
+    w = normal(*y.shape, dtype=np.float32)
+    (y * torch.tensor(w)).sum().backward()
+    for dims in (None, ("N", 3, "H", "W")):
+        found = run(lowered(case, dims), x=x, w=w)
+        np.testing.assert_allclose(found, leaf.grad.numpy(), rtol=1e-5, atol=1e-5)

@@ -371,10 +371,16 @@ def _bias_gradient(g: Tensor, at: Windows) -> Tensor:
     return cast(Tensor, op.ReduceSum(g, [0, *at.axes], keepdims=0))
 
 
-def _kernel(w: Tensor, kernel_shape: Sequence[int] | None) -> Sequence[Dim]:
+def _kernel(
+    w: Tensor, kernel_shape: Sequence[int] | None, others: Sequence[Tensor]
+) -> Sequence[Dim]:
+    """Returns the sizes of the kernel, None where unknown."""
     if kernel_shape:
         return kernel_shape
-    return (None,) * (w.ndim - 2) if w.shape is None else w.shape[2:]
+    if w.shape is not None:
+        return w.shape[2:]
+    known = next((other for other in others if other.shape is not None), w)
+    return (None,) * (known.ndim - 2)
 
 
 @vjp("Conv")
@@ -394,7 +400,7 @@ def conv(
 ) -> Cotangents:
     at = windows(
         x,
-        _kernel(w, kernel_shape),
+        _kernel(w, kernel_shape, (x, g)),
         kernel_like=w,
         strides=strides,
         dilations=dilations,
@@ -427,7 +433,7 @@ def conv_transpose(
 ) -> Cotangents:
     at = windows(
         y,
-        _kernel(w, kernel_shape),
+        _kernel(w, kernel_shape, (x, g)),
         strides=strides,
         dilations=dilations,
         pads=pads,
