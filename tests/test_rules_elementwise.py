@@ -105,6 +105,12 @@ CASES = [
     Case("Clip", [away_from([0], 3, 4), None, np.array(0.0)], orders=2),
     Case("Clip", [away_from([0], 3, 4)], orders=2),
     Case("Clip", [normal(8), np.array(1.0), np.array(-1.0)], only=[2], name="crossed"),
+    Case(
+        "Clip",
+        [np.array([-2.0, -1.0, 0.0, 1.0]), np.array(1.0), np.array(-1.0)],
+        constant=[1, 2],
+        name="crossed",
+    ),
     Case("Where", [X > 0, X, normal(3, seed=1)], orders=2),
     Case("Where", [X[0] > 0, normal(2, 1), normal(seed=1)], orders=2),
     Case("Where", [np.array(True), X, normal(2, 1, seed=1)], orders=2),
@@ -195,7 +201,7 @@ KINKS = [
     ("Softsign", [single(-1, 0, 1)], {}, [[0.25, 1, 0.25]]),
     ("Clip", [single(-2, -1, 0, 1, 2), np.float32(-1), np.float32(1)], {}, [[0, 1, 1, 1, 0], 1, 1]),
     ("Clip", [single(-2, 1, 2), np.float32(1), np.float32(1)], {}, [[0, 1, 0], 0, 1]),
-    ("Clip", [single(-2, 0, 2), np.float32(1), np.float32(-1)], {}, [[0, 0, 0], 0, 3]),
+    ("Clip", [single(-2, -1, 2), np.float32(1), np.float32(-1)], {}, [[0, 0, 0], 0, 3]),
     ("Max", [single(1, 2, 3), single(2, 2, 2)], {}, [[0, 0.5, 1], [1, 0.5, 0]]),
     ("Min", [single(1, 2, 3), single(2, 2, 2)], {}, [[1, 0.5, 0], [0, 0.5, 1]]),
     (

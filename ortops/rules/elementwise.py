@@ -304,17 +304,17 @@ def shrink(g: Tensor, y: Tensor, x: Tensor, *, bias: float = 0.0, lambd: float =
 def clip(
     g: Tensor, y: Tensor, x: Tensor, low: Tensor | None = None, high: Tensor | None = None
 ) -> Cotangents:
-    dx = op.Where(op.Equal(x, y), g, 0)
+    inside = op.Equal(x, y)
     below = None if low is None else x < low
     above = None if high is None else x > high
     if low is not None and high is not None:  # bounds that cross: y is the upper one everywhere
+        least, most = low.constant, high.constant
+        if least is None or most is None or least > most:
+            inside = op.And(inside, low <= high)
         below = op.And(below, low < high)
         above = op.Or(above, high < low)
-    return (
-        dx,
-        None if below is None else op.Where(below, g, 0),
-        None if above is None else op.Where(above, g, 0),
-    )
+    masks = (inside, below, above)
+    return tuple(None if mask is None else op.Where(mask, g, 0) for mask in masks)
 
 
 @vjp("Where", elementwise=True)
