@@ -35,6 +35,8 @@ def test_rule_follows_schema(op_type: str, rule: Rule) -> None:
         default = onnx.helper.get_attribute_value(proto)
         if isinstance(default, float):
             assert np.float32(parameter.default) == np.float32(default), name
+        elif isinstance(default, list):
+            assert list(parameter.default) == default, name
         elif isinstance(default, bytes):
             assert parameter.default == default.decode(), name
         else:
