@@ -18,6 +18,15 @@ def _is_some(axes: Tensor | None) -> bool:
     return axes is not None and axes.constant is not None and axes.constant.size > 0
 
 
+def _wide(numbers: Tensor | None) -> Tensor | None:
+    """Returns integers as int64; onnx cannot infer the shape behind a Pad with other axes."""
+    if numbers is None or numbers.dtype == np.int64:
+        return numbers
+    if numbers.constant is not None:
+        return numbers.tape.constant(numbers.constant.astype(np.int64))
+    return numbers.astype(np.int64)
+
+
 @vjp("Reshape")
 def reshape(g: Tensor, y: Tensor, x: Tensor, shape: Tensor, *, allowzero: int = 0) -> Cotangents:
     return reshape_like(g, x)
@@ -112,6 +121,7 @@ def slice_(
 ) -> Cotangents:
     if steps is not None and (steps.constant is None or np.any(steps.constant != 1)):
         return add_at(op.Slice(positions(x), starts, ends, axes, steps), g, x)
+    starts, axes = cast(Tensor, _wide(starts)), _wide(axes)
     if axes is None:
         count = (starts.shape or (None,))[0]
         axes = g.tape.constant(np.arange(count)) if isinstance(count, int) else None
@@ -125,12 +135,10 @@ def slice_(
         before = np.clip(np.where(first < 0, first + sizes, first), 0, sizes)
         pads = np.concatenate([before, sizes - before - kept])
         return op.Pad(g, pads, None, axes)
-    if first is not None and not first.any():
-        begin = g.tape.constant(first.astype(np.int64))
-    else:
-        begin = starts.astype(np.int64)
-        if first is None or np.any(first < 0):
-            begin = op.Where(op.Less(begin, 0), op.Add(begin, sizes), begin)
+    begin = starts
+    if first is None or np.any(first < 0):
+        begin = op.Where(op.Less(begin, 0), op.Add(begin, sizes), begin)
+    if first is None or np.any(first != 0):
         begin = op.Max(op.Min(begin, sizes), 0)
     rest = op.Sub(op.Sub(sizes, begin), kept)
     return op.Pad(g, op.Concat(begin, rest, axis=0), None, axes)
@@ -156,6 +164,7 @@ def pad(
     *,
     mode: str = "constant",
 ) -> Cotangents:
+    axes = _wide(axes)
     if mode != "constant":
         return add_at(op.Pad(positions(x), pads, None, axes, mode=mode), g, x)
     back = op.Neg(pads) if pads.constant is None else -pads.constant
