@@ -1,13 +1,27 @@
-"""Training on stock onnxruntime: the ONNX domain ai.onnx.preview.training, and a model builder."""
+"""Training on stock onnxruntime: the ONNX domain ai.onnx.preview.training, and a model builder.
 
-from ortops import optimizers
-from ortops.autodiff import vjp
-from ortops.custom_ops import register_custom_ops
-from ortops.errors import FeedError, KernelError, ModelError, OrtopsError, UnsupportedError
-from ortops.lower import lower
-from ortops.session import InferenceSession
-from ortops.tensor import Tape, Tensor, op
-from ortops.training import TrainingSession, build_training_model, losses, metrics, step_graph
+A name is imported when it is first used, so that a program pays only for what it needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ortops import optimizers
+    from ortops.autodiff import vjp
+    from ortops.custom_ops import register_custom_ops
+    from ortops.errors import FeedError, KernelError, ModelError, OrtopsError, UnsupportedError
+    from ortops.lowering import lower
+    from ortops.session import InferenceSession
+    from ortops.tensor import Tape, Tensor, op
+    from ortops.training import losses, metrics
+    from ortops.training.builder import build_training_model
+    from ortops.training.session import TrainingSession
+    from ortops.training.step_graph import step_graph
+
+__version__ = "0.1.0"
 
 __all__ = [
     "FeedError",
@@ -29,3 +43,39 @@ __all__ = [
     "step_graph",
     "vjp",
 ]
+
+_MODULES = {
+    "FeedError": "ortops.errors",
+    "InferenceSession": "ortops.session",
+    "KernelError": "ortops.errors",
+    "ModelError": "ortops.errors",
+    "OrtopsError": "ortops.errors",
+    "Tape": "ortops.tensor",
+    "Tensor": "ortops.tensor",
+    "TrainingSession": "ortops.training.session",
+    "UnsupportedError": "ortops.errors",
+    "build_training_model": "ortops.training.builder",
+    "losses": "ortops.training",
+    "lower": "ortops.lowering",
+    "metrics": "ortops.training",
+    "op": "ortops.tensor",
+    "optimizers": "ortops",
+    "register_custom_ops": "ortops.custom_ops",
+    "step_graph": "ortops.training.step_graph",
+    "vjp": "ortops.autodiff",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'ortops' has no attribute {name!r}")
+    if _MODULES[name] in ("ortops", "ortops.training"):  # a submodule
+        found: Any = importlib.import_module(f"{_MODULES[name]}.{name}")
+    else:
+        found = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -11,7 +11,7 @@ import onnxruntime
 from ortops import convert, custom_ops
 from ortops.convert import ModelLike
 from ortops.errors import OrtopsError
-from ortops.lower import has_domain, lower_ir, takes_python_kernel, to_proto
+from ortops.lowering import has_domain, lower_ir, takes_python_kernel, to_proto
 
 __all__ = ["InferenceSession", "Kernels"]
 

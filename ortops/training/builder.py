@@ -5,8 +5,9 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ import onnx
 import onnx_ir as ir
 
 from ortops import convert, optimizers
-from ortops.autodiff import ancestor_nodes, differentiable_ancestors
+from ortops.autodiff import ancestor_nodes, differentiable_ancestors, read_inputs
 from ortops.convert import ModelLike
 from ortops.errors import ModelError, did_you_mean
-from ortops.lower import TRAINING_DOMAIN
+from ortops.gradient import may_be_equal
+from ortops.lowering import TRAINING_DOMAIN
 from ortops.optimizers import Optimizer, UpdateRule
 from ortops.tensor import Names, Tape, Tensor, op
 from ortops.training import losses
@@ -63,7 +65,9 @@ class _Algorithm:
 
     def update(self, name: str, new: Tensor) -> Tensor:
         """Makes a tensor the next value of an initializer."""
-        if new.value.producer() not in self.tape.nodes or new.value.is_graph_output():
+        taken = {tensor.value for tensor in self.outputs}
+        fresh = new.value.producer() in self.tape.nodes and new.value.const_value is None
+        if not fresh or new.value in taken:
             new = op.Identity(new)
         new.value.name = self.tape.names.unique(f"{name}_new")
         self.updates[name] = new
@@ -126,15 +130,18 @@ def build_training_model(
         )
     result, work = _prepare(proto, folder)
     graph = work.graph
+    if not graph.outputs:
+        raise ModelError("model: it has no output; a loss is computed from one")
     nodes = list(graph)
-    tape = Tape(graph, names=_names(graph, result))
+    names, visible = _names(graph, result)
+    tape = Tape(graph, names=names)
     algorithm = _Algorithm(tape)
     with tape:
         rate = algorithm.variable(
             "learning_rate", np.array(chosen_optimizer.learning_rate, np.float32)
         )
         step = algorithm.variable("step", np.array(0, np.int64))
-        copies, statistics = copy_in_training_mode(tape, nodes, step, seed)
+        copies, statistics = copy_in_training_mode(tape, nodes, visible, step, seed)
         outputs = {v.name or "": tape.tensor(copies.get(v, v)) for v in graph.outputs}
         inputs = {
             v.name or "": tape.tensor(v) for v in graph.inputs if v.name not in graph.initializers
@@ -145,7 +152,7 @@ def build_training_model(
         value = _named(value, "loss", graph)
         algorithm.outputs.append(value)
         algorithm.outputs += [tape.tensor(copies[v]) for v in graph.outputs if v in copies]
-        parameters = _parameters(graph, value, trainable, chosen_optimizer)
+        parameters = _parameters(graph, value, trainable, chosen_optimizer, statistics)
         gradients = _gradient(tape, value, parameters)
         step_new = algorithm.update(step.name, step + 1)
         t = step_new if chosen_optimizer.first_step == 1 else step
@@ -167,27 +174,43 @@ def build_training_model(
     return result
 
 
-def _prepare(proto: onnx.ModelProto, folder: Any) -> tuple[onnx.ModelProto, ir.Model]:
+def _prepare(proto: onnx.ModelProto, folder: Path | None) -> tuple[onnx.ModelProto, ir.Model]:
     """Returns the model to write to, and one to work on: inlined, at a new opset, with types."""
     work = convert.to_ir(proto, folder)
     convert.inline(work)
+    result = onnx.ModelProto()
     if work.graph.opset_imports[""] < convert.MINIMUM_OPSET:
         work = convert.upgrade(work)
-        result = ir.to_proto(work)
+        result.CopyFrom(ir.to_proto(work))
+        for name in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
+            if proto.HasField(name):
+                setattr(result, name, getattr(proto, name))
     else:
-        result = onnx.ModelProto()
         result.CopyFrom(proto)
+        if not {entry.domain for entry in proto.opset_import} & {"", "ai.onnx"}:
+            result.opset_import.add(domain="", version=work.graph.opset_imports[""])
+    if folder is not None:  # the result has no folder of its own
+        onnx.load_external_data_for_model(result, str(folder))
+    for value in list(work.graph.inputs):  # older files list initializers as inputs too
+        if value.name in work.graph.initializers:
+            work.graph.inputs.remove(value)
     convert.infer_shapes(work)
     return result, work
 
 
-def _names(graph: ir.Graph, result: onnx.ModelProto) -> Names:
-    """Returns the names taken, those of the model's functions' calls included."""
+def _names(graph: ir.Graph, result: onnx.ModelProto) -> tuple[Names, set[str]]:
+    """Returns the names taken, and those that an algorithm of a model can refer to.
+
+    The latter are fewer than those of the graph where functions have been inlined in that.
+    """
     names = Names(graph)
-    for node in result.graph.node:
-        for name in (node.name, *node.output):
-            names.take(name)
-    return names
+    own = result.graph
+    visible = {name for node in own.node for name in node.output if name}
+    visible.update(value.name for value in (*own.input, *own.initializer))
+    visible.update(tensor.values.name for tensor in own.sparse_initializer)
+    for name in (*visible, *(node.name for node in own.node)):
+        names.take(name)
+    return names, visible
 
 
 def _named(tensor: Tensor, name: str, graph: ir.Graph) -> Tensor:
@@ -200,31 +223,44 @@ def _named(tensor: Tensor, name: str, graph: ir.Graph) -> Tensor:
 
 
 def _parameters(
-    graph: ir.Graph, loss: Tensor, trainable: Sequence[str] | None, optimizer: Optimizer
+    graph: ir.Graph,
+    loss: Tensor,
+    trainable: Sequence[str] | None,
+    optimizer: Optimizer,
+    statistics: Container[str],
 ) -> list[ir.Value]:
     """Returns the initializers to train."""
     reached = differentiable_ancestors(loss.value)
-    ours = {tensor.value for tensor in (loss,)}
     floats = {
         name: value
         for name, value in graph.initializers.items()
-        if value.dtype is not None and value.dtype.is_floating_point() and value not in ours
+        if value.dtype is not None and value.dtype.is_floating_point()
+    }
+    default = {
+        name: value
+        for name, value in floats.items()
+        if value in reached and not _is_statistic(value) and name not in statistics
     }
     if trainable is None:
-        candidates = [v for v in floats.values() if v in reached and not _is_statistic(v)]
-        scalars = [v.name for v in candidates if v.shape is not None and len(v.shape) == 0]
+        scalars = [n for n, v in default.items() if v.shape is not None and len(v.shape) == 0]
         if scalars:
-            logger.info("scalar initializers are not trained: %s", ", ".join(map(str, scalars)))
-        chosen = [v for v in candidates if v.shape is None or len(v.shape) > 0]
+            logger.info("scalar initializers are not trained: %s", ", ".join(scalars))
+        chosen = [value for name, value in default.items() if name not in scalars]
         if not chosen:
             raise ModelError(
                 "trainable: the loss depends on no floating-point initializer"
-                + (f" but scalars ({', '.join(map(str, scalars))})" if scalars else "")
+                + (f" but scalars ({', '.join(scalars)})" if scalars else "")
                 + "; name what to train in trainable="
             )
     else:
-        chosen = _matching(graph, floats, [trainable] if isinstance(trainable, str) else trainable)
+        wanted = [trainable] if isinstance(trainable, str) else list(trainable)
+        chosen = _matching(graph, floats, default, wanted)
         for value in chosen:
+            if value.name in statistics:
+                raise ModelError(
+                    f"trainable: '{value.name}' is a running statistic, which BatchNormalization "
+                    "updates; leave it out"
+                )
             if value not in reached:
                 raise ModelError(
                     f"trainable: the loss does not depend on '{value.name}'; leave it out"
@@ -239,21 +275,29 @@ def _parameters(
 
 
 def _matching(
-    graph: ir.Graph, floats: Mapping[str, ir.Value], wanted: Sequence[str]
+    graph: ir.Graph,
+    floats: Mapping[str, ir.Value],
+    default: Mapping[str, ir.Value],
+    wanted: Sequence[str],
 ) -> list[ir.Value]:
+    """Returns the initializers of a name, or, for a pattern, those among the default ones."""
+    if not wanted:
+        raise ModelError("trainable: nothing is named; name at least one initializer")
     chosen: dict[str, ir.Value] = {}
     for pattern in wanted:
-        names = [pattern] if pattern in floats else fnmatch.filter(floats, pattern)
-        if not names:
-            if pattern in graph.initializers:
-                kind = graph.initializers[pattern].dtype
-                raise ModelError(
-                    f"trainable: initializer '{pattern}' is of type {kind}; only floating-point "
-                    "ones can be trained"
-                )
+        if pattern in floats:
+            names = [pattern]
+        elif pattern in graph.initializers:
             raise ModelError(
-                f"trainable: the model has no initializer '{pattern}'; "
-                + did_you_mean(pattern, floats)
+                f"trainable: initializer '{pattern}' is of type "
+                f"{graph.initializers[pattern].dtype}; only floating-point ones can be trained"
+            )
+        else:
+            names = fnmatch.filter(default, pattern)
+        if not names:
+            raise ModelError(
+                f"trainable: the model has no trainable initializer '{pattern}'; "
+                + did_you_mean(pattern, default)
             )
         chosen.update((name, floats[name]) for name in names)
     return list(chosen.values())
@@ -271,8 +315,8 @@ def _gradient(tape: Tape, loss: Tensor, parameters: Sequence[ir.Value]) -> list[
     read = {
         value
         for node in ancestor_nodes(loss.value, set())
-        for value in node.inputs
-        if value is not None and value.producer() is None
+        for value in read_inputs(node)
+        if value.producer() is None
     }
     graph = tape.graph
     leaves = [*graph.inputs, *graph.initializers.values()]
@@ -310,7 +354,7 @@ def _update(
     states = [algorithm.variable(f"{parameter.name}.{s}", zeros) for s in optimizer.states]
     tape.scope = f"update/{parameter.name}/"
     if optimizer.operator is None:
-        new = optimizer.update(rate, t, parameter, gradient, *states)
+        new = _own_update(optimizer, (rate, t, parameter, gradient, *states))
     else:
         node = ir.Node(
             TRAINING_DOMAIN,
@@ -327,6 +371,30 @@ def _update(
     tape.scope = ""
     for variable, tensor in zip((parameter, *states), new, strict=True):
         algorithm.update(variable.name, tensor)
+
+
+def _own_update(optimizer: Optimizer, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Emits the nodes of an update rule, and checks what it returns."""
+    returned = optimizer.rule(*inputs, **optimizer.attributes)
+    new = returned if isinstance(returned, tuple | list) else (returned,)
+    parameter = inputs[2]
+    where = f"optimizer {optimizer.name}, parameter '{parameter.name}'"
+    if len(new) != 1 + len(optimizer.states):
+        raise ModelError(
+            f"{where}: the rule returned {len(new)} values; it must return x_new"
+            + "".join(f", {state.lower()}_new" for state in optimizer.states)
+        )
+    for name, tensor in zip(("x", *optimizer.states), new, strict=True):
+        what = f"{where}: {name.lower()}_new"
+        if not isinstance(tensor, Tensor):
+            raise ModelError(f"{what} is {tensor!r}; it must be a Tensor")
+        fits = may_be_equal(tensor.value.shape, parameter.value.shape)
+        if tensor.value.dtype != parameter.value.dtype or not fits:
+            raise ModelError(
+                f"{what} is {tensor.dtype}{list(tensor.shape or ())}; it must be like the "
+                f"parameter, {parameter.dtype}{list(parameter.shape or ())}"
+            )
+    return tuple(new)
 
 
 def _write(result: onnx.ModelProto, algorithm: _Algorithm) -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ortops.errors import FeedError
 
-__all__ = ["Data", "Feeds", "batches", "count"]
+__all__ = ["Data", "Feeds", "batches", "count", "length"]
 
 Feeds: TypeAlias = Mapping[str, npt.NDArray[Any]]
 """One batch: an array for each input."""
@@ -41,9 +41,8 @@ def batches(
         yield from data
         return
     arrays = {name: np.asarray(array) for name, array in data.items()}
-    size = _length(arrays)
-    if batch_size < 1:
-        raise FeedError(f"batch_size is {batch_size}; at least 1 is accepted")
+    size = length(arrays)
+    _check_batch_size(batch_size)
     rows = None if order is None else order.permutation(size)
     for start in range(0, size, batch_size):
         chosen = (
@@ -55,11 +54,22 @@ def batches(
 def count(data: Data, batch_size: int) -> int | None:
     """Returns how many batches there will be, or None where that is not known."""
     if isinstance(data, Mapping):
-        return -(-_length(data) // batch_size)
+        _check_batch_size(batch_size)
+        return -(-length(data) // batch_size)
     return len(data) if isinstance(data, Sized) else None
 
 
-def _length(arrays: Mapping[str, npt.NDArray[Any]]) -> int:
+def _check_batch_size(batch_size: int) -> None:
+    if not hasattr(batch_size, "__index__") or batch_size < 1:
+        raise FeedError(f"batch_size is {batch_size!r}; an integer of at least 1 is accepted")
+
+
+def length(arrays: Mapping[str, npt.NDArray[Any]]) -> int:
+    """Returns the number of rows of arrays.
+
+    Raises:
+        FeedError: If the arrays are not of one length, or there are none.
+    """
     lengths = {name: len(array) if np.ndim(array) else 0 for name, array in arrays.items()}
     if not lengths:
         raise FeedError("data: there are no arrays; give one for each input")

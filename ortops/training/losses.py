@@ -48,9 +48,16 @@ class Loss:
     target: ClassVar[str] = "targets"
     """The name of the input that holds what the output should have been."""
 
-    def target_type(self, prediction: Tensor) -> tuple[np.dtype[Any], tuple[Dim, ...]]:
-        """Returns the dtype and shape of the target: those of the prediction, by default."""
-        return prediction.dtype, prediction.shape or ()
+    def target_type(self, prediction: Tensor) -> tuple[np.dtype[Any], tuple[Dim, ...] | None]:
+        """Returns the dtype and shape of the target: those of the prediction, by default.
+
+        Args:
+            prediction: The model's output.
+
+        Returns:
+            The dtype, and the dimensions, or None where the rank is unknown.
+        """
+        return prediction.dtype, prediction.shape
 
     def __call__(self, prediction: Tensor, target: Tensor) -> Tensor:
         """Emits the loss.
@@ -86,9 +93,11 @@ class SoftmaxCrossEntropy(Loss):
 
     target: ClassVar[str] = "labels"
 
-    def target_type(self, prediction: Tensor) -> tuple[np.dtype[Any], tuple[Dim, ...]]:
+    def target_type(self, prediction: Tensor) -> tuple[np.dtype[Any], tuple[Dim, ...] | None]:
         """Returns int64 and the prediction's shape without the class axis."""
-        shape = prediction.shape or ()
+        shape = prediction.shape
+        if shape is None:
+            return np.dtype(np.int64), None
         if len(shape) < 2:
             raise ModelError(
                 f"loss SoftmaxCrossEntropy: output '{prediction.name}' has shape {list(shape)}; "
@@ -99,6 +108,12 @@ class SoftmaxCrossEntropy(Loss):
     def __call__(self, prediction: Tensor, target: Tensor) -> Tensor:
         """Emits the loss; see `Loss.__call__`."""
         weights = None if self.weights is None else np.asarray(self.weights, prediction.dtype)
+        classes = prediction.shape[1] if prediction.shape else None
+        if weights is not None and isinstance(classes, int) and weights.shape != (classes,):
+            raise ModelError(
+                f"loss SoftmaxCrossEntropy: weights has shape {list(weights.shape)}; one number "
+                f"for each of the {classes} classes is accepted"
+            )
         return cast(
             Tensor,
             op.SoftmaxCrossEntropyLoss(
@@ -166,10 +181,10 @@ def resolve(loss: LossLike) -> Loss | Callable[..., Tensor]:
     Example:
         >>> resolve("L1")
         L1(output=None)
-        >>> resolve("L2")
+        >>> resolve("L1Los")
         Traceback (most recent call last):
         ...
-        ortops.errors.ModelError: loss 'L2' is not known; did you mean 'L1'?
+        ortops.errors.ModelError: loss 'L1Los' is not known; did you mean 'L1'?
     """
     if isinstance(loss, str):
         if loss not in LOSSES:
@@ -196,7 +211,8 @@ def compute(
     A function of one's own gets a Tensor for each parameter: the model output or input of that
     name; for ``labels`` and ``targets`` a new input, of integers (the first output's shape without
     axis 1) or like the first output; for other names the model's outputs in order, and when these
-    are used up, for one more, the ``targets``.
+    are used up, for one more, the ``targets``. A parameter of another name that has a default keeps
+    it.
 
     Args:
         loss: What `resolve` returned.
@@ -214,7 +230,9 @@ def compute(
 
     def new_input(name: str, like: Loss, prediction: Tensor) -> Tensor:
         dtype, shape = like.target_type(prediction)
-        added.append(tape.input(name, dtype, shape))
+        added.append(tape.input(name, dtype, shape or ()))
+        if shape is None:
+            added[-1].value.shape = None
         return added[-1]
 
     first = next(iter(outputs.values()))
@@ -227,26 +245,37 @@ def compute(
         result = loss(prediction, new_input(loss.target, loss, prediction))
     else:
         name = getattr(loss, "__name__", type(loss).__name__)
-        arguments: list[Tensor] = []
-        parameters = list(inspect.signature(loss).parameters)
+        positional: list[Tensor] = []
+        named: dict[str, Tensor] = {}
+        parameters = _parameters(loss, name)
         unnamed = [output for key, output in outputs.items() if key not in parameters]
-        for parameter in parameters:
+        has_targets = "targets" in parameters
+        for parameter, details in parameters.items():
             if parameter in outputs:
-                arguments.append(outputs[parameter])
+                argument = outputs[parameter]
             elif parameter in inputs:
-                arguments.append(inputs[parameter])
+                argument = inputs[parameter]
             elif parameter == "labels":
-                arguments.append(new_input("labels", SoftmaxCrossEntropy(), first))
-            elif parameter != "targets" and unnamed:
-                arguments.append(unnamed.pop(0))
-            elif not any(tensor.name.startswith("targets") for tensor in added):
-                arguments.append(new_input("targets", Loss(), first))
+                argument = new_input("labels", SoftmaxCrossEntropy(), first)
+            elif parameter == "targets":
+                argument = new_input("targets", Loss(), first)
+            elif details.default is not inspect.Parameter.empty:
+                continue
+            elif unnamed:
+                argument = unnamed.pop(0)
+            elif not has_targets:
+                has_targets = True
+                argument = new_input("targets", Loss(), first)
             else:
                 raise ModelError(
                     f"loss {name}: there is nothing for parameter '{parameter}'; a parameter is "
                     "named after an output or input of the model, 'labels' or 'targets'"
                 )
-        result = loss(*arguments)
+            if details.kind is inspect.Parameter.POSITIONAL_ONLY:
+                positional.append(argument)
+            else:
+                named[parameter] = argument
+        result = loss(*positional, **named)
     if not isinstance(result, Tensor):
         raise ModelError(f"loss {name}: it returned {result!r}; it must return a Tensor")
     if result.shape != ():
@@ -258,3 +287,18 @@ def compute(
     if result.dtype.kind in "iub":
         raise ModelError(f"loss {name}: it is of type {result.dtype}; it must be floating-point")
     return result, added
+
+
+def _parameters(loss: Callable[..., Tensor], name: str) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of a function that each want one tensor, or refuses the function."""
+    try:
+        parameters = inspect.signature(loss).parameters
+    except ValueError as error:
+        raise ModelError(f"loss {name}: its parameters are unknown; wrap it in a `def`") from error
+    for parameter, details in parameters.items():
+        if details.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            raise ModelError(
+                f"loss {name}: parameter '*{parameter}' stands for any number of tensors; give "
+                "each a name of its own"
+            )
+    return parameters

@@ -6,25 +6,29 @@ differently and of all that depends on them.
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
+
 import numpy as np
 import onnx_ir as ir
 
-from ortops.autodiff import dependent_values, describe
-from ortops.errors import ModelError
+from ortops.autodiff import dependent_values, describe, read_inputs
+from ortops.errors import ModelError, UnsupportedError
 from ortops.gradient import copy_node
-from ortops.tensor import Tape, Tensor, constant_tensor, op, reshape_like, size_of
+from ortops.tensor import Tape, Tensor, constant_tensor, op, reshape_like
 
 __all__ = ["copy_in_training_mode", "uniform_bits", "write_inference_mode"]
 
 
 def copy_in_training_mode(
-    tape: Tape, nodes: list[ir.Node], step: Tensor, seed: int
+    tape: Tape, nodes: list[ir.Node], visible: Container[str], step: Tensor, seed: int
 ) -> tuple[dict[ir.Value, ir.Value], dict[str, Tensor]]:
     """Copies what training changes: BatchNormalization, Dropout, and all that depends on them.
 
     Args:
         tape: Where the copies go.
-        nodes: The nodes of the inference graph, in topological order.
+        nodes: The nodes of the inference graph, in topological order, functions inlined.
+        visible: The names of values that copies can read; a copy that needs another value, which
+            is inside a function, gets a copy of what computes it.
         step: The number of finished steps, which together with the seed determines which elements
             Dropout drops.
         seed: The seed.
@@ -32,22 +36,31 @@ def copy_in_training_mode(
     Returns:
         The copy of each value that has one, and the updated running statistics by the names of the
         initializers that hold them.
+
+    Raises:
+        ModelError: If the ratio of a Dropout node is not a constant in [0, 1).
+        UnsupportedError: If such a node is in a sub-graph.
     """
+    _refuse_in_subgraphs(nodes)
     changed = [node for node in nodes if _changes(node)]
     reached = dependent_values(nodes, [value for node in changed for value in node.outputs])
+    copied = {node for node in nodes if not reached.isdisjoint(node.outputs)}
+    for node in reversed(nodes):
+        if node in copied:
+            hidden = (v for v in read_inputs(node) if v.name not in visible)
+            copied.update(producer for v in hidden if (producer := v.producer()) is not None)
     copies: dict[ir.Value, ir.Value] = {}
     statistics: dict[str, Tensor] = {}
     for node in nodes:
-        if reached.isdisjoint(node.outputs):
+        if node not in copied:
             continue
         tape.scope = f"training/{node.name or node.op_type}/"
         if node in changed and node.op_type == "Dropout":
-            made = [_dropout(tape, node, copies, step, seed, changed.index(node))]
+            made = _dropout(tape, node, copies, step, seed, changed.index(node))
         else:
             copy = copy_node(node, copies)
             if node in changed:
-                copy.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
-                copy.resize_outputs(3)
+                _normalize_by_batch(tape, copy, statistics)
             for old, new in zip(node.outputs, copy.outputs, strict=False):
                 if old.name:
                     new.name = tape.names.unique(f"{old.name}_training")
@@ -63,15 +76,50 @@ def copy_in_training_mode(
     return copies, statistics
 
 
+def _refuse_in_subgraphs(nodes: list[ir.Node]) -> None:
+    """Refuses what a copy of the top level would leave in inference mode."""
+    for node in nodes:
+        for graph in _subgraphs(node):
+            for inner in ir.traversal.RecursiveGraphIterator(graph):
+                if _changes(inner):
+                    raise UnsupportedError(
+                        f"{describe(inner)}: it is in a sub-graph of {describe(node)}, where it "
+                        "cannot be put into training mode; move it out of there, or remove it"
+                    )
+
+
+def _subgraphs(node: ir.Node) -> list[ir.Graph]:
+    graphs = []
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            graphs.append(attribute.as_graph())
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            graphs += attribute.as_graphs()
+    return graphs
+
+
 def _changes(node: ir.Node) -> bool:
-    """Whether a node behaves differently in training mode."""
+    """Whether a node behaves differently in training mode, or has running statistics to update."""
     if node.domain:
         return False
     if node.op_type == "BatchNormalization":
-        already = node.attributes.get_int("training_mode", 0)
-        statistics = node.inputs[3:5]
-        return not already and all(v is not None and v.is_initializer() for v in statistics)
+        return all(v is not None and v.is_initializer() for v in node.inputs[3:5])
     return node.op_type == "Dropout" and _ratio(node) > 0
+
+
+def _normalize_by_batch(tape: Tape, node: ir.Node, statistics: Mapping[str, Tensor]) -> None:
+    """Puts a BatchNormalization node into training mode."""
+    node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
+    node.resize_outputs(3)
+    for value in node.outputs[1:]:
+        value.name = value.name or None
+    for index in (3, 4):
+        old = node.inputs[index]
+        assert old is not None
+        latest = statistics.get(old.name or "")  # of a node before this one, if they share them
+        if latest is None:  # a copy, because onnxruntime may overwrite what the node reads here
+            latest = op.Sum(tape.tensor(old))
+        node.replace_input_with(index, latest.value)
 
 
 def _ratio(node: ir.Node) -> float:
@@ -97,7 +145,7 @@ def _dropout(
     step: Tensor,
     seed: int,
     number: int,
-) -> ir.Value:
+) -> list[ir.Value]:
     """Emits y = x · mask / (1 − ratio), with a mask that seed, step and position determine.
 
     A Dropout node would draw from a generator whose state no file holds, so a resumed training
@@ -108,10 +156,10 @@ def _dropout(
     x = tape.tensor(copies.get(source, source))
     ratio = _ratio(node)
     bits = uniform_bits(x, step, key=(seed * 0x9E3779B9 + number * 0x85EBCA6B) % 2**32)
-    kept = (bits >= np.array(round(ratio * 2**32), np.uint32)).astype(x.dtype)
-    y: Tensor = x * (kept * (1.0 / (1.0 - ratio)))
+    mask = bits >= np.array(min(round(ratio * 2**32), 2**32 - 1), np.uint32)
+    y: Tensor = x * (mask.astype(x.dtype) * (1.0 / (1.0 - ratio)))
     y.value.name = tape.names.unique(f"{node.outputs[0].name}_training")
-    return y.with_shape_of(x).value
+    return [y.with_shape_of(x).value, mask.with_shape_of(x).value]
 
 
 def uniform_bits(x: Tensor, step: Tensor, *, key: int) -> Tensor:
@@ -132,7 +180,7 @@ def uniform_bits(x: Tensor, step: Tensor, *, key: int) -> Tensor:
         The mixing function is the finalizer of MurmurHash3 (Appleby, 2011).
     """
     key_bits = _mix(op.BitwiseXor(_mix(step.astype(np.uint32)), np.array(key, np.uint32)))
-    count = op.Range(0, size_of(x, range(x.ndim)), 1).astype(np.uint32)
+    count = op.Range(0, op.Size(x), 1).astype(np.uint32)
     return reshape_like(_mix(count * np.array(0x9E3779B9, np.uint32) + key_bits), x)
 
 
@@ -147,14 +195,15 @@ def _mix(bits: Tensor) -> Tensor:
     return shifted(16)
 
 
-def write_inference_mode(graph: ir.Graph) -> None:
-    """Puts BatchNormalization and Dropout of a graph into inference mode, in place."""
-    for node in graph:
-        if node.domain:
-            continue
-        if node.op_type == "BatchNormalization":
-            if node.attributes.get_int("training_mode", 0):
-                node.attributes["training_mode"] = ir.AttrInt64("training_mode", 0)
-                node.resize_outputs(1)
-        elif node.op_type == "Dropout" and len(node.inputs) > 2:
-            node.resize_inputs(2)
+def write_inference_mode(model: ir.Model) -> None:
+    """Puts BatchNormalization and Dropout of a model into inference mode, in place."""
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        for node in ir.traversal.RecursiveGraphIterator(graph):
+            if node.domain:
+                continue
+            if node.op_type == "BatchNormalization":
+                if node.attributes.get_int("training_mode", 0):
+                    node.attributes["training_mode"] = ir.AttrInt64("training_mode", 0)
+                    node.resize_outputs(1)
+            elif node.op_type == "Dropout" and len(node.inputs) > 2:
+                node.resize_inputs(2)

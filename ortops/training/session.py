@@ -16,14 +16,20 @@ import onnxruntime
 
 from ortops import convert
 from ortops.convert import ModelLike
-from ortops.errors import FeedError, ModelError, OrtopsError, did_you_mean
+from ortops.errors import FeedError, KernelError, ModelError, OrtopsError, did_you_mean
 from ortops.files import write_atomically
-from ortops.lower import TRAINING_DOMAIN, lower_prepared, takes_python_kernel, to_proto
+from ortops.lowering import (
+    TRAINING_DOMAIN,
+    has_domain,
+    lower_prepared,
+    takes_python_kernel,
+    to_proto,
+)
 from ortops.session import InferenceSession, Kernels
 from ortops.tensor import numpy_dtype
 from ortops.training import metrics as metric_functions
 from ortops.training.builder import METADATA_KEY
-from ortops.training.data import Data, Feeds, batches, count
+from ortops.training.data import Data, Feeds, batches, count, length
 from ortops.training.metrics import Metric
 from ortops.training.modes import write_inference_mode
 from ortops.training.progress import Progress
@@ -88,7 +94,7 @@ class TrainingSession:
             onnx.load_external_data_for_model(self._proto, str(folder))
         self._options = sess_options
         self._providers = list(providers or ["CPUExecutionProvider"])
-        self._entries = [entry or 0] if entry is not None else _all_entries(self._proto)
+        self._entries = _all_entries(self._proto) if entry is None else [entry]
         self._steps = [flatten(self._proto, None, number) for number in self._entries]
         self._inputs = _described_inputs(self._steps)
         self._labels = [limit for step in self._steps for limit in _label_limits(step)]
@@ -104,6 +110,7 @@ class TrainingSession:
             )
             for step in self._steps
         ]
+        self._made = 0
         self._evaluation: _Evaluation | None = None
         self._lock = threading.RLock()
         self._values: dict[str, _Variable] = {}
@@ -123,7 +130,7 @@ class TrainingSession:
 
         Raises:
             FeedError: If the feeds do not fit; then nothing has changed.
-            KernelError: If a Python kernel failed; then nothing has changed.
+            KernelError: If a kernel failed; then nothing has changed.
         """
         checked = self._check_feeds(feeds)
         held = {name: onnxruntime.OrtValue.ortvalue_from_numpy(a) for name, a in checked.items()}
@@ -131,14 +138,15 @@ class TrainingSession:
             values = dict(self._values)
             shown: dict[str, Array] = {}
             for step, session in zip(self._steps, self._sessions, strict=True):
-                names = [*step.outputs, *step.updates.values()]
+                names = list(dict.fromkeys((*step.outputs, *step.updates.values())))
                 inputs = {name: held[name] for name in step.feeds}
                 inputs |= {name: values[name].value for name in step.variables}
-                outputs = dict(zip(names, session.run_with_ort_values(names, inputs), strict=True))
+                outputs = dict(zip(names, _run(session, names, inputs), strict=True))
                 for variable, output in step.updates.items():
                     values[variable] = _Variable(outputs[output])
                 shown.update((name, outputs[name].numpy()) for name in step.outputs)
             self._values = values
+            self._made += 1
         return shown
 
     def fit(
@@ -180,6 +188,10 @@ class TrainingSession:
             FeedError: If the data do not fit the model.
         """
         chosen = metric_functions.resolve(metrics)
+        if chosen:
+            self._target(chosen)
+        for given in (data, {} if validation is None else validation):
+            self._check_rows(given, batch_size)
         history: History = []
         for epoch in range(1, epochs + 1):
             if schedule is not None:
@@ -188,7 +200,7 @@ class TrainingSession:
             bar = Progress(epoch, epochs, count(data, batch_size)) if progress else None
             total = rows = done = 0.0
             for feeds in batches(data, batch_size, order=order):
-                loss = float(self.step(feeds)[self._steps[-1].loss])
+                loss = float(self.step(feeds)[self._steps[0].loss])
                 size = _rows(feeds)
                 total, rows, done = total + loss * size, rows + size, done + 1
                 if bar:
@@ -224,6 +236,7 @@ class TrainingSession:
         Raises:
             FeedError: If the data do not fit the model.
         """
+        self._check_rows(data, batch_size)
         return self._evaluate(data, batch_size, metric_functions.resolve(metrics))
 
     def _evaluate(
@@ -241,7 +254,8 @@ class TrainingSession:
             checked = self._check_feeds(feeds)
             held = {n: onnxruntime.OrtValue.ortvalue_from_numpy(a) for n, a in checked.items()}
             held |= {name: variable.value for name, variable in values.items()}
-            loss, output = evaluation.session.run_with_ort_values(
+            loss, output = _run(
+                evaluation.session,
                 [evaluation.loss, evaluation.output],
                 {name: held[name] for name in evaluation.inputs},
             )
@@ -268,6 +282,22 @@ class TrainingSession:
             )
         return names[0]
 
+    def _check_rows(self, data: Data, batch_size: int) -> None:
+        """Refuses arrays that leave a smaller batch over where an input has a fixed size."""
+        if not isinstance(data, Mapping) or not data:
+            return
+        count(data, batch_size)
+        rows = length(data)
+        for name in data:
+            shape = self._inputs[name].shape if name in self._inputs else None
+            fixed = shape[0] if shape is not None and len(shape) else None
+            if isinstance(fixed, int) and rows and (batch_size != fixed or rows % fixed):
+                raise FeedError(
+                    f"data: '{name}' has {rows} rows, in batches of {batch_size}; the model's "
+                    f"batch is fixed at {fixed}, so give batch_size={fixed} and a multiple of "
+                    f"{fixed} rows, or a model whose batch dimension is a symbol"
+                )
+
     # ---------------------------------------------------------------------------------- state
 
     @property
@@ -281,6 +311,10 @@ class TrainingSession:
 
     @state.setter
     def state(self, arrays: Mapping[str, npt.ArrayLike]) -> None:
+        if not isinstance(arrays, Mapping):
+            raise OrtopsError(
+                f"state: {type(arrays).__name__} was given; give a dict of an array for each name"
+            )
         state = State(self)
         checked = {name: state.check(name, array) for name, array in arrays.items()}
         self._assign(checked)
@@ -292,7 +326,11 @@ class TrainingSession:
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        if not np.isfinite(value) or value < 0:
+        try:
+            accepted = 0 <= float(value) <= np.finfo(np.float32).max
+        except (TypeError, ValueError):
+            accepted = False
+        if not accepted:
             raise OrtopsError(f"learning_rate is {value!r}; a finite number >= 0 is accepted")
         for name in self._learning_rates():
             self.state[name] = np.asarray(value, self.state[name].dtype)
@@ -308,9 +346,11 @@ class TrainingSession:
 
     @property
     def steps_done(self) -> int:
-        """The number of finished steps, or 0 where the algorithm does not count them."""
-        counter = str(training_metadata(self._proto).get("step", "step"))
-        return int(self._values[counter].value.numpy()) if counter in self._values else 0
+        """The number of finished steps: those of this session where the algorithm has no count."""
+        counter = training_metadata(self._proto).get("step")
+        if counter not in self._values:
+            return self._made
+        return int(self._values[str(counter)].value.numpy())
 
     def reset(self) -> None:
         """Goes back to the start of the training.
@@ -319,24 +359,30 @@ class TrainingSession:
         those that the initialization graph computes (optimizer state, step, learning rate).
         """
         arrays = dict(self._given)
+        state = State(self)
         for number in self._entries:
-            info = self._proto.training_info[number]
-            if not info.initialization_binding:
-                continue
-            model = onnx.helper.make_model(
-                info.initialization,
-                opset_imports=self._proto.opset_import,
-                ir_version=self._proto.ir_version,
-            )
-            session = onnxruntime.InferenceSession(
-                model.SerializeToString(), self._options, self._providers
-            )
-            names = [binding.value for binding in info.initialization_binding]
-            for binding, array in zip(
-                info.initialization_binding, session.run(names, {}), strict=True
-            ):
-                arrays[binding.key] = array
-        self._assign({name: array for name, array in arrays.items() if name in self._values})
+            for name, array in self._initial_values(number).items():
+                if name in self._values:
+                    arrays[name] = state.check(name, array)
+        self._assign(arrays)
+        self._made = 0
+
+    def _initial_values(self, number: int) -> dict[str, Array]:
+        """Runs the initialization graph of a training_info entry."""
+        info = self._proto.training_info[number]
+        if not info.initialization_binding:
+            return {}
+        model = onnx.helper.make_model(
+            info.initialization,
+            opset_imports=self._proto.opset_import,
+            ir_version=self._proto.ir_version,
+            functions=self._proto.functions,
+        )
+        names = {binding.key: binding.value for binding in info.initialization_binding}
+        values = list(dict.fromkeys(names.values()))
+        session = InferenceSession(model, self._options, self._providers)
+        outputs = dict(zip(values, session.run(values, {}), strict=True))
+        return {name: outputs[value] for name, value in names.items()}
 
     def _given_values(self) -> dict[str, Array]:
         """Returns the values that the variables have in the model."""
@@ -401,18 +447,26 @@ class TrainingSession:
             result.CopyFrom(proto)
             if folder is not None:
                 onnx.load_external_data_for_model(result, str(folder))
-            known = {tensor.name for tensor in result.graph.initializer}
-            for name in trained:
+            known = {tensor.name: tensor for tensor in result.graph.initializer}
+            for name, array in trained.items():
                 if name not in known:
                     raise ModelError(
                         f"original: it has no initializer '{name}', which was trained; "
                         + did_you_mean(name, known)
                     )
+                kind = onnx.helper.tensor_dtype_to_np_dtype(known[name].data_type)
+                if (kind, tuple(known[name].dims)) != (array.dtype, array.shape):
+                    raise ModelError(
+                        f"original: its '{name}' is {kind}{list(known[name].dims)}, and "
+                        f"{array.dtype}{list(array.shape)} was trained; give the model that the "
+                        "training began with"
+                    )
         else:
             model = convert.to_ir(self._proto)  # leaves training_info behind
             model.metadata_props.pop(METADATA_KEY, None)
-            model.graph.opset_imports.pop(TRAINING_DOMAIN, None)
-            write_inference_mode(model.graph)
+            if not has_domain(to_proto(model)):
+                model.graph.opset_imports.pop(TRAINING_DOMAIN, None)
+            write_inference_mode(model)
             result = to_proto(model)
         _write_values(result.graph, trained)
         return result
@@ -497,7 +551,8 @@ class State(MutableMapping[str, Array]):
         self._known(name)
         present = self._session._values[name].value.numpy()
         given = np.asarray(array)
-        if given.dtype.kind != present.dtype.kind or given.shape != present.shape:
+        fits = np.can_cast(given.dtype, present.dtype, "same_kind")
+        if not fits or given.shape != present.shape:
             raise OrtopsError(
                 f"state '{name}': {given.dtype}{list(given.shape)} was given; "
                 f"{present.dtype}{list(present.shape)} is accepted"
@@ -521,7 +576,7 @@ class _Variable:
 
     @classmethod
     def holding(cls, array: Array) -> _Variable:
-        contiguous = np.ascontiguousarray(array).reshape(array.shape)
+        contiguous = np.array(array, order="C")  # a copy: onnxruntime shares its memory
         return cls(onnxruntime.OrtValue.ortvalue_from_numpy(contiguous), contiguous)
 
 
@@ -602,6 +657,21 @@ def _fit(name: str, array: Array, value: ir.Value, sizes: dict[str, tuple[int, s
                         "be the same in all inputs"
                     )
     return np.ascontiguousarray(array).reshape(array.shape)
+
+
+def _run(
+    session: onnxruntime.InferenceSession,
+    names: Sequence[str],
+    inputs: Mapping[str, onnxruntime.OrtValue],
+) -> list[onnxruntime.OrtValue]:
+    """Runs a session; what onnxruntime raises becomes an error of ours."""
+    try:
+        found: list[onnxruntime.OrtValue] = session.run_with_ort_values(names, inputs)
+    except OrtopsError:
+        raise
+    except Exception as error:  # onnxruntime's classes have no common base of their own
+        raise KernelError(f"onnxruntime: {error}; check values and shapes of the feeds") from error
+    return found
 
 
 def _rows(feeds: Feeds) -> int:

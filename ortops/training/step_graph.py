@@ -19,7 +19,7 @@ from ortops.autodiff import ancestor_nodes
 from ortops.convert import ModelLike
 from ortops.errors import ModelError, did_you_mean
 from ortops.gradient import BOUND_DOMAIN, copy_node
-from ortops.lower import (
+from ortops.lowering import (
     TRAINING_DOMAIN,
     lower_optimizers,
     lower_prepared,
@@ -187,7 +187,7 @@ def evaluation_model(proto: onnx.ModelProto, entry: int) -> tuple[onnx.ModelProt
     output = proto.graph.output[0].name
     graph.outputs.clear()
     graph.outputs.extend([values[step.loss], values[output]])
-    write_inference_mode(graph)
+    write_inference_mode(model)
     _prune(graph)
     _make_inputs(graph, [name for name in step.variables if name in graph.initializers])
     remove_defaults(graph, step.variables)
