@@ -166,8 +166,23 @@ def conv(
     return cast(Tensor, y)
 
 
-def max_pool(x: Tensor, size: int = 2) -> Tensor:
-    """Takes the maximum of each square of ``size`` × ``size`` pixels; a remainder is left out."""
+@_named
+def max_pool(x: Tensor, name: str, size: int = 2) -> Tensor:
+    """Takes the maximum of each square of pixels; a remainder at the ends is left out.
+
+    Args:
+        x: Of shape (N, channels, H, W), H and W at least ``size``.
+        name: The layer's name.
+        size: The squares' height and width.
+
+    Returns:
+        Of shape (N, channels, ⌊H / size⌋, ⌊W / size⌋).
+    """
+    if min(_size(x, 2), _size(x, 3)) < size:
+        raise ModelError(
+            f"layer '{name}': {x!r} is smaller than the {size}×{size} pixels to take the maximum "
+            "of; start from larger images or leave layers out"
+        )
     return cast(Tensor, op.MaxPool(x, kernel_shape=[size] * 2, strides=[size] * 2))
 
 

@@ -50,7 +50,8 @@ def lenet(
     with Tape(name="lenet") as tape:
         x = tape.input("images", np.float32, ["batch", *image])
         for number, width in enumerate(channels, 1):
-            x = max_pool(op.Relu(conv(x, f"conv{number}", width, rng)))
+            x = op.Relu(conv(x, f"conv{number}", width, rng))
+            x = max_pool(x, f"pool{number}")
         x = dropout(op.Flatten(x), "dropout1", dropout_ratio)
         x = op.Relu(linear(x, "fc1", hidden, rng))
         x = dropout(x, "dropout2", dropout_ratio)
