@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import cast
 
+import numpy as np
+
 from ortops.autodiff import vjp
 from ortops.rules._copies import add_at, positions
 from ortops.rules._types import Cotangents
-from ortops.tensor import Tensor, op, size_of
+from ortops.tensor import Tensor, op, reshape_like, shape_of, size_of, zeros_like
 
 
 @vjp("Gather")
@@ -35,3 +37,114 @@ def _pad_to(g: Tensor, index: int, x: Tensor, axis: int) -> Tensor:
     before = index if index >= 0 else size + index
     after = size - 1 - index if index >= 0 else -1 - index
     return cast(Tensor, op.Pad(g, [before, after], None, [axis]))
+
+
+@vjp("GatherElements")
+def gather_elements(
+    g: Tensor, y: Tensor, x: Tensor, indices: Tensor, *, axis: int = 0
+) -> Cotangents:
+    return op.ScatterElements(zeros_like(x), indices, g, axis=axis, reduction="add")
+
+
+@vjp("GatherND")
+def gather_nd(
+    g: Tensor, y: Tensor, x: Tensor, indices: Tensor, *, batch_dims: int = 0
+) -> Cotangents:
+    return add_at(op.GatherND(positions(x), indices, batch_dims=batch_dims), g, x)
+
+
+@vjp("Compress")
+def compress(
+    g: Tensor, y: Tensor, x: Tensor, condition: Tensor, *, axis: int | None = None
+) -> Cotangents:
+    return add_at(op.Compress(positions(x), condition, axis=axis), g, x)
+
+
+@vjp("ScatterElements")
+def scatter_elements(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    indices: Tensor,
+    updates: Tensor,
+    *,
+    axis: int = 0,
+    reduction: str = "none",
+) -> Cotangents:
+    if reduction not in ("none", "add"):
+        return _reduced(g, y, x, updates, indices, axis, reduction)
+    picked = op.GatherElements(g, indices, axis=axis)
+    if reduction == "none":
+        g = op.ScatterElements(g, indices, zeros_like(updates), axis=axis)
+    return g, None, picked
+
+
+@vjp("ScatterND")
+def scatter_nd(
+    g: Tensor, y: Tensor, x: Tensor, indices: Tensor, updates: Tensor, *, reduction: str = "none"
+) -> Cotangents:
+
+    def flat(values: Tensor) -> Tensor:
+        return cast(Tensor, op.Reshape(values, [-1]))
+
+    if reduction not in ("none", "add"):
+        places = op.GatherND(positions(x), indices)
+        dx, _, du = _reduced(flat(g), flat(y), flat(x), flat(updates), flat(places), 0, reduction)
+        return reshape_like(dx, x), None, reshape_like(du, updates)
+    picked = op.GatherND(g, indices)
+    if reduction == "none":
+        g = op.ScatterND(g, indices, zeros_like(updates))
+    return g, None, picked
+
+
+def _reduced(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    updates: Tensor,
+    indices: Tensor,
+    axis: int,
+    reduction: str,
+) -> tuple[Tensor, None, Tensor]:
+    """Returns the cotangents of ScatterElements with reduction mul, min or max."""
+
+    def scatter(into: Tensor, values: Tensor, reduction: str) -> Tensor:
+        made = op.ScatterElements(into, indices, values, axis=axis, reduction=reduction)
+        return cast(Tensor, made)
+
+    def pick(values: Tensor) -> Tensor:
+        return cast(Tensor, op.GatherElements(values, indices, axis=axis))
+
+    if reduction == "mul":
+        # The product of all other factors: without the zeros, if no other factor is zero.
+        zero_x, zero_u = (op.Equal(v, 0).astype(v.dtype) for v in (x, updates))
+        x, updates = x + zero_x, updates + zero_u
+        product, zeros = scatter(x, updates, "mul"), scatter(zero_x, zero_u, "add")
+        dx = op.Where(op.Equal(zeros, zero_x), g * product / x, 0)
+        du = op.Where(op.Equal(pick(zeros), zero_u), pick(g * product) / updates, 0)
+        return dx, None, du
+    # Those that are equal to the extremum share its cotangent evenly.
+    is_x = op.Equal(x, y).astype(g.dtype)
+    is_u = op.Equal(updates, pick(y)).astype(g.dtype)
+    share = g / scatter(is_x, is_u, "add")
+    return share * is_x, None, pick(share) * is_u
+
+
+@vjp("TensorScatter")
+def tensor_scatter(
+    g: Tensor,
+    y: Tensor,
+    past: Tensor,
+    update: Tensor,
+    write_indices: Tensor | None = None,
+    *,
+    axis: int = -2,
+    mode: str = "linear",
+) -> Cotangents:
+    def write(into: Tensor, values: Tensor) -> Tensor:
+        return cast(Tensor, op.TensorScatter(into, values, write_indices, axis=axis, mode=mode))
+
+    source = write(op.ConstantOfShape(shape_of(past), value=np.array([-1])), positions(update))
+    is_new = op.GreaterOrEqual(source, 0)
+    du = add_at(op.Max(source, 0), op.Where(is_new, g, 0), update)
+    return write(g, zeros_like(update)), du

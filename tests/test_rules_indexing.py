@@ -1,0 +1,157 @@
+"""Rules of operators that pick elements by index, or put them there, against differences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from dot_test import Case, check, distinct, normal
+from test_rules_elementwise import gradients
+
+X = normal(3, 4, 5)
+WIDE = normal(6, 2)
+
+
+def both(
+    op: str, inputs: Sequence[np.ndarray | None], name: str = "", **attributes: object
+) -> Iterator[Case]:
+    """Yields a case with the indices as an initializer, and one with them fed at run time."""
+    for constant in ([], [1]):
+        tag = "-".join(filter(None, (name, "constant" if constant else "run_time")))
+        yield Case(op, inputs, attributes, constant=constant, orders=2, epsilon=1, name=tag)
+
+
+def gathers() -> Iterator[Case]:
+    for axis in (0, 1, 2, -1, -2, -3):
+        for indices in (1, -1, [2], [-2], [0, 2, 2, -3, 0], [[1, 1], [0, -1]], [[1]], []):
+            given = np.array(indices, np.int64)
+            yield from both("Gather", [X, given], name=f"{axis}-{indices}", axis=axis)
+    yield from both("Gather", [normal(5), np.array([3, 3, -1])])
+    yield from both("Gather", [WIDE, np.array([[5, 5, -6]], np.int32)])
+    yield from both("Gather", [WIDE, np.array(-2, np.int32)])
+    indices = np.array([[[0, 0, 2], [-1, 1, 1]]])
+    for axis in (0, 1, -1):
+        x = normal(1, 3, 4) if axis != 1 else normal(2, 3, 4)
+        yield from both("GatherElements", [x, indices % x.shape[axis]], name=str(axis), axis=axis)
+    yield from both("GatherElements", [normal(3), np.array([-1, 2, 2, 2, 0])])
+    yield from both("GatherND", [X, np.array([[0, 1, 2], [0, 1, 2], [-1, -2, -3]])])
+    yield from both("GatherND", [X, np.array([[[0, 1]], [[2, -1]]])])
+    yield from both("GatherND", [X, np.array([[1], [1], [0], [-1]])])
+    yield from both("GatherND", [X, np.array([[1], [-1], [3]])], batch_dims=1)
+    batched = np.array([[[1], [1], [0], [-1]]] * 3)
+    yield from both("GatherND", [X, batched], batch_dims=2)
+    yield from both("GatherND", [X, np.zeros((0, 2), np.int64)], name="none")
+    for axis in (None, 0, 1, -1):
+        chosen = np.array([True, False, True])
+        attributes = {} if axis is None else {"axis": axis}
+        yield from both("Compress", [X, chosen], name=str(axis), **attributes)
+
+
+def scatters() -> Iterator[Case]:
+    unique = np.array([[2, 0, 1, -1], [0, 1, 2, 0]])
+    repeated = np.array([[2, 2, -1, 0], [2, 1, 0, 0]])
+    for axis in (0, 1, -1):
+        x = normal(4, 5)
+        updates = normal(2, 4, seed=1)
+        rows = unique if axis == 0 else np.array([[2, 0, 1, -1], [0, 1, 2, 3]])
+        yield from both("ScatterElements", [x, rows, updates], name=str(axis), axis=axis)
+        given = [x, repeated, updates]
+        yield from both("ScatterElements", given, name=f"{axis}-add", axis=axis, reduction="add")
+        yield Case(
+            "ScatterElements",
+            given,
+            {"axis": axis, "reduction": "mul"},
+            orders=2,
+            name=f"{axis}-mul",
+        )
+        for reduction in ("min", "max"):
+            values = distinct(28)
+            given = [values[:20].reshape(4, 5), repeated, values[20:].reshape(2, 4)]
+            attributes = {"axis": axis, "reduction": reduction}
+            name = f"{axis}-{reduction}"
+            yield Case("ScatterElements", given, attributes, orders=2, name=name)
+    points, rows = np.array([[[0, 1], [2, -1]]]), np.array([[2], [-3]])
+    same = np.array([[1, 1], [1, 1], [0, 0]])
+    yield from both("ScatterND", [X, points, normal(1, 2, 5, seed=1)])
+    yield from both("ScatterND", [X, rows, normal(2, 4, 5, seed=1)])
+    yield from both("ScatterND", [X, rows, normal(2, 4, 5, seed=1)], name="add", reduction="add")
+    yield from both("ScatterND", [X, same, normal(3, 5, seed=1)], name="add", reduction="add")
+    given = [X, same, normal(3, 5, seed=1)]
+    yield Case("ScatterND", given, {"reduction": "mul"}, orders=2, name="mul")
+    values = distinct(75)
+    for reduction in ("min", "max"):
+        given = [values[:60].reshape(3, 4, 5), same, values[60:].reshape(3, 5)]
+        yield Case("ScatterND", given, {"reduction": reduction}, orders=2, name=reduction)
+
+
+def caches() -> Iterator[Case]:
+    past, update = normal(2, 3, 6, 4), normal(2, 3, 2, 4, seed=1)
+    for start in (None, np.array([1, 4])):
+        inputs = [past, update, start]
+        yield Case("TensorScatter", inputs, orders=2, epsilon=1, opset=24)
+    inputs = [past, update, np.array([5, 2])]
+    yield Case("TensorScatter", inputs, {"mode": "circular"}, orders=2, epsilon=1, opset=24)
+    inputs = [past, normal(2, 2, 6, 4, seed=1), np.array([1, 0])]
+    yield Case("TensorScatter", inputs, {"axis": 1}, orders=2, epsilon=1, opset=24, name="axis")
+
+
+CASES = [*gathers(), *scatters(), *caches()]
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_dot(case: Case, symbolic: bool) -> None:
+    check(case, symbolic=symbolic)
+
+
+def double(*numbers: float) -> np.ndarray:
+    return np.array(numbers, np.float64)
+
+
+INTO = np.array([0, 0, 1])
+
+TIES = [
+    # As in PyTorch, all that are equal to the extremum share the cotangent.
+    ("max", [double(1, 5, 7), INTO, double(1, 1, 4)], [[1 / 3, 1, 1], [1 / 3, 1 / 3, 0]]),
+    ("min", [double(1, 5, 7), INTO, double(2, 1, 5)], [[0.5, 0.5, 1], [0, 0.5, 0.5]]),
+    # A product with one zero factor has a derivative there, one with two of them has none.
+    ("mul", [double(2, 0, 7), INTO, double(3, 0, 5)], [[0, 5, 1], [0, 6, 0]]),
+    ("mul", [double(0, 3, 0), INTO, double(3, 0, 5)], [[0, 5, 1], [0, 0, 3]]),
+    ("mul", [double(0, 3, 0), INTO, double(3, 4, 0)], [[12, 0, 1], [0, 0, 3]]),
+]
+
+
+@pytest.mark.parametrize("op", ["ScatterElements", "ScatterND"])
+@pytest.mark.parametrize(("reduction", "inputs", "expected"), TIES)
+def test_ties_and_zeros(
+    op: str, reduction: str, inputs: list[np.ndarray], expected: list[list[float]]
+) -> None:
+    data, indices, updates = inputs
+    if op == "ScatterND":
+        indices = indices[:, None]
+    found = gradients(op, [data, indices, updates], {"reduction": reduction})
+    for gradient, numbers in zip(found, expected, strict=True):
+        np.testing.assert_allclose(gradient, numbers, rtol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("op", "indices", "attributes"),
+    [
+        ("Gather", np.full((8, 512), 1), {}),
+        ("Gather", np.full((1, 4096), 1), {"axis": 1}),
+        ("GatherND", np.full((4096, 1), 1), {}),
+    ],
+)
+def test_terms_that_meet_are_not_lost(
+    op: str, indices: np.ndarray, attributes: dict[str, int]
+) -> None:
+    # So many at one place that a kernel with threads that do not lock would lose some.
+    x = np.ones((4, 64))
+    (found,) = gradients(op, [x, indices], attributes)
+    expected = np.zeros_like(x)
+    if attributes:
+        expected[:, 1] = 4096
+    else:
+        expected[1] = 4096
+    np.testing.assert_array_equal(found, expected)
