@@ -29,6 +29,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "max_pool",
+    "named",
     "normal",
     "positions",
 ]
@@ -70,7 +71,7 @@ def normal(rng: np.random.Generator, shape: Sequence[int]) -> Array:
     return rng.normal(0, 0.02, shape).astype(np.float32)
 
 
-def _named(
+def named(
     layer: Callable[Concatenate[Tensor, str, Parameters], Tensor],
 ) -> Callable[Concatenate[Tensor, str, Parameters], Tensor]:
     """Names the nodes that a layer emits after the layer."""
@@ -111,7 +112,7 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return cast(Tensor, op.Reshape(rows, shape).with_shape((*x.shape[:-1], outputs)))
 
 
-@_named
+@named
 def linear(
     x: Tensor, name: str, features: int, rng: np.random.Generator, *, init: Init = he
 ) -> Tensor:
@@ -133,7 +134,7 @@ def linear(
     return _affine(x, weight, bias)
 
 
-@_named
+@named
 def conv(
     x: Tensor,
     name: str,
@@ -166,7 +167,7 @@ def conv(
     return cast(Tensor, y)
 
 
-@_named
+@named
 def max_pool(x: Tensor, name: str, size: int = 2) -> Tensor:
     """Takes the maximum of each square of pixels; a remainder at the ends is left out.
 
@@ -186,7 +187,7 @@ def max_pool(x: Tensor, name: str, size: int = 2) -> Tensor:
     return cast(Tensor, op.MaxPool(x, kernel_shape=[size] * 2, strides=[size] * 2))
 
 
-@_named
+@named
 def batch_norm(x: Tensor, name: str, *, epsilon: float = 1e-5, momentum: float = 0.9) -> Tensor:
     """Normalizes each channel, in inference mode: by the running mean and variance.
 
@@ -207,7 +208,7 @@ def batch_norm(x: Tensor, name: str, *, epsilon: float = 1e-5, momentum: float =
     return cast(Tensor, op.BatchNormalization(x, *state, epsilon=epsilon, momentum=momentum))
 
 
-@_named
+@named
 def layer_norm(x: Tensor, name: str, *, epsilon: float = 1e-5) -> Tensor:
     """Normalizes the last axis to mean 0 and variance 1, then scales and shifts it.
 
@@ -221,7 +222,7 @@ def layer_norm(x: Tensor, name: str, *, epsilon: float = 1e-5) -> Tensor:
     return cast(Tensor, op.LayerNormalization(x, weight, bias, axis=-1, epsilon=epsilon))
 
 
-@_named
+@named
 def dropout(x: Tensor, name: str, ratio: float) -> Tensor:
     """Zeroes elements at random while training; here, in inference, it does nothing.
 
@@ -235,7 +236,7 @@ def dropout(x: Tensor, name: str, ratio: float) -> Tensor:
     return cast(Tensor, op.Dropout(x, ratio))
 
 
-@_named
+@named
 def embedding(
     ids: Tensor, name: str, entries: int, features: int, rng: np.random.Generator
 ) -> Tensor:
@@ -255,7 +256,7 @@ def embedding(
     return cast(Tensor, op.Gather(table, ids))
 
 
-@_named
+@named
 def positions(x: Tensor, name: str, length: int, rng: np.random.Generator) -> Tensor:
     """Adds a learnt row to each position of a sequence.
 
@@ -274,7 +275,7 @@ def positions(x: Tensor, name: str, length: int, rng: np.random.Generator) -> Te
     return x + table
 
 
-@_named
+@named
 def attention(
     x: Tensor, name: str, heads: int, rng: np.random.Generator, *, ratio: float = 0.0
 ) -> Tensor:
@@ -316,6 +317,7 @@ def attention(
     return linear(joined, f"{name}.out_proj", features, rng, init=glorot)
 
 
+@named
 def encoder_layer(
     x: Tensor, name: str, heads: int, hidden: int, rng: np.random.Generator, *, ratio: float = 0.0
 ) -> Tensor:

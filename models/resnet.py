@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 import onnx
 
-from models.layers import batch_norm, conv, glorot, linear
+from models.layers import batch_norm, conv, glorot, linear, named
 from ortops import Tape, Tensor, op
 
 __all__ = ["resnet"]
@@ -60,6 +60,7 @@ def resnet(
     return tape.model()
 
 
+@named
 def block(x: Tensor, name: str, channels: int, stride: int, rng: np.random.Generator) -> Tensor:
     """Adds to the input what two 3×3 convolutions make of it.
 

@@ -178,7 +178,7 @@ def test_names_are_those_of_pytorch() -> None:
 
 def test_nodes_are_named_after_their_layer() -> None:
     names = {node.name for node in resnet().graph.node}
-    assert {"conv1/Conv", "layer3.0.downsample.0/Conv", "fc/Gemm"} <= names
+    assert {"conv1/Conv", "layer3.0/Add", "layer3.0.downsample.0/Conv", "fc/Gemm"} <= names
 
 
 @every_model
