@@ -46,6 +46,7 @@ CONV = [
     case("wide_pads", "Conv", X, W, pads=[4, 3, 3, 5]),
     case("pointwise", "Conv", X, (5, 4, 1, 1), bias=5),
     case("pointwise_strides", "Conv", X, (5, 4, 1, 1), strides=[2, 2]),
+    case("pointwise_many_channels", "Conv", (2, 6, 3, 2), (8, 6, 1, 1)),
     case("one_channel", "Conv", (3, 1, 6, 6), (4, 1, 3, 3), pads=[1, 1, 1, 1]),
     case("large_kernel", "Conv", (2, 3, 11, 10), (4, 3, 7, 6), strides=[2, 1], pads=[3, 3, 3, 3]),
     case("large_kernel_groups", "Conv", (2, 4, 11, 10), (6, 2, 7, 6), group=2, strides=[2, 3],
@@ -160,40 +161,39 @@ def test_unknown_sizes_with_known_weights_give_the_same(case: Case, known: int) 
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
 
 
+TAPS = 9 * "Slice "
+BY_IMAGE = "Reshape Reshape Transpose MatMul ReduceSum Reshape"
+JOINED = "Reshape Reshape Gemm Reshape"
+SAME = {"pads": [1, 1, 1, 1]}
+
+
 @pytest.mark.parametrize(
-    ("weights", "attributes", "expected"),
+    ("data", "weights", "attributes", "expected"),
     [
-        # dw: columns, their product with the cotangent; dx: mirrored weights.
-        (
-            (6, 4, 3, 3),
-            {"pads": [1, 1, 1, 1]},
-            "Slice Transpose Conv Pad "
-            + 9 * "Slice "
-            + "Concat Reshape Reshape Transpose MatMul ReduceSum Reshape Transpose Reshape",
-        ),
+        # dx: mirrored weights; dw: the columns times the cotangent, for all images at once.
+        (X, (6, 4, 3, 3), SAME,
+         f"Slice Transpose Conv Pad Transpose Transpose {TAPS} Concat {JOINED} Transpose Reshape"),
+        # The same, image by image.
+        ((2, 4, 20, 20), (6, 4, 3, 3), SAME,
+         f"Slice Transpose Conv Pad {TAPS} Concat {BY_IMAGE} Transpose Reshape"),
         # Pointwise: the input itself is the columns.
-        (
-            (6, 4, 1, 1),
-            {},
-            "Transpose Conv Reshape Reshape Transpose MatMul ReduceSum Reshape",
-        ),
-        (
-            (6, 4, 1, 1),
-            {"strides": [2, 2]},
-            "ConvTranspose Slice Reshape Reshape Transpose MatMul ReduceSum Reshape",
-        ),
+        (X, (6, 4, 1, 1), {}, f"Transpose Conv {BY_IMAGE}"),
+        (X, (60, 4, 1, 1), {"strides": [2, 2]},
+         f"ConvTranspose Transpose Transpose Slice {JOINED}"),
         # Large kernels: batch and channels exchanged.
-        (
-            (6, 4, 7, 7),
-            {"pads": [3, 3, 3, 3]},
-            "Slice Transpose Conv Transpose Transpose Conv Transpose",
-        ),
+        (X, (6, 4, 7, 7), {"pads": [3, 3, 3, 3]},
+         "Slice Transpose Conv Transpose Transpose Conv Transpose"),
+        # Depthwise: a sum for each kernel element.
+        (X, (4, 1, 3, 3), {**SAME, "group": 4},
+         f"Slice Conv Pad {TAPS} {9 * 'Mul ReduceSum '} {9 * 'Unsqueeze '} Concat Reshape"),
     ],
-)
-def test_nodes(weights: tuple[int, ...], attributes: dict[str, Any], expected: str) -> None:
-    x, w = floats(*X), floats(*weights)
+)  # fmt: skip
+def test_nodes(
+    data: tuple[int, ...], weights: tuple[int, ...], attributes: dict[str, Any], expected: str
+) -> None:
+    x, w = floats(*data), floats(*weights)
     size = output_of(Case("Conv", [x, w], attributes)).shape
-    model = lowered("Conv", [x, w], attributes, X, size=size)
+    model = lowered("Conv", [x, w], attributes, data, size=size)
     emitted = [node for node in model.graph.node if node.name.startswith("Gradient/under_test/")]
     assert [n.op_type for n in emitted if n.op_type != "Constant"] == expected.split()
 

@@ -131,7 +131,7 @@ def _norm_scale(g: Tensor, y: Tensor, p: int) -> Tensor:
     """Returns g / yᵖ⁻¹; where y = 0 all elements are, and so is the subgradient."""
     if p == 1:
         return g
-    safe = op.Where(op.Equal(y, 0), np.array(1, y.dtype), y)
+    safe: Tensor = op.Where(op.Equal(y, 0), np.array(1, y.dtype), y)
     return g / (safe if p == 2 else safe ** (p - 1))
 
 
@@ -141,7 +141,7 @@ def _norm_direction(x: Tensor, p: int) -> Tensor:
         return cast(Tensor, op.Sign(x))
     if p == 2:
         return x
-    return cast(Tensor, x * (abs(x) if p == 3 else abs(x) ** (p - 2)))
+    return x * (abs(x) if p == 3 else abs(x) ** (p - 2))
 
 
 @vjp("LpPool")
