@@ -181,10 +181,10 @@ def resolve(loss: LossLike) -> Loss | Callable[..., Tensor]:
     Example:
         >>> resolve("L1")
         L1(output=None)
-        >>> resolve("L1Los")
+        >>> resolve("MeanSquared")
         Traceback (most recent call last):
         ...
-        ortops.errors.ModelError: loss 'L1Los' is not known; did you mean 'L1'?
+        ortops.errors.ModelError: loss 'MeanSquared' is not known; did you mean 'MeanSquaredError'?
     """
     if isinstance(loss, str):
         if loss not in LOSSES:
