@@ -14,15 +14,12 @@ import onnx_ir as ir
 
 from ortops.autodiff import ancestor_nodes, backward, dependent_values, describe, is_float
 from ortops.errors import ModelError, did_you_mean
-from ortops.tensor import Names, Tape, Tensor, ones_like, op, zeros_like
+from ortops.tensor import BOUND_DOMAIN, Names, Tape, Tensor, ones_like, op, zeros_like
 
 __all__ = ["BOUND_DOMAIN", "GRADIENT_DOMAINS", "bind", "is_gradient", "lower_gradient"]
 
 GRADIENT_DOMAINS = ("ai.onnx.preview.training", "ai.onnx.preview")
 """The specification's domain, and the one that an exporter writes for it."""
-
-BOUND_DOMAIN = "ortops.bound"
-
 
 def is_gradient(node: ir.Node) -> bool:
     """Whether a node is a Gradient node as the specification writes it."""

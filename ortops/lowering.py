@@ -59,18 +59,17 @@ def lower(model: ModelLike) -> onnx.ModelProto:
         >>> import numpy as np
         >>> from ortops import Tape
         >>> with Tape(name="square") as tape:
-        ...     x = tape.input("x", np.float32, ["N"])
+        ...     x = tape.input("x", np.float32, [])
         ...     y = tape.output(x * x, "y")
         >>> model = tape.model()
-        >>> model.opset_import.add(domain="ai.onnx.preview.training", version=1).version
-        1
-        >>> model.graph.node.append(onnx.helper.make_node(
-        ...     "Gradient", ["x"], ["dx"], domain="ai.onnx.preview.training", xs=["x"], y="y"))
-        >>> model.graph.output.add(name="dx")
-        name: "dx"
-        <BLANKLINE>
+        >>> domain = "ai.onnx.preview.training"
+        >>> gradient = onnx.helper.make_node(
+        ...     "Gradient", ["x"], ["slope"], domain=domain, xs=["x"], y="y")
+        >>> model.graph.node.extend([gradient])
+        >>> model.graph.output.extend([onnx.helper.make_tensor_value_info("slope", 1, [])])
+        >>> model.opset_import.extend([onnx.helper.make_opsetid(domain, 1)])
         >>> [node.op_type for node in lower(model).graph.node]
-        ['Mul', 'Shape', 'ConstantOfShape', 'Mul', 'Mul', 'Add']
+        ['Mul', 'Constant', 'Mul', 'Mul', 'Add']
     """
     proto, folder = convert.load(model)
     if not has_domain(proto):

@@ -25,7 +25,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     """An `onnxruntime.InferenceSession` that runs models with nodes of the training domain.
 
     Gradient nodes run as standard operators. Adagrad, Adam and Momentum nodes run as Python custom
-    ops or as standard operators, with the same numbers up to rounding; those that a custom op cannot
+    ops or as standard operators, with equal numbers up to rounding; those that a custom op cannot
     take (attributes with more than 6 digits) always run as standard operators. A model without
     such nodes is passed to onnxruntime as it is.
 

@@ -40,6 +40,9 @@ Dim: TypeAlias = int | str | None
 
 Array: TypeAlias = npt.NDArray[Any]
 
+BOUND_DOMAIN = "ortops.bound"
+"""The private domain of Gradient nodes whose names have become inputs."""
+
 DEFAULT_OPSET = 21
 IR_VERSION = 10
 _SMALL = 4096  # constants up to this many elements take part in shape inference
@@ -55,9 +58,21 @@ def numpy_dtype(value: ir.Value) -> np.dtype[Any] | None:
 def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
     """Returns what a value is while the graph is built, or None where only a run can tell.
 
-    An initializer that is an input too has a default value, not a constant one.
+    An initializer that is an input too has a default value, not a constant one. One that a Gradient
+    node differentiates with respect to is a variable: built into a rule, it would be missing from
+    the next order.
     """
-    return None if value.is_graph_input() else ir.convenience.get_const_tensor(value)
+    if value.is_graph_input() or _is_differentiated(value):
+        return None
+    return ir.convenience.get_const_tensor(value)
+
+
+def _is_differentiated(value: ir.Value) -> bool:
+    """Whether a bound Gradient node has a value among its xs (its inputs are fed, named, y)."""
+    return any(
+        node.domain == BOUND_DOMAIN and 0 <= index - len(node.inputs) // 2 < len(node.outputs)
+        for node, index in value.uses()
+    )
 
 
 class Names:
@@ -343,7 +358,8 @@ class Tape:
             if value is None or not value.name:
                 continue
             if value.type is None:
-                return _infer_types(node, schema)
+                _infer_types(node, schema)
+                return
             types[value.name] = _type_proto(value)
             tensor = constant_tensor(value)
             if tensor is not None and tensor.size <= _SMALL:

@@ -196,3 +196,8 @@ def test_python_blocks_of_the_readme_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for block in blocks:
         run_block(block)
+
+
+def test_operator_table_is_up_to_date():
+    command = [sys.executable, str(ROOT / "scripts" / "operator_table.py"), "--check"]
+    assert subprocess.run(command).returncode == 0, "run scripts/operator_table.py"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 
 from ortops.autodiff import is_float, vjp
-from ortops.gradient import BOUND_DOMAIN
 from ortops.rules._types import Cotangents
 from ortops.tensor import Tensor, op
 
@@ -47,7 +46,7 @@ def power(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Cotangents:
 
 
 def _base_cotangent(g: Tensor, a: Tensor, b: Tensor) -> Cotangents:
-    constant = None if _is_differentiated(b) else b.constant
+    constant = b.constant
     if constant is not None and constant.size == 1:
         exponent = constant.item()
         if exponent == 0:
@@ -61,11 +60,6 @@ def _base_cotangent(g: Tensor, a: Tensor, b: Tensor) -> Cotangents:
         # 0 · 0^(−1) is not a number, and the derivative of x^0 is 0.
         a = op.Where(op.And(op.Equal(a, 0), op.Equal(b, 0)), 1, a)
     return g * (exponents * op.Pow(a, exponents - 1))
-
-
-def _is_differentiated(x: Tensor) -> bool:
-    """Whether a Gradient node names a tensor, so that its value must not become part of a rule."""
-    return any(use.node.domain == BOUND_DOMAIN for use in x.value.uses())
 
 
 @vjp("Neg")
