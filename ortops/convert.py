@@ -26,6 +26,9 @@ ModelLike: TypeAlias = onnx.ModelProto | bytes | str | os.PathLike[str]
 MINIMUM_OPSET = 21
 """The oldest version of the default operator set that rules emit nodes for."""
 
+_NOT_INFERRED = ("GroupNormalization", "MeanVarianceNormalization")
+"""Operators that onnx cannot infer anything for; the output is like the first input."""
+
 _BIG = 1024  # initializers of more bytes are kept out of what goes through onnx's C++ passes
 
 logger = logging.getLogger("ortops")
@@ -82,8 +85,10 @@ def to_ir(proto: onnx.ModelProto, folder: Path | None = None) -> ir.Model:
     Raises:
         ModelError: If the model contradicts itself.
     """
+    own = onnx.ModelProto()
+    own.CopyFrom(proto)  # onnx-ir keeps hold of the tensors, and renames them
     try:
-        model = ir.from_proto(proto)
+        model = ir.from_proto(own)
     except Exception as error:  # onnx-ir has no common class for what it finds wrong
         cause = error.__cause__ or error
         raise ModelError(f"model: {cause}; check it with onnx.checker.check_model") from error
@@ -156,4 +161,15 @@ def _convert(model: ir.Model) -> ir.Model:
 
 def infer_shapes(model: ir.Model) -> None:
     """Infers types and shapes, in place, as far as onnx can."""
-    passes.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+    unknown = {
+        node: node.op_type
+        for node in ir.traversal.RecursiveGraphIterator(model.graph)
+        if node.domain == "" and node.op_type in _NOT_INFERRED
+    }
+    for node in unknown:
+        node.op_type = "Identity"  # for the time of the pass: it has the type and the shape
+    try:
+        passes.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+    finally:
+        for node, op_type in unknown.items():
+            node.op_type = op_type
