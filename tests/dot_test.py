@@ -341,3 +341,10 @@ def _evaluator(
     )
     known = [value.name for value in session.get_inputs()]
     return lambda feeds: float(session.run([output], _copies(feeds, known))[0])
+
+
+def lowered(case: Case, *, symbolic: bool) -> onnx.ModelProto:
+    """Returns the lowered model of the gradient of a case, for tests of what is emitted."""
+    model, _ = _forward(case, symbolic, np.random.default_rng(SEED))
+    names = [f"x{index}" for index in case.differentiated]
+    return ortops.lower(_with_gradient(model, names, "f1", "d1_"))

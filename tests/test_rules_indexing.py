@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from dot_test import Case, check, distinct, normal
+from dot_test import Case, check, distinct, lowered, normal
 from test_rules_elementwise import gradients
 
 X = normal(3, 4, 5)
@@ -135,23 +135,37 @@ def test_ties_and_zeros(
         np.testing.assert_allclose(gradient, numbers, rtol=1e-15)
 
 
-@pytest.mark.parametrize(
-    ("op", "indices", "attributes"),
-    [
-        ("Gather", np.full((8, 512), 1), {}),
-        ("Gather", np.full((1, 4096), 1), {"axis": 1}),
-        ("GatherND", np.full((4096, 1), 1), {}),
-    ],
-)
-def test_terms_that_meet_are_not_lost(
-    op: str, indices: np.ndarray, attributes: dict[str, int]
-) -> None:
-    # So many at one place that a kernel with threads that do not lock would lose some.
-    x = np.ones((4, 64))
-    (found,) = gradients(op, [x, indices], attributes)
+REPEATED = [
+    Case("Gather", [normal(4, 256), np.full((8, 512), 1)]),
+    Case("Gather", [normal(4, 256), np.full((1, 4096), 1)], {"axis": 1}),
+    Case("GatherND", [normal(4, 256), np.full((4096, 1), 1)]),
+    Case("GatherElements", [normal(4, 256), np.full((4096, 256), 1)]),
+]
+
+
+@pytest.mark.parametrize("case", REPEATED, ids=str)
+def test_terms_that_meet_are_not_lost(case: Case) -> None:
+    # onnxruntime's ScatterND adds in several threads without a lock.
+    assert "ScatterND" not in {node.op_type for node in lowered(case, symbolic=False).graph.node}
+    x, indices = np.ones((4, 256)), case.inputs[1]
+    (found,) = gradients(case.op, [x, indices], case.attributes)
     expected = np.zeros_like(x)
-    if attributes:
+    if case.attributes:
         expected[:, 1] = 4096
     else:
         expected[1] = 4096
     np.testing.assert_array_equal(found, expected)
+
+
+def test_embedding_gradient_takes_the_rows_as_they_are() -> None:
+    case = Case("Gather", [normal(10, 4), np.array([[1, 2], [1, 3]])])
+    nodes = lowered(case, symbolic=False).graph.node
+    assert [node.op_type for node in nodes].count("ScatterElements") == 1
+    assert "Gather" not in [node.op_type for node in nodes if "/under_test/" in node.name]
+
+
+def test_gradient_of_one_constant_index_is_padding() -> None:
+    case = Case("Gather", [normal(2, 3, 4), np.array(0)], {"axis": 1}, constant=[1])
+    emitted = {n.op_type for n in lowered(case, symbolic=False).graph.node if "/" in n.name}
+    assert "Pad" in emitted
+    assert "ScatterElements" not in emitted

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from dot_test import Case, check, normal
+from dot_test import Case, check, lowered, normal
 
 MATMUL = [
     ((3,), (3,)),
@@ -61,3 +61,32 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
+
+
+def backward(case: Case, *, symbolic: bool = False) -> list[str]:
+    """Returns the operators that the rule under test emitted, constants aside."""
+    nodes = lowered(case, symbolic=symbolic).graph.node
+    return sorted(
+        node.op_type for node in nodes if "/under_test/" in node.name and node.op_type != "Constant"
+    )
+
+
+@pytest.mark.parametrize("trans_b", [0, 1])
+@pytest.mark.parametrize("trans_a", [0, 1])
+def test_gemm_needs_one_gemm_for_each_factor(trans_a: int, trans_b: int) -> None:
+    a = normal(3, 4) if trans_a else normal(4, 3)
+    b = normal(2, 3, seed=1) if trans_b else normal(3, 2, seed=1)
+    case = Case("Gemm", [a, b], {"transA": trans_a, "transB": trans_b, "alpha": 0.5})
+    assert backward(case) == ["Gemm", "Gemm"]
+
+
+def test_product_with_a_matrix_is_not_batched() -> None:
+    # One product over all leading axes, not one for each, summed.
+    case = Case("MatMul", [normal(2, 4, 3), normal(3, 5, seed=1)])
+    assert backward(case) == ["Flatten", "Flatten", "Gemm", "Gemm", "Reshape"]
+    assert not {"MatMul", "ReduceSum"} & set(backward(case, symbolic=True))
+
+
+def test_bias_of_a_static_gemm_takes_one_sum() -> None:
+    case = Case("Gemm", [normal(4, 3), normal(3, 2, seed=1), normal(2, seed=2)])
+    assert backward(case) == ["Gemm", "Gemm", "ReduceSum"]

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import onnxruntime
 import pytest
-from dot_test import Case, check, normal
+from dot_test import DOMAIN, Case, check, lowered, normal
+from onnx import TensorProto, helper
+
+import ortops
 
 X = normal(2, 3, 4)
 VECTOR = normal(5)
@@ -187,3 +191,49 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_dot(case: Case, symbolic: bool) -> None:
     check(case, symbolic=symbolic)
+
+
+@pytest.mark.parametrize("used", [0, 1, 2])
+@pytest.mark.parametrize("dims", [[7, 2], ["N", "M"]], ids=["static", "symbolic"])
+@pytest.mark.parametrize("given", [True, False], ids=["sizes", "num_outputs"])
+def test_split_with_unused_outputs(used: int, dims: list[int | str], given: bool) -> None:
+    attributes = {"axis": 0} if given else {"axis": 0, "num_outputs": 3}
+    inputs = ["x", "sizes"] if given else ["x"]
+    graph = helper.make_graph(
+        [
+            helper.make_node("Split", inputs, ["y0", "y1", "y2"], **attributes),
+            helper.make_node("Mul", [f"y{used}", f"y{used}"], ["square"]),
+            helper.make_node("Gradient", ["x"], ["dx"], domain=DOMAIN, xs=["x"], y="square"),
+        ],
+        "unused",
+        [helper.make_tensor_value_info("x", TensorProto.DOUBLE, dims)],
+        [helper.make_tensor_value_info("dx", TensorProto.DOUBLE, dims)],
+        [helper.make_tensor("sizes", TensorProto.INT64, [3], [3, 3, 1])],
+    )
+    imports = [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
+    model = ortops.lower(helper.make_model(graph, opset_imports=imports, ir_version=10))
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    x = normal(7, 2)
+    expected = np.zeros_like(x)
+    rows = slice(3 * used, 3 * used + 3)
+    expected[rows] = 2 * x[rows]
+    np.testing.assert_array_equal(session.run(None, {"x": x})[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (Case("Reshape", [X, ints(6, 4)], constant=[1]), ["Reshape"]),
+        (Case("Squeeze", [normal(2, 1, 3), ints(1)], constant=[1]), ["Unsqueeze"]),
+        (Case("Transpose", [X], {"perm": [1, 2, 0]}), ["Transpose"]),
+        (Case("Slice", [X, ints(1), ints(2)], constant=[1, 2]), ["Pad"]),
+        (Case("Concat", [X, X], {"axis": 1}), ["Split"]),
+        (Case("Expand", [normal(3, 1), ints(3, 4)], constant=[1]), ["ReduceSum"]),
+        (Case("Expand", [normal(3, 4), ints(3, 4)], constant=[1]), []),
+    ],
+    ids=str,
+)
+def test_emitted_operators(case: Case, expected: list[str]) -> None:
+    nodes = lowered(case, symbolic=False).graph.node
+    emitted = [node.op_type for node in nodes if "/under_test/" in node.name]
+    assert [op_type for op_type in emitted if op_type != "Constant"] == expected
