@@ -11,5 +11,6 @@ from ortops.rules import linalg as linalg
 from ortops.rules import loss as loss
 from ortops.rules import normalization as normalization
 from ortops.rules import pooling as pooling
+from ortops.rules import random as random
 from ortops.rules import reduce as reduce
 from ortops.rules import shape as shape

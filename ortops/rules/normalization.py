@@ -9,7 +9,7 @@ import numpy as np
 
 from ortops.autodiff import vjp
 from ortops.rules._types import Cotangents
-from ortops.tensor import Tensor, expand_like, op, size_of, unbroadcast
+from ortops.tensor import Tensor, expand_like, op, reshape_like, size_of, unbroadcast
 
 Optionals = tuple[Tensor | None, ...]
 
@@ -152,3 +152,130 @@ def layer_normalization(
     if d_x is not None and g_y is None and g_inverse_std is None:
         d_x = expand_like(d_x, x)
     return _like((d_x, d_scale, d_bias), (x, scale, bias))
+
+
+@vjp("RMSNormalization")
+def rms_normalization(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    *,
+    axis: int = -1,
+    epsilon: float = 1e-5,
+    stash_type: int = 1,
+) -> Cotangents:
+    wide = _wide(x, scale)
+    axes = list(range(axis % x.ndim, x.ndim))
+    wide_x, wide_g = x.astype(wide), g.astype(wide)
+    inverse_rms = op.Reciprocal(op.Sqrt(op.ReduceMean(wide_x * wide_x, axes) + epsilon))
+    normalized = wide_x * inverse_rms
+    scaled = wide_g * scale.astype(wide)
+    d_x = (scaled - normalized * op.ReduceMean(scaled * normalized, axes)) * inverse_rms
+    return _like((d_x, unbroadcast(wide_g * normalized, scale)), (x, scale))
+
+
+@vjp("InstanceNormalization")
+def instance_normalization(
+    g: Tensor, y: Tensor, x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e-5
+) -> Cotangents:
+    wide = _wide(x)
+    axes = list(range(2, x.ndim))
+    wide_g = g.astype(wide)
+    normalized, inverse_std = _standardize(x.astype(wide), axes, epsilon)
+    d_x = _standardize_vjp(wide_g, normalized, inverse_std, axes)
+    d_x = d_x * _per_channel(scale.astype(wide), x)
+    d_scale, d_bias = _affine_vjp(wide_g, normalized, x)
+    return _like((d_x, d_scale, d_bias), (x, scale, bias))
+
+
+@vjp("GroupNormalization")
+def group_normalization(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    *,
+    num_groups: int,
+    epsilon: float = 1e-5,
+    stash_type: int = 1,
+) -> Cotangents:
+    wide = _wide(x)
+    groups = [0, num_groups, -1]
+    wide_g = g.astype(wide)
+    normalized, inverse_std = _standardize(op.Reshape(x.astype(wide), groups), [2], epsilon)
+    scaled = op.Reshape(wide_g * _per_channel(scale.astype(wide), x), groups)
+    d_x = reshape_like(_standardize_vjp(scaled, normalized, inverse_std, [2]), x)
+    d_scale, d_bias = _affine_vjp(wide_g, reshape_like(normalized, x), x)
+    return _like((d_x, d_scale, d_bias), (x, scale, bias))
+
+
+def _standardize(x: Tensor, axes: Sequence[int], epsilon: float) -> tuple[Tensor, Tensor]:
+    """Returns x with mean 0 and variance 1 along axes, and one divided by its deviation."""
+    centred = x - op.ReduceMean(x, axes)
+    inverse_std = op.Reciprocal(op.Sqrt(op.ReduceMean(centred * centred, axes) + epsilon))
+    return centred * inverse_std, inverse_std
+
+
+def _standardize_vjp(
+    g: Tensor, normalized: Tensor, inverse_std: Tensor, axes: Sequence[int]
+) -> Tensor:
+    """Takes what g has of the mean and of the normalized values themselves out of it."""
+    projected = g - op.ReduceMean(g, axes) - normalized * op.ReduceMean(g * normalized, axes)
+    return cast(Tensor, projected * inverse_std)
+
+
+def _affine_vjp(g: Tensor, normalized: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the cotangents of the scale and the shift of each channel of x."""
+    axes = [axis for axis in range(x.ndim) if axis != 1]
+    return op.ReduceSum(g * normalized, axes, keepdims=0), op.ReduceSum(g, axes, keepdims=0)
+
+
+@vjp("MeanVarianceNormalization")
+def mean_variance_normalization(
+    g: Tensor, y: Tensor, x: Tensor, *, axes: Sequence[int] = (0, 2, 3)
+) -> Cotangents:
+    wide = _wide(x)
+    wide_g = g.astype(wide)
+    wide_x = x.astype(wide)
+    centred = wide_x - op.ReduceMean(wide_x, list(axes))
+    std = op.Sqrt(op.ReduceMean(centred * centred, list(axes)))
+    inverse_std = op.Reciprocal(std + 1e-9)  # the constant of the operator's definition
+    d_x = _standardize_vjp(wide_g, centred * inverse_std, inverse_std, list(axes))
+    return _like((d_x,), (x,))
+
+
+@vjp("LpNormalization")
+def lp_normalization(g: Tensor, y: Tensor, x: Tensor, *, axis: int = -1, p: int = 2) -> Cotangents:
+    norm = op.ReduceL1(x, [axis]) if p == 1 else op.ReduceL2(x, [axis])
+    direction = op.Sign(x) if p == 1 else y
+    inverse = op.Reciprocal(op.Where(norm > 0, norm, 1))  # all zeros: y is 0, and so is d_x
+    d_x = (g - direction * op.ReduceSum(g * y, [axis])) * inverse
+    return op.Where(norm > 0, d_x, 0)
+
+
+@vjp("LRN")
+def lrn(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    *,
+    size: int,
+    alpha: float = 1e-4,
+    beta: float = 0.75,
+    bias: float = 1.0,
+) -> Cotangents:
+    before, after = (size - 1) // 2, size // 2
+    total = _channel_window_sum(x * x, before, after) * (alpha / size) + bias
+    # Channel c is in the windows of the channels from c - after to c + before.
+    spread = _channel_window_sum(g * y / total, after, before)
+    return g * op.Pow(total, -beta) - x * spread * (2 * beta * alpha / size)
+
+
+def _channel_window_sum(x: Tensor, before: int, after: int) -> Tensor:
+    """Sums, for each channel, over the channels up to so many before and after it."""
+    channels = size_of(x, [1])
+    padded = op.Pad(x, [before, after], None, [1])
+    windows = [padded[:, i : channels + i] for i in range(before + after + 1)]
+    return cast(Tensor, op.Sum(*windows).with_shape_of(x))
