@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,14 @@ def labelled(shape: tuple[int, ...], classes: int = 3, rows: int = 8, seed: int 
 
 def initializers(graph: onnx.GraphProto) -> Arrays:
     return {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+
+
+def assert_same_arrays(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Asserts that two sets of arrays are equal bit for bit."""
+    assert list(found) == list(expected)
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype, name
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
 def names(values: Iterable[Any]) -> list[str]:

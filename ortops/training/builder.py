@@ -297,7 +297,7 @@ def _matching(
         if not names:
             raise ModelError(
                 f"trainable: the model has no trainable initializer '{pattern}'; "
-                + did_you_mean(pattern, default)
+                + did_you_mean(pattern, floats)
             )
         chosen.update((name, floats[name]) for name in names)
     return list(chosen.values())
