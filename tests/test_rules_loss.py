@@ -122,6 +122,24 @@ def test_narrow_types_agree_with_float64(op: str, dtype: type) -> None:
     np.testing.assert_allclose(found, expected, atol=8 * np.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("ignored", [None, -1])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_float16_counts_beyond_its_largest_number(ignored: int | None, weighted: bool) -> None:
+    count = 100_000
+    inputs = [np.zeros((count, 2), np.float16), np.zeros(count, np.int64)]
+    inputs += [np.ones(2, np.float16)] if weighted else []
+    attributes = {} if ignored is None else {"ignore_index": ignored}
+    *_, dx = gradient("NegativeLogLikelihoodLoss", inputs, attributes)
+    np.testing.assert_allclose(dx[:, 0], np.full(count, -1 / count), rtol=0.01)
+
+
+def test_gradient_of_the_log_probabilities_alone() -> None:
+    scores = np.array([[0.0, 0.0, 0.0, 0.0], [0.0, np.log(2), -1e3, 0.0]])
+    _, _, dx = gradient("SoftmaxCrossEntropyLoss", [scores, np.array([0, 1])], {}, y="y1")
+    # 1 − 4·softmax
+    np.testing.assert_allclose(dx, [[0, 0, 0, 0], [0, -1, 1, 0]], atol=1e-12)
+
+
 def test_empty_batch() -> None:
     inputs = [np.zeros((0, 3), np.float32), np.zeros(0, np.int64)]
     loss, dx = gradient("NegativeLogLikelihoodLoss", inputs, {"reduction": "sum"})

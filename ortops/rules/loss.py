@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import cast
 
+import numpy as np
+
 from ortops.autodiff import vjp
 from ortops.rules._types import Cotangents
 from ortops.tensor import Tensor, expand_like, op, size_of, zeros_like
@@ -106,16 +108,16 @@ def _slope(
     """
     each = None if weights is None else op.Gather(weights, classes)
     if reduction == "mean":
+        wide = np.promote_types(g.dtype, np.float32)  # float16 cannot count beyond 65504
         if each is not None:
-            total = op.ReduceSum(
-                each if counted is None else op.Where(counted, each, 0), keepdims=0
-            )
+            total = each if counted is None else op.Where(counted, each, 0)
+            total = op.ReduceSum(total.astype(wide), keepdims=0)
         elif counted is not None:
-            total = op.ReduceSum(op.CastLike(counted, g), keepdims=0)
+            total = op.ReduceSum(counted.astype(wide), keepdims=0)
         else:
             count = size_of(labels, range(labels.ndim))
-            total = count.astype(g.dtype) if isinstance(count, Tensor) else count
-        g = g / total
+            total = count.astype(wide) if isinstance(count, Tensor) else count
+        g = (g.astype(wide) / total).astype(g.dtype)
     slope = g if each is None else g * each
     if counted is not None:
         slope = op.Where(counted, slope, 0)
