@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from dot_test import Case, check, lowered, normal
 
@@ -51,9 +52,54 @@ def gemms() -> Iterator[Case]:
     yield Case("Gemm", inputs, orders=2, epsilon=1, name="empty")
 
 
+EINSUM = [
+    ("ij,jk->ik", (4, 3), (3, 2)),
+    ("ij,jk", (4, 3), (3, 2)),
+    ("ba,cb", (4, 3), (2, 4)),
+    ("ij,jk->ki", (4, 3), (3, 2)),
+    ("b h i d , b h j d -> b h i j", (2, 1, 3, 4), (2, 1, 2, 4)),
+    ("bhwc,hkc->bhwk", (2, 3, 2, 4), (3, 2, 4)),
+    ("bij,bjk->bik", (4, 2, 3), (4, 3, 2)),
+    ("i,j->ij", (3,), (2,)),
+    ("i,i->", (3,), (3,)),
+    ("ij,kl->", (2, 3), (3, 2)),
+    ("ij,jk->", (2, 3), (3, 2)),
+    ("i,ij,j->", (2,), (2, 3), (3,)),
+    ("a,b,c->cab", (2,), (3,), (4,)),
+    (",ij->ij", (), (2, 3)),
+    ("ij->ji", (2, 3)),
+    ("ij->j", (2, 3)),
+    ("ij->", (2, 3)),
+    ("ij->ij", (2, 3)),
+    ("ii->i", (3, 3)),
+    ("ii", (3, 3)),
+    ("iij->ij", (3, 3, 2)),
+    ("iji->j", (3, 2, 3)),
+    ("iii->i", (2, 2, 2)),
+    ("ii,i->i", (3, 3), (3,)),
+    ("...ii->...i", (2, 3, 3)),
+    ("...ij,...jk->...ik", (2, 3, 4, 3), (2, 3, 3, 2)),
+    ("ij...,jk...->ik...", (2, 3, 5), (3, 4, 5)),
+    ("...ij,jk->...ik", (2, 4, 3), (3, 2)),
+    ("i...->...", (2, 3, 4)),
+    ("ij...->ji...", (2, 3, 4)),
+    ("...i,...i", (2, 3), (2, 3)),
+]
+
 CASES = [
     *(Case("MatMul", [normal(*a), normal(*b, seed=1)], orders=2, epsilon=1) for a, b in MATMUL),
     *gemms(),
+    *(
+        Case(
+            "Einsum",
+            [np.asarray(normal(*shape, seed=seed)) for seed, shape in enumerate(shapes)],
+            {"equation": equation},
+            orders=2,
+            epsilon=1,
+            name=equation,
+        )
+        for equation, *shapes in EINSUM
+    ),
 ]
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import string
+from collections.abc import Sequence
 from typing import cast
+
+import numpy as np
 
 from ortops.autodiff import vjp
 from ortops.rules._types import Cotangents
-from ortops.tensor import Tensor, op, reshape_like, unbroadcast
+from ortops.tensor import Tensor, op, reshape_like, shape_of, size_of, unbroadcast
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -64,3 +68,69 @@ def gemm(
         return da, db
     dc = unbroadcast(g, c)
     return da, db, dc if beta == 1 else dc * beta
+
+
+@vjp("Einsum")
+def einsum(g: Tensor, y: Tensor, *xs: Tensor, equation: str) -> Cotangents:
+    terms, result = _subscripts(equation, [x.ndim for x in xs])
+    cotangents = []
+    for index, (x, term) in enumerate(zip(xs, terms, strict=True)):
+        others = [*xs[:index], *xs[index + 1 :]]
+        read = [result, *terms[:index], *terms[index + 1 :]]
+        found = set("".join(read))
+        wanted = "".join(letter for letter in dict.fromkeys(term) if letter in found)
+        dx = g
+        if others or wanted != result:
+            dx = op.Einsum(g, *others, equation=f"{','.join(read)}->{wanted}")
+        cotangents.append(_spread(dx, wanted, x, term))
+    return tuple(cotangents)
+
+
+def _subscripts(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
+    """Returns the subscripts of the operands and of the result, letters in place of ellipses."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    free = [letter for letter in string.ascii_letters if letter not in equation]
+    covered = [
+        rank - len(term.replace("...", "")) if "..." in term else 0
+        for term, rank in zip(terms, ranks, strict=True)
+    ]
+    longest = max(covered)
+    ellipsis = "".join(free[:longest])
+    if not arrow:
+        letters = left.replace("...", "").replace(",", "")
+        once = sorted(letter for letter in set(letters) if letters.count(letter) == 1)
+        right = ("..." if "..." in left else "") + "".join(once)
+    filled = [
+        term.replace("...", ellipsis[longest - count :])
+        for term, count in zip(terms, covered, strict=True)
+    ]
+    return filled, right.replace("...", ellipsis)
+
+
+def _spread(dx: Tensor, have: str, x: Tensor, term: str) -> Tensor:
+    """Gives a cotangent the axes of x that were summed alone, or that were a diagonal."""
+    first = {letter: term.index(letter) for letter in term}
+    added = [
+        axis for axis, letter in enumerate(term) if letter not in have or axis != first[letter]
+    ]
+    if added:
+        dx = op.Unsqueeze(dx, added)
+    for axis, letter in enumerate(term):
+        if axis != first[letter]:
+            ahead, behind = (
+                op.Unsqueeze(_range(x, axis), _others(x, a)) for a in (first[letter], axis)
+            )
+            dx = op.Where(op.Equal(ahead, behind), dx, 0)
+    if not set(term) <= set(have):
+        dx = op.Expand(dx, shape_of(x))
+    return unbroadcast(dx, x)
+
+
+def _range(x: Tensor, axis: int) -> Tensor:
+    """Returns the indices along an axis."""
+    return cast(Tensor, op.Range(x.tape.constant(np.array(0)), size_of(x, [axis]), 1))
+
+
+def _others(x: Tensor, axis: int) -> list[int]:
+    return [other for other in range(x.ndim) if other != axis]
