@@ -96,19 +96,26 @@ class Rule:
             is to be summed back.
         needs: Indices of optional outputs that the rule reads; the forward node gets them.
         attributes: The names of the attributes that the rule takes into account.
+        structural: Whether the function works on the node itself, because it has graphs inside:
+            ``(tape, node, g, active, asked_by)`` → {value that the node reads: cotangent}.
     """
 
     function: RuleFunction
     elementwise: bool
     needs: tuple[int, ...]
     attributes: frozenset[str]
+    structural: bool = False
 
 
 _rules: dict[tuple[str, str], Rule] = {}
 
 
 def vjp(
-    *op_types: str, domain: str = "", elementwise: bool = False, needs: Sequence[int] = ()
+    *op_types: str,
+    domain: str = "",
+    elementwise: bool = False,
+    needs: Sequence[int] = (),
+    structural: bool = False,
 ) -> Callable[[_F], _F]:
     """Registers the vector-Jacobian product of one or more operators.
 
@@ -122,6 +129,7 @@ def vjp(
         domain: Their domain.
         elementwise: Whether cotangents are to be summed over the axes of broadcasting.
         needs: Indices of optional outputs that the forward node must have.
+        structural: Whether the function is one on nodes with graphs inside; see `Rule`.
 
     Example:
         >>> @vjp("Cube", domain="com.example")
@@ -134,7 +142,7 @@ def vjp(
     def register(function: _F) -> _F:
         parameters = inspect.signature(function).parameters.values()
         names = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-        rule = Rule(function, elementwise, tuple(needs), names)
+        rule = Rule(function, elementwise, tuple(needs), names, structural)
         for op_type in op_types:
             _rules[domain, op_type] = rule
         return function
@@ -204,10 +212,10 @@ def dependent_values(
     return reached
 
 
-def ancestor_nodes(value: ir.Value, stop: set[ir.Value]) -> set[ir.Node]:
-    """Returns the nodes that a value is computed by, not looking behind the values in ``stop``."""
+def ancestor_nodes(values: ir.Value | Iterable[ir.Value], stop: set[ir.Value]) -> set[ir.Node]:
+    """Returns the nodes that values are computed by, not looking behind those in ``stop``."""
     found: set[ir.Node] = set()
-    pending = [value]
+    pending = [values] if isinstance(values, ir.Value) else list(values)
     while pending:
         current = pending.pop()
         node = None if current in stop else current.producer()
@@ -234,20 +242,18 @@ def differentiable_ancestors(y: ir.Value) -> set[ir.Value]:
 def backward(
     tape: Tape,
     nodes: Sequence[ir.Node],
-    y: ir.Value,
-    seed: Tensor,
+    seeds: Mapping[ir.Value, Tensor],
     xs: Sequence[ir.Value],
     *,
     cut: Iterable[ir.Value] = (),
     asked_by: str,
 ) -> list[Tensor | None]:
-    """Emits the nodes that carry the cotangent of one value back to others.
+    """Emits the nodes that carry cotangents of some values back to others.
 
     Args:
         tape: Where the nodes go.
         nodes: The nodes of the graph, in topological order, that come before the tape's place.
-        y: The differentiated value.
-        seed: Its cotangent.
+        seeds: The differentiated values, with their cotangents.
         xs: The values whose cotangents are wanted; the graph is cut there.
         cut: Further values at which the graph is cut, that is held constant.
         asked_by: What wants them, for names and messages.
@@ -260,10 +266,10 @@ def backward(
             rule does not know.
     """
     stops = {*xs, *cut}
-    wanted = ancestor_nodes(y, stops)
+    wanted = ancestor_nodes(seeds, stops)
     path = [node for node in nodes if node in wanted]
     active = dependent_values(path, xs, differentiably=True)
-    cotangents: dict[ir.Value, list[Tensor]] = {y: [seed]} if y in active else {}
+    cotangents = {y: [seed] for y, seed in seeds.items() if y in active}
 
     @functools.cache
     def total(value: ir.Value) -> Tensor | None:
@@ -297,6 +303,9 @@ def _apply(
             f"between xs and y of {asked_by}; add one with @ortops.vjp, or cut the graph there by "
             "naming another tensor in xs"
         )
+    if rule.structural:
+        given = rule.function(tape, node, g, active, asked_by)
+        return [(value, cotangent) for value, cotangent in given.items() if value in active]
     attributes = {name: attribute_value(attr) for name, attr in node.attributes.items()}
     if unknown := sorted(set(attributes) - rule.attributes):
         raise UnsupportedError(

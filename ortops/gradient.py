@@ -21,6 +21,7 @@ __all__ = ["BOUND_DOMAIN", "GRADIENT_DOMAINS", "bind", "is_gradient", "lower_gra
 GRADIENT_DOMAINS = ("ai.onnx.preview.training", "ai.onnx.preview")
 """The specification's domain, and the one that an exporter writes for it."""
 
+
 def is_gradient(node: ir.Node) -> bool:
     """Whether a node is a Gradient node as the specification writes it."""
     return node.op_type == "Gradient" and node.domain in GRADIENT_DOMAINS
@@ -178,8 +179,7 @@ def lower_gradient(node: ir.Node, names: Names) -> list[ir.Node]:
     cotangents = backward(
         tape,
         nodes,
-        y,
-        ones_like(tape.tensor(y)) if is_float(y) else tape.tensor(y),
+        {y: ones_like(tape.tensor(y))} if is_float(y) else {},
         [named[index] for index in wanted],
         cut=named,
         asked_by=where,

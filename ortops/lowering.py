@@ -16,7 +16,7 @@ from ortops.convert import ModelLike
 from ortops.errors import ModelError, did_you_mean
 from ortops.gradient import BOUND_DOMAIN, GRADIENT_DOMAINS
 from ortops.optimizers import OPERATORS
-from ortops.tensor import Names, Tape
+from ortops.tensor import Names, Tape, remove_unread
 
 __all__ = [
     "TRAINING_DOMAIN",
@@ -355,15 +355,6 @@ def _optimizer_inputs(node: ir.Node) -> tuple[ir.Value, ir.Value, list[tuple[ir.
             "one type"
         )
     return r, t, groups
-
-
-def remove_unread(nodes: list[ir.Node]) -> None:
-    """Removes emitted nodes whose outputs nobody reads."""
-    for node in reversed(nodes):
-        if node.graph is None:
-            continue
-        if not any(value.uses() or value.is_graph_output() for value in node.outputs):
-            node.graph.remove(node, safe=True)
 
 
 def _fix_imports(graph: ir.Graph) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "numpy_dtype",
     "ones_like",
     "op",
+    "remove_unread",
     "reshape_like",
     "shape_of",
     "size_of",
@@ -643,6 +644,15 @@ class ArrayNamespace:
     minimum = staticmethod(op.Min)
     matmul = staticmethod(op.MatMul)
     reshape = staticmethod(op.Reshape)
+
+
+def remove_unread(nodes: list[ir.Node]) -> None:
+    """Removes nodes, given in topological order, whose outputs nobody reads."""
+    for node in reversed(nodes):
+        if node.graph is None:
+            continue
+        if not any(value.uses() or value.is_graph_output() for value in node.outputs):
+            node.graph.remove(node, safe=True)
 
 
 def shape_of(x: Tensor) -> Tensor:

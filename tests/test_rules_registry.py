@@ -11,7 +11,11 @@ import pytest
 from ortops.autodiff import ZERO_GRADIENT, Rule, rules
 
 OPSET = 26
-STANDARD = {op_type: rule for (domain, op_type), rule in rules().items() if domain == ""}
+STANDARD = {
+    op_type: rule
+    for (domain, op_type), rule in rules().items()
+    if domain == "" and not rule.structural
+}
 
 
 def schema(op_type: str) -> onnx.defs.OpSchema:

@@ -1,0 +1,267 @@
+"""Rules of operators with graphs inside: If, Loop and Scan.
+
+A branch or body is repeated in the backward pass, where its values are not visible otherwise, and
+differentiated there with respect to its own inputs and to the values that it captures. Loop and
+Scan keep the state that each iteration began with; the backward pass goes through the iterations in
+reverse and adds up the cotangents of captured values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from ortops.autodiff import backward, is_float, read_inputs, vjp
+from ortops.gradient import copy_node
+from ortops.tensor import Tape, Tensor, op, remove_unread, zeros_like
+
+Cotangent = Tensor | None
+Cotangents = dict[ir.Value, Tensor]
+
+
+@vjp("If", structural=True)
+def if_(
+    tape: Tape, node: ir.Node, g: Sequence[Cotangent], active: set[ir.Value], asked_by: str
+) -> Cotangents:
+    captured = _captured(node, active)
+    branches = []
+    for name in ("then_branch", "else_branch"):
+        branch = node.attributes[name].as_graph()
+        with _inner_tape(tape, f"{branch.name}_gradient") as inner:
+            copies = _repeat(inner, branch, {})
+            outputs = [copies.get(value, value) for value in branch.outputs]
+            _differentiate(inner, list(zip(outputs, g, strict=True)), captured, asked_by)
+        branches.append(ir.AttrGraph(name, inner.graph))
+    return _emit(tape, "If", [node.inputs[0]], branches, captured)
+
+
+@vjp("Loop", structural=True)
+def loop(
+    tape: Tape, node: ir.Node, g: Sequence[Cotangent], active: set[ir.Value], asked_by: str
+) -> Cotangents:
+    body = node.attributes["body"].as_graph()
+    starts = [value for value in node.inputs[2:] if value is not None]
+    states = [index for index, value in enumerate(starts) if is_float(value)]
+    captured = _captured(node, active)
+    numbers, *befores = _keep(tape, node, body, [body.inputs[0], *body.inputs[2:]])
+    count = op.Squeeze(op.Shape(tape.tensor(numbers)), [0])
+    with _inner_tape(tape, f"{body.name}_gradient") as inner:
+        step = inner.input(f"{inner.scope}iteration", np.int64, [])
+        condition = inner.input(f"{inner.scope}condition", np.bool_, [])
+        carried = [_input_like(inner, body.inputs[2 + i], starts[i]) for i in states]
+        sums = [_input_like(inner, value) for value in captured]
+        number = inner.tensor(count.value) - 1 - step
+
+        def at_number(sequence: ir.Value, like: ir.Value) -> Tensor:
+            return _typed(op.Gather(inner.tensor(sequence), number, axis=0), like)
+
+        inputs = [number, inner.constant(np.array(True))]
+        inputs += [at_number(b, v) for b, v in zip(befores, body.inputs[2:], strict=True)]
+        copies = _repeat(inner, body, dict(zip(body.inputs, _values(inputs), strict=True)))
+        outputs = [copies.get(value, value) for value in body.outputs[1:]]
+        seeds: list[tuple[ir.Value, Cotangent]] = [
+            (outputs[i], carry) for i, carry in zip(states, carried, strict=True)
+        ]
+        for output, part in list(zip(outputs, g, strict=False))[len(starts) :]:
+            if part is not None:
+                seeds.append((output, at_number(part.value, output)))
+        inner.graph.outputs.append(op.Identity(condition).value)
+        wanted = [inputs[2 + i].value for i in states]
+        _differentiate(inner, seeds, [*wanted, *captured], asked_by, [*[None] * len(states), *sums])
+    likes = [*(starts[i] for i in states), *captured]
+    initial = _initial(tape, node, g, states, captured)
+    attributes = [ir.AttrGraph("body", inner.graph)]
+    return _emit(tape, "Loop", [count.value, None, *_values(initial)], attributes, likes)
+
+
+@vjp("Scan", structural=True)
+def scan(
+    tape: Tape, node: ir.Node, g: Sequence[Cotangent], active: set[ir.Value], asked_by: str
+) -> Cotangents:
+    body = node.attributes["body"].as_graph()
+    values = [value for value in node.inputs if value is not None]
+    split = len(values) - node.attributes["num_scan_inputs"].as_int()
+    starts, scanned = values[:split], values[split:]
+    states = [index for index, value in enumerate(starts) if is_float(value)]
+    wanted = [index for index, value in enumerate(scanned) if value in active]
+    captured = _captured(node, active)
+    made = len(body.outputs) - split
+    input_order = _order(node, "input", len(scanned))
+    output_order = _order(node, "output", made)
+    befores = _keep(tape, node, body, body.inputs[:split])
+    slopes = [index for index in range(made) if g[split + index] is not None]
+    with _inner_tape(tape, f"{body.name}_gradient") as inner:
+        carried = [_input_like(inner, body.inputs[i], starts[i]) for i in states]
+        sums = [_input_like(inner, value) for value in captured]
+        slices = [_input_like(inner, value) for value in body.inputs[split:]]
+        before = [_input_like(inner, v, s) for v, s in zip(body.inputs, starts, strict=False)]
+        parts = [_input_like(inner, body.outputs[split + i]) for i in slopes]
+        copies = _repeat(
+            inner, body, dict(zip(body.inputs, _values([*before, *slices]), strict=True))
+        )
+        outputs = [copies.get(value, value) for value in body.outputs]
+        seeds = [
+            *((outputs[i], carry) for i, carry in zip(states, carried, strict=True)),
+            *((outputs[split + i], part) for i, part in zip(slopes, parts, strict=True)),
+        ]
+        xs = [*(before[i].value for i in states), *captured, *(slices[i].value for i in wanted)]
+        totals = [*[None] * len(states), *sums, *[None] * len(wanted)]
+        _differentiate(inner, seeds, xs, asked_by, totals)
+    initial = _initial(tape, node, g, states, captured)
+    slope_values = [part.value for part in g[split:] if part is not None]
+    sequences = [*scanned, *befores, *slope_values]
+    order = [*input_order, *[(0, 0)] * len(befores), *(output_order[i] for i in slopes)]
+    put_out = [input_order[i] for i in wanted]
+    attributes = [
+        ir.AttrGraph("body", inner.graph),
+        ir.AttrInt64("num_scan_inputs", len(sequences)),
+        ir.AttrInt64s("scan_input_axes", [axis for axis, _ in order]),
+        ir.AttrInt64s("scan_input_directions", [1 - direction for _, direction in order]),
+        ir.AttrInt64s("scan_output_axes", [axis for axis, _ in put_out]),
+        ir.AttrInt64s("scan_output_directions", [1 - direction for _, direction in put_out]),
+    ]
+    likes = [*(starts[i] for i in states), *captured, *(scanned[i] for i in wanted)]
+    return _emit(tape, "Scan", [*_values(initial), *sequences], attributes, likes)
+
+
+def _captured(node: ir.Node, active: set[ir.Value]) -> list[ir.Value]:
+    """Returns the active values that the graphs of a node read from outside, each once."""
+    own = [value for value in node.inputs if value is not None]
+    inner = read_inputs(node)[len(own) :]
+    return [value for value in dict.fromkeys(inner) if value in active]
+
+
+def _inner_tape(tape: Tape, name: str) -> Tape:
+    """Returns a tape on a new graph inside the graph of another tape."""
+    graph = ir.Graph([], [], nodes=[], opset_imports=dict(tape.graph.opset_imports), name=name)
+    inner = Tape(graph, names=tape.names)
+    inner.scope = tape.scope
+    return inner
+
+
+def _values(tensors: Sequence[Tensor]) -> list[ir.Value]:
+    return [tensor.value for tensor in tensors]
+
+
+def _typed(x: Tensor, like: ir.Value) -> Tensor:
+    """Records type and shape of a tensor."""
+    if x.value.type is None:
+        x.value.type = like.type
+    return x.with_shape_of(x.tape.tensor(like))
+
+
+def _input_like(tape: Tape, *candidates: ir.Value) -> Tensor:
+    """Adds an input to an inner graph with the type and shape that the first of some values has."""
+    name = tape.names.unique(f"{tape.scope}{candidates[0].name}")
+    kind = next((value.type for value in candidates if value.type is not None), None)
+    shape = next((value.shape for value in candidates if value.shape is not None), None)
+    made = ir.Value(name=name, type=kind, shape=shape)
+    tape.graph.inputs.append(made)
+    return tape.tensor(made)
+
+
+def _repeat(
+    tape: Tape, graph: ir.Graph, copies: dict[ir.Value, ir.Value]
+) -> dict[ir.Value, ir.Value]:
+    """Repeats the nodes of a graph on a tape; returns old values → new ones."""
+    copies = dict(copies)
+    for value in graph.initializers.values():
+        if value.const_value is not None and value not in copies:
+            copies[value] = tape.constant(value.const_value.numpy()).value
+    for node in graph:
+        copy = copy_node(node, copies)
+        tape.append(copy)
+        copies.update(zip(node.outputs, copy.outputs, strict=True))
+    return copies
+
+
+def _differentiate(
+    tape: Tape,
+    cotangents: Sequence[tuple[ir.Value, Cotangent]],
+    xs: Sequence[ir.Value],
+    asked_by: str,
+    totals: Sequence[Cotangent] = (),
+) -> None:
+    """Emits the backward pass of an inner graph and puts its results out.
+
+    Args:
+        tape: The tape of the inner graph.
+        cotangents: Values of the inner graph and the cotangents that they get.
+        xs: The values whose cotangents are put out, zeros where none flows.
+        asked_by: What wants them, for messages.
+        totals: What is added to the cotangent of each x, if anything.
+    """
+    seeds: Cotangents = {}
+    for value, part in cotangents:
+        if part is not None:
+            part = tape.tensor(part.value)
+            seeds[value] = seeds[value] + part if value in seeds else part
+    found = backward(tape, list(tape.graph), seeds, xs, asked_by=asked_by)
+    for index, (x, cotangent) in enumerate(zip(xs, found, strict=True)):
+        total = totals[index] if totals else None
+        if total is not None:
+            cotangent = total if cotangent is None else total + cotangent
+        result = zeros_like(tape.tensor(x)) if cotangent is None else cotangent
+        tape.graph.outputs.append(_typed(op.Identity(result), x).value)
+    remove_unread(list(tape.graph))
+
+
+def _initial(
+    tape: Tape,
+    node: ir.Node,
+    g: Sequence[Cotangent],
+    states: Sequence[int],
+    captured: Sequence[ir.Value],
+) -> list[Tensor]:
+    """Returns what the backward loop starts from: cotangents of final states, and zeros."""
+    finals = [
+        zeros_like(tape.tensor(node.outputs[i])) if (part := g[i]) is None else part for i in states
+    ]
+    return [*finals, *(zeros_like(tape.tensor(value)) for value in captured)]
+
+
+def _emit(
+    tape: Tape,
+    op_type: str,
+    inputs: Sequence[ir.Value | None],
+    attributes: Sequence[ir.Attr],
+    likes: Sequence[ir.Value],
+) -> Cotangents:
+    """Appends a node whose outputs are the cotangents of some values."""
+    node = ir.Node("", op_type, inputs, attributes, num_outputs=len(likes))
+    tape.append(node)
+    passed: Cotangents = {}
+    for output, like in zip(node.outputs, likes, strict=True):
+        part = _typed(tape.tensor(output), like)
+        passed[like] = passed[like] + part if like in passed else part
+    return passed
+
+
+def _order(node: ir.Node, kind: str, count: int) -> list[tuple[int, int]]:
+    """Returns axis and direction of each scanned input or output."""
+    axes, directions = (
+        node.attributes[name].as_ints() if name in node.attributes else [0] * count
+        for name in (f"scan_{kind}_axes", f"scan_{kind}_directions")
+    )
+    return list(zip(axes, directions, strict=True))
+
+
+def _keep(tape: Tape, node: ir.Node, body: ir.Graph, states: Sequence[ir.Value]) -> list[ir.Value]:
+    """Lets a Loop or Scan put out what its states were at the beginning of each iteration."""
+    body.opset_imports.update(tape.graph.opset_imports)
+    inner = Tape(body, names=tape.names)
+    for state in states:
+        body.outputs.append(_typed(op.Identity(inner.tensor(state)), state).value)
+    first = len(node.outputs)
+    node.resize_outputs(first + len(states))
+    for value, state in zip(node.outputs[first:], states, strict=True):
+        value.name = tape.names.unique(f"{node.name or node.op_type}_{state.name}")
+        value.type = state.type
+        value.shape = None if state.shape is None else ir.Shape([None, *state.shape])
+    for name in ("scan_output_axes", "scan_output_directions"):
+        if name in node.attributes:
+            given = node.attributes[name].as_ints()
+            node.attributes[name] = ir.AttrInt64s(name, [*given, *[0] * len(states)])
+    return list(node.outputs[first:])
