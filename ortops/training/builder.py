@@ -151,7 +151,14 @@ def build_training_model(
         tape.scope = ""
         value = _named(value, "loss", graph)
         algorithm.outputs.append(value)
-        algorithm.outputs += [tape.tensor(copies[v]) for v in graph.outputs if v in copies]
+        needed = ancestor_nodes(value.value, set())
+        shown = {
+            v.name or "": tape.tensor(copies[v])
+            for v in graph.outputs
+            if v in copies and copies[v].producer() in needed
+        }
+        algorithm.outputs += shown.values()
+        statistics = {n: s for n, s in statistics.items() if s.value.producer() in needed}
         parameters = _parameters(graph, value, trainable, chosen_optimizer, statistics)
         gradients = _gradient(tape, value, parameters)
         step_new = algorithm.update(step.name, step + 1)
@@ -166,7 +173,7 @@ def build_training_model(
         "loss": value.name,
         "learning_rate": rate.name,
         "step": step.name,
-        "training_copies": {copies[v].name: v.name for v in graph.outputs if v in copies},
+        "training_copies": {copy.name: name for name, copy in shown.items()},
     }
     entry = next((e for e in result.metadata_props if e.key == METADATA_KEY), None)
     entry = entry or result.metadata_props.add(key=METADATA_KEY)
@@ -406,10 +413,11 @@ def _write(result: onnx.ModelProto, algorithm: _Algorithm) -> None:
     target.input.extend(serialize.serialize_value(tensor.value) for tensor in algorithm.inputs)
     target.output.extend(serialize.serialize_value(tensor.value) for tensor in algorithm.outputs)
     outputs = {tensor.value for tensor in algorithm.outputs}
+    needed = ancestor_nodes(outputs, set())
     for tensor in algorithm.variables:
         assert tensor.value.const_value is not None
         target.initializer.append(serialize.serialize_tensor(tensor.value.const_value))
-    for node in algorithm.tape.nodes:
+    for node in (node for node in algorithm.tape.nodes if node in needed):
         target.node.append(serialize.serialize_node(node))
         target.value_info.extend(
             serialize.serialize_value(value)

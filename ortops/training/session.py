@@ -479,8 +479,9 @@ class TrainingSession:
             raise FeedError(
                 f"feeds: {type(feeds).__name__} was given; give a dict of an array for each input"
             )
+        unread = {value.name for value in self._proto.graph.input}  # by what a step computes
         for name in feeds:
-            if name not in self._inputs:
+            if name not in self._inputs and name not in unread:
                 raise FeedError(
                     f"feeds: there is no input '{name}'; " + did_you_mean(name, self._inputs)
                 )

@@ -7,7 +7,7 @@ becomes a graph whose mutable variables are inputs and whose updates are outputs
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import onnx
 import onnx_ir as ir
 
 from ortops import convert, gradient
-from ortops.autodiff import ancestor_nodes
+from ortops.autodiff import ancestor_nodes, is_float
 from ortops.convert import ModelLike
 from ortops.errors import ModelError, did_you_mean
 from ortops.gradient import BOUND_DOMAIN, copy_node
@@ -46,6 +46,7 @@ STEP_GRAPH_KEY = "ortops.step_graph"
 """Where a step graph says, as a JSON object {input: output}, what feeds which input next."""
 
 _OVERLOAD_IR_VERSION = 10
+_MERGED_SIZE = 8  # elements of the largest constants of which onnxruntime merges equal ones
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Step:
         variables: All inputs that are variables: mutable ones and learning rates.
         feeds: Inputs that a batch fills.
         outputs: Outputs for people: the loss, and the model's own that the loss depends on.
-        loss: The name of the loss.
+        loss: The name of the loss; empty where the algorithm has no output.
     """
 
     model: ir.Model
@@ -143,6 +144,7 @@ def flatten(proto: onnx.ModelProto, folder: Path | None = None, entry: int = 0) 
         for info in proto.training_info
         for binding in (*info.update_binding, *info.initialization_binding)
     ]
+    _check_algorithm(proto, entry)
     model = prepare(convert.to_ir(_concatenate(proto, entry), folder))
     graph = model.graph
     by_name = {value.name: value for value in graph.outputs}
@@ -154,7 +156,10 @@ def flatten(proto: onnx.ModelProto, folder: Path | None = None, entry: int = 0) 
         for value in node.outputs
     }
     own = [value.name for value in proto.graph.output if by_name[value.name] in needed]
-    shown = [name for name in dict.fromkeys((*wanted, *own)) if name not in updates.values()]
+    _check_updates(graph, updates, entry)
+    new = set(updates.values())
+    loss = _loss(graph, proto, wanted, new)
+    shown = [name for name in dict.fromkeys((*wanted, *own)) if name == loss or name not in new]
     graph.outputs.clear()
     graph.outputs.extend(by_name[name] for name in dict.fromkeys((*shown, *updates.values())))
     _prune(graph)
@@ -162,7 +167,7 @@ def flatten(proto: onnx.ModelProto, folder: Path | None = None, entry: int = 0) 
     variables = [n for n in dict.fromkeys((*mutable, *rates)) if n in graph.initializers]
     _make_inputs(graph, variables)
     feeds = [v.name or "" for v in graph.inputs if v.name not in graph.initializers]
-    return Step(model, updates, rates, variables, feeds, shown, _loss(graph, proto, shown))
+    return Step(model, updates, rates, variables, feeds, shown, loss)
 
 
 def evaluation_model(proto: onnx.ModelProto, entry: int) -> tuple[onnx.ModelProto, str, str]:
@@ -239,6 +244,46 @@ def check_bindings(proto: onnx.ModelProto, entry: int) -> dict[str, str]:
     return {binding.key: binding.value for binding in info.update_binding}
 
 
+def _check_updates(graph: ir.Graph, updates: Mapping[str, str], entry: int) -> None:
+    """Refuses an update that is not of the type and shape of its variable."""
+    outputs = {value.name: value for value in graph.outputs}
+    for name, output in updates.items():
+        old, new = graph.initializers.get(name), outputs[output]
+        if old is None:  # a sparse one
+            continue
+        same_type = None in (old.dtype, new.dtype) or old.dtype == new.dtype
+        if not same_type or not gradient.may_be_equal(old.shape, new.shape):
+            raise ModelError(
+                f"training_info entry {entry}: update_binding sets '{name}' of type {old.dtype} "
+                f"and shape {old.shape} to '{output}' of type {new.dtype} and shape {new.shape}; a "
+                "variable keeps its type and shape"
+            )
+
+
+def _check_algorithm(proto: onnx.ModelProto, entry: int) -> None:
+    """Refuses what onnx.checker would refuse, which does not look at training_info."""
+    graph, algorithm = proto.graph, proto.training_info[entry].algorithm
+    where = f"training_info entry {entry}"
+    known = {name for node in (*graph.node, *algorithm.node) for name in node.output}
+    for part in (graph, algorithm):
+        known.update(value.name for value in (*part.input, *part.initializer))
+        known.update(tensor.values.name for tensor in part.sparse_initializer)
+    opset = max((e.version for e in proto.opset_import if e.domain in ("", "ai.onnx")), default=0)
+    for node in algorithm.node:
+        name = f"{node.op_type} node '{node.name or next(iter(node.output), '')}'"
+        for read in node.input:
+            if read and read not in known:
+                raise ModelError(
+                    f"{where}: {name} reads '{read}', which nothing defines; "
+                    + did_you_mean(read, known - set(node.output))
+                )
+        if not node.domain and opset and not onnx.defs.has(node.op_type, opset):
+            raise ModelError(
+                f"{where}: {name}: the standard has no such operator at opset {opset}; correct "
+                "its name, or import a newer opset"
+            )
+
+
 def _concatenate(proto: onnx.ModelProto, entry: int) -> onnx.ModelProto:
     """Returns the model whose graph is the inference graph followed by an algorithm."""
     result = onnx.ModelProto()
@@ -264,6 +309,9 @@ def _concatenate(proto: onnx.ModelProto, entry: int) -> onnx.ModelProto:
     graph.initializer.extend(algorithm.initializer)
     graph.sparse_initializer.extend(algorithm.sparse_initializer)
     own = {value.name for value in graph.output}
+    variables = {tensor.name for tensor in graph.initializer}
+    for value in [value for value in graph.input if value.name in variables]:
+        graph.input.remove(value)  # older files list initializers as inputs too
     graph.input.extend(algorithm.input)
     graph.output.extend(value for value in algorithm.output if value.name not in own)
     typed = {value.name for value in graph.value_info}
@@ -271,16 +319,22 @@ def _concatenate(proto: onnx.ModelProto, entry: int) -> onnx.ModelProto:
     return result
 
 
-def _prune(graph: ir.Graph) -> None:
-    """Removes nodes, inputs and initializers that no output depends on."""
+def _prune_nodes(graph: ir.Graph) -> None:
+    """Removes nodes that no output depends on."""
     for node in reversed(list(graph)):
         if not any(value.uses() or value.is_graph_output() for value in node.outputs):
             graph.remove(node, safe=True)
+
+
+def _prune(graph: ir.Graph) -> None:
+    """Removes nodes, inputs and initializers that no output depends on."""
+    _prune_nodes(graph)
     for name, value in list(graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():
-            if value in graph.inputs:
-                graph.inputs.remove(value)
             graph.initializers.pop(name)
+    for value in list(graph.inputs):
+        if not value.uses() and not value.is_graph_output():
+            graph.inputs.remove(value)
 
 
 def remove_defaults(graph: ir.Graph, variables: Sequence[str]) -> None:
@@ -310,30 +364,34 @@ def _learning_rates(graph: ir.Graph, proto: onnx.ModelProto) -> list[str]:
     return [name for name in dict.fromkeys(found) if name in graph.initializers]
 
 
-def _loss(graph: ir.Graph, proto: onnx.ModelProto, shown: Sequence[str]) -> str:
-    """Returns the name of the loss: as noted, or y of the first Gradient node."""
+def _loss(
+    graph: ir.Graph, proto: onnx.ModelProto, outputs: Sequence[str], updates: Container[str]
+) -> str:
+    """Returns the name of the loss: as noted, or y of the first Gradient node, or a guess."""
     noted = training_metadata(proto).get("loss")
-    if noted in shown:
+    if noted in outputs:
         return str(noted)
     for node in graph:
         y = node.inputs[-1] if node.domain == BOUND_DOMAIN else None
-        if y is not None and y.name in shown:
+        if y is not None and y.name in outputs:
             return y.name or ""
-    return shown[0] if shown else ""
+    return next((name for name in outputs if name not in updates), next(iter(outputs), ""))
 
 
 def _separate_outputs(graph: ir.Graph, names: Names) -> None:
-    """Puts an Identity before each output that a node reads.
+    """Puts a node before each output of a node that other nodes read from.
 
     onnxruntime merges equal nodes of the graph and of a Gradient body, except where one produces an
-    output of the graph.
+    output of the graph. It removes an Identity that is the only reader of a value, but no Sum.
     """
     tape = Tape(graph, names=names)
     for index, value in enumerate(graph.outputs):
-        if value.uses() and value.producer() is not None:
+        producer = value.producer()
+        if producer is not None and any(other.uses() for other in producer.outputs):
             name = value.name or ""
             value.name = names.unique(f"{name}_value")
-            copy = op.Identity(tape.tensor(value)).with_shape_of(tape.tensor(value)).value
+            emit = op.Identity if value.uses() or not is_float(value) else op.Sum
+            copy = emit(tape.tensor(value)).with_shape_of(tape.tensor(value)).value
             copy.name = name
             graph.outputs[index] = copy
 
@@ -382,13 +440,32 @@ def _gradient_function(node: ir.Node, overload: str) -> ir.Function:
     body.append(bound)
     body.outputs.extend(bound.outputs)
     gradient.lower_gradient(bound, Names(body))
-    _prune(body)
+    _prune_nodes(body)
+    for old, value in copies.items():
+        constant = value.producer()
+        if constant is not None and constant.op_type == "Constant" and not _is_merged(old):
+            value.replace_all_uses_with(formal := ir.Value(type=value.type, shape=value.shape))
+            body.remove(constant, safe=True)
+            formal.name = value.name
+            body.inputs.append(formal)
+            named.append(old)
+            fed.append(old)
+            node.resize_inputs(2 * len(named) + 1)
+    for index, value in enumerate([*fed, *named, y]):
+        node.replace_input_with(index, value)
     body.opset_imports.pop(BOUND_DOMAIN, None)
     body.opset_imports.pop(TRAINING_DOMAIN, None)
     node.overload = overload
     return ir.Function(
         TRAINING_DOMAIN, "Gradient", overload, graph=body, attributes=_declared("xs", "zs", "y")
     )
+
+
+def _is_merged(constant: ir.Value) -> bool:
+    """Whether onnxruntime merges two constants of this value, so that their readers merge too."""
+    merged = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE, ir.DataType.INT64)
+    size = None if constant.const_value is None else constant.const_value.size
+    return size is not None and size <= _MERGED_SIZE and constant.dtype in merged
 
 
 def _named_attributes(
