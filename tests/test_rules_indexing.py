@@ -157,6 +157,21 @@ def test_terms_that_meet_are_not_lost(case: Case) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("op", "indices"),
+    [
+        ("Gather", np.full(3000, 1)),
+        ("GatherND", np.full((3000, 1), 1)),
+        ("GatherElements", np.full((3000, 2), 1)),
+    ],
+)
+def test_float16_is_added_up_in_float32(op: str, indices: np.ndarray) -> None:
+    # In float16, adding 1 to 2048 gives 2048.
+    (found,) = gradients(op, [np.ones((4, 2), np.float16), indices])
+    assert found.dtype == np.float16
+    np.testing.assert_array_equal(found, [[0, 0], [3000, 3000], [0, 0], [0, 0]])
+
+
 def test_embedding_gradient_takes_the_rows_as_they_are() -> None:
     case = Case("Gather", [normal(10, 4), np.array([[1, 2], [1, 3]])])
     nodes = lowered(case, symbolic=False).graph.node

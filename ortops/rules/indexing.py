@@ -7,7 +7,7 @@ from typing import cast
 import numpy as np
 
 from ortops.autodiff import vjp
-from ortops.rules._copies import add_at, positions
+from ortops.rules._copies import add_at, positions, scatter_add
 from ortops.rules._types import Cotangents
 from ortops.tensor import Tensor, op, reshape_like, shape_of, size_of, zeros_like
 
@@ -32,7 +32,7 @@ def gather(g: Tensor, y: Tensor, x: Tensor, indices: Tensor, *, axis: int = 0) -
 def _pad_to(g: Tensor, index: int, x: Tensor, axis: int) -> Tensor:
     """Puts a slice of size 1 among zeros at the index that it was taken from."""
     size = size_of(x, [axis])
-    if isinstance(size, int):
+    if isinstance(size, int) and size:
         index %= size
     before = index if index >= 0 else size + index
     after = size - 1 - index if index >= 0 else -1 - index
@@ -43,7 +43,7 @@ def _pad_to(g: Tensor, index: int, x: Tensor, axis: int) -> Tensor:
 def gather_elements(
     g: Tensor, y: Tensor, x: Tensor, indices: Tensor, *, axis: int = 0
 ) -> Cotangents:
-    return op.ScatterElements(zeros_like(x), indices, g, axis=axis, reduction="add")
+    return scatter_add(zeros_like(x), indices, g, axis)
 
 
 @vjp("GatherND")
@@ -108,10 +108,6 @@ def _reduced(
 ) -> tuple[Tensor, None, Tensor]:
     """Returns the cotangents of ScatterElements with reduction mul, min or max."""
 
-    def scatter(into: Tensor, values: Tensor, reduction: str) -> Tensor:
-        made = op.ScatterElements(into, indices, values, axis=axis, reduction=reduction)
-        return cast(Tensor, made)
-
     def pick(values: Tensor) -> Tensor:
         return cast(Tensor, op.GatherElements(values, indices, axis=axis))
 
@@ -119,14 +115,15 @@ def _reduced(
         # The product of all other factors: without the zeros, if no other factor is zero.
         zero_x, zero_u = (op.Equal(v, 0).astype(v.dtype) for v in (x, updates))
         x, updates = x + zero_x, updates + zero_u
-        product, zeros = scatter(x, updates, "mul"), scatter(zero_x, zero_u, "add")
+        product = op.ScatterElements(x, indices, updates, axis=axis, reduction="mul")
+        zeros = scatter_add(zero_x, indices, zero_u, axis)
         dx = op.Where(op.Equal(zeros, zero_x), g * product / x, 0)
         du = op.Where(op.Equal(pick(zeros), zero_u), pick(g * product) / updates, 0)
         return dx, None, du
     # Those that are equal to the extremum share its cotangent evenly.
     is_x = op.Equal(x, y).astype(g.dtype)
     is_u = op.Equal(updates, pick(y)).astype(g.dtype)
-    share = g / scatter(is_x, is_u, "add")
+    share = g / scatter_add(is_x, indices, is_u, axis)
     return share * is_x, None, pick(share) * is_u
 
 
