@@ -13,13 +13,13 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
     """Writes a file so that at any time the old content or the new is there, whole.
 
     Args:
-        path: The file.
+        path: The file; a link stays one, and what it leads to is written.
         data: Its content.
 
     Raises:
         OSError: If it cannot be written; then the old file is as it was.
     """
-    target = Path(path)
+    target = Path(path).resolve()
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -16,7 +16,14 @@ import onnxruntime
 
 from ortops import convert
 from ortops.convert import ModelLike
-from ortops.errors import FeedError, KernelError, ModelError, OrtopsError, did_you_mean
+from ortops.errors import (
+    FeedError,
+    KernelError,
+    ModelError,
+    OrtopsError,
+    UnsupportedError,
+    did_you_mean,
+)
 from ortops.files import write_atomically
 from ortops.lowering import (
     TRAINING_DOMAIN,
@@ -102,12 +109,7 @@ class TrainingSession:
         for step in self._steps:
             remove_defaults(step.model.graph, step.variables)
         self._sessions = [
-            InferenceSession(
-                to_proto(lower_prepared(step.model, keep=keep)),
-                sess_options,
-                self._providers,
-                kernels=kernels,
-            )
+            self._session(to_proto(lower_prepared(step.model, keep=keep)), kernels=kernels)
             for step in self._steps
         ]
         self._made = 0
@@ -327,7 +329,7 @@ class TrainingSession:
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
         try:
-            accepted = 0 <= float(value) <= np.finfo(np.float32).max
+            accepted = 0 <= float(value) <= float(np.finfo(np.float32).max)
         except (TypeError, ValueError):
             accepted = False
         if not accepted:
@@ -380,7 +382,7 @@ class TrainingSession:
         )
         names = {binding.key: binding.value for binding in info.initialization_binding}
         values = list(dict.fromkeys(names.values()))
-        session = InferenceSession(model, self._options, self._providers)
+        session = self._session(model)
         outputs = dict(zip(values, session.run(values, {}), strict=True))
         return {name: outputs[value] for name, value in names.items()}
 
@@ -492,7 +494,7 @@ class TrainingSession:
             )
         sizes: dict[str, tuple[int, str]] = {}
         arrays = {
-            name: _fit(name, np.asarray(feeds[name]), value, sizes)
+            name: _fit(name, _as_array(name, feeds[name]), value, sizes)
             for name, value in self._inputs.items()
         }
         for name, classes, ignored in self._labels:
@@ -506,11 +508,21 @@ class TrainingSession:
                 )
         return arrays
 
+    def _session(self, model: onnx.ModelProto, *, kernels: Kernels = "onnx") -> InferenceSession:
+        """Returns a session; what onnxruntime cannot load is an error of ours."""
+        try:
+            return InferenceSession(model, self._options, self._providers, kernels=kernels)
+        except OrtopsError:
+            raise
+        except Exception as error:  # onnxruntime's classes have no common base of their own
+            raise UnsupportedError(
+                f"onnxruntime: {str(error).strip()}; change the type of that node's tensors, or "
+                "choose other providers"
+            ) from error
+
     def _build_evaluation(self) -> _Evaluation:
         graph_model, loss, output = evaluation_model(self._proto, self._entries[0])
-        session = onnxruntime.InferenceSession(
-            graph_model.SerializeToString(), self._options, self._providers
-        )
+        session = self._session(graph_model)
         return _Evaluation(session, loss, output, [v.name for v in session.get_inputs()])
 
 
@@ -620,6 +632,13 @@ def _label_limits(step: Step) -> list[tuple[str, int, int | None]]:
     return limits
 
 
+def _as_array(name: str, given: npt.ArrayLike) -> Array:
+    try:
+        return np.asarray(given)
+    except ValueError as error:  # rows of different lengths
+        raise FeedError(f"feeds: '{name}' is no array: {error}; give an array") from error
+
+
 def _fit(name: str, array: Array, value: ir.Value, sizes: dict[str, tuple[int, str]]) -> Array:
     """Returns an array as an input wants it.
 
@@ -671,7 +690,9 @@ def _run(
     except OrtopsError:
         raise
     except Exception as error:  # onnxruntime's classes have no common base of their own
-        raise KernelError(f"onnxruntime: {error}; check values and shapes of the feeds") from error
+        raise KernelError(
+            f"onnxruntime: {str(error).strip()}; check values and shapes of the feeds"
+        ) from error
     return found
 
 

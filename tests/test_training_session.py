@@ -1,0 +1,742 @@
+"""TrainingSession: steps, state, files, and what bad input gets."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from training_models import (
+    TRAINING_DOMAIN,
+    Arrays,
+    affine,
+    affine_batch,
+    assert_same_arrays,
+    classifier,
+    foreign,
+    initializers,
+    labelled,
+    normalizing,
+    plain_session,
+    run_plain,
+    softmax_cross_entropy,
+)
+
+import ortops
+from ortops import (
+    FeedError,
+    KernelError,
+    ModelError,
+    OrtopsError,
+    Tape,
+    TrainingSession,
+    build_training_model,
+    op,
+)
+from ortops.optimizers import SGD, Adagrad, Adam, AdamW, Momentum
+
+OPTIMIZERS = {
+    "Adagrad": Adagrad(epsilon=1e-3),
+    "Adam": Adam(epsilon=1e-3),
+    "Momentum": Momentum(mode="nesterov"),
+    "SGD": SGD(norm_coefficient=0.01),
+    "AdamW": AdamW(epsilon=1e-3),
+}
+
+
+def affine_session(optimizer: Any = "SGD", **settings: Any) -> TrainingSession:
+    model = build_training_model(affine(), loss="MeanSquaredError", optimizer=optimizer)
+    return TrainingSession(model, **settings)
+
+
+def normalizing_session(optimizer: Any = "Adam", **settings: Any) -> TrainingSession:
+    model = build_training_model(normalizing(), loss="SoftmaxCrossEntropy", optimizer=optimizer)
+    return TrainingSession(model, **settings)
+
+
+def images(seed: int) -> Arrays:
+    return labelled((1, 4, 4), seed=seed)
+
+
+def copy_of(session: TrainingSession) -> Arrays:
+    return dict(session.state)
+
+
+# --------------------------------------------------------------------------------------- steps
+
+
+def test_a_step_of_gradient_descent_by_hand() -> None:
+    session = affine_session(SGD(0.25))
+    batch = affine_batch()
+    w, b = (session.state[name].astype(np.float64) for name in ("w", "b"))
+    x = batch["x"].astype(np.float64)
+    for count in (1, 2, 3):
+        outputs = session.step(batch)
+        y = x @ w + b
+        residual = y - batch["targets"]
+        assert outputs["loss"] == pytest.approx(np.mean(residual**2), rel=1e-5)
+        np.testing.assert_allclose(outputs["y"], y, rtol=1e-5, atol=1e-6)
+        w -= 0.25 * 2 * x.T @ residual / residual.size
+        b -= 0.25 * 2 * residual.sum(0) / residual.size
+        np.testing.assert_allclose(session.state["w"], w, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(session.state["b"], b, rtol=1e-5, atol=1e-6)
+        assert session.steps_done == count
+        assert session.state["step"] == count
+        assert set(outputs) == {"loss", "y"}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_both_kinds_of_kernels_agree(optimizer: str, dtype: type) -> None:
+    model = build_training_model(
+        affine(dtype=dtype), loss="MeanSquaredError", optimizer=OPTIMIZERS[optimizer]
+    )
+    sessions = [TrainingSession(model, kernels=kernels) for kernels in ("python", "onnx")]
+    for seed in range(5):
+        batch = affine_batch(seed=seed, dtype=dtype)
+        for session in sessions:
+            session.step(batch)
+    python, standard = (copy_of(session) for session in sessions)
+    tolerance = 2e-6 if dtype is np.float32 else 1e-13
+    for name, array in standard.items():
+        assert array.dtype == python[name].dtype
+        np.testing.assert_allclose(
+            python[name], array, rtol=tolerance, atol=tolerance, err_msg=name
+        )
+
+
+def test_python_kernels_are_what_runs_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ortops import custom_ops
+
+    calls = []
+    update = custom_ops._update
+
+    def counted(name: str, *rest: Any) -> Any:
+        calls.append(name)
+        return update(name, *rest)
+
+    monkeypatch.setattr(custom_ops, "_update", counted)
+    affine_session("Adam", kernels="onnx").step(affine_batch())
+    assert calls == []
+    affine_session("Adam", kernels="python").step(affine_batch())
+    assert calls == ["Adam", "Adam"]
+
+
+def test_a_failing_kernel_raises_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ortops import custom_ops
+
+    session = affine_session("Adam", kernels="python")
+    session.step(affine_batch())
+    before = copy_of(session)
+
+    def fail(*_: Any) -> Any:
+        raise ZeroDivisionError("a defect")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(custom_ops, "_update", fail)
+        with pytest.raises(KernelError, match="a defect"):
+            session.step(affine_batch())
+    assert_same_arrays(copy_of(session), before)
+    session.step(affine_batch())
+    assert session.steps_done == 2
+
+
+def test_the_arrays_given_are_not_changed() -> None:
+    session = normalizing_session()
+    batch = images(0)
+    before = {name: array.copy() for name, array in batch.items()}
+    outputs = session.step(batch)
+    kept = {name: array.copy() for name, array in outputs.items()}
+    session.step(images(1))
+    assert_same_arrays(batch, before)
+    assert_same_arrays(outputs, kept)
+
+
+def test_any_batch_size_and_memory_layout() -> None:
+    session = affine_session()
+    for rows in (1, 7, 3):
+        session.step(affine_batch(rows))
+    batch = affine_batch(6)
+    first, second = affine_session(), affine_session()
+    first.step(batch)
+    second.step({name: np.asfortranarray(array) for name, array in batch.items()})
+    assert_same_arrays(copy_of(first), copy_of(second))
+    strided = {name: np.repeat(array, 2, axis=0)[::2] for name, array in batch.items()}
+    third = affine_session()
+    third.step(strided)
+    assert_same_arrays(copy_of(first), copy_of(third))
+
+
+def test_smaller_integers_become_labels() -> None:
+    model = build_training_model(classifier(), loss="SoftmaxCrossEntropy", optimizer="SGD")
+    batch = labelled((6,))
+    expected = TrainingSession(model).step(batch)["loss"]
+    for dtype in (np.int32, np.uint8):
+        given = batch | {"labels": batch["labels"].astype(dtype)}
+        assert TrainingSession(model).step(given)["loss"] == expected
+
+
+def test_the_model_given_is_not_changed() -> None:
+    model = build_training_model(normalizing(), loss="SoftmaxCrossEntropy", optimizer="Adam")
+    before = model.SerializeToString(deterministic=True)
+    session = TrainingSession(model)
+    session.step(images(0))
+    session.evaluate(images(0))
+    session.model()
+    session.inference_model()
+    session.reset()
+    assert model.SerializeToString(deterministic=True) == before
+
+
+# --------------------------------------------------------------------- resuming, saving, files
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kernels", ["python", "onnx"])
+def test_resumes_exactly(optimizer: str, kernels: Any, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.onnx"
+    session = normalizing_session(OPTIMIZERS[optimizer], kernels=kernels)
+    for seed in range(3):
+        session.step(images(seed))
+    session.learning_rate = 0.01
+    session.save(path)
+    resumed = TrainingSession(path, kernels=kernels)
+    assert_same_arrays(copy_of(resumed), copy_of(session))
+    for seed in range(3, 6):
+        assert_same_arrays(resumed.step(images(seed)), session.step(images(seed)))
+    assert_same_arrays(copy_of(resumed), copy_of(session))
+    assert resumed.steps_done == 6
+
+
+def test_a_saved_file_is_the_trained_model_in_plain_onnxruntime(tmp_path: Path) -> None:
+    path = tmp_path / "trained.onnx"
+    session = normalizing_session()
+    for seed in range(3):
+        session.step(images(seed))
+    session.save(path)
+    onnx.checker.check_model(path, full_check=True)
+    x = {"x": images(9)["x"]}
+    plain = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (found,) = plain.run(None, x)
+    np.testing.assert_array_equal(found, run_plain(session.inference_model(), x)["logits"])
+    assert np.any(found != run_plain(normalizing(), x)["logits"])
+    by_hand = normalizing()
+    for tensor in by_hand.graph.initializer:
+        tensor.CopyFrom(numpy_helper.from_array(session.state[tensor.name], tensor.name))
+    np.testing.assert_array_equal(found, run_plain(by_hand, x)["logits"])
+
+
+def test_saving_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "checkpoint.onnx"
+    session = affine_session()
+    session.save(path)
+    before = path.read_bytes()
+    session.step(affine_batch())
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    for function in ("os.fsync", "pathlib.Path.replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(function, fail)
+            with pytest.raises(OSError, match="no space left"):
+                session.save(path)
+        assert path.read_bytes() == before
+        assert list(tmp_path.iterdir()) == [path]  # nothing half written lies about
+    session.save(path)
+    assert path.read_bytes() != before
+
+
+def test_saving_keeps_the_permissions_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.onnx"
+    affine_session().save(path)
+    path.chmod(0o640)
+    affine_session().save(path)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_saving_where_there_is_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        affine_session().save(tmp_path / "missing" / "checkpoint.onnx")
+
+
+def test_saving_through_a_link_keeps_the_link(tmp_path: Path) -> None:
+    target, link = tmp_path / "run-1.onnx", tmp_path / "latest.onnx"
+    affine_session().save(target)
+    link.symlink_to(target)
+    session = affine_session()
+    session.step(affine_batch())
+    session.save(link)
+    assert link.is_symlink()
+    assert TrainingSession(target).steps_done == 1
+
+
+def test_the_inference_model_is_clean() -> None:
+    session = normalizing_session()
+    session.step(images(0))
+    model = session.inference_model()
+    onnx.checker.check_model(model, full_check=True)
+    assert not model.training_info
+    assert [entry.domain for entry in model.opset_import] == [""]
+    assert not any(entry.key.startswith("ortops") for entry in model.metadata_props)
+    original = normalizing()
+    assert [n.op_type for n in model.graph.node] == [n.op_type for n in original.graph.node]
+    assert set(initializers(model.graph)) == set(initializers(original.graph))
+    for name, array in initializers(model.graph).items():
+        np.testing.assert_array_equal(array, session.state[name])
+
+
+def old_model(opset: int) -> onnx.ModelProto:
+    graph = helper.make_graph(
+        [
+            helper.make_node("Conv", ["x", "w"], ["c"], name="convolution", pads=[1, 1, 1, 1]),
+            helper.make_node("BatchNormalization", ["c", "s", "b", "m", "v"], ["n"]),
+            helper.make_node("GlobalAveragePool", ["n"], ["p"]),
+            *(
+                [helper.make_node("Squeeze", ["p"], ["y"], axes=[2, 3])]
+                if opset < 13
+                else [helper.make_node("Squeeze", ["p", "axes"], ["y"])]
+            ),
+        ],
+        "old",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 1, 4, 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 2])],
+        [
+            numpy_helper.from_array(
+                np.random.default_rng(0).normal(size=(2, 1, 3, 3)).astype(np.float32), "w"
+            ),
+            *(numpy_helper.from_array(np.ones(2, np.float32), name) for name in "sv"),
+            *(numpy_helper.from_array(np.zeros(2, np.float32), name) for name in "bm"),
+            *([numpy_helper.from_array(np.array([2, 3]), "axes")] if opset >= 13 else []),
+        ],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=6)
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+@pytest.mark.parametrize("opset", [11, 13])
+def test_trained_weights_go_back_into_the_original(opset: int, tmp_path: Path) -> None:
+    original = old_model(opset)
+    session = TrainingSession(
+        build_training_model(original, loss="MeanSquaredError", optimizer="Adam")
+    )
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(5, 1, 4, 4)).astype(np.float32)
+    for _ in range(3):
+        session.step({"x": x, "targets": np.ones((5, 2), np.float32)})
+    path = tmp_path / "original.onnx"
+    onnx.save(original, path)
+    before = original.SerializeToString(deterministic=True)
+    for given in (original, original.SerializeToString(), path):
+        found = session.inference_model(original=given)
+        assert found.opset_import[0].version == opset
+        assert found.graph.node == original.graph.node
+        for name, array in initializers(found.graph).items():
+            if name != "axes":
+                np.testing.assert_array_equal(array, session.state[name])
+        np.testing.assert_allclose(
+            run_plain(found, {"x": x})["y"],
+            run_plain(session.inference_model(), {"x": x})["y"],
+            rtol=1e-5,
+            atol=1e-6,
+        )
+    assert original.SerializeToString(deterministic=True) == before
+
+
+def test_an_original_that_does_not_fit() -> None:
+    session = affine_session()
+    with pytest.raises(ModelError, match="original: it has no initializer 'w', which was trained"):
+        session.inference_model(original=normalizing())
+    other = affine()
+    other.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.ones((2, 2), np.float32), "w"))
+    expected = r"its 'w' is float32\[2, 2\], and float32\[3, 2\] was trained; give the model that"
+    with pytest.raises(ModelError, match=expected):
+        session.inference_model(original=other)
+
+
+def test_external_data_are_trained_and_saved_inside(tmp_path: Path) -> None:
+    path, saved = tmp_path / "model.onnx", tmp_path / "saved.onnx"
+    model = build_training_model(affine(), loss="L1", optimizer="SGD")
+    onnx.save(model, path, save_as_external_data=True, size_threshold=0, location="weights.bin")
+    session = TrainingSession(path)
+    session.step(affine_batch())
+    session.save(saved)
+    (tmp_path / "weights.bin").unlink()
+    assert_same_arrays(copy_of(TrainingSession(saved)), copy_of(session))
+
+
+# --------------------------------------------------------------------------------------- state
+
+
+def test_reset_starts_again() -> None:
+    session = normalizing_session()
+    start = copy_of(session)
+    first = [session.step(images(seed)) for seed in range(3)]
+    session.learning_rate = 0.5
+    session.reset()
+    assert_same_arrays(copy_of(session), start)
+    for seed, outputs in enumerate(first):
+        assert_same_arrays(session.step(images(seed)), outputs)
+
+
+def test_reset_of_a_saved_model_resets_the_algorithm_not_the_weights(tmp_path: Path) -> None:
+    session = affine_session("Adam")
+    session.step(affine_batch())
+    session.save(tmp_path / "checkpoint.onnx")
+    resumed = TrainingSession(tmp_path / "checkpoint.onnx")
+    resumed.reset()
+    np.testing.assert_array_equal(resumed.state["w"], session.state["w"])
+    assert resumed.steps_done == 0
+    assert not resumed.state["w.V"].any()
+    assert resumed.learning_rate == np.float32(1e-3)
+
+
+def test_reset_runs_a_random_initialization() -> None:
+    start = helper.make_node("RandomNormal", [], ["w_start"], shape=[2, 1], scale=0.5, seed=1.0)
+    shape = helper.make_tensor_value_info("w_start", TensorProto.FLOAT, [2, 1])
+    w_next = helper.make_tensor_value_info("w_next", TensorProto.FLOAT, [2, 1])
+    model = foreign(
+        [helper.make_node("Add", ["w", "w"], ["w_next"])],
+        outputs=[w_next],
+        updates={"w": "w_next"},
+        initial=([start], [shape], {"w": "w_start"}),
+    )
+    session = TrainingSession(model)
+    before = session.state["w"]
+    session.reset()
+    after = session.state["w"]
+    assert np.all(after != before)
+    session.step({})
+    np.testing.assert_array_equal(session.state["w"], 2 * after)
+
+
+def test_state_reads_copies_and_is_settable() -> None:
+    session = affine_session("Momentum")
+    assert set(session.state) == {"w", "b", "w.V", "b.V", "step", "learning_rate"}
+    assert len(session.state) == 6
+    session.state["w"][:] = 7
+    assert np.all(session.state["w"] != 7)
+    new = np.full((3, 2), 7, np.float64)
+    session.state["w"] = new
+    new[:] = 8
+    assert np.all(session.state["w"] == 7)
+    assert session.state["w"].dtype == np.float32
+    session.state = {"b": np.zeros(2, np.float32), "step": 5}
+    assert session.steps_done == 5
+    assert not session.state["b"].any()
+    assert np.all(session.state["w"] == 7)
+    x = affine_batch()
+    np.testing.assert_allclose(
+        session.step(x)["y"], x["x"] @ np.full((3, 2), 7, np.float32), rtol=1e-6
+    )
+    session.state["w"] = np.ones((2, 3), np.float32).T  # any layout
+    np.testing.assert_array_equal(session.state["w"], np.ones((3, 2)))
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"W": np.zeros((3, 2))}, "state: there is no variable 'W'"),
+        ({"w.W": np.zeros((3, 2))}, "there is no variable 'w.W'; did you mean 'w.V'?"),
+        (
+            {"b": np.zeros(2), "w": np.zeros((2, 3))},
+            "state 'w': float64[2, 3] was given; float32[3, 2] is accepted",
+        ),
+        ({"step": 1.5}, "state 'step': float64[] was given; int64[] is accepted"),
+        ({"w": np.zeros((3, 2), np.complex64)}, "state 'w': complex64[3, 2] was given"),
+        (3, "state: int was given; give a dict of an array for each name"),
+    ],
+)
+def test_bad_state_changes_nothing(state: Any, message: str) -> None:
+    session = affine_session("Momentum")
+    session.step(affine_batch())
+    before = copy_of(session)
+    with pytest.raises(OrtopsError) as raised:
+        session.state = state
+    assert message in str(raised.value)
+    assert_same_arrays(copy_of(session), before)
+
+
+def test_state_cannot_be_removed() -> None:
+    session = affine_session()
+    with pytest.raises(OrtopsError, match="state 'w': a variable cannot be removed; set it"):
+        del session.state["w"]
+    with pytest.raises(OrtopsError, match="there is no variable 'v'"):
+        session.state["v"]
+
+
+def test_the_learning_rate_counts_at_once_and_is_saved() -> None:
+    session = affine_session(SGD(0.5))
+    assert session.learning_rate == 0.5
+    session.learning_rate = 0
+    before = session.state["w"]
+    session.step(affine_batch())
+    np.testing.assert_array_equal(session.state["w"], before)
+    session.learning_rate = np.float64(0.25)
+    assert TrainingSession(session.model()).learning_rate == 0.25
+
+
+@pytest.mark.parametrize("value", [-1, np.nan, np.inf, 1e39, "fast", None, [0.1, 0.2]])
+def test_bad_learning_rates(value: Any) -> None:
+    session = affine_session(SGD(0.5))
+    with pytest.raises(OrtopsError, match=r"learning_rate is .*; a finite number >= 0 is accepted"):
+        session.learning_rate = value
+    assert session.learning_rate == 0.5
+
+
+def test_without_a_learning_rate() -> None:
+    w_next = helper.make_tensor_value_info("w_next", TensorProto.FLOAT, [2, 1])
+    model = foreign(
+        [helper.make_node("Add", ["w", "w"], ["w_next"])],
+        outputs=[w_next],
+        updates={"w": "w_next"},
+    )
+    session = TrainingSession(model)
+    with pytest.raises(OrtopsError, match="learning_rate: the training algorithm has none"):
+        session.learning_rate = 0.1
+    with pytest.raises(OrtopsError, match="learning_rate: the training algorithm has none"):
+        _ = session.learning_rate
+
+
+# --------------------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("make", [normalizing, lambda: classifier(dropout=0.5)])
+def test_evaluates_in_inference_mode(make: Any) -> None:
+    shape = (1, 4, 4) if make is normalizing else (6,)
+    model = build_training_model(make(), loss="SoftmaxCrossEntropy", optimizer="Adam")
+    session = TrainingSession(model)
+    for seed in range(3):
+        session.step(labelled(shape, seed=seed))
+    before = copy_of(session)
+    data = labelled(shape, rows=21, seed=9)
+    logits = run_plain(session.inference_model(), data)["logits"]
+    found = session.evaluate(data, batch_size=8, metrics=["accuracy"])
+    assert found["loss"] == pytest.approx(softmax_cross_entropy(logits, data["labels"]), rel=1e-5)
+    assert found["accuracy"] == pytest.approx(np.mean(logits.argmax(1) == data["labels"]))
+    assert_same_arrays(copy_of(session), before)
+    in_training = session.step(data)["loss"]
+    assert abs(in_training - found["loss"]) > 1e-3  # training mode is another function
+
+
+def test_evaluates_a_model_exported_in_training_mode() -> None:
+    model = normalizing()
+    for node in model.graph.node:
+        if node.op_type == "BatchNormalization":
+            node.attribute.append(helper.make_attribute("training_mode", 1))
+            node.output.extend(["mean_out", "var_out"])
+    settings: dict[str, Any] = {"loss": "SoftmaxCrossEntropy", "optimizer": "SGD"}
+    found = TrainingSession(build_training_model(model, **settings)).evaluate(images(0))
+    expected = TrainingSession(build_training_model(normalizing(), **settings)).evaluate(images(0))
+    assert found == expected
+
+
+def test_evaluates_with_present_weights() -> None:
+    session = affine_session(SGD(0.25))
+    batch = affine_batch(10)
+    first = session.evaluate(batch)["loss"]
+    assert first == pytest.approx(float(session.step(batch)["loss"]), rel=1e-6)
+    assert session.evaluate(batch, batch_size=3)["loss"] < first
+
+
+# ------------------------------------------------------------------------------------- threads
+
+
+def test_two_sessions_in_two_threads() -> None:
+    batches = [images(seed) for seed in range(15)]
+    expected = normalizing_session(kernels="python")
+    for batch in batches:
+        expected.step(batch)
+    sessions = [normalizing_session(kernels=kernels) for kernels in ("python", "python")]
+    errors: list[BaseException] = []
+
+    def train(session: TrainingSession) -> None:
+        try:
+            for batch in batches:
+                session.step(batch)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(session,)) for session in sessions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for session in sessions:
+        for name, array in copy_of(expected).items():
+            np.testing.assert_allclose(session.state[name], array, rtol=1e-5, atol=1e-6)
+
+
+def test_threads_that_share_a_session_lose_no_step() -> None:
+    session = affine_session(SGD(0.0))
+    threads = [
+        threading.Thread(target=lambda: [session.step(affine_batch()) for _ in range(20)])
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert session.steps_done == 60
+
+
+# ----------------------------------------------------------------------------------- bad feeds
+
+
+def with_feed(**changes: Any) -> Any:
+    batch = {**labelled((6,)), **changes}
+    return {name: array for name, array in batch.items() if array is not None}
+
+
+@pytest.mark.parametrize(
+    ("feeds", "message"),
+    [
+        (with_feed(labels=None), "feeds: input 'labels' is missing; the inputs are 'x', 'labels'"),
+        (
+            with_feed(labels=None, lables=np.zeros(8, np.int64)),
+            "feeds: there is no input 'lables'; did you mean 'labels'?",
+        ),
+        (
+            with_feed(x=np.zeros((8, 5), np.float32)),
+            "feeds: 'x' has shape [8, 5]; [batch, 6] is accepted",
+        ),
+        (
+            with_feed(x=np.zeros(6, np.float32)),
+            "feeds: 'x' has shape [6]; [batch, 6] is accepted",
+        ),
+        (
+            with_feed(x=np.zeros((8, 6))),
+            "'x' is of type float64; float32 is accepted (convert it with .astype(np.float32))",
+        ),
+        (
+            with_feed(labels=np.zeros(8, np.float32)),
+            "feeds: 'labels' is of type float32; int64 is accepted",
+        ),
+        (
+            with_feed(labels=np.zeros(5, np.int64)),
+            "feeds: 'batch' is 8 in 'x' and 5 in 'labels'; it must be the same in all inputs",
+        ),
+        (
+            with_feed(labels=np.full(8, 3)),
+            "feeds: 'labels' has the label 3; 0 to 2 are accepted",
+        ),
+        (
+            with_feed(labels=np.array([0, 1, 2, 0, -1, 0, 0, 0])),
+            "feeds: 'labels' has the label -1; 0 to 2 are accepted",
+        ),
+        ([1, 2], "feeds: list was given; give a dict of an array for each input"),
+        (with_feed(x=[[1, 2], [3]]), "feeds: 'x' is no array: setting an array element"),
+    ],
+)
+def test_bad_feeds_change_nothing(feeds: Any, message: str) -> None:
+    model = build_training_model(
+        classifier(dropout=0.5), loss="SoftmaxCrossEntropy", optimizer="Adam"
+    )
+    session, undisturbed = TrainingSession(model), TrainingSession(model)
+    session.step(labelled((6,)))
+    undisturbed.step(labelled((6,)))
+    before = copy_of(session)
+    for use in (session.step, session.evaluate):
+        if use == session.evaluate and not isinstance(feeds, dict):
+            continue
+        with pytest.raises(FeedError) as raised:
+            use([feeds] if use == session.evaluate else feeds)
+        assert message in str(raised.value)
+        assert_same_arrays(copy_of(session), before)
+    # The session still runs, as if nothing had happened.
+    batch = labelled((6,), seed=1)
+    assert_same_arrays(session.step(batch), undisturbed.step(batch))
+
+
+def test_a_label_that_does_not_count() -> None:
+    loss = ortops.losses.SoftmaxCrossEntropy(ignore_index=-100)
+    session = TrainingSession(build_training_model(classifier(), loss=loss, optimizer="SGD"))
+    batch = labelled((6,))
+    batch["labels"][2:] = -100
+    logits = run_plain(classifier(), batch)["logits"]
+    expected = softmax_cross_entropy(logits[:2], batch["labels"][:2])
+    assert session.step(batch)["loss"] == pytest.approx(expected, rel=1e-5)
+    batch["labels"][0] = 7
+    expected_message = "has the label 7; 0 to 2 are accepted, or -100, which does not count"
+    with pytest.raises(FeedError, match=expected_message):
+        session.step(batch)
+
+
+def test_what_only_onnxruntime_notices() -> None:
+    # The model does not say how many classes there are, so only the run can tell.
+    with Tape() as tape:
+        x = tape.input("x", np.float32, ["N", "C"])
+        tape.output(x * tape.initializer("w", np.ones((1, 1), np.float32)), "y")
+    session = TrainingSession(
+        build_training_model(tape.model(), loss="SoftmaxCrossEntropy", optimizer="SGD")
+    )
+    batch = {"x": np.ones((2, 3), np.float32), "labels": np.array([0, 9])}
+    before = copy_of(session)
+    with pytest.raises(KernelError, match=r"onnxruntime: .*; check values and shapes of the feeds"):
+        session.step(batch)
+    assert_same_arrays(copy_of(session), before)
+    session.step(batch | {"labels": np.array([0, 2])})
+    assert session.steps_done == 1
+
+
+def test_inputs_that_no_step_reads_are_not_needed() -> None:
+    model = affine()
+    model.graph.input.append(helper.make_tensor_value_info("unread", TensorProto.FLOAT, ["N"]))
+    session = TrainingSession(build_training_model(model, loss="MeanSquaredError", optimizer="SGD"))
+    batch = affine_batch()
+    session.step(batch)
+    session.step(batch | {"unread": np.zeros(4, np.float32)})
+    assert session.steps_done == 2
+
+
+def test_what_cannot_be_trained() -> None:
+    with pytest.raises(ModelError, match="it has no training_info; make it trainable with"):
+        TrainingSession(affine())
+    with pytest.raises(ModelError, match="not an ONNX model"):
+        TrainingSession(b"\x00\x01not a model")
+    model = build_training_model(affine(), loss="L1", optimizer="SGD")
+    with pytest.raises(ModelError, match="no training_info entry 1; it has 1"):
+        TrainingSession(model, entry=1)
+    with pytest.raises(OrtopsError, match="kernels is 'fast'; 'python' and 'onnx' are accepted"):
+        TrainingSession(model, kernels="fast")  # type: ignore[arg-type]
+
+
+def test_an_operator_without_a_rule_is_named() -> None:
+    with Tape() as tape:
+        x = tape.input("x", np.float32, ["N", 3])
+        w = tape.initializer("w", np.eye(3, dtype=np.float32))
+        tape.output(x * op.Det(op.Reshape(w, [1, 3, 3])), "y")
+    model = build_training_model(tape.model(), loss="MeanSquaredError", optimizer="SGD")
+    with pytest.raises(ortops.UnsupportedError, match="Det node 'Det': there is no gradient rule"):
+        TrainingSession(model)
+
+
+def test_a_type_that_onnxruntime_has_no_kernel_for() -> None:
+    with Tape() as tape:
+        x = tape.input("x", np.float64, ["N", 1, 4, 4])
+        w = tape.initializer("w", np.ones((1, 1, 3, 3), np.float64))
+        tape.scope = "body/"
+        tape.output(op.Conv(x, w), "y")
+    model = build_training_model(tape.model(), loss="MeanSquaredError", optimizer="SGD")
+    with pytest.raises(ortops.UnsupportedError, match=r"onnxruntime: .*Conv.*'body/Conv'"):
+        TrainingSession(model)
+
+
+def test_the_session_lets_the_domain_be_used_elsewhere() -> None:
+    # A plain session that was made before still runs after training sessions were.
+    step = ortops.step_graph(build_training_model(affine(), loss="L1", optimizer="Adam"))
+    options = onnxruntime.SessionOptions()
+    ortops.register_custom_ops(options)
+    plain = onnxruntime.InferenceSession(step.SerializeToString(), options)
+    first = plain.run(["loss"], affine_batch())[0]
+    affine_session("Adagrad", kernels="python").step(affine_batch())
+    assert plain.run(["loss"], affine_batch())[0] == first
+    assert any(node.domain == TRAINING_DOMAIN for node in step.graph.node)
+    assert plain_session(step).run(["loss"], affine_batch())[0] == pytest.approx(float(first))
