@@ -38,6 +38,11 @@ def batches(
         [[0, 1], [2, 3], [4]]
     """
     if not isinstance(data, Mapping):
+        if not isinstance(data, Iterable):
+            raise FeedError(
+                f"data: {type(data).__name__} was given; give arrays by name or an iterable of "
+                "batches"
+            )
         yield from data
         return
     arrays = {name: np.asarray(array) for name, array in data.items()}

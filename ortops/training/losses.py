@@ -191,9 +191,9 @@ def resolve(loss: LossLike) -> Loss | Callable[..., Tensor]:
             raise ModelError(f"loss '{loss}' is not known; {did_you_mean(loss, LOSSES)}")
         return LOSSES[loss]()
     if isinstance(loss, type):
-        if issubclass(loss, Loss):
+        if issubclass(loss, Loss) and loss is not Loss:
             return loss()
-    elif callable(loss):
+    elif callable(loss) and type(loss) is not Loss:
         return loss
     raise ModelError(
         f"loss is {loss!r}; one of ortops.losses, its name, or a function of Tensors is accepted"
@@ -278,11 +278,12 @@ def compute(
         result = loss(*positional, **named)
     if not isinstance(result, Tensor):
         raise ModelError(f"loss {name}: it returned {result!r}; it must return a Tensor")
-    if result.shape != ():
-        shape = "of unknown rank" if result.shape is None else f"of shape {list(result.shape)}"
+    if result.shape is None:
+        result = op.Reshape(result, np.zeros(0, np.int64))  # a run fails if it is no scalar
+    elif result.shape != ():
         raise ModelError(
-            f"loss {name}: it is {shape}; it must be a scalar, so reduce it, for example with "
-            "op.ReduceMean(loss, keepdims=0)"
+            f"loss {name}: it is of shape {list(result.shape)}; it must be a scalar, so reduce it, "
+            "for example with op.ReduceMean(loss, keepdims=0)"
         )
     if result.dtype.kind in "iub":
         raise ModelError(f"loss {name}: it is of type {result.dtype}; it must be floating-point")

@@ -45,6 +45,12 @@ class Progress:
             self.drawn = now
             self._write(done, values, "")
 
+    def abandon(self) -> None:
+        """Ends the line where it is, because an error comes."""
+        if self.live and self.drawn:
+            self.stream.write("\n")
+            self.stream.flush()
+
     def finish(self, done: int, values: Mapping[str, float]) -> None:
         """Shows the end of the epoch."""
         self._write(done, values, "\n")

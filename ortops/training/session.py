@@ -190,6 +190,7 @@ class TrainingSession:
             FeedError: If the data do not fit the model.
         """
         chosen = metric_functions.resolve(metrics)
+        self._loss()
         if chosen:
             self._target(chosen)
         for given in (data, {} if validation is None else validation):
@@ -200,13 +201,18 @@ class TrainingSession:
                 self.learning_rate = schedule((epoch - 1) / epochs)
             order = np.random.default_rng((seed, self.steps_done)) if shuffle else None
             bar = Progress(epoch, epochs, count(data, batch_size)) if progress else None
-            total = rows = done = 0.0
-            for feeds in batches(data, batch_size, order=order):
-                loss = float(self.step(feeds)[self._steps[0].loss])
-                size = _rows(feeds)
-                total, rows, done = total + loss * size, rows + size, done + 1
+            total, rows, done = 0.0, 0, 0
+            try:
+                for feeds in batches(data, batch_size, order=order):
+                    loss = float(self.step(feeds)[self._loss()])
+                    size = _rows(feeds)
+                    total, rows, done = total + loss * size, rows + size, done + 1
+                    if bar:
+                        bar.update(done, {"loss": total / rows})
+            except BaseException:
                 if bar:
-                    bar.update(int(done), {"loss": total / rows})
+                    bar.abandon()
+                raise
             if not done:
                 raise FeedError(
                     "data: there is no batch in it; an iterator can be used for one epoch only, "
@@ -218,7 +224,7 @@ class TrainingSession:
                 result |= {f"validation_{name}": value for name, value in measured.items()}
             history.append(result)
             if bar:
-                bar.finish(int(done), result)
+                bar.finish(done, result)
         return history
 
     def evaluate(
@@ -245,6 +251,7 @@ class TrainingSession:
         self, data: Data, batch_size: int, metrics: Mapping[str, Metric]
     ) -> dict[str, float]:
         if self._evaluation is None:
+            self._loss()
             self._evaluation = self._build_evaluation()
         evaluation = self._evaluation
         total, rows = 0.0, 0
@@ -272,6 +279,14 @@ class TrainingSession:
         for name, metric in metrics.items():
             result[name] = float(metric(np.concatenate(outputs), np.concatenate(targets)))
         return result
+
+    def _loss(self) -> str:
+        """Returns the name of the loss, that of the first entry."""
+        if not self._steps[0].loss:
+            raise OrtopsError(
+                "loss: the training algorithm has no output; it can be run with `step`"
+            )
+        return self._steps[0].loss
 
     def _target(self, metrics: Mapping[str, Metric]) -> str:
         """Returns the name of the input that metrics compare outputs with."""

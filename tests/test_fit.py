@@ -1,0 +1,417 @@
+"""TrainingSession.fit: epochs, batches, order, validation and the progress on a terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+from training_models import (
+    Arrays,
+    affine,
+    affine_batch,
+    assert_same_arrays,
+    classifier,
+    foreign,
+    labelled,
+    normalizing,
+)
+
+from ortops import FeedError, OrtopsError, TrainingSession, build_training_model
+from ortops.optimizers import SGD, Adam
+from ortops.training.metrics import accuracy, mean_absolute_error
+from ortops.training.progress import Progress
+
+
+def affine_session(rate: float = 0.1, **settings: Any) -> TrainingSession:
+    return TrainingSession(
+        build_training_model(affine(**settings), loss="MeanSquaredError", optimizer=SGD(rate))
+    )
+
+
+def classifying(**settings: Any) -> TrainingSession:
+    model = classifier(dropout=0.25)
+    return TrainingSession(
+        build_training_model(model, loss="SoftmaxCrossEntropy", optimizer=Adam(0.01), **settings)
+    )
+
+
+def cut(data: Arrays, size: int) -> list[Arrays]:
+    rows = len(data["x"])
+    return [
+        {name: array[start : start + size] for name, array in data.items()}
+        for start in range(0, rows, size)
+    ]
+
+
+# ----------------------------------------------------------------------------- what it computes
+
+
+def test_is_a_loop_of_steps() -> None:
+    data = affine_batch(10)
+    by_hand, fitted = affine_session(), affine_session()
+    wanted = []
+    for _ in range(3):
+        total = 0.0
+        for batch in cut(data, 4):  # 4, 4 and the 2 that are left
+            total += float(by_hand.step(batch)["loss"]) * len(batch["x"])
+        wanted.append(total / 10)
+    history = fitted.fit(data, epochs=3, batch_size=4, shuffle=False, progress=False)
+    assert [entry["loss"] for entry in history] == pytest.approx(wanted, rel=1e-12)
+    assert_same_arrays(dict(fitted.state), dict(by_hand.state))
+    assert fitted.steps_done == 9
+
+
+def test_sees_every_row_once_in_each_epoch_in_another_order() -> None:
+    session = affine_session(rate=0.0)
+    data = affine_batch(10)
+    data["x"][:, 0] = np.arange(10)
+    seen: list[Any] = []
+    step = session.step
+
+    def watched(feeds: Any) -> Any:
+        np.testing.assert_array_equal(
+            feeds["targets"], data["targets"][feeds["x"][:, 0].astype(int)]
+        )
+        seen.append(feeds["x"][:, 0].astype(int).tolist())
+        return step(feeds)
+
+    session.step = watched  # type: ignore[method-assign]
+    session.fit(data, epochs=2, batch_size=4, progress=False)
+    assert [len(batch) for batch in seen] == [4, 4, 2] * 2
+    first, second = np.concatenate(seen[:3]).tolist(), np.concatenate(seen[3:]).tolist()
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert first != sorted(first)
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_the_same_seed_gives_the_same_training(seed: int) -> None:
+    data = labelled((6,), rows=20)
+    sessions = [classifying(seed=3), classifying(seed=3), classifying(seed=3)]
+    for session, order in zip(sessions, (seed, seed, seed + 1), strict=True):
+        session.fit(data, epochs=2, batch_size=6, seed=order, progress=False)
+    assert_same_arrays(dict(sessions[0].state), dict(sessions[1].state))
+    assert np.any(sessions[0].state["w1"] != sessions[2].state["w1"])
+
+
+def test_a_resumed_training_is_the_one_that_never_stopped(tmp_path: Path) -> None:
+    data = labelled((1, 4, 4), rows=20)
+    model = build_training_model(normalizing(), loss="SoftmaxCrossEntropy", optimizer="Adam")
+    whole, part = TrainingSession(model), TrainingSession(model)
+    settings: dict[str, Any] = {"batch_size": 6, "seed": 5, "progress": False}
+    expected = whole.fit(data, epochs=4, **settings)
+    history = part.fit(data, epochs=1, **settings)
+    part.save(tmp_path / "checkpoint.onnx")
+    resumed = TrainingSession(tmp_path / "checkpoint.onnx")
+    history += resumed.fit(data, epochs=3, **settings)
+    assert history == expected
+    assert_same_arrays(dict(resumed.state), dict(whole.state))
+
+
+def test_learns() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(300, 6)).astype(np.float32)
+    data = {"x": x, "labels": x[:, :3].argmax(axis=1)}
+    session = TrainingSession(
+        build_training_model(classifier(), loss="SoftmaxCrossEntropy", optimizer=Adam(0.02))
+    )
+    history = session.fit(data, epochs=30, validation=data, metrics=["accuracy"], progress=False)
+    assert history[0]["validation_accuracy"] < 0.8
+    assert history[-1]["validation_accuracy"] > 0.95
+    assert history[-1]["loss"] < 0.3 * history[0]["loss"]
+
+
+# -------------------------------------------------------------------------- kinds of data
+
+
+class Loader:
+    """Batches that can be iterated over once for each epoch, as a data loader's can."""
+
+    def __init__(self, batches: list[Arrays]) -> None:
+        self.batches = batches
+        self.epochs = 0
+
+    def __iter__(self) -> Iterator[Arrays]:
+        self.epochs += 1
+        return iter(self.batches)
+
+
+def test_iterables_of_batches() -> None:
+    data = affine_batch(10)
+    batches = cut(data, 4)
+    expected = affine_session()
+    history = expected.fit(data, epochs=2, batch_size=4, shuffle=False, progress=False)
+    loader = Loader(batches)
+    for given in (batches, tuple(batches), loader):
+        session = affine_session()
+        assert session.fit(given, epochs=2, progress=False) == history
+        assert_same_arrays(dict(session.state), dict(expected.state))
+        assert session.evaluate(given) == expected.evaluate(data, batch_size=4)
+    assert loader.epochs == 3
+
+
+def test_an_iterator_serves_one_epoch() -> None:
+    batches = cut(affine_batch(8), 4)
+    assert len(affine_session().fit(iter(batches), progress=False)) == 1
+    session = affine_session()
+    expected = "data: there is no batch in it; an iterator can be used for one epoch only, give"
+    with pytest.raises(FeedError, match=expected):
+        session.fit(iter(batches), epochs=2, progress=False)
+    assert session.steps_done == 2
+
+
+def test_no_epoch_is_nothing() -> None:
+    session = affine_session()
+    assert session.fit(affine_batch(), epochs=0) == []
+    assert session.steps_done == 0
+
+
+def test_a_fixed_batch_size() -> None:
+    session = affine_session(batch=4)
+    session.fit(affine_batch(8), batch_size=4, progress=False)
+    before = dict(session.state)
+    for rows, size in ((8, 32), (10, 4), (8, 2)):
+        expected = (
+            rf"data: 'x' has {rows} rows, in batches of {size}; the model's batch is fixed at 4, so"
+            " give batch_size=4 and a multiple of 4 rows, or a model whose batch dimension"
+        )
+        with pytest.raises(FeedError, match=expected):
+            session.fit(affine_batch(rows), batch_size=size, progress=False)
+        with pytest.raises(FeedError, match=expected):
+            session.evaluate(affine_batch(rows), batch_size=size)
+    with pytest.raises(FeedError, match="'x' has 10 rows"):
+        session.fit(affine_batch(8), batch_size=4, validation=affine_batch(10), progress=False)
+    assert_same_arrays(dict(session.state), before)
+
+
+@pytest.mark.parametrize("progress", [False, True])
+@pytest.mark.parametrize(
+    ("data", "settings", "message"),
+    [
+        ({}, {}, "data: there are no arrays; give one for each input"),
+        (
+            {"x": np.zeros((4, 3), np.float32), "targets": np.zeros((3, 2), np.float32)},
+            {},
+            "data: the arrays have different lengths ('x' 4, 'targets' 3); they must have one",
+        ),
+        (affine_batch(0), {}, "data: there is no batch in it"),
+        (affine_batch(), {"batch_size": 0}, "batch_size is 0; an integer of at least 1 is"),
+        (affine_batch(), {"batch_size": 2.5}, "batch_size is 2.5; an integer of at least 1 is"),
+        (
+            {"x": affine_batch()["x"]},
+            {},
+            "feeds: input 'targets' is missing; the inputs are 'x', 'targets'",
+        ),
+        (
+            {"x": affine_batch()["x"], "target": affine_batch()["targets"]},
+            {},
+            "feeds: there is no input 'target'; did you mean 'targets'?",
+        ),
+        ([3], {}, "feeds: int was given; give a dict of an array for each input"),
+        (3, {}, "data: int was given; give arrays by name or an iterable of batches"),
+    ],
+)
+def test_bad_data_change_nothing(
+    data: Any, settings: dict[str, Any], message: str, progress: bool
+) -> None:
+    session = affine_session()
+    before = dict(session.state)
+    with pytest.raises(FeedError) as raised:
+        session.fit(data, **({"progress": progress} | settings))
+    assert message in str(raised.value)
+    with pytest.raises(FeedError) as raised:
+        session.evaluate(data, **settings)
+    assert message.split(";")[0] in str(raised.value)
+    assert_same_arrays(dict(session.state), before)
+    session.fit(affine_batch(), progress=False)
+
+
+def test_bad_validation_data_are_found_before_training() -> None:
+    session = affine_session()
+    validation = affine_batch() | {"targets": np.zeros((5, 2), np.float32)}
+    with pytest.raises(FeedError, match="data: the arrays have different lengths"):
+        session.fit(affine_batch(), validation=validation, progress=False)
+    with pytest.raises(OrtopsError, match="metric 'acuracy' is not known; did you mean 'accuracy'"):
+        session.fit(affine_batch(), validation=affine_batch(), metrics=["acuracy"], progress=False)
+    assert session.steps_done == 0
+
+
+# ----------------------------------------------------------- validation, metrics, schedule
+
+
+def test_validation_and_metrics() -> None:
+    data, held_out = labelled((6,), rows=20), labelled((6,), rows=13, seed=1)
+
+    def worst(outputs: Any, targets: Any) -> float:
+        assert outputs.shape == (13, 3)
+        assert targets.shape == (13,)
+        return float(outputs.min())
+
+    session = classifying()
+    history = session.fit(
+        data,
+        epochs=2,
+        batch_size=5,
+        validation=held_out,
+        metrics=["accuracy", worst],
+        progress=False,
+    )
+    assert set(history[-1]) == {
+        *("loss", "validation_loss", "validation_accuracy", "validation_worst")
+    }
+    measured = session.evaluate(held_out, batch_size=5, metrics=["accuracy", worst])
+    assert {f"validation_{name}": value for name, value in measured.items()} == {
+        name: value for name, value in history[-1].items() if name != "loss"
+    }
+
+
+def test_metrics_by_hand() -> None:
+    logits = np.array([[1.0, 2.0], [3.0, 1.0], [0.0, 5.0]])
+    assert accuracy(logits, np.array([1, 1, 1])) == pytest.approx(2 / 3)
+    assert accuracy(np.array([[-1.0], [2.0]]), np.array([[0.0], [0.0]])) == 0.5
+    pixels = np.zeros((2, 3, 4, 4))
+    pixels[:, 2] = 1
+    assert accuracy(pixels, np.full((2, 4, 4), 2)) == 1.0
+    assert mean_absolute_error(np.array([1.0, -1.0]), np.array([0.0, 1.0])) == 1.5
+
+
+def test_a_metric_needs_one_input_to_compare_with() -> None:
+    from ortops import op
+
+    model = build_training_model(
+        affine(), loss=lambda y: op.ReduceMean(y * y, keepdims=0), optimizer="SGD"
+    )
+    session = TrainingSession(model)
+    data = {"x": affine_batch()["x"]}
+    session.fit(data, progress=False)
+    with pytest.raises(OrtopsError, match="metric 'accuracy': the loss has 0 inputs of its own"):
+        session.evaluate(data, metrics=["accuracy"])
+
+
+def test_a_schedule_sets_the_rate_of_each_epoch() -> None:
+    session = affine_session()
+    shares: list[float] = []
+
+    def schedule(done: float) -> float:
+        shares.append(done)
+        return 0.5 * (1 - done)
+
+    session.fit(affine_batch(), epochs=4, schedule=schedule, progress=False)
+    assert shares == [0, 0.25, 0.5, 0.75]
+    assert session.learning_rate == 0.125
+
+
+# -------------------------------------------------------------------------- foreign models
+
+
+def averaging() -> TrainingSession:
+    """A model without a step counter: w is replaced by the batch's x."""
+    x_row = helper.make_tensor_value_info("w_next", TensorProto.FLOAT, [2, 1])
+    return TrainingSession(
+        foreign(
+            [
+                helper.make_node("Transpose", ["x"], ["w_next"]),
+                helper.make_node("ReduceMean", ["y"], ["cost"], keepdims=0),
+            ],
+            outputs=[helper.make_tensor_value_info("cost", TensorProto.FLOAT, []), x_row],
+            updates={"w": "w_next"},
+        )
+    )
+
+
+def test_without_a_step_counter_the_order_still_changes() -> None:
+    session = averaging()
+    data = {"x": np.arange(40, dtype=np.float32).reshape(20, 2)}
+    last = []
+    for _ in range(4):
+        session.fit(data, batch_size=1, progress=False)
+        last.append(float(session.state["w"][0, 0]))
+    assert len(set(last)) > 1
+    assert session.steps_done == 80
+
+
+# ------------------------------------------------------------------------------- progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class AsciiTerminal(Terminal):
+    encoding = "ascii"
+
+    def write(self, text: str) -> int:
+        text.encode("ascii")
+        return super().write(text)
+
+
+def test_a_file_gets_one_line_per_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    session = classifying()
+    data = labelled((6,), rows=10)
+    session.fit(data, epochs=11, batch_size=4, validation=data, metrics=["accuracy"])
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert len(lines) == 11
+    assert "\x1b" not in err
+    assert "\r" not in err
+    for number, line in enumerate(lines, 1):
+        pattern = (
+            rf"epoch {number:>2}/11  █{{24}}  3/3  loss \d+\.\d{{4}}  validation_loss \d+\.\d{{4}}"
+            r"  validation_accuracy \d\.\d{4}  \d+\.\d s"
+        )
+        assert re.fullmatch(pattern, line), line
+
+
+def test_a_terminal_sees_the_bar_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setattr("ortops.training.progress._INTERVAL", 0.0)
+    affine_session().fit(affine_batch(12), epochs=2, batch_size=3)
+    drawn = stream.getvalue()
+    assert drawn.count("\n") == 2
+    first = drawn.split("\n")[0].split("\r\x1b[2K")[1:]
+    assert [re.search(r"(█*)░*  (\d)/4", text).groups() for text in first] == [  # type: ignore[union-attr]
+        ("█" * 6, "1"),
+        ("█" * 12, "2"),
+        ("█" * 18, "3"),
+        ("█" * 24, "4"),
+        ("█" * 24, "4"),
+    ]
+
+
+def test_a_terminal_without_unicode() -> None:
+    stream = AsciiTerminal()
+    bar = Progress(1, 1, 4, stream)
+    bar.finish(2, {"loss": 1.0})
+    assert re.fullmatch(
+        r"\repoch 1/1  #{12}\.{12}  2/4  loss 1\.0000  \d+\.\d s\n", stream.getvalue()
+    )
+
+
+def test_batches_of_unknown_number_are_counted() -> None:
+    stream = io.StringIO()
+    Progress(2, 3, None, stream).finish(7, {"loss": 0.5})
+    assert re.fullmatch(r"epoch 2/3  7  loss 0\.5000  \d+\.\d s\n", stream.getvalue())
+
+
+def test_no_progress_when_not_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+    affine_session().fit(affine_batch(), progress=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_line_that_was_begun_is_ended_when_a_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setattr("ortops.training.progress._INTERVAL", 0.0)
+    batches = [affine_batch(), {"x": affine_batch()["x"]}]
+    with pytest.raises(FeedError):
+        affine_session().fit(batches)
+    assert stream.getvalue().endswith("\n")
