@@ -16,7 +16,15 @@ from ortops.autodiff import ancestor_nodes, backward, dependent_values, describe
 from ortops.errors import ModelError, did_you_mean
 from ortops.tensor import BOUND_DOMAIN, Names, Tape, Tensor, ones_like, op, zeros_like
 
-__all__ = ["BOUND_DOMAIN", "GRADIENT_DOMAINS", "bind", "is_gradient", "lower_gradient"]
+__all__ = [
+    "BOUND_DOMAIN",
+    "GRADIENT_DOMAINS",
+    "bind",
+    "is_gradient",
+    "lower_gradient",
+    "name_attributes",
+    "unbind",
+]
 
 GRADIENT_DOMAINS = ("ai.onnx.preview.training", "ai.onnx.preview")
 """The specification's domain, and the one that an exporter writes for it."""
@@ -95,6 +103,28 @@ def _bind_node(node: ir.Node, scope: Mapping[str, ir.Value]) -> None:
     for index, name in enumerate([*names, y], start=len(names)):
         node.replace_input_with(index, scope[name])
     node.domain = BOUND_DOMAIN
+
+
+def unbind(node: ir.Node) -> None:
+    """Turns a bound Gradient node back into one that names its tensors, in place."""
+    count = len(node.inputs) // 2
+    named, y = node.inputs[count:-1], node.inputs[-1]
+    assert y is not None
+    xs = len(node.attributes["xs"].as_strings())
+    for attribute in name_attributes(named[:xs], named[xs:], y):
+        node.attributes[attribute.name] = attribute
+    node.resize_inputs(count)
+    node.domain = GRADIENT_DOMAINS[0]
+
+
+def name_attributes(
+    xs: Sequence[ir.Value | None], zs: Sequence[ir.Value | None], y: ir.Value
+) -> list[ir.Attr]:
+    """Returns the attributes of a Gradient node."""
+    attributes: list[ir.Attr] = [ir.AttrStrings("xs", [v.name or "" for v in xs if v])]
+    if zs:
+        attributes.append(ir.AttrStrings("zs", [v.name or "" for v in zs if v]))
+    return [*attributes, ir.AttrString("y", y.name or "")]
 
 
 def _read_attributes(node: ir.Node) -> tuple[list[str], list[str], str]:
