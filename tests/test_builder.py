@@ -18,6 +18,7 @@ from training_models import (
     assert_same_arrays,
     classifier,
     concatenated,
+    forces,
     initializers,
     labelled,
     names,
@@ -330,6 +331,31 @@ def test_the_long_name_of_the_default_domain() -> None:
     assert_same_arrays(
         TrainingSession(build(model)).step(batch), TrainingSession(build()).step(batch)
     )
+
+
+@pytest.mark.parametrize("opset", range(21, 27))
+def test_every_opset_that_onnxruntime_runs(opset: int) -> None:
+    trainable = build(affine(opset=opset), optimizer="Adam")
+    assert {e.domain: e.version for e in trainable.opset_import} == {"": opset, TRAINING_DOMAIN: 1}
+    onnx.checker.check_model(concatenated(trainable), full_check=True)
+    batch = affine_batch()
+    expected = TrainingSession(build(optimizer="Adam")).step(batch)["loss"]
+    assert TrainingSession(trainable).step(batch)["loss"] == expected
+    step = ortops.step_graph(trainable)
+    assert run_plain(step, batch)["loss"] == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_inference_and_lowering_leave_the_training_alone() -> None:
+    trainable = build(optimizer="Adam")
+    assert ortops.lower(trainable) == trainable
+    x = {"x": affine_batch()["x"]}
+    (found,) = ortops.InferenceSession(trainable).run(None, x)
+    np.testing.assert_array_equal(found, run_plain(affine(), x)["y"])
+    inside = build(forces(), loss=lambda slope: squared_slope(slope, slope * 0.0))
+    lowered = ortops.lower(inside)
+    assert lowered.training_info == inside.training_info
+    session, expected = TrainingSession(lowered), TrainingSession(inside)
+    np.testing.assert_allclose(session.step(x)["loss"], expected.step(x)["loss"], rtol=1e-6)
 
 
 # --------------------------------------------------------------------------- local functions
@@ -844,3 +870,56 @@ def test_a_loss_gets_tensors_by_name() -> None:
     chosen = exponentials[np.arange(8), batch["labels"]] / exponentials.sum(axis=1)
     expected = -np.log(chosen).mean() + 0.1 * np.mean(batch["x"].astype(np.float64) ** 2)
     assert found["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+# ------------------------------------------------- a Gradient node in the inference graph itself
+
+
+def squared_slope(slope: Tensor, targets: Tensor) -> Tensor:
+    difference = slope - targets
+    result: Tensor = op.ReduceMean(difference * difference, keepdims=0)
+    return result
+
+
+def test_a_model_that_has_a_gradient_inside_is_trained_through_it() -> None:
+    model = forces()
+    before = model.SerializeToString(deterministic=True)
+    trainable = build(model, loss=lambda slope: squared_slope(slope, slope * 0.0), optimizer="SGD")
+    assert model.SerializeToString(deterministic=True) == before
+    assert trainable.graph == model.graph
+    session = TrainingSession(trainable)
+    w, v = (session.state[name].astype(np.float64) for name in ("w", "v"))
+    x = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+
+    def loss(w: np.ndarray, v: np.ndarray) -> float:
+        return float(np.mean((((1 - np.tanh(x @ w) ** 2) * v[:, 0]) @ w.T) ** 2))
+
+    found = session.step({"x": x})
+    assert found["loss"] == pytest.approx(loss(w, v), rel=1e-5)
+    rate = session.learning_rate
+    for name, array in (("w", w), ("v", v)):
+        moved = (array - session.state[name]) / rate
+        for index in np.ndindex(array.shape):
+            step = np.zeros_like(array)
+            step[index] = 1e-6
+            low, high = (
+                loss(*(array + sign * step if n == name else a for n, a in (("w", w), ("v", v))))
+                for sign in (-1, 1)
+            )
+            assert moved[index] == pytest.approx((high - low) / 2e-6, rel=1e-3, abs=2e-5)
+
+
+def test_a_gradient_inside_gets_a_training_copy_too() -> None:
+    trainable = build(
+        forces(dropout=0.5), loss=lambda slope: squared_slope(slope, slope * 0.0), optimizer="SGD"
+    )
+    onnx.checker.check_model(concatenated(trainable), full_check=True)
+    nodes = [n for n in algorithm_of(trainable).node if n.op_type == "Gradient"]
+    assert len(nodes) == 2  # the copy, and the one that training asks for
+    attributes = {a.name: helper.get_attribute_value(a) for a in nodes[0].attribute}
+    assert attributes == {"xs": [b"x"], "y": b"energy_training"}
+    session = TrainingSession(trainable)
+    x = np.ones((5, 3), np.float32)
+    first, second = session.step({"x": x}), session.step({"x": x})
+    assert np.any(first["slope_training"][0] != first["slope_training"][1])  # the rows' own masks
+    assert np.any(first["slope_training"] != second["slope_training"])

@@ -239,6 +239,8 @@ def test_bad_validation_data_are_found_before_training() -> None:
         session.fit(affine_batch(), validation=validation, progress=False)
     with pytest.raises(OrtopsError, match="metric 'acuracy' is not known; did you mean 'accuracy'"):
         session.fit(affine_batch(), validation=affine_batch(), metrics=["acuracy"], progress=False)
+    with pytest.raises(OrtopsError, match="'accuracy' is computed from validation data; give"):
+        session.fit(affine_batch(), metrics=["accuracy"], progress=False)
     assert session.steps_done == 0
 
 

@@ -20,6 +20,7 @@ from training_models import (
     affine_batch,
     assert_same_arrays,
     classifier,
+    forces,
     foreign,
     initializers,
     labelled,
@@ -30,7 +31,10 @@ from training_models import (
 )
 
 import ortops
+from models.lenet import lenet
 from models.mlp import mlp
+from models.resnet import resnet
+from models.transformer import transformer
 from ortops import ModelError, TrainingSession, build_training_model, step_graph
 from ortops.optimizers import Adagrad, Adam, AdamW, Momentum
 
@@ -160,6 +164,61 @@ def test_repeated_runs_leave_the_defaults_alone() -> None:
         np.testing.assert_array_equal(state[name], array)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_gradient_of_a_gradient(dropout: float) -> None:
+    given = build_training_model(
+        forces(dropout=dropout), loss=ortops.losses.L1(output="slope"), optimizer="Adam"
+    )
+    step = step_graph(given)
+    onnx.checker.check_model(step, full_check=True)
+    rng = np.random.default_rng(0)
+    batch = {name: rng.normal(size=(4, 3)).astype(np.float32) for name in ("x", "targets")}
+    session = TrainingSession(given)
+    expected = [session.step(batch)["loss"] for _ in range(3)]
+    for plain in (plain_session(step), with_library(step)):
+        shown, _ = drive(step, plain, [batch] * 3)
+        np.testing.assert_allclose([found["loss"] for found in shown], expected, rtol=1e-5)
+
+
+LEVELS = onnxruntime.GraphOptimizationLevel
+
+
+@pytest.mark.parametrize(
+    "level", [LEVELS.ORT_DISABLE_ALL, LEVELS.ORT_ENABLE_BASIC, LEVELS.ORT_ENABLE_ALL]
+)
+def test_any_optimization_gives_the_same_numbers(level: Any) -> None:
+    step = step_graph(trainable("normalizing", "Adam"))
+    feeds = batches("normalizing")
+    _, expected = drive(step, plain_session(step), feeds)
+    _, state = drive(step, plain_session(step, graph_optimization_level=level), feeds)
+    for name, array in expected.items():
+        np.testing.assert_allclose(state[name], array, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+FOUR = {"mlp": mlp, "lenet": lenet, "resnet": resnet, "transformer": transformer}
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_the_four_models(name: str) -> None:
+    settings = {"dropout_ratio": 0.2} if name in ("lenet", "transformer") else {}
+    model = FOUR[name](**settings)
+    given = build_training_model(model, loss="SoftmaxCrossEntropy", optimizer=Adam(epsilon=1e-3))
+    step = step_graph(given)
+    onnx.checker.check_model(step, full_check=True)
+    (data,) = [value.name for value in model.graph.input]
+    shape = {"mlp": (64,), "transformer": (8, 8)}.get(name, (1, 8, 8))
+    rng = np.random.default_rng(0)
+    feeds = [
+        {data: rng.normal(size=(4, *shape)).astype(np.float32), "labels": rng.integers(0, 10, 4)}
+        for _ in range(3)
+    ]
+    session = TrainingSession(given)
+    expected = [session.step(batch)["loss"] for batch in feeds]
+    for plain in (plain_session(step), with_library(step)):
+        shown, _ = drive(step, plain, feeds)
+        np.testing.assert_allclose([found["loss"] for found in shown], expected, rtol=1e-4)
+
+
 # ---------------------------------------------------------------------------------------- form
 
 
@@ -251,13 +310,24 @@ def optimized_op_types(model: onnx.ModelProto, path: Path) -> Counter[str]:
     return Counter(node.op_type for node in onnx.load(path).graph.node)
 
 
-@pytest.mark.parametrize("make", [mlp, lambda: classifier(dropout=0.5), normalizing])
+SHARING = {
+    "mlp": mlp,
+    "classifier": lambda: classifier(dropout=0.5),
+    "normalizing": normalizing,
+    "lenet": lambda: lenet(dropout_ratio=0.5),
+    "resnet": resnet,
+    "transformer": lambda: transformer(dropout_ratio=0.1),
+}
+
+
+@pytest.mark.parametrize("make", SHARING.values(), ids=SHARING)
 def test_onnxruntime_shares_the_forward_pass(make: Any, tmp_path: Path) -> None:
     given = build_training_model(make(), loss="SoftmaxCrossEntropy", optimizer="SGD")
     step = step_graph(given)
     once = optimized_op_types(ortops.lower(step), tmp_path / "lowered.onnx")
     shared = optimized_op_types(step, tmp_path / "step.onnx")
-    for op_type in ("MatMul", "Gemm", "Conv", "BatchNormalization", "Tanh", "LogSoftmax"):
+    heavy = ("MatMul", "Gemm", "Conv", "MaxPool", "BatchNormalization", "LayerNormalization")
+    for op_type in (*heavy, "Tanh", "Erf", "Softmax", "LogSoftmax"):
         assert shared[op_type] == once[op_type], op_type
     assert once["MatMul"] + once["Gemm"] + once["Conv"] > 0
 

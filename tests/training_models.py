@@ -71,6 +71,29 @@ def normalizing() -> onnx.ModelProto:
     return tape.model()
 
 
+def forces(*, dropout: float = 0.0) -> onnx.ModelProto:
+    """An energy per row and, by a Gradient node of the inference graph, its gradient."""
+    rng = np.random.default_rng(6)
+    with Tape(name="forces") as tape:
+        x = tape.input("x", np.float32, ["batch", 3])
+        w = tape.initializer("w", rng.normal(size=(3, 8)).astype(np.float32))
+        v = tape.initializer("v", rng.normal(size=(8, 1)).astype(np.float32))
+        h = op.Tanh(x @ w)
+        if dropout:
+            h = op.Dropout(h, np.array(dropout, np.float32))
+        tape.output(op.ReduceSum(h @ v, [1], keepdims=0), "energy")
+    model = tape.model()
+    gradient = helper.make_node(
+        "Gradient", ["x"], ["slope"], "slopes", domain=TRAINING_DOMAIN, xs=["x"], y="energy"
+    )
+    model.graph.node.append(gradient)
+    model.graph.output.append(
+        helper.make_tensor_value_info("slope", TensorProto.FLOAT, ["batch", 3])
+    )
+    model.opset_import.add(domain=TRAINING_DOMAIN, version=1)
+    return model
+
+
 def labelled(shape: tuple[int, ...], classes: int = 3, rows: int = 8, seed: int = 0) -> Arrays:
     rng = np.random.default_rng(seed)
     return {

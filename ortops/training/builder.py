@@ -18,8 +18,8 @@ from ortops import convert, optimizers
 from ortops.autodiff import ancestor_nodes, differentiable_ancestors, read_inputs
 from ortops.convert import ModelLike
 from ortops.errors import ModelError, did_you_mean
-from ortops.gradient import may_be_equal
-from ortops.lowering import TRAINING_DOMAIN
+from ortops.gradient import BOUND_DOMAIN, may_be_equal, unbind
+from ortops.lowering import TRAINING_DOMAIN, prepare
 from ortops.optimizers import Optimizer, UpdateRule
 from ortops.tensor import Names, Tape, Tensor, op
 from ortops.training import losses
@@ -198,6 +198,7 @@ def _prepare(proto: onnx.ModelProto, folder: Path | None) -> tuple[onnx.ModelPro
             result.opset_import.add(domain="", version=work.graph.opset_imports[""])
     if folder is not None:  # the result has no folder of its own
         onnx.load_external_data_for_model(result, str(folder))
+    work = prepare(convert.to_ir(result))
     for value in list(work.graph.inputs):  # older files list initializers as inputs too
         if value.name in work.graph.initializers:
             work.graph.inputs.remove(value)
@@ -418,6 +419,8 @@ def _write(result: onnx.ModelProto, algorithm: _Algorithm) -> None:
         assert tensor.value.const_value is not None
         target.initializer.append(serialize.serialize_tensor(tensor.value.const_value))
     for node in (node for node in algorithm.tape.nodes if node in needed):
+        if node.domain == BOUND_DOMAIN:
+            unbind(node)
         target.node.append(serialize.serialize_node(node))
         target.value_info.extend(
             serialize.serialize_value(value)

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from ortops.autodiff import dependent_values, describe, read_inputs
 from ortops.errors import ModelError, UnsupportedError
-from ortops.gradient import copy_node
+from ortops.gradient import BOUND_DOMAIN, copy_node
 from ortops.tensor import Tape, Tensor, constant_tensor, op, reshape_like
 
 __all__ = ["copy_in_training_mode", "uniform_bits", "write_inference_mode"]
@@ -65,7 +65,8 @@ def copy_in_training_mode(
                 if old.name:
                     new.name = tape.names.unique(f"{old.name}_training")
             tape.append(copy)
-            tape.infer(copy)
+            if copy.domain != BOUND_DOMAIN:
+                tape.infer(copy)
             made = list(copy.outputs)
             if node in changed:
                 for value, updated in zip(node.inputs[3:], copy.outputs[1:], strict=True):

@@ -188,10 +188,16 @@ class TrainingSession:
 
         Raises:
             FeedError: If the data do not fit the model.
+            KernelError: If a kernel failed.
         """
         chosen = metric_functions.resolve(metrics)
         self._loss()
         if chosen:
+            if validation is None:
+                raise OrtopsError(
+                    f"metrics: '{next(iter(chosen))}' is computed from validation data; give "
+                    "validation=, or use evaluate"
+                )
             self._target(chosen)
         for given in (data, {} if validation is None else validation):
             self._check_rows(given, batch_size)

@@ -108,7 +108,7 @@ def step_graph(model: ModelLike, *, entry: int = 0) -> onnx.ModelProto:
     functions += _optimizer_functions(graph)
     for node in graph:
         if node.domain == BOUND_DOMAIN:
-            _unbind(node)
+            gradient.unbind(node)
     graph.opset_imports.pop(BOUND_DOMAIN, None)
     graph.opset_imports[TRAINING_DOMAIN] = 1
     for function in functions:
@@ -433,13 +433,16 @@ def _gradient_function(node: ir.Node, overload: str) -> ir.Function:
         BOUND_DOMAIN,
         "Gradient",
         [*inputs, *inputs, copies.get(y, y)],
-        _named_attributes(named[:xs], named[xs:], copies.get(y, y)),
+        gradient.name_attributes(inputs[:xs], inputs[xs:], copies.get(y, y)),
         outputs=[ir.Value(name=v.name, type=v.type, shape=v.shape) for v in node.outputs],
         name=node.name,
     )
     body.append(bound)
     body.outputs.extend(bound.outputs)
-    gradient.lower_gradient(bound, Names(body))
+    names = Names(body)
+    for other in list(body):
+        if other.domain == BOUND_DOMAIN:  # the node's own, and those that it differentiates
+            gradient.lower_gradient(other, names)
     _prune_nodes(body)
     for old, value in copies.items():
         constant = value.producer()
@@ -453,6 +456,8 @@ def _gradient_function(node: ir.Node, overload: str) -> ir.Function:
             node.resize_inputs(2 * len(named) + 1)
     for index, value in enumerate([*fed, *named, y]):
         node.replace_input_with(index, value)
+    for attribute in gradient.name_attributes(named[:xs], named[xs:], y):
+        node.attributes[attribute.name] = attribute
     body.opset_imports.pop(BOUND_DOMAIN, None)
     body.opset_imports.pop(TRAINING_DOMAIN, None)
     node.overload = overload
@@ -468,32 +473,9 @@ def _is_merged(constant: ir.Value) -> bool:
     return size is not None and size <= _MERGED_SIZE and constant.dtype in merged
 
 
-def _named_attributes(
-    xs: Sequence[ir.Value | None], zs: Sequence[ir.Value | None], y: ir.Value
-) -> list[ir.Attr]:
-    attributes: list[ir.Attr] = [ir.AttrStrings("xs", [v.name or "" for v in xs if v])]
-    if zs:
-        attributes.append(ir.AttrStrings("zs", [v.name or "" for v in zs if v]))
-    return [*attributes, ir.AttrString("y", y.name or "")]
-
-
 def _declared(*names: str) -> list[ir.Attr]:
     """Returns attributes that a function declares, with neither type nor default."""
     return [ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in names]
-
-
-def _unbind(node: ir.Node) -> None:
-    """Turns a bound Gradient node back into one that names its tensors."""
-    count = len(node.inputs) // 2
-    named, y = node.inputs[count:-1], node.inputs[-1]
-    assert y is not None
-    xs = len(node.attributes["xs"].as_strings())
-    attributes = _named_attributes(named[:xs], named[xs:], y)
-    node.attributes.clear()
-    for attribute in attributes:
-        node.attributes.add(attribute)
-    node.resize_inputs(count)
-    node.domain = TRAINING_DOMAIN
 
 
 def _optimizer_functions(graph: ir.Graph) -> list[ir.Function]:
