@@ -495,6 +495,12 @@ def test_nothing_to_train() -> None:
     expected = r"depends on no floating-point initializer but scalars \(scale\); name what to train"
     with pytest.raises(ModelError, match=expected):
         build(tape.model())
+    with Tape() as tape:
+        x = tape.input("x", np.float32, ["N", 2])
+        tape.output(x * np.ones(2, np.float32), "y")
+    expected = "no floating-point initializer; weights in Constant nodes must become initializers"
+    with pytest.raises(ModelError, match=expected):
+        build(tape.model())
 
 
 def test_a_statistic_is_not_trainable() -> None:

@@ -537,6 +537,18 @@ def test_evaluates_a_model_exported_in_training_mode() -> None:
     assert found == expected
 
 
+def test_evaluates_a_model_whose_first_output_is_an_input() -> None:
+    with Tape() as tape:
+        x = tape.input("x", np.float32, ["N", 2])
+        tape.graph.outputs.append(x.value)
+        tape.output(x * tape.initializer("w", np.ones(2, np.float32)), "y")
+    loss = ortops.losses.MeanSquaredError(output="y")
+    session = TrainingSession(build_training_model(tape.model(), loss=loss, optimizer="SGD"))
+    ones = np.ones((3, 2), np.float32)
+    found = session.evaluate({"x": ones, "targets": 3 * ones}, metrics=["mean_absolute_error"])
+    assert found == {"loss": 4.0, "mean_absolute_error": 2.0}
+
+
 def test_evaluates_with_present_weights() -> None:
     session = affine_session(SGD(0.25))
     batch = affine_batch(10)
@@ -681,6 +693,8 @@ def test_what_only_onnxruntime_notices() -> None:
     before = copy_of(session)
     with pytest.raises(KernelError, match=r"onnxruntime: .*; check values and shapes of the feeds"):
         session.step(batch)
+    with pytest.raises(FeedError, match="'labels' has the label -1; 0 and above are accepted"):
+        session.step(batch | {"labels": np.array([0, -1])})
     assert_same_arrays(copy_of(session), before)
     session.step(batch | {"labels": np.array([0, 2])})
     assert session.steps_done == 1

@@ -258,7 +258,11 @@ def _parameters(
             raise ModelError(
                 "trainable: the loss depends on no floating-point initializer"
                 + (f" but scalars ({', '.join(scalars)})" if scalars else "")
-                + "; name what to train in trainable="
+                + (
+                    "; name what to train in trainable="
+                    if default
+                    else "; weights in Constant nodes must become initializers first"
+                )
             )
     else:
         wanted = [trainable] if isinstance(trainable, str) else list(trainable)

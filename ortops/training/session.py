@@ -520,12 +520,13 @@ class TrainingSession:
         }
         for name, classes, ignored in self._labels:
             labels = arrays[name]
-            wrong = labels[((labels < 0) | (labels >= classes)) & (labels != ignored)]
+            outside = labels < 0 if classes is None else (labels < 0) | (labels >= classes)
+            wrong = labels[outside & (labels != ignored)]
             if wrong.size:
+                accepted = "0 and above" if classes is None else f"0 to {classes - 1}"
                 extra = "" if ignored is None else f", or {ignored}, which does not count"
                 raise FeedError(
-                    f"feeds: '{name}' has the label {wrong.flat[0]}; 0 to {classes - 1} are "
-                    f"accepted{extra}"
+                    f"feeds: '{name}' has the label {wrong.flat[0]}; {accepted} are accepted{extra}"
                 )
         return arrays
 
@@ -637,17 +638,17 @@ def _described_inputs(steps: Sequence[Step]) -> dict[str, ir.Value]:
     }
 
 
-def _label_limits(step: Step) -> list[tuple[str, int, int | None]]:
+def _label_limits(step: Step) -> list[tuple[str, int | None, int | None]]:
     """Returns (input, number of classes, label that does not count) for each input of labels."""
-    limits = []
+    limits: list[tuple[str, int | None, int | None]] = []
     for node in step.model.graph:
         if node.op_type not in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
             continue
         scores, labels = node.inputs[:2]
-        if scores is None or scores.shape is None or labels is None:
-            continue
-        classes = scores.shape[1]
-        if labels.name in step.feeds and isinstance(classes, int):
+        if labels is not None and labels.name in step.feeds:
+            shape = None if scores is None else scores.shape
+            size = None if shape is None or len(shape) < 2 else shape[1]
+            classes = size if isinstance(size, int) else None
             ignored = node.attributes.get("ignore_index")
             limits.append((labels.name or "", classes, None if ignored is None else ignored.value))
     return limits

@@ -183,7 +183,8 @@ def evaluation_model(proto: onnx.ModelProto, entry: int) -> tuple[onnx.ModelProt
     step = flatten(proto, None, entry)
     model = prepare(convert.to_ir(_concatenate(proto, entry)))
     graph = model.graph
-    values = {value.name: value for node in graph for value in node.outputs}
+    values = {value.name: value for value in (*graph.inputs, *graph.initializers.values())}
+    values |= {value.name: value for node in graph for value in node.outputs}
     copies = training_metadata(proto).get("training_copies", {})
     assert isinstance(copies, dict)
     for copy, source in copies.items():
