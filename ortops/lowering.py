@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import onnx
 import onnx_ir as ir
 
-from ortops import convert, custom_ops, gradient
+from ortops import convert, custom_ops, expansion, gradient
 from ortops.autodiff import describe
 from ortops.convert import ModelLike
 from ortops.errors import ModelError, did_you_mean
@@ -123,7 +123,8 @@ def prepare(model: ir.Model) -> ir.Model:
     """Brings a model with nodes of the training domain into the form that lowering works on.
 
     Gradient nodes are bound, functions inlined, the opset is 21 or later, nodes are in topological
-    order, and types and shapes are inferred.
+    order, types and shapes are inferred, and what gradients pass through has a rule or is taken
+    apart.
 
     Args:
         model: The model; not to be used afterwards.
@@ -142,6 +143,8 @@ def prepare(model: ir.Model) -> ir.Model:
     for graph in model.graph.subgraphs():
         graph.opset_imports.update(model.graph.opset_imports)
     _infer_types(model)
+    if expansion.expand(model):
+        _infer_types(model)
     return model
 
 
