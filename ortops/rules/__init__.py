@@ -10,6 +10,7 @@ from ortops.rules import generate as generate
 from ortops.rules import indexing as indexing
 from ortops.rules import linalg as linalg
 from ortops.rules import loss as loss
+from ortops.rules import microsoft as microsoft
 from ortops.rules import normalization as normalization
 from ortops.rules import pooling as pooling
 from ortops.rules import random as random

@@ -1,0 +1,495 @@
+"""onnxruntime's fused operators against the standard operators that they stand for.
+
+onnx knows nothing of them, and onnxruntime runs them in float32 only. So the forward values of what
+is differentiated are compared with onnxruntime's fused kernel, and the gradient, in float32, with
+differences in float64 of an equivalent that is written here in numpy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from domain_models import model, node, run, value
+from onnx import helper
+
+import ortops
+
+MICROSOFT = "com.microsoft"
+SEED = 31
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One fused operator, its inputs, and its outputs as a numpy function of them."""
+
+    op: str
+    inputs: Sequence[np.ndarray | None]
+    function: Callable[..., Any]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    outputs: int | Sequence[int] = 1
+    domain: str = MICROSOFT
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.name}" if self.name else self.op
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng((SEED, seed)).standard_normal(shape)
+
+
+def erf(x: np.ndarray) -> np.ndarray:
+    return np.vectorize(math.erf, otypes=[np.float64])(x)
+
+
+def gelu(x):
+    return x * 0.5 * (1 + erf(x / np.sqrt(2)))
+
+
+def fast_gelu(x, bias=0.0):
+    x = x + bias
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def swap(x):
+    return np.swapaxes(x, -1, -2)
+
+
+def layer_norm(x, gamma, beta=0.0, epsilon=1e-12):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon) * gamma + beta
+
+
+def rms_norm(x, gamma, epsilon):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * gamma
+
+
+def skip_layer_norm(x, skip, gamma, beta=0.0, bias=0.0, *, epsilon=1e-12):
+    total = x + skip + bias
+    return layer_norm(total, gamma, 0.0 if beta is None else beta, epsilon), None, None, total
+
+
+def skip_rms_norm(x, skip, gamma, bias=0.0, *, epsilon=1e-12):
+    total = x + skip + bias
+    return rms_norm(total, gamma, epsilon), None, None, total
+
+
+def convolution(x, w, bias=None, z=None):
+    """A convolution of a 2-D image with stride 1 and no padding."""
+    height, width = x.shape[2] - w.shape[2] + 1, x.shape[3] - w.shape[3] + 1
+    windows = np.lib.stride_tricks.sliding_window_view(x, w.shape[2:], axis=(2, 3))
+    y = np.einsum("nchwij,ocij->nohw", windows, w)
+    assert y.shape[2:] == (height, width)
+    if bias is not None:
+        y = y + bias[:, None, None]
+    return y if z is None else y + z
+
+
+ACTIVATIONS: list[tuple[str, dict[str, Any], list[float], Callable[..., Any]]] = [
+    ("Relu", {}, [], lambda x: np.maximum(x, 0)),
+    ("Tanh", {}, [], np.tanh),
+    ("Sigmoid", {}, [], sigmoid),
+    ("LeakyRelu", {"activation_alpha": 0.2}, [0.2], lambda x: np.where(x > 0, x, 0.2 * x)),
+    (
+        "HardSigmoid",
+        {"activation_alpha": 0.3, "activation_beta": 0.4},
+        [0.3, 0.4],
+        lambda x: np.clip(0.3 * x + 0.4, 0, 1),
+    ),
+]
+
+
+def quantized(n: int, k: int, block: int, bits: int, zero: str):
+    """Returns inputs of MatMulNBits, and the weights that they stand for."""
+    rng = np.random.default_rng((SEED, n, k, bits))
+    blocks = -(-k // block)
+    numbers = rng.integers(0, 1 << bits, (n, blocks, block))
+    scales = rng.uniform(0.05, 0.2, (n, blocks))
+    zeros = np.full((n, blocks), 1 << (bits - 1))
+    if zero:
+        zeros = rng.integers(0, 1 << bits, (n, blocks))
+
+    def pack(rows):
+        per = 8 // bits
+        rows = np.pad(rows, [(0, 0), (0, -rows.shape[1] % per)]).reshape(len(rows), -1, per)
+        return (rows << np.arange(0, 8, bits)).sum(-1).astype(np.uint8)
+
+    packed = pack(numbers.reshape(n, -1)).reshape(n, blocks, -1)
+    given = None
+    if zero == "packed":
+        given = pack(zeros)
+    elif zero == "float":
+        given = zeros.astype(np.float64)
+
+    def function(a, b, scales, zero_points=None, g_idx=None, bias=None):
+        float_zeros = zero_points if zero == "float" else zeros
+        weights = ((numbers - float_zeros[:, :, None]) * scales[:, :, None]).reshape(n, -1)[:, :k]
+        return a @ weights.T + (0 if bias is None else bias)
+
+    return packed, scales, given, function
+
+
+def nbits(zero: str, bits: int, *, k: int = 32, bias: bool = False) -> Fused:
+    packed, scales, given, function = quantized(5, k, 16, bits, zero)
+    inputs = [normal(2, 3, k), packed, scales, given]
+    if bias:
+        inputs += [None, normal(5, seed=4)]
+    attributes = {"K": k, "N": 5, "bits": bits, "block_size": 16}
+    name = f"{bits}-{zero or 'default'}-{k}-{'bias' if bias else ''}"
+    return Fused("MatMulNBits", inputs, function, attributes, name=name)
+
+
+V = normal(6, seed=7)
+X, SKIP = normal(2, 3, 6, seed=8), normal(2, 3, 6, seed=9)
+CASES = [
+    Fused("Gelu", [X], gelu),
+    Fused("BiasGelu", [X, V], lambda x, b: gelu(x + b)),
+    Fused("FastGelu", [X], fast_gelu),
+    Fused("FastGelu", [X, V], fast_gelu, name="bias"),
+    Fused("QuickGelu", [X], lambda x: x * sigmoid(1.702 * x)),
+    Fused("QuickGelu", [X], lambda x: x * sigmoid(0.7 * x), {"alpha": 0.7}, name="alpha"),
+    Fused("FusedMatMul", [normal(4, 3), normal(3, 2)], lambda a, b: a @ b),
+    *(
+        Fused(
+            "FusedMatMul",
+            [normal(*((2, 3, 4) if ta else (2, 4, 3))), normal(*((5, 3) if tb else (3, 5)))],
+            lambda a, b, ta=ta, tb=tb: 0.5 * ((swap(a) if ta else a) @ (swap(b) if tb else b)),
+            {"alpha": 0.5, "transA": ta, "transB": tb},
+            name=f"{ta}{tb}",
+        )
+        for ta in (0, 1)
+        for tb in (0, 1)
+    ),
+    Fused(
+        "FusedMatMul",
+        [normal(4, 2, 3), normal(3, 2, 5)],
+        lambda a, b: np.moveaxis(a, 0, 1) @ np.moveaxis(b, 0, 1),
+        {"transBatchA": 1, "transBatchB": 1},
+        name="batch",
+    ),
+    Fused(
+        "FusedMatMul",
+        [normal(3, 2, 4), normal(5, 2, 3)],
+        lambda a, b: swap(np.moveaxis(a, 0, 1)) @ swap(np.moveaxis(b, 0, 1)),
+        {"transBatchA": 1, "transBatchB": 1, "transA": 1, "transB": 1},
+        name="batch-trans",
+    ),
+    *(
+        Fused(
+            "FusedGemm",
+            [normal(3, 4), normal(3, 2), normal(2, seed=1)],
+            lambda a, b, c, f=f: f(0.5 * a.T @ b + 2 * c),
+            {"alpha": 0.5, "beta": 2.0, "transA": 1, "activation": name, **attributes},
+            name=name,
+        )
+        for name, attributes, _, f in ACTIVATIONS
+    ),
+    Fused(
+        "FusedGemm",
+        [normal(4, 3), normal(2, 3)],
+        lambda a, b: np.maximum(a @ b.T, 0),
+        {"transB": 1, "activation": "Relu"},
+        name="no-bias",
+    ),
+    *(
+        Fused(
+            "FusedConv",
+            [normal(2, 3, 5, 4), normal(4, 3, 2, 2), normal(4, seed=1)],
+            lambda x, w, b, f=f: f(convolution(x, w, b)),
+            {"activation": name, "activation_params": parameters, "kernel_shape": [2, 2]}
+            if parameters
+            else {"activation": name, "kernel_shape": [2, 2]},
+            name=name,
+        )
+        for name, _, parameters, f in [
+            *ACTIVATIONS,
+            ("Clip", {}, [-0.5, 1.0], lambda x: np.clip(x, -0.5, 1)),
+        ]
+    ),
+    Fused(
+        "FusedConv",
+        [normal(2, 3, 5, 4), normal(4, 3, 2, 2), normal(4, seed=1), normal(2, 4, 4, 3, seed=2)],
+        lambda x, w, b, z: np.maximum(convolution(x, w, b, z), 0),
+        {"activation": "Relu"},
+        name="sum",
+    ),
+    Fused("SkipLayerNormalization", [X, SKIP, V], skip_layer_norm),
+    Fused("SkipLayerNormalization", [X, SKIP, V, V + 1], skip_layer_norm, name="beta"),
+    Fused(
+        "SkipLayerNormalization",
+        [X, SKIP[:1], V, V + 1, V - 1],
+        lambda *a: skip_layer_norm(*a, epsilon=1e-3),
+        {"epsilon": 1e-3},
+        outputs=(0, 3),
+        name="bias-sum-broadcast",
+    ),
+    Fused(
+        "SkipLayerNormalization",
+        [X, SKIP[0], V, None, V - 1],
+        lambda *a: skip_layer_norm(*a, epsilon=1e-3),
+        {"epsilon": 1e-3},
+        outputs=(0, 3),
+        name="no-beta",
+    ),
+    Fused(
+        "SimplifiedLayerNormalization",
+        [X, V],
+        lambda x, s: rms_norm(x, s, 1e-5),
+        {"axis": -1, "epsilon": 1e-5, "stash_type": 1},
+        domain="",
+    ),
+    Fused("SkipSimplifiedLayerNormalization", [X, SKIP, V], skip_rms_norm),
+    Fused(
+        "SkipSimplifiedLayerNormalization",
+        [X, SKIP, V, V - 1],
+        lambda *a: skip_rms_norm(*a, epsilon=1e-3),
+        {"epsilon": 1e-3},
+        outputs=(0, 3),
+        name="bias-sum",
+    ),
+    nbits("", 4),
+    nbits("packed", 4),
+    nbits("packed", 4, k=48),
+    nbits("float", 4, bias=True),
+    nbits("", 8),
+    nbits("packed", 8, k=40, bias=True),
+    nbits("packed", 2, k=40),
+]
+
+
+def forward(case: Fused, *, symbolic: bool):
+    """Returns nodes of y = Σ weights · outputs², the model's inputs, feeds, and y in numpy."""
+    names, inputs, feeds = [], [], {}
+    for index, array in enumerate(case.inputs):
+        names.append("" if array is None else f"x{index}")
+        if array is None:
+            continue
+        if array.dtype == np.float64:
+            array = array.astype(np.float32)
+        feeds[f"x{index}"] = array
+        # The quantized weights of a model are constant; what flows through it is symbolic.
+        free = symbolic and (index == 0 or case.op != "MatMulNBits")
+        dims = [f"x{index}_{axis}" for axis in range(array.ndim)] if free else array.shape
+        if case.op == "MatMulNBits" and free:
+            dims = [*dims[:-1], array.shape[-1]]
+        inputs.append(value(names[-1], dims, helper.np_dtype_to_tensor_dtype(array.dtype)))
+    wanted = range(case.outputs) if isinstance(case.outputs, int) else case.outputs
+    outputs = [f"y{i}" if i in wanted else "" for i in range(max(wanted) + 1)]
+    fused = helper.make_node(
+        case.op, names, outputs, name="under_test", domain=case.domain, **case.attributes
+    )
+
+    def evaluate(arrays: Sequence[np.ndarray | None]) -> list[np.ndarray]:
+        results = case.function(*arrays)
+        results = results if isinstance(results, tuple) else (results,)
+        return [results[i] for i in wanted]
+
+    wide = [feeds.get(f"x{index}") for index in range(len(names))]
+    wide = [a.astype(np.float64) if a is not None and a.dtype.kind == "f" else a for a in wide]
+    values = evaluate(wide)
+    weights = [normal(*v.shape, seed=50 + i) for i, v in enumerate(values)]
+    nodes = [fused]
+    terms = []
+    for i, weight in zip(wanted, weights, strict=True):
+        feeds[f"w{i}"] = weight.astype(np.float32)
+        inputs.append(value(f"w{i}", weight.shape))
+        nodes += [
+            helper.make_node("Mul", [f"y{i}", f"y{i}"], [f"square{i}"]),
+            helper.make_node("Mul", [f"square{i}", f"w{i}"], [f"weighted{i}"]),
+            helper.make_node("ReduceSum", [f"weighted{i}"], [f"term{i}"], keepdims=0),
+        ]
+        terms.append(f"term{i}")
+    nodes.append(helper.make_node("Sum", terms, ["y"]))
+    exact = [feeds[f"w{i}"].astype(np.float64) for i in wanted]
+
+    def total(arrays: Sequence[np.ndarray | None]) -> float:
+        found = evaluate(arrays)
+        return float(sum((w * v * v).sum() for w, v in zip(exact, found, strict=True)))
+
+    return nodes, inputs, feeds, wide, total
+
+
+def differentiated(case: Fused) -> list[int]:
+    return [i for i, a in enumerate(case.inputs) if a is not None and a.dtype.kind == "f"]
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradient(case: Fused, symbolic: bool) -> None:
+    nodes, inputs, feeds, wide, total = forward(case, symbolic=symbolic)
+    xs = [f"x{i}" for i in differentiated(case)]
+    gradients = [f"d{x}" for x in xs]
+    gradient = node("Gradient", xs, gradients, xs=xs, y="y")
+    plain = model(nodes, inputs, ["y"], imports=[(MICROSOFT, 1)])
+    whole = model([*nodes, gradient], inputs, ["y", *gradients], imports=[(MICROSOFT, 1)])
+    (expected_y,) = run(plain, feeds)  # the fused kernel
+    y, *found = run(ortops.lower(whole), feeds)
+    np.testing.assert_allclose(expected_y, total(wide), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(y, expected_y, rtol=1e-4, atol=1e-4)
+    for position, result in zip(differentiated(case), found, strict=True):
+        expected = differences(total, wide, position)
+        assert result.shape == expected.shape
+        assert result.dtype == np.float32
+        np.testing.assert_allclose(
+            result, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max(initial=1)
+        )
+
+
+def differences(
+    total: Callable[[Sequence[np.ndarray | None]], float],
+    arrays: Sequence[np.ndarray | None],
+    position: int,
+) -> np.ndarray:
+    """Returns all partial derivatives by central differences in float64."""
+    result = np.zeros_like(arrays[position])
+    for place in np.ndindex(result.shape):
+        ends = []
+        for sign in (1, -1):
+            moved = list(arrays)
+            moved[position] = arrays[position].copy()
+            moved[position][place] += sign * 1e-5
+            ends.append(total(moved))
+        result[place] = (ends[0] - ends[1]) / 2e-5
+    return result
+
+
+def test_second_order() -> None:
+    # Hessian times a vector, of one case of each kind of definition and of the rule.
+    for case in (CASES[1], CASES[7], CASES[-1]):
+        nodes, inputs, feeds, *_ = forward(case, symbolic=False)
+        v = normal(*feeds["x0"].shape, seed=90).astype(np.float32)
+        nodes = [
+            *nodes,
+            node("Gradient", ["x0"], ["d"], xs=["x0"], y="y"),
+            helper.make_node("Mul", ["d", "v"], ["dv"]),
+            helper.make_node("ReduceSum", ["dv"], ["slope"], keepdims=0),
+            node("Gradient", ["x0"], ["h"], xs=["x0"], y="slope"),
+        ]
+        inputs = [*inputs, value("v", v.shape)]
+        whole = model(nodes, inputs, ["d", "h"], imports=[(MICROSOFT, 1)])
+        lowered = ortops.lower(whole)
+        found = run(lowered, {**feeds, "v": v})[1]
+        ends = [
+            run(lowered, {**feeds, "v": v, "x0": feeds["x0"] + np.float32(s * 0.01) * v})[0]
+            for s in (1, -1)
+        ]
+        expected = (ends[0].astype(np.float64) - ends[1]) / 0.02
+        np.testing.assert_allclose(found, expected, rtol=0.01, atol=0.01 * np.abs(expected).max())
+
+
+def layers(opset: int = 21) -> tuple[list[onnx.NodeProto], list[onnx.ValueInfoProto], Any]:
+    """Fused operators one behind the other: onnx infers no type behind any of them."""
+    nodes = [
+        helper.make_node("FusedMatMul", ["x", "w"], ["a"], domain=MICROSOFT, transB=1),
+        helper.make_node("BiasGelu", ["a", "b"], ["c"], domain=MICROSOFT),
+        helper.make_node(
+            "SkipLayerNormalization", ["c", "x", "g"], ["n", "", "", "s"], domain=MICROSOFT
+        ),
+        helper.make_node("SimplifiedLayerNormalization", ["n", "g"], ["m"], epsilon=1e-5, axis=-1),
+        helper.make_node("MatMul", ["m", "w"], ["p"]),
+        helper.make_node("Mul", ["p", "s"], ["q"]),
+        helper.make_node("ReduceSum", ["q"], ["y"], keepdims=0),
+    ]
+    inputs = [value("x", ["batch", "time", 6]), value("w", [6, 6]), value("b", [6])]
+    rng = np.random.default_rng(SEED)
+    shapes = {"x": (2, 3, 6), "w": (6, 6), "b": (6,), "g": (6,)}
+    feeds = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+
+    def total(x, w, b, g):
+        s = gelu(x @ w.T + b) + x
+        return ((rms_norm(layer_norm(s, g), g, 1e-5) @ w) * s).sum()
+
+    return nodes, [*inputs, value("g", [6])], (feeds, total)
+
+
+@pytest.mark.parametrize("opset", [21, 24])
+def test_fused_operators_behind_each_other(opset: int) -> None:
+    nodes, inputs, (feeds, total) = layers()
+    xs = list(feeds)
+    gradient = node("Gradient", xs, [f"d{x}" for x in xs], xs=xs, y="y")
+    whole = model(
+        [*nodes, gradient], inputs, [f"d{x}" for x in xs], imports=[(MICROSOFT, 1)], opset=opset
+    )
+    narrow = {name: array.astype(np.float32) for name, array in feeds.items()}
+    wide = [array.astype(np.float64) for array in narrow.values()]
+    found = run(ortops.lower(whole), narrow)
+    for position, result in enumerate(found):
+        expected = differences(lambda a: float(total(*a)), wide, position)
+        np.testing.assert_allclose(
+            result, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max(initial=1)
+        )
+
+
+def test_only_what_a_gradient_passes_through_is_taken_apart() -> None:
+    nodes, inputs, _ = layers()
+    gradient = node("Gradient", ["n"], ["dn"], xs=["n"], zs=["s"], y="y")
+    gradient.input.append("s")
+    whole = model([*nodes, gradient], inputs, ["dn"], imports=[(MICROSOFT, 1)])
+    kept = [n.op_type for n in ortops.lower(whole).graph.node]
+    assert [name for name in ("FusedMatMul", "BiasGelu", "SkipLayerNormalization") if name in kept]
+    assert "SimplifiedLayerNormalization" not in kept
+
+
+def test_a_rule_of_the_users_own_goes_before_a_definition(monkeypatch) -> None:
+    from ortops import autodiff
+
+    monkeypatch.setattr(autodiff, "_rules", dict(autodiff.rules()))
+    ortops.vjp("QuickGelu", domain=MICROSOFT)(lambda g, y, x: g * 7)
+    nodes = [
+        helper.make_node("QuickGelu", ["x"], ["y"], domain=MICROSOFT),
+        node("Gradient", ["x"], ["d"], xs=["x"], y="y"),
+    ]
+    whole = model(nodes, [value("x", [2])], ["d"], imports=[(MICROSOFT, 1)])
+    (found,) = run(ortops.lower(whole), {"x": np.ones(2, np.float32)})
+    np.testing.assert_array_equal(found, [7, 7])
+
+
+@pytest.mark.parametrize(
+    ("fused", "message"),
+    [
+        (
+            helper.make_node(
+                "FusedGemm", ["x", "x"], ["y"], "gemm", domain=MICROSOFT, activation="Erf"
+            ),
+            r"FusedGemm node 'gemm': activation is 'Erf'; Clip, Elu",
+        ),
+        (
+            helper.make_node("Gelu", ["x"], ["y"], "gelu", domain=MICROSOFT, slope=2.0),
+            r"Gelu node 'gelu': there is no gradient for attribute 'slope' = 2.0; remove it",
+        ),
+        (
+            helper.make_node(
+                "SkipSimplifiedLayerNormalization",
+                ["x", "x", "v"],
+                ["n", "m"],
+                "norm",
+                domain=MICROSOFT,
+            ),
+            r"SkipSimplifiedLayerNormalization node 'norm': output 1 'm' cannot be given",
+        ),
+    ],
+)
+def test_what_is_not_covered(fused: onnx.NodeProto, message: str) -> None:
+    nodes = [fused]
+    if "y" not in fused.output:
+        nodes.append(helper.make_node("Sum", ["n", "m"], ["y"]))
+    gradient = node("Gradient", ["x"], ["d"], xs=["x"], y="y")
+    inputs = [value("x", [3, 3]), value("v", [3])]
+    whole = model([*nodes, gradient], inputs, ["d"], imports=[(MICROSOFT, 1)])
+    with pytest.raises(ortops.UnsupportedError, match=message):
+        ortops.lower(whole)
