@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
+import optimizer_oracle
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from training_models import (
@@ -108,6 +110,46 @@ def test_both_kinds_of_kernels_agree(optimizer: str, dtype: type) -> None:
         np.testing.assert_allclose(
             python[name], array, rtol=tolerance, atol=tolerance, err_msg=name
         )
+
+
+@pytest.mark.parametrize("kernels", ["python", "onnx"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_against_the_oracle(optimizer: str, kernels: Any) -> None:
+    chosen = OPTIMIZERS[optimizer]
+    model = build_training_model(
+        affine(dtype=np.float64), loss="MeanSquaredError", optimizer=chosen
+    )
+    session = TrainingSession(model, kernels=kernels)
+    settings = {
+        field.name: getattr(chosen, field.name)
+        for field in dataclasses.fields(chosen)
+        if field.name != "learning_rate"
+    }
+    attributes = {k: float(np.float32(v)) if k != "mode" else v for k, v in settings.items()}
+    rate = np.float32(chosen.learning_rate)
+    kind = type(chosen).__name__
+    states = {"Adagrad": "H", "Adam": "VH", "AdamW": "VH", "Momentum": "V", "SGD": ""}[kind]
+    tensors = {"w": session.state["w"], "b": session.state["b"]}
+    tensors |= {f"{n}.{s}": np.zeros_like(a) for n, a in tensors.items() for s in states}
+    for count in range(4):
+        batch = affine_batch(seed=count, dtype=np.float64)
+        residual = batch["x"] @ tensors["w"] + tensors["b"] - batch["targets"]
+        gradients = {
+            "w": 2 * batch["x"].T @ residual / residual.size,
+            "b": 2 * residual.sum(0) / residual.size,
+        }
+        t = np.int64(count + 1 if kind in ("Adam", "AdamW") else count)
+        for name, gradient in gradients.items():
+            kept = [f"{name}.{state}" for state in states]
+            given = [tensors[name], gradient, *(tensors[key] for key in kept)]
+            results = optimizer_oracle.expected(kind, rate, t, given, attributes)
+            for key, result in zip((name, *kept), results, strict=True):
+                tensors[key] = result.value
+        session.step(batch)
+        for name, array in tensors.items():
+            np.testing.assert_allclose(
+                session.state[name], array, rtol=1e-11, atol=1e-13, err_msg=name
+            )
 
 
 def test_python_kernels_are_what_runs_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
