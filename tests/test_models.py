@@ -9,13 +9,13 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
-from torch_twins import twin
 
 import ortops
 from models.layers import linear
 from models.lenet import lenet
 from models.mlp import mlp
 from models.resnet import resnet
+from models.torch_twins import twin
 from models.transformer import transformer
 
 CPU = ["CPUExecutionProvider"]
