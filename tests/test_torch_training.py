@@ -3,8 +3,8 @@
 Same weights, same batches of the digits, 20 steps. Tolerances: both sides round to float32 in every
 operation (6e-8) and sum in different orders, so a gradient differs by some 1e-6 of its tensor's
 largest entry, and 20 steps carry that on. Measured: losses agree to 5e-7, weights to 1e-5 of how
-far their tensor has moved. The bounds are ten times that, and a wrong coefficient exceeds them by far:
-`test_the_bounds_can_fail` shows it for a momentum that is off by a thousandth.
+far their tensor has moved. The bounds are ten times that, and a wrong coefficient exceeds them by
+far: `test_the_bounds_can_fail` shows it for a momentum that is off by a thousandth.
 """
 
 from __future__ import annotations
