@@ -575,6 +575,10 @@ def test_a_rule_may_return_one_tensor_twice() -> None:
         return new, new
 
     trainable = build(optimizer=same)
+    assert bindings(trainable)["w"] == "w_new"
+    assert bindings(trainable)["w.S"] == "w.S_new"
+    outputs = names(algorithm_of(trainable).output)
+    assert len(set(outputs)) == len(outputs)
     onnx.checker.check_model(concatenated(trainable), full_check=True)
     session = TrainingSession(trainable)
     session.step(affine_batch())
