@@ -31,6 +31,8 @@ _NOT_INFERRED = ("GroupNormalization", "MeanVarianceNormalization")
 
 _BIG = 1024  # initializers of more bytes are kept out of what goes through onnx's C++ passes
 
+_UNBATCHED_SCAN = 9  # the opset in which Scan lost its batch axis
+
 logger = logging.getLogger("ortops")
 
 
@@ -94,9 +96,19 @@ def to_ir(proto: onnx.ModelProto, folder: Path | None = None) -> ir.Model:
         raise ModelError(f"model: {cause}; check it with onnx.checker.check_model") from error
     if folder is not None:
         ir.external_data.set_base_dir(model.graph, folder)
+    for graph in model.graphs():
+        for value in (*graph.inputs, *(v for node in graph for v in node.outputs)):
+            if value.shape is not None and any(_is_unknown(dim) for dim in value.shape):
+                dims = [None if _is_unknown(dim) else dim for dim in value.shape]
+                value.shape = ir.Shape(dims)
     if "" not in model.graph.opset_imports:
         model.graph.opset_imports[""] = MINIMUM_OPSET
     return model
+
+
+def _is_unknown(dim: int | ir.SymbolicDim) -> bool:
+    """Whether a dimension is one of the ways in which exporters write that they do not know it."""
+    return dim < 0 if isinstance(dim, int) else dim.value in ("", "?", "-1", "None")
 
 
 def inline(model: ir.Model) -> None:
@@ -120,6 +132,12 @@ def upgrade(model: ir.Model) -> ir.Model:
     opset = model.graph.opset_imports[""]
     if opset >= MINIMUM_OPSET:
         return model
+    for node in model.graph:
+        if opset < _UNBATCHED_SCAN and node.op_type == "Scan" and not node.domain:
+            raise ModelError(
+                f"Scan node '{node.name or node.outputs[0].name}': in opset {opset} it has a batch "
+                "axis, which the version converter drops; export the model at opset 9 or later"
+            )
     result = _convert(model)
     logger.warning("the model was converted from opset %d to %d", opset, MINIMUM_OPSET)
     return result
@@ -140,6 +158,7 @@ def _convert(model: ir.Model) -> ir.Model:
         value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
         if name not in listed:
             graph.inputs.append(value)
+    model.ir_version = max(model.ir_version, 4)  # before 4, initializers had to be inputs
     try:
         proto = onnx.version_converter.convert_version(ir.to_proto(model), MINIMUM_OPSET)
     except Exception as error:  # the converter raises RuntimeError and classes of its own
@@ -155,7 +174,6 @@ def _convert(model: ir.Model) -> ir.Model:
                 result.graph.inputs.remove(value)
             result.graph.register_initializer(value)
     result.metadata_props.update(model.metadata_props)
-    result.ir_version = max(model.ir_version, 4)  # before 4, initializers had to be inputs
     return result
 
 

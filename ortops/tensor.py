@@ -28,6 +28,7 @@ __all__ = [
     "numpy_dtype",
     "ones_like",
     "op",
+    "pad_axes",
     "remove_unread",
     "reshape_like",
     "shape_of",
@@ -704,6 +705,43 @@ def expand_like(x: Tensor, like: Tensor) -> Tensor:
     if _same_shape(x, like):
         return x
     return cast(Tensor, op.Expand(x, shape_of(like))).with_shape_of(like)
+
+
+def pad_axes(
+    x: Tensor,
+    pads: Sequence[object] | Array | Tensor,
+    value: object = None,
+    axes: Sequence[int] | Array | Tensor | None = None,
+    *,
+    mode: str = "constant",
+) -> Tensor:
+    """Pads like the operator, but names no axes where they are known.
+
+    onnxruntime 1.31 moves transposes past a Pad as if its pads were for all axes.
+
+    Args:
+        x: A tensor.
+        pads: Padding before each of the axes, then behind each.
+        value: What to pad with; 0 by default.
+        axes: The axes; all by default.
+        mode: The operator's mode.
+    """
+    known = axes.constant if isinstance(axes, Tensor) else axes
+    if known is None or x.shape is None:
+        return cast(Tensor, op.Pad(x, pads, value, axes, mode=mode))
+    places = [int(axis) % x.ndim for axis in known]
+    places += [x.ndim + axis for axis in places]
+    given = pads.constant if isinstance(pads, Tensor) else pads
+    if given is not None:
+        full: list[object] = [0] * (2 * x.ndim)
+        for place, amount in zip(places, given, strict=True):
+            full[place] = amount if isinstance(amount, Tensor) else int(cast(int, amount))
+        return cast(Tensor, op.Pad(x, full, value, mode=mode))
+    order = [0] * (2 * x.ndim)
+    for number, place in enumerate(places, 1):
+        order[place] = number
+    amounts = op.Gather(op.Concat(np.zeros(1, np.int64), pads, axis=0), order)
+    return cast(Tensor, op.Pad(x, amounts, value, mode=mode))
 
 
 def zeros_like(x: Tensor) -> Tensor:

@@ -308,3 +308,19 @@ def test_bad_optimizer_node(case):
             attempt(proto)
         assert message in str(raised.value)
     assert proto.SerializeToString() == before
+
+
+def test_scan_of_opset_8_is_refused():
+    body = helper.make_graph(
+        [helper.make_node("Add", ["s", "x"], ["t"]), helper.make_node("Identity", ["t"], ["u"])],
+        "body",
+        [value("s", [2]), value("x", [2])],
+        [value("t", [2]), value("u", [2])],
+    )
+    nodes = [
+        helper.make_node("Scan", ["", "a", "b"], ["y", "z"], body=body, num_scan_inputs=1),
+        node("Gradient", ["a"], ["da"], name="gradient", xs=["a"], y="y"),
+    ]
+    proto = model(nodes, [value("a", [1, 2]), value("b", [1, 3, 2])], ["da"], opset=8)
+    with pytest.raises(ortops.ModelError, match="Scan node 'y': in opset 8 it has a batch axis"):
+        ortops.lower(proto)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ortops.autodiff import vjp
 from ortops.rules._types import Cotangents
-from ortops.tensor import Dim, Tensor, op, reshape_like, size_of
+from ortops.tensor import Dim, Tensor, op, pad_axes, reshape_like, size_of
 
 MAX_COLUMN_TAPS = 25
 """The largest kernel whose weight gradient is taken from the columns.
@@ -149,9 +149,9 @@ def _padded(x: Tensor, at: Windows) -> tuple[Tensor, Windows]:
     if at.begin == zeros and at.end == zeros:
         return x, at
     if isinstance(at.begin, Tensor) or isinstance(at.end, Tensor):
-        x = op.Pad(x, op.Concat(at.begin, at.end, axis=0), None, at.axes)
+        x = pad_axes(x, op.Concat(at.begin, at.end, axis=0), None, at.axes)
     else:
-        x = op.Pad(x, [0, 0, *at.begin, 0, 0, *at.end])
+        x = pad_axes(x, [0, 0, *at.begin, 0, 0, *at.end])
     return x, replace(at, begin=zeros, end=zeros)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from ortops.autodiff import vjp
 from ortops.rules._copies import add_at, positions, scatter_add
 from ortops.rules._types import Cotangents
-from ortops.tensor import Tensor, op, reshape_like, shape_of, size_of, zeros_like
+from ortops.tensor import Tensor, op, pad_axes, reshape_like, shape_of, size_of, zeros_like
 
 
 @vjp("Gather")
@@ -36,7 +36,7 @@ def _pad_to(g: Tensor, index: int, x: Tensor, axis: int) -> Tensor:
         index %= size
     before = index if index >= 0 else size + index
     after = size - 1 - index if index >= 0 else -1 - index
-    return cast(Tensor, op.Pad(g, [before, after], None, [axis]))
+    return cast(Tensor, pad_axes(g, [before, after], None, [axis]))
 
 
 @vjp("GatherElements")

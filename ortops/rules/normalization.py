@@ -9,7 +9,7 @@ import numpy as np
 
 from ortops.autodiff import vjp
 from ortops.rules._types import Cotangents
-from ortops.tensor import Tensor, expand_like, op, reshape_like, size_of, unbroadcast
+from ortops.tensor import Tensor, expand_like, op, pad_axes, reshape_like, size_of, unbroadcast
 
 Optionals = tuple[Tensor | None, ...]
 
@@ -276,6 +276,6 @@ def lrn(
 def _channel_window_sum(x: Tensor, before: int, after: int) -> Tensor:
     """Sums, for each channel, over the channels up to so many before and after it."""
     channels = size_of(x, [1])
-    padded = op.Pad(x, [before, after], None, [1])
+    padded = pad_axes(x, [before, after], None, [1])
     windows = [padded[:, i : channels + i] for i in range(before + after + 1)]
     return cast(Tensor, op.Sum(*windows).with_shape_of(x))

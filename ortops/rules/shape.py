@@ -10,7 +10,16 @@ import numpy as np
 from ortops.autodiff import vjp
 from ortops.rules._copies import add_at, positions
 from ortops.rules._types import Cotangents
-from ortops.tensor import Tensor, op, reshape_like, shape_of, size_of, unbroadcast, zeros_like
+from ortops.tensor import (
+    Tensor,
+    op,
+    pad_axes,
+    reshape_like,
+    shape_of,
+    size_of,
+    unbroadcast,
+    zeros_like,
+)
 
 
 def _is_some(axes: Tensor | None) -> bool:
@@ -134,14 +143,14 @@ def slice_(
     if first is not None and not isinstance(sizes, Tensor) and not isinstance(kept, Tensor):
         before = np.clip(np.where(first < 0, first + sizes, first), 0, sizes)
         pads = np.concatenate([before, sizes - before - kept])
-        return op.Pad(g, pads, None, axes)
+        return pad_axes(g, pads, None, axes)
     begin = starts
     if first is None or np.any(first < 0):
         begin = op.Where(op.Less(begin, 0), op.Add(begin, sizes), begin)
     if first is None or np.any(first != 0):
         begin = op.Max(op.Min(begin, sizes), 0)
     rest = op.Sub(op.Sub(sizes, begin), kept)
-    return op.Pad(g, op.Concat(begin, rest, axis=0), None, axes)
+    return pad_axes(g, op.Concat(begin, rest, axis=0), None, axes)
 
 
 def _sizes(x: Tensor, axes: Tensor) -> np.ndarray | Tensor:
@@ -166,12 +175,12 @@ def pad(
 ) -> Cotangents:
     axes = _wide(axes)
     if mode != "constant":
-        return add_at(op.Pad(positions(x), pads, None, axes, mode=mode), g, x)
+        return add_at(pad_axes(positions(x), pads, None, axes, mode=mode), g, x)
     back = op.Neg(pads) if pads.constant is None else -pads.constant
-    dx = op.Pad(g, back, None, axes)
+    dx = pad_axes(g, back, None, axes)
     if constant_value is None:
         return dx
-    is_padding = op.Pad(zeros_like(x), pads, 1, axes)
+    is_padding = pad_axes(zeros_like(x), pads, 1, axes)
     return dx, None, reshape_like(op.ReduceSum(g * is_padding, keepdims=0), constant_value)
 
 
