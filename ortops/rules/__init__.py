@@ -14,6 +14,7 @@ from ortops.rules import microsoft as microsoft
 from ortops.rules import normalization as normalization
 from ortops.rules import pooling as pooling
 from ortops.rules import random as random
+from ortops.rules import recurrent as recurrent
 from ortops.rules import reduce as reduce
 from ortops.rules import resize as resize
 from ortops.rules import shape as shape
