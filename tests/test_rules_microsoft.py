@@ -154,6 +154,187 @@ def nbits(zero: str, bits: int, *, k: int = 32, bias: bool = False) -> Fused:
     return Fused("MatMulNBits", inputs, function, attributes, name=name)
 
 
+def split(x, heads):
+    return np.moveaxis(x.reshape(*x.shape[:2], heads, -1), 2, 1)
+
+
+def attend(q, k, v, bias=0.0, scale=None):
+    scale = 1 / np.sqrt(q.shape[-1]) if scale is None else scale
+    y = softmax(q @ swap(k) * scale + bias) @ v
+    return np.moveaxis(y, 1, 2).reshape(len(y), y.shape[2], -1)
+
+
+def causal(queries, keys):
+    allowed = np.arange(keys) <= np.arange(queries)[:, None] + keys - queries
+    return np.where(allowed, 0.0, -np.inf)
+
+
+def multi_head(q, k, v, bias=None, padding=None, added=None, pk=None, pv=None, **options):
+    """Attention with two heads; the padding is what it adds to the scores."""
+    if bias is not None:
+        q = q + bias[: q.shape[2]]
+        if k.ndim == 3:
+            k = k + bias[q.shape[2] : 2 * q.shape[2]]
+            v = v + bias[2 * q.shape[2] :]
+    q = split(q, 2)
+    k, v = (x if x.ndim == 4 else split(x, 2) for x in (k, v))
+    if pk is not None:
+        k, v = np.concatenate([pk, k], 2), np.concatenate([pv, v], 2)
+    total = 0.0 if added is None else added
+    if options.get("unidirectional"):
+        total = total + causal(q.shape[2], k.shape[2])
+    if padding is not None:
+        if padding.ndim == 1:
+            seen = (np.arange(k.shape[2]) < padding[:, None])[:, None, None]
+        else:
+            seen = padding[:, None, None] if padding.ndim == 2 else padding[:, None]
+        total = total + np.where(seen, 0.0, -10000.0)
+    return attend(q, k, v, total, options.get("scale")), k, v
+
+
+def heads_cases():
+    q, k, v = normal(2, 3, 8), normal(2, 5, 8, seed=1), normal(2, 5, 12, seed=2)
+    bias = normal(28, seed=3)
+    padding = np.array([[1, 1, 1, 0, 0], [1, 0, 1, 1, 1]], np.int32)
+    by_query = np.tril(np.ones((2, 3, 5), np.int32), 1)
+    past = [normal(2, 2, 2, 4, seed=5), normal(2, 2, 2, 4, seed=6)]
+    key4, value4 = normal(2, 2, 5, 4, seed=7), normal(2, 2, 5, 4, seed=8)
+    v8 = normal(2, 5, 8, seed=9)
+    rows: list[tuple[str, list[Any], dict[str, Any], Any]] = [
+        ("plain", [q, k, v], {}, 1),
+        ("scale", [q, k, v], {"scale": 0.4}, 1),
+        ("bias", [q, k, v, bias], {}, 1),
+        ("padding", [q, k, v, bias, padding], {}, 1),
+        ("padding-lengths", [q, k, v, None, np.array([3, 5], np.int32)], {}, 1),
+        ("padding-by-query", [q, k, v, None, by_query], {}, 1),
+        ("attention-bias", [q, k, v, None, None, normal(1, 2, 3, 5, seed=4)], {}, 1),
+        ("attention-bias-1", [q, k, v, None, padding, normal(2, 1, 3, 5, seed=4)], {}, 1),
+        ("causal", [q, k[:, :3], v[:, :3]], {"unidirectional": 1}, 1),
+        ("past", [q, k, v8, None, None, None, *past], {}, 3),
+        (
+            "past-causal",
+            [q, k[:, :3], v8[:, :3], bias[:24], None, None, *past],
+            {"unidirectional": 1},
+            3,
+        ),
+        ("cross-cache", [q, key4, value4, bias[:24]], {}, 1),
+    ]
+    for name, inputs, attributes, outputs in rows:
+        yield Fused(
+            "MultiHeadAttention",
+            inputs,
+            lambda *a, o=attributes: multi_head(*a, **o),
+            {"num_heads": 2, **attributes},
+            outputs=outputs,
+            name=name,
+        )
+
+
+def packed(x, w, bias=None, mask=None, past=None, added=None, sizes=(8, 8, 8), **options):
+    projected = x @ w + (0 if bias is None else bias)
+    q, k, v = np.split(projected, np.cumsum(sizes)[:2], axis=-1)
+    pk, pv = (None, None) if past is None else past
+    y, k, v = multi_head(q, k, v, None, mask, added, pk, pv, **options)
+    return y, np.stack([k, v]) if sizes[1] == sizes[2] else None
+
+
+def packed_cases():
+    x, w, bias = normal(2, 3, 6), normal(6, 24, seed=1) * 0.5, normal(24, seed=2)
+    padding = np.array([[1, 1, 0], [1, 1, 1]], np.int32)
+    past = normal(2, 2, 2, 2, 4, seed=5)
+    rows: list[tuple[str, list[Any], dict[str, Any], Any]] = [
+        ("plain", [x, w, bias], {}, 1),
+        ("padding", [x, w, bias, padding], {}, 1),
+        ("lengths", [x, w, bias, np.array([2, 3], np.int32)], {}, 1),
+        ("causal", [x, w, bias], {"unidirectional": 1}, 1),
+        ("past", [x, w, bias, None, past], {"unidirectional": 1}, 2),
+        ("attention-bias", [x, w, bias, None, None, normal(2, 2, 3, 3, seed=4)], {}, 1),
+        ("sizes", [x, w, bias], {"qkv_hidden_sizes": [4, 4, 16]}, 1),
+    ]
+    for name, inputs, attributes, outputs in rows:
+        options = {"sizes" if k == "qkv_hidden_sizes" else k: v for k, v in attributes.items()}
+        yield Fused(
+            "Attention",
+            inputs,
+            lambda *a, o=options: packed(*a, **o),
+            {"num_heads": 2, **attributes},
+            outputs=outputs,
+            name=name,
+        )
+
+
+def rotate(x, positions, cos, sin, heads=0, rotated=0, interleaved=0):
+    flat = x.ndim == 3
+    if flat:
+        x = split(x, heads or x.shape[2] // (2 * cos.shape[1]))
+    if positions.shape == (1,):
+        positions = positions + np.arange(x.shape[2])[None]
+    cos, sin = cos[positions][:, None], sin[positions][:, None]
+    width = rotated or x.shape[3]
+    a, b = (
+        (x[..., :width:2], x[..., 1:width:2])
+        if interleaved
+        else (x[..., : width // 2], x[..., width // 2 : width])
+    )
+    real, imaginary = a * cos - b * sin, a * sin + b * cos
+    y = (
+        np.stack([real, imaginary], -1).reshape(*x.shape[:3], width)
+        if interleaved
+        else np.concatenate([real, imaginary], -1)
+    )
+    y = np.concatenate([y, x[..., width:]], -1)
+    return np.moveaxis(y, 1, 2).reshape(len(y), y.shape[2], -1) if flat else y
+
+
+def rotary_cases():
+    cos, sin = normal(7, 4, seed=1), normal(7, 4, seed=2)
+    each, first = np.array([[0, 3, 2], [5, 1, 1]]), np.array([2])
+    rows: list[tuple[str, Any, Any, dict[str, Any]]] = [
+        ("rank-4", normal(2, 2, 3, 8), each, {}),
+        ("rank-3", normal(2, 3, 16), each, {}),
+        ("first", normal(2, 3, 16), first, {"interleaved": 1}),
+        ("partial", normal(2, 3, 24), each, {"num_heads": 2, "rotary_embedding_dim": 8}),
+    ]
+    for name, x, positions, attributes in rows:
+        options = {
+            {"num_heads": "heads", "rotary_embedding_dim": "rotated"}.get(k, k): v
+            for k, v in attributes.items()
+        }
+        yield Fused(
+            "RotaryEmbedding",
+            [x, positions, cos, sin],
+            lambda *a, o=options: rotate(*a, **o),
+            attributes,
+            name=name,
+        )
+
+
+def embed(ids, segments, words, places, kinds, gamma, beta, mask=None, positions=None):
+    total = words[ids] + places[np.arange(ids.shape[1]) if positions is None else positions]
+    if segments is not None:
+        total = total + kinds[segments]
+    return layer_norm(total, gamma, beta), None, total
+
+
+def embed_cases():
+    ids, segments = np.array([[1, 3, 1], [0, 4, 2]], np.int32), np.array([[0, 0, 1]] * 2, np.int32)
+    words, places, kinds = normal(5, 6, seed=1), normal(4, 6, seed=2), normal(2, 6, seed=3)
+    rest = [normal(6, seed=4), normal(6, seed=5)]
+    yield Fused(
+        "EmbedLayerNormalization",
+        [ids, segments, words, places, kinds, *rest],
+        embed,
+        outputs=(0, 2),
+    )
+    yield Fused(
+        "EmbedLayerNormalization",
+        [ids, None, words, places, None, *rest, None, np.array([[3, 0, 1], [1, 1, 2]], np.int32)],
+        embed,
+        outputs=(0, 2),
+        name="positions-sum",
+    )
+
+
 V = normal(6, seed=7)
 X, SKIP = normal(2, 3, 6, seed=8), normal(2, 3, 6, seed=9)
 CASES = [
@@ -262,6 +443,10 @@ CASES = [
         outputs=(0, 3),
         name="bias-sum",
     ),
+    *heads_cases(),
+    *packed_cases(),
+    *rotary_cases(),
+    *embed_cases(),
     nbits("", 4),
     nbits("packed", 4),
     nbits("packed", 4, k=48),
@@ -282,10 +467,11 @@ def forward(case: Fused, *, symbolic: bool):
         if array.dtype == np.float64:
             array = array.astype(np.float32)
         feeds[f"x{index}"] = array
-        # The quantized weights of a model are constant; what flows through it is symbolic.
-        free = symbolic and (index == 0 or case.op != "MatMulNBits")
+        # onnxruntime wants to know the sizes of some operators' parameters too.
+        strict = case.op in ("MatMulNBits", "Attention", "EmbedLayerNormalization")
+        free = symbolic and (index == 0 or not strict)
         dims = [f"x{index}_{axis}" for axis in range(array.ndim)] if free else array.shape
-        if case.op == "MatMulNBits" and free:
+        if strict and free and array.ndim > 2:
             dims = [*dims[:-1], array.shape[-1]]
         inputs.append(value(names[-1], dims, helper.np_dtype_to_tensor_dtype(array.dtype)))
     wanted = range(case.outputs) if isinstance(case.outputs, int) else case.outputs

@@ -3,6 +3,7 @@
 Importing this package registers them all.
 """
 
+from ortops.rules import attention as attention
 from ortops.rules import control_flow as control_flow
 from ortops.rules import convolution as convolution
 from ortops.rules import elementwise as elementwise

@@ -1,0 +1,453 @@
+"""What attention and rotary embeddings stand for, ONNX's own and onnxruntime's.
+
+A row of scores that a mask excludes as a whole attends to nothing: its output, and all that flows
+back from it, is zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import onnx_ir as ir
+
+from ortops.errors import UnsupportedError
+from ortops.expansion import definition
+from ortops.rules._types import Cotangents
+from ortops.tensor import Tensor, op, size_of
+
+MICROSOFT = "com.microsoft"
+Size = int | Tensor
+
+
+@definition("Attention")
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    past_key: Tensor | None = None,
+    past_value: Tensor | None = None,
+    nonpad_kv_seqlen: Tensor | None = None,
+    *,
+    is_causal: int = 0,
+    kv_num_heads: int | None = None,
+    q_num_heads: int | None = None,
+    qk_matmul_output_mode: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    softmax_precision: int | None = None,
+    left_window_size: int = -1,
+    right_window_size: int = -1,
+) -> Cotangents:
+    flat = q.ndim == 3
+    if flat:
+        q, k, v = _heads(q, q_num_heads), _heads(k, kv_num_heads), _heads(v, kv_num_heads)
+    if past_key is not None:
+        k, v = op.Concat(past_key, k, axis=2), op.Concat(past_value, v, axis=2)
+    length, total = size_of(q, [2]), size_of(k, [2])
+    offset: Size = 0
+    if past_key is not None:
+        offset = size_of(past_key, [2])
+    elif nonpad_kv_seqlen is not None:
+        offset = op.Sub(op.Reshape(nonpad_kv_seqlen, [-1, 1, 1, 1]), length)
+    right = 0 if is_causal else right_window_size
+    allowed = _window(q, length, total, offset, left_window_size, right)
+    if nonpad_kv_seqlen is not None:
+        padding = op.Less(_range(q, total), op.Reshape(nonpad_kv_seqlen, [-1, 1, 1, 1]))
+        allowed = _both(allowed, padding)
+    added = None
+    if attn_mask is not None:
+        is_bool = attn_mask.dtype == np.bool_
+        last = size_of(attn_mask, [-1])
+        if isinstance(last, Tensor) or isinstance(total, Tensor) or last != total:
+            fill = q.tape.constant(np.array(False if is_bool else -np.inf, attn_mask.dtype))
+            attn_mask = op.Pad(attn_mask, [0, _minus(total, last)], fill, [-1])
+        if is_bool:
+            allowed = _both(allowed, attn_mask)
+        else:
+            added = attn_mask
+    # A causal window leaves each query the key at its own position.
+    certain = attn_mask is None and nonpad_kv_seqlen is None and left_window_size < 0
+    bias = _bias(q, allowed, added)
+    y, probabilities, stages = _attend(
+        q,
+        k,
+        v,
+        bias,
+        scale=scale,
+        softcap=softcap,
+        precision=None if softmax_precision is None else ir.DataType(softmax_precision),
+        masked_rows=not certain,
+    )
+    shown = (*stages, probabilities)[qk_matmul_output_mode]
+    return (_merge(y) if flat else y), k, v, shown
+
+
+def _heads(x: Tensor, count: int | None) -> Tensor:
+    """Splits the last axis of (batch, length, hidden) into heads: (batch, head, length, size)."""
+    if not count:
+        raise UnsupportedError("the number of heads is not given; inputs of rank 3 need it")
+    width = size_of(x, [2])
+    size = width // count if isinstance(width, int) else -1
+    return cast(Tensor, op.Transpose(op.Reshape(x, [0, 0, count, size]), perm=[0, 2, 1, 3]))
+
+
+def _merge(y: Tensor) -> Tensor:
+    """Joins the heads again."""
+    width = size_of(y, [1, 3])
+    joined = op.Transpose(y, perm=[0, 2, 1, 3])
+    return cast(Tensor, op.Reshape(joined, [0, 0, width if isinstance(width, int) else -1]))
+
+
+def _range(x: Tensor, size: Size) -> Tensor:
+    """Returns 0, 1, 2 … below a size."""
+    if isinstance(size, int):
+        return x.tape.constant(np.arange(size))
+    return cast(Tensor, op.Range(x.tape.constant(np.array(0)), size, 1))
+
+
+def _minus(a: Size, b: Size) -> Size:
+    if isinstance(a, int) and isinstance(b, int):
+        return a - b
+    return cast(Tensor, op.Sub(a, b))
+
+
+def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return cast(Tensor, op.And(a, b))
+
+
+def _window(
+    x: Tensor, length: Size, total: Size, offset: Size, left: int, right: int
+) -> Tensor | None:
+    """Returns which keys are at most so far to the left and to the right of each query.
+
+    Args:
+        x: A tensor on the tape.
+        length: The number of queries.
+        total: The number of keys.
+        offset: The position of the first query among the keys; one for each sample, or one.
+        left: How far to the left; -1 for no limit.
+        right: How far to the right; -1 for no limit.
+    """
+    if left < 0 and right < 0:
+        return None
+    if isinstance(length, int) and isinstance(total, int) and isinstance(offset, int):
+        ahead = np.arange(total) - (np.arange(length)[:, None] + offset)
+        allowed = np.full(ahead.shape, True)
+        if left >= 0:
+            allowed &= ahead >= -left
+        if right >= 0:
+            allowed &= ahead <= right
+        return x.tape.constant(allowed)
+    queries = op.Add(op.Unsqueeze(_range(x, length), [1]), offset)
+    steps = op.Sub(_range(x, total), queries)
+    before = op.GreaterOrEqual(steps, -left) if left >= 0 else None
+    return _both(before, op.LessOrEqual(steps, right) if right >= 0 else None)
+
+
+def _bias(like: Tensor, allowed: Tensor | None, added: Tensor | None) -> Tensor | None:
+    """Returns what is added to the scores: minus infinity where a key is not allowed."""
+    if allowed is None:
+        return added
+    excluded = like.tape.constant(np.array(-np.inf, like.dtype))
+    return cast(
+        Tensor, op.Where(allowed, op.CastLike(0.0, like) if added is None else added, excluded)
+    )
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    precision: ir.DataType | None = None,
+    masked_rows: bool = True,
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Returns the output, the probabilities, and the scores: raw, capped, with the bias.
+
+    Args:
+        q: Queries (batch, head, length, size).
+        k: Keys (batch, head, length, size), of as many heads, or a divisor of that.
+        v: Values.
+        bias: What is added to the scores, of a shape that broadcasts to theirs.
+        scale: What they are multiplied by; 1/√size by default.
+        softcap: The limit of the scores before the bias is added; 0 for none.
+        precision: The type in which the softmax is computed.
+        masked_rows: Whether all of a row of the bias may be minus infinity.
+    """
+    factor: float | Tensor
+    if scale is not None:
+        factor = scale
+    else:
+        size = size_of(q, [3])
+        if isinstance(size, int):
+            factor = 1 / math.sqrt(size)
+        else:
+            factor = op.Reciprocal(op.Sqrt(op.CastLike(size, q)))
+    grouped = q.shape is None or k.shape is None or q.shape[1] != k.shape[1] or None in q.shape[:2]
+    keys = op.Transpose(k, perm=[0, 1, 3, 2])
+    # The heads that share a key are rows of one product.
+    scores = op.MatMul(_group(q * factor, k) if grouped else q * factor, keys)
+    if grouped:
+        scores = _ungroup(scores, q, size_of(k, [2]))
+    raw = scores
+    if softcap > 0:
+        scores = op.Tanh(scores * (1 / softcap)) * softcap
+    capped = scores
+    nothing = None
+    if bias is not None:
+        shown = scores + bias
+        if masked_rows:
+            nothing = op.IsInf(op.ReduceMax(bias, [-1]), detect_positive=0)
+            scores = scores + op.Where(nothing, 0, bias)
+        else:
+            scores = shown
+    else:
+        shown = scores
+    dtype = q.dtype
+    if precision is not None:
+        scores = scores.astype(precision.numpy())
+    p = op.Softmax(scores, axis=-1).astype(dtype)
+    if nothing is not None:
+        p = op.Where(nothing, 0, p)
+    y = op.MatMul(_group(p, k), v) if grouped else op.MatMul(p, v)
+    if grouped:
+        y = _ungroup(y, q, size_of(v, [3]))
+    return y, p, (raw, capped, shown)
+
+
+def _group(x: Tensor, k: Tensor) -> Tensor:
+    """Stacks the rows of the heads that share one of k's."""
+    width = size_of(x, [3])
+    return cast(Tensor, op.Reshape(x, [0, size_of(k, [1]), -1, width]))
+
+
+def _ungroup(x: Tensor, q: Tensor, width: Size) -> Tensor:
+    return cast(Tensor, op.Reshape(x, [0, size_of(q, [1]), size_of(q, [2]), width]))
+
+
+# onnxruntime's operators
+
+
+@definition("MultiHeadAttention", domain=MICROSOFT)
+def multi_head_attention(
+    query: Tensor,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    bias: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    attention_bias: Tensor | None = None,
+    past_key: Tensor | None = None,
+    past_value: Tensor | None = None,
+    past_sequence_length: Tensor | None = None,
+    cache_indirection: Tensor | None = None,
+    *,
+    num_heads: int,
+    mask_filter_value: float = -10000.0,
+    scale: float = 0.0,
+    unidirectional: int = 0,
+) -> Cotangents:
+    if past_sequence_length is not None or cache_indirection is not None:
+        raise UnsupportedError(
+            "past_sequence_length or cache_indirection is given; caches that are concatenated have "
+            "a gradient"
+        )
+    if key is None:
+        q, k, v = (_unpack(query, index) for index in range(3))
+    elif value is None:
+        q = _heads(query, num_heads)
+        k, v = (_unpack(key, index) for index in range(2))
+    else:
+        if bias is not None:
+            width = size_of(query, [2])
+            end = op.Add(width, width) if isinstance(width, Tensor) else 2 * width
+            query = query + bias[:width]
+            if key.ndim == 3:
+                key, value = key + bias[width:end], value + bias[end:]
+        q = _heads(query, num_heads)
+        k, v = (x if x.ndim == 4 else _heads(x, num_heads) for x in (key, value))
+    if past_key is not None:
+        k, v = op.Concat(past_key, k, axis=2), op.Concat(past_value, v, axis=2)
+    y = _masked_attention(
+        q, k, v, key_padding_mask, attention_bias, mask_filter_value, scale, unidirectional
+    )
+    return y, k, v
+
+
+def _unpack(packed: Tensor, index: int) -> Tensor:
+    """Takes queries, keys or values out of (batch, length, head, which, size)."""
+    return cast(Tensor, op.Transpose(packed[:, :, :, index], perm=[0, 2, 1, 3]))
+
+
+def _masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    added: Tensor | None,
+    masked_score: float,
+    scale: float,
+    causal: int,
+) -> Tensor:
+    """Returns attention with a finite score in the place of those that a mask excludes."""
+    length, total = size_of(q, [2]), size_of(k, [2])
+    bias = added
+    if mask is not None:
+        if mask.ndim == 1:
+            sizes = [x.shape[0] if x.shape is not None else None for x in (mask, q)]
+            if all(isinstance(size, int) for size in sizes) and sizes[0] != sizes[1]:
+                raise UnsupportedError(
+                    f"the mask has shape {mask.shape}; one length for each sample, (batch, keys), "
+                    "(batch, queries, keys) and (batch, 1, queries, keys) have a gradient"
+                )
+            seen = op.Less(_range(q, total), op.Reshape(mask.astype(np.int64), [-1, 1, 1, 1]))
+        else:
+            seen = op.Unsqueeze(op.Greater(mask, 0), {2: [1, 2], 3: [1], 4: []}[mask.ndim])
+        masked = op.Where(seen, op.CastLike(0.0, q), op.CastLike(masked_score, q))
+        bias = masked if bias is None else bias + masked
+    if causal:
+        bias = _bias(q, _window(q, length, total, _minus(total, length), -1, 0), bias)
+    y, _, _ = _attend(q, k, v, bias, scale=scale or None, masked_rows=False)
+    return _merge(y)
+
+
+@definition("Attention", domain=MICROSOFT)
+def packed_attention(
+    x: Tensor,
+    weights: Tensor,
+    bias: Tensor | None = None,
+    mask_index: Tensor | None = None,
+    past: Tensor | None = None,
+    attention_bias: Tensor | None = None,
+    past_sequence_length: Tensor | None = None,
+    *,
+    num_heads: int,
+    do_rotary: int = 0,
+    mask_filter_value: float = -10000.0,
+    past_present_share_buffer: int = 0,
+    qkv_hidden_sizes: Sequence[int] | None = None,
+    rotary_embedding_dim: int = 0,
+    scale: float = 0.0,
+    unidirectional: int = 0,
+) -> Cotangents:
+    if do_rotary or past_present_share_buffer or past_sequence_length is not None:
+        raise UnsupportedError(
+            f"do_rotary is {do_rotary}, past_present_share_buffer {past_present_share_buffer}; 0 "
+            "and a cache that is concatenated have a gradient"
+        )
+    projected = op.MatMul(x, weights)
+    if bias is not None:
+        projected = projected + bias
+    if qkv_hidden_sizes:
+        parts = op.Split(projected, list(qkv_hidden_sizes), axis=-1)
+    else:
+        parts = op.Split(projected, num_outputs=3, axis=-1, outputs=3)
+    q, k, v = (_heads(part, num_heads) for part in parts)
+    if past is not None:
+        k, v = op.Concat(past[0], k, axis=2), op.Concat(past[1], v, axis=2)
+    y = _masked_attention(
+        q, k, v, mask_index, attention_bias, mask_filter_value, scale, unidirectional
+    )
+    same = not qkv_hidden_sizes or qkv_hidden_sizes[1] == qkv_hidden_sizes[2]
+    present = op.Concat(op.Unsqueeze(k, [0]), op.Unsqueeze(v, [0]), axis=0) if same else None
+    return y, present
+
+
+# Rotary embeddings
+
+
+@definition("RotaryEmbedding")
+def rotary_embedding(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    *,
+    interleaved: int = 0,
+    num_heads: int = 0,
+    rotary_embedding_dim: int = 0,
+) -> Cotangents:
+    if position_ids is not None:
+        cos, sin = op.Gather(cos, position_ids), op.Gather(sin, position_ids)
+    split = [0, 0, num_heads, -1]
+    return _rotate(x, cos, sin, split, interleaved, rotary_embedding_dim)
+
+
+@definition("RotaryEmbedding", domain=MICROSOFT)
+def rotary_embedding_at(
+    x: Tensor,
+    position_ids: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: int = 0,
+    is_packed_batching: int = 0,
+    num_heads: int = 0,
+    rotary_embedding_dim: int = 0,
+    scale: float = 1.0,
+) -> Cotangents:
+    if is_packed_batching or scale != 1:
+        raise UnsupportedError(
+            f"is_packed_batching is {is_packed_batching} and scale {scale}; 0 and 1 have a gradient"
+        )
+    if position_ids.ndim == 1:  # the position of the first token; the same for each sample
+        length = size_of(x, [1 if x.ndim == 3 else 2])
+        position_ids = op.Unsqueeze(op.Add(_range(x, length), position_ids), [0])
+    size = size_of(cos, [1])
+    width = op.Add(size, size) if isinstance(size, Tensor) else 2 * size
+    split = [0, 0, num_heads, -1] if num_heads else [0, 0, -1, width]
+    rotated = rotary_embedding_dim if num_heads else 0
+    return _rotate(
+        x, op.Gather(cos, position_ids), op.Gather(sin, position_ids), split, interleaved, rotated
+    )
+
+
+def _rotate(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    split: Sequence[Size],
+    interleaved: int,
+    rotated: int,
+) -> Tensor:
+    """Rotates pairs of numbers.
+
+    Args:
+        x: (batch, head, position, number) or (batch, position, head · number).
+        cos: (batch, position, pair).
+        sin: The same.
+        split: Where x has three axes, its shape with four: (batch, position, head, number).
+        interleaved: Whether the numbers of a pair are neighbours; else they are half of all apart.
+        rotated: How many numbers, the first ones, are rotated; 0 for all.
+    """
+    flat = x.ndim == 3
+    cos, sin = (op.Unsqueeze(angle, [2 if flat else 1]) for angle in (cos, sin))
+    heads = op.Reshape(x, split) if flat else x
+    turned, rest = heads, None
+    if rotated and rotated != size_of(heads, [3]):
+        turned, rest = heads[..., :rotated], heads[..., rotated:]
+    if interleaved:
+        pairs = op.Reshape(turned, [0, 0, 0, -1, 2])
+        a, b = pairs[..., 0], pairs[..., 1]
+    else:
+        a, b = op.Split(turned, num_outputs=2, axis=-1)
+    real, imaginary = a * cos - b * sin, a * sin + b * cos
+    if interleaved:
+        pairs = op.Concat(op.Unsqueeze(real, [4]), op.Unsqueeze(imaginary, [4]), axis=4)
+        y = op.Reshape(pairs, [0, 0, 0, -1])
+    else:
+        y = op.Concat(real, imaginary, axis=-1)
+    if rest is not None:
+        y = op.Concat(y, rest, axis=-1)
+    if flat:
+        width = size_of(x, [2])
+        y = op.Reshape(y, [0, 0, width if isinstance(width, int) else -1])
+    return cast(Tensor, y)

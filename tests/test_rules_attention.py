@@ -1,0 +1,172 @@
+"""Attention and rotary embeddings against differences of onnx's reference implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from domain_models import model, node, run, value
+from dot_test import Case, check, normal
+from onnx import helper
+
+import ortops
+
+B, N, S, T, H, HV = 2, 4, 3, 5, 4, 6
+
+
+def four(heads: int = N, keys: int = T, *, kv: int = N) -> list[Any]:
+    """Returns queries, keys and values of rank 4."""
+    return [
+        normal(B, heads, S, H),
+        normal(B, kv, keys, H, seed=1),
+        normal(B, kv, keys, HV, seed=2),
+    ]
+
+
+def three(kv: int = N) -> list[Any]:
+    """Returns queries, keys and values of rank 3."""
+    return [
+        normal(B, S, N * H),
+        normal(B, T, kv * H, seed=1),
+        normal(B, T, kv * HV, seed=2),
+    ]
+
+
+def boolean(*shape: int) -> np.ndarray:
+    mask = np.random.default_rng(5).random(shape) < 0.6
+    mask[..., 0] = True
+    return mask
+
+
+def excluding(*shape: int) -> np.ndarray:
+    """Returns a mask whose first row excludes every key."""
+    mask = boolean(*shape)
+    mask[..., 0, :] = False
+    return mask
+
+
+PAST = [normal(B, N, 2, H, seed=3), normal(B, N, 2, HV, seed=4)]
+
+
+def attention_cases() -> Iterator[Case]:
+    heads = {"q_num_heads": N, "kv_num_heads": N}
+    rows: list[tuple[str, list[Any], dict[str, Any]]] = [
+        ("plain", four(), {}),
+        ("scale", four(), {"scale": 0.3}),
+        ("causal", four(), {"is_causal": 1}),
+        ("causal-square", four(keys=S), {"is_causal": 1}),
+        ("softcap", four(), {"softcap": 0.7}),
+        ("softcap-causal", four(), {"softcap": 0.7, "is_causal": 1}),
+        ("precision", four(), {"softmax_precision": onnx.TensorProto.DOUBLE}),
+        ("grouped", four(kv=2), {}),
+        ("one-key-head", four(kv=1), {"is_causal": 1}),
+        ("rank-3", three(), heads),
+        ("rank-3-grouped", three(kv=2), {"q_num_heads": N, "kv_num_heads": 2}),
+        ("float-mask", [*four(), normal(S, T, seed=6)], {}),
+        ("float-mask-4", [*four(), normal(B, 1, S, T, seed=6)], {"is_causal": 1}),
+        ("float-mask-heads", [*four(), normal(N, S, T, seed=6)], {"softcap": 0.7}),
+        ("bool-mask", [*four(), boolean(S, T)], {}),
+        ("bool-mask-causal", [*four(), boolean(B, 1, S, T)], {"is_causal": 1}),
+        ("masked-row", [*four(), excluding(B, 1, S, T)], {}),
+        ("short-float-mask", [*four(), normal(S, T - 2, seed=6)], {}),
+        ("short-bool-mask", [*four(), boolean(S, T - 2)], {}),
+        ("past", [*four(), None, *PAST], {}),
+        ("past-causal", [*four(keys=S), None, *PAST], {"is_causal": 1}),
+        ("past-mask-rank-3", [*three(), normal(S, T + 2, seed=6), *PAST], heads),
+    ]
+    for name, inputs, attributes in rows:
+        orders = 2 if name in ("softcap-causal", "rank-3-grouped", "masked-row") else 1
+        yield Case(
+            "Attention",
+            inputs,
+            attributes,
+            orders=orders,
+            opset=23,
+            reference=True,
+            name=name,
+        )
+    outputs = [("present", 3, {}), *((f"qk{m}", 4, {"qk_matmul_output_mode": m}) for m in range(4))]
+    for name, count, attributes in outputs:
+        inputs = [*four(), normal(S, T + 2, seed=6), *PAST]
+        yield Case(
+            "Attention",
+            inputs,
+            attributes,
+            outputs=count,
+            opset=23,
+            reference=True,
+            name=name,
+        )
+    for causal in (0, 1):
+        lengths = np.array([4, 2])
+        yield Case(
+            "Attention",
+            [*four(), None, None, None, lengths],
+            {"is_causal": causal},
+            opset=24,
+            reference=True,
+            name=f"nonpad-{causal}",
+        )
+    for left, right, causal in ((1, -1, 0), (-1, 1, 0), (1, 1, 0), (1, -1, 1), (0, 0, 0)):
+        yield Case(
+            "Attention",
+            [*four(), None, *PAST],
+            {"left_window_size": left, "right_window_size": right, "is_causal": causal},
+            opset=26,
+            reference=True,
+            name=f"window{left}{right}{causal}",
+        )
+
+
+def rotary_cases() -> Iterator[Case]:
+    positions = np.array([[0, 3, 2], [5, 1, 1]])
+    for interleaved in (0, 1):
+        for rotated in (0, 4):
+            half = (rotated or 6) // 2
+            table = [normal(7, half, seed=1), normal(7, half, seed=2)]
+            picked = [normal(2, 3, half, seed=1), normal(2, 3, half, seed=2)]
+            attributes = {"interleaved": interleaved, "rotary_embedding_dim": rotated}
+            for name, x in (("4", normal(2, 2, 3, 6)), ("3", normal(2, 3, 12))):
+                given = attributes | ({"num_heads": 2} if name == "3" else {})
+                full = f"rank{name}-{interleaved}-{rotated}"
+                rest = {"orders": 2, "opset": 23, "reference": True}
+                yield Case("RotaryEmbedding", [x, *table, positions], given, name=full, **rest)
+                yield Case("RotaryEmbedding", [x, *picked], given, name=f"{full}-picked", **rest)
+
+
+CASES = [*attention_cases(), *rotary_cases()]
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_dot(case: Case, symbolic: bool) -> None:
+    check(case, symbolic=symbolic)
+
+
+def as_float32(case: Case) -> list[np.ndarray | None]:
+    return [
+        a.astype(np.float32) if a is not None and a.dtype == np.float64 else a for a in case.inputs
+    ]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward_is_that_of_onnxruntime(case: Case) -> None:
+    if case.name in ("precision", "masked-row") or case.name.startswith(("short", "window")):
+        pytest.skip("onnxruntime has no kernel for it, or divides zero by zero")
+    arrays = as_float32(case)
+    names = ["" if a is None else f"x{i}" for i, a in enumerate(arrays)]
+    feeds = {n: a for n, a in zip(names, arrays, strict=True) if a is not None}
+    inputs = [value(n, a.shape, helper.np_dtype_to_tensor_dtype(a.dtype)) for n, a in feeds.items()]
+    # onnxruntime wants to put the present out where there is a past
+    outputs = [f"y{i}" for i in range(max(case.outputs, 3 if len(arrays) > 4 else 1))]
+    nodes = [helper.make_node(case.op, names, outputs, **case.attributes)]
+    expected = run(model(nodes, inputs, outputs, opset=case.opset), feeds)
+    nodes.append(node("Gradient", ["x0"], ["d"], xs=["x0"], y="y0"))
+    lowered = ortops.lower(model(nodes, inputs, [*outputs, "d"], opset=case.opset))
+    assert case.op not in [n.op_type for n in lowered.graph.node]
+    *found, _ = run(lowered, feeds)
+    for result, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(result, right, rtol=1e-4, atol=1e-5)
