@@ -18,4 +18,5 @@ from ortops.rules import random as random
 from ortops.rules import recurrent as recurrent
 from ortops.rules import reduce as reduce
 from ortops.rules import resize as resize
+from ortops.rules import sampling as sampling
 from ortops.rules import shape as shape

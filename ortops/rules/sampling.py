@@ -1,0 +1,370 @@
+"""Rules of operators that sample images between their elements.
+
+A sample is a weighted sum of a few elements around its coordinates, the taps. With respect to the
+image it is linear; with respect to the coordinates each weight has its slope.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+
+from ortops.autodiff import describe, vjp
+from ortops.errors import UnsupportedError
+from ortops.rules._copies import add_at
+from ortops.rules._types import Cotangents
+from ortops.tensor import Tensor, op, reshape_like, size_of
+
+Size: TypeAlias = int | Tensor
+"""A length: an int, or a scalar of int64 where only a run can tell."""
+
+_A = -0.75
+_CUBIC = np.array(
+    [[0, 1, 0, 0], [_A, 0, -_A, 0], [-2 * _A, -_A - 3, 2 * _A + 3, _A], [_A, _A + 2, -_A - 2, -_A]]
+)
+"""The weights of four neighbours as polynomials in the fraction: row n has those of its power n."""
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """The taps of samples along one axis, in the last dimension.
+
+    Attributes:
+        index: Which elements they are, int64; all exist.
+        weight: Their weights.
+        slope: The derivatives of the weights with respect to the coordinate; None for zeros.
+    """
+
+    index: Tensor
+    weight: Tensor
+    slope: Tensor | None
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Returns x in float32 at least: narrower types cannot count the elements of an image."""
+    return x.astype(np.promote_types(x.dtype, np.float32))
+
+
+def _number(size: Size, like: Tensor) -> Any:
+    return float(size) if isinstance(size, int) else size.astype(like.dtype)
+
+
+def _range(size: Size, like: Tensor) -> Tensor:
+    if isinstance(size, int):
+        return like.tape.constant(np.arange(size))
+    return cast(Tensor, op.Range(like.tape.constant(np.array(0)), size, 1))
+
+
+def _last(x: Tensor) -> Tensor:
+    """Returns x with one more dimension, of size 1, at the end."""
+    return cast(Tensor, op.Unsqueeze(x, [-1]))
+
+
+def _taps_along(
+    coordinate: Tensor, length: Size, mode: str, padding: str, align_corners: int
+) -> _Axis:
+    """Returns the taps around coordinates, counted in elements, along an axis of some length."""
+    dtype = coordinate.dtype
+    slope: Tensor | None
+    if mode == "nearest":
+        index = _last(op.Round(coordinate).astype(np.int64))
+        weight, slope = coordinate.tape.constant(np.ones(1, dtype)), None
+    else:
+        low = op.Floor(coordinate)
+        fraction = _last(coordinate - low)
+        if mode == "cubic":
+            powers = [coordinate.tape.constant(row.astype(dtype)) for row in _CUBIC]
+            index = _last(low.astype(np.int64)) + np.arange(-1, 3)
+            weight = ((powers[3] * fraction + powers[2]) * fraction + powers[1]) * fraction
+            weight = weight + powers[0]
+            slope = (powers[3] * 3 * fraction + powers[2] * 2) * fraction + powers[1]
+        else:
+            sign = coordinate.tape.constant(np.array([-1, 1], dtype))
+            index = _last(low.astype(np.int64)) + np.arange(2)
+            weight, slope = sign * fraction + np.array([1, 0], dtype), sign
+            if padding == "border":  # on the border itself the slope is 0, as in PyTorch
+                slope = slope * _last(coordinate > 0).astype(dtype)
+    if padding == "reflection":
+        if align_corners:  # about the centres of the outer elements
+            period = 2 * length - 2
+            period = max(period, 1) if isinstance(period, int) else op.Max(period, 1)
+            mirrored = period
+        else:  # about their outer edges
+            period = 2 * length
+            mirrored = period - 1
+        index = op.Mod(index, period)
+        index = op.Min(index, mirrored - index)
+    elif padding == "zeros":
+        inside = op.And(index >= 0, index < length).astype(dtype)
+        weight = weight * inside
+        slope = None if slope is None else slope * inside
+    index = op.Max(op.Min(index, length - 1), 0)
+    return _Axis(index, weight, slope)
+
+
+def _spread(axes: Sequence[Tensor]) -> list[Tensor]:
+    """Gives each of the taps along D axes a dimension of its own among D at the end."""
+    count = len(axes)
+    return [
+        op.Unsqueeze(taps, [k - count for k in range(count) if k != axis]) if count > 1 else taps
+        for axis, taps in enumerate(axes)
+    ]
+
+
+def _product(factors: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(operator.mul, factors)
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Samples of images.
+
+    Attributes:
+        x: The images, (N, C, …) with D spatial axes.
+        lengths: Their spatial sizes.
+        axes: The taps along each spatial axis, (N, …samples…, taps).
+    """
+
+    x: Tensor
+    lengths: list[Size]
+    axes: list[_Axis]
+
+    @property
+    def _tap_axes(self) -> list[int]:
+        return list(range(-len(self.axes), 0))
+
+    @functools.cached_property
+    def weights(self) -> list[Tensor]:
+        """The weights along each axis, with D dimensions for the taps."""
+        return _spread([axis.weight for axis in self.axes])
+
+    @functools.cached_property
+    def index(self) -> Tensor:
+        """The number of each tap among the elements of an image, (N, …samples…, taps × D)."""
+        steps = [
+            functools.reduce(operator.mul, self.lengths[axis + 1 :], 1)
+            for axis in range(len(self.lengths))
+        ]
+        parts = _spread([axis.index for axis in self.axes])
+        parts = [
+            part if isinstance(step, int) and step == 1 else part * step
+            for part, step in zip(parts, steps, strict=True)
+        ]
+        return functools.reduce(operator.add, parts)
+
+    @functools.cached_property
+    def values(self) -> Tensor:
+        """The elements at the taps, (N, …samples…, taps × D, C)."""
+        rows = op.Transpose(
+            self.x, perm=[0, *range(2, self.x.ndim), 1]
+        )  # a tap then takes all channels in one piece
+        area = functools.reduce(operator.mul, self.lengths)
+        flat = op.Reshape(rows, [size_of(self.x, [0]), area, size_of(self.x, [1])])
+        return cast(Tensor, op.GatherND(flat, _last(self.index), batch_dims=1))
+
+    def sampled(self) -> Tensor:
+        """Returns the samples with the channels last, (N, …samples…, C)."""
+        weight = _last(_product(self.weights)).astype(self.x.dtype)
+        axes = [axis - 1 for axis in self._tap_axes]
+        return cast(Tensor, op.ReduceSum(self.values * weight, axes, keepdims=0))
+
+    def image_gradient(self, g: Tensor) -> Tensor:
+        """Returns the cotangent of the images from that of the samples, (N, C, …samples…)."""
+        count = len(self.axes)
+        area = functools.reduce(operator.mul, self.lengths)
+        images = [size_of(self.x, [0]), size_of(self.x, [1])]
+        starts = op.Reshape(
+            _range(images[0] * images[1], g), [*images, *(1,) * (g.ndim - 2 + count)]
+        )
+        weight = op.Unsqueeze(_product(self.weights), [1])
+        spread = op.Unsqueeze(g, [g.ndim + k for k in range(count)]).astype(weight.dtype)
+        places = starts * area + op.Unsqueeze(self.index, [1])
+        return add_at(places, (spread * weight).astype(self.x.dtype), self.x)
+
+    def coordinate_gradients(self, g: Tensor) -> list[Tensor]:
+        """Returns the cotangents of the coordinates, (N, …samples…), for each spatial axis."""
+        count = len(self.axes)
+        rows = op.Transpose(g, perm=[0, *range(2, g.ndim), 1])
+        rows = op.Unsqueeze(rows, [-2 - k for k in range(count)])
+        seen = op.ReduceSum(rows * self.values, [-1], keepdims=0).astype(self.weights[0].dtype)
+        slopes = _spread([cast(Tensor, axis.slope) for axis in self.axes])
+        result = []
+        for axis, slope in enumerate(slopes):
+            others = [weight for k, weight in enumerate(self.weights) if k != axis]
+            terms = _product([seen, slope, *others])
+            result.append(op.ReduceSum(terms, self._tap_axes, keepdims=0))
+        return result
+
+
+@vjp("GridSample")
+def grid_sample(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    grid: Tensor,
+    *,
+    align_corners: int = 0,
+    mode: str = "linear",
+    padding_mode: str = "zeros",
+) -> Cotangents:
+    rank = x.ndim - 2
+    lengths = [size_of(x, [2 + axis]) for axis in range(rank)]
+    wide = _wide(grid)
+    axes, scales = [], []
+    for axis, length in enumerate(lengths):
+        along = op.Gather(wide, np.array(rank - 1 - axis), axis=-1)
+        size = _number(length, wide)
+        if align_corners:
+            coordinate, scale = (along + 1) / 2 * (size - 1), (size - 1) / 2
+        else:
+            coordinate, scale = ((along + 1) * size - 1) / 2, size / 2
+        axes.append(
+            _taps_along(coordinate, length, mode.removeprefix("bi"), padding_mode, align_corners)
+        )
+        scales.append(scale)
+    samples = _Samples(x, lengths, axes)
+    dx = samples.image_gradient(g)
+    if mode == "nearest":
+        return dx, None
+    parts = [
+        _last(part * scale)
+        for part, scale in zip(samples.coordinate_gradients(g), scales, strict=True)
+    ]
+    return dx, op.Concat(*reversed(parts), axis=-1).astype(grid.dtype)
+
+
+@vjp("AffineGrid")
+def affine_grid(
+    g: Tensor, y: Tensor, theta: Tensor, size: Tensor, *, align_corners: int = 0
+) -> Cotangents:
+    # The grid is θ times the homogeneous coordinates that the identity leaves as they are.
+    rank = g.ndim - 2
+    one = op.Concat(np.ones(1, np.int64), size[1:], axis=0)
+    identity = np.eye(rank, rank + 1, dtype=g.dtype)[None]
+    base = op.AffineGrid(identity, one, align_corners=align_corners)
+    points = functools.reduce(operator.mul, (size_of(g, [1 + axis]) for axis in range(rank)))
+    flat = op.Reshape(g, [size_of(g, [0]), points, rank])
+    linear = op.MatMul(op.Transpose(flat, perm=[0, 2, 1]), op.Reshape(base, [points, rank]))
+    return op.Concat(linear, _last(op.ReduceSum(flat, [1], keepdims=0)), axis=-1), None
+
+
+@vjp("Col2Im")
+def col2im(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    image_shape: Tensor,
+    block_shape: Tensor,
+    *,
+    dilations: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Cotangents:
+    # Each column takes what the image has where it was added.
+    known = next((v.shape for v in (image_shape, block_shape) if v.shape), (None,))[0]
+    rank = known if isinstance(known, int) else y.ndim - 2
+    steps, spread = strides or (1,) * rank, dilations or (1,) * rank
+    padding = list(pads or (0,) * 2 * rank)
+    if any(padding):
+        g = op.Pad(g, [0, 0, *padding[:rank], 0, 0, *padding[rank:]])
+    lengths = [size_of(g, [2 + axis]) for axis in range(rank)]
+    places: Tensor | None = None
+    for axis, length in enumerate(lengths):
+        block = block_shape[axis]
+        count = (length - ((block - 1) * spread[axis] + 1)) / steps[axis] + 1
+        taps = op.Range(g.tape.constant(np.array(0)), block, 1) * spread[axis]
+        firsts = op.Range(g.tape.constant(np.array(0)), count, 1) * steps[axis]
+        along = op.Unsqueeze(taps, [1]) + firsts
+        if places is None:
+            places = along
+        else:  # (taps, columns) of the axes so far and of this one
+            both = op.Unsqueeze(places * length, [1, 3]) + op.Unsqueeze(along, [0, 2])
+            columns = op.Shape(both)
+            pairs = op.ReduceProd(op.Reshape(columns, [2, 2]), [1], keepdims=0)
+            places = op.Reshape(both, pairs)
+    assert places is not None
+    images = [size_of(g, [0]), size_of(g, [1])]
+    flat = op.Reshape(g, [*images, functools.reduce(operator.mul, lengths)])
+    return reshape_like(op.Gather(flat, places, axis=2), x)
+
+
+@vjp("DeformConv")
+def deform_conv(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    w: Tensor,
+    offset: Tensor,
+    b: Tensor | None = None,
+    mask: Tensor | None = None,
+    *,
+    dilations: Sequence[int] | None = None,
+    group: int = 1,
+    kernel_shape: Sequence[int] | None = None,
+    offset_group: int = 1,
+    pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Cotangents:
+    rank = x.ndim - 2
+    kernel = kernel_shape or (w.shape or (None,) * x.ndim)[2:]
+    if any(not isinstance(size, int) for size in kernel):
+        node = y.value.producer()
+        raise UnsupportedError(
+            f"{describe(node) if node else 'DeformConv'}: the size of its kernel is unknown, "
+            f"{list(kernel)}; give it in the attribute kernel_shape"
+        )
+    sizes = cast(tuple[int, ...], tuple(kernel))
+    count = math.prod(sizes)
+    steps, spread = strides or (1,) * rank, dilations or (1,) * rank
+    begin = list(pads or (0,) * rank)[:rank]
+    batch, channels = size_of(x, [0]), size_of(x, [1])
+    images = batch * offset_group
+    lengths = [size_of(x, [2 + axis]) for axis in range(rank)]
+    outputs = [size_of(g, [2 + axis]) for axis in range(rank)]
+    points = functools.reduce(operator.mul, outputs)
+    # Each offset group's channels are images of their own, sampled at (kernel elements, outputs).
+    offsets = op.Reshape(_wide(offset), [images, count, rank, *outputs])
+    taps = np.indices(sizes).reshape(rank, count)
+    axes = []
+    for axis, length in enumerate(lengths):
+        first = _range(outputs[axis], g) * steps[axis]
+        first = op.Reshape(first, [1, outputs[axis], *(1,) * (rank - 1 - axis)])
+        shift = (taps[axis] * spread[axis] - begin[axis]).reshape(count, *(1,) * rank)
+        coordinate = op.Gather(offsets, np.array(axis), axis=2) + (first + shift).astype(
+            offsets.dtype
+        )
+        axes.append(_taps_along(coordinate, length, "linear", "zeros", 0))
+    split = [
+        images,
+        channels // offset_group if isinstance(channels, int) else channels / offset_group,
+    ]
+    samples = _Samples(op.Reshape(x, [*split, *lengths]), lengths, axes)
+    seen = op.Transpose(samples.sampled(), perm=[0, rank + 2, *range(1, rank + 2)])
+    masks = None if mask is None else op.Reshape(mask, [images, 1, count, *outputs])
+    columns = seen if masks is None else seen * masks
+
+    # The convolution itself is a product with the columns, as is each of its gradients.
+    inputs, filters = size_of(w, [1]), size_of(w, [0])
+    rows = inputs * count
+    per_group = filters // group if isinstance(filters, int) else filters / group
+    weights = op.Reshape(w, [group, per_group, rows])
+    by_group = op.Reshape(g, [batch, group, per_group, points])
+    dcolumns = op.MatMul(op.Transpose(weights, perm=[0, 2, 1]), by_group)
+    dcolumns = op.Reshape(dcolumns, [*split, count, *outputs])
+    flat = op.Reshape(columns, [batch, group, rows, points])
+    dw = op.ReduceSum(op.MatMul(by_group, op.Transpose(flat, perm=[0, 1, 3, 2])), [0], keepdims=0)
+    db = None if b is None else op.ReduceSum(g, [0, *range(2, 2 + rank)], keepdims=0)
+    dmask = None
+    if masks is not None and mask is not None:
+        dmask = reshape_like(op.ReduceSum(dcolumns * seen, [1], keepdims=0), mask)
+        dcolumns = dcolumns * masks
+    parts = [op.Unsqueeze(part, [2]) for part in samples.coordinate_gradients(dcolumns)]
+    doffset = reshape_like(op.Concat(*parts, axis=2), offset).astype(offset.dtype)
+    dx = reshape_like(samples.image_gradient(dcolumns), x)
+    return dx, reshape_like(dw, w), doffset, db, dmask
