@@ -210,11 +210,21 @@ def _replace(node: ir.Node, known: Definition, names: Names) -> None:
                 "gradient passes through the node; cut the graph there by naming another tensor "
                 "in xs"
             )
-        if output.shape is not None:
-            result = result.with_shape_of(tape.tensor(output))
+        _know_shape(result, output)
         replace_value(tape, output, result, put_out)
     graph.remove(node, safe=True)
     remove_unread(tape.nodes)
+
+
+def _know_shape(result: Tensor, output: ir.Value) -> None:
+    """Completes the shape of a definition's result with what was known of the output."""
+    old, new = output.shape, result.value.shape
+    if old is not None and new is None:
+        result.value.shape = ir.Shape(list(old))
+    elif old is not None and new is not None and len(old) == len(new):
+        result.value.shape = ir.Shape(
+            [b if isinstance(b, int) else a for a, b in zip(old, new, strict=True)]
+        )
 
 
 def _apply(

@@ -6,6 +6,7 @@ Importing this package registers them all.
 from ortops.rules import attention as attention
 from ortops.rules import control_flow as control_flow
 from ortops.rules import convolution as convolution
+from ortops.rules import determinant as determinant
 from ortops.rules import elementwise as elementwise
 from ortops.rules import generate as generate
 from ortops.rules import indexing as indexing
@@ -20,3 +21,4 @@ from ortops.rules import reduce as reduce
 from ortops.rules import resize as resize
 from ortops.rules import sampling as sampling
 from ortops.rules import shape as shape
+from ortops.rules import signal as signal
