@@ -1,0 +1,1 @@
+"""Measurements of ortops beside its peers: ``python -m benchmarks``."""
