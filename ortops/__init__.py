@@ -9,14 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ortops import optimizers
+    from ortops import losses, metrics, optimizers
     from ortops.autodiff import vjp
     from ortops.custom_ops import register_custom_ops
     from ortops.errors import FeedError, KernelError, ModelError, OrtopsError, UnsupportedError
     from ortops.lowering import lower
     from ortops.session import InferenceSession
     from ortops.tensor import Tape, Tensor, op
-    from ortops.training import losses, metrics
     from ortops.training.builder import build_training_model
     from ortops.training.session import TrainingSession
     from ortops.training.step_graph import step_graph
@@ -55,9 +54,9 @@ _MODULES = {
     "TrainingSession": "ortops.training.session",
     "UnsupportedError": "ortops.errors",
     "build_training_model": "ortops.training.builder",
-    "losses": "ortops.training",
+    "losses": "ortops",
     "lower": "ortops.lowering",
-    "metrics": "ortops.training",
+    "metrics": "ortops",
     "op": "ortops.tensor",
     "optimizers": "ortops",
     "register_custom_ops": "ortops.custom_ops",
@@ -69,10 +68,10 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'ortops' has no attribute {name!r}")
-    if _MODULES[name] in ("ortops", "ortops.training"):  # a submodule
-        found: Any = importlib.import_module(f"{_MODULES[name]}.{name}")
-    else:
-        found = getattr(importlib.import_module(_MODULES[name]), name)
+    module = _MODULES[name]
+    if module == "ortops":  # a submodule
+        return importlib.import_module(f"ortops.{name}")
+    found: Any = getattr(importlib.import_module(module), name)
     globals()[name] = found
     return found
 

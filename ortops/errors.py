@@ -14,6 +14,7 @@ __all__ = [
     "KernelError",
     "ModelError",
     "OrtopsError",
+    "UnknownVariableError",
     "UnsupportedError",
     "did_you_mean",
 ]
@@ -35,8 +36,14 @@ class FeedError(OrtopsError, ValueError):
     """The arrays given to a run, a step or an evaluation do not fit the model."""
 
 
+class UnknownVariableError(OrtopsError, KeyError):
+    """A variable was asked for that the training algorithm does not have."""
+
+    __str__ = OrtopsError.__str__  # a KeyError shows its message in quotes
+
+
 class KernelError(OrtopsError, RuntimeError):
-    """A Python kernel failed while a session was running."""
+    """A kernel, written in Python or onnxruntime's own, failed while a session was running."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

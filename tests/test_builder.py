@@ -497,8 +497,8 @@ def test_nothing_to_train() -> None:
         build(tape.model())
     with Tape() as tape:
         x = tape.input("x", np.float32, ["N", 2])
-        tape.output(x * np.ones(2, np.float32), "y")
-    expected = "no floating-point initializer; weights in Constant nodes must become initializers"
+        tape.output(x + x, "y")
+    expected = "depends on no floating-point initializer; name what to train in trainable="
     with pytest.raises(ModelError, match=expected):
         build(tape.model())
 
@@ -933,3 +933,45 @@ def test_a_gradient_inside_gets_a_training_copy_too() -> None:
     first, second = session.step({"x": x}), session.step({"x": x})
     assert np.any(first["slope_training"][0] != first["slope_training"][1])  # the rows' own masks
     assert np.any(first["slope_training"] != second["slope_training"])
+
+
+def constant_weights() -> onnx.ModelProto:
+    """Returns y = x @ w · scale, whose weight is in a Constant node."""
+    nodes = [
+        helper.make_node(
+            "Constant", [], ["w"], value=numpy_helper.from_array(np.ones((2, 1), np.float32))
+        ),
+        helper.make_node(
+            "Constant", [], ["scale"], value=numpy_helper.from_array(np.array(2, np.float32))
+        ),
+        helper.make_node("MatMul", ["x", "w"], ["product"]),
+        helper.make_node("Mul", ["product", "scale"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "graph",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 1])],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+@pytest.mark.parametrize("trainable", [None, ["w"]])
+def test_weights_in_constant_nodes_become_initializers(trainable, caplog):
+    proto = constant_weights()
+    before = proto.SerializeToString()
+    with caplog.at_level(logging.WARNING, "ortops"):
+        built = ortops.build_training_model(
+            proto, loss="MeanSquaredError", optimizer="SGD", trainable=trainable
+        )
+    assert proto.SerializeToString() == before
+    assert "the weights of 1 Constant nodes became initializers" in caplog.text
+    assert [tensor.name for tensor in built.graph.initializer] == ["w"]
+    assert [node.op_type for node in built.graph.node] == ["Constant", "MatMul", "Mul"]
+    session = ortops.TrainingSession(built)
+    session.step({"x": np.ones((1, 2), np.float32), "targets": np.ones((1, 1), np.float32)})
+    assert not np.array_equal(session.state["w"], np.ones((2, 1), np.float32))
+    original = session.inference_model(original=proto)
+    written = numpy_helper.to_array(original.graph.node[0].attribute[0].t)
+    np.testing.assert_array_equal(written, session.state["w"])
+    assert [node.op_type for node in original.graph.node] == [n.op_type for n in proto.graph.node]

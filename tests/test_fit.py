@@ -23,8 +23,8 @@ from training_models import (
 )
 
 from ortops import FeedError, OrtopsError, TrainingSession, build_training_model
+from ortops.metrics import accuracy, mean_absolute_error
 from ortops.optimizers import SGD, Adam
-from ortops.training.metrics import accuracy, mean_absolute_error
 from ortops.training.progress import Progress
 
 

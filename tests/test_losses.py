@@ -13,8 +13,8 @@ from onnx import TensorProto, helper
 
 import ortops
 from ortops import ModelError, Tape, Tensor, TrainingSession, build_training_model, losses, op
+from ortops.losses import LOSSES
 from ortops.optimizers import SGD
-from ortops.training.losses import LOSSES
 
 Array = np.ndarray[Any, Any]
 
@@ -314,7 +314,7 @@ def test_an_exception_of_the_function_is_the_users() -> None:
             ("N", 3),
             "Add node 'loss/Add': Incompatible dimensions",
         ),
-        (losses.Loss, ("N", 3), "loss is <class 'ortops.training.losses.Loss'>"),
+        (losses.Loss, ("N", 3), "loss is <class 'ortops.losses.Loss'>"),
         (Tensor, ("N", 3), "loss is <class 'ortops.tensor.Tensor'>"),
     ],
 )

@@ -393,7 +393,7 @@ def test_trained_weights_go_back_into_the_original(opset: int, tmp_path: Path) -
 
 def test_an_original_that_does_not_fit() -> None:
     session = affine_session()
-    with pytest.raises(ModelError, match="original: it has no initializer 'w', which was trained"):
+    with pytest.raises(ModelError, match="original: it has no weight 'w', which was trained"):
         session.inference_model(original=normalizing())
     other = affine()
     other.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.ones((2, 2), np.float32), "w"))
@@ -767,10 +767,14 @@ def test_what_cannot_be_trained() -> None:
 def test_an_operator_without_a_rule_is_named() -> None:
     with Tape() as tape:
         x = tape.input("x", np.float32, ["N", 3])
-        w = tape.initializer("w", np.eye(3, dtype=np.float32))
-        tape.output(x * op.Det(op.Reshape(w, [1, 3, 3])), "y")
-    model = build_training_model(tape.model(), loss="MeanSquaredError", optimizer="SGD")
-    with pytest.raises(ortops.UnsupportedError, match="Det node 'Det': there is no gradient rule"):
+        tape.output(op.Neg(x * tape.initializer("w", np.ones(3, np.float32))), "y")
+    inference = tape.model()
+    inference.graph.node[-1].op_type = "Strange"
+    inference.graph.node[-1].domain = "com.example"
+    inference.opset_import.add(domain="com.example", version=1)
+    model = build_training_model(inference, loss="MeanSquaredError", optimizer="SGD")
+    expected = "Strange node 'Neg': there is no gradient rule for Strange of domain 'com.example'"
+    with pytest.raises(ortops.UnsupportedError, match=expected):
         TrainingSession(model)
 
 
@@ -796,3 +800,12 @@ def test_the_session_lets_the_domain_be_used_elsewhere() -> None:
     assert plain.run(["loss"], affine_batch())[0] == first
     assert any(node.domain == TRAINING_DOMAIN for node in step.graph.node)
     assert plain_session(step).run(["loss"], affine_batch())[0] == pytest.approx(float(first))
+
+
+def test_state_is_a_mapping() -> None:
+    state = TrainingSession(build_training_model(affine(), loss="L1", optimizer="SGD")).state
+    assert "w" in state
+    assert "nothing" not in state
+    assert state.get("nothing") is None
+    with pytest.raises(KeyError, match="there is no variable 'nothing'"):
+        state["nothing"]

@@ -36,7 +36,7 @@ def _pad_to(g: Tensor, index: int, x: Tensor, axis: int) -> Tensor:
         index %= size
     before = index if index >= 0 else size + index
     after = size - 1 - index if index >= 0 else -1 - index
-    return cast(Tensor, pad_axes(g, [before, after], None, [axis]))
+    return pad_axes(g, [before, after], None, [axis])
 
 
 @vjp("GatherElements")

@@ -14,16 +14,15 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ortops import convert, optimizers
+from ortops import convert, losses, optimizers
 from ortops.autodiff import ancestor_nodes, differentiable_ancestors, read_inputs
 from ortops.convert import ModelLike
 from ortops.errors import ModelError, did_you_mean
 from ortops.gradient import BOUND_DOMAIN, may_be_equal, unbind
+from ortops.losses import LossLike
 from ortops.lowering import TRAINING_DOMAIN, prepare
 from ortops.optimizers import Optimizer, UpdateRule
 from ortops.tensor import Names, Tape, Tensor, op
-from ortops.training import losses
-from ortops.training.losses import LossLike
 from ortops.training.modes import copy_in_training_mode
 
 __all__ = ["METADATA_KEY", "build_training_model"]
@@ -32,6 +31,13 @@ METADATA_KEY = "ortops.training"
 """Where a trainable model says, as JSON, which of its names play which part."""
 
 _TRAINING_INFO_IR_VERSION = 7
+
+_FLOATS = (
+    onnx.TensorProto.FLOAT,
+    onnx.TensorProto.DOUBLE,
+    onnx.TensorProto.FLOAT16,
+    onnx.TensorProto.BFLOAT16,
+)
 
 logger = logging.getLogger("ortops")
 
@@ -99,7 +105,8 @@ def build_training_model(
         optimizer: An optimizer of `ortops.optimizers`, its name, or an update rule.
         trainable: The names of the initializers to train, or patterns such as ``"head.*"``. By
             default all floating-point ones that the loss depends on, but for running statistics
-            and for scalars (0-d), which exporters write for constants.
+            and for scalars (0-d), which exporters write for constants. Where an exporter put the
+            weights into Constant nodes, these become initializers, and a message says so.
         seed: Determines which elements Dropout drops.
 
     Returns:
@@ -128,6 +135,7 @@ def build_training_model(
             "model: it has training_info already; TrainingSession runs it, and "
             "TrainingSession.inference_model() gives the model without it"
         )
+    proto = _with_weights_as_initializers(proto, trainable)
     result, work = _prepare(proto, folder)
     graph = work.graph
     if not graph.outputs:
@@ -179,6 +187,46 @@ def build_training_model(
     entry = entry or result.metadata_props.add(key=METADATA_KEY)
     entry.value = json.dumps(parts)
     return result
+
+
+def _with_weights_as_initializers(
+    proto: onnx.ModelProto, trainable: Sequence[str] | None
+) -> onnx.ModelProto:
+    """Returns the model with its weights in initializers, where an exporter put them in nodes.
+
+    That is so where no floating-point initializer is more than a scalar, or where ``trainable``
+    means the output of a Constant node.
+    """
+    constants = {node.output[0]: node for node in proto.graph.node if _is_weight(node)}
+    if trainable is None:
+        wanted = not any(
+            t.data_type in _FLOATS and len(t.dims) > 0 for t in proto.graph.initializer
+        )
+    else:
+        names = [trainable] if isinstance(trainable, str) else trainable
+        wanted = any(fnmatch.filter(constants, name) for name in names)
+    if not constants or not wanted:
+        return proto
+    result = onnx.ModelProto()
+    result.CopyFrom(proto)
+    kept = [node for node in result.graph.node if not _is_weight(node)]
+    del result.graph.node[:]
+    result.graph.node.extend(kept)
+    for name, node in constants.items():
+        tensor = result.graph.initializer.add()
+        tensor.CopyFrom(node.attribute[0].t)
+        tensor.name = name
+    result.ir_version = max(result.ir_version, 4)  # before 4, initializers had to be inputs
+    logger.warning("the weights of %d Constant nodes became initializers", len(constants))
+    return result
+
+
+def _is_weight(node: onnx.NodeProto) -> bool:
+    """Whether a node is a floating-point Constant that is more than a scalar."""
+    if node.op_type != "Constant" or node.domain not in ("", "ai.onnx"):
+        return False
+    (value,) = node.attribute
+    return value.name == "value" and value.t.data_type in _FLOATS and len(value.t.dims) > 0
 
 
 def _prepare(proto: onnx.ModelProto, folder: Path | None) -> tuple[onnx.ModelProto, ir.Model]:
@@ -258,11 +306,7 @@ def _parameters(
             raise ModelError(
                 "trainable: the loss depends on no floating-point initializer"
                 + (f" but scalars ({', '.join(scalars)})" if scalars else "")
-                + (
-                    "; name what to train in trainable="
-                    if default
-                    else "; weights in Constant nodes must become initializers first"
-                )
+                + "; name what to train in trainable="
             )
     else:
         wanted = [trainable] if isinstance(trainable, str) else list(trainable)

@@ -15,12 +15,14 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortops import convert
+from ortops import metrics as metric_functions
 from ortops.convert import ModelLike
 from ortops.errors import (
     FeedError,
     KernelError,
     ModelError,
     OrtopsError,
+    UnknownVariableError,
     UnsupportedError,
     did_you_mean,
 )
@@ -32,12 +34,11 @@ from ortops.lowering import (
     takes_python_kernel,
     to_proto,
 )
+from ortops.metrics import Metric
 from ortops.session import InferenceSession, Kernels
 from ortops.tensor import numpy_dtype
-from ortops.training import metrics as metric_functions
 from ortops.training.builder import METADATA_KEY
 from ortops.training.data import Data, Feeds, batches, count, length
-from ortops.training.metrics import Metric
 from ortops.training.modes import write_inference_mode
 from ortops.training.progress import Progress
 from ortops.training.step_graph import (
@@ -470,11 +471,11 @@ class TrainingSession:
             result.CopyFrom(proto)
             if folder is not None:
                 onnx.load_external_data_for_model(result, str(folder))
-            known = {tensor.name: tensor for tensor in result.graph.initializer}
+            known = _weights(result.graph)
             for name, array in trained.items():
                 if name not in known:
                     raise ModelError(
-                        f"original: it has no initializer '{name}', which was trained; "
+                        f"original: it has no weight '{name}', which was trained; "
                         + did_you_mean(name, known)
                     )
                 kind = onnx.helper.tensor_dtype_to_np_dtype(known[name].data_type)
@@ -596,7 +597,7 @@ class State(MutableMapping[str, Array]):
 
     def _known(self, name: str) -> None:
         if name not in self._session._values:
-            raise OrtopsError(
+            raise UnknownVariableError(
                 f"state: there is no variable '{name}'; "
                 + did_you_mean(name, self._session._values)
             )
@@ -723,7 +724,16 @@ def _rows(feeds: Feeds) -> int:
     return len(first) if first.ndim else 1
 
 
+def _weights(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
+    """Returns the tensors of a graph by name: initializers, and the values of Constant nodes."""
+    found = {tensor.name: tensor for tensor in graph.initializer}
+    for node in graph.node:
+        if node.op_type == "Constant" and node.attribute[0].HasField("t"):
+            found[node.output[0]] = node.attribute[0].t
+    return found
+
+
 def _write_values(graph: onnx.GraphProto, arrays: Mapping[str, Array]) -> None:
-    for tensor in graph.initializer:
-        if tensor.name in arrays:
-            tensor.CopyFrom(onnx.numpy_helper.from_array(arrays[tensor.name], tensor.name))
+    for name, tensor in _weights(graph).items():
+        if name in arrays:
+            tensor.CopyFrom(onnx.numpy_helper.from_array(arrays[name], tensor.name))
