@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from dot_test import DOMAIN, Case, check, normal, uniform
+from dot_test import DOMAIN, Case, check, distinct, normal, uniform
 from onnx import helper
 
 import ortops
@@ -71,9 +71,17 @@ OTHERS = [
 ]  # fmt: skip
 
 
-def deform(name: str, *, batch: int = 2, channels: int = 4, size: tuple[int, int] = (5, 6),
-           filters: int = 4, kernel: tuple[int, int] = (3, 2), outputs: tuple[int, int],
-           bias: bool = True, mask: bool = True, orders: int = 1, **attributes: Any) -> Case:  # fmt: skip
+def deform(
+    name: str,
+    *,
+    outputs: tuple[int, int],
+    kernel: tuple[int, int] = (3, 2),
+    bias: bool = True,
+    mask: bool = True,
+    orders: int = 1,
+    **attributes: Any,
+) -> Case:
+    batch, channels, filters, size = 2, 4, 4, (5, 6)
     attributes.setdefault("kernel_shape", kernel)
     groups = attributes.get("offset_group", 1)
     taps = groups * kernel[0] * kernel[1]
@@ -122,3 +130,158 @@ def test_kernel_size_from_the_weights() -> None:
         "DeformConv node 'under_test': the size of its kernel is unknown, ['x1_2', 'x1_3']; give "
         "it in the attribute kernel_shape"
     )
+
+
+ROIS = np.array(
+    [[0.7, 1.1, 4.4, 5.6], [-1.3, 0.4, 2.2, 3.1], [2.6, 2.2, 8.9, 7.7], [1.1, 1.2, 1.6, 1.8]]
+)
+ALIGN = [
+    Case(
+        "RoiAlign",
+        [normal(2, 3, 6, 7), ROIS, np.array([0, 1, 0, 1])],
+        {
+            "mode": mode,
+            "sampling_ratio": ratio,
+            "output_height": 2,
+            "output_width": 3,
+            "spatial_scale": 0.75,
+            "coordinate_transformation_mode": coordinates,
+        },
+        constant=[2],
+        orders=2 if ratio else 1,
+        epsilon=1e-6,
+        rtol=1e-6,
+        name=f"{mode}_{ratio}_{coordinates}",
+    )
+    for mode, ratio, coordinates in itertools.product(
+        ("avg", "max"), (0, 2), ("half_pixel", "output_half_pixel")
+    )
+]
+ROI_POOL = Case(
+    "MaxRoiPool",
+    [
+        distinct(2, 3, 6, 7, gap=1).astype(np.float32),
+        np.array(
+            [[0, 0, 1, 4, 5], [1, 2.5, 1.5, 9, 3], [1, 3, 3, 2, 2], [0, 9, 9, 12, 12]], np.float32
+        ),
+    ],
+    {"pooled_shape": [2, 3], "spatial_scale": 0.9},
+    only=[0],
+    orders=2,
+    epsilon=0.1,
+    rtol=1e-4,
+)
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize("given", [*ALIGN, ROI_POOL], ids=str)
+def test_dot_of_regions(given: Case, symbolic: bool) -> None:
+    check(given, symbolic=symbolic)
+
+
+def run(model: onnx.ModelProto, **feeds: np.ndarray) -> np.ndarray:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+    return session.run(None, feeds)
+
+
+def gradient_model(given: Case, *, symbolic: bool, opset: int = 21) -> onnx.ModelProto:
+    """Returns the gradient of Σ w · op(x0, …) with respect to its floating-point inputs."""
+    names = ["" if array is None else f"x{i}" for i, array in enumerate(given.inputs)]
+    xs = [names[i] for i in given.differentiated]
+    inputs = [helper.make_tensor_value_info("w", onnx.TensorProto.FLOAT, None)]
+    for name, array in zip(names, given.inputs, strict=True):
+        if array is not None:
+            kind = helper.np_dtype_to_tensor_dtype(array.dtype)
+            dims = [f"{name}_{axis}" for axis in range(array.ndim)] if symbolic else array.shape
+            inputs.append(helper.make_tensor_value_info(name, kind, dims))
+    nodes = [
+        helper.make_node(given.op, names, ["y"], "under_test", **given.attributes),
+        helper.make_node("Mul", ["w", "y"], ["wy"]),
+        helper.make_node("Gradient", xs, [f"d{x}" for x in xs], domain=DOMAIN, xs=xs, y="wy"),
+    ]
+    outputs = [helper.make_empty_tensor_value_info(f"d{x}") for x in xs]
+    graph = helper.make_graph(nodes, "gradient", inputs, outputs)
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)]
+    return ortops.lower(helper.make_model(graph, opset_imports=imports, ir_version=10))
+
+
+def gradients(given: Case, w: np.ndarray, **settings: Any) -> list[np.ndarray]:
+    model = gradient_model(given, **settings)
+    known = {value.name for value in model.graph.input}
+    feeds = {
+        f"x{i}": array
+        for i, array in enumerate(given.inputs)
+        if array is not None and f"x{i}" in known
+    }
+    return run(model, w=w, **feeds)
+
+
+def test_names_of_opset_16() -> None:
+    x, coordinates = (array.astype(np.float32) for array in GRID[0].inputs)
+    w = normal(2, 3, 3, 4, dtype=np.float32)
+    for old, new in (("bilinear", "linear"), ("bicubic", "cubic"), ("nearest", "nearest")):
+        found = gradients(
+            Case("GridSample", [x, coordinates], {"mode": old}), w, symbolic=True, opset=16
+        )
+        expected = gradients(Case("GridSample", [x, coordinates], {"mode": new}), w, symbolic=False)
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+KINKS = [
+    # On an element, the slope is the one behind it, as in PyTorch.
+    ("border", 1, [0.0], [20 - 10]),
+    # On the border and beyond it, nothing changes.
+    ("border", 1, [-1.0], [0]),
+    ("border", 1, [1.0], [0]),
+    ("border", 1, [-1.5], [0]),
+    # With zeros around the image, its last element falls to 0 there.
+    ("zeros", 1, [1.0], [-20]),
+    ("zeros", 1, [-1.0], [10 - 0]),
+]
+
+
+@pytest.mark.parametrize(("padding", "corners", "at", "expected"), KINKS)
+def test_kinks(padding: str, corners: int, at: list[float], expected: list[float]) -> None:
+    """The image is one row of 0, 10, 20, whose elements are 1 apart in the grid's terms."""
+    x = np.array([0, 10, 20], np.float32).reshape(1, 1, 1, 3)
+    coordinates = np.array([[*at, 0]], np.float32).reshape(1, 1, 1, 2)
+    given = Case(
+        "GridSample", [x, coordinates], {"padding_mode": padding, "align_corners": corners}
+    )
+    _, found = gradients(given, np.ones((1, 1, 1, 1), np.float32), symbolic=False)
+    np.testing.assert_array_equal(found[0, 0, 0, :1], expected)
+
+
+def test_ties_of_regions() -> None:
+    """Of equal elements the first one is the maximum; a bin outside the image has none."""
+    x = np.array([[5, 5, 1, 0], [5, 0, 1, 1], [2, 0, 3, 3], [2, 2, 0, 3]], np.float32)[None, None]
+    rois = np.array([[0, 0, 0, 3, 3], [0, 8, 8, 9, 9]], np.float32)
+    w = np.arange(1, 9, dtype=np.float32).reshape(2, 1, 2, 2)
+    given = Case("MaxRoiPool", [x, rois], {"pooled_shape": [2, 2]}, only=[0])
+    for symbolic in (False, True):
+        (found,) = gradients(given, w, symbolic=symbolic)
+        expected = [[1, 0, 2, 0], [0, 0, 0, 0], [3, 0, 4, 0], [0, 0, 0, 0]]
+        np.testing.assert_array_equal(found[0, 0], expected)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("given", GRID, ids=str)
+def test_like_torch(given: Case) -> None:
+    torch = pytest.importorskip("torch", reason="compares with PyTorch")
+    attributes = given.attributes
+    x, coordinates = (torch.tensor(a.astype(np.float32), requires_grad=True) for a in given.inputs)
+    y = torch.nn.functional.grid_sample(
+        x,
+        coordinates,
+        mode={"linear": "bilinear", "cubic": "bicubic"}.get(attributes["mode"], "nearest"),
+        padding_mode=attributes["padding_mode"],
+        align_corners=bool(attributes["align_corners"]),
+    )
+    w = normal(*y.shape, seed=2, dtype=np.float32)
+    (y * torch.tensor(w)).sum().backward()
+    narrow = replace(given, inputs=[a.astype(np.float32) for a in given.inputs])
+    for found, leaf in zip(gradients(narrow, w, symbolic=True), (x, coordinates), strict=False):
+        np.testing.assert_allclose(found, leaf.grad.numpy(), rtol=1e-3, atol=1e-4)

@@ -368,3 +368,295 @@ def deform_conv(
     doffset = reshape_like(op.Concat(*parts, axis=2), offset).astype(offset.dtype)
     dx = reshape_like(samples.image_gradient(dcolumns), x)
     return dx, reshape_like(dw, w), doffset, db, dmask
+
+
+@dataclass(frozen=True)
+class _RoiAxis:
+    """The samples of regions along one axis: (R regions, P bins, G samples in a bin).
+
+    Attributes:
+        position: Their coordinates, moved into the image where they are up to 1 outside.
+        inside: 1 for those in the image, 0 for others.
+        exists: Which of the G samples a region has; None for all.
+        count: How many samples a bin of a region has, at least 1; broadcasts to all.
+        by_start: The derivative of the position with respect to the region's start.
+        by_end: The derivative of the position with respect to the region's end.
+        length: The length of the image.
+    """
+
+    position: Tensor
+    inside: Tensor
+    exists: Tensor | None
+    count: float | Tensor
+    by_start: Tensor
+    by_end: Tensor
+    length: Size
+
+    def distances(self) -> Tensor:
+        """Returns how far each element of the image is ahead of each sample, (R, P, G, L)."""
+        return _range(self.length, self.position).astype(self.position.dtype) - _last(self.position)
+
+    def weights(self) -> Tensor:
+        """Returns the weights of the elements of the image in the mean of each bin, (R, P, L)."""
+        near = op.Relu(1 - abs(self.distances())) * _last(self.inside / self.count)
+        return cast(Tensor, op.ReduceSum(near, [2], keepdims=0))
+
+    def end_gradients(self, dweights: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the cotangents of the regions' starts and ends, (R,), from the weights'."""
+        ahead = self.distances()
+        near = (abs(ahead) < 1).astype(ahead.dtype) * op.Sign(ahead)
+        moved = op.ReduceSum(near * op.Unsqueeze(dweights, [2]), [3], keepdims=0)
+        moved = moved * (self.inside / self.count)
+        return (
+            op.ReduceSum(moved * self.by_start, [1, 2], keepdims=0),
+            op.ReduceSum(moved * self.by_end, [1, 2], keepdims=0),
+        )
+
+    def taps(self) -> _Axis:
+        """Returns the two elements around each sample."""
+        low = op.Floor(self.position)
+        sign = low.tape.constant(np.array([-1, 1], low.dtype))
+        weight = sign * _last(self.position - low) + np.array([1, 0], low.dtype)
+        inside = _last(self.inside)
+        index = op.Min(_last(low.astype(np.int64)) + np.arange(2), self.length - 1)
+        return _Axis(index, weight * inside, sign * inside)
+
+
+def _roi_axis(
+    rois: Tensor,
+    columns: tuple[int, int],
+    bins: int,
+    samples: int,
+    scale: float,
+    half_pixel: bool,
+    length: Size,
+) -> _RoiAxis:
+    start, end = (
+        op.Unsqueeze(op.Gather(rois, [column], axis=1), [2]) * scale - 0.5 * half_pixel
+        for column in columns
+    )
+    extent = end - start
+    scaled: float | Tensor = 1.0
+    if not half_pixel:  # smaller regions are made that large
+        scaled = (extent > 1).astype(rois.dtype)
+        extent = op.Max(extent, 1.0)
+    exists: Tensor | None = None
+    count: float | Tensor = float(samples)
+    part = rois.tape.constant(((np.arange(samples) + 0.5) / max(samples, 1)).astype(rois.dtype))
+    if not samples:  # as many as the bin has elements
+        needed = op.Ceil(extent / float(bins))
+        most = op.Max(op.ReduceMax(needed, keepdims=0), 1.0).astype(np.int64)
+        number = _range(most, rois).astype(rois.dtype)
+        exists = number < needed
+        count = op.Max(needed, 1.0)
+        part = (number + 0.5) / count
+    fraction = (part + np.arange(bins, dtype=rois.dtype)[:, None]) / float(bins)
+    position = start + fraction * extent
+    last = _number(length, rois) - 1
+    inside = op.And(position >= -1.0, position <= last + 1)
+    if exists is not None:
+        inside = op.And(inside, exists)
+    free = op.And(position > 0.0, position < last).astype(rois.dtype)
+    by_end = fraction * scaled
+    clipped = op.Max(op.Min(position, last), 0.0)
+    return _RoiAxis(
+        clipped,
+        inside.astype(rois.dtype),
+        exists,
+        count,
+        (1 - by_end) * free,
+        by_end * free,
+        length,
+    )
+
+
+def _flat_taps(per_axis: Sequence[Tensor], combine: Any) -> Tensor:
+    """Combines what is known of taps (R, P, …) along y and x to one of shape (R, PH, PW, taps)."""
+    y, x = per_axis
+    extra = y.ndim - 2  # the dimensions of a bin's taps
+    both = combine(
+        op.Unsqueeze(y, [2, *(3 + 2 * k + 1 for k in range(extra))]),
+        op.Unsqueeze(x, [1, *(3 + 2 * k for k in range(extra))]),
+    )
+    taps = size_of(both, range(3, 3 + 2 * extra))
+    return cast(Tensor, op.Reshape(both, [0, 0, 0, taps]))
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The taps with the largest value, for maxima over the bins of regions.
+
+    Attributes:
+        x: The images, (N, C, H, W).
+        batch: The image of each region, (R,).
+        index: The taps' numbers among the elements of an image, (R, PH, PW, K).
+        best: Which of the K taps of a bin is the largest, (R, PH, PW, C).
+        value: Its element of the image, (R, PH, PW, C).
+    """
+
+    x: Tensor
+    batch: Tensor
+    index: Tensor
+    best: Tensor
+    value: Tensor
+
+    def of(self, taps: Tensor) -> Tensor:
+        """Returns of something known for all taps what it is for the chosen ones."""
+        return cast(Tensor, op.GatherElements(taps, self.best, axis=3))
+
+    def image_gradient(self, rows: Tensor) -> Tensor:
+        """Returns the cotangent of the images from that of the values."""
+        channels = size_of(self.x, [1])
+        area = size_of(self.x, [2, 3])
+        image = op.Reshape(self.batch * channels, [-1, 1, 1, 1])
+        places = (image + _range(channels, rows)) * area + self.of(self.index)
+        return add_at(places, rows, self.x)
+
+
+def _choose(
+    x: Tensor, batch: Tensor, index: Tensor, weight: Tensor | None, exists: Tensor | None
+) -> _Chosen:
+    area = size_of(x, [2, 3])
+    flat = op.Reshape(op.Transpose(x, perm=[0, 2, 3, 1]), [size_of(x, [0]) * area, size_of(x, [1])])
+    elements = op.Gather(flat, op.Reshape(batch * area, [-1, 1, 1, 1]) + index, axis=0)
+    values = elements if weight is None else elements * _last(weight).astype(x.dtype)
+    if exists is not None:
+        values = op.Where(_last(exists), values, np.array(-np.inf, x.dtype))
+    best = op.ArgMax(values, axis=3, keepdims=1)
+    value = op.Squeeze(op.GatherElements(elements, best, axis=3), [3])
+    return _Chosen(x, batch, index, op.Squeeze(best, [3]), value)
+
+
+@vjp("RoiAlign")
+def roi_align(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    rois: Tensor,
+    batch_indices: Tensor,
+    *,
+    coordinate_transformation_mode: str = "half_pixel",
+    mode: str = "avg",
+    output_height: int = 1,
+    output_width: int = 1,
+    sampling_ratio: int = 0,
+    spatial_scale: float = 1.0,
+) -> Cotangents:
+    half_pixel = coordinate_transformation_mode.lower() == "half_pixel"
+    regions = _wide(rois)
+    height, width = size_of(x, [2]), size_of(x, [3])
+    axes = [
+        _roi_axis(regions, columns, bins, sampling_ratio, spatial_scale, half_pixel, length)
+        for columns, bins, length in (
+            ((1, 3), output_height, height),
+            ((0, 2), output_width, width),
+        )
+    ]
+    if mode.lower() == "max":
+        dx, ends = _roi_maximum(g, x, batch_indices, axes)
+    else:
+        dx, ends = _roi_mean(g, x, batch_indices, axes)
+    drois = op.Concat(*[_last(end) for end in ends], axis=1) * spatial_scale
+    return dx, drois.astype(rois.dtype), None
+
+
+def _roi_mean(
+    g: Tensor, x: Tensor, batch: Tensor, axes: Sequence[_RoiAxis]
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns the cotangents of the images and of the regions' ends for means.
+
+    A region's mean is a product of the image with the weights along its axes from both sides.
+    """
+    images, channels, (height, width) = size_of(x, [0]), size_of(x, [1]), [a.length for a in axes]
+    by_row, by_column = (axis.weights().astype(x.dtype) for axis in axes)
+    spread = op.MatMul(g, op.Unsqueeze(by_column, [1]))  # (R, C, PH, W)
+    rows = size_of(g, [0, 2])
+    # All regions at once: (N · H, R · PH) times (C, R · PH, W).
+    own = op.Equal(_last(batch), _range(images, g)).astype(x.dtype)
+    own = op.Unsqueeze(own, [1, 3]) * op.Unsqueeze(by_row, [2])
+    own = op.Transpose(op.Reshape(own, [rows, images * height]), perm=[1, 0])
+    by_channel = op.Reshape(op.Transpose(spread, perm=[1, 0, 2, 3]), [channels, rows, width])
+    dx = op.Reshape(op.MatMul(own, by_channel), [channels, images, height, width])
+    dx = op.Transpose(dx, perm=[1, 0, 2, 3])
+
+    seen = op.Gather(x, batch, axis=0)
+    drow = op.MatMul(spread, op.Transpose(seen, perm=[0, 1, 3, 2]))
+    means = op.MatMul(op.Unsqueeze(by_row, [1]), seen)
+    dcolumn = op.MatMul(op.Transpose(g, perm=[0, 1, 3, 2]), means)
+    top, bottom = axes[0].end_gradients(_channel_sum(drow, axes[0]))
+    left, right = axes[1].end_gradients(_channel_sum(dcolumn, axes[1]))
+    return dx, [left, top, right, bottom]
+
+
+def _channel_sum(values: Tensor, axis: _RoiAxis) -> Tensor:
+    return cast(Tensor, op.ReduceSum(values, [1], keepdims=0)).astype(axis.position.dtype)
+
+
+def _roi_maximum(
+    g: Tensor, x: Tensor, batch: Tensor, axes: Sequence[_RoiAxis]
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns the cotangents of the images and of the regions' ends for maxima.
+
+    The maximum is over the weighted elements, not over their sums, as in onnxruntime and in onnx's
+    reference implementation.
+    """
+    taps = [axis.taps() for axis in axes]
+    index = _flat_taps([taps[0].index * axes[1].length, taps[1].index], operator.add)
+    weight = _flat_taps([taps[0].weight, taps[1].weight], operator.mul)
+    present = [axis.exists for axis in axes if axis.exists is not None]
+    exists = None
+    if present:
+        exists = _flat_taps([op.And(_last(p), np.ones(2, np.bool_)) for p in present], op.And)
+    chosen = _choose(x, batch, index, weight, exists)
+    rows = op.Transpose(g, perm=[0, 2, 3, 1])
+    dx = chosen.image_gradient(rows * chosen.of(weight).astype(x.dtype))
+    dweight = (rows * chosen.value).astype(weight.dtype)
+    ends = {}
+    for k, axis in enumerate(axes):
+        for which, moved in enumerate((axis.by_start, axis.by_end)):
+            factors = [taps[0].weight, taps[1].weight]
+            factors[k] = cast(Tensor, taps[k].slope) * _last(moved)
+            slope = chosen.of(_flat_taps(factors, operator.mul))
+            ends[which, 1 - k] = op.ReduceSum(dweight * slope, [1, 2, 3], keepdims=0)
+    return dx, [ends[key] for key in sorted(ends)]
+
+
+@vjp("MaxRoiPool")
+def max_roi_pool(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    rois: Tensor,
+    *,
+    pooled_shape: Sequence[int],
+    spatial_scale: float = 1.0,
+) -> Cotangents:
+    # The ends of regions are rounded, so only the image gets a cotangent. Of equal elements the
+    # first one is the maximum; a bin without elements has none.
+    regions = _wide(rois)
+    indices, inside = [], []
+    for axis, (start, bins) in enumerate(zip((2, 1), pooled_shape, strict=True)):
+        length = size_of(x, [2 + axis])
+        ends = [_round_half_away(op.Gather(regions, [k], axis=1) * spatial_scale)
+                for k in (start, start + 2)]  # fmt: skip
+        extent = op.Max(ends[1] - ends[0] + 1, 1.0) / float(bins)
+        bin_number = np.arange(bins, dtype=regions.dtype)
+        first = op.Floor(extent * bin_number) + ends[0]
+        behind = op.Ceil(extent * (bin_number + 1)) + ends[0]
+        first, behind = (
+            op.Max(op.Min(edge.astype(np.int64), length), 0) for edge in (first, behind)
+        )
+        most = op.Max(op.ReduceMax(behind - first, keepdims=0), 1)
+        index = _last(first) + _range(most, x)
+        inside.append(index < _last(behind))
+        indices.append(op.Min(index, length - 1))
+    index = _flat_taps([indices[0] * size_of(x, [3]), indices[1]], operator.add)
+    exists = _flat_taps(inside, op.And)
+    batch = op.Squeeze(op.Gather(regions, [0], axis=1).astype(np.int64), [1])
+    chosen = _choose(x, batch, index, None, exists)
+    some = op.ReduceMax(exists.astype(g.dtype), [3], keepdims=1)
+    return chosen.image_gradient(op.Transpose(g, perm=[0, 2, 3, 1]) * some), None
+
+
+def _round_half_away(x: Tensor) -> Tensor:
+    return cast(Tensor, op.Sign(x) * op.Floor(abs(x) + 0.5))
