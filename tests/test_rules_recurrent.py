@@ -15,11 +15,15 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.inliner
+import onnx.reference
+import onnxruntime
 import pytest
 from domain_models import model, node, run, value
 from onnx import TensorProto, helper
 
 import ortops
+from ortops.errors import UnsupportedError
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 OUTPUTS = {"LSTM": ("Y", "Y_h", "Y_c"), "GRU": ("Y", "Y_h"), "RNN": ("Y", "Y_h")}
@@ -34,7 +38,7 @@ ACTIVATIONS: dict[str, tuple[Callable[..., np.ndarray], int]] = {
     "Softplus": (lambda x: np.log1p(np.exp(x)), 0),
     "LeakyRelu": (lambda x, alpha=0.01: np.where(x < 0, alpha * x, x), 1),
     "ThresholdedRelu": (lambda x, alpha=0.0: np.where(x > alpha, x, 0), 1),
-    "Elu": (lambda x, alpha=1.0: np.where(x < 0, alpha * np.expm1(x), x), 1),
+    "Elu": (lambda x, alpha=1.0: np.where(x < 0, alpha * np.expm1(np.minimum(x, 0)), x), 1),
     "Affine": (lambda x, alpha=0.0, beta=0.0: alpha * x + beta, 2),
     "ScaledTanh": (lambda x, alpha=0.0, beta=0.0: alpha * np.tanh(beta * x), 2),
     "HardSigmoid": (lambda x, alpha=0.2, beta=0.5: np.clip(alpha * x + beta, 0, 1), 2),
@@ -135,6 +139,7 @@ class Case:
         lens: Sequence lengths, if it has them.
         orders: Up to which order derivatives are checked.
         scale: The size of the numbers.
+        hidden_size: The attribute.
         name: What tells the case from others.
     """
 
@@ -145,6 +150,7 @@ class Case:
     lens: Sequence[int] | None = None
     orders: int = 1
     scale: float = 0.7
+    hidden_size: int | None = 3
     name: str = ""
 
     def __str__(self) -> str:
@@ -182,12 +188,14 @@ def build(
     """Returns nodes that compute f1 = Σ w · outputs, the inputs, and the weights."""
     names = INPUTS[: 8 if case.op == "LSTM" else 6]
     outputs = [name if name in case.outputs else "" for name in OUTPUTS[case.op]]
+    while not outputs[-1]:
+        outputs.pop()
     under_test = helper.make_node(
         case.op,
         [name if name in arrays else "" for name in names],
         outputs,
         name="under_test",
-        hidden_size=3,
+        hidden_size=case.hidden_size,
         **case.attributes,
     )
     nodes = [under_test]
@@ -200,7 +208,8 @@ def build(
         feeds[f"w_{name}"] = rng.standard_normal(shapes[name]).astype(arrays["X"].dtype)
         nodes.append(helper.make_node("Mul", [name, f"w_{name}"], [f"weighted_{name}"]))
         nodes.append(helper.make_node("ReduceSum", [f"weighted_{name}"], [f"s_{name}"], keepdims=0))
-    nodes.append(helper.make_node("Sum", [f"s_{name}" for name in filter(None, outputs)], ["f1"]))
+    sums = [f"s_{name}" for name in filter(None, outputs)]
+    nodes.append(helper.make_node("Sum", sums, ["f1"], name="total"))
     inputs = [
         value(
             name,
@@ -212,39 +221,41 @@ def build(
     return nodes, inputs, feeds
 
 
-def run_wide(
-    case: Case, lowered: onnx.ModelProto, feeds: Mapping[str, np.ndarray]
-) -> list[np.ndarray]:
-    """Runs a lowered model in float64; the recurrent nodes are run by `recurrence`."""
-    feeds = dict(feeds)
-    computed = recurrence(case.op, {k: feeds[k] for k in INPUTS if k in feeds}, case.attributes)
-    lowered = onnx.ModelProto.FromString(lowered.SerializeToString())
-    kept = []
-    for step in lowered.graph.node:
-        if step.op_type != case.op:
-            kept.append(step)
-            continue
-        for name, output in zip(step.output, computed.values(), strict=False):
-            if name:
-                feeds[name] = output
-                lowered.graph.input.append(value(name, output.shape, TensorProto.DOUBLE))
-    del lowered.graph.node[:]
-    lowered.graph.node.extend(kept)
-    known = {entry.name for entry in lowered.graph.input}
-    return run(lowered, {name: array for name, array in feeds.items() if name in known})
+def wide(
+    case: Case, lowered: onnx.ModelProto
+) -> Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]:
+    """Returns what runs a lowered model in float64; `recurrence` runs the recurrent nodes."""
+    proto = onnx.ModelProto.FromString(lowered.SerializeToString())
+    forward = [step for step in proto.graph.node if step.op_type == case.op]
+    for step in forward:
+        proto.graph.node.remove(step)
+        proto.graph.input.extend(value(n, None, TensorProto.DOUBLE) for n in step.output if n)
+    # onnxruntime has no float64 kernels for these: their definitions by other operators.
+    names = ["Elu", "HardSigmoid", "LeakyRelu", "Softplus", "Softsign", "ThresholdedRelu"]
+    proto = onnx.inliner.inline_selected_functions(
+        proto, [("", name) for name in names], inline_schema_functions=True
+    )
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), options)
+    known = {entry.name for entry in session.get_inputs()}
+
+    def run_wide(feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        given = {name: feeds[name] for name in INPUTS if name in feeds}
+        outputs = recurrence(case.op, given, case.attributes).values()
+        fed = dict(feeds)
+        for step in forward:
+            fed.update(zip(step.output, outputs, strict=False))
+        return list(session.run(None, {name: fed[name] for name in known}))
+
+    return run_wide
 
 
 def check(case: Case, *, symbolic: bool) -> None:
     """Checks the gradients of all floating-point inputs of a case."""
     arrays = case.arrays()
     nodes, inputs, feeds = build(case, arrays, symbolic)
-    narrow = {k: a.astype(np.float32) if a.dtype == np.float64 else a for k, a in feeds.items()}
-    narrow_inputs = [
-        value(
-            entry.name, shape_of(entry), helper.np_dtype_to_tensor_dtype(narrow[entry.name].dtype)
-        )
-        for entry in inputs
-    ]
+    narrow, narrow_inputs = narrowed(feeds), cast_to(inputs, np.float32)
     xs = [name for name in arrays if name != "lens"]
     rng = np.random.default_rng(9)
 
@@ -260,7 +271,7 @@ def check(case: Case, *, symbolic: bool) -> None:
         names = [f"d{order}_{x}" for x in xs]
         nodes = [*nodes, node("Gradient", xs, names, xs=xs, y=f"f{order}")]
         lowered = ortops.lower(model(nodes, inputs, names))
-        found = run_wide(case, lowered, feeds)
+        found = wide(case, lowered)(feeds)
         for x, gradient in zip(xs, found, strict=True):
             assert gradient.shape == feeds[x].shape
             assert np.isfinite(gradient).all()
@@ -271,7 +282,7 @@ def check(case: Case, *, symbolic: bool) -> None:
                 error = abs(np.sum(gradient * v) - expected)
                 scale = np.abs(gradient * v).sum() + abs(expected) + 1e-2
                 assert error <= 2e-7 * scale, (order, x, np.sum(gradient * v), expected)
-        if not case.attributes.get("layout"):  # which onnxruntime does not run
+        if not case.attributes.get("layout") and case.hidden_size:  # else onnxruntime refuses it
             alone = run(ortops.lower(model(nodes, narrow_inputs, names)), narrow)
             for got, wanted in zip(alone, found, strict=True):
                 assert got.dtype == np.float32
@@ -294,24 +305,313 @@ def check(case: Case, *, symbolic: bool) -> None:
                 )
                 terms.append(f"{key}_sum")
             nodes.append(helper.make_node("Sum", terms, [f"f{order + 1}"]))
-            function_model = ortops.lower(model(nodes, inputs, [f"f{order + 1}"]))
+            next_order = wide(case, ortops.lower(model(nodes, inputs, [f"f{order + 1}"])))
 
-            def function(
-                changed: Mapping[str, np.ndarray], model: onnx.ModelProto = function_model
-            ) -> float:
-                return float(run_wide(case, model, changed)[0])
+            def function(changed: Mapping[str, np.ndarray], run_next: Any = next_order) -> float:
+                return float(run_next(changed)[0])
 
 
-def shape_of(entry: onnx.ValueInfoProto) -> list[int | str]:
-    """Returns the dimensions of an input."""
-    return [dim.dim_param or dim.dim_value for dim in entry.type.tensor_type.shape.dim]
+def narrowed(arrays: Mapping[str, np.ndarray], kind: type = np.float32) -> dict[str, np.ndarray]:
+    """Casts what is float64."""
+    return {k: a.astype(kind) if a.dtype == np.float64 else a for k, a in arrays.items()}
 
 
-DIRECTIONS = [{"direction": d} for d in ("forward", "reverse", "bidirectional")]
-CASES = [Case(op, d, orders=2) for op in GATES for d in DIRECTIONS]
+def cast_to(inputs: Sequence[onnx.ValueInfoProto], kind: type) -> list[onnx.ValueInfoProto]:
+    """Returns descriptions of inputs with another type for what is float64."""
+    found = []
+    for entry in inputs:
+        entry = onnx.ValueInfoProto.FromString(entry.SerializeToString())
+        if entry.type.tensor_type.elem_type == TensorProto.DOUBLE:
+            entry.type.tensor_type.elem_type = helper.np_dtype_to_tensor_dtype(np.dtype(kind))
+        found.append(entry)
+    return found
 
 
-@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+DIRECTIONS = [{"direction": name} for name in ("forward", "reverse", "bidirectional")]
+LINEAR = {"linear_before_reset": 1}
+NUMBERS = {"activation_alpha": [0.7], "activation_beta": [0.3]}
+
+
+def activation_cases() -> list[Case]:
+    """Returns cases of every activation in every place, with and without its numbers."""
+    cases = []
+    for op, usual in USUAL.items():
+        for place in range(len(usual)):
+            for name, (_, count) in ACTIVATIONS.items():
+                names = [*usual[:place], name, *usual[place + 1 :]]
+                label = f"{name}_at_{place}"
+                cases.append(Case(op, {"activations": names}, scale=0.4, name=label))
+                if count:
+                    given = dict(list(NUMBERS.items())[:count])
+                    attributes = {"activations": names, **given}
+                    cases.append(Case(op, attributes, scale=0.4, name=f"{label}_given"))
+    return cases
+
+
+CASES = [
+    *(Case(op, d, orders=2) for op in GATES for d in DIRECTIONS),
+    *(Case("GRU", {**LINEAR, **d}, orders=2, name="linear") for d in DIRECTIONS),
+    *(Case(op, d, lens=[2, 4, 0], orders=2, name="lens") for op in GATES for d in DIRECTIONS),
+    *(Case(op, d, lens=[1, 3, 2], name="all_short") for op in GATES for d in DIRECTIONS),
+    Case(
+        "GRU",
+        {**LINEAR, "direction": "bidirectional"},
+        lens=[2, 4, 0],
+        orders=2,
+        name="linear_lens",
+    ),
+    *(
+        Case(
+            "LSTM",
+            {"direction": "bidirectional"},
+            outputs=o,
+            lens=n,
+            name="_".join(o) + str(bool(n)),
+        )
+        for o in (["Y"], ["Y_h"], ["Y_c"], ["Y", "Y_c"], ["Y_h", "Y_c"])
+        for n in (None, [2, 4, 0])
+    ),
+    *(Case(op, outputs=[o], name=o) for op in ("GRU", "RNN") for o in ("Y", "Y_h")),
+    *(
+        Case(op, {"direction": "reverse"}, optional=o, name="with_" + "".join(o))
+        for op in GATES
+        for o in ([], ["B"], ["h"])
+    ),
+    Case("GRU", LINEAR, optional=[], name="linear_with_nothing"),
+    Case("LSTM", optional=["c"], name="with_c"),
+    Case("LSTM", optional=["P"], name="with_P"),
+    *(Case(op, {"clip": 0.5, **d}, name="clip", orders=2) for op in GATES for d in DIRECTIONS[:2]),
+    Case("GRU", {**LINEAR, "clip": 0.5}, name="linear_clip"),
+    *(
+        Case("LSTM", {**d, **more}, optional="BhcP", lens=lens, orders=2, name=name)
+        for d in DIRECTIONS
+        for name, more, lens in (
+            ("peepholes", {}, None),
+            ("peepholes_lens", {"clip": 0.6}, [2, 4, 0]),
+            ("coupled_peepholes", {"input_forget": 1}, None),
+        )
+    ),
+    Case("LSTM", {"input_forget": 1}, orders=2, name="coupled"),
+    *(
+        Case(op, {"layout": 1, **d}, optional="BhcP", lens=lens, name=f"layout{bool(lens)}")
+        for op in GATES
+        for d in DIRECTIONS
+        for lens in (None, [2, 4, 0])
+    ),
+    Case("GRU", {"layout": 1, **LINEAR}, name="layout_linear"),
+    *(Case(op, hidden_size=None, name="no_hidden_size") for op in GATES),
+    *(
+        Case(
+            op,
+            {
+                "direction": "bidirectional",
+                "activations": [
+                    *["LeakyRelu", "ScaledTanh", "Elu"][:n],
+                    *["Affine", "Tanh", "HardSigmoid"][:n],
+                ],
+                "activation_alpha": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6],
+                "activation_beta": [0.7, 0.8, 0.9],
+            },
+            scale=0.4,
+            name="numbers_in_order",
+        )
+        for op, n in (("LSTM", 3), ("GRU", 2), ("RNN", 1))
+    ),
+    *activation_cases(),
+]
+
+
+def has_shapes(case: Case) -> bool:
+    """Whether a case may depend on shapes; an activation does not."""
+    return "activations" not in case.attributes
+
+
+def is_known(case: Case) -> bool:
+    """Whether an implementation of others runs a case; onnx's own ignores sequence lengths."""
+    return not (case.attributes.get("layout") and case.lens)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradient(case, symbolic):
-    check(case, symbolic=symbolic)
+def test_gradient(case):
+    check(case, symbolic=False)
+
+
+@pytest.mark.parametrize("case", [*filter(has_shapes, CASES)], ids=str)
+def test_gradient_at_symbolic_shapes(case):
+    check(case, symbolic=True)
+
+
+@pytest.mark.parametrize("case", [*filter(is_known, CASES)], ids=str)
+def test_equations(case):
+    """The equations of this file are those of onnxruntime, or of onnx where that refuses."""
+    arrays = case.arrays()
+    nodes, inputs, _ = build(case, arrays, False)
+    inputs = [entry for entry in inputs if entry.name in arrays]
+    names = [name for name in nodes[0].output if name]
+    expected = recurrence(case.op, arrays, case.attributes)
+    if case.attributes.get("layout") or case.hidden_size is None:
+        proto = model(nodes[:1], inputs, names)
+        found = onnx.reference.ReferenceEvaluator(proto).run(None, arrays)
+    else:
+        found = run(model(nodes[:1], cast_to(inputs, np.float32), names), narrowed(arrays))
+    for name, array in zip(names, found, strict=True):
+        np.testing.assert_allclose(array, expected[name], rtol=1e-4, atol=1e-4)
+
+
+def gradient_model(
+    case: Case, kind: type = np.float32
+) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """Returns a model of the gradients of all inputs of a case, and its feeds."""
+    arrays = case.arrays()
+    nodes, inputs, feeds = build(case, arrays, False)
+    xs = [name for name in arrays if name != "lens"]
+    names = [f"d_{x}" for x in xs]
+    nodes.append(node("Gradient", xs, names, xs=xs, y="f1"))
+    return model(nodes, cast_to(inputs, kind), names), narrowed(feeds, kind)
+
+
+@pytest.mark.parametrize("op", GATES)
+def test_opset_26(op):
+    proto, feeds = gradient_model(Case(op, lens=[2, 4, 0]))
+    expected = run(ortops.lower(proto), feeds)
+    proto.opset_import[0].version = 26
+    lowered = ortops.lower(proto)
+    assert lowered.opset_import[0].version == 26
+    for a, b in zip(run(lowered, feeds), expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("op", GATES)
+def test_float16(op):
+    case = Case(op, {"direction": "bidirectional"}, lens=[2, 4, 0])
+    wide_model, wide_feeds = gradient_model(case)
+    half, feeds = gradient_model(case, np.float16)
+    expected = run(ortops.lower(wide_model), wide_feeds)
+    for got, wanted in zip(run(ortops.lower(half), feeds), expected, strict=True):
+        assert got.dtype == np.float16
+        np.testing.assert_allclose(got, wanted, rtol=0.02, atol=0.02 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("layout", [0, 1])
+@pytest.mark.parametrize("op", GATES)
+def test_inputs_of_unknown_rank(op, layout):
+    case = Case(op, {"layout": layout})
+    proto, feeds = gradient_model(case, np.float64)
+    expected = wide(case, ortops.lower(proto))(feeds)
+    for entry in proto.graph.input:
+        entry.type.tensor_type.ClearField("shape")
+    for a, b in zip(wide(case, ortops.lower(proto))(feeds), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+def test_one_tensor_as_two_inputs():
+    """Both states begin with one tensor, whose gradient is the sum of both gradients."""
+    proto, feeds = gradient_model(Case("LSTM"))
+    feeds["c"] = feeds["h"]
+    separate = dict(zip("XWRBhc", run(ortops.lower(proto), feeds), strict=True))
+    lstm, gradient = proto.graph.node[0], proto.graph.node[-1]
+    lstm.input[6] = "h"
+    del gradient.input[5:], gradient.output[5:]
+    gradient.attribute[0].strings.pop()
+    del proto.graph.output[5:]
+    proto.graph.input.remove(next(entry for entry in proto.graph.input if entry.name == "c"))
+    del feeds["c"]
+    shared = dict(zip("XWRBh", run(ortops.lower(proto), feeds), strict=True))
+    np.testing.assert_allclose(shared["h"], separate["h"] + separate["c"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(shared["R"], separate["R"], rtol=1e-5, atol=1e-6)
+
+
+def unread_nodes(graph: onnx.GraphProto) -> list[str]:
+    """Returns the nodes of a graph, and of those inside, none of whose outputs is read."""
+    inner = [a.g for step in graph.node for a in step.attribute if a.HasField("g")]
+    read = {entry.name for entry in graph.output}
+    read.update(name for g in (graph, *inner) for step in g.node for name in step.input)
+    found = [step.name for step in graph.node if not read.intersection(step.output)]
+    return [*found, *(name for g in inner for name in unread_nodes(g))]
+
+
+@pytest.mark.parametrize("op", GATES)
+def test_every_emitted_node_is_read(op):
+    proto, _ = gradient_model(Case(op, {"direction": "bidirectional"}, lens=[2, 4, 0]))
+    lowered = ortops.lower(proto)
+    assert "Scan" in {step.op_type for step in lowered.graph.node}
+    assert unread_nodes(lowered.graph) == ["total"]  # the model's own
+
+
+def test_unknown_activation():
+    proto, _ = gradient_model(Case("RNN"))
+    proto.graph.node[0].attribute.append(helper.make_attribute("activations", ["Cube"]))
+    with pytest.raises(
+        UnsupportedError, match=r"RNN node 'under_test': activation is 'Cube'; Affine, .* have a"
+    ):
+        ortops.lower(proto)
+
+
+def test_unknown_direction():
+    proto, _ = gradient_model(Case("GRU"))
+    proto.graph.node[0].attribute.append(helper.make_attribute("direction", "sideways"))
+    with pytest.raises(
+        UnsupportedError, match="GRU node 'under_test': direction is 'sideways'; forward, reverse"
+    ):
+        ortops.lower(proto)
+
+
+def test_too_few_activations():
+    proto, _ = gradient_model(Case("LSTM"))
+    proto.graph.node[0].attribute.append(helper.make_attribute("activations", ["Tanh"]))
+    with pytest.raises(
+        UnsupportedError, match=r"LSTM node 'under_test': activations are \['Tanh'\]; .* takes 3"
+    ):
+        ortops.lower(proto)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("op", GATES)
+def test_like_torch(op, bidirectional):
+    import torch
+
+    direction = "bidirectional" if bidirectional else "forward"
+    attributes = {"direction": direction, **(LINEAR if op == "GRU" else {})}
+    case = Case(op, attributes)
+    proto, feeds = gradient_model(case)
+    found = dict(zip(case.arrays(), run(ortops.lower(proto), feeds), strict=True))
+    torch.manual_seed(0)
+    module = getattr(torch.nn, op)(2, 3, bidirectional=bidirectional)
+    # torch keeps the gates in another order: input, forget, cell, output and reset, update, new
+    order = {"LSTM": [0, 2, 3, 1], "GRU": [1, 0, 2], "RNN": [0]}[op]
+
+    def in_torch_order(array: np.ndarray) -> np.ndarray:
+        return np.concatenate([np.split(array, GATES[op])[gate] for gate in order])
+
+    names = {"W": "weight_ih_l0", "R": "weight_hh_l0", "B": ("bias_ih_l0", "bias_hh_l0")}
+
+    def parts(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        made = {}
+        for index, suffix in enumerate(["", "_reverse"][: 1 + bidirectional]):
+            made[names["W"] + suffix] = in_torch_order(arrays["W"][index])
+            made[names["R"] + suffix] = in_torch_order(arrays["R"][index])
+            for name, bias in zip(names["B"], np.split(arrays["B"][index], 2), strict=True):
+                made[name + suffix] = in_torch_order(bias)
+        return made
+
+    module.load_state_dict({k: torch.from_numpy(a) for k, a in parts(feeds).items()})
+    x, h = (torch.tensor(feeds[name], requires_grad=True) for name in ("X", "h"))
+    if op == "LSTM":
+        c = torch.tensor(feeds["c"], requires_grad=True)
+        y, last = module(x, (h, c))
+    else:
+        y, last = module(x, h)
+        last = (last,)
+    steps, samples, _ = y.shape
+    y = y.reshape(steps, samples, -1, 3).transpose(1, 2)
+    outputs = dict(zip(OUTPUTS[op], (y, *last), strict=True))
+    total = sum((a * torch.from_numpy(feeds[f"w_{k}"])).sum() for k, a in outputs.items())
+    total.backward()
+    close = {"rtol": 1e-4, "atol": 1e-5}
+    np.testing.assert_allclose(found["X"], x.grad.numpy(), **close)
+    np.testing.assert_allclose(found["h"], h.grad.numpy(), **close)
+    if op == "LSTM":
+        np.testing.assert_allclose(found["c"], c.grad.numpy(), **close)
+    for name, array in parts(found).items():
+        np.testing.assert_allclose(array, module.get_parameter(name).grad.numpy(), **close)

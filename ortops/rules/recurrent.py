@@ -517,6 +517,11 @@ def _activations(
     betas = list(attributes.activation_beta or ())
     found: list[Activation] = []
     names = attributes.activations[: each * directions]
+    if len(names) < each * directions:
+        raise UnsupportedError(
+            f"{asked_by}: activations are {list(names)}; direction {attributes.direction} takes "
+            f"{each * directions}"
+        )
     for name in names:
         if name not in _ACTIVATIONS:
             known = ", ".join(_ACTIVATIONS)
