@@ -18,7 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from ortops.errors import OrtopsError, UnsupportedError
-from ortops.tensor import Tape, Tensor, unbroadcast
+from ortops.tensor import Tape, Tensor, map_sequences, unbroadcast
 
 __all__ = ["ZERO_GRADIENT", "Rule", "backward", "find_rule", "is_float", "rules", "vjp"]
 
@@ -82,6 +82,9 @@ ZERO_GRADIENT = frozenset(
 """Operators of the standard domain through which nothing flows: their derivative is exactly zero
 wherever it exists."""
 
+_REARRANGE = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+"""Operators that quantized numbers may pass through and still carry a cotangent."""
+
 RuleFunction = Callable[..., Any]
 _F = TypeVar("_F", bound=RuleFunction)
 
@@ -98,6 +101,8 @@ class Rule:
         attributes: The names of the attributes that the rule takes into account.
         structural: Whether the function works on the node itself, because it has graphs inside:
             ``(tape, node, g, active, asked_by)`` → {value that the node reads: cotangent}.
+        quantizes: Whether the first output, though of integers, carries a cotangent: that of the
+            real numbers before rounding.
     """
 
     function: RuleFunction
@@ -105,6 +110,7 @@ class Rule:
     needs: tuple[int, ...]
     attributes: frozenset[str]
     structural: bool = False
+    quantizes: bool = False
 
 
 _rules: dict[tuple[str, str], Rule] = {}
@@ -116,6 +122,7 @@ def vjp(
     elementwise: bool = False,
     needs: Sequence[int] = (),
     structural: bool = False,
+    quantizes: bool = False,
 ) -> Callable[[_F], _F]:
     """Registers the vector-Jacobian product of one or more operators.
 
@@ -130,6 +137,7 @@ def vjp(
         elementwise: Whether cotangents are to be summed over the axes of broadcasting.
         needs: Indices of optional outputs that the forward node must have.
         structural: Whether the function is one on nodes with graphs inside; see `Rule`.
+        quantizes: Whether the first output carries a cotangent though it is of integers.
 
     Example:
         >>> @vjp("Cube", domain="com.example")
@@ -142,7 +150,7 @@ def vjp(
     def register(function: _F) -> _F:
         parameters = inspect.signature(function).parameters.values()
         names = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-        rule = Rule(function, elementwise, tuple(needs), names, structural)
+        rule = Rule(function, elementwise, tuple(needs), names, structural, quantizes)
         for op_type in op_types:
             _rules[domain, op_type] = rule
         return function
@@ -165,6 +173,21 @@ def find_rule(op_type: str, domain: str = "") -> Rule | None:
 def is_float(value: ir.Value) -> bool:
     """Whether a value carries floating-point numbers, as far as is known."""
     return value.dtype is None or value.dtype.is_floating_point()
+
+
+def is_quantized(value: ir.Value) -> bool:
+    """Whether a value is what a rule with ``quantizes`` made, possibly in another arrangement."""
+    node = value.producer()
+    while node is not None and node.domain == "" and node.op_type in _REARRANGE:
+        value = node.inputs[0]  # type: ignore[assignment]  # it is required
+        node = value.producer()
+    rule = None if node is None else find_rule(node.op_type, node.domain)
+    return rule is not None and rule.quantizes and value is node.outputs[0]  # type: ignore[union-attr]
+
+
+def carries_cotangent(value: ir.Value) -> bool:
+    """Whether a cotangent can flow through a value, as far as is known."""
+    return is_float(value) or is_quantized(value)
 
 
 def describe(node: ir.Node) -> str:
@@ -208,7 +231,9 @@ def dependent_values(
         if differentiably and node.domain == "" and node.op_type in ZERO_GRADIENT:
             continue
         if any(value in reached for value in read_inputs(node)):
-            reached.update(value for value in node.outputs if not differentiably or is_float(value))
+            reached.update(
+                value for value in node.outputs if not differentiably or carries_cotangent(value)
+            )
     return reached
 
 
@@ -233,7 +258,9 @@ def differentiable_ancestors(y: ir.Value) -> set[ir.Value]:
         node = pending.pop().producer()
         if node is None or (node.domain == "" and node.op_type in ZERO_GRADIENT):
             continue
-        new = [value for value in read_inputs(node) if is_float(value) and value not in found]
+        new = [
+            value for value in read_inputs(node) if carries_cotangent(value) and value not in found
+        ]
         found.update(new)
         pending += new
     return found
@@ -274,7 +301,7 @@ def backward(
     @functools.cache
     def total(value: ir.Value) -> Tensor | None:
         parts = cotangents.get(value)
-        return functools.reduce(operator.add, parts) if parts else None
+        return functools.reduce(add_cotangents, parts) if parts else None
 
     outer = tape.scope
     for node in reversed(path):
@@ -285,6 +312,13 @@ def backward(
                 cotangents.setdefault(value, []).append(cotangent)
     tape.scope = outer
     return [total(value) for value in xs]
+
+
+def add_cotangents(a: Tensor, b: Tensor) -> Tensor:
+    """Adds two cotangents of one value; those of a sequence are sequences."""
+    if isinstance(a.value.type, ir.SequenceType):
+        return map_sequences(operator.add, a, b)
+    return a + b
 
 
 def _apply(
@@ -344,14 +378,14 @@ def _apply(
 
 def _fit(cotangent: Tensor, primal: Tensor, rule: Rule, node: ir.Node) -> Tensor:
     """Gives a cotangent its primal's shape, and checks its type."""
-    if cotangent.value.dtype != primal.value.dtype and None not in (
-        cotangent.value.dtype,
-        primal.value.dtype,
-    ):
+    dtypes = (cotangent.value.dtype, primal.value.dtype)
+    if dtypes[0] != dtypes[1] and None not in dtypes and not is_quantized(primal.value):
         raise OrtopsError(
             f"{describe(node)}: its gradient rule returned {cotangent.dtype} for the "
             f"{primal.dtype} input '{primal.name}'; a cotangent has the type of its input"
         )
+    if cotangent.value.type is None:  # behind an operator that onnx does not know
+        cotangent.value.type = primal.value.type
     if rule.elementwise:
         return unbroadcast(cotangent, primal)
     shape = cotangent.shape

@@ -6,6 +6,7 @@ inferred. Neither onnx-ir nor the version converter carries ``training_info``: c
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -17,6 +18,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from ortops.errors import ModelError
+from ortops.tensor import Names, Tape
 
 __all__ = ["MINIMUM_OPSET", "ModelLike", "infer_shapes", "inline", "load", "to_ir", "upgrade"]
 
@@ -28,6 +30,16 @@ MINIMUM_OPSET = 21
 
 _NOT_INFERRED = ("GroupNormalization", "MeanVarianceNormalization")
 """Operators that onnx cannot infer anything for; the output is like the first input."""
+
+_MAKE_SEQUENCES = (
+    "Optional",
+    "SequenceConstruct",
+    "SequenceEmpty",
+    "SequenceErase",
+    "SequenceInsert",
+    "SequenceMap",
+    "SplitToSequence",
+)
 
 _BIG = 1024  # initializers of more bytes are kept out of what goes through onnx's C++ passes
 
@@ -191,3 +203,22 @@ def infer_shapes(model: ir.Model) -> None:
     finally:
         for node, op_type in unknown.items():
             node.op_type = op_type
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if (node.domain == "" and node.op_type in _MAKE_SEQUENCES) or any(
+            value is not None and isinstance(value.type, ir.SequenceType | ir.OptionalType)
+            for value in node.inputs
+        ):
+            _infer_again(node)
+
+
+def _infer_again(node: ir.Node) -> None:
+    """Gives outputs their types anew: onnx-ir's pass takes every new value for a tensor."""
+    found = [(value, value.type, value.shape) for value in node.outputs]
+    for value in node.outputs:
+        value.type = value.shape = None
+    assert isinstance(node.graph, ir.Graph)
+    with contextlib.suppress(ModelError):  # it may depend on what is not known
+        Tape(node.graph, names=Names()).infer(node)
+    for value, kind, shape in found:
+        if value.type is None:
+            value.type, value.shape = kind, shape

@@ -25,6 +25,7 @@ __all__ = [
     "Tape",
     "Tensor",
     "expand_like",
+    "map_sequences",
     "numpy_dtype",
     "ones_like",
     "op",
@@ -762,6 +763,30 @@ def _filled_like(x: Tensor, number: int) -> Tensor:
         return x.tape.constant(np.array(number, x.dtype))
     value = np.array([number], x.dtype)
     return cast(Tensor, op.ConstantOfShape(shape_of(x), value=value)).with_shape_of(x)
+
+
+def map_sequences(function: Callable[..., Tensor], *sequences: Tensor) -> Tensor:
+    """Returns the sequence of what a function makes of the elements of sequences.
+
+    Args:
+        function: Takes an element of each sequence, whose shape is not known.
+        *sequences: Sequences of equal length.
+    """
+    tape = sequences[0].tape
+    imports = dict(tape.graph.opset_imports)
+    graph = ir.Graph([], [], nodes=[], opset_imports=imports, name="each")
+    inner = Tape(graph, names=tape.names)
+    inner.scope = tape.scope
+    for sequence in sequences:
+        kind = None if sequence.value.dtype is None else ir.TensorType(sequence.value.dtype)
+        graph.inputs.append(ir.Value(name=tape.names.unique("element"), type=kind))
+    with inner:
+        result = op.Identity(function(*(inner.tensor(value) for value in graph.inputs)))
+    graph.outputs.append(result.value)
+    mapped = cast(Tensor, op.SequenceMap(*sequences, body=graph))
+    if result.value.dtype is not None:
+        mapped.value.type = ir.SequenceType(ir.TensorType(result.value.dtype))
+    return mapped
 
 
 def unbroadcast(g: Tensor, like: Tensor) -> Tensor:
