@@ -15,10 +15,12 @@ from ortops.rules import loss as loss
 from ortops.rules import microsoft as microsoft
 from ortops.rules import normalization as normalization
 from ortops.rules import pooling as pooling
+from ortops.rules import quantization as quantization
 from ortops.rules import random as random
 from ortops.rules import recurrent as recurrent
 from ortops.rules import reduce as reduce
 from ortops.rules import resize as resize
 from ortops.rules import sampling as sampling
+from ortops.rules import sequence as sequence
 from ortops.rules import shape as shape
 from ortops.rules import signal as signal

@@ -1,4 +1,4 @@
-"""Rules of operators with graphs inside: If, Loop and Scan.
+"""Rules of operators with graphs inside: If, Loop, Scan and SequenceMap.
 
 A branch or body is repeated in the backward pass, where its values are not visible otherwise, and
 differentiated there with respect to its own inputs and to the values that it captures. Loop and
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ortops.autodiff import backward, is_float, read_inputs, vjp
+from ortops.autodiff import add_cotangents, backward, is_float, read_inputs, vjp
 from ortops.gradient import copy_node
 from ortops.tensor import Tape, Tensor, op, remove_unread, zeros_like
 
@@ -124,6 +124,52 @@ def scan(
     ]
     likes = [*(starts[i] for i in states), *captured, *(scanned[i] for i in wanted)]
     return _emit(tape, "Scan", [*_values(initial), *sequences], attributes, likes)
+
+
+@vjp("SequenceMap", structural=True)
+def sequence_map(
+    tape: Tape,
+    node: ir.Node,
+    g: Sequence[Cotangent],
+    active: set[ir.Value],
+    asked_by: str,
+) -> Cotangents:
+    body = node.attributes["body"].as_graph()
+    values = [value for value in node.inputs if value is not None]
+    wanted = [index for index, value in enumerate(values) if value in active]
+    captured = _captured(node, active)
+    slopes = [
+        (output, part) for output, part in zip(body.outputs, g, strict=True) if part is not None
+    ]
+    with _inner_tape(tape, f"{body.name}_gradient") as inner:
+        inputs = [_input_like(inner, value) for value in body.inputs]
+        parts = [_input_like(inner, output) for output, _ in slopes]
+        copies = _repeat(
+            inner, body, dict(zip(body.inputs, (t.value for t in inputs), strict=True))
+        )
+        seeds = [
+            (copies.get(output, output), part)
+            for (output, _), part in zip(slopes, parts, strict=True)
+        ]
+        xs = [*(inputs[index].value for index in wanted), *captured]
+        _differentiate(inner, seeds, xs, asked_by)
+    likes = [*(values[index] for index in wanted), *captured]
+    made = op.SequenceMap(
+        *(tape.tensor(value) for value in values),
+        *(part for _, part in slopes),
+        body=inner.graph,
+        outputs=len(likes),
+    )
+    passed: Cotangents = {}
+    for like, sequence in zip(likes, made if isinstance(made, tuple) else (made,), strict=True):
+        if like.dtype is not None:
+            sequence.value.type = ir.SequenceType(ir.TensorType(like.dtype))
+        part = sequence
+        if not isinstance(like.type, ir.SequenceType):  # each call read the whole tensor
+            part = op.ReduceSum(op.ConcatFromSequence(part, axis=0, new_axis=1), [0], keepdims=0)
+            part = part.with_shape_of(tape.tensor(like))
+        passed[like] = add_cotangents(passed[like], part) if like in passed else part
+    return passed
 
 
 def _captured(node: ir.Node, active: set[ir.Value]) -> list[ir.Value]:

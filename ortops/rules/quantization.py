@@ -1,0 +1,120 @@
+"""Rules of quantization: straight through the rounding.
+
+Quantized numbers are integers, yet they carry cotangents: those of the real numbers that they
+would be without rounding. So a pair of QuantizeLinear and DequantizeLinear passes a cotangent on
+unchanged where it does not saturate, and none where it does; scales get the cotangent that learned
+step sizes have (https://arxiv.org/abs/1902.08153). Zero points are constant, and so are the scale
+and the zero point that DynamicQuantizeLinear finds.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+
+from ortops.autodiff import is_float, vjp
+from ortops.rules._types import Cotangents
+from ortops.tensor import Tensor, expand_like, ones_like, op, reshape_like, size_of, unbroadcast
+
+
+@vjp("QuantizeLinear", quantizes=True)
+def quantize_linear(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    *,
+    axis: int = 1,
+    block_size: int = 0,
+    output_dtype: int = 0,
+    precision: int = 0,
+    saturate: int = 1,
+) -> Cotangents:
+    if not is_float(x.value):
+        return None
+    wide = np.promote_types(np.float32, g.dtype) if g.dtype.kind == "f" else np.dtype(np.float32)
+    step = _spread(scale, x, axis, block_size).astype(wide)
+    ratio = x.astype(wide) / step
+    rounded = ratio
+    assert y.value.dtype is not None
+    if not y.value.dtype.is_floating_point():
+        rounded = op.Round(ratio)
+    if zero_point is not None:
+        # Of the type of the scale, whatever integer type it has itself.
+        shift = op.DequantizeLinear(
+            zero_point, op.CastLike(1.0, scale), axis=0 if zero_point.shape else 1
+        )
+        rounded = rounded + _spread(shift, x, axis, block_size).astype(wide)
+    low, high = float(y.value.dtype.min), float(y.value.dtype.max)
+    inside = op.And(op.GreaterOrEqual(rounded, low), op.LessOrEqual(rounded, high))
+    dx = op.Where(inside, g.astype(wide) / step, 0)
+    dscale = _gather_up(-(dx * ratio), scale, x, axis, block_size)
+    return dx.astype(x.dtype), dscale.astype(scale.dtype)
+
+
+@vjp("DequantizeLinear")
+def dequantize_linear(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    *,
+    axis: int = 1,
+    block_size: int = 0,
+    output_dtype: int = 0,
+) -> Cotangents:
+    step = _spread(scale, x, axis, block_size).astype(g.dtype)
+    number = op.DequantizeLinear(
+        x, ones_like(scale), zero_point, axis=axis, block_size=block_size or None
+    )
+    dscale = _gather_up(g * number.astype(g.dtype), scale, x, axis, block_size)
+    return g * step, dscale.astype(scale.dtype)
+
+
+@vjp("DynamicQuantizeLinear", quantizes=True)
+def dynamic_quantize_linear(
+    g: tuple[Tensor | None, ...], y: tuple[Tensor | None, ...], x: Tensor
+) -> Cotangents:
+    scale = y[1]
+    assert scale is not None
+    return None if g[0] is None else g[0] / scale
+
+
+def _spread(scale: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
+    """Returns one number for the tensor, for each index of an axis, or each block, to multiply."""
+    if scale.ndim == 0 or scale.shape == (1,):
+        return scale
+    axis %= x.ndim
+    if not block_size:
+        behind = list(range(1, x.ndim - axis))
+        return cast(Tensor, op.Unsqueeze(scale, behind)) if behind else scale
+    size = size_of(x, [axis])
+    if isinstance(size, int):
+        blocks = x.tape.constant(np.arange(size) // block_size)
+    else:
+        blocks = op.Div(op.Range(x.tape.constant(np.array(0)), size, 1), block_size)
+    return cast(Tensor, op.Gather(scale, blocks, axis=axis).with_shape_of(x))
+
+
+def _gather_up(g: Tensor, scale: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
+    """Returns the sum of what each scale was spread to."""
+    g = expand_like(g, x)
+    if scale.ndim == 0 or scale.shape == (1,):
+        return reshape_like(op.ReduceSum(g, keepdims=0), scale)
+    axis %= x.ndim
+    if not block_size:
+        others = [other for other in range(x.ndim) if other != axis]
+        return cast(Tensor, op.ReduceSum(g, others, keepdims=0)) if others else g
+    count, size = size_of(scale, [axis]), size_of(x, [axis])
+    if isinstance(count, int) and isinstance(size, int):
+        missing: int | Tensor = count * block_size - size
+    else:
+        missing = op.Sub(op.Mul(op.Gather(op.Shape(scale), axis), block_size), size)
+    g = op.Pad(g, [0, missing], None, [axis])
+    before, behind = [size_of(x, [a]) for a in range(axis)], list(range(axis + 1, x.ndim))
+    split = [*before, count, block_size, *(size_of(x, [a]) for a in behind)]
+    blocks = op.Reshape(g, split)
+    return unbroadcast(op.ReduceSum(blocks, [axis + 1], keepdims=0), scale)

@@ -1,0 +1,176 @@
+"""Quantization straight through: expected numbers from the definition, and differences for scales.
+
+A quantized function has no derivative worth the name, so differences are no oracle where it rounds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from domain_models import model, node, run, value
+from dot_test import Case, check, normal
+from onnx import TensorProto, helper
+
+import ortops
+
+F = np.float32
+
+
+def pair(
+    x: np.ndarray,
+    scale: np.ndarray,
+    zero_point: np.ndarray,
+    *,
+    between: list[onnx.NodeProto] | None = None,
+    symbolic: bool = False,
+    **attributes: Any,
+) -> list[np.ndarray]:
+    """Returns y = dequantized(quantized(x)) and the gradients of Σ y · (1, 2, …)."""
+    weights = np.arange(1, x.size + 1, dtype=F).reshape(x.shape)
+    feeds = {"x": x.astype(F), "s": scale.astype(F), "w": weights}
+    zero = onnx.numpy_helper.from_array(zero_point, "z")
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"], **attributes),
+        *(between or []),
+        helper.make_node(
+            "DequantizeLinear", ["moved" if between else "q", "s", "z"], ["y"], **attributes
+        ),
+        helper.make_node("Mul", ["y", "w"], ["p"]),
+        node("Gradient", ["x", "s"], ["dx", "ds"], xs=["x", "s"], y="p"),
+    ]
+    inputs = [
+        value(name, [f"{name}{axis}" for axis in range(a.ndim)] if symbolic else a.shape)
+        for name, a in feeds.items()
+    ]
+    whole = model(nodes, inputs, ["y", "dx", "ds"])
+    whole.graph.initializer.append(zero)
+    return run(ortops.lower(whole), feeds)
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+def test_whole_tensor(symbolic: bool) -> None:
+    x = np.array([-20, -1.3, 0.2, 0.6, 30], F)  # int8 with scale 0.1: −12.8 … 12.7
+    y, dx, ds = pair(x, F(0.1), np.int8(0), symbolic=symbolic)
+    np.testing.assert_allclose(y, [-12.8, -1.3, 0.2, 0.6, 12.7], rtol=1e-6)
+    np.testing.assert_allclose(dx, [0, 2, 3, 4, 0], rtol=1e-6)
+    # Saturated: the limits −128 and 127 times the weights 1 and 5; else nothing but the rounding.
+    np.testing.assert_allclose(ds, -128 + 5 * 127, rtol=1e-5)
+
+
+def test_rounding_shows_in_the_cotangent_of_the_scale() -> None:
+    _, dx, ds = pair(np.array([0.6, 1.7], F), F(0.5), np.int8(0))
+    np.testing.assert_allclose(dx, [1, 2])
+    # round(1.2) − 1.2 and round(3.4) − 3.4
+    np.testing.assert_allclose(ds, -0.2 + 2 * -0.4, rtol=1e-5)
+
+
+def test_zero_point_moves_the_limits() -> None:
+    x = np.array([-0.4, -0.2, 1, 24, 26], F)  # uint8 with scale 0.1, zero point 3: −0.3 … 25.2
+    y, dx, _ = pair(x, F(0.1), np.uint8(3))
+    np.testing.assert_allclose(y, [-0.3, -0.2, 1, 24, 25.2], rtol=1e-5)
+    np.testing.assert_allclose(dx, [0, 2, 3, 4, 0])
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_axis(axis: int, symbolic: bool) -> None:
+    x = normal(3, 3).astype(F) * 3
+    scale = np.array([0.015, 0.02, 0.5], F)
+    zero = np.array([0, 3, -5], np.int8)
+    y, dx, ds = pair(x, scale, zero, axis=axis, symbolic=symbolic)
+    shape = (3, 1) if axis == 0 else (1, 3)
+    s, z = scale.reshape(shape), zero.reshape(shape).astype(F)
+    q = np.rint(x / s) + z
+    inside = (q >= -128) & (q <= 127)
+    w = np.arange(1, 10).reshape(3, 3)
+    np.testing.assert_allclose(y, (np.clip(q, -128, 127) - z) * s, rtol=1e-5)
+    np.testing.assert_allclose(dx, np.where(inside, w, 0), rtol=1e-5)
+    slope = np.clip(q, -128, 127) - z - np.where(inside, x / s, 0)
+    np.testing.assert_allclose(ds, (w * slope).sum(1 if axis == 0 else 0), rtol=1e-4, atol=1e-4)
+    assert (~inside).any()
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+def test_blocks(symbolic: bool) -> None:
+    x = normal(2, 5).astype(F)
+    scale = np.array([[0.1, 0.01, 0.2], [0.3, 0.02, 0.5]], F)
+    zero = np.zeros((2, 3), np.int8)
+    _, dx, ds = pair(x, scale, zero, axis=1, block_size=2, symbolic=symbolic)
+    s = np.repeat(scale, 2, axis=1)[:, :5]
+    q = np.rint(x / s)
+    inside = np.abs(q + 0.5) <= 127.5
+    w = np.arange(1, 11).reshape(2, 5)
+    np.testing.assert_allclose(dx, np.where(inside, w, 0), rtol=1e-5)
+    slope = w * (np.clip(q, -128, 127) - np.where(inside, x / s, 0))
+    expected = np.add.reduceat(slope, [0, 2, 4], axis=1)
+    np.testing.assert_allclose(ds, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rearranged_in_between() -> None:
+    between = [
+        helper.make_node("Transpose", ["q"], ["t"], perm=[1, 0]),
+        helper.make_node("Flatten", ["t"], ["moved"], axis=0),
+    ]
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
+        *between,
+        helper.make_node("DequantizeLinear", ["moved", "s", "z"], ["y"]),
+        helper.make_node("Mul", ["y", "w"], ["p"]),
+        node("Gradient", ["x"], ["dx"], xs=["x"], y="p"),
+    ]
+    inputs = [value("x", [2, 3]), value("w", [1, 6]), value("s"), value("z", [], TensorProto.INT8)]
+    feeds = {"x": normal(2, 3).astype(F), "w": np.arange(6, dtype=F)[None]}
+    (dx,) = run(ortops.lower(model(nodes, inputs, ["dx"])), feeds | {"s": F(0.1), "z": np.int8(0)})
+    np.testing.assert_allclose(dx, [[0, 2, 4], [1, 3, 5]], rtol=1e-5)
+
+
+def test_dynamic_quantization() -> None:
+    nodes = [
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"]),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"]),
+        helper.make_node("Mul", ["y", "w"], ["p"]),
+        node("Gradient", ["x"], ["dx"], xs=["x"], y="p"),
+    ]
+    whole = model(nodes, [value("x", [4]), value("w", [4])], ["dx"])
+    x, w = normal(4).astype(F), np.arange(4, dtype=F)
+    (dx,) = run(ortops.lower(whole), {"x": x, "w": w})
+    np.testing.assert_allclose(dx, w, rtol=1e-5)
+
+
+def test_quantized_tensors_are_no_xs() -> None:
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "s"], ["y"]),
+        node("Gradient", ["q"], ["d"], xs=["q"], y="y"),
+    ]
+    whole = model(nodes, [value("x", [4]), value("s")], ["d"])
+    with pytest.raises(ortops.ModelError, match=r"x 'q' is a tensor of UINT8; only floating-point"):
+        ortops.lower(whole)
+
+
+CASES = [
+    Case(
+        "DequantizeLinear",
+        [np.arange(-3, 3, dtype=np.int8).reshape(2, 3), scale, *zero],
+        attributes,
+        epsilon=1,
+        rtol=1e-4,
+        name=name,
+    )
+    for name, scale, zero, attributes in [
+        ("tensor", np.array(0.5, F), [np.array(1, np.int8)], {}),
+        ("no-zero-point", np.array(0.5, F), [], {}),
+        ("axis", np.array([0.5, 0.2, 2], F), [np.array([1, 0, 3], np.int8)], {"axis": 1}),
+        ("axis-0", np.array([0.5, 0.2], F), [np.array([1, 0], np.int8)], {"axis": 0}),
+        ("blocks", np.array([[0.5, 0.2], [1, 3]], F), [], {"axis": 1, "block_size": 2}),
+    ]
+]
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_dequantized_weights(case: Case, symbolic: bool) -> None:
+    check(case, symbolic=symbolic)
