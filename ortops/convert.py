@@ -43,6 +43,8 @@ _MAKE_SEQUENCES = (
 
 _BIG = 1024  # initializers of more bytes are kept out of what goes through onnx's C++ passes
 
+_RESIZE_COORDINATES = 11  # the opset in which Resize got attributes for what it had done always
+
 _UNBATCHED_SCAN = 9  # the opset in which Scan lost its batch axis
 
 logger = logging.getLogger("ortops")
@@ -151,6 +153,8 @@ def upgrade(model: ir.Model) -> ir.Model:
                 "axis, which the version converter drops; export the model at opset 9 or later"
             )
     result = _convert(model)
+    if opset < _RESIZE_COORDINATES:
+        _keep_old_resize(result)
     logger.warning("the model was converted from opset %d to %d", opset, MINIMUM_OPSET)
     return result
 
@@ -187,6 +191,47 @@ def _convert(model: ir.Model) -> ir.Model:
             result.graph.register_initializer(value)
     result.metadata_props.update(model.metadata_props)
     return result
+
+
+def _keep_old_resize(model: ir.Model) -> None:
+    """Writes out how Resize and Upsample took coordinates before opset 11.
+
+    The converter leaves the attributes out, and their defaults mean something else. Where a scale
+    shrank, the nearest element was the one ahead, so a node that may do both becomes two.
+    """
+    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+        if node.domain or node.op_type != "Resize":
+            continue
+        node.attributes.add(ir.AttrString("coordinate_transformation_mode", "asymmetric"))
+        if node.attributes.get_string("mode", "nearest") != "nearest":
+            continue
+        x, roi, scales = node.inputs[:3]
+        assert scales is not None
+        known = ir.convenience.get_const_tensor(scales)
+        if known is not None and bool((known.numpy() >= 1).all()):
+            node.attributes.add(ir.AttrString("nearest_mode", "floor"))
+            continue
+        node.attributes.add(ir.AttrString("nearest_mode", "ceil"))
+        if known is not None and bool((known.numpy() <= 1).all()):
+            continue
+        one = ir.Node("", "Constant", [], [ir.AttrFloat32s("value_floats", [1.0])])
+        larger = ir.Node("", "Max", [scales, one.outputs[0]])
+        smaller = ir.Node("", "Min", [scales, one.outputs[0]])
+        first = ir.Node(
+            "",
+            "Resize",
+            [x, roi, larger.outputs[0]],
+            [
+                ir.AttrString("coordinate_transformation_mode", "asymmetric"),
+                ir.AttrString("nearest_mode", "floor"),
+            ],
+        )
+        for new, name in ((one, "one"), (larger, "up"), (smaller, "down"), (first, "enlarged")):
+            new.name = new.outputs[0].name = f"{node.outputs[0].name}_{name}"
+        assert node.graph is not None
+        node.graph.insert_before(node, [one, larger, smaller, first])
+        node.replace_input_with(0, first.outputs[0])
+        node.replace_input_with(2, smaller.outputs[0])
 
 
 def infer_shapes(model: ir.Model) -> None:

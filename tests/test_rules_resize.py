@@ -365,3 +365,48 @@ def test_like_torch(
     (y * torch.tensor(w)).sum().backward()
     found = run(gradient_model(resize, run_time=False, dims=["N", "C", "H", "W"]), x0=x, w=w)
     np.testing.assert_allclose(found, leaf.grad.numpy(), rtol=1e-4, atol=1e-4)
+
+
+OLD = [
+    (opset, scales, mode, run_time)
+    for opset, scales, mode, run_time in itertools.product(
+        (7, 8, 9, 10), ([2.3, 1.7], [0.4, 0.6], [2.3, 0.6]), ("nearest", "linear"), (False, True)
+    )
+    # Upsample only enlarges, and at first its scales were an attribute.
+    if (opset == 10 or min(scales) >= 1) and (opset >= 9 or not run_time)
+]
+
+
+@pytest.mark.parametrize(("opset", "scales", "mode", "run_time"), OLD)
+def test_old_files_keep_their_meaning(
+    opset: int, scales: list[float], mode: str, run_time: bool
+) -> None:
+    """Before opset 11, coordinates were asymmetric, and shrinking took the element ahead."""
+    array = np.array([1, 1, *scales], np.float32)
+    op, attributes = "Resize" if opset == 10 else "Upsample", {"mode": mode}
+    if opset < 9:
+        node = helper.make_node(op, ["x"], ["y"], scales=array, **attributes)
+    else:
+        node = helper.make_node(op, ["x", "s"], ["y"], **attributes)
+    model = old_model(opset, node, **({} if opset < 9 else {"s": array}))
+    feeds = {"x": normal(1, 1, 5, 6, dtype=np.float32)}
+    if run_time:
+        del model.graph.initializer[:]
+        value = helper.make_tensor_value_info("s", onnx.TensorProto.FLOAT, [4])
+        model.graph.input.append(value)
+        feeds["s"] = array
+    plain = onnx.ModelProto()
+    plain.CopyFrom(model)
+    del plain.graph.node[1:], plain.graph.input[1]
+    plain.graph.output[0].name = "y"
+    model.graph.output.append(helper.make_empty_tensor_value_info("y"))
+    expected = run(plain, **feeds)
+    w = normal(*expected.shape, seed=1, dtype=np.float32)
+    lowered = ortops.lower(model)
+    options = onnxruntime.SessionOptions()
+    session = onnxruntime.InferenceSession(lowered.SerializeToString(), options)
+    dx, y = session.run(None, {**feeds, "w": w})
+    np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6)
+    direction = normal(*dx.shape, seed=2, dtype=np.float32)
+    change = run(plain, **{**feeds, "x": direction})
+    np.testing.assert_allclose((dx * direction).sum(), (change * w).sum(), rtol=1e-4)
