@@ -10,7 +10,7 @@ the same gradients in float32, which onnxruntime computes on its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -438,7 +438,8 @@ def test_gradient(case):
 
 @pytest.mark.parametrize("case", [*filter(has_shapes, CASES)], ids=str)
 def test_gradient_at_symbolic_shapes(case):
-    check(case, symbolic=True)
+    twice = case.name in ("", "linear", "lens") and case.attributes != DIRECTIONS[2]
+    check(replace(case, orders=1 + twice), symbolic=True)
 
 
 @pytest.mark.parametrize("case", [*filter(is_known, CASES)], ids=str)

@@ -6,6 +6,10 @@ slopes, are found for all steps at once. Only the cotangents of the states go st
 Scan against the direction of the node, which is linear in them. What that gives for the
 pre-activations flows to X, W, R and B through the products, for all steps at once again.
 
+Here ``a_i`` is the pre-activation of gate i (z and r: update and reset gate, n: new hidden state;
+i, o, f and c: input, output and forget gate, and candidate), ``h_i`` the slope ∂h/∂a_i, ``h_h`` and
+``h_c`` slopes with respect to states, and ``dh`` the cotangent of the hidden state.
+
 The equations are those of the ONNX operators; where onnxruntime differs (defaults of activations),
 or says more (a sequence of length 0 ends in zeros), they are onnxruntime's.
 """
@@ -26,7 +30,7 @@ from ortops.rules._types import Cotangents
 from ortops.tensor import Dim, Tape, Tensor, ones_like, op, size_of, zeros_like
 
 Activation = Callable[[Tensor], Tensor]
-Optional = Tensor | None
+MaybeTensor = Tensor | None
 
 # Each takes alpha and beta if its name is in the tables of their defaults.
 _ACTIVATIONS: Mapping[str, Callable[..., Any]] = {
@@ -101,29 +105,30 @@ class _Sweep:
     x: Tensor
     w: Tensor
     r: Tensor
-    w_bias: Optional
-    r_bias: Optional
-    p: Optional
+    w_bias: MaybeTensor
+    r_bias: MaybeTensor
+    p: MaybeTensor
     h: Tensor
     c: Tensor
     y: Tensor
-    dy: Optional
+    dy: MaybeTensor
     dh: Tensor
     dc: Tensor
-    valid: Optional
-    last: Optional
+    valid: MaybeTensor
+    last: MaybeTensor
 
     def hidden_before(self) -> Tensor:
         """Returns the hidden state before each step, [T, N, H]."""
         first = op.Unsqueeze(self.h, [0])
-        if not self.reverse:
-            return cast(Tensor, op.Concat(first, self.y[:-1, :, :], axis=0)).with_shape_of(self.y)
-        before = op.Concat(self.y[1:, :, :], first, axis=0).with_shape_of(self.y)
-        if self.last is not None:  # a shorter sequence begins earlier
-            before = op.Where(self.last, first, before).with_shape_of(self.y)
-        return cast(Tensor, before)
+        if self.reverse:
+            before = op.Concat(self.y, first, axis=0)[1:, :, :]
+            if self.last is not None:  # a shorter sequence begins earlier
+                before = op.Where(self.last, first, before)
+        else:
+            before = op.Concat(first, self.y, axis=0)[:-1, :, :]
+        return cast(Tensor, before).with_shape_of(self.y)
 
-    def project(self, x: Tensor, weights: Tensor, bias: Optional) -> Tensor:
+    def project(self, x: Tensor, weights: Tensor, bias: MaybeTensor) -> Tensor:
         """Returns x · weightsᵀ + bias for all steps."""
         rows = op.Gemm(op.Flatten(x, axis=2), weights, bias, transB=1)
         steps, batch = x.shape[:2] if x.shape else (None, None)
@@ -139,7 +144,7 @@ class _Sweep:
         """Replaces what steps after the end of a sequence computed."""
         return x if self.valid is None else cast(Tensor, op.Where(self.valid, x, other))
 
-    def hold(self) -> Optional:
+    def hold(self) -> MaybeTensor:
         """Returns 1 for steps that pass the hidden state on and 0 for the others, [T, N, 1]."""
         return None if self.valid is None else op.Not(self.valid).astype(self.x.dtype)
 
@@ -151,7 +156,7 @@ class _Sweep:
         return [zeros_like(y) if slope is None else slope for slope in found]
 
     def scan(
-        self, step: Callable[..., Sequence[Tensor]], states: Sequence[Tensor], *slices: Optional
+        self, step: Callable[..., Sequence[Tensor]], states: Sequence[Tensor], *slices: MaybeTensor
     ) -> list[Tensor]:
         """Emits a Scan against the direction of the node; see `_scan`."""
         return _scan(step, states, slices, backwards=not self.reverse)
@@ -164,14 +169,14 @@ at which it took the graph to be cut when it found them."""
 
 @vjp("RNN", needs=(0,))
 def rnn(
-    g: Sequence[Optional],
-    y: Sequence[Optional],
+    g: Sequence[MaybeTensor],
+    y: Sequence[MaybeTensor],
     x: Tensor,
     w: Tensor,
     r: Tensor,
-    b: Optional = None,
-    sequence_lens: Optional = None,
-    initial_h: Optional = None,
+    b: MaybeTensor = None,
+    sequence_lens: MaybeTensor = None,
+    initial_h: MaybeTensor = None,
     *,
     activation_alpha: Sequence[float] | None = None,
     activation_beta: Sequence[float] | None = None,
@@ -194,7 +199,7 @@ def _rnn(at: _Sweep) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
     a = of_x + of_h
     (h_a,) = at.slopes(f(at.limit(a)), [a])
 
-    def step(dh: Tensor, dy: Optional, h_a: Tensor, hold: Optional) -> Sequence[Tensor]:
+    def step(dh: Tensor, dy: MaybeTensor, h_a: Tensor, hold: MaybeTensor) -> Sequence[Tensor]:
         dh = _plus(dh, dy)
         da = dh * h_a
         return _plus(da @ _inside(dh, at.r), _times(dh, hold)), da
@@ -205,14 +210,14 @@ def _rnn(at: _Sweep) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
 
 @vjp("GRU", needs=(0,))
 def gru(
-    g: Sequence[Optional],
-    y: Sequence[Optional],
+    g: Sequence[MaybeTensor],
+    y: Sequence[MaybeTensor],
     x: Tensor,
     w: Tensor,
     r: Tensor,
-    b: Optional = None,
-    sequence_lens: Optional = None,
-    initial_h: Optional = None,
+    b: MaybeTensor = None,
+    sequence_lens: MaybeTensor = None,
+    initial_h: MaybeTensor = None,
     *,
     activation_alpha: Sequence[float] | None = None,
     activation_beta: Sequence[float] | None = None,
@@ -253,7 +258,7 @@ def _gru(at: _Sweep) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
 
     def step(
         dh: Tensor,
-        dy: Optional,
+        dy: MaybeTensor,
         h_z: Tensor,
         h_n: Tensor,
         h_h: Tensor,
@@ -285,7 +290,7 @@ def _gru_linear_before_reset(at: _Sweep) -> tuple[dict[Tensor, Tensor], list[Ten
     slopes = at.slopes(h, [a_z, a_r, x_n, h_n, before])
 
     def step(
-        dh: Tensor, dy: Optional, s_z: Tensor, s_r: Tensor, s_x: Tensor, s_h: Tensor, s: Tensor
+        dh: Tensor, dy: MaybeTensor, s_z: Tensor, s_r: Tensor, s_x: Tensor, s_h: Tensor, s: Tensor
     ) -> Sequence[Tensor]:
         dh = _plus(dh, dy)
         dz, dr = dh * s_z, dh * s_r
@@ -299,16 +304,16 @@ def _gru_linear_before_reset(at: _Sweep) -> tuple[dict[Tensor, Tensor], list[Ten
 
 @vjp("LSTM", needs=(0,))
 def lstm(
-    g: Sequence[Optional],
-    y: Sequence[Optional],
+    g: Sequence[MaybeTensor],
+    y: Sequence[MaybeTensor],
     x: Tensor,
     w: Tensor,
     r: Tensor,
-    b: Optional = None,
-    sequence_lens: Optional = None,
-    initial_h: Optional = None,
-    initial_c: Optional = None,
-    p: Optional = None,
+    b: MaybeTensor = None,
+    sequence_lens: MaybeTensor = None,
+    initial_h: MaybeTensor = None,
+    initial_c: MaybeTensor = None,
+    p: MaybeTensor = None,
     *,
     activation_alpha: Sequence[float] | None = None,
     activation_beta: Sequence[float] | None = None,
@@ -335,20 +340,20 @@ def _lstm(at: _Sweep, input_forget: bool) -> tuple[dict[Tensor, Tensor], list[Te
     a_i, a_o, a_f, a_c = op.Split(of_x + of_h, axis=2, num_outputs=4)
     peepholes = [None] * 3 if at.p is None else op.Split(at.p, axis=0, num_outputs=3)
 
-    def gate(a: Tensor, cell: Optional, peephole: Optional) -> Tensor:
+    def gate(a: Tensor, cell: MaybeTensor, peephole: MaybeTensor) -> Tensor:
         if cell is not None and peephole is not None:
             a = a + cell * _inside(a, peephole)
         return f(at.limit(a))
 
     def update(
-        a_i: Tensor, a_f: Tensor, a_c: Tensor, *, cell: Optional = None
+        a_i: Tensor, a_f: Tensor, a_c: Tensor, *, cell: MaybeTensor = None
     ) -> tuple[Tensor, Tensor]:
         """Returns how much of the cell state is kept, and what is added to it."""
         i = gate(a_i, cell, peepholes[0])
         keep = 1 - i if input_forget else gate(a_f, cell, peepholes[2])
         return keep, i * g(at.limit(a_c))
 
-    def advance(cell: Tensor, valid: Optional, *gates: Tensor) -> Sequence[Tensor]:
+    def advance(cell: Tensor, valid: MaybeTensor, *gates: Tensor) -> Sequence[Tensor]:
         keep, added = gates if at.p is None else update(*gates, cell=cell)
         after = keep * cell + added
         return (after if valid is None else op.Where(valid, after, cell)), cell
@@ -363,14 +368,14 @@ def _lstm(at: _Sweep, input_forget: bool) -> tuple[dict[Tensor, Tensor], list[Te
     def step(
         dh: Tensor,
         dc: Tensor,
-        dy: Optional,
+        dy: MaybeTensor,
         h_o: Tensor,
         h_c: Tensor,
         c_i: Tensor,
         c_f: Tensor,
         c_c: Tensor,
         c_cell: Tensor,
-        hold: Optional,
+        hold: MaybeTensor,
     ) -> Sequence[Tensor]:
         dh = _plus(dh, dy)
         dc = dc + dh * h_c
@@ -390,9 +395,9 @@ def _lstm(at: _Sweep, input_forget: bool) -> tuple[dict[Tensor, Tensor], list[Te
 def _recurrent(
     cell: Cell,
     each: int,
-    g: Sequence[Optional],
-    y: Sequence[Optional],
-    inputs: Sequence[Optional],
+    g: Sequence[MaybeTensor],
+    y: Sequence[MaybeTensor],
+    inputs: Sequence[MaybeTensor],
     attributes: _Attributes,
 ) -> Cotangents:
     """Returns the cotangents of the inputs of a recurrent node."""
@@ -420,9 +425,9 @@ def _sweeps(
     asked_by: str,
     start: int,
     each: int,
-    g: Sequence[Optional],
-    y: Sequence[Optional],
-    inputs: Sequence[Optional],
+    g: Sequence[MaybeTensor],
+    y: Sequence[MaybeTensor],
+    inputs: Sequence[MaybeTensor],
     attributes: _Attributes,
 ) -> list[_Sweep]:
     """Takes the inputs, outputs and cotangents of a node apart by direction."""
@@ -432,7 +437,6 @@ def _sweeps(
             f"{asked_by}: direction is '{direction}'; forward, reverse and bidirectional exist"
         )
     count = 2 if direction == "bidirectional" else 1
-    activations = _activations(asked_by, count, each, attributes)
     activations = _activations(asked_by, count, each, attributes)
     x, w, r, b, lengths, h, c, p = (*inputs, None, None)[:8]
     assert x is not None
@@ -452,7 +456,7 @@ def _sweeps(
         last = op.Unsqueeze(op.Equal(time, lengths - 1), [2]).with_shape([steps, batch, 1])
         nonempty = op.Unsqueeze(lengths > 0, [1])
 
-    def parts(z: Optional, rank: int, order: Sequence[int] | None = None) -> list[Optional]:
+    def parts(z: MaybeTensor, rank: int, order: Sequence[int] | None = None) -> list[MaybeTensor]:
         """Splits a tensor by direction."""
         if z is None:
             return [None] * count
@@ -463,7 +467,7 @@ def _sweeps(
         pieces = [z] if count == 1 else op.Split(z, axis=axis, num_outputs=2)
         return [op.Squeeze(piece, [axis]) for piece in pieces]
 
-    def states(z: Optional, *, final: bool = False) -> list[Tensor]:
+    def states(z: MaybeTensor, *, final: bool = False) -> list[Tensor]:
         """Splits a state by direction, zeros if it is absent."""
         pieces = [
             zero if piece is None else piece.with_shape([batch, size])
@@ -545,18 +549,18 @@ def _inside(x: Tensor, outer: Tensor) -> Tensor:
     return x.tape.tensor(outer.value)
 
 
-def _plus(x: Tensor, y: Optional) -> Tensor:
+def _plus(x: Tensor, y: MaybeTensor) -> Tensor:
     return x if y is None else x + y
 
 
-def _times(x: Tensor, y: Optional) -> Optional:
+def _times(x: Tensor, y: MaybeTensor) -> MaybeTensor:
     return None if y is None else x * y
 
 
 def _scan(
     step: Callable[..., Sequence[Tensor]],
     states: Sequence[Tensor],
-    slices: Sequence[Optional],
+    slices: Sequence[MaybeTensor],
     *,
     backwards: bool,
 ) -> list[Tensor]:
