@@ -193,7 +193,7 @@ def lower_gradient(node: ir.Node, names: Names) -> list[ir.Node]:
 
     tape = Tape(graph, before=node, names=names)
     tape.scope = f"{node.name or 'Gradient'}/"
-    nodes = _before(graph, node)
+    nodes = _before(graph, node, y)
     replaced = {
         old: op.Identity(tape.tensor(new)).with_shape_of(tape.tensor(old)).value
         for old, new in zip(named, fed, strict=True)
@@ -203,7 +203,7 @@ def lower_gradient(node: ir.Node, names: Names) -> list[ir.Node]:
         copies = _replay(tape, nodes, y, named, replaced)
         y = copies.get(y, y)
         named = [copies.get(value, value) for value in named]
-        nodes = _before(graph, node)
+        nodes = _before(graph, node, y)
 
     wanted = [index for index, output in enumerate(node.outputs) if output.name]
     cotangents = backward(
@@ -243,8 +243,13 @@ def replace_value(tape: Tape, old: ir.Value, new: Tensor, put_out: set[ir.Value]
     old.replace_all_uses_with(value, replace_graph_outputs=True)
 
 
-def _before(graph: ir.Graph, node: ir.Node) -> Sequence[ir.Node]:
-    nodes = []
+def _before(graph: ir.Graph, node: ir.Node, y: ir.Value) -> Sequence[ir.Node]:
+    """Returns the nodes before one, those of the graphs around that y is computed by included."""
+    ancestors = ancestor_nodes(y, set())
+    graphs = {other.graph for other in ancestors}
+    around = [outer for outer in graphs if isinstance(outer, ir.Graph) and outer is not graph]
+    outermost_first = sorted(around, key=lambda g: sum(g in outer.subgraphs() for outer in around))
+    nodes = [other for outer in outermost_first for other in outer if other in ancestors]
     for other in graph:
         if other is node:
             break

@@ -363,3 +363,39 @@ def test_node_without_a_name_goes_by_its_output():
     proto = model([*PRODUCT, gradient], [value("a"), value("b")], ["slope"])
     with pytest.raises(ortops.ModelError, match="Gradient node 'slope': xs names 'nothing'"):
         ortops.lower(proto)
+
+
+@pytest.mark.parametrize("fed", ["a", "b"])
+def test_gradient_in_a_branch_of_what_is_computed_around_it(fed):
+    inner = helper.make_graph(
+        [
+            node("Gradient", [fed], ["slope"], xs=["a"], y="y"),
+            helper.make_node("Identity", ["slope"], ["then"]),
+        ],
+        "inner",
+        [],
+        [value("then")],
+    )
+    middle = helper.make_graph(
+        [
+            helper.make_node("Mul", ["square", "a"], ["y"]),
+            helper.make_node("If", ["c"], ["chosen"], then_branch=inner, else_branch=branch("b")),
+        ],
+        "middle",
+        [],
+        [value("chosen")],
+    )
+    nodes = [
+        helper.make_node("Mul", ["a", "a"], ["square"]),
+        helper.make_node("If", ["c"], ["out"], then_branch=middle, else_branch=branch("a")),
+    ]
+    inputs = [value("a"), value("b"), value("c", kind=TensorProto.BOOL)]
+    lowered = ortops.lower(model(nodes, inputs, ["out"]))
+    at = {"a": 2, "b": 5}[fed]
+    assert run(lowered, {"a": F(2), "b": F(5), "c": np.True_}) == [3 * at**2]
+    assert run(lowered, {"a": F(2), "b": F(5), "c": np.False_}) == [2]
+
+
+def branch(name):
+    nodes = [helper.make_node("Identity", [name], ["else"])]
+    return helper.make_graph(nodes, "branch", [], [value("else")])
