@@ -218,6 +218,8 @@ def _check_nodes(model: ir.Model) -> None:
                 _optimizer_attributes(node)
                 _, _, groups = _optimizer_inputs(node)
                 given = len(node.outputs)
+                while given and not node.outputs[given - 1].name:
+                    given -= 1  # an absent output at the end is one that is not listed
                 node.resize_outputs(len(groups) * (len(groups[0]) - 1))
                 for output in node.outputs[given:]:  # onnx's own inference fails without them
                     output.name = names.unique(f"{node.op_type}_unread")

@@ -185,6 +185,17 @@ def test_outputs_that_are_skipped():
     assert run(lowered, feeds) == [[3]]
 
 
+@pytest.mark.parametrize("outputs", [["X_new"], ["X_new", ""], ["X_new", "", ""]])
+def test_outputs_that_are_skipped_at_the_end(outputs, caplog):
+    names = ["R", "T", "X", "G", "V", "H"]
+    inputs = [value("R"), value("T", (), TensorProto.INT64)]
+    inputs += [value(name, [1]) for name in names[2:]]
+    proto = model([node("Adam", names, outputs)], inputs, ["X_new"])
+    (found,) = ortops.lower(proto).graph.output
+    assert found.type.tensor_type.elem_type == TensorProto.FLOAT
+    assert not caplog.records  # of an inference that failed
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
