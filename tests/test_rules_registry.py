@@ -40,7 +40,8 @@ def test_rule_follows_schema(op_type: str, rule: Rule) -> None:
         if isinstance(default, float):
             assert np.float32(parameter.default) == np.float32(default), name
         elif isinstance(default, list):
-            assert list(parameter.default) == default, name
+            texts = [item.decode() if isinstance(item, bytes) else item for item in default]
+            assert list(parameter.default) == texts, name
         elif isinstance(default, bytes):
             assert parameter.default == default.decode(), name
         else:
