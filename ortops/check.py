@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from ortops import convert, gradient
+from ortops import convert, expansion, gradient
 from ortops.autodiff import (
     ZERO_GRADIENT,
     dependent_values,
@@ -104,6 +104,7 @@ def check(model: ModelLike) -> Report:
     work = convert.to_ir(proto, folder)
     opset = work.graph.opset_imports[""]
     work = prepare(work)
+    refused = _take_apart(work)
     graph = work.graph
     given = {value.name for value in proto.graph.initializer}
     inputs = [value for value in graph.inputs if value.name not in given]
@@ -115,7 +116,7 @@ def check(model: ModelLike) -> Report:
             reached |= differentiable_ancestors(output)
     active = dependent_values(graph, floats, differentiably=True)
     parameters = [value for value in initializers if value in floats and value in reached]
-    problems = [
+    problems = refused or [
         _problem(node)
         for node in graph
         if not reached.isdisjoint(node.outputs) and not active.isdisjoint(node.outputs)
@@ -134,6 +135,16 @@ def check(model: ModelLike) -> Report:
         parameter_count=sum(math.prod(_shape(value)) for value in parameters),
         problems=problems,
     )
+
+
+def _take_apart(work: ir.Model) -> list[str]:
+    """Takes apart, in place, what has a definition and no rule; returns what cannot be."""
+    try:
+        if expansion.expand(work, everywhere=True):
+            convert.infer_shapes(work)
+    except OrtopsError as error:
+        return [str(error)]
+    return []
 
 
 def _shape(value: ir.Value) -> tuple[int, ...]:

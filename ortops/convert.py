@@ -31,6 +31,8 @@ MINIMUM_OPSET = 21
 _NOT_INFERRED = ("GroupNormalization", "MeanVarianceNormalization")
 """Operators that onnx cannot infer anything for; the output is like the first input."""
 
+_UNKNOWN_DOMAIN = "ortops.unknown"
+
 _MAKE_SEQUENCES = (
     "Optional",
     "SequenceConstruct",
@@ -152,11 +154,26 @@ def upgrade(model: ir.Model) -> ir.Model:
                 f"Scan node '{node.name or node.outputs[0].name}': in opset {opset} it has a batch "
                 "axis, which the version converter drops; export the model at opset 9 or later"
             )
+    _move_unknown(model, "", _UNKNOWN_DOMAIN)
     result = _convert(model)
+    _move_unknown(result, _UNKNOWN_DOMAIN, "")
     if opset < _RESIZE_COORDINATES:
         _keep_old_resize(result)
     logger.warning("the model was converted from opset %d to %d", opset, MINIMUM_OPSET)
     return result
+
+
+def _move_unknown(model: ir.Model, domain: str, other: str) -> None:
+    """Moves nodes that onnx does not know to another domain.
+
+    onnxruntime has operators of its own in the standard domain, which stop the version converter.
+    """
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.domain == domain and not onnx.defs.has(node.op_type):
+            node.domain = other
+            model.graph.opset_imports.setdefault(other, 1)
+    if domain:
+        model.graph.opset_imports.pop(domain, None)
 
 
 def _convert(model: ir.Model) -> ir.Model:

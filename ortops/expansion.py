@@ -113,13 +113,14 @@ def _schema(op_type: str, domain: str, opset: int | None) -> Any:  # onnx's type
     return onnx.defs.get_schema(op_type, opset, domain)
 
 
-def expand(model: ir.Model) -> bool:
+def expand(model: ir.Model, *, everywhere: bool = False) -> bool:
     """Takes apart, in place, the nodes without a rule that gradients are to pass through.
 
     Types and shapes behind operators that onnx does not know are found at the same time.
 
     Args:
         model: A model with bound Gradient nodes, in topological order, with types inferred.
+        everywhere: Whether gradients are taken to pass through all nodes.
 
     Returns:
         Whether anything was changed, so that types are to be inferred again.
@@ -128,7 +129,8 @@ def expand(model: ir.Model) -> bool:
         UnsupportedError: If a definition does not cover what such a node asks for.
     """
     graph = model.graph
-    chosen = set(_nodes_to_expand(graph))
+    nodes = _all_nodes(graph) if everywhere else _nodes_on_paths(graph)
+    chosen = {node for node in nodes if _needs_expansion(node)}
     unknown = any((node.domain, node.op_type) in definitions() for node in _all_nodes(graph))
     if not chosen and not unknown:
         return False
@@ -150,8 +152,8 @@ def expand(model: ir.Model) -> bool:
     return True
 
 
-def _nodes_to_expand(graph: ir.Graph) -> Iterator[ir.Node]:
-    """Yields the nodes without a rule between xs and y of a Gradient node."""
+def _nodes_on_paths(graph: ir.Graph) -> Iterator[ir.Node]:
+    """Yields the nodes between xs and y of a Gradient node, those in graphs inside included."""
     nodes = list(_all_nodes(graph))
     path: set[ir.Node] = set()
     for node in nodes:
@@ -168,7 +170,8 @@ def _nodes_to_expand(graph: ir.Graph) -> Iterator[ir.Node]:
         path.update(other for other in between if not reached.isdisjoint(other.outputs))
     for node in path:
         if node.domain != BOUND_DOMAIN:
-            yield from filter(_needs_expansion, (node, *_inner_nodes(node)))
+            yield node
+            yield from _inner_nodes(node)
 
 
 def _inner_nodes(node: ir.Node) -> Iterator[ir.Node]:
@@ -178,7 +181,7 @@ def _inner_nodes(node: ir.Node) -> Iterator[ir.Node]:
 
 
 def _needs_expansion(node: ir.Node) -> bool:
-    if find_rule(node.op_type, node.domain) is not None:
+    if node.domain == BOUND_DOMAIN or find_rule(node.op_type, node.domain) is not None:
         return False
     if node.domain == "" and node.op_type in ZERO_GRADIENT:
         return False

@@ -8,6 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ortops.autodiff import ZERO_GRADIENT, rules
+from ortops.expansion import definitions
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- operators: begin -->", "<!-- operators: end -->"
@@ -16,7 +17,7 @@ BEGIN, END = "<!-- operators: begin -->", "<!-- operators: end -->"
 def table() -> str:
     """Returns the table as Markdown."""
     families: dict[str, list[str]] = defaultdict(list)
-    for (domain, op_type), rule in rules().items():
+    for (domain, op_type), rule in {**definitions(), **rules()}.items():
         if rule.function.__module__.startswith("ortops.rules."):
             family = rule.function.__module__.rpartition(".")[2].replace("_", " ")
             families[family].append(f"{domain}::{op_type}" if domain else op_type)

@@ -603,7 +603,7 @@ def layers(opset: int = 21) -> tuple[list[onnx.NodeProto], list[onnx.ValueInfoPr
     return nodes, [*inputs, value("g", [6])], (feeds, total)
 
 
-@pytest.mark.parametrize("opset", [21, 24])
+@pytest.mark.parametrize("opset", [17, 21, 24])
 def test_fused_operators_behind_each_other(opset: int) -> None:
     nodes, inputs, (feeds, total) = layers()
     xs = list(feeds)

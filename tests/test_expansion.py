@@ -1,0 +1,136 @@
+"""Operators that are taken apart: by a definition, or by the function body in ONNX's schema."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from domain_models import model, node, run, value
+from dot_test import Case, check, normal
+from onnx import TensorProto, helper
+
+import ortops
+from ortops.autodiff import rules
+from ortops.expansion import definition, definitions, has_definition
+from ortops.tensor import op
+
+SIZE4, SIZE5 = np.array([2, 3, 4, 5]), np.array([2, 3, 2, 3, 4])
+CASES = [
+    Case("AffineGrid", [normal(2, 2, 3), SIZE4], constant=(1,), orders=2, epsilon=1),
+    Case("AffineGrid", [normal(2, 2, 3), SIZE4], {"align_corners": 1}, (1,), epsilon=1),
+    Case("AffineGrid", [normal(2, 3, 4), SIZE5], constant=(1,), epsilon=1),
+]
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_function_bodies(case: Case, symbolic: bool) -> None:
+    check(case, symbolic=symbolic)
+
+
+def test_function_body_at_another_opset_than_the_models() -> None:
+    nodes = [
+        helper.make_node("AffineGrid", ["t", "n"], ["y"]),
+        node("Gradient", ["t"], ["d"], xs=["t"], y="y"),
+    ]
+    for opset in (21, 23, 26):
+        inputs = [value("t", [1, 2, 3]), value("n", [4], TensorProto.INT64)]
+        lowered = ortops.lower(model(nodes, inputs, ["d"], opset=opset))
+        (d,) = run(lowered, {"t": np.ones((1, 2, 3), np.float32), "n": np.array([1, 1, 2, 4])})
+        np.testing.assert_allclose(d, [[[0, 0, 8], [0, 0, 8]]], atol=1e-6)
+        assert not lowered.functions
+        assert {entry.domain for entry in lowered.opset_import} <= {"", "ai.onnx.preview.training"}
+
+
+def twice_model(x_node: onnx.NodeProto) -> onnx.ModelProto:
+    nodes = [x_node, node("Gradient", ["x"], ["d"], xs=["x"], y="y")]
+    return model(nodes, [value("x", [2])], ["d"], imports=[("com.example", 1)])
+
+
+def test_definition_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ortops import expansion
+
+    monkeypatch.setattr(expansion, "_definitions", dict(definitions()))
+
+    @definition("Cubed", domain="com.example")
+    def cubed(x, *, factor=1.0):
+        return op.Mul(op.Mul(x, x), x) * factor
+
+    assert has_definition("Cubed", "com.example")
+    cubed_node = helper.make_node("Cubed", ["x"], ["y"], domain="com.example", factor=2.0)
+    (d,) = run(ortops.lower(twice_model(cubed_node)), {"x": np.array([1, 2], np.float32)})
+    np.testing.assert_allclose(d, [6, 24])
+
+
+def test_no_definition_and_no_rule() -> None:
+    assert not has_definition("Unheard", "com.example")
+    unheard = helper.make_node("Unheard", ["x"], ["y"], name="u", domain="com.example")
+    with pytest.raises(ortops.UnsupportedError, match=r"Unheard node 'u': there is no gradient"):
+        ortops.lower(twice_model(unheard))
+
+
+def test_inside_a_branch() -> None:
+    def branch(name: str, op_type: str) -> onnx.GraphProto:
+        inner = helper.make_node(op_type, ["x"], [name], domain="com.microsoft")
+        return helper.make_graph([inner], name, [], [value(name, [2])])
+
+    nodes = [
+        helper.make_node(
+            "If",
+            ["c"],
+            ["y"],
+            then_branch=branch("t", "Gelu"),
+            else_branch=branch("e", "QuickGelu"),
+        ),
+        node("Gradient", ["x"], ["d"], xs=["x"], y="y"),
+    ]
+    inputs = [value("c", [], TensorProto.BOOL), value("x", [2])]
+    lowered = ortops.lower(model(nodes, inputs, ["d"], imports=[("com.microsoft", 1)]))
+    for condition, expected in ((True, [0.5, 1.0833155]), (False, [0.5, 1.0677])):
+        (d,) = run(lowered, {"c": np.array(condition), "x": np.array([0, 1], np.float32)})
+        if condition:
+            np.testing.assert_allclose(d, expected, rtol=1e-5)
+        else:
+            s = 1 / (1 + np.exp(-1.702))
+            np.testing.assert_allclose(d, [0.5, s + 1.702 * s * (1 - s)], rtol=1e-5)
+
+
+STANDARD = sorted(op_type for domain, op_type in definitions() if not domain)
+
+
+@pytest.mark.parametrize(
+    "op_type", [name for name in STANDARD if name != "SimplifiedLayerNormalization"]
+)
+def test_definition_follows_schema(op_type: str) -> None:
+    attributes = onnx.defs.get_schema(op_type, 26).attributes
+    assert definitions()["", op_type].attributes == set(attributes)
+    assert ("", op_type) not in rules()
+
+
+def test_fused_operators_have_definitions() -> None:
+    assert {name for domain, name in definitions() if domain == "com.microsoft"} >= {
+        "Attention",
+        "BiasGelu",
+        "FastGelu",
+        "FusedConv",
+        "FusedGemm",
+        "FusedMatMul",
+        "Gelu",
+        "MatMulNBits",
+        "MultiHeadAttention",
+        "QuickGelu",
+        "SkipLayerNormalization",
+        "SkipSimplifiedLayerNormalization",
+    }
+
+
+def test_check_takes_apart_too() -> None:
+    fused = helper.make_node("BiasGelu", ["x", "b"], ["y"], "gelu", domain="com.microsoft")
+    whole = model([fused], [value("x", [2, 3])], ["y"], imports=[("com.microsoft", 1)])
+    whole.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(3, np.float32), "b"))
+    report = ortops.check(whole)
+    assert report.problems == []
+    assert list(report.parameters) == ["b"]
+    whole.graph.node[0].attribute.append(helper.make_attribute("slope", 2.0))
+    (problem,) = ortops.check(whole).problems
+    assert problem.startswith("BiasGelu node 'gelu': there is no gradient for attribute 'slope'")
