@@ -51,7 +51,6 @@ ZERO_GRADIENT = frozenset(
         "IsNaN",
         "Less",
         "LessOrEqual",
-        "MatMulInteger",
         "MelWeightMatrix",
         "Multinomial",
         "NonMaxSuppression",

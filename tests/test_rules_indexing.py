@@ -6,8 +6,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
+from domain_models import model, node, run, value
 from dot_test import Case, check, distinct, lowered, normal
+from onnx import helper
 from test_rules_elementwise import gradients
+
+import ortops
 
 X = normal(3, 4, 5)
 WIDE = normal(6, 2)
@@ -184,3 +188,21 @@ def test_gradient_of_one_constant_index_is_padding() -> None:
     emitted = {n.op_type for n in lowered(case, symbolic=False).graph.node if "/" in n.name}
     assert "Pad" in emitted
     assert "ScatterElements" not in emitted
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize("flags", [{}, {"sorted": 0}, {"axis": 0}, {"axis": 1, "sorted": 0}])
+def test_unique_elements(flags: dict[str, int], symbolic: bool) -> None:
+    check(Case("Unique", [distinct(3, 4)], flags, orders=2, epsilon=1e-4), symbolic=symbolic)
+
+
+def test_first_of_equal_elements_gets_the_cotangent() -> None:
+    # Σ i · unique(x)[i], of (−1, 2, 5)
+    nodes = [
+        helper.make_node("Unique", ["x"], ["u"]),
+        helper.make_node("Mul", ["u", "w"], ["p"]),
+        node("Gradient", ["x"], ["d"], xs=["x"], y="p"),
+    ]
+    lowered = ortops.lower(model(nodes, [value("x", [5]), value("w", [3])], ["d"]))
+    feeds = {"x": np.array([5, 2, 5, -1, 2], np.float32), "w": np.array([1, 2, 3], np.float32)}
+    np.testing.assert_array_equal(run(lowered, feeds)[0], [3, 2, 0, 1, 0])

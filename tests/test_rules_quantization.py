@@ -135,9 +135,41 @@ def test_dynamic_quantization() -> None:
         node("Gradient", ["x"], ["dx"], xs=["x"], y="p"),
     ]
     whole = model(nodes, [value("x", [4]), value("w", [4])], ["dx"])
-    x, w = normal(4).astype(F), np.arange(4, dtype=F)
+    x, w = np.array([-1, 0.5, 2, 0.3], F), np.arange(4, dtype=F)
     (dx,) = run(ortops.lower(whole), {"x": x, "w": w})
-    np.testing.assert_allclose(dx, w, rtol=1e-5)
+    scale = 3 / 255
+    rounding = (w * (np.rint(x / scale) - x / scale)).sum() / 255
+    expected = w + rounding * np.array([-1, 0, 1, 0])  # the scale is that of the two ends
+    np.testing.assert_allclose(dx, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize("columns", [False, True], ids=["tensor", "columns"])
+def test_dynamically_quantized_product(columns: bool, symbolic: bool) -> None:
+    rng = np.random.default_rng(8)
+    weights = rng.integers(0, 255, (5, 3)).astype(np.uint8)
+    zero = np.array([100, 130, 120], np.uint8) if columns else np.uint8(120)
+    nodes = [
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"]),
+        helper.make_node("MatMulInteger", ["q", "b", "z", "bz"], ["i"]),
+        helper.make_node("Cast", ["i"], ["f"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["f", "s"], ["y"]),
+        helper.make_node("Mul", ["y", "w"], ["p"]),
+        node("Gradient", ["x"], ["dx"], xs=["x"], y="p"),
+    ]
+    shape = ["n", "m", 5] if symbolic else [2, 4, 5]
+    inputs = [value("x", shape), value("w", ["n", "m", 3] if symbolic else [2, 4, 3])]
+    whole = model(nodes, inputs, ["dx"], initializers={"b": weights, "bz": zero})
+    x, w = normal(2, 4, 5).astype(F), normal(2, 4, 3, seed=1).astype(F)
+    (dx,) = run(ortops.lower(whole), {"x": x, "w": w})
+    real = weights.astype(F) - zero
+    expected = w @ real.T
+    scale = (x.max() - x.min()) / 255
+    q = np.rint(x / scale)
+    rounding = (w * ((q - x / scale) @ real)).sum() / 255
+    expected[x == x.max()] += rounding
+    expected[x == x.min()] -= rounding
+    np.testing.assert_allclose(dx, expected, rtol=1e-2, atol=1e-2 * np.abs(expected).max())
 
 
 def test_quantized_tensors_are_no_xs() -> None:

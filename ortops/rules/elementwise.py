@@ -328,7 +328,7 @@ def identity(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
 def cast(
     g: Tensor, y: Tensor, x: Tensor, *, to: int, saturate: int = 1, round_mode: str = "up"
 ) -> Cotangents:
-    return g.astype(x.dtype)
+    return g.astype(x.dtype) if is_float(x.value) else g  # quantized numbers
 
 
 @vjp("CastLike")

@@ -145,3 +145,21 @@ def tensor_scatter(
     is_new = op.GreaterOrEqual(source, 0)
     du = add_at(op.Max(source, 0), op.Where(is_new, g, 0), update)
     return write(g, zeros_like(update)), du
+
+
+@vjp("Unique", needs=(1,))
+def unique(
+    g: tuple[Tensor | None, ...],
+    y: tuple[Tensor | None, ...],
+    x: Tensor,
+    *,
+    axis: int | None = None,
+    sorted: int = 1,  # noqa: A002  ONNX's name
+) -> Cotangents:
+    if g[0] is None:
+        return None
+    # Of equal elements the first is the one that is put out.
+    places = positions(x)
+    if axis is None:
+        return add_at(op.Gather(op.Reshape(places, [-1]), y[1]), g[0], x)
+    return add_at(op.Gather(places, y[1], axis=axis), g[0], x)

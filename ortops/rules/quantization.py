@@ -3,8 +3,8 @@
 Quantized numbers are integers, yet they carry cotangents: those of the real numbers that they
 would be without rounding. So a pair of QuantizeLinear and DequantizeLinear passes a cotangent on
 unchanged where it does not saturate, and none where it does; scales get the cotangent that learned
-step sizes have (https://arxiv.org/abs/1902.08153). Zero points are constant, and so are the scale
-and the zero point that DynamicQuantizeLinear finds.
+step sizes have (https://arxiv.org/abs/1902.08153), those that DynamicQuantizeLinear finds too. Zero
+points are constant. Products of quantized matrices are products of what they stand for.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from ortops.autodiff import is_float, vjp
 from ortops.rules._types import Cotangents
+from ortops.rules.linalg import matmul
 from ortops.tensor import Tensor, expand_like, ones_like, op, reshape_like, size_of, unbroadcast
 
 
@@ -78,9 +79,49 @@ def dequantize_linear(
 def dynamic_quantize_linear(
     g: tuple[Tensor | None, ...], y: tuple[Tensor | None, ...], x: Tensor
 ) -> Cotangents:
+    g_y, g_scale, _ = (*g, None, None)[:3]
     scale = y[1]
     assert scale is not None
-    return None if g[0] is None else g[0] / scale
+    dx = None
+    if g_y is not None:
+        dx = g_y / scale
+        through = -op.ReduceSum(dx * x, keepdims=0) / scale
+        g_scale = through if g_scale is None else g_scale + through
+    if g_scale is None:
+        return dx
+    # The scale is the width of the range, zero included, in 255 steps.
+    spread = _share(op.Equal(x, op.ReduceMax(x)), x > 0) - _share(
+        op.Equal(x, op.ReduceMin(x)), x < 0
+    )
+    ends = spread * (g_scale * (1 / 255))
+    return ends if dx is None else dx + ends
+
+
+def _share(is_end: Tensor, counts: Tensor) -> Tensor:
+    """Returns equal shares, of 1 in all, for the elements at an end of the range."""
+    mask = op.And(is_end, counts).astype(np.float32)
+    return cast(Tensor, mask / op.Max(op.ReduceSum(mask), 1))
+
+
+@vjp("MatMulInteger", quantizes=True)
+def matmul_integer(
+    g: Tensor,
+    y: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_zero_point: Tensor | None = None,
+    b_zero_point: Tensor | None = None,
+) -> Cotangents:
+    # A zero point of one factor is that of the tensor, of its rows (a), or of its columns (b).
+    if a_zero_point is not None and a_zero_point.ndim == 1 and a.ndim > 1:
+        a_zero_point = op.Unsqueeze(a_zero_point, [1])
+    left, right = _real(a, a_zero_point, g), _real(b, b_zero_point, g)
+    return matmul(g, y, left, right)
+
+
+def _real(x: Tensor, zero_point: Tensor | None, like: Tensor) -> Tensor:
+    wide = x.astype(like.dtype)
+    return wide if zero_point is None else wide - zero_point.astype(like.dtype)
 
 
 def _spread(scale: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
