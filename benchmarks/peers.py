@@ -40,7 +40,7 @@ Step: TypeAlias = Callable[[], Any]
 LOWERED = "standard operators"
 TORCH = "torch eager, fused"
 
-OPTIMIZERS: Mapping[str, tuple[type[optimizers.Optimizer], str, dict[str, float]]] = {
+OPTIMIZERS: Mapping[str, tuple[Callable[[], optimizers.Optimizer], str, dict[str, float]]] = {
     "Adam": (optimizers.Adam, "Adam", {"eps": 1e-8}),
     "Momentum": (optimizers.Momentum, "SGD", {"momentum": 0.9}),
     "Adagrad": (optimizers.Adagrad, "Adagrad", {"eps": 1e-6}),

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.measure import worker
 from benchmarks.works import WORKS, TrainingStep
@@ -60,7 +61,7 @@ def profile(work: str, optimizer: str, steps: int) -> list[Node]:
         return _nodes(json.loads(file.read_text(encoding="utf-8")))
 
 
-def _nodes(events: Sequence[Mapping[str, object]]) -> list[Node]:
+def _nodes(events: Sequence[Mapping[str, Any]]) -> list[Node]:
     """Returns the nodes of a profile, the costliest first."""
     times: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for event in events:
