@@ -267,6 +267,27 @@ def test_ties_of_regions() -> None:
         np.testing.assert_array_equal(found[0, 0], expected)
 
 
+EMPTY = [
+    ("GridSample", [(0, 2, 4, 5), (0, 3, 3, 2)], {}),
+    ("GridSample", [(1, 2, 4, 5), (1, 0, 3, 2)], {"mode": "cubic"}),
+    ("RoiAlign", [(1, 2, 4, 5), (0, 4), (0,)], {"output_height": 2}),
+    ("RoiAlign", [(1, 2, 4, 5), (0, 4), (0,)], {"mode": "max"}),
+    ("RoiAlign", [(1, 2, 4, 5), (0, 4), (0,)], {"sampling_ratio": 2}),
+    ("MaxRoiPool", [(1, 2, 4, 5), (0, 5)], {"pooled_shape": [2, 2]}),
+]
+
+
+@pytest.mark.parametrize(("op", "shapes", "attributes"), EMPTY)
+def test_no_samples(op: str, shapes: list[tuple[int, ...]], attributes: dict[str, Any]) -> None:
+    arrays: list[np.ndarray] = [np.zeros(shape, np.float32) for shape in shapes]
+    if op == "RoiAlign":
+        arrays[2] = arrays[2].astype(np.int64)
+    given = Case(op, arrays, attributes, only=[0] if op == "MaxRoiPool" else None)
+    found = gradients(given, np.zeros((), np.float32), symbolic=True)
+    for index, gradient in zip(given.differentiated, found, strict=True):
+        np.testing.assert_array_equal(gradient, arrays[index])
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize("given", GRID, ids=str)
 def test_like_torch(given: Case) -> None:

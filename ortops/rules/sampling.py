@@ -137,7 +137,9 @@ class _Samples:
 
     @property
     def _tap_axes(self) -> list[int]:
-        return list(range(-len(self.axes), 0))
+        # Counted from the front: of an empty tensor, onnxruntime does not reduce a negative axis.
+        first = self.axes[0].index.ndim - 1
+        return list(range(first, first + len(self.axes)))
 
     @functools.cached_property
     def weights(self) -> list[Tensor]:
@@ -171,8 +173,7 @@ class _Samples:
     def sampled(self) -> Tensor:
         """Returns the samples with the channels last, (N, …samples…, C)."""
         weight = _last(_product(self.weights)).astype(self.x.dtype)
-        axes = [axis - 1 for axis in self._tap_axes]
-        return cast(Tensor, op.ReduceSum(self.values * weight, axes, keepdims=0))
+        return cast(Tensor, op.ReduceSum(self.values * weight, self._tap_axes, keepdims=0))
 
     def image_gradient(self, g: Tensor) -> Tensor:
         """Returns the cotangent of the images from that of the samples, (N, C, …samples…)."""
@@ -192,7 +193,8 @@ class _Samples:
         count = len(self.axes)
         rows = op.Transpose(g, perm=[0, *range(2, g.ndim), 1])
         rows = op.Unsqueeze(rows, [-2 - k for k in range(count)])
-        seen = op.ReduceSum(rows * self.values, [-1], keepdims=0).astype(self.weights[0].dtype)
+        channels = [self._tap_axes[-1] + 1]
+        seen = op.ReduceSum(rows * self.values, channels, keepdims=0).astype(self.weights[0].dtype)
         slopes = _spread([cast(Tensor, axis.slope) for axis in self.axes])
         result = []
         for axis, slope in enumerate(slopes):
@@ -244,7 +246,8 @@ def affine_grid(
     g: Tensor, y: Tensor, theta: Tensor, size: Tensor, *, align_corners: int = 0
 ) -> Cotangents:
     # The grid is θ times the homogeneous coordinates that the identity leaves as they are.
-    rank = g.ndim - 2
+    size_length = None if size.shape is None else size.shape[0]
+    rank = size_length - 2 if isinstance(size_length, int) else y.ndim - 2
     one = op.Concat(np.ones(1, np.int64), size[1:], axis=0)
     identity = np.eye(rank, rank + 1, dtype=g.dtype)[None]
     base = op.AffineGrid(identity, one, align_corners=align_corners)
@@ -267,8 +270,8 @@ def col2im(
     strides: Sequence[int] | None = None,
 ) -> Cotangents:
     # Each column takes what the image has where it was added.
-    known = next((v.shape for v in (image_shape, block_shape) if v.shape), (None,))[0]
-    rank = known if isinstance(known, int) else y.ndim - 2
+    known = [v.shape[0] for v in (image_shape, block_shape) if v.shape is not None]
+    rank = next((size for size in known if isinstance(size, int)), None) or y.ndim - 2
     steps, spread = strides or (1,) * rank, dilations or (1,) * rank
     padding = list(pads or (0,) * 2 * rank)
     if any(padding):
@@ -445,7 +448,7 @@ def _roi_axis(
     part = rois.tape.constant(((np.arange(samples) + 0.5) / max(samples, 1)).astype(rois.dtype))
     if not samples:  # as many as the bin has elements
         needed = op.Ceil(extent / float(bins))
-        most = op.Max(op.ReduceMax(needed, keepdims=0), 1.0).astype(np.int64)
+        most = _largest(needed).astype(np.int64)
         number = _range(most, rois).astype(rois.dtype)
         exists = number < needed
         count = op.Max(needed, 1.0)
@@ -470,6 +473,12 @@ def _roi_axis(
     )
 
 
+def _largest(counts: Tensor) -> Tensor:
+    """Returns the largest of some numbers, at least 1, a scalar."""
+    one = np.ones(1, counts.dtype)  # so that there is one even where there are no regions
+    return cast(Tensor, op.ReduceMax(op.Concat(op.Reshape(counts, [-1]), one, axis=0), keepdims=0))
+
+
 def _flat_taps(per_axis: Sequence[Tensor], combine: Any) -> Tensor:
     """Combines what is known of taps (R, P, …) along y and x to one of shape (R, PH, PW, taps)."""
     y, x = per_axis
@@ -478,8 +487,10 @@ def _flat_taps(per_axis: Sequence[Tensor], combine: Any) -> Tensor:
         op.Unsqueeze(y, [2, *(3 + 2 * k + 1 for k in range(extra))]),
         op.Unsqueeze(x, [1, *(3 + 2 * k for k in range(extra))]),
     )
-    taps = size_of(both, range(3, 3 + 2 * extra))
-    return cast(Tensor, op.Reshape(both, [0, 0, 0, taps]))
+    taps = op.ReduceProd(op.Shape(both, start=3), keepdims=1)
+    return cast(
+        Tensor, op.Reshape(both, op.Concat(op.Shape(both, end=3), taps, axis=0), allowzero=1)
+    )
 
 
 @dataclass(frozen=True)
@@ -508,7 +519,7 @@ class _Chosen:
         """Returns the cotangent of the images from that of the values."""
         channels = size_of(self.x, [1])
         area = size_of(self.x, [2, 3])
-        image = op.Reshape(self.batch * channels, [-1, 1, 1, 1])
+        image = op.Unsqueeze(self.batch * channels, [1, 2, 3])
         places = (image + _range(channels, rows)) * area + self.of(self.index)
         return add_at(places, rows, self.x)
 
@@ -518,7 +529,7 @@ def _choose(
 ) -> _Chosen:
     area = size_of(x, [2, 3])
     flat = op.Reshape(op.Transpose(x, perm=[0, 2, 3, 1]), [size_of(x, [0]) * area, size_of(x, [1])])
-    elements = op.Gather(flat, op.Reshape(batch * area, [-1, 1, 1, 1]) + index, axis=0)
+    elements = op.Gather(flat, op.Unsqueeze(batch * area, [1, 2, 3]) + index, axis=0)
     values = elements if weight is None else elements * _last(weight).astype(x.dtype)
     if exists is not None:
         values = op.Where(_last(exists), values, np.array(-np.inf, x.dtype))
@@ -646,8 +657,7 @@ def max_roi_pool(
         first, behind = (
             op.Max(op.Min(edge.astype(np.int64), length), 0) for edge in (first, behind)
         )
-        most = op.Max(op.ReduceMax(behind - first, keepdims=0), 1)
-        index = _last(first) + _range(most, x)
+        index = _last(first) + _range(_largest(behind - first), x)
         inside.append(index < _last(behind))
         indices.append(op.Min(index, length - 1))
     index = _flat_taps([indices[0] * size_of(x, [3]), indices[1]], operator.add)
