@@ -11,6 +11,7 @@ from onnx import TensorProto, helper
 
 import ortops
 from ortops.autodiff import rules
+from ortops.check import check as check_model
 from ortops.expansion import definition, definitions, has_definition
 from ortops.tensor import op
 
@@ -128,9 +129,9 @@ def test_check_takes_apart_too() -> None:
     fused = helper.make_node("BiasGelu", ["x", "b"], ["y"], "gelu", domain="com.microsoft")
     whole = model([fused], [value("x", [2, 3])], ["y"], imports=[("com.microsoft", 1)])
     whole.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(3, np.float32), "b"))
-    report = ortops.check(whole)
+    report = check_model(whole)
     assert report.problems == []
     assert list(report.parameters) == ["b"]
     whole.graph.node[0].attribute.append(helper.make_attribute("slope", 2.0))
-    (problem,) = ortops.check(whole).problems
+    (problem,) = check_model(whole).problems
     assert problem.startswith("BiasGelu node 'gelu': there is no gradient for attribute 'slope'")
