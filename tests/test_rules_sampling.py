@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from dot_test import DOMAIN, Case, check, distinct, normal, uniform
+from dot_test import DOMAIN, Case, check, distinct, lowered, normal, uniform
 from onnx import helper
 
 import ortops
@@ -265,6 +265,14 @@ def test_ties_of_regions() -> None:
         (found,) = gradients(given, w, symbolic=symbolic)
         expected = [[1, 0, 2, 0], [0, 0, 0, 0], [3, 0, 4, 0], [0, 0, 0, 0]]
         np.testing.assert_array_equal(found[0, 0], expected)
+
+
+def test_nodes_of_col2im() -> None:
+    case = OTHERS[6]
+    assert case.op == "Col2Im"
+    model = lowered(case, symbolic=False)
+    emitted = [n.op_type for n in model.graph.node if "/under_test/" in n.name]
+    assert [name for name in emitted if name != "Constant"] == ["Reshape", "Gather", "Reshape"]
 
 
 EMPTY = [

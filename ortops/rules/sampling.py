@@ -277,24 +277,40 @@ def col2im(
     if any(padding):
         g = op.Pad(g, [0, 0, *padding[:rank], 0, 0, *padding[rank:]])
     lengths = [size_of(g, [2 + axis]) for axis in range(rank)]
-    places: Tensor | None = None
-    for axis, length in enumerate(lengths):
-        block = block_shape[axis]
-        count = (length - ((block - 1) * spread[axis] + 1)) / steps[axis] + 1
-        taps = op.Range(g.tape.constant(np.array(0)), block, 1) * spread[axis]
-        firsts = op.Range(g.tape.constant(np.array(0)), count, 1) * steps[axis]
-        along = op.Unsqueeze(taps, [1]) + firsts
-        if places is None:
-            places = along
-        else:  # (taps, columns) of the axes so far and of this one
-            both = op.Unsqueeze(places * length, [1, 3]) + op.Unsqueeze(along, [0, 2])
-            columns = op.Shape(both)
-            pairs = op.ReduceProd(op.Reshape(columns, [2, 2]), [1], keepdims=0)
-            places = op.Reshape(both, pairs)
-    assert places is not None
+    places = _column_places(lengths, block_shape, steps, spread)
     images = [size_of(g, [0]), size_of(g, [1])]
     flat = op.Reshape(g, [*images, functools.reduce(operator.mul, lengths)])
     return reshape_like(op.Gather(flat, places, axis=2), x)
+
+
+def _column_places(
+    lengths: Sequence[Size], blocks: Tensor, steps: Sequence[int], spread: Sequence[int]
+) -> Tensor:
+    """Returns the number of the element under each element of each block, (elements, blocks)."""
+    tape, sizes = blocks.tape, blocks.constant
+    static = [length for length in lengths if isinstance(length, int)]
+    if sizes is not None and len(static) == len(lengths):
+        extents = (sizes - 1) * spread + 1
+        numbers = np.arange(math.prod(static)).reshape(static)
+        seen = np.lib.stride_tricks.sliding_window_view(numbers, extents)
+        chosen = seen[tuple(slice(None, None, step) for step in (*steps, *spread))]
+        rank = len(lengths)
+        order = [*range(rank, 2 * rank), *range(rank)]
+        return tape.constant(chosen.transpose(order).reshape(math.prod(sizes.tolist()), -1))
+    places: Tensor | None = None
+    for axis, length in enumerate(lengths):
+        block = blocks[axis]
+        count = (length - ((block - 1) * spread[axis] + 1)) / steps[axis] + 1
+        along = op.Unsqueeze(_range(block, blocks) * spread[axis], [1])
+        along = along + _range(count, blocks) * steps[axis]
+        if places is None:
+            places = along
+        else:  # (elements, blocks) of the axes so far and of this one
+            both = op.Unsqueeze(places * length, [1, 3]) + op.Unsqueeze(along, [0, 2])
+            pairs = op.ReduceProd(op.Reshape(op.Shape(both), [2, 2]), [1], keepdims=0)
+            places = op.Reshape(both, pairs)
+    assert places is not None
+    return places
 
 
 @vjp("DeformConv")
