@@ -35,7 +35,7 @@ def grid(case_rank: int, mode: str, padding: str, align_corners: int, orders: in
 
 
 GRID = [
-    grid(rank, mode, padding, corners, orders=2 if rank == 4 else 1)
+    grid(rank, mode, padding, corners, orders=2)
     for rank, mode, padding, corners in itertools.product(
         (4, 5), ("linear", "nearest", "cubic"), ("zeros", "border", "reflection"), (0, 1)
     )
@@ -148,7 +148,7 @@ ALIGN = [
             "coordinate_transformation_mode": coordinates,
         },
         constant=[2],
-        orders=2 if ratio else 1,
+        orders=2,
         epsilon=1e-6,
         rtol=1e-6,
         name=f"{mode}_{ratio}_{coordinates}",
