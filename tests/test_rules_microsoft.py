@@ -10,15 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
-from domain_models import model, node, run, value
+from domain_models import DOMAIN, model, node, run, value
 from onnx import helper
 
 import ortops
+from models.lenet import lenet
+from models.resnet import resnet
+from models.transformer import transformer
 
 MICROSOFT = "com.microsoft"
 SEED = 31
@@ -679,3 +684,55 @@ def test_what_is_not_covered(fused: onnx.NodeProto, message: str) -> None:
     whole = model([*nodes, gradient], inputs, ["d"], imports=[(MICROSOFT, 1)])
     with pytest.raises(ortops.UnsupportedError, match=message):
         ortops.lower(whole)
+
+
+def optimized(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
+    """Returns a model as onnxruntime saves it after its extended optimizations."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.optimized_model_filepath = str(path)
+    onnxruntime.InferenceSession(
+        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    return onnx.load(path)
+
+
+@pytest.mark.parametrize(
+    ("made", "shape", "fused"),
+    [
+        (lenet(), (2, 1, 8, 8), {"FusedConv", "FusedGemm"}),
+        (resnet(), (2, 1, 8, 8), {"FusedConv"}),
+        (transformer(), (2, 3, 8), {"SkipLayerNormalization"}),
+    ],
+    ids=["lenet", "resnet", "transformer"],
+)
+def test_models_that_onnxruntime_has_optimized(made, shape, fused, tmp_path: Path) -> None:
+    small = optimized(made, tmp_path / "optimized.onnx")
+    assert {n.op_type for n in small.graph.node if n.domain == MICROSOFT} >= fused
+    (x,) = (value.name for value in made.graph.input)
+    before, after = (
+        {array.name: onnx.numpy_helper.to_array(array) for array in m.graph.initializer}
+        for m in (made, small)
+    )
+    weights = [
+        name
+        for name, array in before.items()
+        if name in after and after[name].shape == array.shape and (after[name] == array).all()
+    ]
+    xs = [x, *(name for name in weights if before[name].dtype == np.float32)]
+    assert len(xs) > 2
+    results = []
+    for proto in (made, small):
+        whole = onnx.ModelProto()
+        whole.CopyFrom(proto)
+        output = whole.graph.output[0].name
+        whole.graph.node.append(helper.make_node("Sin", [output], ["curved"]))
+        whole.graph.node.append(node("Gradient", xs, [f"d_{i}" for i in xs], xs=xs, y="curved"))
+        del whole.graph.output[:]
+        whole.graph.output.extend(helper.make_empty_tensor_value_info(f"d_{i}") for i in xs)
+        whole.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+        results.append(run(ortops.lower(whole), {x: normal(*shape).astype(np.float32)}))
+    for plain, found in zip(*results, strict=True):
+        assert np.abs(plain).max() > 0
+        np.testing.assert_allclose(found, plain, rtol=1e-3, atol=1e-5 * np.abs(plain).max())
