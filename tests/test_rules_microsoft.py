@@ -235,6 +235,51 @@ def heads_cases():
         )
 
 
+def group_query(q, k, v, _pk, _pv, _lengths, _total, cos=None, sin=None, **options):
+    """Four heads of queries and two of keys and values, of size 16."""
+    if k is None:
+        q, k, v = np.split(q, [64, 96], axis=-1)
+    q, k, v = split(q, 4), split(k, 2), split(v, 2)
+    if cos is not None:
+        interleaved = options.get("rotary_interleaved", 0)
+        positions = np.arange(3)[None]
+        q, k = (rotate(x, positions, cos, sin, interleaved=interleaved) for x in (q, k))
+    behind = np.arange(3)[:, None] - np.arange(3)
+    allowed = (behind >= 0) & (behind < options.get("local_window_size", 3))
+    scores = q @ swap(np.repeat(k, 2, axis=1)) * options.get("scale", 1 / 4)
+    if "softcap" in options:
+        scores = options["softcap"] * np.tanh(scores / options["softcap"])
+    y = softmax(np.where(allowed, scores, -np.inf)) @ np.repeat(v, 2, axis=1)
+    return np.moveaxis(y, 1, 2).reshape(len(y), y.shape[2], -1), k, v
+
+
+def group_query_cases():
+    q, k, v = normal(2, 3, 64), normal(2, 3, 32, seed=1), normal(2, 3, 32, seed=2)
+    turn = [normal(9, 8, seed=5), normal(9, 8, seed=6)]
+    rest = [None, None, np.array([2, 2], np.int32), np.array(3, np.int32)]
+    rows: list[tuple[str, list[Any], dict[str, Any]]] = [
+        ("plain", [q, k, v, *rest], {}),
+        ("packed", [np.concatenate([q, k, v], -1), None, None, *rest], {}),
+        ("scale-cap", [q, k, v, *rest], {"scale": 0.2, "softcap": 0.5}),
+        ("window", [q, k, v, *rest], {"local_window_size": 2}),
+        ("rotary", [q, k, v, *rest, *turn], {"do_rotary": 1}),
+        (
+            "interleaved",
+            [q, k, v, *rest, *turn],
+            {"do_rotary": 1, "rotary_interleaved": 1},
+        ),
+    ]
+    for name, inputs, attributes in rows:
+        yield Fused(
+            "GroupQueryAttention",
+            inputs,
+            lambda *a, o=attributes: group_query(*a, **o),
+            {"num_heads": 4, "kv_num_heads": 2, **attributes},
+            outputs=3,
+            name=name,
+        )
+
+
 def packed(x, w, bias=None, mask=None, past=None, added=None, sizes=(8, 8, 8), **options):
     projected = x @ w + (0 if bias is None else bias)
     q, k, v = np.split(projected, np.cumsum(sizes)[:2], axis=-1)
@@ -449,6 +494,7 @@ CASES = [
         name="bias-sum",
     ),
     *heads_cases(),
+    *group_query_cases(),
     *packed_cases(),
     *rotary_cases(),
     *embed_cases(),

@@ -361,6 +361,74 @@ def packed_attention(
     return y, present
 
 
+@definition("GroupQueryAttention", domain=MICROSOFT)
+def group_query_attention(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    past_key: Tensor | None,
+    past_value: Tensor | None,
+    seqlens_k: Tensor,
+    total_sequence_length: Tensor,
+    cos_cache: Tensor | None = None,
+    sin_cache: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    attention_bias: Tensor | None = None,
+    *others: Tensor | None,
+    num_heads: int,
+    kv_num_heads: int,
+    causal: int = 1,
+    do_rotary: int = 0,
+    k_quant_type: str = "NONE",
+    kv_cache_bit_width: int = 0,
+    local_window_size: int = -1,
+    qk_norm_epsilon: float = 1e-6,
+    qk_output: int = 0,
+    rotary_interleaved: int = 0,
+    scale: float = 0.0,
+    sliding_window_cache: int = 0,
+    smooth_softmax: int = -1,
+    softcap: float = 0.0,
+    v_quant_type: str = "NONE",
+) -> Cotangents:
+    quantized = {k_quant_type, v_quant_type} != {"NONE"} or kv_cache_bit_width
+    if (
+        quantized
+        or sliding_window_cache
+        or smooth_softmax > 0
+        or any(x is not None for x in others)
+    ):
+        raise UnsupportedError(
+            "a quantized or sliding cache, a smooth softmax, a head sink or normalized queries are "
+            "asked for; the operator without them has a gradient"
+        )
+    if past_key is not None and size_of(past_key, [2]) != 0:
+        raise UnsupportedError(
+            "past_key is given; its used part is another for each sample, and only the operator "
+            "without a past has a gradient"
+        )
+    if key is None or value is None:  # queries, keys and values side by side
+        heads = _heads(query, num_heads + 2 * kv_num_heads)
+        q, k, v = op.Split(heads, [num_heads, kv_num_heads, kv_num_heads], axis=1)
+    else:
+        q, k, v = _heads(query, num_heads), _heads(key, kv_num_heads), _heads(value, kv_num_heads)
+    length = size_of(q, [2])
+    if do_rotary:
+        if position_ids is None:
+            position_ids = op.Unsqueeze(_range(q, length), [0])
+        cos, sin = op.Gather(cos_cache, position_ids), op.Gather(sin_cache, position_ids)
+        rotated = cos_cache.shape[1] if cos_cache is not None and cos_cache.shape else None
+        count = 2 * rotated if isinstance(rotated, int) else 0
+        q, k = (_rotate(x, cos, sin, [], rotary_interleaved, count) for x in (q, k))
+    total = size_of(k, [2])
+    left = local_window_size - 1 if local_window_size > 0 else -1
+    allowed = _window(q, length, total, 0, left, 0 if causal else -1)
+    used = op.Add(op.Reshape(seqlens_k.astype(np.int64), [-1, 1, 1, 1]), 1)
+    bias = _bias(q, _both(allowed, op.Less(_range(q, total), used)), attention_bias)
+    y, _, _ = _attend(q, k, v, bias, scale=scale or None, softcap=softcap)
+    return _merge(y), k, v
+
+
 # Rotary embeddings
 
 
