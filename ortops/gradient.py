@@ -8,7 +8,7 @@ right; `lower_gradient` replaces that node with the backward graph.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 import onnx_ir as ir
 
@@ -67,7 +67,7 @@ def bind(graph: ir.Graph, outer: Mapping[str, ir.Value] | None = None) -> bool:
     return found
 
 
-def _bind_node(node: ir.Node, scope: Mapping[str, ir.Value]) -> None:
+def _bind_node(node: ir.Node, scope: MutableMapping[str, ir.Value]) -> None:
     where = describe(node)
     xs, zs, y = _read_attributes(node)
     names = [*xs, *zs]
@@ -99,10 +99,26 @@ def _bind_node(node: ir.Node, scope: Mapping[str, ir.Value]) -> None:
                     f"{where}: {kind} names '{name}', which is no tensor of the graph; "
                     + did_you_mean(name, [n for n in scope if n not in own])
                 )
-    node.resize_inputs(2 * len(names) + 1)
-    for index, name in enumerate([*names, y], start=len(names)):
-        node.replace_input_with(index, scope[name])
-    node.domain = BOUND_DOMAIN
+    assert isinstance(node.graph, ir.Graph)
+    # A new node: replacing inputs one by one takes time quadratic in their number.
+    bound = ir.Node(
+        BOUND_DOMAIN,
+        node.op_type,
+        [*fed, *(scope[name] for name in (*names, y))],
+        node.attributes.values(),
+        num_outputs=len(node.outputs),
+        name=node.name,
+        doc_string=node.doc_string,
+        metadata_props=dict(node.metadata_props),
+    )
+    node.graph.insert_before(node, bound)
+    for old, new in zip(node.outputs, bound.outputs, strict=True):
+        new.type, new.shape = old.type, old.shape
+        new.metadata_props.update(old.metadata_props)
+        _take_place(old, new)
+        if new.name:
+            scope[new.name] = new
+    _remove(node)
 
 
 def unbind(node: ir.Node) -> None:
@@ -220,7 +236,7 @@ def lower_gradient(node: ir.Node, names: Names) -> list[ir.Node]:
         if cotangent is None:
             cotangent = zeros_like(x)
         replace_value(tape, node.outputs[index], cotangent.with_shape_of(x), put_out)
-    graph.remove(node, safe=True)
+    _remove(node)
     return tape.nodes
 
 
@@ -234,13 +250,29 @@ def replace_value(tape: Tape, old: ir.Value, new: Tensor, put_out: set[ir.Value]
         put_out: The values that have replaced an output so far; extended.
     """
     value = new.value
-    renamable = value.producer() in tape.nodes and value not in put_out
+    renamable = tape.emitted(value) and value not in put_out
     if not renamable or value.const_value is not None:
         value = op.Identity(new).with_shape_of(new).value
     put_out.add(value)
+    _take_place(old, value)
+
+
+def _take_place(old: ir.Value, new: ir.Value) -> None:
+    """Lets a value stand, name and all, where another one stood."""
     name, old.name = old.name, None
-    value.name = name
-    old.replace_all_uses_with(value, replace_graph_outputs=True)
+    new.name = name
+    while old.is_graph_output():
+        assert old.graph is not None
+        old.graph.outputs[old.graph.outputs.index(old)] = new
+    old.replace_all_uses_with(new)
+
+
+def _remove(node: ir.Node) -> None:
+    """Removes a node whose outputs nobody reads, from the last input on: it may have thousands."""
+    assert isinstance(node.graph, ir.Graph)
+    while node.inputs:
+        node.resize_inputs(len(node.inputs) - 1)
+    node.graph.remove(node, safe=True)
 
 
 def _before(graph: ir.Graph, node: ir.Node, y: ir.Value) -> Sequence[ir.Node]:
@@ -281,7 +313,7 @@ def _check(
     for value in named:
         nodes = ancestor_nodes(value, set())
         read = {source for node in nodes for source in node.inputs}
-        for other in named:
+        for other in named if nodes else ():
             if other in read and other is not value:
                 raise ModelError(
                     f"{where}: '{value.name}' is computed from '{other.name}', and both are in xs "

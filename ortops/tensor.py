@@ -48,6 +48,7 @@ BOUND_DOMAIN = "ortops.bound"
 
 DEFAULT_OPSET = 21
 IR_VERSION = 10
+_EMITTED = "ortops.emitted"  # marks constants: asking thousands of uses each time is slow
 _SMALL = 4096  # constants up to this many elements take part in shape inference
 
 _current: contextvars.ContextVar[Tape | None] = contextvars.ContextVar("tape", default=None)
@@ -65,9 +66,12 @@ def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
     node differentiates with respect to is a variable: built into a rule, it would be missing from
     the next order.
     """
-    if value.is_graph_input() or _is_differentiated(value):
+    if _EMITTED in value.meta:
+        return value.const_value  # of a Constant node made here, which no Gradient node names
+    if value.is_graph_input():
         return None
-    return ir.convenience.get_const_tensor(value)
+    constant = ir.convenience.get_const_tensor(value)
+    return None if constant is None or _is_differentiated(value) else constant
 
 
 def _is_differentiated(value: ir.Value) -> bool:
@@ -147,6 +151,7 @@ class Tape:
         self.names = Names(graph) if names is None else names
         self.scope = ""
         self.nodes: list[ir.Node] = []
+        self._emitted: set[ir.Node | None] = set()
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
         self._outer: list[contextvars.Token[Tape | None]] = []
 
@@ -208,6 +213,7 @@ class Tape:
             value.type = ir.TensorType(tensor.dtype)
             value.shape = ir.Shape(array.shape)
             value.const_value = tensor
+            value.meta[_EMITTED] = True
             self._constants[key] = value
         return Tensor(self, self._constants[key])
 
@@ -221,9 +227,7 @@ class Tape:
         value = tensor.value
         if name is not None and value.name != name:
             fresh = (
-                value.producer() in self.nodes
-                and value.const_value is None
-                and not value.is_graph_output()
+                self.emitted(value) and value.const_value is None and not value.is_graph_output()
             )
             if not fresh:
                 value = op.Identity(tensor).value
@@ -261,6 +265,11 @@ class Tape:
         else:
             self.graph.insert_before(self.before, node)
         self.nodes.append(node)
+        self._emitted.add(node)
+
+    def emitted(self, value: ir.Value) -> bool:
+        """Whether a value is computed by a node that was put here."""
+        return value.producer() in self._emitted
 
     def emit(
         self,
@@ -650,11 +659,18 @@ class ArrayNamespace:
 
 def remove_unread(nodes: list[ir.Node]) -> None:
     """Removes nodes, given in topological order, whose outputs nobody reads."""
+    unread: dict[ir.Node, None] = {}
     for node in reversed(nodes):
-        if node.graph is None:
-            continue
-        if not any(value.uses() or value.is_graph_output() for value in node.outputs):
-            node.graph.remove(node, safe=True)
+        if node.graph is not None and not any(
+            value.is_graph_output() or any(user not in unread for user, _ in value.uses())
+            for value in node.outputs
+        ):
+            unread[node] = None
+    by_graph: dict[Any, list[ir.Node]] = {}
+    for node in unread:
+        by_graph.setdefault(node.graph, []).append(node)
+    for graph, members in by_graph.items():
+        graph.remove(members, safe=True)  # at once: each call looks at all outputs of the graph
 
 
 def shape_of(x: Tensor) -> Tensor:

@@ -1,0 +1,98 @@
+"""Differentiating big models: work grows linearly, and nothing that nobody reads is left.
+
+Work is counted in function calls, which are the same in every run, unlike times.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import gc
+import pstats
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import pytest
+from domain_models import node
+from onnx import TensorProto, helper
+
+import ortops
+from ortops import Tape, op
+from ortops.tensor import Tensor
+
+WIDTH = 4
+
+
+def dense(tape: Tape, h: Tensor, index: int) -> Tensor:
+    """Five nodes with two parameters."""
+    rng = np.random.default_rng(index)
+    w = tape.initializer(f"w{index}", rng.standard_normal((WIDTH, WIDTH)).astype(np.float32))
+    b = tape.initializer(f"b{index}", rng.standard_normal(WIDTH).astype(np.float32))
+    z = op.Add(op.MatMul(h, w), b)
+    return op.Add(h, op.Mul(op.Tanh(z), op.Sigmoid(z)))
+
+
+def plain(tape: Tape, h: Tensor, index: int) -> Tensor:
+    """Five nodes without parameters, with reductions and shapes that only a run tells."""
+    parts = op.Reshape(op.Transpose(h, perm=[1, 0]), [WIDTH, -1])
+    centred = op.Sub(parts, op.ReduceMean(parts, [0], keepdims=1))
+    return op.Transpose(centred, perm=[1, 0])
+
+
+def chain(layer: Callable[[Tape, Tensor, int], Tensor], layers: int) -> onnx.ModelProto:
+    """Returns a chain of layers with the gradients of its parameters, or of its input."""
+    with Tape(name="chain") as tape:
+        h = x = tape.input("x", np.float32, ["batch", WIDTH])
+        for index in range(layers):
+            h = layer(tape, h, index)
+        tape.output(op.ReduceSum(h, keepdims=0), "y")
+    model = tape.model()
+    xs = [tensor.name for tensor in model.graph.initializer] or [x.name]
+    made = [f"d_{name}" for name in xs]
+    model.graph.node.append(node("Gradient", xs, made, xs=xs, y="y"))
+    model.graph.output.extend(
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in made
+    )
+    model.opset_import.append(helper.make_opsetid("ai.onnx.preview.training", 1))
+    return model
+
+
+def unread(graph: onnx.GraphProto) -> list[str]:
+    """Returns the nodes none of whose outputs anybody reads."""
+    read = {value.name for value in graph.output}
+    read.update(name for item in graph.node for name in item.input)
+    return [item.name for item in graph.node if read.isdisjoint(item.output)]
+
+
+def calls(model: onnx.ModelProto) -> int:
+    """Returns how many function calls lowering a model takes."""
+    gc.collect()
+    profile = cProfile.Profile()
+    profile.runcall(ortops.lower, model)
+    return int(pstats.Stats(profile).total_calls)
+
+
+@pytest.mark.parametrize("layer", [dense, plain])
+def test_backward_of_each_further_layer_is_the_same(
+    layer: Callable[[Tape, Tensor, int], Tensor],
+) -> None:
+    lowered = [ortops.lower(chain(layer, layers)) for layers in (2, 12, 22)]
+    sizes = [len(model.graph.node) for model in lowered]
+    assert sizes[1] - sizes[0] == sizes[2] - sizes[1]
+    assert all(not unread(model.graph) for model in lowered)
+
+
+@pytest.mark.parametrize("layer", [dense, plain])
+def test_work_grows_linearly(layer: Callable[[Tape, Tensor, int], Tensor]) -> None:
+    ortops.lower(chain(layer, 2))  # imports, and what is kept from call to call
+    few, many = calls(chain(layer, 40)), calls(chain(layer, 160))
+    assert many < 4.5 * few, (few, many)  # one per pair of parameters shows as 5
+
+
+@pytest.mark.slow
+def test_five_thousand_nodes() -> None:
+    model = chain(dense, 1000)
+    assert len(model.graph.node) > 5000
+    lowered = ortops.lower(model)
+    assert unread(lowered.graph) == []
+    onnx.checker.check_model(lowered, full_check=True)
