@@ -38,7 +38,6 @@ ZERO_GRADIENT = frozenset(
         "Ceil",
         "Constant",
         "ConstantOfShape",
-        "ConvInteger",
         "Equal",
         "EyeLike",
         "Floor",

@@ -172,6 +172,42 @@ def test_dynamically_quantized_product(columns: bool, symbolic: bool) -> None:
     np.testing.assert_allclose(dx, expected, rtol=1e-2, atol=1e-2 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize("zero", [np.uint8(120), np.array([120], np.uint8)], ids=["0-d", "1-d"])
+def test_dynamically_quantized_convolution(zero: np.ndarray, symbolic: bool) -> None:
+    rng = np.random.default_rng(9)
+    weights = rng.integers(0, 255, (3, 2, 2, 2)).astype(np.uint8)
+    real = weights.astype(F) - zero.astype(F)
+    shape = ["n", 2, "h", "w"] if symbolic else [1, 2, 4, 4]
+    w_shape = ["n", 3, "i", "j"] if symbolic else [1, 3, 4, 3]
+    inputs = [value("x", shape), value("w", w_shape)]
+    options = {"pads": [1, 0, 0, 0], "kernel_shape": [2, 2]}
+    feeds = {"x": normal(1, 2, 4, 4).astype(F), "w": normal(1, 3, 4, 3, seed=1).astype(F)}
+    found = []
+    for integer in (True, False):
+        nodes = [
+            helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"]),
+            helper.make_node("ConvInteger", ["q", "b", "z", "bz"], ["i"], **options),
+            helper.make_node("Cast", ["i"], ["f"], to=TensorProto.FLOAT),
+            helper.make_node("Mul", ["f", "s"], ["y"]),
+        ]
+        if not integer:
+            nodes = [helper.make_node("Conv", ["x", "r"], ["y"], **options)]
+        nodes += [
+            helper.make_node("Mul", ["y", "w"], ["p"]),
+            node("Gradient", ["x"], ["dx"], xs=["x"], y="p"),
+        ]
+        parameters = {"b": weights, "bz": zero} if integer else {"r": real}
+        whole = model(nodes, inputs, ["dx"], initializers=parameters)
+        found += run(ortops.lower(whole), feeds)
+    # The scale, that of the two ends of x, gets what rounding leaves over.
+    ends = (feeds["x"] == feeds["x"].max()) | (feeds["x"] == feeds["x"].min())
+    quantized, exact = found
+    assert np.abs(exact).max() > 100
+    np.testing.assert_allclose(quantized[~ends], exact[~ends], rtol=1e-4, atol=1e-2)
+    np.testing.assert_allclose(quantized[ends], exact[ends], atol=0.05 * np.abs(exact).max())
+
+
 def test_quantized_tensors_are_no_xs() -> None:
     nodes = [
         helper.make_node("QuantizeLinear", ["x", "s"], ["q"]),

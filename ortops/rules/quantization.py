@@ -4,17 +4,20 @@ Quantized numbers are integers, yet they carry cotangents: those of the real num
 would be without rounding. So a pair of QuantizeLinear and DequantizeLinear passes a cotangent on
 unchanged where it does not saturate, and none where it does; scales get the cotangent that learned
 step sizes have (https://arxiv.org/abs/1902.08153), those that DynamicQuantizeLinear finds too. Zero
-points are constant. Products of quantized matrices are products of what they stand for.
+points are constant. Products and convolutions of quantized numbers are those of what they
+stand for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
 
 from ortops.autodiff import is_float, vjp
 from ortops.rules._types import Cotangents
+from ortops.rules.convolution import conv
 from ortops.rules.linalg import matmul
 from ortops.tensor import Tensor, expand_like, ones_like, op, reshape_like, size_of, unbroadcast
 
@@ -117,6 +120,39 @@ def matmul_integer(
         a_zero_point = op.Unsqueeze(a_zero_point, [1])
     left, right = _real(a, a_zero_point, g), _real(b, b_zero_point, g)
     return matmul(g, y, left, right)
+
+
+@vjp("ConvInteger", quantizes=True)
+def conv_integer(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    w: Tensor,
+    x_zero_point: Tensor | None = None,
+    w_zero_point: Tensor | None = None,
+    *,
+    auto_pad: str = "NOTSET",
+    dilations: Sequence[int] | None = None,
+    group: int = 1,
+    kernel_shape: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Cotangents:
+    if w_zero_point is not None and w_zero_point.ndim == 1:  # one for each output channel
+        w_zero_point = op.Unsqueeze(w_zero_point, list(range(1, w.ndim)))
+    # Padding is with the zero point, which stands for zero.
+    return conv(
+        g,
+        y,
+        _real(x, x_zero_point, g),
+        _real(w, w_zero_point, g),
+        auto_pad=auto_pad,
+        dilations=dilations,
+        group=group,
+        kernel_shape=kernel_shape,
+        pads=pads,
+        strides=strides,
+    )
 
 
 def _real(x: Tensor, zero_point: Tensor | None, like: Tensor) -> Tensor:
