@@ -266,7 +266,12 @@ def infer_shapes(model: ir.Model) -> None:
         for node, op_type in unknown.items():
             node.op_type = op_type
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        if (node.domain == "" and node.op_type in _MAKE_SEQUENCES) or any(
+        if node.domain == "" and node.op_type == "If":
+            branch = node.attributes["then_branch"].as_graph()
+            for value, result in zip(node.outputs, branch.outputs, strict=False):
+                if isinstance(result.type, ir.SequenceType | ir.OptionalType):
+                    value.type, value.shape = result.type, result.shape
+        elif (node.domain == "" and node.op_type in _MAKE_SEQUENCES) or any(
             value is not None and isinstance(value.type, ir.SequenceType | ir.OptionalType)
             for value in node.inputs
         ):

@@ -9,6 +9,8 @@ from domain_models import value
 from onnx import TensorProto, helper
 from test_rules_control_flow import arrays, check, subgraph
 
+import ortops
+
 D = TensorProto.DOUBLE
 N = helper.make_node
 CONSTRUCT = N("SequenceConstruct", ["a", "b", "c"], ["s"])
@@ -137,3 +139,40 @@ def test_optional() -> None:
         *squared("e"),
     ]
     check(nodes, arrays(a=(2, 3), b=(2, 3)), ["a", "b"])
+
+
+def sequence_info(name: str) -> onnx.ValueInfoProto:
+    return helper.make_tensor_sequence_value_info(name, D, None)
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_sequences_out_of_branches(flag: bool) -> None:
+    then = subgraph(
+        "then", [N("SequenceConstruct", ["a", "b", "a"], ["t"])], [], [sequence_info("t")]
+    )
+    other = subgraph("else", [N("SequenceConstruct", ["b"], ["e"])], [], [sequence_info("e")])
+    nodes = [
+        N("If", ["flag"], ["s"], then_branch=then, else_branch=other),
+        N("ConcatFromSequence", ["s"], ["k"], axis=0),
+        *squared("k"),
+    ]
+    check(nodes, {"flag": np.array(flag), **arrays(a=(2, 3), b=(2, 3))}, ["a", "b"])
+
+
+def test_sequence_that_a_loop_carries_is_refused() -> None:
+    body = subgraph(
+        "body",
+        [N("SequenceInsert", ["s", "a"], ["t"]), N("Identity", ["c"], ["d"])],
+        [value("i", [], TensorProto.INT64), value("c", [], TensorProto.BOOL), sequence_info("s")],
+        [value("d", [], TensorProto.BOOL), sequence_info("t")],
+    )
+    nodes = [
+        constant("n", 2),
+        N("SequenceEmpty", [], ["s0"], dtype=D),
+        N("Loop", ["n", "", "s0"], ["sf"], name="loop", body=body),
+        N("ConcatFromSequence", ["sf"], ["y"], axis=0),
+    ]
+    with pytest.raises(
+        ortops.UnsupportedError, match=r"Loop node 'loop': 's' of its body is a seq"
+    ):
+        check(nodes, arrays(a=(2, 3)), ["a"])

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ortops.autodiff import add_cotangents, backward, is_float, read_inputs, vjp
+from ortops.autodiff import add_cotangents, backward, describe, is_float, read_inputs, vjp
+from ortops.errors import UnsupportedError
 from ortops.gradient import copy_node
 from ortops.tensor import Tape, Tensor, op, remove_unread, zeros_like
 
@@ -42,6 +43,13 @@ def loop(
     tape: Tape, node: ir.Node, g: Sequence[Cotangent], active: set[ir.Value], asked_by: str
 ) -> Cotangents:
     body = node.attributes["body"].as_graph()
+    for value in (*body.inputs, *body.outputs):
+        if isinstance(value.type, ir.SequenceType | ir.OptionalType):
+            raise UnsupportedError(
+                f"{describe(node)}: '{value.name}' of its body is a sequence or an optional (asked "
+                f"for by {asked_by}); tensors that a loop carries, or puts out in each iteration, "
+                "have a gradient"
+            )
     starts = [value for value in node.inputs[2:] if value is not None]
     states = [index for index, value in enumerate(starts) if is_float(value)]
     captured = _captured(node, active)
