@@ -732,6 +732,20 @@ def test_what_is_not_covered(fused: onnx.NodeProto, message: str) -> None:
         ortops.lower(whole)
 
 
+def test_a_past_of_grouped_queries_is_refused() -> None:
+    names = ["q", "k", "v", "pk", "pv", "l", "t"]
+    fused = helper.make_node(
+        "GroupQueryAttention", names, ["y"], "gqa", domain=MICROSOFT, num_heads=4, kv_num_heads=2
+    )
+    shapes = [[1, 1, 64], [1, 1, 32], [1, 1, 32], [1, 2, 4, 16], [1, 2, 4, 16], [1], []]
+    kinds = [1, 1, 1, 1, 1, 6, 6]
+    inputs = [value(*given) for given in zip(names, shapes, kinds, strict=True)]
+    gradient = node("Gradient", ["q"], ["d"], xs=["q"], y="y")
+    whole = model([fused, gradient], inputs, ["d"], imports=[(MICROSOFT, 1)])
+    with pytest.raises(ortops.UnsupportedError, match=r"node 'gqa': past_key is given; its used"):
+        ortops.lower(whole)
+
+
 def optimized(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
     """Returns a model as onnxruntime saves it after its extended optimizations."""
     options = onnxruntime.SessionOptions()

@@ -109,6 +109,22 @@ def test_blocks(symbolic: bool) -> None:
     np.testing.assert_allclose(ds, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "greatest"),
+    [(TensorProto.UINT4, 15), (TensorProto.INT16, 32767), (TensorProto.FLOAT8E4M3FN, 448)],
+)
+def test_other_types(kind: int, greatest: int) -> None:
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s"], ["q"], output_dtype=kind),
+        helper.make_node("DequantizeLinear", ["q", "s"], ["y"]),
+        node("Gradient", ["x", "s"], ["dx", "ds"], xs=["x", "s"], y="y"),
+    ]
+    lowered = ortops.lower(model(nodes, [value("x", [3]), value("s")], ["dx", "ds"]))
+    dx, ds = run(lowered, {"x": np.array([0.5, 3, 1e6], F), "s": F(0.5)})
+    np.testing.assert_array_equal(dx, [1, 1, 0])
+    np.testing.assert_allclose(ds, greatest, rtol=1e-6)
+
+
 def test_rearranged_in_between() -> None:
     between = [
         helper.make_node("Transpose", ["q"], ["t"], perm=[1, 0]),
