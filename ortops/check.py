@@ -19,7 +19,7 @@ from ortops.autodiff import (
 )
 from ortops.convert import ModelLike
 from ortops.errors import OrtopsError
-from ortops.lowering import prepare
+from ortops.lowering import lower_prepared, prepare
 from ortops.tensor import Names
 
 __all__ = ["Report", "check"]
@@ -138,8 +138,13 @@ def check(model: ModelLike) -> Report:
 
 
 def _take_apart(work: ir.Model) -> list[str]:
-    """Takes apart, in place, what has a definition and no rule; returns what cannot be."""
+    """Lowers, in place, the training domain, and takes apart what has a definition and no rule.
+
+    Returns:
+        What cannot be.
+    """
     try:
+        lower_prepared(work)
         if expansion.expand(work, everywhere=True):
             convert.infer_shapes(work)
     except OrtopsError as error:

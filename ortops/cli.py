@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from ortops.errors import OrtopsError
 
@@ -44,8 +45,14 @@ def _check(model: str) -> int:
 
 
 def _lower(options: argparse.Namespace) -> int:
+    from onnx.external_data_helper import load_external_data_for_model
+
     from ortops.files import write_atomically
     from ortops.lowering import lower
 
-    write_atomically(options.output, lower(options.model).SerializeToString())
+    model = lower(options.model)
+    folder = Path(options.model).resolve().parent
+    if Path(options.output).resolve().parent != folder:  # external data are found from there only
+        load_external_data_for_model(model, str(folder))
+    write_atomically(options.output, model.SerializeToString())
     return 0

@@ -109,3 +109,42 @@ def test_lower_command(tmp_path):
     assert main(["lower", str(path), str(output)]) == 0
     assert run(onnx.load(output), {"a": F(3)}) == [6]
     assert onnx.load(output) == ortops.lower(path)
+
+
+def test_lower_command_into_another_folder(tmp_path):
+    nodes = [
+        helper.make_node("Mul", ["a", "w"], ["y"]),
+        node("Gradient", ["a"], ["da"], xs=["a"], y="y"),
+    ]
+    path, output = tmp_path / "model.onnx", tmp_path / "other" / "lowered.onnx"
+    proto = model(nodes, [value("a")], ["da"], initializers={"w": F([3, 4])})
+    onnx.save(proto, path, save_as_external_data=True, location="w.bin", size_threshold=0)
+    assert main(["lower", str(path), str(output)]) == 1  # there is no such folder
+    output.parent.mkdir()
+    assert main(["lower", str(path), str(output)]) == 0
+    assert run(onnx.load(output), {"a": F(1)}) == [7]
+
+
+@pytest.mark.parametrize("op_type", ["Exp", "Strange"])
+def test_model_with_nodes_of_the_training_domain(op_type):
+    domain = "" if op_type == "Exp" else "com.example"
+    nodes = [
+        helper.make_node(op_type, ["a"], ["h"], name="odd", domain=domain),
+        helper.make_node("Mul", ["h", "w"], ["y"]),
+        node("Gradient", ["a"], ["da"], xs=["a"], y="y", name="gradient"),
+    ]
+    proto = model(
+        nodes,
+        [value("a", [2])],
+        ["da"],
+        initializers={"w": F([3, 4])},
+        imports=[("com.example", 1)],
+    )
+    report = check(proto)
+    if op_type == "Exp":
+        assert not report.problems
+        assert list(report.parameters) == ["w"]
+    else:
+        (problem,) = report.problems
+        assert "Strange node 'odd': there is no gradient rule" in problem
+        assert "Gradient node 'gradient'" in problem
