@@ -139,7 +139,10 @@ def prepare(model: ir.Model) -> ir.Model:
     convert.inline(model)
     _fix_imports(model.graph)
     model = convert.upgrade(model)
-    model.graph.sort()
+    try:
+        model.graph.sort()
+    except ValueError as error:
+        raise ModelError(f"model: {error} A tensor must not be computed from itself") from error
     for graph in model.graph.subgraphs():
         graph.opset_imports.update(model.graph.opset_imports)
     _infer_types(model)

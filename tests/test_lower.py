@@ -321,6 +321,15 @@ def test_bad_optimizer_node(case):
     assert proto.SerializeToString() == before
 
 
+def test_a_cycle_is_refused():
+    nodes = [
+        node("Gradient", ["a"], ["da"], xs=["a"], y="db"),
+        node("Gradient", ["a"], ["db"], xs=["a"], y="da"),
+    ]
+    with pytest.raises(ortops.ModelError, match="cycle"):
+        ortops.lower(model(nodes, [value("a")], ["da"]))
+
+
 def test_scan_of_opset_8_is_refused():
     body = helper.make_graph(
         [helper.make_node("Add", ["s", "x"], ["t"]), helper.make_node("Identity", ["t"], ["u"])],
