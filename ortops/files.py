@@ -20,7 +20,10 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
         OSError: If it cannot be written; then the old file is as it was.
     """
     target = Path(path).resolve()
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    except OSError as error:  # it names the file that stands in for a while
+        raise type(error)(error.errno, error.strerror, str(path)) from None
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)

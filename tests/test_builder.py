@@ -462,6 +462,8 @@ def test_scalars_are_trained_when_named() -> None:
 BAD_TRAINABLE = {
     "unrade": "no trainable initializer 'unrade'; did you mean 'unread'?",
     "nothing.*": "no trainable initializer 'nothing.*'; known names: 'w', 'b', 'rounded', 'unread'",
+    "learning_rate": "no trainable initializer 'learning_rate'; known names: 'w', 'b', 'rounded'",
+    3: "trainable: 3 is no string; names and patterns are accepted",
     "count": "initializer 'count' is of type INT64; only floating-point ones can be trained",
     "unread": "the loss does not depend on 'unread'; leave it out",
     "rounded": "the loss does not depend on 'rounded'; leave it out",

@@ -232,13 +232,18 @@ def test_bad_data_change_nothing(
     session.fit(affine_batch(), progress=False)
 
 
-def test_bad_validation_data_are_found_before_training() -> None:
+def test_bad_arguments_are_found_before_training() -> None:
     session = affine_session()
     validation = affine_batch() | {"targets": np.zeros((5, 2), np.float32)}
     with pytest.raises(FeedError, match="data: the arrays have different lengths"):
         session.fit(affine_batch(), validation=validation, progress=False)
     with pytest.raises(OrtopsError, match="metric 'acuracy' is not known; did you mean 'accuracy'"):
         session.fit(affine_batch(), validation=affine_batch(), metrics=["acuracy"], progress=False)
+    for wrong in ({"epochs": -1}, {"epochs": 1.5}, {"epochs": "3"}, {"seed": -1}):
+        ((name, number),) = wrong.items()
+        expected = f"{name} is {number!r}; an integer of at least 0 is accepted"
+        with pytest.raises(OrtopsError, match=expected):
+            session.fit(affine_batch(), **wrong, progress=False)
     with pytest.raises(OrtopsError, match="'accuracy' is computed from validation data; give"):
         session.fit(affine_batch(), metrics=["accuracy"], progress=False)
     assert session.steps_done == 0

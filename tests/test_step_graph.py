@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -651,6 +652,21 @@ def test_an_algorithm_that_reads_what_does_not_exist() -> None:
     model = descent("initializer")
     model.training_info[0].algorithm.node[0].input[1] = "targte"
     with pytest.raises(ModelError, match=r"Sub node .*reads 'targte', which nothing defines"):
+        step_graph(model)
+
+
+def test_an_output_that_nothing_defines() -> None:
+    model = descent("initializer")
+    model.training_info[0].algorithm.output.add(name="cots")
+    expected = "entry 0: its output 'cots' is defined by nothing; did you mean 'cost'?"
+    with pytest.raises(ModelError, match=re.escape(expected)):
+        step_graph(model)
+
+
+def test_metadata_that_are_no_json() -> None:
+    model = descent("initializer")
+    model.metadata_props.add(key="ortops.training", value="{loss")
+    with pytest.raises(ModelError, match=r"metadata_props 'ortops.training': .*; give a JSON obj"):
         step_graph(model)
 
 

@@ -685,6 +685,7 @@ def with_feed(**changes: Any) -> Any:
             with_feed(labels=np.array([0, 1, 2, 0, -1, 0, 0, 0])),
             "feeds: 'labels' has the label -1; 0 to 2 are accepted",
         ),
+        (with_feed(x="abc"), "feeds: 'x' is of type <U3; float32 is accepted"),
         ([1, 2], "feeds: list was given; give a dict of an array for each input"),
         (with_feed(x=[[1, 2], [3]]), "feeds: 'x' is no array: setting an array element"),
     ],

@@ -128,6 +128,11 @@ def build_training_model(
         >>> [output.name for output in trainable.training_info[0].algorithm.output]
         ['loss', 'w_new', 'step_new']
     """
+    if trainable is not None:
+        trainable = [trainable] if isinstance(trainable, str) else list(trainable)
+    for name in trainable or ():
+        if not isinstance(name, str):
+            raise ModelError(f"trainable: {name!r} is no string; names and patterns are accepted")
     chosen_loss, chosen_optimizer = losses.resolve(loss), optimizers.resolve(optimizer)
     proto, folder = convert.load(model)
     if proto.training_info:
@@ -140,7 +145,7 @@ def build_training_model(
     graph = work.graph
     if not graph.outputs:
         raise ModelError("model: it has no output; a loss is computed from one")
-    nodes = list(graph)
+    nodes, weights = list(graph), dict(graph.initializers)
     names, visible = _names(graph, result)
     tape = Tape(graph, names=names)
     algorithm = _Algorithm(tape)
@@ -167,7 +172,7 @@ def build_training_model(
         }
         algorithm.outputs += shown.values()
         statistics = {n: s for n, s in statistics.items() if s.value.producer() in needed}
-        parameters = _parameters(graph, value, trainable, chosen_optimizer, statistics)
+        parameters = _parameters(weights, value, trainable, chosen_optimizer, statistics)
         gradients = _gradient(tape, value, parameters)
         step_new = algorithm.update(step.name, step + 1)
         t = step_new if chosen_optimizer.first_step == 1 else step
@@ -203,8 +208,7 @@ def _with_weights_as_initializers(
             t.data_type in _FLOATS and len(t.dims) > 0 for t in proto.graph.initializer
         )
     else:
-        names = [trainable] if isinstance(trainable, str) else trainable
-        wanted = any(fnmatch.filter(constants, name) for name in names)
+        wanted = any(fnmatch.filter(constants, name) for name in trainable)
     if not constants or not wanted:
         return proto
     result = onnx.ModelProto()
@@ -279,7 +283,7 @@ def _named(tensor: Tensor, name: str, graph: ir.Graph) -> Tensor:
 
 
 def _parameters(
-    graph: ir.Graph,
+    weights: Mapping[str, ir.Value],
     loss: Tensor,
     trainable: Sequence[str] | None,
     optimizer: Optimizer,
@@ -289,7 +293,7 @@ def _parameters(
     reached = differentiable_ancestors(loss.value)
     floats = {
         name: value
-        for name, value in graph.initializers.items()
+        for name, value in weights.items()
         if value.dtype is not None and value.dtype.is_floating_point()
     }
     default = {
@@ -309,8 +313,7 @@ def _parameters(
                 + "; name what to train in trainable="
             )
     else:
-        wanted = [trainable] if isinstance(trainable, str) else list(trainable)
-        chosen = _matching(graph, floats, default, wanted)
+        chosen = _matching(weights, floats, default, trainable)
         for value in chosen:
             if value.name in statistics:
                 raise ModelError(
@@ -331,7 +334,7 @@ def _parameters(
 
 
 def _matching(
-    graph: ir.Graph,
+    weights: Mapping[str, ir.Value],
     floats: Mapping[str, ir.Value],
     default: Mapping[str, ir.Value],
     wanted: Sequence[str],
@@ -343,10 +346,10 @@ def _matching(
     for pattern in wanted:
         if pattern in floats:
             names = [pattern]
-        elif pattern in graph.initializers:
+        elif pattern in weights:
             raise ModelError(
                 f"trainable: initializer '{pattern}' is of type "
-                f"{graph.initializers[pattern].dtype}; only floating-point ones can be trained"
+                f"{weights[pattern].dtype}; only floating-point ones can be trained"
             )
         else:
             names = fnmatch.filter(default, pattern)

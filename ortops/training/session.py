@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -191,6 +191,9 @@ class TrainingSession:
             FeedError: If the data do not fit the model.
             KernelError: If a kernel failed.
         """
+        for what, number in (("epochs", epochs), ("seed", seed)):
+            if not isinstance(number, SupportsIndex) or number < 0:
+                raise OrtopsError(f"{what} is {number!r}; an integer of at least 0 is accepted")
         chosen = metric_functions.resolve(metrics)
         self._loss()
         if chosen:
@@ -677,10 +680,8 @@ def _fit(name: str, array: Array, value: ir.Value, sizes: dict[str, tuple[int, s
     )
     if wanted is not None and array.dtype != wanted:
         if not (same_kind and np.can_cast(array.dtype, wanted)):
-            raise FeedError(
-                f"feeds: '{name}' is of type {array.dtype}; {wanted} is accepted (convert it with "
-                f".astype(np.{wanted}))"
-            )
+            hint = f" (convert it with .astype(np.{wanted}))" if array.dtype.kind in "biuf" else ""
+            raise FeedError(f"feeds: '{name}' is of type {array.dtype}; {wanted} is accepted{hint}")
         array = array.astype(wanted)
     if value.shape is not None:
         dims = [dim if isinstance(dim, int) else dim.value for dim in value.shape]

@@ -270,13 +270,19 @@ def _check_algorithm(proto: onnx.ModelProto, entry: int) -> None:
         known.update(value.name for value in (*part.input, *part.initializer))
         known.update(tensor.values.name for tensor in part.sparse_initializer)
     opset = max((e.version for e in proto.opset_import if e.domain in ("", "ai.onnx")), default=0)
+    for value in algorithm.output:
+        if value.name not in known:
+            raise ModelError(
+                f"{where}: its output '{value.name}' is defined by nothing; "
+                + did_you_mean(value.name, sorted(known))
+            )
     for node in algorithm.node:
         name = f"{node.op_type} node '{node.name or next(iter(node.output), '')}'"
         for read in node.input:
             if read and read not in known:
                 raise ModelError(
                     f"{where}: {name} reads '{read}', which nothing defines; "
-                    + did_you_mean(read, known - set(node.output))
+                    + did_you_mean(read, sorted(known - set(node.output)))
                 )
         if not node.domain and opset and not onnx.defs.has(node.op_type, opset):
             raise ModelError(
@@ -349,7 +355,12 @@ def training_metadata(proto: onnx.ModelProto) -> dict[str, object]:
     """Returns what the builder wrote about a trainable model; {} for anybody else's."""
     for entry in proto.metadata_props:
         if entry.key == METADATA_KEY:
-            found = json.loads(entry.value)
+            try:
+                found = json.loads(entry.value)
+            except json.JSONDecodeError as error:
+                raise ModelError(
+                    f"metadata_props '{METADATA_KEY}': {error}; give a JSON object, or remove it"
+                ) from error
             return found if isinstance(found, dict) else {}
     return {}
 
