@@ -101,6 +101,7 @@ class Rule:
             ``(tape, node, g, active, asked_by)`` → {value that the node reads: cotangent}.
         quantizes: Whether the first output, though of integers, carries a cotangent: that of the
             real numbers before rounding.
+        limits: What it does not do, for the table of operators.
     """
 
     function: RuleFunction
@@ -109,6 +110,7 @@ class Rule:
     attributes: frozenset[str]
     structural: bool = False
     quantizes: bool = False
+    limits: str = ""
 
 
 _rules: dict[tuple[str, str], Rule] = {}
@@ -121,6 +123,7 @@ def vjp(
     needs: Sequence[int] = (),
     structural: bool = False,
     quantizes: bool = False,
+    limits: str = "",
 ) -> Callable[[_F], _F]:
     """Registers the vector-Jacobian product of one or more operators.
 
@@ -136,6 +139,7 @@ def vjp(
         needs: Indices of optional outputs that the forward node must have.
         structural: Whether the function is one on nodes with graphs inside; see `Rule`.
         quantizes: Whether the first output carries a cotangent though it is of integers.
+        limits: What the rule does not do, for the table of operators.
 
     Example:
         >>> @vjp("Cube", domain="com.example")
@@ -148,7 +152,7 @@ def vjp(
     def register(function: _F) -> _F:
         parameters = inspect.signature(function).parameters.values()
         names = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-        rule = Rule(function, elementwise, tuple(needs), names, structural, quantizes)
+        rule = Rule(function, elementwise, tuple(needs), names, structural, quantizes, limits)
         for op_type in op_types:
             _rules[domain, op_type] = rule
         return function

@@ -27,6 +27,15 @@ def table() -> str:
         f"| {family} | {' '.join(sorted(names))} |" for family, names in sorted(families.items())
     ]
     rows.append(f"| zero gradient | {' '.join(sorted(ZERO_GRADIENT))} |")
+    rows += [
+        "",
+        "Gradients are of any order. What is limited:",
+        "",
+        "| operator | limits |",
+        "| --- | --- |",
+    ]
+    limits = {op_type: rule.limits for (_, op_type), rule in rules().items() if rule.limits}
+    rows += [f"| {op_type} | {text} |" for op_type, text in sorted(limits.items())]
     return "\n".join(rows)
 
 

@@ -38,7 +38,7 @@ def if_(
     return _emit(tape, "If", [node.inputs[0]], branches, captured)
 
 
-@vjp("Loop", structural=True)
+@vjp("Loop", structural=True, limits="a state keeps its shape, and is no sequence")
 def loop(
     tape: Tape, node: ir.Node, g: Sequence[Cotangent], active: set[ir.Value], asked_by: str
 ) -> Cotangents:
@@ -84,7 +84,7 @@ def loop(
     return _emit(tape, "Loop", [count.value, None, *_values(initial)], attributes, likes)
 
 
-@vjp("Scan", structural=True)
+@vjp("Scan", structural=True, limits="at least one iteration")
 def scan(
     tape: Tape, node: ir.Node, g: Sequence[Cotangent], active: set[ir.Value], asked_by: str
 ) -> Cotangents:

@@ -24,7 +24,7 @@ def _swap(x: Tensor) -> Tensor:
     return cast(Tensor, op.Transpose(x, perm=[*axes[:-2], axes[-1], axes[-2]]))
 
 
-@vjp("MatMul")
+@vjp("MatMul", limits="the ranks are known")
 def matmul(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Cotangents:
     if b.ndim == 1:  # a row of a times the vector b: scalars, which scale vectors
         if a.ndim == 1:
@@ -70,7 +70,7 @@ def gemm(
     return da, db, dc if beta == 1 else dc * beta
 
 
-@vjp("Einsum")
+@vjp("Einsum", limits="the ranks are known; no broadcasting within a letter")
 def einsum(g: Tensor, y: Tensor, *xs: Tensor, equation: str) -> Cotangents:
     terms, result = _subscripts(equation, [x.ndim for x in xs])
     cotangents = []

@@ -90,7 +90,7 @@ def _refuse_dilated_same(y: Tensor, auto_pad: str, dilations: Sequence[int] | No
         )
 
 
-@vjp("AveragePool")
+@vjp("AveragePool", limits="no auto_pad SAME with dilations")
 def average_pool(
     g: Tensor,
     y: Tensor,
@@ -144,7 +144,7 @@ def _norm_direction(x: Tensor, p: int) -> Tensor:
     return x * (abs(x) if p == 3 else abs(x) ** (p - 2))
 
 
-@vjp("LpPool")
+@vjp("LpPool", limits="no auto_pad SAME with dilations")
 def lp_pool(
     g: Tensor,
     y: Tensor,

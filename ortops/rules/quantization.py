@@ -22,7 +22,7 @@ from ortops.rules.linalg import matmul
 from ortops.tensor import Tensor, expand_like, ones_like, op, reshape_like, size_of, unbroadcast
 
 
-@vjp("QuantizeLinear", quantizes=True)
+@vjp("QuantizeLinear", quantizes=True, limits="straight through the rounding; first order")
 def quantize_linear(
     g: Tensor,
     y: Tensor,
@@ -58,7 +58,7 @@ def quantize_linear(
     return dx.astype(x.dtype), dscale.astype(scale.dtype)
 
 
-@vjp("DequantizeLinear")
+@vjp("DequantizeLinear", limits="straight through the rounding; first order")
 def dequantize_linear(
     g: Tensor,
     y: Tensor,
@@ -78,7 +78,7 @@ def dequantize_linear(
     return g * step, dscale.astype(scale.dtype)
 
 
-@vjp("DynamicQuantizeLinear", quantizes=True)
+@vjp("DynamicQuantizeLinear", quantizes=True, limits="straight through the rounding; first order")
 def dynamic_quantize_linear(
     g: tuple[Tensor | None, ...], y: tuple[Tensor | None, ...], x: Tensor
 ) -> Cotangents:
@@ -106,7 +106,7 @@ def _share(is_end: Tensor, counts: Tensor) -> Tensor:
     return cast(Tensor, mask / op.Max(op.ReduceSum(mask), 1))
 
 
-@vjp("MatMulInteger", quantizes=True)
+@vjp("MatMulInteger", quantizes=True, limits="straight through the rounding; first order")
 def matmul_integer(
     g: Tensor,
     y: Tensor,
@@ -122,7 +122,7 @@ def matmul_integer(
     return matmul(g, y, left, right)
 
 
-@vjp("ConvInteger", quantizes=True)
+@vjp("ConvInteger", quantizes=True, limits="straight through the rounding; first order")
 def conv_integer(
     g: Tensor,
     y: Tensor,

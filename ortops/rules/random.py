@@ -9,7 +9,7 @@ from ortops.tensor import Tensor, op
 Optionals = tuple[Tensor | None, ...]
 
 
-@vjp("Dropout", needs=(1,))
+@vjp("Dropout", needs=(1,), limits="none to the ratio")
 def dropout(
     g: Optionals,
     y: Optionals,

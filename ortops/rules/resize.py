@@ -207,7 +207,7 @@ def _product_along(g: Tensor, weights: Tensor, axis: int) -> Tensor:
     return cast(Tensor, op.Reshape(product, [*(0,) * (axis + 1), *last]))
 
 
-@vjp("Resize")
+@vjp("Resize", limits="aspect policies: not where they reach outer axes or antialias")
 def resize(
     g: Tensor,
     y: Tensor,

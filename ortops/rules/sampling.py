@@ -313,7 +313,7 @@ def _column_places(
     return places
 
 
-@vjp("DeformConv")
+@vjp("DeformConv", limits="the kernel's size is known")
 def deform_conv(
     g: Tensor,
     y: Tensor,
@@ -648,7 +648,7 @@ def _roi_maximum(
     return dx, [ends[key] for key in sorted(ends)]
 
 
-@vjp("MaxRoiPool")
+@vjp("MaxRoiPool", limits="none to the rounded rois")
 def max_roi_pool(
     g: Tensor,
     y: Tensor,
