@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -18,7 +19,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from ortops.errors import ModelError
-from ortops.tensor import Names, Tape
+from ortops.tensor import Names, Tape, op
 
 __all__ = ["MINIMUM_OPSET", "ModelLike", "infer_shapes", "inline", "load", "to_ir", "upgrade"]
 
@@ -159,6 +160,7 @@ def upgrade(model: ir.Model) -> ir.Model:
     _move_unknown(result, _UNKNOWN_DOMAIN, "")
     if opset < _RESIZE_COORDINATES:
         _keep_old_resize(result)
+    _keep_old_forms(result, opset)
     logger.warning("the model was converted from opset %d to %d", opset, MINIMUM_OPSET)
     return result
 
@@ -249,6 +251,67 @@ def _keep_old_resize(model: ir.Model) -> None:
         node.graph.insert_before(node, [one, larger, smaller, first])
         node.replace_input_with(0, first.outputs[0])
         node.replace_input_with(2, smaller.outputs[0])
+
+
+def _keep_old_forms(model: ir.Model, opset: int) -> None:
+    """Rewrites nodes that the converter leaves as they are although they mean something else."""
+    nodes = [
+        node
+        for node in ir.traversal.RecursiveGraphIterator(model.graph)
+        if node.domain == "" and opset < _OLD_FORMS.get(node.op_type, (0, None))[0]
+    ]
+    if any(node.op_type == "Pad" for node in nodes):
+        infer_shapes(model)
+    names = Names(model.graph)
+    for node in nodes:
+        assert isinstance(node.graph, ir.Graph)
+        node.graph.opset_imports.update(model.graph.opset_imports)
+        tape = Tape(node.graph, before=node, names=names)
+        tape.scope = f"{node.name or node.op_type}/"
+        _OLD_FORMS[node.op_type][1](tape, node)
+
+
+def _keep_group_scale(tape: Tape, node: ir.Node) -> None:
+    """Repeats scale and bias, which had one number for each group, for each channel."""
+    x, groups = node.inputs[0], node.attributes["num_groups"].as_int()
+    assert x is not None
+    channels = op.Div(op.Shape(tape.tensor(x), start=1, end=2), groups)
+    shape = op.Concat([groups], channels, axis=0)
+    for index in (1, 2):
+        given = node.inputs[index]
+        assert given is not None
+        column = op.Reshape(tape.tensor(given), [groups, 1])
+        node.replace_input_with(index, op.Reshape(op.Expand(column, shape), [-1]).value)
+
+
+def _keep_flat_hardmax(tape: Tape, node: ir.Node) -> None:
+    """Takes one maximum over all axes from the given one on."""
+    x = node.inputs[0]
+    assert x is not None
+    axis = node.attributes.get_int("axis", 1)
+    flat = op.Hardmax(op.Flatten(tape.tensor(x), axis=axis), axis=-1)
+    y = op.Reshape(flat, op.Shape(tape.tensor(x)), allowzero=1).value
+    old = node.outputs[0]
+    old.name, y.name, y.type, y.shape = None, old.name, old.type, old.shape
+    old.replace_all_uses_with(y, replace_graph_outputs=True)
+    tape.graph.remove(node, safe=True)
+
+
+def _type_pad_value(tape: Tape, node: ir.Node) -> None:
+    """Gives the value to pad with, which was an attribute, the type of the padded tensor."""
+    x = node.inputs[0]
+    value = node.inputs[2] if len(node.inputs) > 2 else None
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    if x is not None and x.dtype is not None and tensor is not None and tensor.dtype != x.dtype:
+        node.replace_input_with(2, tape.constant(tensor.numpy().astype(x.dtype.numpy())).value)
+
+
+_OLD_FORMS: dict[str, tuple[int, Callable[[Tape, ir.Node], None]]] = {
+    "GroupNormalization": (21, _keep_group_scale),
+    "Hardmax": (13, _keep_flat_hardmax),
+    "Pad": (11, _type_pad_value),
+}
+"""What to do to operators of models older than an opset, beside what the converter does."""
 
 
 def infer_shapes(model: ir.Model) -> None:
