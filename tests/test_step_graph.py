@@ -36,8 +36,8 @@ from models.lenet import lenet
 from models.mlp import mlp
 from models.resnet import resnet
 from models.transformer import transformer
-from ortops import ModelError, TrainingSession, build_training_model, step_graph
-from ortops.optimizers import Adagrad, Adam, AdamW, Momentum
+from ortops import ModelError, TrainingSession, build_training_model, op, step_graph
+from ortops.optimizers import SGD, Adagrad, Adam, AdamW, Momentum
 
 MODELS: dict[str, tuple[Any, str, Any]] = {
     "affine": (affine, "MeanSquaredError", affine_batch),
@@ -675,3 +675,46 @@ def test_an_unknown_operator_in_the_algorithm() -> None:
     model.training_info[0].algorithm.node[0].op_type = "Subb"
     with pytest.raises(ModelError, match="Subb"):
         TrainingSession(model)
+
+
+def test_nodes_of_the_domain_in_a_branch() -> None:
+    scalar = helper.make_tensor_value_info
+    taken = helper.make_graph(
+        [
+            helper.make_node(
+                "Gradient", ["x"], ["slope"], domain=TRAINING_DOMAIN, xs=["x"], y="square"
+            ),
+            helper.make_node("Identity", ["slope"], ["then"]),
+        ],
+        "taken",
+        [],
+        [scalar("then", TensorProto.FLOAT, [])],
+    )
+    other = helper.make_graph(
+        [helper.make_node("Identity", ["x"], ["else"])],
+        "other",
+        [],
+        [scalar("else", TensorProto.FLOAT, [])],
+    )
+    model = helper.make_model(
+        helper.make_graph(
+            [
+                helper.make_node("Mul", ["x", "w"], ["product"]),
+                helper.make_node("Mul", ["product", "product"], ["square"]),
+                helper.make_node("If", ["c"], ["y"], then_branch=taken, else_branch=other),
+            ],
+            "graph",
+            [scalar("x", TensorProto.FLOAT, []), scalar("c", TensorProto.BOOL, [])],
+            [scalar("y", TensorProto.FLOAT, [])],
+            [onnx.numpy_helper.from_array(np.array(3, np.float32), "w")],
+        ),
+        opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid(TRAINING_DOMAIN, 1)],
+        ir_version=10,
+    )
+    trainable = build_training_model(
+        model, loss=lambda y: op.Identity(y), optimizer=SGD(0.5), trainable=["w"]
+    )
+    session = onnxruntime.InferenceSession(step_graph(trainable).SerializeToString())
+    feeds = {"x": np.array(2, np.float32), "c": np.array(True)}
+    loss, new = session.run(["loss", "w_new"], feeds)
+    assert (loss, new) == (2 * 2 * 3**2, 3 - 0.5 * 4 * 2 * 3)  # y = 2xw², dy/dw = 4xw

@@ -99,6 +99,9 @@ def step_graph(model: ModelLike, *, entry: int = 0) -> onnx.ModelProto:
     step = flatten(proto, folder, entry)
     graph = step.model.graph
     names = Names(graph)
+    for node in list(ir.traversal.RecursiveGraphIterator(graph)):
+        if node.domain == BOUND_DOMAIN and node.graph is not graph:  # a body cannot stand in there
+            gradient.lower_gradient(node, names)
     _separate_outputs(graph, names)
     functions: list[ir.Function] = []
     for node in list(graph):
@@ -493,7 +496,7 @@ def _declared(*names: str) -> list[ir.Attr]:
 def _optimizer_functions(graph: ir.Graph) -> list[ir.Function]:
     """Returns bodies for the optimizer nodes: one for each choice of attributes and types."""
     functions: dict[tuple[object, ...], ir.Function] = {}
-    for node in graph:
+    for node in ir.traversal.RecursiveGraphIterator(graph):
         if node.domain != TRAINING_DOMAIN or node.op_type not in OPERATORS:
             continue
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
