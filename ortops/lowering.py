@@ -6,6 +6,7 @@ A Gradient node becomes its backward graph, an optimizer node the nodes that its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import onnx
 import onnx_ir as ir
@@ -16,7 +17,7 @@ from ortops.convert import ModelLike
 from ortops.errors import ModelError, did_you_mean
 from ortops.gradient import BOUND_DOMAIN, GRADIENT_DOMAINS
 from ortops.optimizers import OPERATORS
-from ortops.tensor import Names, Tape, remove_unread
+from ortops.tensor import Names, Tape, Tensor, op, remove_unread, shape_of
 
 __all__ = [
     "TRAINING_DOMAIN",
@@ -250,6 +251,7 @@ def _lower_optimizer(node: ir.Node, names: Names, keep: Keep | None) -> list[ir.
     tape.scope = f"{node.name or node.op_type}/"
     outputs = list(node.outputs)
     put_out: set[ir.Value] = set()
+    scalars = [tape.tensor(r), tape.tensor(t)]
     for index, group in enumerate(groups):
         wanted = outputs[index :: len(groups)]
         if not any(output.name for output in wanted):
@@ -270,15 +272,22 @@ def _lower_optimizer(node: ir.Node, names: Names, keep: Keep | None) -> list[ir.
         else:
             for position in range(len(single.inputs)):
                 single.replace_input_with(position, None)
-            results = list(
-                operator.rule(*(tape.tensor(value) for value in (r, t, *group)), **attributes)
-            )
+            x, *others = (tape.tensor(value) for value in group)
+            tensors = [x, *(_of_shape(tensor, x) for tensor in others)]
+            results = list(operator.rule(*scalars, *tensors, **attributes))
         x = tape.tensor(group[0])
         for output, result in zip(wanted, results, strict=True):
             if output.name:
                 gradient.replace_value(tape, output, result.with_shape_of(x), put_out)
     graph.remove(node, safe=True)
     return [emitted for emitted in tape.nodes if emitted.domain != TRAINING_DOMAIN]
+
+
+def _of_shape(tensor: Tensor, x: Tensor) -> Tensor:
+    """Returns a tensor in the shape of another, at which a run fails rather than broadcasts."""
+    if tensor.shape is not None and tensor.shape == x.shape and None not in tensor.shape:
+        return tensor
+    return cast(Tensor, op.Reshape(tensor, shape_of(x), allowzero=1))
 
 
 def _optimizer_attributes(node: ir.Node) -> dict[str, float | str]:

@@ -321,6 +321,20 @@ def test_bad_optimizer_node(case):
     assert proto.SerializeToString() == before
 
 
+def test_shapes_that_only_a_run_tells_are_not_broadcast():
+    names = ["R", "T", "X", "G", "V"]
+    settings = {"alpha": 0.5, "beta": 1.0, "norm_coefficient": 0.0, "mode": "standard"}
+    inputs = [value("R"), value("T", (), TensorProto.INT64)]
+    inputs += [value(name, [f"size of {name}"]) for name in names[2:]]
+    lowered = ortops.lower(
+        model([node("Momentum", names, ["X_new"], **settings)], inputs, ["X_new"])
+    )
+    feeds = {"R": F(1), "T": np.int64(0), "X": F([5, 6]), "G": F([1, 2]), "V": F([2, 4])}
+    np.testing.assert_array_equal(run(lowered, feeds), [[3, 2]])
+    with pytest.raises(Exception, match="Reshape"):
+        run(lowered, feeds | {"G": F([1])})
+
+
 def test_a_cycle_is_refused():
     nodes = [
         node("Gradient", ["a"], ["da"], xs=["a"], y="db"),
