@@ -1,6 +1,6 @@
 """Adagrad, Adam and Momentum as Python custom ops of stock onnxruntime.
 
-[`register_custom_ops`][] makes the optimizer operators of ai.onnx.preview.training known to a
+`register_custom_ops` makes the optimizer operators of ai.onnx.preview.training known to a
 session through onnxruntime-extensions. The kernels run the update rules of `ortops.optimizers`.
 
 What the platform imposes, and what is done about it:
@@ -11,10 +11,10 @@ What the platform imposes, and what is done about it:
 * Registering another op in a domain breaks the sessions that already run, so the whole domain is
   registered at once, when the first session needs it.
 * Float attributes reach a kernel as text of six significant digits. A node for which
-  [`survives_as_text`][] does not hold must not be left to these kernels.
+  `survives_as_text` does not hold must not be left to these kernels.
 * An exception that leaves a Python op ends the process. None leaves a kernel here: the outputs
-  become NaN and the error is remembered for the run that it belongs to ([`errors_of_run`][],
-  [`take_errors`][]). A plain `onnxruntime.InferenceSession` shows only the NaN. Ctrl-C is held
+  become NaN and the error is remembered for the run that it belongs to (`errors_of_run`,
+  `take_errors`). A plain `onnxruntime.InferenceSession` shows only the NaN. Ctrl-C is held
   back while a run is guarded.
 """
 
@@ -71,9 +71,9 @@ def register_custom_ops(sess_options: Any) -> None:
     ortops writes have. `ortops.InferenceSession` takes any legal node.
 
     A plain `onnxruntime.InferenceSession` cannot raise what goes wrong in a kernel: where one
-    fails, for example because shapes differ, the outputs are NaN, and [`take_errors`][] tells why.
+    fails, for example because shapes differ, the outputs are NaN, and `take_errors` tells why.
     Nor can it be interrupted by Ctrl-C: an interrupt raised while Python runs inside it ends the
-    process. `ortops.InferenceSession` raises both; around a plain session use [`errors_of_run`][].
+    process. `ortops.InferenceSession` raises both; around a plain session use `errors_of_run`.
 
     The first call imports onnxruntime_extensions. Calling twice with the same options, or from
     several threads, is harmless.

@@ -129,7 +129,8 @@ class TrainingSession:
             feeds: A batch: an array for each input of the model and of the loss.
 
         Returns:
-            The loss, and the outputs of the model that it was computed from, by name.
+            The loss, and the outputs of the model that it was computed from, by name; one that
+            BatchNormalization or Dropout makes different in training is ``<name>_training``.
 
         Raises:
             FeedError: If the feeds do not fit; then nothing has changed.
