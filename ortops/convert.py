@@ -18,7 +18,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from ortops.errors import ModelError
+from ortops.errors import ModelError, UnsupportedError
 from ortops.tensor import Names, Tape, op
 
 __all__ = ["MINIMUM_OPSET", "ModelLike", "infer_shapes", "inline", "load", "to_ir", "upgrade"]
@@ -103,7 +103,13 @@ def to_ir(proto: onnx.ModelProto, folder: Path | None = None) -> ir.Model:
 
     Raises:
         ModelError: If the model contradicts itself.
+        UnsupportedError: If it has sparse initializers, which onnx-ir drops.
     """
+    for sparse in proto.graph.sparse_initializer:
+        raise UnsupportedError(
+            f"initializer '{sparse.values.name}': it is sparse; dense ones are accepted, so write "
+            "it as a TensorProto"
+        )
     own = onnx.ModelProto()
     own.CopyFrom(proto)  # onnx-ir keeps hold of the tensors, and renames them
     try:

@@ -335,6 +335,23 @@ def test_shapes_that_only_a_run_tells_are_not_broadcast():
         run(lowered, feeds | {"G": F([1])})
 
 
+def test_sparse_initializers_are_refused_by_name():
+    nodes = [
+        helper.make_node("Mul", ["a", "w"], ["y"]),
+        node("Gradient", ["a"], ["da"], xs=["a"], y="y"),
+    ]
+    proto = model(nodes, [value("a", [3])], ["da"])
+    proto.graph.sparse_initializer.append(
+        helper.make_sparse_tensor(
+            onnx.numpy_helper.from_array(F([4]), "w"),
+            onnx.numpy_helper.from_array(np.array([1]), "places"),
+            [3],
+        )
+    )
+    with pytest.raises(ortops.UnsupportedError, match="initializer 'w': it is sparse; dense ones"):
+        ortops.lower(proto)
+
+
 def test_a_cycle_is_refused():
     nodes = [
         node("Gradient", ["a"], ["da"], xs=["a"], y="db"),
