@@ -718,3 +718,18 @@ def test_nodes_of_the_domain_in_a_branch() -> None:
     feeds = {"x": np.array(2, np.float32), "c": np.array(True)}
     loss, new = session.run(["loss", "w_new"], feeds)
     assert (loss, new) == (2 * 2 * 3**2, 3 - 0.5 * 4 * 2 * 3)  # y = 2xw², dy/dw = 4xw
+
+
+def test_a_constant_that_no_gradient_depends_on() -> None:
+    def shifted(y, targets):
+        return op.ReduceMean((y - targets) ** 2, keepdims=0) + 3.0
+
+    trainable = build_training_model(affine(), loss=shifted, optimizer="SGD")
+    plain = build_training_model(affine(), loss="MeanSquaredError", optimizer="SGD")
+    (one, two) = (
+        dict(zip(names, session.run(names, affine_batch()), strict=True))
+        for names in [["loss", "w_new"]]
+        for session in (plain_session(step_graph(trainable)), plain_session(step_graph(plain)))
+    )
+    assert one["loss"] == pytest.approx(two["loss"] + 3)
+    np.testing.assert_allclose(one["w_new"], two["w_new"], rtol=1e-6)

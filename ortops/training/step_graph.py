@@ -461,7 +461,9 @@ def _gradient_function(node: ir.Node, overload: str) -> ir.Function:
     _prune_nodes(body)
     for old, value in copies.items():
         constant = value.producer()
-        if constant is not None and constant.op_type == "Constant" and not _is_merged(old):
+        if constant is None or constant.graph is not body:  # what nobody reads has been removed
+            continue
+        if constant.op_type == "Constant" and not _is_merged(old):
             value.replace_all_uses_with(formal := ir.Value(type=value.type, shape=value.shape))
             body.remove(constant, safe=True)
             formal.name = value.name
@@ -484,8 +486,8 @@ def _gradient_function(node: ir.Node, overload: str) -> ir.Function:
 def _is_merged(constant: ir.Value) -> bool:
     """Whether onnxruntime merges two constants of this value, so that their readers merge too."""
     merged = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE, ir.DataType.INT64)
-    size = None if constant.const_value is None else constant.const_value.size
-    return size is not None and size <= _MERGED_SIZE and constant.dtype in merged
+    tensor = ir.convenience.get_const_tensor(constant)
+    return tensor is not None and tensor.size <= _MERGED_SIZE and tensor.dtype in merged
 
 
 def _declared(*names: str) -> list[ir.Attr]:
