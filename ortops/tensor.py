@@ -1,7 +1,7 @@
 """Tensor and op: Python arithmetic that emits ONNX nodes on a tape.
 
-A [`Tape`][] is a place in a graph where new nodes go. ``op.<Operator>(...)`` and the arithmetic of
-[`Tensor`][] append standard ONNX nodes there, with types and shapes inferred as they are emitted.
+A `Tape` is a place in a graph where new nodes go. ``op.<Operator>(...)`` and the arithmetic of
+`Tensor` append standard ONNX nodes there, with types and shapes inferred as they are emitted.
 Gradient rules, losses, optimizers and whole models are written with them.
 """
 

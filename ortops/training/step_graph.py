@@ -79,6 +79,9 @@ def step_graph(model: ModelLike, *, entry: int = 0) -> onnx.ModelProto:
     (an initializer of the same name); their updates are outputs, and ``metadata_props`` has under
     ``ortops.step_graph`` a JSON object that tells which output feeds which input next.
 
+    What only inference reads is left out, inputs and outputs too. External data stay relative to
+    the folder of the given file.
+
     Gradient and optimizer nodes carry their bodies as functions of the same name. So the file
     runs on Python custom ops in a session with `ortops.register_custom_ops`, and on standard
     operators in one without. Optimizer nodes whose attributes would reach a custom op rounded are
