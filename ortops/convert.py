@@ -322,6 +322,9 @@ _OLD_FORMS: dict[str, tuple[int, Callable[[Tape, ir.Node], None]]] = {
 
 def infer_shapes(model: ir.Model) -> None:
     """Infers types and shapes, in place, as far as onnx can."""
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.domain == "" and node.op_type == "STFT" and "onesided" not in node.attributes:
+            node.attributes.add(ir.AttrInt64("onesided", 1))  # onnx infers as if it were 0
     unknown = {
         node: node.op_type
         for node in ir.traversal.RecursiveGraphIterator(model.graph)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from ortops.autodiff import is_float, vjp
+from ortops.rules._compare import equal
 from ortops.rules._types import Cotangents
 from ortops.tensor import Tensor, op
 
@@ -86,7 +87,7 @@ def variadic_mean(g: Tensor, y: Tensor, *xs: Tensor) -> Cotangents:
 def extremum(g: Tensor, y: Tensor, *xs: Tensor) -> Cotangents:
     if len(xs) == 1:
         return g
-    chosen = [op.Equal(x, y).astype(g.dtype) for x in xs]  # ties share evenly
+    chosen = [equal(x, y).astype(g.dtype) for x in xs]  # ties share evenly
     share = g / op.Sum(*chosen)
     return tuple(share * mask for mask in chosen)
 
@@ -298,7 +299,7 @@ def shrink(g: Tensor, y: Tensor, x: Tensor, *, bias: float = 0.0, lambd: float =
 def clip(
     g: Tensor, y: Tensor, x: Tensor, low: Tensor | None = None, high: Tensor | None = None
 ) -> Cotangents:
-    inside = op.Equal(x, y)
+    inside = equal(x, y)
     below = None if low is None else x < low
     above = None if high is None else x > high
     if low is not None and high is not None:  # bounds that cross: y is the upper one everywhere

@@ -7,6 +7,7 @@ from typing import cast
 import numpy as np
 
 from ortops.autodiff import vjp
+from ortops.rules._compare import equal
 from ortops.rules._copies import add_at, positions, scatter_add
 from ortops.rules._types import Cotangents
 from ortops.tensor import Tensor, op, pad_axes, reshape_like, shape_of, size_of, zeros_like
@@ -121,8 +122,8 @@ def _reduced(
         du = op.Where(op.Equal(pick(zeros), zero_u), pick(g * product) / updates, 0)
         return dx, None, du
     # Those that are equal to the extremum share its cotangent evenly.
-    is_x = op.Equal(x, y).astype(g.dtype)
-    is_u = op.Equal(updates, pick(y)).astype(g.dtype)
+    is_x = equal(x, y).astype(g.dtype)
+    is_u = equal(updates, pick(y)).astype(g.dtype)
     share = g / scatter_add(is_x, indices, is_u, axis)
     return share * is_x, None, pick(share) * is_u
 

@@ -7,6 +7,7 @@ from typing import cast
 import numpy as np
 
 from ortops.autodiff import vjp
+from ortops.rules._copies import scatter_add
 from ortops.rules._types import Cotangents
 from ortops.tensor import Tensor, expand_like, op, size_of, zeros_like
 
@@ -144,5 +145,4 @@ def _weights_vjp(
     if counted is not None:
         part = op.Where(counted, part, 0)
     flat = op.Reshape(classes, [-1])
-    total = op.ScatterElements(zeros_like(weights), flat, op.Reshape(part, [-1]), reduction="add")
-    return cast(Tensor, total)
+    return scatter_add(zeros_like(weights), flat, op.Reshape(part, [-1]))

@@ -7,6 +7,7 @@ from typing import cast
 import numpy as np
 
 from ortops.autodiff import vjp
+from ortops.rules._compare import equal
 from ortops.rules._types import Cotangents
 from ortops.tensor import Tensor, expand_like, op, shape_of, size_of, zeros_like
 
@@ -88,7 +89,7 @@ def reduce_extremum(
 ) -> Cotangents:
     if _is_noop(axes, noop_with_empty_axes):
         return g
-    chosen = op.Equal(x, _keep(y, axes, keepdims)).astype(g.dtype)
+    chosen = equal(x, _keep(y, axes, keepdims)).astype(g.dtype)
     ties = op.ReduceSum(chosen, axes, noop_with_empty_axes=noop_with_empty_axes)
     return chosen * (_keep(g, axes, keepdims) / ties)  # ties share evenly
 
