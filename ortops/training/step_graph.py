@@ -157,8 +157,7 @@ def flatten(proto: onnx.ModelProto, folder: Path | None = None, entry: int = 0) 
     wanted = [value.name for value in proto.training_info[entry].algorithm.output]
     needed = {
         value
-        for name in wanted
-        for node in ancestor_nodes(by_name[name], set())
+        for node in ancestor_nodes([by_name[name] for name in wanted], set())
         for value in node.outputs
     }
     own = [value.name for value in proto.graph.output if by_name[value.name] in needed]
