@@ -198,22 +198,26 @@ def describe(node: ir.Node) -> str:
     return f"{node.op_type} node '{name}'"
 
 
+def inner_graphs(node: ir.Node) -> list[ir.Graph]:
+    """Returns the graphs inside a node: branches, or the body of a loop."""
+    graphs: list[ir.Graph] = []
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            graphs.append(attribute.as_graph())
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            graphs.extend(attribute.as_graphs())
+    return graphs
+
+
 def read_inputs(node: ir.Node) -> list[ir.Value]:
     """Returns every value that a node reads, those that its sub-graphs capture included."""
     values = [value for value in node.inputs if value is not None]
-    for attribute in node.attributes.values():
-        if attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
-            graphs = (
-                [attribute.as_graph()]
-                if attribute.type == ir.AttributeType.GRAPH
-                else attribute.as_graphs()
-            )
-            for graph in graphs:
-                inner: set[ir.Value] = {*graph.inputs, *graph.initializers.values()}
-                for child in graph:
-                    values += [value for value in read_inputs(child) if value not in inner]
-                    inner.update(child.outputs)
-                values += [value for value in graph.outputs if value not in inner]
+    for graph in inner_graphs(node):
+        inner: set[ir.Value] = {*graph.inputs, *graph.initializers.values()}
+        for child in graph:
+            values += [value for value in read_inputs(child) if value not in inner]
+            inner.update(child.outputs)
+        values += [value for value in graph.outputs if value not in inner]
     return values
 
 

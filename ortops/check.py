@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -15,6 +15,7 @@ from ortops.autodiff import (
     describe,
     differentiable_ancestors,
     find_rule,
+    inner_graphs,
     is_float,
 )
 from ortops.convert import ModelLike
@@ -159,15 +160,9 @@ def _shape(value: ir.Value) -> tuple[int, ...]:
 def _with_inner(node: ir.Node) -> Iterator[ir.Node]:
     """Yields a node and the nodes of the graphs inside it."""
     yield node
-    for attribute in node.attributes.values():
-        graphs: Iterable[ir.Graph] = ()
-        if attribute.type == ir.AttributeType.GRAPH:
-            graphs = [attribute.as_graph()]
-        elif attribute.type == ir.AttributeType.GRAPHS:
-            graphs = attribute.as_graphs()
-        for graph in graphs:
-            for inner in graph:
-                yield from _with_inner(inner)
+    for graph in inner_graphs(node):
+        for inner in graph:
+            yield from _with_inner(inner)
 
 
 def _is_differentiable(node: ir.Node) -> bool:

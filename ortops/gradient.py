@@ -12,7 +12,14 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 import onnx_ir as ir
 
-from ortops.autodiff import ancestor_nodes, backward, dependent_values, describe, is_float
+from ortops.autodiff import (
+    ancestor_nodes,
+    backward,
+    dependent_values,
+    describe,
+    inner_graphs,
+    is_float,
+)
 from ortops.errors import ModelError, did_you_mean
 from ortops.tensor import BOUND_DOMAIN, Names, Tape, Tensor, ones_like, op, zeros_like
 
@@ -58,12 +65,8 @@ def bind(graph: ir.Graph, outer: Mapping[str, ir.Value] | None = None) -> bool:
         if is_gradient(node):
             _bind_node(node, scope)
             found = True
-        for attribute in node.attributes.values():
-            if attribute.type == ir.AttributeType.GRAPH:
-                found |= bind(attribute.as_graph(), scope)
-            elif attribute.type == ir.AttributeType.GRAPHS:
-                for inner in attribute.as_graphs():
-                    found |= bind(inner, scope)
+        for inner in inner_graphs(node):
+            found |= bind(inner, scope)
     return found
 
 

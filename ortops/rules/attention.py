@@ -16,7 +16,7 @@ import onnx_ir as ir
 from ortops.errors import UnsupportedError
 from ortops.expansion import definition
 from ortops.rules._types import Cotangents
-from ortops.tensor import Tensor, op, size_of
+from ortops.tensor import Tensor, op, pad_axes, size_of
 
 MICROSOFT = "com.microsoft"
 Size = int | Tensor
@@ -64,7 +64,7 @@ def attention(
         last = size_of(attn_mask, [-1])
         if isinstance(last, Tensor) or isinstance(total, Tensor) or last != total:
             fill = q.tape.constant(np.array(False if is_bool else -np.inf, attn_mask.dtype))
-            attn_mask = op.Pad(attn_mask, [0, _minus(total, last)], fill, [-1])
+            attn_mask = pad_axes(attn_mask, [0, _minus(total, last)], fill, [-1])
         if is_bool:
             allowed = _both(allowed, attn_mask)
         else:

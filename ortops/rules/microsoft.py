@@ -15,7 +15,7 @@ from ortops.autodiff import is_float, vjp
 from ortops.errors import UnsupportedError
 from ortops.expansion import definition
 from ortops.rules._types import Cotangents
-from ortops.tensor import Tensor, op, reshape_like, unbroadcast
+from ortops.tensor import Tensor, op, pad_axes, reshape_like, unbroadcast
 
 MICROSOFT = "com.microsoft"
 
@@ -306,7 +306,7 @@ def matmul_nbits(
     da = op.MatMul(g, _rows(numbers * scale, N, K))
     dw = op.Gemm(op.Reshape(g, [-1, N]), op.Reshape(a, [-1, K]), transA=1)
     blocks = -(-K // block_size)
-    dw = op.Reshape(op.Pad(dw, [0, blocks * block_size - K], None, [1]), [N, blocks, block_size])
+    dw = op.Reshape(pad_axes(dw, [0, blocks * block_size - K], None, [1]), [N, blocks, block_size])
     dscales = reshape_like(op.ReduceSum(dw * numbers, [2]), scales)
     dzero = None
     if zero_points is not None and is_float(zero_points.value):

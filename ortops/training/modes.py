@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping
 import numpy as np
 import onnx_ir as ir
 
-from ortops.autodiff import dependent_values, describe, read_inputs
+from ortops.autodiff import dependent_values, describe, inner_graphs, read_inputs
 from ortops.errors import ModelError, UnsupportedError
 from ortops.gradient import BOUND_DOMAIN, copy_node
 from ortops.tensor import Tape, Tensor, constant_tensor, op, reshape_like
@@ -41,7 +41,7 @@ def copy_in_training_mode(
         ModelError: If the ratio of a Dropout node is not a constant in [0, 1).
         UnsupportedError: If such a node is in a sub-graph.
     """
-    _refuse_in_subgraphs(nodes)
+    _refuse_ininner_graphs(nodes)
     changed = [node for node in nodes if _changes(node)]
     reached = dependent_values(nodes, [value for node in changed for value in node.outputs])
     copied = {node for node in nodes if not reached.isdisjoint(node.outputs)}
@@ -77,26 +77,16 @@ def copy_in_training_mode(
     return copies, statistics
 
 
-def _refuse_in_subgraphs(nodes: list[ir.Node]) -> None:
+def _refuse_ininner_graphs(nodes: list[ir.Node]) -> None:
     """Refuses what a copy of the top level would leave in inference mode."""
     for node in nodes:
-        for graph in _subgraphs(node):
+        for graph in inner_graphs(node):
             for inner in ir.traversal.RecursiveGraphIterator(graph):
                 if _changes(inner):
                     raise UnsupportedError(
                         f"{describe(inner)}: it is in a sub-graph of {describe(node)}, where it "
                         "cannot be put into training mode; move it out of there, or remove it"
                     )
-
-
-def _subgraphs(node: ir.Node) -> list[ir.Graph]:
-    graphs = []
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            graphs.append(attribute.as_graph())
-        elif attribute.type == ir.AttributeType.GRAPHS:
-            graphs += attribute.as_graphs()
-    return graphs
 
 
 def _changes(node: ir.Node) -> bool:
