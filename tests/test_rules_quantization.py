@@ -240,6 +240,7 @@ CASES = [
         "DequantizeLinear",
         [np.arange(-3, 3, dtype=np.int8).reshape(2, 3), scale, *zero],
         attributes,
+        orders=2,
         epsilon=1,
         rtol=1e-4,
         name=name,
