@@ -7,12 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 import onnx
 import pytest
+from checked import Checked
 from domain_models import model, node, run, value
 from onnx import TensorProto, helper
 
 import ortops
 
 D = TensorProto.DOUBLE
+ORDERS = 2
+CHECKED = [Checked("If", ORDERS, ()), Checked("Loop", ORDERS, [2]), Checked("Scan", ORDERS, [0])]
 
 
 def check(
@@ -21,7 +24,7 @@ def check(
     xs: Sequence[str],
     *,
     y: str = "y",
-    orders: int = 2,
+    orders: int = ORDERS,
     symbolic: bool = False,
 ) -> None:
     """Compares the gradients of Σ y with differences, then those of Σ (random · gradient)."""

@@ -190,10 +190,16 @@ def test_gradient_of_one_constant_index_is_padding() -> None:
     assert "ScatterElements" not in emitted
 
 
+UNIQUE = [
+    Case("Unique", [distinct(3, 4)], flags, orders=2, epsilon=1e-4)
+    for flags in ({}, {"sorted": 0}, {"axis": 0}, {"axis": 1, "sorted": 0})
+]
+
+
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
-@pytest.mark.parametrize("flags", [{}, {"sorted": 0}, {"axis": 0}, {"axis": 1, "sorted": 0}])
-def test_unique_elements(flags: dict[str, int], symbolic: bool) -> None:
-    check(Case("Unique", [distinct(3, 4)], flags, orders=2, epsilon=1e-4), symbolic=symbolic)
+@pytest.mark.parametrize("case", UNIQUE, ids=lambda case: str(case.attributes))
+def test_unique_elements(case: Case, symbolic: bool) -> None:
+    check(case, symbolic=symbolic)
 
 
 def test_first_of_equal_elements_gets_the_cotangent() -> None:

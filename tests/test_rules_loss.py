@@ -7,11 +7,13 @@ import itertools
 import numpy as np
 import onnxruntime
 import pytest
+from checked import Checked
 from dot_test import DOMAIN, Case, check, normal, uniform
 from onnx import helper
 
 import ortops
 
+CHECKED = [Checked("Hardmax", 1, [0])]
 LOSSES = ["SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from checked import Checked
 from domain_models import model, node, run, value
 from dot_test import Case, check, normal
 from onnx import TensorProto, helper
@@ -17,6 +18,13 @@ from onnx import TensorProto, helper
 import ortops
 
 F = np.float32
+CHECKED = [
+    Checked("QuantizeLinear", 1, [0, 1]),
+    Checked("DequantizeLinear", 1, [0, 1]),
+    Checked("DynamicQuantizeLinear", 1, [0]),
+    Checked("MatMulInteger", 1, [0]),
+    Checked("ConvInteger", 1, [0]),
+]
 
 
 def pair(

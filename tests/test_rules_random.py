@@ -6,10 +6,13 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from checked import Checked
 from dot_test import DOMAIN, normal
 from onnx import helper, numpy_helper
 
 import ortops
+
+CHECKED = [Checked("Dropout", 2, [0])]
 
 
 def run(

@@ -141,6 +141,7 @@ class Case:
         scale: The size of the numbers.
         hidden_size: The attribute.
         name: What tells the case from others.
+        domain: The operator's domain.
     """
 
     op: str
@@ -152,10 +153,16 @@ class Case:
     scale: float = 0.7
     hidden_size: int | None = 3
     name: str = ""
+    domain: str = ""
 
     def __str__(self) -> str:
         direction = self.attributes.get("direction", "forward")
         return "-".join(filter(None, (self.op, direction, self.name)))
+
+    @property
+    def differentiated(self) -> list[int]:
+        """The indices of the inputs whose gradient is checked."""
+        return [INPUTS.index(name) for name in self.arrays() if name != "lens"]
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Returns the inputs: 4 steps, 3 samples, 2 features, hidden size 3."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
+from checked import Checked
 from domain_models import value
 from onnx import TensorProto, helper
-from test_rules_control_flow import arrays, check, subgraph
+from test_rules_control_flow import ORDERS, arrays, check, subgraph
 
 import ortops
 
@@ -15,6 +16,17 @@ D = TensorProto.DOUBLE
 N = helper.make_node
 CONSTRUCT = N("SequenceConstruct", ["a", "b", "c"], ["s"])
 SHAPES = {"a": (2, 3), "b": (2, 3), "c": (2, 3)}
+CHECKED = [
+    Checked("ConcatFromSequence", ORDERS, [0]),
+    Checked("Optional", ORDERS, [0]),
+    Checked("OptionalGetElement", ORDERS, [0]),
+    Checked("SequenceAt", ORDERS, [0]),
+    Checked("SequenceConstruct", ORDERS, [0]),
+    Checked("SequenceErase", ORDERS, [0]),
+    Checked("SequenceInsert", ORDERS, [0, 1]),
+    Checked("SequenceMap", ORDERS, [0, 1]),
+    Checked("SplitToSequence", ORDERS, [0]),
+]
 
 
 def constant(name: str, number: int) -> onnx.NodeProto:
