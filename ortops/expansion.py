@@ -44,16 +44,18 @@ class Definition:
     Attributes:
         function: ``(*inputs, **attributes)`` → the outputs, None for those that it cannot give.
         attributes: The names of the attributes that the definition takes into account.
+        limits: What it does not do, for the table of operators.
     """
 
     function: Callable[..., Any]
     attributes: frozenset[str]
+    limits: str = ""
 
 
 _definitions: dict[tuple[str, str], Definition] = {}
 
 
-def definition(*op_types: str, domain: str = "") -> Callable[[_F], _F]:
+def definition(*op_types: str, domain: str = "", limits: str = "") -> Callable[[_F], _F]:
     """Registers what one or more operators stand for.
 
     The decorated function gets the inputs as Tensors in ONNX order (None where absent) and the
@@ -63,6 +65,7 @@ def definition(*op_types: str, domain: str = "") -> Callable[[_F], _F]:
     Args:
         *op_types: The operators.
         domain: Their domain.
+        limits: What it does not do, for the table of operators.
 
     Example:
         >>> from ortops.tensor import op
@@ -77,7 +80,7 @@ def definition(*op_types: str, domain: str = "") -> Callable[[_F], _F]:
         parameters = inspect.signature(function).parameters.values()
         names = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
         for op_type in op_types:
-            _definitions[domain, op_type] = Definition(function, names)
+            _definitions[domain, op_type] = Definition(function, names, limits)
         return function
 
     return register
