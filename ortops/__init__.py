@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ortops.autodiff import vjp
     from ortops.custom_ops import register_custom_ops
     from ortops.errors import FeedError, KernelError, ModelError, OrtopsError, UnsupportedError
+    from ortops.external import save_model
     from ortops.lowering import lower
     from ortops.session import InferenceSession
     from ortops.tensor import Tape, Tensor, op
@@ -39,6 +40,7 @@ __all__ = [
     "op",
     "optimizers",
     "register_custom_ops",
+    "save_model",
     "step_graph",
     "vjp",
 ]
@@ -60,6 +62,7 @@ _MODULES = {
     "op": "ortops.tensor",
     "optimizers": "ortops",
     "register_custom_ops": "ortops.custom_ops",
+    "save_model": "ortops.external",
     "step_graph": "ortops.training.step_graph",
     "vjp": "ortops.autodiff",
 }

@@ -19,6 +19,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from ortops.errors import ModelError, UnsupportedError
+from ortops.external import Data, detach, find, refer_to
 from ortops.tensor import Names, Tape, op
 
 __all__ = ["MINIMUM_OPSET", "ModelLike", "infer_shapes", "inline", "load", "to_ir", "upgrade"]
@@ -94,12 +95,13 @@ def load(model: ModelLike) -> tuple[onnx.ModelProto, Path | None]:
     return proto, folder
 
 
-def to_ir(proto: onnx.ModelProto, folder: Path | None = None) -> ir.Model:
+def to_ir(proto: onnx.ModelProto, folder: Path | None = None, data: Data | None = None) -> ir.Model:
     """Returns a model as onnx-ir, without its training_info.
 
     Args:
-        proto: The model; not changed.
-        folder: Where its external data are.
+        proto: The model; not changed. The data of its big tensors are not copied.
+        folder: Where its external data are, which stay there.
+        data: The data of a light model (see `ortops.external`).
 
     Raises:
         ModelError: If the model contradicts itself.
@@ -110,13 +112,17 @@ def to_ir(proto: onnx.ModelProto, folder: Path | None = None) -> ir.Model:
             f"initializer '{sparse.values.name}': it is sparse; dense ones are accepted, so write "
             "it as a TensorProto"
         )
-    own = onnx.ModelProto()
-    own.CopyFrom(proto)  # onnx-ir keeps hold of the tensors, and renames them
+    own, beside = detach(proto)  # a copy: onnx-ir keeps hold of the tensors, and renames them
+    beside |= data or {}
     try:
         model = ir.from_proto(own)
     except Exception as error:  # onnx-ir has no common class for what it finds wrong
         cause = error.__cause__ or error
         raise ModelError(f"model: {cause}; check it with onnx.checker.check_model") from error
+    for value in model.graph.initializers.values():
+        content = find(value.const_value, beside)
+        if content is not None:
+            value.const_value = refer_to(content, value.name)
     if folder is not None:
         ir.external_data.set_base_dir(model.graph, folder)
     for graph in model.graphs():

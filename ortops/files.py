@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 __all__ = ["write_atomically"]
 
 
-def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
+def write_atomically(
+    path: str | os.PathLike[str], data: bytes | Callable[[BinaryIO], object]
+) -> None:
     """Writes a file so that at any time the old content or the new is there, whole.
 
     Args:
         path: The file; a link stays one, and what it leads to is written.
-        data: Its content.
+        data: Its content, or what writes it into an open file.
 
     Raises:
         OSError: If it cannot be written; then the old file is as it was.
@@ -26,7 +30,10 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
         raise type(error)(error.errno, error.strerror, str(path)) from None
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            if callable(data):
+                data(file)
+            else:
+                file.write(data)
             file.flush()
             os.fsync(file.fileno())
         mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()

@@ -7,14 +7,13 @@ import json
 import logging
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ortops import convert, losses, optimizers
+from ortops import convert, external, losses, optimizers
 from ortops.autodiff import ancestor_nodes, differentiable_ancestors, read_inputs
 from ortops.convert import ModelLike
 from ortops.errors import ModelError, did_you_mean
@@ -140,8 +139,9 @@ def build_training_model(
             "model: it has training_info already; TrainingSession runs it, and "
             "TrainingSession.inference_model() gives the model without it"
         )
+    proto, data = external.detach(proto, folder)
     proto = _with_weights_as_initializers(proto, trainable)
-    result, work = _prepare(proto, folder)
+    result, work = _prepare(proto, data)
     graph = work.graph
     if not graph.outputs:
         raise ModelError("model: it has no output; a loss is computed from one")
@@ -191,7 +191,7 @@ def build_training_model(
     entry = next((e for e in result.metadata_props if e.key == METADATA_KEY), None)
     entry = entry or result.metadata_props.add(key=METADATA_KEY)
     entry.value = json.dumps(parts)
-    return result
+    return external.attach(result, data)
 
 
 def _with_weights_as_initializers(
@@ -233,14 +233,14 @@ def _is_weight(node: onnx.NodeProto) -> bool:
     return value.name == "value" and value.t.data_type in _FLOATS and len(value.t.dims) > 0
 
 
-def _prepare(proto: onnx.ModelProto, folder: Path | None) -> tuple[onnx.ModelProto, ir.Model]:
+def _prepare(proto: onnx.ModelProto, data: external.Data) -> tuple[onnx.ModelProto, ir.Model]:
     """Returns the model to write to, and one to work on: inlined, at a new opset, with types."""
-    work = convert.to_ir(proto, folder)
+    work = convert.to_ir(proto, None, data)
     convert.inline(work)
     result = onnx.ModelProto()
     if work.graph.opset_imports[""] < convert.MINIMUM_OPSET:
         work = convert.upgrade(work)
-        result.CopyFrom(ir.to_proto(work))
+        result = ir.to_proto(work)
         for name in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
             if proto.HasField(name):
                 setattr(result, name, getattr(proto, name))
@@ -248,9 +248,7 @@ def _prepare(proto: onnx.ModelProto, folder: Path | None) -> tuple[onnx.ModelPro
         result.CopyFrom(proto)
         if not {entry.domain for entry in proto.opset_import} & {"", "ai.onnx"}:
             result.opset_import.add(domain="", version=work.graph.opset_imports[""])
-    if folder is not None:  # the result has no folder of its own
-        onnx.load_external_data_for_model(result, str(folder))
-    work = prepare(convert.to_ir(result))
+    work = prepare(convert.to_ir(result, None, data))
     for value in list(work.graph.inputs):  # older files list initializers as inputs too
         if value.name in work.graph.initializers:
             work.graph.inputs.remove(value)
@@ -468,7 +466,7 @@ def _write(result: onnx.ModelProto, algorithm: _Algorithm) -> None:
     needed = ancestor_nodes(outputs, set())
     for tensor in algorithm.variables:
         assert tensor.value.const_value is not None
-        target.initializer.append(serialize.serialize_tensor(tensor.value.const_value))
+        serialize.serialize_tensor_into(target.initializer.add(), tensor.value.const_value)
     for node in (node for node in algorithm.tape.nodes if node in needed):
         if node.domain == BOUND_DOMAIN:
             unbind(node)

@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 
-from ortops import convert
+from ortops import convert, external
 from ortops import metrics as metric_functions
 from ortops.convert import ModelLike
 from ortops.errors import (
@@ -26,7 +26,6 @@ from ortops.errors import (
     UnsupportedError,
     did_you_mean,
 )
-from ortops.files import write_atomically
 from ortops.lowering import (
     TRAINING_DOMAIN,
     has_domain,
@@ -96,23 +95,23 @@ class TrainingSession:
         providers: Sequence[Any] | None = None,
     ) -> None:
         proto, folder = convert.load(model)
-        self._proto = onnx.ModelProto()
-        self._proto.CopyFrom(proto)
-        if folder is not None:
-            onnx.load_external_data_for_model(self._proto, str(folder))
+        self._proto, data = external.detach(proto, folder)
+        self._data = external.copy_to_memory(data)
         self._options = sess_options
         self._providers = list(providers or ["CPUExecutionProvider"])
         self._entries = _all_entries(self._proto) if entry is None else [entry]
-        self._steps = [flatten(self._proto, None, number) for number in self._entries]
+        self._steps = [flatten(self._proto, self._data, number) for number in self._entries]
         self._inputs = _described_inputs(self._steps)
         self._labels = [limit for step in self._steps for limit in _label_limits(step)]
         keep = takes_python_kernel if kernels == "python" else None
         for step in self._steps:
             remove_defaults(step.model.graph, step.variables)
-        self._sessions = [
-            self._session(to_proto(lower_prepared(step.model, keep=keep)), kernels=kernels)
-            for step in self._steps
-        ]
+        self._sessions: list[InferenceSession] = []
+        self._constants: list[dict[str, _Variable]] = []  # fed: too big to be in the model
+        for step in self._steps:
+            lowered = lower_prepared(step.model, keep=keep)
+            self._constants.append(_move_constants(lowered))
+            self._sessions.append(self._session(to_proto(lowered), kernels=kernels))
         self._made = 0
         self._evaluation: _Evaluation | None = None
         self._lock = threading.RLock()
@@ -141,10 +140,13 @@ class TrainingSession:
         with self._lock:
             values = dict(self._values)
             shown: dict[str, Array] = {}
-            for step, session in zip(self._steps, self._sessions, strict=True):
+            for step, session, constants in zip(
+                self._steps, self._sessions, self._constants, strict=True
+            ):
                 names = list(dict.fromkeys((*step.outputs, *step.updates.values())))
                 inputs = {name: held[name] for name in step.feeds}
                 inputs |= {name: values[name].value for name in step.variables}
+                inputs |= {name: constant.value for name, constant in constants.items()}
                 outputs = dict(zip(names, _run(session, names, inputs), strict=True))
                 for variable, output in step.updates.items():
                     values[variable] = _Variable(outputs[output])
@@ -274,6 +276,7 @@ class TrainingSession:
             checked = self._check_feeds(feeds)
             held = {n: onnxruntime.OrtValue.ortvalue_from_numpy(a) for n, a in checked.items()}
             held |= {name: variable.value for name, variable in values.items()}
+            held |= {name: constant.value for name, constant in evaluation.constants.items()}
             loss, output = _run(
                 evaluation.session,
                 [evaluation.loss, evaluation.output],
@@ -420,7 +423,7 @@ class TrainingSession:
         graphs += [self._proto.training_info[number].algorithm for number in self._entries]
         for tensor in (tensor for graph in graphs for tensor in graph.initializer):
             if tensor.name in wanted:
-                array = onnx.numpy_helper.to_array(tensor)
+                array = external.array_of(tensor, self._data)
                 if tensor.name in found and not np.array_equal(found[tensor.name], array):
                     raise ModelError(
                         f"training_info: '{tensor.name}' has different values in several entries; "
@@ -438,12 +441,22 @@ class TrainingSession:
 
     def model(self) -> onnx.ModelProto:
         """Returns the trainable model with the present state."""
-        result = onnx.ModelProto()
-        result.CopyFrom(self._proto)
-        _write_values(result.graph, self.state)
+        return external.attach(*self._light_model())
+
+    def _light_model(self) -> tuple[onnx.ModelProto, external.Data]:
+        """Returns the trainable model with the present state, as a light model and its data."""
+        result, data = external.detach(self._proto)
+        data |= self._data
+        arrays = self._arrays()
+        _write_values(result.graph, data, arrays)
         for info in result.training_info:
-            _write_values(info.algorithm, self.state)
-        return result
+            _write_values(info.algorithm, data, arrays)
+        return result, data
+
+    def _arrays(self) -> dict[str, Array]:
+        """Returns the present values of the variables, which are not copied."""
+        with self._lock:
+            return {name: variable.value.numpy() for name, variable in self._values.items()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the trainable model with the present state; a session on it resumes exactly.
@@ -451,9 +464,10 @@ class TrainingSession:
         The file is standard ONNX, and stock onnxruntime runs it as the trained model.
 
         Args:
-            path: The file. At any time it holds the old model or the new one, whole.
+            path: The file. At any time it holds the old model or the new one, whole. One of 2 GB
+                or more has a data file beside it (see `ortops.save_model`).
         """
-        write_atomically(path, self.model().SerializeToString())
+        external.write_model(path, *self._light_model())
 
     def inference_model(self, original: ModelLike | None = None) -> onnx.ModelProto:
         """Returns the trained model, with nothing of training in it.
@@ -468,13 +482,9 @@ class TrainingSession:
             ModelError: If a trained variable is not in the original.
         """
         own = {tensor.name for tensor in self._proto.graph.initializer}
-        trained = {name: array for name, array in self.state.items() if name in own}
-        result = onnx.ModelProto()
+        trained = {name: array for name, array in self._arrays().items() if name in own}
         if original is not None:
-            proto, folder = convert.load(original)
-            result.CopyFrom(proto)
-            if folder is not None:
-                onnx.load_external_data_for_model(result, str(folder))
+            result, data = external.detach(*convert.load(original))
             known = _weights(result.graph)
             for name, array in trained.items():
                 if name not in known:
@@ -490,14 +500,14 @@ class TrainingSession:
                         "training began with"
                     )
         else:
-            model = convert.to_ir(self._proto)  # leaves training_info behind
+            model = convert.to_ir(self._proto)  # leaves training_info behind, and data beside
             model.metadata_props.pop(METADATA_KEY, None)
-            if not has_domain(to_proto(model)):
+            if not has_domain(self._proto):
                 model.graph.opset_imports.pop(TRAINING_DOMAIN, None)
             write_inference_mode(model)
-            result = to_proto(model)
-        _write_values(result.graph, trained)
-        return result
+            result, data = to_proto(model), dict(self._data)
+        _write_values(result.graph, data, trained)
+        return external.attach(result, data)
 
     # --------------------------------------------------------------------------------- checks
 
@@ -548,9 +558,11 @@ class TrainingSession:
             ) from error
 
     def _build_evaluation(self) -> _Evaluation:
-        graph_model, loss, output = evaluation_model(self._proto, self._entries[0])
-        session = self._session(graph_model)
-        return _Evaluation(session, loss, output, [v.name for v in session.get_inputs()])
+        model, loss, output = evaluation_model(self._proto, self._data, self._entries[0])
+        constants = _move_constants(model)
+        session = self._session(to_proto(model))
+        names = [value.name for value in session.get_inputs()]
+        return _Evaluation(session, loss, output, names, constants)
 
 
 class State(MutableMapping[str, Array]):
@@ -628,6 +640,15 @@ class _Evaluation:
     loss: str
     output: str
     inputs: Sequence[str]
+    constants: Mapping[str, _Variable]
+
+
+def _move_constants(model: ir.Model) -> dict[str, _Variable]:
+    """Makes constants that are too big for a model inputs, and returns what to feed."""
+    return {
+        name: _Variable(onnxruntime.OrtValue.ortvalue_from_numpy(array), array)
+        for name, array in external.move_to_inputs(model).items()
+    }
 
 
 def _all_entries(proto: onnx.ModelProto) -> list[int]:
@@ -735,7 +756,7 @@ def _weights(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
     return found
 
 
-def _write_values(graph: onnx.GraphProto, arrays: Mapping[str, Array]) -> None:
+def _write_values(graph: onnx.GraphProto, data: external.Data, arrays: Mapping[str, Array]) -> None:
     for name, tensor in _weights(graph).items():
         if name in arrays:
-            tensor.CopyFrom(onnx.numpy_helper.from_array(arrays[name], tensor.name))
+            external.set_array(tensor, data, arrays[name])

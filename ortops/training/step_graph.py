@@ -18,6 +18,7 @@ from ortops import convert, gradient
 from ortops.autodiff import ancestor_nodes, is_float
 from ortops.convert import ModelLike
 from ortops.errors import ModelError, did_you_mean
+from ortops.external import Data, detach
 from ortops.gradient import BOUND_DOMAIN, copy_node
 from ortops.lowering import (
     TRAINING_DOMAIN,
@@ -99,7 +100,7 @@ def step_graph(model: ModelLike, *, entry: int = 0) -> onnx.ModelProto:
         ModelError: If the model has no such entry, or the entry is not legal.
     """
     proto, folder = convert.load(model)
-    step = flatten(proto, folder, entry)
+    step = flatten(proto, None, entry, folder)
     graph = step.model.graph
     names = Names(graph)
     for node in list(ir.traversal.RecursiveGraphIterator(graph)):
@@ -125,13 +126,19 @@ def step_graph(model: ModelLike, *, entry: int = 0) -> onnx.ModelProto:
     return ir.to_proto(step.model)
 
 
-def flatten(proto: onnx.ModelProto, folder: Path | None = None, entry: int = 0) -> Step:
+def flatten(
+    proto: onnx.ModelProto,
+    data: Data | None = None,
+    entry: int = 0,
+    folder: Path | None = None,
+) -> Step:
     """Concatenates the inference graph and the algorithm.
 
     Args:
         proto: A trainable model; not changed.
-        folder: Where its external data are.
+        data: The data of a light model (see `ortops.external`).
         entry: Which of several training_info entries.
+        folder: Where its external data are, which stay there.
 
     Raises:
         ModelError: If there is no such entry, or a binding names what does not exist.
@@ -151,7 +158,8 @@ def flatten(proto: onnx.ModelProto, folder: Path | None = None, entry: int = 0) 
         for binding in (*info.update_binding, *info.initialization_binding)
     ]
     _check_algorithm(proto, entry)
-    model = prepare(convert.to_ir(_concatenate(proto, entry), folder))
+    light, beside = detach(proto)
+    model = prepare(convert.to_ir(_concatenate(light, entry), folder, beside | (data or {})))
     graph = model.graph
     by_name = {value.name: value for value in graph.outputs}
     wanted = [value.name for value in proto.training_info[entry].algorithm.output]
@@ -175,18 +183,19 @@ def flatten(proto: onnx.ModelProto, folder: Path | None = None, entry: int = 0) 
     return Step(model, updates, rates, variables, feeds, shown, loss)
 
 
-def evaluation_model(proto: onnx.ModelProto, entry: int) -> tuple[onnx.ModelProto, str, str]:
+def evaluation_model(proto: onnx.ModelProto, data: Data, entry: int) -> tuple[ir.Model, str, str]:
     """Returns a model of the loss in inference mode, whose variables are inputs.
 
     Args:
-        proto: A trainable model; not changed.
+        proto: A light trainable model; not changed.
+        data: Its data (see `ortops.external`).
         entry: The training_info entry whose loss is meant.
 
     Returns:
         The model, the name of its loss, and the name of the inference graph's first output.
     """
-    step = flatten(proto, None, entry)
-    model = prepare(convert.to_ir(_concatenate(proto, entry)))
+    step = flatten(proto, data, entry)
+    model = prepare(convert.to_ir(_concatenate(proto, entry), None, data))
     graph = model.graph
     values = {value.name: value for value in (*graph.inputs, *graph.initializers.values())}
     values |= {value.name: value for node in graph for value in node.outputs}
@@ -202,7 +211,7 @@ def evaluation_model(proto: onnx.ModelProto, entry: int) -> tuple[onnx.ModelProt
     _prune(graph)
     _make_inputs(graph, [name for name in step.variables if name in graph.initializers])
     remove_defaults(graph, step.variables)
-    return ir.to_proto(lower_prepared(model)), step.loss, output
+    return lower_prepared(model), step.loss, output
 
 
 def _make_inputs(graph: ir.Graph, variables: Sequence[str]) -> None:

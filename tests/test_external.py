@@ -1,0 +1,260 @@
+"""Models that do not fit into one protobuf message.
+
+The limit is lowered, so that small models take the ways that big ones take; one slow test has more
+than 2 GB in fact.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+import ortops
+from ortops import Tape, external, op
+from ortops.optimizers import SGD, Adam
+from ortops.training.data import Feeds
+
+SIZE = 64  # a matrix of 16 KB
+
+
+@pytest.fixture
+def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external, "MESSAGE_LIMIT", 20_000)  # one matrix, and not two
+
+
+def layers(size: int = SIZE, count: int = 2) -> onnx.ModelProto:
+    """x → layers of Tanh(x W) → a small head."""
+    rng = np.random.default_rng(0)
+    with Tape(name="layers") as tape:
+        x = tape.input("x", np.float32, ["batch", size])
+        for number in range(count):
+            array = rng.standard_normal((size, size), np.float32) / np.float32(size**0.5)
+            x = op.Tanh(x @ tape.initializer(f"body{number}", array))
+        head = rng.standard_normal((size, 4), np.float32) / np.float32(size**0.5)
+        tape.output(x @ tape.initializer("head", head), "y")
+    return tape.model()
+
+
+def in_files(model: onnx.ModelProto, path: Path) -> Path:
+    """Writes a model with external data, as other tools do, and returns its path."""
+    onnx.save(
+        model, path, save_as_external_data=True, location=f"{path.name}_weights", size_threshold=0
+    )
+    return path
+
+
+def batch(size: int = SIZE, seed: int = 1) -> Feeds:
+    rng = np.random.default_rng(seed)
+    return {
+        "x": rng.standard_normal((8, size), np.float32),
+        "targets": rng.standard_normal((8, 4), np.float32),
+    }
+
+
+def trainable(model: object, names: object = None, optimizer: object = None) -> onnx.ModelProto:
+    return ortops.build_training_model(
+        model, loss="MeanSquaredError", optimizer=optimizer or Adam(1e-2), trainable=names
+    )
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def assert_equal_states(one: ortops.TrainingSession, other: ortops.TrainingSession) -> None:
+    assert set(one.state) == set(other.state)
+    for name, array in one.state.items():
+        np.testing.assert_array_equal(array, other.state[name], err_msg=name)
+
+
+@pytest.mark.parametrize("names", [["head"], None], ids=["head", "all"])
+@pytest.mark.parametrize("source", ["path", "model", "saved"])
+def test_training_of_a_big_model_is_that_of_a_small_one(
+    names: list[str] | None, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = in_files(layers(), tmp_path / "given.onnx")
+    small = ortops.TrainingSession(trainable(layers(), names))
+    monkeypatch.setattr(external, "MESSAGE_LIMIT", 20_000)
+    model = trainable(given if source == "path" else layers(), names)
+    if source == "saved":
+        ortops.save_model(model, tmp_path / "trainable.onnx")
+        assert (tmp_path / "trainable.onnx.data").stat().st_size >= 2 * SIZE * SIZE * 4
+    big = ortops.TrainingSession(tmp_path / "trainable.onnx" if source == "saved" else model)
+    data = batch()
+    for _ in range(3):
+        np.testing.assert_allclose(big.step(data)["loss"], small.step(data)["loss"], rtol=1e-6)
+    np.testing.assert_allclose(big.evaluate(data)["loss"], small.evaluate(data)["loss"], rtol=1e-6)
+    for name, array in small.state.items():
+        np.testing.assert_allclose(big.state[name], array, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.usefixtures("small_limit")
+@pytest.mark.parametrize("names", [["head"], None], ids=["head", "all"])
+def test_a_saved_big_model_resumes_exactly(names: list[str] | None, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.onnx"
+    session = ortops.TrainingSession(trainable(layers(), names))
+    session.step(batch())
+    session.save(path)
+    assert names_in(tmp_path) == {"checkpoint.onnx", "checkpoint.onnx.data"}
+    resumed = ortops.TrainingSession(path)
+    assert_equal_states(resumed, session)
+    for seed in range(2):
+        session.step(batch(seed=seed))
+        resumed.step(batch(seed=seed))
+    assert_equal_states(resumed, session)
+    resumed.reset()
+    assert resumed.steps_done == 0
+
+
+@pytest.mark.usefixtures("small_limit")
+def test_a_session_goes_on_when_the_files_that_it_came_from_are_gone(tmp_path: Path) -> None:
+    path = in_files(layers(), tmp_path / "given.onnx")
+    ortops.save_model(trainable(path, ["head"]), tmp_path / "trainable.onnx")
+    session = ortops.TrainingSession(tmp_path / "trainable.onnx")
+    other = ortops.TrainingSession(tmp_path / "trainable.onnx")
+    for file in tmp_path.iterdir():
+        file.write_bytes(bytes(file.stat().st_size))
+        file.unlink()
+    session.step(batch())
+    assert session.evaluate(batch()) != other.evaluate(batch())
+    session.save(path)
+    assert_equal_states(ortops.TrainingSession(path), session)
+
+
+@pytest.mark.usefixtures("small_limit")
+def test_a_file_is_replaced_with_its_data(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.onnx"
+    session = ortops.TrainingSession(trainable(layers(), ["head"]))
+    for number in range(3):
+        session.step(batch())
+        session.save(path)
+        data = "checkpoint.onnx.1.data" if number % 2 else "checkpoint.onnx.data"
+        assert names_in(tmp_path) == {"checkpoint.onnx", data}
+        assert_equal_states(ortops.TrainingSession(path), session)
+
+
+def test_a_file_that_fits_again_loses_its_data_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = layers()
+    with monkeypatch.context() as context:
+        context.setattr(external, "MESSAGE_LIMIT", 20_000)
+        ortops.save_model(model, tmp_path / "model.onnx")
+    assert names_in(tmp_path) == {"model.onnx", "model.onnx.data"}
+    ortops.save_model(model, tmp_path / "model.onnx")
+    assert names_in(tmp_path) == {"model.onnx"}
+    assert onnx.load(tmp_path / "model.onnx") == model
+
+
+@pytest.mark.usefixtures("small_limit")
+def test_data_files_of_others_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(layers(), path, save_as_external_data=True, location="model.onnx.data")
+    (tmp_path / "copy.onnx").write_bytes(path.read_bytes())
+    ortops.save_model(layers(), path)
+    assert names_in(tmp_path) == {
+        "model.onnx", "model.onnx.data", "model.onnx.1.data", "copy.onnx"
+    }  # fmt: skip
+    (tmp_path / "copy.onnx").write_bytes(path.read_bytes())  # it reads model.onnx.1.data too
+    ortops.save_model(layers(), tmp_path / "copy.onnx")
+    assert "model.onnx.1.data" in names_in(tmp_path)
+    onnxruntime.InferenceSession(path)
+
+
+@pytest.mark.usefixtures("small_limit")
+def test_a_failed_save_leaves_the_old_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "checkpoint.onnx"
+    session = ortops.TrainingSession(trainable(layers(), ["head"]))
+    session.save(path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    written = []
+
+    def write(target: Path, data: object) -> None:
+        written.append(Path(target).name)
+        if len(written) > 1:
+            raise OSError("disk full")
+        Path(target).write_bytes(b"")
+
+    session.step(batch())
+    monkeypatch.setattr(external, "write_atomically", write)
+    with pytest.raises(OSError, match="disk full"):
+        session.save(path)
+    assert written == ["checkpoint.onnx.1.data", "checkpoint.onnx"]
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+@pytest.mark.usefixtures("small_limit")
+def test_stock_onnxruntime_runs_the_files(tmp_path: Path) -> None:
+    session = ortops.TrainingSession(trainable(layers(), ["head"]))
+    session.step(batch())
+    session.save(tmp_path / "checkpoint.onnx")
+    ortops.save_model(session.inference_model(), tmp_path / "inference.onnx")
+    feeds = {"x": batch()["x"]}
+    outputs = [
+        onnxruntime.InferenceSession(tmp_path / name).run(["y"], feeds)[0]
+        for name in ("checkpoint.onnx", "inference.onnx")
+    ]
+    np.testing.assert_array_equal(*outputs)
+    assert not np.allclose(
+        outputs[0],
+        onnxruntime.InferenceSession(layers().SerializeToString()).run(["y"], feeds)[0],
+    )
+    for name in ("checkpoint.onnx", "inference.onnx"):
+        onnx.checker.check_model(tmp_path / name, full_check=True)
+
+
+@pytest.mark.usefixtures("small_limit")
+def test_the_inference_model_is_the_original_with_new_weights(tmp_path: Path) -> None:
+    given = in_files(layers(), tmp_path / "given.onnx")
+    session = ortops.TrainingSession(trainable(given, ["head"]))
+    session.step(batch())
+    model = session.inference_model(original=given)
+    weights = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+    np.testing.assert_array_equal(weights.pop("head"), session.state["head"])
+    for tensor in layers().graph.initializer:
+        if tensor.name in weights:
+            np.testing.assert_array_equal(weights[tensor.name], onnx.numpy_helper.to_array(tensor))
+    assert not model.training_info
+
+
+@pytest.mark.usefixtures("small_limit")
+def test_a_file_does_not_say_of_models_made_from_it_which_data_file_it_had(tmp_path: Path) -> None:
+    ortops.save_model(layers(), tmp_path / "model.onnx")
+    assert [e.key for e in onnx.load(tmp_path / "model.onnx").metadata_props] == ["ortops.data"]
+    model = trainable(tmp_path / "model.onnx", ["head"])
+    assert [entry.key for entry in model.metadata_props] == ["ortops.training"]
+
+
+def test_arguments_are_not_changed() -> None:
+    model = trainable(layers(), ["head"])
+    before = model.SerializeToString(deterministic=True)
+    session = ortops.TrainingSession(model)
+    session.step(batch())
+    session.inference_model(original=model)
+    ortops.step_graph(model)
+    assert model.SerializeToString(deterministic=True) == before
+
+
+@pytest.mark.usefixtures("small_limit")
+def test_step_graph_of_a_big_model(tmp_path: Path) -> None:
+    model = trainable(layers(), ["head"], SGD(0.1))
+    ortops.save_model(ortops.step_graph(model), tmp_path / "step.onnx")
+    assert "step.onnx.data" in names_in(tmp_path)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(tmp_path / "step.onnx", options)
+    loss = ortops.TrainingSession(model).step(batch())["loss"]
+    np.testing.assert_allclose(session.run(["loss"], dict(batch()))[0], loss, rtol=1e-6)
+
+
+def test_missing_external_data_are_named(tmp_path: Path) -> None:
+    path = in_files(layers(), tmp_path / "given.onnx")
+    (tmp_path / "given.onnx_weights").unlink()
+    for use in (trainable, ortops.TrainingSession):
+        with pytest.raises(
+            ortops.ModelError,
+            match=r"^initializer 'body0': its external data cannot be read: .*given.onnx_weights",
+        ):
+            use(path)
