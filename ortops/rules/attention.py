@@ -237,7 +237,12 @@ def _ungroup(x: Tensor, q: Tensor, width: Size) -> Tensor:
 # onnxruntime's operators
 
 
-@definition("MultiHeadAttention", domain=MICROSOFT)
+@definition(
+    "MultiHeadAttention",
+    domain=MICROSOFT,
+    limits="no past_sequence_length, no cache_indirection; one length for each sample as a mask of "
+    "rank 1; not the output qk",
+)
 def multi_head_attention(
     query: Tensor,
     key: Tensor | None = None,
@@ -319,7 +324,12 @@ def _masked_attention(
     return _merge(y)
 
 
-@definition("Attention", domain=MICROSOFT)
+@definition(
+    "Attention",
+    domain=MICROSOFT,
+    limits="no do_rotary, no past in a shared buffer; one length for each sample as a mask of "
+    "rank 1; no output present of key and value sizes that differ",
+)
 def packed_attention(
     x: Tensor,
     weights: Tensor,
@@ -361,7 +371,12 @@ def packed_attention(
     return y, present
 
 
-@definition("GroupQueryAttention", domain=MICROSOFT)
+@definition(
+    "GroupQueryAttention",
+    domain=MICROSOFT,
+    limits="no past; no quantized or sliding cache, smooth softmax, head_sink or normalized "
+    "queries; not the output output_qk",
+)
 def group_query_attention(
     query: Tensor,
     key: Tensor | None,
@@ -449,7 +464,7 @@ def rotary_embedding(
     return _rotate(x, cos, sin, split, interleaved, rotary_embedding_dim)
 
 
-@definition("RotaryEmbedding", domain=MICROSOFT)
+@definition("RotaryEmbedding", domain=MICROSOFT, limits="no packed batching; scale is 1")
 def rotary_embedding_at(
     x: Tensor,
     position_ids: Tensor,

@@ -24,7 +24,7 @@ def _swap(x: Tensor) -> Tensor:
     return cast(Tensor, op.Transpose(x, perm=[*axes[:-2], axes[-1], axes[-2]]))
 
 
-@vjp("MatMul", limits="the ranks are known")
+@vjp("MatMul")
 def matmul(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Cotangents:
     if b.ndim == 1:  # a row of a times the vector b: scalars, which scale vectors
         if a.ndim == 1:

@@ -47,6 +47,12 @@ def bias_add(x: Tensor, bias: Tensor, skip: Tensor) -> Cotangents:
     return x + bias + skip
 
 
+ACTIVATIONS = (
+    "the activation is Clip, Elu, HardSigmoid, LeakyRelu, Relu, Sigmoid, Softplus, Softsign, Tanh "
+    "or ThresholdedRelu"
+)
+
+
 def _activate(x: Tensor, activation: str, parameters: Sequence[float]) -> Tensor:
     if not activation:
         return x
@@ -97,7 +103,7 @@ def _matrices(x: Tensor, transposed: int, batch_transposed: int) -> Tensor:
     return cast(Tensor, op.Transpose(x, perm=axes))
 
 
-@definition("FusedMatMulActivation", domain=MICROSOFT)
+@definition("FusedMatMulActivation", domain=MICROSOFT, limits=ACTIVATIONS)
 def fused_matmul_activation(
     a: Tensor,
     b: Tensor,
@@ -126,7 +132,7 @@ def fused_matmul_activation(
     return _activate(cast(Tensor, y), activation, parameters)
 
 
-@definition("FusedGemm", domain=MICROSOFT)
+@definition("FusedGemm", domain=MICROSOFT, limits=ACTIVATIONS)
 def fused_gemm(
     a: Tensor,
     b: Tensor,
@@ -146,7 +152,7 @@ def fused_gemm(
     return _activate(y, activation, parameters)
 
 
-@definition("FusedConv", domain=MICROSOFT)
+@definition("FusedConv", domain=MICROSOFT, limits=ACTIVATIONS)
 def fused_conv(
     x: Tensor,
     w: Tensor,
@@ -194,7 +200,7 @@ def skip_layer_normalization(
     return y, mean, inverse_std, total
 
 
-@definition("SkipSimplifiedLayerNormalization", domain=MICROSOFT)
+@definition("SkipSimplifiedLayerNormalization", domain=MICROSOFT, limits="not the output mean")
 def skip_simplified_layer_normalization(
     x: Tensor,
     skip: Tensor,
@@ -229,7 +235,11 @@ def _rms_normalize(x: Tensor, scale: Tensor, axis: int, epsilon: float) -> tuple
     return (wide_x * inverse_rms).astype(scale.dtype) * scale, inverse_rms
 
 
-@definition("EmbedLayerNormalization", domain=MICROSOFT)
+@definition(
+    "EmbedLayerNormalization",
+    domain=MICROSOFT,
+    limits="not the output mask_index where mask_index_type is not 0",
+)
 def embed_layer_normalization(
     input_ids: Tensor,
     segment_ids: Tensor | None,

@@ -94,7 +94,7 @@ def reduce_extremum(
     return chosen * (_keep(g, axes, keepdims) / ties)  # ties share evenly
 
 
-@vjp("ReduceProd", limits="the rank is known; n times the memory along an axis of size n")
+@vjp("ReduceProd", limits="n times the memory along an axis of size n")
 def reduce_prod(
     g: Tensor,
     y: Tensor,
