@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import onnx
+
+from ortops.autodiff import ZERO_GRADIENT, rules
+from ortops.expansion import has_definition
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -54,3 +59,22 @@ def _cases(table: Any) -> Iterator[Any]:
             yield from _cases(item)
     elif all(hasattr(table, name) for name in ("op", "orders", "differentiated", "domain")):
         yield table
+
+
+def without_gradient(model: onnx.ModelProto) -> set[str]:
+    """Returns the operators of a model, graphs inside nodes included, that no rule takes."""
+    return {
+        node.op_type
+        for node in _nodes(model.graph)
+        if (node.domain, node.op_type) not in rules()
+        and (node.domain or node.op_type not in ZERO_GRADIENT)
+        and not has_definition(node.op_type, node.domain)
+    }
+
+
+def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                yield from _nodes(inner)
