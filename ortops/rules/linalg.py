@@ -70,7 +70,7 @@ def gemm(
     return da, db, dc if beta == 1 else dc * beta
 
 
-@vjp("Einsum", limits="the ranks are known; no broadcasting within a letter")
+@vjp("Einsum", limits="no broadcasting within a letter")
 def einsum(g: Tensor, y: Tensor, *xs: Tensor, equation: str) -> Cotangents:
     terms, result = _subscripts(equation, [x.ndim for x in xs])
     cotangents = []

@@ -294,7 +294,11 @@ def matmul_nbits_definition(
     return y if bias is None else y + bias
 
 
-@vjp("MatMulNBits", domain=MICROSOFT)
+@vjp(
+    "MatMulNBits",
+    domain=MICROSOFT,
+    limits="bits 2, 4 and 8; no g_idx, no weights packed further",
+)
 def matmul_nbits(
     g: Tensor,
     y: Tensor,
