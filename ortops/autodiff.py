@@ -57,8 +57,6 @@ ZERO_GRADIENT = frozenset(
         "Not",
         "OptionalHasElement",
         "Or",
-        "QLinearConv",
-        "QLinearMatMul",
         "RandomNormal",
         "RandomNormalLike",
         "RandomUniform",
@@ -80,8 +78,41 @@ ZERO_GRADIENT = frozenset(
 """Operators of the standard domain through which nothing flows: their derivative is exactly zero
 wherever it exists."""
 
-_REARRANGE = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+_REARRANGE = frozenset(
+    {
+        "Concat",
+        "DepthToSpace",
+        "Expand",
+        "Flatten",
+        "Gather",
+        "Identity",
+        "MaxPool",
+        "Pad",
+        "Reshape",
+        "Resize",
+        "Slice",
+        "SpaceToDepth",
+        "Split",
+        "Squeeze",
+        "Tile",
+        "Transpose",
+        "Unsqueeze",
+        "Where",
+    }
+)
 """Operators that quantized numbers may pass through and still carry a cotangent."""
+
+_NEVER_QUANTIZED = frozenset(
+    {
+        ir.DataType.BFLOAT16,
+        ir.DataType.BOOL,
+        ir.DataType.DOUBLE,
+        ir.DataType.FLOAT,
+        ir.DataType.FLOAT16,
+        ir.DataType.INT64,
+        ir.DataType.STRING,
+    }
+)
 
 RuleFunction = Callable[..., Any]
 _F = TypeVar("_F", bound=RuleFunction)
@@ -179,12 +210,24 @@ def is_float(value: ir.Value) -> bool:
 
 def is_quantized(value: ir.Value) -> bool:
     """Whether a value is what a rule with ``quantizes`` made, possibly in another arrangement."""
-    node = value.producer()
-    while node is not None and node.domain == "" and node.op_type in _REARRANGE:
-        value = node.inputs[0]  # type: ignore[assignment]  # it is required
+    pending, seen = [value], {value}
+    while pending:
+        value = pending.pop()
         node = value.producer()
-    rule = None if node is None else find_rule(node.op_type, node.domain)
-    return rule is not None and rule.quantizes and value is node.outputs[0]  # type: ignore[union-attr]
+        if node is None or value.dtype in _NEVER_QUANTIZED:
+            continue
+        rule = find_rule(node.op_type, node.domain)
+        if rule is not None and rule.quantizes and value is node.outputs[0]:
+            return True
+        if _rearranges(node):
+            new = {part for part in node.inputs if part is not None} - seen
+            seen |= new
+            pending += new
+    return False
+
+
+def _rearranges(node: ir.Node) -> bool:
+    return node.domain == "" and node.op_type in _REARRANGE
 
 
 def carries_cotangent(value: ir.Value) -> bool:
@@ -356,15 +399,16 @@ def _apply(
     for index in rule.needs:
         _require_output(tape, node, index)
     outputs = tuple(_tensor(tape, value) for value in node.outputs)
+    inputs = tuple(_tensor(tape, value) for value in node.inputs)
+    if _rearranges(node):
+        outputs, inputs = (
+            tuple(None if x is None else _real(x, g) for x in some) for some in (outputs, inputs)
+        )
     if _several_outputs(node):
         padding = (None,) * (len(outputs) - len(g))
-        returned = rule.function(
-            (*g, *padding), outputs, *(_tensor(tape, v) for v in node.inputs), **attributes
-        )
+        returned = rule.function((*g, *padding), outputs, *inputs, **attributes)
     else:
-        returned = rule.function(
-            g[0], outputs[0], *(_tensor(tape, v) for v in node.inputs), **attributes
-        )
+        returned = rule.function(g[0], outputs[0], *inputs, **attributes)
     if not isinstance(returned, tuple | list):
         returned = (returned,)
     if len(returned) > len(node.inputs) and any(
@@ -380,6 +424,13 @@ def _apply(
             continue
         passed.append((value, _fit(cotangent, tape.tensor(value), rule, node)))
     return passed
+
+
+def _real(x: Tensor, g: Sequence[Tensor | None]) -> Tensor:
+    """Returns x, in the type of its cotangent where it is a quantized tensor."""
+    if not is_quantized(x.value):
+        return x
+    return x.astype(next(part.dtype for part in g if part is not None))
 
 
 def _fit(cotangent: Tensor, primal: Tensor, rule: Rule, node: ir.Node) -> Tensor:

@@ -3,13 +3,16 @@
 Fused operators and those that ONNX itself defines as functions are differentiated by what they
 stand for: where a gradient passes through such a node, the nodes of its definition come in its
 place. The forward pass then computes, once, just what the backward pass reads. A definition is
-written with `op`, for operators of any domain, or is the function body of ONNX's schema.
+written with `op`, for operators of any domain, or is the function body of ONNX's schema. One that
+holds only up to rounding, or is slower than the operator, leaves the forward pass alone: the
+backward pass computes it.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,9 +24,13 @@ from ortops.autodiff import (
     ZERO_GRADIENT,
     ancestor_nodes,
     attribute_value,
+    backward,
+    carries_cotangent,
     dependent_values,
     describe,
     find_rule,
+    inner_graphs,
+    vjp,
 )
 from ortops.errors import ModelError, UnsupportedError
 from ortops.gradient import BOUND_DOMAIN, infer_outputs, replace_value
@@ -55,7 +62,13 @@ class Definition:
 _definitions: dict[tuple[str, str], Definition] = {}
 
 
-def definition(*op_types: str, domain: str = "", limits: str = "") -> Callable[[_F], _F]:
+def definition(
+    *op_types: str,
+    domain: str = "",
+    keep: bool = False,
+    quantizes: bool = False,
+    limits: str = "",
+) -> Callable[[_F], _F]:
     """Registers what one or more operators stand for.
 
     The decorated function gets the inputs as Tensors in ONNX order (None where absent) and the
@@ -65,6 +78,10 @@ def definition(*op_types: str, domain: str = "", limits: str = "") -> Callable[[
     Args:
         *op_types: The operators.
         domain: Their domain.
+        keep: Whether the operator stays in the forward pass, and only the backward pass computes
+            what the definition says. The definition is then the operator's rule.
+        quantizes: With ``keep``, whether the first output carries a cotangent though it is of
+            integers; see `ortops.autodiff.Rule`.
         limits: What it does not do, for the table of operators.
 
     Example:
@@ -81,9 +98,44 @@ def definition(*op_types: str, domain: str = "", limits: str = "") -> Callable[[
         names = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
         for op_type in op_types:
             _definitions[domain, op_type] = Definition(function, names, limits)
+        if keep:
+            vjp(*op_types, domain=domain, quantizes=quantizes, limits=limits)(_as_rule(function))
         return function
 
     return register
+
+
+def _as_rule(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the rule that computes a definition and differentiates it."""
+
+    @functools.wraps(function)
+    def rule(g: Any, y: Any, *inputs: Tensor | None, **attributes: Any) -> Any:
+        outputs, cotangents = (x if isinstance(x, tuple) else (x,) for x in (y, g))
+        output = next(output for output in outputs if output is not None)
+        node, tape = output.value.producer(), output.tape
+        assert node is not None
+        start = len(tape.nodes)
+        results = _call(tape, node, function, inputs, attributes)
+        seeds = {
+            result.value: cotangent
+            for result, cotangent in zip(results, cotangents, strict=False)
+            if result is not None and cotangent is not None
+        }
+        values = [None if x is None else x.value for x in inputs]
+        given = dict.fromkeys(value for value in values if value is not None)
+        xs = [value for value in given if carries_cotangent(value)]
+        made = tape.nodes[start:]
+        found = backward(tape, made, seeds, xs, cut=given, asked_by=describe(node))
+        # A tensor that is an input twice gets its cotangent once: pop.
+        left = dict(zip(xs, found, strict=True))
+        return tuple(None if value is None else left.pop(value, None) for value in values)
+
+    signature = inspect.signature(function)
+    places = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in "gy"]
+    rule.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*places, *signature.parameters.values()]
+    )
+    return rule
 
 
 def definitions() -> Mapping[tuple[str, str], Definition]:
@@ -174,13 +226,8 @@ def _nodes_on_paths(graph: ir.Graph) -> Iterator[ir.Node]:
     for node in path:
         if node.domain != BOUND_DOMAIN:
             yield node
-            yield from _inner_nodes(node)
-
-
-def _inner_nodes(node: ir.Node) -> Iterator[ir.Node]:
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            yield from _all_nodes(attribute.as_graph())
+            for inner in inner_graphs(node):
+                yield from _all_nodes(inner)
 
 
 def _needs_expansion(node: ir.Node) -> bool:
@@ -242,9 +289,20 @@ def _apply(
             f"{describe(node)}: there is no gradient for attribute '{unknown[0]}' = "
             f"{attributes[unknown[0]]!r}; remove it, or add a rule with @ortops.vjp"
         )
+    return _call(tape, node, known.function, inputs, attributes)
+
+
+def _call(
+    tape: Tape,
+    node: ir.Node,
+    function: Callable[..., Any],
+    inputs: Sequence[Tensor | None],
+    attributes: Mapping[str, Any],
+) -> tuple[Tensor | None, ...]:
+    """Emits what a definition says; its errors name the node."""
     try:
         with tape:
-            results = known.function(*inputs, **attributes)
+            results = function(*inputs, **attributes)
     except (ModelError, UnsupportedError) as error:
         raise type(error)(f"{describe(node)}: {error}") from error
     return results if isinstance(results, tuple) else (results,)

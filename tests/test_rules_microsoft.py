@@ -618,6 +618,7 @@ def differences(
     total: Callable[[Sequence[np.ndarray | None]], float],
     arrays: Sequence[np.ndarray | None],
     position: int,
+    step: float = 1e-5,
 ) -> np.ndarray:
     """Returns all partial derivatives by central differences in float64."""
     result = np.zeros_like(arrays[position])
@@ -626,9 +627,9 @@ def differences(
         for sign in (1, -1):
             moved = list(arrays)
             moved[position] = arrays[position].copy()
-            moved[position][place] += sign * 1e-5
+            moved[position][place] += sign * step
             ends.append(total(moved))
-        result[place] = (ends[0] - ends[1]) / 2e-5
+        result[place] = (ends[0] - ends[1]) / (2 * step)
     return result
 
 

@@ -16,6 +16,7 @@ from ortops.rules import microsoft as microsoft
 from ortops.rules import normalization as normalization
 from ortops.rules import pooling as pooling
 from ortops.rules import quantization as quantization
+from ortops.rules import quantized as quantized
 from ortops.rules import random as random
 from ortops.rules import recurrent as recurrent
 from ortops.rules import reduce as reduce

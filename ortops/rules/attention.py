@@ -354,8 +354,44 @@ def packed_attention(
             "and a cache that is concatenated have a gradient"
         )
     projected = op.MatMul(x, weights)
-    if bias is not None:
-        projected = projected + bias
+    return attend_projected(
+        projected if bias is None else projected + bias,
+        mask_index,
+        past,
+        attention_bias,
+        num_heads=num_heads,
+        mask_filter_value=mask_filter_value,
+        qkv_hidden_sizes=qkv_hidden_sizes,
+        scale=scale,
+        unidirectional=unidirectional,
+    )
+
+
+def attend_projected(
+    projected: Tensor,
+    mask_index: Tensor | None,
+    past: Tensor | None,
+    attention_bias: Tensor | None,
+    *,
+    num_heads: int,
+    mask_filter_value: float,
+    scale: float,
+    unidirectional: int,
+    qkv_hidden_sizes: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns what com.microsoft::Attention does behind its product, and the present.
+
+    Args:
+        projected: Queries, keys and values side by side, (batch, length, hidden).
+        mask_index: As the operator's input.
+        past: The same.
+        attention_bias: The same.
+        num_heads: As its attribute.
+        mask_filter_value: The same.
+        scale: The same.
+        unidirectional: The same.
+        qkv_hidden_sizes: The same.
+    """
     if qkv_hidden_sizes:
         parts = op.Split(projected, list(qkv_hidden_sizes), axis=-1)
     else:

@@ -329,6 +329,10 @@ def identity(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
 def cast(
     g: Tensor, y: Tensor, x: Tensor, *, to: int, saturate: int = 1, round_mode: str = "up"
 ) -> Cotangents:
+    return _cast_back(g, x)
+
+
+def _cast_back(g: Tensor, x: Tensor) -> Tensor:
     return g.astype(x.dtype) if is_float(x.value) else g  # quantized numbers
 
 
@@ -342,4 +346,4 @@ def cast_like(
     saturate: int = 1,
     round_mode: str = "up",
 ) -> Cotangents:
-    return g.astype(x.dtype)
+    return _cast_back(g, x)

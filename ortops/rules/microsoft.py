@@ -1,7 +1,7 @@
 """What onnxruntime's fused operators stand for: those that optimised exports contain.
 
 They are in the domain com.microsoft, SimplifiedLayerNormalization in the standard one. Products
-with quantized weights stay as they are in the forward pass and have a rule.
+with quantized weights stay as they are in the forward pass.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import cast
 
 import numpy as np
 
-from ortops.autodiff import is_float, vjp
+from ortops.autodiff import is_float
 from ortops.errors import UnsupportedError
 from ortops.expansion import definition
 from ortops.rules._types import Cotangents
-from ortops.tensor import Tensor, op, pad_axes, reshape_like, unbroadcast
+from ortops.tensor import Tensor, op
 
 MICROSOFT = "com.microsoft"
 
@@ -253,7 +253,7 @@ def embed_layer_normalization(
     *,
     epsilon: float = 1e-12,
     mask_index_type: int = 0,
-) -> Cotangents:
+) -> tuple[Tensor, Tensor | None, Tensor]:
     total = op.Gather(word_embedding, input_ids)
     if position_ids is None:
         length = op.Squeeze(op.Shape(input_ids, start=1, end=2), [0])
@@ -273,8 +273,13 @@ def embed_layer_normalization(
 # Quantized weights
 
 
-@definition("MatMulNBits", domain=MICROSOFT)
-def matmul_nbits_definition(
+@definition(
+    "MatMulNBits",
+    domain=MICROSOFT,
+    keep=True,
+    limits="bits 2, 4 and 8; no g_idx, no weights packed further",
+)
+def matmul_nbits(
     a: Tensor,
     b: Tensor,
     scales: Tensor,
@@ -292,41 +297,6 @@ def matmul_nbits_definition(
     numbers, scale = _blocks(b, scales, zero_points, g_idx, bits, block_size, N, weight_prepacked)
     y = op.MatMul(a, op.Transpose(_rows(numbers * scale, N, K), perm=[1, 0]))
     return y if bias is None else y + bias
-
-
-@vjp(
-    "MatMulNBits",
-    domain=MICROSOFT,
-    limits="bits 2, 4 and 8; no g_idx, no weights packed further",
-)
-def matmul_nbits(
-    g: Tensor,
-    y: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scales: Tensor,
-    zero_points: Tensor | None = None,
-    g_idx: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    K: int,
-    N: int,
-    block_size: int,
-    bits: int = 4,
-    accuracy_level: int = 0,
-    weight_prepacked: int = 0,
-) -> Cotangents:
-    numbers, scale = _blocks(b, scales, zero_points, g_idx, bits, block_size, N, weight_prepacked)
-    da = op.MatMul(g, _rows(numbers * scale, N, K))
-    dw = op.Gemm(op.Reshape(g, [-1, N]), op.Reshape(a, [-1, K]), transA=1)
-    blocks = -(-K // block_size)
-    dw = op.Reshape(pad_axes(dw, [0, blocks * block_size - K], None, [1]), [N, blocks, block_size])
-    dscales = reshape_like(op.ReduceSum(dw * numbers, [2]), scales)
-    dzero = None
-    if zero_points is not None and is_float(zero_points.value):
-        dzero = reshape_like(-op.ReduceSum(dw * scale, [2]), zero_points)
-    dbias = None if bias is None else unbroadcast(g, bias)
-    return da, None, dscales, dzero, None, dbias
 
 
 def _blocks(

@@ -21,8 +21,10 @@ from ortops.rules.convolution import conv
 from ortops.rules.linalg import matmul
 from ortops.tensor import Tensor, expand_like, ones_like, op, reshape_like, size_of, unbroadcast
 
+STRAIGHT_THROUGH = "straight through the rounding; first order"
 
-@vjp("QuantizeLinear", quantizes=True, limits="straight through the rounding; first order")
+
+@vjp("QuantizeLinear", quantizes=True, limits=STRAIGHT_THROUGH)
 def quantize_linear(
     g: Tensor,
     y: Tensor,
@@ -58,7 +60,7 @@ def quantize_linear(
     return dx.astype(x.dtype), dscale.astype(scale.dtype)
 
 
-@vjp("DequantizeLinear", limits="straight through the rounding; first order")
+@vjp("DequantizeLinear", limits=STRAIGHT_THROUGH)
 def dequantize_linear(
     g: Tensor,
     y: Tensor,
@@ -78,7 +80,7 @@ def dequantize_linear(
     return g * step, dscale.astype(scale.dtype)
 
 
-@vjp("DynamicQuantizeLinear", quantizes=True, limits="straight through the rounding; first order")
+@vjp("DynamicQuantizeLinear", quantizes=True, limits=STRAIGHT_THROUGH)
 def dynamic_quantize_linear(
     g: tuple[Tensor | None, ...], y: tuple[Tensor | None, ...], x: Tensor
 ) -> Cotangents:
@@ -106,7 +108,7 @@ def _share(is_end: Tensor, counts: Tensor) -> Tensor:
     return cast(Tensor, mask / op.Max(op.ReduceSum(mask), 1))
 
 
-@vjp("MatMulInteger", quantizes=True, limits="straight through the rounding; first order")
+@vjp("MatMulInteger", quantizes=True, limits=STRAIGHT_THROUGH)
 def matmul_integer(
     g: Tensor,
     y: Tensor,
@@ -122,7 +124,7 @@ def matmul_integer(
     return matmul(g, y, left, right)
 
 
-@vjp("ConvInteger", quantizes=True, limits="straight through the rounding; first order")
+@vjp("ConvInteger", quantizes=True, limits=STRAIGHT_THROUGH)
 def conv_integer(
     g: Tensor,
     y: Tensor,
