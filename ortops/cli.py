@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ortops import __version__
 from ortops.errors import OrtopsError
 
 __all__ = ["main"]
@@ -22,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0, or 1 if something stands in the way.
     """
     parser = argparse.ArgumentParser(prog="ortops", description="Training for stock onnxruntime.")
+    parser.add_argument("--version", action="version", version=f"ortops {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     checking = commands.add_parser("check", help="tell what of a model can be trained")
     checking.add_argument("model", help="an .onnx file")
@@ -45,14 +47,11 @@ def _check(model: str) -> int:
 
 
 def _lower(options: argparse.Namespace) -> int:
-    from onnx.external_data_helper import load_external_data_for_model
-
-    from ortops.files import write_atomically
+    from ortops.external import detach, write_model
     from ortops.lowering import lower
 
     model = lower(options.model)
     folder = Path(options.model).resolve().parent
-    if Path(options.output).resolve().parent != folder:  # external data are found from there only
-        load_external_data_for_model(model, str(folder))
-    write_atomically(options.output, model.SerializeToString())
+    moved = Path(options.output).resolve().parent != folder  # external data are found from there
+    write_model(options.output, *detach(model, folder if moved else None))
     return 0

@@ -34,6 +34,7 @@ __all__ = [
     "detach",
     "find",
     "is_light",
+    "move_out",
     "move_to_inputs",
     "refer_to",
     "save_model",
@@ -50,6 +51,7 @@ Data: TypeAlias = dict[str, ir.TensorProtocol]
 
 _BIG = 1024  # tensors of more bytes are kept beside the model
 _LOCATION = "ortops.detached/"
+_MEMORY = "ortops.memory"  # the location of what `add_external_initializers` gives
 _FILE_KEY = "ortops.data"  # the metadata that tell which data file was written with a model file
 _ALIGNMENT = 4096  # of data in a file, so that they can be mapped into memory
 _numbers = itertools.count()
@@ -278,16 +280,44 @@ def move_to_inputs(model: ir.Model) -> dict[str, npt.NDArray[Any]]:
         return {}
     arrays: dict[str, npt.NDArray[Any]] = {}
     for name, tensor in tensors.items():
-        array = tensor.numpy() if tensor.nbytes > _BIG else None
-        if array is None or array.dtype.isbuiltin != 1:  # numpy has no such type; nor feeds
-            continue
-        value = graph.initializers.pop(name)
-        value.const_value = None
-        value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(array.shape)
-        if value not in graph.inputs:
-            graph.inputs.append(value)
-        arrays[name] = np.require(array, requirements=["C", "A"])
+        array = _native(tensor)
+        if array is not None:
+            value = graph.initializers.pop(name)
+            value.const_value = None
+            value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(array.shape)
+            if value not in graph.inputs:
+                graph.inputs.append(value)
+            arrays[name] = array
     return arrays
+
+
+def move_out(model: ir.Model) -> tuple[onnx.ModelProto, dict[str, npt.NDArray[Any]]]:
+    """Serializes a model, without big initializers where it does not fit into one message.
+
+    Returns:
+        The model, and the arrays of external initializers that `add_external_initializers` takes.
+        There are none where the model fits.
+    """
+    graph = model.graph
+    tensors = {n: t for n, v in graph.initializers.items() if (t := v.const_value) is not None}
+    inside = [t for t in tensors.values() if not isinstance(t, ir.ExternalTensor)]
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    if sum(tensor.nbytes for tensor in inside) > MESSAGE_LIMIT:
+        for name, tensor in tensors.items():
+            array = None if isinstance(tensor, ir.ExternalTensor) else _native(tensor)
+            if array is not None:
+                arrays[name] = array
+                graph.initializers[name].const_value = ir.ExternalTensor(
+                    _MEMORY, 0, array.nbytes, tensor.dtype, shape=ir.Shape(array.shape), name=name
+                )
+    return ir.to_proto(model), arrays
+
+
+def _native(tensor: ir.TensorProtocol) -> npt.NDArray[Any] | None:
+    """Returns a big tensor as an array that can be lent to onnxruntime, or None."""
+    if tensor.nbytes <= _BIG or tensor.dtype.numpy().type.__module__ != "numpy":
+        return None  # onnxruntime takes no arrays of types that numpy itself has not
+    return np.require(tensor.numpy(), requirements=["C", "A"])
 
 
 def save_model(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:

@@ -78,7 +78,8 @@ def lower(model: ModelLike) -> onnx.ModelProto:
         result.CopyFrom(proto)
         return result
     result = to_proto(lower_ir(convert.to_ir(proto, folder)))
-    result.training_info.extend(proto.training_info)
+    for info in proto.training_info:  # one by one: `extend` takes none of 2 GB
+        result.training_info.add().CopyFrom(info)
     return result
 
 
@@ -262,12 +263,13 @@ def _lower_optimizer(node: ir.Node, names: Names, keep: Keep | None) -> list[ir.
             [r, t, *group],
             ir.convenience.convert_attributes(attributes),
             num_outputs=len(group) - 1,
-            name=node.name if len(groups) == 1 else None,
         )
         for output, like in zip(single.outputs, [group[0], *group[2:]], strict=True):
             output.type, output.shape = like.type, like.shape
         if keep is not None and keep(single):
             tape.append(single)
+            if len(groups) == 1 and node.name:  # it is the node, as far as messages go
+                single.name = node.name
             results = [tape.tensor(output) for output in single.outputs]
         else:
             for position in range(len(single.inputs)):

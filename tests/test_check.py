@@ -99,6 +99,13 @@ def test_command_on_a_file_that_is_none(tmp_path, capsys):
     assert "not an ONNX model" in capsys.readouterr().err
 
 
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"ortops {ortops.__version__}\n"
+
+
 def test_lower_command(tmp_path):
     nodes = [
         helper.make_node("Mul", ["a", "a"], ["y"]),

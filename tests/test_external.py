@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 
 import ortops
-from ortops import Tape, external, op
+from ortops import Tape, cli, external, op
 from ortops.optimizers import SGD, Adam
 from ortops.training.data import Feeds
 
@@ -258,3 +258,69 @@ def test_missing_external_data_are_named(tmp_path: Path) -> None:
             match=r"^initializer 'body0': its external data cannot be read: .*given.onnx_weights",
         ):
             use(path)
+
+
+@pytest.mark.usefixtures("small_limit")
+def test_a_big_model_in_memory_is_run(tmp_path: Path) -> None:
+    feeds = {"x": batch()["x"]}
+    given = in_files(layers(), tmp_path / "given.onnx")
+    expected = onnxruntime.InferenceSession(given).run(None, feeds)[0]
+    session = ortops.InferenceSession(layers())
+    np.testing.assert_allclose(session.run(None, feeds)[0], expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.usefixtures("small_limit")
+def test_a_big_model_with_gradients_is_run_and_lowered(tmp_path: Path) -> None:
+    model = layers()
+    node = onnx.helper.make_node(
+        "Gradient", ["x"], ["dx"], domain="ai.onnx.preview.training", xs=["x"], y="y"
+    )
+    model.graph.node.append(node)
+    model.graph.output.append(onnx.helper.make_tensor_value_info("dx", 1, ["batch", SIZE]))
+    model.opset_import.add(domain="ai.onnx.preview.training", version=1)
+    feeds = {"x": batch()["x"]}
+    big = ortops.InferenceSession(model).run(["dx"], feeds)[0]
+    path = tmp_path / "in" / "model.onnx"
+    path.parent.mkdir()
+    in_files(model, path)
+    from_path = ortops.InferenceSession(path, onnxruntime.SessionOptions()).run(["dx"], feeds)[0]
+    np.testing.assert_allclose(big, from_path, rtol=1e-6, atol=1e-7)
+    assert cli.main(["lower", str(path), str(tmp_path / "lowered.onnx")]) == 0
+    assert names_in(tmp_path) == {"in", "lowered.onnx", "lowered.onnx.data"}
+    lowered = onnxruntime.InferenceSession(tmp_path / "lowered.onnx").run(["dx"], feeds)[0]
+    np.testing.assert_allclose(big, lowered, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.usefixtures("small_limit")
+def test_a_big_model_in_memory_takes_no_options() -> None:
+    with pytest.raises(ortops.ModelError, match="leave out sess_options, or write the model with"):
+        ortops.InferenceSession(layers(), onnxruntime.SessionOptions())
+
+
+@pytest.mark.usefixtures("small_limit")
+def test_bytes_of_a_big_model_are_refused() -> None:
+    with pytest.raises(
+        ortops.ModelError, match=r"^model: its tensors take 33,792 bytes, .*; write it with ortops"
+    ):
+        external.serialize(layers())
+
+
+def test_external_data_of_attributes_and_inner_graphs_come_along(tmp_path: Path) -> None:
+    weights = np.arange(4, dtype=np.float32)
+    (tmp_path / "w.bin").write_bytes(weights.tobytes())
+    tensor = onnx.TensorProto(
+        name="w", data_type=1, dims=[4], data_location=onnx.TensorProto.EXTERNAL
+    )
+    tensor.external_data.add(key="location", value="w.bin")
+    node = onnx.helper.make_node("Constant", [], ["c"], value=tensor)
+    body = onnx.helper.make_graph(
+        [onnx.helper.make_node("Identity", ["w"], ["out"])], "then", [], [], [tensor]
+    )
+    branch = onnx.helper.make_node("If", ["condition"], ["d"], then_branch=body, else_branch=body)
+    proto = onnx.helper.make_model(onnx.helper.make_graph([node, branch], "graph", [], []))
+    light, _ = external.detach(proto, tmp_path)
+    constant, conditional = light.graph.node
+    found = [constant.attribute[0].t]
+    found += [attribute.g.initializer[0] for attribute in conditional.attribute]
+    for each in found:
+        np.testing.assert_array_equal(onnx.numpy_helper.to_array(each), weights)

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from training_models import (
     CPU,
     TRAINING_DOMAIN,
@@ -733,3 +733,20 @@ def test_a_constant_that_no_gradient_depends_on() -> None:
     )
     assert one["loss"] == pytest.approx(two["loss"] + 3)
     np.testing.assert_allclose(one["w_new"], two["w_new"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("part", ["graph", "algorithm"])
+def test_sparse_initializers_are_refused_by_name(part: str) -> None:
+    model = build_training_model(affine(), loss="L1", optimizer="SGD")
+    algorithm = model.training_info[0].algorithm
+    graph = model.graph if part == "graph" else algorithm
+    sparse = helper.make_sparse_tensor(
+        numpy_helper.from_array(np.ones(1, np.float32), "extra"),
+        numpy_helper.from_array(np.array([1]), "places"),
+        [2],
+    )
+    graph.sparse_initializer.append(sparse)
+    algorithm.node.append(helper.make_node("Neg", ["extra"], ["negative"]))
+    algorithm.output.append(helper.make_tensor_value_info("negative", 1, [2]))
+    with pytest.raises(ortops.UnsupportedError, match="initializer 'extra': it is sparse; dense"):
+        ortops.step_graph(model)

@@ -761,8 +761,23 @@ def test_what_cannot_be_trained() -> None:
     model = build_training_model(affine(), loss="L1", optimizer="SGD")
     with pytest.raises(ModelError, match="no training_info entry 1; it has 1"):
         TrainingSession(model, entry=1)
+    for entry in ("a", 0.5, True):
+        with pytest.raises(ModelError, match=f"entry is {entry!r}; .* is accepted, an integer"):
+            TrainingSession(model, entry=entry)  # type: ignore[arg-type]
+    assert TrainingSession(model, entry=np.int64(0)).steps_done == 0  # type: ignore[arg-type]
     with pytest.raises(OrtopsError, match="kernels is 'fast'; 'python' and 'onnx' are accepted"):
         TrainingSession(model, kernels="fast")  # type: ignore[arg-type]
+
+
+def test_a_batch_without_labels_is_refused() -> None:
+    model = build_training_model(classifier(), loss="SoftmaxCrossEntropy", optimizer="SGD")
+    session = TrainingSession(model)
+    empty = {"x": np.zeros((0, 6), np.float32), "labels": np.zeros(0, np.int64)}
+    with pytest.raises(FeedError, match=r"^feeds: 'labels' has shape \[0\], .*; a batch has at le"):
+        session.step(empty)
+    with pytest.raises(FeedError, match="'labels' has shape"):
+        session.evaluate([empty])
+    assert session.steps_done == 0
 
 
 def test_an_operator_without_a_rule_is_named() -> None:

@@ -265,7 +265,6 @@ def _names(graph: ir.Graph, result: onnx.ModelProto) -> tuple[Names, set[str]]:
     own = result.graph
     visible = {name for node in own.node for name in node.output if name}
     visible.update(value.name for value in (*own.input, *own.initializer))
-    visible.update(tensor.values.name for tensor in own.sparse_initializer)
     for name in (*visible, *(node.name for node in own.node)):
         names.take(name)
     return names, visible

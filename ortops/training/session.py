@@ -411,7 +411,7 @@ class TrainingSession:
         )
         names = {binding.key: binding.value for binding in info.initialization_binding}
         values = list(dict.fromkeys(names.values()))
-        session = self._session(model)
+        session = self._session(external.attach(model, self._data))
         outputs = dict(zip(values, session.run(values, {}), strict=True))
         return {name: outputs[value] for name, value in names.items()}
 
@@ -535,6 +535,11 @@ class TrainingSession:
         }
         for name, classes, ignored in self._labels:
             labels = arrays[name]
+            if not labels.size:
+                raise FeedError(
+                    f"feeds: '{name}' has shape {list(labels.shape)}, so that there is nothing to "
+                    "compute a loss from; a batch has at least one row"
+                )
             outside = labels < 0 if classes is None else (labels < 0) | (labels >= classes)
             wrong = labels[outside & (labels != ignored)]
             if wrong.size:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import SupportsIndex
 
 import onnx
 import onnx_ir as ir
@@ -147,6 +148,10 @@ def flatten(
         raise ModelError(
             "model: it has no training_info; make it trainable with ortops.build_training_model"
         )
+    if isinstance(entry, bool) or not isinstance(entry, SupportsIndex):
+        raise ModelError(
+            f"entry is {entry!r}; the number of a training_info entry is accepted, an integer"
+        )
     if not 0 <= entry < len(proto.training_info):
         raise ModelError(
             f"model: it has no training_info entry {entry}; it has {len(proto.training_info)}"
@@ -263,9 +268,7 @@ def _check_updates(graph: ir.Graph, updates: Mapping[str, str], entry: int) -> N
     """Refuses an update that is not of the type and shape of its variable."""
     outputs = {value.name: value for value in graph.outputs}
     for name, output in updates.items():
-        old, new = graph.initializers.get(name), outputs[output]
-        if old is None:  # a sparse one
-            continue
+        old, new = graph.initializers[name], outputs[output]
         same_type = None in (old.dtype, new.dtype) or old.dtype == new.dtype
         if not same_type or not gradient.may_be_equal(old.shape, new.shape):
             raise ModelError(
