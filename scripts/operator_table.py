@@ -1,42 +1,130 @@
-"""Writes the table of operators with a gradient into README.md, from the registry of rules."""
+"""Writes the table of operators with a gradient into README.md.
+
+The registry of rules tells how an operator is differentiated and what is not, the tables of cases
+in tests/ which inputs and orders are checked, the schemas of onnx and onnxruntime their names.
+"""
 
 import argparse
 import sys
-from collections import defaultdict
+from inspect import unwrap
 from pathlib import Path
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import onnx
+from checked import checked
+from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
 from ortops.autodiff import ZERO_GRADIENT, rules
 from ortops.expansion import definitions
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- operators: begin -->", "<!-- operators: end -->"
+OPSET = 26
+DOMAINS = {"": "operator of the standard domain", "com.microsoft": "operator of com.microsoft"}
+ORDERS = ("", "1", "1, 2", "1–3")
+
+
+class Row(NamedTuple):
+    """What the table says of an operator."""
+
+    op_type: str
+    how: str
+    inputs: str
+    orders: int
+    limits: str
+
+
+def rows(domain: str) -> list[Row]:
+    """Returns the rows of a domain's operators, by name."""
+    tests = checked()
+    found = []
+    for key in sorted({*rules(), *definitions()}):
+        rule, definition = rules().get(key), definitions().get(key)
+        registered = rule or definition
+        if key[0] != domain or not _is_ours(registered):
+            continue
+        defined = definition and (not rule or unwrap(rule.function) is definition.function)
+        inputs = [] if key not in tests else _names(*key, tests[key].differentiated)
+        if rule and rule.structural:
+            inputs.append("captured values")
+        found.append(
+            Row(
+                key[1],
+                "definition" if defined else "rule",
+                ", ".join(inputs),
+                tests[key].orders if key in tests else 0,
+                registered.limits,
+            )
+        )
+    return found
+
+
+def _is_ours(registered: Any) -> bool:
+    """Whether a rule or definition is part of ortops: tests and examples register some too."""
+    return registered.function.__module__.startswith("ortops.rules.")
+
+
+def _names(domain: str, op_type: str, indices: list[int]) -> list[str]:
+    """Returns the names that an operator's schema gives its inputs; the last may be repeated."""
+    names = [formal.name for formal in _schema(domain, op_type).inputs]
+    return list(dict.fromkeys(names[min(index, len(names) - 1)] for index in indices))
+
+
+def _schema(domain: str, op_type: str) -> Any:
+    try:
+        return onnx.defs.get_schema(op_type, OPSET, domain)
+    except onnx.defs.SchemaError:  # one of onnxruntime's operators
+        return next(
+            schema
+            for schema in get_all_operator_schema()
+            if (schema.domain, schema.name) == (domain, op_type)
+        )
 
 
 def table() -> str:
-    """Returns the table as Markdown."""
-    families: dict[str, list[str]] = defaultdict(list)
-    for (domain, op_type), rule in {**definitions(), **rules()}.items():
-        if rule.function.__module__.startswith("ortops.rules."):
-            family = rule.function.__module__.rpartition(".")[2].replace("_", " ")
-            families[family].append(f"{domain}::{op_type}" if domain else op_type)
-    count = sum(len(names) for names in families.values())
-    rows = [f"| family | {count} operators |", "| --- | --- |"]
-    rows += [
-        f"| {family} | {' '.join(sorted(names))} |" for family, names in sorted(families.items())
+    """Returns the summary and the tables as Markdown."""
+    by_domain = {domain: rows(domain) for domain in DOMAINS}
+    everything = [row for found in by_domain.values() for row in found]
+    second, third = (sum(row.orders >= order for row in everything) for order in (2, 3))
+    return TEXT.format(
+        count=len(everything),
+        standard=len(by_domain[""]),
+        second=second,
+        third=third,
+        zero=", ".join(sorted(ZERO_GRADIENT)),
+        tables="\n\n".join(map(_table, DOMAINS.values(), by_domain.values())),
+    )
+
+
+TEXT = """\
+{count} operators have a gradient, {standard} of them in the standard domain. Gradients are of
+any order, unless the table says otherwise: whatever a rule emits has a rule. Tests check {second}
+operators to the second order and {third}, every elementwise one among them, to the third.
+Sizes may be unknown; where a rule needs a rank that is unknown, an error names the tensor.
+
+The derivative is zero, wherever it exists, of {zero}.
+
+<details>
+<summary>Every operator: its inputs, the orders that tests check, what is limited</summary>
+
+{tables}
+
+A rule is the formula of a gradient. A definition says what an operator stands for, and that is
+differentiated.
+
+</details>"""
+
+
+def _table(title: str, found: list[Row]) -> str:
+    head = f"| {title} | how | gradient to | orders | limits |\n| --- | --- | --- | --- | --- |"
+    lines = [
+        f"| {row.op_type} | {row.how} | {row.inputs} | {ORDERS[row.orders]} | {row.limits} |"
+        for row in found
     ]
-    rows.append(f"| zero gradient | {' '.join(sorted(ZERO_GRADIENT))} |")
-    rows += [
-        "",
-        "Gradients are of any order. What is limited:",
-        "",
-        "| operator | limits |",
-        "| --- | --- |",
-    ]
-    limits = {op_type: rule.limits for (_, op_type), rule in rules().items() if rule.limits}
-    rows += [f"| {op_type} | {text} |" for op_type, text in sorted(limits.items())]
-    return "\n".join(rows)
+    return "\n".join([head, *lines])
 
 
 def updated(text: str) -> str:

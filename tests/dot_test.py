@@ -20,6 +20,7 @@ import numpy as np
 import onnx
 import onnx.reference
 import onnxruntime
+from checked import without_gradient
 from onnx import helper
 
 import ortops
@@ -125,6 +126,7 @@ def check(case: Case, *, symbolic: bool) -> None:
     for order in range(1, case.orders + 1):
         gradient = _with_gradient(model, names, f"f{order}", f"d{order}_")
         lowered = ortops.lower(gradient)
+        assert not without_gradient(lowered), "of the next order"
         results = _run_reference(lowered, feeds) if case.float32 else _run(lowered, feeds)
         found = dict(zip([f"d{order}_{n}" for n in names], results, strict=True))
         evaluate = _evaluator(case, ortops.lower(model) if order > 1 else model, f"f{order}")

@@ -19,6 +19,7 @@ import onnx.inliner
 import onnx.reference
 import onnxruntime
 import pytest
+from checked import without_gradient
 from domain_models import model, node, run, value
 from onnx import TensorProto, helper
 
@@ -278,6 +279,7 @@ def check(case: Case, *, symbolic: bool) -> None:
         names = [f"d{order}_{x}" for x in xs]
         nodes = [*nodes, node("Gradient", xs, names, xs=xs, y=f"f{order}")]
         lowered = ortops.lower(model(nodes, inputs, names))
+        assert not without_gradient(lowered), "of the next order"
         found = wide(case, lowered)(feeds)
         for x, gradient in zip(xs, found, strict=True):
             assert gradient.shape == feeds[x].shape

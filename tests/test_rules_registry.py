@@ -1,14 +1,19 @@
-"""The registry of rules against ONNX's schemas."""
+"""The registry of rules against ONNX's schemas, and against what the other tests check."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from checked import checked
 
 from ortops.autodiff import ZERO_GRADIENT, Rule, rules
+from ortops.expansion import Definition, definitions
 
 OPSET = 26
 STANDARD = {
@@ -76,3 +81,77 @@ def test_zero_gradient_operators_have_no_differentiable_input() -> None:
     for op_type in ZERO_GRADIENT - steps:
         for formal in schema(op_type).inputs:
             assert formal.differentiation_category != differentiable, f"{op_type}: {formal.name}"
+
+
+OURS = {
+    key: registered
+    for key, registered in {**definitions(), **rules()}.items()
+    if registered.function.__module__.startswith("ortops.rules.")
+}
+NAMES = ["::".join(filter(None, key)) for key in OURS]
+STEPS = {"Hardmax": "the largest element gets 1, so its gradient is zero"}
+"""Operators whose gradient tests check to the first order only, besides those that go straight
+through a rounding, where differences are no oracle."""
+
+
+def is_fused(key: tuple[str, str]) -> bool:
+    """Whether an operator is onnxruntime's own; tests of some of them check the first order."""
+    return not onnx.defs.has(key[1], domain=key[0])
+
+
+@pytest.mark.parametrize("key", OURS, ids=NAMES)
+def test_orders_that_tests_check(key: tuple[str, str]) -> None:
+    registered, found = OURS[key], checked().get(key)
+    assert found is not None
+    assert found.differentiated or getattr(registered, "structural", False)
+    if registered.function.__module__ == "ortops.rules.elementwise":
+        assert found.orders >= 3
+    elif key[1] not in STEPS and "first order" not in registered.limits and not is_fused(key):
+        assert found.orders >= 2
+
+
+def test_tests_check_no_other_operators() -> None:
+    assert not set(checked()) - set(OURS)
+
+
+ILLEGAL = {
+    "Attention": "inputs of rank 3 without the numbers of heads",
+    "GRU": "activations and directions that the standard does not have",
+    "LSTM": "the same",
+    "RNN": "the same",
+}
+"""Operators of the standard domain that refuse only what is no legal model, and what it is."""
+
+
+@pytest.mark.parametrize("key", OURS, ids=NAMES)
+def test_what_a_rule_refuses_is_in_its_limits(key: tuple[str, str]) -> None:
+    if "UnsupportedError" in _names_reached(OURS[key]) and (key[0] or key[1] not in ILLEGAL):
+        assert OURS[key].limits
+
+
+def _names_reached(registered: Rule | Definition) -> set[str]:
+    """Returns the names in the code of a rule and of what it calls within ortops.rules."""
+    pending, seen = [inspect.unwrap(registered.function)], set()
+    names: set[str] = set()
+    while pending:
+        function = pending.pop()
+        seen.add(function)
+        for code in _code(function.__code__):
+            names.update(code.co_names)
+            for name in code.co_names:
+                pending += [f for f in _functions(function.__globals__.get(name)) if f not in seen]
+    return names
+
+
+def _functions(value: Any) -> list[Any]:
+    if not getattr(value, "__module__", "").startswith("ortops.rules"):
+        return []
+    members = vars(value).values() if inspect.isclass(value) else [value]
+    return [member for member in members if inspect.isfunction(member)]
+
+
+def _code(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _code(constant)
