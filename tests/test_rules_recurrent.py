@@ -625,3 +625,39 @@ def test_like_torch(op, bidirectional):
         np.testing.assert_allclose(found["c"], c.grad.numpy(), **close)
     for name, array in parts(found).items():
         np.testing.assert_allclose(array, module.get_parameter(name).grad.numpy(), **close)
+
+
+@pytest.mark.parametrize(
+    ("op", "steps", "samples", "symbolic"),
+    # Without samples, onnxruntime's LSTM and GRU end the process, without steps its GRU does.
+    [("LSTM", 0, 2, False), ("RNN", 0, 2, False), ("RNN", 3, 0, False), ("RNN", 3, 0, True)],
+)
+@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
+def test_no_steps_or_no_samples(
+    op: str, steps: int, samples: int, symbolic: bool, direction: str
+) -> None:
+    directions, rows = 2 if direction == "bidirectional" else 1, 3 * GATES[op]
+    shapes = {
+        "X": (steps, samples, 2),
+        "W": (directions, rows, 2),
+        "R": (directions, rows, 3),
+        "B": (directions, 2 * rows),
+        "h": (directions, samples, 3),
+    }
+    feeds = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    xs = list(feeds)
+    nodes = [
+        helper.make_node(
+            op,
+            ["X", "W", "R", "B", "", "h"],
+            ["Y", "Y_h"],
+            hidden_size=3,
+            direction=direction,
+        ),
+        node("Gradient", xs, [f"d{x}" for x in xs], xs=xs, y="Y_h"),
+    ]
+    free = {"X": ["t", "n", 2], "h": [directions, "n", 3]} if symbolic else {}
+    inputs = [value(name, free.get(name, shape)) for name, shape in shapes.items()]
+    found = run(ortops.lower(model(nodes, inputs, [f"d{x}" for x in xs])), feeds)
+    for gradient, array in zip(found, feeds.values(), strict=True):
+        np.testing.assert_array_equal(gradient, np.zeros_like(array))

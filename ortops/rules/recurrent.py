@@ -134,7 +134,8 @@ class _Sweep:
         steps, batch = x.shape[:2] if x.shape else (None, None)
         sizes = [size_of(x, [0]), size_of(x, [1]), size_of(weights, [0])]
         size = sizes[2] if isinstance(sizes[2], int) else None
-        return cast(Tensor, op.Reshape(rows, sizes)).with_shape([steps, batch, size])
+        shaped = cast(Tensor, op.Reshape(rows, sizes, allowzero=1))
+        return shaped.with_shape([steps, batch, size])
 
     def limit(self, x: Tensor) -> Tensor:
         """Clips what an activation is applied to."""
@@ -167,7 +168,7 @@ Cell = Callable[[_Sweep], tuple[dict[Tensor, Tensor], list[Tensor]]]
 at which it took the graph to be cut when it found them."""
 
 
-@vjp("RNN", needs=(0,))
+@vjp("RNN", needs=(0,), limits="at least one step where only a run tells")
 def rnn(
     g: Sequence[MaybeTensor],
     y: Sequence[MaybeTensor],
@@ -208,7 +209,7 @@ def _rnn(at: _Sweep) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
     return {of_x: da, of_h: da, at.h: dh}, [before]
 
 
-@vjp("GRU", needs=(0,))
+@vjp("GRU", needs=(0,), limits="at least one step where only a run tells")
 def gru(
     g: Sequence[MaybeTensor],
     y: Sequence[MaybeTensor],
@@ -302,7 +303,7 @@ def _gru_linear_before_reset(at: _Sweep) -> tuple[dict[Tensor, Tensor], list[Ten
     return {of_x: dx, of_h: da, at.h: dh}, [before]
 
 
-@vjp("LSTM", needs=(0,))
+@vjp("LSTM", needs=(0,), limits="at least one step where only a run tells")
 def lstm(
     g: Sequence[MaybeTensor],
     y: Sequence[MaybeTensor],
@@ -403,7 +404,10 @@ def _recurrent(
     """Returns the cotangents of the inputs of a recurrent node."""
     node = cast(Tensor, y[0]).value.producer()
     asked_by = describe(node) if node else "recurrent node"
-    tape = cast(Tensor, inputs[0]).tape
+    x = cast(Tensor, inputs[0])
+    if x.shape is not None and 0 in x.shape[:2]:  # onnxruntime gives zeros, whatever the state was
+        return None
+    tape = x.tape
     start = len(tape.nodes)
     seeds: dict[ir.Value, Tensor] = {}
     cut: list[ir.Value] = []
