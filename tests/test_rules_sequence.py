@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from checked import Checked
-from domain_models import value
+from domain_models import model, node, run, value
 from onnx import TensorProto, helper
 from test_rules_control_flow import ORDERS, arrays, check, subgraph
 
@@ -171,20 +171,169 @@ def test_sequences_out_of_branches(flag: bool) -> None:
     check(nodes, {"flag": np.array(flag), **arrays(a=(2, 3), b=(2, 3))}, ["a", "b"])
 
 
-def test_sequence_that_a_loop_carries_is_refused() -> None:
+def carrying(
+    nodes: list[onnx.NodeProto], *, start: str, tensors: bool = True, condition: str = "go"
+) -> onnx.NodeProto:
+    """Returns a Loop that carries a sequence, s to t, and a tensor, h to k."""
     body = subgraph(
         "body",
-        [N("SequenceInsert", ["s", "a"], ["t"]), N("Identity", ["c"], ["d"])],
-        [value("i", [], TensorProto.INT64), value("c", [], TensorProto.BOOL), sequence_info("s")],
-        [value("d", [], TensorProto.BOOL), sequence_info("t")],
+        [*nodes, *([N("Identity", ["go"], ["go_on"])] if condition == "go" else [])],
+        [
+            value("i", [], TensorProto.INT64),
+            value("go", [], TensorProto.BOOL),
+            sequence_info("s"),
+            *([value("h", [2, 3], D)] if tensors else []),
+        ],
+        [
+            value("go_on", [], TensorProto.BOOL),
+            sequence_info("t"),
+            *([value("k", [2, 3], D)] if tensors else []),
+        ],
+    )
+    return N(
+        "Loop",
+        ["n", "", start, *(["a"] if tensors else [])],
+        ["sf", *(["kf"] if tensors else [])],
+        name="loop",
+        body=body,
+    )
+
+
+APPEND = [
+    N("Mul", ["h", "w"], ["m"]),
+    N("Sin", ["m"], ["k"]),
+    N("SequenceInsert", ["s", "k"], ["t"]),
+]
+EMPTY = [constant("n", 3), N("SequenceEmpty", [], ["s0"], dtype=D)]
+JOINED = [N("ConcatFromSequence", ["sf"], ["joined"], axis=0), *squared("joined")]
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_loop_that_appends_to_a_sequence(symbolic: bool) -> None:
+    nodes = [*EMPTY, carrying(APPEND, start="s0"), *JOINED]
+    check(nodes, arrays(a=(2, 3), w=(2, 3)), ["a", "w"], symbolic=symbolic)
+
+
+def test_loop_that_appends_reads_no_sequence_in_the_backward_pass() -> None:
+    """So that its time is linear in the number of iterations."""
+    gradient = node("Gradient", ["w"], ["d"], xs=["w"], y="y")
+    nodes = [*EMPTY, carrying(APPEND, start="s0"), *JOINED, gradient]
+    lowered = ortops.lower(model(nodes, [value("a", [2, 3], D), value("w", [2, 3], D)], ["d"]))
+    bodies = [n.attribute[0].g for n in lowered.graph.node if n.op_type == "Loop"]
+    assert len(bodies) == 2
+    assert not [n for body in bodies for n in body.node if n.op_type == "Loop"]
+
+
+def test_loop_that_reads_what_it_appended() -> None:
+    inside = [
+        N("SequenceAt", ["s", "i"], ["e"]),
+        N("Mul", ["e", "h"], ["m"]),
+        N("Mul", ["m", "w"], ["n1"]),
+        N("Sin", ["n1"], ["k"]),
+        N("SequenceInsert", ["s", "k"], ["t"]),
+    ]
+    nodes = [
+        constant("n", 3),
+        N("SequenceConstruct", ["b"], ["s0"]),
+        carrying(inside, start="s0"),
+        N("Mul", ["kf", "kf"], ["scaled"]),
+        N("ConcatFromSequence", ["sf"], ["joined"], axis=0, new_axis=1),
+        N("Mul", ["joined", "scaled"], ["both"]),
+        *squared("both"),
+    ]
+    check(nodes, arrays(a=(2, 3), b=(2, 3), w=(2, 3)), ["a", "b", "w"])
+
+
+def test_loop_that_replaces_elements_of_a_sequence() -> None:
+    inside = [
+        N("SequenceAt", ["s", "i"], ["e"]),
+        N("SequenceErase", ["s", "i"], ["less"]),
+        N("Mul", ["e", "w"], ["m"]),
+        N("Sin", ["m"], ["f"]),
+        N("SequenceInsert", ["less", "f", "i"], ["t"]),
+    ]
+    nodes = [constant("n", 2), CONSTRUCT, carrying(inside, start="s", tensors=False), *JOINED]
+    check(nodes, arrays(**SHAPES, w=(2, 3)), ["a", "b", "c", "w"])
+
+
+def test_loop_that_reads_a_sequence_from_outside() -> None:
+    inside = [
+        N("SequenceAt", ["outside", "i"], ["e"]),
+        N("Mul", ["e", "h"], ["m"]),
+        N("Tanh", ["m"], ["k"]),
+        N("SequenceInsert", ["s", "m"], ["t"]),
+    ]
+    nodes = [
+        *EMPTY,
+        N("SequenceConstruct", ["a", "b", "c"], ["outside"]),
+        carrying(inside, start="s0"),
+        *JOINED,
+    ]
+    check(nodes, arrays(**SHAPES), ["a", "b", "c"])
+
+
+def test_loop_that_carries_a_sequence_and_stops_early() -> None:
+    stop = [
+        N("ReduceSum", ["k"], ["total"], keepdims=0),
+        N("Less", ["total", "limit"], ["go_on"]),
+    ]
+    inside = [N("Add", ["h", "w"], ["k"]), N("SequenceInsert", ["s", "k"], ["t"]), *stop]
+    nodes = [
+        constant("n", 50),
+        N("SequenceEmpty", [], ["s0"], dtype=D),
+        carrying(inside, start="s0", condition="stop"),
+        *JOINED,
+    ]
+    feeds = {"a": np.zeros((2, 3)), "w": np.ones((2, 3)), "limit": np.array(20.0)}
+    check(nodes, feeds, ["a", "w"])
+    given = [value(name, array.shape, D) for name, array in feeds.items()]
+    (y,) = run(model(nodes, given, ["y"]), feeds)
+    assert y.shape == (2 * 4, 3)
+
+
+def test_loop_without_iterations_that_carries_a_sequence() -> None:
+    nodes = [constant("n", 0), CONSTRUCT, carrying(APPEND, start="s"), *JOINED]
+    check(nodes, arrays(**SHAPES, w=(2, 3)), ["a", "b", "w"])
+
+
+def test_optional_that_a_loop_carries_is_refused() -> None:
+    kind = helper.make_optional_type_proto(helper.make_tensor_type_proto(D, [2, 3]))
+    body = subgraph(
+        "body",
+        [N("Identity", ["o"], ["p"]), N("Identity", ["c"], ["d"])],
+        [
+            value("i", [], TensorProto.INT64),
+            value("c", [], TensorProto.BOOL),
+            helper.make_value_info("o", kind),
+        ],
+        [value("d", [], TensorProto.BOOL), helper.make_value_info("p", kind)],
     )
     nodes = [
         constant("n", 2),
-        N("SequenceEmpty", [], ["s0"], dtype=D),
-        N("Loop", ["n", "", "s0"], ["sf"], name="loop", body=body),
-        N("ConcatFromSequence", ["sf"], ["y"], axis=0),
+        N("Optional", ["a"], ["o0"]),
+        N("Loop", ["n", "", "o0"], ["of"], name="loop", body=body),
+        N("OptionalGetElement", ["of"], ["y"]),
     ]
     with pytest.raises(
-        ortops.UnsupportedError, match=r"Loop node 'loop': 's' of its body is a seq"
+        ortops.UnsupportedError, match=r"Loop node 'loop': 'o' of its body is an optional"
     ):
         check(nodes, arrays(a=(2, 3)), ["a"])
+
+
+def test_sequence_that_the_body_of_a_map_captures_is_refused() -> None:
+    body = subgraph(
+        "body",
+        [N("SequenceAt", ["s", "p"], ["other"]), N("Mul", ["e", "other"], ["o"])],
+        [value("e", None, D)],
+        [value("o", None, D)],
+    )
+    nodes = [
+        CONSTRUCT,
+        constant("p", 0),
+        N("SequenceMap", ["s"], ["sf"], name="map", body=body),
+        *JOINED,
+    ]
+    with pytest.raises(
+        ortops.UnsupportedError, match=r"SequenceMap node 'map': its body reads the sequence 's'"
+    ):
+        check(nodes, arrays(**SHAPES), ["a"])

@@ -3,7 +3,8 @@
 A branch or body is repeated in the backward pass, where its values are not visible otherwise, and
 differentiated there with respect to its own inputs and to the values that it captures. Loop and
 Scan keep the state that each iteration began with; the backward pass goes through the iterations in
-reverse and adds up the cotangents of captured values.
+reverse and adds up the cotangents of captured values. A Loop cannot put sequences out in each
+iteration: where the backward pass reads one, it repeats the iterations up to there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import onnx_ir as ir
 from ortops.autodiff import add_cotangents, backward, describe, is_float, read_inputs, vjp
 from ortops.errors import UnsupportedError
 from ortops.gradient import copy_node
-from ortops.tensor import Tape, Tensor, op, remove_unread, zeros_like
+from ortops.tensor import Tape, Tensor, map_sequences, op, remove_unread, zeros_like
 
 Cotangent = Tensor | None
 Cotangents = dict[ir.Value, Tensor]
@@ -38,22 +39,32 @@ def if_(
     return _emit(tape, "If", [node.inputs[0]], branches, captured)
 
 
-@vjp("Loop", structural=True, limits="a state keeps its shape, and is no sequence")
+@vjp(
+    "Loop",
+    structural=True,
+    limits="a state keeps its shape, and is no optional; quadratic time where the backward pass "
+    "reads a sequence that is a state",
+)
 def loop(
     tape: Tape, node: ir.Node, g: Sequence[Cotangent], active: set[ir.Value], asked_by: str
 ) -> Cotangents:
     body = node.attributes["body"].as_graph()
     for value in (*body.inputs, *body.outputs):
-        if isinstance(value.type, ir.SequenceType | ir.OptionalType):
+        if isinstance(value.type, ir.OptionalType):
             raise UnsupportedError(
-                f"{describe(node)}: '{value.name}' of its body is a sequence or an optional (asked "
-                f"for by {asked_by}); tensors that a loop carries, or puts out in each iteration, "
-                "have a gradient"
+                f"{describe(node)}: '{value.name}' of its body is an optional (asked for by "
+                f"{asked_by}); tensors and sequences that a loop carries have a gradient"
             )
     starts = [value for value in node.inputs[2:] if value is not None]
     states = [index for index, value in enumerate(starts) if is_float(value)]
     captured = _captured(node, active)
-    numbers, *befores = _keep(tape, node, body, [body.inputs[0], *body.inputs[2:]])
+    carries = list(zip(body.inputs[2:], starts, strict=True))
+    kept = [
+        inside for inside, start in carries if not (_is_sequence(inside) or _is_sequence(start))
+    ]
+    original = copy_node(node, {})
+    numbers, *befores = _keep(tape, node, body, [body.inputs[0], *kept])
+    before_of = dict(zip(kept, befores, strict=True))
     count = op.Squeeze(op.Shape(tape.tensor(numbers)), [0])
     with _inner_tape(tape, f"{body.name}_gradient") as inner:
         step = inner.input(f"{inner.scope}iteration", np.int64, [])
@@ -65,8 +76,12 @@ def loop(
         def at_number(sequence: ir.Value, like: ir.Value) -> Tensor:
             return _typed(op.Gather(inner.tensor(sequence), number, axis=0), like)
 
+        replayed = _states_at(inner, original, number, len(starts))
         inputs = [number, inner.constant(np.array(True))]
-        inputs += [at_number(b, v) for b, v in zip(befores, body.inputs[2:], strict=True)]
+        inputs += [
+            at_number(before_of[inside], inside) if inside in before_of else inner.tensor(again)
+            for inside, again in zip(body.inputs[2:], replayed, strict=True)
+        ]
         copies = _repeat(inner, body, dict(zip(body.inputs, _values(inputs), strict=True)))
         outputs = [copies.get(value, value) for value in body.outputs[1:]]
         seeds: list[tuple[ir.Value, Cotangent]] = [
@@ -134,7 +149,7 @@ def scan(
     return _emit(tape, "Scan", [*_values(initial), *sequences], attributes, likes)
 
 
-@vjp("SequenceMap", structural=True)
+@vjp("SequenceMap", structural=True, limits="none to sequences that its body captures")
 def sequence_map(
     tape: Tape,
     node: ir.Node,
@@ -146,6 +161,12 @@ def sequence_map(
     values = [value for value in node.inputs if value is not None]
     wanted = [index for index, value in enumerate(values) if value in active]
     captured = _captured(node, active)
+    for value in captured:
+        if _is_sequence(value):
+            raise UnsupportedError(
+                f"{describe(node)}: its body reads the sequence '{value.name}' (asked for by "
+                f"{asked_by}); sequences that are inputs of the node have a gradient"
+            )
     slopes = [
         (output, part) for output, part in zip(body.outputs, g, strict=True) if part is not None
     ]
@@ -251,13 +272,13 @@ def _differentiate(
     for value, part in cotangents:
         if part is not None:
             part = tape.tensor(part.value)
-            seeds[value] = seeds[value] + part if value in seeds else part
+            seeds[value] = add_cotangents(seeds[value], part) if value in seeds else part
     found = backward(tape, list(tape.graph), seeds, xs, asked_by=asked_by)
     for index, (x, cotangent) in enumerate(zip(xs, found, strict=True)):
         total = totals[index] if totals else None
         if total is not None:
-            cotangent = total if cotangent is None else total + cotangent
-        result = zeros_like(tape.tensor(x)) if cotangent is None else cotangent
+            cotangent = total if cotangent is None else add_cotangents(total, cotangent)
+        result = _zeros(tape.tensor(x)) if cotangent is None else cotangent
         tape.graph.outputs.append(_typed(op.Identity(result), x).value)
     remove_unread(list(tape.graph))
 
@@ -271,9 +292,18 @@ def _initial(
 ) -> list[Tensor]:
     """Returns what the backward loop starts from: cotangents of final states, and zeros."""
     finals = [
-        zeros_like(tape.tensor(node.outputs[i])) if (part := g[i]) is None else part for i in states
+        _zeros(tape.tensor(node.outputs[i])) if (part := g[i]) is None else part for i in states
     ]
-    return [*finals, *(zeros_like(tape.tensor(value)) for value in captured)]
+    return [*finals, *(_zeros(tape.tensor(value)) for value in captured)]
+
+
+def _zeros(x: Tensor) -> Tensor:
+    """Returns zeros like a tensor, or like the tensors of a sequence."""
+    return map_sequences(zeros_like, x) if _is_sequence(x.value) else zeros_like(x)
+
+
+def _is_sequence(value: ir.Value) -> bool:
+    return isinstance(value.type, ir.SequenceType)
 
 
 def _emit(
@@ -289,7 +319,7 @@ def _emit(
     passed: Cotangents = {}
     for output, like in zip(node.outputs, likes, strict=True):
         part = _typed(tape.tensor(output), like)
-        passed[like] = passed[like] + part if like in passed else part
+        passed[like] = add_cotangents(passed[like], part) if like in passed else part
     return passed
 
 
@@ -300,6 +330,26 @@ def _order(node: ir.Node, kind: str, count: int) -> list[tuple[int, int]]:
         for name in (f"scan_{kind}_axes", f"scan_{kind}_directions")
     )
     return list(zip(axes, directions, strict=True))
+
+
+def _states_at(tape: Tape, loop: ir.Node, number: Tensor, count: int) -> list[ir.Value]:
+    """Repeats a loop up to an iteration; returns the states that that begins with.
+
+    Args:
+        tape: Where the repetition goes.
+        loop: A copy of the Loop node, which is put there.
+        number: The number of the iteration.
+        count: How many states there are.
+    """
+    loop.replace_input_with(0, number.value)
+    loop.resize_outputs(count)
+    body = loop.attributes["body"].as_graph()
+    del body.outputs[1 + count :]
+    remove_unread(list(body))
+    tape.append(loop)
+    for value, inside in zip(loop.outputs, body.outputs[1:], strict=True):
+        value.type = value.type or inside.type
+    return list(loop.outputs)
 
 
 def _keep(tape: Tape, node: ir.Node, body: ir.Graph, states: Sequence[ir.Value]) -> list[ir.Value]:

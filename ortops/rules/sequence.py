@@ -30,7 +30,9 @@ def sequence_at(g: Tensor, y: Tensor, sequence: Tensor, position: Tensor) -> Cot
 def sequence_insert(
     g: Tensor, y: Tensor, sequence: Tensor, tensor: Tensor, position: Tensor | None = None
 ) -> Cotangents:
-    place = op.SequenceLength(sequence) if position is None else _from_front(sequence, position)
+    if position is None:  # at the end; this way the sequence is not read
+        return op.SequenceErase(g), _at(g, -1, tensor)
+    place = _from_front(sequence, position)
     return op.SequenceErase(g, place), _at(g, place, tensor)
 
 
