@@ -40,6 +40,7 @@ __all__ = [
     "save_model",
     "serialize",
     "set_array",
+    "without_data",
     "write_model",
 ]
 
@@ -318,6 +319,25 @@ def _native(tensor: ir.TensorProtocol) -> npt.NDArray[Any] | None:
     if tensor.nbytes <= _BIG or tensor.dtype.numpy().type.__module__ != "numpy":
         return None  # onnxruntime takes no arrays of types that numpy itself has not
     return np.require(tensor.numpy(), requirements=["C", "A"])
+
+
+def without_data(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a model to check: itself, or one with inputs for big initializers if it is too big.
+
+    Args:
+        proto: The model; not changed.
+    """
+    if data_size(proto) <= MESSAGE_LIMIT:
+        return proto
+    result, _ = detach(proto)
+    graph = result.graph
+    listed = {value.name for value in graph.input}
+    for tensor in [tensor for tensor in graph.initializer if is_light(tensor)]:
+        graph.initializer.remove(tensor)
+        if tensor.name not in listed:
+            value = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            graph.input.append(value)
+    return result
 
 
 def save_model(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:

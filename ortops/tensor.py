@@ -19,6 +19,7 @@ import onnx
 import onnx_ir as ir
 
 from ortops.errors import ModelError, OrtopsError
+from ortops.external import without_data
 
 __all__ = [
     "Dim",
@@ -248,7 +249,7 @@ class Tape:
         model.metadata_props.update(properties)
         proto = ir.to_proto(model)
         try:
-            onnx.checker.check_model(proto, full_check=True)
+            onnx.checker.check_model(without_data(proto), full_check=True)
         except onnx.checker.ValidationError as error:
             raise ModelError(f"graph '{self.graph.name}': {error}; see the ONNX schema") from error
         return proto

@@ -4,6 +4,8 @@ The limit is lowered, so that small models take the ways that big ones take; one
 than 2 GB in fact.
 """
 
+import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -324,3 +326,58 @@ def test_external_data_of_attributes_and_inner_graphs_come_along(tmp_path: Path)
     found += [attribute.g.initializer[0] for attribute in conditional.attribute]
     for each in found:
         np.testing.assert_array_equal(onnx.numpy_helper.to_array(each), weights)
+
+
+def test_a_big_graph_is_checked_without_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = layers()
+    assert external.without_data(model) is model
+    monkeypatch.setattr(external, "MESSAGE_LIMIT", 20_000)
+    assert layers() == model
+    light = external.without_data(model)
+    assert [tensor.name for tensor in light.graph.initializer] == ["head"]
+    assert [value.name for value in light.graph.input] == ["x", "body0", "body1"]
+    onnx.checker.check_model(light, full_check=True)
+
+
+def memory_available() -> int:
+    """Returns the bytes of memory that are to be had, 0 where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable")), 0)
+
+
+@pytest.mark.slow
+def test_more_than_2_gb_in_fact(tmp_path: Path) -> None:
+    if memory_available() < 12e9 or shutil.disk_usage(tmp_path).free < 8e9:
+        pytest.skip("it takes 12 GB of memory and 8 GB of disk, on Linux")
+    size = 13_500  # three matrices of 729 MB
+    model = layers(size, 3)
+    *weights, head = (onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer)
+    with tempfile.TemporaryDirectory(dir=tmp_path) as name:  # pytest would keep the files
+        folder = Path(name)
+        ortops.save_model(model, folder / "given.onnx")
+        del model
+        built = trainable(folder / "given.onnx", ["head"], SGD(0.1))
+        session = ortops.TrainingSession(built)
+        del built
+        data = batch(size)
+        hidden = data["x"]
+        for array in weights:
+            hidden = np.tanh(hidden @ array)
+        expected = np.mean((hidden @ head - data["targets"]) ** 2)
+        np.testing.assert_allclose(session.step(data)["loss"], expected, rtol=1e-4)
+        session.save(folder / "checkpoint.onnx")
+        session.step(data)
+        state = dict(session.state)
+        del session, weights
+        resumed = ortops.TrainingSession(folder / "checkpoint.onnx")
+        resumed.step(data)
+        for variable, array in state.items():
+            np.testing.assert_array_equal(array, resumed.state[variable])
+        ortops.save_model(resumed.inference_model(), folder / "inference.onnx")
+        del resumed
+        plain = onnxruntime.InferenceSession(folder / "inference.onnx")
+        outputs = plain.run(None, {"x": data["x"]})[0]
+        np.testing.assert_allclose(outputs, hidden @ state["head"], rtol=1e-3, atol=1e-4)
