@@ -10,6 +10,7 @@ backward pass computes it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -196,7 +197,7 @@ def expand(model: ir.Model, *, everywhere: bool = False) -> bool:
             _replace(node, known, names)
         elif node.domain == BOUND_DOMAIN:
             infer_outputs(node)
-        elif any(value.type is None or value.shape is None for value in node.outputs):
+        elif not all(map(_is_known, node.outputs)):
             _infer(node, known, names)
     bodies = False
     for node in chosen:
@@ -263,21 +264,35 @@ def _replace(node: ir.Node, known: Definition, names: Names) -> None:
                 "gradient passes through the node; cut the graph there by naming another tensor "
                 "in xs"
             )
-        _know_shape(result, output)
+        result.value.shape = _together(output.shape, result.value.shape)
         replace_value(tape, output, result, put_out)
     graph.remove(node, safe=True)
     remove_unread(tape.nodes)
 
 
-def _know_shape(result: Tensor, output: ir.Value) -> None:
-    """Completes the shape of a definition's result with what was known of the output."""
-    old, new = output.shape, result.value.shape
-    if old is not None and new is None:
-        result.value.shape = ir.Shape(list(old))
-    elif old is not None and new is not None and len(old) == len(new):
-        result.value.shape = ir.Shape(
-            [b if isinstance(b, int) else a for a, b in zip(old, new, strict=True)]
-        )
+def _is_known(value: ir.Value) -> bool:
+    """Whether type and shape of a value are known, apart from what the sizes of inputs are."""
+    shape = value.shape
+    return value.type is not None and shape is not None and not any(map(_is_unknown, shape))
+
+
+def _is_unknown(dim: int | ir.SymbolicDim) -> bool:
+    """Whether a dimension is unknown, or has a symbol that onnx made up for want of more."""
+    return not isinstance(dim, int) and (dim.value is None or dim.value.startswith("unk__"))
+
+
+def _together(a: ir.Shape | None, b: ir.Shape | None) -> ir.Shape | None:
+    """Returns what two descriptions of a shape say together; sizes go before symbols."""
+    if a is None or b is None:
+        return a if b is None else b
+    if len(a) != len(b):
+        return b
+    return ir.Shape(
+        [
+            q if not isinstance(p, int) and (isinstance(q, int) or p.value is None) else p
+            for p, q in zip(a, b, strict=True)
+        ]
+    )
 
 
 def _apply(
@@ -313,10 +328,13 @@ def _infer(node: ir.Node, known: Definition | None, names: Names) -> None:
     graph = node.graph
     assert isinstance(graph, ir.Graph)
     if known is None:
-        try:
+        before = [output.shape for output in node.outputs]
+        for output in node.outputs:
+            output.shape = None
+        with contextlib.suppress(ModelError):  # an operator that nothing is known of
             Tape(graph, before=node, names=names).infer(node)
-        except ModelError:  # an operator that nothing is known of
-            return
+        for output, shape in zip(node.outputs, before, strict=True):
+            output.shape = _together(shape, output.shape)
         return
     scratch = Tape(opset=graph.opset_imports[""])
     scratch.graph.opset_imports.update(graph.opset_imports)

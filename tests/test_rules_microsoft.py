@@ -700,6 +700,26 @@ def test_fused_operators_behind_each_other(opset: int) -> None:
         )
 
 
+def test_shapes_that_are_computed_from_what_is_behind_fused_operators() -> None:
+    """onnx infers no more than that they are vectors of integers."""
+    cut = {"zero": np.array([0]), "two": np.array([2]), "last": np.array([-1])}
+    nodes = [
+        helper.make_node("QuickGelu", ["x"], ["a"], domain=MICROSOFT),
+        helper.make_node("Shape", ["a"], ["n"]),
+        helper.make_node("Slice", ["n", "zero", "two"], ["front"]),
+        helper.make_node("Concat", ["front", "last"], ["sizes"], axis=0),
+        helper.make_node("Reshape", ["a", "sizes"], ["b"]),
+        helper.make_node("FusedMatMul", ["b", "w"], ["y"], domain=MICROSOFT, transB=1),
+        node("Gradient", ["w"], ["dw"], xs=["w"], y="y"),
+    ]
+    inputs = [value("x", ["n", "t", 2, 3]), value("w", [5, 6])]
+    whole = model(nodes, inputs, ["dw"], initializers=cut, imports=[(MICROSOFT, 1)])
+    x = normal(2, 3, 2, 3).astype(np.float32)
+    (dw,) = run(ortops.lower(whole), {"x": x, "w": np.ones((5, 6), np.float32)})
+    expected = (x * sigmoid(1.702 * x)).reshape(-1, 6).sum(0)
+    np.testing.assert_allclose(dw, np.tile(expected, (5, 1)), rtol=1e-4)
+
+
 def test_only_what_a_gradient_passes_through_is_taken_apart() -> None:
     nodes, inputs, _ = layers()
     gradient = node("Gradient", ["n"], ["dn"], xs=["n"], zs=["s"], y="y")

@@ -1,0 +1,91 @@
+"""Gradients of exported models that onnxruntime's tools have optimized, next to PyTorch's autograd.
+
+The models are those of `test_exported_models`. What onnxruntime saves after its extended
+optimizations, and what its tool for transformers writes, holds its fused operators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+import onnx
+import onnxruntime
+import pytest
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+pytest.importorskip("torch", reason="torch is not installed: ./scripts/test --compare")
+
+from test_exported_models import (  # noqa: E402
+    EXPORTS,
+    TOLERANCE,
+    _quiet_exporters,  # noqa: F401  a fixture for every test
+    built,
+    compare,
+    exported,
+)
+
+MICROSOFT = "com.microsoft"
+
+
+def saved(path: Path) -> onnx.ModelProto:
+    """Returns a model as onnxruntime saves it after its extended optimizations."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.optimized_model_filepath = str(path.with_suffix(".optimized.onnx"))
+    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return onnx.load(options.optimized_model_filepath)
+
+
+def fused(path: Path, kind: str) -> onnx.ModelProto:
+    """Returns what the tool for transformers makes of a model with two heads of size 8."""
+    from onnxruntime.transformers.optimizer import optimize_model
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        made = optimize_model(
+            str(path), kind, num_heads=2, hidden_size=16, opt_level=0, use_gpu=False
+        )
+        made.save_model_to_file(str(path.with_suffix(".fused.onnx")))
+    return onnx.load(path.with_suffix(".fused.onnx"))
+
+
+CASES = {
+    "bert": ("bert", {"BiasGelu", "FusedMatMul"}, {"BiasGelu", "SkipLayerNormalization"}),
+    "gpt2": ("gpt2", {"FastGelu", "FusedMatMul"}, {"FastGelu", "SkipLayerNormalization"}),
+    "llama": (
+        "gpt2",
+        {"FusedMatMul", "QuickGelu"},
+        {"SkipSimplifiedLayerNormalization"},
+    ),
+    "t5": ("t5", {"FusedMatMul"}, {"SkipSimplifiedLayerNormalization"}),
+    "vit": ("vit", {"BiasGelu", "FusedMatMul"}, {"BiasGelu", "SkipLayerNormalization"}),
+    "resnet": (None, {"FusedConv"}, set()),
+    "whisper": ("bart", {"BiasGelu", "Gelu"}, {"BiasGelu", "SkipLayerNormalization"}),
+    "segformer": ("vit", {"FusedConv", "FusedMatMul"}, {"SkipLayerNormalization"}),
+    "unet": (None, {"QuickGelu"}, set()),
+}
+
+
+@pytest.mark.parametrize("tool", ["session", "transformers", "both"])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name: str, tool: str, tmp_path: Path) -> None:
+    kind, by_session, by_tool = CASES[name]
+    if kind is None and tool != "session":
+        pytest.skip("the tool for transformers is not for this model")
+    example = EXPORTS[name]
+    module, inputs = built(example)
+    path = tmp_path / "model.onnx"
+    onnx.save(exported(example, module, inputs, "torchscript"), path)
+    expected = by_session
+    if kind is not None and tool != "session":
+        optimized = fused(path, kind)
+        path, expected = path.with_suffix(".fused.onnx"), by_tool
+    if tool != "transformers":
+        optimized = saved(path)
+    found = {n.op_type for n in optimized.graph.node if n.domain == MICROSOFT}
+    assert expected <= found
+    errors = compare(optimized, module, inputs, (*example.unused, *example.folded))
+    assert errors
+    assert max(errors.values()) < TOLERANCE, sorted(errors.items(), key=lambda e: -e[1])[:5]
