@@ -255,28 +255,51 @@ def heads_cases():
         )
 
 
-def group_query(q, k, v, _pk, _pv, _lengths, _total, cos=None, sin=None, **options):
-    """Four heads of queries and two of keys and values, of size 16."""
+def group_query(q, k, v, pk, pv, lengths, total, cos=None, sin=None, positions=None, **options):
+    """Four heads of queries and two of keys and values, of size 16, sample by sample."""
     if k is None:
         q, k, v = np.split(q, [64, 96], axis=-1)
     q, k, v = split(q, 4), split(k, 2), split(v, 2)
+    length = q.shape[2]
+    capacity = 0 if pk is None else pk.shape[2]
+    if positions is None:
+        positions = np.arange(length) + np.zeros((len(q), 1), int)
+        if total != length:
+            positions = positions + (lengths[:, None] + 1 - length)
+    first = np.zeros(len(q), int) if total == length else lengths + 1 - length
     if cos is not None:
         interleaved = options.get("rotary_interleaved", 0)
-        positions = np.arange(3)[None]
         q, k = (rotate(x, positions, cos, sin, interleaved=interleaved) for x in (q, k))
-    behind = np.arange(3)[:, None] - np.arange(3)
-    allowed = (behind >= 0) & (behind < options.get("local_window_size", 3))
-    scores = q @ swap(np.repeat(k, 2, axis=1)) * options.get("scale", 1 / 4)
-    if "softcap" in options:
-        scores = options["softcap"] * np.tanh(scores / options["softcap"])
-    y = softmax(np.where(allowed, scores, -np.inf)) @ np.repeat(v, 2, axis=1)
-    return np.moveaxis(y, 1, 2).reshape(len(y), y.shape[2], -1), k, v
+    size = max(int(total), capacity)
+    keys, values = (np.zeros((len(q), 2, size, 16)) for _ in range(2))
+    outputs = []
+    for n, start in enumerate(first):
+        for whole, past, new in ((keys, pk, k), (values, pv, v)):
+            if start:
+                whole[n, :, :start] = past[n, :, :start]
+            whole[n, :, start : start + length] = new[n]
+        behind = start + np.arange(length)[:, None] - np.arange(size)
+        allowed = (behind >= 0) & (behind < options.get("local_window_size", size))
+        allowed &= np.arange(size) <= lengths[n]
+        scores = q[n] @ swap(np.repeat(keys[n], 2, axis=0)) * options.get("scale", 1 / 4)
+        if "softcap" in options:
+            scores = options["softcap"] * np.tanh(scores / options["softcap"])
+        y = softmax(np.where(allowed, scores, -np.inf)) @ np.repeat(values[n], 2, axis=0)
+        outputs.append(y.swapaxes(0, 1).reshape(length, -1))
+    return np.stack(outputs), keys, values
 
 
 def group_query_cases():
     q, k, v = normal(2, 3, 64), normal(2, 3, 32, seed=1), normal(2, 3, 32, seed=2)
     turn = [normal(9, 8, seed=5), normal(9, 8, seed=6)]
     rest = [None, None, np.array([2, 2], np.int32), np.array(3, np.int32)]
+    past = [normal(2, 2, 4, 16, seed=7), normal(2, 2, 4, 16, seed=8)]
+    # 4 and 2 of the past are used; of a prompt that is shorter, none.
+    more = [*past, np.array([6, 4], np.int32), np.array(7, np.int32)]
+    one = [x[:, :1] for x in (q, k, v)]
+    decoding = [*past, np.array([4, 2], np.int32), np.array(5, np.int32)]
+    prompt = [*past, np.array([2, 2], np.int32), np.array(3, np.int32)]
+    positions = np.array([[5], [3]], np.int64)
     rows: list[tuple[str, list[Any], dict[str, Any]]] = [
         ("plain", [q, k, v, *rest], {}),
         ("packed", [np.concatenate([q, k, v], -1), None, None, *rest], {}),
@@ -288,6 +311,13 @@ def group_query_cases():
             [q, k, v, *rest, *turn],
             {"do_rotary": 1, "rotary_interleaved": 1},
         ),
+        ("past", [*one, *decoding], {}),
+        ("past-rotary", [*one, *decoding, *turn], {"do_rotary": 1}),
+        ("past-positions", [*one, *decoding, *turn, positions], {"do_rotary": 1}),
+        ("past-packed", [np.concatenate(one, -1), None, None, *decoding, *turn], {"do_rotary": 1}),
+        ("past-window", [*one, *decoding], {"local_window_size": 3, "softcap": 0.5}),
+        ("past-several", [*(x[:1] for x in (q, k, v, *more[:3])), more[3]], {}),
+        ("past-prompt", [q, k, v, *prompt, *turn], {"do_rotary": 1}),
     ]
     for name, inputs, attributes in rows:
         yield Fused(
@@ -550,6 +580,8 @@ def forward(case: Fused, *, symbolic: bool):
         # onnxruntime wants to know the sizes of some operators' parameters too.
         strict = case.op in ("MatMulNBits", "Attention", "EmbedLayerNormalization")
         free = symbolic and (index == 0 or not strict)
+        if case.op == "GroupQueryAttention" and index in (3, 4):
+            free = True  # it takes the present to be as long as a past whose length is known
         dims = [f"x{index}_{axis}" for axis in range(array.ndim)] if free else array.shape
         if strict and free and array.ndim > 2:
             dims = [*dims[:-1], array.shape[-1]]
@@ -777,20 +809,6 @@ def test_what_is_not_covered(fused: onnx.NodeProto, message: str) -> None:
     inputs = [value("x", [3, 3]), value("v", [3])]
     whole = model([*nodes, gradient], inputs, ["d"], imports=[(MICROSOFT, 1)])
     with pytest.raises(ortops.UnsupportedError, match=message):
-        ortops.lower(whole)
-
-
-def test_a_past_of_grouped_queries_is_refused() -> None:
-    names = ["q", "k", "v", "pk", "pv", "l", "t"]
-    fused = helper.make_node(
-        "GroupQueryAttention", names, ["y"], "gqa", domain=MICROSOFT, num_heads=4, kv_num_heads=2
-    )
-    shapes = [[1, 1, 64], [1, 1, 32], [1, 1, 32], [1, 2, 4, 16], [1, 2, 4, 16], [1], []]
-    kinds = [1, 1, 1, 1, 1, 6, 6]
-    inputs = [value(*given) for given in zip(names, shapes, kinds, strict=True)]
-    gradient = node("Gradient", ["q"], ["d"], xs=["q"], y="y")
-    whole = model([fused, gradient], inputs, ["d"], imports=[(MICROSOFT, 1)])
-    with pytest.raises(ortops.UnsupportedError, match=r"node 'gqa': past_key is given; its used"):
         ortops.lower(whole)
 
 

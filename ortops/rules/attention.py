@@ -410,8 +410,8 @@ def attend_projected(
 @definition(
     "GroupQueryAttention",
     domain=MICROSOFT,
-    limits="no past; no quantized or sliding cache, smooth softmax, head_sink or normalized "
-    "queries; not the output output_qk",
+    limits="no quantized or sliding cache, smooth softmax, head_sink or normalized queries; not "
+    "the output output_qk",
 )
 def group_query_attention(
     query: Tensor,
@@ -453,31 +453,57 @@ def group_query_attention(
             "a quantized or sliding cache, a smooth softmax, a head sink or normalized queries are "
             "asked for; the operator without them has a gradient"
         )
-    if past_key is not None and size_of(past_key, [2]) != 0:
-        raise UnsupportedError(
-            "past_key is given; its used part is another for each sample, and only the operator "
-            "without a past has a gradient"
-        )
     if key is None or value is None:  # queries, keys and values side by side
         heads = _heads(query, num_heads + 2 * kv_num_heads)
         q, k, v = op.Split(heads, [num_heads, kv_num_heads, kv_num_heads], axis=1)
     else:
         q, k, v = _heads(query, num_heads), _heads(key, kv_num_heads), _heads(value, kv_num_heads)
     length = size_of(q, [2])
+    seen = op.Add(op.Reshape(seqlens_k.astype(np.int64), [-1, 1, 1, 1]), 1)
+    offset: Size = 0
+    if past_key is not None and past_value is not None and size_of(past_key, [2]) != 0:
+        # Of the past, each sample has what is seen beyond the queries; a prompt has none.
+        longest = op.Reshape(total_sequence_length.astype(np.int64), [])
+        offset = op.Where(op.Equal(longest, length), 0, op.Sub(seen, length))
     if do_rotary:
         if position_ids is None:
             position_ids = op.Unsqueeze(_range(q, length), [0])
+            if isinstance(offset, Tensor):
+                position_ids = op.Add(position_ids, op.Reshape(offset, [-1, 1]))
         cos, sin = op.Gather(cos_cache, position_ids), op.Gather(sin_cache, position_ids)
         rotated = cos_cache.shape[1] if cos_cache is not None and cos_cache.shape else None
         count = 2 * rotated if isinstance(rotated, int) else 0
         q, k = (_rotate(x, cos, sin, [], rotary_interleaved, count) for x in (q, k))
+    if past_key is not None and past_value is not None and isinstance(offset, Tensor):
+        k, v = (
+            _append(past, new, offset, longest) for past, new in ((past_key, k), (past_value, v))
+        )
     total = size_of(k, [2])
     left = local_window_size - 1 if local_window_size > 0 else -1
-    allowed = _window(q, length, total, 0, left, 0 if causal else -1)
-    used = op.Add(op.Reshape(seqlens_k.astype(np.int64), [-1, 1, 1, 1]), 1)
-    bias = _bias(q, _both(allowed, op.Less(_range(q, total), used)), attention_bias)
+    allowed = _window(q, length, total, offset, left, 0 if causal else -1)
+    bias = _bias(q, _both(allowed, op.Less(_range(q, total), seen)), attention_bias)
     y, _, _ = _attend(q, k, v, bias, scale=scale or None, softcap=softcap)
     return _merge(y), k, v
+
+
+def _append(past: Tensor, new: Tensor, used: Tensor, longest: Tensor) -> Tensor:
+    """Puts what is new behind the used part of a past, which is another for each sample.
+
+    Args:
+        past: (batch, head, length, size).
+        new: The same, of another length.
+        used: How long the used part is, (batch, 1, 1, 1) or ().
+        longest: The length of the result, if that of the past is not longer.
+    """
+    capacity, length = size_of(past, [2]), size_of(new, [2])
+    total = op.Max(longest, capacity)
+    places = op.Unsqueeze(_range(new, total), [0, 1, 3])
+    is_past, exists = op.Less(places, used), op.Less(places, op.Add(used, length))
+    index = op.Where(is_past, places, op.Add(op.Sub(places, used), capacity))
+    joined = op.Concat(past, new, axis=2)
+    sizes = [size_of(new, [0]), size_of(new, [1]), total, size_of(new, [3])]
+    index = op.Expand(op.Where(exists, index, 0), sizes)
+    return cast(Tensor, op.Where(exists, op.GatherElements(joined, index, axis=2), 0))
 
 
 # Rotary embeddings
