@@ -217,6 +217,12 @@ def multi_head(q, k, v, bias=None, padding=None, added=None, pk=None, pv=None, *
     return attend(q, k, v, total, options.get("scale")), k, v
 
 
+def packed_heads(*given):
+    """Attention of (batch, length, head, which, size) with itself, or of queries with keys."""
+    flat = [np.reshape(x, (*x.shape[:2], -1)) for x in np.moveaxis(given[-1], 3, 0)]
+    return multi_head(*given[:-1], *flat)[0]
+
+
 def heads_cases():
     q, k, v = normal(2, 3, 8), normal(2, 5, 8, seed=1), normal(2, 5, 12, seed=2)
     bias = normal(28, seed=3)
@@ -244,6 +250,11 @@ def heads_cases():
         ),
         ("cross-cache", [q, key4, value4, bias[:24]], {}, 1),
     ]
+    together = normal(2, 5, 2, 3, 4, seed=10)
+    for name, inputs in (("packed", [together]), ("packed-keys", [q, together[:, :, :, 1:]])):
+        yield Fused(
+            "MultiHeadAttention", inputs, packed_heads, {"num_heads": 2}, name=name, kernel=False
+        )
     for name, inputs, attributes, outputs in rows:
         yield Fused(
             "MultiHeadAttention",
@@ -435,6 +446,55 @@ def embed_cases():
     )
 
 
+def bnb4(kind: int, *, n: int = 3, k: int = 32) -> Fused:
+    codes = np.random.default_rng((SEED, kind)).integers(0, 16, n * k)
+    if kind:
+        quantiles = "-1 -.69619280 -.52507305 -.39491749 -.28444138 -.18477343 -.09105004 0"
+        quantiles += " .07958030 .16093020 .24611230 .33791524 .44070983 .56261700 .72295684 1"
+        table = np.array(quantiles.split(), float)
+    else:
+        magnitudes = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3]) / 12
+        table = np.concatenate([magnitudes, -magnitudes])
+
+    def function(a, b, absmax):
+        weights = (table[codes] * np.repeat(absmax, 16)).reshape(n, k)
+        return a @ weights.T
+
+    packed = (codes[::2] << 4 | codes[1::2]).astype(np.uint8)
+    absmax = np.random.default_rng(3).uniform(0.5, 2, n * k // 16)
+    return Fused(
+        "MatMulBnb4",
+        [normal(2, 3, k), packed, absmax],
+        function,
+        {"K": k, "N": n, "block_size": 16, "quant_type": kind},
+        name=str(kind),
+    )
+
+
+def gathered(bits: int, zero: bool) -> Fused:
+    """A table of 5 rows of 32 numbers in bytes."""
+    rng = np.random.default_rng((SEED, bits))
+    numbers = rng.integers(0, 1 << bits, (5, 32))
+    zeros = rng.integers(0, 1 << bits, (5, 2)) if zero else np.full((5, 2), 1 << (bits - 1))
+
+    def pack(rows):
+        per = 8 // bits
+        rows = np.pad(rows, [(0, 0), (0, -rows.shape[1] % per)]).reshape(len(rows), -1, per)
+        return (rows << np.arange(0, 8, bits)).sum(-1).astype(np.uint8)
+
+    def function(data, indices, scales, zero_points=None):
+        return ((numbers - np.repeat(zeros, 16, 1)) * np.repeat(scales, 16, 1))[indices]
+
+    given = [pack(numbers), np.array([[1, 0, 3], [1, 4, 4]]), rng.uniform(0.5, 2, (5, 2))]
+    return Fused(
+        "GatherBlockQuantized",
+        [*given, pack(zeros)] if zero else given,
+        function,
+        {"bits": bits, "block_size": 16},
+        name=f"{bits}-{zero}",
+    )
+
+
 V = normal(6, seed=7)
 X, SKIP = normal(2, 3, 6, seed=8), normal(2, 3, 6, seed=9)
 CASES = [
@@ -557,6 +617,8 @@ CASES = [
     *packed_cases(),
     *rotary_cases(),
     *embed_cases(),
+    *(bnb4(kind) for kind in (0, 1)),
+    *(gathered(bits, zero) for bits in (4, 8) for zero in (False, True)),
     nbits("", 4),
     nbits("packed", 4),
     nbits("packed", 4, k=48),
@@ -565,6 +627,9 @@ CASES = [
     nbits("packed", 8, k=40, bias=True),
     nbits("packed", 2, k=40),
 ]
+
+
+STATIC = ("Attention", "EmbedLayerNormalization", "GatherBlockQuantized", "MatMulNBits")
 
 
 def forward(case: Fused, *, symbolic: bool):
@@ -578,7 +643,7 @@ def forward(case: Fused, *, symbolic: bool):
             array = array.astype(np.float32)
         feeds[f"x{index}"] = array
         # onnxruntime wants to know the sizes of some operators' parameters too.
-        strict = case.op in ("MatMulNBits", "Attention", "EmbedLayerNormalization")
+        strict = case.op in STATIC
         free = symbolic and (index == 0 or not strict)
         if case.op == "GroupQueryAttention" and index in (3, 4):
             free = True  # it takes the present to be as long as a past whose length is known
@@ -786,6 +851,32 @@ def test_a_rule_of_the_users_own_goes_before_a_definition(monkeypatch) -> None:
             r"FusedGemm node 'gemm': activation is 'Erf'; Clip, Elu",
         ),
         (
+            helper.make_node(
+                "MatMulBnb4",
+                ["x", "codes", "v"],
+                ["y"],
+                "bnb",
+                domain=MICROSOFT,
+                K=3,
+                N=3,
+                block_size=16,
+                quant_type=1,
+                transB=0,
+            ),
+            r"MatMulBnb4 node 'bnb': transB is 0; 1 has a gradient",
+        ),
+        (
+            helper.make_node(
+                "MultiHeadAttention",
+                ["heads", "", "", "v"],
+                ["y"],
+                "mha",
+                domain=MICROSOFT,
+                num_heads=1,
+            ),
+            r"MultiHeadAttention node 'mha': bias is given where queries, keys and values are pack",
+        ),
+        (
             helper.make_node("Gelu", ["x"], ["y"], "gelu", domain=MICROSOFT, slope=2.0),
             r"Gelu node 'gelu': there is no gradient for attribute 'slope' = 2.0; remove it",
         ),
@@ -805,8 +896,10 @@ def test_what_is_not_covered(fused: onnx.NodeProto, message: str) -> None:
     nodes = [fused]
     if "y" not in fused.output:
         nodes.append(helper.make_node("Sum", ["n", "m"], ["y"]))
-    gradient = node("Gradient", ["x"], ["d"], xs=["x"], y="y")
-    inputs = [value("x", [3, 3]), value("v", [3])]
+    x = "heads" if "heads" in fused.input else "x"
+    gradient = node("Gradient", [x], ["d"], xs=[x], y="y")
+    inputs = [value("x", [3, 3]), value("v", [3]), value("heads", [1, 2, 1, 3, 1])]
+    inputs.append(value("codes", [5], onnx.TensorProto.UINT8))
     whole = model([*nodes, gradient], inputs, ["d"], imports=[(MICROSOFT, 1)])
     with pytest.raises(ortops.UnsupportedError, match=message):
         ortops.lower(whole)

@@ -147,6 +147,15 @@ CASES = [
         name="channels-bias",
     ),
     Case(
+        "QLinearConv",
+        [Quantized(X.transpose(0, 2, 3, 1).copy(), F(0.015), np.uint8(120)), KERNELS, BIAS],
+        (F(0.04), np.uint8(100)),
+        lambda x, w, b: convolution(x.transpose(0, 3, 1, 2), w, b).transpose(0, 2, 3, 1),
+        {"channels_last": 1},
+        arrange=[0, 1, 2, 3, 4, 5, 7, 8, 6],
+        name="channels-last",
+    ),
+    Case(
         "QLinearMatMul",
         [Quantized(ROWS, F(0.015), np.uint8(120)), Quantized(COLUMNS, F(0.016), np.uint8(120))],
         (F(0.03), np.uint8(128)),
@@ -205,6 +214,14 @@ CASES = [
         [IMAGE],
         (F(0.003), np.uint8(120)),
         lambda x: x.mean((2, 3), keepdims=True),
+    ),
+    Case(
+        "QLinearGlobalAveragePool",
+        [Quantized(X.transpose(0, 2, 3, 1).copy(), F(0.015), np.uint8(120))],
+        (F(0.003), np.uint8(120)),
+        lambda x: x.mean((1, 2), keepdims=True),
+        {"channels_last": 1},
+        name="channels-last",
     ),
     Case(
         "QLinearAveragePool",
@@ -434,6 +451,7 @@ OTHERS = [
     Checked("DequantizeLinear", 1, [0], MICROSOFT),
     Checked("DynamicQuantizeLSTM", 1, [0, 3, 5, 6], MICROSOFT),
     Checked("DynamicQuantizeMatMul", 1, [0], MICROSOFT),
+    Checked("NhwcMaxPool", 1, [0], MICROSOFT),
     Checked("QuantizeLinear", 1, [0], MICROSOFT),
 ]
 MOVES: list[tuple[str, list[onnx.NodeProto], dict[str, np.ndarray]]] = [
@@ -510,6 +528,25 @@ def test_quantized_numbers_that_are_moved(between, constants, symbolic, kind) ->
         lambda a: float((w * session.run(None, {"x": a[0]})[0]).sum(dtype=np.float64)), [x], 0, 0.25
     )
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_pooling_with_the_channels_last() -> None:
+    nodes = [
+        N("QuantizeLinear", ["x", "s", "z"], ["q"]),
+        N("NhwcMaxPool", ["q"], ["m"], domain=MICROSOFT, kernel_shape=[2, 2]),
+        N("DequantizeLinear", ["m", "s", "z"], ["y"]),
+        N("Mul", ["y", "w"], ["p"]),
+        node("Gradient", ["x"], ["d"], xs=["x"], y="p"),
+    ]
+    w = np.array([[[[2, 3]], [[5, 7]]]], F)  # two windows, one above the other, of two channels
+    parts = {"s": F(1), "z": np.uint8(0), "w": w}
+    whole = model(
+        nodes, [value("x", [1, 3, 2, 2])], ["d"], initializers=parts, imports=[(MICROSOFT, 1)]
+    )
+    x = np.array([[[[1, 9], [2, 8]], [[4, 3], [3, 2]], [[0, 5], [1, 6]]]], F)
+    (d,) = run(ortops.lower(whole), {"x": x})
+    expected = [[[[0, 3], [0, 0]], [[2 + 5, 0], [0, 0]], [[0, 0], [0, 7]]]]
+    np.testing.assert_array_equal(d, expected)
 
 
 def test_dynamically_quantized_product() -> None:

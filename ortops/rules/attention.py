@@ -240,8 +240,8 @@ def _ungroup(x: Tensor, q: Tensor, width: Size) -> Tensor:
 @definition(
     "MultiHeadAttention",
     domain=MICROSOFT,
-    limits="no past_sequence_length, no cache_indirection; one length for each sample as a mask of "
-    "rank 1; not the output qk",
+    limits="no past_sequence_length, no cache_indirection, no bias where keys are packed; one "
+    "length for each sample as a mask of rank 1; not the output qk",
 )
 def multi_head_attention(
     query: Tensor,
@@ -264,6 +264,11 @@ def multi_head_attention(
         raise UnsupportedError(
             "past_sequence_length or cache_indirection is given; caches that are concatenated have "
             "a gradient"
+        )
+    if bias is not None and (key is None or value is None):
+        raise UnsupportedError(
+            "bias is given where queries, keys and values are packed; without it, or where they "
+            "are separate, there is a gradient"
         )
     if key is None:
         q, k, v = (_unpack(query, index) for index in range(3))

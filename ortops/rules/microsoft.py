@@ -15,7 +15,7 @@ from ortops.autodiff import is_float
 from ortops.errors import UnsupportedError
 from ortops.expansion import definition
 from ortops.rules._types import Cotangents
-from ortops.tensor import Tensor, op
+from ortops.tensor import Tensor, op, pad_axes
 
 MICROSOFT = "com.microsoft"
 
@@ -297,6 +297,92 @@ def matmul_nbits(
     numbers, scale = _blocks(b, scales, zero_points, g_idx, bits, block_size, N, weight_prepacked)
     y = op.MatMul(a, op.Transpose(_rows(numbers * scale, N, K), perm=[1, 0]))
     return y if bias is None else y + bias
+
+
+_FOUR_BITS = np.array(
+    [
+        [0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4],
+        [0, -1 / 192, -2 / 3, -1, -1 / 3, -1 / 2, -1 / 6, -1 / 4],
+    ]
+).reshape(-1)
+"""The numbers of four bits: a sign and seven magnitudes, as in bitsandbytes."""
+
+_NORMAL_FOUR_BITS = np.array(
+    [
+        *(-1, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1),
+    ]
+)
+"""Quantiles of the normal distribution (https://arxiv.org/abs/2305.14314, appendix E)."""
+
+
+@definition("MatMulBnb4", domain=MICROSOFT, keep=True, limits="transB 1")
+def matmul_bnb4(
+    a: Tensor,
+    b: Tensor,
+    absmax: Tensor,
+    *,
+    K: int,
+    N: int,
+    block_size: int,
+    quant_type: int,
+    training_mode: int = 0,
+    transB: int = 1,
+) -> Cotangents:
+    if not transB:
+        raise UnsupportedError("transB is 0; 1 has a gradient")
+    table = (_NORMAL_FOUR_BITS if quant_type else _FOUR_BITS).astype(absmax.dtype)
+    # The first of two numbers is in the upper bits.
+    pairs = op.BitShift(op.Unsqueeze(b, [-1]), np.array([4, 0], np.uint8), direction="RIGHT")
+    codes = op.Reshape(op.BitwiseAnd(pairs, np.array(15, np.uint8)), [-1])
+    numbers = op.Gather(table, codes.astype(np.int64))
+    blocks = -(-N * K // block_size)
+    filled = pad_axes(numbers[: N * K].with_shape([N * K]), [0, blocks * block_size - N * K])
+    scaled = op.Reshape(filled, [blocks, block_size]) * op.Unsqueeze(absmax, [1])
+    weights = op.Reshape(op.Reshape(scaled, [-1])[: N * K], [N, K])
+    return op.MatMul(a, op.Transpose(weights, perm=[1, 0]))
+
+
+@definition(
+    "GatherBlockQuantized",
+    domain=MICROSOFT,
+    keep=True,
+    limits="data of integers; first order",
+)
+def gather_block_quantized(
+    data: Tensor,
+    indices: Tensor,
+    scales: Tensor,
+    zero_points: Tensor | None = None,
+    *,
+    bits: int = 4,
+    block_size: int = 128,
+    gather_axis: int = 0,
+    quantize_axis: int = 1,
+) -> Cotangents:
+    if is_float(data.value):
+        raise UnsupportedError(f"data is of {data.dtype}; integers have a gradient")
+    if data.dtype == np.uint8:  # numbers side by side in bytes, about half of their range
+        data = _in_bytes(data, bits)
+        if zero_points is None:
+            half = np.array([1 << (bits - 1)], np.uint8)
+            zero_points = op.ConstantOfShape(op.Shape(scales), value=half)
+        else:
+            zero_points = _in_bytes(zero_points, bits)
+            zero_points = op.Slice(zero_points, [0], op.Shape(scales, start=-1), [-1])
+    numbers = op.DequantizeLinear(
+        data, scales, zero_points, axis=quantize_axis, block_size=block_size
+    )
+    return op.Gather(numbers, indices, axis=gather_axis)
+
+
+def _in_bytes(packed: Tensor, bits: int) -> Tensor:
+    """Returns numbers that are packed along the last axis, each in a byte of its own."""
+    if bits == 8:
+        return packed
+    return cast(Tensor, op.Reshape(_unpack(packed, bits), [*(0,) * (packed.ndim - 1), -1]))
 
 
 def _blocks(

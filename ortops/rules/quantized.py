@@ -90,7 +90,7 @@ def qlinear_conv(
     kernel_shape: Sequence[int] | None = None,
     pads: Sequence[int] | None = None,
     strides: Sequence[int] | None = None,
-) -> Cotangents:
+) -> Tensor:
     y = op.Conv(
         real(x, x_scale, x_zero_point, 1),
         real(w, w_scale, w_zero_point, 0),
@@ -106,6 +106,69 @@ def qlinear_conv(
 
 
 # onnxruntime's operators
+
+
+@_on_integers("QLinearConv", domain=MICROSOFT)
+def qlinear_conv_with_layout(
+    x: Tensor,
+    x_scale: Tensor,
+    x_zero_point: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    w_zero_point: Tensor,
+    y_scale: Tensor,
+    y_zero_point: Tensor,
+    bias: Tensor | None = None,
+    *,
+    auto_pad: str = "NOTSET",
+    channels_last: int = 0,
+    dilations: Sequence[int] | None = None,
+    group: int = 1,
+    kernel_shape: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Cotangents:
+    y = qlinear_conv(
+        _channels_second(x, channels_last),
+        x_scale,
+        x_zero_point,
+        w,
+        w_scale,
+        w_zero_point,
+        y_scale,
+        y_zero_point,
+        bias,
+        auto_pad=auto_pad,
+        dilations=dilations,
+        group=group,
+        kernel_shape=kernel_shape,
+        pads=pads,
+        strides=strides,
+    )
+    return _as_in(x, y, channels_last)
+
+
+@definition("NhwcMaxPool", domain=MICROSOFT, limits=STRAIGHT_THROUGH)
+def nhwc_max_pool(
+    x: Tensor,
+    *,
+    kernel_shape: Sequence[int],
+    auto_pad: str = "NOTSET",
+    ceil_mode: int = 0,
+    dilations: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Cotangents:
+    y = op.MaxPool(
+        _channels_second(x, 1),
+        kernel_shape=kernel_shape,
+        auto_pad=auto_pad,
+        ceil_mode=ceil_mode,
+        dilations=dilations,
+        pads=pads,
+        strides=strides,
+    )
+    return _as_in(x, y, 1)
 
 
 @_on_integers("QLinearAdd", domain=MICROSOFT)
@@ -230,7 +293,7 @@ def qlinear_average_pool(
         pads=pads,
         strides=strides,
     )
-    return _integers(_channels_last(y, channels_last), y_scale, y_zero_point, x)
+    return _integers(_as_in(x, y, channels_last), y_scale, y_zero_point, x)
 
 
 @_on_integers("QLinearGlobalAveragePool", domain=MICROSOFT)
@@ -244,7 +307,7 @@ def qlinear_global_average_pool(
     channels_last: int = 0,
 ) -> Cotangents:
     number = _channels_second(real(x, x_scale, x_zero_point), channels_last)
-    y = _channels_last(op.GlobalAveragePool(number), channels_last)
+    y = _as_in(x, op.GlobalAveragePool(number), channels_last)
     return _integers(y, y_scale, y_zero_point, x)
 
 
@@ -253,9 +316,10 @@ def _channels_second(x: Tensor, channels_last: int) -> Tensor:
     return cast(Tensor, op.Transpose(x, perm=perm)) if channels_last else x
 
 
-def _channels_last(x: Tensor, channels_last: int) -> Tensor:
+def _as_in(x: Tensor, y: Tensor, channels_last: int) -> Tensor:
+    """Returns y, which has its channels second, with them where those of x are."""
     perm = [0, *range(2, x.ndim), 1]
-    return cast(Tensor, op.Transpose(x, perm=perm)) if channels_last else x
+    return cast(Tensor, op.Transpose(y, perm=perm)) if channels_last else y
 
 
 @_on_integers("QGemm", domain=MICROSOFT)
