@@ -22,6 +22,7 @@ from ortops.tensor import Names, Tape, Tensor, op, remove_unread, shape_of
 __all__ = [
     "TRAINING_DOMAIN",
     "has_domain",
+    "infer_types",
     "lower",
     "lower_ir",
     "lower_optimizers",
@@ -147,9 +148,9 @@ def prepare(model: ir.Model) -> ir.Model:
         raise ModelError(f"model: {error} A tensor must not be computed from itself") from error
     for graph in model.graph.subgraphs():
         graph.opset_imports.update(model.graph.opset_imports)
-    _infer_types(model)
+    infer_types(model)
     if expansion.expand(model):
-        _infer_types(model)
+        infer_types(model)
     return model
 
 
@@ -191,7 +192,7 @@ def has_domain(proto: onnx.ModelProto) -> bool:
     )
 
 
-def _infer_types(model: ir.Model) -> None:
+def infer_types(model: ir.Model) -> None:
     """Infers types and shapes; a gradient has those of its x, which onnx does not know."""
     gradients = [node for node in _all_nodes(model.graph) if node.domain == BOUND_DOMAIN]
     changed = True

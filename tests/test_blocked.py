@@ -1,0 +1,413 @@
+"""Convolution networks in the blocked layout against the same graphs without it.
+
+What a training step computes in the blocked layout must be what the standard operators compute, up
+to float32 rounding. Inputs are random, so no two elements that max pooling compares are equal,
+except where ties are tested, and no input of Relu is near enough to zero to change its sign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from models.lenet import lenet
+from models.resnet import resnet
+from ortops import Tape, Tensor, build_training_model, convert, op
+from ortops.lowering import lower_prepared, prepare, to_proto
+from ortops.optimizers import SGD
+from ortops.training import blocked
+from ortops.training.blocked_nodes import KERNEL_DOMAIN
+from ortops.training.sizes import bind_sizes
+from ortops.training.step_graph import flatten, remove_defaults
+
+BLOCK = blocked.block_size()
+TOLERANCE = 2e-5  # of the largest element: sums of some thousand products in different orders
+
+pytestmark = pytest.mark.skipif(BLOCK is None, reason="onnxruntime has no such kernels here")
+
+Array = np.ndarray[Any, Any]
+Build = Callable[..., Tensor]
+
+
+def with_gradients(
+    build: Build, shapes: dict[str, tuple[int, ...]], *, seed: int = 0
+) -> tuple[onnx.ModelProto, dict[str, Array]]:
+    """Returns a model of sum(build(…) · random) and its gradients by all inputs, and the inputs."""
+    rng = np.random.default_rng(seed)
+    feeds = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    with Tape(name="test") as tape:
+        inputs = [tape.input(name, np.float32, shape) for name, shape in shapes.items()]
+        y = tape.output(build(*inputs), "y")
+        weights = rng.standard_normal([int(str(size)) for size in y.shape or ()])
+        tape.output(op.ReduceSum(y * weights.astype(np.float32), keepdims=0), "loss")
+    model = tape.model()
+    domain = "ai.onnx.preview.training"
+    outputs = [f"{name}_gradient" for name in shapes]
+    node = onnx.helper.make_node(
+        "Gradient", list(shapes), outputs, "gradient", domain=domain, xs=list(shapes), y="loss"
+    )
+    model.graph.node.append(node)
+    model.graph.output.extend(
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shapes[x])
+        for name, x in zip(outputs, shapes, strict=True)
+    )
+    model.opset_import.append(onnx.helper.make_opsetid(domain, 1))
+    return model, feeds
+
+
+def kernels(model: onnx.ModelProto) -> list[str]:
+    return [node.op_type for node in model.graph.node if node.domain == KERNEL_DOMAIN]
+
+
+def run(model: onnx.ModelProto, feeds: dict[str, Array], *, optimize: bool = True) -> list[Array]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if not optimize:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, ["CPUExecutionProvider"]
+    )
+    # Copies: onnxruntime's BatchNormalization writes its new statistics over the fed ones.
+    copies = {name: array.copy() for name, array in feeds.items()}
+    return [np.asarray(array) for array in session.run(None, copies)]
+
+
+def lowered(model: onnx.ModelProto) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+    """Returns the lowered model without and with the blocked layout."""
+    standard = to_proto(lower_prepared(prepare(convert.to_ir(model))))
+    return standard, to_proto(blocked.lower_blocked(prepare(convert.to_ir(model))))
+
+
+def check(
+    build: Build, shapes: dict[str, tuple[int, ...]], *, optimize: bool = True, seed: int = 0
+) -> onnx.ModelProto:
+    """Compares outputs and gradients; returns the model in the blocked layout."""
+    model, feeds = with_gradients(build, shapes, seed=seed)
+    standard, ours = lowered(model)
+    assert {node.domain for node in ours.graph.node} <= {"", KERNEL_DOMAIN}
+    names = [value.name for value in standard.graph.output]
+    assert [value.name for value in ours.graph.output] == names
+    results = zip(names, run(standard, feeds), run(ours, feeds, optimize=optimize), strict=True)
+    for name, wanted, found in results:
+        assert wanted.shape == found.shape, name
+        np.testing.assert_allclose(
+            found, wanted, rtol=0, atol=TOLERANCE * np.abs(wanted).max(), err_msg=name
+        )
+    return ours
+
+
+def convolution(**attributes: Any) -> Build:
+    return lambda x, w, *b: op.Conv(x, w, *b, **attributes)
+
+
+B = BLOCK or 16
+CONVOLUTIONS: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = {
+    "3x3": ({"pads": [1, 1, 1, 1]}, (2 * B, B, 6, 6), (B, B, 3, 3)),
+    "more channels": ({"pads": [1, 1, 1, 1]}, (B, 2 * B, 5, 4), (3 * B, 2 * B, 3, 3)),
+    "no padding": ({}, (B, B, 6, 5), (B, B, 3, 2)),
+    "uneven padding": ({"pads": [0, 2, 1, 1]}, (B, B, 6, 5), (B, B, 3, 3)),
+    "SAME_UPPER": ({"auto_pad": "SAME_UPPER", "strides": [2, 2]}, (B, B, 6, 5), (B, B, 3, 3)),
+    "SAME_LOWER": ({"auto_pad": "SAME_LOWER"}, (B, B, 6, 5), (B, B, 2, 4)),
+    "VALID": ({"auto_pad": "VALID", "strides": [2, 1]}, (B, B, 6, 5), (B, B, 3, 3)),
+    "1x1": ({}, (B, 2 * B, 3, 5), (B, 2 * B, 1, 1)),
+    "1x1 stride 2": ({"strides": [2, 2]}, (B, B, 6, 5), (2 * B, B, 1, 1)),
+    "1x1 stride 2 padded": ({"strides": [2, 2], "pads": [0] * 4}, (B, B, 7, 4), (B, B, 1, 1)),
+    "stride 2": ({"strides": [2, 2], "pads": [1] * 4}, (2 * B, B, 8, 8), (2 * B, B, 3, 3)),
+    "stride 2, odd": ({"strides": [2, 2], "pads": [1] * 4}, (B, B, 7, 9), (B, B, 3, 3)),
+    "stride 2, left over": ({"strides": [2, 2]}, (B, B, 8, 6), (B, B, 3, 3)),
+    "stride 3, 2": ({"strides": [3, 2], "pads": [1, 0, 0, 1]}, (B, B, 9, 7), (B, B, 4, 3)),
+    "stride beyond the kernel": ({"strides": [3, 3]}, (B, B, 9, 8), (B, B, 2, 1)),
+    "5x5 stride 2": ({"strides": [2, 2], "pads": [2] * 4}, (B, B, 9, 8), (B, B, 5, 5)),
+    "7x7 stride 2": ({"strides": [2, 2], "pads": [3] * 4}, (B, 3, 14, 14), (B, 3, 7, 7)),
+    "rows dilated": ({"dilations": [2, 1], "pads": [2, 1, 2, 1]}, (B, B, 6, 5), (B, B, 3, 3)),
+    "dilated": ({"dilations": [2, 3], "pads": [2, 3, 2, 3]}, (B, B, 6, 8), (B, B, 3, 3)),
+    "dilated and strided": (
+        {"dilations": [2, 1], "strides": [2, 2], "pads": [2, 1, 2, 1]},
+        (B, B, 8, 8),
+        (B, B, 3, 3),
+    ),
+    "one channel": ({"pads": [1] * 4}, (2 * B, 1, 6, 5), (B, 1, 3, 3)),
+    "three channels": ({"pads": [1] * 4, "strides": [2, 2]}, (B, 3, 7, 6), (2 * B, 3, 3, 3)),
+    "image as large as the kernel": ({}, (B, B, 3, 3), (B, B, 3, 3)),
+    "batch not of whole blocks": ({"pads": [1] * 4}, (B + 3, B, 4, 4), (B, B, 3, 3)),
+    "three channels, odd batch": ({"pads": [1] * 4}, (B + 1, 3, 4, 4), (B, 3, 3, 3)),
+    "small batch": ({"pads": [1] * 4}, (2, B, 5, 5), (B, B, 3, 3)),
+    "half a block of images": ({"pads": [1] * 4}, (B // 2, B, 5, 5), (B, B, 3, 3)),
+    "depthwise": ({"group": B, "pads": [1] * 4}, (3, B, 6, 5), (B, 1, 3, 3)),
+    "depthwise, many": ({"group": 2 * B, "pads": [0, 1, 2, 1]}, (2, 2 * B, 6, 5), (2 * B, 1, 3, 4)),
+    "depthwise stride 2": (
+        {"group": B, "pads": [1] * 4, "strides": [2, 2]},
+        (3, B, 6, 7),
+        (B, 1, 3, 3),
+    ),
+    "depthwise left over": ({"group": B, "strides": [2, 3]}, (3, B, 8, 9), (B, 1, 3, 2)),
+    "depthwise dilated": (
+        {"group": B, "dilations": [2, 3], "strides": [1, 2], "pads": [2] * 4},
+        (3, B, 7, 9),
+        (B, 1, 3, 3),
+    ),
+    "depthwise 1x1": ({"group": B}, (3, B, 4, 3), (B, 1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_convolution(case: str, bias: bool) -> None:
+    attributes, x, w = CONVOLUTIONS[case]
+    shapes = {"x": x, "w": w} | ({"b": w[:1]} if bias else {})
+    assert "Conv" in kernels(check(convolution(**attributes), shapes))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_convolutions(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    kernel, strides = rng.integers(1, 5, 2), rng.integers(1, 4, 2)
+    dilations = [int(rng.integers(1, 3)) if size > 1 else 1 for size in kernel]
+    extents = [(int(k) - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
+    pads = [int(rng.integers(0, extent)) for extent in extents * 2]
+    height, width = (int(rng.integers(extent, extent + 6)) for extent in extents)
+    channels, outputs, images = (int(size) for size in rng.integers(1, 3, 3) * B)
+    build = convolution(strides=strides.tolist(), dilations=dilations, pads=pads)
+    shapes = {"x": (images, channels, height, width), "w": (outputs, channels, *kernel.tolist())}
+    assert "Conv" in kernels(check(build, shapes))
+
+
+UNSUITABLE: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = {
+    "outputs not of whole blocks": ({}, (2, B, 4, 4), (B + 1, B, 3, 3)),
+    "inputs not of whole blocks": ({}, (2, B + 4, 4, 4), (B, B + 4, 3, 3)),
+    "groups": ({"group": 2}, (2, 2 * B, 4, 4), (2 * B, B, 3, 3)),
+    "more padding than kernel": ({"pads": [2] * 4}, (2, B, 4, 4), (B, B, 1, 1)),
+    "one spatial axis": ({}, (2, B, 6), (B, B, 3)),
+}
+
+
+@pytest.mark.parametrize("case", UNSUITABLE)
+def test_other_convolutions_stay(case: str) -> None:
+    attributes, x, w = UNSUITABLE[case]
+    assert not kernels(check(convolution(**attributes), {"x": x, "w": w}))
+
+
+def test_unknown_sizes_stay() -> None:
+    model, _ = with_gradients(convolution(), {"x": (2, B, 4, 4), "w": (B, B, 3, 3)})
+    for value in (*model.graph.input, *model.graph.output):
+        if value.name.startswith(("x", "y")):
+            value.type.tensor_type.shape.dim[0].dim_param = "batch"
+    del model.graph.value_info[:]
+    assert not kernels(lowered(model)[1])
+
+
+def normalized(x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    y, *_ = op.BatchNormalization(
+        x, scale, bias, mean, var, outputs=3, training_mode=1, epsilon=0.1, momentum=0.7
+    )
+    return y  # type: ignore[no-any-return]
+
+
+STATISTICS = {"scale": (B,), "bias": (B,), "mean": (B,), "var": (B,)}
+
+
+def test_batch_normalization() -> None:
+    def build(x: Tensor, w: Tensor, *statistics: Tensor) -> Tensor:
+        return normalized(op.Conv(x, w), *statistics)
+
+    ours = check(build, {"x": (5, B, 6, 7), "w": (B, B, 2, 2), **STATISTICS})
+    assert "BatchNormalization" not in [node.op_type for node in ours.graph.node]
+
+
+def test_gradient_through_running_statistics() -> None:
+    def build(x: Tensor, w: Tensor, *statistics: Tensor) -> Tensor:
+        y, mean, var = op.BatchNormalization(
+            op.Conv(x, w), *statistics, outputs=3, training_mode=1, momentum=0.7
+        )
+        means = op.Unsqueeze(mean * var, [1, 2])
+        return y * means + mean[0]
+
+    check(build, {"x": (5, B, 3, 4), "w": (B, B, 2, 2), **STATISTICS})
+
+
+def test_gradient_through_running_statistics_alone() -> None:
+    def build(x: Tensor, w: Tensor, *statistics: Tensor) -> Tensor:
+        _, mean, var = op.BatchNormalization(
+            op.Conv(x, w), *statistics, outputs=3, training_mode=1, momentum=0.7
+        )
+        return mean * 2.0 + 0.0 * var
+
+    check(build, {"x": (5, B, 3, 4), "w": (B, B, 2, 2), **STATISTICS})
+
+
+def test_residual_block_is_fused() -> None:
+    def build(x: Tensor, w: Tensor, *statistics: Tensor) -> Tensor:
+        first = op.Relu(normalized(op.Conv(x, w, pads=[1] * 4), *statistics))
+        second = normalized(op.Conv(first, w, pads=[1] * 4), *statistics)
+        return op.GlobalAveragePool(op.Relu(second + x))
+
+    ours = check(build, {"x": (B, B, 6, 6), "w": (B, B, 3, 3), **STATISTICS})
+    operators = [node.op_type for node in ours.graph.node]
+    assert "Relu" not in operators  # the convolutions that scale and shift apply it
+    assert operators.count("ReorderOutput") <= 5  # gradients of x and w, nothing between
+
+
+def test_bias_and_relu_are_fused() -> None:
+    def build(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return op.Relu(op.Conv(x, w, b))
+
+    ours = check(build, {"x": (B, B, 6, 6), "w": (B, B, 3, 3), "b": (B,)})
+    assert "Relu" not in [node.op_type for node in ours.graph.node]
+
+
+@pytest.mark.parametrize("image", [(6, 6), (7, 5)], ids=str)
+@pytest.mark.parametrize("relu", [False, True], ids=["", "relu"])
+def test_max_pooling(image: tuple[int, int], relu: bool) -> None:
+    def build(x: Tensor, w: Tensor) -> Tensor:
+        y = op.Conv(x, w)
+        return op.MaxPool(op.Relu(y) if relu else y, kernel_shape=[2, 3], strides=[2, 3])
+
+    ours = check(build, {"x": (2, B, *image), "w": (B, B, 1, 1)})
+    assert "MaxPool" in kernels(ours)
+
+
+def test_first_of_equal_elements_is_the_maximum() -> None:
+    def build(x: Tensor, w: Tensor) -> Tensor:
+        return op.MaxPool(op.Conv(op.Round(x) + x * 0.0, w), kernel_shape=[2, 2], strides=[2, 2])
+
+    model, feeds = with_gradients(build, {"x": (2, B, 8, 8), "w": (B, B, 1, 1)})
+    feeds["w"] = np.eye(B, dtype=np.float32).reshape(B, B, 1, 1)
+    standard, ours = lowered(model)
+    assert "MaxPool" in kernels(ours)
+    for wanted, found in zip(run(standard, feeds), run(ours, feeds), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_pooling_of_an_activation_that_is_read_elsewhere() -> None:
+    def build(x: Tensor, w: Tensor) -> Tensor:
+        y = op.Relu(op.Conv(x, w))
+        pooled = op.MaxPool(y, kernel_shape=[2, 2], strides=[2, 2])
+        return pooled + op.ReduceMean(y, [2, 3])
+
+    check(build, {"x": (2, B, 6, 6), "w": (B, B, 1, 1)})
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1] * 4},
+        {"kernel_shape": [2, 2], "strides": [2, 2], "ceil_mode": 1},
+        {"kernel_shape": [2, 2], "strides": [2, 2], "dilations": [2, 2]},
+        {"kernel_shape": [2, 2]},
+    ],
+    ids=str,
+)
+def test_other_pooling_leaves_the_layout(attributes: dict[str, Any]) -> None:
+    def build(x: Tensor, w: Tensor) -> Tensor:
+        return op.Conv(op.MaxPool(op.Conv(x, w), **attributes), w)
+
+    assert "MaxPool" not in kernels(check(build, {"x": (2, B, 7, 7), "w": (B, B, 1, 1)}))
+
+
+def test_what_lies_between_convolutions() -> None:
+    def build(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        a, b = op.Tanh(op.Conv(x, w)), op.Sigmoid(op.Conv(x, w))
+        y = op.Concat(a * b, op.LeakyRelu(a - b, alpha=0.1), axis=1)
+        return op.Conv(y, v) + op.Softmax(op.Conv(x, w), axis=1)
+
+    ours = check(build, {"x": (2, B, 4, 4), "w": (B, B, 1, 1), "v": (B, 2 * B, 1, 1)})
+    concats = [node for node in ours.graph.node if node.op_type == "Concat"]
+    assert len(concats) == 1
+
+
+def test_broadcasting_leaves_the_layout() -> None:
+    def build(x: Tensor, w: Tensor) -> Tensor:
+        y = op.Conv(x, w)
+        return y * op.Sigmoid(op.GlobalAveragePool(y)) + y * np.float32(2)
+
+    check(build, {"x": (2, B, 4, 4), "w": (B, B, 1, 1)})
+
+
+def test_no_optimization_is_needed() -> None:
+    def build(x: Tensor, w: Tensor, *statistics: Tensor) -> Tensor:
+        y = op.Relu(normalized(op.Conv(x, w, pads=[1] * 4), *statistics))
+        return op.MaxPool(y, kernel_shape=[2, 2], strides=[2, 2])
+
+    check(build, {"x": (B, B, 6, 6), "w": (B, B, 3, 3), **STATISTICS}, optimize=False)
+
+
+def add_gradient(model: onnx.ModelProto, x: str, y: str, name: str, shape: tuple[int, ...]) -> None:
+    """Adds the output ``name``, the gradient of y by x."""
+    domain = "ai.onnx.preview.training"
+    node = onnx.helper.make_node("Gradient", [x], [name], name, domain=domain, xs=[x], y=y)
+    model.graph.node.append(node)
+    output = onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
+    model.graph.output.append(output)
+    if domain not in {entry.domain for entry in model.opset_import}:
+        model.opset_import.append(onnx.helper.make_opsetid(domain, 1))
+
+
+def test_gradient_at_an_intermediate_tensor() -> None:
+    rng = np.random.default_rng(0)
+    with Tape(name="cut") as tape:
+        x = tape.input("x", np.float32, (B, B, 5, 5))
+        w = tape.initializer("w", rng.standard_normal((B, B, 3, 3), np.float32))
+        middle = tape.output(op.Relu(op.Conv(x, w)), "middle")
+        tape.output(op.ReduceSum(op.Conv(op.Tanh(middle), w) ** 2.0, keepdims=0), "loss")
+    model = tape.model()
+    add_gradient(model, "middle", "loss", "slope", (B, B, 3, 3))
+    standard, ours = lowered(model)
+    assert kernels(ours).count("Conv") == 3
+    feeds = {"x": rng.standard_normal((B, B, 5, 5), np.float32)}
+    for wanted, found in zip(run(standard, feeds), run(ours, feeds), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE * np.abs(wanted).max())
+
+
+def test_gradients_of_gradients_stay() -> None:
+    with Tape(name="second") as tape:
+        x = tape.input("x", np.float32, (B, B, 3, 3))
+        w = tape.input("w", np.float32, (B, B, 3, 3))
+        tape.output(op.ReduceSum(op.Tanh(op.Conv(x, w)), keepdims=0), "loss")
+    model = tape.model()
+    add_gradient(model, "x", "loss", "slope", (B, B, 3, 3))
+    model.graph.node.append(
+        onnx.helper.make_node("ReduceSumSquare", ["slope"], ["size"], keepdims=0)
+    )
+    add_gradient(model, "w", "size", "d", (B, B, 3, 3))
+    assert not kernels(lowered(model)[1])
+
+
+NETS: dict[str, tuple[Callable[[], onnx.ModelProto], tuple[int, ...]]] = {
+    "lenet": (lambda: lenet((1, 12, 12), channels=(B, 2 * B), hidden=16), (1, 12, 12)),
+    "resnet": (lambda: resnet((1, 1), image=(3, 8, 8), width=B), (3, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_training_step(net: str) -> None:
+    build, sample = NETS[net]
+    rng = np.random.default_rng(3)
+    batch = {
+        "images": rng.standard_normal((B, *sample), np.float32),
+        "labels": rng.integers(0, 10, B),
+    }
+    trainable = build_training_model(build(), loss="SoftmaxCrossEntropy", optimizer=SGD(1.0))
+    steps = [flatten(trainable), flatten(trainable)]
+    for step in steps:
+        bind_sizes(step.model, {"batch": B})
+        remove_defaults(step.model.graph, step.variables)
+    models = [
+        to_proto(lower_prepared(steps[0].model)),
+        to_proto(blocked.lower_blocked(steps[1].model)),
+    ]
+    graphs = (trainable.graph, trainable.training_info[0].algorithm)
+    values = {
+        tensor.name: onnx.numpy_helper.to_array(tensor)
+        for graph in graphs
+        for tensor in graph.initializer
+    }
+    feeds = batch | {name: values[name] for name in steps[0].variables}
+    assert kernels(models[1]).count("Conv") >= 5
+    wanted, found = (run(model, feeds) for model in models)
+    for output, a, b in zip(models[0].graph.output, wanted, found, strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5, err_msg=output.name)
