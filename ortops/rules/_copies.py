@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, TypeAlias, cast
 
 import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
 
-from ortops.tensor import Tensor, op, reshape_like
+from ortops.tensor import Tensor, op, pad_axes, reshape_like
 
-__all__ = ["add_at", "positions", "scatter_add"]
+__all__ = ["add_at", "pad_zeros", "positions", "runnable", "scatter_add"]
+
+Array: TypeAlias = npt.NDArray[Any]
 
 
 def positions(x: Tensor) -> Tensor:
@@ -54,6 +59,24 @@ def scatter_add(into: Tensor, indices: Tensor, g: Tensor, axis: int = 0) -> Tens
         into.astype(wide), indices, g.astype(wide), axis=axis, reduction="add"
     )
     return cast(Tensor, added).astype(g.dtype)
+
+
+def runnable(g: Tensor) -> Tensor:
+    """Returns a cotangent in float32 where it is of bfloat16.
+
+    onnxruntime's CPU has kernels of bfloat16 for operators that move elements, but neither for Pad
+    nor for Where.
+    """
+    return g.astype(np.float32) if g.value.dtype == ir.DataType.BFLOAT16 else g
+
+
+def pad_zeros(
+    g: Tensor, pads: Sequence[object] | Array | Tensor, axes: Sequence[int] | Tensor
+) -> Tensor:
+    """Pads a cotangent with zeros; see `ortops.tensor.pad_axes`."""
+    wide = runnable(g)
+    padded = pad_axes(wide, pads, None, axes)
+    return padded if wide is g else padded.astype(g.dtype)
 
 
 def _size(x: Tensor) -> Tensor:

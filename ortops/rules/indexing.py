@@ -8,9 +8,9 @@ import numpy as np
 
 from ortops.autodiff import vjp
 from ortops.rules._compare import equal
-from ortops.rules._copies import add_at, positions, scatter_add
+from ortops.rules._copies import add_at, pad_zeros, positions, runnable, scatter_add
 from ortops.rules._types import Cotangents
-from ortops.tensor import Tensor, op, pad_axes, reshape_like, shape_of, size_of, zeros_like
+from ortops.tensor import Tensor, op, reshape_like, shape_of, size_of, zeros_like
 
 
 @vjp("Gather")
@@ -37,7 +37,7 @@ def _pad_to(g: Tensor, index: int, x: Tensor, axis: int) -> Tensor:
         index %= size
     before = index if index >= 0 else size + index
     after = size - 1 - index if index >= 0 else -1 - index
-    return pad_axes(g, [before, after], None, [axis])
+    return pad_zeros(g, [before, after], [axis])
 
 
 @vjp("GatherElements")
@@ -144,8 +144,8 @@ def tensor_scatter(
 
     source = write(op.ConstantOfShape(shape_of(past), value=np.array([-1])), positions(update))
     is_new = op.GreaterOrEqual(source, 0)
-    du = add_at(op.Max(source, 0), op.Where(is_new, g, 0), update)
-    return write(g, zeros_like(update)), du
+    du = add_at(op.Max(source, 0), op.Where(is_new, runnable(g), 0), update)
+    return write(g, zeros_like(update)), du.astype(update.dtype)
 
 
 @vjp("Unique", needs=(1,))

@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 
 from ortops.autodiff import vjp
-from ortops.rules._copies import add_at, positions
+from ortops.rules._copies import add_at, pad_zeros, positions
 from ortops.rules._types import Cotangents
 from ortops.tensor import (
     Tensor,
@@ -143,14 +143,14 @@ def slice_(
     if first is not None and not isinstance(sizes, Tensor) and not isinstance(kept, Tensor):
         before = np.clip(np.where(first < 0, first + sizes, first), 0, sizes)
         pads = np.concatenate([before, sizes - before - kept])
-        return pad_axes(g, pads, None, axes)
+        return pad_zeros(g, pads, axes)
     begin = starts
     if first is None or np.any(first < 0):
         begin = op.Where(op.Less(begin, 0), op.Add(begin, sizes), begin)
     if first is None or np.any(first != 0):
         begin = op.Max(op.Min(begin, sizes), 0)
     rest = op.Sub(op.Sub(sizes, begin), kept)
-    return pad_axes(g, op.Concat(begin, rest, axis=0), None, axes)
+    return pad_zeros(g, op.Concat(begin, rest, axis=0), axes)
 
 
 def _sizes(x: Tensor, axes: Tensor) -> np.ndarray | Tensor:
