@@ -343,6 +343,7 @@ def infer_shapes(model: ir.Model) -> None:
     finally:
         for node, op_type in unknown.items():
             node.op_type = op_type
+    _forget_symbols_of_elements(model.graph)
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if node.domain == "" and node.op_type == "If":
             branch = node.attributes["then_branch"].as_graph()
@@ -354,6 +355,27 @@ def infer_shapes(model: ir.Model) -> None:
             for value in node.inputs
         ):
             _infer_again(node)
+
+
+def _forget_symbols_of_elements(graph: ir.Graph) -> None:
+    """Drops symbols that come from elements of sequences: each element has its own sizes."""
+    tensors = {
+        str(dim)
+        for value in graph.inputs
+        if value.shape is not None and not isinstance(value.type, ir.SequenceType)
+        for dim in value.shape
+    }
+    values = [*graph.inputs, *(value for node in graph for value in node.outputs)]
+    elements = {
+        str(dim)
+        for value in values
+        if isinstance(value.type, ir.SequenceType) and value.shape is not None
+        for dim in value.shape
+        if isinstance(dim, ir.SymbolicDim) and dim.value is not None
+    } - tensors
+    for value in values if elements else ():
+        if value.shape is not None and any(str(dim) in elements for dim in value.shape):
+            value.shape = ir.Shape([None if str(d) in elements else d for d in value.shape])
 
 
 def _infer_again(node: ir.Node) -> None:

@@ -401,6 +401,10 @@ class Tape:
                     value.type = ir.serde.deserialize_type_proto_for_type(proto_type)
                 if value.shape is None:
                     value.shape = ir.serde.deserialize_type_proto_for_shape(proto_type)
+                if isinstance(value.type, ir.SequenceType) and value.shape is not None:
+                    # A symbol would say that all elements, and what is computed of them, agree.
+                    sizes = [dim if isinstance(dim, int) else None for dim in value.shape]
+                    value.shape = ir.Shape(sizes)
 
 
 class Tensor:
