@@ -42,6 +42,7 @@ __all__ = [
     "DTYPES",
     "ErrorRecorder",
     "errors_of_run",
+    "interrupts_deferred",
     "register_custom_ops",
     "survives_as_text",
     "take_errors",
@@ -349,7 +350,7 @@ def errors_of_run(nodes: Nodes | None = None, *, anywhere: bool = False) -> Iter
         ...     pass  # session.run(...)
     """
     recorder = ErrorRecorder(nodes, anywhere=anywhere)
-    with _interrupts_deferred():
+    with interrupts_deferred():
         recorder.start()
         try:
             yield
@@ -360,7 +361,7 @@ def errors_of_run(nodes: Nodes | None = None, *, anywhere: bool = False) -> Iter
 
 
 @contextmanager
-def _interrupts_deferred() -> Iterator[None]:
+def interrupts_deferred() -> Iterator[None]:
     """Holds back SIGINT in the main thread, the one in which Python handles it."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

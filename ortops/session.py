@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy.typing as npt
+import onnx_ir as ir
 import onnxruntime
 
 from ortops import convert, custom_ops, external
@@ -66,10 +67,11 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         source: str | bytes
         if has_domain(proto):
             keep = takes_python_kernel if kernels == "python" else None
-            lowered, arrays = external.move_out(lower_ir(convert.to_ir(proto, folder), keep=keep))
-            for node in lowered.graph.node:
+            in_memory = lower_ir(convert.to_ir(proto, folder), keep=keep)
+            for node in ir.traversal.RecursiveGraphIterator(in_memory.graph):
                 if node.domain == custom_ops.DOMAIN:
-                    self._kernel_nodes.setdefault(node.op_type, []).append(node.name)
+                    self._kernel_nodes.setdefault(node.op_type, []).append(node.name or "")
+            lowered, arrays = external.move_out(in_memory)
             if has_domain(lowered):
                 sess_options = sess_options or onnxruntime.SessionOptions()
                 custom_ops.register_custom_ops(sess_options)

@@ -74,12 +74,12 @@ def test_sees_every_row_once_in_each_epoch_in_another_order() -> None:
     seen: list[Any] = []
     step = session.step
 
-    def watched(feeds: Any) -> Any:
+    def watched(feeds: Any, **options: Any) -> Any:
         np.testing.assert_array_equal(
             feeds["targets"], data["targets"][feeds["x"][:, 0].astype(int)]
         )
         seen.append(feeds["x"][:, 0].astype(int).tolist())
-        return step(feeds)
+        return step(feeds, **options)
 
     session.step = watched  # type: ignore[method-assign]
     session.fit(data, epochs=2, batch_size=4, progress=False)

@@ -19,32 +19,28 @@ from ortops import metrics as metric_functions
 from ortops.convert import ModelLike
 from ortops.errors import (
     FeedError,
-    KernelError,
     ModelError,
     OrtopsError,
     UnknownVariableError,
-    UnsupportedError,
     did_you_mean,
 )
 from ortops.lowering import (
     TRAINING_DOMAIN,
     has_domain,
-    lower_prepared,
-    takes_python_kernel,
     to_proto,
 )
 from ortops.metrics import Metric
-from ortops.session import InferenceSession, Kernels
+from ortops.session import Kernels
 from ortops.tensor import numpy_dtype
 from ortops.training.builder import METADATA_KEY
 from ortops.training.data import Data, Feeds, batches, count, length
+from ortops.training.execution import Execution, errors_as_ours, open_session, ort_value
 from ortops.training.modes import write_inference_mode
 from ortops.training.progress import Progress
 from ortops.training.step_graph import (
     Step,
     evaluation_model,
     flatten,
-    remove_defaults,
     training_metadata,
 )
 
@@ -103,29 +99,26 @@ class TrainingSession:
         self._steps = [flatten(self._proto, self._data, number) for number in self._entries]
         self._inputs = _described_inputs(self._steps)
         self._labels = [limit for step in self._steps for limit in _label_limits(step)]
-        keep = takes_python_kernel if kernels == "python" else None
-        for step in self._steps:
-            remove_defaults(step.model.graph, step.variables)
-        self._sessions: list[InferenceSession] = []
-        self._constants: list[dict[str, _Variable]] = []  # fed: too big to be in the model
-        for step in self._steps:
-            lowered = lower_prepared(step.model, keep=keep)
-            self._constants.append(_move_constants(lowered))
-            self._sessions.append(self._session(to_proto(lowered), kernels=kernels))
         self._made = 0
         self._evaluation: _Evaluation | None = None
         self._lock = threading.RLock()
-        self._values: dict[str, _Variable] = {}
         self._given = self._given_values()
-        self._assign(self._given)
+        self._execution = Execution(
+            self._steps,
+            self._given,
+            kernels=kernels,
+            options=sess_options,
+            providers=self._providers,
+        )
 
     # ------------------------------------------------------------------------------- training
 
-    def step(self, feeds: Feeds) -> dict[str, Array]:
+    def step(self, feeds: Feeds, *, outputs: Sequence[str] | None = None) -> dict[str, Array]:
         """Makes one training step.
 
         Args:
             feeds: A batch: an array for each input of the model and of the loss.
+            outputs: Which outputs to return; all by default.
 
         Returns:
             The loss, and the outputs of the model that it was computed from, by name; one that
@@ -136,22 +129,8 @@ class TrainingSession:
             KernelError: If a kernel failed; then nothing has changed.
         """
         checked = self._check_feeds(feeds)
-        held = {name: onnxruntime.OrtValue.ortvalue_from_numpy(a) for name, a in checked.items()}
         with self._lock:
-            values = dict(self._values)
-            shown: dict[str, Array] = {}
-            for step, session, constants in zip(
-                self._steps, self._sessions, self._constants, strict=True
-            ):
-                names = list(dict.fromkeys((*step.outputs, *step.updates.values())))
-                inputs = {name: held[name] for name in step.feeds}
-                inputs |= {name: values[name].value for name in step.variables}
-                inputs |= {name: constant.value for name, constant in constants.items()}
-                outputs = dict(zip(names, _run(session, names, inputs), strict=True))
-                for variable, output in step.updates.items():
-                    values[variable] = _Variable(outputs[output])
-                shown.update((name, outputs[name].numpy()) for name in step.outputs)
-            self._values = values
+            shown = self._execution.step(checked, outputs)
             self._made += 1
         return shown
 
@@ -217,7 +196,7 @@ class TrainingSession:
             total, rows, done = 0.0, 0, 0
             try:
                 for feeds in batches(data, batch_size, order=order):
-                    loss = float(self.step(feeds)[self._loss()])
+                    loss = float(self.step(feeds, outputs=[self._loss()])[self._loss()])
                     size = _rows(feeds)
                     total, rows, done = total + loss * size, rows + size, done + 1
                     if bar:
@@ -270,22 +249,15 @@ class TrainingSession:
         total, rows = 0.0, 0
         outputs: list[Array] = []
         targets: list[Array] = []
-        with self._lock:
-            values = dict(self._values)
         for feeds in batches(data, batch_size):
             checked = self._check_feeds(feeds)
-            held = {n: onnxruntime.OrtValue.ortvalue_from_numpy(a) for n, a in checked.items()}
-            held |= {name: variable.value for name, variable in values.items()}
-            held |= {name: constant.value for name, constant in evaluation.constants.items()}
-            loss, output = _run(
-                evaluation.session,
-                [evaluation.loss, evaluation.output],
-                {name: held[name] for name in evaluation.inputs},
-            )
+            with self._lock:
+                arrays = evaluation.constants | self._arrays() | checked
+                loss, output = evaluation.run(arrays)
             size = _rows(checked)
-            total, rows = total + float(loss.numpy()) * size, rows + size
+            total, rows = total + float(loss) * size, rows + size
             if metrics:
-                outputs.append(output.numpy())
+                outputs.append(output)
                 targets.append(checked[self._target(metrics)])
         if not rows:
             raise FeedError("data: there is no batch in it; give arrays or a list of batches")
@@ -379,9 +351,10 @@ class TrainingSession:
     def steps_done(self) -> int:
         """The number of finished steps: those of this session where the algorithm has no count."""
         counter = training_metadata(self._proto).get("step")
-        if counter not in self._values:
+        if counter not in self._execution.variables:
             return self._made
-        return int(self._values[str(counter)].value.numpy())
+        with self._lock:
+            return int(self._execution.present(str(counter)))
 
     def reset(self) -> None:
         """Goes back to the start of the training.
@@ -393,7 +366,7 @@ class TrainingSession:
         state = State(self)
         for number in self._entries:
             for name, array in self._initial_values(number).items():
-                if name in self._values:
+                if name in self._execution.variables:
                     arrays[name] = state.check(name, array)
         self._assign(arrays)
         self._made = 0
@@ -411,13 +384,13 @@ class TrainingSession:
         )
         names = {binding.key: binding.value for binding in info.initialization_binding}
         values = list(dict.fromkeys(names.values()))
-        session = self._session(external.attach(model, self._data))
+        session = open_session(external.attach(model, self._data), self._options, self._providers)
         outputs = dict(zip(values, session.run(values, {}), strict=True))
         return {name: outputs[value] for name, value in names.items()}
 
     def _given_values(self) -> dict[str, Array]:
         """Returns the values that the variables have in the model."""
-        wanted = {name for step in self._steps for name in step.variables}
+        wanted = {name for step in self._steps for name in (*step.variables, *step.updates)}
         found: dict[str, Array] = {}
         graphs = [self._proto.graph]
         graphs += [self._proto.training_info[number].algorithm for number in self._entries]
@@ -433,18 +406,21 @@ class TrainingSession:
         return found
 
     def _assign(self, arrays: Mapping[str, Array]) -> None:
-        variables = {name: _Variable.holding(array) for name, array in arrays.items()}
         with self._lock:
-            self._values = {**self._values, **variables}
+            self._execution.assign(arrays)
 
     # ---------------------------------------------------------------------------------- files
 
     def model(self) -> onnx.ModelProto:
         """Returns the trainable model with the present state."""
-        return external.attach(*self._light_model())
+        with self._lock:
+            return external.attach(*self._light_model())
 
     def _light_model(self) -> tuple[onnx.ModelProto, external.Data]:
-        """Returns the trainable model with the present state, as a light model and its data."""
+        """Returns the trainable model with the present state, as a light model and its data.
+
+        The data are the memory of the variables, so the lock has to be held while they are read.
+        """
         result, data = external.detach(self._proto)
         data |= self._data
         arrays = self._arrays()
@@ -454,9 +430,8 @@ class TrainingSession:
         return result, data
 
     def _arrays(self) -> dict[str, Array]:
-        """Returns the present values of the variables, which are not copied."""
-        with self._lock:
-            return {name: variable.value.numpy() for name, variable in self._values.items()}
+        """Returns the memory of the variables, to be read while the lock is held."""
+        return {name: self._execution.present(name) for name in self._execution.variables}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the trainable model with the present state; a session on it resumes exactly.
@@ -467,7 +442,8 @@ class TrainingSession:
             path: The file. At any time it holds the old model or the new one, whole. One of 2 GB
                 or more has a data file beside it (see `ortops.save_model`).
         """
-        external.write_model(path, *self._light_model())
+        with self._lock:
+            external.write_model(path, *self._light_model())
 
     def inference_model(self, original: ModelLike | None = None) -> onnx.ModelProto:
         """Returns the trained model, with nothing of training in it.
@@ -481,6 +457,10 @@ class TrainingSession:
         Raises:
             ModelError: If a trained variable is not in the original.
         """
+        with self._lock:
+            return self._inference_model(original)
+
+    def _inference_model(self, original: ModelLike | None) -> onnx.ModelProto:
         own = {tensor.name for tensor in self._proto.graph.initializer}
         trained = {name: array for name, array in self._arrays().items() if name in own}
         if original is not None:
@@ -550,24 +530,11 @@ class TrainingSession:
                 )
         return arrays
 
-    def _session(self, model: onnx.ModelProto, *, kernels: Kernels = "onnx") -> InferenceSession:
-        """Returns a session; what onnxruntime cannot load is an error of ours."""
-        try:
-            return InferenceSession(model, self._options, self._providers, kernels=kernels)
-        except OrtopsError:
-            raise
-        except Exception as error:  # onnxruntime's classes have no common base of their own
-            raise UnsupportedError(
-                f"onnxruntime: {str(error).strip()}; change the type of that node's tensors, or "
-                "choose other providers"
-            ) from error
-
     def _build_evaluation(self) -> _Evaluation:
         model, loss, output = evaluation_model(self._proto, self._data, self._entries[0])
-        constants = _move_constants(model)
-        session = self._session(to_proto(model))
-        names = [value.name for value in session.get_inputs()]
-        return _Evaluation(session, loss, output, names, constants)
+        constants = external.move_to_inputs(model)
+        session = open_session(to_proto(model), self._options, self._providers)
+        return _Evaluation(session, loss, output, constants)
 
 
 class State(MutableMapping[str, Array]):
@@ -578,8 +545,8 @@ class State(MutableMapping[str, Array]):
 
     def __getitem__(self, name: str) -> Array:
         self._known(name)
-        array: Array = self._session._values[name].value.numpy()
-        return array.copy()
+        with self._session._lock:
+            return self._session._execution.present(name).copy()
 
     def __setitem__(self, name: str, array: npt.ArrayLike) -> None:
         self._session._assign({name: self.check(name, array)})
@@ -588,10 +555,10 @@ class State(MutableMapping[str, Array]):
         raise OrtopsError(f"state '{name}': a variable cannot be removed; set it")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict(self._session._values))
+        return iter(dict(self._session._execution.variables))
 
     def __len__(self) -> int:
-        return len(self._session._values)
+        return len(self._session._execution.variables)
 
     def __repr__(self) -> str:
         shapes = ", ".join(
@@ -606,7 +573,7 @@ class State(MutableMapping[str, Array]):
             OrtopsError: If there is no such variable, or its type or shape is another.
         """
         self._known(name)
-        present = self._session._values[name].value.numpy()
+        present = self._session._execution.present(name)
         given = np.asarray(array)
         fits = np.can_cast(given.dtype, present.dtype, "same_kind")
         if not fits or given.shape != present.shape:
@@ -617,24 +584,11 @@ class State(MutableMapping[str, Array]):
         return np.ascontiguousarray(given, present.dtype).reshape(present.shape).copy()
 
     def _known(self, name: str) -> None:
-        if name not in self._session._values:
+        known = self._session._execution.variables
+        if name not in known:
             raise UnknownVariableError(
-                f"state: there is no variable '{name}'; "
-                + did_you_mean(name, self._session._values)
+                f"state: there is no variable '{name}'; " + did_you_mean(name, known)
             )
-
-
-@dataclass(frozen=True)
-class _Variable:
-    """The value of a variable, and the numpy array that lends it its memory, if one does."""
-
-    value: onnxruntime.OrtValue
-    array: Array | None = None
-
-    @classmethod
-    def holding(cls, array: Array) -> _Variable:
-        contiguous = np.array(array, order="C")  # a copy: onnxruntime shares its memory
-        return cls(onnxruntime.OrtValue.ortvalue_from_numpy(contiguous), contiguous)
 
 
 @dataclass(frozen=True)
@@ -644,16 +598,14 @@ class _Evaluation:
     session: onnxruntime.InferenceSession
     loss: str
     output: str
-    inputs: Sequence[str]
-    constants: Mapping[str, _Variable]
+    constants: dict[str, Array]
 
-
-def _move_constants(model: ir.Model) -> dict[str, _Variable]:
-    """Makes constants that are too big for a model inputs, and returns what to feed."""
-    return {
-        name: _Variable(onnxruntime.OrtValue.ortvalue_from_numpy(array), array)
-        for name, array in external.move_to_inputs(model).items()
-    }
+    def run(self, arrays: Mapping[str, Array]) -> list[Array]:
+        """Returns the loss and the output."""
+        inputs = {value.name: ort_value(arrays[value.name]) for value in self.session.get_inputs()}
+        with errors_as_ours():
+            found = self.session.run_with_ort_values([self.loss, self.output], inputs)
+        return [value.numpy() for value in found]
 
 
 def _all_entries(proto: onnx.ModelProto) -> list[int]:
@@ -728,23 +680,6 @@ def _fit(name: str, array: Array, value: ir.Value, sizes: dict[str, tuple[int, s
                         "be the same in all inputs"
                     )
     return np.ascontiguousarray(array).reshape(array.shape)
-
-
-def _run(
-    session: onnxruntime.InferenceSession,
-    names: Sequence[str],
-    inputs: Mapping[str, onnxruntime.OrtValue],
-) -> list[onnxruntime.OrtValue]:
-    """Runs a session; what onnxruntime raises becomes an error of ours."""
-    try:
-        found: list[onnxruntime.OrtValue] = session.run_with_ort_values(names, inputs)
-    except OrtopsError:
-        raise
-    except Exception as error:  # onnxruntime's classes have no common base of their own
-        raise KernelError(
-            f"onnxruntime: {str(error).strip()}; check values and shapes of the feeds"
-        ) from error
-    return found
 
 
 def _rows(feeds: Feeds) -> int:

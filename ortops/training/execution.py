@@ -1,0 +1,441 @@
+"""Runs training steps: onnxruntime sessions bound to the memory of the variables.
+
+A step is one run of the graph of gradients, then one run of each packed update (see
+`ortops.training.split`). Both read and write the variables where they lie: nothing is copied
+between them. Updates that are safe in place are made in place; other variables have two buffers
+that take turns. Small models are updated in the graph of gradients itself, which saves a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime
+
+from ortops import external
+from ortops.custom_ops import interrupts_deferred
+from ortops.errors import KernelError, OrtopsError, UnsupportedError
+from ortops.lowering import (
+    lower_optimizers,
+    lower_prepared,
+    remove_unread,
+    takes_python_kernel,
+    to_proto,
+)
+from ortops.session import InferenceSession, Kernels
+from ortops.tensor import Names, Tape
+from ortops.training.packed import Packed, Variable
+from ortops.training.split import split
+from ortops.training.step_graph import Step, remove_defaults
+
+__all__ = ["Execution", "errors_as_ours", "open_session", "ort_value"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_JOINED = 2**18  # elements of models that are updated in the graph of gradients
+_CHUNK = 2**16  # elements of a role that are updated at a time: they stay in a core's cache
+_KERNEL_CHUNK = 2**14  # the same for Python kernels, which get copies: small ones reuse memory
+_COPIED_OPTIONS = (
+    "enable_profiling",
+    "graph_optimization_level",
+    "log_severity_level",
+    "profile_file_prefix",
+)
+_COPIED = 2**20  # bytes of the largest outputs that are copied out of onnxruntime's memory
+
+
+class Execution:
+    """Runs the steps of a training algorithm.
+
+    Args:
+        steps: The parts of a step, one for each training_info entry; not to be used afterwards.
+        values: The first values of the variables; copied.
+        kernels: ``"onnx"`` or ``"python"``, for optimizer nodes.
+        options: Options for the onnxruntime sessions.
+        providers: Execution providers.
+
+    Attributes:
+        variables: The variables by name.
+
+    Raises:
+        UnsupportedError: If a rule is missing, or onnxruntime cannot load a graph.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        values: Mapping[str, Array],
+        *,
+        kernels: Kernels,
+        options: onnxruntime.SessionOptions | None,
+        providers: Sequence[Any],
+    ) -> None:
+        self._turn = 0
+        self.variables: dict[str, Variable] = {}
+        self._updated_by: dict[str, int] = {}
+        parts = [_Part(step, kernels) for step in steps]
+        in_place = kernels == "onnx" and len(parts) == 1  # else a later run might fail
+        for number, part in enumerate(parts):
+            for packed in part.packed:
+                self.variables |= packed.allocate(in_place=in_place and not part.joined)
+            self._updated_by |= dict.fromkeys(part.updates, number)
+        for name, value in values.items():
+            if name not in self.variables:
+                first = np.array(value, order="C")
+                second = first.copy() if name in self._updated_by else first
+                self.variables[name] = Variable((first, second))
+        self.assign(values)
+        sessions = _Sessions(kernels, options, providers)
+        for part in parts:
+            part.open(sessions)
+        self._runs = [
+            [part.bind(self._buffers_of(number, turn), turn) for turn in (0, 1)]
+            for number, part in enumerate(parts)
+        ]
+
+    def present(self, name: str) -> Array:
+        """Returns the present value of a variable: its memory, not a copy."""
+        return self.variables[name].buffers[self._turn]
+
+    def assign(self, values: Mapping[str, Array]) -> None:
+        """Sets variables; their types and shapes have been checked."""
+        for name, value in values.items():
+            self.present(name)[...] = value
+
+    def step(self, feeds: Mapping[str, Array], wanted: Sequence[str] | None) -> dict[str, Array]:
+        """Makes one step.
+
+        Args:
+            feeds: The batch, checked.
+            wanted: The outputs to return; all by default.
+
+        Raises:
+            KernelError: If a run failed; then no variable has changed.
+        """
+        held = {name: ort_value(array) for name, array in feeds.items()}
+        shown: dict[str, Array] = {}
+        *before, last = (turns[self._turn] for turns in self._runs)
+        for part in before:
+            shown |= part.differentiate(held, wanted)
+            part.update()
+        shown |= last.differentiate(held, wanted)
+        with interrupts_deferred():
+            last.update()
+            self._turn = 1 - self._turn
+        return shown
+
+    def _buffers_of(self, number: int, turn: int) -> Callable[[str], tuple[Array, Array]]:
+        """Returns what tells where part ``number`` of a step reads a variable, and writes it."""
+
+        def buffers(name: str) -> tuple[Array, Array]:
+            both = self.variables[name].buffers
+            done = self._updated_by.get(name, number) < number  # by an earlier part of this step
+            return both[1 - turn if done else turn], both[1 - turn]
+
+        return buffers
+
+
+class _Part:
+    """The part of a step that one training_info entry makes.
+
+    Args:
+        step: The part; not to be used afterwards.
+        kernels: ``"onnx"`` or ``"python"``, for optimizer nodes.
+
+    Attributes:
+        updates: Variable → its next value, an output of the step.
+        packed: The updates that are packed.
+        joined: Whether they are made in the graph of gradients.
+    """
+
+    def __init__(self, step: Step, kernels: Kernels) -> None:
+        self._step = step
+        self._graph = graph = step.model.graph
+        self.updates = step.updates
+        remove_defaults(graph, step.variables)
+        keep = takes_python_kernel if kernels == "python" else None
+        remove_unread(lower_optimizers(graph, Names(graph), keep))
+        groups, self._left = split(graph, step.updates, step.outputs)
+        size = sum(group.size for group in groups)
+        self.joined = kernels == "onnx" and size <= _JOINED
+        chunk = _JOINED if self.joined else _KERNEL_CHUNK if kernels == "python" else _CHUNK
+        self.packed = [Packed(group, chunk) for group in groups]
+        lower_prepared(step.model, keep=keep)
+        self._joined_inputs: dict[str, tuple[Packed, int]] = {}
+        self._joined_outputs: dict[str, tuple[Packed, int]] = {}
+        if self.joined:
+            self._join()
+
+    def _join(self) -> None:
+        """Puts the packed updates into the graph of gradients."""
+        graph, outputs = self._graph, {value.name: value for value in self._graph.outputs}
+        tape = Tape(graph)
+        for packed in self.packed:
+            group = packed.group
+            inputs = packed.inputs(f"{tape.names.unique('packed')}_", 1)
+            for index, role in enumerate(group.roles):
+                if role.updated:
+                    graph.inputs.append(inputs[index])
+                    self._joined_inputs[inputs[index].name or ""] = (packed, index)
+                else:
+                    inputs[index] = packed.pack(tape, [outputs[name] for name in role.names])
+            scalars = [outputs[name] for name in group.scalars]
+            results = group.emit(tape, [*inputs[: len(group.roles)], *scalars])
+            taken = {*scalars, *(outputs[n] for r in group.roles if not r.updated for n in r.names)}
+            kept = [value for value in graph.outputs if value not in taken]
+            graph.outputs.clear()
+            graph.outputs.extend([*kept, *results])
+            for index, result in zip(group.next_values, results, strict=True):
+                self._joined_outputs[result.name or ""] = (packed, index)
+
+    def open(self, sessions: _Sessions) -> None:
+        """Opens the sessions."""
+        self._constants = external.move_to_inputs(self._step.model)
+        apart = [] if self.joined else self.packed
+        self._session = sessions.open(to_proto(self._step.model), spin=not apart)
+        self._updates = [_Update(packed, sessions) for packed in apart]
+
+    def bind(self, buffers: Callable[[str], tuple[Array, Array]], turn: int) -> _Run:
+        """Binds the sessions to memory.
+
+        Args:
+            buffers: Tells of a variable where it is read and where its next value is written.
+            turn: Which of the arrays of packed roles are read.
+        """
+        binding = self._session.io_binding()
+        for name in (value.name or "" for value in self._graph.inputs):
+            if name in self._joined_inputs:
+                packed, index = self._joined_inputs[name]
+                binding.bind_ortvalue_input(name, ort_value(packed.arrays[index][turn]))
+            elif name in self._constants:
+                binding.bind_ortvalue_input(name, ort_value(self._constants[name]))
+            elif name not in self._step.feeds:
+                binding.bind_ortvalue_input(name, ort_value(buffers(name)[0]))
+        for name in self._step.outputs:
+            binding.bind_output(name)
+        written: dict[str, Array] = {}
+        copies: list[tuple[str, Array]] = []
+        for name, output in self._left.items():
+            if output in written or output in self._step.outputs:
+                copies.append((output, buffers(name)[1]))
+            else:
+                written[output] = buffers(name)[1]
+        for name, (packed, index) in self._joined_outputs.items():
+            written[name] = packed.arrays[index][1 - turn]
+        types = {value.name: value.dtype for value in self._graph.outputs}
+        updates = []
+        for update in self._updates:
+            group = update.packed.group
+            for name in group.scalars:
+                dtype = types[name]
+                assert dtype is not None
+                written.setdefault(name, np.zeros((), dtype.numpy()))
+            for index, role in enumerate(group.roles):
+                if not role.updated:
+                    written |= zip(role.names, update.packed.views(index, turn), strict=True)
+            updates.append(update.bind([written[name] for name in group.scalars], turn))
+        for name, array in written.items():
+            binding.bind_ortvalue_output(name, ort_value(array))
+        sources = [*self._step.outputs, *written]
+        moved = [(sources.index(output), target) for output, target in copies]
+        return _Run(self._session, binding, self._step.outputs, moved, updates)
+
+
+class _Run:
+    """One part of a step, bound to memory.
+
+    Args:
+        session: The graph of gradients.
+        binding: Its inputs and outputs, but feeds.
+        outputs: The outputs that are shown; bound first, and to no memory.
+        copies: Outputs, by index, that are the next value of a variable but not written there.
+        updates: The packed updates.
+    """
+
+    def __init__(
+        self,
+        session: InferenceSession,
+        binding: onnxruntime.IOBinding,
+        outputs: Sequence[str],
+        copies: Sequence[tuple[int, Array]],
+        updates: Sequence[Callable[[], None]],
+    ) -> None:
+        self._session = session
+        self._binding = binding
+        self._outputs = outputs
+        self._copies = copies
+        self._updates = updates
+        self._feeds = {value.name for value in session.get_inputs()}
+
+    def differentiate(
+        self, feeds: Mapping[str, onnxruntime.OrtValue], wanted: Sequence[str] | None
+    ) -> dict[str, Array]:
+        """Runs the graph of gradients, and returns the outputs that are wanted."""
+        binding = self._binding
+        for name, value in feeds.items():
+            if name in self._feeds:
+                binding.bind_ortvalue_input(name, value)
+        for name in self._outputs:  # anew: onnxruntime would write into the last step's
+            binding.bind_output(name)
+        with errors_as_ours():
+            self._session.run_with_iobinding(binding)
+        found = binding.get_outputs_as_ortvaluevector()
+        for index, target in self._copies:
+            target[...] = found[index].numpy()
+        return {
+            name: _copied(found[index].numpy())
+            for index, name in enumerate(self._outputs)
+            if wanted is None or name in wanted
+        }
+
+    def update(self) -> None:
+        """Runs the packed updates."""
+        for update in self._updates:
+            update()
+
+
+class _Update:
+    """A packed update: its session, and the threads that share its chunks."""
+
+    def __init__(self, packed: Packed, sessions: _Sessions) -> None:
+        self.packed = packed
+        self._threads = min(packed.rows, sessions.threads)
+        self._pool = ThreadPoolExecutor(self._threads - 1) if self._threads > 1 else None
+        self._session = sessions.open(to_proto(packed.model()), single_thread=packed.rows > 1)
+
+    def bind(self, scalars: Sequence[Array], turn: int) -> Callable[[], None]:
+        """Binds the update to memory; returns what runs it."""
+        rows = self.packed.rows
+        ends = [rows * number // self._threads for number in range(self._threads + 1)]
+        bindings = [
+            self._bind_rows(slice(*span), scalars, turn) for span in itertools.pairwise(ends)
+        ]
+
+        def update() -> None:
+            run = self._session.run_with_iobinding
+            others = [self._pool.submit(run, b) for b in bindings[1:]] if self._pool else []
+            with errors_as_ours():
+                try:
+                    run(bindings[0])
+                finally:
+                    for other in others:
+                        other.result()
+
+        return update
+
+    def _bind_rows(self, rows: slice, scalars: Sequence[Array], turn: int) -> onnxruntime.IOBinding:
+        binding = self._session.io_binding()
+        arrays = self.packed.arrays
+        inputs = [*(both[turn][rows] for both in arrays), *scalars]
+        for index, array in enumerate(inputs):
+            binding.bind_ortvalue_input(f"input_{index}", ort_value(array))
+        for index in self.packed.group.next_values:
+            binding.bind_ortvalue_output(f"next_{index}", ort_value(arrays[index][1 - turn][rows]))
+        return binding
+
+
+class _Sessions:
+    """Opens sessions with the user's options and providers."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        options: onnxruntime.SessionOptions | None,
+        providers: Sequence[Any],
+    ) -> None:
+        self._kernels = kernels
+        self._options = options
+        self._providers = providers
+        asked = 0 if options is None else options.intra_op_num_threads
+        self.threads = 1 if kernels == "python" else asked or _cores()
+
+    def open(
+        self, model: onnx.ModelProto, *, spin: bool = True, single_thread: bool = False
+    ) -> InferenceSession:
+        """Opens a session.
+
+        Args:
+            model: The model.
+            spin: Whether threads may wait actively between runs.
+            single_thread: Whether a run has one thread: those of the caller share the work.
+        """
+        options = self._options
+        if single_thread:
+            options = _single_threaded(options)
+        elif options is None:
+            options = onnxruntime.SessionOptions()
+            if not spin:  # threads that wait for work would take the cores of the update
+                options.add_session_config_entry("session.force_spinning_stop", "1")
+        return open_session(model, options, self._providers, self._kernels)
+
+
+def open_session(
+    model: onnx.ModelProto,
+    options: onnxruntime.SessionOptions | None,
+    providers: Sequence[Any],
+    kernels: Kernels = "onnx",
+) -> InferenceSession:
+    """Returns a session; what onnxruntime cannot load is an error of ours.
+
+    Raises:
+        UnsupportedError: If onnxruntime cannot load the model.
+    """
+    try:
+        return InferenceSession(model, options, providers, kernels=kernels)
+    except OrtopsError:
+        raise
+    except Exception as error:  # onnxruntime's classes have no common base of their own
+        raise UnsupportedError(
+            f"onnxruntime: {str(error).strip()}; change the type of that node's tensors, or "
+            "choose other providers"
+        ) from error
+
+
+def ort_value(array: Array) -> onnxruntime.OrtValue:
+    """Returns an array as onnxruntime takes it: its memory, not a copy."""
+    return onnxruntime.OrtValue.ortvalue_from_numpy(array)
+
+
+@contextlib.contextmanager
+def errors_as_ours() -> Iterator[None]:
+    """Makes what onnxruntime raises in a run an error of ours.
+
+    Raises:
+        KernelError: If a run failed.
+    """
+    try:
+        yield
+    except OrtopsError:
+        raise
+    except Exception as error:  # onnxruntime's classes have no common base of their own
+        raise KernelError(
+            f"onnxruntime: {str(error).strip()}; check values and shapes of the feeds"
+        ) from error
+
+
+def _single_threaded(options: onnxruntime.SessionOptions | None) -> onnxruntime.SessionOptions:
+    """Returns options like the given ones for a session with one thread."""
+    result = onnxruntime.SessionOptions()
+    if options is not None:
+        for name in _COPIED_OPTIONS:
+            setattr(result, name, getattr(options, name))
+    result.intra_op_num_threads = 1
+    return result
+
+
+def _copied(array: Array) -> Array:
+    """Returns a copy: a view would keep all of onnxruntime's memory; a big array stays as it is."""
+    return array.copy() if array.nbytes <= _COPIED else array
+
+
+def _cores() -> int:
+    known = hasattr(os, "sched_getaffinity")  # not everywhere
+    return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1

@@ -1,0 +1,149 @@
+"""Packed updates: all variables that one formula updates, side by side in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from ortops.tensor import IR_VERSION, Tape, op
+from ortops.training.split import Group, is_safe_in_place
+
+__all__ = ["Packed", "Variable"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_ALIGNMENT = 16  # elements
+
+
+@dataclass(frozen=True)
+class Variable:
+    """The memory of a variable.
+
+    Attributes:
+        buffers: Its value before a step of even number, and before one of odd number. Both are the
+            same array where updates are made in place, or never.
+    """
+
+    buffers: tuple[Array, Array]
+
+
+class Packed:
+    """A group of variables, packed.
+
+    Args:
+        group: The group.
+        chunk: How many elements are updated at a time.
+
+    Attributes:
+        group: The group.
+        rows: The number of chunks.
+        chunk: Elements in each, less than asked for where there are fewer in all.
+        arrays: For each role its array (rows, chunk), and the one that takes turns with it.
+    """
+
+    def __init__(self, group: Group, chunk: int) -> None:
+        self.group = group
+        self._sizes = [_round_up(math.prod(shape), _ALIGNMENT) for shape in group.shapes]
+        total = sum(self._sizes)
+        self.rows = -(-total // chunk)
+        self.chunk = chunk if self.rows > 1 else total
+        self.arrays: list[tuple[Array, Array]] = []
+
+    def allocate(self, *, in_place: bool) -> dict[str, Variable]:
+        """Makes the arrays.
+
+        Args:
+            in_place: Whether updates may be made in place, where the formula is safe.
+
+        Returns:
+            The variables of the group.
+        """
+        variables: dict[str, Variable] = {}
+        for index, role in enumerate(self.group.roles):
+            value = self.group.formula.inputs[index]
+            new = self.group.next_values.get(index)
+            first = np.empty((self.rows, self.chunk), role.dtype.numpy())
+            first.fill(0)  # `np.zeros` would take no huge pages
+            second = first
+            if new is not None and not (in_place and is_safe_in_place(value, new)):
+                second = first.copy()
+            self.arrays.append((first, second))
+            if role.updated:
+                pairs = zip(self.views(index, 0), self.views(index, 1), strict=True)
+                variables |= zip(role.names, map(Variable, pairs), strict=True)
+        return variables
+
+    def views(self, index: int, turn: int) -> list[Array]:
+        """Returns the tensors that play a role, which lie in its array."""
+        array = self.arrays[index][turn].reshape(-1)
+        result, offset = [], 0
+        for shape, size in zip(self.group.shapes, self._sizes, strict=True):
+            result.append(array[offset : offset + math.prod(shape)].reshape(shape))
+            offset += size
+        return result
+
+    def pack(self, tape: Tape, values: Sequence[ir.Value]) -> ir.Value:
+        """Writes the nodes that put the tensors of a role side by side."""
+        parts: list[object] = []
+        for value, shape, size in zip(values, self.group.shapes, self._sizes, strict=True):
+            parts.append(op.Reshape(tape.tensor(value), [-1]))
+            if padding := size - math.prod(shape):
+                assert value.dtype is not None
+                parts.append(tape.constant(np.zeros(padding, value.dtype.numpy())))
+        packed: ir.Value = op.Reshape(op.Concat(*parts, axis=0), [1, -1]).value
+        return packed
+
+    def inputs(self, prefix: str, rows: int | str | None) -> list[ir.Value]:
+        """Returns inputs for a graph that holds the formula: one for each role, then the scalars.
+
+        Args:
+            prefix: Of their names; it is followed by the index.
+            rows: Of the tensors; None for a single row's.
+        """
+        shape = ir.Shape([self.chunk] if rows is None else [rows, self.chunk])
+        return [
+            ir.Value(
+                name=f"{prefix}{index}",
+                type=value.type,
+                shape=shape if index < len(self.group.roles) else ir.Shape([]),
+            )
+            for index, value in enumerate(self.group.formula.inputs)
+        ]
+
+    def model(self) -> ir.Model:
+        """Returns the update as a model; more than one chunk is worked through by a Scan.
+
+        Inputs are ``input_<index>`` for each role and then each scalar, outputs ``next_<index>``
+        for each role that is updated.
+        """
+        imports = dict(self.group.formula.opset_imports)
+        inputs = self.inputs("input_", "rows")
+        graph = ir.Graph(inputs, [], nodes=[], opset_imports=imports, name="update")
+        tape = Tape(graph)
+        count = len(self.group.roles)
+        if self.rows == 1:
+            outputs = self.group.emit(tape, inputs)
+        else:
+            chunks = self.inputs("chunk_", None)[:count]
+            body = ir.Graph(chunks, [], nodes=[], opset_imports=imports, name="chunk")
+            body.outputs.extend(self.group.emit(Tape(body), [*chunks, *inputs[count:]]))
+            attributes = [ir.AttrInt64("num_scan_inputs", count), ir.AttrGraph("body", body)]
+            scan = ir.Node("", "Scan", inputs[:count], attributes, num_outputs=len(body.outputs))
+            for output, chunk in zip(scan.outputs, body.outputs, strict=True):
+                output.type, output.shape = chunk.type, inputs[0].shape
+            tape.append(scan)
+            outputs = list(scan.outputs)
+        for index, output in zip(self.group.next_values, outputs, strict=True):
+            output.name = f"next_{index}"
+            graph.outputs.append(output)
+        return ir.Model(graph, ir_version=IR_VERSION)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
