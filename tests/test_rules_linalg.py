@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from dot_test import Case, check, lowered, normal
 
+import ortops
+
 MATMUL = [
     ((3,), (3,)),
     ((3,), (3, 2)),
@@ -84,6 +86,11 @@ EINSUM = [
     ("i...->...", (2, 3, 4)),
     ("ij...->ji...", (2, 3, 4)),
     ("...i,...i", (2, 3), (2, 3)),
+    # An ellipsis may be broadcast.
+    ("...ij,...jk->...ik", (1, 2, 3), (5, 3, 4)),
+    ("b...ij,b...jk->b...ik", (2, 1, 2, 3), (2, 6, 3, 4)),
+    ("...i,...i", (1, 5, 3), (4, 1, 3)),
+    ("i...,i...->...", (3, 1, 5), (3, 4, 1)),
 ]
 
 CASES = [
@@ -136,3 +143,12 @@ def test_product_with_a_matrix_is_not_batched() -> None:
 def test_bias_of_a_static_gemm_takes_one_sum() -> None:
     case = Case("Gemm", [normal(4, 3), normal(3, 2, seed=1), normal(2, seed=2)])
     assert backward(case) == ["Gemm", "Gemm", "ReduceSum"]
+
+
+def test_einsum_that_broadcasts_a_letter_is_refused() -> None:
+    case = Case("Einsum", [normal(1, 3), normal(2, 3, seed=1)], {"equation": "ij,ij->ij"})
+    with pytest.raises(
+        ortops.UnsupportedError,
+        match=r"Einsum node 'under_test': in 'ij,ij->ij', 'i' stands for sizes \[1, 2\]; use Squeeze",
+    ):
+        lowered(case, symbolic=False)

@@ -8,7 +8,8 @@ from typing import cast
 
 import numpy as np
 
-from ortops.autodiff import vjp
+from ortops.autodiff import describe, vjp
+from ortops.errors import UnsupportedError
 from ortops.rules._types import Cotangents
 from ortops.tensor import Tensor, op, reshape_like, shape_of, size_of, unbroadcast
 
@@ -73,6 +74,7 @@ def gemm(
 @vjp("Einsum", limits="no broadcasting within a letter")
 def einsum(g: Tensor, y: Tensor, *xs: Tensor, equation: str) -> Cotangents:
     terms, result = _subscripts(equation, [x.ndim for x in xs])
+    _refuse_broadcast(y, equation, terms, xs)
     cotangents = []
     for index, (x, term) in enumerate(zip(xs, terms, strict=True)):
         others = [*xs[:index], *xs[index + 1 :]]
@@ -84,6 +86,23 @@ def einsum(g: Tensor, y: Tensor, *xs: Tensor, equation: str) -> Cotangents:
             dx = op.Einsum(g, *others, equation=f"{','.join(read)}->{wanted}")
         cotangents.append(_spread(dx, wanted, x, term))
     return tuple(cotangents)
+
+
+def _refuse_broadcast(y: Tensor, equation: str, terms: Sequence[str], xs: Sequence[Tensor]) -> None:
+    """Refuses letters that stand for 1 and another size, for which onnx infers a wrong shape."""
+    sizes: dict[str, set[int]] = {}
+    for term, x in zip(terms, xs, strict=True):
+        for letter, size in zip(term, x.shape or (), strict=True):
+            if letter in equation and isinstance(size, int):  # not one of an ellipsis
+                sizes.setdefault(letter, set()).add(size)
+    for letter, found in sizes.items():
+        if len(found) > 1:
+            node = y.value.producer()
+            raise UnsupportedError(
+                f"{describe(node) if node else 'Einsum'}: in '{equation}', '{letter}' stands for "
+                f"sizes {sorted(found)}; use Squeeze and leave the letter out where it is 1, or an "
+                "ellipsis, which may be broadcast"
+            )
 
 
 def _subscripts(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
