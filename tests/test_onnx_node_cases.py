@@ -25,9 +25,16 @@ from onnx import TensorProto, helper, numpy_helper
 import ortops
 from ortops.autodiff import ZERO_GRADIENT, rules
 
-STEPS = {"DynamicQuantizeLinear": 1e-3, "GridSample": 2e-4}
+STEPS = {
+    "AffineGrid": 1e-2,
+    "DeformConv": 5e-4,
+    "DynamicQuantizeLinear": 1e-3,
+    "Gelu": 1e-3,
+    "GridSample": 5e-4,
+    "GroupNormalization": 1e-3,
+}
 """Where the reference computes in float32; 1e-5 otherwise."""
-TOLERANCES = {"float64": 1e-6, "float32": 2e-3, "float16": 2e-2, "bfloat16": 1e-1}
+TOLERANCES = {"float64": 1e-6, "float32": 5e-4, "float16": 4e-3, "bfloat16": 3e-2}
 """Of the size of the terms; float32 carries what the operator rounds."""
 
 DOMAINS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -200,7 +207,7 @@ def check(case: NodeCase) -> None:
         )
         expected = (ahead - behind) / (2 * step)
         terms = gradient.astype(np.float64) * direction
-        scale = np.abs(terms).sum() + abs(expected) + 1e-2
+        scale = np.abs(terms).sum() + abs(expected) + 5e-2
         assert abs(terms.sum() - expected) <= TOLERANCES[node_cases.narrowest(case, x)] * scale, (
             f"{case.name}, {x}: {terms.sum()}, differences give {expected}"
         )
