@@ -1,6 +1,7 @@
-"""Measures optimizer steps and whole training steps, and checks that the peers agree.
+"""Measures ortops beside its peers and against itself, and checks that all compute the same.
 
-Prints a Markdown table. Fails where results differ by more than the tolerance of the work.
+Prints Markdown tables, and writes them with the figures (JSON) and a plot (PNG) to a folder. Fails
+where results differ by more than the tolerance of the work.
 """
 
 from __future__ import annotations
@@ -8,8 +9,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from benchmarks.measure import Effort
+
+PARTS = ("steps", "starts", "own")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,41 +30,108 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 1 where peers disagree.
     """
     # Not at the top: a peer's process imports this file before it limits its threads.
-    from benchmarks import measure, peers, profiling, table, works
+    from benchmarks import measure, peers, profiling, works
+    from benchmarks.task import OPTIMIZERS
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a short run: do they all work?")
-    parser.add_argument("--only", metavar="TEXT", default="", help="works with TEXT in their name")
-    parser.add_argument("--rounds", type=int, help="turns of each peer")
-    parser.add_argument("--optimizer", choices=peers.OPTIMIZERS, default="Adam")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the result there, too")
     parser.add_argument(
-        "--profile", action="store_true", help="show where the lowered training steps spend time"
+        "--only", metavar="TEXT", action="append", default=[], help="works with TEXT in their name"
+    )
+    parser.add_argument(
+        "--peer", metavar="TEXT", action="append", default=[], help="peers with TEXT in their name"
+    )
+    parser.add_argument(
+        "--part", choices=PARTS, action="append", help="steps, starts, or ortops against itself"
+    )
+    parser.add_argument("--rounds", type=int, help="turns of each peer, and starts")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="Adam")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write the results there")
+    parser.add_argument(
+        "--profile", action="store_true", help="show where the steps of ortops spend time, instead"
     )
     options = parser.parse_args(arguments)
-    names = [name for name in works.WORKS if options.only.casefold() in name.casefold()]
+    names = works.find(options.only)
     if not names:
-        parser.error(f"--only {options.only!r} fits none of: {'; '.join(works.WORKS)}")
+        parser.error(f"--only {options.only} fits none of: {'; '.join(works.WORKS)}")
+    chosen = [name for name in peers.PEERS if _fits(name, options.peer)]
+    if not chosen:
+        parser.error(f"--peer {options.peer} fits none of: {'; '.join(peers.PEERS)}")
     effort = measure.QUICK if options.quick else measure.Effort()
     if options.rounds is not None:
         if options.rounds < 1:
             parser.error(f"--rounds is {options.rounds}; at least 1 is accepted")
-        effort = dataclasses.replace(effort, rounds=options.rounds)
-
-    wrong: list[str] = []
+        starts = min(options.rounds, effort.starts)
+        effort = dataclasses.replace(effort, rounds=options.rounds, starts=starts)
     if options.profile:
         text = profiling.markdown(names, options.optimizer, steps=2 if options.quick else 20)
-    else:
-        results = {}
-        for name in names:
-            print(f"{name} ...", file=sys.stderr, flush=True)
-            able = [peer for peer, it in peers.PEERS.items() if it.does(works.WORKS[name])]
-            results[name] = measure.measure(name, able, options.optimizer, effort)
-        text = table.markdown(results, options.optimizer, effort)
-        wrong = table.disagreements(results)
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text, encoding="utf-8")
+        print(text)
+        if options.output is not None:
+            options.output.mkdir(parents=True, exist_ok=True)
+            (options.output / "profile.md").write_text(text, encoding="utf-8")
+        return 0
+    return _measure(names, chosen, options.part or PARTS, options.optimizer, effort, options.output)
+
+
+def _fits(name: str, texts: Sequence[str]) -> bool:
+    return any(text.casefold() in name.casefold() for text in texts or [""])
+
+
+def _measure(
+    names: Sequence[str],
+    chosen: Sequence[str],
+    parts: Sequence[str],
+    optimizer: str,
+    effort: Effort,
+    output: Path | None,
+) -> int:
+    from benchmarks import own, plot, works
+    from benchmarks.measure import Contestant, measure, worker
+    from benchmarks.peers import PEERS
+    from benchmarks.report import Report
+    from benchmarks.start import measure as measure_starts
+
+    report = Report(optimizer, effort)
+    for peer in chosen:
+        if reason := PEERS[peer].missing():
+            report.missing[peer] = reason
+    able = [peer for peer in chosen if peer not in report.missing]
+
+    def save() -> None:
+        if output is not None:
+            report.write(output)
+
+    for name in names:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        work = works.WORKS[name]
+        checked = work.checked_optimizer
+        with tempfile.TemporaryDirectory() as folder, worker() as submit:
+            submit(works.write, work, folder, {optimizer, checked or optimizer}).result()
+            network = submit(works.network, folder).result()
+            taking_part = [peer for peer in able if PEERS[peer].does(network, optimizer)]
+            if "steps" in parts:
+                contestants = {
+                    peer: Contestant(folder, peer, optimizer, checked) for peer in taking_part
+                }
+                report.times[name] = measure(contestants, effort)
+                save()
+            starting = [peer for peer in taking_part if PEERS[peer].start]
+            if "starts" in parts and starting and work.target is not None:
+                report.starts[name] = submit(
+                    measure_starts, folder, starting, optimizer, effort.starts, effort.memory_steps
+                ).result()
+                save()
+    if "own" in parts:
+        print("ortops against itself ...", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            report.depths = own.depth_seconds(Path(folder), optimizer, effort)
+        report.creation = own.creation_seconds(effort.starts)
+        report.imports = own.import_seconds(effort.starts)
+        save()
+    print(report.markdown())
+    if output is not None:
+        plot.write(report, output / "results.png")
+    wrong = report.disagreements()
     for message in wrong:
         print(message, file=sys.stderr)
     return 1 if wrong else 0

@@ -1,20 +1,23 @@
-"""Where a lowered training step spends its time, by onnxruntime's own profile."""
+"""Where a step of ortops spends its time, by onnxruntime's own profile."""
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import worker
-from benchmarks.works import WORKS, TrainingStep
+from benchmarks.works import WORKS, write
 
-__all__ = ["Node", "markdown", "profile"]
+__all__ = ["Node", "Profile", "markdown", "profile"]
 
 WARM_UP = 3
 SHOWN = 12
@@ -22,13 +25,13 @@ SHOWN = 12
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the graph that onnxruntime ran.
+    """A node of a graph that onnxruntime ran.
 
     Attributes:
         name: Its name after onnxruntime's optimizations.
         operator: Its operator.
         shapes: The shapes of its inputs.
-        milliseconds: The median time in a step.
+        milliseconds: The median time in a step, without that of the nodes inside it.
     """
 
     name: str
@@ -37,72 +40,151 @@ class Node:
     milliseconds: float
 
 
-def profile(work: str, optimizer: str, steps: int) -> list[Node]:
-    """Profiles the lowered form of a training step; called in a process of its own.
+@dataclass(frozen=True)
+class Profile:
+    """What a step of a work consists of.
+
+    Attributes:
+        milliseconds: The median time of a step while it is profiled, which makes it longer.
+        sessions: How many onnxruntime sessions take part in each step.
+        nodes: The nodes of these sessions, the costliest first.
+    """
+
+    milliseconds: float
+    sessions: int
+    nodes: Sequence[Node]
+
+
+def profile(folder: str, optimizer: str, steps: int) -> Profile:
+    """Profiles `TrainingSession.step` with standard operators; called in a process of its own.
 
     Args:
-        work: A name of `benchmarks.works.WORKS`.
-        optimizer: A name of `benchmarks.peers.OPTIMIZERS`.
+        folder: The work, as a `benchmarks.task.Task`.
+        optimizer: A name of `benchmarks.task.OPTIMIZERS`.
         steps: How many steps to take the median of.
     """
-    from benchmarks import peers
+    import onnxruntime
 
-    training = WORKS[work]
-    assert isinstance(training, TrainingStep)
-    with tempfile.TemporaryDirectory() as folder:
-        options = peers.session_options()
-        options.enable_profiling = True
-        options.profile_file_prefix = str(Path(folder) / "step")
-        step = peers.ortops_training_step(training, optimizer, "onnx", options)
+    from benchmarks.peers import LOWERED, PEERS
+    from benchmarks.peers.with_ortops import make
+    from benchmarks.task import THREADS, Task
+
+    numbers, create = count(), onnxruntime.InferenceSession.__init__
+    with tempfile.TemporaryDirectory() as place:
+
+        def create_profiled(
+            session: Any, model: Any, sess_options: Any = None, *rest: Any, **named: Any
+        ) -> None:
+            # onnxruntime names a file by the second, and two sessions may begin in one.
+            sess_options = sess_options or onnxruntime.SessionOptions()
+            sess_options.enable_profiling = True
+            sess_options.profile_file_prefix = str(Path(place) / f"{next(numbers)}")
+            create(session, model, sess_options, *rest, **named)
+
+        onnxruntime.InferenceSession.__init__ = create_profiled
+        sess_options = onnxruntime.SessionOptions()
+        sess_options.intra_op_num_threads = THREADS
+        step = make(
+            Task.read(folder), optimizer, **PEERS[LOWERED].options, sess_options=sess_options
+        )
+        seconds = []
         for _ in range(WARM_UP + steps):
-            step()
-        del step  # with its session, which then writes the file
-        (file,) = Path(folder).iterdir()
-        return _nodes(json.loads(file.read_text(encoding="utf-8")))
+            start = time.perf_counter()
+            step.run()
+            seconds.append(time.perf_counter() - start)
+        del step
+        gc.collect()  # its sessions, which then write their files
+        files = [json.loads(file.read_text(encoding="utf-8")) for file in Path(place).iterdir()]
+    of_sessions = list(filter(None, (_nodes(events, WARM_UP + steps) for events in files)))
+    nodes = [node for nodes in of_sessions for node in nodes]
+    return Profile(
+        1e3 * statistics.median(seconds[WARM_UP:]),
+        len(of_sessions),
+        sorted(nodes, key=lambda node: -node.milliseconds),
+    )
 
 
-def _nodes(events: Sequence[Mapping[str, Any]]) -> list[Node]:
-    """Returns the nodes of a profile, the costliest first."""
-    times: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    for event in events:
-        name = str(event["name"])
-        if event.get("cat") != "Node" or not name.endswith("_kernel_time"):
-            continue
+def _nodes(events: Sequence[Mapping[str, Any]], steps: int) -> list[Node]:
+    """Returns the nodes of one session's profile; none where it did not run in each step.
+
+    Args:
+        events: The profile.
+        steps: How many steps were made, those of the warm-up among them.
+    """
+    runs = [event for event in events if event["name"] == "model_run"]
+    if len(runs) < steps:
+        return []
+    starts = sorted(float(run["ts"]) for run in runs)[:: len(runs) // steps]
+    times: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0] * len(starts))
+    for event, own in _own_times(events):
         arguments = event["args"]
         shapes = " ".join(
             str(list(*each.values())).replace(" ", "") for each in arguments["input_type_shape"]
         )
-        key = (name.removesuffix("_kernel_time"), arguments["op_name"], shapes)
-        times[key].append(float(event["dur"]) / 1e3)
-    nodes = [Node(*key, statistics.median(each[WARM_UP:])) for key, each in times.items()]
-    return sorted(nodes, key=lambda node: -node.milliseconds)
+        name = str(event["name"]).removesuffix("_kernel_time")
+        step = sum(start <= float(event["ts"]) for start in starts) - 1
+        times[name, arguments["op_name"], shapes][step] += own / 1e3
+    return [Node(*key, statistics.median(each[WARM_UP:])) for key, each in times.items()]
+
+
+def _own_times(
+    events: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[Mapping[str, Any], float]]:
+    """Yields each run of a node with its microseconds without those of the nodes inside it."""
+    kernels = [
+        event
+        for event in events
+        if event.get("cat") == "Node" and str(event["name"]).endswith("_kernel_time")
+    ]
+    inner = [0.0] * len(kernels)
+    open_ones: list[int] = []
+    kernels.sort(key=lambda event: (float(event["ts"]), -float(event["dur"])))
+    for i, event in enumerate(kernels):
+        while open_ones and _end(kernels[open_ones[-1]]) < _end(event):
+            open_ones.pop()
+        if open_ones:
+            inner[open_ones[-1]] += float(event["dur"])
+        open_ones.append(i)
+    for event, of_inner in zip(kernels, inner, strict=True):
+        yield event, max(0.0, float(event["dur"]) - of_inner)
+
+
+def _end(event: Mapping[str, Any]) -> float:
+    return float(event["ts"]) + float(event["dur"])
 
 
 def markdown(works: Sequence[str], optimizer: str, steps: int) -> str:
-    """Returns, for each training step, tables of operators and of the costliest nodes."""
+    """Returns, for each work, tables of operators and of the costliest nodes."""
     lines: list[str] = []
     for work in works:
-        if isinstance(WORKS[work], TrainingStep):
-            with worker() as submit:
-                nodes = submit(profile, work, optimizer, steps).result()
-            lines += [*_section(work, nodes), ""]
+        with tempfile.TemporaryDirectory() as folder, worker() as submit:
+            submit(write, WORKS[work], folder, [optimizer]).result()
+            lines += [*_section(work, submit(profile, folder, optimizer, steps).result()), ""]
     return "\n".join(lines)
 
 
-def _section(work: str, nodes: Sequence[Node]) -> Iterator[str]:
-    total = sum(node.milliseconds for node in nodes)
-    yield f"## {work}: {total:.2f} ms in {len(nodes)} nodes"
+def _section(work: str, found: Profile) -> Iterator[str]:
+    total = sum(node.milliseconds for node in found.nodes)
+    sessions = "1 session" if found.sessions == 1 else f"{found.sessions} sessions"
+    yield (
+        f"## {work}: {found.milliseconds:.2f} ms a step while profiled, {total:.2f} of it in "
+        f"{len(found.nodes)} nodes of {sessions}"
+    )
     yield ""
     yield "| operator | nodes | ms | share |"
     yield "| --- | --- | --- | --- |"
     by_operator: dict[str, list[float]] = defaultdict(list)
-    for node in nodes:
+    for node in found.nodes:
         by_operator[node.operator].append(node.milliseconds)
     ranked = sorted(by_operator.items(), key=lambda item: -sum(item[1]))
     for operator, each in ranked[:SHOWN]:
         yield f"| {operator} | {len(each)} | {sum(each):.2f} | {sum(each) / total:.0%} |"
     yield ""
-    yield "| node | operator | ms | input shapes |"
-    yield "| --- | --- | --- | --- |"
-    for node in nodes[:SHOWN]:
-        yield f"| {node.name} | {node.operator} | {node.milliseconds:.2f} | {node.shapes} |"
+    yield "| node | operator | ms | share | input shapes |"
+    yield "| --- | --- | --- | --- | --- |"
+    for node in found.nodes[:SHOWN]:
+        share = node.milliseconds / total
+        yield (
+            f"| {node.name} | {node.operator} | {node.milliseconds:.2f} | {share:.0%} | "
+            f"{node.shapes} |"
+        )

@@ -3,47 +3,104 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import onnx
-from onnx import numpy_helper
-
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import onnx
     import torch
 
 
 def twin(model: onnx.ModelProto, *, heads: int = 4, dropout: float = 0.0) -> torch.nn.Module:
     """Builds the PyTorch module that computes what a model of models/ computes.
 
-    Sizes are read off the shapes of the initializers, whose values become the module's; the names
-    of parameters and buffers are the initializers'.
-
     Args:
-        model: What mlp(), lenet(), resnet() or transformer() returned, perhaps trained since.
+        model: What mlp(), lenet(), resnet(), transformer() or lstm() returned, perhaps trained
+            since.
         heads: The transformer's number of attention heads, which no shape tells.
         dropout: The dropout ratio of training mode.
 
     Returns:
         A module in evaluation mode, from the model's input to its logits.
     """
-    import torch
+    import onnx
 
     weights = {
-        tensor.name: torch.from_numpy(numpy_helper.to_array(tensor).copy())
-        for tensor in model.graph.initializer
+        tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer
     }
-    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    if model.graph.name == "transformer":
-        ids = model.graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.INT64
-        module = _transformer(shapes, heads, dropout, ids)
+    ids = model.graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.INT64
+    return module(model.graph.name, weights, heads=heads, dropout=dropout, ids=ids)
+
+
+def module(
+    name: str,
+    weights: Mapping[str, npt.NDArray[np.float32]],
+    *,
+    heads: int = 4,
+    dropout: float = 0.0,
+    ids: bool = False,
+) -> torch.nn.Module:
+    """Builds a PyTorch module from the weights of a model of models/.
+
+    Sizes are read off the shapes of the weights, whose values become the module's; the names of
+    parameters and buffers are the weights', but for those of an LSTM (see `lstm_parameters`).
+
+    Args:
+        name: The function in models/ that the weights are from.
+        weights: The initializers by name; they are copied.
+        heads: The transformer's number of attention heads, which no shape tells.
+        dropout: The dropout ratio of training mode.
+        ids: Whether the transformer's tokens are ids.
+
+    Returns:
+        A module in evaluation mode, from the model's input to its logits.
+    """
+    import torch
+
+    if name == "lstm":
+        weights = lstm_parameters(weights)
+    tensors = {each: torch.tensor(weight) for each, weight in weights.items()}
+    shapes = {each: tuple(tensor.shape) for each, tensor in tensors.items()}
+    if name == "transformer":
+        built = _transformer(shapes, heads, dropout, ids)
     else:
-        module = {"mlp": _mlp, "lenet": _lenet, "resnet": _resnet}[model.graph.name](
-            shapes, dropout
-        )
-    missing, unexpected = module.load_state_dict(weights, strict=False)
+        makers = {"mlp": _mlp, "lenet": _lenet, "resnet": _resnet, "lstm": _lstm}
+        built = makers[name](shapes, dropout)
+    missing, unexpected = built.load_state_dict(tensors, strict=False)
     assert not unexpected, unexpected
-    assert all(name.endswith("num_batches_tracked") for name in missing), missing
-    return module.eval()
+    assert all(each.endswith("num_batches_tracked") for each in missing), missing
+    return built.eval()
+
+
+def lstm_parameters(
+    weights: Mapping[str, npt.NDArray[np.float32]],
+) -> dict[str, npt.NDArray[np.float32]]:
+    """Returns weights, or their gradients, with the LSTM's as PyTorch names and lays them out.
+
+    Args:
+        weights: Those of lstm() by name: ``lstm.W``, ``lstm.R`` and ``lstm.B`` have the gates in
+            the order input, output, forget, cell.
+
+    Returns:
+        ``lstm.weight_ih_l0``, ``lstm.weight_hh_l0``, ``lstm.bias_ih_l0`` and ``lstm.bias_hh_l0``
+        with the gates in the order input, forget, cell, output, and everything else as it is.
+    """
+    import numpy as np
+
+    result = dict(weights)
+    of_inputs, of_states = np.split(result.pop("lstm.B")[0], 2)
+    laid_out = {
+        "weight_ih": result.pop("lstm.W")[0],
+        "weight_hh": result.pop("lstm.R")[0],
+        "bias_ih": of_inputs,
+        "bias_hh": of_states,
+    }
+    for name, array in laid_out.items():
+        i, o, f, c = np.split(array, 4)
+        result[f"lstm.{name}_l0"] = np.concatenate([i, f, c, o])
+    return result
 
 
 Shapes = dict[str, tuple[int, ...]]
@@ -180,3 +237,20 @@ def _transformer(shapes: Shapes, heads: int, dropout: float, ids: bool) -> torch
             return self.classifier(self.encoder(self.dropout(x)).mean(1))
 
     return Transformer()
+
+
+def _lstm(shapes: Shapes, dropout: float) -> torch.nn.Module:
+    from torch import nn
+
+    class Lstm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            features, width = shapes["lstm.weight_ih_l0"][1], shapes["lstm.weight_hh_l0"][1]
+            self.lstm = nn.LSTM(features, width, batch_first=True)
+            self.fc = nn.Linear(*reversed(shapes["fc.weight"]))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            _, (last, _) = self.lstm(tokens)
+            return self.fc(last[0])
+
+    return Lstm()

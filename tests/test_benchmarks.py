@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,151 +11,319 @@ from typing import Any
 import numpy as np
 import pytest
 
-import ortops
-from benchmarks import measure, peers, profiling, table, works
+from benchmarks import measure, own, plot, profiling, report, start, works
 from benchmarks.__main__ import main
 from benchmarks.measure import Effort, Result
-from benchmarks.peers import LOWERED, PEERS, TORCH, Peer, Step
-from benchmarks.works import WORKS, OptimizerStep, TrainingStep
+from benchmarks.peers import LOWERED, PEERS, PYTHON, RUN_STEPS, TORCH, C, Peer
+from benchmarks.report import Goal, Report
+from benchmarks.start import Start
+from benchmarks.task import OPTIMIZERS, Task
+from benchmarks.works import DEPTH_WORKS, DEPTHS, WORKS, TrainingStep, Update
 
-SMALL_UPDATE = "optimizer step, 1e4 parameters"
-SMALL_MODEL = "MLP 784-128-10, batch 32"
+UPDATE = "update of 1e6 parameters"
+MODEL = "MLP 784-128-10, batch 32"
+SMALL = {
+    "update": Update(30, tensors=3),
+    "training": dataclasses.replace(WORKS[MODEL], batch=8),
+}
 
 
-def rows_of(markdown: str) -> list[list[str]]:
-    """The cells of the first table, without its heading."""
-    lines = [line for line in markdown.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+def able(work: works.Work, optimizer: str) -> list[str]:
+    """The peers that do a work here."""
+    network = work.network()
+    return [p for p, it in PEERS.items() if it.does(network, optimizer) and not it.missing()]
 
 
-@pytest.mark.parametrize("work", [SMALL_UPDATE, SMALL_MODEL])
-def test_a_quick_run_has_a_row_for_each_peer_and_they_agree(
-    work: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def values_of(
+    work: works.Work, folder: Path, some: list[str], optimizer: str
+) -> dict[str, list[float]]:
+    """What the first steps of peers give, each in a process of its own."""
+    works.write(work, str(folder), [optimizer])
+    found = {}
+    for peer in some:
+        with measure.worker() as submit:
+            limit = None if isinstance(work, Update) else 1
+            arguments = (str(folder), peer, optimizer, limit)
+            found[peer] = submit(measure.first_values, *arguments).result()
+    return found
+
+
+def rows_of(markdown: str, column: str) -> list[list[str]]:
+    """The cells of the table that has a column, without its heading."""
+    tables = [part.splitlines() for part in markdown.split("\n\n") if part.startswith("|")]
+    (table,) = (rows for rows in tables if f"| {column} |" in rows[0])
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in table[2:]]
+
+
+# ------------------------------------------------------------------------------------ whole runs
+
+
+@pytest.mark.slow
+def test_a_quick_run_writes_tables_figures_and_a_plot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "results.md"
-    assert main(["--quick", "--only", work.upper(), "--output", str(file)]) == 0
-    written = file.read_text(encoding="utf-8")
+    pytest.importorskip("matplotlib")
+    arguments = ["--quick", "--only", MODEL.upper(), "--only", UPDATE, "--output", str(tmp_path)]
+    # What compiles takes long.
+    some = [peer for peer in PEERS if peer != "torch.compile"]
+    assert main(arguments + [word for peer in some for word in ("--peer", peer)]) == 0
+    written = (tmp_path / "results.md").read_text(encoding="utf-8")
     assert capsys.readouterr().out.strip() == written.strip()
-    rows = rows_of(written)
-    expected = [peer for peer, it in PEERS.items() if it.does(WORKS[work])]
-    assert [row[:2] for row in rows] == [[work, peer] for peer in expected]
-    assert {LOWERED, "Python custom ops"} <= set(expected)
-    assert [row[3:] for row in rows if row[1] == expected[0]] == [["1", "–"]]
-    for row in rows[1:]:
-        assert float(row[3]) > 0
-        assert float(row[4]) <= WORKS[work].tolerance
-
-
-def test_a_profile_names_operators_and_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--quick", "--profile", "--only", SMALL_MODEL]) == 0
-    shown = capsys.readouterr().out
-    assert f"## {SMALL_MODEL}: " in shown
-    assert "| Gemm |" in shown
-    assert "| Gradient/fc1/" in shown
-    assert "[32,784]" in shown
-
-
-def test_nodes_of_a_profile_have_the_median_time_after_warm_up() -> None:
-    def event(name: str, microseconds: float, category: str = "Node") -> dict[str, Any]:
-        shapes = [{"float": [2, 3]}, {"int64": []}]
-        arguments = {"op_name": name[:3], "input_type_shape": shapes}
-        return {"cat": category, "name": name, "dur": microseconds, "args": arguments}
-
-    steps = [99000, 99000, 99000, 1000, 5000, 3000]
-    events = [event("Mul_1_kernel_time", each) for each in steps]
-    events += [event("Add_1_kernel_time", 2 * each) for each in steps]
-    events += [event("Mul_1_fence_before", 7), event("model_run", 9, "Session")]
-    assert profiling._nodes(events) == [
-        profiling.Node("Add_1", "Add", "[2,3] []", 6.0),
-        profiling.Node("Mul_1", "Mul", "[2,3] []", 3.0),
+    rows = rows_of(written, "peer | ms a step")
+    expected = [
+        (name, peer)
+        for name in (MODEL, UPDATE)
+        for peer in able(WORKS[name], "Adam")
+        if peer in some
     ]
+    assert [(row[0], row[1]) for row in rows] == expected
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+
+    data = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert list(data["times"]) == [MODEL, UPDATE]
+    assert data["versions"]["onnxruntime"]
+    assert len(data["depths"]) == len(DEPTHS)
+    (started,) = data["starts"][MODEL][LOWERED]
+    assert 0 < started["seconds"] < 60
+    assert 10 < started["megabytes"] < 2000
+    assert {goal["what"] for goal in data["goals"]} >= {
+        "s to make the session, 12 layers",
+        "s to import TrainingSession",
+        "time, Python custom ops",
+    }
 
 
-def results(**changes: Any) -> dict[str, dict[str, Result]]:
-    """Two peers, the second at a tenth of the first's time in one round and a half in two."""
-    slow = Result([0.004, 0.010, 0.200], [2.0, 1.0])
-    fast = Result([0.002, 0.001, 0.100], changes.get("values", [2.0, 1.0]))
-    return {SMALL_MODEL: {changes.get("first", LOWERED): slow, "Python custom ops": fast}}
+@pytest.mark.slow
+@pytest.mark.parametrize("work", [name for name in WORKS if isinstance(WORKS[name], TrainingStep)])
+def test_losses_of_the_peers_agree(work: str, tmp_path: Path) -> None:
+    it = WORKS[work]
+    some = [peer for peer in able(it, "Momentum") if peer != "torch.compile"]
+    assert {LOWERED, PYTHON} <= set(some)
+    found = values_of(it, tmp_path, some, "Momentum")
+    results = {peer: Result([], values, values) for peer, values in found.items()}
+    assert all(len(values) == measure.CHECKED_STEPS for values in found.values())
+    assert Report("Momentum", Effort(), times={work: results}).disagreements() == []
 
 
-def test_ratios_are_taken_within_a_round() -> None:
-    assert rows_of(table.markdown(results(), "Adam", Effort())) == [
-        [SMALL_MODEL, LOWERED, "10.0 (4.00–200)", "1", "–"],
-        [SMALL_MODEL, "Python custom ops", "2.00 (1.00–100)", "0.50", "0e+00"],
-    ]
+@pytest.mark.torch
+@pytest.mark.slow
+def test_compiled_losses_agree(tmp_path: Path) -> None:
+    if reason := PEERS["torch.compile"].missing():
+        pytest.skip(reason)
+    found = values_of(SMALL["training"], tmp_path, [LOWERED, "torch.compile"], "Momentum")
+    np.testing.assert_allclose(found["torch.compile"], found[LOWERED], rtol=1e-4)
 
 
-@pytest.mark.parametrize("first", [LOWERED, TORCH])
-def test_the_baseline_is_torch_where_it_took_part(first: str) -> None:
-    (by_peer,) = results(first=first).values()
-    assert table.baseline(by_peer) == first
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_updates_of_the_peers_agree(optimizer: str, tmp_path: Path) -> None:
+    some = able(SMALL["update"], optimizer)
+    assert {LOWERED, PYTHON, "numpy"} <= set(some)
+    found = values_of(SMALL["update"], tmp_path, some, optimizer)
+    for values in found.values():
+        assert len(values) == 30 * measure.CHECKED_STEPS
+        np.testing.assert_allclose(values, found["numpy"], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("values", [[2.0, 1.01], [2.0, math.nan]])
-def test_disagreement_is_an_exit_code_and_a_message(
-    values: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+# ------------------------------------------------------------------------- what is compared tells
+
+
+@pytest.mark.parametrize(
+    ("work", "optimizer"), [("update", "Adam"), ("update", "Momentum"), ("training", "Momentum")]
+)
+@pytest.mark.parametrize("setting", ["learning_rate", "alpha"])
+def test_what_is_compared_tells_a_slightly_wrong_step(
+    work: str, optimizer: str, setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (by_peer,) = results(values=values).values()
-    monkeypatch.setattr(measure, "measure", lambda *_: by_peer)
-    assert main(["--only", SMALL_MODEL]) == 1
+    it = SMALL[work]
+    limit = None if isinstance(it, Update) else 1
+    found = []
+    for factor in (1, 0.98):
+        settings = {**OPTIMIZERS[optimizer], setting: factor * OPTIMIZERS[optimizer][setting]}
+        monkeypatch.setitem(works.OPTIMIZERS, optimizer, settings)
+        works.write(it, str(tmp_path), [optimizer])
+        values = measure.first_values(str(tmp_path), LOWERED, optimizer, limit)
+        found.append(Result([], values, values))
+    right, wrong = found
+    assert wrong.difference(right) > 3 * it.tolerance
+
+
+@pytest.mark.parametrize(
+    ("values", "timed"), [([2.0, 1.01], [2.0, 1.0]), ([2.0, math.nan], [2.0, 1.0])]
+)
+def test_disagreement_is_an_exit_code_and_a_message(
+    values: list[float],
+    timed: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = {LOWERED: Result([1.0], [2.0, 1.0], [2.0, 1.0]), PYTHON: Result([1.0], values, timed)}
+    monkeypatch.setattr(measure, "measure", lambda *_: results)
+    assert main(["--quick", "--only", MODEL, "--part", "steps", "--peer", "ortops"]) == 1
     share = "inf" if math.isnan(values[1]) else "5.0e-03"
     assert (
-        f"{SMALL_MODEL}: Python custom ops differs from standard operators by {share}; "
+        f"{MODEL}: {PYTHON} differs from {LOWERED} by {share} in the checked steps; "
         "at most 1e-04 is right"
     ) in capsys.readouterr().err
 
 
-def wrong_update(work: OptimizerStep, optimizer: str) -> Step:
-    ours = ortops.optimizers.Adam(alpha=0.91)
-    x, gradients = work.arrays()
-    values = [x, np.zeros_like(x), np.zeros_like(x)]
-    counter = itertools.count(1)
-
-    def step() -> Any:
-        x, *state = values
-        rate, count = np.float32(peers.UPDATE_RATE), np.int64(next(counter))
-        values[:] = ours.update(rate, count, x, gradients[1 - count % 2], *state)
-        return values[0]
-
-    return step
+def test_timed_steps_are_compared_too() -> None:
+    results = {LOWERED: Result([1.0], [1.0], [1.0]), PYTHON: Result([1.0], [1.0], [1.05])}
+    (message,) = Report("Adam", Effort(), times={MODEL: results}).disagreements()
+    assert message.endswith("by 5.0e-02 in the timed steps; at most 3e-02 is right")
 
 
-def wrong_training(work: TrainingStep, optimizer: str) -> Step:
-    model, batches = work.build(), work.batches()
-    wrong = ortops.optimizers.Momentum(learning_rate=0.0102)
-    session = ortops.TrainingSession(
-        ortops.build_training_model(model, loss="SoftmaxCrossEntropy", optimizer=wrong)
+# ----------------------------------------------------------------------------------------- tables
+
+
+def some_results() -> dict[str, Result]:
+    """Ortops between two peers, the slower of which is right by definition."""
+    return {
+        LOWERED: Result([0.004, 0.010, 0.200], [2.0], [2.0]),
+        RUN_STEPS: Result([0.001, 0.002, 0.400], [2.0], [2.0]),
+        TORCH: Result([0.006, 0.020, 0.300], [2.0], [2.0]),
+        "JAX": Result([0.008, 0.010, 0.100], [2.0], [2.0]),
+    }
+
+
+def test_ratios_are_taken_within_a_round_to_the_best_peer() -> None:
+    rows = rows_of(
+        Report("Adam", Effort(), times={MODEL: some_results()}).markdown(), "peer | ms a step"
     )
+    assert [row[1:5] for row in rows] == [
+        [LOWERED, "10.0 (4.00–200)", "1.00 (0.500–2.00)", "JAX"],
+        [RUN_STEPS, "2.00 (1.00–400)", "0.200 (0.125–4.00)", "JAX"],
+        [TORCH, "20.0 (6.00–300)", "2.00 (0.750–3.00)", "JAX"],
+        ["JAX", "10.0 (8.00–100)", "1", "JAX"],
+    ]
 
-    def step() -> Any:
-        images, labels = next(batches)
-        return session.step({"images": images, "labels": labels})["loss"]
 
-    return step
+def test_goals_say_what_is_met_and_by_how_much_it_is_missed() -> None:
+    starts = {LOWERED: [Start(1.0, 90.0)], TORCH: [Start(4.0, 100.0)]}
+    made = Report("Adam", Effort(), times={MODEL: some_results()}, starts={MODEL: starts})
+    rows = rows_of(made.markdown(), "target")
+    assert [row[1:] for row in rows] == [
+        ["time of a step, standard operators", "JAX", "1.00 (0.500–2.00)", "0.6", "missed by 67%"],
+        ["time of a step, run_steps", "JAX", "0.200 (0.125–4.00)", "0.35", "met"],
+        ["start to the end of the first step", "torch eager", "0.250", "0.3", "met"],
+        ["peak memory", "torch eager", "0.900", "0.6", "missed by 50%"],
+    ]
 
 
-@pytest.mark.parametrize("work", [SMALL_UPDATE, SMALL_MODEL])
-def test_what_is_compared_tells_a_slightly_wrong_step(
-    work: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers, "PEERS", {**PEERS, "wrong": Peer(wrong_update, wrong_training)})
-    right, wrong = (
-        Result([], measure.first_values(work, peer, "Adam")) for peer in (LOWERED, "wrong")
+def test_updates_are_compared_with_the_loop_in_c() -> None:
+    results = {peer: Result([seconds], [], []) for peer, seconds in ((TORCH, 1.0), (C, 2.0))}
+    assert report.reference("update of 1e7 parameters", results) == C
+    assert report.reference(MODEL, results) == TORCH
+    assert report.reference(MODEL, {LOWERED: Result([1.0], [], [])}) == ""
+
+
+def test_a_missing_peer_is_named_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (
+        Peer("nowhere", package="no_such_package").missing() == "no_such_package is not installed"
     )
-    assert wrong.difference(right) > WORKS[work].tolerance
+    assert Peer("nowhere", compilers=("no-cc", "no-gcc")).missing() == "there is no no-cc or no-gcc"
+    assert Peer("nowhere", method="no_way").missing() == "TrainingSession has no no_way"
+    heading = Report("Adam", Effort(), missing={"X": "x is not installed"}).markdown()
+    assert "- left out: X, for x is not installed" in heading
 
 
-@pytest.mark.parametrize("optimizer", peers.OPTIMIZERS)
-def test_every_optimizer_can_be_compared(optimizer: str) -> None:
-    able = [peer for peer, it in PEERS.items() if it.does(WORKS[SMALL_UPDATE])]
-    found = {peer: Result([], measure.first_values(SMALL_UPDATE, peer, optimizer)) for peer in able}
-    assert table.disagreements({SMALL_UPDATE: found}) == []
+def test_growth_compares_a_layer_of_the_deepest_net_with_one_in_the_middle() -> None:
+    middle, deepest = own.compared()
+    assert (middle, deepest) == ("MLP of 16 layers", "MLP of 64 layers")
+    seconds = {name: [1.0, 2.0] for name in DEPTH_WORKS} | {deepest: [4.0, 12.0]}
+    assert own.growth(seconds) == [1.0, 1.5]
+
+
+def test_every_target_of_a_step_is_a_goal() -> None:
+    results = {peer: Result([1.0], [1.0], [1.0]) for peer in (LOWERED, RUN_STEPS, TORCH, C)}
+    made = Report("Adam", Effort(), times=dict.fromkeys(WORKS, results))
+    aimed_at = {
+        (goal.work, goal.target) for goal in made.goals() if goal.what.startswith("time of")
+    }
+    expected = {
+        (name, target)
+        for name, work in WORKS.items()
+        for target in (work.target, work.run_steps)
+        if target is not None
+    }
+    assert aimed_at == expected
+    assert Goal("", "", "", [2.0, 3.0, 1.0], 2.0).met
+
+
+def test_a_plot_of_starts_alone(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    starts = {LOWERED: [Start(1.0, 90.0)], TORCH: [Start(4.0, 100.0)]}
+    plot.write(Report("Adam", Effort(), starts={MODEL: starts}), tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ------------------------------------------------------------------------------------------ parts
+
+
+def test_a_start_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
+    works.write(SMALL["update"], str(tmp_path), ["Adam"])
+    found = start.measure(str(tmp_path), ["numpy"], "Adam", starts=2, steps=1)
+    assert [len(each) for each in found.values()] == [2]
+    assert all(0 < each.seconds < 60 and 5 < each.megabytes < 2000 for each in found["numpy"])
+
+
+def test_a_task_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    it = SMALL["training"]
+    works.write(it, str(tmp_path), ["Momentum"])
+    task = Task.read(str(tmp_path))
+    assert (task.network, task.trainable("Momentum").exists()) == ("mlp", True)
+    for found, expected in (
+        (task.weights(), it.weights()),
+        *zip(task.batches(), it.batches(), strict=True),
+    ):
+        assert list(found) == list(expected)
+        for name, array in expected.items():
+            np.testing.assert_array_equal(found[name], array)
+    assert len(dataclasses.replace(task, limit=2).batches()) == 2
+
+
+def event(name: str, start: float, length: float, category: str = "Node") -> dict[str, Any]:
+    shapes = [{"float": [2, 3]}, {"int64": []}]
+    arguments = {"op_name": name[:4], "input_type_shape": shapes}
+    return {"cat": category, "name": name, "ts": start, "dur": length, "args": arguments}
+
+
+def test_nodes_of_a_profile_have_the_median_time_after_warm_up() -> None:
+    events = []
+    for step, length in enumerate([99000, 99000, 99000, 1000, 5000, 3000]):
+        begin = 1e6 * step
+        events += [
+            event("model_run", begin, 9e5, "Session"),
+            event("Scan_1_kernel_time", begin + 1, 10 * length),
+            event("Tanh_1_kernel_time", begin + 2, length),  # twice, in the Scan
+            event("Tanh_1_kernel_time", begin + 2 + length, length),
+            event("Gemm_1_kernel_time", begin + 1 + 10 * length, length),
+            event("Gemm_1_fence_before", begin, 7),
+        ]
+    assert sorted(profiling._nodes(events, 6), key=lambda node: node.name) == [
+        profiling.Node("Gemm_1", "Gemm", "[2,3] []", 3.0),
+        profiling.Node("Scan_1", "Scan", "[2,3] []", 24.0),
+        profiling.Node("Tanh_1", "Tanh", "[2,3] []", 6.0),
+    ]
+
+
+def test_a_session_that_did_not_run_in_each_step_is_no_part_of_a_profile() -> None:
+    events = [event("model_run", 0, 9, "Session"), event("Gemm_1_kernel_time", 1, 5)]
+    assert profiling._nodes(events, 6) == []
+
+
+def test_a_profile_names_operators_and_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--quick", "--profile", "--only", MODEL]) == 0
+    shown = capsys.readouterr().out
+    assert f"## {MODEL}: " in shown
+    assert "Gemm | " in shown
+    assert "[32,784]" in shown
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "perceptron"], "--only 'perceptron' fits none of: optimizer step, 1e4"),
+        (["--only", "perceptron"], "--only ['perceptron'] fits none of: MLP 784-128-10"),
+        (["--peer", "abacus"], "--peer ['abacus'] fits none of: ortops, standard operators"),
         (["--rounds", "0"], "--rounds is 0; at least 1 is accepted"),
     ],
 )
@@ -167,11 +336,9 @@ def test_arguments_that_do_not_fit(
     assert message in capsys.readouterr().err
 
 
-def test_batches_are_the_same_for_every_peer() -> None:
-    work = works.WORKS[SMALL_MODEL]
-    assert isinstance(work, TrainingStep)
-    for (x, label), (other, other_label) in itertools.islice(
-        zip(work.batches(), work.batches(), strict=True), 20
-    ):
-        np.testing.assert_array_equal(x, other)
-        np.testing.assert_array_equal(label, other_label)
+@pytest.mark.parametrize("work", SMALL.values(), ids=SMALL)
+def test_batches_are_the_same_each_time(work: works.Work) -> None:
+    for feeds, others in zip(work.batches(), work.batches(), strict=True):
+        assert list(feeds) == list(others)
+        for name, array in feeds.items():
+            np.testing.assert_array_equal(array, others[name])

@@ -13,9 +13,10 @@ from onnx import helper, numpy_helper
 import ortops
 from models.layers import linear
 from models.lenet import lenet
+from models.lstm import lstm
 from models.mlp import mlp
 from models.resnet import resnet
-from models.torch_twins import twin
+from models.torch_twins import lstm_parameters, twin
 from models.transformer import transformer
 
 CPU = ["CPUExecutionProvider"]
@@ -67,6 +68,11 @@ CASES = {
         + 2 * 32
         + (32 * 10 + 10),
         ids=17,
+    ),
+    "lstm": Case(
+        lstm,
+        (8, 8),
+        4 * 64 * 8 + 4 * 64 * 64 + 8 * 64 + (64 * 10 + 10),
     ),
 }
 every_model = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -293,7 +299,27 @@ def np_transformer(p: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     return np_linear(norm(x, "encoder.norm").mean(1), p, "classifier")
 
 
-BY_HAND = {"mlp": np_mlp, "lenet": np_lenet, "resnet": np_resnet, "transformer": np_transformer}
+def np_lstm(p: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+    def sigmoid(x: np.ndarray) -> np.ndarray:
+        return 1 / (1 + np.exp(-x))
+
+    weight, recurrence, bias = p["lstm.W"][0], p["lstm.R"][0], p["lstm.B"][0]
+    hidden = cell = np.zeros((len(x), recurrence.shape[1]))
+    for now in x.transpose(1, 0, 2):
+        gates = now @ weight.T + hidden @ recurrence.T + bias[: len(weight)] + bias[len(weight) :]
+        i, o, f, c = np.split(gates, 4, axis=1)
+        cell = sigmoid(f) * cell + sigmoid(i) * np.tanh(c)
+        hidden = sigmoid(o) * np.tanh(cell)
+    return np_linear(hidden, p, "fc")
+
+
+BY_HAND = {
+    "mlp": np_mlp,
+    "lenet": np_lenet,
+    "resnet": np_resnet,
+    "transformer": np_transformer,
+    "lstm": np_lstm,
+}
 
 
 def close(actual: np.ndarray, expected: np.ndarray) -> None:
@@ -427,6 +453,8 @@ def test_values_and_gradients_against_torch(case: Case) -> None:
     close(run(model, x), logits.detach().numpy())
     torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels)).backward()
     found = gradients(model, x, labels)
+    if model.graph.name == "lstm":
+        found = lstm_parameters(found)
     expected = {name: parameter.grad for name, parameter in module.named_parameters()}
     assert set(expected) == set(found) - {"loss"}
     for name, gradient in expected.items():
@@ -444,8 +472,9 @@ def test_values_and_gradients_against_torch(case: Case) -> None:
         (lenet((1, 28, 28)), (1, 28, 28)),
         (resnet((3, 3, 3), image=(3, 32, 32)), (3, 32, 32)),
         (transformer(256, length=128, width=256, hidden=1024), (128, 256)),
+        (lstm(64, width=128), (50, 64)),
     ],
-    ids=["mlp", "lenet", "resnet-20", "transformer"],
+    ids=["mlp", "lenet", "resnet-20", "transformer", "lstm"],
 )
 def test_values_of_the_benchmarks_against_torch(
     model: onnx.ModelProto, shape: tuple[int, ...]

@@ -1,0 +1,53 @@
+"""ortops: a training session on the saved trainable model."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+from benchmarks.peers import Step
+from benchmarks.task import THREADS, UPDATE, Task
+from ortops import TrainingSession
+
+
+def make(
+    task: Task,
+    optimizer: str,
+    *,
+    kernels: Any,
+    run_steps: bool = False,
+    sess_options: Any = None,
+) -> Step:
+    """Returns the step, by `TrainingSession.step` or `TrainingSession.run_steps`.
+
+    Args:
+        task: What to do.
+        optimizer: Which of the trainable models to load.
+        kernels: As for the session.
+        run_steps: Whether one call makes as many steps as there are batches.
+        sess_options: As for the session, which by default chooses what is fastest.
+    """
+    if sess_options is None and os.cpu_count() != THREADS:
+        import onnxruntime
+
+        sess_options = onnxruntime.SessionOptions()
+        sess_options.intra_op_num_threads = THREADS
+    session = TrainingSession(task.trainable(optimizer), kernels=kernels, sess_options=sess_options)
+    batches = task.batches()
+    feeds = itertools.cycle(batches)
+    loss = "loss" if task.network != UPDATE else None
+
+    def step() -> Any:
+        outputs = session.step(next(feeds))
+        return None if loss is None else outputs[loss].item()
+
+    def steps() -> Any:
+        return session.run_steps(batches)
+
+    def parameters() -> Any:
+        return {name: session.state[name] for name in task.weights()}
+
+    if run_steps:
+        return Step(steps, parameters, len(batches))
+    return Step(step, parameters)

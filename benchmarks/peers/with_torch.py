@@ -1,0 +1,73 @@
+"""PyTorch: its own modules with the same weights, and its fused optimizers."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from benchmarks.peers import Step
+from benchmarks.task import OPTIMIZERS, THREADS, UPDATE, Task
+from models.torch_twins import module
+
+
+def make(task: Task, optimizer: str, *, compiled: bool = False) -> Step:
+    """Returns the step, eager or with the loss and its gradient compiled.
+
+    Args:
+        task: What to do.
+        optimizer: The optimizer, fused; PyTorch compiles no fused one.
+        compiled: Whether to use ``torch.compile``.
+    """
+    torch.set_num_threads(THREADS)
+    return (
+        _update(task, optimizer) if task.network == UPDATE else _training(task, optimizer, compiled)
+    )
+
+
+def _training(task: Task, optimizer: str, compiled: bool) -> Step:
+    network = module(task.network, task.weights(), heads=task.heads).train()
+    update = _optimizer(optimizer, network.parameters())
+    batches = itertools.cycle(task.batches())
+
+    def loss_of(samples: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(network(samples), labels)
+
+    if compiled:
+        loss_of = torch.compile(loss_of)
+
+    def step() -> Any:
+        samples, labels = map(torch.from_numpy, next(batches).values())
+        loss = loss_of(samples, labels)
+        update.zero_grad()
+        loss.backward()
+        update.step()
+        return loss.item()
+
+    return Step(step, dict)
+
+
+def _update(task: Task, optimizer: str) -> Step:
+    parameters = {name: torch.from_numpy(array) for name, array in task.weights().items()}
+    batches = itertools.cycle(task.batches())
+    update = _optimizer(optimizer, parameters.values())
+
+    def step() -> None:
+        feeds = next(batches)
+        for name, parameter in parameters.items():
+            parameter.grad = torch.from_numpy(feeds[f"{name}_gradient"])
+        update.step()
+
+    return Step(step, lambda: {name: each.numpy() for name, each in parameters.items()})
+
+
+def _optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
+    settings = OPTIMIZERS[name]
+    rate, fused = settings["learning_rate"], {"fused": True}
+    if name == "Adam":
+        betas = (settings["alpha"], settings["beta"])
+        return torch.optim.Adam(parameters, rate, betas, settings["epsilon"], **fused)
+    if name == "Momentum":
+        return torch.optim.SGD(parameters, rate, settings["alpha"], **fused)
+    return torch.optim.Adagrad(parameters, rate, eps=settings["epsilon"], **fused)

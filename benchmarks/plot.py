@@ -1,0 +1,121 @@
+"""The results as a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import PEERS, TORCH
+from benchmarks.report import MEMORY_TARGET, START_TARGET, Report, reference
+from benchmarks.works import WORKS
+
+__all__ = ["write"]
+
+
+def write(report: Report, path: Path) -> None:
+    """Writes a PNG: time, start and memory as ratios, with the targets as lines.
+
+    Args:
+        report: What was measured.
+        path: The file. Without matplotlib nothing is written, and a message says so.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"{path.name}: matplotlib is not installed; no plot", file=sys.stderr)
+        return
+    from matplotlib import pyplot
+
+    panels = _panels(report)
+    if not panels:
+        return
+    rows = max(len(ratios) for _, ratios, _ in panels)
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(5.5 * len(panels), 1 + 1.1 * rows), squeeze=False
+    )
+    for axis, (title, ratios, targets) in zip(axes[0], panels, strict=True):
+        _bars(axis, ratios, targets)
+        axis.set_title(title)
+    handles = {}
+    for axis in axes[0]:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
+    figure.set_layout_engine("constrained")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+Ratios = Mapping[str, Mapping[str, Sequence[float]]]
+"""By work and peer, in each round."""
+
+
+def _panels(report: Report) -> list[tuple[str, Ratios, Mapping[str, float]]]:
+    """Returns title, ratios and targets of each picture."""
+    panels: list[tuple[str, Ratios, Mapping[str, float]]] = []
+    steps = {
+        work: {peer: result.ratios(by_peer[against]) for peer, result in by_peer.items()}
+        for work, by_peer in report.times.items()
+        if (against := reference(work, by_peer))
+    }
+    if steps:
+        targets = {work: WORKS[work].target for work in steps}
+        shown = {work: target for work, target in targets.items() if target is not None}
+        panels.append(("time of a step / best peer's (an update: loop in C)", steps, shown))
+
+    def starts(of: Callable[[Any], float]) -> Ratios:
+        return {
+            work: {
+                peer: [of(a) / of(b) for a, b in zip(each, by_peer[TORCH], strict=True)]
+                for peer, each in by_peer.items()
+            }
+            for work, by_peer in report.starts.items()
+            if TORCH in by_peer
+        }
+
+    for title, of, target in (
+        ("start to the end of the first step / torch eager's", _seconds, START_TARGET),
+        ("peak memory / torch eager's", _megabytes, MEMORY_TARGET),
+    ):
+        if ratios := starts(of):
+            panels.append((title, ratios, dict.fromkeys(ratios, target)))
+    return panels
+
+
+def _seconds(start: Any) -> float:
+    return float(start.seconds)
+
+
+def _megabytes(start: Any) -> float:
+    return float(start.megabytes)
+
+
+def _bars(axis: Any, ratios: Ratios, targets: Mapping[str, float]) -> None:
+    colors = dict(zip(PEERS, (f"C{i}" for i in range(len(PEERS))), strict=True))
+    ticks = []
+    top = 0.0
+    for work, by_peer in ratios.items():
+        height = 0.8 / len(by_peer)
+        for i, (peer, values) in enumerate(by_peer.items()):
+            middle = statistics.median(values)
+            spread = [[middle - min(values)], [max(values) - middle]]
+            axis.barh(
+                top + (i + 0.5) * height,
+                middle,
+                height,
+                xerr=spread,
+                label=peer,
+                color=colors[peer],
+                error_kw={"elinewidth": 0.7},
+            )
+        if work in targets:
+            axis.vlines(targets[work], top, top + 0.8, color="black", label="target")
+        ticks.append(top + 0.4)
+        top += 1
+    axis.set_yticks(ticks, [work.replace(", ", ",\n", 1) for work in ratios])
+    axis.invert_yaxis()
+    axis.axvline(1, color="grey", linewidth=0.5)
+    # A peer that takes ten times as long says no more than one that takes four.
+    axis.set_xlim(0, min(4, 1.05 * max(max(v) for each in ratios.values() for v in each.values())))

@@ -1,0 +1,258 @@
+"""The results as JSON and as Markdown tables, beside what is aimed at."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+
+from benchmarks import own
+from benchmarks.measure import CHECKED_STEPS, Effort, Result
+from benchmarks.peers import LOWERED, PEERS, PYTHON, RUN_STEPS, TORCH, C
+from benchmarks.start import Start
+from benchmarks.task import THREADS
+from benchmarks.works import DEPTHS, WORKS, TrainingStep, Update
+
+__all__ = ["Goal", "Report", "reference"]
+
+PACKAGES = ("numpy", "onnx", "onnxruntime", "onnxruntime-extensions", "torch", "jax")
+START_TARGET, MEMORY_TARGET = 0.3, 0.6
+KERNEL_TARGET, GROWTH_TARGET = 3.0, 1.1
+CREATION_TARGET, IMPORT_TARGET = 5.0, 0.3  # seconds
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Something that is aimed at.
+
+    Attributes:
+        work: Of what work, or of what else.
+        what: What is measured of ortops.
+        against: What it is divided by; empty where it is seconds.
+        values: What was measured, once or in each round.
+        target: What their median should at most be.
+    """
+
+    work: str
+    what: str
+    against: str
+    values: Sequence[float]
+    target: float
+
+    @property
+    def met(self) -> bool:
+        """Whether it is reached."""
+        return statistics.median(self.values) <= self.target
+
+
+@dataclass
+class Report:
+    """What was measured, and with what.
+
+    Attributes:
+        optimizer: The optimizer of the timed steps.
+        effort: How long each was measured.
+        missing: Peers that did not take part, and why.
+        times: Results by work and peer.
+        starts: Starts by work and peer.
+        depths: Seconds of a step in each round, by work of `DEPTH_WORKS`.
+        creation: Seconds to make the session of a deep transformer.
+        imports: Seconds to import what runs a saved step.
+    """
+
+    optimizer: str
+    effort: Effort
+    missing: dict[str, str] = field(default_factory=dict)
+    times: dict[str, Mapping[str, Result]] = field(default_factory=dict)
+    starts: dict[str, Mapping[str, Sequence[Start]]] = field(default_factory=dict)
+    depths: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    creation: Sequence[float] = ()
+    imports: Sequence[float] = ()
+
+    def disagreements(self) -> list[str]:
+        """Says which results differ from the reference's by more than the work's tolerance."""
+        found = []
+        for work, by_peer in self.times.items():
+            base = _base(by_peer)
+            for peer, result in by_peer.items():
+                for gap, limit, steps in (
+                    (result.difference(by_peer[base]), WORKS[work].tolerance, "checked"),
+                    (result.timed_difference(by_peer[base]), WORKS[work].timed_tolerance, "timed"),
+                ):
+                    if gap > limit:
+                        found.append(
+                            f"{work}: {peer} differs from {base} by {gap:.1e} in the {steps} "
+                            f"steps; at most {limit:.0e} is right"
+                        )
+        return found
+
+    def goals(self) -> Iterator[Goal]:
+        """Yields everything aimed at that was measured."""
+        for work, by_peer in self.times.items():
+            it, against = WORKS[work], reference(work, by_peer)
+            for peer, target in ((LOWERED, it.target), (RUN_STEPS, it.run_steps)):
+                if target is not None and against and peer in by_peer:
+                    ratios = by_peer[peer].ratios(by_peer[against])
+                    yield Goal(work, f"time of a step, {_way(peer)}", against, ratios, target)
+        for work, starts in self.starts.items():
+            if {LOWERED, TORCH} <= set(starts):
+                pairs = list(zip(starts[LOWERED], starts[TORCH], strict=True))
+                ratios = [a.seconds / b.seconds for a, b in pairs]
+                yield Goal(work, "start to the end of the first step", TORCH, ratios, START_TARGET)
+                ratios = [a.megabytes / b.megabytes for a, b in pairs]
+                yield Goal(work, "peak memory", TORCH, ratios, MEMORY_TARGET)
+        for work, by_peer in self.times.items():
+            if isinstance(WORKS[work], Update) and {LOWERED, PYTHON} <= set(by_peer):
+                ratios = by_peer[PYTHON].ratios(by_peer[LOWERED])
+                yield Goal(work, f"time, {_way(PYTHON)}", _way(LOWERED), ratios, KERNEL_TARGET)
+        if self.depths:
+            middle, deepest = own.compared()
+            what = f"time of a layer in {deepest}"
+            yield Goal("depth", what, middle, own.growth(self.depths), GROWTH_TARGET)
+        if self.creation:
+            what = f"s to make the session, {own.CREATION_DEPTH} layers"
+            yield Goal("transformer", what, "", self.creation, CREATION_TARGET)
+        if self.imports:
+            yield Goal("import", "s to import TrainingSession", "", self.imports, IMPORT_TARGET)
+
+    def write(self, folder: Path) -> None:
+        """Writes ``results.md`` and ``results.json``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "results.md").write_text(self.markdown(), encoding="utf-8")
+        data = {"versions": _versions(), "machine": _machine(), "date": str(date.today())}
+        data |= asdict(self)
+        data["goals"] = [asdict(goal) | {"met": goal.met} for goal in self.goals()]
+        text = json.dumps(data, indent=1, ensure_ascii=False)
+        (folder / "results.json").write_text(text, encoding="utf-8")
+
+    # ----------------------------------------------------------------------------------- tables
+
+    def markdown(self) -> str:
+        """Returns the tables, and above them what they were measured with."""
+        parts = [self._heading(), self._goals(), self._times(), self._starts(), self._depths()]
+        return "\n\n".join(filter(None, map("\n".join, parts))) + "\n"
+
+    def _heading(self) -> Iterator[str]:
+        effort, works = self.effort, WORKS.values()
+        training = next(work for work in works if isinstance(work, TrainingStep))
+        update = next(work for work in works if isinstance(work, Update))
+        yield f"- {date.today()}; {', '.join(f'{k} {v}' for k, v in _versions().items())}"
+        yield f"- {_machine()}; {THREADS} threads; optimizer: {self.optimizer}"
+        yield (
+            f"- a time is the median of a step in {effort.rounds} interleaved rounds of "
+            f"{effort.turn:g} s, after warm-up; brackets: the lowest and the highest round"
+        )
+        yield "- a ratio is the median of the ratios in a round"
+        yield (
+            f"- differences are of what the first {CHECKED_STEPS} steps gave, relative: losses "
+            f"with {training.checked_optimizer} (at most {training.tolerance:.0e}) and with the "
+            f"timed optimizer (at most {training.timed_tolerance:.0e}), or updated parameters (at "
+            f"most {update.tolerance:.0e})"
+        )
+        for peer, reason in self.missing.items():
+            yield f"- left out: {peer}, for {reason}"
+
+    def _goals(self) -> Iterator[str]:
+        goals = list(self.goals())
+        if not goals:
+            return
+        yield "| work | what | ratio to | measured | target | |"
+        yield "| --- | --- | --- | --- | --- | --- |"
+        for goal in goals:
+            over = statistics.median(goal.values) / goal.target - 1
+            judged = "met" if goal.met else f"missed by {over:.0%}"
+            yield (
+                f"| {goal.work} | {goal.what} | {goal.against or '–'} | {_spread(goal.values)} | "
+                f"{goal.target:g} | {judged} |"
+            )
+
+    def _times(self) -> Iterator[str]:
+        if not self.times:
+            return
+        yield "| work | peer | ms a step | ratio | to | difference | in timed steps |"
+        yield "| --- | --- | --- | --- | --- | --- | --- |"
+        for work, by_peer in self.times.items():
+            against, base = reference(work, by_peer) or LOWERED, by_peer[_base(by_peer)]
+            for peer, result in by_peer.items():
+                gaps = (result.difference(base), result.timed_difference(base))
+                shown = ["–", "–"] if result is base else [f"{gap:.0e}" for gap in gaps]
+                ratios = _spread(result.ratios(by_peer[against]))
+                yield (
+                    f"| {work} | {peer} | {_spread([1e3 * each for each in result.seconds])} | "
+                    f"{'1' if peer == against else ratios} | {against} | {' | '.join(shown)} |"
+                )
+
+    def _starts(self) -> Iterator[str]:
+        if not self.starts:
+            return
+        yield "| work | peer | s from start to the end of the first step | peak memory, MB |"
+        yield "| --- | --- | --- | --- |"
+        for work, by_peer in self.starts.items():
+            for peer, starts in by_peer.items():
+                yield (
+                    f"| {work} | {peer} | {_spread([each.seconds for each in starts])} | "
+                    f"{_spread([each.megabytes for each in starts])} |"
+                )
+
+    def _depths(self) -> Iterator[str]:
+        if not self.depths:
+            return
+        yield "| work | ms a step | µs a layer |"
+        yield "| --- | --- | --- |"
+        for (name, seconds), depth in zip(self.depths.items(), DEPTHS, strict=True):
+            layer = [1e6 * each / depth for each in seconds]
+            yield f"| {name} | {_spread([1e3 * each for each in seconds])} | {_spread(layer)} |"
+
+
+def reference(work: str, by_peer: Mapping[str, Result]) -> str:
+    """Returns whom the others are compared with: the fastest of the peers that are not ortops.
+
+    Updates are compared with the loop in C where it took part. Empty where there is nobody.
+    """
+    others = [peer for peer in by_peer if not PEERS[peer].ours]
+    if isinstance(WORKS[work], Update) and C in others:
+        return C
+    return min(others, key=lambda peer: statistics.median(by_peer[peer].seconds), default="")
+
+
+def _base(by_peer: Mapping[str, Result]) -> str:
+    """Returns the peer whose values are taken for right: PyTorch, where it took part."""
+    return TORCH if TORCH in by_peer else next(iter(by_peer))
+
+
+def _way(peer: str) -> str:
+    """Returns how a way of ortops is called within ortops."""
+    return peer.removeprefix("ortops, ")
+
+
+def _versions() -> dict[str, str]:
+    found = {"Python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _machine() -> str:
+    return f"{os.cpu_count()} cores, {platform.machine()}"
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Returns the median, and in brackets the lowest and the highest of several."""
+    median = _three_digits(statistics.median(values))
+    if len(values) == 1:
+        return median
+    return f"{median} ({_three_digits(min(values))}–{_three_digits(max(values))})"
+
+
+def _three_digits(value: float) -> str:
+    """Returns a positive number with three digits, without an exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}".removesuffix(".")

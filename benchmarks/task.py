@@ -1,0 +1,89 @@
+"""A work as files: the same start and the same batches for every peer, whatever it is made with.
+
+Imports numpy alone, so that the start of a process is the peer's own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["BATCHES", "OPTIMIZERS", "THREADS", "UPDATE", "Array", "Task"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+THREADS = 2
+"""Threads of every peer."""
+
+UPDATE = "update"
+"""The network of a work that only updates parameters, by gradients that are there already."""
+
+BATCHES = 16
+"""Different batches of a work, which come again and again in their order."""
+
+OPTIMIZERS: Mapping[str, Mapping[str, float]] = {
+    "Adam": {"learning_rate": 1e-3, "alpha": 0.9, "beta": 0.999, "epsilon": 1e-8},
+    "Momentum": {"learning_rate": 1e-2, "alpha": 0.9},
+    "Adagrad": {"learning_rate": 1e-2, "epsilon": 1e-6},
+}
+"""The optimizers with their settings, by ONNX's names of both."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A work in a folder.
+
+    Attributes:
+        folder: Where the files are.
+        network: Whose parameters they are: ``mlp``, ``lenet``, ``resnet``, ``transformer``,
+            ``lstm``, or `UPDATE`.
+        heads: The number of attention heads, which no shape tells.
+        limit: How many of the batches come, if not all.
+    """
+
+    folder: str
+    network: str
+    heads: int = 4
+    limit: int | None = None
+
+    @classmethod
+    def read(cls, folder: str) -> Task:
+        """Returns the task of a folder that `write` filled."""
+        return cls(**json.loads((Path(folder) / "task.json").read_text(encoding="utf-8")))
+
+    def write(self, weights: Mapping[str, Array], batches: Sequence[Mapping[str, Array]]) -> None:
+        """Writes everything but the trainable models."""
+        folder = Path(self.folder)
+        (folder / "task.json").write_text(json.dumps(asdict(self)), encoding="utf-8")
+        np.savez(folder / "weights.npz", **weights)
+        for number, feeds in enumerate(batches):
+            np.savez(folder / f"batch{number}.npz", **feeds)
+
+    def weights(self) -> dict[str, Array]:
+        """Returns the initial parameters and statistics, float32, by name."""
+        return _arrays(Path(self.folder) / "weights.npz")
+
+    def batches(self) -> list[dict[str, Array]]:
+        """Returns the batches, each a dict of feeds by input.
+
+        The feeds of a training step are the samples, float32 (batch, …), and ``labels``, int64
+        (batch,), in this order; those of an update are ``<parameter>_gradient``.
+        """
+        count = len(list(Path(self.folder).glob("batch*.npz")))
+        names = [f"batch{number}.npz" for number in range(count)][: self.limit]
+        return [_arrays(Path(self.folder) / name) for name in names]
+
+    def trainable(self, optimizer: str) -> Path:
+        """Returns the path of the trainable ONNX model with an optimizer of `OPTIMIZERS`."""
+        return Path(self.folder) / f"{optimizer}.onnx"
+
+
+def _arrays(path: Path) -> dict[str, Array]:
+    with np.load(path) as file:
+        return dict(file.items())
