@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from ortops.autodiff import describe, vjp
 from ortops.errors import UnsupportedError
 from ortops.rules._types import Cotangents
-from ortops.tensor import Tensor, op, reshape_like, shape_of, size_of, unbroadcast
+from ortops.tensor import Dim, Tensor, op, reshape_like, shape_of, size_of, unbroadcast
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -71,60 +72,83 @@ def gemm(
     return da, db, dc if beta == 1 else dc * beta
 
 
-@vjp("Einsum", limits="no broadcasting within a letter")
+@vjp("Einsum", limits="the ranks are known; no broadcasting within a letter")
 def einsum(g: Tensor, y: Tensor, *xs: Tensor, equation: str) -> Cotangents:
-    terms, result = _subscripts(equation, [x.ndim for x in xs])
-    _refuse_broadcast(y, equation, terms, xs)
+    written, whole = _explicit(equation)
+    terms, result = _letters(written, whole, [x.ndim for x in xs])
+    sizes = _sizes(terms, xs)
+    _refuse_broadcast(y, equation, sizes)
+    may_broadcast = any(
+        len(found) > 1 and not all(isinstance(size, int) for size in found)
+        for letter, found in sizes.items()
+        if letter not in equation
+    )
     cotangents = []
     for index, (x, term) in enumerate(zip(xs, terms, strict=True)):
         others = [*xs[:index], *xs[index + 1 :]]
-        read = [result, *terms[:index], *terms[index + 1 :]]
+        # An ellipsis stays one where it can, because it may be broadcast; onnxruntime wants it in
+        # the result too.
+        outer, inner = (whole, written) if "..." in written[index] else (result, terms)
+        read = [outer, *inner[:index], *inner[index + 1 :]]
         found = set("".join(read))
-        wanted = "".join(letter for letter in dict.fromkeys(term) if letter in found)
+        tokens = dict.fromkeys(re.findall(r"\.{3}|\w", inner[index]))
+        wanted = "".join(token for token in tokens if token == "..." or token in found)
         dx = g
-        if others or wanted != result:
+        if others or wanted != outer:
             dx = op.Einsum(g, *others, equation=f"{','.join(read)}->{wanted}")
-        cotangents.append(_spread(dx, wanted, x, term))
+            if "..." in wanted and may_broadcast:  # onnx takes the symbols of one operand
+                dx = dx.with_shape([None] * dx.ndim)
+        covered = [letter for letter in term if letter not in written[index]]
+        cotangents.append(_spread(dx, wanted.replace("...", "".join(covered)), x, term))
     return tuple(cotangents)
 
 
-def _refuse_broadcast(y: Tensor, equation: str, terms: Sequence[str], xs: Sequence[Tensor]) -> None:
-    """Refuses letters that stand for 1 and another size, for which onnx infers a wrong shape."""
-    sizes: dict[str, set[int]] = {}
-    for term, x in zip(terms, xs, strict=True):
-        for letter, size in zip(term, x.shape or (), strict=True):
-            if letter in equation and isinstance(size, int):  # not one of an ellipsis
-                sizes.setdefault(letter, set()).add(size)
-    for letter, found in sizes.items():
-        if len(found) > 1:
-            node = y.value.producer()
-            raise UnsupportedError(
-                f"{describe(node) if node else 'Einsum'}: in '{equation}', '{letter}' stands for "
-                f"sizes {sorted(found)}; use Squeeze and leave the letter out where it is 1, or an "
-                "ellipsis, which may be broadcast"
-            )
-
-
-def _subscripts(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
-    """Returns the subscripts of the operands and of the result, letters in place of ellipses."""
+def _explicit(equation: str) -> tuple[list[str], str]:
+    """Returns the subscripts of the operands and of the result."""
     left, arrow, right = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
-    free = [letter for letter in string.ascii_letters if letter not in equation]
+    if not arrow:
+        letters = left.replace("...", "").replace(",", "")
+        once = sorted(letter for letter in set(letters) if letters.count(letter) == 1)
+        right = ("..." if "..." in left else "") + "".join(once)
+    return left.split(","), right
+
+
+def _letters(terms: Sequence[str], result: str, ranks: Sequence[int]) -> tuple[list[str], str]:
+    """Returns subscripts with letters in place of ellipses."""
+    free = [letter for letter in string.ascii_letters if letter not in "".join(terms)]
     covered = [
         rank - len(term.replace("...", "")) if "..." in term else 0
         for term, rank in zip(terms, ranks, strict=True)
     ]
     longest = max(covered)
     ellipsis = "".join(free[:longest])
-    if not arrow:
-        letters = left.replace("...", "").replace(",", "")
-        once = sorted(letter for letter in set(letters) if letters.count(letter) == 1)
-        right = ("..." if "..." in left else "") + "".join(once)
     filled = [
         term.replace("...", ellipsis[longest - count :])
         for term, count in zip(terms, covered, strict=True)
     ]
-    return filled, right.replace("...", ellipsis)
+    return filled, result.replace("...", ellipsis)
+
+
+def _sizes(terms: Sequence[str], xs: Sequence[Tensor]) -> dict[str, set[Dim]]:
+    """Returns what each letter stands for."""
+    sizes: dict[str, set[Dim]] = {}
+    for term, x in zip(terms, xs, strict=True):
+        for letter, size in zip(term, x.shape or (), strict=True):
+            sizes.setdefault(letter, set()).add(size)
+    return sizes
+
+
+def _refuse_broadcast(y: Tensor, equation: str, sizes: Mapping[str, set[Dim]]) -> None:
+    """Refuses letters that stand for 1 and another size, for which onnx infers a wrong shape."""
+    for letter, found in sizes.items():
+        known = sorted(size for size in found if isinstance(size, int))
+        if letter in equation and len(known) > 1:
+            node = y.value.producer()
+            raise UnsupportedError(
+                f"{describe(node) if node else 'Einsum'}: in '{equation}', '{letter}' stands for "
+                f"sizes {known}; use Squeeze and leave the letter out where it is 1, or an "
+                "ellipsis, which may be broadcast"
+            )
 
 
 def _spread(dx: Tensor, have: str, x: Tensor, term: str) -> Tensor:
