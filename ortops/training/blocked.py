@@ -24,7 +24,7 @@ from ortops.autodiff import ancestor_nodes, attribute_value
 from ortops.gradient import BOUND_DOMAIN
 from ortops.lowering import Keep, lower_prepared
 from ortops.rules import convolution
-from ortops.tensor import Names, Tape, Tensor, op, remove_unread
+from ortops.tensor import Tape, Tensor, op, remove_unread
 from ortops.training import blocked_nodes as nodes
 from ortops.training import blocked_rules as rules
 from ortops.training.blocked_nodes import KERNEL_DOMAIN, affine, sizes
@@ -116,8 +116,7 @@ class _Insertion:
     def __init__(self, graph: ir.Graph, size: int) -> None:
         self.graph = graph
         self.size = size
-        self.names = Names(graph)
-        self.tape = Tape(graph, names=self.names)
+        self.tape = Tape(graph)
         self.twins: dict[ir.Value, Tensor] = {}
         self.entered: dict[ir.Value, Tensor] = {}
 
@@ -320,12 +319,12 @@ def _is_suitable(node: ir.Node) -> bool:
 
 def expand(graph: ir.Graph) -> None:
     """Replaces operators on blocked tensors by nodes that onnxruntime knows, in place."""
-    names = Names(graph)
+    tape = Tape(graph)
     put_out: set[ir.Value] = set()
     for node in list(graph):
         if node.domain != DOMAIN:
             continue
-        tape = Tape(graph, before=node, names=names)
+        tape.before = node
         tape.scope = f"{node.name}/"
         attributes = {name: attribute_value(each) for name, each in node.attributes.items()}
         tensors = [None if value is None else tape.tensor(value) for value in node.inputs]

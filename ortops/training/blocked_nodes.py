@@ -33,6 +33,7 @@ __all__ = [
     "filter_of",
     "from_lanes",
     "mirrored_filter_of",
+    "pad_columns",
     "products",
     "put_apart",
     "reshape",
@@ -53,7 +54,7 @@ def emit(
     shapes: Sequence[Sequence[int]],
     **attributes: Any,
 ) -> tuple[Tensor, ...]:
-    """Appends a float32 node of a domain that onnx does not know.
+    """Appends a float32 node whose shapes are known; onnx need not infer them, or cannot.
 
     Args:
         tape: Where it goes.
@@ -63,18 +64,28 @@ def emit(
         shapes: The shapes of its outputs.
         **attributes: Its attributes; None stands for an absent one.
     """
-    given = {name: value for name, value in attributes.items() if value is not None}
     node = ir.Node(
         domain,
         op_type,
         [None if tensor is None else tensor.value for tensor in inputs],
-        ir.convenience.convert_attributes(given),
+        [_attribute(name, value) for name, value in attributes.items() if value is not None],
         num_outputs=len(shapes),
     )
     tape.append(node)
     for value, shape in zip(node.outputs, shapes, strict=True):
         value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
     return tuple(tape.tensor(value) for value in node.outputs)
+
+
+def _attribute(name: str, value: int | float | str | Sequence[int]) -> ir.Attr:
+    match value:
+        case int():
+            return ir.AttrInt64(name, value)
+        case float():
+            return ir.AttrFloat32(name, value)
+        case str():
+            return ir.AttrString(name, value)
+    return ir.AttrInt64s(name, tuple(value))
 
 
 def sizes(x: Tensor) -> tuple[int, ...]:
@@ -86,7 +97,12 @@ def sizes(x: Tensor) -> tuple[int, ...]:
 
 def reshape(x: Tensor, *shape: int) -> Tensor:
     """Returns the same numbers in another shape, all of whose sizes are given."""
-    return x if x.shape == shape else cast(Tensor, op.Reshape(x, list(shape)))
+    if x.shape == shape:
+        return x
+    (result,) = emit(
+        x.tape, "", "Reshape", [x, x.tape.constant(np.array(shape, np.int64))], [shape]
+    )
+    return result
 
 
 def to_blocks(x: Tensor, block: int, *, channels_last: bool = False) -> Tensor:
@@ -214,6 +230,18 @@ def channel_means(x: Tensor) -> Tensor:
     shape = (n, channels, 1, 1)
     (result,) = emit(x.tape, KERNEL_DOMAIN, "GlobalAveragePool", [x], [shape])
     return result
+
+
+def pad_columns(x: Tensor, before: int, behind: int) -> Tensor:
+    """Returns a blocked tensor with columns of zeros on its left and right.
+
+    A convolution of each channel with a one does it with all threads, which Pad does not use.
+    """
+    n, channels, height, width = sizes(x)
+    ones = x.tape.constant(np.ones((channels, 1, 1, 1), np.float32))
+    shape = (n, channels, height, before + width + behind)
+    pads = (0, before, 0, behind)
+    return convolve(x, ones, shape, kernel=(1, 1), pads=pads, group=channels)
 
 
 def filter_of(w: Tensor, block: int) -> Tensor:

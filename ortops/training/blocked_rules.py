@@ -76,21 +76,27 @@ def _max_pool(
     n, channels, *spatial = sizes(y)
     rows, columns = kernel_shape
     whole = [size * step for size, step in zip(spatial, kernel_shape, strict=True)]
-    split = (n * channels // block * spatial[0], rows, spatial[1], columns, block)
-    by_row = reshape(x, n * channels // block, *sizes(x)[2:], block)
-    tiled = reshape(nodes.crop(by_row, n, channels, whole), *split)
-    left, lines = g, []
+    line = (n * channels // block * spatial[0], spatial[1])
+    left, lines, below = g, [], -y
     for row in range(rows):
         parts = []
         for column in range(columns):
-            seen = op.Slice(tiled, [row, column], [row + 1, column + 1], [1, 3])
-            is_largest = op.HardSigmoid(reshape(seen, *sizes(y)) - y, alpha=_STEEP, beta=1.0)
-            taken = left * is_largest
+            chosen = np.zeros((channels // block, rows, columns, block), np.float32)
+            chosen[:, row, column] = 1
+            difference = convolve(
+                x,
+                x.tape.constant(chosen.reshape(channels, 1, rows, columns)),
+                sizes(y),
+                kernel=kernel_shape,
+                strides=kernel_shape,
+                add=below,
+                group=channels,
+            )
+            taken = left * op.HardSigmoid(difference, alpha=_STEEP, beta=1.0)
             if (row, column) != (rows - 1, columns - 1):
                 left = left - taken
-            parts.append(reshape(taken, split[0], spatial[1], 1, block))
-        line = op.Concat(*parts, axis=2)
-        lines.append(reshape(line, split[0], 1, whole[1] * block))
+            parts.append(reshape(taken, *line, 1, block))
+        lines.append(reshape(op.Concat(*parts, axis=2), line[0], 1, whole[1] * block))
     dx = reshape(op.Concat(*lines, axis=1), n * channels // block, *whole, block)
     missing = [size - done for size, done in zip(sizes(x)[2:], whole, strict=True)]
     if any(missing):
@@ -296,6 +302,8 @@ def _weights(g: Tensor, x: Tensor, w: Tensor, at: Windows, size: int) -> Tensor:
             images = reshape(images, lanes // size, channels, rows * row, size)
             images = op.Transpose(images, perm=[0, 2, 1, 3])
     else:
+        if min(before) >= 0 and any(before):
+            x, width, before = nodes.pad_columns(x, *before), row, [0, 0]
         if channels > size:
             x = nodes.to_plain(x, channels, channels_last=True)
         x = reshape(x, n, height, width, channels)
