@@ -120,16 +120,17 @@ def test_dot_of_others(given: Case, symbolic: bool) -> None:
     check(given, symbolic=symbolic)
 
 
-def test_kernel_size_from_the_weights() -> None:
-    given = deform("", outputs=(3, 5))
-    given = replace(given, attributes={})
-    check(given, symbolic=False)
-    with pytest.raises(ortops.UnsupportedError) as error:
-        check(given, symbolic=True)
-    assert str(error.value) == (
-        "DeformConv node 'under_test': the size of its kernel is unknown, ['x1_2', 'x1_3']; give "
-        "it in the attribute kernel_shape"
-    )
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        deform("", outputs=(3, 5)),
+        deform("", outputs=(3, 3), strides=[2, 2], pads=[1, 0, 1, 1], offset_group=2, group=2),
+    ],
+)
+def test_kernel_size_from_the_weights(given: Case, symbolic: bool) -> None:
+    attributes = {name: a for name, a in given.attributes.items() if name != "kernel_shape"}
+    check(replace(given, attributes=attributes), symbolic=symbolic)
 
 
 ROIS = np.array(

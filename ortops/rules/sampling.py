@@ -15,8 +15,7 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from ortops.autodiff import describe, vjp
-from ortops.errors import UnsupportedError
+from ortops.autodiff import vjp
 from ortops.rules._copies import add_at
 from ortops.rules._types import Cotangents
 from ortops.tensor import Tensor, op, reshape_like, size_of
@@ -313,7 +312,17 @@ def _column_places(
     return places
 
 
-@vjp("DeformConv", limits="the kernel's size is known")
+def _kernel_elements(sizes: Sequence[Size], like: Tensor) -> list[Any]:
+    """Returns the index along each axis of all elements of a kernel, (elements, 1 …)."""
+    shape = [-1, *(1,) * len(sizes)]
+    if all(isinstance(size, int) for size in sizes):
+        return [index.reshape(shape) for index in np.indices(cast(Sequence[int], sizes))]
+    numbers = op.Reshape(_range(functools.reduce(operator.mul, sizes), like), shape)
+    steps = (functools.reduce(operator.mul, sizes[axis:], 1) for axis in range(1, len(sizes) + 1))
+    return [op.Mod(op.Div(numbers, step), size) for step, size in zip(steps, sizes, strict=True)]
+
+
+@vjp("DeformConv")
 def deform_conv(
     g: Tensor,
     y: Tensor,
@@ -332,14 +341,11 @@ def deform_conv(
 ) -> Cotangents:
     rank = x.ndim - 2
     kernel = kernel_shape or (w.shape or (None,) * x.ndim)[2:]
-    if any(not isinstance(size, int) for size in kernel):
-        node = y.value.producer()
-        raise UnsupportedError(
-            f"{describe(node) if node else 'DeformConv'}: the size of its kernel is unknown, "
-            f"{list(kernel)}; give it in the attribute kernel_shape"
-        )
-    sizes = cast(tuple[int, ...], tuple(kernel))
-    count = math.prod(sizes)
+    sizes = [
+        size if isinstance(size, int) else size_of(w, [2 + axis])
+        for axis, size in enumerate(kernel)
+    ]
+    count = functools.reduce(operator.mul, sizes)
     steps, spread = strides or (1,) * rank, dilations or (1,) * rank
     begin = list(pads or (0,) * rank)[:rank]
     batch, channels = size_of(x, [0]), size_of(x, [1])
@@ -349,12 +355,12 @@ def deform_conv(
     points = functools.reduce(operator.mul, outputs)
     # Each offset group's channels are images of their own, sampled at (kernel elements, outputs).
     offsets = op.Reshape(_wide(offset), [images, count, rank, *outputs])
-    taps = np.indices(sizes).reshape(rank, count)
+    taps = _kernel_elements(sizes, g)
     axes = []
     for axis, length in enumerate(lengths):
         first = _range(outputs[axis], g) * steps[axis]
         first = op.Reshape(first, [1, outputs[axis], *(1,) * (rank - 1 - axis)])
-        shift = (taps[axis] * spread[axis] - begin[axis]).reshape(count, *(1,) * rank)
+        shift = taps[axis] * spread[axis] - begin[axis]
         coordinate = op.Gather(offsets, np.array(axis), axis=2) + (first + shift).astype(
             offsets.dtype
         )
