@@ -7,6 +7,7 @@ differences in float64 of an equivalent that is written here in numpy.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ class Fused:
     outputs: int | Sequence[int] = 1
     domain: str = MICROSOFT
     name: str = ""
-    orders: int = 1
+    orders: int = 2
     kernel: bool = True
 
     def __str__(self) -> str:
@@ -498,11 +499,11 @@ def gathered(bits: int, zero: bool) -> Fused:
 V = normal(6, seed=7)
 X, SKIP = normal(2, 3, 6, seed=8), normal(2, 3, 6, seed=9)
 CASES = [
-    Fused("Gelu", [X], gelu),
-    Fused("BiasGelu", [X, V], lambda x, b: gelu(x + b)),
-    Fused("FastGelu", [X], fast_gelu),
+    Fused("Gelu", [X], gelu, orders=3),
+    Fused("BiasGelu", [X, V], lambda x, b: gelu(x + b), orders=3),
+    Fused("FastGelu", [X], fast_gelu, orders=3),
     Fused("FastGelu", [X, V], fast_gelu, name="bias"),
-    Fused("QuickGelu", [X], lambda x: x * sigmoid(1.702 * x)),
+    Fused("QuickGelu", [X], lambda x: x * sigmoid(1.702 * x), orders=3),
     Fused("QuickGelu", [X], lambda x: x * sigmoid(0.7 * x), {"alpha": 0.7}, name="alpha"),
     Fused("BiasAdd", [X, V, SKIP], lambda x, b, skip: x + b + skip, kernel=False),
     Fused("FusedMatMul", [normal(4, 3), normal(3, 2)], lambda a, b: a @ b),
@@ -730,28 +731,60 @@ def differences(
     return result
 
 
-def test_second_order() -> None:
-    # Hessian times a vector, of one case of each kind of definition and of the rule.
-    for case in (CASES[1], CASES[7], CASES[-1]):
-        nodes, inputs, feeds, *_ = forward(case, symbolic=False)
-        v = normal(*feeds["x0"].shape, seed=90).astype(np.float32)
-        nodes = [
-            *nodes,
-            node("Gradient", ["x0"], ["d"], xs=["x0"], y="y"),
-            helper.make_node("Mul", ["d", "v"], ["dv"]),
-            helper.make_node("ReduceSum", ["dv"], ["slope"], keepdims=0),
-            node("Gradient", ["x0"], ["h"], xs=["x0"], y="slope"),
-        ]
-        inputs = [*inputs, value("v", v.shape)]
-        whole = model(nodes, inputs, ["d", "h"], imports=[(MICROSOFT, 1)])
-        lowered = ortops.lower(whole)
-        found = run(lowered, {**feeds, "v": v})[1]
-        ends = [
-            run(lowered, {**feeds, "v": v, "x0": feeds["x0"] + np.float32(s * 0.01) * v})[0]
-            for s in (1, -1)
-        ]
-        expected = (ends[0].astype(np.float64) - ends[1]) / 0.02
-        np.testing.assert_allclose(found, expected, rtol=0.01, atol=0.01 * np.abs(expected).max())
+def mixed_difference(
+    total: Callable[[Sequence[np.ndarray | None]], float],
+    arrays: Sequence[np.ndarray | None],
+    directions: Sequence[Mapping[int, np.ndarray]],
+    step: float,
+) -> float:
+    """Returns the derivative of a function along one direction after the other, in float64."""
+    result = 0.0
+    for signs in itertools.product((1, -1), repeat=len(directions)):
+        moved = list(arrays)
+        for sign, direction in zip(signs, directions, strict=True):
+            for position, v in direction.items():
+                moved[position] = moved[position] + sign * step * v
+        result += math.prod(signs) * total(moved)
+    return result / (2 * step) ** len(directions)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.orders > 1], ids=lambda case: str(case)
+)
+def test_higher_orders(case: Fused) -> None:
+    """The gradient of Σ vᵢ · ∂y/∂xᵢ, and the same once more for a third order."""
+    nodes, inputs, feeds, wide, total = forward(case, symbolic=False)
+    positions = case.differentiated
+    xs = [f"x{i}" for i in positions]
+    y = "y"
+    directions: list[dict[int, np.ndarray]] = []
+    for order in range(2, case.orders + 1):
+        directions.append({i: normal(*wide[i].shape, seed=90 + order + i) for i in positions})
+        nodes.append(node("Gradient", xs, [f"d{order}{x}" for x in xs], xs=xs, y=y))
+        terms = []
+        for i, v in directions[-1].items():
+            feeds[f"v{order}{i}"] = v.astype(np.float32)
+            inputs.append(value(f"v{order}{i}", v.shape))
+            nodes.append(
+                helper.make_node("Mul", [f"d{order}x{i}", f"v{order}{i}"], [f"dv{order}{i}"])
+            )
+            terms.append(f"s{order}{i}")
+            nodes.append(helper.make_node("ReduceSum", [f"dv{order}{i}"], terms[-1:], keepdims=0))
+        y = f"f{order}"
+        nodes.append(helper.make_node("Sum", terms, [y]))
+        whole = model(
+            [*nodes, node("Gradient", xs, [f"d{x}" for x in xs], xs=xs, y=y)],
+            inputs,
+            [f"d{x}" for x in xs],
+            imports=[(MICROSOFT, 1)],
+        )
+        found = run(ortops.lower(whole), feeds)
+        for i, gradient in zip(positions, found, strict=True):
+            u = normal(*wide[i].shape, seed=70 + i)
+            step = 1e-4 if order == 2 else 1e-3
+            expected = mixed_difference(total, wide, [*directions, {i: u}], step)
+            scale = np.abs(gradient * u).sum() + abs(expected) + 1e-2
+            assert abs((gradient * u).sum() - expected) <= 1e-3 * scale, (order, i)
 
 
 def layers(opset: int = 21) -> tuple[list[onnx.NodeProto], list[onnx.ValueInfoProto], Any]:

@@ -94,11 +94,6 @@ STEPS = {"Hardmax": "the largest element gets 1, so its gradient is zero"}
 through a rounding, where differences are no oracle."""
 
 
-def is_fused(key: tuple[str, str]) -> bool:
-    """Whether an operator is onnxruntime's own; tests of some of them check the first order."""
-    return not onnx.defs.has(key[1], domain=key[0])
-
-
 @pytest.mark.parametrize("key", OURS, ids=NAMES)
 def test_orders_that_tests_check(key: tuple[str, str]) -> None:
     registered, found = OURS[key], checked().get(key)
@@ -106,7 +101,7 @@ def test_orders_that_tests_check(key: tuple[str, str]) -> None:
     assert found.differentiated or getattr(registered, "structural", False)
     if registered.function.__module__ == "ortops.rules.elementwise":
         assert found.orders >= 3
-    elif key[1] not in STEPS and "first order" not in registered.limits and not is_fused(key):
+    elif key[1] not in STEPS and "first order" not in registered.limits:
         assert found.orders >= 2
 
 

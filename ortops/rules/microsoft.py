@@ -349,7 +349,7 @@ def matmul_bnb4(
     "GatherBlockQuantized",
     domain=MICROSOFT,
     keep=True,
-    limits="data of integers; first order",
+    limits="data of integers",
 )
 def gather_block_quantized(
     data: Tensor,
