@@ -33,6 +33,7 @@ MINIMUM_OPSET = 21
 _NOT_INFERRED = ("GroupNormalization", "MeanVarianceNormalization")
 """Operators that onnx cannot infer anything for; the output is like the first input."""
 
+_ONNXRUNTIME = "com.microsoft"
 _UNKNOWN_DOMAIN = "ortops.unknown"
 
 _MAKE_SEQUENCES = (
@@ -125,6 +126,9 @@ def to_ir(proto: onnx.ModelProto, folder: Path | None = None, data: Data | None 
             value.const_value = refer_to(content, value.name)
     if folder is not None:
         ir.external_data.set_base_dir(model.graph, folder)
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.domain == _ONNXRUNTIME:  # which runs models that do not import its operators
+            model.graph.opset_imports.setdefault(node.domain, 1)
     for graph in model.graphs():
         for value in (*graph.inputs, *(v for node in graph for v in node.outputs)):
             if value.shape is not None and any(_is_unknown(dim) for dim in value.shape):

@@ -830,6 +830,19 @@ def test_fused_operators_behind_each_other(opset: int) -> None:
         )
 
 
+@pytest.mark.parametrize("opset", [17, 21])
+def test_fused_operators_without_an_import(opset: int) -> None:
+    """onnxruntime runs such models, and its tool for transformers makes them."""
+    nodes = [
+        helper.make_node("BiasGelu", ["x", "b"], ["y"], domain=MICROSOFT),
+        node("Gradient", ["b"], ["d"], xs=["b"], y="y"),
+    ]
+    whole = model(nodes, [value("x", [4, 3]), value("b", [3])], ["d"], opset=opset)
+    assert MICROSOFT not in [entry.domain for entry in whole.opset_import]
+    (d,) = run(ortops.lower(whole), {"x": np.zeros((4, 3), np.float32), "b": np.zeros(3, "f")})
+    np.testing.assert_allclose(d, [2, 2, 2])  # the slope at 0 is a half
+
+
 def test_shapes_that_are_computed_from_what_is_behind_fused_operators() -> None:
     """onnx infers no more than that they are vectors of integers."""
     cut = {"zero": np.array([0]), "two": np.array([2]), "last": np.array([-1])}
