@@ -31,13 +31,17 @@ def write(report: Report, path: Path) -> None:
     panels = _panels(report)
     if not panels:
         return
-    rows = max(len(ratios) for _, ratios, _ in panels)
+    rows = [work for work in WORKS if any(work in ratios for _, ratios, _ in panels)]
     figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(5.5 * len(panels), 1 + 1.1 * rows), squeeze=False
+        1, len(panels), figsize=(2 + 4.5 * len(panels), 1 + len(rows)), squeeze=False, sharey=True
     )
     for axis, (title, ratios, targets) in zip(axes[0], panels, strict=True):
-        _bars(axis, ratios, targets)
+        _bars(axis, rows, ratios, targets)
         axis.set_title(title)
+    axes[0][0].set_yticks(
+        [row + 0.4 for row in range(len(rows))], [work.replace(", ", ",\n", 1) for work in rows]
+    )
+    axes[0][0].set_ylim(len(rows) - 0.1, -0.1)
     handles = {}
     for axis in axes[0]:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -63,7 +67,7 @@ def _panels(report: Report) -> list[tuple[str, Ratios, Mapping[str, float]]]:
     if steps:
         targets = {work: WORKS[work].target for work in steps}
         shown = {work: target for work, target in targets.items() if target is not None}
-        panels.append(("time of a step / best peer's (an update: loop in C)", steps, shown))
+        panels.append(("time of a step / best peer's (update: C)", steps, shown))
 
     def starts(of: Callable[[Any], float]) -> Ratios:
         return {
@@ -76,7 +80,7 @@ def _panels(report: Report) -> list[tuple[str, Ratios, Mapping[str, float]]]:
         }
 
     for title, of, target in (
-        ("start to the end of the first step / torch eager's", _seconds, START_TARGET),
+        ("start to first step's end / torch eager's", _seconds, START_TARGET),
         ("peak memory / torch eager's", _megabytes, MEMORY_TARGET),
     ):
         if ratios := starts(of):
@@ -92,30 +96,26 @@ def _megabytes(start: Any) -> float:
     return float(start.megabytes)
 
 
-def _bars(axis: Any, ratios: Ratios, targets: Mapping[str, float]) -> None:
-    colors = dict(zip(PEERS, (f"C{i}" for i in range(len(PEERS))), strict=True))
-    ticks = []
-    top = 0.0
-    for work, by_peer in ratios.items():
+def _bars(axis: Any, rows: Sequence[str], ratios: Ratios, targets: Mapping[str, float]) -> None:
+    colors = {peer: f"C{number}" for number, peer in enumerate(PEERS)}
+    for row, by_peer in ((rows.index(work), by_peer) for work, by_peer in ratios.items()):
         height = 0.8 / len(by_peer)
         for i, (peer, values) in enumerate(by_peer.items()):
             middle = statistics.median(values)
-            spread = [[middle - min(values)], [max(values) - middle]]
             axis.barh(
-                top + (i + 0.5) * height,
+                row + (i + 0.5) * height,
                 middle,
                 height,
-                xerr=spread,
+                xerr=[[middle - min(values)], [max(values) - middle]],
                 label=peer,
                 color=colors[peer],
                 error_kw={"elinewidth": 0.7},
             )
-        if work in targets:
-            axis.vlines(targets[work], top, top + 0.8, color="black", label="target")
-        ticks.append(top + 0.4)
-        top += 1
-    axis.set_yticks(ticks, [work.replace(", ", ",\n", 1) for work in ratios])
-    axis.invert_yaxis()
+        if rows[row] in targets:
+            axis.vlines(targets[rows[row]], row, row + 0.8, color="black", label="target")
     axis.axvline(1, color="grey", linewidth=0.5)
+    longest = max(
+        statistics.median(each) for by_peer in ratios.values() for each in by_peer.values()
+    )
     # A peer that takes ten times as long says no more than one that takes four.
-    axis.set_xlim(0, min(4, 1.05 * max(max(v) for each in ratios.values() for v in each.values())))
+    axis.set_xlim(0, min(4, 1.2 * longest))

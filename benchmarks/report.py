@@ -126,7 +126,9 @@ class Report:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "results.md").write_text(self.markdown(), encoding="utf-8")
         data = {"versions": _versions(), "machine": _machine(), "date": str(date.today())}
-        data |= asdict(self)
+        data |= asdict(self) | {
+            "times": {work: _figures(each) for work, each in self.times.items()}
+        }
         data["goals"] = [asdict(goal) | {"met": goal.met} for goal in self.goals()]
         text = json.dumps(data, indent=1, ensure_ascii=False)
         (folder / "results.json").write_text(text, encoding="utf-8")
@@ -208,6 +210,19 @@ class Report:
         for (name, seconds), depth in zip(self.depths.items(), DEPTHS, strict=True):
             layer = [1e6 * each / depth for each in seconds]
             yield f"| {name} | {_spread([1e3 * each for each in seconds])} | {_spread(layer)} |"
+
+
+def _figures(by_peer: Mapping[str, Result]) -> dict[str, dict[str, object]]:
+    """Returns times and differences by peer; what was computed is too much to keep."""
+    base = by_peer[_base(by_peer)]
+    return {
+        peer: {
+            "seconds": list(result.seconds),
+            "difference": result.difference(base),
+            "timed_difference": result.timed_difference(base),
+        }
+        for peer, result in by_peer.items()
+    }
 
 
 def reference(work: str, by_peer: Mapping[str, Result]) -> str:
