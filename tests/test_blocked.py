@@ -137,7 +137,7 @@ CONVOLUTIONS: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]]
     "batch not of whole blocks": ({"pads": [1] * 4}, (B + 3, B, 4, 4), (B, B, 3, 3)),
     "three channels, odd batch": ({"pads": [1] * 4}, (B + 1, 3, 4, 4), (B, 3, 3, 3)),
     "small batch": ({"pads": [1] * 4}, (2, B, 5, 5), (B, B, 3, 3)),
-    "half a block of images": ({"pads": [1] * 4}, (B // 2, B, 5, 5), (B, B, 3, 3)),
+    "three quarters of a block of images": ({"pads": [1] * 4}, (3 * B // 4, B, 5, 5), (B, B, 3, 3)),
     "depthwise": ({"group": B, "pads": [1] * 4}, (3, B, 6, 5), (B, 1, 3, 3)),
     "depthwise, many": ({"group": 2 * B, "pads": [0, 1, 2, 1]}, (2, 2 * B, 6, 5), (2 * B, 1, 3, 4)),
     "depthwise stride 2": (

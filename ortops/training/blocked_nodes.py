@@ -31,6 +31,7 @@ __all__ = [
     "crop",
     "emit",
     "filter_of",
+    "from_filter",
     "from_lanes",
     "mirrored_filter_of",
     "pad_columns",
@@ -249,13 +250,21 @@ def filter_of(w: Tensor, block: int) -> Tensor:
 
     M is a multiple of the block, and C is too, or less than a block.
     """
+    m, channels, *_ = sizes(w)
+    blocked = w if channels < block else _inputs_in_blocks(w, block)
+    return reshape(to_lanes(blocked, m, block), *sizes(w))
+
+
+def from_filter(w: Tensor, block: int) -> Tensor:
+    """Returns weights (M, C, H, W) whose M and C are in blocks out of the layout of filters."""
     m, channels, *kernel = sizes(w)
-    taps = math.prod(kernel)
-    lanes = to_lanes(w, m, block)
-    if channels % block == 0 and taps > 1:
-        split = reshape(lanes, m * channels // block**2, block, taps, block)
-        lanes = op.Transpose(split, perm=[0, 2, 1, 3])
-    return reshape(lanes, m, channels, *kernel)
+    by_output = reshape(from_lanes(w, m), m, channels, *kernel)
+    return by_output if math.prod(kernel) == 1 else to_plain(by_output, channels)
+
+
+def _inputs_in_blocks(w: Tensor, block: int) -> Tensor:
+    """Returns weights (M, C, H, W) as (M, C / block, H, W, block) in memory."""
+    return w if math.prod(sizes(w)[2:]) == 1 else to_blocks(w, block)
 
 
 def mirrored_filter_of(
@@ -274,10 +283,9 @@ def mirrored_filter_of(
     taps = math.prod(kernel)
     if phases is None:
         phases = [[list(reversed(range(size)))] for size in kernel]
-    exchanged = op.Transpose(reshape(w, m, channels, taps), perm=[1, 0, 2])
-    blocks = (channels // block, m // block)
-    by_tap = reshape(to_lanes(exchanged, channels, block), *blocks, block, taps, block)
-    by_tap = op.Transpose(by_tap, perm=[0, 1, 3, 2, 4])
+    split = (m // block, block, channels // block, taps, block)
+    by_output = reshape(_inputs_in_blocks(w, block), *split)
+    by_tap = op.Transpose(by_output, perm=[2, 0, 3, 1, 4])
     order = [
         [
             taps if row is None or column is None else row * kernel[1] + column
@@ -288,11 +296,11 @@ def mirrored_filter_of(
     count, width = len(order), len(phases[1][0])
     if any(taps in each for each in order):
         by_tap = op.Pad(by_tap, [0] * 7 + [1, 0, 0])
-    if count == 1:
-        chosen = by_tap if order[0] == [0] else op.Gather(by_tap, order[0], axis=2)
-    else:
-        chosen = op.Transpose(op.Gather(by_tap, order, axis=2), perm=[2, 0, 1, 3, 4, 5])
-    return reshape(chosen, count * channels, m, len(order[0]) // width, width)
+    if count > 1:
+        by_tap = op.Transpose(op.Gather(by_tap, order, axis=2), perm=[2, 0, 1, 3, 4, 5])
+    elif taps > 1:
+        by_tap = op.Gather(by_tap, order[0], axis=2)
+    return reshape(by_tap, count * channels, m, len(order[0]) // width, width)
 
 
 def put_apart(x: Tensor, strides: Sequence[int], shape: Sequence[int], block: int) -> Tensor:

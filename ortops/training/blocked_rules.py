@@ -285,13 +285,13 @@ def _weights(g: Tensor, x: Tensor, w: Tensor, at: Windows, size: int) -> Tensor:
     """
     n, m, *counts = sizes(g)
     channels, *kernel = sizes(w)[1:]
-    if (at.dilations[1] > 1 and kernel[1] > 1) or 2 * n < size:
+    lanes = -(-n // size) * size
+    if (at.dilations[1] > 1 and kernel[1] > 1) or 3 * n < 2 * lanes:  # it would be mostly zeros
         seen = x if channels % size else leave(x, size)
         return convolution.weight_gradient(leave(g, size), seen, w, at, 1)
     (top, left), (bottom, right) = _padding(at)
     below, behind = _left_over(x, at)
     cut = min(bottom - below, 0)
-    lanes = -(-n // size) * size
     before = [left, right - behind]
     _, _, height, width = sizes(x)
     rows, row = height + cut, width + sum(before)
@@ -326,11 +326,15 @@ def _weights(g: Tensor, x: Tensor, w: Tensor, at: Windows, size: int) -> Tensor:
         group=groups,
     )
     taps = math.prod(kernel)
-    by_group = reshape(result, groups, m // size, taps * channels, size)
+    by_tap = reshape(result, groups, m // size, taps, channels * size)
     if groups > 1:
-        by_group = op.ReduceSum(by_group, [0], keepdims=0)
-    by_tap = reshape(nodes.from_lanes(by_group, m), m, taps, channels)
-    return reshape(op.Transpose(by_tap, perm=[0, 2, 1]), *sizes(w))
+        by_tap = op.ReduceSum(by_tap, [0], keepdims=0)
+    if channels % size == 0:
+        split = reshape(by_tap, m // size, taps, channels // size, size * size)
+        filters = op.Transpose(split, perm=[0, 2, 1, 3])
+        return nodes.from_filter(reshape(filters, *sizes(w)), size)
+    by_output = reshape(nodes.from_lanes(by_tap, m), m, taps, channels)
+    return reshape(op.Transpose(by_output, perm=[0, 2, 1]), *sizes(w))
 
 
 def _depthwise_input(g: Tensor, w: Tensor, x: Tensor, at: Windows, size: int) -> Tensor:
