@@ -41,7 +41,7 @@ __all__ = ["Execution", "errors_as_ours", "open_session", "ort_value"]
 Array: TypeAlias = npt.NDArray[Any]
 
 _JOINED = 2**18  # elements of models that are updated in the graph of gradients
-_CHUNK = 2**16  # elements of a role that are updated at a time: they stay in a core's cache
+_CHUNK = 2**17  # elements of a role that are updated at a time: they stay in a core's cache
 _KERNEL_CHUNK = 2**14  # the same for Python kernels, which get copies: small ones reuse memory
 _COPIED_OPTIONS = (
     "enable_profiling",
