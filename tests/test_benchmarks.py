@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import ortops
 from benchmarks import measure, own, plot, profiling, report, start, works
 from benchmarks.__main__ import main
 from benchmarks.measure import Effort, Result
 from benchmarks.peers import LOWERED, PEERS, PYTHON, RUN_STEPS, TORCH, C, Peer
 from benchmarks.report import Goal, Report
 from benchmarks.start import Start
-from benchmarks.task import OPTIMIZERS, Task
+from benchmarks.task import BATCHES, OPTIMIZERS, Task
 from benchmarks.works import DEPTH_WORKS, DEPTHS, WORKS, TrainingStep, Update
 
 UPDATE = "update of 1e6 parameters"
@@ -103,6 +105,23 @@ def test_losses_of_the_peers_agree(work: str, tmp_path: Path) -> None:
     results = {peer: Result([], values, values) for peer, values in found.items()}
     assert all(len(values) == measure.CHECKED_STEPS for values in found.values())
     assert Report("Momentum", Effort(), times={work: results}).disagreements() == []
+
+
+def test_a_call_of_run_steps_counts_as_the_steps_that_it_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_steps(session: ortops.TrainingSession, batches: Iterable[Any]) -> list[Any]:
+        return [session.step(feeds)["loss"] for feeds in batches]
+
+    if not hasattr(ortops.TrainingSession, "run_steps"):
+        monkeypatch.setattr(ortops.TrainingSession, "run_steps", run_steps, raising=False)
+    assert PEERS[RUN_STEPS].missing() == ""
+    works.write(SMALL["training"], str(tmp_path), ["Adam"])
+    one, several = (
+        measure.first_values(str(tmp_path), peer, "Adam") for peer in (LOWERED, RUN_STEPS)
+    )
+    assert measure._step.count == BATCHES
+    np.testing.assert_allclose(several, one, rtol=1e-5)
 
 
 @pytest.mark.torch
