@@ -33,6 +33,7 @@ from ortops.lowering import (
 from ortops.session import InferenceSession, Kernels
 from ortops.tensor import Names, Tape
 from ortops.training.packed import Packed, Variable
+from ortops.training.repetition import LOSSES, repeat, stacked, state_output
 from ortops.training.split import split
 from ortops.training.step_graph import Step, remove_defaults
 
@@ -81,7 +82,7 @@ class Execution:
         self._turn = 0
         self.variables: dict[str, Variable] = {}
         self._updated_by: dict[str, int] = {}
-        parts = [_Part(step, kernels) for step in steps]
+        self._parts = parts = [_Part(step, kernels) for step in steps]
         in_place = kernels == "onnx" and len(parts) == 1  # else a later run might fail
         for number, part in enumerate(parts):
             for packed in part.packed:
@@ -93,9 +94,9 @@ class Execution:
                 second = first.copy() if name in self._updated_by else first
                 self.variables[name] = Variable((first, second))
         self.assign(values)
-        sessions = _Sessions(kernels, options, providers)
+        self._sessions = _Sessions(kernels, options, providers)
         for part in parts:
-            part.open(sessions)
+            part.open(self._sessions)
         self._runs = [
             [part.bind(self._buffers_of(number, turn), turn) for turn in (0, 1)]
             for number, part in enumerate(parts)
@@ -131,6 +132,30 @@ class Execution:
             last.update()
             self._turn = 1 - self._turn
         return shown
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether `steps` can be called: a small model, one training_info entry."""
+        return len(self._parts) == 1 and self._parts[0].repeatable
+
+    def steps(self, feeds: Mapping[str, Array]) -> Array:
+        """Makes several steps in one run.
+
+        Args:
+            feeds: For each input the batches, checked and stacked along axis 0.
+
+        Returns:
+            The losses.
+
+        Raises:
+            KernelError: If the run failed; then no variable has changed.
+        """
+        (part,) = self._parts
+        given = {stacked(name): array for name, array in feeds.items()}
+        buffers = self._buffers_of(0, self._turn)
+        losses = part.run_several(self._sessions, buffers, self._turn, given)
+        self._turn = 1 - self._turn
+        return losses
 
     def _buffers_of(self, number: int, turn: int) -> Callable[[str], tuple[Array, Array]]:
         """Returns what tells where part ``number`` of a step reads a variable, and writes it."""
@@ -171,6 +196,7 @@ class _Part:
         lower_prepared(step.model, keep=keep)
         self._joined_inputs: dict[str, tuple[Packed, int]] = {}
         self._joined_outputs: dict[str, tuple[Packed, int]] = {}
+        self._repeated: InferenceSession | None = None
         if self.joined:
             self._join()
 
@@ -247,6 +273,56 @@ class _Part:
         sources = [*self._step.outputs, *written]
         moved = [(sources.index(output), target) for output, target in copies]
         return _Run(self._session, binding, self._step.outputs, moved, updates)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether several steps can be made in one run."""
+        outputs = [*self._left.values(), self._step.loss]
+        read = {value.name for value in self._graph.inputs}
+        alone = len(set(outputs)) == len(outputs)
+        return self.joined and bool(self._step.loss) and alone and set(self._left) <= read
+
+    def run_several(
+        self,
+        sessions: _Sessions,
+        buffers: Callable[[str], tuple[Array, Array]],
+        turn: int,
+        feeds: Mapping[str, Array],
+    ) -> Array:
+        """Makes several steps in one run.
+
+        Args:
+            sessions: Opens the session.
+            buffers: See `bind`.
+            turn: See `bind`.
+            feeds: The batches, stacked.
+
+        Returns:
+            The losses.
+        """
+        packed = self._joined_inputs
+        if self._repeated is None:
+            states = {**self._left, **dict(zip(packed, self._joined_outputs, strict=True))}
+            model = repeat(self._graph, states, packed, self._step.feeds, self._step.loss)
+            self._repeated = sessions.open(to_proto(model))
+        binding = self._repeated.io_binding()
+        for name in (value.name for value in self._repeated.get_inputs()):
+            if name in packed:
+                group, index = packed[name]
+                array = group.arrays[index][turn]
+            else:
+                array = feeds[name] if name in feeds else buffers(name)[0]
+            binding.bind_ortvalue_input(name, ort_value(array))
+        binding.bind_output(LOSSES)
+        for name in self._left:
+            binding.bind_ortvalue_output(state_output(name), ort_value(buffers(name)[1]))
+        for name, (group, index) in packed.items():
+            array = group.arrays[index][1 - turn]
+            binding.bind_ortvalue_output(state_output(name), ort_value(array))
+        with errors_as_ours():
+            self._repeated.run_with_iobinding(binding)
+        losses: Array = binding.get_outputs_as_ortvaluevector()[0].numpy().copy()
+        return losses
 
 
 class _Run:

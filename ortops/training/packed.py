@@ -44,13 +44,14 @@ class Packed:
         group: The group.
         rows: The number of chunks.
         chunk: Elements in each, less than asked for where there are fewer in all.
+        sizes: The elements that each member takes, rounded up.
         arrays: For each role its array (rows, chunk), and the one that takes turns with it.
     """
 
     def __init__(self, group: Group, chunk: int) -> None:
         self.group = group
-        self._sizes = [_round_up(math.prod(shape), _ALIGNMENT) for shape in group.shapes]
-        total = sum(self._sizes)
+        self.sizes = [_round_up(math.prod(shape), _ALIGNMENT) for shape in group.shapes]
+        total = sum(self.sizes)
         self.rows = -(-total // chunk)
         self.chunk = chunk if self.rows > 1 else total
         self.arrays: list[tuple[Array, Array]] = []
@@ -83,7 +84,7 @@ class Packed:
         """Returns the tensors that play a role, which lie in its array."""
         array = self.arrays[index][turn].reshape(-1)
         result, offset = [], 0
-        for shape, size in zip(self.group.shapes, self._sizes, strict=True):
+        for shape, size in zip(self.group.shapes, self.sizes, strict=True):
             result.append(array[offset : offset + math.prod(shape)].reshape(shape))
             offset += size
         return result
@@ -91,7 +92,7 @@ class Packed:
     def pack(self, tape: Tape, values: Sequence[ir.Value]) -> ir.Value:
         """Writes the nodes that put the tensors of a role side by side."""
         parts: list[object] = []
-        for value, shape, size in zip(values, self.group.shapes, self._sizes, strict=True):
+        for value, shape, size in zip(values, self.group.shapes, self.sizes, strict=True):
             parts.append(op.Reshape(tape.tensor(value), [-1]))
             if padding := size - math.prod(shape):
                 assert value.dtype is not None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeAlias
 
@@ -48,6 +49,8 @@ __all__ = ["TrainingSession"]
 
 Array: TypeAlias = npt.NDArray[Any]
 History: TypeAlias = list[dict[str, float]]
+
+_STEPS_IN_A_RUN = 64
 
 
 class TrainingSession:
@@ -130,9 +133,44 @@ class TrainingSession:
         """
         checked = self._check_feeds(feeds)
         with self._lock:
-            shown = self._execution.step(checked, outputs)
-            self._made += 1
+            return self._step(checked, outputs)
+
+    def _step(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> dict[str, Array]:
+        shown = self._execution.step(feeds, outputs)
+        self._made += 1
         return shown
+
+    def run_steps(self, batches: Iterable[Feeds]) -> Array:
+        """Makes a training step with each of several batches.
+
+        A small model makes them in one call of onnxruntime, which saves what a call costs: up to
+        64 steps at a time, as long as their batches are of the same shapes. The numbers are those
+        of `step`.
+
+        Args:
+            batches: The batches.
+
+        Returns:
+            The loss of each step.
+
+        Raises:
+            FeedError: If a batch does not fit; then the steps of those before it may have been
+                made, as `steps_done` tells.
+            KernelError: If a kernel failed; the same holds.
+        """
+        loss = self._loss()
+        losses: list[Array] = []
+        with self._lock:
+            checked = (self._check_feeds(feeds) for feeds in batches)
+            for _, alike in itertools.groupby(checked, key=_shapes):
+                while group := list(itertools.islice(alike, _STEPS_IN_A_RUN)):
+                    if self._execution.repeatable and len(group) > 1:
+                        stacks = {name: np.stack([b[name] for b in group]) for name in group[0]}
+                        losses.append(self._execution.steps(stacks))
+                        self._made += len(group)
+                    else:
+                        losses += [np.reshape(self._step(b, [loss])[loss], 1) for b in group]
+        return np.concatenate(losses) if losses else np.zeros(0, np.float32)
 
     def fit(
         self,
@@ -680,6 +718,10 @@ def _fit(name: str, array: Array, value: ir.Value, sizes: dict[str, tuple[int, s
                         "be the same in all inputs"
                     )
     return np.ascontiguousarray(array).reshape(array.shape)
+
+
+def _shapes(feeds: Mapping[str, Array]) -> tuple[tuple[int, ...], ...]:
+    return tuple(array.shape for array in feeds.values())
 
 
 def _rows(feeds: Feeds) -> int:

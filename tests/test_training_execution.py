@@ -1,0 +1,307 @@
+"""Packed updates, updates in place, and several steps in one run give the numbers of plain runs.
+
+The oracle is the step graph, which a plain onnxruntime session runs with no memory shared between
+old and new values.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from training_models import (
+    affine,
+    affine_batch,
+    assert_same_arrays,
+    classifier,
+    initializers,
+    labelled,
+    normalizing,
+    plain_session,
+)
+
+import ortops
+from ortops import TrainingSession, optimizers
+from ortops.errors import FeedError
+from ortops.training import execution, split
+
+Rule = Callable[..., Any]
+
+
+def reads_the_old_momentum_late(r: Any, t: Any, x: Any, g: Any, v: Any) -> Any:
+    v_new = 0.5 * v + g
+    return x - r.astype(x.dtype) * (v_new * (v + 1.0) + 0.25 * v), v_new
+
+
+def swaps_its_states(r: Any, t: Any, x: Any, g: Any, v: Any, h: Any) -> Any:
+    return x - r.astype(x.dtype) * (v + h), h + 0.5 * g, v - g
+
+
+def keeps_an_average(r: Any, t: Any, x: Any, g: Any, average: Any) -> Any:
+    x_new = x - r.astype(x.dtype) * g
+    return x_new, 0.9 * average + 0.1 * x_new
+
+
+def trusts_by_norm(r: Any, t: Any, x: Any, g: Any) -> Any:
+    xp = x.__array_namespace__()
+    ratio = xp.sqrt(xp.sum(x * x)) / (xp.sqrt(xp.sum(g * g)) + 1e-3)
+    return (x - r.astype(x.dtype) * ratio * g,)
+
+
+RULES: list[Rule] = [
+    reads_the_old_momentum_late,
+    swaps_its_states,
+    keeps_an_average,
+    trusts_by_norm,
+]
+OPTIMIZERS = [*sorted(optimizers.OPTIMIZERS), *RULES]
+
+
+def name_of(optimizer: Any) -> str:
+    return optimizer if isinstance(optimizer, str) else str(optimizer.__name__)
+
+
+def steps_of_the_step_graph(
+    model: onnx.ModelProto, batches: list[dict[str, Any]]
+) -> tuple[dict[str, Any], list[Any]]:
+    """Returns the variables after the steps, and the losses, by a plain session."""
+    graph = ortops.lower(ortops.step_graph(model))
+    (entry,) = (e.value for e in graph.metadata_props if e.key == "ortops.step_graph")
+    updates = json.loads(entry)
+    session = plain_session(graph)
+    state = {name: a for name, a in initializers(graph.graph).items() if name in updates}
+    losses = []
+    for batch in batches:
+        outputs = [value.name for value in session.get_outputs()]
+        results = dict(zip(outputs, session.run(outputs, {**batch, **state}), strict=True))
+        state = {name: results[output] for name, output in updates.items()}
+        losses.append(results["loss"])
+    return state, losses
+
+
+def assert_trains_alike(
+    model: onnx.ModelProto, batches: list[dict[str, Any]], **options: Any
+) -> TrainingSession:
+    session = TrainingSession(model, **options)
+    losses = [session.step(batch)["loss"] for batch in batches]
+    state, expected = steps_of_the_step_graph(model, batches)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for name, array in state.items():
+        np.testing.assert_allclose(session.state[name], array, rtol=1e-4, atol=1e-6, err_msg=name)
+    return session
+
+
+@pytest.fixture(params=["joined", "one chunk", "chunks"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The three ways in which updates are run, on models small enough for a test."""
+    if request.param != "joined":
+        monkeypatch.setattr(execution, "_JOINED", -1)
+    if request.param == "chunks":
+        monkeypatch.setattr(execution, "_CHUNK", 16)
+        monkeypatch.setattr(execution, "_KERNEL_CHUNK", 16)
+        monkeypatch.setattr(execution, "_cores", lambda: 3)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("kernels", ["onnx", "python"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=name_of)
+def test_packed_updates(optimizer: Any, kernels: Any, way: str) -> None:
+    model = ortops.build_training_model(
+        classifier(), loss="SoftmaxCrossEntropy", optimizer=optimizer
+    )
+    batches = [labelled((6,), seed=seed) for seed in range(4)]
+    session = assert_trains_alike(model, batches, kernels=kernels)
+    (part,) = session._execution._parts
+    members = [len(each.group.shapes) for each in part.packed]
+    assert members == ([1, 1, 1] if optimizer is trusts_by_norm else [3])  # norms differ
+    assert part.joined == (way == "joined" and kernels == "onnx")
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", swaps_its_states], ids=name_of)
+def test_double_precision(optimizer: Any, way: str) -> None:
+    model = ortops.build_training_model(
+        affine(dtype=np.float64), loss="MeanSquaredError", optimizer=optimizer
+    )
+    assert_trains_alike(model, [affine_batch(seed=seed, dtype=np.float64) for seed in range(3)])
+
+
+def test_running_statistics_take_turns_with_packed_updates(way: str) -> None:
+    model = ortops.build_training_model(
+        normalizing(), loss="SoftmaxCrossEntropy", optimizer="Momentum"
+    )
+    session = TrainingSession(model)
+    batches = [labelled((1, 4, 4), seed=seed) for seed in range(4)]
+    means = []
+    for batch in batches:
+        session.step(batch)
+        means.append(session.state["bn.mean"])
+    assert len({mean.tobytes() for mean in means}) == 4
+    resumed = TrainingSession(session.model())
+    assert_same_arrays(resumed.step(batches[0]), session.step(batches[0]))
+    assert_same_arrays(dict(resumed.state), dict(session.state))
+
+
+def formula_of(rule: Any) -> split.Group:
+    model = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer=rule)
+    session = TrainingSession(model)
+    (part,) = session._execution._parts
+    (packed,) = part.packed
+    return packed.group
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "safe"),
+    [
+        ("Adam", {"w": True, "w.V": True, "w.H": True}),
+        ("AdamW", {"w": True, "w.V": True, "w.H": True}),
+        ("Momentum", {"w": True, "w.V": True}),
+        ("SGD", {"w": True}),
+        (reads_the_old_momentum_late, {"w": True, "w.V": False}),
+        (swaps_its_states, {"w": True, "w.V": False, "w.H": False}),
+        (keeps_an_average, {"w": True, "w.AVERAGE": True}),
+    ],
+    ids=lambda value: name_of(value) if not isinstance(value, dict) else "",
+)
+def test_what_is_safe_in_place(optimizer: Any, safe: dict[str, bool]) -> None:
+    group = formula_of(optimizer)
+    found = {
+        next(name for name in group.roles[index].names if name.startswith("w")): (
+            split.is_safe_in_place(group.formula.inputs[index], value)
+        )
+        for index, value in group.next_values.items()
+    }
+    assert found == safe
+
+
+def test_a_wrong_answer_to_what_is_safe_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ortops.training import packed
+
+    monkeypatch.setattr(execution, "_JOINED", -1)
+    monkeypatch.setattr(packed, "is_safe_in_place", lambda *_: True)
+    model = ortops.build_training_model(
+        classifier(), loss="SoftmaxCrossEntropy", optimizer=swaps_its_states
+    )
+    with pytest.raises(AssertionError):
+        assert_trains_alike(model, [labelled((6,), seed=seed) for seed in range(4)])
+
+
+def test_safe_updates_are_made_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "_JOINED", -1)
+    model = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer="Adam")
+    session = TrainingSession(model)
+    before = session._execution.present("w")
+    session.step(affine_batch())
+    assert np.shares_memory(session._execution.present("w"), before)
+
+
+def test_a_state_that_was_set_is_trained_on(way: str) -> None:
+    model = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer="Adam")
+    session, other = TrainingSession(model), TrainingSession(model)
+    for seed in range(3):
+        session.step(affine_batch(seed=seed))
+    other.state = dict(session.state)
+    for seed in range(3):
+        session.step(affine_batch(seed=seed))
+        other.step(affine_batch(seed=seed))
+    assert_same_arrays(dict(other.state), dict(session.state))
+
+
+def test_the_outputs_that_are_asked_for() -> None:
+    model = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer="SGD")
+    session = TrainingSession(model)
+    assert set(session.step(affine_batch())) == {"loss", "y"}
+    assert set(session.step(affine_batch(), outputs=["loss"])) == {"loss"}
+    assert session.step(affine_batch(), outputs=[]) == {}
+
+
+def test_state_is_whole_while_steps_are_made(way: str) -> None:
+    """Weights and step count that another thread reads together belong together."""
+    rate = optimizers.SGD(learning_rate=1.0)
+    model = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer=rate)
+    session = TrainingSession(model)
+    batch = {"x": np.zeros((1, 3), np.float32), "targets": np.zeros((1, 2), np.float32)}
+    stop = threading.Event()
+    seen: list[int] = []
+
+    def watch() -> None:
+        while not stop.is_set():
+            seen.append(session.steps_done)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for _ in range(50):
+        session.step(batch)
+    stop.set()
+    watcher.join()
+    assert seen == sorted(seen)
+    assert session.steps_done == 50
+
+
+# ---------------------------------------------------------------------------------- run_steps
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=name_of)
+def test_run_steps_are_steps(optimizer: Any) -> None:
+    model = ortops.build_training_model(
+        classifier(), loss="SoftmaxCrossEntropy", optimizer=optimizer
+    )
+    batches = [labelled((6,), rows=rows, seed=rows) for rows in (8, 8, 8, 3, 8, 8)]
+    one, several = TrainingSession(model), TrainingSession(model)
+    expected = [one.step(batch)["loss"] for batch in batches]
+    losses = several.run_steps(iter(batches))
+    assert several._execution.repeatable
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    assert several.steps_done == 6
+    for name, array in one.state.items():
+        np.testing.assert_allclose(several.state[name], array, rtol=1e-5, atol=1e-7, err_msg=name)
+    again = several.run_steps(batches[:2])
+    np.testing.assert_allclose(again, [one.step(b)["loss"] for b in batches[:2]], rtol=1e-5)
+
+
+def test_run_steps_with_statistics_and_dropout() -> None:
+    model = ortops.build_training_model(normalizing(), loss="SoftmaxCrossEntropy", optimizer="Adam")
+    batches = [labelled((1, 4, 4), seed=seed) for seed in range(5)]
+    one, several = TrainingSession(model), TrainingSession(model)
+    expected = [one.step(batch)["loss"] for batch in batches]
+    np.testing.assert_allclose(several.run_steps(batches), expected, rtol=1e-6)
+    for name, array in one.state.items():
+        np.testing.assert_allclose(several.state[name], array, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("kernels", ["onnx", "python"])
+def test_run_steps_of_a_model_that_is_not_small(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execution, "_JOINED", -1)
+    model = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer="Adam")
+    session, one = TrainingSession(model, kernels=kernels), TrainingSession(model)
+    batches = [affine_batch(seed=seed) for seed in range(3)]
+    expected = [one.step(batch)["loss"] for batch in batches]
+    np.testing.assert_allclose(session.run_steps(batches), expected, rtol=1e-6)
+    assert not session._execution.repeatable
+
+
+def test_run_steps_of_nothing_and_of_what_does_not_fit() -> None:
+    model = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer="SGD")
+    session = TrainingSession(model)
+    assert session.run_steps([]).shape == (0,)
+    batches = [affine_batch(), affine_batch(), {"x": np.zeros((4, 3), np.float32)}]
+    before = session.state["w"]
+    with pytest.raises(FeedError, match="input 'targets' is missing"):
+        session.run_steps(batches)
+    assert session.steps_done == 0
+    np.testing.assert_array_equal(session.state["w"], before)
+
+
+def test_more_steps_than_fit_into_a_run() -> None:
+    model = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer="SGD")
+    session = TrainingSession(model)
+    losses = session.run_steps(affine_batch(seed=0) for _ in range(150))
+    assert losses.shape == (150,)
+    assert session.steps_done == 150
+    assert np.all(np.diff(losses) < 0)
