@@ -121,14 +121,13 @@ class Execution:
         Raises:
             KernelError: If a run failed; then no variable has changed.
         """
-        held = {name: ort_value(array) for name, array in feeds.items()}
         shown: dict[str, Array] = {}
         *before, last = (turns[self._turn] for turns in self._runs)
         for part in before:
-            shown |= part.differentiate(held, wanted)
+            shown |= part.differentiate(feeds, wanted)
             part.update()
-        shown |= last.differentiate(held, wanted)
-        with interrupts_deferred():
+        shown |= last.differentiate(feeds, wanted)
+        with interrupts_deferred() if last.has_updates else contextlib.nullcontext():
             last.update()
             self._turn = 1 - self._turn
         return shown
@@ -236,24 +235,21 @@ class _Part:
             buffers: Tells of a variable where it is read and where its next value is written.
             turn: Which of the arrays of packed roles are read.
         """
-        binding = self._session.io_binding()
+        read: dict[str, Array] = {}
         for name in (value.name or "" for value in self._graph.inputs):
             if name in self._joined_inputs:
                 packed, index = self._joined_inputs[name]
-                binding.bind_ortvalue_input(name, ort_value(packed.arrays[index][turn]))
+                read[name] = packed.arrays[index][turn]
             elif name in self._constants:
-                binding.bind_ortvalue_input(name, ort_value(self._constants[name]))
+                read[name] = self._constants[name]
             elif name not in self._step.feeds:
-                binding.bind_ortvalue_input(name, ort_value(buffers(name)[0]))
-        for name in self._step.outputs:
-            binding.bind_output(name)
+                read[name] = buffers(name)[0]
         written: dict[str, Array] = {}
-        copies: list[tuple[str, Array]] = []
+        copies: list[tuple[Array, Array]] = []
         for name, output in self._left.items():
-            if output in written or output in self._step.outputs:
-                copies.append((output, buffers(name)[1]))
-            else:
-                written[output] = buffers(name)[1]
+            target = buffers(name)[1]
+            if written.setdefault(output, target) is not target:
+                copies.append((written[output], target))
         for name, (packed, index) in self._joined_outputs.items():
             written[name] = packed.arrays[index][1 - turn]
         types = {value.name: value.dtype for value in self._graph.outputs}
@@ -268,11 +264,15 @@ class _Part:
                 if not role.updated:
                     written |= zip(role.names, update.packed.views(index, turn), strict=True)
             updates.append(update.bind([written[name] for name in group.scalars], turn))
-        for name, array in written.items():
-            binding.bind_ortvalue_output(name, ort_value(array))
-        sources = [*self._step.outputs, *written]
-        moved = [(sources.index(output), target) for output, target in copies]
-        return _Run(self._session, binding, self._step.outputs, moved, updates)
+        loss = next((v for v in self._graph.outputs if v.name == self._step.loss), None)
+        if (
+            loss is not None
+            and loss.dtype is not None
+            and loss.shape is not None
+            and not loss.shape
+        ):
+            written.setdefault(self._step.loss, np.zeros((), loss.dtype.numpy()))
+        return _Run(self._session, read, written, self._step.outputs, copies, updates)
 
     @property
     def repeatable(self) -> bool:
@@ -330,47 +330,67 @@ class _Run:
 
     Args:
         session: The graph of gradients.
-        binding: Its inputs and outputs, but feeds.
-        outputs: The outputs that are shown; bound first, and to no memory.
-        copies: Outputs, by index, that are the next value of a variable but not written there.
+        read: The arrays of its inputs, but feeds.
+        written: Outputs, and the arrays that they are written to.
+        shown: The outputs that a caller may want.
+        copies: Arrays that are written, and others that get the same values.
         updates: The packed updates.
     """
 
     def __init__(
         self,
         session: InferenceSession,
-        binding: onnxruntime.IOBinding,
-        outputs: Sequence[str],
-        copies: Sequence[tuple[int, Array]],
+        read: Mapping[str, Array],
+        written: Mapping[str, Array],
+        shown: Sequence[str],
+        copies: Sequence[tuple[Array, Array]],
         updates: Sequence[Callable[[], None]],
     ) -> None:
         self._session = session
-        self._binding = binding
-        self._outputs = outputs
+        self._read = read
+        self._written = written
+        self._shown = shown
         self._copies = copies
         self._updates = updates
-        self._feeds = {value.name for value in session.get_inputs()}
+        self._feeds = {value.name for value in session.get_inputs()} - read.keys()
+        self._bindings: dict[tuple[str, ...], onnxruntime.IOBinding] = {}
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether there are packed updates."""
+        return bool(self._updates)
 
     def differentiate(
-        self, feeds: Mapping[str, onnxruntime.OrtValue], wanted: Sequence[str] | None
+        self, feeds: Mapping[str, Array], wanted: Sequence[str] | None
     ) -> dict[str, Array]:
         """Runs the graph of gradients, and returns the outputs that are wanted."""
-        binding = self._binding
-        for name, value in feeds.items():
-            if name in self._feeds:
-                binding.bind_ortvalue_input(name, value)
-        for name in self._outputs:  # anew: onnxruntime would write into the last step's
+        names = tuple(n for n in self._shown if wanted is None or n in wanted)
+        fetched = tuple(name for name in names if name not in self._written)
+        binding = self._bindings.get(fetched)
+        if binding is None:
+            binding = self._bindings[fetched] = self._bind()
+        for name in self._feeds:
+            binding.bind_cpu_input(name, feeds[name])
+        for name in fetched:  # anew: onnxruntime would write into the last step's
             binding.bind_output(name)
         with errors_as_ours():
             self._session.run_with_iobinding(binding)
-        found = binding.get_outputs_as_ortvaluevector()
-        for index, target in self._copies:
-            target[...] = found[index].numpy()
-        return {
-            name: _copied(found[index].numpy())
-            for index, name in enumerate(self._outputs)
-            if wanted is None or name in wanted
-        }
+        for source, target in self._copies:
+            target[...] = source
+        shown = {name: self._written[name].copy() for name in names if name in self._written}
+        if fetched:
+            found = binding.get_outputs_as_ortvaluevector()
+            first = len(self._written)
+            shown |= {n: _copied(found[first + i].numpy()) for i, n in enumerate(fetched)}
+        return shown
+
+    def _bind(self) -> onnxruntime.IOBinding:
+        binding = self._session.io_binding()
+        for name, array in self._read.items():
+            binding.bind_ortvalue_input(name, ort_value(array))
+        for name, array in self._written.items():
+            binding.bind_ortvalue_output(name, ort_value(array))
+        return binding
 
     def update(self) -> None:
         """Runs the packed updates."""

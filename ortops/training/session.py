@@ -12,7 +12,6 @@ from typing import Any, SupportsIndex, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnx_ir as ir
 import onnxruntime
 
 from ortops import convert, external
@@ -32,14 +31,13 @@ from ortops.lowering import (
 )
 from ortops.metrics import Metric
 from ortops.session import Kernels
-from ortops.tensor import numpy_dtype
 from ortops.training.builder import METADATA_KEY
 from ortops.training.data import Data, Feeds, batches, count, length
 from ortops.training.execution import Execution, errors_as_ours, open_session, ort_value
+from ortops.training.feeds import Inputs
 from ortops.training.modes import write_inference_mode
 from ortops.training.progress import Progress
 from ortops.training.step_graph import (
-    Step,
     evaluation_model,
     flatten,
     training_metadata,
@@ -100,8 +98,8 @@ class TrainingSession:
         self._providers = list(providers or ["CPUExecutionProvider"])
         self._entries = _all_entries(self._proto) if entry is None else [entry]
         self._steps = [flatten(self._proto, self._data, number) for number in self._entries]
-        self._inputs = _described_inputs(self._steps)
-        self._labels = [limit for step in self._steps for limit in _label_limits(step)]
+        unread = [value.name for value in self._proto.graph.input]  # by what a step computes
+        self._inputs = Inputs(self._steps, unread)
         self._made = 0
         self._evaluation: _Evaluation | None = None
         self._lock = threading.RLock()
@@ -131,7 +129,7 @@ class TrainingSession:
             FeedError: If the feeds do not fit; then nothing has changed.
             KernelError: If a kernel failed; then nothing has changed.
         """
-        checked = self._check_feeds(feeds)
+        checked = self._inputs.check(feeds)
         with self._lock:
             return self._step(checked, outputs)
 
@@ -161,7 +159,7 @@ class TrainingSession:
         loss = self._loss()
         losses: list[Array] = []
         with self._lock:
-            checked = (self._check_feeds(feeds) for feeds in batches)
+            checked = (self._inputs.check(feeds) for feeds in batches)
             for _, alike in itertools.groupby(checked, key=_shapes):
                 while group := list(itertools.islice(alike, _STEPS_IN_A_RUN)):
                     if self._execution.repeatable and len(group) > 1:
@@ -288,7 +286,7 @@ class TrainingSession:
         outputs: list[Array] = []
         targets: list[Array] = []
         for feeds in batches(data, batch_size):
-            checked = self._check_feeds(feeds)
+            checked = self._inputs.check(feeds)
             with self._lock:
                 arrays = evaluation.constants | self._arrays() | checked
                 loss, output = evaluation.run(arrays)
@@ -330,8 +328,8 @@ class TrainingSession:
         count(data, batch_size)
         rows = length(data)
         for name in data:
-            shape = self._inputs[name].shape if name in self._inputs else None
-            fixed = shape[0] if shape is not None and len(shape) else None
+            dims = self._inputs[name].dims if name in self._inputs else None
+            fixed = dims[0] if dims else None
             if isinstance(fixed, int) and rows and (batch_size != fixed or rows % fixed):
                 raise FeedError(
                     f"data: '{name}' has {rows} rows, in batches of {batch_size}; the model's "
@@ -527,47 +525,6 @@ class TrainingSession:
         _write_values(result.graph, data, trained)
         return external.attach(result, data)
 
-    # --------------------------------------------------------------------------------- checks
-
-    def _check_feeds(self, feeds: Feeds) -> dict[str, Array]:
-        """Returns the feeds as arrays that fit the inputs."""
-        if not isinstance(feeds, Mapping):
-            raise FeedError(
-                f"feeds: {type(feeds).__name__} was given; give a dict of an array for each input"
-            )
-        unread = {value.name for value in self._proto.graph.input}  # by what a step computes
-        for name in feeds:
-            if name not in self._inputs and name not in unread:
-                raise FeedError(
-                    f"feeds: there is no input '{name}'; " + did_you_mean(name, self._inputs)
-                )
-        if missing := [name for name in self._inputs if name not in feeds]:
-            raise FeedError(
-                f"feeds: input '{missing[0]}' is missing; the inputs are "
-                + ", ".join(f"'{name}'" for name in self._inputs)
-            )
-        sizes: dict[str, tuple[int, str]] = {}
-        arrays = {
-            name: _fit(name, _as_array(name, feeds[name]), value, sizes)
-            for name, value in self._inputs.items()
-        }
-        for name, classes, ignored in self._labels:
-            labels = arrays[name]
-            if not labels.size:
-                raise FeedError(
-                    f"feeds: '{name}' has shape {list(labels.shape)}, so that there is nothing to "
-                    "compute a loss from; a batch has at least one row"
-                )
-            outside = labels < 0 if classes is None else (labels < 0) | (labels >= classes)
-            wrong = labels[outside & (labels != ignored)]
-            if wrong.size:
-                accepted = "0 and above" if classes is None else f"0 to {classes - 1}"
-                extra = "" if ignored is None else f", or {ignored}, which does not count"
-                raise FeedError(
-                    f"feeds: '{name}' has the label {wrong.flat[0]}; {accepted} are accepted{extra}"
-                )
-        return arrays
-
     def _build_evaluation(self) -> _Evaluation:
         model, loss, output = evaluation_model(self._proto, self._data, self._entries[0])
         constants = external.move_to_inputs(model)
@@ -648,76 +605,6 @@ class _Evaluation:
 
 def _all_entries(proto: onnx.ModelProto) -> list[int]:
     return list(range(max(1, len(proto.training_info))))  # entry 0 of none is refused later
-
-
-def _described_inputs(steps: Sequence[Step]) -> dict[str, ir.Value]:
-    return {
-        value.name or "": value
-        for step in steps
-        for value in step.model.graph.inputs
-        if value.name in step.feeds
-    }
-
-
-def _label_limits(step: Step) -> list[tuple[str, int | None, int | None]]:
-    """Returns (input, number of classes, label that does not count) for each input of labels."""
-    limits: list[tuple[str, int | None, int | None]] = []
-    for node in step.model.graph:
-        if node.op_type not in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
-            continue
-        scores, labels = node.inputs[:2]
-        if labels is not None and labels.name in step.feeds:
-            shape = None if scores is None else scores.shape
-            size = None if shape is None or len(shape) < 2 else shape[1]
-            classes = size if isinstance(size, int) else None
-            ignored = node.attributes.get("ignore_index")
-            limits.append((labels.name or "", classes, None if ignored is None else ignored.value))
-    return limits
-
-
-def _as_array(name: str, given: npt.ArrayLike) -> Array:
-    try:
-        return np.asarray(given)
-    except ValueError as error:  # rows of different lengths
-        raise FeedError(f"feeds: '{name}' is no array: {error}; give an array") from error
-
-
-def _fit(name: str, array: Array, value: ir.Value, sizes: dict[str, tuple[int, str]]) -> Array:
-    """Returns an array as an input wants it.
-
-    Args:
-        name: The input's name.
-        array: What was fed.
-        value: The input.
-        sizes: The sizes that symbols have so far, and the inputs that told; extended.
-    """
-    wanted = numpy_dtype(value)
-    same_kind = wanted is not None and array.dtype.kind in {"i": "iu", "u": "iu"}.get(
-        wanted.kind, wanted.kind
-    )
-    if wanted is not None and array.dtype != wanted:
-        if not (same_kind and np.can_cast(array.dtype, wanted)):
-            hint = f" (convert it with .astype(np.{wanted}))" if array.dtype.kind in "biuf" else ""
-            raise FeedError(f"feeds: '{name}' is of type {array.dtype}; {wanted} is accepted{hint}")
-        array = array.astype(wanted)
-    if value.shape is not None:
-        dims = [dim if isinstance(dim, int) else dim.value for dim in value.shape]
-        shown = "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]"
-        if len(dims) != array.ndim:
-            raise FeedError(f"feeds: '{name}' has shape {list(array.shape)}; {shown} is accepted")
-        for dim, size in zip(dims, array.shape, strict=True):
-            if isinstance(dim, int) and dim != size:
-                raise FeedError(
-                    f"feeds: '{name}' has shape {list(array.shape)}; {shown} is accepted"
-                )
-            if isinstance(dim, str):
-                known, teller = sizes.setdefault(dim, (size, name))
-                if known != size:
-                    raise FeedError(
-                        f"feeds: '{dim}' is {known} in '{teller}' and {size} in '{name}'; it must "
-                        "be the same in all inputs"
-                    )
-    return np.ascontiguousarray(array).reshape(array.shape)
 
 
 def _shapes(feeds: Mapping[str, Array]) -> tuple[tuple[int, ...], ...]:
