@@ -51,6 +51,10 @@ CONV = [
     case("large_kernel", "Conv", (2, 3, 11, 10), (4, 3, 7, 6), strides=[2, 1], pads=[3, 3, 3, 3]),
     case("large_kernel_groups", "Conv", (2, 4, 11, 10), (6, 2, 7, 6), group=2, strides=[2, 3],
          dilations=[1, 2], pads=[3, 3, 3, 3]),
+    case("shifts", "Conv", (2, 6, 16, 5), (4, 6, 3, 3), pads=[1, 0, 2, 1]),
+    case("shifts_dilations", "Conv", (2, 6, 18, 8), (4, 6, 3, 2), dilations=[2, 3],
+         pads=[2, 1, 0, 3]),
+    case("shifts_same", "Conv", (2, 6, 18, 8), (4, 6, 3, 3), auto_pad="SAME_LOWER"),
     case("groups", "Conv", X, (6, 2, 3, 2), bias=6, group=2, pads=[1, 0, 1, 1]),
     case("groups_strides", "Conv", X, (6, 2, 3, 2), group=2, strides=[2, 2], dilations=[1, 2]),
     case("depthwise", "Conv", X, (4, 1, 3, 3), bias=4, group=4, pads=[1, 1, 1, 1]),
@@ -164,6 +168,8 @@ def test_unknown_sizes_with_known_weights_give_the_same(case: Case, known: int) 
 TAPS = 9 * "Slice "
 BY_IMAGE = "Reshape Reshape Transpose MatMul ReduceSum Reshape"
 JOINED = "Reshape Reshape Gemm Reshape"
+MOVED_PRODUCT = "Reshape Transpose Reshape MatMul ReduceSum Reshape Transpose"
+MOVED = "Slice Slice Slice Concat Pad Pad Pad Concat"
 SAME = {"pads": [1, 1, 1, 1]}
 
 
@@ -174,8 +180,11 @@ SAME = {"pads": [1, 1, 1, 1]}
         (X, (6, 4, 3, 3), SAME,
          f"Slice Transpose Conv Pad Transpose Transpose {TAPS} Concat {JOINED} Transpose Reshape"),
         # The same, image by image.
-        ((2, 4, 20, 20), (6, 4, 3, 3), SAME,
+        ((2, 4, 20, 20), (16, 4, 3, 3), SAME,
          f"Slice Transpose Conv Pad {TAPS} Concat {BY_IMAGE} Transpose Reshape"),
+        # Large images: the input moved sideways, the cotangent up and down.
+        ((2, 4, 20, 20), (4, 4, 3, 3), SAME,
+         f"Slice Transpose Conv Pad {MOVED} {MOVED_PRODUCT}"),
         # Pointwise: the input itself is the columns.
         (X, (6, 4, 1, 1), {}, f"Transpose Conv {BY_IMAGE}"),
         (X, (60, 4, 1, 1), {"strides": [2, 2]},

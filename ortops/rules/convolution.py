@@ -264,6 +264,8 @@ def weight_gradient(g: Tensor, x: Tensor, w: Tensor, at: Windows, group: int) ->
         x, at = _padded(x, at)
     if None in at.kernel or math.prod(cast(tuple[int, ...], at.kernel)) > MAX_COLUMN_TAPS:
         return _weight_gradient_by_convolution(g, x, w, at, group)
+    if group == 1 and _shifts_are_cheaper(g, w, at):
+        return _weight_gradient_by_shifts(g, x, w, at)
     x, at = _padded(x, at)
     if group > 1 and _is_depthwise(w, group):
         products = [op.ReduceSum(g * seen, [0, *at.axes], keepdims=0) for seen in _taps(x, 2, at)]
@@ -334,6 +336,50 @@ def _sums_over_batch_in_product(g: Tensor, x: Tensor, w: Tensor, at: Windows) ->
     outputs, inputs, *kernel = cast(tuple[int, ...], shape)
     moved = inputs * math.prod(cast(list[int], seen)) + outputs * math.prod(cast(list[int], given))
     return 4 * outputs * inputs * math.prod(kernel) >= moved
+
+
+def _shifts_are_cheaper(g: Tensor, w: Tensor, at: Windows) -> bool:
+    """Whether moving both operands along one axis each beats moving one along both.
+
+    Counted are the copies of an image's channels, where the columns have one for each kernel
+    element, what the longer product and the sum over images add, and nothing else. A copied element
+    took as long as 20 multiplications in products (0.2 ns and 0.01 ns, on 2 cores).
+    """
+    sizes = (*(w.shape or (None,)), *static_sizes(g, at.rank))
+    if at.rank != 2 or set(at.strides) != {1} or any(not isinstance(s, int) for s in sizes):
+        return False
+    outputs, inputs, rows, columns, height, width = cast(tuple[int, ...], sizes)
+    if not height or not width:
+        return False
+    weights = outputs * inputs * rows * columns
+    longer = cast(int, at.extents[0]) - 1
+    shifts = (
+        columns * inputs + rows * outputs + weights * (longer / height / 20 + 1 / height / width)
+    )
+    return shifts < rows * columns * inputs
+
+
+def _weight_gradient_by_shifts(g: Tensor, x: Tensor, w: Tensor, at: Windows) -> Tensor:
+    """Multiplies what each kernel column sees of the input with what sees each kernel row.
+
+    The input is moved sideways, the cotangent up and down, and their product has all kernel
+    elements.
+    """
+    outputs, inputs, rows, columns = cast(tuple[int, ...], w.shape)
+    x, at = _padded(x, at)
+    row = replace(at, kernel=(1, columns), dilations=(1, at.dilations[1]))
+    seen = op.Concat(*_taps(x, 2, row), axis=1)
+    down = at.dilations[0]
+    moved = [
+        pad_axes(g, [0, 0, index * down, 0, 0, 0, (rows - 1 - index) * down, 0])
+        for index in range(rows)
+    ]
+    seeing = op.Concat(*moved, axis=1)
+    flat = [0, 0, size_of(seen, at.axes)]
+    by_row = op.Transpose(op.Reshape(seen, flat), perm=[0, 2, 1])
+    result = op.ReduceSum(op.MatMul(op.Reshape(seeing, flat), by_row), [0], keepdims=0)
+    split = op.Reshape(result, [rows, outputs, columns, inputs])
+    return cast(Tensor, op.Transpose(split, perm=[1, 3, 0, 2]))
 
 
 def _weight_gradient_by_convolution(
