@@ -219,6 +219,15 @@ def test_batch_normalization() -> None:
     assert "BatchNormalization" not in [node.op_type for node in ours.graph.node]
 
 
+def test_batch_normalization_by_running_statistics() -> None:
+    def build(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> Any:
+        return op.Relu(op.BatchNormalization(op.Conv(x, w), scale, bias, mean, var**2.0 + 1.0))
+
+    ours = check(build, {"x": (5, B, 6, 7), "w": (B, B, 2, 2), **STATISTICS})
+    operators = [node.op_type for node in ours.graph.node]
+    assert not {"BatchNormalization", "Relu"}.intersection(operators)
+
+
 def test_gradient_through_running_statistics() -> None:
     def build(x: Tensor, w: Tensor, *statistics: Tensor) -> Tensor:
         y, mean, var = op.BatchNormalization(

@@ -218,10 +218,16 @@ class _Insertion:
 
     def _batch_normalization(self, node: ir.Node) -> None:
         x = self._twin(node.inputs[0])
-        if x is None or not node.attributes.get_int("training_mode", 0):
+        if x is None:
             return
         channels = sizes(x)[1]
         others = [self.tape.tensor(value) for value in node.inputs[1:] if value is not None]
+        if not node.attributes.get_int("training_mode", 0):
+            scale, bias, mean, var = others
+            factor = scale / op.Sqrt(var + node.attributes.get_float("epsilon", 1e-5))
+            inputs = [x, factor, bias - mean * factor]
+            (self.twins[node.outputs[0]],) = self._emit("Affine", inputs, [sizes(x)])
+            return
         y, *statistics = self._emit(
             "BatchNormalization",
             [x, *others],
@@ -401,6 +407,10 @@ def _expand_batch_normalization(
     return y, new_mean, new_var, centred, inverse_std
 
 
+def _expand_affine(x: Tensor, factor: Tensor, shift: Tensor) -> tuple[Tensor, ...]:
+    return (affine(x, factor, shift),)
+
+
 def _expand_relu(x: Tensor) -> tuple[Tensor, ...]:
     return (op.Relu(x),)
 
@@ -417,6 +427,7 @@ def _expand_global_average_pool(x: Tensor, *, block: int) -> tuple[Tensor, ...]:
 
 
 _EXPANSIONS: Mapping[str, Callable[..., tuple[Tensor, ...]]] = {
+    "Affine": _expand_affine,
     "BatchNormalization": _expand_batch_normalization,
     "Block": _expand_block,
     "Conv": _expand_conv,

@@ -104,6 +104,12 @@ def _max_pool(
     return reshape(dx, *sizes(x))
 
 
+@vjp("Affine", domain=DOMAIN)
+def _affine(g: Tensor, y: Tensor, x: Tensor, factor: Tensor, shift: Tensor) -> Cotangents:
+    d_factor = op.ReduceSum(nodes.products(g, x), [0, 2, 3], keepdims=0)
+    return affine(g, factor), d_factor, _channel_sums(g)
+
+
 @vjp("BatchNormalization", domain=DOMAIN)
 def _batch_normalization(
     g: tuple[Tensor | None, ...],
@@ -171,9 +177,15 @@ def _conv(
         d_x, d_w = _input(g, w, x, at, block), _weights(g, x, w, at, block)
     d_b = None
     if b is not None:
-        n, _, height, width = sizes(g)
-        d_b = op.ReduceMean(channel_means(g), [0, 2, 3], keepdims=0) * (n * height * width)
+        d_b = _channel_sums(g)
     return d_x, d_w, d_b
+
+
+def _channel_sums(x: Tensor) -> Tensor:
+    """Returns the sums over images, height and width, (C,), of a blocked tensor."""
+    n, _, height, width = sizes(x)
+    mean: Tensor = op.ReduceMean(channel_means(x), [0, 2, 3], keepdims=0)
+    return mean * (n * height * width)
 
 
 def _input(g: Tensor, w: Tensor, x: Tensor, at: Windows, size: int) -> Tensor:
