@@ -199,6 +199,12 @@ def test_unknown_sizes_stay() -> None:
             value.type.tensor_type.shape.dim[0].dim_param = "batch"
     del model.graph.value_info[:]
     assert not kernels(lowered(model)[1])
+    assert blocked.gains_from_sizes(prepare(convert.to_ir(model)))
+
+
+def test_nothing_to_gain_without_convolutions() -> None:
+    model, _ = with_gradients(op.MatMul, {"x": (2, 3), "w": (3, 4)})
+    assert not blocked.gains_from_sizes(prepare(convert.to_ir(model)))
 
 
 def normalized(x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> Tensor:

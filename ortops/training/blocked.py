@@ -30,7 +30,7 @@ from ortops.training import blocked_rules as rules
 from ortops.training.blocked_nodes import KERNEL_DOMAIN, affine, sizes
 from ortops.training.blocked_rules import DOMAIN
 
-__all__ = ["block_size", "lower_blocked"]
+__all__ = ["block_size", "gains_from_sizes", "lower_blocked"]
 
 _ELEMENTWISE = frozenset(
     {"Add", "Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mul", "Sigmoid", "Softplus", "Sub"}
@@ -62,6 +62,18 @@ def block_size() -> int | None:
         if (node.domain, node.op_type) == (KERNEL_DOMAIN, "Conv"):
             return int(shapes[node.input[1]][0])
     return None
+
+
+def gains_from_sizes(model: ir.Model) -> bool:
+    """Whether `lower_blocked` may make a prepared model faster once all its sizes are known."""
+    return any(
+        node.op_type == "Conv"
+        and not node.domain
+        and node.outputs[0].dtype == ir.DataType.FLOAT
+        and node.outputs[0].shape is not None
+        and len(node.outputs[0].shape) == 4
+        for node in model.graph
+    ) and not (block_size() is None or _is_of_higher_order(model.graph))
 
 
 def lower_blocked(model: ir.Model, *, keep: Keep | None = None) -> ir.Model:
