@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ortops.deferred import import_without
+
 if TYPE_CHECKING:
     from ortops import losses, metrics, optimizers
     from ortops.autodiff import vjp
@@ -72,6 +74,10 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'ortops' has no attribute {name!r}")
     module = _MODULES[name]
+    if module != "ortops.errors":
+        # onnx-ir computes symbolic dimensions with sympy, which takes longer to import than the
+        # rest together. Nothing here computes with symbols.
+        import_without("onnx_ir", "sympy")
     if module == "ortops":  # a submodule
         return importlib.import_module(f"ortops.{name}")
     found: Any = getattr(importlib.import_module(module), name)
