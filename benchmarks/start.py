@@ -76,12 +76,14 @@ def measure(
     """
     found: dict[str, list[Start]] = {peer: [] for peer in peers}
     path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONPATH": path}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has been compiled
     for number in range(1 + starts):
         for peer in peers:
             started = time.time()
             process = subprocess.run(
                 [sys.executable, "-m", "benchmarks.start", folder, peer, optimizer, str(steps)],
-                env={**os.environ, "PYTHONPATH": path},
+                env=environment,
                 stdout=subprocess.PIPE,
                 check=True,
             )

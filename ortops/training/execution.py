@@ -26,7 +26,6 @@ from ortops.errors import KernelError, OrtopsError, UnsupportedError
 from ortops.lowering import (
     lower_optimizers,
     lower_prepared,
-    remove_unread,
     takes_python_kernel,
     to_proto,
 )
@@ -186,8 +185,8 @@ class _Part:
         self.updates = step.updates
         remove_defaults(graph, step.variables)
         keep = takes_python_kernel if kernels == "python" else None
-        remove_unread(lower_optimizers(graph, Names(graph), keep))
-        groups, self._left = split(graph, step.updates, step.outputs)
+        lower_optimizers(graph, Names(graph), lambda node: True)  # into one-tensor nodes
+        groups, self._left = split(graph, step.updates, step.outputs, keep=keep)
         size = sum(group.size for group in groups)
         self.joined = kernels == "onnx" and size <= _JOINED
         chunk = _JOINED if self.joined else _KERNEL_CHUNK if kernels == "python" else _CHUNK

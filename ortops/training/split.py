@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from ortops.autodiff import ancestor_nodes
 from ortops.gradient import copy_node
-from ortops.lowering import TRAINING_DOMAIN
+from ortops.lowering import TRAINING_DOMAIN, Keep, lower_optimizers
 from ortops.tensor import Tape, constant_tensor, op, remove_unread
 
 __all__ = ["ELEMENTWISE", "Group", "Role", "is_safe_in_place", "split"]
@@ -102,16 +102,18 @@ class Group:
 
 
 def split(
-    graph: ir.Graph, updates: Mapping[str, str], shown: Container[str]
+    graph: ir.Graph, updates: Mapping[str, str], shown: Container[str], *, keep: Keep | None = None
 ) -> tuple[list[Group], dict[str, str]]:
     """Takes the updates that work element by element out of the graph of a step.
 
     Args:
-        graph: The step. Its variables are inputs, its optimizer nodes are lowered (or one-tensor
-            nodes), its Gradient nodes are not. Changed: the groups' nodes and what only they read
-            are removed; what a formula reads besides its variables becomes an output.
+        graph: The step. Its variables are inputs, its optimizer nodes one-tensor nodes, its
+            Gradient nodes are not lowered. Changed: the groups' nodes and what only they read are
+            removed; what a formula reads besides its variables becomes an output.
         updates: Variable → its next value, an output.
         shown: Outputs that stay.
+        keep: Which optimizer nodes stay in formulas (see `ortops.lowering.lower_ir`); the others
+            are lowered there, once for all members of a group.
 
     Returns:
         The groups, and the updates that stay in the graph.
@@ -131,7 +133,7 @@ def split(
         alike.setdefault(component.signature(), []).append(component)
     tape = Tape(graph)
     out = _Outputs(tape)
-    groups = [_group(members, out) for members in alike.values()]
+    groups = [_group(members, out, keep) for members in alike.values()]
     taken = {target for component in components for target in component.targets}
     kept = [value for value in graph.outputs if value not in taken]
     graph.outputs.clear()
@@ -212,14 +214,14 @@ class _Outputs:
     """Names for values of a graph that are to become outputs of it."""
 
     def __init__(self, tape: Tape) -> None:
-        self._tape = tape
+        self.tape = tape
         self.values: dict[ir.Value, ir.Value] = {}
 
     def name(self, value: ir.Value) -> str:
         if value not in self.values:
             output = value
             if value.producer() is None or value.is_graph_output():
-                output = op.Identity(self._tape.tensor(value)).value
+                output = op.Identity(self.tape.tensor(value)).value
             self.values[value] = output
         return self.values[value].name or ""
 
@@ -274,7 +276,7 @@ def _components(cone: Iterable[ir.Node], targets: Mapping[ir.Value, ir.Value]) -
     return list(found.values())
 
 
-def _group(members: Sequence[_Component], out: _Outputs) -> Group:
+def _group(members: Sequence[_Component], out: _Outputs, keep: Keep | None) -> Group:
     """Returns the group of components with one signature."""
     first, *_ = members
     leaves = [member.leaves() for member in members]
@@ -285,7 +287,10 @@ def _group(members: Sequence[_Component], out: _Outputs) -> Group:
         assert played[0].dtype is not None
         roles.append(Role(names, played[0].dtype, updated))
     scalars = [v for v in dict.fromkeys(first.scalars()) if constant_tensor(v) is None]
-    inputs = [ir.Value(name=f"role_{i}", type=v.type) for i, v in enumerate(leaves[0])]
+    inputs = [
+        ir.Value(name=f"role_{i}", type=v.type, shape=ir.Shape(["elements"]))
+        for i, v in enumerate(leaves[0])
+    ]
     inputs += [
         ir.Value(name=f"scalar_{i}", type=v.type, shape=ir.Shape([])) for i, v in enumerate(scalars)
     ]
@@ -298,12 +303,56 @@ def _group(members: Sequence[_Component], out: _Outputs) -> Group:
     for node in first.nodes:
         copy = copy_node(node, copies)
         copies |= dict(zip(node.outputs, copy.outputs, strict=True))
+        for value in copy.outputs:
+            value.shape = inputs[0].shape
         tape.append(copy)
         copy.name = node.name if len(members) == 1 else f"{node.name} and {len(members) - 1} more"
     targets = {variable: copies[target] for target, variable in first.targets.items()}
     formula.outputs.extend(targets[leaf] for leaf in leaves[0] if leaf in targets)
+    remove_unread(lower_optimizers(formula, tape.names, keep))
+    read = _move_scalars(formula, dict(zip(inputs[len(roles) :], scalars, strict=True)), out.tape)
     shapes = tuple(_static(member.leaves()[0]) or () for member in members)
-    return Group(formula, tuple(roles), shapes, tuple(out.name(value) for value in scalars))
+    return Group(formula, tuple(roles), shapes, tuple(out.name(value) for value in read))
+
+
+def _move_scalars(
+    formula: ir.Graph, scalars: Mapping[ir.Value, ir.Value], tape: Tape
+) -> list[ir.Value]:
+    """Moves what a formula computes from scalars alone out of it: once is enough.
+
+    Args:
+        formula: The formula; changed in place.
+        scalars: Its inputs that are scalars → the tensors of the step that they are.
+        tape: The step.
+
+    Returns:
+        The scalars of the step that it reads now, in the order of its inputs.
+    """
+    moved: dict[ir.Value, ir.Value] = dict(scalars)
+    for node in list(formula):
+        operands = [value for value in node.inputs if value is not None]
+        if not any(value in moved for value in operands) or not all(map(_is_scalar, operands)):
+            continue
+        for value in operands:
+            if value not in moved and (constant := constant_tensor(value)) is not None:
+                moved[value] = tape.constant(constant.numpy()).value
+        copy = copy_node(node, moved)
+        tape.append(copy)
+        moved |= zip(node.outputs, copy.outputs, strict=True)
+    own = [value for value in formula.inputs if value not in scalars]
+    found: dict[ir.Value, ir.Value] = {}
+    for node in formula:
+        if all(value in moved for value in node.outputs):
+            continue
+        for index, value in enumerate(node.inputs):
+            if value is not None and value in moved and constant_tensor(value) is None:
+                name = f"scalar_{len(found)}"
+                new = ir.Value(name=name, type=value.type, shape=ir.Shape([]))
+                node.replace_input_with(index, found.setdefault(value, new))
+    remove_unread(list(formula))
+    formula.inputs.clear()
+    formula.inputs.extend([*own, *found.values()])
+    return [moved[value] for value in found]
 
 
 def _imports(node: ir.Node) -> dict[str, int]:
