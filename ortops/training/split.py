@@ -344,11 +344,11 @@ def _move_scalars(
     for node in formula:
         if all(value in moved for value in node.outputs):
             continue
-        for index, value in enumerate(node.inputs):
-            if value is not None and value in moved and constant_tensor(value) is None:
+        for index, read in enumerate(node.inputs):
+            if read is not None and read in moved and constant_tensor(read) is None:
                 name = f"scalar_{len(found)}"
-                new = ir.Value(name=name, type=value.type, shape=ir.Shape([]))
-                node.replace_input_with(index, found.setdefault(value, new))
+                new = ir.Value(name=name, type=read.type, shape=ir.Shape([]))
+                node.replace_input_with(index, found.setdefault(read, new))
     remove_unread(list(formula))
     formula.inputs.clear()
     formula.inputs.extend([*own, *found.values()])
