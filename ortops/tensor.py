@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType, TracebackType
 from typing import Any, Self, TypeAlias, cast
 
@@ -51,6 +51,23 @@ DEFAULT_OPSET = 21
 IR_VERSION = 10
 _EMITTED = "ortops.emitted"  # marks constants: asking thousands of uses each time is slow
 _SMALL = 4096  # constants up to this many elements take part in shape inference
+
+_MOST_INFERRED = 10_000
+_HASHABLE = frozenset(
+    {
+        ir.AttributeType.FLOAT,
+        ir.AttributeType.FLOATS,
+        ir.AttributeType.INT,
+        ir.AttributeType.INTS,
+        ir.AttributeType.STRING,
+        ir.AttributeType.STRINGS,
+        ir.AttributeType.TENSOR,
+    }
+)
+"""Types of attributes that inference is remembered for."""
+
+_Inferred: TypeAlias = tuple[tuple[ir.TypeProtocol | None, tuple[Dim, ...] | None], ...]
+_inferred: dict[tuple[object, ...], _Inferred] = {}  # layers of a model are alike
 
 _current: contextvars.ContextVar[Tape | None] = contextvars.ContextVar("tape", default=None)
 
@@ -207,7 +224,8 @@ class Tape:
         array = np.asarray(array)
         key = (str(array.dtype), array.shape, array.tobytes())
         if key not in self._constants:
-            tensor = ir.tensor(array)
+            plain = array.dtype.kind in "biuf" and array.dtype.isbuiltin
+            tensor = ir.Tensor(array) if plain else ir.tensor(array)  # the latter looks longer
             node = ir.Node("", "Constant", [], [ir.AttrTensor("value", tensor)])
             self.append(node)
             value = node.outputs[0]
@@ -364,15 +382,30 @@ class Tape:
         schema = _schema(node.op_type, self.graph.opset_imports.get(node.domain, 1), node.domain)
         if not schema.has_type_and_shape_inference_function:
             return
-        proto = ir.serde.serialize_node(node)
+        if any(value is not None and value.name and value.type is None for value in node.inputs):
+            _infer_types(node, schema)
+            return
+        key = _inference_key(node, self.graph.opset_imports)
+        found = None if key is None else _inferred.get(key)
+        if found is None:
+            found = self._infer_anew(node, schema)
+            if key is not None:
+                if len(_inferred) >= _MOST_INFERRED:
+                    _inferred.clear()
+                _inferred[key] = found
+        for value, (kind, dims) in zip(node.outputs, found, strict=True):
+            if value.type is None:
+                value.type = kind
+            if value.shape is None and dims is not None:
+                value.shape = ir.Shape(dims)
+
+    def _infer_anew(self, node: ir.Node, schema: onnx.defs.OpSchema) -> _Inferred:
+        """Returns type and dimensions of each output of a node whose inputs have types."""
         types: dict[str, onnx.TypeProto] = {}
         data: dict[str, onnx.TensorProto] = {}
         for value in node.inputs:
             if value is None or not value.name:
                 continue
-            if value.type is None:
-                _infer_types(node, schema)
-                return
             types[value.name] = _type_proto(value)
             tensor = constant_tensor(value)
             if tensor is not None and tensor.size <= _SMALL:
@@ -380,7 +413,7 @@ class Tape:
         try:
             inferred = onnx.shape_inference.infer_node_outputs(
                 schema,
-                proto,
+                ir.serde.serialize_node(node),
                 types,
                 data,
                 opset_imports=[
@@ -394,17 +427,20 @@ class Tape:
             raise ModelError(
                 f"{node.op_type} node '{node.name}': {reason}; got {shapes}"
             ) from error
+        found: list[tuple[ir.TypeProtocol | None, tuple[Dim, ...] | None]] = []
         for value in node.outputs:
-            if value.name in inferred:
-                proto_type = inferred[value.name]
-                if value.type is None:
-                    value.type = ir.serde.deserialize_type_proto_for_type(proto_type)
-                if value.shape is None:
-                    value.shape = ir.serde.deserialize_type_proto_for_shape(proto_type)
-                if isinstance(value.type, ir.SequenceType) and value.shape is not None:
-                    # A symbol would say that all elements, and what is computed of them, agree.
-                    sizes = [dim if isinstance(dim, int) else None for dim in value.shape]
-                    value.shape = ir.Shape(sizes)
+            proto = inferred.get(value.name or "")
+            if proto is None:
+                found.append((None, None))
+                continue
+            kind = ir.serde.deserialize_type_proto_for_type(proto)
+            shape = ir.serde.deserialize_type_proto_for_shape(proto)
+            dims = None if shape is None else _dims(shape)
+            if isinstance(kind, ir.SequenceType) and dims is not None:
+                # A symbol would say that all elements, and what is computed of them, agree.
+                dims = tuple(dim if isinstance(dim, int) else None for dim in dims)
+            found.append((kind, dims))
+        return tuple(found)
 
 
 class Tensor:
@@ -444,10 +480,7 @@ class Tensor:
     @property
     def shape(self) -> tuple[Dim, ...] | None:
         """The dimensions: sizes, symbols or None; None as a whole where the rank is unknown."""
-        shape = self.value.shape
-        if shape is None:
-            return None
-        return tuple(dim if isinstance(dim, int) else dim.value for dim in shape)
+        return None if self.value.shape is None else _dims(self.value.shape)
 
     @property
     def ndim(self) -> int:
@@ -936,6 +969,10 @@ def _typed_value(name: str, dtype: npt.DTypeLike, shape: Sequence[Dim]) -> ir.Va
     return ir.Value(name=name, type=kind, shape=ir.Shape(shape))
 
 
+def _dims(shape: ir.Shape) -> tuple[Dim, ...]:
+    return tuple(dim if isinstance(dim, int) else dim.value for dim in shape)
+
+
 def _type_proto(value: ir.Value) -> onnx.TypeProto:
     proto = onnx.TypeProto()
     assert value.type is not None
@@ -943,6 +980,38 @@ def _type_proto(value: ir.Value) -> onnx.TypeProto:
     if value.shape is not None:
         ir.serde.serialize_shape_into(proto, value.shape)
     return proto
+
+
+def _inference_key(node: ir.Node, imports: Mapping[str, int]) -> tuple[object, ...] | None:
+    """Returns what types and shapes of a node's outputs follow from; None where that is a lot."""
+    key: list[object] = [node.domain, node.op_type, *imports.items()]
+    key += [bool(value.name) for value in node.outputs]
+    for name, attribute in node.attributes.items():
+        if attribute.type not in _HASHABLE:
+            return None
+        value = attribute.value
+        if attribute.type == ir.AttributeType.TENSOR:
+            value = _content(attribute.as_tensor())
+            if value is None:
+                return None
+        key += [name, tuple(value) if isinstance(value, Sequence) else value]
+    for read in node.inputs:
+        if read is None or not read.name:
+            key.append(None)
+            continue
+        tensor = constant_tensor(read)
+        key += [read.type, None if read.shape is None else _dims(read.shape)]
+        key.append(None if tensor is None else _content(tensor))
+    return tuple(key)
+
+
+def _content(tensor: ir.TensorProtocol) -> tuple[object, ...] | None:
+    """Returns what is equal for two small tensors exactly if they are equal; None for big ones."""
+    if tensor.size > _SMALL:
+        return None
+    strings = tensor.dtype == ir.DataType.STRING
+    content = tuple(tensor.numpy().flat) if strings else tensor.tobytes()
+    return tensor.dtype, *tensor.shape, content
 
 
 def _axes(axis: int | Sequence[int] | None) -> list[int] | None:
