@@ -9,6 +9,7 @@ that take turns. Small models are updated in the graph of gradients itself, whic
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import onnx
+import onnx_ir as ir
 import onnxruntime
 
 from ortops import external
@@ -31,18 +33,22 @@ from ortops.lowering import (
 )
 from ortops.session import InferenceSession, Kernels
 from ortops.tensor import Names, Tape
+from ortops.training.blocked import gains_from_sizes, lower_blocked
 from ortops.training.packed import Packed, Variable
 from ortops.training.repetition import LOSSES, repeat, stacked, state_output
+from ortops.training.sizes import bind_sizes
 from ortops.training.split import split
 from ortops.training.step_graph import Step, remove_defaults
 
 __all__ = ["Execution", "errors_as_ours", "open_session", "ort_value"]
 
 Array: TypeAlias = npt.NDArray[Any]
+Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 
+_SHAPES = 2  # shapes of batches that get graphs of their own
 _JOINED = 2**18  # elements of models that are updated in the graph of gradients
 _CHUNK = 2**17  # elements of a role that are updated at a time: they stay in a core's cache
-_KERNEL_CHUNK = 2**14  # the same for Python kernels, which get copies: small ones reuse memory
+_KERNEL_CHUNK = 2**16  # the same for Python kernels, which get copies: small ones reuse memory
 _COPIED_OPTIONS = (
     "enable_profiling",
     "graph_optimization_level",
@@ -94,12 +100,10 @@ class Execution:
                 self.variables[name] = Variable((first, second))
         self.assign(values)
         self._sessions = _Sessions(kernels, options, providers)
-        for part in parts:
-            part.open(self._sessions)
-        self._runs = [
-            [part.bind(self._buffers_of(number, turn), turn) for turn in (0, 1)]
-            for number, part in enumerate(parts)
-        ]
+        self._runs: dict[Shapes | None, list[list[_Run]]] = {}
+        self._gain = set(providers) == {"CPUExecutionProvider"} and any(p.gains for p in parts)
+        if not self._gain:
+            self._runs_at(None)
 
     def present(self, name: str) -> Array:
         """Returns the present value of a variable: its memory, not a copy."""
@@ -121,7 +125,7 @@ class Execution:
             KernelError: If a run failed; then no variable has changed.
         """
         shown: dict[str, Array] = {}
-        *before, last = (turns[self._turn] for turns in self._runs)
+        *before, last = (turns[self._turn] for turns in self._runs_for(feeds))
         for part in before:
             shown |= part.differentiate(feeds, wanted)
             part.update()
@@ -130,6 +134,33 @@ class Execution:
             last.update()
             self._turn = 1 - self._turn
         return shown
+
+    def _runs_for(self, feeds: Mapping[str, Array]) -> list[list[_Run]]:
+        """Returns what runs a batch: graphs made for its shapes, where that gains something.
+
+        Only the first few shapes get graphs of their own, as many as a data set of equal images
+        has: that of a batch and that of the last one.
+        """
+        if not self._gain:
+            return self._runs[None]
+        shapes = tuple((name, array.shape) for name, array in feeds.items())
+        if shapes in self._runs or len(self._runs) < _SHAPES:
+            return self._runs_at(shapes)
+        return self._runs_at(None)
+
+    def _runs_at(self, shapes: Shapes | None) -> list[list[_Run]]:
+        """Returns what runs batches of these shapes; None for any."""
+        if shapes not in self._runs:
+            parts = self._parts
+            if shapes is not None:
+                parts = [part.at_shapes(dict(shapes)) for part in parts]
+            for part in parts:
+                part.open(self._sessions)
+            self._runs[shapes] = [
+                [part.bind(self._buffers_of(number, turn), turn) for turn in (0, 1)]
+                for number, part in enumerate(parts)
+            ]
+        return self._runs[shapes]
 
     @property
     def repeatable(self) -> bool:
@@ -181,7 +212,7 @@ class _Part:
 
     def __init__(self, step: Step, kernels: Kernels) -> None:
         self._step = step
-        self._graph = graph = step.model.graph
+        graph = step.model.graph
         self.updates = step.updates
         remove_defaults(graph, step.variables)
         keep = takes_python_kernel if kernels == "python" else None
@@ -191,10 +222,38 @@ class _Part:
         self.joined = kernels == "onnx" and size <= _JOINED
         chunk = _JOINED if self.joined else _KERNEL_CHUNK if kernels == "python" else _CHUNK
         self.packed = [Packed(group, chunk) for group in groups]
-        lower_prepared(step.model, keep=keep)
+        self._repeated: InferenceSession | None = None
+        self._keep = keep
+        self._general = step.model.clone() if gains_from_sizes(step.model) else None
+        self._take(lower_prepared(step.model, keep=keep))
+
+    @property
+    def gains(self) -> bool:
+        """Whether the graph is faster if it is made for known shapes."""
+        return self._general is not None
+
+    def at_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> _Part:
+        """Returns the part for feeds of these shapes only, without sessions."""
+        if self._general is None:
+            return self
+        sizes = {
+            dim.value: size
+            for value in self._general.graph.inputs
+            if value.name and value.name in shapes and value.shape is not None
+            for dim, size in zip(value.shape, shapes[value.name], strict=True)
+            if isinstance(dim, ir.SymbolicDim) and dim.value is not None
+        }
+        part = copy.copy(self)
+        model = self._general.clone()
+        bind_sizes(model, sizes)
+        part._take(lower_blocked(model, keep=self._keep))
+        return part
+
+    def _take(self, model: ir.Model) -> None:
+        """Makes a lowered model the part's own."""
+        self._model, self._graph = model, model.graph
         self._joined_inputs: dict[str, tuple[Packed, int]] = {}
         self._joined_outputs: dict[str, tuple[Packed, int]] = {}
-        self._repeated: InferenceSession | None = None
         if self.joined:
             self._join()
 
@@ -222,9 +281,9 @@ class _Part:
 
     def open(self, sessions: _Sessions) -> None:
         """Opens the sessions."""
-        self._constants = external.move_to_inputs(self._step.model)
+        self._constants = external.move_to_inputs(self._model)
         apart = [] if self.joined else self.packed
-        self._session = sessions.open(to_proto(self._step.model), spin=not apart)
+        self._session = sessions.open(to_proto(self._model), spin=not apart)
         self._updates = [_Update(packed, sessions) for packed in apart]
 
     def bind(self, buffers: Callable[[str], tuple[Array, Array]], turn: int) -> _Run:
@@ -467,6 +526,7 @@ class _Sessions:
             options = _single_threaded(options)
         elif options is None:
             options = onnxruntime.SessionOptions()
+            options.enable_mem_pattern = False  # a plan beside the first run's memory, no faster
             if not spin:  # threads that wait for work would take the cores of the update
                 options.add_session_config_entry("session.force_spinning_stop", "1")
         return open_session(model, options, self._providers, self._kernels)
