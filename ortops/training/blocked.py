@@ -51,12 +51,15 @@ def block_size() -> int | None:
         tape.output(op.Conv(x, w), "y")
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # it warns that the optimized model fits this machine only
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "probe.onnx"
-        options.optimized_model_filepath = str(path)
-        providers = ["CPUExecutionProvider"]
-        onnxruntime.InferenceSession(tape.model().SerializeToString(), options, providers)
-        graph = onnx.load(path).graph
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "probe.onnx"
+            options.optimized_model_filepath = str(path)
+            providers = ["CPUExecutionProvider"]
+            onnxruntime.InferenceSession(tape.model().SerializeToString(), options, providers)
+            graph = onnx.load(path).graph
+    except OSError:  # there is nowhere to write to
+        return None
     shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
     for node in graph.node:
         if (node.domain, node.op_type) == (KERNEL_DOMAIN, "Conv"):
