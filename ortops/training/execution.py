@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,7 +102,8 @@ class Execution:
         self.assign(values)
         self._sessions = _Sessions(kernels, options, providers)
         self._runs: dict[Shapes | None, list[list[_Run]]] = {}
-        self._gain = set(providers) == {"CPUExecutionProvider"} and any(p.gains for p in parts)
+        on_cpu = list(providers) == ["CPUExecutionProvider"]
+        self._gain = on_cpu and any(part.gains for part in parts)
         if not self._gain:
             self._runs_at(None)
 
@@ -151,9 +153,10 @@ class Execution:
     def _runs_at(self, shapes: Shapes | None) -> list[list[_Run]]:
         """Returns what runs batches of these shapes; None for any."""
         if shapes not in self._runs:
-            parts = self._parts
-            if shapes is not None:
-                parts = [part.at_shapes(dict(shapes)) for part in parts]
+            if shapes is None:
+                parts = [part.general for part in self._parts]
+            else:
+                parts = [part.at_shapes(dict(shapes)) for part in self._parts]
             for part in parts:
                 part.open(self._sessions)
             self._runs[shapes] = [
@@ -165,7 +168,7 @@ class Execution:
     @property
     def repeatable(self) -> bool:
         """Whether `steps` can be called: a small model, one training_info entry."""
-        return len(self._parts) == 1 and self._parts[0].repeatable
+        return len(self._parts) == 1 and self._parts[0].general.repeatable
 
     def steps(self, feeds: Mapping[str, Array]) -> Array:
         """Makes several steps in one run.
@@ -182,7 +185,7 @@ class Execution:
         (part,) = self._parts
         given = {stacked(name): array for name, array in feeds.items()}
         buffers = self._buffers_of(0, self._turn)
-        losses = part.run_several(self._sessions, buffers, self._turn, given)
+        losses = part.general.run_several(self._sessions, buffers, self._turn, given)
         self._turn = 1 - self._turn
         return losses
 
@@ -224,27 +227,37 @@ class _Part:
         self.packed = [Packed(group, chunk) for group in groups]
         self._repeated: InferenceSession | None = None
         self._keep = keep
-        self._general = step.model.clone() if gains_from_sizes(step.model) else None
-        self._take(lower_prepared(step.model, keep=keep))
+        self._prepared = step.model if gains_from_sizes(step.model) else None
+        if self._prepared is None:  # else once it is known for which sizes
+            self._take(lower_prepared(step.model, keep=keep))
 
     @property
     def gains(self) -> bool:
         """Whether the graph is faster if it is made for known shapes."""
-        return self._general is not None
+        return self._prepared is not None
+
+    @functools.cached_property
+    def general(self) -> _Part:
+        """The part for feeds of any shapes."""
+        if self._prepared is None:
+            return self
+        part = copy.copy(self)
+        part._take(lower_prepared(self._prepared.clone(), keep=self._keep))
+        return part
 
     def at_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> _Part:
         """Returns the part for feeds of these shapes only, without sessions."""
-        if self._general is None:
+        if self._prepared is None:
             return self
         sizes = {
             dim.value: size
-            for value in self._general.graph.inputs
+            for value in self._prepared.graph.inputs
             if value.name and value.name in shapes and value.shape is not None
             for dim, size in zip(value.shape, shapes[value.name], strict=True)
             if isinstance(dim, ir.SymbolicDim) and dim.value is not None
         }
         part = copy.copy(self)
-        model = self._general.clone()
+        model = self._prepared.clone()
         bind_sizes(model, sizes)
         part._take(lower_blocked(model, keep=self._keep))
         return part
