@@ -110,3 +110,33 @@ def test_other_models_are_lowered_once(made: list[list[int]]) -> None:
     )
     session.step({"images": np.ones((2, 4), np.float32), "labels": np.zeros(2, np.int64)})
     assert not made
+
+
+def test_providers_may_have_options(made: list[list[int]]) -> None:
+    given = ("CPUExecutionProvider", {"arena_extend_strategy": "kSameAsRequested"})
+    ours = TrainingSession(trainable(), providers=[given])
+    np.testing.assert_allclose(
+        ours.step(batch(4))["loss"], TrainingSession(trainable()).step(batch(4))["loss"], rtol=1e-5
+    )
+    assert made == [[4]]
+
+
+def test_the_graph_for_any_shapes_is_made_when_it_is_needed(
+    made: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    general: list[Any] = []
+    original = execution.lower_prepared
+
+    def spy(model: Any, **options: Any) -> Any:
+        general.append(model)
+        return original(model, **options)
+
+    monkeypatch.setattr(execution, "lower_prepared", spy)
+    ours = TrainingSession(trainable())
+    for rows in (4, 4, 2):
+        ours.step(batch(rows))
+    assert not general
+    ours.step(batch(3))
+    ours.step(batch(5))
+    assert len(general) == 1
+    assert made == [[4], [2]]
