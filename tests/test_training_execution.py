@@ -27,7 +27,7 @@ from training_models import (
 
 import ortops
 from ortops import TrainingSession, optimizers
-from ortops.errors import FeedError
+from ortops.errors import FeedError, OrtopsError
 from ortops.training import execution, split
 
 Rule = Callable[..., Any]
@@ -217,6 +217,9 @@ def test_the_outputs_that_are_asked_for() -> None:
     assert set(session.step(affine_batch())) == {"loss", "y"}
     assert set(session.step(affine_batch(), outputs=["loss"])) == {"loss"}
     assert session.step(affine_batch(), outputs=[]) == {}
+    with pytest.raises(OrtopsError, match="outputs: there is no output 'los'; did you mean 'loss'"):
+        session.step(affine_batch(), outputs=["los"])
+    assert session.steps_done == 3
 
 
 def test_state_is_whole_while_steps_are_made(way: str) -> None:

@@ -128,7 +128,14 @@ class TrainingSession:
         Raises:
             FeedError: If the feeds do not fit; then nothing has changed.
             KernelError: If a kernel failed; then nothing has changed.
+            OrtopsError: If there is no such output.
         """
+        known = [name for step in self._steps for name in step.outputs]
+        for name in outputs or ():
+            if name not in known:
+                raise OrtopsError(
+                    f"outputs: there is no output '{name}'; " + did_you_mean(name, known)
+                )
         checked = self._inputs.check(feeds)
         with self._lock:
             return self._step(checked, outputs)
