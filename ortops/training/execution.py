@@ -35,7 +35,9 @@ from ortops.lowering import (
 from ortops.session import InferenceSession, Kernels
 from ortops.tensor import Names, Tape
 from ortops.training.blocked import gains_from_sizes, lower_blocked
+from ortops.training.order import put_last_results_first
 from ortops.training.packed import Packed, Variable
+from ortops.training.products import improve_products
 from ortops.training.repetition import LOSSES, repeat, stacked, state_output
 from ortops.training.sizes import bind_sizes
 from ortops.training.split import split
@@ -265,10 +267,12 @@ class _Part:
     def _take(self, model: ir.Model) -> None:
         """Makes a lowered model the part's own."""
         self._model, self._graph = model, model.graph
+        improve_products(model.graph)
         self._joined_inputs: dict[str, tuple[Packed, int]] = {}
         self._joined_outputs: dict[str, tuple[Packed, int]] = {}
         if self.joined:
             self._join()
+        put_last_results_first(model.graph)
 
     def _join(self) -> None:
         """Puts the packed updates into the graph of gradients."""
@@ -540,6 +544,8 @@ class _Sessions:
         elif options is None:
             options = onnxruntime.SessionOptions()
             options.enable_mem_pattern = False  # a plan beside the first run's memory, no faster
+            # In the order of the graph: a gradient is computed as soon as its cotangent is there.
+            options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
             if not spin:  # threads that wait for work would take the cores of the update
                 options.add_session_config_entry("session.force_spinning_stop", "1")
         return open_session(model, options, self._providers, self._kernels)
