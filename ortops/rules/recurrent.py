@@ -159,8 +159,8 @@ class _Sweep:
     def scan(
         self, step: Callable[..., Sequence[Tensor]], states: Sequence[Tensor], *slices: MaybeTensor
     ) -> list[Tensor]:
-        """Emits a Scan against the direction of the node; see `_scan`."""
-        return _scan(step, states, slices, backwards=not self.reverse)
+        """Emits a Scan against the direction of the node; see `scan`."""
+        return scan(step, states, slices, backwards=not self.reverse)
 
 
 Cell = Callable[[_Sweep], tuple[dict[Tensor, Tensor], list[Tensor]]]
@@ -360,7 +360,7 @@ def _lstm(at: _Sweep, input_forget: bool) -> tuple[dict[Tensor, Tensor], list[Te
         return (after if valid is None else op.Where(valid, after, cell)), cell
 
     gates: Sequence[Tensor] = update(a_i, a_f, a_c) if at.p is None else (a_i, a_f, a_c)
-    _, cell = _scan(advance, [at.c], [at.valid, *gates], backwards=at.reverse)
+    _, cell = scan(advance, [at.c], [at.valid, *gates], backwards=at.reverse)
     keep, added = gates if at.p is None else update(a_i, a_f, a_c, cell=cell)
     after = keep * cell + added
     h_o, h_c = at.slopes(gate(a_o, after, peepholes[1]) * h(after), [a_o, after])
@@ -561,7 +561,7 @@ def _times(x: Tensor, y: MaybeTensor) -> MaybeTensor:
     return None if y is None else x * y
 
 
-def _scan(
+def scan(
     step: Callable[..., Sequence[Tensor]],
     states: Sequence[Tensor],
     slices: Sequence[MaybeTensor],

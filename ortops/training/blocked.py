@@ -76,7 +76,7 @@ def gains_from_sizes(model: ir.Model) -> bool:
         and node.outputs[0].shape is not None
         and len(node.outputs[0].shape) == 4
         for node in model.graph
-    ) and not (block_size() is None or _is_of_higher_order(model.graph))
+    ) and not (block_size() is None or is_of_higher_order(model.graph))
 
 
 def lower_blocked(model: ir.Model, *, keep: Keep | None = None) -> ir.Model:
@@ -94,7 +94,7 @@ def lower_blocked(model: ir.Model, *, keep: Keep | None = None) -> ir.Model:
         The lowered model.
     """
     size = block_size()
-    if size is None or _is_of_higher_order(model.graph):
+    if size is None or is_of_higher_order(model.graph):
         return lower_prepared(model, keep=keep)
     insert(model.graph, size)
     lower_prepared(model, keep=keep)
@@ -102,7 +102,7 @@ def lower_blocked(model: ir.Model, *, keep: Keep | None = None) -> ir.Model:
     return model
 
 
-def _is_of_higher_order(graph: ir.Graph) -> bool:
+def is_of_higher_order(graph: ir.Graph) -> bool:
     """Whether a gradient is taken of what another gradient is part of."""
     return any(
         other.domain == BOUND_DOMAIN

@@ -36,6 +36,7 @@ from ortops.session import InferenceSession, Kernels
 from ortops.tensor import Names, Tape
 from ortops.training.blocked import gains_from_sizes, lower_blocked
 from ortops.training.packed import Packed, Variable
+from ortops.training.recurrent import lower_recurrent
 from ortops.training.repetition import LOSSES, repeat, stacked, state_output
 from ortops.training.sizes import bind_sizes
 from ortops.training.split import split
@@ -88,7 +89,8 @@ class Execution:
         self._turn = 0
         self.variables: dict[str, Variable] = {}
         self._updated_by: dict[str, int] = {}
-        self._parts = parts = [_Part(step, kernels) for step in steps]
+        on_cpu = list(providers) == ["CPUExecutionProvider"]
+        self._parts = parts = [_Part(step, kernels, on_cpu=on_cpu) for step in steps]
         in_place = kernels == "onnx" and len(parts) == 1  # else a later run might fail
         for number, part in enumerate(parts):
             for packed in part.packed:
@@ -102,7 +104,6 @@ class Execution:
         self.assign(values)
         self._sessions = _Sessions(kernels, options, providers)
         self._runs: dict[Shapes | None, list[list[_Run]]] = {}
-        on_cpu = list(providers) == ["CPUExecutionProvider"]
         self._gain = on_cpu and any(part.gains for part in parts)
         if not self._gain:
             self._runs_at(None)
@@ -206,6 +207,7 @@ class _Part:
     Args:
         step: The part; not to be used afterwards.
         kernels: ``"onnx"`` or ``"python"``, for optimizer nodes.
+        on_cpu: Whether onnxruntime's CPU provider runs it.
 
     Attributes:
         updates: Variable → its next value, an output of the step.
@@ -213,8 +215,9 @@ class _Part:
         joined: Whether they are made in the graph of gradients.
     """
 
-    def __init__(self, step: Step, kernels: Kernels) -> None:
+    def __init__(self, step: Step, kernels: Kernels, *, on_cpu: bool) -> None:
         self._step = step
+        self._on_cpu = on_cpu
         graph = step.model.graph
         self.updates = step.updates
         remove_defaults(graph, step.variables)
@@ -229,7 +232,7 @@ class _Part:
         self._keep = keep
         self._prepared = step.model if gains_from_sizes(step.model) else None
         if self._prepared is None:  # else once it is known for which sizes
-            self._take(lower_prepared(step.model, keep=keep))
+            self._take(self._lowered(step.model, lower_prepared))
 
     @property
     def gains(self) -> bool:
@@ -242,7 +245,7 @@ class _Part:
         if self._prepared is None:
             return self
         part = copy.copy(self)
-        part._take(lower_prepared(self._prepared.clone(), keep=self._keep))
+        part._take(self._lowered(self._prepared.clone(), lower_prepared))
         return part
 
     def at_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> _Part:
@@ -259,8 +262,14 @@ class _Part:
         part = copy.copy(self)
         model = self._prepared.clone()
         bind_sizes(model, sizes)
-        part._take(lower_blocked(model, keep=self._keep))
+        part._take(self._lowered(model, lower_blocked))
         return part
+
+    def _lowered(self, model: ir.Model, lower: Callable[..., ir.Model]) -> ir.Model:
+        """Lowers a prepared model, in place, to what is fast on its provider."""
+        if self._on_cpu:
+            return lower_recurrent(model, lower, keep=self._keep)
+        return lower(model, keep=self._keep)
 
     def _take(self, model: ir.Model) -> None:
         """Makes a lowered model the part's own."""
