@@ -259,9 +259,10 @@ def hard_swish(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
 @vjp("Gelu")
 def gelu(g: Tensor, y: Tensor, x: Tensor, *, approximate: str = "none") -> Cotangents:
     if approximate == "none":
-        cumulative = 0.5 + 0.5 * op.Erf(x * math.sqrt(0.5))
-        density = op.Exp(x * x * -0.5) * (1 / math.sqrt(2 * math.pi))
-        return g * (cumulative + x * density)
+        z = x * math.sqrt(0.5)
+        cumulative = 0.5 + 0.5 * op.Erf(z)
+        density = op.Exp(-math.log(math.pi) / 2 - z * z)  # of the normal distribution, times √2
+        return g * (cumulative + z * density)
     x = op.Clip(x, -10.0, 10.0)  # beyond, tanh is ±1 to the last bit, and x² could overflow
     square = x * x
     scale = math.sqrt(2 / math.pi)

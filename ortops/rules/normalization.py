@@ -127,31 +127,43 @@ def layer_normalization(
         inverse_std = op.Reciprocal(op.Sqrt(variance + epsilon))
     else:
         centred = wide_x - mean
-    normalized = centred * inverse_std
+    count = _count(x, axes, wide)
 
     g_y, g_mean, g_inverse_std = _cast((*g, None, None)[:3], wide)
     d_x = d_scale = d_bias = None
-    slope = shift = None  # d_x = inverse_std · scale · g + slope · normalized + shift, per row
+    slope = shift = None  # d_x = inverse_std · scale · g + slope · centred + shift, per row
     if g_y is not None:
         d_bias = None if bias is None else unbroadcast(g_y, bias)
-        product = g_y * normalized
+        divided = g_y * inverse_std
+        product = divided * centred
         d_scale = unbroadcast(product, scale)
-        scaled = g_y * scale.astype(wide)
-        slope = -(inverse_std * op.ReduceMean(scaled * normalized, axes, keepdims=1))
-        shift = -(inverse_std * op.ReduceMean(scaled, axes, keepdims=1))
-        d_x = scaled * inverse_std
-    count = _count(x, axes, wide)
+        wide_scale = scale.astype(wide)
+        d_x = divided * wide_scale
+        share = wide_scale * (-1 / count)
+        slope = _weighted_sum(product, share, axes) * (inverse_std * inverse_std)
+        shift = _weighted_sum(divided, share, axes)
     if g_inverse_std is not None:
-        slope = _add(slope, -(g_inverse_std * inverse_std * inverse_std / count))
+        cubed = inverse_std * inverse_std * inverse_std
+        slope = _add(slope, -(g_inverse_std * cubed / count))
     if g_mean is not None:
         shift = _add(shift, g_mean / count)
     if slope is not None:
-        d_x = _add(d_x, normalized * slope)
+        d_x = _add(d_x, centred * slope)
     if shift is not None:
         d_x = _add(d_x, shift)
     if d_x is not None and g_y is None and g_inverse_std is None:
         d_x = expand_like(d_x, x)
     return _like((d_x, d_scale, d_bias), (x, scale, bias))
+
+
+def _weighted_sum(x: Tensor, weights: Tensor, axes: Sequence[int]) -> Tensor:
+    """Returns the sum over axes of x times weights, with the axes kept.
+
+    Over the last axis it is a product of matrices, one pass over the memory of x.
+    """
+    if len(axes) == 1 and weights.ndim == 1 and x.shape and x.shape[-1] == (weights.shape or ())[0]:
+        return cast(Tensor, op.MatMul(x, op.Unsqueeze(weights, [1])))
+    return cast(Tensor, op.ReduceSum(x * weights, axes, keepdims=1))
 
 
 @vjp("RMSNormalization")

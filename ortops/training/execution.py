@@ -35,7 +35,9 @@ from ortops.lowering import (
 from ortops.session import InferenceSession, Kernels
 from ortops.tensor import Names, Tape
 from ortops.training.blocked import gains_from_sizes, lower_blocked
+from ortops.training.order import put_last_results_first
 from ortops.training.packed import Packed, Variable
+from ortops.training.products import improve_products
 from ortops.training.recurrent import lower_recurrent
 from ortops.training.repetition import LOSSES, repeat, stacked, state_output
 from ortops.training.sizes import bind_sizes
@@ -274,10 +276,13 @@ class _Part:
     def _take(self, model: ir.Model) -> None:
         """Makes a lowered model the part's own."""
         self._model, self._graph = model, model.graph
+        if self._on_cpu:
+            improve_products(model.graph)
         self._joined_inputs: dict[str, tuple[Packed, int]] = {}
         self._joined_outputs: dict[str, tuple[Packed, int]] = {}
         if self.joined:
             self._join()
+        put_last_results_first(model.graph)
 
     def _join(self) -> None:
         """Puts the packed updates into the graph of gradients."""
