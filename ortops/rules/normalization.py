@@ -182,9 +182,11 @@ def rms_normalization(
     wide_x, wide_g = x.astype(wide), g.astype(wide)
     inverse_rms = op.Reciprocal(op.Sqrt(op.ReduceMean(wide_x * wide_x, axes) + epsilon))
     normalized = wide_x * inverse_rms
-    scaled = wide_g * scale.astype(wide)
-    d_x = (scaled - normalized * op.ReduceMean(scaled * normalized, axes)) * inverse_rms
-    return _like((d_x, unbroadcast(wide_g * normalized, scale)), (x, scale))
+    wide_scale = scale.astype(wide)
+    product = wide_g * normalized
+    share = _weighted_sum(product, wide_scale * (1 / _count(x, axes, wide)), axes)
+    d_x = (wide_g * wide_scale - normalized * share) * inverse_rms
+    return _like((d_x, unbroadcast(product, scale)), (x, scale))
 
 
 @vjp("InstanceNormalization")

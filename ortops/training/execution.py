@@ -35,6 +35,7 @@ from ortops.lowering import (
 from ortops.session import InferenceSession, Kernels
 from ortops.tensor import Names, Tape
 from ortops.training.blocked import gains_from_sizes, lower_blocked
+from ortops.training.cross_entropy import expand_losses
 from ortops.training.order import put_last_results_first
 from ortops.training.packed import Packed, Variable
 from ortops.training.products import improve_products
@@ -277,6 +278,7 @@ class _Part:
         """Makes a lowered model the part's own."""
         self._model, self._graph = model, model.graph
         if self._on_cpu:
+            expand_losses(model.graph)
             improve_products(model.graph)
         self._joined_inputs: dict[str, tuple[Packed, int]] = {}
         self._joined_outputs: dict[str, tuple[Packed, int]] = {}
