@@ -35,6 +35,7 @@ from ortops.lowering import (
 from ortops.session import InferenceSession, Kernels
 from ortops.tensor import Names, Tape
 from ortops.training.blocked import gains_from_sizes, lower_blocked
+from ortops.training.checkpoint import Checkpoint, check, names_in, pin, recompute
 from ortops.training.cross_entropy import expand_losses
 from ortops.training.order import put_last_results_first
 from ortops.training.packed import Packed, Variable
@@ -72,11 +73,13 @@ class Execution:
         kernels: ``"onnx"`` or ``"python"``, for optimizer nodes.
         options: Options for the onnxruntime sessions.
         providers: Execution providers.
+        checkpoint: What is kept for the backward pass (see `ortops.training.checkpoint`).
 
     Attributes:
         variables: The variables by name.
 
     Raises:
+        OrtopsError: If a checkpoint is unknown.
         UnsupportedError: If a rule is missing, or onnxruntime cannot load a graph.
     """
 
@@ -88,12 +91,17 @@ class Execution:
         kernels: Kernels,
         options: onnxruntime.SessionOptions | None,
         providers: Sequence[Any],
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         self._turn = 0
         self.variables: dict[str, Variable] = {}
         self._updated_by: dict[str, int] = {}
         on_cpu = list(providers) == ["CPUExecutionProvider"]
-        self._parts = parts = [_Part(step, kernels, on_cpu=on_cpu) for step in steps]
+        if checkpoint is not None:
+            check(checkpoint, steps)
+        self._parts = parts = [
+            _Part(step, kernels, on_cpu=on_cpu, checkpoint=checkpoint) for step in steps
+        ]
         in_place = kernels == "onnx" and len(parts) == 1  # else a later run might fail
         for number, part in enumerate(parts):
             for packed in part.packed:
@@ -105,7 +113,7 @@ class Execution:
                 second = first.copy() if name in self._updated_by else first
                 self.variables[name] = Variable((first, second))
         self.assign(values)
-        self._sessions = _Sessions(kernels, options, providers)
+        self._sessions = _Sessions(kernels, options, providers, frugal=checkpoint is not None)
         self._runs: dict[Shapes | None, list[list[_Run]]] = {}
         self._gain = on_cpu and any(part.gains for part in parts)
         if not self._gain:
@@ -211,6 +219,7 @@ class _Part:
         step: The part; not to be used afterwards.
         kernels: ``"onnx"`` or ``"python"``, for optimizer nodes.
         on_cpu: Whether onnxruntime's CPU provider runs it.
+        checkpoint: What is kept for the backward pass.
 
     Attributes:
         updates: Variable → its next value, an output of the step.
@@ -218,9 +227,12 @@ class _Part:
         joined: Whether they are made in the graph of gradients.
     """
 
-    def __init__(self, step: Step, kernels: Kernels, *, on_cpu: bool) -> None:
+    def __init__(
+        self, step: Step, kernels: Kernels, *, on_cpu: bool, checkpoint: Checkpoint | None
+    ) -> None:
         self._step = step
         self._on_cpu = on_cpu
+        self._checkpoint = checkpoint
         graph = step.model.graph
         self.updates = step.updates
         remove_defaults(graph, step.variables)
@@ -233,7 +245,9 @@ class _Part:
         self.packed = [Packed(group, chunk) for group in groups]
         self._repeated: InferenceSession | None = None
         self._keep = keep
-        self._prepared = step.model if gains_from_sizes(step.model) else None
+        self._pinned = pin(graph, names_in(checkpoint))
+        gains = not self._pinned and gains_from_sizes(step.model)  # which has other tensors
+        self._prepared = step.model if gains else None
         if self._prepared is None:  # else once it is known for which sizes
             self._take(self._lowered(step.model, lower_prepared))
 
@@ -280,6 +294,9 @@ class _Part:
         if self._on_cpu:
             expand_losses(model.graph)
             improve_products(model.graph)
+        if self._checkpoint is not None:
+            feeds, shown = self._step.feeds, self._step.outputs
+            recompute(model.graph, self._checkpoint, feeds, shown, self._pinned)
         self._joined_inputs: dict[str, tuple[Packed, int]] = {}
         self._joined_outputs: dict[str, tuple[Packed, int]] = {}
         if self.joined:
@@ -533,10 +550,13 @@ class _Sessions:
         kernels: Kernels,
         options: onnxruntime.SessionOptions | None,
         providers: Sequence[Any],
+        *,
+        frugal: bool,
     ) -> None:
         self._kernels = kernels
         self._options = options
         self._providers = providers
+        self._frugal = frugal
         asked = 0 if options is None else options.intra_op_num_threads
         self.threads = 1 if kernels == "python" else asked or _cores()
 
@@ -555,6 +575,8 @@ class _Sessions:
             options = _single_threaded(options)
         elif options is None:
             options = onnxruntime.SessionOptions()
+            if self._frugal:  # memory that is to be used again by a node much later is not free
+                options.enable_mem_reuse = False
             options.enable_mem_pattern = False  # a plan beside the first run's memory, no faster
             # In the order of the graph: a gradient is computed as soon as its cotangent is there.
             options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED

@@ -32,6 +32,7 @@ from ortops.lowering import (
 from ortops.metrics import Metric
 from ortops.session import Kernels
 from ortops.training.builder import METADATA_KEY
+from ortops.training.checkpoint import Checkpoint
 from ortops.training.data import Data, Feeds, batches, count, length
 from ortops.training.execution import Execution, errors_as_ours, open_session, ort_value
 from ortops.training.feeds import Inputs
@@ -61,9 +62,16 @@ class TrainingSession:
         entry: Which training_info entry a step runs; all of them in order by default.
         sess_options: Options for the onnxruntime sessions.
         providers: Execution providers for the onnxruntime sessions.
+        checkpoint: Takes less memory for more time: of what the forward pass computes, only some
+            tensors are kept for the backward pass, which computes again what it reads between them.
+            The names of these tensors are given, or how many are chosen, evenly spread, from those
+            that the whole forward pass goes through; ``"sqrt"`` stands for the square root of their
+            number, a good choice for a deep model. Numbers do not change, but for rounding. By
+            default everything is kept.
 
     Raises:
         ModelError: If the model has no training_info, or it is not legal.
+        OrtopsError: If a checkpoint is unknown.
         UnsupportedError: If an operator that a gradient passes through has no rule.
 
     Example:
@@ -80,6 +88,12 @@ class TrainingSession:
         [1.0, 0.25, 0.062]
         >>> session.state["w"]
         array([[0.875]], dtype=float32)
+
+        In less memory, here with "y" kept and what it is computed from computed twice:
+
+        >>> frugal = TrainingSession(model, checkpoint=["y"])
+        >>> [round(float(frugal.step(batch)["loss"]), 3) for _ in range(3)]
+        [1.0, 0.25, 0.062]
     """
 
     def __init__(
@@ -90,6 +104,7 @@ class TrainingSession:
         entry: int | None = None,
         sess_options: onnxruntime.SessionOptions | None = None,
         providers: Sequence[Any] | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         proto, folder = convert.load(model)
         self._proto, data = external.detach(proto, folder)
@@ -110,6 +125,7 @@ class TrainingSession:
             kernels=kernels,
             options=sess_options,
             providers=self._providers,
+            checkpoint=self._training_copies(checkpoint),
         )
 
     # ------------------------------------------------------------------------------- training
@@ -430,6 +446,15 @@ class TrainingSession:
         session = open_session(external.attach(model, self._data), self._options, self._providers)
         outputs = dict(zip(values, session.run(values, {}), strict=True))
         return {name: outputs[value] for name, value in names.items()}
+
+    def _training_copies(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
+        """Returns checkpoints that the training-mode copies of tensors stand in for."""
+        copies = training_metadata(self._proto).get("training_copies", {})
+        assert isinstance(copies, dict)
+        by_source = {str(source): str(copy) for copy, source in copies.items()}
+        if isinstance(checkpoint, list | tuple):
+            return [by_source.get(name, name) for name in checkpoint]
+        return checkpoint
 
     def _given_values(self) -> dict[str, Array]:
         """Returns the values that the variables have in the model."""

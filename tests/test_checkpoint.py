@@ -1,0 +1,228 @@
+"""Checkpoints: less is kept for the backward pass, and the numbers stay the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+import ortops
+from models.lstm import lstm
+from models.mlp import mlp
+from models.resnet import resnet
+from models.transformer import transformer
+from ortops import OrtopsError, Tape, TrainingSession, op
+from ortops.optimizers import SGD, Adam
+from ortops.training import checkpoint as checkpoints
+from ortops.training import execution
+
+Array = np.ndarray[Any, Any]
+rng = np.random.default_rng(0)
+
+
+def trainable(model: onnx.ModelProto, optimizer: Any = None) -> onnx.ModelProto:
+    return ortops.build_training_model(
+        model, loss="SoftmaxCrossEntropy", optimizer=optimizer or SGD(0.1)
+    )
+
+
+def labels(rows: int) -> Array:
+    return rng.integers(0, 10, rows)
+
+
+def deep(depth: int = 9) -> onnx.ModelProto:
+    return trainable(mlp((6, *[8] * (depth - 1), 10)))
+
+
+def images(*shape: int) -> dict[str, Array]:
+    return {"images": rng.standard_normal(shape, np.float32), "labels": labels(shape[0])}
+
+
+def tokens(*shape: int) -> dict[str, Array]:
+    return {"tokens": rng.standard_normal(shape, np.float32), "labels": labels(shape[0])}
+
+
+MODELS: dict[str, tuple[onnx.ModelProto, dict[str, Array]]] = {
+    "MLP": (deep(), images(5, 6)),
+    "MLP, 300,000 parameters": (
+        trainable(mlp((64, *[256] * 5, 10)), Adam()),
+        images(5, 64),
+    ),
+    "transformer": (trainable(transformer(depth=4)), tokens(3, 8, 8)),
+    "residual net": (
+        trainable(resnet((2, 2), image=(3, 8, 8), width=16)),
+        images(4, 3, 8, 8),
+    ),
+    "transformer with dropout": (
+        trainable(transformer(depth=3, dropout_ratio=0.2)),
+        tokens(3, 8, 8),
+    ),
+    "LSTM": (trainable(lstm(4, width=8)), tokens(3, 5, 4)),
+}
+
+
+def same(model: onnx.ModelProto, batch: dict[str, Array], chosen: Any, **options: Any) -> None:
+    """Checks that steps with checkpoints give what steps without them give."""
+    plain = TrainingSession(model, **options)
+    frugal = TrainingSession(model, checkpoint=chosen, **options)
+    for _ in range(3):
+        wanted, got = plain.step(batch), frugal.step(batch)
+        np.testing.assert_allclose(got["loss"], wanted["loss"], rtol=1e-6)
+    for name, value in plain.state.items():
+        np.testing.assert_allclose(frugal.state[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("chosen", [1, 3, 1000, "sqrt"])
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_stay_the_same(name: str, chosen: Any) -> None:
+    same(*MODELS[name], chosen)
+
+
+def test_names() -> None:
+    model, batch = MODELS["transformer"]
+    same(model, batch, ["encoder.layers.1/Add_1_output", "encoder.layers.3/Add_output"])
+
+
+def test_kernels_in_python() -> None:
+    model, batch = MODELS["MLP, 300,000 parameters"]
+    same(model, batch, "sqrt", kernels="python")
+
+
+def test_several_steps_in_one_call() -> None:
+    model, batch = MODELS["MLP"]
+    plain, frugal = TrainingSession(model), TrainingSession(model, checkpoint=2)
+    np.testing.assert_allclose(frugal.run_steps([batch] * 4), plain.run_steps([batch] * 4))
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """For each graph the results of its forward pass that other nodes read, if they are dear."""
+    found: list[list[str]] = []
+    original = execution.recompute
+
+    def spy(graph: Any, chosen: Any, feeds: Any, shown: Any, pinned: Any) -> None:
+        forward = checkpoints._Forward(graph, feeds, shown)
+        original(graph, chosen, feeds, shown, pinned)
+        members = set(forward.nodes)
+        found.append(
+            [
+                value.name or ""
+                for value in forward.values
+                if checkpoints._is_dear(value)
+                and any(reader not in members for reader, _ in value.uses())
+            ]
+        )
+
+    monkeypatch.setattr(execution, "recompute", spy)
+    return found
+
+
+def test_only_checkpoints_and_what_follows_the_last_is_kept(kept: list[list[str]]) -> None:
+    TrainingSession(deep(), checkpoint=["Relu_2_output", "Relu_5_output"])
+    (names,) = kept
+    layers = {name for name in names if "Relu" in name}
+    assert layers == {f"Relu_{layer}_output" for layer in (2, 5, 6, 7)}
+    assert not {f"fc{layer}/Gemm_output" for layer in range(1, 7)} & set(names)
+
+
+def test_the_number_that_is_kept_falls_with_checkpoints(kept: list[list[str]]) -> None:
+    for chosen in (1000, 1, 4):
+        TrainingSession(deep(32), checkpoint=chosen)
+    everything, one, four = map(len, kept)
+    assert everything > 30
+    assert one < 0.6 * everything
+    assert four < 0.4 * everything
+
+
+def test_onnxruntime_does_not_merge_what_is_repeated(tmp_path: Path) -> None:
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.log_severity_level = 3
+    TrainingSession(deep(), checkpoint=["Relu_2_output", "Relu_5_output"], sess_options=options)
+    nodes = onnx.load(options.optimized_model_filepath).graph.node
+    repeated = [node for node in nodes if "/again/" in node.name]
+    assert sum("Gemm" in node.op_type for node in repeated) == 4, repeated
+
+
+def dropped(x: Any) -> Any:
+    return op.Dropout(x, np.float32(0.5), np.array(True), outputs=1)
+
+
+def with_noise(x: Any) -> Any:
+    return x + op.RandomNormalLike(x)
+
+
+@pytest.mark.parametrize("randomly", [dropped, with_noise])
+def test_random_numbers_are_not_drawn_again(randomly: Any) -> None:
+    with Tape(name="masked") as tape:
+        x = tape.input("x", np.float32, ["batch", 64])
+        for layer in range(4):
+            weight = rng.standard_normal((64, 64)).astype(np.float32) / 8
+            x = op.Relu(randomly(x) @ tape.initializer(f"w{layer}", weight))
+        tape.output(x, "y")
+    model = ortops.build_training_model(
+        tape.model(), loss=lambda y: op.ReduceSum(y, keepdims=0), optimizer=SGD(1.0)
+    )
+    session = TrainingSession(model, checkpoint=["y"])
+    before = session.state["w3"]
+    loss = session.step({"x": np.ones((1, 64), np.float32)})["loss"]
+    # The loss is linear in the last weight, so that its gradient tells what it was multiplied by.
+    gradient = before - session.state["w3"]
+    np.testing.assert_allclose((gradient * before).sum(), loss, rtol=1e-4)
+
+
+def test_an_unknown_name() -> None:
+    message = r"checkpoint: the forward pass computes no tensor 'Relu_outpt' .*did you mean"
+    with pytest.raises(OrtopsError, match=message):
+        TrainingSession(deep(), checkpoint=["Relu_outpt"])
+
+
+@pytest.mark.parametrize("parameter", ["fc1.weight", "loss_new", ""])
+def test_a_name_of_no_result_of_the_forward_pass(parameter: str) -> None:
+    with pytest.raises(OrtopsError, match=f"computes no tensor '{parameter}'"):
+        TrainingSession(deep(), checkpoint=[parameter])
+
+
+@pytest.mark.parametrize("given", [0, -1, True, "all", "Relu_output", [], ["y", 3], 1.5])
+def test_what_is_no_choice(given: Any) -> None:
+    with pytest.raises(OrtopsError, match="a list of names of tensors to keep"):
+        TrainingSession(deep(), checkpoint=given)
+
+
+@pytest.mark.parametrize("chosen", [1, ["y"]])
+def test_two_ways_side_by_side(chosen: Any) -> None:
+    with Tape(name="two ways") as tape:
+        x = tape.input("x", np.float32, ["batch", 3])
+        left = tape.initializer("left", np.ones((3, 3), np.float32))
+        right = tape.initializer("right", np.ones((3, 3), np.float32))
+        tape.output(op.Tanh(x @ left), "y")
+        tape.output(op.Tanh(x @ right), "z")
+
+    def loss(y: Any, z: Any) -> Any:
+        return op.ReduceSum(y, keepdims=0) + op.ReduceSum(z, keepdims=0)
+
+    model = ortops.build_training_model(tape.model(), loss=loss, optimizer=SGD(0.1))
+    same(model, {"x": np.ones((2, 3), np.float32)}, chosen)
+
+
+def test_a_tensor_that_is_another_one_in_training(kept: list[list[str]]) -> None:
+    with Tape(name="normalized") as tape:
+        x = tape.input("x", np.float32, ["batch", 4])
+        for name in ("a", "b"):
+            x = x @ tape.initializer(f"{name}/weight", np.eye(4, dtype=np.float32))
+            statistics = [np.ones(4), np.zeros(4), np.zeros(4), np.ones(4)]
+            given = [
+                tape.initializer(f"{name}/{index}", array.astype(np.float32))
+                for index, array in enumerate(statistics)
+            ]
+            x = tape.output(op.BatchNormalization(x, *given, outputs=1), name)
+    model = ortops.build_training_model(
+        tape.model(), loss=lambda a, b: op.ReduceSum(b * b, keepdims=0), optimizer=SGD(0.1)
+    )
+    batch = {"x": rng.standard_normal((5, 4), np.float32)}
+    same(model, batch, ["a"])
+    assert "a_training" in kept[0]
