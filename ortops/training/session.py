@@ -453,7 +453,8 @@ class TrainingSession:
         assert isinstance(copies, dict)
         by_source = {str(source): str(copy) for copy, source in copies.items()}
         if isinstance(checkpoint, list | tuple):
-            return [by_source[name] if name in by_source else name for name in checkpoint]
+            names: list[str] = list(checkpoint)
+            return [by_source.get(name, name) for name in names]
         return checkpoint
 
     def _given_values(self) -> dict[str, Array]:
