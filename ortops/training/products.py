@@ -53,47 +53,80 @@ def absorb_transposes(graph: ir.Graph) -> None:
     names = Names(graph)
     made: dict[tuple[ir.Value, tuple[int, ...]], ir.Value] = {}
     for node in list(graph):
-        if not _is_product(node):
+        if not _is_product(node) and not _is_gemm(node):
             continue
         tape = Tape(graph, before=node, names=names)
         tape.scope = f"{node.name}/"
-        a, b = (_untransposed(tape, value, made) for value in node.inputs)
-        operands, flags = [a[0], b[0]], [a[1], b[1]]
+        written = [node.attributes.get_int(name, 0) for name in ("transA", "transB")]
+        operands, flags = [], []
+        for index, value in enumerate(node.inputs[:2]):
+            assert value is not None
+            # Of a stack with one matrix for all of it, onnxruntime does not transpose the stack.
+            taken = (value, 0) if _is_shared(node) and not index else _source(tape, value, made)
+            operands.append(taken[0])
+            flags.append((written[index] or 0) ^ taken[1])
         y = node.outputs[0]
-        users = list(y.uses())
-        perm = _perm(users[0][0]) if len(users) == 1 and not y.is_graph_output() else None
-        backwards = perm is not None and perm[-1] == len(perm) - 2  # (A B)ᵀ = Bᵀ Aᵀ
-        if backwards:
+        user = _transpose_behind(node)
+        if user is not None:  # (A B)ᵀ = Bᵀ Aᵀ
             operands, flags = operands[::-1], [1 - flag for flag in reversed(flags)]
-        elif not any(flags):
-            if operands != list(node.inputs):
-                for index, operand in enumerate(operands):
-                    node.replace_input_with(index, operand)
+        elif flags == written or (node.op_type == "MatMul" and not any(flags)):
+            for index, operand in enumerate(operands):
+                node.replace_input_with(index, operand)
             continue
-        product = _fused(tape, operands, flags)
+        product = _with_flags(tape, node, operands, flags)
         put_out: set[ir.Value] = set()
-        if backwards and perm is not None:
+        if user is None:
+            replace_value(tape, y, product.with_shape_of(tape.tensor(y)), put_out)
+        else:
             product = product.with_shape_of(_swapped(tape.tensor(y)))
-            (user, _), *_ = users
             tape.before = user
-            rest = _swap(perm)
+            rest = _swap(_perm(user) or ())
             rows = op.Transpose(product, perm=rest) if rest != tuple(range(len(rest))) else product
             replace_value(tape, user.outputs[0], rows, put_out)
-        else:
-            replace_value(tape, y, product.with_shape_of(tape.tensor(y)), put_out)
     remove_unread(list(graph))
 
 
 def _is_product(node: ir.Node) -> bool:
-    """Whether a node is a product of stacks of float32 matrices of one rank."""
-    if node.op_type != "MatMul" or node.domain:
+    """Whether a node multiplies stacks of float32 matrices, or a stack by one matrix."""
+    if node.op_type != "MatMul" or node.domain or node.outputs[0].dtype != ir.DataType.FLOAT:
         return False
-    ranks = {None if v is None or v.shape is None else len(v.shape) for v in node.inputs}
-    return node.outputs[0].dtype == ir.DataType.FLOAT and len(ranks) == 1 and min(_int(ranks)) >= 2
+    a, b = (0 if v is None or v.shape is None else len(v.shape) for v in node.inputs)
+    return a >= b >= 2 and (a == b or b == 2)
 
 
-def _int(ranks: set[int | None]) -> list[int]:
-    return [0 if rank is None else rank for rank in ranks]
+def _is_shared(node: ir.Node) -> bool:
+    """Whether a product is one of a stack of matrices by one matrix."""
+    a, b = (len(v.shape) for v in node.inputs[:2] if v is not None and v.shape is not None)
+    return a != b
+
+
+def _is_gemm(node: ir.Node) -> bool:
+    shapes = [v is not None and v.shape is not None for v in node.inputs[:2]]
+    return node.op_type == "Gemm" and not node.domain and all(shapes)
+
+
+def _transpose_behind(node: ir.Node) -> ir.Node | None:
+    """Returns the only reader of a product if it does nothing but what the product can do too."""
+    y = node.outputs[0]
+    users = [user for user, _ in y.uses()]
+    if len(users) != 1 or y.is_graph_output() or users[0].graph is not node.graph:
+        return None
+    perm = _perm(users[0])
+    if perm is None or perm[-1] != len(perm) - 2 or _is_shared(node):
+        return None
+    return users[0] if node.op_type == "MatMul" or len(node.inputs) == 2 else None
+
+
+def _with_flags(
+    tape: Tape, node: ir.Node, operands: Sequence[ir.Value], flags: Sequence[int]
+) -> Tensor:
+    """Emits a product like a node, of other operands and with other flags."""
+    if node.op_type == "MatMul":
+        return _fused(tape, operands, flags)
+    alpha, beta = (node.attributes.get_float(name, 1.0) for name in ("alpha", "beta"))
+    others = (tape.tensor(v) for v in (*operands, *node.inputs[2:]) if v is not None)
+    product: Tensor = op.Gemm(*others, alpha=alpha, beta=beta, transA=flags[0], transB=flags[1])
+    return product
 
 
 def _perm(node: ir.Node) -> tuple[int, ...] | None:
@@ -112,11 +145,10 @@ def _swap(perm: Sequence[int]) -> tuple[int, ...]:
     return tuple({last: last - 1, last - 1: last}.get(axis, axis) for axis in perm)
 
 
-def _untransposed(
-    tape: Tape, value: ir.Value | None, made: dict[tuple[ir.Value, tuple[int, ...]], ir.Value]
+def _source(
+    tape: Tape, value: ir.Value, made: dict[tuple[ir.Value, tuple[int, ...]], ir.Value]
 ) -> tuple[ir.Value, int]:
     """Returns what a product can read instead of a value, and whether it is to transpose it."""
-    assert value is not None
     source, perm = value, tuple(range(len(value.shape or ())))
     while (producer := source.producer()) is not None and (inner := _perm(producer)) is not None:
         assert producer.inputs[0] is not None
