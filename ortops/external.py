@@ -10,7 +10,7 @@ import glob
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
@@ -40,6 +40,7 @@ __all__ = [
     "save_model",
     "serialize",
     "set_array",
+    "set_later",
     "without_data",
     "write_model",
 ]
@@ -200,6 +201,14 @@ def set_array(tensor: onnx.TensorProto, data: Data, array: npt.NDArray[Any]) -> 
         data[_location(tensor)] = ir.Tensor(array, dtype=kind, name=tensor.name)
     else:
         tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+
+
+def set_later(tensor: onnx.TensorProto, data: Data, array: Callable[[], npt.NDArray[Any]]) -> None:
+    """Lets a tensor of a light model have what a function returns; others stay as they are."""
+    if is_light(tensor):
+        kind, shape = ir.DataType(tensor.data_type), ir.Shape(tensor.dims)
+        content = ir.LazyTensor(lambda: ir.Tensor(array(), dtype=kind), kind, shape)
+        data[_location(tensor)] = content
 
 
 def copy_to_memory(data: Data) -> Data:

@@ -36,7 +36,7 @@ from models.lenet import lenet
 from models.mlp import mlp
 from models.resnet import resnet
 from models.transformer import transformer
-from ortops import ModelError, TrainingSession, build_training_model, op, step_graph
+from ortops import ModelError, OrtopsError, TrainingSession, build_training_model, op, step_graph
 from ortops.optimizers import SGD, Adagrad, Adam, AdamW, Momentum
 
 MODELS: dict[str, tuple[Any, str, Any]] = {
@@ -750,3 +750,16 @@ def test_sparse_initializers_are_refused_by_name(part: str) -> None:
     algorithm.output.append(helper.make_tensor_value_info("negative", 1, [2]))
     with pytest.raises(ortops.UnsupportedError, match="initializer 'extra': it is sparse; dense"):
         ortops.step_graph(model)
+
+
+def test_a_tensor_that_is_updated_is_no_loss() -> None:
+    model = foreign(
+        [helper.make_node("Mul", ["w", "w"], ["w_next"])],
+        outputs=[weights("w_next")],
+        updates={"w": "w_next"},
+    )
+    session = TrainingSession(model)
+    assert session.step({}) == {}
+    np.testing.assert_array_equal(session.state["w"], W * W)
+    with pytest.raises(OrtopsError, match="loss: the training algorithm has no output"):
+        session.fit([{}], progress=False)

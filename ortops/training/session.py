@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -106,9 +107,7 @@ class TrainingSession:
         providers: Sequence[Any] | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        proto, folder = convert.load(model)
-        self._proto, data = external.detach(proto, folder)
-        self._data = external.copy_to_memory(data)
+        self._proto, self._data = _copy_to_memory(model)
         self._options = sess_options
         self._providers = list(providers or ["CPUExecutionProvider"])
         self._entries = _all_entries(self._proto) if entry is None else [entry]
@@ -127,6 +126,7 @@ class TrainingSession:
             providers=self._providers,
             checkpoint=self._training_copies(checkpoint),
         )
+        self._let_go_of_given_state()
 
     # ------------------------------------------------------------------------------- training
 
@@ -474,6 +474,22 @@ class TrainingSession:
                 found[tensor.name] = array
         return found
 
+    def _let_go_of_given_state(self) -> None:
+        """Frees the given values of variables that `reset` computes, like optimizer state."""
+        computed = {
+            binding.key
+            for number in self._entries
+            for binding in self._proto.training_info[number].initialization_binding
+            if binding.key in self._execution.variables
+        }
+        for name in computed & self._given.keys():
+            del self._given[name]
+        graphs = [self._proto.graph, *(info.algorithm for info in self._proto.training_info)]
+        for tensor in (tensor for graph in graphs for tensor in graph.initializer):
+            if tensor.name in computed:
+                value = partial(self._execution.present, tensor.name)
+                external.set_later(tensor, self._data, value)
+
     def _assign(self, arrays: Mapping[str, Array]) -> None:
         with self._lock:
             self._execution.assign(arrays)
@@ -634,6 +650,13 @@ class _Evaluation:
         with errors_as_ours():
             found = self.session.run_with_ort_values([self.loss, self.output], inputs)
         return [value.numpy() for value in found]
+
+
+def _copy_to_memory(model: ModelLike) -> tuple[onnx.ModelProto, external.Data]:
+    """Returns a light model and its data, which neither a file nor a caller can change."""
+    proto, folder = convert.load(model)
+    light, data = external.detach(proto, folder)
+    return light, external.copy_to_memory(data)
 
 
 def _all_entries(proto: onnx.ModelProto) -> list[int]:

@@ -396,7 +396,10 @@ def _learning_rates(graph: ir.Graph, proto: onnx.ModelProto) -> list[str]:
 def _loss(
     graph: ir.Graph, proto: onnx.ModelProto, outputs: Sequence[str], updates: Container[str]
 ) -> str:
-    """Returns the name of the loss: as noted, or y of the first Gradient node, or a guess."""
+    """Returns the name of the loss: as noted, or y of the first Gradient node, or a guess.
+
+    A tensor that is the next value of a variable is no loss.
+    """
     noted = training_metadata(proto).get("loss")
     if noted in outputs:
         return str(noted)
@@ -404,7 +407,9 @@ def _loss(
         y = node.inputs[-1] if node.domain == BOUND_DOMAIN else None
         if y is not None and y.name in outputs:
             return y.name or ""
-    return next((name for name in outputs if name not in updates), next(iter(outputs), ""))
+    values = {value.name: value for value in graph.outputs}
+    numbers = [name for name in outputs if is_float(values[name]) and values[name].shape == ()]
+    return next(iter([*(name for name in outputs if name not in updates), *numbers]), "")
 
 
 def _separate_outputs(graph: ir.Graph, names: Names) -> None:
