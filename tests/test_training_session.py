@@ -30,6 +30,8 @@ from training_models import (
 )
 
 import ortops
+import ortops.external
+from models.mlp import mlp
 from ortops import (
     FeedError,
     KernelError,
@@ -825,3 +827,26 @@ def test_state_is_a_mapping() -> None:
     assert state.get("nothing") is None
     with pytest.raises(KeyError, match="there is no variable 'nothing'"):
         state["nothing"]
+
+
+def test_given_state_that_reset_computes_is_not_held(tmp_path: Path) -> None:
+    wide = {"images": np.ones((2, 64), np.float32), "labels": np.zeros(2, np.int64)}
+    path = tmp_path / "model.onnx"
+    first = TrainingSession(
+        build_training_model(mlp((64, 64, 3)), loss="SoftmaxCrossEntropy", optimizer="Adam")
+    )
+    first.step(wide)
+    first.save(path)
+    session = TrainingSession(path)
+    assert "fc1.weight" in session._given
+    assert not {"fc1.weight.V", "fc1.weight.H"} & session._given.keys()
+    # What stands in for it is the present state, so that nothing that is written has the old one.
+    session.step(wide)
+    moment = session.state["fc1.weight.V"]
+    assert not np.array_equal(moment, first.state["fc1.weight.V"])
+    tensors = {t.name: t for t in session._proto.training_info[0].algorithm.initializer}
+    held = ortops.external.array_of(tensors["fc1.weight.V"], session._data)
+    np.testing.assert_array_equal(held, moment)
+    session.reset()
+    assert not session.state["fc1.weight.V"].any()
+    np.testing.assert_array_equal(session.state["fc1.weight"], first.state["fc1.weight"])
