@@ -102,8 +102,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param != "joined":
         monkeypatch.setattr(execution, "_JOINED", -1)
     if request.param == "chunks":
-        monkeypatch.setattr(execution, "_CHUNK", 16)
-        monkeypatch.setattr(execution, "_KERNEL_CHUNK", 16)
+        monkeypatch.setattr(execution, "_CHUNK", 256)
+        monkeypatch.setattr(execution, "_KERNEL_CHUNK", 256)
         monkeypatch.setattr(execution, "_cores", lambda: 3)
     return str(request.param)
 
@@ -112,7 +112,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=name_of)
 def test_packed_updates(optimizer: Any, kernels: Any, way: str) -> None:
     model = ortops.build_training_model(
-        classifier(), loss="SoftmaxCrossEntropy", optimizer=optimizer
+        classifier(hidden=64), loss="SoftmaxCrossEntropy", optimizer=optimizer
     )
     batches = [labelled((6,), seed=seed) for seed in range(4)]
     session = assert_trains_alike(model, batches, kernels=kernels)
@@ -120,6 +120,7 @@ def test_packed_updates(optimizer: Any, kernels: Any, way: str) -> None:
     members = [len(each.group.shapes) for each in part.packed]
     assert members == ([1, 1, 1] if optimizer is trusts_by_norm else [3])  # norms differ
     assert part.joined == (way == "joined" and kernels == "onnx")
+    assert any(each.rows > 1 for each in part.packed) == (way == "chunks")
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", swaps_its_states], ids=name_of)

@@ -34,7 +34,8 @@ from ortops.lowering import (
 )
 from ortops.session import InferenceSession, Kernels
 from ortops.tensor import Names, Tape
-from ortops.training.blocked import gains_from_sizes, lower_blocked
+from ortops.training import scaled_sums
+from ortops.training.blocked import block_size, gains_from_sizes, lower_blocked
 from ortops.training.checkpoint import Checkpoint, check, names_in, pin, recompute
 from ortops.training.cross_entropy import expand_losses
 from ortops.training.order import put_last_results_first
@@ -242,6 +243,9 @@ class _Part:
         size = sum(group.size for group in groups)
         self.joined = kernels == "onnx" and size <= _JOINED
         chunk = _JOINED if self.joined else _KERNEL_CHUNK if kernels == "python" else _CHUNK
+        if on_cpu and not self.joined and kernels == "onnx" and block_size() is not None:
+            for group in groups:
+                scaled_sums.insert(group.formula, group.updated)
         self.packed = [Packed(group, chunk) for group in groups]
         self._repeated: InferenceSession | None = None
         self._keep = keep
@@ -309,7 +313,7 @@ class _Part:
         tape = Tape(graph)
         for packed in self.packed:
             group = packed.group
-            inputs = packed.inputs(f"{tape.names.unique('packed')}_", 1)
+            inputs = packed.inputs(f"{tape.names.unique('packed')}_")
             for index, role in enumerate(group.roles):
                 if role.updated:
                     graph.inputs.append(inputs[index])

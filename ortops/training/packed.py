@@ -12,6 +12,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from ortops.tensor import IR_VERSION, Tape, op
+from ortops.training.scaled_sums import MULTIPLE, arranged, expand
 from ortops.training.split import Group, is_safe_in_place
 
 __all__ = ["Packed", "Variable"]
@@ -43,17 +44,20 @@ class Packed:
     Attributes:
         group: The group.
         rows: The number of chunks.
-        chunk: Elements in each, less than asked for where there are fewer in all.
+        chunk: The shape of each, which is of fewer elements than asked for if there are fewer.
         sizes: The elements that each member takes, rounded up.
-        arrays: For each role its array (rows, chunk), and the one that takes turns with it.
+        shape: The shape of an array: that of a chunk, after the number of chunks if it is not 1.
+        arrays: For each role its array, and the one that takes turns with it.
     """
 
     def __init__(self, group: Group, chunk: int) -> None:
         self.group = group
         self.sizes = [_round_up(math.prod(shape), _ALIGNMENT) for shape in group.shapes]
         total = sum(self.sizes)
+        self.sizes[-1] += -total % MULTIPLE
         self.rows = -(-total // chunk)
-        self.chunk = chunk if self.rows > 1 else total
+        self.chunk = arranged(chunk if self.rows > 1 else sum(self.sizes))
+        self.shape = self.chunk if self.rows == 1 else (self.rows, *self.chunk)
         self.arrays: list[tuple[Array, Array]] = []
 
     def allocate(self, *, in_place: bool) -> dict[str, Variable]:
@@ -69,7 +73,7 @@ class Packed:
         for index, role in enumerate(self.group.roles):
             value = self.group.formula.inputs[index]
             new = self.group.next_values.get(index)
-            first = np.empty((self.rows, self.chunk), role.dtype.numpy())
+            first = np.empty(self.shape, role.dtype.numpy())
             first.fill(0)  # `np.zeros` would take no huge pages
             second = first
             if new is not None and not (in_place and is_safe_in_place(value, new)):
@@ -97,17 +101,17 @@ class Packed:
             if padding := size - math.prod(shape):
                 assert value.dtype is not None
                 parts.append(tape.constant(np.zeros(padding, value.dtype.numpy())))
-        packed: ir.Value = op.Reshape(op.Concat(*parts, axis=0), [1, -1]).value
+        packed: ir.Value = op.Reshape(op.Concat(*parts, axis=0), list(self.shape)).value
         return packed
 
-    def inputs(self, prefix: str, rows: int | str | None) -> list[ir.Value]:
+    def inputs(self, prefix: str, rows: str | None = None) -> list[ir.Value]:
         """Returns inputs for a graph that holds the formula: one for each role, then the scalars.
 
         Args:
             prefix: Of their names; it is followed by the index.
-            rows: Of the tensors; None for a single row's.
+            rows: What the number of chunks is called; None for a single one.
         """
-        shape = ir.Shape([self.chunk] if rows is None else [rows, self.chunk])
+        shape = ir.Shape(self.chunk if rows is None else [rows, *self.chunk])
         return [
             ir.Value(
                 name=f"{prefix}{index}",
@@ -124,16 +128,18 @@ class Packed:
         for each role that is updated.
         """
         imports = dict(self.group.formula.opset_imports)
-        inputs = self.inputs("input_", "rows")
+        inputs = self.inputs("input_", None if self.rows == 1 else "rows")
         graph = ir.Graph(inputs, [], nodes=[], opset_imports=imports, name="update")
         tape = Tape(graph)
         count = len(self.group.roles)
         if self.rows == 1:
             outputs = self.group.emit(tape, inputs)
         else:
-            chunks = self.inputs("chunk_", None)[:count]
+            chunks = self.inputs("chunk_")[:count]
             body = ir.Graph(chunks, [], nodes=[], opset_imports=imports, name="chunk")
             body.outputs.extend(self.group.emit(Tape(body), [*chunks, *inputs[count:]]))
+            expand(body)
+            imports |= body.opset_imports
             attributes = [ir.AttrInt64("num_scan_inputs", count), ir.AttrGraph("body", body)]
             scan = ir.Node("", "Scan", inputs[:count], attributes, num_outputs=len(body.outputs))
             for output, chunk in zip(scan.outputs, body.outputs, strict=True):
@@ -143,6 +149,7 @@ class Packed:
         for index, output in zip(self.group.next_values, outputs, strict=True):
             output.name = f"next_{index}"
             graph.outputs.append(output)
+        expand(graph)
         return ir.Model(graph, ir_version=IR_VERSION)
 
 

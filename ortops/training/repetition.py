@@ -95,12 +95,13 @@ def _unpack(
     if not any(name in inputs for name in role.names):
         return
     tape = Tape(body, before=next(iter(body)), names=Names(body))
-    parts = op.Split(tape.tensor(source), packed.sizes, axis=1)
+    line = op.Reshape(tape.tensor(source), [-1])
+    parts = op.Split(line, packed.sizes, axis=0)
     for name, shape, part in zip(role.names, packed.group.shapes, parts, strict=True):
         value = inputs.pop(name, None)
         if value is not None:
             size = math.prod(shape)
-            whole = part if part.shape == (1, size) else part[:, :size]
+            whole = part if part.shape == (size,) else part[:size]
             value.replace_all_uses_with(op.Reshape(whole, np.array(shape, np.int64)).value)
 
 

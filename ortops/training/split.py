@@ -19,6 +19,7 @@ from ortops.autodiff import ancestor_nodes
 from ortops.gradient import copy_node
 from ortops.lowering import TRAINING_DOMAIN, Keep, lower_optimizers
 from ortops.tensor import Tape, constant_tensor, op, remove_unread
+from ortops.training.scaled_sums import overwrites
 
 __all__ = ["ELEMENTWISE", "Group", "Role", "is_safe_in_place", "split"]
 
@@ -72,6 +73,11 @@ class Group:
     def size(self) -> int:
         """The number of elements of a role, all members together."""
         return sum(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def updated(self) -> list[ir.Value]:
+        """The formula's inputs for the roles that are updated."""
+        return [self.formula.inputs[index] for index in self.next_values]
 
     @property
     def next_values(self) -> dict[int, ir.Value]:
@@ -151,7 +157,8 @@ def is_safe_in_place(value: ir.Value, next_value: ir.Value) -> bool:
     """Whether a formula's next value may be written into the memory of the present one.
 
     It may where every node that reads the present value is the one that writes the next, or has to
-    run before it. All nodes of a formula work element by element, so the writer itself may read.
+    run before it. All nodes of a formula work element by element, so the writer itself may read,
+    unless it `overwrites` the value first.
 
     Args:
         value: An input of a formula.
@@ -161,7 +168,7 @@ def is_safe_in_place(value: ir.Value, next_value: ir.Value) -> bool:
     if writer is None:  # an input is put out as it is
         return next_value is value
     before = ancestor_nodes(next_value, set())
-    return all(reader in before for reader, _ in value.uses())
+    return not overwrites(writer, value) and all(reader in before for reader, _ in value.uses())
 
 
 @dataclass

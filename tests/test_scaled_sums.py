@@ -1,0 +1,86 @@
+"""Sums with a scaled summand as single nodes of onnxruntime's convolution kernels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ortops
+from ortops import TrainingSession
+from ortops.optimizers import SGD, Adagrad, Adam, AdamW, Momentum
+from ortops.training import execution, split
+from ortops.training.blocked import block_size
+from tests.training_models import classifier, labelled
+
+needs_kernels = pytest.mark.skipif(
+    block_size() is None, reason="onnxruntime has no blocked convolution kernels here"
+)
+
+
+def session_of(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> TrainingSession:
+    monkeypatch.setattr(execution, "_JOINED", -1)
+    model = ortops.build_training_model(
+        classifier(hidden=64), loss="SoftmaxCrossEntropy", optimizer=optimizer
+    )
+    return TrainingSession(model)
+
+
+def group_of(session: TrainingSession) -> split.Group:
+    (part,) = session._execution._parts
+    (packed,) = part.packed
+    return packed.group
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("optimizer", "sums", "others"),
+    [
+        (SGD(), 1, ""),
+        (Momentum(), 1, "Mul Add"),  # alpha · V is added to, in V's memory
+        (Momentum(mode="nesterov"), 2, "Mul Add"),
+        (Adagrad(), 1, "Mul Add Sqrt Add Div"),
+        (Adam(), 3, "Sub Mul Sub Sqrt Add Div"),
+        (AdamW(), 3, "Mul Sub Mul Sub Sqrt Add Div"),
+        (Adam(alpha=0.3), 3, "Mul Mul Sub Sqrt Add Div"),  # decays quickly
+    ],
+    ids=str,
+)
+def test_which_sums(
+    optimizer: Any, sums: int, others: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = group_of(session_of(optimizer, monkeypatch))
+    nodes = Counter(node.op_type for node in group.formula if node.op_type != "Constant")
+    assert nodes.pop("ScaledSum") == sums
+    assert nodes == Counter(others.split())
+    for index, value in group.next_values.items():
+        assert split.is_safe_in_place(group.formula.inputs[index], value)
+
+
+@needs_kernels
+@pytest.mark.parametrize("optimizer", [SGD(), Momentum(), Adagrad(), Adam(), AdamW()], ids=str)
+def test_steps_are_those_of_standard_operators(
+    optimizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused = session_of(optimizer, monkeypatch)
+    monkeypatch.setattr(execution, "block_size", lambda: None)
+    plain = session_of(optimizer, monkeypatch)
+    assert not any(node.op_type == "ScaledSum" for node in group_of(plain).formula)
+    for seed in range(5):
+        batch = labelled((6,), seed=seed)
+        assert fused.step(batch)["loss"] == pytest.approx(plain.step(batch)["loss"], rel=1e-5)
+    for name, array in plain.state.items():
+        np.testing.assert_allclose(fused.state[name], array, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+@needs_kernels
+def test_a_sum_is_not_written_over_what_it_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    formula = group_of(session_of(Adam(), monkeypatch)).formula
+    total = next(node for node in formula if node.op_type == "ScaledSum")
+    scaled, _, added = total.inputs
+    assert scaled is not None
+    assert added is not None
+    assert split.is_safe_in_place(added, total.outputs[0])
+    assert not split.is_safe_in_place(scaled, total.outputs[0])
