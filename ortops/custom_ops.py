@@ -59,7 +59,7 @@ Nodes: TypeAlias = Mapping[str, Sequence[str]]
 """The names of a model's nodes by operator."""
 
 # Elements that a rule works on at a time: its inputs and temporaries stay in a core's cache.
-_BLOCK = 65536
+_BLOCK = 2**17
 
 _registration = threading.Lock()
 _registered: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -115,6 +115,7 @@ def _library() -> str:
     """Registers the domain's kernels if that has not been done; returns the library's path."""
     import onnxruntime_extensions as extensions
 
+    _keep_freed_memory()
     # The mark is kept there, not here, so that it outlives a reload of this module.
     if not getattr(extensions, "_has_ortops_kernels", False):
         extensions._has_ortops_kernels = True
@@ -145,6 +146,16 @@ def _library() -> str:
                         attrs=attributes,
                     )(_kernel(name))
     return str(extensions.get_library_path())
+
+
+def _keep_freed_memory() -> None:
+    """Makes the C library keep the memory of a kernel's temporaries for the next ones.
+
+    glibc returns big blocks to the system, to get them back page by page, as zeros, which takes
+    longer than the kernels themselves. It keeps blocks up to the size of the largest that was ever
+    freed, if that is at most 32 MiB. This one is never touched, so it costs nothing.
+    """
+    np.empty(2**25 - 2**16, np.uint8)
 
 
 # ------------------------------------------------------------------------------------- kernels

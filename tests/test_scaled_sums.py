@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from training_models import classifier, labelled
 
 import ortops
 from ortops import TrainingSession
 from ortops.optimizers import SGD, Adagrad, Adam, AdamW, Momentum
 from ortops.training import execution, split
 from ortops.training.blocked import block_size
-from tests.training_models import classifier, labelled
 
 needs_kernels = pytest.mark.skipif(
     block_size() is None, reason="onnxruntime has no blocked convolution kernels here"

@@ -26,6 +26,8 @@ from training_models import (
 )
 
 import ortops
+from benchmarks import works
+from benchmarks.task import OPTIMIZERS as SETTINGS
 from ortops import TrainingSession, optimizers
 from ortops.errors import FeedError, OrtopsError
 from ortops.training import execution, split
@@ -103,7 +105,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(execution, "_JOINED", -1)
     if request.param == "chunks":
         monkeypatch.setattr(execution, "_CHUNK", 256)
-        monkeypatch.setattr(execution, "_KERNEL_CHUNK", 256)
         monkeypatch.setattr(execution, "_cores", lambda: 3)
     return str(request.param)
 
@@ -309,3 +310,39 @@ def test_more_steps_than_fit_into_a_run() -> None:
     assert losses.shape == (150,)
     assert session.steps_done == 150
     assert np.all(np.diff(losses) < 0)
+
+
+@pytest.mark.parametrize("kernels", ["onnx", "python"])
+def test_gradients_that_are_fed(kernels: Any, way: str) -> None:
+    work = works.Update(1500, tensors=3)  # 500 elements each: a chunk holds parts of two
+    session = TrainingSession(work.trainable("Momentum"), kernels=kernels)
+    (packed,) = session._execution._parts[0].packed
+    assert [role.fed for role in packed.group.roles] == [False, True, False]
+    batches, weights = work.batches(), work.weights()
+    velocity = {name: np.zeros(500) for name in weights}
+    settings = SETTINGS["Momentum"]
+    for step in range(5):
+        feeds = {name: array.copy() for name, array in batches[step % 2].items()}
+        session.step(feeds)
+        for array in feeds.values():
+            array.fill(np.nan)  # what was fed is read during the step only
+        for name in weights:
+            g = batches[step % 2][f"{name}_gradient"]
+            velocity[name] = settings["alpha"] * velocity[name] + g
+            weights[name] = weights[name] - settings["learning_rate"] * velocity[name]
+    for name, array in weights.items():
+        np.testing.assert_allclose(session.state[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_a_gradient_that_is_fed_and_read_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "_JOINED", -1)
+    model = works.Update(20).trainable("Momentum")
+    graph = model.training_info[0].algorithm
+    graph.node.add(op_type="ReduceMax", input=["w0_gradient"], output=["largest"], name="largest")
+    graph.node[-1].attribute.add(name="keepdims", i=0, type=onnx.AttributeProto.INT)
+    graph.output.append(onnx.helper.make_tensor_value_info("largest", 1, []))
+    session = TrainingSession(model)
+    gradient = np.arange(20, dtype=np.float32)
+    before = session.state["w0"].copy()
+    assert session.step({"w0_gradient": gradient})["largest"] == 19
+    np.testing.assert_allclose(session.state["w0"], before - np.float32(1e-2) * gradient, rtol=1e-6)

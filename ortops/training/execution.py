@@ -55,7 +55,6 @@ Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 _SHAPES = 2  # shapes of batches that get graphs of their own
 _JOINED = 2**18  # elements of models that are updated in the graph of gradients
 _CHUNK = 2**17  # elements of a role that are updated at a time: they stay in a core's cache
-_KERNEL_CHUNK = 2**16  # the same for Python kernels, which get copies: small ones reuse memory
 _COPIED_OPTIONS = (
     "enable_profiling",
     "graph_optimization_level",
@@ -106,7 +105,9 @@ class Execution:
         in_place = kernels == "onnx" and len(parts) == 1  # else a later run might fail
         for number, part in enumerate(parts):
             for packed in part.packed:
-                self.variables |= packed.allocate(in_place=in_place and not part.joined)
+                self.variables |= packed.allocate(
+                    in_place=in_place and not part.joined, joined=part.joined
+                )
             self._updated_by |= dict.fromkeys(part.updates, number)
         for name, value in values.items():
             if name not in self.variables:
@@ -143,10 +144,10 @@ class Execution:
         *before, last = (turns[self._turn] for turns in self._runs_for(feeds))
         for part in before:
             shown |= part.differentiate(feeds, wanted)
-            part.update()
+            part.update(feeds)
         shown |= last.differentiate(feeds, wanted)
         with interrupts_deferred() if last.has_updates else contextlib.nullcontext():
-            last.update()
+            last.update(feeds)
             self._turn = 1 - self._turn
         return shown
 
@@ -239,14 +240,21 @@ class _Part:
         remove_defaults(graph, step.variables)
         keep = takes_python_kernel if kernels == "python" else None
         lower_optimizers(graph, Names(graph), lambda node: True)  # into one-tensor nodes
-        groups, self._left = split(graph, step.updates, step.outputs, keep=keep)
+        groups, self._left = split(graph, step.updates, step.feeds, step.outputs, keep=keep)
         size = sum(group.size for group in groups)
         self.joined = kernels == "onnx" and size <= _JOINED
-        chunk = _JOINED if self.joined else _KERNEL_CHUNK if kernels == "python" else _CHUNK
+        chunk = _JOINED if self.joined else _CHUNK
         if on_cpu and not self.joined and kernels == "onnx" and block_size() is not None:
             for group in groups:
                 scaled_sums.insert(group.formula, group.updated)
         self.packed = [Packed(group, chunk) for group in groups]
+        if not self.joined:  # what only updates read is no input of the graph of gradients
+            fed = {
+                name for group in groups for role in group.roles if role.fed for name in role.names
+            }
+            for value in list(graph.inputs):
+                if value.name in fed and not value.uses() and not value.is_graph_output():
+                    graph.inputs.remove(value)
         self._repeated: InferenceSession | None = None
         self._keep = keep
         self._pinned = pin(graph, names_in(checkpoint))
@@ -309,7 +317,9 @@ class _Part:
 
     def _join(self) -> None:
         """Puts the packed updates into the graph of gradients."""
-        graph, outputs = self._graph, {value.name: value for value in self._graph.outputs}
+        graph = self._graph
+        outputs = {value.name: value for value in graph.outputs}
+        values = {**{value.name: value for value in graph.inputs}, **outputs}
         tape = Tape(graph)
         for packed in self.packed:
             group = packed.group
@@ -319,10 +329,10 @@ class _Part:
                     graph.inputs.append(inputs[index])
                     self._joined_inputs[inputs[index].name or ""] = (packed, index)
                 else:
-                    inputs[index] = packed.pack(tape, [outputs[name] for name in role.names])
+                    inputs[index] = packed.pack(tape, [values[name] for name in role.names])
             scalars = [outputs[name] for name in group.scalars]
             results = group.emit(tape, [*inputs[: len(group.roles)], *scalars])
-            taken = {*scalars, *(outputs[n] for r in group.roles if not r.updated for n in r.names)}
+            taken = {*scalars, *(values[n] for r in group.roles if not r.updated for n in r.names)}
             kept = [value for value in graph.outputs if value not in taken]
             graph.outputs.clear()
             graph.outputs.extend([*kept, *results])
@@ -369,7 +379,7 @@ class _Part:
                 assert dtype is not None
                 written.setdefault(name, np.zeros((), dtype.numpy()))
             for index, role in enumerate(group.roles):
-                if not role.updated:
+                if not role.updated and not role.fed:
                     written |= zip(role.names, update.packed.views(index, turn), strict=True)
             updates.append(update.bind([written[name] for name in group.scalars], turn))
         loss = next((v for v in self._graph.outputs if v.name == self._step.loss), None)
@@ -452,7 +462,7 @@ class _Run:
         written: Mapping[str, Array],
         shown: Sequence[str],
         copies: Sequence[tuple[Array, Array]],
-        updates: Sequence[Callable[[], None]],
+        updates: Sequence[Callable[[Mapping[str, Array]], None]],
     ) -> None:
         self._session = session
         self._read = read
@@ -500,49 +510,94 @@ class _Run:
             binding.bind_ortvalue_output(name, ort_value(array))
         return binding
 
-    def update(self) -> None:
+    def update(self, feeds: Mapping[str, Array]) -> None:
         """Runs the packed updates."""
         for update in self._updates:
-            update()
+            update(feeds)
 
 
 class _Update:
-    """A packed update: its session, and the threads that share its chunks."""
+    """A packed update: its session, and the threads that share its chunks.
+
+    What is fed is copied chunk by chunk into memory that stays in a core's cache.
+    """
 
     def __init__(self, packed: Packed, sessions: _Sessions) -> None:
         self.packed = packed
         self._threads = min(packed.rows, sessions.threads)
         self._pool = ThreadPoolExecutor(self._threads - 1) if self._threads > 1 else None
-        self._session = sessions.open(to_proto(packed.model()), single_thread=packed.rows > 1)
+        self._by_chunk = any(role.fed for role in packed.group.roles)
+        model = packed.model(1 if self._by_chunk else packed.rows)
+        self._session = sessions.open(to_proto(model), single_thread=packed.rows > 1)
 
-    def bind(self, scalars: Sequence[Array], turn: int) -> Callable[[], None]:
-        """Binds the update to memory; returns what runs it."""
+    def bind(self, scalars: Sequence[Array], turn: int) -> Callable[[Mapping[str, Array]], None]:
+        """Binds the update to memory; returns what runs it, given the feeds of a step."""
         rows = self.packed.rows
         ends = [rows * number // self._threads for number in range(self._threads + 1)]
-        bindings = [
-            self._bind_rows(slice(*span), scalars, turn) for span in itertools.pairwise(ends)
-        ]
+        works = [self._bind_rows(*span, scalars, turn) for span in itertools.pairwise(ends)]
 
-        def update() -> None:
-            run = self._session.run_with_iobinding
-            others = [self._pool.submit(run, b) for b in bindings[1:]] if self._pool else []
+        def update(feeds: Mapping[str, Array]) -> None:
+            others = [self._pool.submit(work, feeds) for work in works[1:]] if self._pool else []
             with errors_as_ours():
                 try:
-                    run(bindings[0])
+                    works[0](feeds)
                 finally:
                     for other in others:
                         other.result()
 
         return update
 
-    def _bind_rows(self, rows: slice, scalars: Sequence[Array], turn: int) -> onnxruntime.IOBinding:
+    def _bind_rows(
+        self, begin: int, end: int, scalars: Sequence[Array], turn: int
+    ) -> Callable[[Mapping[str, Array]], None]:
+        """Binds some of the chunks to memory; returns what a thread runs."""
+        run = self._session.run_with_iobinding
+        if not self._by_chunk:
+            whole = slice(begin, end) if self.packed.rows > 1 else slice(None)
+            binding = self._bind(whole, {}, scalars, turn)
+            return lambda feeds: run(binding)
+        group = self.packed.group
+        filled = {
+            index: np.zeros(self.packed.chunk, role.dtype.numpy())
+            for index, role in enumerate(group.roles)
+            if role.fed
+        }
+        chunks = []
+        for row in range(begin, end):
+            where = row if self.packed.rows > 1 else slice(None)
+            copies = [
+                (group.roles[index].names[member], part, buffer.reshape(-1)[place])
+                for index, buffer in filled.items()
+                for member, part, place in self.packed.spans(row)
+            ]
+            chunks.append((copies, self._bind(where, filled, scalars, turn)))
+
+        def work(feeds: Mapping[str, Array]) -> None:
+            for copies, binding in chunks:
+                for name, part, target in copies:
+                    np.copyto(target, feeds[name].reshape(-1)[part])
+                run(binding)
+
+        return work
+
+    def _bind(
+        self,
+        where: int | slice,
+        filled: Mapping[int, Array],
+        scalars: Sequence[Array],
+        turn: int,
+    ) -> onnxruntime.IOBinding:
         binding = self._session.io_binding()
-        arrays = self.packed.arrays
-        inputs = [*(both[turn][rows] for both in arrays), *scalars]
-        for index, array in enumerate(inputs):
+        group, arrays = self.packed.group, self.packed.arrays
+        inputs = [
+            filled[index] if index in filled else arrays[index][turn][where]
+            for index in range(len(group.roles))
+        ]
+        for index, array in enumerate((*inputs, *scalars)):
             binding.bind_ortvalue_input(f"input_{index}", ort_value(array))
-        for index in self.packed.group.next_values:
-            binding.bind_ortvalue_output(f"next_{index}", ort_value(arrays[index][1 - turn][rows]))
+        for index in group.next_values:
+            target = arrays[index][1 - turn][where]
+            binding.bind_ortvalue_output(f"next_{index}", ort_value(target))
         return binding
 
 

@@ -47,7 +47,7 @@ class Packed:
         chunk: The shape of each, which is of fewer elements than asked for if there are fewer.
         sizes: The elements that each member takes, rounded up.
         shape: The shape of an array: that of a chunk, after the number of chunks if it is not 1.
-        arrays: For each role its array, and the one that takes turns with it.
+        arrays: By a role's index its array, and the one that takes turns with it.
     """
 
     def __init__(self, group: Group, chunk: int) -> None:
@@ -58,19 +58,23 @@ class Packed:
         self.rows = -(-total // chunk)
         self.chunk = arranged(chunk if self.rows > 1 else sum(self.sizes))
         self.shape = self.chunk if self.rows == 1 else (self.rows, *self.chunk)
-        self.arrays: list[tuple[Array, Array]] = []
+        self.arrays: dict[int, tuple[Array, Array]] = {}
 
-    def allocate(self, *, in_place: bool) -> dict[str, Variable]:
+    def allocate(self, *, in_place: bool, joined: bool) -> dict[str, Variable]:
         """Makes the arrays.
 
         Args:
             in_place: Whether updates may be made in place, where the formula is safe.
+            joined: Whether the formula is part of the graph of gradients, which then needs no
+                memory to put these out.
 
         Returns:
             The variables of the group.
         """
         variables: dict[str, Variable] = {}
         for index, role in enumerate(self.group.roles):
+            if role.fed or (joined and not role.updated):
+                continue
             value = self.group.formula.inputs[index]
             new = self.group.next_values.get(index)
             first = np.empty(self.shape, role.dtype.numpy())
@@ -78,7 +82,7 @@ class Packed:
             second = first
             if new is not None and not (in_place and is_safe_in_place(value, new)):
                 second = first.copy()
-            self.arrays.append((first, second))
+            self.arrays[index] = first, second
             if role.updated:
                 pairs = zip(self.views(index, 0), self.views(index, 1), strict=True)
                 variables |= zip(role.names, map(Variable, pairs), strict=True)
@@ -90,6 +94,17 @@ class Packed:
         result, offset = [], 0
         for shape, size in zip(self.group.shapes, self.sizes, strict=True):
             result.append(array[offset : offset + math.prod(shape)].reshape(shape))
+            offset += size
+        return result
+
+    def spans(self, row: int) -> list[tuple[int, slice, slice]]:
+        """Returns what lies in a chunk: a member, which part of its elements, and where."""
+        length = math.prod(self.chunk)
+        result, offset = [], -row * length
+        for member, (shape, size) in enumerate(zip(self.group.shapes, self.sizes, strict=True)):
+            begin, end = max(offset, 0), min(offset + math.prod(shape), length)
+            if begin < end:
+                result.append((member, slice(begin - offset, end - offset), slice(begin, end)))
             offset += size
         return result
 
@@ -121,18 +136,22 @@ class Packed:
             for index, value in enumerate(self.group.formula.inputs)
         ]
 
-    def model(self) -> ir.Model:
-        """Returns the update as a model; more than one chunk is worked through by a Scan.
+    def model(self, rows: int) -> ir.Model:
+        """Returns the update as a model.
 
         Inputs are ``input_<index>`` for each role and then each scalar, outputs ``next_<index>``
         for each role that is updated.
+
+        Args:
+            rows: The number of chunks that a run updates. More than one are worked through by a
+                Scan, which takes any number.
         """
         imports = dict(self.group.formula.opset_imports)
-        inputs = self.inputs("input_", None if self.rows == 1 else "rows")
+        inputs = self.inputs("input_", None if rows == 1 else "rows")
         graph = ir.Graph(inputs, [], nodes=[], opset_imports=imports, name="update")
         tape = Tape(graph)
         count = len(self.group.roles)
-        if self.rows == 1:
+        if rows == 1:
             outputs = self.group.emit(tape, inputs)
         else:
             chunks = self.inputs("chunk_")[:count]

@@ -41,15 +41,17 @@ class Role:
     """A part that tensors play in a formula: parameter, gradient, running mean and so on.
 
     Attributes:
-        names: For each member of a group the tensor that plays it: a variable, or what the graph of
-            gradients puts out.
+        names: For each member of a group the tensor that plays it: a variable, what is fed, or what
+            the graph of gradients puts out.
         dtype: The type of them all.
         updated: Whether it is a variable whose next value the formula gives.
+        fed: Whether the caller of a step gives it.
     """
 
     names: tuple[str, ...]
     dtype: ir.DataType
     updated: bool
+    fed: bool
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,12 @@ class Group:
 
 
 def split(
-    graph: ir.Graph, updates: Mapping[str, str], shown: Container[str], *, keep: Keep | None = None
+    graph: ir.Graph,
+    updates: Mapping[str, str],
+    feeds: Container[str],
+    shown: Container[str],
+    *,
+    keep: Keep | None = None,
 ) -> tuple[list[Group], dict[str, str]]:
     """Takes the updates that work element by element out of the graph of a step.
 
@@ -117,6 +124,7 @@ def split(
             Gradient nodes are not lowered. Changed: the groups' nodes and what only they read are
             removed; what a formula reads besides its variables becomes an output.
         updates: Variable → its next value, an output.
+        feeds: The inputs that the caller of a step gives.
         shown: Outputs that stay.
         keep: Which optimizer nodes stay in formulas (see `ortops.lowering.lower_ir`); the others
             are lowered there, once for all members of a group.
@@ -138,8 +146,9 @@ def split(
     for component in components:
         alike.setdefault(component.signature(), []).append(component)
     tape = Tape(graph)
+    fed = {value for value in graph.inputs if value.name in feeds}
     out = _Outputs(tape)
-    groups = [_group(members, out, keep) for members in alike.values()]
+    groups = [_group(members, fed, out, keep) for members in alike.values()]
     taken = {target for component in components for target in component.targets}
     kept = [value for value in graph.outputs if value not in taken]
     graph.outputs.clear()
@@ -283,16 +292,19 @@ def _components(cone: Iterable[ir.Node], targets: Mapping[ir.Value, ir.Value]) -
     return list(found.values())
 
 
-def _group(members: Sequence[_Component], out: _Outputs, keep: Keep | None) -> Group:
+def _group(
+    members: Sequence[_Component], given: Container[ir.Value], out: _Outputs, keep: Keep | None
+) -> Group:
     """Returns the group of components with one signature."""
     first, *_ = members
     leaves = [member.leaves() for member in members]
     roles = []
     for played in zip(*leaves, strict=True):
         updated = played[0] in first.targets.values()
-        names = tuple((v.name or "") if updated else out.name(v) for v in played)
+        fed = all(value in given for value in played)
+        names = tuple((v.name or "") if updated or fed else out.name(v) for v in played)
         assert played[0].dtype is not None
-        roles.append(Role(names, played[0].dtype, updated))
+        roles.append(Role(names, played[0].dtype, updated, fed))
     scalars = [v for v in dict.fromkeys(first.scalars()) if constant_tensor(v) is None]
     inputs = [
         ir.Value(name=f"role_{i}", type=v.type, shape=ir.Shape(["elements"]))
