@@ -519,7 +519,8 @@ class _Run:
 class _Update:
     """A packed update: its session, and the threads that share its chunks.
 
-    What is fed is copied chunk by chunk into memory that stays in a core's cache.
+    What is fed is read where it lies if it fills a chunk; pieces of several tensors are copied for
+    each chunk, into memory that stays in a core's cache.
     """
 
     def __init__(self, packed: Packed, sessions: _Sessions) -> None:
@@ -565,17 +566,23 @@ class _Update:
         chunks = []
         for row in range(begin, end):
             where = row if self.packed.rows > 1 else slice(None)
-            copies = [
-                (group.roles[index].names[member], part, buffer.reshape(-1)[place])
-                for index, buffer in filled.items()
-                for member, part, place in self.packed.spans(row)
-            ]
-            chunks.append((copies, self._bind(where, filled, scalars, turn)))
+            copies, views = [], []
+            for index, buffer in filled.items():
+                for member, part, place in self.packed.spans(row):
+                    name, target = group.roles[index].names[member], buffer.reshape(-1)[place]
+                    if target.size == buffer.size:
+                        views.append((f"input_{index}", name, part))
+                    else:
+                        copies.append((target, name, part))
+            chunks.append((copies, views, self._bind(where, filled, scalars, turn)))
 
         def work(feeds: Mapping[str, Array]) -> None:
-            for copies, binding in chunks:
-                for name, part, target in copies:
+            for copies, views, binding in chunks:
+                for target, name, part in copies:
                     np.copyto(target, feeds[name].reshape(-1)[part])
+                for read, name, part in views:
+                    chunk = feeds[name].reshape(-1)[part].reshape(self.packed.chunk)
+                    binding.bind_ortvalue_input(read, ort_value(chunk))
                 run(binding)
 
         return work
