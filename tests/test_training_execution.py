@@ -124,6 +124,14 @@ def test_packed_updates(optimizer: Any, kernels: Any, way: str) -> None:
     assert any(each.rows > 1 for each in part.packed) == (way == "chunks")
 
 
+def test_padding_does_not_count_as_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer="Adam")
+    size = sum(array.size for array in initializers(affine().graph).values())
+    monkeypatch.setattr(execution, "_JOINED", size)
+    session = assert_trains_alike(model, [affine_batch(seed=seed) for seed in range(2)])
+    assert session._execution._parts[0].joined
+
+
 @pytest.mark.parametrize("optimizer", ["Adam", swaps_its_states], ids=name_of)
 def test_double_precision(optimizer: Any, way: str) -> None:
     model = ortops.build_training_model(

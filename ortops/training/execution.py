@@ -13,6 +13,7 @@ import copy
 import functools
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
@@ -99,8 +100,10 @@ class Execution:
         on_cpu = list(providers) == ["CPUExecutionProvider"]
         if checkpoint is not None:
             check(checkpoint, steps)
+        self._sessions = _Sessions(kernels, options, providers, frugal=checkpoint is not None)
+        threads = self._sessions.threads
         self._parts = parts = [
-            _Part(step, kernels, on_cpu=on_cpu, checkpoint=checkpoint) for step in steps
+            _Part(step, kernels, threads, on_cpu=on_cpu, checkpoint=checkpoint) for step in steps
         ]
         in_place = kernels == "onnx" and len(parts) == 1  # else a later run might fail
         for number, part in enumerate(parts):
@@ -115,7 +118,6 @@ class Execution:
                 second = first.copy() if name in self._updated_by else first
                 self.variables[name] = Variable((first, second))
         self.assign(values)
-        self._sessions = _Sessions(kernels, options, providers, frugal=checkpoint is not None)
         self._runs: dict[Shapes | None, list[list[_Run]]] = {}
         self._gain = on_cpu and any(part.gains for part in parts)
         if not self._gain:
@@ -220,6 +222,7 @@ class _Part:
     Args:
         step: The part; not to be used afterwards.
         kernels: ``"onnx"`` or ``"python"``, for optimizer nodes.
+        threads: How many share the chunks of large updates.
         on_cpu: Whether onnxruntime's CPU provider runs it.
         checkpoint: What is kept for the backward pass.
 
@@ -230,7 +233,13 @@ class _Part:
     """
 
     def __init__(
-        self, step: Step, kernels: Kernels, *, on_cpu: bool, checkpoint: Checkpoint | None
+        self,
+        step: Step,
+        kernels: Kernels,
+        threads: int,
+        *,
+        on_cpu: bool,
+        checkpoint: Checkpoint | None,
     ) -> None:
         self._step = step
         self._on_cpu = on_cpu
@@ -243,11 +252,11 @@ class _Part:
         groups, self._left = split(graph, step.updates, step.feeds, step.outputs, keep=keep)
         size = sum(group.size for group in groups)
         self.joined = kernels == "onnx" and size <= _JOINED
-        chunk = _JOINED if self.joined else _CHUNK
+        chunk = sys.maxsize if self.joined else _CHUNK
         if on_cpu and not self.joined and kernels == "onnx" and block_size() is not None:
             for group in groups:
                 scaled_sums.insert(group.formula, group.updated)
-        self.packed = [Packed(group, chunk) for group in groups]
+        self.packed = [Packed(group, chunk, threads) for group in groups]
         if not self.joined:  # what only updates read is no input of the graph of gradients
             fed = {
                 name for group in groups for role in group.roles if role.fed for name in role.names

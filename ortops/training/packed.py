@@ -39,24 +39,28 @@ class Packed:
 
     Args:
         group: The group.
-        chunk: How many elements are updated at a time.
+        chunk: How many elements are updated at a time, at most.
+        threads: How many share the chunks, which are as many for each.
 
     Attributes:
         group: The group.
         rows: The number of chunks.
-        chunk: The shape of each, which is of fewer elements than asked for if there are fewer.
+        chunk: The shape of each.
         sizes: The elements that each member takes, rounded up.
         shape: The shape of an array: that of a chunk, after the number of chunks if it is not 1.
         arrays: By a role's index its array, and the one that takes turns with it.
     """
 
-    def __init__(self, group: Group, chunk: int) -> None:
+    def __init__(self, group: Group, chunk: int, threads: int) -> None:
         self.group = group
         self.sizes = [_round_up(math.prod(shape), _ALIGNMENT) for shape in group.shapes]
         total = sum(self.sizes)
-        self.sizes[-1] += -total % MULTIPLE
-        self.rows = -(-total // chunk)
-        self.chunk = arranged(chunk if self.rows > 1 else sum(self.sizes))
+        rows = -(-total // chunk)
+        self.rows = _round_up(rows, threads) if rows > 1 else 1
+        length = _round_up(-(-total // self.rows), MULTIPLE)
+        if self.rows == 1:
+            self.sizes[-1] += length - total
+        self.chunk = arranged(length)
         self.shape = self.chunk if self.rows == 1 else (self.rows, *self.chunk)
         self.arrays: dict[int, tuple[Array, Array]] = {}
 
