@@ -214,9 +214,18 @@ def set_later(tensor: onnx.TensorProto, data: Data, array: Callable[[], npt.NDAr
 def copy_to_memory(data: Data) -> Data:
     """Returns data that neither a file nor another model can change."""
     return {
-        location: ir.Tensor(np.array(tensor.numpy(), order="C"), dtype=tensor.dtype)
+        location: ir.Tensor(_copied(tensor.numpy()), dtype=tensor.dtype)
         for location, tensor in data.items()
     }
+
+
+def _copied(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    owner: object = array
+    while isinstance(owner, np.ndarray) and owner.base is not None:
+        owner = owner.base
+    if isinstance(owner, bytes):  # which a message hands out as copies, and nobody can change
+        return array
+    return np.array(array, order="C")
 
 
 def attach(proto: onnx.ModelProto, data: Data) -> onnx.ModelProto:
