@@ -13,6 +13,7 @@ import pytest
 
 from ortops import Tape, op
 from ortops.lowering import to_proto
+from ortops.tensor import Names
 from ortops.training.cross_entropy import expand_losses
 
 LOSSES = ("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss")
@@ -28,7 +29,7 @@ def expanded(
         for number, result in enumerate(results):
             tape.output(result, f"y{number}")
     model = ir.from_proto(tape.model())
-    expand_losses(model.graph)
+    expand_losses(model.graph, Names(model.graph))
     return model
 
 
@@ -89,7 +90,7 @@ def test_what_is_not_plain_stays(kind: str) -> None:
         labels = tape.input("labels", np.int64, [4])
         tape.output(getattr(op, kind)(scores, labels, np.ones(3, np.float32)), "loss")
     model = ir.from_proto(tape.model())
-    expand_losses(model.graph)
+    expand_losses(model.graph, Names(model.graph))
     assert operators(model) == {kind: 1}
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from ortops import Tape, Tensor, op
 from ortops.lowering import to_proto
+from ortops.tensor import Names
 from ortops.training.order import put_last_results_first
 from ortops.training.products import improve_products
 
@@ -52,7 +53,7 @@ def improved(
     }
     model = build(function, inputs, dtype)
     before = run(to_proto(model), feeds)
-    improve_products(model.graph)
+    improve_products(model.graph, Names(model.graph))
     after = to_proto(model)
     for one, other in zip(before, run(after, feeds), strict=True):
         assert one.shape == other.shape
@@ -208,7 +209,7 @@ def test_a_transposed_result_that_is_put_out_stays() -> None:
     graph.outputs.append(product.outputs[0])
     tape = Tape(graph)
     graph.outputs.append(op.Transpose(tape.tensor(product.outputs[0]), perm=[0, 2, 1]).value)
-    improve_products(graph)
+    improve_products(graph, Names(graph))
     assert [node.op_type for node in graph] == ["MatMul", "Identity", "Transpose"]
 
 

@@ -14,13 +14,13 @@ from ortops.tensor import Names, Tape, Tensor, op
 __all__ = ["expand_losses"]
 
 
-def expand_losses(graph: ir.Graph) -> None:
+def expand_losses(graph: ir.Graph, names: Names) -> None:
     """Takes losses apart that have no weights and count all labels.
 
     Args:
         graph: A lowered graph; changed in place.
+        names: The names taken in it.
     """
-    names = Names(graph)
     for node in list(graph):
         if not _is_plain(node):
             continue

@@ -313,8 +313,9 @@ class _Part:
         """Makes a lowered model the part's own."""
         self._model, self._graph = model, model.graph
         if self._on_cpu:
-            expand_losses(model.graph)
-            improve_products(model.graph)
+            names = Names(model.graph)
+            expand_losses(model.graph, names)
+            improve_products(model.graph, names)
         if self._checkpoint is not None:
             feeds, shown = self._step.feeds, self._step.outputs
             recompute(model.graph, self._checkpoint, feeds, shown, self._pinned)

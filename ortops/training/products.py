@@ -30,11 +30,11 @@ _MOVES = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 """Operators that leave the numbers of their first input as they are."""
 
 
-def improve_products(graph: ir.Graph) -> None:
-    """Applies all of this module to a lowered graph, in place."""
-    absorb_transposes(graph)
-    absorb_scales(graph)
-    sum_rows_by_products(graph)
+def improve_products(graph: ir.Graph, names: Names) -> None:
+    """Applies all of this module to a lowered graph, in place; `names` are those taken in it."""
+    absorb_transposes(graph, names)
+    absorb_scales(graph, names)
+    sum_rows_by_products(graph, names)
     if any(node.domain == FUSED_DOMAIN for node in graph):
         graph.opset_imports.setdefault(FUSED_DOMAIN, 1)
 
@@ -42,15 +42,15 @@ def improve_products(graph: ir.Graph) -> None:
 # ------------------------------------------------------------------------------------- transposes
 
 
-def absorb_transposes(graph: ir.Graph) -> None:
+def absorb_transposes(graph: ir.Graph, names: Names) -> None:
     """Lets products transpose the matrices that they read, and those that they give.
 
     What is left of a Transpose moves whole rows, which is faster than moving single numbers.
 
     Args:
         graph: A lowered graph; changed in place.
+        names: The names taken in it.
     """
-    names = Names(graph)
     made: dict[tuple[ir.Value, tuple[int, ...]], ir.Value] = {}
     for node in list(graph):
         if not _is_product(node) and not _is_gemm(node):
@@ -186,13 +186,13 @@ def _fused(
 # ----------------------------------------------------------------------------------------- scales
 
 
-def absorb_scales(graph: ir.Graph) -> None:
+def absorb_scales(graph: ir.Graph, names: Names) -> None:
     """Lets products do what multiplications by one constant number do before or behind them.
 
     Args:
         graph: A lowered graph; changed in place.
+        names: The names taken in it.
     """
-    names = Names(graph)
     for node in list(graph):
         found = _scale(node)
         if found is None:
@@ -276,13 +276,13 @@ def _scale_product(graph: ir.Graph, names: Names, node: ir.Node, factor: float) 
 # ------------------------------------------------------------------------------------------ rows
 
 
-def sum_rows_by_products(graph: ir.Graph) -> None:
+def sum_rows_by_products(graph: ir.Graph, names: Names) -> None:
     """Replaces sums over all axes but the last by products with ones.
 
     Args:
         graph: A lowered graph; changed in place.
+        names: The names taken in it.
     """
-    names = Names(graph)
     sizes = _Sizes(graph, names)
     for node in list(graph):
         x = _summed_rows(node)
