@@ -25,6 +25,7 @@ from models.resnet import resnet
 from models.transformer import transformer
 from ortops import TrainingSession, build_training_model
 from ortops.optimizers import SGD, Adagrad, Adam, AdamW, Momentum, Optimizer
+from ortops.training import execution
 
 pytestmark = pytest.mark.torch
 
@@ -172,6 +173,14 @@ def test_trains_as_torch_does(model: str, optimizer: str) -> None:
     assert deviation(state, weights, initial(proto)) < WEIGHT_BOUND
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_updates_apart_from_gradients_train_so_too(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execution, "_JOINED", -1)  # as in larger models
+    test_trains_as_torch_does("mlp", optimizer)
+
+
 def test_the_bounds_can_fail() -> None:
     definition = MODELS["mlp"]
     proto = definition.build()
@@ -219,7 +228,7 @@ def adam_oracle(
     return losses, values(module)
 
 
-@pytest.mark.parametrize("kernels", ["onnx", "python"])
+@pytest.mark.parametrize("way", ["joined", "apart", "python"])
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -230,7 +239,12 @@ def adam_oracle(
     ids=["Adam", "Adam, settings", "AdamW"],
 )
 @pytest.mark.parametrize("model", MODELS)
-def test_adam_is_the_specifications(model: str, optimizer: Any, kernels: str) -> None:
+def test_adam_is_the_specifications(
+    model: str, optimizer: Any, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "apart":
+        monkeypatch.setattr(execution, "_JOINED", -1)
+    kernels = "python" if way == "python" else "onnx"
     definition = MODELS[model]
     proto = definition.build()
     expected, weights = adam_oracle(proto, definition, optimizer)
