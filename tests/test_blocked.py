@@ -298,6 +298,20 @@ def test_first_of_equal_elements_is_the_maximum() -> None:
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("pooled", [False, True], ids=["", "pooled"])
+def test_a_root_of_zero_gives_no_nan(pooled: bool) -> None:
+    def build(x: Tensor, w: Tensor) -> Tensor:
+        y = op.Relu(op.Conv(x, w))  # its cotangent is infinite where it is zero
+        return op.Sqrt(op.MaxPool(y, kernel_shape=[1, 2], strides=[1, 2]) if pooled else y)
+
+    shapes = {"x": (2, B, 6, 6), "w": (B, B, 1, 1)}
+    ours = check(build, shapes)
+    _, feeds = with_gradients(build, shapes)
+    y, *others = run(ours, feeds)
+    assert not y.all()
+    assert all(np.isfinite(each).all() for each in others)
+
+
 def test_pooling_of_an_activation_that_is_read_elsewhere() -> None:
     def build(x: Tensor, w: Tensor) -> Tensor:
         y = op.Relu(op.Conv(x, w))

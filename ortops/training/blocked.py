@@ -38,6 +38,20 @@ _ELEMENTWISE = frozenset(
 )
 """Operators that mean the same whatever order the numbers of their inputs are in."""
 
+_FINITE = frozenset(
+    {
+        *("Add", "AveragePool", "BatchNormalization", "Cast", "Clip", "Concat", "Conv", "Dropout"),
+        *("ConvTranspose", "Elu", "Erf", "Expand", "Flatten", "Gather", "Gelu", "Gemm"),
+        *("GlobalAveragePool", "GlobalMaxPool", "HardSigmoid", "HardSwish", "Identity"),
+        *("GroupNormalization", "InstanceNormalization", "LayerNormalization", "LeakyRelu"),
+        *("LogSoftmax", "MatMul", "MaxPool", "Mish", "Mul", "Neg", "NegativeLogLikelihoodLoss"),
+        *("Pad", "PRelu", "ReduceMax", "ReduceMean", "ReduceSum", "Relu", "Reshape", "Resize"),
+        *("Shape", "Sigmoid", "Slice", "Softmax", "SoftmaxCrossEntropyLoss", "Softplus", "Split"),
+        *("Squeeze", "Sub", "Sum", "Tanh", "Transpose", "Unsqueeze", "Where"),
+    }
+)
+"""Operators through which a finite cotangent stays finite, unlike through a root of zero."""
+
 
 @functools.cache
 def block_size() -> int | None:
@@ -134,6 +148,8 @@ class _Insertion:
         self.tape = Tape(graph)
         self.twins: dict[ir.Value, Tensor] = {}
         self.entered: dict[ir.Value, Tensor] = {}
+
+        self.unbounded = _reach_unbounded(graph)
 
     def run(self) -> None:
         for node in list(self.graph):
@@ -260,7 +276,8 @@ class _Insertion:
     def _relu(self, node: ir.Node) -> None:
         x = self._twin(node.inputs[0])
         if x is not None:
-            (self.twins[node.outputs[0]],) = self._emit("Relu", [x], [sizes(x)])
+            exact = int(node.outputs[0] in self.unbounded)
+            (self.twins[node.outputs[0]],) = self._emit("Relu", [x], [sizes(x)], exact=exact)
 
     def _elementwise(self, node: ir.Node) -> None:
         xs = [self._twin(value) for value in node.inputs]
@@ -304,10 +321,25 @@ class _Insertion:
         swap = swap and len(node.inputs[0].uses()) == 1 and not node.inputs[0].is_graph_output()  # type: ignore[union-attr]
         if swap and before is not None:
             x = self.tape.tensor(before)
-        (y,) = self._emit("MaxPool", [x], [shape], block=self.size, kernel_shape=list(kernel))
+        exact = int(node.outputs[0] in self.unbounded)
+        (y,) = self._emit(
+            "MaxPool", [x], [shape], block=self.size, kernel_shape=list(kernel), exact=exact
+        )
         if swap:
-            (y,) = self._emit("Relu", [y], [shape])
+            (y,) = self._emit("Relu", [y], [shape], exact=exact)
         self.twins[node.outputs[0]] = y
+
+
+def _reach_unbounded(graph: ir.Graph) -> set[ir.Value]:
+    """Returns the values behind which there are operators that may make a cotangent infinite."""
+    found: set[ir.Value] = set()
+    for node in reversed(list(graph)):
+        if node.domain == BOUND_DOMAIN:  # which is not a part of the forward pass
+            continue
+        bounded = not node.domain and node.op_type in _FINITE
+        if not bounded or not found.isdisjoint(node.outputs):
+            found |= {value for value in node.inputs if value is not None}
+    return found
 
 
 def _next(node: ir.Node) -> ir.Node | None:
@@ -426,11 +458,13 @@ def _expand_affine(x: Tensor, factor: Tensor, shift: Tensor) -> tuple[Tensor, ..
     return (affine(x, factor, shift),)
 
 
-def _expand_relu(x: Tensor) -> tuple[Tensor, ...]:
+def _expand_relu(x: Tensor, *, exact: int) -> tuple[Tensor, ...]:
     return (op.Relu(x),)
 
 
-def _expand_max_pool(x: Tensor, *, block: int, kernel_shape: Sequence[int]) -> tuple[Tensor, ...]:
+def _expand_max_pool(
+    x: Tensor, *, block: int, kernel_shape: Sequence[int], exact: int
+) -> tuple[Tensor, ...]:
     n, channels, *lengths = sizes(x)
     counts = [length // step for length, step in zip(lengths, kernel_shape, strict=True)]
     attributes = {"kernel_shape": list(kernel_shape), "strides": list(kernel_shape)}

@@ -54,7 +54,9 @@ def _unblock(g: Tensor, y: Tensor, x: Tensor, *, block: int) -> Cotangents:
 
 
 @vjp("Relu", domain=DOMAIN)
-def _relu(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+def _relu(g: Tensor, y: Tensor, x: Tensor, *, exact: int) -> Cotangents:
+    if exact:  # g may be infinite, and a product with 0 would be NaN
+        return cast(Tensor, op.Where(y > 0, g, 0))
     # 1 where y > 0, else 0: Where takes five times as long as a product.
     mask: Tensor = op.HardSigmoid(y, alpha=_STEEP, beta=0.0)
     return g * mask
@@ -69,7 +71,7 @@ def _global_average_pool(g: Tensor, y: Tensor, x: Tensor, *, block: int) -> Cota
 
 @vjp("MaxPool", domain=DOMAIN)
 def _max_pool(
-    g: Tensor, y: Tensor, x: Tensor, *, block: int, kernel_shape: Sequence[int]
+    g: Tensor, y: Tensor, x: Tensor, *, block: int, kernel_shape: Sequence[int], exact: int
 ) -> Cotangents:
     # The windows tile x. Of equal elements the first one is the maximum, as in PyTorch: each in
     # turn takes what is left of the cotangent if it is as large as the maximum.
@@ -92,9 +94,14 @@ def _max_pool(
                 add=below,
                 group=channels,
             )
-            taken = left * op.HardSigmoid(difference, alpha=_STEEP, beta=1.0)
-            if (row, column) != (rows - 1, columns - 1):
-                left = left - taken
+            is_last = (row, column) == (rows - 1, columns - 1)
+            if exact:
+                chosen_here = difference >= 0
+                taken = op.Where(chosen_here, left, 0)
+                left = left if is_last else op.Where(chosen_here, 0, left)
+            else:
+                taken = left * op.HardSigmoid(difference, alpha=_STEEP, beta=1.0)
+                left = left if is_last else left - taken
             parts.append(reshape(taken, *line, 1, block))
         lines.append(reshape(op.Concat(*parts, axis=2), line[0], 1, whole[1] * block))
     dx = reshape(op.Concat(*lines, axis=1), n * channels // block, *whole, block)
