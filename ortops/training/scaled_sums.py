@@ -35,8 +35,8 @@ def arranged(size: int) -> tuple[int, int, int, int]:
 def insert(formula: ir.Graph, updated: Container[ir.Value]) -> None:
     """Makes of the sums in an update's formula single nodes, which only `expand` understands.
 
-    A running mean p of q, a · p + (1 - a) · q, becomes p + (1 - a) · (q - p), which scales once. The
-    next value of a mean that is infinite is NaN then: no training comes back from there.
+    A running mean p of q, a · p + (1 - a) · q, becomes p + (1 - a) · (q - p), which scales once.
+    The next value of a mean that is infinite is NaN then: no training comes back from there.
 
     Args:
         formula: See `ortops.training.split.Group`; changed in place.
