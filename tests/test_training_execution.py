@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnx import numpy_helper
 from training_models import (
     affine,
     affine_batch,
@@ -354,3 +355,49 @@ def test_a_gradient_that_is_fed_and_read_elsewhere(monkeypatch: pytest.MonkeyPat
     before = session.state["w0"].copy()
     assert session.step({"w0_gradient": gradient})["largest"] == 19
     np.testing.assert_allclose(session.state["w0"], before - np.float32(1e-2) * gradient, rtol=1e-6)
+
+
+def test_nothing_but_an_update(way: str) -> None:
+    rate = numpy_helper.from_array(np.float32(0.5))
+    count = numpy_helper.from_array(np.int64(1))
+    nodes = [
+        onnx.helper.make_node("Constant", [], ["R"], value=rate),
+        onnx.helper.make_node("Constant", [], ["T"], value=count),
+        onnx.helper.make_node(
+            "Adagrad",
+            ["R", "T", "w", "g", "h"],
+            ["w_new", "h_new"],
+            domain="ai.onnx.preview.training",
+            epsilon=0.0,
+        ),
+    ]
+    w, h = np.ones(600, np.float32), np.zeros(600, np.float32)
+    weights, state = numpy_helper.from_array(w, "w"), numpy_helper.from_array(h, "h")
+
+    def shown(name: str) -> onnx.ValueInfoProto:
+        return onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [600])
+
+    identity = onnx.helper.make_node("Identity", ["w"], ["y"])
+    model = onnx.helper.make_model(
+        onnx.helper.make_graph([identity], "model", [], [shown("y")], [weights]),
+        opset_imports=[
+            onnx.helper.make_opsetid(*pair) for pair in (("", 21), ("ai.onnx.preview.training", 1))
+        ],
+        ir_version=10,
+    )
+    entry = model.training_info.add()
+    entry.algorithm.CopyFrom(
+        onnx.helper.make_graph(
+            nodes, "algorithm", [shown("g")], [shown("w_new"), shown("h_new")], [state]
+        )
+    )
+    for key in ("w", "h"):
+        entry.update_binding.add(key=key, value=f"{key}_new")
+    session = TrainingSession(model)
+    for _ in range(3):
+        g = np.random.default_rng(3).uniform(1, 2, 600).astype(np.float32)
+        assert session.step({"g": g}) == {}
+        h = h + g * g
+        w = w - np.float32(0.5) * g / np.sqrt(h)
+    np.testing.assert_allclose(session.state["w"], w, rtol=1e-5)
+    np.testing.assert_allclose(session.state["h"], h, rtol=1e-6)

@@ -353,7 +353,9 @@ class _Part:
         """Opens the sessions."""
         self._constants = external.move_to_inputs(self._model)
         apart = [] if self.joined else self.packed
-        self._session = sessions.open(to_proto(self._model), spin=not apart)
+        self._session: InferenceSession | None = None  # as if all gradients are fed
+        if self._graph.outputs:
+            self._session = sessions.open(to_proto(self._model), spin=not apart)
         self._updates = [_Update(packed, sessions) for packed in apart]
 
     def bind(self, buffers: Callable[[str], tuple[Array, Array]], turn: int) -> _Run:
@@ -457,7 +459,7 @@ class _Run:
     """One part of a step, bound to memory.
 
     Args:
-        session: The graph of gradients.
+        session: The graph of gradients; None if it gives nothing.
         read: The arrays of its inputs, but feeds.
         written: Outputs, and the arrays that they are written to.
         shown: The outputs that a caller may want.
@@ -467,7 +469,7 @@ class _Run:
 
     def __init__(
         self,
-        session: InferenceSession,
+        session: InferenceSession | None,
         read: Mapping[str, Array],
         written: Mapping[str, Array],
         shown: Sequence[str],
@@ -480,7 +482,8 @@ class _Run:
         self._shown = shown
         self._copies = copies
         self._updates = updates
-        self._feeds = {value.name for value in session.get_inputs()} - read.keys()
+        inputs = [] if session is None else session.get_inputs()
+        self._feeds = {value.name for value in inputs} - read.keys()
         self._bindings: dict[tuple[str, ...], onnxruntime.IOBinding] = {}
 
     @property
@@ -492,11 +495,13 @@ class _Run:
         self, feeds: Mapping[str, Array], wanted: Sequence[str] | None
     ) -> dict[str, Array]:
         """Runs the graph of gradients, and returns the outputs that are wanted."""
+        if self._session is None:
+            return {}
         names = tuple(n for n in self._shown if wanted is None or n in wanted)
         fetched = tuple(name for name in names if name not in self._written)
         binding = self._bindings.get(fetched)
         if binding is None:
-            binding = self._bindings[fetched] = self._bind()
+            binding = self._bindings[fetched] = self._bind(self._session)
         for name in self._feeds:
             binding.bind_cpu_input(name, feeds[name])
         for name in fetched:  # anew: onnxruntime would write into the last step's
@@ -512,8 +517,8 @@ class _Run:
             shown |= {n: _copied(found[first + i].numpy()) for i, n in enumerate(fetched)}
         return shown
 
-    def _bind(self) -> onnxruntime.IOBinding:
-        binding = self._session.io_binding()
+    def _bind(self, session: InferenceSession) -> onnxruntime.IOBinding:
+        binding = session.io_binding()
         for name, array in self._read.items():
             binding.bind_ortvalue_input(name, ort_value(array))
         for name, array in self._written.items():
