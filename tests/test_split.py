@@ -20,7 +20,7 @@ def _split(optimizer: object) -> tuple[list[Group], dict[str, str]]:
     graph = step.model.graph
     remove_defaults(graph, step.variables)
     lower_optimizers(graph, Names(graph), lambda node: True)
-    return split(graph, step.updates, step.outputs)
+    return split(graph, step.updates, step.feeds, step.outputs)
 
 
 def test_one_formula_serves_all_parameters_and_scalars_are_computed_outside() -> None:
