@@ -47,11 +47,7 @@ def text(results: dict[str, Any]) -> Iterator[str]:
 def _cell(goal: Any) -> str:
     if goal is None:
         return ""
-    return f"{_short(statistics.median(goal['values']))} ({_short(goal['target'])})"
-
-
-def _short(value: float) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".")
+    return f"{statistics.median(goal['values']):.2f} ({goal['target']:g})"
 
 
 def main() -> int:
