@@ -357,12 +357,15 @@ def test_a_gradient_that_is_fed_and_read_elsewhere(monkeypatch: pytest.MonkeyPat
     np.testing.assert_allclose(session.state["w0"], before - np.float32(1e-2) * gradient, rtol=1e-6)
 
 
-def test_nothing_but_an_update(way: str) -> None:
-    rate = numpy_helper.from_array(np.float32(0.5))
-    count = numpy_helper.from_array(np.int64(1))
+@pytest.mark.parametrize("in_nodes", [False, True], ids=["initializers", "nodes"])
+def test_nothing_but_an_update(in_nodes: bool, way: str, capfd: pytest.CaptureFixture[str]) -> None:
+    numbers = [
+        numpy_helper.from_array(np.float32(0.5), "R"),
+        numpy_helper.from_array(np.int64(1), "T"),  # which Adagrad does not read without decay
+    ]
+    constants = [onnx.helper.make_node("Constant", [], [n.name], value=n) for n in numbers]
     nodes = [
-        onnx.helper.make_node("Constant", [], ["R"], value=rate),
-        onnx.helper.make_node("Constant", [], ["T"], value=count),
+        *(constants if in_nodes else []),
         onnx.helper.make_node(
             "Adagrad",
             ["R", "T", "w", "g", "h"],
@@ -388,7 +391,11 @@ def test_nothing_but_an_update(way: str) -> None:
     entry = model.training_info.add()
     entry.algorithm.CopyFrom(
         onnx.helper.make_graph(
-            nodes, "algorithm", [shown("g")], [shown("w_new"), shown("h_new")], [state]
+            nodes,
+            "algorithm",
+            [shown("g")],
+            [shown("w_new"), shown("h_new")],
+            [state, *([] if in_nodes else numbers)],
         )
     )
     for key in ("w", "h"):
@@ -401,3 +408,4 @@ def test_nothing_but_an_update(way: str) -> None:
         w = w - np.float32(0.5) * g / np.sqrt(h)
     np.testing.assert_allclose(session.state["w"], w, rtol=1e-5)
     np.testing.assert_allclose(session.state["h"], h, rtol=1e-6)
+    assert not capfd.readouterr().err  # onnxruntime has nothing to warn of

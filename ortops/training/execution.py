@@ -324,6 +324,9 @@ class _Part:
         if self.joined:
             self._join()
         put_last_results_first(model.graph)
+        for name, value in list(model.graph.initializers.items()):
+            if not value.uses() and not value.is_graph_output():  # onnxruntime would warn
+                del model.graph.initializers[name]
 
     def _join(self) -> None:
         """Puts the packed updates into the graph of gradients."""
