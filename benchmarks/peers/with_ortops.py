@@ -36,11 +36,11 @@ def make(
     session = TrainingSession(task.trainable(optimizer), kernels=kernels, sess_options=sess_options)
     batches = task.batches()
     feeds = itertools.cycle(batches)
-    loss = "loss" if task.network != UPDATE else None
+    shown = ["loss"] if task.network != UPDATE else []
 
     def step() -> Any:
-        outputs = session.step(next(feeds))
-        return None if loss is None else outputs[loss].item()
+        outputs = session.step(next(feeds), outputs=shown)
+        return outputs["loss"].item() if shown else None
 
     def steps() -> Any:
         return session.run_steps(batches)

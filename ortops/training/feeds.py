@@ -102,7 +102,9 @@ class _Labels:
                 f"feeds: '{self.name}' has shape {list(labels.shape)}, so that there is nothing to "
                 "compute a loss from; a batch has at least one row"
             )
-        if labels.min() >= 0 and (self.classes is None or labels.max() < self.classes):
+        bits = 8 * labels.itemsize
+        largest = labels.view(f"u{labels.itemsize}").max()  # that of negative ones, if any
+        if largest < (self.classes or 2 ** (bits - 1)):
             return
         outside = labels < 0 if self.classes is None else (labels < 0) | (labels >= self.classes)
         wrong = labels[outside & (labels != self.ignored)]
