@@ -20,7 +20,7 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortops import gradient
-from ortops.autodiff import ancestor_nodes, attribute_value
+from ortops.autodiff import attribute_value
 from ortops.gradient import BOUND_DOMAIN
 from ortops.lowering import Keep, lower_prepared
 from ortops.rules import convolution
@@ -29,6 +29,7 @@ from ortops.training import blocked_nodes as nodes
 from ortops.training import blocked_rules as rules
 from ortops.training.blocked_nodes import KERNEL_DOMAIN, affine, sizes
 from ortops.training.blocked_rules import DOMAIN
+from ortops.training.rectified import is_of_higher_order, reach_unbounded
 
 __all__ = ["block_size", "gains_from_sizes", "lower_blocked"]
 
@@ -37,20 +38,6 @@ _ELEMENTWISE = frozenset(
     | {"Tanh"}
 )
 """Operators that mean the same whatever order the numbers of their inputs are in."""
-
-_FINITE = frozenset(
-    {
-        *("Add", "AveragePool", "BatchNormalization", "Cast", "Clip", "Concat", "Conv", "Dropout"),
-        *("ConvTranspose", "Elu", "Erf", "Expand", "Flatten", "Gather", "Gelu", "Gemm"),
-        *("GlobalAveragePool", "GlobalMaxPool", "HardSigmoid", "HardSwish", "Identity"),
-        *("GroupNormalization", "InstanceNormalization", "LayerNormalization", "LeakyRelu"),
-        *("LogSoftmax", "MatMul", "MaxPool", "Mish", "Mul", "Neg", "NegativeLogLikelihoodLoss"),
-        *("Pad", "PRelu", "ReduceMax", "ReduceMean", "ReduceSum", "Relu", "Reshape", "Resize"),
-        *("Shape", "Sigmoid", "Slice", "Softmax", "SoftmaxCrossEntropyLoss", "Softplus", "Split"),
-        *("Squeeze", "Sub", "Sum", "Tanh", "Transpose", "Unsqueeze", "Where"),
-    }
-)
-"""Operators through which a finite cotangent stays finite, unlike through a root of zero."""
 
 
 @functools.cache
@@ -93,8 +80,13 @@ def gains_from_sizes(model: ir.Model) -> bool:
     ) and not (block_size() is None or is_of_higher_order(model.graph))
 
 
-def lower_blocked(model: ir.Model, *, keep: Keep | None = None) -> ir.Model:
-    """Lowers a prepared model like `lower_prepared`, with convolutions in the blocked layout.
+def lower_blocked(
+    model: ir.Model,
+    lower: Callable[..., ir.Model] = lower_prepared,
+    *,
+    keep: Keep | None = None,
+) -> ir.Model:
+    """Lowers a prepared model with convolutions in the blocked layout.
 
     The result is for onnxruntime's CPU provider on this machine only. Convolutions whose shapes are
     not known as numbers stay as they are, and so does everything where there are no such kernels or
@@ -102,28 +94,19 @@ def lower_blocked(model: ir.Model, *, keep: Keep | None = None) -> ir.Model:
 
     Args:
         model: The model, in place.
-        keep: See `lower_prepared`.
+        lower: `ortops.lowering.lower_prepared`, or what does more.
+        keep: See there.
 
     Returns:
         The lowered model.
     """
-    size = block_size()
-    if size is None or is_of_higher_order(model.graph):
-        return lower_prepared(model, keep=keep)
+    size = block_size() if gains_from_sizes(model) else None
+    if size is None:
+        return lower(model, keep=keep)
     insert(model.graph, size)
-    lower_prepared(model, keep=keep)
+    lower(model, keep=keep)
     expand(model.graph)
     return model
-
-
-def is_of_higher_order(graph: ir.Graph) -> bool:
-    """Whether a gradient is taken of what another gradient is part of."""
-    return any(
-        other.domain == BOUND_DOMAIN
-        for node in ir.traversal.RecursiveGraphIterator(graph)
-        if node.domain == BOUND_DOMAIN and node.inputs[-1] is not None
-        for other in ancestor_nodes(node.inputs[-1], set())
-    )
 
 
 # ------------------------------------------------------------------------------------- insertion
@@ -149,7 +132,7 @@ class _Insertion:
         self.twins: dict[ir.Value, Tensor] = {}
         self.entered: dict[ir.Value, Tensor] = {}
 
-        self.unbounded = _reach_unbounded(graph)
+        self.unbounded = reach_unbounded(graph)
 
     def run(self) -> None:
         for node in list(self.graph):
@@ -328,18 +311,6 @@ class _Insertion:
         if swap:
             (y,) = self._emit("Relu", [y], [shape], exact=exact)
         self.twins[node.outputs[0]] = y
-
-
-def _reach_unbounded(graph: ir.Graph) -> set[ir.Value]:
-    """Returns the values behind which there are operators that may make a cotangent infinite."""
-    found: set[ir.Value] = set()
-    for node in reversed(list(graph)):
-        if node.domain == BOUND_DOMAIN:  # which is not a part of the forward pass
-            continue
-        bounded = not node.domain and node.op_type in _FINITE
-        if not bounded or not found.isdisjoint(node.outputs):
-            found |= {value for value in node.inputs if value is not None}
-    return found
 
 
 def _next(node: ir.Node) -> ir.Node | None:

@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -42,11 +43,13 @@ from ortops.training.cross_entropy import expand_losses
 from ortops.training.order import put_last_results_first
 from ortops.training.packed import Packed, Variable
 from ortops.training.products import improve_products
+from ortops.training.rectified import lower_rectified
 from ortops.training.recurrent import lower_recurrent
 from ortops.training.repetition import LOSSES, repeat, stacked, state_output
 from ortops.training.sizes import bind_sizes
 from ortops.training.split import split
 from ortops.training.step_graph import Step, remove_defaults
+from ortops.training.transposed import has_wide_layers, transpose_activations
 
 __all__ = ["Execution", "errors_as_ours", "open_session", "ort_value"]
 
@@ -118,10 +121,10 @@ class Execution:
                 second = first.copy() if name in self._updated_by else first
                 self.variables[name] = Variable((first, second))
         self.assign(values)
-        self._runs: dict[Shapes | None, list[list[_Run]]] = {}
+        self._made: dict[Shapes | None, _Made] = {}
         self._gain = on_cpu and any(part.gains for part in parts)
         if not self._gain:
-            self._runs_at(None)
+            self._made_at(None)
 
     def present(self, name: str) -> Array:
         """Returns the present value of a variable: its memory, not a copy."""
@@ -143,7 +146,8 @@ class Execution:
             KernelError: If a run failed; then no variable has changed.
         """
         shown: dict[str, Array] = {}
-        *before, last = (turns[self._turn] for turns in self._runs_for(feeds))
+        shapes = tuple((name, array.shape) for name, array in feeds.items()) if self._gain else ()
+        *before, last = (turns[self._turn] for turns in self._made_for(shapes).runs)
         for part in before:
             shown |= part.differentiate(feeds, wanted)
             part.update(feeds)
@@ -153,38 +157,36 @@ class Execution:
             self._turn = 1 - self._turn
         return shown
 
-    def _runs_for(self, feeds: Mapping[str, Array]) -> list[list[_Run]]:
-        """Returns what runs a batch: graphs made for its shapes, where that gains something.
+    def _made_for(self, shapes: Shapes) -> _Made:
+        """Returns what runs batches of these shapes: made for them, where that gains something.
 
-        Only the first few shapes get graphs of their own, as many as a data set of equal images
+        Only the first few shapes get graphs of their own, as many as a data set of equal samples
         has: that of a batch and that of the last one.
         """
-        if not self._gain:
-            return self._runs[None]
-        shapes = tuple((name, array.shape) for name, array in feeds.items())
-        if shapes in self._runs or len(self._runs) < _SHAPES:
-            return self._runs_at(shapes)
-        return self._runs_at(None)
+        if self._gain and (shapes in self._made or len(self._made) < _SHAPES):
+            return self._made_at(shapes)
+        return self._made_at(None)
 
-    def _runs_at(self, shapes: Shapes | None) -> list[list[_Run]]:
+    def _made_at(self, shapes: Shapes | None) -> _Made:
         """Returns what runs batches of these shapes; None for any."""
-        if shapes not in self._runs:
+        if shapes not in self._made:
             if shapes is None:
                 parts = [part.general for part in self._parts]
             else:
                 parts = [part.at_shapes(dict(shapes)) for part in self._parts]
             for part in parts:
                 part.open(self._sessions)
-            self._runs[shapes] = [
+            runs = [
                 [part.bind(self._buffers_of(number, turn), turn) for turn in (0, 1)]
                 for number, part in enumerate(parts)
             ]
-        return self._runs[shapes]
+            self._made[shapes] = _Made(parts, runs)
+        return self._made[shapes]
 
     @property
     def repeatable(self) -> bool:
         """Whether `steps` can be called: a small model, one training_info entry."""
-        return len(self._parts) == 1 and self._parts[0].general.repeatable
+        return len(self._parts) == 1 and self._parts[0].repeatable
 
     def steps(self, feeds: Mapping[str, Array]) -> Array:
         """Makes several steps in one run.
@@ -198,10 +200,11 @@ class Execution:
         Raises:
             KernelError: If the run failed; then no variable has changed.
         """
-        (part,) = self._parts
+        shapes = tuple((name, array.shape[1:]) for name, array in feeds.items())
+        (part,) = self._made_for(shapes).parts
         given = {stacked(name): array for name, array in feeds.items()}
         buffers = self._buffers_of(0, self._turn)
-        losses = part.general.run_several(self._sessions, buffers, self._turn, given)
+        losses = part.run_several(self._sessions, buffers, self._turn, given)
         self._turn = 1 - self._turn
         return losses
 
@@ -214,6 +217,19 @@ class Execution:
             return both[1 - turn if done else turn], both[1 - turn]
 
         return buffers
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What runs the steps of some shapes.
+
+    Attributes:
+        parts: The parts of a step, with sessions.
+        runs: Each part, bound to memory for steps of even number, and for those of odd number.
+    """
+
+    parts: list[_Part]
+    runs: list[list[_Run]]
 
 
 class _Part:
@@ -267,10 +283,11 @@ class _Part:
         self._repeated: InferenceSession | None = None
         self._keep = keep
         self._pinned = pin(graph, names_in(checkpoint))
-        gains = not self._pinned and gains_from_sizes(step.model)  # which has other tensors
+        gains = gains_from_sizes(step.model) or (on_cpu and has_wide_layers(step.model))
+        gains = gains and not self._pinned  # with other tensors then
         self._prepared = step.model if gains else None
         if self._prepared is None:  # else once it is known for which sizes
-            self._take(self._lowered(step.model, lower_prepared))
+            self._take(self._lowered(step.model))
 
     @property
     def gains(self) -> bool:
@@ -283,7 +300,7 @@ class _Part:
         if self._prepared is None:
             return self
         part = copy.copy(self)
-        part._take(self._lowered(self._prepared.clone(), lower_prepared))
+        part._take(self._lowered(self._prepared.clone()))
         return part
 
     def at_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> _Part:
@@ -300,14 +317,22 @@ class _Part:
         part = copy.copy(self)
         model = self._prepared.clone()
         bind_sizes(model, sizes)
-        part._take(self._lowered(model, lower_blocked))
+        part._take(self._lowered(model, sized=True))
         return part
 
-    def _lowered(self, model: ir.Model, lower: Callable[..., ir.Model]) -> ir.Model:
-        """Lowers a prepared model, in place, to what is fast on its provider."""
-        if self._on_cpu:
-            return lower_recurrent(model, lower, keep=self._keep)
-        return lower(model, keep=self._keep)
+    def _lowered(self, model: ir.Model, *, sized: bool = False) -> ir.Model:
+        """Lowers a prepared model, in place, to what is fast on its provider.
+
+        Args:
+            model: The model.
+            sized: Whether the sizes of its inputs are known.
+        """
+        if not self._on_cpu:
+            return lower_prepared(model, keep=self._keep)
+        lower = functools.partial(lower_rectified, lower=lower_prepared)
+        if sized:
+            lower = functools.partial(lower_blocked, lower=lower)
+        return lower_recurrent(model, lower, keep=self._keep)
 
     def _take(self, model: ir.Model) -> None:
         """Makes a lowered model the part's own."""
@@ -316,6 +341,7 @@ class _Part:
             names = Names(model.graph)
             expand_losses(model.graph, names)
             improve_products(model.graph, names)
+            transpose_activations(model.graph, names)
         if self._checkpoint is not None:
             feeds, shown = self._step.feeds, self._step.outputs
             recompute(model.graph, self._checkpoint, feeds, shown, self._pinned)
@@ -411,7 +437,7 @@ class _Part:
     def repeatable(self) -> bool:
         """Whether several steps can be made in one run."""
         outputs = [*self._left.values(), self._step.loss]
-        read = {value.name for value in self._graph.inputs}
+        read = {value.name for value in self._step.model.graph.inputs}
         alone = len(set(outputs)) == len(outputs)
         return self.joined and bool(self._step.loss) and alone and set(self._left) <= read
 

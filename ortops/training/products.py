@@ -20,6 +20,7 @@ from ortops.tensor import Names, Tape, Tensor, constant_tensor, op, remove_unrea
 __all__ = [
     "absorb_scales",
     "absorb_transposes",
+    "fused_matmul",
     "improve_products",
     "sum_rows_by_products",
 ]
@@ -35,8 +36,6 @@ def improve_products(graph: ir.Graph, names: Names) -> None:
     absorb_transposes(graph, names)
     absorb_scales(graph, names)
     sum_rows_by_products(graph, names)
-    if any(node.domain == FUSED_DOMAIN for node in graph):
-        graph.opset_imports.setdefault(FUSED_DOMAIN, 1)
 
 
 # ------------------------------------------------------------------------------------- transposes
@@ -122,7 +121,7 @@ def _with_flags(
 ) -> Tensor:
     """Emits a product like a node, of other operands and with other flags."""
     if node.op_type == "MatMul":
-        return _fused(tape, operands, flags)
+        return fused_matmul(tape, operands, flags)
     alpha, beta = (node.attributes.get_float(name, 1.0) for name in ("alpha", "beta"))
     others = (tape.tensor(v) for v in (*operands, *node.inputs[2:]) if v is not None)
     product: Tensor = op.Gemm(*others, alpha=alpha, beta=beta, transA=flags[0], transB=flags[1])
@@ -172,14 +171,23 @@ def _swapped(x: Tensor) -> Tensor:
     return x.tape.tensor(ir.Value(shape=ir.Shape([*shape[:-2], shape[-1], shape[-2]])))
 
 
-def _fused(
+def fused_matmul(
     tape: Tape, operands: Sequence[ir.Value], flags: Sequence[int], alpha: float = 1.0
 ) -> Tensor:
+    """Emits FusedMatMul, which multiplies the result by alpha.
+
+    Args:
+        tape: Where to; float32.
+        operands: The factors.
+        flags: For each of them whether to transpose it.
+        alpha: The factor.
+    """
     attributes = [ir.AttrInt64("transA", flags[0]), ir.AttrInt64("transB", flags[1])]
     attributes.append(ir.AttrFloat32("alpha", alpha))
     node = ir.Node(FUSED_DOMAIN, "FusedMatMul", operands, attributes, num_outputs=1)
     node.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
     tape.append(node)
+    tape.graph.opset_imports.setdefault(FUSED_DOMAIN, 1)
     return tape.tensor(node.outputs[0])
 
 
@@ -265,7 +273,7 @@ def _scale_product(graph: ir.Graph, names: Names, node: ir.Node, factor: float) 
         tape.scope = f"{node.name}/"
         y = node.outputs[0]
         operands = [value for value in node.inputs if value is not None]
-        product = _fused(tape, operands, (0, 0), factor)
+        product = fused_matmul(tape, operands, (0, 0), factor)
         replace_value(tape, y, product.with_shape_of(tape.tensor(y)), set())
         graph.remove(node, safe=True)
     else:

@@ -25,7 +25,7 @@ from ortops.lowering import Keep
 from ortops.rules._types import Cotangents
 from ortops.rules.recurrent import scan
 from ortops.tensor import Tape, Tensor, op, remove_unread, size_of
-from ortops.training.blocked import is_of_higher_order
+from ortops.training.rectified import is_of_higher_order
 
 __all__ = ["lower_recurrent"]
 

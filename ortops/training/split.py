@@ -25,10 +25,12 @@ __all__ = ["ELEMENTWISE", "Group", "Role", "is_safe_in_place", "split"]
 
 ELEMENTWISE = frozenset(
     {
-        *("Abs", "Add", "And", "Cast", "Ceil", "Clip", "Div", "Equal", "Erf", "Exp", "Floor"),
-        *("Greater", "GreaterOrEqual", "Identity", "IsInf", "IsNaN", "Less", "LessOrEqual", "Log"),
-        *("Max", "Mean", "Min", "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu", "Round"),
-        *("Sigmoid", "Sign", "Sqrt", "Sub", "Sum", "Tanh", "Where", "Xor"),
+        *("Abs", "Add", "And", "Cast", "Ceil", "Celu", "Clip", "Cos", "Div", "Elu", "Equal", "Erf"),
+        *("Exp", "Floor", "Gelu", "Greater", "GreaterOrEqual", "HardSigmoid", "HardSwish"),
+        *("Identity", "IsInf", "IsNaN", "LeakyRelu", "Less", "LessOrEqual", "Log", "Max", "Mean"),
+        *("Min", "Mish", "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu", "Round", "Selu"),
+        *("Sigmoid", "Sign", "Sin", "Softplus", "Softsign", "Sqrt", "Sub", "Sum", "Tanh", "Where"),
+        *("ThresholdedRelu", "Xor"),
     }
 )
 """Operators that compute each element of their output from the same element of their inputs."""

@@ -1,0 +1,176 @@
+"""Dense layers computed transposed: features along the first axis, samples along the last.
+
+For the private graph of a TrainingSession, where the sizes of a batch are known. onnxruntime copies
+the right factor of a product into an order of its own. In x · Wᵀ that is the weights; in W · xᵀ,
+which holds the same numbers, it is the samples, the smaller of the two in a small batch. And the
+left factor of a weight's gradient, dyᵀ · x, is then there as it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+import onnx_ir as ir
+
+from ortops.gradient import copy_node, replace_value
+from ortops.tensor import Names, Tape, Tensor, op, remove_unread
+from ortops.training.products import fused_matmul
+from ortops.training.split import ELEMENTWISE
+
+__all__ = ["has_wide_layers", "transpose_activations"]
+
+_SAMPLES = 32  # with fewer, the kernels for few rows are faster (measured)
+_RATIO = 2  # of features to samples; with fewer features nothing is gained (measured)
+
+
+def has_wide_layers(model: ir.Model) -> bool:
+    """Whether `transpose_activations` may find something in a model once its sizes are known."""
+    shapes = [node.outputs[0].shape for node in model.graph if _is_product(node)]
+    return any(
+        len(shape) == 2
+        and not isinstance(shape[0], int)
+        and isinstance(shape[1], int)
+        and shape[1] >= _RATIO * _SAMPLES
+        for shape in shapes
+        if shape is not None
+    )
+
+
+def transpose_activations(graph: ir.Graph, names: Names) -> None:
+    """Computes activations of dense layers, and their cotangents, transposed where that pays.
+
+    These are matrices with many features for each sample, which products give, and what is computed
+    from them element by element, where nothing but products reads it.
+
+    Args:
+        graph: A lowered graph, in the forms of `ortops.training.products`; changed in place.
+        names: The names taken in it.
+    """
+    chosen = _choose(graph)
+    twins: dict[ir.Value, ir.Value] = {}
+    tape = Tape(graph, names=names)
+    for node in list(graph):
+        if chosen.isdisjoint((*node.inputs, *node.outputs)):
+            continue
+        tape.before, tape.scope = node, f"{node.name}/"
+        y = node.outputs[0]
+        if _is_product(node):
+            twin = _product(tape, node, twins, transposed=y in chosen)
+        else:
+            twin = _elementwise(tape, node, twins)
+        if y in chosen:
+            twins[y] = twin.value
+        else:
+            replace_value(tape, y, twin.with_shape_of(tape.tensor(y)), set())
+    remove_unread(list(graph))
+
+
+def _choose(graph: ir.Graph) -> set[ir.Value]:
+    """Returns the activations to transpose: as many as take no Transpose node."""
+    put_out = {value for inner in graph.subgraphs() for value in inner.outputs}
+    wide = (value for node in graph for value in node.outputs if _is_wide(value))
+    chosen = {value for value in wide if value not in put_out}
+    everywhere = ir.traversal.RecursiveGraphIterator(graph)
+    nodes = [node for node in everywhere if not chosen.isdisjoint((*node.inputs, *node.outputs))]
+    found = -1
+    while found != len(chosen):
+        found = len(chosen)
+        for node in nodes:
+            if node.graph is not graph or not _takes_transposed(node, chosen):
+                chosen -= {*node.inputs, *node.outputs}
+        nodes.reverse()
+    return chosen
+
+
+def _is_wide(value: ir.Value) -> bool:
+    """Whether a value has many features for each sample, by its shape, and is no output."""
+    if value.shape is None or len(value.shape) != 2 or value.is_graph_output():
+        return False
+    samples, features = value.shape
+    known = isinstance(samples, int) and isinstance(features, int)
+    return known and features >= _RATIO * samples >= _RATIO * _SAMPLES  # type: ignore[operator]
+
+
+def _takes_transposed(node: ir.Node, chosen: Container[ir.Value]) -> bool:
+    """Whether a node can have all that is chosen transposed."""
+    y = node.outputs[0]
+    if _is_product(node):
+        added = node.inputs[2:]
+        return all(value not in chosen for value in added) and (
+            y not in chosen or all(map(_is_small, added))
+        )
+    return (
+        node.op_type in ELEMENTWISE
+        and not node.domain
+        and y in chosen
+        and all(value in chosen or _is_small(value) for value in node.inputs)
+    )
+
+
+def _is_product(node: ir.Node) -> bool:
+    """Whether a node multiplies a matrix of float32 by another one, or a row by a matrix."""
+    left, right = (_rank(value) for value in (*node.inputs, None, None)[:2])
+    product = (node.domain, node.op_type)
+    return (
+        product in (("", "Gemm"), ("", "MatMul"), ("com.microsoft", "FusedMatMul"))
+        and node.outputs[0].dtype == ir.DataType.FLOAT
+        and (left == 2 or (left == 1 and product == ("", "MatMul")))
+        and right == 2
+    )
+
+
+def _is_small(value: ir.Value | None) -> bool:
+    """Whether a value is absent, a number, or a number for each feature."""
+    return value is None or _rank(value) in (0, 1)
+
+
+def _rank(value: ir.Value | None) -> int | None:
+    return None if value is None or value.shape is None else len(value.shape)
+
+
+def _product(
+    tape: Tape, node: ir.Node, twins: Mapping[ir.Value, ir.Value], *, transposed: bool
+) -> Tensor:
+    """Emits a product that reads the twins of its factors, and may give a twin."""
+    a, b, *added = (None if value is None else tape.tensor(value) for value in node.inputs)
+    assert a is not None
+    assert b is not None
+    if a.ndim == 1:
+        return fused_matmul(tape, [a.value, twins[b.value]], [0, 1])
+    factors = [(a, _flag(node, "transA")), (b, _flag(node, "transB"))]
+    if transposed:  # (A B)ᵀ = Bᵀ Aᵀ
+        factors = [(b, not _flag(node, "transB")), (a, not _flag(node, "transA"))]
+        added = [None if c is None else _column(c) for c in added]
+    (left, trans_a), (right, trans_b) = (
+        (tape.tensor(twins[factor.value]), not flag) if factor.value in twins else (factor, flag)
+        for factor, flag in factors
+    )
+    alpha, beta = (node.attributes.get_float(name, 1.0) for name in ("alpha", "beta"))
+    product: Tensor = op.Gemm(
+        left, right, *added, alpha=alpha, beta=beta, transA=int(trans_a), transB=int(trans_b)
+    )
+    return product
+
+
+def _elementwise(tape: Tape, node: ir.Node, twins: Mapping[ir.Value, ir.Value]) -> Tensor:
+    """Emits a node that computes from twins what a node computes element by element."""
+    copies = dict(twins)
+    for value in node.inputs:
+        if value is not None and value not in twins:
+            copies[value] = _column(tape.tensor(value)).value
+    copy = copy_node(node, copies)
+    tape.append(copy)
+    (y,) = copy.outputs
+    assert y.shape is not None
+    y.shape = ir.Shape(y.shape[::-1])
+    return tape.tensor(y)
+
+
+def _column(x: Tensor) -> Tensor:
+    """Returns a vector, whose numbers are those of the features, as a column."""
+    column: Tensor = op.Unsqueeze(x, [1]) if x.ndim == 1 else x
+    return column
+
+
+def _flag(node: ir.Node, name: str) -> bool:
+    return bool(node.attributes.get_int(name, 0))

@@ -1,0 +1,81 @@
+"""Relu whose gradient is a product: the same numbers, and none of it where that is not safe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from ortops import Tensor, convert, op
+from ortops.lowering import lower_prepared, prepare, to_proto
+from ortops.training.rectified import lower_rectified
+from tests.gradient_models import Array, Build, run, with_gradients
+
+
+def rectified(build: Build, shape: tuple[int, ...]) -> tuple[set[str], list[Array]]:
+    """Returns the operators of the lowered graph, and what it computes, which is checked."""
+    model, feeds = with_gradients(build, {"x": shape})
+    feeds["x"][0] = 0
+    standard = to_proto(lower_prepared(prepare(convert.to_ir(model))))
+    ours = to_proto(lower_rectified(prepare(convert.to_ir(model)), lower_prepared))
+    assert {node.domain for node in ours.graph.node} == {""}
+    results = run(ours, feeds)
+    for wanted, found in zip(run(standard, feeds), results, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    return {node.op_type for node in ours.graph.node}, results
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        op.Relu,
+        lambda x: op.Sqrt(x * x + 1) * op.Relu(x),
+        lambda x: op.MatMul(op.Relu(op.Relu(x) - 1), np.ones((5, 2), np.float32)),
+    ],
+    ids=["alone", "a root beside", "twice"],
+)
+def test_product(build: Callable[..., Any]) -> None:
+    operators, _ = rectified(build, (4, 5))
+    assert "HardSigmoid" in operators
+    assert "Where" not in operators
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_small_and_large_numbers(scale: float) -> None:
+    rectified(lambda x: op.Relu(x * np.float32(scale)), (4, 5))
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [op.Sqrt, lambda y: op.Pow(y, np.float32(0.5)), lambda y: op.Relu(op.Sqrt(y))],
+    ids=["root", "power", "root within"],
+)
+def test_a_root_of_zero_gives_no_nan(behind: Callable[..., Any]) -> None:
+    operators, (y, _, gradient) = rectified(lambda x: behind(op.Relu(x)), (4, 5))
+    assert "Where" in operators
+    assert not y.all()
+    assert np.isfinite(gradient).all()
+
+
+def test_gradients_of_higher_order_keep_their_form() -> None:
+    def inner(x: Tensor) -> Tensor:
+        return op.Relu(x) ** 3
+
+    model, feeds = with_gradients(inner, {"x": (4, 5)})
+    node = model.graph.node[-1]
+    second = onnx.NodeProto()
+    second.CopyFrom(node)
+    second.name, second.output[0] = "second", "second"
+    second.attribute[1].s = b"x_gradient"
+    model.graph.node.append(second)
+    model.graph.output.append(
+        onnx.helper.make_tensor_value_info("second", onnx.TensorProto.FLOAT, (4, 5))
+    )
+    ours = to_proto(lower_rectified(prepare(convert.to_ir(model)), lower_prepared))
+    assert "HardSigmoid" not in {each.op_type for each in ours.graph.node}
+    wanted = run(to_proto(lower_prepared(prepare(convert.to_ir(model)))), feeds)
+    for found, other in zip(run(ours, feeds), wanted, strict=True):
+        np.testing.assert_allclose(found, other)

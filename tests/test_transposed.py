@@ -1,0 +1,199 @@
+"""Dense layers computed transposed: the same numbers, without any Transpose node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from models.mlp import mlp
+from ortops import Tensor, TrainingSession, build_training_model, convert, op
+from ortops.lowering import lower_prepared, prepare, to_proto
+from ortops.optimizers import SGD
+from ortops.tensor import Names
+from ortops.training import execution
+from ortops.training.products import improve_products
+from ortops.training.transposed import transpose_activations
+from tests.gradient_models import Build, run, with_gradients
+
+SAMPLES, FEATURES, INPUTS, CLASSES = 32, 80, 24, 5
+SHAPES = {
+    "x": (SAMPLES, INPUTS),
+    "w": (INPUTS, FEATURES),
+    "v": (FEATURES, CLASSES),
+    "b": (FEATURES,),
+}
+
+
+def improved(model: onnx.ModelProto) -> ir.Model:
+    lowered = lower_prepared(prepare(convert.to_ir(model)))
+    improve_products(lowered.graph, Names(lowered.graph))
+    return lowered
+
+
+def transposed(build: Build, shapes: dict[str, tuple[int, ...]] | None = None) -> int:
+    """Checks that the graph computes the same; returns how many activations are transposed."""
+    given = shapes or SHAPES
+    model, feeds = with_gradients(build, given)
+    plain, ours = improved(model), improved(model)
+    transpose_activations(ours.graph, Names(ours.graph))
+    after = to_proto(ours)
+    names = [value.name for value in plain.graph.outputs]
+    assert [value.name for value in ours.graph.outputs] == names
+    results = zip(
+        names, run(to_proto(plain), feeds), run(after, feeds, optimize=False), strict=True
+    )
+    for name, wanted, found in results:
+        assert wanted.shape == found.shape, name
+        np.testing.assert_allclose(
+            found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max(), err_msg=name
+        )
+    graphs = [model.graph for model in (plain, ours)]
+    kinds = [[node.op_type for node in graph].count("Transpose") for graph in graphs]
+    assert kinds[0] == kinds[1]
+    columns = (FEATURES, SAMPLES)
+    return sum(tuple(value.shape or ()) == columns for node in graphs[1] for value in node.outputs)
+
+
+def layer(x: Tensor, w: Tensor, b: Tensor) -> Any:
+    return op.Gemm(x, w, b)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(lambda x, w, v, b: op.Relu(layer(x, w, b)) @ v, id="Gemm"),
+        pytest.param(lambda x, w, v, b: op.Relu(x @ w + b) @ v, id="MatMul"),
+        pytest.param(lambda x, w, v, b: op.Gelu(layer(x, w, b)) @ v, id="Gelu"),
+        pytest.param(lambda x, w, v, b: op.Tanh(x @ w) @ v + op.ReduceSum(b), id="Tanh"),
+        pytest.param(
+            lambda x, w, v, b: op.Clip(layer(x, w, b), None, np.float32(1)) @ v, id="Clip"
+        ),
+        pytest.param(
+            lambda x, w, v, b: op.Gemm(op.Sigmoid(layer(x, w, b)), op.Transpose(v), transB=1),
+            id="weights of the next layer transposed",
+        ),
+        pytest.param(
+            lambda x, w, v, b: op.Gemm(x, op.Transpose(w), b, transB=1, alpha=0.5, beta=2.0) @ v,
+            id="weights transposed, scaled",
+        ),
+        pytest.param(
+            lambda x, w, v, b: op.Gemm(op.Transpose(x), w, b, transA=1) * b @ v, id="x transposed"
+        ),
+        pytest.param(
+            lambda x, w, v, b: op.Tanh(h := layer(x, w, b)) * h @ v,
+            id="read twice",
+        ),
+        pytest.param(
+            lambda x, w, v, b: (h := op.Relu(x @ w)) @ op.Transpose(h) @ h @ v, id="both factors"
+        ),
+    ],
+)
+def test_layers(build: Callable[..., Any]) -> None:
+    assert transposed(build) >= 2
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(lambda x, w, v, b: op.Softmax(layer(x, w, b)) @ v, id="Softmax"),
+        pytest.param(lambda x, w, v, b: op.Relu(layer(x, w, b)), id="put out"),
+        pytest.param(
+            lambda x, w, v, b: op.Add(x @ w, op.Unsqueeze(b, [0])) @ v, id="a row of two axes"
+        ),
+        pytest.param(
+            lambda x, w, v, b: op.Gemm(x, w, op.Unsqueeze(b, [0])) @ v, id="such a row in Gemm"
+        ),
+        pytest.param(lambda x, w, v, b: op.Reshape(x @ w, [2, -1, FEATURES]) @ v, id="cut"),
+    ],
+)
+def test_layers_that_stay(build: Callable[..., Any]) -> None:
+    assert not transposed(build)
+
+
+@pytest.mark.parametrize(
+    ("samples", "features"), [(31, 62), (32, 63), (64, 100)], ids=["few", "narrow", "square"]
+)
+def test_sizes_that_stay(samples: int, features: int) -> None:
+    shapes = {"x": (samples, 3), "w": (3, features), "v": (features, 2), "b": (features,)}
+    model, _ = with_gradients(lambda x, w, v, b: op.Relu(layer(x, w, b)) @ v, shapes)
+    ours = improved(model)
+    before = [node.op_type for node in ours.graph]
+    transpose_activations(ours.graph, Names(ours.graph))
+    assert [node.op_type for node in ours.graph] == before
+
+
+def test_a_cotangent_alone() -> None:
+    """Where a layer is added to something of its shape, the cotangent can be transposed still."""
+    ones = np.ones((SAMPLES, FEATURES), np.float32)
+    assert transposed(lambda x, w, v, b: (x @ w + ones) @ v) == 1
+
+
+def test_another_layer_beside() -> None:
+    """One that cannot be transposed keeps none of the others from it."""
+
+    def build(x: Tensor, w: Tensor, v: Tensor, b: Tensor) -> Any:
+        hidden = op.Relu(layer(x, w, b))
+        return hidden @ v + op.Softmax(layer(x, w * 2, b)) @ v
+
+    assert transposed(build) >= 2
+
+
+def test_an_activation_that_a_branch_reads_stays() -> None:
+    model = onnx.parser.parse_model(
+        f"""
+        <ir_version: 10, opset_import: ["" : 21]>
+        branches (float[{SAMPLES},3] x, float[3,{FEATURES}] w, float[{FEATURES},2] v, bool c)
+            => (float[{SAMPLES},2] y, float z)
+        {{
+            product = MatMul(x, w)
+            hidden = Relu(product)
+            y = MatMul(hidden, v)
+            z = If (c) <
+                then_branch = g1 () => (float a) {{ a = ReduceMax <keepdims=0> (hidden) }},
+                else_branch = g2 () => (float e) {{ e = ReduceMin <keepdims=0> (hidden) }}
+            >
+        }}
+        """
+    )
+    ours = improved(model)
+    before = to_proto(ours)
+    transpose_activations(ours.graph, Names(ours.graph))
+    assert to_proto(ours) == before
+
+
+def test_steps_of_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of known size train like those of any size, in steps and in runs of several."""
+    model = build_training_model(
+        mlp((24, 80, 72, 5)), loss="SoftmaxCrossEntropy", optimizer=SGD(0.1)
+    )
+    rng = np.random.default_rng(0)
+    batches = [
+        {
+            "images": rng.standard_normal((size, 24), np.float32),
+            "labels": rng.integers(0, 5, size),
+        }
+        for size in (32, 32, 7, 35, 32)
+    ]
+    made: list[ir.Graph] = []
+    original = execution.transpose_activations
+
+    def spy(graph: ir.Graph, names: Names) -> None:
+        original(graph, names)
+        made.append(graph)
+
+    monkeypatch.setattr(execution, "transpose_activations", spy)
+    ours, several = TrainingSession(model), TrainingSession(model)
+    losses = [float(ours.step(batch)["loss"]) for batch in batches]
+    assert len(made) == 3
+    np.testing.assert_allclose(several.run_steps(batches), losses, rtol=1e-5)
+    monkeypatch.setattr(execution, "transpose_activations", lambda graph, names: None)
+    plain = TrainingSession(model)
+    wanted = [float(plain.step(batch)["loss"]) for batch in batches]
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    for name, value in plain.state.items():
+        np.testing.assert_allclose(ours.state[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
