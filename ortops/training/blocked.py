@@ -18,6 +18,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime
+from onnx_ir.passes import common as passes
 
 from ortops import gradient
 from ortops.autodiff import attribute_value
@@ -31,13 +32,17 @@ from ortops.training.blocked_nodes import KERNEL_DOMAIN, affine, sizes
 from ortops.training.blocked_rules import DOMAIN
 from ortops.training.rectified import is_of_higher_order, reach_unbounded
 
-__all__ = ["block_size", "gains_from_sizes", "lower_blocked"]
+__all__ = ["block_size", "gains_from_sizes", "is_mostly_blocked", "lower_blocked"]
 
 _ELEMENTWISE = frozenset(
     {"Add", "Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mul", "Sigmoid", "Softplus", "Sub"}
     | {"Tanh"}
 )
 """Operators that mean the same whatever order the numbers of their inputs are in."""
+
+
+_RANDOM = ("Bernoulli", "Dropout")
+"""Operators that give other numbers each time, and that onnx-ir's pass takes for deterministic."""
 
 
 @functools.cache
@@ -51,6 +56,7 @@ def block_size() -> int | None:
         w = tape.initializer("w", np.ones((4, 4, 1, 1), np.float32))
         tape.output(op.Conv(x, w), "y")
     options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
     options.log_severity_level = 3  # it warns that the optimized model fits this machine only
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -106,7 +112,19 @@ def lower_blocked(
     insert(model.graph, size)
     lower(model, keep=keep)
     expand(model.graph)
+    if not any(node.op_type in _RANDOM for node in model.graph):
+        passes.CommonSubexpressionEliminationPass()(model)  # of forward and backward pass
     return model
+
+
+def is_mostly_blocked(graph: ir.Graph) -> bool:
+    """Whether most products in a graph are convolutions in the blocked layout.
+
+    Such a graph has what onnxruntime should run, so that its optimizer would find little to do.
+    """
+    kinds = ("Conv", "ConvTranspose", "FusedMatMul", "Gemm", "MatMul")
+    products = [node.domain for node in graph if node.op_type in kinds]
+    return 2 * products.count(KERNEL_DOMAIN) > len(products)
 
 
 # ------------------------------------------------------------------------------------- insertion

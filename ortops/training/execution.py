@@ -37,7 +37,12 @@ from ortops.lowering import (
 from ortops.session import InferenceSession, Kernels
 from ortops.tensor import Names, Tape
 from ortops.training import scaled_sums
-from ortops.training.blocked import block_size, gains_from_sizes, lower_blocked
+from ortops.training.blocked import (
+    block_size,
+    gains_from_sizes,
+    is_mostly_blocked,
+    lower_blocked,
+)
 from ortops.training.checkpoint import Checkpoint, check, names_in, pin, recompute
 from ortops.training.cross_entropy import expand_losses
 from ortops.training.order import put_last_results_first
@@ -384,7 +389,10 @@ class _Part:
         apart = [] if self.joined else self.packed
         self._session: InferenceSession | None = None  # as if all gradients are fed
         if self._graph.outputs:
-            self._session = sessions.open(to_proto(self._model), spin=not apart)
+            # onnxruntime takes half as long as it is, where there is little left to optimize.
+            optimize = not is_mostly_blocked(self._graph)
+            model = to_proto(self._model)
+            self._session = sessions.open(model, spin=not apart, optimize=optimize)
         self._updates = [_Update(packed, sessions) for packed in apart]
 
     def bind(self, buffers: Callable[[str], tuple[Array, Array]], turn: int) -> _Run:
@@ -671,13 +679,19 @@ class _Sessions:
         self.threads = 1 if kernels == "python" else asked or _cores()
 
     def open(
-        self, model: onnx.ModelProto, *, spin: bool = True, single_thread: bool = False
+        self,
+        model: onnx.ModelProto,
+        *,
+        spin: bool = True,
+        optimize: bool = True,
+        single_thread: bool = False,
     ) -> InferenceSession:
         """Opens a session.
 
         Args:
             model: The model.
             spin: Whether threads may wait actively between runs.
+            optimize: Whether onnxruntime may rewrite the model, which takes time.
             single_thread: Whether a run has one thread: those of the caller share the work.
         """
         options = self._options
@@ -690,6 +704,10 @@ class _Sessions:
             options.enable_mem_pattern = False  # a plan beside the first run's memory, no faster
             # In the order of the graph: a gradient is computed as soon as its cotangent is there.
             options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+            if not optimize:
+                options.graph_optimization_level = (
+                    onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+                )
             if not spin:  # threads that wait for work would take the cores of the update
                 options.add_session_config_entry("session.force_spinning_stop", "1")
         return open_session(model, options, self._providers, self._kernels)

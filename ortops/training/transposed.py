@@ -49,7 +49,7 @@ def transpose_activations(graph: ir.Graph, names: Names) -> None:
     chosen = _choose(graph)
     twins: dict[ir.Value, ir.Value] = {}
     tape = Tape(graph, names=names)
-    for node in list(graph):
+    for node in list(graph) if chosen else ():
         if chosen.isdisjoint((*node.inputs, *node.outputs)):
             continue
         tape.before, tape.scope = node, f"{node.name}/"
@@ -62,14 +62,16 @@ def transpose_activations(graph: ir.Graph, names: Names) -> None:
             twins[y] = twin.value
         else:
             replace_value(tape, y, twin.with_shape_of(tape.tensor(y)), set())
-    remove_unread(list(graph))
+    if chosen:
+        remove_unread(list(graph))
 
 
 def _choose(graph: ir.Graph) -> set[ir.Value]:
     """Returns the activations to transpose: as many as take no Transpose node."""
-    put_out = {value for inner in graph.subgraphs() for value in inner.outputs}
-    wide = (value for node in graph for value in node.outputs if _is_wide(value))
-    chosen = {value for value in wide if value not in put_out}
+    chosen = {value for node in graph for value in node.outputs if _is_wide(value)}
+    if not chosen:
+        return chosen
+    chosen -= {value for inner in graph.subgraphs() for value in inner.outputs}
     everywhere = ir.traversal.RecursiveGraphIterator(graph)
     nodes = [node for node in everywhere if not chosen.isdisjoint((*node.inputs, *node.outputs))]
     found = -1
