@@ -57,7 +57,7 @@ def test_batches_of_changing_size(
     losses = [float(ours.step(batch(n, seed))["loss"]) for seed, n in enumerate(sizes)]
     assert made == [[16], [5]]
 
-    monkeypatch.setattr(execution, "gains_from_sizes", lambda model: False)
+    monkeypatch.setattr(blocked, "gains_from_sizes", lambda model: False)
     standard = TrainingSession(trainable(optimizer))
     wanted = [float(standard.step(batch(n, seed))["loss"]) for seed, n in enumerate(sizes)]
     assert len(made) == 2

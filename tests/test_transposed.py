@@ -17,7 +17,8 @@ from ortops.optimizers import SGD
 from ortops.tensor import Names
 from ortops.training import execution
 from ortops.training.products import improve_products
-from ortops.training.transposed import transpose_activations
+from ortops.training.sizes import bind_sizes
+from ortops.training.transposed import gains_from_sizes, transpose_activations
 from tests.gradient_models import Build, run, with_gradients
 
 SAMPLES, FEATURES, INPUTS, CLASSES = 32, 80, 24, 5
@@ -164,6 +165,31 @@ def test_an_activation_that_a_branch_reads_stays() -> None:
     before = to_proto(ours)
     transpose_activations(ours.graph, Names(ours.graph))
     assert to_proto(ours) == before
+
+
+@pytest.mark.parametrize(
+    ("widths", "samples", "gains"),
+    [
+        ((24, 80, 72, 5), 32, True),
+        ((24, 80, 72, 5), 36, True),
+        ((24, 80, 72, 5), 31, False),
+        ((24, 80, 72, 5), 41, False),
+        ((24, 80, 20, 10, 5), 32, False),
+        ((24, 10, 5), None, False),
+        ((24, 80, 5), None, True),
+    ],
+)
+def test_what_gains_from_sizes(widths: tuple[int, ...], samples: int | None, gains: bool) -> None:
+    model = prepare(convert.to_ir(mlp(widths)))
+    sizes = None if samples is None else {"batch": samples}
+    assert gains_from_sizes(model, sizes) == gains
+
+
+def test_layers_of_a_fixed_batch_need_no_sizes() -> None:
+    model = prepare(convert.to_ir(mlp((24, 80, 5))))
+    assert gains_from_sizes(model)
+    bind_sizes(model, {"batch": 32})
+    assert not gains_from_sizes(model)
 
 
 def test_steps_of_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,13 +36,8 @@ from ortops.lowering import (
 )
 from ortops.session import InferenceSession, Kernels
 from ortops.tensor import Names, Tape
-from ortops.training import scaled_sums
-from ortops.training.blocked import (
-    block_size,
-    gains_from_sizes,
-    is_mostly_blocked,
-    lower_blocked,
-)
+from ortops.training import blocked, scaled_sums, transposed
+from ortops.training.blocked import block_size, is_mostly_blocked, lower_blocked
 from ortops.training.checkpoint import Checkpoint, check, names_in, pin, recompute
 from ortops.training.cross_entropy import expand_losses
 from ortops.training.order import put_last_results_first
@@ -54,7 +49,7 @@ from ortops.training.repetition import LOSSES, repeat, stacked, state_output
 from ortops.training.sizes import bind_sizes
 from ortops.training.split import split
 from ortops.training.step_graph import Step, remove_defaults
-from ortops.training.transposed import has_wide_layers, transpose_activations
+from ortops.training.transposed import transpose_activations
 
 __all__ = ["Execution", "errors_as_ours", "open_session", "ort_value"]
 
@@ -126,10 +121,11 @@ class Execution:
                 second = first.copy() if name in self._updated_by else first
                 self.variables[name] = Variable((first, second))
         self.assign(values)
-        self._made: dict[Shapes | None, _Made] = {}
-        self._gain = on_cpu and any(part.gains for part in parts)
+        self._made: dict[Shapes, _Made] = {}
+        self._special = 0
+        self._gain = any(part.gains for part in parts)
         if not self._gain:
-            self._made_at(None)
+            self._made_for(())
 
     def present(self, name: str) -> Array:
         """Returns the present value of a variable: its memory, not a copy."""
@@ -168,25 +164,28 @@ class Execution:
         Only the first few shapes get graphs of their own, as many as a data set of equal samples
         has: that of a batch and that of the last one.
         """
-        if self._gain and (shapes in self._made or len(self._made) < _SHAPES):
-            return self._made_at(shapes)
-        return self._made_at(None)
-
-    def _made_at(self, shapes: Shapes | None) -> _Made:
-        """Returns what runs batches of these shapes; None for any."""
         if shapes not in self._made:
-            if shapes is None:
-                parts = [part.general for part in self._parts]
+            sizes = dict(shapes)
+            if self._special < _SHAPES and any(part.gains_at(sizes) for part in self._parts):
+                self._special += 1
+                self._made[shapes] = self._make([part.at_shapes(sizes) for part in self._parts])
             else:
-                parts = [part.at_shapes(dict(shapes)) for part in self._parts]
-            for part in parts:
-                part.open(self._sessions)
-            runs = [
-                [part.bind(self._buffers_of(number, turn), turn) for turn in (0, 1)]
-                for number, part in enumerate(parts)
-            ]
-            self._made[shapes] = _Made(parts, runs)
+                self._made[shapes] = self._general
         return self._made[shapes]
+
+    @functools.cached_property
+    def _general(self) -> _Made:
+        """What runs batches of any shapes."""
+        return self._make([part.general for part in self._parts])
+
+    def _make(self, parts: list[_Part]) -> _Made:
+        for part in parts:
+            part.open(self._sessions)
+        runs = [
+            [part.bind(self._buffers_of(number, turn), turn) for turn in (0, 1)]
+            for number, part in enumerate(parts)
+        ]
+        return _Made(parts, runs)
 
     @property
     def repeatable(self) -> bool:
@@ -288,9 +287,8 @@ class _Part:
         self._repeated: InferenceSession | None = None
         self._keep = keep
         self._pinned = pin(graph, names_in(checkpoint))
-        gains = gains_from_sizes(step.model) or (on_cpu and has_wide_layers(step.model))
-        gains = gains and not self._pinned  # with other tensors then
-        self._prepared = step.model if gains else None
+        gains = on_cpu and not self._pinned  # which has other tensors
+        self._prepared = step.model if gains and _gains_from_sizes(step.model) else None
         if self._prepared is None:  # else once it is known for which sizes
             self._take(self._lowered(step.model))
 
@@ -308,22 +306,32 @@ class _Part:
         part._take(self._lowered(self._prepared.clone()))
         return part
 
+    def gains_at(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Whether the graph is faster if it is made for feeds of these shapes."""
+        if self._prepared is None:
+            return False
+        return _gains_from_sizes(self._prepared, self._sizes(self._prepared, shapes))
+
     def at_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> _Part:
         """Returns the part for feeds of these shapes only, without sessions."""
         if self._prepared is None:
             return self
-        sizes = {
+        part = copy.copy(self)
+        model = self._prepared.clone()
+        bind_sizes(model, self._sizes(model, shapes))
+        part._take(self._lowered(model, sized=True))
+        return part
+
+    @staticmethod
+    def _sizes(model: ir.Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """Returns the sizes that the symbols in the shapes of a model's inputs have in feeds."""
+        return {
             dim.value: size
-            for value in self._prepared.graph.inputs
+            for value in model.graph.inputs
             if value.name and value.name in shapes and value.shape is not None
             for dim, size in zip(value.shape, shapes[value.name], strict=True)
             if isinstance(dim, ir.SymbolicDim) and dim.value is not None
         }
-        part = copy.copy(self)
-        model = self._prepared.clone()
-        bind_sizes(model, sizes)
-        part._take(self._lowered(model, sized=True))
-        return part
 
     def _lowered(self, model: ir.Model, *, sized: bool = False) -> ir.Model:
         """Lowers a prepared model, in place, to what is fast on its provider.
@@ -755,6 +763,11 @@ def errors_as_ours() -> Iterator[None]:
         raise KernelError(
             f"onnxruntime: {str(error).strip()}; check values and shapes of the feeds"
         ) from error
+
+
+def _gains_from_sizes(model: ir.Model, sizes: Mapping[str, int] | None = None) -> bool:
+    """Whether a prepared model is faster if it is lowered for known sizes."""
+    return blocked.gains_from_sizes(model) or transposed.gains_from_sizes(model, sizes)
 
 
 def _single_threaded(options: onnxruntime.SessionOptions | None) -> onnxruntime.SessionOptions:

@@ -114,6 +114,7 @@ class TrainingSession:
         self._steps = [flatten(self._proto, self._data, number) for number in self._entries]
         unread = [value.name for value in self._proto.graph.input]  # by what a step computes
         self._inputs = Inputs(self._steps, unread)
+        self._outputs = [name for step in self._steps for name in step.outputs]
         self._made = 0
         self._evaluation: _Evaluation | None = None
         self._lock = threading.RLock()
@@ -146,11 +147,10 @@ class TrainingSession:
             KernelError: If a kernel failed; then nothing has changed.
             OrtopsError: If there is no such output.
         """
-        known = [name for step in self._steps for name in step.outputs]
         for name in outputs or ():
-            if name not in known:
+            if name not in self._outputs:
                 raise OrtopsError(
-                    f"outputs: there is no output '{name}'; " + did_you_mean(name, known)
+                    f"outputs: there is no output '{name}'; " + did_you_mean(name, self._outputs)
                 )
         checked = self._inputs.check(feeds)
         with self._lock:

@@ -17,23 +17,28 @@ from ortops.tensor import Names, Tape, Tensor, op, remove_unread
 from ortops.training.products import fused_matmul
 from ortops.training.split import ELEMENTWISE
 
-__all__ = ["has_wide_layers", "transpose_activations"]
+__all__ = ["gains_from_sizes", "transpose_activations"]
 
 _SAMPLES = 32  # with fewer, the kernels for few rows are faster (measured)
 _RATIO = 2  # of features to samples; with fewer features nothing is gained (measured)
+_PRODUCTS = ("Attention", "Conv", "ConvTranspose", "Einsum", "Gemm", "GRU", "LSTM", "MatMul", "RNN")
 
 
-def has_wide_layers(model: ir.Model) -> bool:
-    """Whether `transpose_activations` may find something in a model once its sizes are known."""
-    shapes = [node.outputs[0].shape for node in model.graph if _is_product(node)]
-    return any(
-        len(shape) == 2
-        and not isinstance(shape[0], int)
-        and isinstance(shape[1], int)
-        and shape[1] >= _RATIO * _SAMPLES
-        for shape in shapes
-        if shape is not None
-    )
+def gains_from_sizes(model: ir.Model, sizes: Mapping[str, int] | None = None) -> bool:
+    """Whether `transpose_activations` makes much of a model faster once its sizes are known.
+
+    Args:
+        model: A prepared model.
+        sizes: The sizes by symbol; None for those that suit best.
+    """
+    products = [node for node in model.graph if node.op_type in _PRODUCTS]
+    shapes = [node.outputs[0].shape for node in products if _is_product(node)]
+    wide = 0
+    for samples, *features in (shape for shape in shapes if shape):
+        if isinstance(samples, ir.SymbolicDim) and len(features) == 1:
+            size = _SAMPLES if sizes is None else sizes.get(samples.value or "")
+            wide += size is not None and _pays(size, features[0])
+    return wide > 0 and 2 * wide >= len(products)
 
 
 def transpose_activations(graph: ir.Graph, names: Names) -> None:
@@ -88,7 +93,10 @@ def _is_wide(value: ir.Value) -> bool:
     """Whether a value has many features for each sample, by its shape, and is no output."""
     if value.shape is None or len(value.shape) != 2 or value.is_graph_output():
         return False
-    samples, features = value.shape
+    return _pays(*value.shape)
+
+
+def _pays(samples: int | ir.SymbolicDim, features: int | ir.SymbolicDim) -> bool:
     known = isinstance(samples, int) and isinstance(features, int)
     return known and features >= _RATIO * samples >= _RATIO * _SAMPLES  # type: ignore[operator]
 
