@@ -79,3 +79,27 @@ def test_gradients_of_higher_order_keep_their_form() -> None:
     wanted = run(to_proto(lower_prepared(prepare(convert.to_ir(model)))), feeds)
     for found, other in zip(run(ours, feeds), wanted, strict=True):
         np.testing.assert_allclose(found, other)
+
+
+def test_a_gradient_in_a_branch_of_what_lies_outside() -> None:
+    model = onnx.parser.parse_model(
+        """
+        <ir_version: 10, opset_import: ["" : 21, "ai.onnx.preview.training" : 1]>
+        branches (float[4] x, bool c) => (float[4] z)
+        {
+            hidden = Relu(x)
+            square = Mul(hidden, hidden)
+            y = ReduceSum <keepdims=0> (square)
+            z = If (c) <
+                then_branch = g1 () => (float[4] a) {
+                    a = ai.onnx.preview.training.Gradient <xs=["x"], y="y"> (x)
+                },
+                else_branch = g2 () => (float[4] e) { e = Identity(x) }
+            >
+        }
+        """
+    )
+    ours = to_proto(lower_rectified(prepare(convert.to_ir(model)), lower_prepared))
+    feeds = {"x": np.float32([-1, 0, 2, 3]), "c": np.array(True)}
+    (found,) = run(ours, feeds)
+    assert found.tolist() == [0, 0, 4, 6]

@@ -61,8 +61,10 @@ def lower_rectified(
     for node in found:
         node.domain = DOMAIN
     model = lower(model, keep=keep)
-    for node in found:
-        node.domain = ""
+    if found:
+        for node in ir.traversal.RecursiveGraphIterator(model.graph):  # with copies of them
+            if node.domain == DOMAIN:
+                node.domain = ""
     return model
 
 

@@ -164,10 +164,11 @@ def _product(
 
 def _elementwise(tape: Tape, node: ir.Node, twins: Mapping[ir.Value, ir.Value]) -> Tensor:
     """Emits a node that computes from twins what a node computes element by element."""
-    copies = dict(twins)
-    for value in node.inputs:
-        if value is not None and value not in twins:
-            copies[value] = _column(tape.tensor(value)).value
+    copies = {
+        value: twins[value] if value in twins else _column(tape.tensor(value)).value
+        for value in node.inputs
+        if value is not None
+    }
     copy = copy_node(node, copies)
     tape.append(copy)
     (y,) = copy.outputs
