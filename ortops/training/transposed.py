@@ -8,7 +8,7 @@ left factor of a weight's gradient, dyᵀ · x, is then there as it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 import onnx_ir as ir
 
@@ -74,11 +74,7 @@ def transpose_activations(graph: ir.Graph, names: Names) -> None:
 def _choose(graph: ir.Graph) -> set[ir.Value]:
     """Returns the activations to transpose: as many as take no Transpose node."""
     chosen = {value for node in graph for value in node.outputs if _is_wide(value)}
-    if not chosen:
-        return chosen
-    chosen -= {value for inner in graph.subgraphs() for value in inner.outputs}
-    everywhere = ir.traversal.RecursiveGraphIterator(graph)
-    nodes = [node for node in everywhere if not chosen.isdisjoint((*node.inputs, *node.outputs))]
+    nodes = list(dict.fromkeys(node for value in chosen for node in _around(value)))
     found = -1
     while found != len(chosen):
         found = len(chosen)
@@ -87,6 +83,14 @@ def _choose(graph: ir.Graph) -> set[ir.Value]:
                 chosen -= {*node.inputs, *node.outputs}
         nodes.reverse()
     return chosen
+
+
+def _around(value: ir.Value) -> Iterator[ir.Node]:
+    """Yields the nodes that give and read a value."""
+    node = value.producer()
+    assert node is not None
+    yield node
+    yield from (user for user, _ in value.uses())
 
 
 def _is_wide(value: ir.Value) -> bool:
