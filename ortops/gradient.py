@@ -28,6 +28,7 @@ __all__ = [
     "GRADIENT_DOMAINS",
     "bind",
     "is_gradient",
+    "is_of_higher_order",
     "lower_gradient",
     "name_attributes",
     "unbind",
@@ -40,6 +41,16 @@ GRADIENT_DOMAINS = ("ai.onnx.preview.training", "ai.onnx.preview")
 def is_gradient(node: ir.Node) -> bool:
     """Whether a node is a Gradient node as the specification writes it."""
     return node.op_type == "Gradient" and node.domain in GRADIENT_DOMAINS
+
+
+def is_of_higher_order(graph: ir.Graph) -> bool:
+    """Whether a gradient is taken of what another gradient is part of."""
+    return any(
+        other.domain == BOUND_DOMAIN
+        for node in ir.traversal.RecursiveGraphIterator(graph)
+        if node.domain == BOUND_DOMAIN and node.inputs[-1] is not None
+        for other in ancestor_nodes(node.inputs[-1], set())
+    )
 
 
 def bind(graph: ir.Graph, outer: Mapping[str, ir.Value] | None = None) -> bool:

@@ -11,8 +11,15 @@ import pytest
 
 from ortops import Tensor, convert, op
 from ortops.lowering import lower_prepared, prepare, to_proto
-from ortops.training.rectified import lower_rectified
+from ortops.training.rectified import rectify
 from tests.gradient_models import Array, Build, run, with_gradients
+
+
+def lowered(model: onnx.ModelProto) -> onnx.ModelProto:
+    prepared = prepare(convert.to_ir(model))
+    with rectify(prepared):
+        lower_prepared(prepared)
+    return to_proto(prepared)
 
 
 def rectified(build: Build, shape: tuple[int, ...]) -> tuple[set[str], list[Array]]:
@@ -20,7 +27,7 @@ def rectified(build: Build, shape: tuple[int, ...]) -> tuple[set[str], list[Arra
     model, feeds = with_gradients(build, {"x": shape})
     feeds["x"][0] = 0
     standard = to_proto(lower_prepared(prepare(convert.to_ir(model))))
-    ours = to_proto(lower_rectified(prepare(convert.to_ir(model)), lower_prepared))
+    ours = lowered(model)
     assert {node.domain for node in ours.graph.node} == {""}
     results = run(ours, feeds)
     for wanted, found in zip(run(standard, feeds), results, strict=True):
@@ -74,7 +81,7 @@ def test_gradients_of_higher_order_keep_their_form() -> None:
     model.graph.output.append(
         onnx.helper.make_tensor_value_info("second", onnx.TensorProto.FLOAT, (4, 5))
     )
-    ours = to_proto(lower_rectified(prepare(convert.to_ir(model)), lower_prepared))
+    ours = lowered(model)
     assert "HardSigmoid" not in {each.op_type for each in ours.graph.node}
     wanted = run(to_proto(lower_prepared(prepare(convert.to_ir(model)))), feeds)
     for found, other in zip(run(ours, feeds), wanted, strict=True):
@@ -99,7 +106,7 @@ def test_a_gradient_in_a_branch_of_what_lies_outside() -> None:
         }
         """
     )
-    ours = to_proto(lower_rectified(prepare(convert.to_ir(model)), lower_prepared))
+    ours = lowered(model)
     feeds = {"x": np.float32([-1, 0, 2, 3]), "c": np.array(True)}
     (found,) = run(ours, feeds)
     assert found.tolist() == [0, 0, 4, 6]

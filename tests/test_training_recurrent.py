@@ -87,7 +87,10 @@ def build(
 
 
 def lowered(proto: onnx.ModelProto) -> onnx.ModelProto:
-    return to_proto(recurrent.lower_recurrent(prepare(convert.to_ir(proto)), lower_prepared))
+    model = prepare(convert.to_ir(proto))
+    with recurrent.keep_gates(model):
+        lower_prepared(model)
+    return to_proto(model)
 
 
 def operators(proto: onnx.ModelProto) -> set[str]:

@@ -38,13 +38,13 @@ def batch(rows: int, seed: int = 0) -> Batch:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The batches for which graphs were made."""
     found: list[list[int]] = []
-    original = execution.lower_blocked
+    original = execution.block_convolutions
 
-    def spy(model: Any, **options: Any) -> Any:
+    def spy(model: Any) -> Any:
         found.append([value.shape[0] for value in model.graph.inputs if value.name == "images"])
-        return original(model, **options)
+        return original(model)
 
-    monkeypatch.setattr(execution, "lower_blocked", spy)
+    monkeypatch.setattr(execution, "block_convolutions", spy)
     return found
 
 

@@ -8,10 +8,11 @@ convolutions, and what lies between them, by operators on blocked tensors, whose
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,24 +23,22 @@ from onnx_ir.passes import common as passes
 
 from ortops import gradient
 from ortops.autodiff import attribute_value
-from ortops.gradient import BOUND_DOMAIN
-from ortops.lowering import Keep, lower_prepared
+from ortops.gradient import BOUND_DOMAIN, is_of_higher_order
 from ortops.rules import convolution
 from ortops.tensor import Tape, Tensor, op, remove_unread
 from ortops.training import blocked_nodes as nodes
 from ortops.training import blocked_rules as rules
 from ortops.training.blocked_nodes import KERNEL_DOMAIN, affine, sizes
 from ortops.training.blocked_rules import DOMAIN
-from ortops.training.rectified import is_of_higher_order, reach_unbounded
+from ortops.training.rectified import reach_unbounded
 
-__all__ = ["block_size", "gains_from_sizes", "is_mostly_blocked", "lower_blocked"]
+__all__ = ["block_convolutions", "block_size", "gains_from_sizes", "is_mostly_blocked"]
 
 _ELEMENTWISE = frozenset(
     {"Add", "Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mul", "Sigmoid", "Softplus", "Sub"}
     | {"Tanh"}
 )
 """Operators that mean the same whatever order the numbers of their inputs are in."""
-
 
 _RANDOM = ("Bernoulli", "Dropout")
 """Operators that give other numbers each time, and that onnx-ir's pass takes for deterministic."""
@@ -75,7 +74,7 @@ def block_size() -> int | None:
 
 
 def gains_from_sizes(model: ir.Model) -> bool:
-    """Whether `lower_blocked` may make a prepared model faster once all its sizes are known."""
+    """Whether `block_convolutions` may make a prepared model faster once sizes are known."""
     return any(
         node.op_type == "Conv"
         and not node.domain
@@ -86,35 +85,23 @@ def gains_from_sizes(model: ir.Model) -> bool:
     ) and not (block_size() is None or is_of_higher_order(model.graph))
 
 
-def lower_blocked(
-    model: ir.Model,
-    lower: Callable[..., ir.Model] = lower_prepared,
-    *,
-    keep: Keep | None = None,
-) -> ir.Model:
-    """Lowers a prepared model with convolutions in the blocked layout.
+@contextlib.contextmanager
+def block_convolutions(model: ir.Model) -> Iterator[None]:
+    """While it lasts, a prepared model is lowered with convolutions in the blocked layout.
 
     The result is for onnxruntime's CPU provider on this machine only. Convolutions whose shapes are
     not known as numbers stay as they are, and so does everything where there are no such kernels or
     a gradient of higher order is asked for.
-
-    Args:
-        model: The model, in place.
-        lower: `ortops.lowering.lower_prepared`, or what does more.
-        keep: See there.
-
-    Returns:
-        The lowered model.
     """
     size = block_size() if gains_from_sizes(model) else None
     if size is None:
-        return lower(model, keep=keep)
+        yield
+        return
     insert(model.graph, size)
-    lower(model, keep=keep)
+    yield
     expand(model.graph)
     if not any(node.op_type in _RANDOM for node in model.graph):
         passes.CommonSubexpressionEliminationPass()(model)  # of forward and backward pass
-    return model
 
 
 def is_mostly_blocked(graph: ir.Graph) -> bool:

@@ -37,14 +37,14 @@ from ortops.lowering import (
 from ortops.session import InferenceSession, Kernels
 from ortops.tensor import Names, Tape
 from ortops.training import blocked, scaled_sums, transposed
-from ortops.training.blocked import block_size, is_mostly_blocked, lower_blocked
+from ortops.training.blocked import block_convolutions, block_size, is_mostly_blocked
 from ortops.training.checkpoint import Checkpoint, check, names_in, pin, recompute
 from ortops.training.cross_entropy import expand_losses
 from ortops.training.order import put_last_results_first
 from ortops.training.packed import Packed, Variable
 from ortops.training.products import improve_products
-from ortops.training.rectified import lower_rectified
-from ortops.training.recurrent import lower_recurrent
+from ortops.training.rectified import rectify
+from ortops.training.recurrent import keep_gates
 from ortops.training.repetition import LOSSES, repeat, stacked, state_output
 from ortops.training.sizes import bind_sizes
 from ortops.training.split import split
@@ -342,10 +342,9 @@ class _Part:
         """
         if not self._on_cpu:
             return lower_prepared(model, keep=self._keep)
-        lower = functools.partial(lower_rectified, lower=lower_prepared)
-        if sized:
-            lower = functools.partial(lower_blocked, lower=lower)
-        return lower_recurrent(model, lower, keep=self._keep)
+        blocks = block_convolutions(model) if sized else contextlib.nullcontext()
+        with keep_gates(model), blocks, rectify(model):
+            return lower_prepared(model, keep=self._keep)
 
     def _take(self, model: ir.Model) -> None:
         """Makes a lowered model the part's own."""

@@ -6,17 +6,17 @@ time, but it gives the same only if the cotangent is finite: infinity times 0 is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 
 import numpy as np
 import onnx_ir as ir
 
-from ortops.autodiff import ancestor_nodes, vjp
-from ortops.gradient import BOUND_DOMAIN
-from ortops.lowering import Keep
+from ortops.autodiff import vjp
+from ortops.gradient import BOUND_DOMAIN, is_of_higher_order
 from ortops.tensor import Tensor, op
 
-__all__ = ["is_of_higher_order", "lower_rectified", "mask", "reach_unbounded"]
+__all__ = ["mask", "reach_unbounded", "rectify"]
 
 DOMAIN = "ortops.rectified"
 """The private domain of a Relu that gets finite cotangents."""
@@ -39,33 +39,25 @@ _FINITE = frozenset(
 """Operators through which a finite cotangent stays finite, unlike through a root of zero."""
 
 
-def lower_rectified(
-    model: ir.Model, lower: Callable[..., ir.Model], *, keep: Keep | None = None
-) -> ir.Model:
-    """Lowers a prepared model so that the gradients of Relu are products, where that is safe.
+@contextlib.contextmanager
+def rectify(model: ir.Model) -> Iterator[None]:
+    """While it lasts, a prepared model is lowered so that gradients of Relu are products.
 
-    Nodes of float32 take part, unless a gradient of higher order is asked for.
-
-    Args:
-        model: The model, in place.
-        lower: `ortops.lowering.lower_prepared`, or what does more.
-        keep: See there.
-
-    Returns:
-        The lowered model.
+    Nodes of float32 take part whose cotangents are finite, unless a gradient of higher order is
+    asked for.
     """
-    if is_of_higher_order(model.graph):
-        return lower(model, keep=keep)
-    unbounded = reach_unbounded(model.graph)
-    found = [node for node in model.graph if _is_relu(node) and node.outputs[0] not in unbounded]
+    graph = model.graph
+    unbounded = reach_unbounded(graph)
+    found = [node for node in graph if _is_relu(node) and node.outputs[0] not in unbounded]
+    if not found or is_of_higher_order(graph):
+        yield
+        return
     for node in found:
         node.domain = DOMAIN
-    model = lower(model, keep=keep)
-    if found:
-        for node in ir.traversal.RecursiveGraphIterator(model.graph):  # with copies of them
-            if node.domain == DOMAIN:
-                node.domain = ""
-    return model
+    yield
+    for node in ir.traversal.RecursiveGraphIterator(graph):  # with copies of them
+        if node.domain == DOMAIN:
+            node.domain = ""
 
 
 def _is_relu(node: ir.Node) -> bool:
@@ -97,13 +89,3 @@ def reach_unbounded(graph: ir.Graph) -> set[ir.Value]:
         if not bounded or not found.isdisjoint(node.outputs):
             found |= {value for value in node.inputs if value is not None}
     return found
-
-
-def is_of_higher_order(graph: ir.Graph) -> bool:
-    """Whether a gradient is taken of what another gradient is part of."""
-    return any(
-        other.domain == BOUND_DOMAIN
-        for node in ir.traversal.RecursiveGraphIterator(graph)
-        if node.domain == BOUND_DOMAIN and node.inputs[-1] is not None
-        for other in ancestor_nodes(node.inputs[-1], set())
-    )

@@ -1,7 +1,7 @@
 """LSTM networks in the private graph of a TrainingSession: the forward pass keeps its gates.
 
 The LSTM operator puts out states only, so its rule has to compute the gates once more. Here, before
-gradients are taken, `lower_recurrent` replaces the operator by a Scan that puts out what the
+gradients are taken, `keep_gates` replaces the operator by a Scan that puts out what the
 backward pass needs, and by a node that stands for both: it passes the outputs on, and its rule
 reads what the Scan has put out. Once gradients are taken that node goes.
 
@@ -12,7 +12,8 @@ step, into the order that the kernel wants.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -20,14 +21,13 @@ import onnx_ir as ir
 
 from ortops import gradient
 from ortops.autodiff import ancestor_nodes, attribute_value, dependent_values, vjp
-from ortops.gradient import BOUND_DOMAIN
-from ortops.lowering import Keep
+from ortops.gradient import BOUND_DOMAIN, is_of_higher_order
 from ortops.rules._types import Cotangents
 from ortops.rules.recurrent import scan
 from ortops.tensor import Tape, Tensor, op, remove_unread, size_of
-from ortops.training.rectified import is_of_higher_order
+from ortops.training.products import fused_matmul
 
-__all__ = ["lower_recurrent"]
+__all__ = ["keep_gates"]
 
 DOMAIN = "ortops.recurrent"
 """The private domain of the node that stands for an LSTM."""
@@ -38,30 +38,20 @@ _USUAL = ("Sigmoid", "Tanh", "Tanh")
 _SAMPLES = 8  # below, onnxruntime's own LSTM and the gates once more are faster (measured)
 
 
-def lower_recurrent(
-    model: ir.Model, lower: Callable[..., ir.Model], *, keep: Keep | None = None
-) -> ir.Model:
-    """Lowers a prepared model so that LSTM nodes keep what their gradients need.
+@contextlib.contextmanager
+def keep_gates(model: ir.Model) -> Iterator[None]:
+    """While it lasts, a prepared model is lowered so that LSTM nodes keep what gradients need.
 
     Nodes of float32 with the usual activations, and without sequence lengths, peepholes, clipping
     or coupled gates, take part, unless a gradient of higher order is asked for. The result is for
     onnxruntime's CPU provider; others have faster kernels for LSTM than for Scan.
-
-    Args:
-        model: The model, in place.
-        lower: `ortops.lowering.lower_prepared`, or what does more.
-        keep: See there.
-
-    Returns:
-        The lowered model.
     """
     found = [] if is_of_higher_order(model.graph) else _differentiated(model.graph)
     for node in found:
         _insert(node)
-    model = lower(model, keep=keep)
+    yield
     if found:
         _remove(model.graph)
-    return model
 
 
 def _differentiated(graph: ir.Graph) -> list[ir.Node]:
@@ -193,13 +183,9 @@ def _with_ones(x: Tensor) -> Tensor:
 
 def _times_transposed(w: Tensor, x: Tensor) -> Tensor:
     """Returns w · xᵀ for each step: (steps, rows, batch) for x (steps, batch, columns)."""
-    node = ir.Node("com.microsoft", "FusedMatMul", [w.value, x.value], [ir.AttrInt64("transB", 1)])
-    w.tape.append(node)
-    result = node.outputs[0]
     steps, batch, _ = x.shape or (None,) * 3
-    result.type = w.value.type
-    result.shape = ir.Shape([steps, (w.shape or (None,))[0], batch])
-    return w.tape.tensor(result)
+    product = fused_matmul(w.tape, [w.value, x.value], [0, 1])
+    return product.with_shape([steps, (w.shape or (None,))[0], batch])
 
 
 def _forward(
@@ -342,5 +328,4 @@ def _remove(graph: ir.Graph) -> None:
             assert new is not None
             gradient.replace_value(tape, old, tape.tensor(new), put_out)
     remove_unread(list(graph))
-    graph.opset_imports["com.microsoft"] = 1
     graph.opset_imports.pop(DOMAIN, None)

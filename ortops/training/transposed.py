@@ -52,9 +52,11 @@ def transpose_activations(graph: ir.Graph, names: Names) -> None:
         names: The names taken in it.
     """
     chosen = _choose(graph)
+    if not chosen:
+        return
     twins: dict[ir.Value, ir.Value] = {}
     tape = Tape(graph, names=names)
-    for node in list(graph) if chosen else ():
+    for node in list(graph):
         if chosen.isdisjoint((*node.inputs, *node.outputs)):
             continue
         tape.before, tape.scope = node, f"{node.name}/"
@@ -67,8 +69,7 @@ def transpose_activations(graph: ir.Graph, names: Names) -> None:
             twins[y] = twin.value
         else:
             replace_value(tape, y, twin.with_shape_of(tape.tensor(y)), set())
-    if chosen:
-        remove_unread(list(graph))
+    remove_unread(list(graph))
 
 
 def _choose(graph: ir.Graph) -> set[ir.Value]:
@@ -100,9 +101,11 @@ def _is_wide(value: ir.Value) -> bool:
     return _pays(*value.shape)
 
 
-def _pays(samples: int | ir.SymbolicDim, features: int | ir.SymbolicDim) -> bool:
-    known = isinstance(samples, int) and isinstance(features, int)
-    return known and features >= _RATIO * samples >= _RATIO * _SAMPLES  # type: ignore[operator]
+def _pays(samples: object, features: object) -> bool:
+    """Whether sizes, which may be symbols, are known and worth it."""
+    if not isinstance(samples, int) or not isinstance(features, int):
+        return False
+    return features >= _RATIO * samples >= _RATIO * _SAMPLES
 
 
 def _takes_transposed(node: ir.Node, chosen: Container[ir.Value]) -> bool:
