@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 from onnx import TensorProto, helper
 
 DOMAIN = "ai.onnx.preview.training"
@@ -51,11 +50,3 @@ def model(
         ir_version=10,
         functions=functions,
     )
-
-
-def run(proto: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """Runs a model in stock onnxruntime, which has no library registered."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), options)
-    return list(session.run(None, {name: np.asarray(array) for name, array in feeds.items()}))

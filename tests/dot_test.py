@@ -12,16 +12,16 @@ where onnxruntime has no kernel for float64, so nothing of the rule is in the or
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx.reference
-import onnxruntime
 from checked import without_gradient
 from onnx import helper
+from running import plain_session, run, run_session
 
 import ortops
 
@@ -124,10 +124,10 @@ def check(case: Case, *, symbolic: bool) -> None:
     names = [f"x{index}" for index in case.differentiated]
     assert names, f"{case}: nothing to differentiate"
     for order in range(1, case.orders + 1):
-        gradient = _with_gradient(model, names, f"f{order}", f"d{order}_")
+        gradient = with_gradient(model, names, f"f{order}", f"d{order}_")
         lowered = ortops.lower(gradient)
         assert not without_gradient(lowered), "of the next order"
-        results = _run_reference(lowered, feeds) if case.float32 else _run(lowered, feeds)
+        results = _run_reference(lowered, feeds) if case.float32 else run(lowered, feeds)
         found = dict(zip([f"d{order}_{n}" for n in names], results, strict=True))
         evaluate = _evaluator(case, ortops.lower(model) if order > 1 else model, f"f{order}")
         for name in names:
@@ -135,9 +135,9 @@ def check(case: Case, *, symbolic: bool) -> None:
             assert found[f"d{order}_{name}"].dtype == feeds[name].dtype
             _check_direction(case, order, name, found[f"d{order}_{name}"], feeds, evaluate, rng)
         if narrow is not None:
-            narrow_gradient = _with_gradient(narrow[0], names, f"f{order}", f"d{order}_")
+            narrow_gradient = with_gradient(narrow[0], names, f"f{order}", f"d{order}_")
             for wide, result in zip(
-                results, _run(ortops.lower(narrow_gradient), narrow[1]), strict=True
+                results, run(ortops.lower(narrow_gradient), narrow[1]), strict=True
             ):
                 assert result.dtype == np.float32
                 np.testing.assert_allclose(
@@ -246,7 +246,7 @@ def _model(
     return helper.make_model(graph, opset_imports=imports, ir_version=10)
 
 
-def _with_gradient(
+def with_gradient(
     model: onnx.ModelProto, names: Sequence[str], y: str, prefix: str
 ) -> onnx.ModelProto:
     """Returns the model with the gradient of y with respect to the names as its outputs."""
@@ -299,21 +299,6 @@ def _next_order(
     return model, feeds
 
 
-def _run(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    known = {value.name for value in session.get_inputs()}
-    return list(session.run(None, _copies(feeds, known)))
-
-
-def _copies(feeds: dict[str, np.ndarray], names: Collection[str]) -> dict[str, np.ndarray]:
-    """Returns copies: onnxruntime's BatchNormalization in training mode overwrites its feeds."""
-    return {name: array.copy() for name, array in feeds.items() if name in names}
-
-
 def _run_reference(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
     known = {value.name for value in model.graph.input}
     wanted = {name: array for name, array in feeds.items() if name in known}
@@ -324,7 +309,7 @@ def _evaluate_outputs(
     case: Case, model: onnx.ModelProto, feeds: dict[str, np.ndarray]
 ) -> list[np.ndarray]:
     if not case.reference:
-        return _run(model, feeds)
+        return run(model, feeds)
     return _run_reference(model, feeds)
 
 
@@ -336,17 +321,12 @@ def _evaluator(
         reference = onnx.reference.ReferenceEvaluator(model)
         inputs = [value.name for value in model.graph.input]
         return lambda feeds: float(reference.run([output], {n: feeds[n] for n in inputs})[0])
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    known = [value.name for value in session.get_inputs()]
-    return lambda feeds: float(session.run([output], _copies(feeds, known))[0])
+    session = plain_session(model)
+    return lambda feeds: float(run_session(session, feeds, [output])[0])
 
 
 def lowered(case: Case, *, symbolic: bool) -> onnx.ModelProto:
     """Returns the lowered model of the gradient of a case, for tests of what is emitted."""
     model, _ = _forward(case, symbolic, np.random.default_rng(SEED))
     names = [f"x{index}" for index in case.differentiated]
-    return ortops.lower(_with_gradient(model, names, "f1", "d1_"))
+    return ortops.lower(with_gradient(model, names, "f1", "d1_"))

@@ -1,4 +1,4 @@
-"""Models that put out what they compute and its gradients, and how onnxruntime runs them."""
+"""Models that put out what they compute and its gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 
 from ortops import Tape, Tensor, op
 
@@ -39,16 +38,3 @@ def with_gradients(
     )
     model.opset_import.append(onnx.helper.make_opsetid(domain, 1))
     return model, feeds
-
-
-def run(model: onnx.ModelProto, feeds: dict[str, Array], *, optimize: bool = True) -> list[Array]:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    if not optimize:
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(
-        model.SerializeToString(), options, ["CPUExecutionProvider"]
-    )
-    # Copies: onnxruntime's BatchNormalization writes its new statistics over the fed ones.
-    copies = {name: array.copy() for name, array in feeds.items()}
-    return [np.asarray(array) for array in session.run(None, copies)]

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from running import run
 
 from models.lenet import lenet
 from models.resnet import resnet
@@ -24,7 +25,7 @@ from ortops.training import blocked
 from ortops.training.blocked_nodes import KERNEL_DOMAIN
 from ortops.training.sizes import bind_sizes
 from ortops.training.step_graph import flatten, remove_defaults
-from tests.gradient_models import Build, run, with_gradients
+from tests.gradient_models import Build, with_gradients
 
 BLOCK = blocked.block_size()
 TOLERANCE = 2e-5  # of the largest element: sums of some thousand products in different orders

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from running import plain_session, run_by_name
 from training_models import (
     TRAINING_DOMAIN,
     affine,
@@ -24,8 +25,6 @@ from training_models import (
     names,
     normalizing,
     op_types,
-    plain_session,
-    run_plain,
 )
 
 import ortops
@@ -171,7 +170,7 @@ def test_initialization_computes_the_initial_values() -> None:
     info = trainable.training_info[0]
     model = helper.make_model(info.initialization, opset_imports=trainable.opset_import)
     model.ir_version = 10
-    values = run_plain(model, {})
+    values = run_by_name(model, {})
     initial = {entry.key: values[entry.value] for entry in info.initialization_binding}
     given = initializers(info.algorithm)
     assert set(initial) == set(given)
@@ -209,8 +208,8 @@ def test_stock_onnxruntime_runs_it_as_inference(make: Any) -> None:
     trainable = build(model, optimizer="Adam")
     shape = [dim.dim_value or 5 for dim in model.graph.input[0].type.tensor_type.shape.dim]
     feeds = {"x": np.random.default_rng(0).normal(size=shape).astype(np.float32)}
-    expected = run_plain(model, feeds)
-    found = run_plain(trainable, feeds)
+    expected = run_by_name(model, feeds)
+    found = run_by_name(trainable, feeds)
     assert list(found) == list(expected)
     for name, array in expected.items():
         np.testing.assert_array_equal(found[name], array)
@@ -297,7 +296,7 @@ def test_older_models_are_converted_with_a_message(
     assert ("license", "none") in [(e.key, e.value) for e in trainable.metadata_props]
     feeds = {"x": np.random.default_rng(0).normal(size=(3, 1, 4, 4)).astype(np.float32)}
     np.testing.assert_allclose(
-        run_plain(trainable, feeds)["y"], run_plain(model, feeds)["y"], rtol=1e-6, atol=1e-7
+        run_by_name(trainable, feeds)["y"], run_by_name(model, feeds)["y"], rtol=1e-6, atol=1e-7
     )
     assert {"w", "scale", "bias", "mean", "var", "step"} == set(bindings(trainable))
     session = TrainingSession(trainable)
@@ -342,7 +341,7 @@ def test_every_opset_that_onnxruntime_runs(opset: int) -> None:
     expected = TrainingSession(build(optimizer="Adam")).step(batch)["loss"]
     assert TrainingSession(trainable).step(batch)["loss"] == expected
     step = ortops.step_graph(trainable)
-    assert run_plain(step, batch)["loss"] == pytest.approx(float(expected), rel=1e-6)
+    assert run_by_name(step, batch)["loss"] == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_inference_and_lowering_leave_the_training_alone() -> None:
@@ -350,7 +349,7 @@ def test_inference_and_lowering_leave_the_training_alone() -> None:
     assert ortops.lower(trainable) == trainable
     x = {"x": affine_batch()["x"]}
     (found,) = ortops.InferenceSession(trainable).run(None, x)
-    np.testing.assert_array_equal(found, run_plain(affine(), x)["y"])
+    np.testing.assert_array_equal(found, run_by_name(affine(), x)["y"])
     inside = build(forces(), loss=lambda slope: squared_slope(slope, slope * 0.0))
     lowered = ortops.lower(inside)
     assert lowered.training_info == inside.training_info
@@ -411,7 +410,7 @@ def test_functions_stay_and_are_trained_through(training: bool) -> None:
     before = session.state["w1"]
     losses = [float(session.step(feeds)["loss"]) for _ in range(2)]
     assert np.all(session.state["w1"] != before)
-    plain = run_plain(model, feeds)["y"]
+    plain = run_by_name(model, feeds)["y"]
     if training:
         assert abs(losses[0] - np.mean((plain - feeds["targets"]) ** 2)) > 1e-3
     else:
@@ -691,7 +690,7 @@ def test_running_statistics_follow_the_batches() -> None:
     )
     mean, var = session.state["bn.mean"], session.state["bn.var"]
     batch = labelled((1, 4, 4), rows=5)
-    activations = run_plain(model, batch)[model.graph.node[0].output[0]]
+    activations = run_by_name(model, batch)[model.graph.node[0].output[0]]
     session.step(batch)
     wanted = 0.8 * mean + 0.2 * activations.mean(axis=(0, 2, 3))
     np.testing.assert_allclose(session.state["bn.mean"], wanted, rtol=1e-5)
@@ -877,7 +876,7 @@ def test_a_loss_gets_tensors_by_name() -> None:
     }
     batch = labelled((6,))
     found = TrainingSession(trainable).step(batch)
-    logits = run_plain(classifier(), batch)["logits"].astype(np.float64)
+    logits = run_by_name(classifier(), batch)["logits"].astype(np.float64)
     exponentials = np.exp(logits)
     chosen = exponentials[np.arange(8), batch["labels"]] / exponentials.sum(axis=1)
     expected = -np.log(chosen).mean() + 0.1 * np.mean(batch["x"].astype(np.float64) ** 2)

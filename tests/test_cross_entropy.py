@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
+from running import run
 
 from ortops import Tape, op
 from ortops.lowering import to_proto
@@ -37,13 +37,6 @@ def operators(model: ir.Model) -> Counter[str]:
     return Counter(node.op_type for node in model.graph if node.op_type != "Constant")
 
 
-def run(model: ir.Model, feeds: dict[str, Any]) -> list[Any]:
-    session = onnxruntime.InferenceSession(
-        to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"]
-    )
-    return list(session.run(None, feeds))
-
-
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none", None])
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
@@ -55,7 +48,7 @@ def test_values(kind: str, reduction: str | None, dtype: Any, shape: tuple[Any, 
     known = (4, *shape[1:])
     scores = rng.standard_normal(known).astype(np.float32)
     labels = rng.integers(0, 3, (4, *known[2:])).astype(dtype)
-    (loss,) = run(model, {"scores": scores, "labels": labels})
+    (loss,) = run(to_proto(model), {"scores": scores, "labels": labels})
 
     wide = scores.astype(np.float64)
     if kind == "SoftmaxCrossEntropyLoss":
@@ -71,7 +64,7 @@ def test_log_probabilities_are_put_out() -> None:
     model = expanded("SoftmaxCrossEntropyLoss", (4, 3), outputs=2)
     assert operators(model)["LogSoftmax"] == 1
     scores = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
-    _, log_probabilities = run(model, {"scores": scores, "labels": np.zeros(4, np.int64)})
+    _, log_probabilities = run(to_proto(model), {"scores": scores, "labels": np.zeros(4, np.int64)})
     expected = scores - np.log(np.exp(scores.astype(np.float64)).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(log_probabilities, expected, rtol=1e-5, atol=1e-6)
 
@@ -79,7 +72,7 @@ def test_log_probabilities_are_put_out() -> None:
 def test_a_certain_class_that_is_no_label() -> None:
     model = expanded("SoftmaxCrossEntropyLoss", (1, 2))
     scores = np.array([[0, -np.inf]], np.float32)
-    assert run(model, {"scores": scores, "labels": np.array([0])}) == [0]
+    assert run(to_proto(model), {"scores": scores, "labels": np.array([0])}) == [0]
 
 
 @pytest.mark.parametrize("kind", LOSSES)
@@ -97,4 +90,4 @@ def test_what_is_not_plain_stays(kind: str) -> None:
 def test_a_label_out_of_range_fails() -> None:
     model = expanded("SoftmaxCrossEntropyLoss", (1, 2))
     with pytest.raises(Exception, match="GatherElements"):
-        run(model, {"scores": np.zeros((1, 2), np.float32), "labels": np.array([2])})
+        run(to_proto(model), {"scores": np.zeros((1, 2), np.float32), "labels": np.array([2])})

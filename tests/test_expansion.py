@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from domain_models import model, node, run, value
+from domain_models import model, node, value
 from dot_test import Case, check, normal
 from onnx import TensorProto, helper
+from running import run
 
 import ortops
 from ortops.autodiff import rules

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from domain_models import node
 from onnx import TensorProto, helper, numpy_helper
+from running import run
 
 import ortops
 
@@ -424,13 +424,6 @@ def gradients_of_torch(
     )
     made = torch.autograd.grad(loss, values, allow_unused=True)
     return {n: g.numpy() for n, g in zip(names, made, strict=True) if g is not None}
-
-
-def run(model: onnx.ModelProto, feeds: Any, names: list[str] | None = None) -> list[np.ndarray]:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
-    return list(session.run(names, feeds))
 
 
 def with_gradients(model: onnx.ModelProto, names: list[str], weight: np.ndarray) -> onnx.ModelProto:

@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from running import plain_session, run
 
 import ortops
 from ortops import Tape, cli, external, op
@@ -162,7 +163,7 @@ def test_data_files_of_others_are_kept(tmp_path: Path) -> None:
     (tmp_path / "copy.onnx").write_bytes(path.read_bytes())  # it reads model.onnx.1.data too
     ortops.save_model(layers(), tmp_path / "copy.onnx")
     assert "model.onnx.1.data" in names_in(tmp_path)
-    onnxruntime.InferenceSession(path)
+    plain_session(path)
 
 
 @pytest.mark.usefixtures("small_limit")
@@ -195,13 +196,12 @@ def test_stock_onnxruntime_runs_the_files(tmp_path: Path) -> None:
     ortops.save_model(session.inference_model(), tmp_path / "inference.onnx")
     feeds = {"x": batch()["x"]}
     outputs = [
-        onnxruntime.InferenceSession(tmp_path / name).run(["y"], feeds)[0]
-        for name in ("checkpoint.onnx", "inference.onnx")
+        run(tmp_path / name, feeds, ["y"])[0] for name in ("checkpoint.onnx", "inference.onnx")
     ]
     np.testing.assert_array_equal(*outputs)
     assert not np.allclose(
         outputs[0],
-        onnxruntime.InferenceSession(layers().SerializeToString()).run(["y"], feeds)[0],
+        run(layers(), feeds, ["y"])[0],
     )
     for name in ("checkpoint.onnx", "inference.onnx"):
         onnx.checker.check_model(tmp_path / name, full_check=True)
@@ -244,11 +244,8 @@ def test_step_graph_of_a_big_model(tmp_path: Path) -> None:
     model = trainable(layers(), ["head"], SGD(0.1))
     ortops.save_model(ortops.step_graph(model), tmp_path / "step.onnx")
     assert "step.onnx.data" in names_in(tmp_path)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(tmp_path / "step.onnx", options)
     loss = ortops.TrainingSession(model).step(batch())["loss"]
-    np.testing.assert_allclose(session.run(["loss"], dict(batch()))[0], loss, rtol=1e-6)
+    np.testing.assert_allclose(run(tmp_path / "step.onnx", batch(), ["loss"])[0], loss, rtol=1e-6)
 
 
 def test_missing_external_data_are_named(tmp_path: Path) -> None:
@@ -266,7 +263,7 @@ def test_missing_external_data_are_named(tmp_path: Path) -> None:
 def test_a_big_model_in_memory_is_run(tmp_path: Path) -> None:
     feeds = {"x": batch()["x"]}
     given = in_files(layers(), tmp_path / "given.onnx")
-    expected = onnxruntime.InferenceSession(given).run(None, feeds)[0]
+    (expected,) = run(given, feeds)
     session = ortops.InferenceSession(layers())
     np.testing.assert_allclose(session.run(None, feeds)[0], expected, rtol=1e-6, atol=1e-7)
 
@@ -289,7 +286,7 @@ def test_a_big_model_with_gradients_is_run_and_lowered(tmp_path: Path) -> None:
     np.testing.assert_allclose(big, from_path, rtol=1e-6, atol=1e-7)
     assert cli.main(["lower", str(path), str(tmp_path / "lowered.onnx")]) == 0
     assert names_in(tmp_path) == {"in", "lowered.onnx", "lowered.onnx.data"}
-    lowered = onnxruntime.InferenceSession(tmp_path / "lowered.onnx").run(["dx"], feeds)[0]
+    (lowered,) = run(tmp_path / "lowered.onnx", feeds, ["dx"])
     np.testing.assert_allclose(big, lowered, rtol=1e-6, atol=1e-7)
 
 
@@ -378,6 +375,5 @@ def test_more_than_2_gb_in_fact(tmp_path: Path) -> None:
             np.testing.assert_array_equal(array, resumed.state[variable])
         ortops.save_model(resumed.inference_model(), folder / "inference.onnx")
         del resumed
-        plain = onnxruntime.InferenceSession(folder / "inference.onnx")
-        outputs = plain.run(None, {"x": data["x"]})[0]
+        (outputs,) = run(folder / "inference.onnx", {"x": data["x"]})
         np.testing.assert_allclose(outputs, hidden @ state["head"], rtol=1e-3, atol=1e-4)

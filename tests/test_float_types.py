@@ -17,6 +17,7 @@ import onnx
 import pytest
 from dot_test import Case
 from onnx import TensorProto, helper, numpy_helper
+from running import run
 
 import ortops
 
@@ -74,7 +75,7 @@ def gradients(case: Case, kind: int, weight: np.ndarray, names: list[str]) -> li
     model, feeds = between_casts(case, kind)
     model.graph.initializer.append(numpy_helper.from_array(weight, "weight"))
     model.graph.node.append(helper.make_node("Mul", ["y", "weight"], ["f"]))
-    return dot_test._run(ortops.lower(dot_test._with_gradient(model, names, "f", "d_")), feeds)
+    return run(ortops.lower(dot_test.with_gradient(model, names, "f", "d_")), feeds)
 
 
 @pytest.mark.slow
@@ -87,7 +88,7 @@ def test_gradient_in_another_type(case: Case, type_name: str) -> None:
     if not names:
         pytest.skip("nothing to differentiate")
     try:
-        (y,) = dot_test._run(model, feeds)
+        (y,) = run(model, feeds)
     except Exception:  # onnxruntime has a class for each of its many ways to say it
         pytest.skip(f"onnxruntime does not run it in {type_name}")
     weight = np.random.default_rng(dot_test.SEED).standard_normal(y.shape).astype(np.float32)

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
+from running import run
 
 import ortops
 from models.layers import linear
@@ -19,7 +19,6 @@ from models.resnet import resnet
 from models.torch_twins import lstm_parameters, twin
 from models.transformer import transformer
 
-CPU = ["CPUExecutionProvider"]
 STATISTICS = ("running_mean", "running_var")
 
 
@@ -108,9 +107,8 @@ def samples(case: Case, batch: int, seed: int = 0) -> np.ndarray:
     return rng.uniform(0, 1, shape).astype(np.float32)
 
 
-def run(model: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=CPU)
-    (logits,) = session.run(["logits"], {session.get_inputs()[0].name: x})
+def logits_of(model: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
+    (logits,) = run(model, {model.graph.input[0].name: x}, ["logits"])
     return logits
 
 
@@ -120,7 +118,7 @@ def test_model_is_legal_and_takes_any_batch(case: Case) -> None:
     onnx.checker.check_model(model, full_check=True)
     assert {entry.domain for entry in model.opset_import} == {""}
     for batch in (1, 2, 7):
-        logits = run(model, samples(case, batch))
+        logits = logits_of(model, samples(case, batch))
         assert logits.shape == (batch, 10)
         assert logits.dtype == np.float32
         assert np.isfinite(logits).all()
@@ -333,7 +331,7 @@ def test_values_against_numpy(case: Case) -> None:
     weights = {name: weight.astype(np.float64) for name, weight in weights_of(model).items()}
     expected = BY_HAND[model.graph.name](weights, x if case.ids else x.astype(np.float64))
     assert np.ptp(expected, axis=0).max() > 1e-2  # the logits tell the samples apart
-    close(run(model, x), expected)
+    close(logits_of(model, x), expected)
 
 
 @pytest.mark.parametrize("length", [1, 5])
@@ -342,13 +340,13 @@ def test_transformer_takes_shorter_sequences(name: str, length: int) -> None:
     model = shaken(CASES[name].build())
     x = samples(CASES[name], 3)[:, :length]
     expected = np_transformer(weights_of(model), x)
-    close(run(model, x), expected)
+    close(logits_of(model, x), expected)
 
 
 def test_lenet_of_odd_sizes_leaves_the_last_row_out() -> None:
     model = shaken(lenet((2, 11, 9), channels=(4, 6), hidden=5))
     x = np.random.default_rng(0).uniform(0, 1, (3, 2, 11, 9)).astype(np.float32)
-    close(run(model, x), np_lenet(weights_of(model), x))
+    close(logits_of(model, x), np_lenet(weights_of(model), x))
 
 
 @pytest.mark.parametrize(
@@ -362,7 +360,7 @@ def test_dropout_does_nothing_in_the_inference_graph(
     assert not any(node.op_type == "Dropout" for node in plain.graph.node)
     assert sum(node.op_type == "Dropout" for node in dropping.graph.node) == nodes
     x = samples(case, 2)
-    np.testing.assert_array_equal(run(plain, x), run(dropping, x))
+    np.testing.assert_array_equal(logits_of(plain, x), logits_of(dropping, x))
 
 
 def test_a_width_that_the_heads_do_not_divide() -> None:
@@ -411,9 +409,7 @@ def gradient_model(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def gradients(model: onnx.ModelProto, x: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
     lowered = ortops.lower(gradient_model(model))
-    session = onnxruntime.InferenceSession(lowered.SerializeToString(), providers=CPU)
-    outputs = [output.name for output in session.get_outputs()]
-    results = session.run(outputs, {session.get_inputs()[0].name: x, "labels": labels})
+    results = run(lowered, {lowered.graph.input[0].name: x, "labels": labels})
     return dict(zip(["loss", *trainable_of(model)], results, strict=True))
 
 
@@ -450,7 +446,7 @@ def test_values_and_gradients_against_torch(case: Case) -> None:
     x, labels = samples(case, 4), np.array([3, 1, 4, 1])
     module = twin(model)
     logits = module(torch.from_numpy(x))
-    close(run(model, x), logits.detach().numpy())
+    close(logits_of(model, x), logits.detach().numpy())
     torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels)).backward()
     found = gradients(model, x, labels)
     if model.graph.name == "lstm":
@@ -484,4 +480,4 @@ def test_values_of_the_benchmarks_against_torch(
     x = np.random.default_rng(0).uniform(0, 1, (2, *shape)).astype(np.float32)
     with torch.no_grad():
         expected = twin(model)(torch.from_numpy(x)).numpy()
-    close(run(model, x), expected)
+    close(logits_of(model, x), expected)

@@ -11,6 +11,7 @@ import onnxruntime
 import pytest
 from onnx.backend.test.case import node as node_cases
 from onnx.backend.test.case.node import adagrad, adam, momentum  # noqa: F401  registers the cases
+from running import plain_session
 
 import ortops
 from ortops.optimizers import OPERATORS
@@ -54,7 +55,7 @@ def lowered_in_ortops(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
 def lowered_in_stock(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
     lowered = ortops.lower(model)
     onnx.checker.check_model(lowered, full_check=True)
-    return onnxruntime.InferenceSession(lowered.SerializeToString())
+    return plain_session(lowered)
 
 
 @pytest.mark.parametrize("route", [python_kernels, lowered_in_ortops, lowered_in_stock])

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 from domain_models import DOMAIN, node
 from onnx import TensorProto, helper, numpy_helper
+from running import run
 
 import ortops
 from ortops import convert
@@ -662,13 +662,6 @@ def model_of(case: Old) -> onnx.ModelProto:
     return helper.make_model(
         graph, opset_imports=[helper.make_opsetid("", case.opset)], ir_version=3 if early else 8
     )
-
-
-def run(proto: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), options)
-    return list(session.run(None, dict(feeds)))
 
 
 def upgraded(proto: onnx.ModelProto) -> onnx.ModelProto:

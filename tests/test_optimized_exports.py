@@ -11,8 +11,8 @@ import io
 from pathlib import Path
 
 import onnx
-import onnxruntime
 import pytest
+from running import optimized
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 pytest.importorskip("torch", reason="torch is not installed: ./scripts/test --compare")
@@ -27,16 +27,6 @@ from test_exported_models import (  # noqa: E402
 )
 
 MICROSOFT = "com.microsoft"
-
-
-def saved(path: Path) -> onnx.ModelProto:
-    """Returns a model as onnxruntime saves it after its extended optimizations."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    options.optimized_model_filepath = str(path.with_suffix(".optimized.onnx"))
-    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    return onnx.load(options.optimized_model_filepath)
 
 
 def fused(path: Path, kind: str) -> onnx.ModelProto:
@@ -80,12 +70,12 @@ def test_gradients(name: str, tool: str, tmp_path: Path) -> None:
     onnx.save(exported(example, module, inputs, "torchscript"), path)
     expected = by_session
     if kind is not None and tool != "session":
-        optimized = fused(path, kind)
+        made = fused(path, kind)
         path, expected = path.with_suffix(".fused.onnx"), by_tool
     if tool != "transformers":
-        optimized = saved(path)
-    found = {n.op_type for n in optimized.graph.node if n.domain == MICROSOFT}
+        made = optimized(path, path.with_suffix(".optimized.onnx"))
+    found = {n.op_type for n in made.graph.node if n.domain == MICROSOFT}
     assert expected <= found
-    errors = compare(optimized, module, inputs, (*example.unused, *example.folded))
+    errors = compare(made, module, inputs, (*example.unused, *example.folded))
     assert errors
     assert max(errors.values()) < TOLERANCE, sorted(errors.items(), key=lambda e: -e[1])[:5]

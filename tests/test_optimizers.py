@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +26,7 @@ from optimizer_cases import (
     official_cases,
     with_defaults,
 )
+from running import run
 
 from ortops import Tape
 from ortops import optimizers as optimizers_module
@@ -190,10 +190,9 @@ def run_as_nodes(name: str, update: dict[str, Any], *, symbolic: bool) -> list[A
         results = optimizer.rule(r, t, *tensors, **update["attributes"])
         for result, letter in zip(results, ["X", *optimizer.states], strict=True):
             tape.output(result, f"{letter}_new")
-    session = onnxruntime.InferenceSession(tape.model().SerializeToString())
     feeds = {"R": update["r"], "T": update["t"]}
     feeds |= dict(zip(letters, update["tensors"], strict=True))
-    return list(session.run(None, feeds))
+    return run(tape.model(), feeds)
 
 
 @pytest.mark.parametrize("x_dtype", FLOATS, ids=str)

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
+from running import run
 
 from ortops import Tape, Tensor, op
 from ortops.lowering import to_proto
@@ -29,15 +28,6 @@ def build(function: Callable[..., Any], inputs: Mapping[str, Shape], dtype: Any)
     return ir.from_proto(tape.model())
 
 
-def run(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> list[Any]:
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(
-        model.SerializeToString(), options, ["CPUExecutionProvider"]
-    )
-    return list(session.run(None, dict(feeds)))
-
-
 def improved(
     function: Callable[..., Any],
     inputs: Mapping[str, Shape],
@@ -52,10 +42,10 @@ def improved(
         for name, shape in inputs.items()
     }
     model = build(function, inputs, dtype)
-    before = run(to_proto(model), feeds)
+    before = run(to_proto(model), feeds, optimize=False)
     improve_products(model.graph, Names(model.graph))
     after = to_proto(model)
-    for one, other in zip(before, run(after, feeds), strict=True):
+    for one, other in zip(before, run(after, feeds, optimize=False), strict=True):
         assert one.shape == other.shape
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
     left = Counter(node.op_type for node in after.graph.node)

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx.reference
-import onnxruntime
 import pytest
 from domain_models import node
 from onnx import TensorProto, helper, numpy_helper
+from running import run
 
 import ortops
 
@@ -115,10 +115,8 @@ def test_gradients(file: str) -> None:
     model = onnx.load(path)
     exact = feeds_of(file)
     feeds = {k: v.astype(np.float32) if v.dtype.kind == "f" else v for k, v in exact.items()}
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
     output = model.graph.output[0].name
-    (value,) = onnxruntime.InferenceSession(path, options).run([output], feeds)
+    (value,) = run(path, feeds, [output])
     rng = np.random.default_rng(1)
     weight = rng.standard_normal(value.shape)
     chosen = parameters(model)
@@ -140,8 +138,7 @@ def test_gradients(file: str) -> None:
     del trained.graph.output[:]
     trained.graph.output.extend(helper.make_empty_tensor_value_info(f"d_{x}") for x in chosen)
     lowered = ortops.lower(trained)
-    session = onnxruntime.InferenceSession(lowered.SerializeToString(), options)
-    gradients = dict(zip(chosen, session.run([f"d_{x}" for x in chosen], feeds), strict=True))
+    gradients = dict(zip(chosen, run(lowered, feeds), strict=True))
 
     double = in_double(model)
     for name, array in chosen.items():

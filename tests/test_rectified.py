@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from running import run
 
 from ortops import Tensor, convert, op
 from ortops.lowering import lower_prepared, prepare, to_proto
 from ortops.training.rectified import rectify
-from tests.gradient_models import Array, Build, run, with_gradients
+from tests.gradient_models import Array, Build, with_gradients
 
 
 def lowered(model: onnx.ModelProto) -> onnx.ModelProto:

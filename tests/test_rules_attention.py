@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from domain_models import model, node, run, value
+from domain_models import model, node, value
 from dot_test import Case, check, normal
 from onnx import helper
+from running import run
 
 import ortops
 

@@ -8,8 +8,9 @@ import numpy as np
 import onnx
 import pytest
 from checked import Checked, without_gradient
-from domain_models import model, node, run, value
+from domain_models import model, node, value
 from onnx import TensorProto, helper
+from running import run
 
 import ortops
 

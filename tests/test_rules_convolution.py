@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from dot_test import DOMAIN, Case, check, normal
 from onnx import helper
+from running import run
 
 import ortops
 
@@ -130,13 +130,6 @@ def lowered(
     return ortops.lower(helper.make_model(graph, opset_imports=imports, ir_version=10))
 
 
-def run(model: onnx.ModelProto, **feeds: np.ndarray) -> list[np.ndarray]:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
-    return list(session.run(None, feeds))
-
-
 def output_of(case: Case) -> np.ndarray:
     names = [f"x{index}" for index in range(len(case.inputs))]
     node = helper.make_node(case.op, names, ["y"], **case.attributes)
@@ -147,7 +140,7 @@ def output_of(case: Case) -> np.ndarray:
     graph = helper.make_graph([node], "f", inputs, [helper.make_empty_tensor_value_info("y")])
     imports = [helper.make_opsetid("", 21)]
     model = helper.make_model(graph, opset_imports=imports, ir_version=10)
-    return run(model, **dict(zip(names, case.inputs, strict=True)))[0]
+    return run(model, dict(zip(names, case.inputs, strict=True)))[0]
 
 
 @pytest.mark.parametrize("known", [2, 4], ids=["channels", "all_but_batch"])
@@ -161,7 +154,8 @@ def test_unknown_sizes_with_known_weights_give_the_same(case: Case, known: int) 
     )
     static = lowered(case.op, [x, *parameters], case.attributes)
     symbolic = lowered(case.op, [x, *parameters], case.attributes, dims, opset=22)
-    for expected, found in zip(run(static, x0=x, w=w), run(symbolic, x0=x, w=w), strict=True):
+    feeds = {"x0": x, "w": w}
+    for expected, found in zip(run(static, feeds), run(symbolic, feeds), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
 
 
@@ -217,7 +211,7 @@ def test_empty_batch(case: Case, dims: tuple[str | int, ...]) -> None:
     x, *parameters = case.inputs
     w = output_of(case)[:0]
     model = lowered(case.op, [x[:0], *parameters], case.attributes, dims)
-    dx, *rest = run(model, x0=x[:0], w=w)
+    dx, *rest = run(model, {"x0": x[:0], "w": w})
     assert dx.shape == (0, 4, 7, 6)
     for parameter, found in zip(parameters, rest, strict=True):
         np.testing.assert_array_equal(found, np.zeros_like(parameter))
@@ -259,5 +253,5 @@ def test_like_torch(
         "strides": strides, "pads": pads * 2, "dilations": dilations, "group": group
     }  # fmt: skip
     model = lowered(op, [x, w, b], attributes, ("N", 4, 12, 11))
-    for leaf, found in zip(leaves, run(model, x0=x, w=weights), strict=True):
+    for leaf, found in zip(leaves, run(model, {"x0": x, "w": weights}), strict=True):
         np.testing.assert_allclose(found, leaf.grad.numpy(), rtol=1e-4, atol=1e-4)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from domain_models import model, node, run, value
+from domain_models import model, node, value
 from dot_test import Case, check, normal
 from onnx import helper
+from running import run
 
 import ortops
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from domain_models import model, node, run, value
+from domain_models import model, node, value
 from onnx import helper
+from running import run
 
 import ortops
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from domain_models import model, node, run, value
+from domain_models import model, node, value
 from dot_test import Case, check, distinct, lowered, normal
 from onnx import helper
+from running import run
 from test_rules_elementwise import gradients
 
 import ortops

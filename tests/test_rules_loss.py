@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import onnxruntime
 import pytest
 from checked import Checked
 from dot_test import DOMAIN, Case, check, normal, uniform
 from onnx import helper
+from running import run
 
 import ortops
 
@@ -82,8 +82,7 @@ def gradient(
     )
     imports = [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
     model = ortops.lower(helper.make_model(graph, opset_imports=imports, ir_version=10))
-    session = onnxruntime.InferenceSession(model.SerializeToString())
-    return session.run(None, dict(zip(names, inputs, strict=True)))
+    return run(model, dict(zip(names, inputs, strict=True)))
 
 
 def test_hardmax_passes_nothing() -> None:

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from checked import without_gradient
-from domain_models import DOMAIN, model, node, run, value
+from domain_models import DOMAIN, model, node, value
 from onnx import helper
+from running import optimized, run
 
 import ortops
 from models.lenet import lenet
@@ -949,18 +949,6 @@ def test_what_is_not_covered(fused: onnx.NodeProto, message: str) -> None:
     whole = model([*nodes, gradient], inputs, ["d"], imports=[(MICROSOFT, 1)])
     with pytest.raises(ortops.UnsupportedError, match=message):
         ortops.lower(whole)
-
-
-def optimized(proto: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """Returns a model as onnxruntime saves it after its extended optimizations."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    options.optimized_model_filepath = str(path)
-    onnxruntime.InferenceSession(
-        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    return onnx.load(path)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 from dot_test import DOMAIN, Case, away_from, check, normal, uniform
 from onnx import TensorProto, helper
+from running import run
 
 import ortops
 from ortops.tensor import op
@@ -174,8 +174,7 @@ def gradients(
     )
     imports = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)]
     model = ortops.lower(helper.make_model(graph, opset_imports=imports, ir_version=10))
-    session = onnxruntime.InferenceSession(model.SerializeToString())
-    return session.run(None, {name: array.copy() for name, array in feeds.items()})
+    return run(model, feeds)
 
 
 def narrowed(inputs: Sequence[np.ndarray], dtype: type) -> list[np.ndarray]:
@@ -260,9 +259,7 @@ def _gradients_of_one_output(
     )
     del model.graph.output[:]
     model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in results)
-    session = onnxruntime.InferenceSession(ortops.lower(model).SerializeToString())
-    feeds = {name: array.copy() for name, array in zip(names, inputs, strict=True)}
-    return session.run(None, {i.name: feeds[i.name] for i in session.get_inputs()})
+    return run(ortops.lower(model), dict(zip(names, inputs, strict=True)))
 
 
 @pytest.mark.parametrize("p", [1, 2])

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from dot_test import DOMAIN, Case, check, distinct, normal
 from onnx import helper
+from running import run
 
 import ortops
 
@@ -145,14 +145,7 @@ def output_of(case: Case) -> np.ndarray:
         [helper.make_empty_tensor_value_info("y")],
     )
     imports = [helper.make_opsetid("", case.opset)]
-    return run(helper.make_model(graph, opset_imports=imports, ir_version=10), x=x)
-
-
-def run(model: onnx.ModelProto, **feeds: np.ndarray) -> np.ndarray:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
-    return session.run(None, feeds)[0]
+    return run(helper.make_model(graph, opset_imports=imports, ir_version=10), {"x": x})[0]
 
 
 TIES = [
@@ -188,7 +181,7 @@ def test_ties_and_kinks(
     size = output_of(case).shape
     w = np.arange(1, 1 + np.prod(size), dtype=np.float32).reshape(size)
     model = lowered(case, ("N", "C", "H", "W") if symbolic else None)
-    np.testing.assert_allclose(run(model, x=x_array, w=w)[0, 0], expected, rtol=1e-6)
+    np.testing.assert_allclose(run(model, {"x": x_array, "w": w})[0][0, 0], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dims", [("N", "C", 8, 6), ("N", 3, "H", "W")], ids=["batch", "sizes"])
@@ -202,8 +195,8 @@ def test_unknown_sizes_give_the_same(case: Case, dims: tuple[str | int, ...]) ->
     known = tuple(f"{dim}{axis}" if isinstance(dim, str) else dim for axis, dim in enumerate(known))
     case = replace(case, inputs=[x])
     w = normal(*output_of(case).shape, dtype=np.float32)
-    expected = run(lowered(case), x=x, w=w)
-    found = run(lowered(case, known), x=x, w=w)
+    (expected,) = run(lowered(case), {"x": x, "w": w})
+    (found,) = run(lowered(case, known), {"x": x, "w": w})
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -213,7 +206,7 @@ def test_empty_batch(case: Case, symbolic: bool) -> None:
     x = case.inputs[0].astype(np.float32)
     w = output_of(replace(case, inputs=[x]))[:0]
     model = lowered(replace(case, inputs=[x[:0]]), ("N", *x.shape[1:]) if symbolic else None)
-    assert run(model, x=x[:0], w=w).shape == (0, *x.shape[1:])
+    assert run(model, {"x": x[:0], "w": w})[0].shape == (0, *x.shape[1:])
 
 
 @pytest.mark.parametrize(
@@ -298,5 +291,5 @@ def test_like_torch(
     w = normal(*y.shape, dtype=np.float32)
     (y * torch.tensor(w)).sum().backward()
     for dims in (None, ("N", 3, "H", "W")):
-        found = run(lowered(case, dims), x=x, w=w)
+        (found,) = run(lowered(case, dims), {"x": x, "w": w})
         np.testing.assert_allclose(found, leaf.grad.numpy(), rtol=1e-5, atol=1e-5)

@@ -11,9 +11,10 @@ import numpy as np
 import onnx
 import pytest
 from checked import Checked
-from domain_models import model, node, run, value
+from domain_models import model, node, value
 from dot_test import Case, check, normal
 from onnx import TensorProto, helper
+from running import run
 
 import ortops
 

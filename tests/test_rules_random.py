@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from checked import Checked
 from dot_test import DOMAIN, normal
 from onnx import helper, numpy_helper
+from running import run, run_by_name
 
 import ortops
 
 CHECKED = [Checked("Dropout", 2, [0])]
 
 
-def run(
+def dropped(
     x: np.ndarray,
     *,
     ratio: np.ndarray | None = None,
@@ -61,10 +61,7 @@ def run(
     )
     imports = [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
     model = ortops.lower(helper.make_model(graph, opset_imports=imports, ir_version=10))
-    session = onnxruntime.InferenceSession(model.SerializeToString())
-    known = {value.name for value in session.get_inputs()}
-    values = session.run(None, {n: a for n, a in shown.items() if n in known})
-    return {**dict(zip(results, values, strict=True)), "w": feeds["w"]}
+    return {**run_by_name(model, shown), "w": feeds["w"]}
 
 
 @pytest.mark.parametrize("at_run_time", [False, True], ids=["constant", "run-time"])
@@ -75,7 +72,7 @@ def test_the_cotangent_passes_where_the_value_did(
 ) -> None:
     x = normal(40, 50).astype(dtype)
     given = None if ratio is None else np.array(ratio, np.float32)
-    found = run(x, ratio=given, training=True, at_run_time=at_run_time)
+    found = dropped(x, ratio=given, training=True, at_run_time=at_run_time)
     scale = 1 / (1 - np.float64(0.5 if given is None else given))
     mask = found["mask"]
     assert abs(mask.mean() - 1 / scale) < 0.06  # five standard deviations of 2000 draws
@@ -87,13 +84,13 @@ def test_the_cotangent_passes_where_the_value_did(
 @pytest.mark.parametrize("at_run_time", [False, True], ids=["constant", "run-time"])
 def test_ratio_of_another_type(ratio_dtype: type, at_run_time: bool) -> None:
     x = normal(10, 20).astype(np.float32)
-    found = run(x, ratio=np.array(0.5, ratio_dtype), training=True, at_run_time=at_run_time)
+    found = dropped(x, ratio=np.array(0.5, ratio_dtype), training=True, at_run_time=at_run_time)
     np.testing.assert_allclose(found["d1"], np.where(found["mask"], 2 * found["w"], 0), rtol=1e-6)
 
 
 def test_the_mask_is_kept_where_the_model_does_not_ask_for_it() -> None:
     x = 1 + abs(normal(20, 20))
-    found = run(x, training=True, mask=False)
+    found = dropped(x, training=True, mask=False)
     assert 0 < np.count_nonzero(found["y"]) < x.size
     np.testing.assert_allclose(found["d1"], np.where(found["y"] != 0, 2 * found["w"], 0))
 
@@ -103,7 +100,7 @@ def test_the_mask_is_kept_where_the_model_does_not_ask_for_it() -> None:
 @pytest.mark.parametrize("mask", [False, True])
 def test_inference_passes_everything(training: bool | None, at_run_time: bool, mask: bool) -> None:
     x = normal(4, 5)
-    found = run(
+    found = dropped(
         x, ratio=np.array(0.7, np.float32), training=training, at_run_time=at_run_time, mask=mask
     )
     np.testing.assert_array_equal(found["y"], x)
@@ -111,7 +108,7 @@ def test_inference_passes_everything(training: bool | None, at_run_time: bool, m
 
 
 def test_the_second_derivative_has_the_same_mask() -> None:
-    found = run(normal(20, 20), ratio=np.array(0.2, np.float32), training=True, order=2)
+    found = dropped(normal(20, 20), ratio=np.array(0.2, np.float32), training=True, order=2)
     scale = 1 / (1 - np.float64(np.float32(0.2)))
     expected = np.where(found["mask"], 2 * found["w"] * scale**2, 0)  # f = Σ w·(scale·x)²
     np.testing.assert_allclose(found["d2"], expected, rtol=1e-6)
@@ -137,6 +134,5 @@ def test_an_infinite_cotangent_does_not_reach_a_dropped_element() -> None:
     )
     imports = [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
     model = ortops.lower(helper.make_model(graph, opset_imports=imports, ir_version=10))
-    session = onnxruntime.InferenceSession(model.SerializeToString())
-    mask, d = session.run(None, {"x": x})
+    mask, d = run(model, {"x": x})
     np.testing.assert_array_equal(d, np.where(mask, np.inf, 0))

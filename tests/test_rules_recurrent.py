@@ -17,11 +17,11 @@ import numpy as np
 import onnx
 import onnx.inliner
 import onnx.reference
-import onnxruntime
 import pytest
 from checked import without_gradient
-from domain_models import model, node, run, value
+from domain_models import model, node, value
 from onnx import TensorProto, helper
+from running import plain_session, run, run_session
 
 import ortops
 from ortops.errors import UnsupportedError
@@ -243,10 +243,7 @@ def wide(
     proto = onnx.inliner.inline_selected_functions(
         proto, [("", name) for name in names], inline_schema_functions=True
     )
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), options)
-    known = {entry.name for entry in session.get_inputs()}
+    session = plain_session(proto)
 
     def run_wide(feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         given = {name: feeds[name] for name in INPUTS if name in feeds}
@@ -254,7 +251,7 @@ def wide(
         fed = dict(feeds)
         for step in forward:
             fed.update(zip(step.output, outputs, strict=False))
-        return list(session.run(None, {name: fed[name] for name in known}))
+        return run_session(session, fed)
 
     return run_wide
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from dot_test import DOMAIN, Case, check, normal
 from onnx import helper
+from running import run
 
 import ortops
 
@@ -142,13 +142,6 @@ def test_dot(given: Case, symbolic: bool) -> None:
     check(given, symbolic=symbolic)
 
 
-def run(model: onnx.ModelProto, **feeds: np.ndarray) -> np.ndarray:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
-    return session.run(None, feeds)[0]
-
-
 def gradient_model(given: Case, *, run_time: bool, dims: Any = None) -> onnx.ModelProto:
     """Returns the gradient of Σ w · op(x) with respect to x."""
     x = given.inputs[0]
@@ -203,7 +196,7 @@ def output_of(given: Case) -> np.ndarray:
         [helper.make_empty_tensor_value_info("y")],
     )
     imports = [helper.make_opsetid("", given.opset)]
-    return run(helper.make_model(graph, opset_imports=imports, ir_version=10), **arrays)
+    return run(helper.make_model(graph, opset_imports=imports, ir_version=10), arrays)[0]
 
 
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
@@ -211,10 +204,10 @@ def output_of(given: Case) -> np.ndarray:
 def test_sizes_at_run_time_give_the_same(given: Case, symbolic: bool) -> None:
     x, *rest = given.inputs
     w = normal(*output_of(given).shape, dtype=np.float32)
-    expected = run(gradient_model(given, run_time=False), x0=x, w=w)
+    (expected,) = run(gradient_model(given, run_time=False), {"x0": x, "w": w})
     dims = list("abcde")[: x.ndim] if symbolic else None
     feeds = {f"x{i}": array for i, array in enumerate(rest, 1) if array is not None}
-    found = run(gradient_model(given, run_time=True, dims=dims), x0=x, w=w, **feeds)
+    (found,) = run(gradient_model(given, run_time=True, dims=dims), {"x0": x, "w": w, **feeds})
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -228,10 +221,8 @@ def test_empty_batch(given: Case, symbolic: bool) -> None:
     given = replace(given, inputs=[x[:0], *rest])
     dims = ["N", *x.shape[1:]] if symbolic else None
     w = output_of(given)
-    assert run(gradient_model(given, run_time=False, dims=dims), x0=x[:0], w=w).shape == (
-        0,
-        *x.shape[1:],
-    )
+    (found,) = run(gradient_model(given, run_time=False, dims=dims), {"x0": x[:0], "w": w})
+    assert found.shape == (0, *x.shape[1:])
 
 
 @pytest.mark.parametrize("dims", [None, ["N", 2, "H", "W"]], ids=["static", "symbolic"])
@@ -325,7 +316,7 @@ NOTHING = np.array([], np.float32)
 def test_old_files(opset: int, node: onnx.NodeProto, given: dict[str, np.ndarray]) -> None:
     model = ortops.lower(old_model(opset, node, **given))
     w = np.arange(24, dtype=np.float32).reshape(1, 1, 4, 6)
-    found = run(model, x=np.ones((1, 1, 2, 3), np.float32), w=w)
+    (found,) = run(model, {"x": np.ones((1, 1, 2, 3), np.float32), "w": w})
     np.testing.assert_array_equal(found, [[[[14, 22, 30], [62, 70, 78]]]])
 
 
@@ -363,7 +354,8 @@ def test_like_torch(
     y = torch.nn.functional.interpolate(leaf, size=size, **given)
     w = normal(*y.shape, seed=1, dtype=np.float32)
     (y * torch.tensor(w)).sum().backward()
-    found = run(gradient_model(resize, run_time=False, dims=["N", "C", "H", "W"]), x0=x, w=w)
+    model = gradient_model(resize, run_time=False, dims=["N", "C", "H", "W"])
+    (found,) = run(model, {"x0": x, "w": w})
     np.testing.assert_allclose(found, leaf.grad.numpy(), rtol=1e-4, atol=1e-4)
 
 
@@ -400,13 +392,11 @@ def test_old_files_keep_their_meaning(
     del plain.graph.node[1:], plain.graph.input[1]
     plain.graph.output[0].name = "y"
     model.graph.output.append(helper.make_empty_tensor_value_info("y"))
-    expected = run(plain, **feeds)
+    (expected,) = run(plain, feeds)
     w = normal(*expected.shape, seed=1, dtype=np.float32)
     lowered = ortops.lower(model)
-    options = onnxruntime.SessionOptions()
-    session = onnxruntime.InferenceSession(lowered.SerializeToString(), options)
-    dx, y = session.run(None, {**feeds, "w": w})
+    dx, y = run(lowered, {**feeds, "w": w})
     np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6)
     direction = normal(*dx.shape, seed=2, dtype=np.float32)
-    change = run(plain, **{**feeds, "x": direction})
+    (change,) = run(plain, {**feeds, "x": direction})
     np.testing.assert_allclose((dx * direction).sum(), (change * w).sum(), rtol=1e-4)

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from dot_test import DOMAIN, Case, check, distinct, lowered, normal, uniform
 from onnx import helper
+from running import run
 
 import ortops
 
@@ -180,13 +180,6 @@ def test_dot_of_regions(given: Case, symbolic: bool) -> None:
     check(given, symbolic=symbolic)
 
 
-def run(model: onnx.ModelProto, **feeds: np.ndarray) -> np.ndarray:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
-    return session.run(None, feeds)
-
-
 def gradient_model(given: Case, *, symbolic: bool, opset: int = 21) -> onnx.ModelProto:
     """Returns the gradient of Σ w · op(x0, …) with respect to its floating-point inputs."""
     names = ["" if array is None else f"x{i}" for i, array in enumerate(given.inputs)]
@@ -216,7 +209,7 @@ def gradients(given: Case, w: np.ndarray, **settings: Any) -> list[np.ndarray]:
         for i, array in enumerate(given.inputs)
         if array is not None and f"x{i}" in known
     }
-    return run(model, w=w, **feeds)
+    return run(model, {"w": w, **feeds})
 
 
 def test_names_of_opset_16() -> None:

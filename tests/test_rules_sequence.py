@@ -6,8 +6,9 @@ import numpy as np
 import onnx
 import pytest
 from checked import Checked
-from domain_models import model, node, run, value
+from domain_models import model, node, value
 from onnx import TensorProto, helper
+from running import run
 from test_rules_control_flow import ORDERS, arrays, check, subgraph
 
 import ortops

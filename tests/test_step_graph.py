@@ -13,8 +13,8 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from running import CPU, plain_session, run
 from training_models import (
-    CPU,
     TRAINING_DOMAIN,
     Arrays,
     affine,
@@ -28,7 +28,6 @@ from training_models import (
     names,
     normalizing,
     op_types,
-    plain_session,
 )
 
 import ortops
@@ -714,9 +713,8 @@ def test_nodes_of_the_domain_in_a_branch() -> None:
     trainable = build_training_model(
         model, loss=lambda y: op.Identity(y), optimizer=SGD(0.5), trainable=["w"]
     )
-    session = onnxruntime.InferenceSession(step_graph(trainable).SerializeToString())
     feeds = {"x": np.array(2, np.float32), "c": np.array(True)}
-    loss, new = session.run(["loss", "w_new"], feeds)
+    loss, new = run(step_graph(trainable), feeds, ["loss", "w_new"])
     assert (loss, new) == (2 * 2 * 3**2, 3 - 0.5 * 4 * 2 * 3)  # y = 2xw², dy/dw = 4xw
 
 

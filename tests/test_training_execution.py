@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
+from running import plain_session
 from training_models import (
     affine,
     affine_batch,
@@ -23,7 +24,6 @@ from training_models import (
     initializers,
     labelled,
     normalizing,
-    plain_session,
 )
 
 import ortops

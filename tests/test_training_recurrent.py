@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from domain_models import model, node, run, value
+from domain_models import model, node, value
 from onnx import helper
+from running import run
 
 import ortops
 from models.lstm import lstm

@@ -13,6 +13,7 @@ import onnxruntime
 import optimizer_oracle
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from running import plain_session, run, run_by_name
 from training_models import (
     TRAINING_DOMAIN,
     Arrays,
@@ -24,8 +25,6 @@ from training_models import (
     initializers,
     labelled,
     normalizing,
-    plain_session,
-    run_plain,
     softmax_cross_entropy,
 )
 
@@ -265,14 +264,13 @@ def test_a_saved_file_is_the_trained_model_in_plain_onnxruntime(tmp_path: Path) 
     session.save(path)
     onnx.checker.check_model(path, full_check=True)
     x = {"x": images(9)["x"]}
-    plain = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    (found,) = plain.run(None, x)
-    np.testing.assert_array_equal(found, run_plain(session.inference_model(), x)["logits"])
-    assert np.any(found != run_plain(normalizing(), x)["logits"])
+    (found,) = run(path, x)
+    np.testing.assert_array_equal(found, run_by_name(session.inference_model(), x)["logits"])
+    assert np.any(found != run_by_name(normalizing(), x)["logits"])
     by_hand = normalizing()
     for tensor in by_hand.graph.initializer:
         tensor.CopyFrom(numpy_helper.from_array(session.state[tensor.name], tensor.name))
-    np.testing.assert_array_equal(found, run_plain(by_hand, x)["logits"])
+    np.testing.assert_array_equal(found, run_by_name(by_hand, x)["logits"])
 
 
 def test_saving_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,8 +383,8 @@ def test_trained_weights_go_back_into_the_original(opset: int, tmp_path: Path) -
             if name != "axes":
                 np.testing.assert_array_equal(array, session.state[name])
         np.testing.assert_allclose(
-            run_plain(found, {"x": x})["y"],
-            run_plain(session.inference_model(), {"x": x})["y"],
+            run_by_name(found, {"x": x})["y"],
+            run_by_name(session.inference_model(), {"x": x})["y"],
             rtol=1e-5,
             atol=1e-6,
         )
@@ -560,7 +558,7 @@ def test_evaluates_in_inference_mode(make: Any) -> None:
         session.step(labelled(shape, seed=seed))
     before = copy_of(session)
     data = labelled(shape, rows=21, seed=9)
-    logits = run_plain(session.inference_model(), data)["logits"]
+    logits = run_by_name(session.inference_model(), data)["logits"]
     found = session.evaluate(data, batch_size=8, metrics=["accuracy"])
     assert found["loss"] == pytest.approx(softmax_cross_entropy(logits, data["labels"]), rel=1e-5)
     assert found["accuracy"] == pytest.approx(np.mean(logits.argmax(1) == data["labels"]))
@@ -717,7 +715,7 @@ def test_a_label_that_does_not_count() -> None:
     session = TrainingSession(build_training_model(classifier(), loss=loss, optimizer="SGD"))
     batch = labelled((6,))
     batch["labels"][2:] = -100
-    logits = run_plain(classifier(), batch)["logits"]
+    logits = run_by_name(classifier(), batch)["logits"]
     expected = softmax_cross_entropy(logits[:2], batch["labels"][:2])
     assert session.step(batch)["loss"] == pytest.approx(expected, rel=1e-5)
     batch["labels"][0] = 7

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from running import run
 
 from models.mlp import mlp
 from ortops import Tensor, TrainingSession, build_training_model, convert, op
@@ -19,7 +20,7 @@ from ortops.training import execution
 from ortops.training.products import improve_products
 from ortops.training.sizes import bind_sizes
 from ortops.training.transposed import gains_from_sizes, transpose_activations
-from tests.gradient_models import Build, run, with_gradients
+from tests.gradient_models import Build, with_gradients
 
 SAMPLES, FEATURES, INPUTS, CLASSES = 32, 80, 24, 5
 SHAPES = {

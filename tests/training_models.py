@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
 from ortops import Tape, op
 
-CPU = ["CPUExecutionProvider"]
 TRAINING_DOMAIN = "ai.onnx.preview.training"
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -120,22 +118,6 @@ def names(values: Iterable[Any]) -> list[str]:
 
 def op_types(graph: onnx.GraphProto) -> list[str]:
     return [node.op_type for node in graph.node]
-
-
-def plain_session(model: onnx.ModelProto, **options: Any) -> onnxruntime.InferenceSession:
-    """A session of stock onnxruntime, without any library."""
-    settings = onnxruntime.SessionOptions()
-    for name, value in options.items():
-        setattr(settings, name, value)
-    return onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=CPU)
-
-
-def run_plain(model: onnx.ModelProto, feeds: Arrays) -> Arrays:
-    session = plain_session(model)
-    outputs = [value.name for value in session.get_outputs()]
-    known = {value.name for value in session.get_inputs()}
-    given = {name: array.copy() for name, array in feeds.items() if name in known}
-    return dict(zip(outputs, session.run(outputs, given), strict=True))
 
 
 def concatenated(model: onnx.ModelProto, entry: int = 0) -> onnx.ModelProto:
