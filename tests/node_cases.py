@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
+import pytest
 from domain_models import node
 from onnx import TensorProto, helper, numpy_helper
+from running import REFUSALS, plain_session, run_session
 
 import ortops
-from ortops.autodiff import ZERO_GRADIENT
 
 OPSET = 26
 FLOATS = ("float64", "float32", "float16", "bfloat16")  # the most exact first
@@ -148,6 +149,11 @@ class NodeCase:
         return "_expanded" in self.name
 
 
+def parametrized(names: Collection[str]) -> pytest.MarkDecorator:
+    """Gives a test the cases of some names, one by one."""
+    return pytest.mark.parametrize("name", [pytest.param(n, id=n[len("test_") :]) for n in names])
+
+
 def is_float(array: Any) -> bool:
     """Returns whether something is an array of floating-point numbers, bfloat16 included."""
     return isinstance(array, np.ndarray) and array.dtype.name in FLOATS
@@ -167,7 +173,7 @@ def node_cases() -> dict[str, NodeCase]:
     for name, case in {**collected, **models}.items():
         base = collected.get(name.partition("_expanded")[0], case)
         only = base.model.graph.node[0] if name not in models else case.model.graph.node[-1]
-        if only.domain or (only.op_type in ZERO_GRADIENT and name not in models):
+        if only.domain or only.op_type == "Bernoulli":  # which draws its results
             continue
         made = _node_case(name, only.op_type, case, base)
         if made.differentiated and any(map(_carries_floats, made.outputs.values())):
@@ -260,9 +266,6 @@ class Runner:
     Args:
         case: The case.
         extra: Further outputs of its node that the model shall have, by position.
-
-    Attributes:
-        runs: Whether stock onnxruntime runs the case itself.
     """
 
     def __init__(self, case: NodeCase, extra: Mapping[int, str] | None = None) -> None:
@@ -279,12 +282,21 @@ class Runner:
             self._session = _session(self._model)
             if self._session is not None:
                 break
-        self.runs = self._session is not None
         self._gradient: Any = None
 
     def forward(self, feeds: Arrays) -> Arrays | None:
         """Runs the case; floating-point outputs are in float64. None if onnxruntime cannot."""
         return _run(self._session, feeds)
+
+    def outputs(self, feeds: Arrays) -> Arrays:
+        """Runs the case like `forward`.
+
+        Raises:
+            AssertionError: onnxruntime does not run it.
+        """
+        results = self.forward(feeds)
+        assert results is not None, f"{self.case.name}: onnxruntime does not run it"
+        return results
 
     def weights(self, outputs: Arrays) -> Arrays:
         """Returns weights of the floating-point outputs that are exact in every type."""
@@ -382,12 +394,10 @@ def _gradient_model(model: onnx.ModelProto, weights: Arrays, xs: list[str]) -> o
 
 
 def _session(model: onnx.ModelProto) -> onnxruntime.InferenceSession | None:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1  # small models: threads only get in each other's way
     try:
-        return onnxruntime.InferenceSession(model.SerializeToString(), options)
-    except Exception:  # onnxruntime's exceptions have no common class
+        # Small models: threads only get in each other's way. Refusals are expected: no log.
+        return plain_session(model, log_severity_level=4, intra_op_num_threads=1)
+    except REFUSALS:
         return None
 
 
@@ -398,11 +408,10 @@ def _run(session: onnxruntime.InferenceSession | None, feeds: Arrays) -> Arrays 
     for value in session.get_inputs():
         name = value.name.removesuffix("_wide")
         array = feeds[name]
-        # Copies: onnxruntime's BatchNormalization in training mode overwrites its feeds.
-        given[value.name] = np.array(array, np.float32 if value.name != name else array.dtype)
+        given[value.name] = array if value.name == name else array.astype(np.float32)
     try:
-        results = session.run(None, given)
-    except Exception:  # see above
+        results = run_session(session, given)
+    except REFUSALS:
         return None
     names = [value.name.removesuffix("_64") for value in session.get_outputs()]
     return dict(zip(names, results, strict=True))
