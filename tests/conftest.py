@@ -1,7 +1,10 @@
-"""Settings that hold for every test."""
+"""Settings that hold for every test, and what is left out where something optional is missing."""
 
 import importlib.util
 import os
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -12,11 +15,78 @@ hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
+FILES = {
+    "test_exported_models.py": ("torch", "onnxscript", "transformers"),
+    "test_onnx_node_cases_torch.py": ("torch",),
+    "test_optimized_exports.py": ("torch", "onnxscript", "transformers"),
+    "torch_operators.py": ("torch",),
+}
+"""Files that import optional packages at their top, and these packages."""
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked ``torch`` where torch is not installed."""
-    if importlib.util.find_spec("torch") is None:
-        skip = pytest.mark.skip(reason="torch is not installed: ./scripts/test --compare")
-        for item in items:
-            if item.get_closest_marker("torch"):
-                item.add_marker(skip)
+TORCH = "comparisons with PyTorch left out: torch is not installed (./scripts/test --compare)"
+FETCHED = "models of others left out: not there (python scripts/fetch_models.py)"
+
+tests_left_out = pytest.StashKey[Counter[str]]()
+files_left_out = pytest.StashKey[dict[str, list[str]]]()
+
+
+def is_missing(package: str) -> bool:
+    return importlib.util.find_spec(package) is None
+
+
+def why_left_out(item: pytest.Item) -> str:
+    """Returns what a test needs that is not there, as the summary says it; else nothing."""
+    if item.get_closest_marker("torch") and is_missing("torch"):
+        return TORCH
+    if any(not Path(mark.args[0]).exists() for mark in item.iter_markers("fetched")):
+        return FETCHED
+    return ""
+
+
+class LeftOut(pytest.File):
+    """A file of which nothing is collected; without it, pytest would say that there is no file."""
+
+    def collect(self) -> list[pytest.Item]:
+        return []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[tests_left_out] = Counter()
+    config.stash[files_left_out] = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(
+    file_path: Path, parent: pytest.Collector
+) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Leaves out files that cannot be imported."""
+    collectors = yield
+    missing = [package for package in FILES.get(file_path.name, ()) if is_missing(package)]
+    if not missing:
+        return collectors
+    if file_path.name.startswith("test_"):
+        parent.config.stash[files_left_out][file_path.name] = missing
+    return [LeftOut.from_parent(parent, path=file_path)]
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m, so that only what was asked for is counted
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out tests that cannot run."""
+    reasons = {item: why_left_out(item) for item in items}
+    config.stash[tests_left_out].update(reason for reason in reasons.values() if reason)
+    config.hook.pytest_deselected(items=[item for item in items if reasons[item]])
+    items[:] = [item for item in items if not reasons[item]]
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Says what was left out: a line for the files, and one for each reason of tests."""
+    if files := config.stash[files_left_out]:
+        missing = dict.fromkeys(package for packages in files.values() for package in packages)
+        terminalreporter.write_line(
+            f"{', '.join(files)} left out: not installed: {', '.join(missing)} "
+            "(./scripts/test --compare)"
+        )
+    for reason, count in config.stash[tests_left_out].items():
+        terminalreporter.write_line(f"{count} {reason}")

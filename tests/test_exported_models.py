@@ -23,19 +23,15 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
 from domain_models import node
 from onnx import TensorProto, helper, numpy_helper
 from running import run
+from torch import nn
 
 import ortops
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
-
-WANTED = "is not installed: ./scripts/test --compare, or pip install -e '.[export]'"
-torch = pytest.importorskip("torch", reason=f"torch {WANTED}")
-for package in ("onnxscript", "transformers"):
-    pytest.importorskip(package, reason=f"{package} {WANTED}")
-nn = torch.nn
 
 TOLERANCE = 1e-3
 BATCH, LENGTH = 2, 7
@@ -491,14 +487,16 @@ def _quiet_exporters() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+EXPORTERS = ["dynamo", "dynamo as it is", "dynamo opset 23", "torchscript"]
+REFUSED = [name for name, example in EXPORTS.items() if not example.torchscript]
+
+
 @pytest.mark.parametrize(
-    "exporter", ["dynamo", "dynamo as it is", "dynamo opset 23", "torchscript"]
+    ("name", "exporter"),
+    [(n, e) for n in EXPORTS for e in EXPORTERS if e != "torchscript" or n not in REFUSED],
 )
-@pytest.mark.parametrize("name", EXPORTS)
 def test_gradients(name: str, exporter: str) -> None:
     example = EXPORTS[name]
-    if exporter == "torchscript" and not example.torchscript:
-        pytest.skip("PyTorch's older exporter refuses the module")
     module, inputs = built(example)
     model = exported(example, module, inputs, exporter)
     if exporter == "dynamo opset 23":  # onnxruntime's RotaryEmbedding takes no other batch here
@@ -508,6 +506,13 @@ def test_gradients(name: str, exporter: str) -> None:
     errors = compare(model, module, inputs, left_out)
     assert errors
     assert max(errors.values()) < TOLERANCE, sorted(errors.items(), key=lambda e: -e[1])[:5]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_older_exporter_refuses(name: str) -> None:
+    example = EXPORTS[name]
+    with pytest.raises(torch.onnx.errors.OnnxExporterError):
+        exported(example, *built(example), "torchscript")
 
 
 def test_the_bound_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,11 +107,11 @@ def with_value(model: onnx.ModelProto, name: str, array: np.ndarray) -> onnx.Mod
     return result
 
 
-@pytest.mark.parametrize("file", FEEDS)
+@pytest.mark.parametrize(
+    "file", [pytest.param(file, marks=pytest.mark.fetched(FOLDER / file)) for file in FEEDS]
+)
 def test_gradients(file: str) -> None:
     path = FOLDER / file
-    if not path.exists():
-        pytest.skip(f"{file} is not there; run scripts/fetch_models.py")
     model = onnx.load(path)
     exact = feeds_of(file)
     feeds = {k: v.astype(np.float32) if v.dtype.kind == "f" else v for k, v in exact.items()}

@@ -239,7 +239,8 @@ def test_like_torch(
     pads: tuple[int, int],
     group: int,
 ) -> None:
-    torch = pytest.importorskip("torch", reason="compares with PyTorch")
+    import torch
+
     x, b = floats(2, 4, 12, 11), floats(8, seed=2)
     w = floats(*((4, 8 // group) if transposed else (8, 4 // group)), *kernel, seed=1)
     leaves = [torch.tensor(array, requires_grad=True) for array in (x, w, b)]

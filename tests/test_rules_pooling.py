@@ -260,7 +260,8 @@ def test_like_torch(
     pads: tuple[int, int],
     ceil_mode: int,
 ) -> None:
-    torch = pytest.importorskip("torch", reason="compares with PyTorch")
+    import torch
+
     functional = torch.nn.functional
     # Small integers, so that there are ties.
     x = np.random.default_rng(5).integers(0, 4, (2, 3, 8, 9)).astype(np.float32)

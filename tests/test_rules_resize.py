@@ -344,7 +344,8 @@ def test_like_torch(
     given: dict[str, Any],
     size: tuple[int, int],
 ) -> None:
-    torch = pytest.importorskip("torch", reason="compares with PyTorch")
+    import torch
+
     resize = case(
         "", (2, 3, 5, 7), sizes=[2, 3, *size], mode=mode,
         coordinate_transformation_mode=coordinates, **attributes,

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import onnx
-import pytest
+import torch
 from onnx import helper, numpy_helper
 
-torch = pytest.importorskip("torch")
 F = torch.nn.functional
 Values = dict[str, Any]
 
