@@ -4,9 +4,9 @@ For a scalar function F and random directions v, a right gradient satisfies
 
     ⟨∇F(x), v⟩ = (F(x + εv) − F(x − εv)) / 2ε
 
-F is the weighted sum of an operator's outputs (order 1), or the weighted sum of the gradient of
-that (order 2, and so on). F itself is run by onnxruntime, or by onnx's reference implementation
-where onnxruntime has no kernel for float64, so nothing of the rule is in the oracle.
+F is the weighted sum of an operator's outputs. It is run by onnxruntime, or by onnx's reference
+implementation where onnxruntime has no kernel for float64, so nothing of the rule is in the oracle.
+For order 2, F is the weighted sum of the gradient, which order 1 has checked so; and so on.
 """
 
 from __future__ import annotations

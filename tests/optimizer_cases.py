@@ -116,9 +116,8 @@ def official_cases() -> dict[str, dict[str, Any]]:
 
 
 def with_defaults(node: onnx.NodeProto) -> dict[str, Any]:
-    """Returns the attributes of a node, those left out included."""
-    attributes: dict[str, Any] = dict(OPERATORS[node.op_type].defaults)
-    for attribute in node.attribute:
-        value = onnx.helper.get_attribute_value(attribute)
-        attributes[attribute.name] = value.decode() if isinstance(value, bytes) else value
-    return attributes
+    """Returns the attributes of a node, those left out included, as the schema has them."""
+    schema = onnx.defs.get_schema(node.op_type, 1, node.domain)
+    defaults = [a.default_value for a in schema.attributes.values() if not a.required]
+    values = {a.name: onnx.helper.get_attribute_value(a) for a in (*defaults, *node.attribute)}
+    return {k: v.decode() if isinstance(v, bytes) else v for k, v in values.items()}

@@ -169,21 +169,23 @@ def test_an_output_of_unknown_rank() -> None:
 
 
 def two_outputs() -> onnx.ModelProto:
+    """At first x, and twice x."""
     with Tape() as tape:
         x = tape.input("x", np.float32, ["N", 3])
         p = tape.initializer("p", np.zeros(3, np.float32))
         tape.output(x + p, "first")
-        tape.output(x * (p + 1.0), "second")
+        tape.output(x * (p + 2.0), "second")
     return tape.model()
 
 
-def test_a_loss_looks_at_the_output_that_it_is_told() -> None:
-    for name, expected in (("first", Y), ("second", Y), (None, Y)):
-        model = build_training_model(two_outputs(), loss=losses.L1(output=name), optimizer="SGD")
-        shown = TrainingSession(model).step({"x": Y, "targets": TARGETS})
-        # The output that the loss depends on is shown; the other is not computed.
-        assert set(shown) == {"loss", name or "first"}
-        np.testing.assert_allclose(shown[name or "first"], expected)
+@pytest.mark.parametrize(("name", "expected"), [("first", Y), ("second", 2 * Y), (None, Y)])
+def test_a_loss_looks_at_the_output_that_it_is_told(name: str | None, expected: Array) -> None:
+    model = build_training_model(two_outputs(), loss=losses.L1(output=name), optimizer="SGD")
+    shown = TrainingSession(model).step({"x": Y, "targets": TARGETS})
+    # The output that the loss depends on is shown; the other is not computed.
+    assert set(shown) == {"loss", name or "first"}
+    np.testing.assert_allclose(shown[name or "first"], expected, rtol=1e-6)
+    assert shown["loss"] == pytest.approx(np.abs(expected - TARGETS).mean(), rel=1e-5)
 
 
 # ------------------------------------------------------------------- functions of the user's own
@@ -245,9 +247,9 @@ class Scaled:
 OWN: dict[str, tuple[Any, list[str], Callable[[], float]]] = {
     "one": (of_one, [], lambda: (Y**2).mean()),
     "two": (of_two, ["targets"], lambda: np.abs(Y - TARGETS).mean()),
-    "both outputs": (of_both_outputs, [], lambda: (Y * Y).mean()),
-    "n": (of_both_and_targets, ["targets"], lambda: (Y * Y - TARGETS).mean()),
-    "by name": (by_name, ["targets"], lambda: (Y * Y - TARGETS).mean()),
+    "both outputs": (of_both_outputs, [], lambda: (Y * 2 * Y).mean()),
+    "n": (of_both_and_targets, ["targets"], lambda: (2 * Y * Y - TARGETS).mean()),
+    "by name": (by_name, ["targets"], lambda: (2 * Y * Y - TARGETS).mean()),
     "labels": (with_labels, ["labels"], lambda: cross_entropy(Y, LABELS)),
     "labels and targets": (
         with_both,

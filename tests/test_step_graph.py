@@ -183,13 +183,11 @@ def test_a_gradient_of_a_gradient(dropout: float) -> None:
 LEVELS = onnxruntime.GraphOptimizationLevel
 
 
-@pytest.mark.parametrize(
-    "level", [LEVELS.ORT_DISABLE_ALL, LEVELS.ORT_ENABLE_BASIC, LEVELS.ORT_ENABLE_ALL]
-)
+@pytest.mark.parametrize("level", [LEVELS.ORT_ENABLE_BASIC, LEVELS.ORT_ENABLE_ALL])
 def test_any_optimization_gives_the_same_numbers(level: Any) -> None:
     step = step_graph(trainable("normalizing", "Adam"))
     feeds = batches("normalizing")
-    _, expected = drive(step, plain_session(step), feeds)
+    _, expected = drive(step, plain_session(step, optimize=False), feeds)
     _, state = drive(step, plain_session(step, graph_optimization_level=level), feeds)
     for name, array in expected.items():
         np.testing.assert_allclose(state[name], array, rtol=1e-4, atol=1e-6, err_msg=name)
