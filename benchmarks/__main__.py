@@ -50,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--profile", action="store_true", help="show where the steps of ortops spend time, instead"
     )
+    parser.add_argument(
+        "--without", metavar="PASSES", help="those that --profile leaves out, as in lstm,blocked"
+    )
     options = parser.parse_args(arguments)
     names = works.find(options.only)
     if not names:
@@ -63,8 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--rounds is {options.rounds}; at least 1 is accepted")
         starts = min(options.rounds, effort.starts)
         effort = dataclasses.replace(effort, rounds=options.rounds, starts=starts)
+    without = options.without.split(",") if options.without else []
+    if without and not options.profile:
+        parser.error("--without goes with --profile")
     if options.profile:
-        text = profiling.markdown(names, options.optimizer, steps=2 if options.quick else 20)
+        steps = 2 if options.quick else 20
+        text = profiling.markdown(names, options.optimizer, steps, without)
         print(text)
         if options.output is not None:
             options.output.mkdir(parents=True, exist_ok=True)

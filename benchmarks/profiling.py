@@ -55,19 +55,21 @@ class Profile:
     nodes: Sequence[Node]
 
 
-def profile(folder: str, optimizer: str, steps: int) -> Profile:
+def profile(folder: str, optimizer: str, steps: int, without: Sequence[str] = ()) -> Profile:
     """Profiles `TrainingSession.step` with standard operators; called in a process of its own.
 
     Args:
         folder: The work, as a `benchmarks.task.Task`.
         optimizer: A name of `benchmarks.task.OPTIMIZERS`.
         steps: How many steps to take the median of.
+        without: Passes that are left out.
     """
     import onnxruntime
 
     from benchmarks.peers import LOWERED, PEERS
     from benchmarks.peers.with_ortops import make
     from benchmarks.task import THREADS, Task
+    from ortops.execution.settings import Settings
 
     numbers, create = count(), onnxruntime.InferenceSession.__init__
     with tempfile.TemporaryDirectory() as place:
@@ -85,7 +87,11 @@ def profile(folder: str, optimizer: str, steps: int) -> Profile:
         sess_options = onnxruntime.SessionOptions()
         sess_options.intra_op_num_threads = THREADS
         step = make(
-            Task.read(folder), optimizer, **PEERS[LOWERED].options, sess_options=sess_options
+            Task.read(folder),
+            optimizer,
+            **PEERS[LOWERED].options,
+            sess_options=sess_options,
+            settings=Settings().without(*without),
         )
         seconds = []
         for _ in range(WARM_UP + steps):
@@ -153,13 +159,14 @@ def _end(event: Mapping[str, Any]) -> float:
     return float(event["ts"]) + float(event["dur"])
 
 
-def markdown(works: Sequence[str], optimizer: str, steps: int) -> str:
-    """Returns, for each work, tables of operators and of the costliest nodes."""
+def markdown(works: Sequence[str], optimizer: str, steps: int, without: Sequence[str] = ()) -> str:
+    """Returns, for each work, tables of operators and of the costliest nodes; see `profile`."""
     lines: list[str] = []
     for work in works:
         with tempfile.TemporaryDirectory() as folder, worker() as submit:
             submit(write, WORKS[work], folder, [optimizer]).result()
-            lines += [*_section(work, submit(profile, folder, optimizer, steps).result()), ""]
+            found = submit(profile, folder, optimizer, steps, without).result()
+            lines += [*_section(work, found), ""]
     return "\n".join(lines)
 
 

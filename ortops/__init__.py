@@ -12,13 +12,13 @@ from ortops.deferred import import_without
 
 if TYPE_CHECKING:
     from ortops import losses, metrics, optimizers
-    from ortops.autodiff import vjp
+    from ortops.autodiff.registry import vjp
     from ortops.custom_ops import register_custom_ops
     from ortops.errors import FeedError, KernelError, ModelError, OrtopsError, UnsupportedError
-    from ortops.external import save_model
+    from ortops.graph.external import save_model
+    from ortops.graph.tensor import Tape, Tensor, op
+    from ortops.inference import InferenceSession
     from ortops.lowering import lower
-    from ortops.session import InferenceSession
-    from ortops.tensor import Tape, Tensor, op
     from ortops.training.builder import build_training_model
     from ortops.training.session import TrainingSession
     from ortops.training.step_graph import step_graph
@@ -49,24 +49,24 @@ __all__ = [
 
 _MODULES = {
     "FeedError": "ortops.errors",
-    "InferenceSession": "ortops.session",
+    "InferenceSession": "ortops.inference",
     "KernelError": "ortops.errors",
     "ModelError": "ortops.errors",
     "OrtopsError": "ortops.errors",
-    "Tape": "ortops.tensor",
-    "Tensor": "ortops.tensor",
+    "Tape": "ortops.graph.tensor",
+    "Tensor": "ortops.graph.tensor",
     "TrainingSession": "ortops.training.session",
     "UnsupportedError": "ortops.errors",
     "build_training_model": "ortops.training.builder",
     "losses": "ortops",
     "lower": "ortops.lowering",
     "metrics": "ortops",
-    "op": "ortops.tensor",
+    "op": "ortops.graph.tensor",
     "optimizers": "ortops",
     "register_custom_ops": "ortops.custom_ops",
-    "save_model": "ortops.external",
+    "save_model": "ortops.graph.external",
     "step_graph": "ortops.training.step_graph",
-    "vjp": "ortops.autodiff",
+    "vjp": "ortops.autodiff.registry",
 }
 
 

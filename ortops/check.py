@@ -8,20 +8,17 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from ortops import convert, expansion, gradient
-from ortops.autodiff import (
-    ZERO_GRADIENT,
-    dependent_values,
-    describe,
-    differentiable_ancestors,
-    find_rule,
-    inner_graphs,
-    is_float,
-)
-from ortops.convert import ModelLike
+from ortops.autodiff.expansion import expand
+from ortops.autodiff.gradient_node import Bound, lower_gradient
+from ortops.autodiff.registry import StructuralRule, ZeroRule
+from ortops.autodiff.rules import RULES
 from ortops.errors import OrtopsError
+from ortops.graph import convert
+from ortops.graph.convert import ModelLike
+from ortops.graph.edit import describe, inner_graphs, is_float
+from ortops.graph.shapes import infer_shapes
+from ortops.graph.tensor import Names
 from ortops.lowering import lower_prepared, prepare
-from ortops.tensor import Names
 
 __all__ = ["Report", "check"]
 
@@ -114,8 +111,8 @@ def check(model: ModelLike) -> Report:
     reached: set[ir.Value] = set()
     for output in graph.outputs:
         if is_float(output):
-            reached |= differentiable_ancestors(output)
-    active = dependent_values(graph, floats, differentiably=True)
+            reached |= RULES.ancestors(output)
+    active = RULES.active_values(graph, floats)
     parameters = [value for value in initializers if value in floats and value in reached]
     problems = refused or [
         _problem(node)
@@ -146,8 +143,8 @@ def _take_apart(work: ir.Model) -> list[str]:
     """
     try:
         lower_prepared(work)
-        if expansion.expand(work, everywhere=True):
-            convert.infer_shapes(work)
+        if expand(work, RULES, everywhere=True):
+            infer_shapes(work)
     except OrtopsError as error:
         return [str(error)]
     return []
@@ -167,19 +164,20 @@ def _with_inner(node: ir.Node) -> Iterator[ir.Node]:
 
 def _is_differentiable(node: ir.Node) -> bool:
     """Whether a node has a rule that takes all its attributes, or passes no gradient by nature."""
-    if node.domain == "" and node.op_type in ZERO_GRADIENT:
+    rule = RULES.find(node)
+    if isinstance(rule, ZeroRule | StructuralRule):
         return True
     if not any(is_float(value) for value in node.inputs if value is not None):
-        return not node.inputs or find_rule(node.op_type, node.domain) is not None
-    rule = find_rule(node.op_type, node.domain)
-    return rule is not None and (rule.structural or set(node.attributes) <= rule.attributes)
+        return not node.inputs or rule is not None
+    return rule is not None and set(node.attributes) <= rule.attributes
 
 
 def _problem(node: ir.Node) -> str:
-    rule = find_rule(node.op_type, node.domain)
+    rule = RULES.find(node)
     if rule is None:
         where = f" of domain '{node.domain}'" if node.domain else ""
         return f"{describe(node)}: there is no gradient rule for {node.op_type}{where}"
+    assert not isinstance(rule, ZeroRule | StructuralRule)
     unknown = sorted(set(node.attributes) - rule.attributes)
     return (
         f"{describe(node)}: the gradient rule does not take attribute '{unknown[0]}' into account"
@@ -191,22 +189,15 @@ def _failures(work: ir.Model, parameters: list[ir.Value]) -> list[str]:
     graph = work.graph
     names = Names(graph)
     y = next(value for value in graph.outputs if is_float(value))
-    node = ir.Node(
-        gradient.BOUND_DOMAIN,
-        "Gradient",
-        [*parameters, *parameters, y],
-        ir.convenience.convert_attributes(
-            {"xs": [value.name or "" for value in parameters], "y": y.name or ""}
-        ),
-        num_outputs=len(parameters),
-        name=names.unique("Gradient"),
-    )
+    node = Bound.make(
+        parameters, parameters, [], y, num_outputs=len(parameters), name=names.unique("Gradient")
+    ).node
     for value, output in zip(parameters, node.outputs, strict=True):
         output.name = names.unique(f"{value.name}_gradient")
     graph.append(node)
     graph.outputs.extend(node.outputs)
     try:
-        gradient.lower_gradient(node, names)
+        lower_gradient(node, names, RULES)
     except OrtopsError as error:
         return [str(error)]
     return []

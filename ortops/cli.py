@@ -47,7 +47,7 @@ def _check(model: str) -> int:
 
 
 def _lower(options: argparse.Namespace) -> int:
-    from ortops.external import detach, write_model
+    from ortops.graph.external import detach, write_model
     from ortops.lowering import lower
 
     model = lower(options.model)

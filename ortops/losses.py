@@ -16,12 +16,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
 from ortops.errors import ModelError, did_you_mean
-from ortops.tensor import Dim, Tape, Tensor, op
+from ortops.graph.tensor import Dim, Tape, Tensor, op
 
 __all__ = [
     "L1",
@@ -114,11 +114,8 @@ class SoftmaxCrossEntropy(Loss):
                 f"loss SoftmaxCrossEntropy: weights has shape {list(weights.shape)}; one number "
                 f"for each of the {classes} classes is accepted"
             )
-        return cast(
-            Tensor,
-            op.SoftmaxCrossEntropyLoss(
-                prediction, target, weights, ignore_index=self.ignore_index, reduction="mean"
-            ),
+        return op.SoftmaxCrossEntropyLoss(
+            prediction, target, weights, ignore_index=self.ignore_index, reduction="mean"
         )
 
 
@@ -134,9 +131,7 @@ class BinaryCrossEntropyWithLogits(Loss):
 
     def __call__(self, prediction: Tensor, target: Tensor) -> Tensor:
         """Emits the loss; see `Loss.__call__`."""
-        return cast(
-            Tensor, op.ReduceMean(op.Softplus(prediction) - prediction * target, keepdims=0)
-        )
+        return op.ReduceMean(op.Softplus(prediction) - prediction * target, keepdims=0)
 
 
 @dataclass(frozen=True)
@@ -150,7 +145,7 @@ class MeanSquaredError(Loss):
     def __call__(self, prediction: Tensor, target: Tensor) -> Tensor:
         """Emits the loss; see `Loss.__call__`."""
         difference = prediction - target
-        return cast(Tensor, op.ReduceMean(difference * difference, keepdims=0))
+        return op.ReduceMean(difference * difference, keepdims=0)
 
 
 @dataclass(frozen=True)
@@ -163,7 +158,7 @@ class L1(Loss):
 
     def __call__(self, prediction: Tensor, target: Tensor) -> Tensor:
         """Emits the loss; see `Loss.__call__`."""
-        return cast(Tensor, op.ReduceMean(abs(prediction - target), keepdims=0))
+        return op.ReduceMean(abs(prediction - target), keepdims=0)
 
 
 LOSSES: Mapping[str, type[Loss]] = {loss.__name__: loss for loss in Loss.__subclasses__()}

@@ -5,19 +5,34 @@ A Gradient node becomes its backward graph, an optimizer node the nodes that its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import onnx
 import onnx_ir as ir
 
-from ortops import convert, custom_ops, expansion, gradient
-from ortops.autodiff import describe
-from ortops.convert import ModelLike
+from ortops import custom_ops
+from ortops.autodiff.expansion import expand
+from ortops.autodiff.gradient_node import (
+    BOUND_DOMAIN,
+    GRADIENT_DOMAINS,
+    bind,
+    bound_nodes,
+    infer_outputs,
+    is_gradient,
+    lower_gradient,
+    mark_variables,
+)
+from ortops.autodiff.registry import Rules
+from ortops.autodiff.rules import RULES
 from ortops.errors import ModelError, did_you_mean
-from ortops.gradient import BOUND_DOMAIN, GRADIENT_DOMAINS
+from ortops.graph import convert
+from ortops.graph.convert import ModelLike
+from ortops.graph.edit import all_nodes, describe, remove_unread, replace_value
+from ortops.graph.shapes import infer_shapes, may_be_equal
+from ortops.graph.tensor import Names, Tape, Tensor, op, shape_of
 from ortops.optimizers import OPERATORS
-from ortops.tensor import Names, Tape, Tensor, op, remove_unread, shape_of
+from ortops.passes import Draft, Pass
 
 __all__ = [
     "TRAINING_DOMAIN",
@@ -28,7 +43,6 @@ __all__ = [
     "lower_optimizers",
     "lower_prepared",
     "prepare",
-    "remove_unread",
     "takes_python_kernel",
     "to_proto",
 ]
@@ -108,21 +122,46 @@ def lower_ir(model: ir.Model, *, keep: Keep | None = None) -> ir.Model:
     return lower_prepared(prepare(model), keep=keep)
 
 
-def lower_prepared(model: ir.Model, *, keep: Keep | None = None) -> ir.Model:
-    """Lowers a model that `prepare` returned, in place; see `lower_ir`."""
+def lower_prepared(
+    model: ir.Model,
+    *,
+    keep: Keep | None = None,
+    rules: Rules = RULES,
+    passes: Sequence[Pass] = (),
+    sizes: Mapping[str, int] | None = None,
+    feeds: Sequence[str] = (),
+    shown: Sequence[str] = (),
+) -> ir.Model:
+    """Lowers a model that `prepare` returned, in place.
+
+    Args:
+        model: The model.
+        keep: See `lower_ir`.
+        rules: How cotangents pass through nodes.
+        passes: What makes the result fast; see `ortops.passes`.
+        sizes: See `ortops.passes.Draft`.
+        feeds: See `ortops.passes.Draft`.
+        shown: See `ortops.passes.Draft`.
+
+    Returns:
+        The model.
+    """
     graph = model.graph
-    names = Names(graph)
+    draft = Draft(model, Names(graph), rules, sizes, feeds, shown)
+    for each in passes:
+        each.prepare(draft)
     emitted: list[ir.Node] = []
-    for node in list(_all_nodes(graph)):
-        if node.domain == BOUND_DOMAIN:
-            emitted += gradient.lower_gradient(node, names)
-    emitted += lower_optimizers(graph, names, keep)
+    for node in bound_nodes(graph):
+        emitted += lower_gradient(node, draft.names, draft.rules)
+    emitted += lower_optimizers(graph, draft.names, keep)
     remove_unread(emitted)
     _fix_imports(graph)
+    for each in reversed(passes):
+        each.finish(draft)
     return model
 
 
-def prepare(model: ir.Model) -> ir.Model:
+def prepare(model: ir.Model, rules: Rules = RULES) -> ir.Model:
     """Brings a model with nodes of the training domain into the form that lowering works on.
 
     Gradient nodes are bound, functions inlined, the opset is 21 or later, nodes are in topological
@@ -131,6 +170,7 @@ def prepare(model: ir.Model) -> ir.Model:
 
     Args:
         model: The model; not to be used afterwards.
+        rules: The rules.
 
     Raises:
         ModelError: If the model, or a node of the domain in it, is not legal.
@@ -138,7 +178,7 @@ def prepare(model: ir.Model) -> ir.Model:
     _check_nodes(model)
     _drop_domain_functions(model)
     for graph in (model.graph, *(function.graph for function in model.functions.values())):
-        gradient.bind(graph)
+        bind(graph)
     convert.inline(model)
     _fix_imports(model.graph)
     model = convert.upgrade(model)
@@ -148,9 +188,12 @@ def prepare(model: ir.Model) -> ir.Model:
         raise ModelError(f"model: {error} A tensor must not be computed from itself") from error
     for graph in model.graph.subgraphs():
         graph.opset_imports.update(model.graph.opset_imports)
+    mark_variables(model.graph)
     infer_types(model)
-    if expansion.expand(model):
+    if expand(model, rules):
         infer_types(model)
+    for node in _optimizer_nodes(model.graph):
+        _check_tensors(node)
     return model
 
 
@@ -166,10 +209,17 @@ def lower_optimizers(graph: ir.Graph, names: Names, keep: Keep | None = None) ->
         The standard nodes that were emitted.
     """
     emitted: list[ir.Node] = []
-    for node in list(_all_nodes(graph)):
-        if node.domain == TRAINING_DOMAIN and node.op_type in OPERATORS:
-            emitted += _lower_optimizer(node, names, keep)
+    for node in _optimizer_nodes(graph):
+        emitted += _lower_optimizer(node, names, keep)
     return emitted
+
+
+def _optimizer_nodes(graph: ir.Graph) -> list[ir.Node]:
+    return [
+        node
+        for node in all_nodes(graph)
+        if node.domain == TRAINING_DOMAIN and node.op_type in OPERATORS
+    ]
 
 
 def has_domain(proto: onnx.ModelProto) -> bool:
@@ -194,17 +244,13 @@ def has_domain(proto: onnx.ModelProto) -> bool:
 
 def infer_types(model: ir.Model) -> None:
     """Infers types and shapes; a gradient has those of its x, which onnx does not know."""
-    gradients = [node for node in _all_nodes(model.graph) if node.domain == BOUND_DOMAIN]
+    gradients = bound_nodes(model.graph)
     changed = True
     while changed:  # once more for each order of differentiation
-        convert.infer_shapes(model)
+        infer_shapes(model)
         changed = False
         for node in gradients:
-            changed |= gradient.infer_outputs(node)
-
-
-def _all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
-    return ir.traversal.RecursiveGraphIterator(graph)
+            changed |= infer_outputs(node)
 
 
 def _check_nodes(model: ir.Model) -> None:
@@ -213,16 +259,17 @@ def _check_nodes(model: ir.Model) -> None:
     graphs = (model.graph, *(function.graph for function in model.functions.values()))
     for graph in graphs:
         names = Names(graph)
-        for node in _all_nodes(graph):
-            in_domain = node.domain == TRAINING_DOMAIN or gradient.is_gradient(node)
+        for node in all_nodes(graph):
+            in_domain = node.domain == TRAINING_DOMAIN or is_gradient(node)
             if node.domain in GRADIENT_DOMAINS and not (in_domain and node.op_type in known):
                 raise ModelError(
                     f"{describe(node)}: domain '{node.domain}' has no operator {node.op_type}; "
                     + did_you_mean(node.op_type, known)
                 )
             if in_domain and node.op_type in OPERATORS:
-                _optimizer_attributes(node)
-                _, _, groups = _optimizer_inputs(node)
+                _check_attributes(node)
+                _check_arity(node)
+                groups = _Update.of(node).groups
                 given = len(node.outputs)
                 while given and not node.outputs[given - 1].name:
                     given -= 1  # an absent output at the end is one that is not listed
@@ -237,40 +284,64 @@ def _drop_domain_functions(model: ir.Model) -> None:
         if identifier[0] in GRADIENT_DOMAINS:
             del model.functions[identifier]
     for graph in (model.graph, *(function.graph for function in model.functions.values())):
-        for node in _all_nodes(graph):
+        for node in all_nodes(graph):
             if node.domain in GRADIENT_DOMAINS:
                 node.overload = ""
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What a legal optimizer node says.
+
+    Attributes:
+        r: The learning rate.
+        t: The number of updates so far.
+        groups: For each optimized tensor (X, G, *states).
+        attributes: All attributes, defaults included.
+    """
+
+    r: ir.Value
+    t: ir.Value
+    groups: Sequence[tuple[ir.Value, ...]]
+    attributes: Mapping[str, float | str]
+
+    @classmethod
+    def of(cls, node: ir.Node) -> _Update:
+        """Reads a node that `_check_attributes` and `_check_arity` have let pass."""
+        operator = OPERATORS[node.op_type]
+        r, t, *rest = (value for value in node.inputs if value is not None)
+        count = len(rest) // (2 + len(operator.states))
+        given = {name: attribute.value for name, attribute in node.attributes.items()}
+        groups = [tuple(rest[index::count]) for index in range(count)]
+        return cls(r, t, groups, {**operator.defaults, **given})
 
 
 def _lower_optimizer(node: ir.Node, names: Names, keep: Keep | None) -> list[ir.Node]:
     """Replaces an optimizer node by one-tensor nodes that stay, or by those of its rule."""
     operator = OPERATORS[node.op_type]
-    attributes = _optimizer_attributes(node)
-    r, t, groups = _optimizer_inputs(node)
+    update = _Update.of(node)
+    r, t, groups, attributes = update.r, update.t, update.groups, update.attributes
+    if len(groups) == 1 and keep is not None:  # it is a one-tensor node already
+        _write_out(node, update)
+        if keep(node):
+            for output in node.outputs:  # a Python op cannot leave one out
+                output.name = output.name or names.unique(f"{node.op_type}_unread")
+            return []
     graph = node.graph
     assert isinstance(graph, ir.Graph)
     tape = Tape(graph, before=node, names=names)
     tape.scope = f"{node.name or node.op_type}/"
     outputs = list(node.outputs)
-    put_out: set[ir.Value] = set()
     scalars = [tape.tensor(r), tape.tensor(t)]
     for index, group in enumerate(groups):
         wanted = outputs[index :: len(groups)]
         if not any(output.name for output in wanted):
             continue
-        single = ir.Node(
-            TRAINING_DOMAIN,
-            node.op_type,
-            [r, t, *group],
-            ir.convenience.convert_attributes(attributes),
-            num_outputs=len(group) - 1,
-        )
-        for output, like in zip(single.outputs, [group[0], *group[2:]], strict=True):
-            output.type, output.shape = like.type, like.shape
-        if keep is not None and keep(single):
+        inputs = [r, t, *group]
+        single = ir.Node(TRAINING_DOMAIN, node.op_type, inputs, num_outputs=len(group) - 1)
+        _write_out(single, _Update(r, t, [group], attributes))
+        if len(groups) > 1 and keep is not None and keep(single):
             tape.append(single)
-            if len(groups) == 1 and node.name:  # it is the node, as far as messages go
-                single.name = node.name
             results = [tape.tensor(output) for output in single.outputs]
         else:
             for position in range(len(single.inputs)):
@@ -281,24 +352,32 @@ def _lower_optimizer(node: ir.Node, names: Names, keep: Keep | None) -> list[ir.
         x = tape.tensor(group[0])
         for output, result in zip(wanted, results, strict=True):
             if output.name:
-                gradient.replace_value(tape, output, result.with_shape_of(x), put_out)
+                replace_value(tape, output, result.with_shape_of(x))
     graph.remove(node, safe=True)
     return [emitted for emitted in tape.nodes if emitted.domain != TRAINING_DOMAIN]
+
+
+def _write_out(node: ir.Node, update: _Update) -> None:
+    """Writes into a one-tensor node what follows from its inputs and from defaults."""
+    for attribute in ir.convenience.convert_attributes(update.attributes):
+        node.attributes[attribute.name] = attribute
+    (group,) = update.groups
+    for output, like in zip(node.outputs, [group[0], *group[2:]], strict=True):
+        output.type, output.shape = like.type, like.shape
 
 
 def _of_shape(tensor: Tensor, x: Tensor) -> Tensor:
     """Returns a tensor in the shape of another, at which a run fails rather than broadcasts."""
     if tensor.shape is not None and tensor.shape == x.shape and None not in tensor.shape:
         return tensor
-    return cast(Tensor, op.Reshape(tensor, shape_of(x), allowzero=1))
+    return op.Reshape(tensor, shape_of(x), allowzero=1)
 
 
-def _optimizer_attributes(node: ir.Node) -> dict[str, float | str]:
-    """Returns all attributes of an optimizer node, defaults included, or refuses them."""
+def _check_attributes(node: ir.Node) -> None:
+    """Refuses an optimizer node whose attributes are not legal."""
     where = describe(node)
     operator = OPERATORS[node.op_type]
     kinds = {float: ir.AttributeType.FLOAT, str: ir.AttributeType.STRING}
-    attributes: dict[str, float | str] = dict(operator.defaults)
     for name, attribute in node.attributes.items():
         if name not in operator.attribute_types:
             raise ModelError(
@@ -311,75 +390,75 @@ def _optimizer_attributes(node: ir.Node) -> dict[str, float | str]:
                 f"{where}: attribute '{name}' is of type {attribute.type.name}; it is of type "
                 f"{kind.name}"
             )
-        attributes[name] = attribute.value
     for name in operator.required:
-        if name not in attributes:
+        if name not in node.attributes:
             raise ModelError(f"{where}: attribute '{name}' is missing; it is required")
-    if attributes.get("mode", "standard") not in ("standard", "nesterov"):
-        raise ModelError(
-            f"{where}: mode is '{attributes['mode']}'; 'standard' and 'nesterov' are accepted"
-        )
-    return attributes
+    mode = node.attributes.get_string("mode", "standard")
+    if mode not in ("standard", "nesterov"):
+        raise ModelError(f"{where}: mode is '{mode}'; 'standard' and 'nesterov' are accepted")
 
 
-def _optimizer_inputs(node: ir.Node) -> tuple[ir.Value, ir.Value, list[tuple[ir.Value, ...]]]:
-    """Returns R, T and, for each optimized tensor, (X, G, *states), or refuses them."""
+def _check_arity(node: ir.Node) -> None:
+    """Refuses an optimizer node with a number of inputs or outputs that is not legal."""
     where = describe(node)
     states = OPERATORS[node.op_type].states
     size = 2 + len(states)
-    listed = ", ".join(("X", "G", *states))
-    values = [value for value in node.inputs if value is not None]
-    if len(values) != len(node.inputs):
+    given = len(node.inputs)
+    if None in node.inputs:
         raise ModelError(
             f"{where}: input {node.inputs.index(None)} is absent (''); all are required"
         )
-    if len(values) < 2 + size or (len(values) - 2) % size:
+    if given < 2 + size or (given - 2) % size:
         raise ModelError(
-            f"{where}: {len(values)} inputs; it takes R, T and then, for n tensors, n each of "
-            f"{listed}: 2 + {size}n inputs"
+            f"{where}: {given} inputs; it takes R, T and then, for n tensors, n each of "
+            f"{', '.join(('X', 'G', *states))}: 2 + {size}n inputs"
         )
-    r, t, *rest = values
-    count = len(rest) // size
+    count = (given - 2) // size
     if len(node.outputs) > count * (size - 1):
         raise ModelError(
             f"{where}: {len(node.outputs)} outputs for {count} optimized tensors; there are at "
             f"most {count * (size - 1)}: n each of X_new"
             + "".join(f", {state}_new" for state in states)
         )
-    for name, value in (("R", r), ("T", t)):
+
+
+def _check_tensors(node: ir.Node) -> None:
+    """Refuses an optimizer node whose inputs are of types or shapes that are not legal."""
+    where = describe(node)
+    update = _Update.of(node)
+    names = ("X", "G", *OPERATORS[node.op_type].states)
+    for name, value in (("R", update.r), ("T", update.t)):
         if value.shape is not None and len(value.shape) != 0:
             raise ModelError(f"{where}: {name} has shape {value.shape}; a scalar (0-d) is accepted")
     floats = (None, ir.DataType.FLOAT, ir.DataType.DOUBLE)
-    if t.dtype not in (None, ir.DataType.INT64):
-        raise ModelError(f"{where}: T is of type {t.dtype}; INT64 is accepted")
-    if r.dtype not in floats:
-        raise ModelError(f"{where}: R is of type {r.dtype}; FLOAT and DOUBLE are accepted")
-    groups = [tuple(rest[index::count]) for index in range(count)]
-    for group in groups:
-        for name, value in zip(("X", "G", *states), group, strict=True):
+    if update.t.dtype not in (None, ir.DataType.INT64):
+        raise ModelError(f"{where}: T is of type {update.t.dtype}; INT64 is accepted")
+    if update.r.dtype not in floats:
+        raise ModelError(f"{where}: R is of type {update.r.dtype}; FLOAT and DOUBLE are accepted")
+    for group in update.groups:
+        for name, value in zip(names, group, strict=True):
             if value.dtype not in floats:
                 raise ModelError(
                     f"{where}: {name} '{value.name}' is of type {value.dtype}; FLOAT and DOUBLE "
                     "are accepted"
                 )
-            if not gradient.may_be_equal(group[0].shape, value.shape):
+            if not may_be_equal(group[0].shape, value.shape):
                 raise ModelError(
                     f"{where}: {name} '{value.name}' has shape {value.shape} and X "
                     f"'{group[0].name}' has shape {group[0].shape}; the shapes of a group "
-                    f"({listed}) must be equal"
+                    f"({', '.join(names)}) must be equal"
                 )
-    types = {value.dtype for value in rest} - {None}
+    types = {value.dtype for group in update.groups for value in group} - {None}
     if len(types) > 1:
         raise ModelError(
             f"{where}: tensors of {' and '.join(sorted(map(str, types)))} in one node; all are of "
             "one type"
         )
-    return r, t, groups
 
 
 def _fix_imports(graph: ir.Graph) -> None:
     """Leaves the operator set imports that the nodes use."""
-    used = {node.domain for node in _all_nodes(graph)} | {""}
+    used = {node.domain for node in all_nodes(graph)} | {""}
     for domain in (*GRADIENT_DOMAINS, BOUND_DOMAIN):
         if domain in used:
             graph.opset_imports.setdefault(domain, 1)

@@ -4,7 +4,7 @@ An update rule is a function ``rule(r, t, x, g, *state, *, attributes) -> (x_new
 the notation of the specification (`ai.onnx.preview.training`): ``r`` is the learning rate (0-d,
 float32 or float64), ``t`` the update count (0-d int64), ``x`` the parameter, ``g`` its gradient,
 and every state tensor has the shape and dtype of ``x``. Keyword-only parameters are attributes.
-Given numpy arrays a rule computes; given `ortops.tensor.Tensor` it emits ONNX nodes. There is no
+Given numpy arrays a rule computes; given `ortops.Tensor` it emits ONNX nodes. There is no
 second implementation.
 
 Precision: scalar coefficients are computed in float64, then tensor arithmetic and results are in

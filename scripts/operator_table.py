@@ -6,7 +6,6 @@ in tests/ which inputs and orders are checked, the schemas of onnx and onnxrunti
 
 import argparse
 import sys
-from inspect import unwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +13,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import onnx
-from checked import checked
+from checked import RULES, ZERO_GRADIENT, checked
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
-from ortops.autodiff import ZERO_GRADIENT, rules
-from ortops.expansion import definitions
+from ortops.autodiff.registry import Definition, StructuralRule
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- operators: begin -->", "<!-- operators: end -->"
@@ -41,30 +39,22 @@ def rows(domain: str) -> list[Row]:
     """Returns the rows of a domain's operators, by name."""
     tests = checked()
     found = []
-    for key in sorted({*rules(), *definitions()}):
-        rule, definition = rules().get(key), definitions().get(key)
-        registered = rule or definition
-        if key[0] != domain or not _is_ours(registered):
+    for key, rule in sorted(RULES.items(), key=lambda item: item[0]):
+        if key[0] != domain:
             continue
-        defined = definition and (not rule or unwrap(rule.function) is definition.function)
         inputs = [] if key not in tests else _names(*key, tests[key].differentiated)
-        if rule and rule.structural:
+        if isinstance(rule, StructuralRule):
             inputs.append("captured values")
         found.append(
             Row(
                 key[1],
-                "definition" if defined else "rule",
+                "definition" if isinstance(rule, Definition) else "rule",
                 ", ".join(inputs),
                 tests[key].orders if key in tests else 0,
-                registered.limits,
+                rule.limits,
             )
         )
     return found
-
-
-def _is_ours(registered: Any) -> bool:
-    """Whether a rule or definition is part of ortops: tests and examples register some too."""
-    return registered.function.__module__.startswith("ortops.rules.")
 
 
 def _names(domain: str, op_type: str, indices: list[int]) -> list[str]:

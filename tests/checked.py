@@ -10,8 +10,14 @@ from typing import Any
 
 import onnx
 
-from ortops.autodiff import ZERO_GRADIENT, rules
-from ortops.expansion import has_definition
+from ortops.autodiff.registry import ZeroRule
+from ortops.autodiff.rules.table import BUILT_IN
+
+ZERO_GRADIENT = {op for (_, op), rule in BUILT_IN.rules.items() if isinstance(rule, ZeroRule)}
+"""Operators whose derivative is zero; all are of the standard domain."""
+
+RULES = {key: rule for key, rule in BUILT_IN.rules.items() if not isinstance(rule, ZeroRule)}
+"""All other rules by (domain, operator)."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +72,17 @@ def without_gradient(model: onnx.ModelProto) -> set[str]:
     return {
         node.op_type
         for node in _nodes(model.graph)
-        if (node.domain, node.op_type) not in rules()
-        and (node.domain or node.op_type not in ZERO_GRADIENT)
-        and not has_definition(node.op_type, node.domain)
+        if (node.domain, node.op_type) not in BUILT_IN.rules
+        and not _has_body(node.op_type, node.domain)
     }
+
+
+def _has_body(op_type: str, domain: str) -> bool:
+    """Whether ONNX defines an operator by other ones."""
+    if not onnx.defs.has(op_type, domain):
+        return False
+    schema = onnx.defs.get_schema(op_type, domain=domain)
+    return schema.has_function or schema.has_context_dependent_function
 
 
 def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:

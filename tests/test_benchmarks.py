@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -338,11 +339,22 @@ def test_a_profile_names_operators_and_nodes(capsys: pytest.CaptureFixture[str])
     assert "[32,784]" in shown
 
 
+def test_a_profile_without_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = []
+    for without in ("lstm", "cross_entropy,lstm"):  # there is no LSTM in it
+        assert main(["--quick", "--profile", "--only", MODEL, "--without", without]) == 0
+        counts.append(re.findall(r"in (\d+) nodes", capsys.readouterr().out))
+    assert counts[0] != counts[1]
+    with pytest.raises(ortops.OrtopsError, match="there is no pass 'rectify'"):
+        main(["--quick", "--profile", "--only", MODEL, "--without", "rectify"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--only", "perceptron"], "--only ['perceptron'] fits none of: MLP 784-128-10"),
         (["--peer", "abacus"], "--peer ['abacus'] fits none of: ortops, standard operators"),
+        (["--without", "lstm"], "--without goes with --profile"),
         (["--rounds", "0"], "--rounds is 0; at least 1 is accepted"),
     ],
 )

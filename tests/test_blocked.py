@@ -12,22 +12,25 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
 from running import run
 
 from models.lenet import lenet
 from models.resnet import resnet
-from ortops import Tape, Tensor, build_training_model, convert, op
-from ortops.lowering import lower_prepared, prepare, to_proto
+from ortops import Tape, Tensor, build_training_model, op
+from ortops.execution.sizes import bind_sizes
+from ortops.graph import convert
+from ortops.graph.edit import remove_defaults
+from ortops.graph.external import detach
+from ortops.lowering import prepare, to_proto
 from ortops.optimizers import SGD
-from ortops.training import blocked
-from ortops.training.blocked_nodes import KERNEL_DOMAIN
-from ortops.training.sizes import bind_sizes
-from ortops.training.step_graph import flatten, remove_defaults
+from ortops.passes.blocked import BLOCKED
+from ortops.passes.blocked.kernels import KERNEL_DOMAIN, block_size
+from ortops.training.step_graph import flatten
 from tests.gradient_models import Build, with_gradients
+from tests.spies import lowered, lowered_ir
 
-BLOCK = blocked.block_size()
+BLOCK = block_size()
 TOLERANCE = 2e-5  # of the largest element: sums of some thousand products in different orders
 
 pytestmark = pytest.mark.skipif(BLOCK is None, reason="onnxruntime has no such kernels here")
@@ -37,15 +40,9 @@ def kernels(model: onnx.ModelProto) -> list[str]:
     return [node.op_type for node in model.graph.node if node.domain == KERNEL_DOMAIN]
 
 
-def lowered(model: onnx.ModelProto) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+def both(model: onnx.ModelProto) -> tuple[onnx.ModelProto, onnx.ModelProto]:
     """Returns the lowered model without and with the blocked layout."""
-    standard = to_proto(lower_prepared(prepare(convert.to_ir(model))))
-    return standard, to_proto(in_blocks(prepare(convert.to_ir(model))))
-
-
-def in_blocks(model: ir.Model) -> ir.Model:
-    with blocked.block_convolutions(model):
-        return lower_prepared(model)
+    return lowered(model), lowered(model, BLOCKED)
 
 
 def check(
@@ -53,7 +50,7 @@ def check(
 ) -> onnx.ModelProto:
     """Compares outputs and gradients; returns the model in the blocked layout."""
     model, feeds = with_gradients(build, shapes, seed=seed)
-    standard, ours = lowered(model)
+    standard, ours = both(model)
     assert {node.domain for node in ours.graph.node} <= {"", KERNEL_DOMAIN}
     names = [value.name for value in standard.graph.output]
     assert [value.name for value in ours.graph.output] == names
@@ -163,13 +160,13 @@ def test_unknown_sizes_stay() -> None:
         if value.name.startswith(("x", "y")):
             value.type.tensor_type.shape.dim[0].dim_param = "batch"
     del model.graph.value_info[:]
-    assert not kernels(lowered(model)[1])
-    assert blocked.gains_from_sizes(prepare(convert.to_ir(model)))
+    assert not kernels(lowered(model, BLOCKED))
+    assert BLOCKED.gains(prepare(convert.to_ir(model)), None)
 
 
 def test_nothing_to_gain_without_convolutions() -> None:
     model, _ = with_gradients(op.MatMul, {"x": (2, 3), "w": (3, 4)})
-    assert not blocked.gains_from_sizes(prepare(convert.to_ir(model)))
+    assert not BLOCKED.gains(prepare(convert.to_ir(model)), None)
 
 
 def normalized(x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> Tensor:
@@ -257,7 +254,7 @@ def test_first_of_equal_elements_is_the_maximum() -> None:
 
     model, feeds = with_gradients(build, {"x": (2, B, 8, 8), "w": (B, B, 1, 1)})
     feeds["w"] = np.eye(B, dtype=np.float32).reshape(B, B, 1, 1)
-    standard, ours = lowered(model)
+    standard, ours = both(model)
     assert "MaxPool" in kernels(ours)
     for wanted, found in zip(run(standard, feeds), run(ours, feeds), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
@@ -350,7 +347,7 @@ def test_gradient_at_an_intermediate_tensor() -> None:
         tape.output(op.ReduceSum(op.Conv(op.Tanh(middle), w) ** 2.0, keepdims=0), "loss")
     model = tape.model()
     add_gradient(model, "middle", "loss", "slope", (B, B, 3, 3))
-    standard, ours = lowered(model)
+    standard, ours = both(model)
     assert kernels(ours).count("Conv") == 3
     feeds = {"x": rng.standard_normal((B, B, 5, 5), np.float32)}
     for wanted, found in zip(run(standard, feeds), run(ours, feeds), strict=True):
@@ -368,7 +365,7 @@ def test_gradients_of_gradients_stay() -> None:
         onnx.helper.make_node("ReduceSumSquare", ["slope"], ["size"], keepdims=0)
     )
     add_gradient(model, "w", "size", "d", (B, B, 3, 3))
-    assert not kernels(lowered(model)[1])
+    assert not kernels(lowered(model, BLOCKED))
 
 
 NETS: dict[str, tuple[Callable[[], onnx.ModelProto], tuple[int, ...]]] = {
@@ -386,13 +383,13 @@ def test_training_step(net: str) -> None:
         "labels": rng.integers(0, 10, B),
     }
     trainable = build_training_model(build(), loss="SoftmaxCrossEntropy", optimizer=SGD(1.0))
-    steps = [flatten(trainable), flatten(trainable)]
+    steps = [flatten(*detach(trainable)), flatten(*detach(trainable))]
     for step in steps:
         bind_sizes(step.model, {"batch": B})
         remove_defaults(step.model.graph, step.variables)
     models = [
-        to_proto(lower_prepared(steps[0].model)),
-        to_proto(in_blocks(steps[1].model)),
+        to_proto(lowered_ir(steps[0].model)),
+        to_proto(lowered_ir(steps[1].model, BLOCKED)),
     ]
     graphs = (trainable.graph, trainable.training_info[0].algorithm)
     values = {

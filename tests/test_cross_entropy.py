@@ -13,8 +13,8 @@ from running import run
 
 from ortops import Tape, op
 from ortops.lowering import to_proto
-from ortops.tensor import Names
-from ortops.training.cross_entropy import expand_losses
+from ortops.passes.cross_entropy import CROSS_ENTROPY
+from tests.spies import finish
 
 LOSSES = ("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss")
 
@@ -28,9 +28,7 @@ def expanded(
         results = tape.emit(kind, [scores, labels], attributes, outputs=outputs)
         for number, result in enumerate(results):
             tape.output(result, f"y{number}")
-    model = ir.from_proto(tape.model())
-    expand_losses(model.graph, Names(model.graph))
-    return model
+    return finish(ir.from_proto(tape.model()), CROSS_ENTROPY)
 
 
 def operators(model: ir.Model) -> Counter[str]:
@@ -82,8 +80,7 @@ def test_what_is_not_plain_stays(kind: str) -> None:
         scores = tape.input("scores", np.float32, [4, 3])
         labels = tape.input("labels", np.int64, [4])
         tape.output(getattr(op, kind)(scores, labels, np.ones(3, np.float32)), "loss")
-    model = ir.from_proto(tape.model())
-    expand_losses(model.graph, Names(model.graph))
+    model = finish(ir.from_proto(tape.model()), CROSS_ENTROPY)
     assert operators(model) == {kind: 1}
 
 

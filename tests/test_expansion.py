@@ -11,10 +11,13 @@ from onnx import TensorProto, helper
 from running import run
 
 import ortops
-from ortops.autodiff import rules
+from ortops.autodiff.registry import Definition, Table
+from ortops.autodiff.rules import RULES
+from ortops.autodiff.rules.table import BUILT_IN
 from ortops.check import check as check_model
-from ortops.expansion import definition, definitions, has_definition
-from ortops.tensor import op
+from ortops.graph.convert import to_ir
+from ortops.graph.tensor import op
+from ortops.lowering import lower_prepared, prepare, to_proto
 
 SIZE4, SIZE5 = np.array([2, 3, 4, 5]), np.array([2, 3, 2, 3, 4])
 CASES = [
@@ -49,23 +52,21 @@ def twice_model(x_node: onnx.NodeProto) -> onnx.ModelProto:
     return model(nodes, [value("x", [2])], ["d"], imports=[("com.example", 1)])
 
 
-def test_definition_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ortops import expansion
+def test_definition_of_ones_own() -> None:
+    table = Table()
 
-    monkeypatch.setattr(expansion, "_definitions", dict(definitions()))
-
-    @definition("Cubed", domain="com.example")
+    @table.definition("Cubed", domain="com.example")
     def cubed(x, *, factor=1.0):
         return op.Mul(op.Mul(x, x), x) * factor
 
-    assert has_definition("Cubed", "com.example")
     cubed_node = helper.make_node("Cubed", ["x"], ["y"], domain="com.example", factor=2.0)
-    (d,) = run(ortops.lower(twice_model(cubed_node)), {"x": np.array([1, 2], np.float32)})
+    rules = RULES.below(table)
+    lowered = lower_prepared(prepare(to_ir(twice_model(cubed_node)), rules), rules=rules)
+    (d,) = run(to_proto(lowered), {"x": np.array([1, 2], np.float32)})
     np.testing.assert_allclose(d, [6, 24])
 
 
 def test_no_definition_and_no_rule() -> None:
-    assert not has_definition("Unheard", "com.example")
     unheard = helper.make_node("Unheard", ["x"], ["y"], name="u", domain="com.example")
     with pytest.raises(ortops.UnsupportedError, match=r"Unheard node 'u': there is no gradient"):
         ortops.lower(twice_model(unheard))
@@ -97,7 +98,8 @@ def test_inside_a_branch() -> None:
             np.testing.assert_allclose(d, [0.5, s + 1.702 * s * (1 - s)], rtol=1e-5)
 
 
-STANDARD = sorted(op_type for domain, op_type in definitions() if not domain)
+DEFINITIONS = {key: rule for key, rule in BUILT_IN.rules.items() if isinstance(rule, Definition)}
+STANDARD = sorted(op_type for domain, op_type in DEFINITIONS if not domain)
 
 
 @pytest.mark.parametrize(
@@ -105,13 +107,13 @@ STANDARD = sorted(op_type for domain, op_type in definitions() if not domain)
 )
 def test_definition_follows_schema(op_type: str) -> None:
     attributes = onnx.defs.get_schema(op_type, 26).attributes
-    assert definitions()["", op_type].attributes == set(attributes)
-    rule = rules().get(("", op_type))
-    assert rule is None or rule.quantizes
+    definition = DEFINITIONS["", op_type]
+    assert definition.attributes == set(attributes)
+    assert definition.quantizes or not definition.keep
 
 
 def test_fused_operators_have_definitions() -> None:
-    assert {name for domain, name in definitions() if domain == "com.microsoft"} >= {
+    assert {name for domain, name in DEFINITIONS if domain == "com.microsoft"} >= {
         "Attention",
         "BiasGelu",
         "FastGelu",

@@ -15,7 +15,8 @@ import pytest
 from running import plain_session, run
 
 import ortops
-from ortops import Tape, cli, external, op
+from ortops import Tape, cli, op
+from ortops.graph import external
 from ortops.optimizers import SGD, Adam
 from ortops.training.data import Feeds
 

@@ -317,7 +317,7 @@ def test_an_exception_of_the_function_is_the_users() -> None:
             "Add node 'loss/Add': Incompatible dimensions",
         ),
         (losses.Loss, ("N", 3), "loss is <class 'ortops.losses.Loss'>"),
-        (Tensor, ("N", 3), "loss is <class 'ortops.tensor.Tensor'>"),
+        (Tensor, ("N", 3), "loss is <class 'ortops.graph.tensor.Tensor'>"),
     ],
 )
 def test_losses_that_do_not_fit(loss: Any, shape: tuple[Any, ...], message: str) -> None:

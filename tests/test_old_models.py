@@ -20,7 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 from running import run
 
 import ortops
-from ortops import convert
+from ortops.graph import convert
 
 SEED = 20
 Arrays = dict[str, np.ndarray]

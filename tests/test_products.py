@@ -13,9 +13,9 @@ from running import run
 
 from ortops import Tape, Tensor, op
 from ortops.lowering import to_proto
-from ortops.tensor import Names
-from ortops.training.order import put_last_results_first
-from ortops.training.products import improve_products
+from ortops.passes.order import put_last_results_first
+from ortops.passes.products import ROW_SUMS, SCALES, TRANSPOSES
+from tests.spies import finish
 
 Shape = Sequence[int | str]
 
@@ -43,7 +43,7 @@ def improved(
     }
     model = build(function, inputs, dtype)
     before = run(to_proto(model), feeds, optimize=False)
-    improve_products(model.graph, Names(model.graph))
+    finish(model, ROW_SUMS, SCALES, TRANSPOSES)
     after = to_proto(model)
     for one, other in zip(before, run(after, feeds, optimize=False), strict=True):
         assert one.shape == other.shape
@@ -199,7 +199,7 @@ def test_a_transposed_result_that_is_put_out_stays() -> None:
     graph.outputs.append(product.outputs[0])
     tape = Tape(graph)
     graph.outputs.append(op.Transpose(tape.tensor(product.outputs[0]), perm=[0, 2, 1]).value)
-    improve_products(graph, Names(graph))
+    finish(model, ROW_SUMS, SCALES, TRANSPOSES)
     assert [node.op_type for node in graph] == ["MatMul", "Identity", "Transpose"]
 
 
@@ -345,7 +345,7 @@ def test_order_keeps_what_graphs_inside_read() -> None:
             inner.outputs.append(value)
             branches[branch] = inner
         condition = tape.input("condition", np.bool_, [])
-        tape.output(op.If(condition, outputs=1, **branches), "chosen")
+        tape.output(op.If(condition, **branches), "chosen")
         tape.output(put_out, "other")
     put_last_results_first(tape.graph)
     assert names(tape.graph) == ["Exp", "If", "Sin"]

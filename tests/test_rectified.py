@@ -10,25 +10,17 @@ import onnx
 import pytest
 from running import run
 
-from ortops import Tensor, convert, op
-from ortops.lowering import lower_prepared, prepare, to_proto
-from ortops.training.rectified import rectify
+from ortops import Tensor, op
+from ortops.passes.rectified import RECTIFIED
 from tests.gradient_models import Array, Build, with_gradients
-
-
-def lowered(model: onnx.ModelProto) -> onnx.ModelProto:
-    prepared = prepare(convert.to_ir(model))
-    with rectify(prepared):
-        lower_prepared(prepared)
-    return to_proto(prepared)
+from tests.spies import lowered
 
 
 def rectified(build: Build, shape: tuple[int, ...]) -> tuple[set[str], list[Array]]:
     """Returns the operators of the lowered graph, and what it computes, which is checked."""
     model, feeds = with_gradients(build, {"x": shape})
     feeds["x"][0] = 0
-    standard = to_proto(lower_prepared(prepare(convert.to_ir(model))))
-    ours = lowered(model)
+    standard, ours = lowered(model), lowered(model, RECTIFIED)
     assert {node.domain for node in ours.graph.node} == {""}
     results = run(ours, feeds)
     for wanted, found in zip(run(standard, feeds), results, strict=True):
@@ -82,9 +74,9 @@ def test_gradients_of_higher_order_keep_their_form() -> None:
     model.graph.output.append(
         onnx.helper.make_tensor_value_info("second", onnx.TensorProto.FLOAT, (4, 5))
     )
-    ours = lowered(model)
+    ours = lowered(model, RECTIFIED)
     assert "HardSigmoid" not in {each.op_type for each in ours.graph.node}
-    wanted = run(to_proto(lower_prepared(prepare(convert.to_ir(model)))), feeds)
+    wanted = run(lowered(model), feeds)
     for found, other in zip(run(ours, feeds), wanted, strict=True):
         np.testing.assert_allclose(found, other)
 
@@ -107,7 +99,7 @@ def test_a_gradient_in_a_branch_of_what_lies_outside() -> None:
         }
         """
     )
-    ours = lowered(model)
+    ours = lowered(model, RECTIFIED)
     feeds = {"x": np.float32([-1, 0, 2, 3]), "c": np.array(True)}
     (found,) = run(ours, feeds)
     assert found.tolist() == [0, 0, 4, 6]

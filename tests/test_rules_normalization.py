@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 from running import run
 
 import ortops
-from ortops.tensor import op
+from ortops.graph.tensor import op
 
 
 def batch_inputs(*shape: int) -> list[np.ndarray]:

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 
 import ortops
 from ortops import Tape, op
-from ortops.tensor import Tensor
+from ortops.graph.tensor import Tensor
 
 WIDTH = 4
 

@@ -11,26 +11,26 @@ from training_models import classifier, labelled
 
 import ortops
 from ortops import TrainingSession
+from ortops.execution import split
+from ortops.execution.settings import Settings
 from ortops.optimizers import SGD, Adagrad, Adam, AdamW, Momentum
-from ortops.training import execution, split
-from ortops.training.blocked import block_size
+from ortops.passes.blocked.kernels import block_size
 
 needs_kernels = pytest.mark.skipif(
     block_size() is None, reason="onnxruntime has no blocked convolution kernels here"
 )
 
 
-def session_of(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> TrainingSession:
-    monkeypatch.setattr(execution, "_JOINED", -1)
+def session_of(optimizer: Any, *, scaled_sums: bool = True) -> TrainingSession:
     model = ortops.build_training_model(
         classifier(hidden=64), loss="SoftmaxCrossEntropy", optimizer=optimizer
     )
-    return TrainingSession(model)
+    return TrainingSession(model, settings=Settings(joined=-1, scaled_sums=scaled_sums))
 
 
 def group_of(session: TrainingSession) -> split.Group:
-    (part,) = session._execution._parts
-    (packed,) = part.packed
+    (template,) = session._execution._templates
+    (packed,) = template.packed
     return packed.group
 
 
@@ -48,10 +48,8 @@ def group_of(session: TrainingSession) -> split.Group:
     ],
     ids=str,
 )
-def test_which_sums(
-    optimizer: Any, sums: int, others: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group = group_of(session_of(optimizer, monkeypatch))
+def test_which_sums(optimizer: Any, sums: int, others: str) -> None:
+    group = group_of(session_of(optimizer))
     nodes = Counter(node.op_type for node in group.formula if node.op_type != "Constant")
     assert nodes.pop("ScaledSum") == sums
     assert nodes == Counter(others.split())
@@ -61,12 +59,9 @@ def test_which_sums(
 
 @needs_kernels
 @pytest.mark.parametrize("optimizer", [SGD(), Momentum(), Adagrad(), Adam(), AdamW()], ids=str)
-def test_steps_are_those_of_standard_operators(
-    optimizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fused = session_of(optimizer, monkeypatch)
-    monkeypatch.setattr(execution, "block_size", lambda: None)
-    plain = session_of(optimizer, monkeypatch)
+def test_steps_are_those_of_standard_operators(optimizer: Any) -> None:
+    fused, plain = session_of(optimizer), session_of(optimizer, scaled_sums=False)
+    assert any(node.op_type == "ScaledSum" for node in group_of(fused).formula)
     assert not any(node.op_type == "ScaledSum" for node in group_of(plain).formula)
     for seed in range(5):
         batch = labelled((6,), seed=seed)
@@ -76,8 +71,8 @@ def test_steps_are_those_of_standard_operators(
 
 
 @needs_kernels
-def test_a_sum_is_not_written_over_what_it_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    formula = group_of(session_of(Adam(), monkeypatch)).formula
+def test_a_sum_is_not_written_over_what_it_scales() -> None:
+    formula = group_of(session_of(Adam())).formula
     total = next(node for node in formula if node.op_type == "ScaledSum")
     scaled, _, added = total.inputs
     assert scaled is not None

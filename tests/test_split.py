@@ -6,17 +6,19 @@ import numpy as np
 
 import ortops
 from models.mlp import mlp
+from ortops.execution.split import Group, split
+from ortops.graph.edit import remove_defaults
+from ortops.graph.external import detach
+from ortops.graph.tensor import Names, constant_tensor
 from ortops.lowering import lower_optimizers
-from ortops.tensor import Names, constant_tensor
-from ortops.training.split import Group, split
-from ortops.training.step_graph import flatten, remove_defaults
+from ortops.training.step_graph import flatten
 
 
 def _split(optimizer: object) -> tuple[list[Group], dict[str, str]]:
     model = ortops.build_training_model(
         mlp((4, 8, 8, 2)), loss="SoftmaxCrossEntropy", optimizer=optimizer
     )
-    step = flatten(model)
+    step = flatten(*detach(model))
     graph = step.model.graph
     remove_defaults(graph, step.variables)
     lower_optimizers(graph, Names(graph), lambda node: True)

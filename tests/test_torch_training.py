@@ -24,8 +24,8 @@ from models.mlp import mlp
 from models.resnet import resnet
 from models.transformer import transformer
 from ortops import TrainingSession, build_training_model
+from ortops.execution.settings import Settings
 from ortops.optimizers import SGD, Adagrad, Adam, AdamW, Momentum, Optimizer
-from ortops.training import execution
 
 pytestmark = pytest.mark.torch
 
@@ -128,10 +128,10 @@ def train_torch(proto: onnx.ModelProto, model: Model, build: Any) -> tuple[list[
 
 
 def train_ours(
-    proto: onnx.ModelProto, model: Model, optimizer: Optimizer, **settings: Any
+    proto: onnx.ModelProto, model: Model, optimizer: Optimizer, **options: Any
 ) -> tuple[list[float], Arrays]:
     trainable = build_training_model(proto, loss="SoftmaxCrossEntropy", optimizer=optimizer)
-    session = TrainingSession(trainable, **settings)
+    session = TrainingSession(trainable, **options)
     losses = [
         float(session.step({model.input: images, "labels": labels})["loss"])
         for images, labels in batches(model)
@@ -162,11 +162,15 @@ WEIGHT_BOUND = 1e-4
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_trains_as_torch_does(model: str, optimizer: str) -> None:
+    trains_as_torch_does(model, optimizer)
+
+
+def trains_as_torch_does(model: str, optimizer: str, **options: Any) -> None:
     definition = MODELS[model]
     proto = definition.build()
     ours, theirs = OPTIMIZERS[optimizer]
     expected, weights = train_torch(proto, definition, theirs)
-    losses, state = train_ours(proto, definition, ours)
+    losses, state = train_ours(proto, definition, ours, **options)
     np.testing.assert_allclose(losses, expected, rtol=LOSS_BOUND)
     assert expected[-1] < expected[0]
     assert set(weights) <= set(state)
@@ -174,11 +178,8 @@ def test_trains_as_torch_does(model: str, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_updates_apart_from_gradients_train_so_too(
-    optimizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(execution, "_JOINED", -1)  # as in larger models
-    test_trains_as_torch_does("mlp", optimizer)
+def test_updates_apart_from_gradients_train_so_too(optimizer: str) -> None:
+    trains_as_torch_does("mlp", optimizer, settings=Settings(joined=-1))  # as in larger models
 
 
 def test_the_bounds_can_fail() -> None:
@@ -239,16 +240,13 @@ def adam_oracle(
     ids=["Adam", "Adam, settings", "AdamW"],
 )
 @pytest.mark.parametrize("model", MODELS)
-def test_adam_is_the_specifications(
-    model: str, optimizer: Any, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if way == "apart":
-        monkeypatch.setattr(execution, "_JOINED", -1)
+def test_adam_is_the_specifications(model: str, optimizer: Any, way: str) -> None:
+    settings = Settings(joined=-1) if way == "apart" else Settings()
     kernels = "python" if way == "python" else "onnx"
     definition = MODELS[model]
     proto = definition.build()
     expected, weights = adam_oracle(proto, definition, optimizer)
-    losses, state = train_ours(proto, definition, optimizer, kernels=kernels)
+    losses, state = train_ours(proto, definition, optimizer, kernels=kernels, settings=settings)
     np.testing.assert_allclose(losses, expected, rtol=LOSS_BOUND)
     assert deviation(state, weights, initial(proto)) < WEIGHT_BOUND
 

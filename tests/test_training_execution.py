@@ -28,10 +28,11 @@ from training_models import (
 
 import ortops
 from benchmarks import works
-from benchmarks.task import OPTIMIZERS as SETTINGS
+from benchmarks.task import OPTIMIZERS as HYPERPARAMETERS
 from ortops import TrainingSession, optimizers
 from ortops.errors import FeedError, OrtopsError
-from ortops.training import execution, split
+from ortops.execution import packed, split
+from ortops.execution.settings import Settings
 
 Rule = Callable[..., Any]
 
@@ -99,17 +100,18 @@ def assert_trains_alike(
     return session
 
 
-@pytest.fixture(params=["joined", "one chunk", "chunks"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The three ways in which updates are run, on models small enough for a test."""
-    if request.param != "joined":
-        monkeypatch.setattr(execution, "_JOINED", -1)
-    if request.param == "chunks":
-        monkeypatch.setattr(execution, "_CHUNK", 256)
-        monkeypatch.setattr(execution, "_cores", lambda: 3)
-    return str(request.param)
+APART = Settings(joined=-1)
+WAYS = {
+    "joined": Settings(),
+    "one chunk": APART,
+    "chunks": Settings(joined=-1, chunk=256, threads=3),
+}
+"""The three ways in which updates are run, on models small enough for a test."""
+
+every_way = pytest.mark.parametrize("way", WAYS)
 
 
+@every_way
 @pytest.mark.parametrize("kernels", ["onnx", "python"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=name_of)
 def test_packed_updates(optimizer: Any, kernels: Any, way: str) -> None:
@@ -117,42 +119,47 @@ def test_packed_updates(optimizer: Any, kernels: Any, way: str) -> None:
         classifier(hidden=64), loss="SoftmaxCrossEntropy", optimizer=optimizer
     )
     batches = [labelled((6,), seed=seed) for seed in range(4)]
-    session = assert_trains_alike(model, batches, kernels=kernels)
-    (part,) = session._execution._parts
-    members = [len(each.group.shapes) for each in part.packed]
+    session = assert_trains_alike(model, batches, kernels=kernels, settings=WAYS[way])
+    (template,) = session._execution._templates
+    members = [len(each.group.shapes) for each in template.packed]
     assert members == ([1, 1, 1] if optimizer is trusts_by_norm else [3])  # norms differ
-    assert part.joined == (way == "joined" and kernels == "onnx")
-    assert any(each.rows > 1 for each in part.packed) == (way == "chunks")
+    assert template.joined == (way == "joined" and kernels == "onnx")
+    assert any(each.rows > 1 for each in template.packed) == (way == "chunks")
 
 
-def test_padding_does_not_count_as_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_does_not_count_as_size() -> None:
     model = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer="Adam")
     size = sum(array.size for array in initializers(affine().graph).values())
-    monkeypatch.setattr(execution, "_JOINED", size)
-    session = assert_trains_alike(model, [affine_batch(seed=seed) for seed in range(2)])
-    assert session._execution._parts[0].joined
+    batches = [affine_batch(seed=seed) for seed in range(2)]
+    session = assert_trains_alike(model, batches, settings=Settings(joined=size))
+    assert session._execution._templates[0].joined
+    session = assert_trains_alike(model, batches, settings=Settings(joined=size - 1))
+    assert not session._execution._templates[0].joined
 
 
+@every_way
 @pytest.mark.parametrize("optimizer", ["Adam", swaps_its_states], ids=name_of)
 def test_double_precision(optimizer: Any, way: str) -> None:
     model = ortops.build_training_model(
         affine(dtype=np.float64), loss="MeanSquaredError", optimizer=optimizer
     )
-    assert_trains_alike(model, [affine_batch(seed=seed, dtype=np.float64) for seed in range(3)])
+    batches = [affine_batch(seed=seed, dtype=np.float64) for seed in range(3)]
+    assert_trains_alike(model, batches, settings=WAYS[way])
 
 
+@every_way
 def test_running_statistics_take_turns_with_packed_updates(way: str) -> None:
     model = ortops.build_training_model(
         normalizing(), loss="SoftmaxCrossEntropy", optimizer="Momentum"
     )
-    session = TrainingSession(model)
+    session = TrainingSession(model, settings=WAYS[way])
     batches = [labelled((1, 4, 4), seed=seed) for seed in range(4)]
     means = []
     for batch in batches:
         session.step(batch)
         means.append(session.state["bn.mean"])
     assert len({mean.tobytes() for mean in means}) == 4
-    resumed = TrainingSession(session.model())
+    resumed = TrainingSession(session.model(), settings=WAYS[way])
     assert_same_arrays(resumed.step(batches[0]), session.step(batches[0]))
     assert_same_arrays(dict(resumed.state), dict(session.state))
 
@@ -160,9 +167,9 @@ def test_running_statistics_take_turns_with_packed_updates(way: str) -> None:
 def formula_of(rule: Any) -> split.Group:
     model = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer=rule)
     session = TrainingSession(model)
-    (part,) = session._execution._parts
-    (packed,) = part.packed
-    return packed.group
+    (template,) = session._execution._templates
+    (update,) = template.packed
+    return update.group
 
 
 @pytest.mark.parametrize(
@@ -190,29 +197,27 @@ def test_what_is_safe_in_place(optimizer: Any, safe: dict[str, bool]) -> None:
 
 
 def test_a_wrong_answer_to_what_is_safe_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ortops.training import packed
-
-    monkeypatch.setattr(execution, "_JOINED", -1)
+    # There is no setting for it: nobody may want wrong numbers.
     monkeypatch.setattr(packed, "is_safe_in_place", lambda *_: True)
     model = ortops.build_training_model(
         classifier(), loss="SoftmaxCrossEntropy", optimizer=swaps_its_states
     )
     with pytest.raises(AssertionError):
-        assert_trains_alike(model, [labelled((6,), seed=seed) for seed in range(4)])
+        assert_trains_alike(model, [labelled((6,), seed=seed) for seed in range(4)], settings=APART)
 
 
-def test_safe_updates_are_made_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "_JOINED", -1)
+def test_safe_updates_are_made_in_place() -> None:
     model = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer="Adam")
-    session = TrainingSession(model)
+    session = TrainingSession(model, settings=APART)
     before = session._execution.present("w")
     session.step(affine_batch())
     assert np.shares_memory(session._execution.present("w"), before)
 
 
+@every_way
 def test_a_state_that_was_set_is_trained_on(way: str) -> None:
     model = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer="Adam")
-    session, other = TrainingSession(model), TrainingSession(model)
+    session, other = (TrainingSession(model, settings=WAYS[way]) for _ in range(2))
     for seed in range(3):
         session.step(affine_batch(seed=seed))
     other.state = dict(session.state)
@@ -233,11 +238,12 @@ def test_the_outputs_that_are_asked_for() -> None:
     assert session.steps_done == 3
 
 
+@every_way
 def test_state_is_whole_while_steps_are_made(way: str) -> None:
     """Weights and step count that another thread reads together belong together."""
     rate = optimizers.SGD(learning_rate=1.0)
     model = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer=rate)
-    session = TrainingSession(model)
+    session = TrainingSession(model, settings=WAYS[way])
     batch = {"x": np.zeros((1, 3), np.float32), "targets": np.zeros((1, 2), np.float32)}
     stop = threading.Event()
     seen: list[int] = []
@@ -288,12 +294,10 @@ def test_run_steps_with_statistics_and_dropout() -> None:
 
 
 @pytest.mark.parametrize("kernels", ["onnx", "python"])
-def test_run_steps_of_a_model_that_is_not_small(
-    kernels: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(execution, "_JOINED", -1)
+def test_run_steps_of_a_model_that_is_not_small(kernels: Any) -> None:
     model = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer="Adam")
-    session, one = TrainingSession(model, kernels=kernels), TrainingSession(model)
+    session = TrainingSession(model, kernels=kernels, settings=APART)
+    one = TrainingSession(model, settings=APART)
     batches = [affine_batch(seed=seed) for seed in range(3)]
     expected = [one.step(batch)["loss"] for batch in batches]
     np.testing.assert_allclose(session.run_steps(batches), expected, rtol=1e-6)
@@ -321,15 +325,16 @@ def test_more_steps_than_fit_into_a_run() -> None:
     assert np.all(np.diff(losses) < 0)
 
 
+@every_way
 @pytest.mark.parametrize("kernels", ["onnx", "python"])
 def test_gradients_that_are_fed(kernels: Any, way: str) -> None:
     work = works.Update(1500, tensors=3)  # 500 elements each: a chunk holds parts of two
-    session = TrainingSession(work.trainable("Momentum"), kernels=kernels)
-    (packed,) = session._execution._parts[0].packed
-    assert [role.fed for role in packed.group.roles] == [False, True, False]
+    session = TrainingSession(work.trainable("Momentum"), kernels=kernels, settings=WAYS[way])
+    (update,) = session._execution._templates[0].packed
+    assert [role.fed for role in update.group.roles] == [False, True, False]
     batches, weights = work.batches(), work.weights()
     velocity = {name: np.zeros(500) for name in weights}
-    settings = SETTINGS["Momentum"]
+    chosen = HYPERPARAMETERS["Momentum"]
     for step in range(5):
         feeds = {name: array.copy() for name, array in batches[step % 2].items()}
         session.step(feeds)
@@ -337,26 +342,26 @@ def test_gradients_that_are_fed(kernels: Any, way: str) -> None:
             array.fill(np.nan)  # what was fed is read during the step only
         for name in weights:
             g = batches[step % 2][f"{name}_gradient"]
-            velocity[name] = settings["alpha"] * velocity[name] + g
-            weights[name] = weights[name] - settings["learning_rate"] * velocity[name]
+            velocity[name] = chosen["alpha"] * velocity[name] + g
+            weights[name] = weights[name] - chosen["learning_rate"] * velocity[name]
     for name, array in weights.items():
         np.testing.assert_allclose(session.state[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_a_gradient_that_is_fed_and_read_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "_JOINED", -1)
+def test_a_gradient_that_is_fed_and_read_elsewhere() -> None:
     model = works.Update(20).trainable("Momentum")
     graph = model.training_info[0].algorithm
     graph.node.add(op_type="ReduceMax", input=["w0_gradient"], output=["largest"], name="largest")
     graph.node[-1].attribute.add(name="keepdims", i=0, type=onnx.AttributeProto.INT)
     graph.output.append(onnx.helper.make_tensor_value_info("largest", 1, []))
-    session = TrainingSession(model)
+    session = TrainingSession(model, settings=APART)
     gradient = np.arange(20, dtype=np.float32)
     before = session.state["w0"].copy()
     assert session.step({"w0_gradient": gradient})["largest"] == 19
     np.testing.assert_allclose(session.state["w0"], before - np.float32(1e-2) * gradient, rtol=1e-6)
 
 
+@every_way
 @pytest.mark.parametrize("in_nodes", [False, True], ids=["initializers", "nodes"])
 def test_nothing_but_an_update(in_nodes: bool, way: str, capfd: pytest.CaptureFixture[str]) -> None:
     numbers = [
@@ -400,7 +405,7 @@ def test_nothing_but_an_update(in_nodes: bool, way: str, capfd: pytest.CaptureFi
     )
     for key in ("w", "h"):
         entry.update_binding.add(key=key, value=f"{key}_new")
-    session = TrainingSession(model)
+    session = TrainingSession(model, settings=WAYS[way])
     for _ in range(3):
         g = np.random.default_rng(3).uniform(1, 2, 600).astype(np.float32)
         assert session.step({"g": g}) == {}

@@ -18,9 +18,10 @@ from running import run
 
 import ortops
 from models.lstm import lstm
-from ortops import TrainingSession, build_training_model, convert
-from ortops.lowering import lower_prepared, prepare, to_proto
-from ortops.training import recurrent
+from ortops import TrainingSession, build_training_model
+from ortops.execution.settings import Settings
+from ortops.passes.lstm import LSTM
+from tests.spies import Spy, lowered
 
 DIRECTIONS = ("forward", "reverse", "bidirectional")
 STEPS, SAMPLES, FEATURES, UNITS = 4, 9, 2, 3
@@ -87,20 +88,13 @@ def build(
     return model(nodes, inputs, [*outputs, *gradients]), feeds
 
 
-def lowered(proto: onnx.ModelProto) -> onnx.ModelProto:
-    model = prepare(convert.to_ir(proto))
-    with recurrent.keep_gates(model):
-        lower_prepared(model)
-    return to_proto(model)
-
-
 def operators(proto: onnx.ModelProto) -> set[str]:
     return {each.op_type for each in proto.graph.node}
 
 
 def check(proto: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> None:
     """Checks all that a model puts out; it must have been changed."""
-    ours = lowered(proto)
+    ours = lowered(proto, LSTM)
     assert "LSTM" not in operators(ours)
     standard = ortops.lower(proto)
     assert "LSTM" in operators(standard)
@@ -154,7 +148,7 @@ def test_usual_activations_written_out() -> None:
 )
 def test_other_forms_stay(options: dict[str, Any]) -> None:
     proto, feeds = build(**options)
-    ours = lowered(proto)
+    ours = lowered(proto, LSTM)
     assert ours == ortops.lower(proto)
     assert "LSTM" in operators(ours)
     assert all(np.isfinite(array).all() for array in run(ours, feeds))
@@ -162,7 +156,7 @@ def test_other_forms_stay(options: dict[str, Any]) -> None:
 
 def test_what_no_gradient_passes_through_stays() -> None:
     proto, _ = build(outputs=["Y"], xs=["w_Y"])
-    assert lowered(proto) == ortops.lower(proto)
+    assert lowered(proto, LSTM) == ortops.lower(proto)
 
 
 def test_higher_order_stays() -> None:
@@ -170,10 +164,10 @@ def test_higher_order_stays() -> None:
     proto.graph.node.append(helper.make_node("ReduceSumSquare", ["d_X"], ["squares"], keepdims=0))
     proto.graph.node.append(node("Gradient", ["R"], ["dd_R"], xs=["R"], y="squares"))
     proto.graph.output.append(value("dd_R", [1, 4 * UNITS, UNITS]))
-    assert lowered(proto) == ortops.lower(proto)
+    assert lowered(proto, LSTM) == ortops.lower(proto)
 
 
-def test_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training() -> None:
     """A net is trained as with onnxruntime's LSTM, on batches of changing sizes."""
     trainable = build_training_model(lstm(5, width=6), loss="SoftmaxCrossEntropy", optimizer="SGD")
     rng = np.random.default_rng(0)
@@ -184,14 +178,14 @@ def test_training(monkeypatch: pytest.MonkeyPatch) -> None:
         }
         for samples, steps in [(16, 7), (3, 7), (16, 2), (1, 1)]
     ]
-    called: list[int] = []
-    original = recurrent._insert
-    monkeypatch.setattr(recurrent, "_insert", lambda each: (called.append(1), original(each)))
-    ours = TrainingSession(trainable)
+    spies = Spy(), Spy()
+    ours = TrainingSession(trainable, settings=spies[0].watching(Settings()))
     losses = [float(ours.step(batch)["loss"]) for batch in batches]
-    assert called == [1]
-    monkeypatch.setattr(recurrent, "_differentiated", lambda graph: [])
-    standard = TrainingSession(trainable)
+    (operators,) = spies[0].operators
+    assert "LSTM" not in operators
+    standard = TrainingSession(trainable, settings=spies[1].watching(Settings().without("lstm")))
+    (operators,) = spies[1].operators
+    assert operators.count("LSTM") == 1
     np.testing.assert_allclose(
         losses, [float(standard.step(batch)["loss"]) for batch in batches], rtol=1e-5
     )

@@ -8,15 +8,18 @@ import numpy as np
 import onnxruntime
 import pytest
 
+from models.mlp import mlp
 from models.resnet import resnet
 from ortops import TrainingSession, build_training_model
+from ortops.execution.settings import Settings
 from ortops.optimizers import SGD, Momentum
-from ortops.training import blocked, execution
+from ortops.passes.blocked.kernels import block_size
+from tests.spies import Spy
 
 Batch = dict[str, np.ndarray[Any, Any]]
 
 pytestmark = pytest.mark.skipif(
-    blocked.block_size() is None, reason="onnxruntime has no kernels for blocks of channels here"
+    block_size() is None, reason="onnxruntime has no kernels for blocks of channels here"
 )
 
 
@@ -35,32 +38,23 @@ def batch(rows: int, seed: int = 0) -> Batch:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The batches for which graphs were made."""
-    found: list[list[int]] = []
-    original = execution.block_convolutions
-
-    def spy(model: Any) -> Any:
-        found.append([value.shape[0] for value in model.graph.inputs if value.name == "images"])
-        return original(model)
-
-    monkeypatch.setattr(execution, "block_convolutions", spy)
-    return found
+def spy() -> Spy:
+    """What is put in front of the passes of a session."""
+    return Spy()
 
 
 @pytest.mark.parametrize("optimizer", [SGD(0.1), Momentum(0.1)], ids=["SGD", "Momentum"])
-def test_batches_of_changing_size(
-    made: list[list[int]], optimizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_of_changing_size(spy: Spy, optimizer: Any) -> None:
     sizes = [16, 16, 5, 16, 7, 1, 5]
-    ours = TrainingSession(trainable(optimizer))
+    ours = TrainingSession(trainable(optimizer), settings=spy.watching(Settings()))
     losses = [float(ours.step(batch(n, seed))["loss"]) for seed, n in enumerate(sizes)]
-    assert made == [[16], [5]]
+    assert spy.rows("images") == [16, 5, None]
 
-    monkeypatch.setattr(blocked, "gains_from_sizes", lambda model: False)
-    standard = TrainingSession(trainable(optimizer))
+    other = Spy()
+    settings = other.watching(Settings().without("blocked"))
+    standard = TrainingSession(trainable(optimizer), settings=settings)
     wanted = [float(standard.step(batch(n, seed))["loss"]) for seed, n in enumerate(sizes)]
-    assert len(made) == 2
+    assert other.rows("images") == [None]
     np.testing.assert_allclose(losses, wanted, rtol=1e-3)
     for name, value in standard.state.items():
         np.testing.assert_allclose(ours.state[name], value, rtol=0, atol=2e-3, err_msg=name)
@@ -93,51 +87,42 @@ def test_no_optimization_is_needed() -> None:
         assert pair[0] == pytest.approx(pair[1], rel=1e-4)
 
 
-def test_python_kernels(made: list[list[int]]) -> None:
-    ours = TrainingSession(trainable(Momentum(0.1)), kernels="python")
-    onnx = TrainingSession(trainable(Momentum(0.1)))
+def test_python_kernels(spy: Spy) -> None:
+    settings = spy.watching(Settings())
+    ours = TrainingSession(trainable(Momentum(0.1)), kernels="python", settings=settings)
+    onnx = TrainingSession(trainable(Momentum(0.1)), settings=settings)
     for seed in range(3):
         pair = [float(session.step(batch(4, seed))["loss"]) for session in (ours, onnx)]
         assert pair[0] == pytest.approx(pair[1], rel=1e-4)
-    assert made == [[4], [4]]
+    assert spy.rows("images") == [4, 4]
 
 
-def test_other_models_are_lowered_once(made: list[list[int]]) -> None:
-    from models.mlp import mlp
-
+def test_other_models_are_lowered_once(spy: Spy) -> None:
     session = TrainingSession(
-        build_training_model(mlp((4, 3, 2)), loss="SoftmaxCrossEntropy", optimizer=SGD(0.1))
+        build_training_model(mlp((4, 3, 2)), loss="SoftmaxCrossEntropy", optimizer=SGD(0.1)),
+        settings=spy.watching(Settings()),
     )
-    session.step({"images": np.ones((2, 4), np.float32), "labels": np.zeros(2, np.int64)})
-    assert not made
+    assert spy.rows("images") == [None]
+    for rows in (2, 3):
+        images, labels = np.ones((rows, 4), np.float32), np.zeros(rows, np.int64)
+        session.step({"images": images, "labels": labels})
+    assert spy.rows("images") == [None]
 
 
-def test_providers_may_have_options(made: list[list[int]]) -> None:
+def test_providers_may_have_options(spy: Spy) -> None:
     given = ("CPUExecutionProvider", {"arena_extend_strategy": "kSameAsRequested"})
-    ours = TrainingSession(trainable(), providers=[given])
-    np.testing.assert_allclose(
-        ours.step(batch(4))["loss"], TrainingSession(trainable()).step(batch(4))["loss"], rtol=1e-5
-    )
-    assert made == [[4]]
+    settings = spy.watching(Settings())
+    ours = TrainingSession(trainable(), providers=[given], settings=settings)
+    plain = TrainingSession(trainable(), settings=settings)
+    np.testing.assert_allclose(ours.step(batch(4))["loss"], plain.step(batch(4))["loss"], rtol=1e-5)
+    assert spy.rows("images") == [4]  # of one session: with options it does without passes
 
 
-def test_the_graph_for_any_shapes_is_made_when_it_is_needed(
-    made: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    general: list[Any] = []
-    original = execution.lower_prepared
-
-    def spy(model: Any, **options: Any) -> Any:
-        if not isinstance(model.graph.inputs[0].shape[0], int):
-            general.append(model)
-        return original(model, **options)
-
-    monkeypatch.setattr(execution, "lower_prepared", spy)
-    ours = TrainingSession(trainable())
+def test_the_graph_for_any_shapes_is_made_when_it_is_needed(spy: Spy) -> None:
+    ours = TrainingSession(trainable(), settings=spy.watching(Settings()))
     for rows in (4, 4, 2):
         ours.step(batch(rows))
-    assert not general
+    assert spy.rows("images") == [4, 2]
     ours.step(batch(3))
     ours.step(batch(5))
-    assert len(general) == 1
-    assert made == [[4], [2]]
+    assert spy.rows("images") == [4, 2, None]

@@ -12,15 +12,16 @@ import pytest
 from running import run
 
 from models.mlp import mlp
-from ortops import Tensor, TrainingSession, build_training_model, convert, op
-from ortops.lowering import lower_prepared, prepare, to_proto
+from ortops import Tensor, TrainingSession, build_training_model, op
+from ortops.execution.settings import Settings
+from ortops.execution.sizes import bind_sizes
+from ortops.graph import convert
+from ortops.lowering import prepare, to_proto
 from ortops.optimizers import SGD
-from ortops.tensor import Names
-from ortops.training import execution
-from ortops.training.products import improve_products
-from ortops.training.sizes import bind_sizes
-from ortops.training.transposed import gains_from_sizes, transpose_activations
+from ortops.passes.products import ROW_SUMS, SCALES, TRANSPOSES
+from ortops.passes.transposed import TRANSPOSED
 from tests.gradient_models import Build, with_gradients
+from tests.spies import Spy, finish, lowered_ir
 
 SAMPLES, FEATURES, INPUTS, CLASSES = 32, 80, 24, 5
 SHAPES = {
@@ -32,9 +33,7 @@ SHAPES = {
 
 
 def improved(model: onnx.ModelProto) -> ir.Model:
-    lowered = lower_prepared(prepare(convert.to_ir(model)))
-    improve_products(lowered.graph, Names(lowered.graph))
-    return lowered
+    return lowered_ir(prepare(convert.to_ir(model)), ROW_SUMS, SCALES, TRANSPOSES)
 
 
 def transposed(build: Build, shapes: dict[str, tuple[int, ...]] | None = None) -> int:
@@ -42,7 +41,7 @@ def transposed(build: Build, shapes: dict[str, tuple[int, ...]] | None = None) -
     given = shapes or SHAPES
     model, feeds = with_gradients(build, given)
     plain, ours = improved(model), improved(model)
-    transpose_activations(ours.graph, Names(ours.graph))
+    finish(ours, TRANSPOSED)
     after = to_proto(ours)
     names = [value.name for value in plain.graph.outputs]
     assert [value.name for value in ours.graph.outputs] == names
@@ -125,7 +124,7 @@ def test_sizes_that_stay(samples: int, features: int) -> None:
     model, _ = with_gradients(lambda x, w, v, b: op.Relu(layer(x, w, b)) @ v, shapes)
     ours = improved(model)
     before = [node.op_type for node in ours.graph]
-    transpose_activations(ours.graph, Names(ours.graph))
+    finish(ours, TRANSPOSED)
     assert [node.op_type for node in ours.graph] == before
 
 
@@ -164,7 +163,7 @@ def test_an_activation_that_a_branch_reads_stays() -> None:
     )
     ours = improved(model)
     before = to_proto(ours)
-    transpose_activations(ours.graph, Names(ours.graph))
+    finish(ours, TRANSPOSED)
     assert to_proto(ours) == before
 
 
@@ -183,17 +182,17 @@ def test_an_activation_that_a_branch_reads_stays() -> None:
 def test_what_gains_from_sizes(widths: tuple[int, ...], samples: int | None, gains: bool) -> None:
     model = prepare(convert.to_ir(mlp(widths)))
     sizes = None if samples is None else {"batch": samples}
-    assert gains_from_sizes(model, sizes) == gains
+    assert TRANSPOSED.gains(model, sizes) == gains
 
 
 def test_layers_of_a_fixed_batch_need_no_sizes() -> None:
     model = prepare(convert.to_ir(mlp((24, 80, 5))))
-    assert gains_from_sizes(model)
+    assert TRANSPOSED.gains(model, None)
     bind_sizes(model, {"batch": 32})
-    assert not gains_from_sizes(model)
+    assert not TRANSPOSED.gains(model, None)
 
 
-def test_steps_of_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_any_batch() -> None:
     """Batches of known size train like those of any size, in steps and in runs of several."""
     model = build_training_model(
         mlp((24, 80, 72, 5)), loss="SoftmaxCrossEntropy", optimizer=SGD(0.1)
@@ -206,20 +205,13 @@ def test_steps_of_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
         }
         for size in (32, 32, 7, 35, 32)
     ]
-    made: list[ir.Graph] = []
-    original = execution.transpose_activations
-
-    def spy(graph: ir.Graph, names: Names) -> None:
-        original(graph, names)
-        made.append(graph)
-
-    monkeypatch.setattr(execution, "transpose_activations", spy)
-    ours, several = TrainingSession(model), TrainingSession(model)
+    spy = Spy()
+    ours = TrainingSession(model, settings=spy.watching(Settings()))
+    several = TrainingSession(model)
     losses = [float(ours.step(batch)["loss"]) for batch in batches]
-    assert len(made) == 3
+    assert spy.rows("images") == [32, None, 35]  # 7 are too few
     np.testing.assert_allclose(several.run_steps(batches), losses, rtol=1e-5)
-    monkeypatch.setattr(execution, "transpose_activations", lambda graph, names: None)
-    plain = TrainingSession(model)
+    plain = TrainingSession(model, settings=Settings().without("transposed"))
     wanted = [float(plain.step(batch)["loss"]) for batch in batches]
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
     for name, value in plain.state.items():

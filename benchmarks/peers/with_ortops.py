@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.peers import Step
 from benchmarks.task import THREADS, UPDATE, Task
 from ortops import TrainingSession
+from ortops.execution.settings import Settings
 
 
 def make(
@@ -18,6 +19,7 @@ def make(
     kernels: Any,
     run_steps: bool = False,
     sess_options: Any = None,
+    settings: Settings | None = None,
 ) -> Step:
     """Returns the step, by `TrainingSession.step` or `TrainingSession.run_steps`.
 
@@ -27,13 +29,16 @@ def make(
         kernels: As for the session.
         run_steps: Whether one call makes as many steps as there are batches.
         sess_options: As for the session, which by default chooses what is fastest.
+        settings: As for the session.
     """
     if sess_options is None and os.cpu_count() != THREADS:
         import onnxruntime
 
         sess_options = onnxruntime.SessionOptions()
         sess_options.intra_op_num_threads = THREADS
-    session = TrainingSession(task.trainable(optimizer), kernels=kernels, sess_options=sess_options)
+    session = TrainingSession(
+        task.trainable(optimizer), kernels=kernels, sess_options=sess_options, settings=settings
+    )
     batches = task.batches()
     feeds = itertools.cycle(batches)
     shown = ["loss"] if task.network != UPDATE else []

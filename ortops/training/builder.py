@@ -13,15 +13,18 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ortops import convert, external, losses, optimizers
-from ortops.autodiff import ancestor_nodes, differentiable_ancestors, read_inputs
-from ortops.convert import ModelLike
+from ortops import losses, optimizers
+from ortops.autodiff.gradient_node import is_bound, unbind
+from ortops.autodiff.rules import RULES
 from ortops.errors import ModelError, did_you_mean
-from ortops.gradient import BOUND_DOMAIN, may_be_equal, unbind
+from ortops.graph import convert, external
+from ortops.graph.convert import ModelLike
+from ortops.graph.edit import ancestor_nodes, read_inputs
+from ortops.graph.shapes import may_be_equal
+from ortops.graph.tensor import Names, Tape, Tensor, op
 from ortops.losses import LossLike
 from ortops.lowering import TRAINING_DOMAIN, prepare
 from ortops.optimizers import Optimizer, UpdateRule
-from ortops.tensor import Names, Tape, Tensor, op
 from ortops.training.modes import copy_in_training_mode
 
 __all__ = ["METADATA_KEY", "build_training_model"]
@@ -234,26 +237,27 @@ def _is_weight(node: onnx.NodeProto) -> bool:
 
 
 def _prepare(proto: onnx.ModelProto, data: external.Data) -> tuple[onnx.ModelProto, ir.Model]:
-    """Returns the model to write to, and one to work on: inlined, at a new opset, with types."""
+    """Returns the model to write to, and one to work on: inlined, at a new opset, with types.
+
+    Args:
+        proto: A light model; the one to write to, unless its opset is too old.
+        data: Its data.
+    """
     work = convert.to_ir(proto, None, data)
     convert.inline(work)
-    result = onnx.ModelProto()
+    result = proto
     if work.graph.opset_imports[""] < convert.MINIMUM_OPSET:
         work = convert.upgrade(work)
         result = ir.to_proto(work)
         for name in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
             if proto.HasField(name):
                 setattr(result, name, getattr(proto, name))
-    else:
-        result.CopyFrom(proto)
-        if not {entry.domain for entry in proto.opset_import} & {"", "ai.onnx"}:
-            result.opset_import.add(domain="", version=work.graph.opset_imports[""])
-    work = prepare(convert.to_ir(result, None, data))
+    elif not {entry.domain for entry in result.opset_import} & {"", "ai.onnx"}:
+        result.opset_import.add(domain="", version=work.graph.opset_imports[""])
     for value in list(work.graph.inputs):  # older files list initializers as inputs too
         if value.name in work.graph.initializers:
             work.graph.inputs.remove(value)
-    convert.infer_shapes(work)
-    return result, work
+    return result, prepare(work)
 
 
 def _names(graph: ir.Graph, result: onnx.ModelProto) -> tuple[Names, set[str]]:
@@ -287,7 +291,7 @@ def _parameters(
     statistics: Container[str],
 ) -> list[ir.Value]:
     """Returns the initializers to train."""
-    reached = differentiable_ancestors(loss.value)
+    reached = RULES.ancestors(loss.value)
     floats = {
         name: value
         for name, value in weights.items()
@@ -467,7 +471,7 @@ def _write(result: onnx.ModelProto, algorithm: _Algorithm) -> None:
         assert tensor.value.const_value is not None
         serialize.serialize_tensor_into(target.initializer.add(), tensor.value.const_value)
     for node in (node for node in algorithm.tape.nodes if node in needed):
-        if node.domain == BOUND_DOMAIN:
+        if is_bound(node):
             unbind(node)
         target.node.append(serialize.serialize_node(node))
         target.value_info.extend(

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops.errors import FeedError, did_you_mean
-from ortops.tensor import numpy_dtype
+from ortops.execution.step import Step
+from ortops.graph.tensor import numpy_dtype
 from ortops.training.data import Feeds
-from ortops.training.step_graph import Step
 
 __all__ = ["Input", "Inputs"]
 

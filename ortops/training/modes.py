@@ -11,10 +11,18 @@ from collections.abc import Container, Mapping
 import numpy as np
 import onnx_ir as ir
 
-from ortops.autodiff import dependent_values, describe, inner_graphs, read_inputs
+from ortops.autodiff.gradient_node import is_bound
 from ortops.errors import ModelError, UnsupportedError
-from ortops.gradient import BOUND_DOMAIN, copy_node
-from ortops.tensor import Tape, Tensor, constant_tensor, op, reshape_like
+from ortops.graph.edit import (
+    all_nodes,
+    copy_node,
+    dependent_values,
+    describe,
+    inner_graphs,
+    read_inputs,
+)
+from ortops.graph.shapes import reshape_like
+from ortops.graph.tensor import Tape, Tensor, constant_tensor, op
 
 __all__ = ["copy_in_training_mode", "uniform_bits", "write_inference_mode"]
 
@@ -41,7 +49,7 @@ def copy_in_training_mode(
         ModelError: If the ratio of a Dropout node is not a constant in [0, 1).
         UnsupportedError: If such a node is in a sub-graph.
     """
-    _refuse_ininner_graphs(nodes)
+    _refuse_inner_graphs(nodes)
     changed = [node for node in nodes if _changes(node)]
     reached = dependent_values(nodes, [value for node in changed for value in node.outputs])
     copied = {node for node in nodes if not reached.isdisjoint(node.outputs)}
@@ -65,7 +73,7 @@ def copy_in_training_mode(
                 if old.name:
                     new.name = tape.names.unique(f"{old.name}_training")
             tape.append(copy)
-            if copy.domain != BOUND_DOMAIN:
+            if not is_bound(copy):
                 tape.infer(copy)
             made = list(copy.outputs)
             if node in changed:
@@ -77,11 +85,11 @@ def copy_in_training_mode(
     return copies, statistics
 
 
-def _refuse_ininner_graphs(nodes: list[ir.Node]) -> None:
+def _refuse_inner_graphs(nodes: list[ir.Node]) -> None:
     """Refuses what a copy of the top level would leave in inference mode."""
     for node in nodes:
         for graph in inner_graphs(node):
-            for inner in ir.traversal.RecursiveGraphIterator(graph):
+            for inner in all_nodes(graph):
                 if _changes(inner):
                     raise UnsupportedError(
                         f"{describe(inner)}: it is in a sub-graph of {describe(node)}, where it "
@@ -178,8 +186,7 @@ def uniform_bits(x: Tensor, step: Tensor, *, key: int) -> Tensor:
 def _mix(bits: Tensor) -> Tensor:
     def shifted(amount: int) -> Tensor:
         fewer = op.BitShift(bits, np.array(amount, np.uint32), direction="RIGHT")
-        mixed: Tensor = op.BitwiseXor(bits, fewer)
-        return mixed
+        return op.BitwiseXor(bits, fewer)
 
     bits = shifted(16) * np.array(0x85EBCA6B, np.uint32)
     bits = shifted(13) * np.array(0xC2B2AE35, np.uint32)
@@ -189,7 +196,7 @@ def _mix(bits: Tensor) -> Tensor:
 def write_inference_mode(model: ir.Model) -> None:
     """Puts BatchNormalization and Dropout of a model into inference mode, in place."""
     for graph in (model.graph, *(function.graph for function in model.functions.values())):
-        for node in ir.traversal.RecursiveGraphIterator(graph):
+        for node in all_nodes(graph):
             if node.domain:
                 continue
             if node.op_type == "BatchNormalization":

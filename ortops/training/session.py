@@ -15,35 +15,24 @@ import numpy.typing as npt
 import onnx
 import onnxruntime
 
-from ortops import convert, external
 from ortops import metrics as metric_functions
-from ortops.convert import ModelLike
-from ortops.errors import (
-    FeedError,
-    ModelError,
-    OrtopsError,
-    UnknownVariableError,
-    did_you_mean,
-)
-from ortops.lowering import (
-    TRAINING_DOMAIN,
-    has_domain,
-    to_proto,
-)
+from ortops.autodiff.rules import RULES
+from ortops.errors import FeedError, ModelError, OrtopsError, UnknownVariableError, did_you_mean
+from ortops.execution.execution import Execution
+from ortops.execution.onnxruntime_sessions import errors_as_ours, open_session, ort_value
+from ortops.execution.settings import Settings
+from ortops.graph import convert, external
+from ortops.graph.convert import ModelLike
+from ortops.inference import Kernels
+from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
 from ortops.metrics import Metric
-from ortops.session import Kernels
+from ortops.passes.rematerialization import Checkpoint
 from ortops.training.builder import METADATA_KEY
-from ortops.training.checkpoint import Checkpoint
 from ortops.training.data import Data, Feeds, batches, count, length
-from ortops.training.execution import Execution, errors_as_ours, open_session, ort_value
 from ortops.training.feeds import Inputs
 from ortops.training.modes import write_inference_mode
 from ortops.training.progress import Progress
-from ortops.training.step_graph import (
-    evaluation_model,
-    flatten,
-    training_metadata,
-)
+from ortops.training.step_graph import evaluation_model, flatten, training_metadata
 
 __all__ = ["TrainingSession"]
 
@@ -69,6 +58,8 @@ class TrainingSession:
             that the whole forward pass goes through; ``"sqrt"`` stands for the square root of their
             number, a good choice for a deep model. Numbers do not change, but for rounding. By
             default everything is kept.
+        settings: How steps are executed, for measurements and tests; numbers do not change, but for
+            rounding.
 
     Raises:
         ModelError: If the model has no training_info, or it is not legal.
@@ -106,6 +97,7 @@ class TrainingSession:
         sess_options: onnxruntime.SessionOptions | None = None,
         providers: Sequence[Any] | None = None,
         checkpoint: Checkpoint | None = None,
+        settings: Settings | None = None,
     ) -> None:
         self._proto, self._data = _copy_to_memory(model)
         self._options = sess_options
@@ -122,7 +114,9 @@ class TrainingSession:
         self._execution = Execution(
             self._steps,
             self._given,
+            RULES,
             kernels=kernels,
+            settings=settings or Settings(),
             options=sess_options,
             providers=self._providers,
             checkpoint=self._training_copies(checkpoint),
@@ -575,10 +569,10 @@ class TrainingSession:
         return external.attach(result, data)
 
     def _build_evaluation(self) -> _Evaluation:
-        model, loss, output = evaluation_model(self._proto, self._data, self._entries[0])
+        model, output = evaluation_model(self._proto, self._data, self._entries[0], self._steps[0])
         constants = external.move_to_inputs(model)
         session = open_session(to_proto(model), self._options, self._providers)
-        return _Evaluation(session, loss, output, constants)
+        return _Evaluation(session, self._steps[0].loss, output, constants)
 
 
 class State(MutableMapping[str, Array]):

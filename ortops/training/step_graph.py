@@ -8,38 +8,55 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import SupportsIndex
 
 import onnx
 import onnx_ir as ir
 
-from ortops import convert, gradient
-from ortops.autodiff import ancestor_nodes, is_float
-from ortops.convert import ModelLike
+from ortops.autodiff.gradient_node import (
+    BOUND_DOMAIN,
+    Bound,
+    bound_nodes,
+    is_bound,
+    lower_gradient,
+    mark_variables,
+    name_attributes,
+    unbind,
+)
+from ortops.autodiff.rules import RULES
 from ortops.errors import ModelError, did_you_mean
-from ortops.external import Data, detach
-from ortops.gradient import BOUND_DOMAIN, copy_node
+from ortops.execution.step import Step
+from ortops.graph import convert
+from ortops.graph.convert import ModelLike
+from ortops.graph.edit import (
+    all_nodes,
+    ancestor_nodes,
+    copy_node,
+    is_float,
+    nodes_between,
+    prune,
+    remove_defaults,
+    remove_unread,
+)
+from ortops.graph.external import Data, detach
+from ortops.graph.shapes import may_be_equal
+from ortops.graph.tensor import Names, Tape, op
 from ortops.lowering import (
     TRAINING_DOMAIN,
     lower_optimizers,
     lower_prepared,
     prepare,
-    remove_unread,
     takes_python_kernel,
 )
 from ortops.optimizers import OPERATORS
-from ortops.tensor import Names, Tape, op
 from ortops.training.builder import METADATA_KEY
 from ortops.training.modes import write_inference_mode
 
 __all__ = [
     "STEP_GRAPH_KEY",
-    "Step",
     "evaluation_model",
     "flatten",
-    "remove_defaults",
     "step_graph",
     "training_metadata",
 ]
@@ -49,29 +66,6 @@ STEP_GRAPH_KEY = "ortops.step_graph"
 
 _OVERLOAD_IR_VERSION = 10
 _MERGED_SIZE = 8  # elements of the largest constants of which onnxruntime merges equal ones
-
-
-@dataclass(frozen=True)
-class Step:
-    """A training step as a flat graph.
-
-    Attributes:
-        model: The graph, prepared for lowering, Gradient nodes bound.
-        updates: Mutable variable (an input) → its next value (an output).
-        learning_rates: Inputs that hold a learning rate.
-        variables: All inputs that are variables: mutable ones and learning rates.
-        feeds: Inputs that a batch fills.
-        outputs: Outputs for people: the loss, and the model's own that the loss depends on.
-        loss: The name of the loss; empty where the algorithm has no output.
-    """
-
-    model: ir.Model
-    updates: Mapping[str, str]
-    learning_rates: Sequence[str]
-    variables: Sequence[str]
-    feeds: Sequence[str]
-    outputs: Sequence[str]
-    loss: str
 
 
 def step_graph(model: ModelLike, *, entry: int = 0) -> onnx.ModelProto:
@@ -101,22 +95,22 @@ def step_graph(model: ModelLike, *, entry: int = 0) -> onnx.ModelProto:
         ModelError: If the model has no such entry, or the entry is not legal.
     """
     proto, folder = convert.load(model)
-    step = flatten(proto, None, entry, folder)
+    step = flatten(*detach(proto), entry, folder)
     graph = step.model.graph
     names = Names(graph)
-    for node in list(ir.traversal.RecursiveGraphIterator(graph)):
-        if node.domain == BOUND_DOMAIN and node.graph is not graph:  # a body cannot stand in there
-            gradient.lower_gradient(node, names)
+    for node in bound_nodes(graph):
+        if node.graph is not graph:  # a body cannot stand in there
+            lower_gradient(node, names, RULES)
     _separate_outputs(graph, names)
     functions: list[ir.Function] = []
     for node in list(graph):
-        if node.domain == BOUND_DOMAIN:
-            functions.append(_gradient_function(node, f"gradient{len(functions)}"))
+        if is_bound(node):
+            functions.append(_gradient_function(Bound.of(node), f"gradient{len(functions)}"))
     remove_unread(lower_optimizers(graph, names, takes_python_kernel))
     functions += _optimizer_functions(graph)
     for node in graph:
-        if node.domain == BOUND_DOMAIN:
-            gradient.unbind(node)
+        if is_bound(node):
+            unbind(node)
     graph.opset_imports.pop(BOUND_DOMAIN, None)
     graph.opset_imports[TRAINING_DOMAIN] = 1
     for function in functions:
@@ -129,15 +123,15 @@ def step_graph(model: ModelLike, *, entry: int = 0) -> onnx.ModelProto:
 
 def flatten(
     proto: onnx.ModelProto,
-    data: Data | None = None,
+    data: Data,
     entry: int = 0,
     folder: Path | None = None,
 ) -> Step:
     """Concatenates the inference graph and the algorithm.
 
     Args:
-        proto: A trainable model; not changed.
-        data: The data of a light model (see `ortops.external`).
+        proto: A light trainable model; not changed.
+        data: Its data (see `ortops.graph.external`).
         entry: Which of several training_info entries.
         folder: Where its external data are, which stay there.
 
@@ -163,8 +157,7 @@ def flatten(
         for binding in (*info.update_binding, *info.initialization_binding)
     ]
     _check_algorithm(proto, entry)
-    light, beside = detach(proto)
-    model = prepare(convert.to_ir(_concatenate(light, entry), folder, beside | (data or {})))
+    model = prepare(convert.to_ir(_concatenate(proto, entry), folder, data, given_away=True))
     graph = model.graph
     by_name = {value.name: value for value in graph.outputs}
     wanted = [value.name for value in proto.training_info[entry].algorithm.output]
@@ -180,7 +173,7 @@ def flatten(
     shown = [name for name in dict.fromkeys((*wanted, *own)) if name == loss or name not in new]
     graph.outputs.clear()
     graph.outputs.extend(by_name[name] for name in dict.fromkeys((*shown, *updates.values())))
-    _prune(graph)
+    prune(graph)
     rates = _learning_rates(graph, proto)
     variables = [n for n in dict.fromkeys((*mutable, *rates)) if n in graph.initializers]
     _make_inputs(graph, variables)
@@ -188,19 +181,21 @@ def flatten(
     return Step(model, updates, rates, variables, feeds, shown, loss)
 
 
-def evaluation_model(proto: onnx.ModelProto, data: Data, entry: int) -> tuple[ir.Model, str, str]:
+def evaluation_model(
+    proto: onnx.ModelProto, data: Data, entry: int, step: Step
+) -> tuple[ir.Model, str]:
     """Returns a model of the loss in inference mode, whose variables are inputs.
 
     Args:
         proto: A light trainable model; not changed.
-        data: Its data (see `ortops.external`).
+        data: Its data (see `ortops.graph.external`).
         entry: The training_info entry whose loss is meant.
+        step: What `flatten` returned for it; only its names are read.
 
     Returns:
-        The model, the name of its loss, and the name of the inference graph's first output.
+        The model, and the name of the inference graph's first output.
     """
-    step = flatten(proto, data, entry)
-    model = prepare(convert.to_ir(_concatenate(proto, entry), None, data))
+    model = prepare(convert.to_ir(_concatenate(proto, entry), None, data, given_away=True))
     graph = model.graph
     values = {value.name: value for value in (*graph.inputs, *graph.initializers.values())}
     values |= {value.name: value for node in graph for value in node.outputs}
@@ -213,10 +208,10 @@ def evaluation_model(proto: onnx.ModelProto, data: Data, entry: int) -> tuple[ir
     graph.outputs.clear()
     graph.outputs.extend([values[step.loss], values[output]])
     write_inference_mode(model)
-    _prune(graph)
+    prune(graph)
     _make_inputs(graph, [name for name in step.variables if name in graph.initializers])
     remove_defaults(graph, step.variables)
-    return lower_prepared(model), step.loss, output
+    return lower_prepared(model), output
 
 
 def _make_inputs(graph: ir.Graph, variables: Sequence[str]) -> None:
@@ -270,7 +265,7 @@ def _check_updates(graph: ir.Graph, updates: Mapping[str, str], entry: int) -> N
     for name, output in updates.items():
         old, new = graph.initializers[name], outputs[output]
         same_type = None in (old.dtype, new.dtype) or old.dtype == new.dtype
-        if not same_type or not gradient.may_be_equal(old.shape, new.shape):
+        if not same_type or not may_be_equal(old.shape, new.shape):
             raise ModelError(
                 f"training_info entry {entry}: update_binding sets '{name}' of type {old.dtype} "
                 f"and shape {old.shape} to '{output}' of type {new.dtype} and shape {new.shape}; a "
@@ -343,31 +338,6 @@ def _concatenate(proto: onnx.ModelProto, entry: int) -> onnx.ModelProto:
     return result
 
 
-def _prune_nodes(graph: ir.Graph) -> None:
-    """Removes nodes that no output depends on."""
-    for node in reversed(list(graph)):
-        if not any(value.uses() or value.is_graph_output() for value in node.outputs):
-            graph.remove(node, safe=True)
-
-
-def _prune(graph: ir.Graph) -> None:
-    """Removes nodes, inputs and initializers that no output depends on."""
-    _prune_nodes(graph)
-    for name, value in list(graph.initializers.items()):
-        if not value.uses() and not value.is_graph_output():
-            graph.initializers.pop(name)
-    for value in list(graph.inputs):
-        if not value.uses() and not value.is_graph_output():
-            graph.inputs.remove(value)
-
-
-def remove_defaults(graph: ir.Graph, variables: Sequence[str]) -> None:
-    """Makes inputs of a graph that have default values inputs that must be fed."""
-    for name in variables:
-        if name in graph.initializers:
-            graph.initializers.pop(name).const_value = None
-
-
 def training_metadata(proto: onnx.ModelProto) -> dict[str, object]:
     """Returns what the builder wrote about a trainable model; {} for anybody else's."""
     for entry in proto.metadata_props:
@@ -404,9 +374,9 @@ def _loss(
     if noted in outputs:
         return str(noted)
     for node in graph:
-        y = node.inputs[-1] if node.domain == BOUND_DOMAIN else None
-        if y is not None and y.name in outputs:
-            return y.name or ""
+        y = Bound.of(node).y.name if is_bound(node) else None
+        if y in outputs:
+            return y or ""
     values = {value.name: value for value in graph.outputs}
     numbers = [name for name in outputs if is_float(values[name]) and values[name].shape == ()]
     return next(iter([*(name for name in outputs if name not in updates), *numbers]), "")
@@ -430,54 +400,46 @@ def _separate_outputs(graph: ir.Graph, names: Names) -> None:
             graph.outputs[index] = copy
 
 
-def _gradient_function(node: ir.Node, overload: str) -> ir.Function:
+def _gradient_function(bound: Bound, overload: str) -> ir.Function:
     """Returns the body of a bound Gradient node, and adds to its zs what its y depends on."""
-    count = len(node.inputs) // 2
-    fed, named, y = list(node.inputs[:count]), list(node.inputs[count:-1]), node.inputs[-1]
-    assert y is not None
-    path = ancestor_nodes(y, {value for value in named if value is not None})
-    known = set(named)
-    for value in (v for other in path for v in other.inputs):
-        if value is not None and value.producer() is None and value not in known:
-            known.add(value)
-            named.append(value)
-            fed.append(value)
-    node.resize_inputs(2 * len(named) + 1)
-    for index, value in enumerate([*fed, *named, y]):
-        node.replace_input_with(index, value)
-
-    graph = node.graph
+    node, graph = bound.node, bound.node.graph
     assert isinstance(graph, ir.Graph)
+    path = nodes_between(graph, bound.named, bound.y)
+    read = dict.fromkeys(value for other in path for value in other.inputs if value is not None)
+    known = set(bound.named)
+    added = [value for value in read if value.producer() is None and value not in known]
+    zs = [*bound.zs, *added]
+    fed = [*bound.fed, *added]
+
     copies: dict[ir.Value, ir.Value] = {}
-    for value in named:
-        assert value is not None
+    for value in (*bound.xs, *zs):
         copies[value] = ir.Value(name=value.name, type=value.type, shape=value.shape)
     inputs = list(copies.values())
     body = ir.Graph(inputs, [], nodes=[], opset_imports=dict(graph.opset_imports), name=overload)
-    for other in graph:
-        if other in path:
-            copy = copy_node(other, copies)
-            copy.name = other.name
-            for old, new in zip(other.outputs, copy.outputs, strict=True):
-                new.name = old.name
-                copies[old] = new
-            body.append(copy)
-    xs = len(node.outputs)
-    bound = ir.Node(
-        BOUND_DOMAIN,
-        "Gradient",
-        [*inputs, *inputs, copies.get(y, y)],
-        gradient.name_attributes(inputs[:xs], inputs[xs:], copies.get(y, y)),
+    for other in path:
+        copy = copy_node(other, copies)
+        copy.name = other.name
+        for old, new in zip(other.outputs, copy.outputs, strict=True):
+            new.name = old.name
+            copies[old] = new
+        body.append(copy)
+    count = len(bound.xs)
+    inner = Bound.make(
+        inputs,
+        inputs[:count],
+        inputs[count:],
+        copies.get(bound.y, bound.y),
         outputs=[ir.Value(name=v.name, type=v.type, shape=v.shape) for v in node.outputs],
         name=node.name,
-    )
-    body.append(bound)
-    body.outputs.extend(bound.outputs)
+    ).node
+    body.append(inner)
+    body.outputs.extend(inner.outputs)
+    mark_variables(body)
     names = Names(body)
     for other in list(body):
-        if other.domain == BOUND_DOMAIN:  # the node's own, and those that it differentiates
-            gradient.lower_gradient(other, names)
-    _prune_nodes(body)
+        if is_bound(other):  # the node's own, and those that it differentiates
+            lower_gradient(other, names, RULES)
+    remove_unread(list(body))
     for old, value in copies.items():
         constant = value.producer()
         if constant is None or constant.graph is not body:  # what nobody reads has been removed
@@ -487,12 +449,13 @@ def _gradient_function(node: ir.Node, overload: str) -> ir.Function:
             body.remove(constant, safe=True)
             formal.name = value.name
             body.inputs.append(formal)
-            named.append(old)
+            zs.append(old)
             fed.append(old)
-            node.resize_inputs(2 * len(named) + 1)
-    for index, value in enumerate([*fed, *named, y]):
+    values = [*fed, *bound.xs, *zs, bound.y]
+    node.resize_inputs(len(values))
+    for index, value in enumerate(values):
         node.replace_input_with(index, value)
-    for attribute in gradient.name_attributes(named[:xs], named[xs:], y):
+    for attribute in name_attributes(bound.xs, zs, bound.y):
         node.attributes[attribute.name] = attribute
     body.opset_imports.pop(BOUND_DOMAIN, None)
     body.opset_imports.pop(TRAINING_DOMAIN, None)
@@ -517,7 +480,7 @@ def _declared(*names: str) -> list[ir.Attr]:
 def _optimizer_functions(graph: ir.Graph) -> list[ir.Function]:
     """Returns bodies for the optimizer nodes: one for each choice of attributes and types."""
     functions: dict[tuple[object, ...], ir.Function] = {}
-    for node in ir.traversal.RecursiveGraphIterator(graph):
+    for node in all_nodes(graph):
         if node.domain != TRAINING_DOMAIN or node.op_type not in OPERATORS:
             continue
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}

@@ -1,0 +1,1 @@
+"""Differentiation: rules, the sweep that applies them, and the Gradient node."""

@@ -1,0 +1,254 @@
+"""Taking operators apart that have no gradient rule of their own.
+
+Fused operators and those that ONNX itself defines as functions are differentiated by what they
+stand for: where a gradient passes through such a node, the nodes of its definition come in its
+place. The forward pass then computes, once, just what the backward pass reads. A definition is
+written with `op`, for operators of any domain, or is the function body of ONNX's schema. One that
+holds only up to rounding, or is slower than the operator, leaves the forward pass alone: the
+backward pass computes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes import common as passes
+
+from ortops.autodiff.backward import emit_definition
+from ortops.autodiff.gradient_node import Bound, bound_nodes, infer_outputs, is_bound
+from ortops.autodiff.registry import Definition, Rules
+from ortops.errors import ModelError, UnsupportedError
+from ortops.graph.edit import (
+    all_nodes,
+    attribute_values,
+    describe,
+    inner_graphs,
+    remove_unread,
+    replace_value,
+)
+from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor
+
+__all__ = ["can_be_taken_apart", "expand"]
+
+EXPANDED_DOMAIN = "ortops.expanded"
+"""The private domain of nodes that are about to be replaced by a schema's function body."""
+
+
+def can_be_taken_apart(node: ir.Node, rules: Rules) -> bool:
+    """Whether a node gives way to what it stands for: a definition, or its function body in ONNX.
+
+    One with a rule does not.
+    """
+    if is_bound(node):
+        return False
+    rule = rules.find(node)
+    if rule is not None:
+        return isinstance(rule, Definition) and not rule.keep
+    assert node.graph is not None
+    try:
+        schema = _schema(node.op_type, node.domain, node.graph.opset_imports.get(node.domain))
+    except onnx.defs.SchemaError:
+        return False
+    return bool(schema.has_function or schema.has_context_dependent_function)
+
+
+def _schema(op_type: str, domain: str, opset: int | None) -> Any:  # onnx's type lacks has_function
+    if opset is None:
+        return onnx.defs.get_schema(op_type, domain=domain)
+    return onnx.defs.get_schema(op_type, opset, domain)
+
+
+def expand(model: ir.Model, rules: Rules, *, everywhere: bool = False) -> bool:
+    """Takes apart, in place, the nodes without a rule that gradients are to pass through.
+
+    Types and shapes behind operators that onnx does not know are found at the same time.
+
+    Args:
+        model: A model with bound Gradient nodes, in topological order, with types inferred.
+        rules: The rules.
+        everywhere: Whether gradients are taken to pass through all nodes.
+
+    Returns:
+        Whether anything was changed, so that types are to be inferred again.
+
+    Raises:
+        UnsupportedError: If a definition does not cover what such a node asks for.
+    """
+    graph = model.graph
+    nodes = all_nodes(graph) if everywhere else _nodes_on_paths(graph)
+    chosen = {node for node in nodes if can_be_taken_apart(node, rules)}
+    unknown = any(rules.definition(node) is not None for node in all_nodes(graph))
+    if not chosen and not unknown:
+        return False
+    names = Names(graph)
+    for node in list(all_nodes(graph)):
+        known = rules.definition(node)
+        if node in chosen and known is not None:
+            _replace(node, known, names)
+        elif is_bound(node):
+            infer_outputs(node)
+        elif not all(map(_is_known, node.outputs)):
+            _infer(node, known, names)
+    bodies = False
+    for node in chosen:
+        if node.graph is not None:
+            bodies |= _call_body(model, node)
+    if bodies:
+        passes.InlinePass()(model)
+    return True
+
+
+def _nodes_on_paths(graph: ir.Graph) -> Iterator[ir.Node]:
+    """Yields the nodes between xs and y of a Gradient node, those in graphs inside included."""
+    gradients = bound_nodes(graph)
+    nodes = list(all_nodes(graph)) if gradients else []
+    path = {node for each in gradients for node in Bound.of(each).path(nodes)}
+    for node in path:
+        yield node
+        for inner in inner_graphs(node):
+            yield from all_nodes(inner)
+
+
+def _replace(node: ir.Node, known: Definition, names: Names) -> None:
+    """Puts the nodes of a definition in the place of a node."""
+    graph = node.graph
+    assert isinstance(graph, ir.Graph)
+    tape = Tape(graph, before=node, names=names)
+    tape.scope = f"{node.name or node.op_type}/"
+    inputs = [None if value is None else tape.tensor(value) for value in node.inputs]
+    results = _apply(tape, node, known, inputs)
+    for index, output in enumerate(node.outputs):
+        if not (output.uses() or output.is_graph_output()):
+            continue
+        result = results[index] if index < len(results) else None
+        if result is None:
+            raise UnsupportedError(
+                f"{describe(node)}: output {index} '{output.name}' cannot be given where a "
+                "gradient passes through the node; cut the graph there by naming another tensor "
+                "in xs"
+            )
+        result.value.shape = _together(output.shape, result.value.shape)
+        replace_value(tape, output, result)
+    graph.remove(node, safe=True)
+    remove_unread(tape.nodes)
+
+
+def _is_known(value: ir.Value) -> bool:
+    """Whether type and shape of a value are known, apart from what the sizes of inputs are."""
+    shape = value.shape
+    return value.type is not None and shape is not None and not any(map(_is_unknown, shape))
+
+
+def _is_unknown(dim: int | ir.SymbolicDim) -> bool:
+    """Whether a dimension is unknown, or has a symbol that onnx made up for want of more."""
+    return not isinstance(dim, int) and (dim.value is None or dim.value.startswith("unk__"))
+
+
+def _together(a: ir.Shape | None, b: ir.Shape | None) -> ir.Shape | None:
+    """Returns what two descriptions of a shape say together; sizes go before symbols."""
+    if a is None or b is None:
+        return a if b is None else b
+    if len(a) != len(b):
+        return b
+    return ir.Shape(
+        [
+            q if not isinstance(p, int) and (isinstance(q, int) or p.value is None) else p
+            for p, q in zip(a, b, strict=True)
+        ]
+    )
+
+
+def _apply(
+    tape: Tape, node: ir.Node, known: Definition, inputs: list[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    attributes = attribute_values(node)
+    if unknown := sorted(set(attributes) - known.attributes):
+        raise UnsupportedError(
+            f"{describe(node)}: there is no gradient for attribute '{unknown[0]}' = "
+            f"{attributes[unknown[0]]!r}; remove it, or add a rule with @ortops.vjp"
+        )
+    return emit_definition(tape, node, known, inputs, attributes)
+
+
+def _infer(node: ir.Node, known: Definition | None, names: Names) -> None:
+    """Gives the outputs of a node types and shapes, where they can be told."""
+    graph = node.graph
+    assert isinstance(graph, ir.Graph)
+    if known is None:
+        before = [output.shape for output in node.outputs]
+        for output in node.outputs:
+            output.shape = None
+        with contextlib.suppress(ModelError):  # an operator that nothing is known of
+            Tape(graph, before=node, names=names).infer(node)
+        for output, shape in zip(node.outputs, before, strict=True):
+            output.shape = _together(shape, output.shape)
+        return
+    scratch = Tape(opset=graph.opset_imports[""])
+    scratch.graph.opset_imports.update(graph.opset_imports)
+    inputs: list[Tensor | None] = []
+    for value in node.inputs:
+        if value is None:
+            inputs.append(None)
+            continue
+        constant = constant_tensor(value)
+        copy = ir.Value(
+            name=scratch.names.unique(value.name or "input"),
+            type=value.type,
+            shape=value.shape,
+            const_value=constant,
+        )
+        if constant is not None:
+            scratch.graph.register_initializer(copy)
+        else:
+            scratch.graph.inputs.append(copy)
+        inputs.append(scratch.tensor(copy))
+    try:
+        results = _apply(scratch, node, known, inputs)
+    except (ModelError, UnsupportedError):  # not on a path that a gradient takes
+        return
+    for output, result in zip(node.outputs, results, strict=False):
+        if result is not None and output.name:
+            output.type = output.type or result.value.type
+            output.shape = output.shape or result.value.shape
+
+
+def _call_body(model: ir.Model, node: ir.Node) -> bool:
+    """Turns a node into a call of a function that has the body from its schema."""
+    assert node.graph is not None
+    opset = node.graph.opset_imports[""]
+    schema = _schema(node.op_type, "", opset)
+    for name, attribute in schema.attributes.items():
+        if name not in node.attributes and attribute.default_value.name:
+            node.attributes[name] = ir.serde.deserialize_attribute(attribute.default_value)
+    proto = onnx.FunctionProto()
+    if schema.has_context_dependent_function:
+        types = []
+        for value in node.inputs:
+            kind = onnx.TypeProto()
+            if value is not None:
+                if value.type is None:
+                    return False
+                ir.serde.serialize_type_into(kind, value.type)
+                if value.shape is not None:
+                    ir.serde.serialize_shape_into(kind, value.shape)
+            types.append(kind.SerializeToString())
+        versions = schema.context_dependent_function_opset_versions
+        version = max((v for v in versions if v <= opset), default=versions[0])
+        proto.ParseFromString(
+            schema.get_context_dependent_function_with_opset_version(
+                version, ir.serde.serialize_node(node).SerializeToString(), types
+            )
+        )
+    else:
+        proto.CopyFrom(schema.function_body)
+    proto.domain, proto.name = EXPANDED_DOMAIN, node.op_type
+    proto.overload = str(len(model.functions))
+    function = ir.serde.deserialize_function(proto)
+    model.functions[function.identifier()] = function
+    model.graph.opset_imports[EXPANDED_DOMAIN] = 1
+    node.domain, node.overload = EXPANDED_DOMAIN, proto.overload
+    return True

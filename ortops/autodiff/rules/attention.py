@@ -1,0 +1,601 @@
+"""What attention and rotary embeddings stand for, ONNX's own and onnxruntime's.
+
+A row of scores that a mask excludes as a whole attends to nothing: its output, and all that flows
+back from it, is zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from ortops.autodiff.registry import Cotangents
+from ortops.autodiff.rules.table import definition
+from ortops.errors import UnsupportedError
+from ortops.graph.shapes import pad_axes, size_of
+from ortops.graph.tensor import Tensor, op
+
+MICROSOFT = "com.microsoft"
+Size = int | Tensor
+
+
+@definition("Attention")
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    past_key: Tensor | None = None,
+    past_value: Tensor | None = None,
+    nonpad_kv_seqlen: Tensor | None = None,
+    *,
+    is_causal: int = 0,
+    kv_num_heads: int | None = None,
+    q_num_heads: int | None = None,
+    qk_matmul_output_mode: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    softmax_precision: int | None = None,
+    left_window_size: int = -1,
+    right_window_size: int = -1,
+) -> Cotangents:
+    flat = q.ndim == 3
+    if flat:
+        q, k, v = _heads(q, q_num_heads), _heads(k, kv_num_heads), _heads(v, kv_num_heads)
+    if past_key is not None:
+        k, v = op.Concat(past_key, k, axis=2), op.Concat(past_value, v, axis=2)
+    length, total = size_of(q, [2]), size_of(k, [2])
+    offset: Size = 0
+    if past_key is not None:
+        offset = size_of(past_key, [2])
+    elif nonpad_kv_seqlen is not None:
+        offset = op.Sub(op.Reshape(nonpad_kv_seqlen, [-1, 1, 1, 1]), length)
+    right = 0 if is_causal else right_window_size
+    allowed = _window(q, length, total, offset, left_window_size, right)
+    if nonpad_kv_seqlen is not None:
+        padding = op.Less(_range(q, total), op.Reshape(nonpad_kv_seqlen, [-1, 1, 1, 1]))
+        allowed = _both(allowed, padding)
+    added = None
+    if attn_mask is not None:
+        is_bool = attn_mask.dtype == np.bool_
+        last = size_of(attn_mask, [-1])
+        if isinstance(last, Tensor) or isinstance(total, Tensor) or last != total:
+            fill = q.tape.constant(np.array(False if is_bool else -np.inf, attn_mask.dtype))
+            attn_mask = pad_axes(attn_mask, [0, _minus(total, last)], fill, [-1])
+        if is_bool:
+            allowed = _both(allowed, attn_mask)
+        else:
+            added = attn_mask
+    # A causal window leaves each query the key at its own position.
+    certain = attn_mask is None and nonpad_kv_seqlen is None and left_window_size < 0
+    bias = _bias(q, allowed, added)
+    y, probabilities, stages = _attend(
+        q,
+        k,
+        v,
+        bias,
+        scale=scale,
+        softcap=softcap,
+        precision=None if softmax_precision is None else ir.DataType(softmax_precision),
+        masked_rows=not certain,
+    )
+    shown = (*stages, probabilities)[qk_matmul_output_mode]
+    return (_merge(y) if flat else y), k, v, shown
+
+
+def _heads(x: Tensor, count: int | None) -> Tensor:
+    """Splits the last axis of (batch, length, hidden) into heads: (batch, head, length, size)."""
+    if not count:
+        raise UnsupportedError("the number of heads is not given; inputs of rank 3 need it")
+    width = size_of(x, [2])
+    size = width // count if isinstance(width, int) else -1
+    return op.Transpose(op.Reshape(x, [0, 0, count, size]), perm=[0, 2, 1, 3])
+
+
+def _merge(y: Tensor) -> Tensor:
+    """Joins the heads again."""
+    width = size_of(y, [1, 3])
+    joined = op.Transpose(y, perm=[0, 2, 1, 3])
+    return op.Reshape(joined, [0, 0, width if isinstance(width, int) else -1])
+
+
+def _range(x: Tensor, size: Size) -> Tensor:
+    """Returns 0, 1, 2 … below a size."""
+    if isinstance(size, int):
+        return x.tape.constant(np.arange(size))
+    return op.Range(x.tape.constant(np.array(0)), size, 1)
+
+
+def _minus(a: Size, b: Size) -> Size:
+    if isinstance(a, int) and isinstance(b, int):
+        return a - b
+    return op.Sub(a, b)
+
+
+def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return op.And(a, b)
+
+
+def _window(
+    x: Tensor, length: Size, total: Size, offset: Size, left: int, right: int
+) -> Tensor | None:
+    """Returns which keys are at most so far to the left and to the right of each query.
+
+    Args:
+        x: A tensor on the tape.
+        length: The number of queries.
+        total: The number of keys.
+        offset: The position of the first query among the keys; one for each sample, or one.
+        left: How far to the left; -1 for no limit.
+        right: How far to the right; -1 for no limit.
+    """
+    if left < 0 and right < 0:
+        return None
+    if isinstance(length, int) and isinstance(total, int) and isinstance(offset, int):
+        ahead = np.arange(total) - (np.arange(length)[:, None] + offset)
+        allowed = np.full(ahead.shape, True)
+        if left >= 0:
+            allowed &= ahead >= -left
+        if right >= 0:
+            allowed &= ahead <= right
+        return x.tape.constant(allowed)
+    queries = op.Add(op.Unsqueeze(_range(x, length), [1]), offset)
+    steps = op.Sub(_range(x, total), queries)
+    before = op.GreaterOrEqual(steps, -left) if left >= 0 else None
+    return _both(before, op.LessOrEqual(steps, right) if right >= 0 else None)
+
+
+def _bias(like: Tensor, allowed: Tensor | None, added: Tensor | None) -> Tensor | None:
+    """Returns what is added to the scores: minus infinity where a key is not allowed."""
+    if allowed is None:
+        return added
+    excluded = like.tape.constant(np.array(-np.inf, like.dtype))
+    return op.Where(allowed, op.CastLike(0.0, like) if added is None else added, excluded)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    precision: ir.DataType | None = None,
+    masked_rows: bool = True,
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Returns the output, the probabilities, and the scores: raw, capped, with the bias.
+
+    Args:
+        q: Queries (batch, head, length, size).
+        k: Keys (batch, head, length, size), of as many heads, or a divisor of that.
+        v: Values.
+        bias: What is added to the scores, of a shape that broadcasts to theirs.
+        scale: What they are multiplied by; 1/√size by default.
+        softcap: The limit of the scores before the bias is added; 0 for none.
+        precision: The type in which the softmax is computed.
+        masked_rows: Whether all of a row of the bias may be minus infinity.
+    """
+    factor: float | Tensor
+    if scale is not None:
+        factor = scale
+    else:
+        size = size_of(q, [3])
+        if isinstance(size, int):
+            factor = 1 / math.sqrt(size)
+        else:
+            factor = op.Reciprocal(op.Sqrt(op.CastLike(size, q)))
+    grouped = q.shape is None or k.shape is None or q.shape[1] != k.shape[1] or None in q.shape[:2]
+    keys = op.Transpose(k, perm=[0, 1, 3, 2])
+    # The heads that share a key are rows of one product.
+    scores = op.MatMul(_group(q * factor, k) if grouped else q * factor, keys)
+    if grouped:
+        scores = _ungroup(scores, q, size_of(k, [2]))
+    raw = scores
+    if softcap > 0:
+        scores = op.Tanh(scores * (1 / softcap)) * softcap
+    capped = scores
+    nothing = None
+    if bias is not None:
+        shown = scores + bias
+        if masked_rows:
+            nothing = op.IsInf(op.ReduceMax(bias, [-1]), detect_positive=0)
+            scores = scores + op.Where(nothing, 0, bias)
+        else:
+            scores = shown
+    else:
+        shown = scores
+    dtype = q.dtype
+    if precision is not None:
+        scores = scores.astype(precision.numpy())
+    p = op.Softmax(scores, axis=-1).astype(dtype)
+    if nothing is not None:
+        p = op.Where(nothing, 0, p)
+    y = op.MatMul(_group(p, k), v) if grouped else op.MatMul(p, v)
+    if grouped:
+        y = _ungroup(y, q, size_of(v, [3]))
+    return y, p, (raw, capped, shown)
+
+
+def _group(x: Tensor, k: Tensor) -> Tensor:
+    """Stacks the rows of the heads that share one of k's."""
+    width = size_of(x, [3])
+    return op.Reshape(x, [0, size_of(k, [1]), -1, width])
+
+
+def _ungroup(x: Tensor, q: Tensor, width: Size) -> Tensor:
+    return op.Reshape(x, [0, size_of(q, [1]), size_of(q, [2]), width])
+
+
+# onnxruntime's operators
+
+
+@definition(
+    "MultiHeadAttention",
+    domain=MICROSOFT,
+    limits="no past_sequence_length, no cache_indirection, no bias where keys are packed; one "
+    "length for each sample as a mask of rank 1; not the output qk",
+)
+def multi_head_attention(
+    query: Tensor,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    bias: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    attention_bias: Tensor | None = None,
+    past_key: Tensor | None = None,
+    past_value: Tensor | None = None,
+    past_sequence_length: Tensor | None = None,
+    cache_indirection: Tensor | None = None,
+    *,
+    num_heads: int,
+    mask_filter_value: float = -10000.0,
+    scale: float = 0.0,
+    unidirectional: int = 0,
+) -> Cotangents:
+    if past_sequence_length is not None or cache_indirection is not None:
+        raise UnsupportedError(
+            "past_sequence_length or cache_indirection is given; caches that are concatenated have "
+            "a gradient"
+        )
+    if bias is not None and (key is None or value is None):
+        raise UnsupportedError(
+            "bias is given where queries, keys and values are packed; without it, or where they "
+            "are separate, there is a gradient"
+        )
+    if key is None:
+        q, k, v = (_unpack(query, index) for index in range(3))
+    elif value is None:
+        q = _heads(query, num_heads)
+        k, v = (_unpack(key, index) for index in range(2))
+    else:
+        if bias is not None:
+            width = size_of(query, [2])
+            end = op.Add(width, width) if isinstance(width, Tensor) else 2 * width
+            query = query + bias[:width]
+            if key.ndim == 3:
+                key, value = key + bias[width:end], value + bias[end:]
+        q = _heads(query, num_heads)
+        k, v = (x if x.ndim == 4 else _heads(x, num_heads) for x in (key, value))
+    if past_key is not None:
+        k, v = op.Concat(past_key, k, axis=2), op.Concat(past_value, v, axis=2)
+    y = _masked_attention(
+        q, k, v, key_padding_mask, attention_bias, mask_filter_value, scale, unidirectional
+    )
+    return y, k, v
+
+
+def _unpack(packed: Tensor, index: int) -> Tensor:
+    """Takes queries, keys or values out of (batch, length, head, which, size)."""
+    return op.Transpose(packed[:, :, :, index], perm=[0, 2, 1, 3])
+
+
+def _masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    added: Tensor | None,
+    masked_score: float,
+    scale: float,
+    causal: int,
+) -> Tensor:
+    """Returns attention with a finite score in the place of those that a mask excludes."""
+    length, total = size_of(q, [2]), size_of(k, [2])
+    bias = added
+    if mask is not None:
+        if mask.ndim == 1:
+            sizes = [x.shape[0] if x.shape is not None else None for x in (mask, q)]
+            if all(isinstance(size, int) for size in sizes) and sizes[0] != sizes[1]:
+                raise UnsupportedError(
+                    f"the mask has shape {mask.shape}; one length for each sample, (batch, keys), "
+                    "(batch, queries, keys) and (batch, 1, queries, keys) have a gradient"
+                )
+            seen = op.Less(_range(q, total), op.Reshape(mask.astype(np.int64), [-1, 1, 1, 1]))
+        else:
+            seen = op.Unsqueeze(op.Greater(mask, 0), {2: [1, 2], 3: [1], 4: []}[mask.ndim])
+        masked = op.Where(seen, op.CastLike(0.0, q), op.CastLike(masked_score, q))
+        bias = masked if bias is None else bias + masked
+    if causal:
+        bias = _bias(q, _window(q, length, total, _minus(total, length), -1, 0), bias)
+    y, _, _ = _attend(q, k, v, bias, scale=scale or None, masked_rows=False)
+    return _merge(y)
+
+
+@definition(
+    "Attention",
+    domain=MICROSOFT,
+    limits="no do_rotary, no past in a shared buffer; one length for each sample as a mask of "
+    "rank 1; no output present of key and value sizes that differ",
+)
+def packed_attention(
+    x: Tensor,
+    weights: Tensor,
+    bias: Tensor | None = None,
+    mask_index: Tensor | None = None,
+    past: Tensor | None = None,
+    attention_bias: Tensor | None = None,
+    past_sequence_length: Tensor | None = None,
+    *,
+    num_heads: int,
+    do_rotary: int = 0,
+    mask_filter_value: float = -10000.0,
+    past_present_share_buffer: int = 0,
+    qkv_hidden_sizes: Sequence[int] | None = None,
+    rotary_embedding_dim: int = 0,
+    scale: float = 0.0,
+    unidirectional: int = 0,
+) -> Cotangents:
+    if do_rotary or past_present_share_buffer or past_sequence_length is not None:
+        raise UnsupportedError(
+            f"do_rotary is {do_rotary}, past_present_share_buffer {past_present_share_buffer}; 0 "
+            "and a cache that is concatenated have a gradient"
+        )
+    projected = op.MatMul(x, weights)
+    return attend_projected(
+        projected if bias is None else projected + bias,
+        mask_index,
+        past,
+        attention_bias,
+        num_heads=num_heads,
+        mask_filter_value=mask_filter_value,
+        qkv_hidden_sizes=qkv_hidden_sizes,
+        scale=scale,
+        unidirectional=unidirectional,
+    )
+
+
+def attend_projected(
+    projected: Tensor,
+    mask_index: Tensor | None,
+    past: Tensor | None,
+    attention_bias: Tensor | None,
+    *,
+    num_heads: int,
+    mask_filter_value: float,
+    scale: float,
+    unidirectional: int,
+    qkv_hidden_sizes: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns what com.microsoft::Attention does behind its product, and the present.
+
+    Args:
+        projected: Queries, keys and values side by side, (batch, length, hidden).
+        mask_index: As the operator's input.
+        past: The same.
+        attention_bias: The same.
+        num_heads: As its attribute.
+        mask_filter_value: The same.
+        scale: The same.
+        unidirectional: The same.
+        qkv_hidden_sizes: The same.
+    """
+    if qkv_hidden_sizes:
+        parts = op.Split(projected, list(qkv_hidden_sizes), axis=-1)
+    else:
+        parts = op.Split(projected, num_outputs=3, axis=-1, outputs=3)
+    q, k, v = (_heads(part, num_heads) for part in parts)
+    if past is not None:
+        k, v = op.Concat(past[0], k, axis=2), op.Concat(past[1], v, axis=2)
+    y = _masked_attention(
+        q, k, v, mask_index, attention_bias, mask_filter_value, scale, unidirectional
+    )
+    same = not qkv_hidden_sizes or qkv_hidden_sizes[1] == qkv_hidden_sizes[2]
+    present = op.Concat(op.Unsqueeze(k, [0]), op.Unsqueeze(v, [0]), axis=0) if same else None
+    return y, present
+
+
+@definition(
+    "GroupQueryAttention",
+    domain=MICROSOFT,
+    limits="no quantized or sliding cache, smooth softmax, head_sink or normalized queries; not "
+    "the output output_qk",
+)
+def group_query_attention(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    past_key: Tensor | None,
+    past_value: Tensor | None,
+    seqlens_k: Tensor,
+    total_sequence_length: Tensor,
+    cos_cache: Tensor | None = None,
+    sin_cache: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    attention_bias: Tensor | None = None,
+    *others: Tensor | None,
+    num_heads: int,
+    kv_num_heads: int,
+    causal: int = 1,
+    do_rotary: int = 0,
+    k_quant_type: str = "NONE",
+    kv_cache_bit_width: int = 0,
+    local_window_size: int = -1,
+    qk_norm_epsilon: float = 1e-6,
+    qk_output: int = 0,
+    rotary_interleaved: int = 0,
+    scale: float = 0.0,
+    sliding_window_cache: int = 0,
+    smooth_softmax: int = -1,
+    softcap: float = 0.0,
+    v_quant_type: str = "NONE",
+) -> Cotangents:
+    quantized = {k_quant_type, v_quant_type} != {"NONE"} or kv_cache_bit_width
+    if (
+        quantized
+        or sliding_window_cache
+        or smooth_softmax > 0
+        or any(x is not None for x in others)
+    ):
+        raise UnsupportedError(
+            "a quantized or sliding cache, a smooth softmax, a head sink or normalized queries are "
+            "asked for; the operator without them has a gradient"
+        )
+    if key is None or value is None:  # queries, keys and values side by side
+        heads = _heads(query, num_heads + 2 * kv_num_heads)
+        q, k, v = op.Split(heads, [num_heads, kv_num_heads, kv_num_heads], axis=1)
+    else:
+        q, k, v = _heads(query, num_heads), _heads(key, kv_num_heads), _heads(value, kv_num_heads)
+    length = size_of(q, [2])
+    seen = op.Add(op.Reshape(seqlens_k.astype(np.int64), [-1, 1, 1, 1]), 1)
+    offset: Size = 0
+    if past_key is not None and past_value is not None and size_of(past_key, [2]) != 0:
+        # Of the past, each sample has what is seen beyond the queries; a prompt has none.
+        longest = op.Reshape(total_sequence_length.astype(np.int64), [])
+        offset = op.Where(op.Equal(longest, length), 0, op.Sub(seen, length))
+    if do_rotary:
+        if position_ids is None:
+            position_ids = op.Unsqueeze(_range(q, length), [0])
+            if isinstance(offset, Tensor):
+                position_ids = op.Add(position_ids, op.Reshape(offset, [-1, 1]))
+        cos, sin = op.Gather(cos_cache, position_ids), op.Gather(sin_cache, position_ids)
+        rotated = cos_cache.shape[1] if cos_cache is not None and cos_cache.shape else None
+        count = 2 * rotated if isinstance(rotated, int) else 0
+        q, k = (_rotate(x, cos, sin, [], rotary_interleaved, count) for x in (q, k))
+    if past_key is not None and past_value is not None and isinstance(offset, Tensor):
+        k, v = (
+            _append(past, new, offset, longest) for past, new in ((past_key, k), (past_value, v))
+        )
+    total = size_of(k, [2])
+    left = local_window_size - 1 if local_window_size > 0 else -1
+    allowed = _window(q, length, total, offset, left, 0 if causal else -1)
+    bias = _bias(q, _both(allowed, op.Less(_range(q, total), seen)), attention_bias)
+    y, _, _ = _attend(q, k, v, bias, scale=scale or None, softcap=softcap)
+    return _merge(y), k, v
+
+
+def _append(past: Tensor, new: Tensor, used: Tensor, longest: Tensor) -> Tensor:
+    """Puts what is new behind the used part of a past, which is another for each sample.
+
+    Args:
+        past: (batch, head, length, size).
+        new: The same, of another length.
+        used: How long the used part is, (batch, 1, 1, 1) or ().
+        longest: The length of the result, if that of the past is not longer.
+    """
+    capacity, length = size_of(past, [2]), size_of(new, [2])
+    total = op.Max(longest, capacity)
+    places = op.Unsqueeze(_range(new, total), [0, 1, 3])
+    is_past, exists = op.Less(places, used), op.Less(places, op.Add(used, length))
+    index = op.Where(is_past, places, op.Add(op.Sub(places, used), capacity))
+    joined = op.Concat(past, new, axis=2)
+    sizes = [size_of(new, [0]), size_of(new, [1]), total, size_of(new, [3])]
+    index = op.Expand(op.Where(exists, index, 0), sizes)
+    return op.Where(exists, op.GatherElements(joined, index, axis=2), 0)
+
+
+# Rotary embeddings
+
+
+@definition("RotaryEmbedding")
+def rotary_embedding(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    *,
+    interleaved: int = 0,
+    num_heads: int = 0,
+    rotary_embedding_dim: int = 0,
+) -> Cotangents:
+    if position_ids is not None:
+        cos, sin = op.Gather(cos, position_ids), op.Gather(sin, position_ids)
+    split = [0, 0, num_heads, -1]
+    return _rotate(x, cos, sin, split, interleaved, rotary_embedding_dim)
+
+
+@definition("RotaryEmbedding", domain=MICROSOFT, limits="no packed batching; scale is 1")
+def rotary_embedding_at(
+    x: Tensor,
+    position_ids: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: int = 0,
+    is_packed_batching: int = 0,
+    num_heads: int = 0,
+    rotary_embedding_dim: int = 0,
+    scale: float = 1.0,
+) -> Cotangents:
+    if is_packed_batching or scale != 1:
+        raise UnsupportedError(
+            f"is_packed_batching is {is_packed_batching} and scale {scale}; 0 and 1 have a gradient"
+        )
+    if position_ids.ndim == 1:  # the position of the first token; the same for each sample
+        length = size_of(x, [1 if x.ndim == 3 else 2])
+        position_ids = op.Unsqueeze(op.Add(_range(x, length), position_ids), [0])
+    size = size_of(cos, [1])
+    width = op.Add(size, size) if isinstance(size, Tensor) else 2 * size
+    split = [0, 0, num_heads, -1] if num_heads else [0, 0, -1, width]
+    rotated = rotary_embedding_dim if num_heads else 0
+    return _rotate(
+        x, op.Gather(cos, position_ids), op.Gather(sin, position_ids), split, interleaved, rotated
+    )
+
+
+def _rotate(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    split: Sequence[Size],
+    interleaved: int,
+    rotated: int,
+) -> Tensor:
+    """Rotates pairs of numbers.
+
+    Args:
+        x: (batch, head, position, number) or (batch, position, head · number).
+        cos: (batch, position, pair).
+        sin: The same.
+        split: Where x has three axes, its shape with four: (batch, position, head, number).
+        interleaved: Whether the numbers of a pair are neighbours; else they are half of all apart.
+        rotated: How many numbers, the first ones, are rotated; 0 for all.
+    """
+    flat = x.ndim == 3
+    cos, sin = (op.Unsqueeze(angle, [2 if flat else 1]) for angle in (cos, sin))
+    heads = op.Reshape(x, split) if flat else x
+    turned, rest = heads, None
+    if rotated and rotated != size_of(heads, [3]):
+        turned, rest = heads[..., :rotated], heads[..., rotated:]
+    if interleaved:
+        pairs = op.Reshape(turned, [0, 0, 0, -1, 2])
+        a, b = pairs[..., 0], pairs[..., 1]
+    else:
+        a, b = op.Split(turned, num_outputs=2, axis=-1)
+    real, imaginary = a * cos - b * sin, a * sin + b * cos
+    if interleaved:
+        pairs = op.Concat(op.Unsqueeze(real, [4]), op.Unsqueeze(imaginary, [4]), axis=4)
+        y = op.Reshape(pairs, [0, 0, 0, -1])
+    else:
+        y = op.Concat(real, imaginary, axis=-1)
+    if rest is not None:
+        y = op.Concat(y, rest, axis=-1)
+    if flat:
+        width = size_of(x, [2])
+        y = op.Reshape(y, [0, 0, width if isinstance(width, int) else -1])
+    return y

@@ -1,0 +1,364 @@
+"""Rules of operators with graphs inside: If, Loop, Scan and SequenceMap.
+
+A branch or body is repeated in the backward pass, where its values are not visible otherwise, and
+differentiated there with respect to its own inputs and to the values that it captures. Loop and
+Scan keep the state that each iteration began with; the backward pass goes through the iterations in
+reverse and adds up the cotangents of captured values. A Loop cannot put sequences out in each
+iteration: where the backward pass reads one, it repeats the iterations up to there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from ortops.autodiff.backward import Site, add_cotangents, backward
+from ortops.autodiff.rules.table import structural
+from ortops.errors import UnsupportedError
+from ortops.graph.edit import copy_node, describe, is_float, read_inputs, remove_unread
+from ortops.graph.shapes import map_sequences
+from ortops.graph.tensor import Tape, Tensor, op, zeros_like
+
+Cotangent = Tensor | None
+Cotangents = dict[ir.Value, Tensor]
+
+
+@structural("If")
+def if_(at: Site) -> Cotangents:
+    tape, node, g = at.tape, at.node, at.g
+    captured = _captured(at)
+    branches = []
+    for name in ("then_branch", "else_branch"):
+        branch = node.attributes[name].as_graph()
+        with _inner_tape(tape, f"{branch.name}_gradient") as inner:
+            copies = _repeat(inner, branch, {})
+            outputs = [copies.get(value, value) for value in branch.outputs]
+            _differentiate(at, inner, list(zip(outputs, g, strict=True)), captured)
+        branches.append(ir.AttrGraph(name, inner.graph))
+    return _emit(tape, "If", [node.inputs[0]], branches, captured)
+
+
+@structural(
+    "Loop",
+    limits="a state keeps its shape, and is no optional; quadratic time where the backward pass "
+    "reads a sequence that is a state",
+)
+def loop(at: Site) -> Cotangents:
+    tape, node, g = at.tape, at.node, at.g
+    body = node.attributes["body"].as_graph()
+    for value in (*body.inputs, *body.outputs):
+        if isinstance(value.type, ir.OptionalType):
+            raise UnsupportedError(
+                f"{describe(node)}: '{value.name}' of its body is an optional (asked for by "
+                f"{at.asked_by}); tensors and sequences that a loop carries have a gradient"
+            )
+    starts = [value for value in node.inputs[2:] if value is not None]
+    states = [index for index, value in enumerate(starts) if is_float(value)]
+    captured = _captured(at)
+    carries = list(zip(body.inputs[2:], starts, strict=True))
+    kept = [
+        inside for inside, start in carries if not (_is_sequence(inside) or _is_sequence(start))
+    ]
+    original = copy_node(node, {})
+    numbers, *befores = _keep(tape, node, body, [body.inputs[0], *kept])
+    before_of = dict(zip(kept, befores, strict=True))
+    count = op.Squeeze(op.Shape(tape.tensor(numbers)), [0])
+    with _inner_tape(tape, f"{body.name}_gradient") as inner:
+        step = inner.input(f"{inner.scope}iteration", np.int64, [])
+        condition = inner.input(f"{inner.scope}condition", np.bool_, [])
+        carried = [_input_like(inner, body.inputs[2 + i], starts[i]) for i in states]
+        sums = [_input_like(inner, value) for value in captured]
+        number = inner.tensor(count.value) - 1 - step
+
+        def at_number(sequence: ir.Value, like: ir.Value) -> Tensor:
+            return _typed(op.Gather(inner.tensor(sequence), number, axis=0), like)
+
+        replayed = _states_at(inner, original, number, len(starts))
+        inputs = [number, inner.constant(np.array(True))]
+        inputs += [
+            at_number(before_of[inside], inside) if inside in before_of else inner.tensor(again)
+            for inside, again in zip(body.inputs[2:], replayed, strict=True)
+        ]
+        copies = _repeat(inner, body, dict(zip(body.inputs, _values(inputs), strict=True)))
+        outputs = [copies.get(value, value) for value in body.outputs[1:]]
+        seeds: list[tuple[ir.Value, Cotangent]] = [
+            (outputs[i], carry) for i, carry in zip(states, carried, strict=True)
+        ]
+        for output, part in list(zip(outputs, g, strict=False))[len(starts) :]:
+            if part is not None:
+                seeds.append((output, at_number(part.value, output)))
+        inner.graph.outputs.append(op.Identity(condition).value)
+        wanted = [inputs[2 + i].value for i in states]
+        _differentiate(at, inner, seeds, [*wanted, *captured], [*[None] * len(states), *sums])
+    likes = [*(starts[i] for i in states), *captured]
+    initial = _initial(tape, node, g, states, captured)
+    attributes = [ir.AttrGraph("body", inner.graph)]
+    return _emit(tape, "Loop", [count.value, None, *_values(initial)], attributes, likes)
+
+
+@structural("Scan", limits="at least one iteration")
+def scan(at: Site) -> Cotangents:
+    tape, node, g = at.tape, at.node, at.g
+    body = node.attributes["body"].as_graph()
+    values = [value for value in node.inputs if value is not None]
+    split = len(values) - node.attributes["num_scan_inputs"].as_int()
+    starts, scanned = values[:split], values[split:]
+    states = [index for index, value in enumerate(starts) if is_float(value)]
+    wanted = [index for index, value in enumerate(scanned) if value in at.active]
+    captured = _captured(at)
+    made = len(body.outputs) - split
+    input_order = _order(node, "input", len(scanned))
+    output_order = _order(node, "output", made)
+    befores = _keep(tape, node, body, body.inputs[:split])
+    slopes = [index for index in range(made) if g[split + index] is not None]
+    with _inner_tape(tape, f"{body.name}_gradient") as inner:
+        carried = [_input_like(inner, body.inputs[i], starts[i]) for i in states]
+        sums = [_input_like(inner, value) for value in captured]
+        slices = [_input_like(inner, value) for value in body.inputs[split:]]
+        before = [_input_like(inner, v, s) for v, s in zip(body.inputs, starts, strict=False)]
+        parts = [_input_like(inner, body.outputs[split + i]) for i in slopes]
+        copies = _repeat(
+            inner, body, dict(zip(body.inputs, _values([*before, *slices]), strict=True))
+        )
+        outputs = [copies.get(value, value) for value in body.outputs]
+        seeds = [
+            *((outputs[i], carry) for i, carry in zip(states, carried, strict=True)),
+            *((outputs[split + i], part) for i, part in zip(slopes, parts, strict=True)),
+        ]
+        xs = [*(before[i].value for i in states), *captured, *(slices[i].value for i in wanted)]
+        totals = [*[None] * len(states), *sums, *[None] * len(wanted)]
+        _differentiate(at, inner, seeds, xs, totals)
+    initial = _initial(tape, node, g, states, captured)
+    slope_values = [part.value for part in g[split:] if part is not None]
+    sequences = [*scanned, *befores, *slope_values]
+    order = [*input_order, *[(0, 0)] * len(befores), *(output_order[i] for i in slopes)]
+    put_out = [input_order[i] for i in wanted]
+    attributes = [
+        ir.AttrGraph("body", inner.graph),
+        ir.AttrInt64("num_scan_inputs", len(sequences)),
+        ir.AttrInt64s("scan_input_axes", [axis for axis, _ in order]),
+        ir.AttrInt64s("scan_input_directions", [1 - direction for _, direction in order]),
+        ir.AttrInt64s("scan_output_axes", [axis for axis, _ in put_out]),
+        ir.AttrInt64s("scan_output_directions", [1 - direction for _, direction in put_out]),
+    ]
+    likes = [*(starts[i] for i in states), *captured, *(scanned[i] for i in wanted)]
+    return _emit(tape, "Scan", [*_values(initial), *sequences], attributes, likes)
+
+
+@structural("SequenceMap", limits="none to sequences that its body captures")
+def sequence_map(at: Site) -> Cotangents:
+    tape, node, g = at.tape, at.node, at.g
+    body = node.attributes["body"].as_graph()
+    values = [value for value in node.inputs if value is not None]
+    wanted = [index for index, value in enumerate(values) if value in at.active]
+    captured = _captured(at)
+    for value in captured:
+        if _is_sequence(value):
+            raise UnsupportedError(
+                f"{describe(node)}: its body reads the sequence '{value.name}' (asked for by "
+                f"{at.asked_by}); sequences that are inputs of the node have a gradient"
+            )
+    slopes = [
+        (output, part) for output, part in zip(body.outputs, g, strict=True) if part is not None
+    ]
+    with _inner_tape(tape, f"{body.name}_gradient") as inner:
+        inputs = [_input_like(inner, value) for value in body.inputs]
+        parts = [_input_like(inner, output) for output, _ in slopes]
+        copies = _repeat(
+            inner, body, dict(zip(body.inputs, (t.value for t in inputs), strict=True))
+        )
+        seeds = [
+            (copies.get(output, output), part)
+            for (output, _), part in zip(slopes, parts, strict=True)
+        ]
+        xs = [*(inputs[index].value for index in wanted), *captured]
+        _differentiate(at, inner, seeds, xs)
+    likes = [*(values[index] for index in wanted), *captured]
+    made = op.SequenceMap(
+        *(tape.tensor(value) for value in values),
+        *(part for _, part in slopes),
+        body=inner.graph,
+        outputs=len(likes),
+    )
+    passed: Cotangents = {}
+    for like, sequence in zip(likes, made if isinstance(made, tuple) else (made,), strict=True):
+        if like.dtype is not None:
+            sequence.value.type = ir.SequenceType(ir.TensorType(like.dtype))
+        part = sequence
+        if not isinstance(like.type, ir.SequenceType):  # each call read the whole tensor
+            part = op.ReduceSum(op.ConcatFromSequence(part, axis=0, new_axis=1), [0], keepdims=0)
+            part = part.with_shape_of(tape.tensor(like))
+        passed[like] = add_cotangents(passed[like], part) if like in passed else part
+    return passed
+
+
+def _captured(at: Site) -> list[ir.Value]:
+    """Returns the active values that the graphs of a node read from outside, each once."""
+    own = [value for value in at.node.inputs if value is not None]
+    inner = read_inputs(at.node)[len(own) :]
+    return [value for value in dict.fromkeys(inner) if value in at.active]
+
+
+def _inner_tape(tape: Tape, name: str) -> Tape:
+    """Returns a tape on a new graph inside the graph of another tape."""
+    graph = ir.Graph([], [], nodes=[], opset_imports=dict(tape.graph.opset_imports), name=name)
+    inner = Tape(graph, names=tape.names)
+    inner.scope = tape.scope
+    return inner
+
+
+def _values(tensors: Sequence[Tensor]) -> list[ir.Value]:
+    return [tensor.value for tensor in tensors]
+
+
+def _typed(x: Tensor, like: ir.Value) -> Tensor:
+    """Records type and shape of a tensor."""
+    if x.value.type is None:
+        x.value.type = like.type
+    return x.with_shape_of(x.tape.tensor(like))
+
+
+def _input_like(tape: Tape, *candidates: ir.Value) -> Tensor:
+    """Adds an input to an inner graph with the type and shape that the first of some values has."""
+    name = tape.names.unique(f"{tape.scope}{candidates[0].name}")
+    kind = next((value.type for value in candidates if value.type is not None), None)
+    shape = next((value.shape for value in candidates if value.shape is not None), None)
+    made = ir.Value(name=name, type=kind, shape=shape)
+    tape.graph.inputs.append(made)
+    return tape.tensor(made)
+
+
+def _repeat(
+    tape: Tape, graph: ir.Graph, copies: dict[ir.Value, ir.Value]
+) -> dict[ir.Value, ir.Value]:
+    """Repeats the nodes of a graph on a tape; returns old values → new ones."""
+    copies = dict(copies)
+    for value in graph.initializers.values():
+        if value.const_value is not None and value not in copies:
+            copies[value] = tape.constant(value.const_value.numpy()).value
+    for node in graph:
+        copy = copy_node(node, copies)
+        tape.append(copy)
+        copies.update(zip(node.outputs, copy.outputs, strict=True))
+    return copies
+
+
+def _differentiate(
+    at: Site,
+    tape: Tape,
+    cotangents: Sequence[tuple[ir.Value, Cotangent]],
+    xs: Sequence[ir.Value],
+    totals: Sequence[Cotangent] = (),
+) -> None:
+    """Emits the backward pass of an inner graph and puts its results out.
+
+    Args:
+        at: The node that the graph belongs to.
+        tape: The tape of the inner graph.
+        cotangents: Values of the inner graph and the cotangents that they get.
+        xs: The values whose cotangents are put out, zeros where none flows.
+        totals: What is added to the cotangent of each x, if anything.
+    """
+    seeds: Cotangents = {}
+    for value, part in cotangents:
+        if part is not None:
+            part = tape.tensor(part.value)
+            seeds[value] = add_cotangents(seeds[value], part) if value in seeds else part
+    found = backward(tape, list(tape.graph), seeds, xs, at.rules, asked_by=at.asked_by)
+    for index, (x, cotangent) in enumerate(zip(xs, found, strict=True)):
+        total = totals[index] if totals else None
+        if total is not None:
+            cotangent = total if cotangent is None else add_cotangents(total, cotangent)
+        result = _zeros(tape.tensor(x)) if cotangent is None else cotangent
+        tape.graph.outputs.append(_typed(op.Identity(result), x).value)
+    remove_unread(list(tape.graph))
+
+
+def _initial(
+    tape: Tape,
+    node: ir.Node,
+    g: Sequence[Cotangent],
+    states: Sequence[int],
+    captured: Sequence[ir.Value],
+) -> list[Tensor]:
+    """Returns what the backward loop starts from: cotangents of final states, and zeros."""
+    finals = [
+        _zeros(tape.tensor(node.outputs[i])) if (part := g[i]) is None else part for i in states
+    ]
+    return [*finals, *(_zeros(tape.tensor(value)) for value in captured)]
+
+
+def _zeros(x: Tensor) -> Tensor:
+    """Returns zeros like a tensor, or like the tensors of a sequence."""
+    return map_sequences(zeros_like, x) if _is_sequence(x.value) else zeros_like(x)
+
+
+def _is_sequence(value: ir.Value) -> bool:
+    return isinstance(value.type, ir.SequenceType)
+
+
+def _emit(
+    tape: Tape,
+    op_type: str,
+    inputs: Sequence[ir.Value | None],
+    attributes: Sequence[ir.Attr],
+    likes: Sequence[ir.Value],
+) -> Cotangents:
+    """Appends a node whose outputs are the cotangents of some values."""
+    node = ir.Node("", op_type, inputs, attributes, num_outputs=len(likes))
+    tape.append(node)
+    passed: Cotangents = {}
+    for output, like in zip(node.outputs, likes, strict=True):
+        part = _typed(tape.tensor(output), like)
+        passed[like] = add_cotangents(passed[like], part) if like in passed else part
+    return passed
+
+
+def _order(node: ir.Node, kind: str, count: int) -> list[tuple[int, int]]:
+    """Returns axis and direction of each scanned input or output."""
+    axes, directions = (
+        node.attributes[name].as_ints() if name in node.attributes else [0] * count
+        for name in (f"scan_{kind}_axes", f"scan_{kind}_directions")
+    )
+    return list(zip(axes, directions, strict=True))
+
+
+def _states_at(tape: Tape, loop: ir.Node, number: Tensor, count: int) -> list[ir.Value]:
+    """Repeats a loop up to an iteration; returns the states that that begins with.
+
+    Args:
+        tape: Where the repetition goes.
+        loop: A copy of the Loop node, which is put there.
+        number: The number of the iteration.
+        count: How many states there are.
+    """
+    loop.replace_input_with(0, number.value)
+    loop.resize_outputs(count)
+    body = loop.attributes["body"].as_graph()
+    del body.outputs[1 + count :]
+    remove_unread(list(body))
+    tape.append(loop)
+    for value, inside in zip(loop.outputs, body.outputs[1:], strict=True):
+        value.type = value.type or inside.type
+    return list(loop.outputs)
+
+
+def _keep(tape: Tape, node: ir.Node, body: ir.Graph, states: Sequence[ir.Value]) -> list[ir.Value]:
+    """Lets a Loop or Scan put out what its states were at the beginning of each iteration."""
+    body.opset_imports.update(tape.graph.opset_imports)
+    inner = Tape(body, names=tape.names)
+    for state in states:
+        body.outputs.append(_typed(op.Identity(inner.tensor(state)), state).value)
+    first = len(node.outputs)
+    node.resize_outputs(first + len(states))
+    for value, state in zip(node.outputs[first:], states, strict=True):
+        value.name = tape.names.unique(f"{node.name or node.op_type}_{state.name}")
+        value.type = state.type
+        value.shape = None if state.shape is None else ir.Shape([None, *state.shape])
+    for name in ("scan_output_axes", "scan_output_directions"):
+        if name in node.attributes:
+            given = node.attributes[name].as_ints()
+            node.attributes[name] = ir.AttrInt64s(name, [*given, *[0] * len(states)])
+    return list(node.outputs[first:])

@@ -1,0 +1,351 @@
+"""Rules of operators that work element by element, with broadcasting.
+
+At kinks, bounds and ties they choose the subgradient that PyTorch chooses.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ortops.autodiff.registry import Cotangents
+from ortops.autodiff.rules._compare import equal
+from ortops.autodiff.rules.table import vjp
+from ortops.graph.edit import is_float
+from ortops.graph.tensor import Tensor, op
+
+# Arithmetic
+
+
+@vjp("Add", elementwise=True)
+def add(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Cotangents:
+    return g, g
+
+
+@vjp("Sub", elementwise=True)
+def sub(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Cotangents:
+    return g, -g
+
+
+@vjp("Mul", elementwise=True)
+def mul(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Cotangents:
+    return g * b, g * a
+
+
+@vjp("Div", elementwise=True)
+def div(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Cotangents:
+    da = g / b
+    return da, -da * y
+
+
+@vjp("Pow", elementwise=True)
+def power(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Cotangents:
+    db = None
+    if is_float(b.value):
+        # x^0 = 1 and 0^y = 0 (y > 0) are constant, though log 0 is not finite.
+        flat = op.And(op.Equal(a, 0), b >= 0)
+        db = (g * y * op.Log(op.Where(flat, 1, a))).astype(b.dtype)
+    return _base_cotangent(g, a, b), db
+
+
+def _base_cotangent(g: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
+    constant = b.constant
+    if constant is not None and constant.size == 1:
+        exponent = constant.item()
+        if exponent == 0:
+            return None
+        if exponent == 1:
+            return g
+        if exponent == 2:
+            return g * (2 * a)
+    exponents = b.astype(a.dtype)
+    if constant is None or (constant == 0).any():
+        # 0 · 0^(−1) is not a number, and the derivative of x^0 is 0.
+        a = op.Where(op.And(op.Equal(a, 0), op.Equal(b, 0)), 1, a)
+    return g * (exponents * op.Pow(a, exponents - 1))
+
+
+@vjp("Neg")
+def neg(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    return -g
+
+
+@vjp("Reciprocal")
+def reciprocal(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    return -g * y * y
+
+
+@vjp("Sum", elementwise=True)
+def variadic_sum(g: Tensor, y: Tensor, *xs: Tensor) -> Cotangents:
+    return (g,) * len(xs)
+
+
+@vjp("Mean", elementwise=True)
+def variadic_mean(g: Tensor, y: Tensor, *xs: Tensor) -> Cotangents:
+    return (g * (1 / len(xs)),) * len(xs)
+
+
+@vjp("Max", "Min", elementwise=True)
+def extremum(g: Tensor, y: Tensor, *xs: Tensor) -> Cotangents:
+    if len(xs) == 1:
+        return g
+    chosen = [equal(x, y).astype(g.dtype) for x in xs]  # ties share evenly
+    share = g / op.Sum(*chosen)
+    return tuple(share * mask for mask in chosen)
+
+
+@vjp("Mod", elementwise=True)
+def mod(g: Tensor, y: Tensor, a: Tensor, b: Tensor, *, fmod: int = 0) -> Cotangents:
+    return g, -g * op.Round((a - y) / b)  # y = a − b · quotient, for either rounding
+
+
+# Exponentials, roots, trigonometry
+
+
+@vjp("Sqrt")
+def sqrt(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    return g * 0.5 / y
+
+
+@vjp("Exp")
+def exp(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    return g * y
+
+
+@vjp("Log")
+def log(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    return g / x
+
+
+@vjp("Erf")
+def erf(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    return g * (2 / math.sqrt(math.pi) * op.Exp(-x * x))
+
+
+@vjp("Sin")
+def sin(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    return g * op.Cos(x)
+
+
+@vjp("Cos")
+def cos(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    return -g * op.Sin(x)
+
+
+@vjp("Tan")
+def tan(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    return g * (1 + y * y)
+
+
+@vjp("Asin")
+def asin(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    return g / op.Sqrt((1 - x) * (1 + x))  # 1 − x² would cancel near ±1
+
+
+@vjp("Acos")
+def acos(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    return -g / op.Sqrt((1 - x) * (1 + x))
+
+
+@vjp("Atan")
+def atan(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    return g / (1 + x * x)
+
+
+@vjp("Sinh")
+def sinh(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    return g * op.Cosh(x)
+
+
+@vjp("Cosh")
+def cosh(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    return g * op.Sinh(x)
+
+
+@vjp("Tanh")
+def tanh(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    return g * (1 - y * y)
+
+
+@vjp("Asinh")
+def asinh(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    return g / op.Sqrt(1 + x * x)
+
+
+@vjp("Acosh")
+def acosh(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    return g / op.Sqrt((x - 1) * (x + 1))
+
+
+@vjp("Atanh")
+def atanh(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    return g / ((1 - x) * (1 + x))
+
+
+# Activations
+
+
+@vjp("Sigmoid")
+def sigmoid(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    return g * (y * (1 - y))
+
+
+@vjp("Softplus")
+def softplus(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    return g * op.Sigmoid(x)
+
+
+@vjp("Softsign")
+def softsign(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    size = 1 + abs(x)
+    return g / size / size  # its square could overflow
+
+
+@vjp("Relu")
+def relu(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    # A product with a mask would make NaN of an infinite cotangent, as of a root behind it.
+    return op.Where(y > 0, g, 0)
+
+
+@vjp("LeakyRelu")
+def leaky_relu(g: Tensor, y: Tensor, x: Tensor, *, alpha: float = 0.01) -> Cotangents:
+    return op.Where(x > 0, g, g * alpha)
+
+
+@vjp("PRelu", elementwise=True)
+def prelu(g: Tensor, y: Tensor, x: Tensor, slope: Tensor) -> Cotangents:
+    positive = x > 0
+    return op.Where(positive, g, g * slope), op.Where(positive, 0, g * x)
+
+
+@vjp("ThresholdedRelu")
+def thresholded_relu(g: Tensor, y: Tensor, x: Tensor, *, alpha: float = 1.0) -> Cotangents:
+    return op.Where(x > alpha, g, 0)
+
+
+@vjp("Elu")
+def elu(g: Tensor, y: Tensor, x: Tensor, *, alpha: float = 1.0) -> Cotangents:
+    return op.Where(x > 0, g, g * (y + alpha))
+
+
+@vjp("Celu")
+def celu(g: Tensor, y: Tensor, x: Tensor, *, alpha: float = 1.0) -> Cotangents:
+    return op.Where(x > 0, g, g * (y * (1 / alpha) + 1))
+
+
+@vjp("Selu")
+def selu(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    *,
+    alpha: float = 1.67326319217681884765625,
+    gamma: float = 1.05070102214813232421875,
+) -> Cotangents:
+    return op.Where(x > 0, g * gamma, g * (y + alpha * gamma))
+
+
+@vjp("HardSigmoid")
+def hard_sigmoid(
+    g: Tensor, y: Tensor, x: Tensor, *, alpha: float = 0.2, beta: float = 0.5
+) -> Cotangents:
+    return op.Where(op.And(y > 0, y < 1), g * alpha, 0)
+
+
+@vjp("HardSwish")
+def hard_swish(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    curved = g * (x * (1 / 3) + 0.5)
+    return op.Where(x >= 3, g, op.Where(x <= -3, 0, curved))
+
+
+@vjp("Gelu")
+def gelu(g: Tensor, y: Tensor, x: Tensor, *, approximate: str = "none") -> Cotangents:
+    if approximate == "none":
+        z = x * math.sqrt(0.5)
+        cumulative = 0.5 + 0.5 * op.Erf(z)
+        density = op.Exp(-math.log(math.pi) / 2 - z * z)  # of the normal distribution, times √2
+        return g * (cumulative + z * density)
+    x = op.Clip(x, -10.0, 10.0)  # beyond, tanh is ±1 to the last bit, and x² could overflow
+    square = x * x
+    scale = math.sqrt(2 / math.pi)
+    t = op.Tanh(scale * x * (1 + 0.044715 * square))
+    inner = scale * (1 + 3 * 0.044715 * square)
+    return g * (0.5 * (1 + t + x * (1 - t * t) * inner))
+
+
+@vjp("Mish")
+def mish(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    t = op.Tanh(op.Softplus(x))
+    return g * (t + x * op.Sigmoid(x) * (1 - t * t))
+
+
+@vjp("Swish")
+def swish(g: Tensor, y: Tensor, x: Tensor, *, alpha: float = 1.0) -> Cotangents:
+    s = op.Sigmoid(x * alpha)
+    return g * (s + y * (alpha * (1 - s)))
+
+
+# Selection
+
+
+@vjp("Abs")
+def absolute(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    return g * op.Sign(x)
+
+
+@vjp("Shrink")
+def shrink(g: Tensor, y: Tensor, x: Tensor, *, bias: float = 0.0, lambd: float = 0.5) -> Cotangents:
+    return op.Where(abs(x) > lambd, g, 0)
+
+
+@vjp("Clip", elementwise=True)
+def clip(
+    g: Tensor, y: Tensor, x: Tensor, low: Tensor | None = None, high: Tensor | None = None
+) -> Cotangents:
+    inside = equal(x, y)
+    below = None if low is None else x < low
+    above = None if high is None else x > high
+    if low is not None and high is not None:  # bounds that cross: y is the upper one everywhere
+        least, most = low.constant, high.constant
+        if least is None or most is None or least > most:
+            inside = op.And(inside, low <= high)
+        below = op.And(below, low < high)
+        above = op.Or(above, high < low)
+    masks = (inside, below, above)
+    return tuple(None if mask is None else op.Where(mask, g, 0) for mask in masks)
+
+
+@vjp("Where", elementwise=True)
+def where(g: Tensor, y: Tensor, condition: Tensor, a: Tensor, b: Tensor) -> Cotangents:
+    return None, op.Where(condition, g, 0), op.Where(condition, 0, g)
+
+
+# Type
+
+
+@vjp("Identity")
+def identity(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    return g
+
+
+@vjp("Cast")
+def cast(
+    g: Tensor, y: Tensor, x: Tensor, *, to: int, saturate: int = 1, round_mode: str = "up"
+) -> Cotangents:
+    return _cast_back(g, x)
+
+
+def _cast_back(g: Tensor, x: Tensor) -> Tensor:
+    return g.astype(x.dtype) if is_float(x.value) else g  # quantized numbers
+
+
+@vjp("CastLike")
+def cast_like(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    target: Tensor,
+    *,
+    saturate: int = 1,
+    round_mode: str = "up",
+) -> Cotangents:
+    return _cast_back(g, x), None

@@ -1,0 +1,249 @@
+"""Rules of the pooling operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+
+from ortops.autodiff.registry import Cotangents
+from ortops.autodiff.rules.convolution import Windows, input_gradient, static_sizes, windows
+from ortops.autodiff.rules.table import vjp
+from ortops.errors import UnsupportedError
+from ortops.graph.edit import describe
+from ortops.graph.shapes import expand_like, reshape_like, size_of
+from ortops.graph.tensor import Tensor, op, zeros_like
+
+
+def _with_channels_in_batch(x: Tensor, rank: int) -> Tensor:
+    """Returns (N, C, …) as (N · C, 1, …)."""
+    sizes = static_sizes(x, rank)
+    if None in sizes:
+        spatial = op.Shape(x, start=2)
+        return op.Reshape(x, op.Concat([-1, 1], spatial, axis=0))
+    if x.shape is not None and isinstance(x.shape[0], int) and isinstance(x.shape[1], int):
+        return op.Reshape(x, [x.shape[0] * x.shape[1], 1, *sizes])
+    return op.Reshape(x, [-1, 1, *sizes])
+
+
+def _spread(g: Tensor, x: Tensor, at: Windows) -> Tensor:
+    """Returns, for each element of x, the sum of g over the windows that hold it."""
+    kernel = cast(tuple[int, ...], at.kernel)
+    if set(at.strides) == set(at.dilations) == {1} and not isinstance(at.begin, Tensor):
+        pads = [size - 1 - p for size, p in zip(kernel * 2, at.begin + at.end, strict=True)]
+        if min(pads) >= 0:  # the mirrored windows
+            mean = op.AveragePool(g, kernel_shape=kernel, pads=pads, count_include_pad=1)
+            return (mean * math.prod(kernel)).with_shape_of(x)
+    channels = _with_channels_in_batch(g, at.rank)
+    like = _with_channels_in_batch(x, at.rank)
+    ones = np.ones((1, 1, *kernel), g.dtype)
+    result = input_gradient(channels, x.tape.constant(ones), like, at, 1)
+    return reshape_like(result, x)
+
+
+def _counts(g: Tensor, x: Tensor, at: Windows, include_pad: bool) -> Tensor:
+    """Returns how many elements each window averages, in a shape that broadcasts to g.
+
+    Padding counts where ``include_pad``; what reaches beyond it, with ceil_mode, never does.
+    """
+    result: Tensor | None = None
+    lengths, outputs = static_sizes(x, at.rank), static_sizes(g, at.rank)
+    for axis, (length, count) in enumerate(zip(lengths, outputs, strict=True)):
+        offsets = np.arange(cast(int, at.kernel[axis]), dtype=np.int64) * at.dilations[axis]
+        shape = [-1, *(1,) * (at.rank - 1 - axis)]
+        if length is not None and count is not None and not isinstance(at.begin, Tensor):
+            assert not isinstance(at.end, Tensor)
+            low, high = (at.begin[axis], at.end[axis]) if include_pad else (0, 0)
+            seen = np.arange(count)[:, None] * at.strides[axis] - at.begin[axis] + offsets
+            inside = (seen >= -low) & (seen < length + high)
+            number = x.tape.constant(inside.sum(axis=1).astype(g.dtype).reshape(shape))
+        else:
+            begin, end = at.begin[axis], at.end[axis]
+            first = op.Range(0, size_of(g, [2 + axis]), 1) * at.strides[axis] - begin
+            seen_at = op.Unsqueeze(first, [1]) + offsets
+            size = size_of(x, [2 + axis])
+            low_at, high_at = (-begin, size + end) if include_pad else (0, size)
+            inside_at = op.And(seen_at >= low_at, seen_at < high_at)
+            number = op.ReduceSum(inside_at.astype(g.dtype), [1], keepdims=0)
+            number = op.Reshape(number, shape)
+        result = number if result is None else result * number
+    assert result is not None
+    return result
+
+
+def _averaged(g: Tensor, x: Tensor, at: Windows, ceil_mode: int, include_pad: int) -> Tensor:
+    """Returns g divided by the number of elements of each window."""
+    zeros = (0,) * at.rank
+    if not ceil_mode and (include_pad or at.begin == at.end == zeros):
+        return g / math.prod(cast(tuple[int, ...], at.kernel))
+    return g / _counts(g, x, at, bool(include_pad))
+
+
+def _refuse_dilated_same(y: Tensor, auto_pad: str, dilations: Sequence[int] | None) -> None:
+    """Refuses what the standard and onnxruntime compute differently."""
+    if auto_pad.startswith("SAME") and set(dilations or (1,)) != {1}:
+        node = y.value.producer()
+        raise UnsupportedError(
+            f"{describe(node) if node else 'pooling'}: auto_pad {auto_pad} with dilations "
+            f"{list(dilations or ())}, which onnxruntime pads otherwise than the standard says; "
+            "write the padding as pads"
+        )
+
+
+@vjp("AveragePool", limits="no auto_pad SAME with dilations")
+def average_pool(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    *,
+    kernel_shape: Sequence[int],
+    auto_pad: str = "NOTSET",
+    ceil_mode: int = 0,
+    count_include_pad: int = 0,
+    dilations: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Cotangents:
+    _refuse_dilated_same(y, auto_pad, dilations)
+    at = windows(
+        x, kernel_shape, strides=strides, dilations=dilations, pads=pads, auto_pad=auto_pad
+    )
+    return _spread(_averaged(g, x, at, ceil_mode, count_include_pad), x, at)
+
+
+@vjp("GlobalAveragePool")
+def global_average_pool(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    size = size_of(x, range(2, x.ndim))
+    return expand_like(g / (size.astype(g.dtype) if isinstance(size, Tensor) else size), x)
+
+
+@vjp("GlobalMaxPool")
+def global_max_pool(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    # Of equal elements the first one is the maximum, as in MaxPool.
+    rows = [0, 0, size_of(x, range(2, x.ndim))]
+    flat = op.Reshape(x, rows)
+    indices = op.ArgMax(flat, axis=2)
+    dx = op.ScatterElements(zeros_like(flat), indices, op.Reshape(g, [0, 0, 1]), axis=2)
+    return reshape_like(dx, x)
+
+
+def _norm_scale(g: Tensor, y: Tensor, p: int) -> Tensor:
+    """Returns g / yᵖ⁻¹; where y = 0 all elements are, and so is the subgradient."""
+    if p == 1:
+        return g
+    safe: Tensor = op.Where(op.Equal(y, 0), np.array(1, y.dtype), y)
+    return g / (safe if p == 2 else safe ** (p - 1))
+
+
+def _norm_direction(x: Tensor, p: int) -> Tensor:
+    """Returns |x|ᵖ⁻¹ · sign(x)."""
+    if p == 1:
+        return op.Sign(x)
+    if p == 2:
+        return x
+    return x * (abs(x) if p == 3 else abs(x) ** (p - 2))
+
+
+@vjp("LpPool", limits="no auto_pad SAME with dilations")
+def lp_pool(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    *,
+    kernel_shape: Sequence[int],
+    auto_pad: str = "NOTSET",
+    ceil_mode: int = 0,
+    dilations: Sequence[int] | None = None,
+    p: int = 2,
+    pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Cotangents:
+    _refuse_dilated_same(y, auto_pad, dilations)
+    at = windows(
+        x, kernel_shape, strides=strides, dilations=dilations, pads=pads, auto_pad=auto_pad
+    )
+    return _spread(_norm_scale(g, y, p), x, at) * _norm_direction(x, p)
+
+
+@vjp("GlobalLpPool")
+def global_lp_pool(g: Tensor, y: Tensor, x: Tensor, *, p: int = 2) -> Cotangents:
+    return _norm_scale(g, y, p) * _norm_direction(x, p)
+
+
+@vjp("MaxPool", needs=(1,))
+def max_pool(
+    g: tuple[Tensor, Tensor | None],
+    y: tuple[Tensor, Tensor],
+    x: Tensor,
+    *,
+    kernel_shape: Sequence[int],
+    auto_pad: str = "NOTSET",
+    ceil_mode: int = 0,
+    dilations: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
+    storage_order: int = 0,
+    strides: Sequence[int] | None = None,
+) -> Cotangents:
+    # Of equal elements the first one of a window is its maximum, as in PyTorch.
+    indices = y[1]
+    if storage_order:
+        _, indices = op.MaxPool(
+            x,
+            outputs=2,
+            kernel_shape=kernel_shape,
+            auto_pad=auto_pad,
+            ceil_mode=ceil_mode,
+            dilations=dilations,
+            pads=pads,
+            strides=strides,
+        )
+    at = windows(
+        x, kernel_shape, strides=strides, dilations=dilations, pads=pads, auto_pad=auto_pad
+    )
+    if _tiles(x, at) and g[0].dtype == np.float32:  # the one type that MaxUnpool has a kernel for
+        dx = op.MaxUnpool(g[0], indices, kernel_shape=kernel_shape, strides=at.strides)
+        return dx.with_shape_of(x)
+    return _scattered(g[0], indices, x, add=True)
+
+
+def _tiles(x: Tensor, at: Windows) -> bool:
+    """Whether the windows are known to cover x without gaps or overlaps."""
+    return (
+        set(at.dilations) == {1}
+        and at.kernel == at.strides
+        and at.begin == at.end == (0,) * at.rank
+        and all(
+            size is not None and size % step == 0
+            for size, step in zip(static_sizes(x, at.rank), at.strides, strict=True)
+        )
+    )
+
+
+def _scattered(g: Tensor, indices: Tensor, x: Tensor, *, add: bool) -> Tensor:
+    """Returns zeros like x with g at flat indices."""
+    flat = op.ScatterElements(
+        op.Reshape(zeros_like(x), [-1]),
+        op.Reshape(indices, [-1]),
+        op.Reshape(g, [-1]),
+        reduction="add" if add else "none",
+    )
+    return reshape_like(flat, x)
+
+
+@vjp("MaxUnpool")
+def max_unpool(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    indices: Tensor,
+    output_shape: Tensor | None = None,
+    *,
+    kernel_shape: Sequence[int],
+    pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Cotangents:
+    # The indices count the elements of y, as in onnxruntime also where output_shape is given.
+    taken = op.GatherElements(op.Reshape(g, [-1]), op.Reshape(indices, [-1]))
+    return reshape_like(taken, x)

@@ -1,0 +1,221 @@
+"""Rules of quantization: straight through the rounding.
+
+Quantized numbers are integers, yet they carry cotangents: those of the real numbers that they
+would be without rounding. So a pair of QuantizeLinear and DequantizeLinear passes a cotangent on
+unchanged where it does not saturate, and none where it does; scales get the cotangent that learned
+step sizes have (https://arxiv.org/abs/1902.08153), those that DynamicQuantizeLinear finds too. Zero
+points are constant. Products and convolutions of quantized numbers are those of what they
+stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ortops.autodiff.registry import Cotangents
+from ortops.autodiff.rules.convolution import conv
+from ortops.autodiff.rules.linalg import matmul
+from ortops.autodiff.rules.table import rearranges, vjp
+from ortops.graph.edit import is_float
+from ortops.graph.shapes import expand_like, reshape_like, size_of, unbroadcast
+from ortops.graph.tensor import Tensor, ones_like, op
+
+STRAIGHT_THROUGH = "straight through the rounding; first order"
+
+rearranges(
+    "Concat",
+    "DepthToSpace",
+    "Expand",
+    "Flatten",
+    "Gather",
+    "Identity",
+    "MaxPool",
+    "Pad",
+    "Reshape",
+    "Resize",
+    "Slice",
+    "SpaceToDepth",
+    "Split",
+    "Squeeze",
+    "Tile",
+    "Transpose",
+    "Unsqueeze",
+    "Where",
+)
+
+
+@vjp("QuantizeLinear", quantizes=True, limits=STRAIGHT_THROUGH)
+def quantize_linear(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    *,
+    axis: int = 1,
+    block_size: int = 0,
+    output_dtype: int = 0,
+    precision: int = 0,
+    saturate: int = 1,
+) -> Cotangents:
+    if not is_float(x.value):
+        return None, None, None
+    wide = np.promote_types(np.float32, g.dtype) if g.dtype.kind == "f" else np.dtype(np.float32)
+    step = _spread(scale, x, axis, block_size).astype(wide)
+    ratio = x.astype(wide) / step
+    rounded = ratio
+    assert y.value.dtype is not None
+    if not y.value.dtype.is_floating_point():
+        rounded = op.Round(ratio)
+    if zero_point is not None:
+        # Of the type of the scale, whatever integer type it has itself.
+        shift = op.DequantizeLinear(
+            zero_point, op.CastLike(1.0, scale), axis=0 if zero_point.shape else 1
+        )
+        rounded = rounded + _spread(shift, x, axis, block_size).astype(wide)
+    low, high = float(y.value.dtype.min), float(y.value.dtype.max)
+    inside = op.And(op.GreaterOrEqual(rounded, low), op.LessOrEqual(rounded, high))
+    dx = op.Where(inside, g.astype(wide) / step, 0)
+    dscale = _gather_up(-(dx * ratio), scale, x, axis, block_size)
+    return dx.astype(x.dtype), dscale.astype(scale.dtype), None
+
+
+@vjp("DequantizeLinear", limits=STRAIGHT_THROUGH)
+def dequantize_linear(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    *,
+    axis: int = 1,
+    block_size: int = 0,
+    output_dtype: int = 0,
+) -> Cotangents:
+    step = _spread(scale, x, axis, block_size).astype(g.dtype)
+    number = op.DequantizeLinear(
+        x, ones_like(scale), zero_point, axis=axis, block_size=block_size or None
+    )
+    dscale = _gather_up(g * number.astype(g.dtype), scale, x, axis, block_size)
+    return g * step, dscale.astype(scale.dtype), None
+
+
+@vjp("DynamicQuantizeLinear", quantizes=True, limits=STRAIGHT_THROUGH)
+def dynamic_quantize_linear(
+    g: tuple[Tensor | None, ...], y: tuple[Tensor | None, ...], x: Tensor
+) -> Cotangents:
+    g_y, g_scale, _ = (*g, None, None)[:3]
+    scale = y[1]
+    assert scale is not None
+    dx = None
+    if g_y is not None:
+        dx = g_y / scale
+        through = -op.ReduceSum(dx * x, keepdims=0) / scale
+        g_scale = through if g_scale is None else g_scale + through
+    if g_scale is None:
+        return dx
+    # The scale is the width of the range, zero included, in 255 steps.
+    spread = _share(op.Equal(x, op.ReduceMax(x)), x > 0) - _share(
+        op.Equal(x, op.ReduceMin(x)), x < 0
+    )
+    ends = spread * (g_scale * (1 / 255))
+    return ends if dx is None else dx + ends
+
+
+def _share(is_end: Tensor, counts: Tensor) -> Tensor:
+    """Returns equal shares, of 1 in all, for the elements at an end of the range."""
+    mask = op.And(is_end, counts).astype(np.float32)
+    return mask / op.Max(op.ReduceSum(mask), 1)
+
+
+@vjp("MatMulInteger", quantizes=True, limits=STRAIGHT_THROUGH)
+def matmul_integer(
+    g: Tensor,
+    y: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_zero_point: Tensor | None = None,
+    b_zero_point: Tensor | None = None,
+) -> Cotangents:
+    # A zero point of one factor is that of the tensor, of its rows (a), or of its columns (b).
+    if a_zero_point is not None and a_zero_point.ndim == 1 and a.ndim > 1:
+        a_zero_point = op.Unsqueeze(a_zero_point, [1])
+    left, right = _real(a, a_zero_point, g), _real(b, b_zero_point, g)
+    return matmul(g, y, left, right)
+
+
+@vjp("ConvInteger", quantizes=True, limits=STRAIGHT_THROUGH)
+def conv_integer(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    w: Tensor,
+    x_zero_point: Tensor | None = None,
+    w_zero_point: Tensor | None = None,
+    *,
+    auto_pad: str = "NOTSET",
+    dilations: Sequence[int] | None = None,
+    group: int = 1,
+    kernel_shape: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Cotangents:
+    if w_zero_point is not None and w_zero_point.ndim == 1:  # one for each output channel
+        w_zero_point = op.Unsqueeze(w_zero_point, list(range(1, w.ndim)))
+    # Padding is with the zero point, which stands for zero.
+    return conv(
+        g,
+        y,
+        _real(x, x_zero_point, g),
+        _real(w, w_zero_point, g),
+        auto_pad=auto_pad,
+        dilations=dilations,
+        group=group,
+        kernel_shape=kernel_shape,
+        pads=pads,
+        strides=strides,
+    )
+
+
+def _real(x: Tensor, zero_point: Tensor | None, like: Tensor) -> Tensor:
+    wide = x.astype(like.dtype)
+    return wide if zero_point is None else wide - zero_point.astype(like.dtype)
+
+
+def _spread(scale: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
+    """Returns one number for the tensor, for each index of an axis, or each block, to multiply."""
+    if scale.ndim == 0 or scale.shape == (1,):
+        return scale
+    axis %= x.ndim
+    if not block_size:
+        behind = list(range(1, x.ndim - axis))
+        return op.Unsqueeze(scale, behind) if behind else scale
+    size = size_of(x, [axis])
+    if isinstance(size, int):
+        blocks = x.tape.constant(np.arange(size) // block_size)
+    else:
+        blocks = op.Div(op.Range(x.tape.constant(np.array(0)), size, 1), block_size)
+    return op.Gather(scale, blocks, axis=axis).with_shape_of(x)
+
+
+def _gather_up(g: Tensor, scale: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
+    """Returns the sum of what each scale was spread to."""
+    g = expand_like(g, x)
+    if scale.ndim == 0 or scale.shape == (1,):
+        return reshape_like(op.ReduceSum(g, keepdims=0), scale)
+    axis %= x.ndim
+    if not block_size:
+        others = [other for other in range(x.ndim) if other != axis]
+        return op.ReduceSum(g, others, keepdims=0) if others else g
+    count, size = size_of(scale, [axis]), size_of(x, [axis])
+    if isinstance(count, int) and isinstance(size, int):
+        missing: int | Tensor = count * block_size - size
+    else:
+        missing = op.Sub(op.Mul(op.Gather(op.Shape(scale), axis), block_size), size)
+    g = op.Pad(g, [0, missing], None, [axis])
+    before, behind = [size_of(x, [a]) for a in range(axis)], list(range(axis + 1, x.ndim))
+    split = [*before, count, block_size, *(size_of(x, [a]) for a in behind)]
+    blocks = op.Reshape(g, split)
+    return unbroadcast(op.ReduceSum(blocks, [axis + 1], keepdims=0), scale)

@@ -1,0 +1,523 @@
+"""What operators on quantized numbers stand for: DequantizeLinear, the operator, QuantizeLinear.
+
+In the forward pass they stay as they are, in integers, where the real numbers would round
+otherwise. In the backward pass the real numbers come once more, and the cotangent goes straight
+through the rounding (see `ortops.autodiff.rules.quantization`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from ortops.autodiff.registry import Cotangents
+from ortops.autodiff.rules.attention import attend_projected
+from ortops.autodiff.rules.microsoft import MICROSOFT, embed_layer_normalization
+from ortops.autodiff.rules.quantization import STRAIGHT_THROUGH
+from ortops.autodiff.rules.table import definition
+from ortops.errors import UnsupportedError
+from ortops.graph.shapes import reshape_like
+from ortops.graph.tensor import Tensor, op
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _on_integers(op_type: str, domain: str = "") -> Callable[[_F], _F]:
+    """Registers what an operator on quantized numbers stands for."""
+    return definition(op_type, domain=domain, keep=True, quantizes=True, limits=STRAIGHT_THROUGH)
+
+
+def _is_one(scale: Tensor) -> bool:
+    """Whether there is one scale for the whole tensor."""
+    return scale.ndim == 0 or scale.shape == (1,)
+
+
+def real(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int = -1) -> Tensor:
+    """Returns the numbers that integers stand for.
+
+    Args:
+        x: The integers.
+        scale: One for the tensor, one for each index of an axis, or of a shape that broadcasts.
+        zero_point: The same; 0 by default.
+        axis: The axis that several scales belong to.
+    """
+    if _is_one(scale):
+        return op.DequantizeLinear(x, scale, zero_point)
+    if scale.ndim == 1:
+        return op.DequantizeLinear(x, scale, zero_point, axis=axis % x.ndim)
+    number = op.CastLike(x, scale)
+    if zero_point is not None:
+        number = number - op.CastLike(zero_point, scale)
+    return number * scale
+
+
+def _integers(y: Tensor, scale: Tensor, zero_point: Tensor | None, like: Tensor) -> Tensor:
+    """Quantizes to the type of the zero point, or, without one, of another tensor."""
+    kind = like.value.dtype if zero_point is None else None
+    return op.QuantizeLinear(y, scale, zero_point, output_dtype=kind)
+
+
+@_on_integers("QLinearMatMul")
+def qlinear_matmul(
+    a: Tensor,
+    a_scale: Tensor,
+    a_zero_point: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_zero_point: Tensor,
+    y_scale: Tensor,
+    y_zero_point: Tensor,
+) -> Cotangents:
+    # Scales of the left factor are those of its rows, of the right one those of its columns.
+    left, right = real(a, a_scale, a_zero_point, -2), real(b, b_scale, b_zero_point, -1)
+    return _integers(op.MatMul(left, right), y_scale, y_zero_point, a)
+
+
+@_on_integers("QLinearConv")
+def qlinear_conv(
+    x: Tensor,
+    x_scale: Tensor,
+    x_zero_point: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    w_zero_point: Tensor,
+    y_scale: Tensor,
+    y_zero_point: Tensor,
+    bias: Tensor | None = None,
+    *,
+    auto_pad: str = "NOTSET",
+    dilations: Sequence[int] | None = None,
+    group: int = 1,
+    kernel_shape: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Tensor:
+    y = op.Conv(
+        real(x, x_scale, x_zero_point, 1),
+        real(w, w_scale, w_zero_point, 0),
+        None if bias is None else op.CastLike(bias, w_scale) * (x_scale * w_scale),
+        auto_pad=auto_pad,
+        dilations=dilations,
+        group=group,
+        kernel_shape=kernel_shape,
+        pads=pads,
+        strides=strides,
+    )
+    return _integers(y, y_scale, y_zero_point, x)
+
+
+# onnxruntime's operators
+
+
+@_on_integers("QLinearConv", domain=MICROSOFT)
+def qlinear_conv_with_layout(
+    x: Tensor,
+    x_scale: Tensor,
+    x_zero_point: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    w_zero_point: Tensor,
+    y_scale: Tensor,
+    y_zero_point: Tensor,
+    bias: Tensor | None = None,
+    *,
+    auto_pad: str = "NOTSET",
+    channels_last: int = 0,
+    dilations: Sequence[int] | None = None,
+    group: int = 1,
+    kernel_shape: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Cotangents:
+    y = qlinear_conv(
+        _channels_second(x, channels_last),
+        x_scale,
+        x_zero_point,
+        w,
+        w_scale,
+        w_zero_point,
+        y_scale,
+        y_zero_point,
+        bias,
+        auto_pad=auto_pad,
+        dilations=dilations,
+        group=group,
+        kernel_shape=kernel_shape,
+        pads=pads,
+        strides=strides,
+    )
+    return _as_in(x, y, channels_last)
+
+
+@definition("NhwcMaxPool", domain=MICROSOFT, limits=STRAIGHT_THROUGH)
+def nhwc_max_pool(
+    x: Tensor,
+    *,
+    kernel_shape: Sequence[int],
+    auto_pad: str = "NOTSET",
+    ceil_mode: int = 0,
+    dilations: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Cotangents:
+    y = op.MaxPool(
+        _channels_second(x, 1),
+        kernel_shape=kernel_shape,
+        auto_pad=auto_pad,
+        ceil_mode=ceil_mode,
+        dilations=dilations,
+        pads=pads,
+        strides=strides,
+    )
+    return _as_in(x, y, 1)
+
+
+@_on_integers("QLinearAdd", domain=MICROSOFT)
+def qlinear_add(
+    a: Tensor,
+    a_scale: Tensor,
+    a_zero_point: Tensor | None,
+    b: Tensor,
+    b_scale: Tensor,
+    b_zero_point: Tensor | None,
+    y_scale: Tensor,
+    y_zero_point: Tensor | None = None,
+) -> Cotangents:
+    y = real(a, a_scale, a_zero_point) + real(b, b_scale, b_zero_point)
+    return _integers(y, y_scale, y_zero_point, a)
+
+
+@_on_integers("QLinearMul", domain=MICROSOFT)
+def qlinear_mul(
+    a: Tensor,
+    a_scale: Tensor,
+    a_zero_point: Tensor | None,
+    b: Tensor,
+    b_scale: Tensor,
+    b_zero_point: Tensor | None,
+    y_scale: Tensor,
+    y_zero_point: Tensor | None = None,
+) -> Cotangents:
+    y = real(a, a_scale, a_zero_point) * real(b, b_scale, b_zero_point)
+    return _integers(y, y_scale, y_zero_point, a)
+
+
+@_on_integers("QLinearWhere", domain=MICROSOFT)
+def qlinear_where(
+    condition: Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    a_zero_point: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_zero_point: Tensor,
+    y_scale: Tensor,
+    y_zero_point: Tensor,
+) -> Cotangents:
+    y = op.Where(condition, real(a, a_scale, a_zero_point), real(b, b_scale, b_zero_point))
+    return _integers(y, y_scale, y_zero_point, a)
+
+
+@_on_integers("QLinearConcat", domain=MICROSOFT)
+def qlinear_concat(y_scale: Tensor, y_zero_point: Tensor, *parts: Tensor, axis: int) -> Cotangents:
+    numbers = [real(*part) for part in zip(parts[::3], parts[1::3], parts[2::3], strict=True)]
+    return _integers(op.Concat(*numbers, axis=axis), y_scale, y_zero_point, parts[0])
+
+
+@_on_integers("QLinearSigmoid", domain=MICROSOFT)
+def qlinear_sigmoid(
+    x: Tensor,
+    x_scale: Tensor,
+    x_zero_point: Tensor | None,
+    y_scale: Tensor,
+    y_zero_point: Tensor | None = None,
+) -> Cotangents:
+    return _integers(op.Sigmoid(real(x, x_scale, x_zero_point)), y_scale, y_zero_point, x)
+
+
+@_on_integers("QLinearLeakyRelu", domain=MICROSOFT)
+def qlinear_leaky_relu(
+    x: Tensor,
+    x_scale: Tensor,
+    x_zero_point: Tensor | None,
+    y_scale: Tensor,
+    y_zero_point: Tensor | None = None,
+    *,
+    alpha: float = 0.01,
+) -> Cotangents:
+    y = op.LeakyRelu(real(x, x_scale, x_zero_point), alpha=alpha)
+    return _integers(y, y_scale, y_zero_point, x)
+
+
+@_on_integers("QLinearSoftmax", domain=MICROSOFT)
+def qlinear_softmax(
+    x: Tensor,
+    x_scale: Tensor,
+    x_zero_point: Tensor | None,
+    y_scale: Tensor,
+    y_zero_point: Tensor,
+    *,
+    opset: int,
+    axis: int = -1,
+) -> Cotangents:
+    number = real(x, x_scale, x_zero_point)
+    if opset >= 13:
+        y = op.Softmax(number, axis=axis)
+    else:  # over the axis and all those behind it
+        y = reshape_like(op.Softmax(op.Flatten(number, axis=axis), axis=-1), number)
+    return _integers(y, y_scale, y_zero_point, x)
+
+
+@_on_integers("QLinearAveragePool", domain=MICROSOFT)
+def qlinear_average_pool(
+    x: Tensor,
+    x_scale: Tensor,
+    x_zero_point: Tensor | None,
+    y_scale: Tensor,
+    y_zero_point: Tensor | None = None,
+    *,
+    kernel_shape: Sequence[int],
+    auto_pad: str = "NOTSET",
+    ceil_mode: int = 0,
+    channels_last: int = 0,
+    count_include_pad: int = 0,
+    pads: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Cotangents:
+    number = _channels_second(real(x, x_scale, x_zero_point), channels_last)
+    y = op.AveragePool(
+        number,
+        kernel_shape=kernel_shape,
+        auto_pad=auto_pad,
+        ceil_mode=ceil_mode,
+        count_include_pad=count_include_pad,
+        pads=pads,
+        strides=strides,
+    )
+    return _integers(_as_in(x, y, channels_last), y_scale, y_zero_point, x)
+
+
+@_on_integers("QLinearGlobalAveragePool", domain=MICROSOFT)
+def qlinear_global_average_pool(
+    x: Tensor,
+    x_scale: Tensor,
+    x_zero_point: Tensor,
+    y_scale: Tensor,
+    y_zero_point: Tensor,
+    *,
+    channels_last: int = 0,
+) -> Cotangents:
+    number = _channels_second(real(x, x_scale, x_zero_point), channels_last)
+    y = _as_in(x, op.GlobalAveragePool(number), channels_last)
+    return _integers(y, y_scale, y_zero_point, x)
+
+
+def _channels_second(x: Tensor, channels_last: int) -> Tensor:
+    perm = [0, x.ndim - 1, *range(1, x.ndim - 1)]
+    return op.Transpose(x, perm=perm) if channels_last else x
+
+
+def _as_in(x: Tensor, y: Tensor, channels_last: int) -> Tensor:
+    """Returns y, which has its channels second, with them where those of x are."""
+    perm = [0, *range(2, x.ndim), 1]
+    return op.Transpose(y, perm=perm) if channels_last else y
+
+
+@_on_integers("QGemm", domain=MICROSOFT)
+def qgemm(
+    a: Tensor,
+    a_scale: Tensor,
+    a_zero_point: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_zero_point: Tensor,
+    c: Tensor | None = None,
+    y_scale: Tensor | None = None,
+    y_zero_point: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    transA: int = 0,
+    transB: int = 0,
+) -> Cotangents:
+    left, right = real(a, a_scale, a_zero_point), real(b, b_scale, b_zero_point, 1 - transB)
+    bias = None if c is None else op.CastLike(c, a_scale) * (a_scale * b_scale * alpha)
+    y = op.Gemm(left, right, bias, alpha=alpha, transA=transA, transB=transB)
+    return y if y_scale is None else _integers(y, y_scale, y_zero_point, a)
+
+
+@definition("QuantizeLinear", domain=MICROSOFT, limits=STRAIGHT_THROUGH)
+def quantize_linear(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, axis: int = 1
+) -> Cotangents:
+    return op.QuantizeLinear(x, scale, zero_point, axis=0 if _is_one(scale) else axis)
+
+
+@definition("DequantizeLinear", domain=MICROSOFT, limits=STRAIGHT_THROUGH)
+def dequantize_linear(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, axis: int = 1
+) -> Cotangents:
+    return op.DequantizeLinear(x, scale, zero_point, axis=0 if _is_one(scale) else axis)
+
+
+@definition("DynamicQuantizeMatMul", domain=MICROSOFT, limits=STRAIGHT_THROUGH)
+def dynamic_quantize_matmul(
+    a: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    b_zero_point: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Cotangents:
+    numbers, scale, zero_point = op.DynamicQuantizeLinear(a)
+    return matmul_integer_to_float(numbers, b, scale, b_scale, zero_point, b_zero_point, bias)
+
+
+@definition("MatMulIntegerToFloat", domain=MICROSOFT, limits=STRAIGHT_THROUGH)
+def matmul_integer_to_float(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    a_zero_point: Tensor | None = None,
+    b_zero_point: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    product = op.MatMulInteger(a, b, a_zero_point, b_zero_point)
+    y = op.CastLike(product, a_scale) * (a_scale * b_scale)
+    return y if bias is None else y + bias
+
+
+@definition(
+    "QAttention", domain=MICROSOFT, limits=f"{STRAIGHT_THROUGH}; no do_rotary, no shared buffer"
+)
+def qattention(
+    x: Tensor,
+    weights: Tensor,
+    bias: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    mask_index: Tensor | None = None,
+    x_zero_point: Tensor | None = None,
+    weight_zero_point: Tensor | None = None,
+    past: Tensor | None = None,
+    *,
+    num_heads: int,
+    do_rotary: int = 0,
+    mask_filter_value: float = -10000.0,
+    past_present_share_buffer: int = 0,
+    scale: float = 0.0,
+    unidirectional: int = 0,
+) -> Cotangents:
+    if do_rotary or past_present_share_buffer:
+        raise UnsupportedError(
+            f"do_rotary is {do_rotary}, past_present_share_buffer {past_present_share_buffer}; 0 "
+            "has a gradient"
+        )
+    projected = matmul_integer_to_float(
+        x, weights, x_scale, weight_scale, x_zero_point, weight_zero_point, bias
+    )
+    return attend_projected(
+        projected,
+        mask_index,
+        past,
+        None,
+        num_heads=num_heads,
+        mask_filter_value=mask_filter_value,
+        scale=scale,
+        unidirectional=unidirectional,
+    )
+
+
+@definition("QEmbedLayerNormalization", domain=MICROSOFT, limits=STRAIGHT_THROUGH)
+def qembed_layer_normalization(
+    input_ids: Tensor,
+    segment_ids: Tensor | None,
+    words: Tensor,
+    positions: Tensor,
+    segments: Tensor | None,
+    gamma: Tensor,
+    beta: Tensor,
+    mask: Tensor | None,
+    words_scale: Tensor,
+    positions_scale: Tensor,
+    segments_scale: Tensor | None,
+    gamma_scale: Tensor,
+    beta_scale: Tensor,
+    words_zero_point: Tensor,
+    positions_zero_point: Tensor,
+    segments_zero_point: Tensor | None,
+    gamma_zero_point: Tensor,
+    beta_zero_point: Tensor,
+    *,
+    epsilon: float = 1e-12,
+) -> Cotangents:
+    of_segments = None
+    if segments is not None and segments_scale is not None:
+        of_segments = real(segments, segments_scale, segments_zero_point)
+    y, index, _ = embed_layer_normalization(
+        input_ids,
+        segment_ids,
+        real(words, words_scale, words_zero_point),
+        real(positions, positions_scale, positions_zero_point),
+        of_segments,
+        real(gamma, gamma_scale, gamma_zero_point),
+        real(beta, beta_scale, beta_zero_point),
+        mask,
+        epsilon=epsilon,
+    )
+    return y, index
+
+
+@definition("DynamicQuantizeLSTM", domain=MICROSOFT, keep=True, limits=STRAIGHT_THROUGH)
+def dynamic_quantize_lstm(
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    b: Tensor | None,
+    sequence_lens: Tensor | None,
+    initial_h: Tensor | None,
+    initial_c: Tensor | None,
+    p: Tensor | None,
+    w_scale: Tensor,
+    w_zero_point: Tensor,
+    r_scale: Tensor,
+    r_zero_point: Tensor,
+    *,
+    activation_alpha: Sequence[float] | None = None,
+    activation_beta: Sequence[float] | None = None,
+    activations: Sequence[str] | None = None,
+    clip: float | None = None,
+    direction: str = "forward",
+    hidden_size: int | None = None,
+    input_forget: int = 0,
+) -> Cotangents:
+    return op.LSTM(
+        x,
+        _transposed(w, w_scale, w_zero_point),
+        _transposed(r, r_scale, r_zero_point),
+        b,
+        sequence_lens,
+        initial_h,
+        initial_c,
+        p,
+        activation_alpha=activation_alpha,
+        activation_beta=activation_beta,
+        activations=activations,
+        clip=clip,
+        direction=direction,
+        hidden_size=hidden_size,
+        input_forget=input_forget,
+        outputs=3,
+    )
+
+
+def _transposed(w: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    """Returns the weights (direction, column, row) that integers stand for as LSTM takes them.
+
+    Args:
+        w: Integers (direction, row, column).
+        scale: One for each direction, or for each direction and column.
+        zero_point: The same.
+    """
+    axes = [1] if scale.ndim == 2 else [1, 2]
+    scale, zero_point = op.Unsqueeze(scale, axes), op.Unsqueeze(zero_point, axes)
+    return op.Transpose(real(w, scale, zero_point), perm=[0, 2, 1])

@@ -1,0 +1,712 @@
+"""Rules of recurrent operators: LSTM, GRU and RNN.
+
+The output Y tells the hidden state before each step, so the pre-activations of all steps are one
+product each with W and R, and the rest of a step is elementwise: its derivatives, here called
+slopes, are found for all steps at once. Only the cotangents of the states go step by step, in a
+Scan against the direction of the node, which is linear in them. What that gives for the
+pre-activations flows to X, W, R and B through the products, for all steps at once again.
+
+What an LSTM does element by element stands in functions of its own: `lstm_update`, `lstm_slopes`
+and `lstm_step`. They take one step or all steps at once, in any layout, and gates that were kept as
+well as those computed again.
+
+Here ``a_i`` is the pre-activation of gate i (z and r: update and reset gate, n: new hidden state;
+i, o, f and c: input, output and forget gate, and candidate), ``h_i`` the slope ∂h/∂a_i, ``h_h`` and
+``h_c`` slopes with respect to states, ``c_cell`` that of a cell state with respect to the one
+before, and ``dh`` the cotangent of the hidden state.
+
+The equations are those of the ONNX operators; where onnxruntime differs (defaults of activations),
+or says more (a sequence of length 0 ends in zeros), they are onnxruntime's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, cast
+
+import numpy as np
+import onnx_ir as ir
+
+from ortops.autodiff.backward import backward
+from ortops.autodiff.registry import Cotangents, Rules
+from ortops.autodiff.rules.table import nested_vjp
+from ortops.errors import UnsupportedError
+from ortops.graph.edit import describe
+from ortops.graph.shapes import size_of
+from ortops.graph.tensor import Dim, Tape, Tensor, ones_like, op, zeros_like
+
+MaybeTensor = Tensor | None
+
+# Each takes alpha and beta if its name is in the tables of their defaults.
+_ACTIVATIONS: Mapping[str, Callable[[Tensor, float, float], Tensor]] = {
+    "Affine": lambda x, alpha, beta: x * alpha + beta,
+    "Elu": lambda x, alpha, beta: op.Elu(x, alpha=alpha),
+    "HardSigmoid": lambda x, alpha, beta: op.HardSigmoid(x, alpha=alpha, beta=beta),
+    "LeakyRelu": lambda x, alpha, beta: op.LeakyRelu(x, alpha=alpha),
+    "Relu": lambda x, alpha, beta: op.Relu(x),
+    "ScaledTanh": lambda x, alpha, beta: op.Tanh(x * beta) * alpha,
+    "Sigmoid": lambda x, alpha, beta: op.Sigmoid(x),
+    "Softplus": lambda x, alpha, beta: op.Softplus(x),
+    "Softsign": lambda x, alpha, beta: op.Softsign(x),
+    "Tanh": lambda x, alpha, beta: op.Tanh(x),
+    "ThresholdedRelu": lambda x, alpha, beta: op.ThresholdedRelu(x, alpha=alpha),
+}
+# onnxruntime's defaults: the standard has none for Affine and ScaledTanh, and 1 for ThresholdedRelu
+_ALPHA = {
+    "Affine": 0.0,
+    "Elu": 1.0,
+    "HardSigmoid": 0.2,
+    "LeakyRelu": 0.01,
+    "ScaledTanh": 0.0,
+    "ThresholdedRelu": 0.0,
+}
+_BETA = {"Affine": 0.0, "HardSigmoid": 0.5, "ScaledTanh": 0.0}
+
+
+@dataclass(frozen=True)
+class _Activation:
+    """An activation, its numbers, and the limit of what it is applied to."""
+
+    name: str
+    alpha: float
+    beta: float
+    clip: float | None
+
+    def __call__(self, a: Tensor) -> Tensor:
+        limited = a if self.clip is None else op.Clip(a, -self.clip, self.clip)
+        return _ACTIVATIONS[self.name](limited, self.alpha, self.beta)
+
+
+class Activated(NamedTuple):
+    """A value ``y = f(a)`` of an activation, and what makes ∂(w · y)/∂a of w and w · y."""
+
+    y: Tensor
+    slope: Callable[[Tensor, Tensor], Tensor]
+
+
+def sigmoid_value(y: Tensor) -> Activated:
+    return Activated(y, lambda w, product: product - y * product)
+
+
+def tanh_value(y: Tensor) -> Activated:
+    return Activated(y, lambda w, product: w - product * y)
+
+
+@dataclass
+class _Attributes:
+    """The attributes that the three operators have in common."""
+
+    activation_alpha: Sequence[float] | None
+    activation_beta: Sequence[float] | None
+    activations: Sequence[str]
+    clip: float | None
+    direction: str
+    hidden_size: int | None
+    layout: int
+
+
+@dataclass
+class _Sweep:
+    """One direction of a recurrent node: all tensors have time first and no axis of directions.
+
+    Attributes:
+        rules: How cotangents pass through what is emitted.
+        start: The number of nodes that the tape had before those of the rule.
+        reverse: Whether the node goes from the end of the sequences to their beginning.
+        activations: The direction's activations.
+        units: The size of the hidden state, H.
+        x: The input, [T, N, I].
+        w: The weights of the input, [gates · H, I].
+        r: The weights of the hidden state, [gates · H, H].
+        w_bias: The bias of w, [gates · H].
+        r_bias: The bias of r, [gates · H].
+        p: The weights of the peepholes, [3 · H].
+        h: The hidden state at the beginning, [N, H].
+        c: The cell state at the beginning, [N, H].
+        y: The hidden state after each step, [T, N, H].
+        dy: The cotangent of y, masked.
+        dh: The cotangent of the last hidden state, [N, H].
+        dc: The cotangent of the last cell state, [N, H].
+        valid: Whether a step belongs to the sequence, [T, N, 1].
+        last: Whether a step is the last one of the sequence, [T, N, 1].
+    """
+
+    rules: Rules
+    start: int
+    reverse: bool
+    activations: Sequence[_Activation]
+    units: int | Tensor
+    x: Tensor
+    w: Tensor
+    r: Tensor
+    w_bias: MaybeTensor
+    r_bias: MaybeTensor
+    p: MaybeTensor
+    h: Tensor
+    c: Tensor
+    y: Tensor
+    dy: MaybeTensor
+    dh: Tensor
+    dc: Tensor
+    valid: MaybeTensor
+    last: MaybeTensor
+
+    def hidden_before(self) -> Tensor:
+        """Returns the hidden state before each step, [T, N, H]."""
+        first = op.Unsqueeze(self.h, [0])
+        if self.reverse:
+            before = op.Concat(self.y, first, axis=0)[1:, :, :]
+            if self.last is not None:  # a shorter sequence begins earlier
+                before = op.Where(self.last, first, before)
+        else:
+            before = op.Concat(first, self.y, axis=0)[:-1, :, :]
+        return before.with_shape_of(self.y)
+
+    def project(self, x: Tensor, weights: Tensor, bias: MaybeTensor) -> Tensor:
+        """Returns x · weightsᵀ + bias for all steps."""
+        rows = op.Gemm(op.Flatten(x, axis=2), weights, bias, transB=1)
+        steps, batch = x.shape[:2] if x.shape else (None, None)
+        sizes = [size_of(x, [0]), size_of(x, [1]), size_of(weights, [0])]
+        size = sizes[2] if isinstance(sizes[2], int) else None
+        shaped = op.Reshape(rows, sizes, allowzero=1)
+        return shaped.with_shape([steps, batch, size])
+
+    def mask(self, x: Tensor, other: float = 0) -> Tensor:
+        """Replaces what steps after the end of a sequence computed."""
+        return x if self.valid is None else op.Where(self.valid, x, other)
+
+    def hold(self) -> MaybeTensor:
+        """Returns 1 for steps that pass the hidden state on and 0 for the others, [T, N, 1]."""
+        return None if self.valid is None else op.Not(self.valid).astype(self.x.dtype)
+
+    def slopes(self, y: Tensor, xs: Sequence[Tensor], w: MaybeTensor = None) -> list[Tensor]:
+        """Returns w · dy/dx for tensors of which y is a function element by element."""
+        values = [x.value for x in xs]
+        nodes = y.tape.nodes[self.start :]
+        seeds = {y.value: ones_like(y) if w is None else w}
+        found = backward(y.tape, nodes, seeds, values, self.rules, asked_by="a slope")
+        return [zeros_like(y) if slope is None else slope for slope in found]
+
+    def activate(self, f: _Activation, a: Tensor) -> Activated:
+        """Applies an activation."""
+        y = f(a)
+        explicit = {"Sigmoid": sigmoid_value, "Tanh": tanh_value}.get(f.name)
+        if explicit and f.clip is None:
+            return explicit(y)
+        return Activated(y, lambda w, product: self.slopes(y, [a], w)[0])
+
+    def scan(
+        self, step: Callable[..., Sequence[Tensor]], states: Sequence[Tensor], *slices: MaybeTensor
+    ) -> list[Tensor]:
+        """Emits a Scan against the direction of the node; see `scan`."""
+        return scan(step, states, slices, backwards=not self.reverse)
+
+
+Cell = Callable[[_Sweep], tuple[dict[Tensor, Tensor], list[Tensor]]]
+"""Returns cotangents of tensors that a sweep computed from the inputs of the node, and the tensors
+at which it took the graph to be cut when it found them."""
+
+
+@nested_vjp("RNN", needs=(0,), limits="at least one step where only a run tells")
+def rnn(
+    rules: Rules,
+    g: Sequence[MaybeTensor],
+    y: Sequence[MaybeTensor],
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    b: MaybeTensor = None,
+    sequence_lens: MaybeTensor = None,
+    initial_h: MaybeTensor = None,
+    *,
+    activation_alpha: Sequence[float] | None = None,
+    activation_beta: Sequence[float] | None = None,
+    activations: Sequence[str] = ("Tanh", "Tanh"),
+    clip: float | None = None,
+    direction: str = "forward",
+    hidden_size: int | None = None,
+    layout: int = 0,
+) -> Cotangents:
+    attributes = _Attributes(
+        activation_alpha, activation_beta, activations, clip, direction, hidden_size, layout
+    )
+    return _recurrent(rules, _rnn, 1, g, y, (x, w, r, b, sequence_lens, initial_h), attributes)
+
+
+def _rnn(at: _Sweep) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
+    (f,) = at.activations
+    before = at.hidden_before()
+    of_x, of_h = at.project(at.x, at.w, at.w_bias), at.project(before, at.r, at.r_bias)
+    a = of_x + of_h
+    (h_a,) = at.slopes(f(a), [a])
+
+    def step(dh: Tensor, dy: MaybeTensor, h_a: Tensor, hold: MaybeTensor) -> Sequence[Tensor]:
+        dh = _plus(dh, dy)
+        da = dh * h_a
+        return _plus(da @ _inside(dh, at.r), _times(dh, hold)), da
+
+    dh, da = at.scan(step, [at.dh], at.dy, at.mask(h_a), at.hold())
+    return {of_x: da, of_h: da, at.h: dh}, [before]
+
+
+@nested_vjp("GRU", needs=(0,), limits="at least one step where only a run tells")
+def gru(
+    rules: Rules,
+    g: Sequence[MaybeTensor],
+    y: Sequence[MaybeTensor],
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    b: MaybeTensor = None,
+    sequence_lens: MaybeTensor = None,
+    initial_h: MaybeTensor = None,
+    *,
+    activation_alpha: Sequence[float] | None = None,
+    activation_beta: Sequence[float] | None = None,
+    activations: Sequence[str] | None = None,
+    clip: float | None = None,
+    direction: str = "forward",
+    hidden_size: int | None = None,
+    layout: int = 0,
+    linear_before_reset: int = 0,
+) -> Cotangents:
+    if activations is None:
+        activations = ("Sigmoid", "Tanh") * 2
+    attributes = _Attributes(
+        activation_alpha, activation_beta, activations, clip, direction, hidden_size, layout
+    )
+    cell = _gru_linear_before_reset if linear_before_reset else _gru
+    return _recurrent(rules, cell, 2, g, y, (x, w, r, b, sequence_lens, initial_h), attributes)
+
+
+def _gru(at: _Sweep) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
+    f, g = at.activations
+    sizes = [at.units * 2, at.units]
+    r_gates, r_new = op.Split(at.r, sizes, axis=0)
+    gates_bias, new_bias = (None, None)
+    if at.r_bias is not None:
+        gates_bias, new_bias = op.Split(at.r_bias, sizes, axis=0)
+    before = at.hidden_before()
+    of_x, of_h = at.project(at.x, at.w, at.w_bias), at.project(before, r_gates, gates_bias)
+    x_gates, x_new = op.Split(of_x, sizes, axis=2)
+    a_z, a_r = op.Split(x_gates + of_h, axis=2, num_outputs=2)
+    reset = f(a_r) * before
+    of_reset = at.project(reset, r_new, new_bias)
+    a_n = x_new + of_reset
+    z = f(a_z)
+    h = (1 - z) * g(a_n) + z * before
+    h_z, h_n, h_h = at.slopes(h, [a_z, a_n, before])
+    reset_r, reset_h = at.slopes(reset, [a_r, before])
+
+    def step(
+        dh: Tensor,
+        dy: MaybeTensor,
+        h_z: Tensor,
+        h_n: Tensor,
+        h_h: Tensor,
+        reset_r: Tensor,
+        reset_h: Tensor,
+    ) -> Sequence[Tensor]:
+        dh = _plus(dh, dy)
+        dn = dh * h_n
+        dreset = dn @ _inside(dh, r_new)
+        dgates = op.Concat(dh * h_z, dreset * reset_r, axis=1)
+        dbefore = dgates @ _inside(dh, r_gates) + dh * h_h + dreset * reset_h
+        return dbefore, dgates, dn
+
+    slopes = (at.mask(h_z), at.mask(h_n), at.mask(h_h, 1), reset_r, reset_h)
+    dh, dgates, dn = at.scan(step, [at.dh], at.dy, *slopes)
+    da = op.Concat(dgates, dn, axis=2)
+    return {of_x: da, of_h: dgates, of_reset: dn, at.h: dh}, [before, reset]
+
+
+def _gru_linear_before_reset(at: _Sweep) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
+    f, g = at.activations
+    before = at.hidden_before()
+    of_x, of_h = at.project(at.x, at.w, at.w_bias), at.project(before, at.r, at.r_bias)
+    x_z, x_r, x_n = op.Split(of_x, axis=2, num_outputs=3)
+    h_z, h_r, h_n = op.Split(of_h, axis=2, num_outputs=3)
+    a_z, a_r = x_z + h_z, x_r + h_r
+    z, r = f(a_z), f(a_r)
+    h = (1 - z) * g(x_n + r * h_n) + z * before
+    slopes = at.slopes(h, [a_z, a_r, x_n, h_n, before])
+
+    def step(
+        dh: Tensor, dy: MaybeTensor, s_z: Tensor, s_r: Tensor, s_x: Tensor, s_h: Tensor, s: Tensor
+    ) -> Sequence[Tensor]:
+        dh = _plus(dh, dy)
+        dz, dr = dh * s_z, dh * s_r
+        da = op.Concat(dz, dr, dh * s_h, axis=1)
+        return da @ _inside(dh, at.r) + dh * s, op.Concat(dz, dr, dh * s_x, axis=1), da
+
+    masked = [*(at.mask(slope) for slope in slopes[:-1]), at.mask(slopes[-1], 1)]
+    dh, dx, da = at.scan(step, [at.dh], at.dy, *masked)
+    return {of_x: dx, of_h: da, at.h: dh}, [before]
+
+
+@nested_vjp("LSTM", needs=(0,), limits="at least one step where only a run tells")
+def lstm(
+    rules: Rules,
+    g: Sequence[MaybeTensor],
+    y: Sequence[MaybeTensor],
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    b: MaybeTensor = None,
+    sequence_lens: MaybeTensor = None,
+    initial_h: MaybeTensor = None,
+    initial_c: MaybeTensor = None,
+    p: MaybeTensor = None,
+    *,
+    activation_alpha: Sequence[float] | None = None,
+    activation_beta: Sequence[float] | None = None,
+    activations: Sequence[str] | None = None,
+    clip: float | None = None,
+    direction: str = "forward",
+    hidden_size: int | None = None,
+    input_forget: int = 0,
+    layout: int = 0,
+) -> Cotangents:
+    if activations is None:
+        activations = ("Sigmoid", "Tanh", "Tanh") * 2
+    attributes = _Attributes(
+        activation_alpha, activation_beta, activations, clip, direction, hidden_size, layout
+    )
+    inputs = (x, w, r, b, sequence_lens, initial_h, initial_c, p)
+    return _recurrent(rules, lambda at: _lstm(at, bool(input_forget)), 3, g, y, inputs, attributes)
+
+
+def _lstm(at: _Sweep, coupled: bool) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
+    of_gates, of_candidate, of_cell = at.activations
+    before = at.hidden_before()
+    of_x, of_h = at.project(at.x, at.w, at.w_bias), at.project(before, at.r, at.r_bias)
+    a_i, a_o, a_f, a_c = op.Split(of_x + of_h, axis=2, num_outputs=4)
+    p_i, p_o, p_f = (None,) * 3 if at.p is None else op.Split(at.p, axis=0, num_outputs=3)
+
+    def gate(a: Tensor, peephole: MaybeTensor, cell: MaybeTensor) -> Activated:
+        if cell is not None and peephole is not None:
+            a = a + cell * _inside(a, peephole)
+        return at.activate(of_gates, a)
+
+    def gates(a: Sequence[Tensor], cell: MaybeTensor = None) -> Sequence[Activated]:
+        a_i, a_f, a_c = a
+        i, g = gate(a_i, p_i, cell), at.activate(of_candidate, a_c)
+        if coupled:  # the slope of f is by a_i too
+            return i, Activated(1 - i.y, lambda w, product: -i.slope(w, w * i.y)), g
+        return i, gate(a_f, p_f, cell), g
+
+    def advance(cell: Tensor, valid: MaybeTensor, *slices: Tensor) -> Sequence[Tensor]:
+        i, f, g = slices if at.p is None else [z.y for z in gates(slices, cell)]
+        _, _, after = lstm_update(i, f, g, cell)
+        return (after if valid is None else op.Where(valid, after, cell)), cell
+
+    known = gates([a_i, a_f, a_c]) if at.p is None else None
+    slices = [a_i, a_f, a_c] if known is None else [z.y for z in known]
+    _, cell = scan(advance, [at.c], [at.valid, *slices], backwards=at.reverse)
+    i, f, g = known or gates([a_i, a_f, a_c], cell)
+    added, kept, after = lstm_update(i.y, f.y, g.y, cell)
+    o, t = gate(a_o, p_o, after), at.activate(replace(of_cell, clip=None), after)
+    values = (i, o, f, g, t)
+    c_i, h_o, c_f, c_c, h_c, c_cell = lstm_slopes(values, cell, added, kept, o.y * t.y)
+    if coupled:
+        c_i, c_f, p_f = c_i + c_f, zeros_like(c_f), None
+    h_c = _plus(h_c, _times(h_o, p_o))
+    c_cell = _plus(_plus(c_cell, _times(c_i, p_i)), _times(c_f, p_f))
+
+    def step(
+        dh: Tensor, dc: Tensor, dy: MaybeTensor, hold: MaybeTensor, *slopes: Tensor
+    ) -> Sequence[Tensor]:
+        dh = _plus(dh, dy)
+        da, dc = lstm_step(dh, dc, *slopes, axis=1)
+        return _plus(da @ _inside(dh, at.r), _times(dh, hold)), dc, da
+
+    slopes = at.mask(op.Concat(c_i, h_o, c_f, c_c, axis=2)), at.mask(h_c), at.mask(c_cell, 1)
+    dh, dc, da = at.scan(step, [at.dh, at.dc], at.dy, at.hold(), *slopes)
+    cotangents = {of_x: da, of_h: da, at.h: dh, at.c: dc}
+    if at.p is not None:
+        d_i, d_o, d_f, _ = op.Split(da, axis=2, num_outputs=4)
+        products = op.Concat(d_i * cell, d_o * after, d_f * cell, axis=2)
+        cotangents[at.p] = op.ReduceSum(products, [0, 1], keepdims=0)
+    return cotangents, [before]
+
+
+def lstm_update(i: Tensor, f: Tensor, g: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns what is added to the cell state, what is kept of it, and the sum, the new one."""
+    added, kept = i * g, f * cell
+    return added, kept, added + kept
+
+
+def lstm_slopes(
+    values: Sequence[Activated], cell: Tensor, added: Tensor, kept: Tensor, h: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns the slopes c_i, h_o, c_f and c_c, that of h by the new cell state, and c_cell.
+
+    Args:
+        values: The gates i, o and f, the candidate g, and the activation t of the new cell state.
+        cell: The cell state before.
+        added: i · g.
+        kept: f · cell.
+        h: The hidden state, o · t.
+    """
+    i, o, f, g, t = values
+    c_i, c_c = i.slope(g.y, added), g.slope(i.y, added)
+    h_o, h_c = o.slope(t.y, h), t.slope(o.y, h)
+    return c_i, h_o, f.slope(cell, kept), c_c, h_c, f.y
+
+
+def lstm_step(
+    dh: Tensor, dc: Tensor, slopes: Tensor, h_c: Tensor, c_cell: Tensor, *, axis: int
+) -> tuple[Tensor, Tensor]:
+    """Returns the cotangents of the pre-activations of a step, and of the cell state before it.
+
+    Args:
+        dh: The cotangent of the hidden state after the step.
+        dc: The cotangent of the cell state after the step, but for what comes from dh.
+        slopes: The first four of `lstm_slopes`, joined.
+        h_c: The fifth.
+        c_cell: The sixth.
+        axis: The axis that gates are joined along.
+    """
+    dc = dc + dh * h_c
+    return op.Concat(dc, dh, dc, dc, axis=axis) * slopes, dc * c_cell
+
+
+def _recurrent(
+    rules: Rules,
+    cell: Cell,
+    each: int,
+    g: Sequence[MaybeTensor],
+    y: Sequence[MaybeTensor],
+    inputs: Sequence[MaybeTensor],
+    attributes: _Attributes,
+) -> Cotangents:
+    """Returns the cotangents of the inputs of a recurrent node."""
+    node = cast(Tensor, y[0]).value.producer()
+    asked_by = describe(node) if node else "recurrent node"
+    x = cast(Tensor, inputs[0])
+    if x.shape is not None and 0 in x.shape[:2]:  # onnxruntime gives zeros, whatever the state was
+        return (None,) * len(inputs)
+    tape = x.tape
+    start = len(tape.nodes)
+    seeds: dict[ir.Value, Tensor] = {}
+    cut: list[ir.Value] = []
+    with tape:
+        sweeps = _sweeps(rules, asked_by, start, each, g, y, inputs, attributes)
+    for sweep in sweeps:
+        cotangents, held = cell(sweep)
+        seeds.update((x.value, cotangent) for x, cotangent in cotangents.items())
+        cut += [x.value for x in held]
+    values = [None if x is None or index == 4 else x.value for index, x in enumerate(inputs)]
+    xs = list(dict.fromkeys(value for value in values if value is not None))
+    found = backward(tape, tape.nodes[start:], seeds, xs, rules, cut=cut, asked_by=asked_by)
+    # A tensor that is an input twice gets its cotangent once: pop.
+    left = dict(zip(xs, found, strict=True))
+    return tuple(None if value is None else left.pop(value, None) for value in values)
+
+
+def _sweeps(
+    rules: Rules,
+    asked_by: str,
+    start: int,
+    each: int,
+    g: Sequence[MaybeTensor],
+    y: Sequence[MaybeTensor],
+    inputs: Sequence[MaybeTensor],
+    attributes: _Attributes,
+) -> list[_Sweep]:
+    """Takes the inputs, outputs and cotangents of a node apart by direction."""
+    direction = attributes.direction
+    if direction not in ("forward", "reverse", "bidirectional"):
+        raise UnsupportedError(
+            f"{asked_by}: direction is '{direction}'; forward, reverse and bidirectional exist"
+        )
+    count = 2 if direction == "bidirectional" else 1
+    activations = _activations(asked_by, count, each, attributes)
+    x, w, r, b, lengths, h, c, p = (*inputs, None, None)[:8]
+    assert x is not None
+    assert r is not None
+    state_order, y_order = ([1, 0, 2], [1, 2, 0, 3]) if attributes.layout else (None, None)
+    x = _ranked(x, 3) if state_order is None else op.Transpose(_ranked(x, 3), perm=state_order)
+    units = attributes.hidden_size or size_of(_ranked(r, 3), [2])
+    steps, batch = cast(tuple[Dim, ...], x.shape)[:2]
+    size = units if isinstance(units, int) else None
+    zero = op.ConstantOfShape([size_of(x, [1]), units], value=np.zeros(1, x.dtype))
+    zero = zero.with_shape([batch, size])
+    valid = last = nonempty = None
+    if lengths is not None:
+        lengths = op.Cast(lengths, to=ir.DataType.INT64)
+        time = op.Unsqueeze(op.Range(0, size_of(x, [0]), 1), [1])
+        valid = op.Unsqueeze(time < lengths, [2]).with_shape([steps, batch, 1])
+        last = op.Unsqueeze(op.Equal(time, lengths - 1), [2]).with_shape([steps, batch, 1])
+        nonempty = op.Unsqueeze(lengths > 0, [1])
+
+    def parts(z: MaybeTensor, rank: int, order: Sequence[int] | None = None) -> list[MaybeTensor]:
+        """Splits a tensor by direction."""
+        if z is None:
+            return [None] * count
+        z = _ranked(z, rank)
+        if order is not None:
+            z = op.Transpose(z, perm=order)
+        axis = 1 if rank == 4 else 0
+        pieces = [z] if count == 1 else op.Split(z, axis=axis, num_outputs=2)
+        return [op.Squeeze(piece, [axis]) for piece in pieces]
+
+    def states(z: MaybeTensor, *, final: bool = False) -> list[Tensor]:
+        """Splits a state by direction, zeros if it is absent."""
+        pieces = [
+            zero if piece is None else piece.with_shape([batch, size])
+            for piece in parts(z, 3, state_order)
+        ]
+        if final and z is not None and nonempty is not None:
+            pieces = [op.Where(nonempty, piece, 0) for piece in pieces]
+        return pieces
+
+    dy, dh, dc = (*g, None, None)[:3]
+    w_parts, r_parts, b_parts, p_parts = parts(w, 3), parts(r, 3), parts(b, 2), parts(p, 2)
+    h_parts, c_parts = states(h), states(c)
+    dh_parts, dc_parts = states(dh, final=True), states(dc, final=True)
+    y_parts, dy_parts = parts(y[0], 4, y_order), parts(dy, 4, y_order)
+    sweeps = []
+    for index in range(count):
+        bias, dy_part = b_parts[index], dy_parts[index]
+        w_bias, r_bias = (None, None) if bias is None else op.Split(bias, axis=0, num_outputs=2)
+        sweep = _Sweep(
+            rules=rules,
+            start=start,
+            reverse=direction == "reverse" or index == 1,
+            activations=activations[index],
+            units=units,
+            x=x,
+            w=cast(Tensor, w_parts[index]),
+            r=cast(Tensor, r_parts[index]),
+            w_bias=w_bias,
+            r_bias=r_bias,
+            p=p_parts[index],
+            h=h_parts[index],
+            c=c_parts[index],
+            y=cast(Tensor, y_parts[index]).with_shape([steps, batch, size]),
+            dy=None if dy_part is None else dy_part.with_shape([steps, batch, size]),
+            dh=dh_parts[index],
+            dc=dc_parts[index],
+            valid=valid,
+            last=last,
+        )
+        if sweep.dy is not None:
+            sweep.dy = sweep.mask(sweep.dy)  # Y is zero after the end of a sequence
+        sweeps.append(sweep)
+    return sweeps
+
+
+def _activations(
+    asked_by: str, directions: int, each: int, attributes: _Attributes
+) -> list[Sequence[_Activation]]:
+    """Returns the activations of each direction; they use up alpha and beta in their order."""
+    alphas = list(attributes.activation_alpha or ())
+    betas = list(attributes.activation_beta or ())
+    found: list[_Activation] = []
+    names = attributes.activations[: each * directions]
+    if len(names) < each * directions:
+        raise UnsupportedError(
+            f"{asked_by}: activations are {list(names)}; direction {attributes.direction} takes "
+            f"{each * directions}"
+        )
+    for name in names:
+        if name not in _ACTIVATIONS:
+            known = ", ".join(_ACTIVATIONS)
+            raise UnsupportedError(f"{asked_by}: activation is '{name}'; {known} have a gradient")
+        alpha = beta = 0.0
+        if name in _ALPHA:
+            alpha = alphas.pop(0) if alphas else _ALPHA[name]
+        if name in _BETA:
+            beta = betas.pop(0) if betas else _BETA[name]
+        found.append(_Activation(name, alpha, beta, attributes.clip))
+    return [found[index * each : (index + 1) * each] for index in range(directions)]
+
+
+def _ranked(x: Tensor, rank: int) -> Tensor:
+    """Records the rank that the operator prescribes, where nothing is known."""
+    return x if x.shape is not None else x.with_shape([None] * rank)
+
+
+def _inside(x: Tensor, outer: Tensor) -> Tensor:
+    """Returns a tensor of the graph around that of another tensor, to be read there."""
+    return x.tape.tensor(outer.value)
+
+
+def _plus(x: Tensor, y: MaybeTensor) -> Tensor:
+    return x if y is None else x + y
+
+
+def _times(x: Tensor, y: MaybeTensor) -> MaybeTensor:
+    return None if y is None else x * y
+
+
+def scan(
+    step: Callable[..., Sequence[Tensor]],
+    states: Sequence[Tensor],
+    slices: Sequence[MaybeTensor],
+    *,
+    backwards: bool,
+) -> list[Tensor]:
+    """Emits a Scan.
+
+    Args:
+        step: The body. It gets states and slices, None for an absent one, and returns the new
+            states and what is put out at each step.
+        states: The states at the beginning.
+        slices: Tensors whose slices along the first axis the steps get; None where one is absent.
+        backwards: Whether to go from the last slice to the first.
+
+    Returns:
+        The states at the end, then what was put out.
+    """
+    tape = states[0].tape
+    sequences = [sequence for sequence in slices if sequence is not None]
+    graph = ir.Graph(
+        [],
+        [],
+        nodes=[],
+        opset_imports=dict(tape.graph.opset_imports),
+        name=f"{tape.scope}{'backwards' if backwards else 'forwards'}",
+    )
+    inner = Tape(graph, names=tape.names)
+    inner.scope = tape.scope
+
+    def slice_of(sequence: Tensor) -> Tensor:
+        return inner.input(f"{inner.scope}slice", sequence.dtype, (sequence.shape or ())[1:])
+
+    carried = [inner.input(f"{inner.scope}state", z.dtype, z.shape or ()) for z in states]
+    results = step(
+        *carried, *[None if sequence is None else slice_of(sequence) for sequence in slices]
+    )
+    for result in results:
+        if result.value.is_graph_input() or result.value.is_graph_output():
+            result = op.Identity(result)
+        graph.outputs.append(result.value)
+    count = len(sequences)
+    made = len(results) - len(states)
+    node = ir.Node(
+        "",
+        "Scan",
+        [*(z.value for z in states), *(sequence.value for sequence in sequences)],
+        [
+            ir.AttrGraph("body", graph),
+            ir.AttrInt64("num_scan_inputs", count),
+            ir.AttrInt64s("scan_input_directions", [int(backwards)] * count),
+            ir.AttrInt64s("scan_output_directions", [int(backwards)] * made),
+        ],
+        num_outputs=len(results),
+    )
+    tape.append(node)
+    steps = (sequences[0].shape or (None,))[0]
+    outputs = []
+    for index, (value, result) in enumerate(zip(node.outputs, results, strict=True)):
+        value.type = result.value.type
+        shape = result.shape or ()
+        output = tape.tensor(value)
+        if index < len(states):
+            outputs.append(output.with_shape_of(states[index]))
+        else:
+            outputs.append(output.with_shape([steps, *shape]))
+    return outputs

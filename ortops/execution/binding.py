@@ -1,0 +1,99 @@
+"""A step bound to memory: what runs it, time after time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy.typing as npt
+import onnxruntime
+
+from ortops.execution.onnxruntime_sessions import errors_as_ours, ort_value
+from ortops.inference import InferenceSession
+
+__all__ = ["Binding"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_COPIED = 2**20  # bytes of the largest outputs that are copied out of onnxruntime's memory
+
+
+class Binding:
+    """One part of a step, bound to memory.
+
+    Args:
+        session: The graph of gradients; None if it gives nothing.
+        read: The arrays of its inputs, but feeds.
+        written: Outputs, and the arrays that they are written to.
+        shown: The outputs that a caller may want.
+        copies: Arrays that are written, and others that get the same values.
+        updates: The packed updates.
+    """
+
+    def __init__(
+        self,
+        session: InferenceSession | None,
+        read: Mapping[str, Array],
+        written: Mapping[str, Array],
+        shown: Sequence[str],
+        copies: Sequence[tuple[Array, Array]],
+        updates: Sequence[Callable[[Mapping[str, Array]], None]],
+    ) -> None:
+        self._session = session
+        self._read = read
+        self._written = written
+        self._shown = shown
+        self._copies = copies
+        self._updates = updates
+        inputs = [] if session is None else session.get_inputs()
+        self._feeds = {value.name for value in inputs} - read.keys()
+        self._bindings: dict[tuple[str, ...], onnxruntime.IOBinding] = {}
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether there are packed updates."""
+        return bool(self._updates)
+
+    def differentiate(
+        self, feeds: Mapping[str, Array], wanted: Sequence[str] | None
+    ) -> dict[str, Array]:
+        """Runs the graph of gradients, and returns the outputs that are wanted."""
+        if self._session is None:
+            return {}
+        names = tuple(n for n in self._shown if wanted is None or n in wanted)
+        fetched = tuple(name for name in names if name not in self._written)
+        binding = self._bindings.get(fetched)
+        if binding is None:
+            binding = self._bindings[fetched] = self._bind(self._session)
+        for name in self._feeds:
+            binding.bind_cpu_input(name, feeds[name])
+        for name in fetched:  # anew: onnxruntime would write into the last step's
+            binding.bind_output(name)
+        with errors_as_ours():
+            self._session.run_with_iobinding(binding)
+        for source, target in self._copies:
+            target[...] = source
+        shown = {name: self._written[name].copy() for name in names if name in self._written}
+        if fetched:
+            found = binding.get_outputs_as_ortvaluevector()
+            first = len(self._written)
+            shown |= {n: _copied(found[first + i].numpy()) for i, n in enumerate(fetched)}
+        return shown
+
+    def _bind(self, session: InferenceSession) -> onnxruntime.IOBinding:
+        binding = session.io_binding()
+        for name, array in self._read.items():
+            binding.bind_ortvalue_input(name, ort_value(array))
+        for name, array in self._written.items():
+            binding.bind_ortvalue_output(name, ort_value(array))
+        return binding
+
+    def update(self, feeds: Mapping[str, Array]) -> None:
+        """Runs the packed updates."""
+        for update in self._updates:
+            update(feeds)
+
+
+def _copied(array: Array) -> Array:
+    """Returns a copy: a view would keep all of onnxruntime's memory; a big array stays as it is."""
+    return array.copy() if array.nbytes <= _COPIED else array

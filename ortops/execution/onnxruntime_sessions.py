@@ -1,0 +1,149 @@
+"""Opening and running onnxruntime sessions, so that what goes wrong is an error of ours."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy.typing as npt
+import onnx
+import onnxruntime
+
+from ortops.errors import KernelError, OrtopsError, UnsupportedError
+from ortops.inference import InferenceSession, Kernels
+
+__all__ = ["Sessions", "errors_as_ours", "open_session", "ort_value"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_COPIED_OPTIONS = (
+    "enable_profiling",
+    "graph_optimization_level",
+    "log_severity_level",
+    "profile_file_prefix",
+)
+
+
+class Sessions:
+    """Opens sessions with the user's options and providers.
+
+    Args:
+        kernels: ``"onnx"`` or ``"python"``, for optimizer nodes.
+        options: The user's options.
+        providers: The providers.
+        threads: How many threads share the chunks of large updates, where the options do not say.
+        frugal: Whether memory is to be let go of as soon as it can be.
+
+    Attributes:
+        threads: How many threads share the chunks of large updates.
+        on_cpu: Whether onnxruntime's CPU provider runs everything.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        options: onnxruntime.SessionOptions | None,
+        providers: Sequence[Any],
+        *,
+        threads: int,
+        frugal: bool,
+    ) -> None:
+        self._kernels = kernels
+        self._options = options
+        self._providers = providers
+        self._frugal = frugal
+        asked = 0 if options is None else options.intra_op_num_threads
+        self.threads = 1 if kernels == "python" else asked or threads
+        self.on_cpu = list(providers) == ["CPUExecutionProvider"]
+
+    def open(
+        self,
+        model: onnx.ModelProto,
+        *,
+        spin: bool = True,
+        optimize: bool = True,
+        single_thread: bool = False,
+    ) -> InferenceSession:
+        """Opens a session.
+
+        Args:
+            model: The model.
+            spin: Whether threads may wait actively between runs.
+            optimize: Whether onnxruntime may rewrite the model, which takes time.
+            single_thread: Whether a run has one thread: those of the caller share the work.
+
+        Raises:
+            UnsupportedError: If onnxruntime cannot load the model.
+        """
+        options = self._options
+        if single_thread:
+            options = _single_threaded(options)
+        elif options is None:
+            options = onnxruntime.SessionOptions()
+            if self._frugal:  # memory that is to be used again by a node much later is not free
+                options.enable_mem_reuse = False
+            options.enable_mem_pattern = False  # a plan beside the first run's memory, no faster
+            # In the order of the graph: a gradient is computed as soon as its cotangent is there.
+            options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+            if not optimize:
+                options.graph_optimization_level = (
+                    onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+                )
+            if not spin:  # threads that wait for work would take the cores of the update
+                options.add_session_config_entry("session.force_spinning_stop", "1")
+        return open_session(model, options, self._providers, self._kernels)
+
+
+def _single_threaded(options: onnxruntime.SessionOptions | None) -> onnxruntime.SessionOptions:
+    """Returns options like the given ones for a session with one thread."""
+    result = onnxruntime.SessionOptions()
+    if options is not None:
+        for name in _COPIED_OPTIONS:
+            setattr(result, name, getattr(options, name))
+    result.intra_op_num_threads = 1
+    return result
+
+
+def open_session(
+    model: onnx.ModelProto,
+    options: onnxruntime.SessionOptions | None,
+    providers: Sequence[Any],
+    kernels: Kernels = "onnx",
+) -> InferenceSession:
+    """Returns a session; what onnxruntime cannot load is an error of ours.
+
+    Raises:
+        UnsupportedError: If onnxruntime cannot load the model.
+    """
+    try:
+        return InferenceSession(model, options, providers, kernels=kernels)
+    except OrtopsError:
+        raise
+    except Exception as error:  # onnxruntime's classes have no common base of their own
+        raise UnsupportedError(
+            f"onnxruntime: {str(error).strip()}; change the type of that node's tensors, or "
+            "choose other providers"
+        ) from error
+
+
+def ort_value(array: Array) -> onnxruntime.OrtValue:
+    """Returns an array as onnxruntime takes it: its memory, not a copy."""
+    return onnxruntime.OrtValue.ortvalue_from_numpy(array)
+
+
+@contextlib.contextmanager
+def errors_as_ours() -> Iterator[None]:
+    """Makes what onnxruntime raises in a run an error of ours.
+
+    Raises:
+        KernelError: If a run failed.
+    """
+    try:
+        yield
+    except OrtopsError:
+        raise
+    except Exception as error:  # onnxruntime's classes have no common base of their own
+        raise KernelError(
+            f"onnxruntime: {str(error).strip()}; check values and shapes of the feeds"
+        ) from error

@@ -1,0 +1,173 @@
+"""Packed updates: all variables that one formula updates, side by side in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from ortops.execution.split import Group, is_safe_in_place
+from ortops.graph.tensor import IR_VERSION, Tape, op
+from ortops.passes.scaled_sums import MULTIPLE, arranged, expand
+
+__all__ = ["Packed", "Variable"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_ALIGNMENT = 16  # elements
+
+
+@dataclass(frozen=True)
+class Variable:
+    """The memory of a variable.
+
+    Attributes:
+        buffers: Its value before a step of even number, and before one of odd number. Both are the
+            same array where updates are made in place, or never.
+    """
+
+    buffers: tuple[Array, Array]
+
+
+class Packed:
+    """A group of variables, packed.
+
+    Args:
+        group: The group.
+        chunk: How many elements are updated at a time, at most.
+        threads: How many share the chunks, which are as many for each.
+        in_place: Whether updates may be made in place, where the formula is safe.
+        joined: Whether the formula is part of the graph of gradients, which then needs no memory to
+            put these out.
+
+    Attributes:
+        group: The group.
+        rows: The number of chunks.
+        chunk: The shape of each.
+        sizes: The elements that each member takes, rounded up.
+        shape: The shape of an array: that of a chunk, after the number of chunks if it is not 1.
+        arrays: By a role's index its array, and the one that takes turns with it.
+        variables: The variables of the group, which lie there.
+    """
+
+    def __init__(
+        self, group: Group, chunk: int, threads: int, *, in_place: bool, joined: bool
+    ) -> None:
+        self.group = group
+        self.sizes = [_round_up(math.prod(shape), _ALIGNMENT) for shape in group.shapes]
+        total = sum(self.sizes)
+        rows = -(-total // chunk)
+        self.rows = _round_up(rows, threads) if rows > 1 else 1
+        length = _round_up(-(-total // self.rows), MULTIPLE)
+        if self.rows == 1:
+            self.sizes[-1] += length - total
+        self.chunk = arranged(length)
+        self.shape = self.chunk if self.rows == 1 else (self.rows, *self.chunk)
+        self.arrays: dict[int, tuple[Array, Array]] = {}
+        self.variables: dict[str, Variable] = {}
+        for index, role in enumerate(self.group.roles):
+            if role.fed or (joined and not role.updated):
+                continue
+            value = self.group.formula.inputs[index]
+            new = self.group.next_values.get(index)
+            first = np.empty(self.shape, role.dtype.numpy())
+            first.fill(0)  # `np.zeros` would take no huge pages
+            second = first
+            if new is not None and not (in_place and is_safe_in_place(value, new)):
+                second = first.copy()
+            self.arrays[index] = first, second
+            if role.updated:
+                pairs = zip(self.views(index, 0), self.views(index, 1), strict=True)
+                self.variables |= zip(role.names, map(Variable, pairs), strict=True)
+
+    def views(self, index: int, turn: int) -> list[Array]:
+        """Returns the tensors that play a role, which lie in its array."""
+        array = self.arrays[index][turn].reshape(-1)
+        result, offset = [], 0
+        for shape, size in zip(self.group.shapes, self.sizes, strict=True):
+            result.append(array[offset : offset + math.prod(shape)].reshape(shape))
+            offset += size
+        return result
+
+    def spans(self, row: int) -> list[tuple[int, slice, slice]]:
+        """Returns what lies in a chunk: a member, which part of its elements, and where."""
+        length = math.prod(self.chunk)
+        result, offset = [], -row * length
+        for member, (shape, size) in enumerate(zip(self.group.shapes, self.sizes, strict=True)):
+            begin, end = max(offset, 0), min(offset + math.prod(shape), length)
+            if begin < end:
+                result.append((member, slice(begin - offset, end - offset), slice(begin, end)))
+            offset += size
+        return result
+
+    def pack(self, tape: Tape, values: Sequence[ir.Value]) -> ir.Value:
+        """Writes the nodes that put the tensors of a role side by side."""
+        parts: list[object] = []
+        for value, shape, size in zip(values, self.group.shapes, self.sizes, strict=True):
+            parts.append(op.Reshape(tape.tensor(value), [-1]))
+            if padding := size - math.prod(shape):
+                assert value.dtype is not None
+                parts.append(tape.constant(np.zeros(padding, value.dtype.numpy())))
+        packed: ir.Value = op.Reshape(op.Concat(*parts, axis=0), list(self.shape)).value
+        return packed
+
+    def inputs(self, prefix: str, rows: str | None = None) -> list[ir.Value]:
+        """Returns inputs for a graph that holds the formula: one for each role, then the scalars.
+
+        Args:
+            prefix: Of their names; it is followed by the index.
+            rows: What the number of chunks is called; None for a single one.
+        """
+        shape = ir.Shape(self.chunk if rows is None else [rows, *self.chunk])
+        return [
+            ir.Value(
+                name=f"{prefix}{index}",
+                type=value.type,
+                shape=shape if index < len(self.group.roles) else ir.Shape([]),
+            )
+            for index, value in enumerate(self.group.formula.inputs)
+        ]
+
+    def model(self, rows: int) -> ir.Model:
+        """Returns the update as a model.
+
+        Inputs are ``input_<index>`` for each role and then each scalar, outputs ``next_<index>``
+        for each role that is updated.
+
+        Args:
+            rows: The number of chunks that a run updates. More than one are worked through by a
+                Scan, which takes any number.
+        """
+        imports = dict(self.group.formula.opset_imports)
+        inputs = self.inputs("input_", None if rows == 1 else "rows")
+        graph = ir.Graph(inputs, [], nodes=[], opset_imports=imports, name="update")
+        tape = Tape(graph)
+        count = len(self.group.roles)
+        if rows == 1:
+            outputs = self.group.emit(tape, inputs)
+        else:
+            chunks = self.inputs("chunk_")[:count]
+            body = ir.Graph(chunks, [], nodes=[], opset_imports=imports, name="chunk")
+            body.outputs.extend(self.group.emit(Tape(body), [*chunks, *inputs[count:]]))
+            expand(body)
+            imports |= body.opset_imports
+            attributes = [ir.AttrInt64("num_scan_inputs", count), ir.AttrGraph("body", body)]
+            scan = ir.Node("", "Scan", inputs[:count], attributes, num_outputs=len(body.outputs))
+            for output, chunk in zip(scan.outputs, body.outputs, strict=True):
+                output.type, output.shape = chunk.type, inputs[0].shape
+            tape.append(scan)
+            outputs = list(scan.outputs)
+        for index, output in zip(self.group.next_values, outputs, strict=True):
+            output.name = f"next_{index}"
+            graph.outputs.append(output)
+        expand(graph)
+        return ir.Model(graph, ir_version=IR_VERSION)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

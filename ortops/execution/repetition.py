@@ -1,0 +1,185 @@
+"""Several training steps as one graph: a Scan whose body is the graph of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from ortops.execution.onnxruntime_sessions import Sessions, errors_as_ours, ort_value
+from ortops.execution.packed import Packed
+from ortops.graph.tensor import IR_VERSION, Names, Tape, op
+from ortops.lowering import to_proto
+
+__all__ = ["LOSSES", "Repetition", "repeat", "stacked", "state_output"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+LOSSES = "losses"
+"""The output with the loss of each step."""
+
+
+def stacked(name: str) -> str:
+    """Returns the name of the input that takes a feed of all steps, the steps along axis 0."""
+    return f"{name}/steps"
+
+
+def state_output(name: str) -> str:
+    """Returns the name of the output with the last value of a state."""
+    return f"{name}/last"
+
+
+class Repetition:
+    """Several steps in one run.
+
+    Args:
+        step: See `repeat`.
+        states: See `repeat`.
+        packed: See `repeat`.
+        feeds: See `repeat`.
+        loss: See `repeat`.
+        sessions: Opens the session.
+    """
+
+    def __init__(
+        self,
+        step: ir.Graph,
+        states: Mapping[str, str],
+        packed: Mapping[str, tuple[Packed, int]],
+        feeds: Sequence[str],
+        loss: str,
+        sessions: Sessions,
+    ) -> None:
+        self._packed = packed
+        self._left = [name for name in states if name not in packed]
+        self._session = sessions.open(to_proto(repeat(step, states, packed, feeds, loss)))
+
+    def run(
+        self,
+        buffers: Callable[[str], tuple[Array, Array]],
+        turn: int,
+        feeds: Mapping[str, Array],
+    ) -> Array:
+        """Makes several steps.
+
+        Args:
+            buffers: See `ortops.execution.variant.Variant.bind`.
+            turn: The same.
+            feeds: For each input the batches, stacked along axis 0.
+
+        Returns:
+            The losses.
+
+        Raises:
+            KernelError: If the run failed.
+        """
+        given = {stacked(name): array for name, array in feeds.items()}
+        binding = self._session.io_binding()
+        for name in (value.name for value in self._session.get_inputs()):
+            if name in self._packed:
+                group, index = self._packed[name]
+                array = group.arrays[index][turn]
+            else:
+                array = given[name] if name in given else buffers(name)[0]
+            binding.bind_ortvalue_input(name, ort_value(array))
+        binding.bind_output(LOSSES)
+        for name in self._left:
+            binding.bind_ortvalue_output(state_output(name), ort_value(buffers(name)[1]))
+        for name, (group, index) in self._packed.items():
+            array = group.arrays[index][1 - turn]
+            binding.bind_ortvalue_output(state_output(name), ort_value(array))
+        with errors_as_ours():
+            self._session.run_with_iobinding(binding)
+        losses: Array = binding.get_outputs_as_ortvaluevector()[0].numpy().copy()
+        return losses
+
+
+def repeat(
+    step: ir.Graph,
+    states: Mapping[str, str],
+    packed: Mapping[str, tuple[Packed, int]],
+    feeds: Sequence[str],
+    loss: str,
+) -> ir.Model:
+    """Returns a model that makes as many steps as it is fed batches.
+
+    Its inputs are the states, the `stacked` feeds, and what else the step reads; its outputs
+    `LOSSES` and, for each state, its `state_output`.
+
+    Args:
+        step: The graph of a step; not changed.
+        states: Inputs of the graph → outputs that are their next values.
+        packed: Those of the states that hold a packed role. The tensors in it, which the step
+            reads as inputs of their own, are taken out of it.
+        feeds: The inputs that a batch fills.
+        loss: An output.
+    """
+    body = step.clone()
+    inputs = {value.name or "": value for value in body.inputs}
+    outputs = {value.name or "": value for value in body.outputs}
+    body.inputs.clear()
+    body.outputs.clear()
+    body.inputs.extend(inputs.pop(name) for name in (*states, *feeds))
+    body.outputs.extend(outputs[name] for name in (*states.values(), loss))
+    for name, (group, index) in packed.items():
+        _unpack(body, body.inputs[list(states).index(name)], group, index, inputs)
+    outer_states = [_like(value) for value in body.inputs[: len(states)]]
+    outer_feeds = [_stacked_like(value) for value in body.inputs[len(states) :]]
+    given = [_like(value) for value in inputs.values()]
+    for value, outer in zip(inputs.values(), given, strict=True):
+        value.replace_all_uses_with(outer)
+    body.name = "step"
+    for value in (*body.inputs, *body.outputs):  # inner names differ from outer ones
+        value.name = f"{value.name}/step"
+    graph = ir.Graph(
+        [*outer_states, *outer_feeds, *given],
+        [],
+        nodes=[],
+        opset_imports=dict(step.opset_imports),
+        name="steps",
+    )
+    scan = ir.Node(
+        "",
+        "Scan",
+        [*outer_states, *outer_feeds],
+        [ir.AttrGraph("body", body), ir.AttrInt64("num_scan_inputs", len(feeds))],
+        num_outputs=len(body.outputs),
+    )
+    names = [*map(state_output, states), LOSSES]
+    for output, inner, name in zip(scan.outputs, body.outputs, names, strict=True):
+        output.name, output.type = name, inner.type
+        output.shape = ir.Shape(["steps"]) if name == LOSSES else inner.shape
+    graph.append(scan)
+    graph.outputs.extend(scan.outputs)
+    return ir.Model(graph, ir_version=IR_VERSION)
+
+
+def _unpack(
+    body: ir.Graph, source: ir.Value, packed: Packed, index: int, inputs: dict[str, ir.Value]
+) -> None:
+    """Makes the tensors of a packed role, so far inputs, parts of it."""
+    role = packed.group.roles[index]
+    if not any(name in inputs for name in role.names):
+        return
+    tape = Tape(body, before=next(iter(body)), names=Names(body))
+    line = op.Reshape(tape.tensor(source), [-1])
+    parts = op.Split(line, packed.sizes, axis=0)
+    for name, shape, part in zip(role.names, packed.group.shapes, parts, strict=True):
+        value = inputs.pop(name, None)
+        if value is not None:
+            size = math.prod(shape)
+            whole = part if part.shape == (size,) else part[:size]
+            value.replace_all_uses_with(op.Reshape(whole, np.array(shape, np.int64)).value)
+
+
+def _like(value: ir.Value) -> ir.Value:
+    return ir.Value(name=value.name, type=value.type, shape=value.shape)
+
+
+def _stacked_like(value: ir.Value) -> ir.Value:
+    shape = None if value.shape is None else ir.Shape(["steps", *value.shape])
+    return ir.Value(name=stacked(value.name or ""), type=value.type, shape=shape)

@@ -1,0 +1,57 @@
+"""How steps are executed; the defaults are what was measured to be fastest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ortops.errors import OrtopsError, did_you_mean
+from ortops.passes import PASSES, Pass
+
+__all__ = ["Settings"]
+
+
+def _cores() -> int:
+    known = hasattr(os, "sched_getaffinity")  # not everywhere
+    return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How steps are executed. Numbers are the same with any, but for rounding.
+
+    Attributes:
+        passes: What makes graphs fast on onnxruntime's CPU provider.
+        joined: The largest number of packed elements that are updated in the graph of gradients
+            itself, which saves a run.
+        chunk: How many elements of a role are updated at a time otherwise: they stay in a core's
+            cache.
+        shapes: How many shapes of batches get graphs of their own, as many as a data set of equal
+            samples has: that of a batch and that of the last one.
+        threads: How many threads share the chunks, where the options for sessions do not say.
+        scaled_sums: Whether sums y + c · x of long tensors may be made in one pass over memory.
+    """
+
+    passes: Sequence[Pass] = PASSES
+    joined: int = 2**18
+    chunk: int = 2**17
+    shapes: int = 2
+    threads: int = field(default_factory=_cores)
+    scaled_sums: bool = True
+
+    def without(self, *names: str) -> Settings:
+        """Returns settings without some passes.
+
+        Raises:
+            OrtopsError: If there is no such pass.
+
+        Example:
+            >>> [each.name for each in Settings().without("lstm", "blocked").passes]
+            ['transposed', 'row_sums', 'scales', 'transposes', 'cross_entropy', 'rectified']
+        """
+        known = [each.name for each in self.passes]
+        for name in names:
+            if name not in known:
+                raise OrtopsError(f"passes: there is no pass '{name}'; {did_you_mean(name, known)}")
+        return replace(self, passes=[each for each in self.passes if each.name not in names])

@@ -1,0 +1,53 @@
+"""Sizes for the symbols in the shapes of a graph, once a batch has told them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from ortops.graph.edit import all_nodes
+from ortops.lowering import infer_types
+
+__all__ = ["bind_sizes", "sizes_in"]
+
+
+def sizes_in(model: ir.Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Returns the sizes that the symbols in the shapes of a model's inputs have in feeds."""
+    return {
+        dim.value: size
+        for value in model.graph.inputs
+        if value.name and value.name in shapes and value.shape is not None
+        for dim, size in zip(value.shape, shapes[value.name], strict=True)
+        if isinstance(dim, ir.SymbolicDim) and dim.value is not None
+    }
+
+
+def bind_sizes(model: ir.Model, sizes: Mapping[str, int]) -> None:
+    """Replaces symbolic dimensions by sizes, and infers what follows from them.
+
+    Args:
+        model: A prepared model, in place. It then takes inputs of these sizes only.
+        sizes: The sizes by symbol, as in ``{"batch": 32}``.
+    """
+    graph = model.graph
+    for inner in (graph, *graph.subgraphs()):
+        for value in inner.inputs:
+            if value.shape is not None:
+                value.shape = _bound(value.shape, sizes)
+    known: dict[ir.Value, ir.Shape] = {}
+    for node in all_nodes(graph):
+        for value in node.outputs:
+            if value.shape is not None and not value.shape.is_static():
+                known[value] = value.shape
+                value.shape = None
+    infer_types(model)
+    for value, shape in known.items():
+        if value.shape is None:
+            value.shape = _bound(shape, sizes)
+
+
+def _bound(shape: ir.Shape, sizes: Mapping[str, int]) -> ir.Shape:
+    return ir.Shape(
+        [dim if isinstance(dim, int) else sizes.get(dim.value or "", dim) for dim in shape]
+    )

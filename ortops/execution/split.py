@@ -1,0 +1,412 @@
+"""Splits a training step into gradients and the updates that work element by element.
+
+An update like Adam's reads and writes each element of a parameter and its state alone. All
+parameters that one formula updates can then lie side by side in memory, one long tensor for each
+role (parameter, gradient, running mean …), and be updated by one run of the formula.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import onnx_ir as ir
+
+from ortops.graph.edit import ELEMENTWISE, ancestor_nodes, copy_node, remove_unread
+from ortops.graph.tensor import Tape, constant_tensor, op
+from ortops.lowering import TRAINING_DOMAIN, Keep, lower_optimizers
+from ortops.passes.scaled_sums import overwrites
+
+__all__ = ["Group", "Role", "is_safe_in_place", "split"]
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Role:
+    """A part that tensors play in a formula: parameter, gradient, running mean and so on.
+
+    Attributes:
+        names: For each member of a group the tensor that plays it: a variable, what is fed, or what
+            the graph of gradients puts out.
+        dtype: The type of them all.
+        updated: Whether it is a variable whose next value the formula gives.
+        fed: Whether the caller of a step gives it.
+    """
+
+    names: tuple[str, ...]
+    dtype: ir.DataType
+    updated: bool
+    fed: bool
+
+
+@dataclass(frozen=True)
+class Group:
+    """Variables that one formula updates, element by element.
+
+    Attributes:
+        formula: A graph. Its inputs are a tensor for each role, then the scalars; its outputs are
+            the next values of the roles that are updated, in their order.
+        roles: What the formula reads and updates.
+        shapes: The shape of each member, the same in all roles.
+        scalars: 0-d tensors that the graph of gradients puts out and the formula reads.
+    """
+
+    formula: ir.Graph
+    roles: tuple[Role, ...]
+    shapes: tuple[Shape, ...]
+    scalars: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of elements of a role, all members together."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def updated(self) -> list[ir.Value]:
+        """The formula's inputs for the roles that are updated."""
+        return [self.formula.inputs[index] for index in self.next_values]
+
+    @property
+    def next_values(self) -> dict[int, ir.Value]:
+        """The formula's output for each role that is updated, by the role's index."""
+        updated = [index for index, role in enumerate(self.roles) if role.updated]
+        return dict(zip(updated, self.formula.outputs, strict=True))
+
+    def emit(self, tape: Tape, inputs: Sequence[ir.Value]) -> list[ir.Value]:
+        """Writes the formula's nodes.
+
+        Args:
+            tape: Where to.
+            inputs: A tensor for each role, all of one shape, and a 0-d one for each scalar.
+
+        Returns:
+            The formula's outputs.
+        """
+        copies = dict(zip(self.formula.inputs, inputs, strict=True))
+        for node in self.formula:
+            copy = copy_node(node, copies)
+            for old, new in zip(node.outputs, copy.outputs, strict=True):
+                if old.shape is None or len(old.shape):
+                    new.shape = inputs[0].shape
+                copies[old] = new
+            tape.append(copy)
+            copy.name = node.name
+        return [copies[value] for value in self.formula.outputs]
+
+
+def split(
+    graph: ir.Graph,
+    updates: Mapping[str, str],
+    feeds: Container[str],
+    shown: Container[str],
+    *,
+    keep: Keep | None = None,
+) -> tuple[list[Group], dict[str, str]]:
+    """Takes the updates that work element by element out of the graph of a step.
+
+    Args:
+        graph: The step. Its variables are inputs, its optimizer nodes one-tensor nodes, its
+            Gradient nodes are not lowered. Changed: the groups' nodes and what only they read are
+            removed; what a formula reads besides its variables becomes an output.
+        updates: Variable → its next value, an output.
+        feeds: The inputs that the caller of a step gives.
+        shown: Outputs that stay.
+        keep: Which optimizer nodes stay in formulas (see `ortops.lowering.lower_ir`); the others
+            are lowered there, once for all members of a group.
+
+    Returns:
+        The groups, and the updates that stay in the graph.
+    """
+    variables = {value.name: value for value in graph.inputs}
+    outputs = {value.name: value for value in graph.outputs}
+    readers = Counter(updates.values())
+    targets = {
+        outputs[output]: variables[name]
+        for name, output in updates.items()
+        if name in variables and readers[output] == 1 and output not in shown
+        if _alike(outputs[output], variables[name])
+    }
+    components = _components(_cone(graph, targets), targets)
+    alike: dict[object, list[_Component]] = {}
+    for component in components:
+        alike.setdefault(component.signature(), []).append(component)
+    tape = Tape(graph)
+    fed = {value for value in graph.inputs if value.name in feeds}
+    out = _Outputs(tape)
+    groups = [_group(members, fed, out, keep) for members in alike.values()]
+    taken = {target for component in components for target in component.targets}
+    kept = [value for value in graph.outputs if value not in taken]
+    graph.outputs.clear()
+    graph.outputs.extend([*kept, *out.values.values()])
+    graph.remove([node for component in components for node in component.nodes], safe=True)
+    remove_unread(list(graph))
+    removed = {targets[target].name for target in taken}
+    for value in list(graph.inputs):
+        if value.name in removed and not value.uses() and not value.is_graph_output():
+            graph.inputs.remove(value)
+    return groups, {name: output for name, output in updates.items() if name not in removed}
+
+
+def is_safe_in_place(value: ir.Value, next_value: ir.Value) -> bool:
+    """Whether a formula's next value may be written into the memory of the present one.
+
+    It may where every node that reads the present value is the one that writes the next, or has to
+    run before it. All nodes of a formula work element by element, so the writer itself may read,
+    unless it `overwrites` the value first.
+
+    Args:
+        value: An input of a formula.
+        next_value: The output that takes its place.
+    """
+    writer = next_value.producer()
+    if writer is None:  # an input is put out as it is
+        return next_value is value
+    before = ancestor_nodes(next_value, set())
+    return not overwrites(writer, value) and all(reader in before for reader, _ in value.uses())
+
+
+@dataclass
+class _Component:
+    """Nodes of the cone that share tensors.
+
+    Attributes:
+        nodes: The nodes in topological order.
+        targets: Next values → the variables that take them.
+    """
+
+    nodes: list[ir.Node] = field(default_factory=list)
+    targets: dict[ir.Value, ir.Value] = field(default_factory=dict)
+
+    def leaves(self) -> list[ir.Value]:
+        """Returns the tensors that are read, in the order of reading, then the other variables."""
+        found: dict[ir.Value, None] = {}
+        inside = {value for node in self.nodes for value in node.outputs}
+        for value in _tensors_read(self.nodes):
+            if value not in inside:
+                found[value] = None
+        return list(dict.fromkeys((*found, *self.targets.values())))
+
+    def scalars(self) -> list[ir.Value]:
+        """Returns the 0-d tensors that are read, in the order of reading."""
+        read = (value for node in self.nodes for value in node.inputs if value is not None)
+        return [value for value in read if _is_scalar(value)]
+
+    def signature(self) -> tuple[object, ...]:
+        """Returns what is equal for two components exactly if one formula serves both."""
+        numbers: dict[ir.Value, object] = {}
+        for index, leaf in enumerate(self.leaves()):
+            numbers[leaf] = (index, leaf.dtype, leaf in self.targets.values())
+        lines: list[object] = []
+        for position, node in enumerate(self.nodes):
+            read = [
+                None if v is None else _scalar_key(v) if _is_scalar(v) else numbers[v]
+                for v in node.inputs
+            ]
+            lines.append((*_kind(node), *read))
+            for index, value in enumerate(node.outputs):
+                variable = self.targets.get(value)
+                played = None if variable is None else numbers[variable]
+                numbers[value] = (position, index, played)
+                lines.append((value.dtype, numbers[value]))
+        return tuple(lines)
+
+
+class _Outputs:
+    """Names for values of a graph that are to become outputs of it."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.values: dict[ir.Value, ir.Value] = {}
+
+    def name(self, value: ir.Value) -> str:
+        if value not in self.values:
+            output = value
+            if value.producer() is None or value.is_graph_output():
+                output = op.Identity(self.tape.tensor(value)).value
+            self.values[value] = output
+        return self.values[value].name or ""
+
+
+def _cone(graph: ir.Graph, targets: Mapping[ir.Value, ir.Value]) -> list[ir.Node]:
+    """Returns the nodes that nothing but next values depends on, in topological order."""
+    cone: dict[ir.Node, None] = {}
+    for node in reversed(graph):
+        if _is_elementwise(node) and all(
+            (value in targets or not value.is_graph_output())
+            and (value in targets or value.uses() or not value.name)
+            and all(reader in cone for reader, _ in value.uses())
+            for value in node.outputs
+        ):
+            cone[node] = None
+    return list(reversed(cone))
+
+
+def _is_elementwise(node: ir.Node) -> bool:
+    """Whether all tensors of a node are of one static shape, and it works element by element."""
+    known = node.op_type in ELEMENTWISE if not node.domain else node.domain == TRAINING_DOMAIN
+    shape = _static(node.outputs[0])
+    return (
+        known
+        and shape is not None
+        and len(shape) > 0
+        and 0 not in shape
+        and all(_static(value) == shape for value in node.outputs)
+        and all(value is None or _static(value) in ((), shape) for value in node.inputs)
+    )
+
+
+def _components(cone: Iterable[ir.Node], targets: Mapping[ir.Value, ir.Value]) -> list[_Component]:
+    """Returns the parts of a cone that share no tensor, neither one computed nor one read."""
+    parents: dict[object, object] = {}
+
+    def root(item: object) -> object:
+        while (parent := parents.setdefault(item, item)) is not item:
+            item = parent
+        return item
+
+    nodes = list(cone)
+    for node in nodes:
+        variables = [targets[value] for value in node.outputs if value in targets]
+        for value in (*_tensors_read([node]), *node.outputs, *variables):
+            parents[root(value)] = root(node)
+    found: dict[object, _Component] = {}
+    for node in nodes:
+        component = found.setdefault(root(node), _Component())
+        component.nodes.append(node)
+        component.targets |= {v: targets[v] for v in node.outputs if v in targets}
+    return list(found.values())
+
+
+def _group(
+    members: Sequence[_Component], given: Container[ir.Value], out: _Outputs, keep: Keep | None
+) -> Group:
+    """Returns the group of components with one signature."""
+    first, *_ = members
+    leaves = [member.leaves() for member in members]
+    roles = []
+    for played in zip(*leaves, strict=True):
+        updated = played[0] in first.targets.values()
+        fed = all(value in given for value in played)
+        names = tuple((v.name or "") if updated or fed else out.name(v) for v in played)
+        assert played[0].dtype is not None
+        roles.append(Role(names, played[0].dtype, updated, fed))
+    scalars = [v for v in dict.fromkeys(first.scalars()) if constant_tensor(v) is None]
+    inputs = [
+        ir.Value(name=f"role_{i}", type=v.type, shape=ir.Shape(["elements"]))
+        for i, v in enumerate(leaves[0])
+    ]
+    inputs += [
+        ir.Value(name=f"scalar_{i}", type=v.type, shape=ir.Shape([])) for i, v in enumerate(scalars)
+    ]
+    formula = ir.Graph(inputs, [], nodes=[], opset_imports=_imports(first.nodes[0]), name="update")
+    tape = Tape(formula)
+    copies = dict(zip((*leaves[0], *scalars), inputs, strict=True))
+    for value in first.scalars():
+        if (constant := constant_tensor(value)) is not None and value not in copies:
+            copies[value] = tape.constant(constant.numpy()).value
+    for node in first.nodes:
+        copy = copy_node(node, copies)
+        copies |= dict(zip(node.outputs, copy.outputs, strict=True))
+        for value in copy.outputs:
+            value.shape = inputs[0].shape
+        tape.append(copy)
+        copy.name = node.name if len(members) == 1 else f"{node.name} and {len(members) - 1} more"
+    targets = {variable: copies[target] for target, variable in first.targets.items()}
+    formula.outputs.extend(targets[leaf] for leaf in leaves[0] if leaf in targets)
+    remove_unread(lower_optimizers(formula, tape.names, keep))
+    read = _move_scalars(formula, dict(zip(inputs[len(roles) :], scalars, strict=True)), out.tape)
+    shapes = tuple(_static(member.leaves()[0]) or () for member in members)
+    return Group(formula, tuple(roles), shapes, tuple(out.name(value) for value in read))
+
+
+def _move_scalars(
+    formula: ir.Graph, scalars: Mapping[ir.Value, ir.Value], tape: Tape
+) -> list[ir.Value]:
+    """Moves what a formula computes from scalars alone out of it: once is enough.
+
+    Args:
+        formula: The formula; changed in place.
+        scalars: Its inputs that are scalars → the tensors of the step that they are.
+        tape: The step.
+
+    Returns:
+        The scalars of the step that it reads now, in the order of its inputs.
+    """
+    moved: dict[ir.Value, ir.Value] = dict(scalars)
+    for node in list(formula):
+        operands = [value for value in node.inputs if value is not None]
+        if not any(value in moved for value in operands) or not all(map(_is_scalar, operands)):
+            continue
+        for value in operands:
+            if value not in moved and (constant := constant_tensor(value)) is not None:
+                moved[value] = tape.constant(constant.numpy()).value
+        copy = copy_node(node, moved)
+        tape.append(copy)
+        moved |= zip(node.outputs, copy.outputs, strict=True)
+    own = [value for value in formula.inputs if value not in scalars]
+    found: dict[ir.Value, ir.Value] = {}
+    for node in formula:
+        if all(value in moved for value in node.outputs):
+            continue
+        for index, read in enumerate(node.inputs):
+            if read is not None and read in moved and constant_tensor(read) is None:
+                name = f"scalar_{len(found)}"
+                new = ir.Value(name=name, type=read.type, shape=ir.Shape([]))
+                node.replace_input_with(index, found.setdefault(read, new))
+    remove_unread(list(formula))
+    formula.inputs.clear()
+    formula.inputs.extend([*own, *found.values()])
+    return [moved[value] for value in found]
+
+
+def _imports(node: ir.Node) -> dict[str, int]:
+    assert node.graph is not None
+    return dict(node.graph.opset_imports)
+
+
+def _tensors_read(nodes: Iterable[ir.Node]) -> list[ir.Value]:
+    read = (value for node in nodes for value in node.inputs if value is not None)
+    return [value for value in read if not _is_scalar(value)]
+
+
+def _kind(node: ir.Node) -> tuple[object, ...]:
+    """Returns operator and attributes."""
+    attributes = sorted((name, repr(a.value)) for name, a in node.attributes.items())
+    return node.domain, node.op_type, *attributes
+
+
+def _scalar_key(value: ir.Value) -> object:
+    """Returns what is equal for scalars only if they are equal in every run."""
+    constant = constant_tensor(value)
+    if constant is not None:
+        return value.dtype, constant.numpy().tobytes()
+    node = value.producer()
+    if node is None or not node.inputs or (node.domain == "" and node.op_type not in ELEMENTWISE):
+        return value
+    if not all(read is not None and _is_scalar(read) for read in node.inputs):
+        return value
+    return (
+        *_kind(node),
+        value.index(),
+        *(_scalar_key(read) for read in node.inputs if read is not None),
+    )
+
+
+def _alike(a: ir.Value, b: ir.Value) -> bool:
+    return a.dtype == b.dtype and _static(a) is not None and _static(a) == _static(b)
+
+
+def _is_scalar(value: ir.Value) -> bool:
+    return _static(value) == ()
+
+
+def _static(value: ir.Value) -> Shape | None:
+    """Returns the shape of a value where all of it is known."""
+    if value.shape is None:
+        return None
+    sizes = tuple(dim for dim in value.shape if isinstance(dim, int))
+    return sizes if len(sizes) == len(value.shape) else None

@@ -1,0 +1,33 @@
+"""A training step as a flat graph: what execution is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+__all__ = ["Step"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step as a flat graph.
+
+    Attributes:
+        model: The graph, prepared for lowering, Gradient nodes bound.
+        updates: Mutable variable (an input) → its next value (an output).
+        learning_rates: Inputs that hold a learning rate.
+        variables: All inputs that are variables: mutable ones and learning rates.
+        feeds: Inputs that a batch fills.
+        outputs: Outputs for people: the loss, and the model's own that the loss depends on.
+        loss: The name of the loss; empty where the algorithm has no output.
+    """
+
+    model: ir.Model
+    updates: Mapping[str, str]
+    learning_rates: Sequence[str]
+    variables: Sequence[str]
+    feeds: Sequence[str]
+    outputs: Sequence[str]
+    loss: str

@@ -1,0 +1,112 @@
+"""Packed updates that are made apart from the gradients, chunk by chunk."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+
+from ortops.execution.onnxruntime_sessions import Sessions, errors_as_ours, ort_value
+from ortops.execution.packed import Packed
+from ortops.lowering import to_proto
+
+__all__ = ["Update"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+class Update:
+    """A packed update: its session, and the threads that share its chunks.
+
+    What is fed is read where it lies if it fills a chunk; pieces of several tensors are copied for
+    each chunk, into memory that stays in a core's cache.
+    """
+
+    def __init__(self, packed: Packed, sessions: Sessions) -> None:
+        self.packed = packed
+        self._threads = min(packed.rows, sessions.threads)
+        self._pool = ThreadPoolExecutor(self._threads - 1) if self._threads > 1 else None
+        self._by_chunk = any(role.fed for role in packed.group.roles)
+        model = packed.model(1 if self._by_chunk else packed.rows)
+        self._session = sessions.open(to_proto(model), single_thread=packed.rows > 1)
+
+    def bind(self, scalars: Sequence[Array], turn: int) -> Callable[[Mapping[str, Array]], None]:
+        """Binds the update to memory; returns what runs it, given the feeds of a step."""
+        rows = self.packed.rows
+        ends = [rows * number // self._threads for number in range(self._threads + 1)]
+        works = [self._bind_rows(*span, scalars, turn) for span in itertools.pairwise(ends)]
+
+        def update(feeds: Mapping[str, Array]) -> None:
+            others = [self._pool.submit(work, feeds) for work in works[1:]] if self._pool else []
+            with errors_as_ours():
+                try:
+                    works[0](feeds)
+                finally:
+                    for other in others:
+                        other.result()
+
+        return update
+
+    def _bind_rows(
+        self, begin: int, end: int, scalars: Sequence[Array], turn: int
+    ) -> Callable[[Mapping[str, Array]], None]:
+        """Binds some of the chunks to memory; returns what a thread runs."""
+        run = self._session.run_with_iobinding
+        if not self._by_chunk:
+            whole = slice(begin, end) if self.packed.rows > 1 else slice(None)
+            binding = self._bind(whole, {}, scalars, turn)
+            return lambda feeds: run(binding)
+        group = self.packed.group
+        filled = {
+            index: np.zeros(self.packed.chunk, role.dtype.numpy())
+            for index, role in enumerate(group.roles)
+            if role.fed
+        }
+        chunks = []
+        for row in range(begin, end):
+            where = row if self.packed.rows > 1 else slice(None)
+            copies, views = [], []
+            for index, buffer in filled.items():
+                for member, part, place in self.packed.spans(row):
+                    name, target = group.roles[index].names[member], buffer.reshape(-1)[place]
+                    if target.size == buffer.size:
+                        views.append((f"input_{index}", name, part))
+                    else:
+                        copies.append((target, name, part))
+            chunks.append((copies, views, self._bind(where, filled, scalars, turn)))
+
+        def work(feeds: Mapping[str, Array]) -> None:
+            for copies, views, binding in chunks:
+                for target, name, part in copies:
+                    np.copyto(target, feeds[name].reshape(-1)[part])
+                for read, name, part in views:
+                    chunk = feeds[name].reshape(-1)[part].reshape(self.packed.chunk)
+                    binding.bind_ortvalue_input(read, ort_value(chunk))
+                run(binding)
+
+        return work
+
+    def _bind(
+        self,
+        where: int | slice,
+        filled: Mapping[int, Array],
+        scalars: Sequence[Array],
+        turn: int,
+    ) -> onnxruntime.IOBinding:
+        binding = self._session.io_binding()
+        group, arrays = self.packed.group, self.packed.arrays
+        inputs = [
+            filled[index] if index in filled else arrays[index][turn][where]
+            for index in range(len(group.roles))
+        ]
+        for index, array in enumerate((*inputs, *scalars)):
+            binding.bind_ortvalue_input(f"input_{index}", ort_value(array))
+        for index in group.next_values:
+            target = arrays[index][1 - turn][where]
+            binding.bind_ortvalue_output(f"next_{index}", ort_value(target))
+        return binding

@@ -1,0 +1,150 @@
+"""A variant of a step: its template made for batches of some shapes, with open sessions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from ortops.execution.binding import Binding
+from ortops.execution.onnxruntime_sessions import Sessions
+from ortops.execution.packed import Packed
+from ortops.execution.repetition import Repetition
+from ortops.execution.template import Template
+from ortops.execution.update import Update
+from ortops.graph import external
+from ortops.graph.tensor import Names, Tape
+from ortops.lowering import to_proto
+from ortops.passes.blocked import is_mostly_blocked
+from ortops.passes.order import put_last_results_first
+
+__all__ = ["Variant"]
+
+Array: TypeAlias = npt.NDArray[Any]
+Places: TypeAlias = dict[str, tuple[Packed, int]]
+"""Inputs or outputs of a graph that hold a packed role: the packed updates, and its index."""
+
+
+class Variant:
+    """A template made for batches of some shapes.
+
+    Args:
+        template: The template.
+        shapes: The shapes of the feeds; None for any.
+        sessions: Opens the sessions.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        shapes: Mapping[str, tuple[int, ...]] | None,
+        sessions: Sessions,
+    ) -> None:
+        self._template = template
+        self._sessions = sessions
+        model = template.lowered(shapes)
+        graph = self._graph = model.graph
+        self._inputs: Places = {}
+        self._outputs: Places = {}
+        if template.joined:
+            self._inputs, self._outputs = _join(graph, template.packed)
+        put_last_results_first(graph)
+        for name, value in list(graph.initializers.items()):
+            if not value.uses() and not value.is_graph_output():  # onnxruntime would warn
+                del graph.initializers[name]
+        self._constants = external.move_to_inputs(model)
+        apart = [] if template.joined else template.packed
+        self._session = None  # as if all gradients are fed
+        if graph.outputs:
+            # onnxruntime takes half as long as it is, where there is little left to optimize.
+            optimize = not is_mostly_blocked(graph)
+            self._session = sessions.open(to_proto(model), spin=not apart, optimize=optimize)
+        self._updates = [Update(packed, sessions) for packed in apart]
+
+    def bind(self, buffers: Callable[[str], tuple[Array, Array]], turn: int) -> Binding:
+        """Binds the sessions to memory.
+
+        Args:
+            buffers: Tells of a variable where it is read and where its next value is written.
+            turn: Which of the arrays of packed roles are read.
+        """
+        step = self._template.step
+        read: dict[str, Array] = {}
+        for name in (value.name or "" for value in self._graph.inputs):
+            if name in self._inputs:
+                packed, index = self._inputs[name]
+                read[name] = packed.arrays[index][turn]
+            elif name in self._constants:
+                read[name] = self._constants[name]
+            elif name not in step.feeds:
+                read[name] = buffers(name)[0]
+        written: dict[str, Array] = {}
+        copies: list[tuple[Array, Array]] = []
+        for name, output in self._template.left.items():
+            target = buffers(name)[1]
+            if written.setdefault(output, target) is not target:
+                copies.append((written[output], target))
+        for name, (packed, index) in self._outputs.items():
+            written[name] = packed.arrays[index][1 - turn]
+        types = {value.name: value.dtype for value in self._graph.outputs}
+        updates = []
+        for update in self._updates:
+            group = update.packed.group
+            for name in group.scalars:
+                dtype = types[name]
+                assert dtype is not None
+                written.setdefault(name, np.zeros((), dtype.numpy()))
+            for index, role in enumerate(group.roles):
+                if not role.updated and not role.fed:
+                    written |= zip(role.names, update.packed.views(index, turn), strict=True)
+            updates.append(update.bind([written[name] for name in group.scalars], turn))
+        for value in self._graph.outputs:
+            if value.name == step.loss and value.dtype is not None and _is_scalar(value):
+                written.setdefault(step.loss, np.zeros((), value.dtype.numpy()))
+        return Binding(self._session, read, written, step.outputs, copies, updates)
+
+    @functools.cached_property
+    def repetition(self) -> Repetition:
+        """Several steps in one run."""
+        states = {**self._template.left, **dict(zip(self._inputs, self._outputs, strict=True))}
+        step = self._template.step
+        return Repetition(self._graph, states, self._inputs, step.feeds, step.loss, self._sessions)
+
+
+def _is_scalar(value: ir.Value) -> bool:
+    return value.shape is not None and not value.shape
+
+
+def _join(graph: ir.Graph, all_packed: list[Packed]) -> tuple[Places, Places]:
+    """Puts packed updates into the graph of gradients.
+
+    Returns:
+        Its inputs and its outputs that hold packed roles, in the same order.
+    """
+    taken_in: Places = {}
+    put_out: Places = {}
+    outputs = {value.name: value for value in graph.outputs}
+    values = {**{value.name: value for value in graph.inputs}, **outputs}
+    tape = Tape(graph, names=Names(graph))
+    for packed in all_packed:
+        group = packed.group
+        inputs = packed.inputs(f"{tape.names.unique('packed')}_")
+        for index, role in enumerate(group.roles):
+            if role.updated:
+                graph.inputs.append(inputs[index])
+                taken_in[inputs[index].name or ""] = (packed, index)
+            else:
+                inputs[index] = packed.pack(tape, [values[name] for name in role.names])
+        scalars = [outputs[name] for name in group.scalars]
+        results = group.emit(tape, [*inputs[: len(group.roles)], *scalars])
+        taken = {*scalars, *(values[n] for r in group.roles if not r.updated for n in r.names)}
+        kept = [value for value in graph.outputs if value not in taken]
+        graph.outputs.clear()
+        graph.outputs.extend([*kept, *results])
+        for index, result in zip(group.next_values, results, strict=True):
+            put_out[result.name or ""] = (packed, index)
+    return taken_in, put_out

@@ -1,0 +1,1 @@
+"""Graphs: built, read, rewritten, converted, and kept in files."""

@@ -1,0 +1,262 @@
+"""Reading and rewriting graphs: what depends on what, copies, replacement, removal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from ortops.graph.tensor import Tape, Tensor, op
+
+__all__ = [
+    "ELEMENTWISE",
+    "all_nodes",
+    "ancestor_nodes",
+    "attribute_value",
+    "attribute_values",
+    "copy_node",
+    "dependent_values",
+    "describe",
+    "inner_graphs",
+    "is_float",
+    "nodes_between",
+    "prune",
+    "read_inputs",
+    "remove_defaults",
+    "remove_node",
+    "remove_unread",
+    "replace_value",
+    "take_place",
+]
+
+ELEMENTWISE = frozenset(
+    {
+        *("Abs", "Add", "And", "Cast", "Ceil", "Celu", "Clip", "Cos", "Div", "Elu", "Equal", "Erf"),
+        *("Exp", "Floor", "Gelu", "Greater", "GreaterOrEqual", "HardSigmoid", "HardSwish"),
+        *("Identity", "IsInf", "IsNaN", "LeakyRelu", "Less", "LessOrEqual", "Log", "Max", "Mean"),
+        *("Min", "Mish", "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu", "Round", "Selu"),
+        *("Sigmoid", "Sign", "Sin", "Softplus", "Softsign", "Sqrt", "Sub", "Sum", "Tanh", "Where"),
+        *("ThresholdedRelu", "Xor"),
+    }
+)
+"""Operators that compute each element of their output from the same element of their inputs."""
+
+# ---------------------------------------------------------------------------------------- reading
+
+
+def describe(node: ir.Node) -> str:
+    """Returns ``<op> node '<name>'``; a node without a name goes by its first output."""
+    name = node.name or next((value.name for value in node.outputs if value.name), "")
+    return f"{node.op_type} node '{name}'"
+
+
+def is_float(value: ir.Value) -> bool:
+    """Whether a value carries floating-point numbers, as far as is known."""
+    return value.dtype is None or value.dtype.is_floating_point()
+
+
+def attribute_value(attribute: ir.Attr) -> Any:
+    """Returns an attribute as a Python value; tensors as numpy arrays."""
+    if attribute.type == ir.AttributeType.TENSOR:
+        return attribute.as_tensor().numpy()
+    return attribute.value
+
+
+def attribute_values(node: ir.Node) -> dict[str, Any]:
+    """Returns the attributes of a node as Python values, by name."""
+    return {name: attribute_value(attribute) for name, attribute in node.attributes.items()}
+
+
+def all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
+    """Yields the nodes of a graph, each followed by those of the graphs inside it."""
+    for node in graph:
+        yield node
+        for inner in inner_graphs(node):
+            yield from all_nodes(inner)
+
+
+def inner_graphs(node: ir.Node) -> list[ir.Graph]:
+    """Returns the graphs inside a node: branches, or the body of a loop."""
+    graphs: list[ir.Graph] = []
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            graphs.append(attribute.as_graph())
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            graphs.extend(attribute.as_graphs())
+    return graphs
+
+
+def read_inputs(node: ir.Node) -> list[ir.Value]:
+    """Returns every value that a node reads, those that its sub-graphs capture included."""
+    values = [value for value in node.inputs if value is not None]
+    for graph in inner_graphs(node):
+        inner: set[ir.Value] = {*graph.inputs, *graph.initializers.values()}
+        for child in graph:
+            values += [value for value in read_inputs(child) if value not in inner]
+            inner.update(child.outputs)
+        values += [value for value in graph.outputs if value not in inner]
+    return values
+
+
+def dependent_values(nodes: Iterable[ir.Node], sources: Iterable[ir.Value]) -> set[ir.Value]:
+    """Returns the values that depend on some others, the others included.
+
+    Args:
+        nodes: Nodes in topological order.
+        sources: The values to start from; what computes them is not followed.
+    """
+    reached = set(sources)
+    for node in nodes:
+        if any(value in reached for value in read_inputs(node)):
+            reached.update(node.outputs)
+    return reached
+
+
+def ancestor_nodes(values: ir.Value | Iterable[ir.Value], stop: set[ir.Value]) -> set[ir.Node]:
+    """Returns the nodes that values are computed by, not looking behind those in ``stop``."""
+    found: set[ir.Node] = set()
+    pending = [values] if isinstance(values, ir.Value) else list(values)
+    while pending:
+        current = pending.pop()
+        node = None if current in stop else current.producer()
+        if node is not None and node not in found:
+            found.add(node)
+            pending += read_inputs(node)
+    return found
+
+
+def nodes_between(
+    nodes: Iterable[ir.Node], cut: Iterable[ir.Value], ends: ir.Value | Iterable[ir.Value]
+) -> list[ir.Node]:
+    """Returns those of some nodes, in their order, that values are computed by from others.
+
+    Args:
+        nodes: Nodes in topological order.
+        cut: Values that are taken as given: what computes them is left out.
+        ends: The values that are computed.
+    """
+    wanted = ancestor_nodes(ends, set(cut))
+    return [node for node in nodes if node in wanted]
+
+
+# -------------------------------------------------------------------------------------- rewriting
+
+
+def replace_value(tape: Tape, old: ir.Value, new: Tensor) -> None:
+    """Lets a new tensor stand, name and all, where a node's output stood.
+
+    Args:
+        tape: The tape that the new tensor was emitted on.
+        old: The output that goes.
+        new: What comes in its place.
+    """
+    value = new.value
+    renamable = tape.emitted(value) and value not in tape.put_out
+    if not renamable or value.const_value is not None:
+        value = op.Identity(new).with_shape_of(new).value
+    tape.put_out.add(value)
+    take_place(old, value)
+
+
+def take_place(old: ir.Value, new: ir.Value) -> None:
+    """Lets a value stand, name and all, where another one stood."""
+    name, old.name = old.name, None
+    new.name = name
+    while old.is_graph_output():
+        assert old.graph is not None
+        old.graph.outputs[old.graph.outputs.index(old)] = new
+    old.replace_all_uses_with(new)
+
+
+def copy_node(node: ir.Node, copies: Mapping[ir.Value, ir.Value]) -> ir.Node:
+    """Returns a copy of a node that reads ``copies[v]`` where the node reads ``v``.
+
+    The copy has no name and its outputs have none, except those that are absent.
+    """
+    copy = ir.Node(
+        node.domain,
+        node.op_type,
+        [None if value is None else copies.get(value, value) for value in node.inputs],
+        [_copy_attribute(attribute, copies) for attribute in node.attributes.values()],
+        overload=node.overload,
+        num_outputs=len(node.outputs),
+        version=node.version,
+    )
+    for old, new in zip(node.outputs, copy.outputs, strict=True):
+        new.type = old.type
+        new.shape = None if old.shape is None else old.shape.copy()
+        new.const_value = old.const_value
+        if old.name == "":
+            new.name = ""
+    return copy
+
+
+def _copy_attribute(attribute: ir.Attr, copies: Mapping[ir.Value, ir.Value]) -> ir.Attr:
+    match attribute.type:
+        case ir.AttributeType.GRAPH:
+            graph = _copy_graph(attribute.as_graph(), copies)
+            return ir.Attr(attribute.name, attribute.type, graph)
+        case ir.AttributeType.GRAPHS:
+            graphs = [_copy_graph(graph, copies) for graph in attribute.as_graphs()]
+            return ir.Attr(attribute.name, attribute.type, graphs)
+        case _:
+            return attribute
+
+
+def _copy_graph(graph: ir.Graph, copies: Mapping[ir.Value, ir.Value]) -> ir.Graph:
+    copy = graph.clone(allow_outer_scope_values=True)
+    for inner in (copy, *copy.subgraphs()):
+        for node in inner:
+            for index, value in enumerate(node.inputs):
+                if value is not None and value in copies:
+                    node.replace_input_with(index, copies[value])
+        for index, value in enumerate(inner.outputs):
+            if value in copies:
+                inner.outputs[index] = copies[value]
+    return copy
+
+
+# --------------------------------------------------------------------------------------- removing
+
+
+def remove_node(node: ir.Node) -> None:
+    """Removes a node whose outputs nobody reads, from the last input on: it may have thousands."""
+    assert isinstance(node.graph, ir.Graph)
+    while node.inputs:
+        node.resize_inputs(len(node.inputs) - 1)
+    node.graph.remove(node, safe=True)
+
+
+def remove_unread(nodes: Sequence[ir.Node]) -> None:
+    """Removes nodes, given in topological order, whose outputs nobody reads."""
+    unread: dict[ir.Node, None] = {}
+    for node in reversed(nodes):
+        if node.graph is not None and not any(
+            value.is_graph_output() or any(user not in unread for user, _ in value.uses())
+            for value in node.outputs
+        ):
+            unread[node] = None
+    by_graph: dict[Any, list[ir.Node]] = {}
+    for node in unread:
+        by_graph.setdefault(node.graph, []).append(node)
+    for graph, members in by_graph.items():
+        graph.remove(members, safe=True)  # at once: each call looks at all outputs of the graph
+
+
+def prune(graph: ir.Graph) -> None:
+    """Removes nodes, inputs and initializers that no output depends on."""
+    remove_unread(list(graph))
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output():
+            graph.initializers.pop(name)
+    for value in list(graph.inputs):
+        if not value.uses() and not value.is_graph_output():
+            graph.inputs.remove(value)
+
+
+def remove_defaults(graph: ir.Graph, variables: Sequence[str]) -> None:
+    """Makes inputs of a graph that have default values inputs that must be fed."""
+    for name in variables:
+        if name in graph.initializers:
+            graph.initializers.pop(name).const_value = None

@@ -1,0 +1,436 @@
+"""Models of any size: the data of big tensors are kept beside a ModelProto.
+
+protobuf writes no message of 2 GB and more, and copies a field whenever it is read. So a model is
+worked on as a light ModelProto, whose big tensors only say which data are theirs.
+"""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias, cast
+
+import google.protobuf.message
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+
+from ortops.errors import ModelError
+from ortops.graph.files import write_atomically
+
+__all__ = [
+    "MESSAGE_LIMIT",
+    "Data",
+    "array_of",
+    "attach",
+    "attached",
+    "copy_to_memory",
+    "data_size",
+    "detach",
+    "find",
+    "is_light",
+    "move_out",
+    "move_to_inputs",
+    "refer_to",
+    "save_model",
+    "serialize",
+    "set_array",
+    "set_later",
+    "without_data",
+    "write_model",
+]
+
+MESSAGE_LIMIT = 2**31 - 2**24
+"""How many bytes of tensor data go into one message; protobuf's 2 GB, less room for the rest."""
+
+Data: TypeAlias = dict[str, ir.TensorProtocol]
+"""The data of tensors, by the location that stands in the tensors of a light model."""
+
+_BIG = 1024  # tensors of more bytes are kept beside the model
+_LOCATION = "ortops.detached/"
+_MEMORY = "ortops.memory"  # the location of what `add_external_initializers` gives
+_FILE_KEY = "ortops.data"  # the metadata that tell which data file was written with a model file
+_ALIGNMENT = 4096  # of data in a file, so that they can be mapped into memory
+_numbers = itertools.count()
+_NO_SIZE = (ir.DataType.UNDEFINED, ir.DataType.STRING)
+_ITEM_SIZES = {kind.value: kind.itemsize for kind in ir.DataType if kind not in _NO_SIZE}
+
+
+def detach(proto: onnx.ModelProto, folder: Path | None = None) -> tuple[onnx.ModelProto, Data]:
+    """Copies a model without the data of its big tensors.
+
+    Args:
+        proto: The model; not changed. Tensors that are light already stay so.
+        folder: The folder of its file. Where one is given, external data are taken too.
+
+    Returns:
+        The light model, and the data: those of the given model, which are not copied.
+
+    Raises:
+        ModelError: If external data cannot be read.
+    """
+    result, data = onnx.ModelProto(), Data()
+    _copy(proto, result, data, folder)
+    if folder is not None:
+        for tensor in _inner_tensors(result.graph.node):
+            _load(tensor, folder)
+    for entry in [entry for entry in result.metadata_props if entry.key == _FILE_KEY]:
+        result.metadata_props.remove(entry)
+    return result, data
+
+
+def _copy(source: Any, target: Any, data: Data, folder: Path | None) -> None:
+    """Copies a message field by field, so that big tensors are met before they are copied."""
+    for field, value in source.ListFields():
+        name = field.name
+        if name in ("graph", "algorithm", "initialization"):
+            part = getattr(target, name)
+            part.SetInParent()
+            _copy(value, part, data, folder)
+        elif name == "training_info":
+            for info in value:
+                _copy(info, target.training_info.add(), data, folder)
+        elif name == "initializer":
+            for tensor in value:
+                _copy_tensor(tensor, target.initializer.add(), data, folder)
+        elif field.is_repeated:
+            getattr(target, name).extend(value)
+        elif field.message_type is not None:
+            getattr(target, name).CopyFrom(value)
+        else:
+            setattr(target, name, value)
+
+
+def _copy_tensor(
+    source: onnx.TensorProto, target: onnx.TensorProto, data: Data, folder: Path | None
+) -> None:
+    external = source.data_location == onnx.TensorProto.EXTERNAL
+    big = source.data_type != onnx.TensorProto.STRING and _size(source) > _BIG
+    if is_light(source) or (folder is None if external else not big):
+        target.CopyFrom(source)
+        return
+    location = f"{_LOCATION}{next(_numbers)}"
+    tensor = ir.serde.deserialize_tensor(source, folder or "")
+    data[location] = _read(tensor) if external else tensor
+    target.name, target.data_type = source.name, source.data_type
+    target.dims.extend(source.dims)
+    target.metadata_props.extend(source.metadata_props)
+    if source.HasField("doc_string"):
+        target.doc_string = source.doc_string
+    target.data_location = onnx.TensorProto.EXTERNAL
+    target.external_data.add(key="location", value=location)
+
+
+def _inner_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
+    """Yields the tensors in the attributes of nodes, and in the graphs there."""
+    for attribute in (attribute for node in nodes for attribute in node.attribute):
+        yield from attribute.tensors
+        if attribute.HasField("t"):
+            yield attribute.t
+        for graph in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
+            yield from graph.initializer
+            yield from _inner_tensors(graph.node)
+
+
+def _load(tensor: onnx.TensorProto, folder: Path) -> None:
+    """Reads the external data of a tensor into it."""
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        content = _read(ir.serde.deserialize_tensor(tensor, folder)).tobytes()
+        tensor.ClearField("external_data")
+        tensor.ClearField("data_location")
+        tensor.raw_data = content
+
+
+def _read(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    """Returns an external tensor whose file has been mapped into memory."""
+    try:
+        tensor.numpy()
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"initializer '{tensor.name}': its external data cannot be read: {error}; keep the "
+            "files of a model together"
+        ) from error
+    return tensor
+
+
+def _size(tensor: onnx.TensorProto) -> int:
+    """Returns how many bytes the data of a tensor take; to look at them would copy them."""
+    if tensor.data_type not in _ITEM_SIZES:  # strings, or a type that is refused later
+        return 0
+    size: float = math.prod(tensor.dims) * _ITEM_SIZES[tensor.data_type]
+    return math.ceil(size)
+
+
+def _location(tensor: onnx.TensorProto) -> str:
+    return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+
+
+def is_light(tensor: onnx.TensorProto) -> bool:
+    """Whether the data of a tensor are kept beside the model."""
+    return _location(tensor).startswith(_LOCATION)
+
+
+def find(tensor: ir.TensorProtocol | None, data: Data) -> ir.TensorProtocol | None:
+    """Returns the data of a tensor of a light model; None for those of other tensors."""
+    if not isinstance(tensor, ir.ExternalTensor):
+        return None
+    return data.get(os.fspath(tensor.location))
+
+
+def refer_to(tensor: ir.TensorProtocol, name: str | None) -> ir.TensorProtocol:
+    """Returns a tensor with a name of its own that has the data of another."""
+    return ir.LazyTensor(lambda: tensor, tensor.dtype, ir.Shape(tensor.shape.numpy()), name=name)
+
+
+def array_of(tensor: onnx.TensorProto, data: Data) -> npt.NDArray[Any]:
+    """Returns the value of a tensor of a light model."""
+    if is_light(tensor):
+        return data[_location(tensor)].numpy()
+    return onnx.numpy_helper.to_array(tensor)
+
+
+def set_array(tensor: onnx.TensorProto, data: Data, array: npt.NDArray[Any]) -> None:
+    """Sets the value of a tensor of a light model; an array that is kept beside is not copied."""
+    if is_light(tensor):
+        kind = ir.DataType(tensor.data_type)
+        data[_location(tensor)] = ir.Tensor(array, dtype=kind, name=tensor.name)
+    else:
+        tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+
+
+def set_later(tensor: onnx.TensorProto, data: Data, array: Callable[[], npt.NDArray[Any]]) -> None:
+    """Lets a tensor of a light model have what a function returns; others stay as they are."""
+    if is_light(tensor):
+        kind, shape = ir.DataType(tensor.data_type), ir.Shape(tensor.dims)
+        content = ir.LazyTensor(lambda: ir.Tensor(array(), dtype=kind), kind, shape)
+        data[_location(tensor)] = content
+
+
+def copy_to_memory(data: Data) -> Data:
+    """Returns data that neither a file nor another model can change."""
+    return {
+        location: ir.Tensor(_copied(tensor.numpy()), dtype=tensor.dtype)
+        for location, tensor in data.items()
+    }
+
+
+def _copied(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    owner: object = array
+    while isinstance(owner, np.ndarray) and owner.base is not None:
+        owner = owner.base
+    if isinstance(owner, bytes):  # which a message hands out as copies, and nobody can change
+        return array
+    return np.array(array, order="C")
+
+
+def attach(proto: onnx.ModelProto, data: Data) -> onnx.ModelProto:
+    """Puts the data of a light model into it, in place, and returns it."""
+    for tensor in _tensors(proto):
+        if is_light(tensor):
+            content = data[_location(tensor)].tobytes()
+            tensor.ClearField("external_data")
+            tensor.ClearField("data_location")
+            tensor.raw_data = content
+    return proto
+
+
+def attached(proto: onnx.ModelProto, data: Data) -> onnx.ModelProto:
+    """Returns a copy of a light model with its data in it."""
+    result = onnx.ModelProto()
+    result.CopyFrom(proto)
+    return attach(result, data)
+
+
+def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Yields the initializers of a model that may be kept beside it."""
+    yield from proto.graph.initializer
+    for info in proto.training_info:
+        yield from info.algorithm.initializer
+        yield from info.initialization.initializer
+
+
+def data_size(proto: onnx.ModelProto) -> int:
+    """Returns how many bytes the initializers in a model take, or would take if it were not light.
+
+    External data do not count.
+    """
+    return sum(
+        _size(tensor)
+        for tensor in _tensors(proto)
+        if tensor.data_location != onnx.TensorProto.EXTERNAL or is_light(tensor)
+    )
+
+
+def serialize(proto: onnx.ModelProto) -> bytes:
+    """Returns the bytes of a model.
+
+    Raises:
+        ModelError: If it is of 2 GB or more.
+    """
+    size = data_size(proto)
+    if size <= MESSAGE_LIMIT:
+        try:
+            message: bytes = proto.SerializeToString()
+            return message
+        except google.protobuf.message.EncodeError:
+            pass
+    raise ModelError(
+        f"model: its tensors take {size:,} bytes, and no ONNX message holds 2 GB or more; write it "
+        "with ortops.save_model, which puts the data into a file of their own, and give the path"
+    )
+
+
+def move_to_inputs(model: ir.Model) -> dict[str, npt.NDArray[Any]]:
+    """Makes big initializers inputs, in place, where a model does not fit into one message.
+
+    onnxruntime reads arrays that it is fed in place, and copies initializers.
+
+    Returns:
+        What to feed. It is empty where the model fits.
+    """
+    graph = model.graph
+    tensors = {n: t for n, v in graph.initializers.items() if (t := v.const_value) is not None}
+    if sum(tensor.nbytes for tensor in tensors.values()) <= MESSAGE_LIMIT:
+        return {}
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for name, tensor in tensors.items():
+        array = _native(tensor)
+        if array is not None:
+            value = graph.initializers.pop(name)
+            value.const_value = None
+            value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(array.shape)
+            if value not in graph.inputs:
+                graph.inputs.append(value)
+            arrays[name] = array
+    return arrays
+
+
+def move_out(model: ir.Model) -> tuple[onnx.ModelProto, dict[str, npt.NDArray[Any]]]:
+    """Serializes a model, without big initializers where it does not fit into one message.
+
+    Returns:
+        The model, and the arrays of external initializers that `add_external_initializers` takes.
+        There are none where the model fits.
+    """
+    graph = model.graph
+    tensors = {n: t for n, v in graph.initializers.items() if (t := v.const_value) is not None}
+    inside = [t for t in tensors.values() if not isinstance(t, ir.ExternalTensor)]
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    if sum(tensor.nbytes for tensor in inside) > MESSAGE_LIMIT:
+        for name, tensor in tensors.items():
+            array = None if isinstance(tensor, ir.ExternalTensor) else _native(tensor)
+            if array is not None:
+                arrays[name] = array
+                graph.initializers[name].const_value = ir.ExternalTensor(
+                    _MEMORY, 0, array.nbytes, tensor.dtype, shape=ir.Shape(array.shape), name=name
+                )
+    return ir.to_proto(model), arrays
+
+
+def _native(tensor: ir.TensorProtocol) -> npt.NDArray[Any] | None:
+    """Returns a big tensor as an array that can be lent to onnxruntime, or None."""
+    if tensor.nbytes <= _BIG or tensor.dtype.numpy().type.__module__ != "numpy":
+        return None  # onnxruntime takes no arrays of types that numpy itself has not
+    return np.require(tensor.numpy(), requirements=["C", "A"])
+
+
+def without_data(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a model to check: itself, or one with inputs for big initializers if it is too big.
+
+    Args:
+        proto: The model; not changed.
+    """
+    if data_size(proto) <= MESSAGE_LIMIT:
+        return proto
+    result, _ = detach(proto)
+    graph = result.graph
+    listed = {value.name for value in graph.input}
+    for tensor in [tensor for tensor in graph.initializer if is_light(tensor)]:
+        graph.initializer.remove(tensor)
+        if tensor.name not in listed:
+            value = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            graph.input.append(value)
+    return result
+
+
+def save_model(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
+    """Writes a model of any size, its training algorithm and state included.
+
+    Args:
+        model: The model; not changed.
+        path: The file. It is standard ONNX. Where it would be of 2 GB or more, the data of its
+            tensors go into ``<file name>.data`` beside it (``<file name>.1.data`` where that
+            exists), which is removed when ortops writes the file anew. At any time there is the
+            old model or the new one, whole.
+
+    Raises:
+        OSError: If it cannot be written; then the old file is as it was.
+        ModelError: If the model is of 2 GB or more without the data of its initializers.
+    """
+    write_model(path, *detach(model))
+
+
+def write_model(path: str | os.PathLike[str], proto: onnx.ModelProto, data: Data) -> None:
+    """Writes a light model; see `save_model`."""
+    target = Path(path).resolve()
+    old = _data_file(target)
+    if data_size(proto) <= MESSAGE_LIMIT:
+        write_atomically(path, serialize(attached(proto, data)))
+    else:
+        _write_in_two(target, proto, data)
+    if old is not None:
+        old.unlink(missing_ok=True)
+
+
+def _write_in_two(target: Path, proto: onnx.ModelProto, data: Data) -> None:
+    """Writes the data under a new name, and then the model that refers to it."""
+    numbered = (f"{target.name}.{number}.data" for number in itertools.count(1))
+    names = itertools.chain([f"{target.name}.data"], numbered)
+    file = next(target.parent / name for name in names if not (target.parent / name).exists())
+    model = onnx.ModelProto()
+    model.CopyFrom(proto)
+    model.metadata_props.add(key=_FILE_KEY, value=file.name)
+    light = [tensor for tensor in _tensors(model) if is_light(tensor)]
+    contents = [data[_location(tensor)] for tensor in light]
+    offset = 0
+    for tensor, content in zip(light, contents, strict=True):
+        offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
+        del tensor.external_data[:]
+        for key, value in (("location", file.name), ("offset", offset), ("length", content.nbytes)):
+            tensor.external_data.add(key=key, value=str(value))
+        offset += content.nbytes
+    message = serialize(model)
+    write_atomically(file, lambda stream: _write_data(stream, contents))
+    try:
+        write_atomically(target, message)
+    except BaseException:
+        file.unlink()
+        raise
+
+
+def _write_data(stream: BinaryIO, contents: Iterable[ir.TensorProtocol]) -> None:
+    for content in contents:
+        stream.write(bytes(-stream.tell() % _ALIGNMENT))
+        cast(Any, content).tofile(stream)  # all of onnx-ir's tensors have it
+
+
+def _data_file(target: Path) -> Path | None:
+    """Returns the data file that ortops wrote with a model file, if there is one."""
+    if not any(target.parent.glob(f"{glob.escape(target.name)}.*data")):
+        return None
+    proto = onnx.ModelProto()
+    try:
+        proto.ParseFromString(target.read_bytes())
+    except (OSError, google.protobuf.message.DecodeError):
+        return None
+    for entry in proto.metadata_props:
+        file = target.parent / entry.value
+        if entry.key == _FILE_KEY and file.parent == target.parent and file.name == entry.value:
+            named = entry.value.startswith(f"{target.name}.") and entry.value.endswith(".data")
+            return file if named else None  # the file may be a copy of another one
+    return None

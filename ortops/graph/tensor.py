@@ -1,0 +1,941 @@
+"""Tensor and op: Python arithmetic that emits ONNX nodes on a tape.
+
+A `Tape` is a place in a graph where new nodes go. ``op.<Operator>(...)`` and the arithmetic of
+`Tensor` append standard ONNX nodes there, with types and shapes inferred as they are emitted.
+Gradient rules, losses, optimizers and whole models are written with them.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import EllipsisType, TracebackType
+from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, cast, overload
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+
+from ortops.errors import ModelError, OrtopsError
+from ortops.graph.external import without_data
+
+__all__ = [
+    "DEFAULT_OPSET",
+    "IR_VERSION",
+    "VARIABLE",
+    "Dim",
+    "Names",
+    "Tape",
+    "Tensor",
+    "constant_tensor",
+    "numpy_dtype",
+    "ones_like",
+    "op",
+    "shape_of",
+    "zeros_like",
+]
+
+Dim: TypeAlias = int | str | None
+"""A dimension: its size, its symbol, or None where nothing is known."""
+
+Array: TypeAlias = npt.NDArray[Any]
+_T = TypeVar("_T")
+
+DEFAULT_OPSET = 21
+IR_VERSION = 10
+VARIABLE = "ortops.variable"
+"""The mark, in ``value.meta``, of what must not be built into nodes as the constant that it is."""
+
+_SMALL = 4096  # constants up to this many elements take part in shape inference
+
+_MOST_INFERRED = 10_000
+_HASHABLE = frozenset(
+    {
+        ir.AttributeType.FLOAT,
+        ir.AttributeType.FLOATS,
+        ir.AttributeType.INT,
+        ir.AttributeType.INTS,
+        ir.AttributeType.STRING,
+        ir.AttributeType.STRINGS,
+        ir.AttributeType.TENSOR,
+    }
+)
+"""Types of attributes that inference is remembered for."""
+
+_Inferred: TypeAlias = tuple[tuple[ir.TypeProtocol | None, tuple[Dim, ...] | None], ...]
+_inferred: dict[tuple[object, ...], _Inferred] = {}  # layers of a model are alike
+
+_current: contextvars.ContextVar[Tape | None] = contextvars.ContextVar("tape", default=None)
+
+
+def numpy_dtype(value: ir.Value) -> np.dtype[Any] | None:
+    """Returns the element type of an ONNX value as a numpy dtype, or None where it is unknown."""
+    return None if value.dtype is None else np.dtype(value.dtype.numpy())
+
+
+def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
+    """Returns what a value is while the graph is built, or None where only a run can tell.
+
+    An initializer that is an input too has a default value, not a constant one, and a value that is
+    marked as a `VARIABLE` stands for others than its own.
+    """
+    if value.is_graph_input():
+        return None
+    return None if VARIABLE in value.meta else ir.convenience.get_const_tensor(value)
+
+
+class Names:
+    """Hands out names that no value and no node of a model has yet.
+
+    Args:
+        graph: The graph whose names, with those of all its sub-graphs, are taken.
+    """
+
+    def __init__(self, graph: ir.Graph | None = None) -> None:
+        self._taken: set[str] = set()
+        self._next: dict[str, int] = {}
+        if graph is not None:
+            for inner in (graph, *graph.subgraphs()):
+                self._taken.update(inner.initializers)
+                self._taken.update(value.name for value in inner.inputs if value.name)
+                for node in inner:
+                    self._taken.update(value.name for value in node.outputs if value.name)
+                    self._taken.add(node.name or "")
+
+    def take(self, name: str) -> None:
+        """Marks a name as taken."""
+        self._taken.add(name)
+
+    def unique(self, name: str) -> str:
+        """Returns ``name``, with a number behind it if it is taken, and takes it."""
+        candidate = name
+        while candidate in self._taken:
+            number = self._next.get(name, 1)
+            self._next[name] = number + 1
+            candidate = f"{name}_{number}"
+        self._taken.add(candidate)
+        return candidate
+
+
+class Tape:
+    """A place in a graph where new nodes go.
+
+    As a context manager it also serves operators none of whose inputs is a Tensor.
+
+    Args:
+        graph: The graph that gets the nodes; a new one by default.
+        before: The node in front of which new nodes go; the end of the graph by default.
+        names: The names taken so far; read off the graph by default.
+        name: The name of a new graph.
+        opset: The version of the default operator set of a new graph.
+
+    Example:
+        >>> with Tape(name="half") as tape:
+        ...     x = tape.input("x", np.float32, ["batch", 3])
+        ...     y = tape.output(x * 0.5, "y")
+        >>> [node.op_type for node in tape.model().graph.node]
+        ['Constant', 'Mul']
+    """
+
+    def __init__(
+        self,
+        graph: ir.Graph | None = None,
+        *,
+        before: ir.Node | None = None,
+        names: Names | None = None,
+        name: str = "graph",
+        opset: int = DEFAULT_OPSET,
+    ) -> None:
+        if graph is None:
+            graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name=name)
+        self.graph = graph
+        self.before = before
+        self.names = Names(graph) if names is None else names
+        self.scope = ""
+        self.nodes: list[ir.Node] = []
+        self._emitted: set[ir.Node | None] = set()
+        self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
+        self.put_out: set[ir.Value] = set()
+        self._made: dict[Hashable, object] = {}
+        self._outer: list[contextvars.Token[Tape | None]] = []
+
+    def __enter__(self) -> Self:
+        self._outer.append(_current.set(self))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _current.reset(self._outer.pop())
+
+    @property
+    def opset(self) -> int:
+        """The version of the default operator set."""
+        return self.graph.opset_imports[""]
+
+    def tensor(self, value: ir.Value) -> Tensor:
+        """Returns the Tensor that stands for a value of the graph."""
+        return Tensor(self, value)
+
+    def input(self, name: str, dtype: npt.DTypeLike, shape: Sequence[Dim]) -> Tensor:
+        """Adds a graph input.
+
+        Args:
+            name: The input's name.
+            dtype: Its element type.
+            shape: Its dimensions: sizes, symbols, or None.
+        """
+        value = _typed_value(self.names.unique(name), dtype, shape)
+        self.graph.inputs.append(value)
+        return Tensor(self, value)
+
+    def initializer(self, name: str, array: npt.ArrayLike) -> Tensor:
+        """Adds an initializer, that is a parameter with its value.
+
+        Args:
+            name: The initializer's name.
+            array: Its value.
+        """
+        array = np.asarray(array)
+        value = _typed_value(self.names.unique(name), array.dtype, array.shape)
+        value.const_value = ir.tensor(array, name=value.name)
+        self.graph.register_initializer(value)
+        return Tensor(self, value)
+
+    def constant(self, array: npt.ArrayLike) -> Tensor:
+        """Returns a constant; equal constants of one tape are one node."""
+        array = np.asarray(array)
+        key = (str(array.dtype), array.shape, array.tobytes())
+        if key not in self._constants:
+            plain = array.dtype.kind in "biuf" and array.dtype.isbuiltin
+            tensor = ir.Tensor(array) if plain else ir.tensor(array)  # the latter looks longer
+            node = ir.Node("", "Constant", [], [ir.AttrTensor("value", tensor)])
+            self.append(node)
+            value = node.outputs[0]
+            value.type = ir.TensorType(tensor.dtype)
+            value.shape = ir.Shape(array.shape)
+            value.const_value = tensor
+            self._constants[key] = value
+        return Tensor(self, self._constants[key])
+
+    def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """Returns what a function returned when it was first called here for a key."""
+        if key not in self._made:
+            self._made[key] = make()
+        return cast(_T, self._made[key])
+
+    def output(self, tensor: Tensor, name: str | None = None) -> Tensor:
+        """Makes a tensor an output of the graph.
+
+        Args:
+            tensor: The value to put out.
+            name: The output's name; the tensor's own by default.
+        """
+        value = tensor.value
+        if name is not None and value.name != name:
+            fresh = (
+                self.emitted(value) and value.const_value is None and not value.is_graph_output()
+            )
+            if not fresh:
+                value = op.Identity(tensor).value
+            value.name = self.names.unique(name)
+        self.graph.outputs.append(value)
+        return Tensor(self, value)
+
+    def model(self, **properties: str) -> onnx.ModelProto:
+        """Returns the graph as a checked model.
+
+        Args:
+            **properties: Entries for the model's ``metadata_props``.
+
+        Raises:
+            ModelError: If the graph is not a legal ONNX model.
+        """
+        model = ir.Model(self.graph, ir_version=IR_VERSION, producer_name="ortops")
+        model.metadata_props.update(properties)
+        proto = ir.to_proto(model)
+        try:
+            onnx.checker.check_model(without_data(proto), full_check=True)
+        except onnx.checker.ValidationError as error:
+            raise ModelError(f"graph '{self.graph.name}': {error}; see the ONNX schema") from error
+        return proto
+
+    def append(self, node: ir.Node) -> None:
+        """Puts a node in its place and names it, and its outputs, after the scope."""
+        node.name = self.names.unique(f"{self.scope}{node.op_type}")
+        for index, value in enumerate(node.outputs):
+            if value.name is None:
+                suffix = f"_output_{index}" if len(node.outputs) > 1 else "_output"
+                value.name = self.names.unique(f"{node.name}{suffix}")
+        if self.before is None:
+            self.graph.append(node)
+        else:
+            self.graph.insert_before(self.before, node)
+        self.nodes.append(node)
+        self._emitted.add(node)
+
+    def emitted(self, value: ir.Value) -> bool:
+        """Whether a value is computed by a node that was put here."""
+        return value.producer() in self._emitted
+
+    def emit(
+        self,
+        op_type: str,
+        inputs: Sequence[object],
+        attributes: dict[str, Any],
+        *,
+        outputs: int | None = None,
+        domain: str = "",
+    ) -> tuple[Tensor, ...]:
+        """Appends one node.
+
+        Args:
+            op_type: The operator.
+            inputs: Tensors, arrays, Python scalars or lists, or None for an absent input.
+            attributes: The attributes as Python values; None stands for an absent one.
+            outputs: How many outputs the node gets; those that the schema requires by default.
+            domain: The operator's domain.
+
+        Raises:
+            ModelError: If the operator does not exist, or does not take these inputs.
+        """
+        schema = _schema(op_type, self.graph.opset_imports.get(domain, 1), domain)
+        values = self._operands(schema, inputs)
+        while values and values[-1] is None:
+            values.pop()
+        given = {name: value for name, value in attributes.items() if value is not None}
+        node = ir.Node(
+            domain,
+            op_type,
+            values,
+            [_attribute(schema, name, value) for name, value in given.items()],
+            num_outputs=schema.min_output if outputs is None else outputs,
+        )
+        self.append(node)
+        self.infer(node)
+        return tuple(Tensor(self, value) for value in node.outputs)
+
+    def _operands(
+        self, schema: onnx.defs.OpSchema, inputs: Sequence[object]
+    ) -> list[ir.Value | None]:
+        """Turns arrays and Python numbers into constants of the type that the schema wants."""
+        formal = list(schema.inputs)
+        if len(inputs) > len(formal) and not (
+            formal and formal[-1].option == onnx.defs.OpSchema.FormalParameterOption.Variadic
+        ):
+            raise ModelError(
+                f"{schema.name}: {len(inputs)} inputs; the operator takes at most {len(formal)}"
+            )
+        types = [formal[min(i, len(formal) - 1)].type_str for i in range(len(inputs))]
+        dtypes = [_known_dtype(given) for given in inputs]
+        known: dict[str, np.dtype[Any]] = {}
+        for kind, dtype in zip(types, dtypes, strict=True):
+            if dtype is not None:
+                known.setdefault(kind, dtype)
+        first = next(filter(None, dtypes), None)
+        values: list[ir.Value | None] = []
+        for kind, given in zip(types, inputs, strict=True):
+            if given is None:
+                values.append(None)
+            elif isinstance(given, Tensor):
+                values.append(given.value)
+            elif isinstance(given, np.ndarray | np.generic):
+                values.append(self.constant(given).value)
+            elif isinstance(given, Sequence) and any(isinstance(g, Tensor) for g in given):
+                values.append(self._vector(given).value)
+            else:
+                dtype = known.get(kind)
+                if dtype is None and first is not None and _allows(schema, kind, first):
+                    dtype = first if ir.DataType.from_numpy(first).is_floating_point() else None
+                values.append(self.constant(_array(given, dtype)).value)
+        return values
+
+    def _vector(self, parts: Sequence[object]) -> Tensor:
+        """Joins integers and integer scalar tensors to one vector of int64."""
+        pieces = [
+            op.Reshape(part, [-1]) if isinstance(part, Tensor) else np.array([part], np.int64)
+            for part in parts
+        ]
+        return self.emit("Concat", pieces, {"axis": 0})[0]
+
+    def infer(self, node: ir.Node) -> None:
+        """Gives the outputs of a node their types and shapes.
+
+        Args:
+            node: A node of the tape's graph.
+
+        Raises:
+            ModelError: If its inputs do not fit the operator.
+        """
+        schema = _schema(node.op_type, self.graph.opset_imports.get(node.domain, 1), node.domain)
+        if not schema.has_type_and_shape_inference_function:
+            return
+        if any(value is not None and value.name and value.type is None for value in node.inputs):
+            _infer_types(node, schema)
+            return
+        key = _inference_key(node, self.graph.opset_imports)
+        found = None if key is None else _inferred.get(key)
+        if found is None:
+            found = self._infer_anew(node, schema)
+            if key is not None:
+                if len(_inferred) >= _MOST_INFERRED:
+                    _inferred.clear()
+                _inferred[key] = found
+        for value, (kind, dims) in zip(node.outputs, found, strict=True):
+            if value.type is None:
+                value.type = kind
+            if value.shape is None and dims is not None:
+                value.shape = ir.Shape(dims)
+
+    def _infer_anew(self, node: ir.Node, schema: onnx.defs.OpSchema) -> _Inferred:
+        """Returns type and dimensions of each output of a node whose inputs have types."""
+        types: dict[str, onnx.TypeProto] = {}
+        data: dict[str, onnx.TensorProto] = {}
+        for value in node.inputs:
+            if value is None or not value.name:
+                continue
+            types[value.name] = _type_proto(value)
+            tensor = constant_tensor(value)
+            if tensor is not None and tensor.size <= _SMALL:
+                data[value.name] = ir.serde.serialize_tensor(tensor)
+        try:
+            inferred = onnx.shape_inference.infer_node_outputs(
+                schema,
+                ir.serde.serialize_node(node),
+                types,
+                data,
+                opset_imports=[
+                    onnx.helper.make_opsetid(d, v) for d, v in self.graph.opset_imports.items()
+                ],
+                ir_version=IR_VERSION,
+            )
+        except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
+            reason = str(error).strip().rsplit("] ", 1)[-1]
+            shapes = ", ".join(str(Tensor(self, v)) if v else "absent" for v in node.inputs)
+            raise ModelError(
+                f"{node.op_type} node '{node.name}': {reason}; got {shapes}"
+            ) from error
+        found: list[tuple[ir.TypeProtocol | None, tuple[Dim, ...] | None]] = []
+        for value in node.outputs:
+            proto = inferred.get(value.name or "")
+            if proto is None:
+                found.append((None, None))
+                continue
+            kind = ir.serde.deserialize_type_proto_for_type(proto)
+            shape = ir.serde.deserialize_type_proto_for_shape(proto)
+            dims = None if shape is None else _dims(shape)
+            if isinstance(kind, ir.SequenceType) and dims is not None:
+                # A symbol would say that all elements, and what is computed of them, agree.
+                dims = tuple(dim if isinstance(dim, int) else None for dim in dims)
+            found.append((kind, dims))
+        return tuple(found)
+
+
+class Tensor:
+    """A value of an ONNX graph under construction.
+
+    Arithmetic on it appends nodes to its tape. Python numbers take the Tensor's own dtype.
+
+    Args:
+        tape: Where new nodes go.
+        value: The value of the graph that it stands for.
+    """
+
+    __slots__ = ("tape", "value")
+    __array_ufunc__ = None  # makes numpy_array * tensor call Tensor.__rmul__
+
+    def __init__(self, tape: Tape, value: ir.Value) -> None:
+        self.tape = tape
+        self.value = value
+
+    @property
+    def name(self) -> str:
+        """The value's name in the graph."""
+        return self.value.name or ""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The element type.
+
+        Raises:
+            ModelError: If nothing in the graph tells it.
+        """
+        dtype = numpy_dtype(self.value)
+        if dtype is None:
+            raise ModelError(f"value '{self.name}': its type is unknown; add a value_info for it")
+        return dtype
+
+    @property
+    def shape(self) -> tuple[Dim, ...] | None:
+        """The dimensions: sizes, symbols or None; None as a whole where the rank is unknown."""
+        return None if self.value.shape is None else _dims(self.value.shape)
+
+    @property
+    def ndim(self) -> int:
+        """The rank.
+
+        Raises:
+            ModelError: If nothing in the graph tells it.
+        """
+        if self.value.shape is None:
+            raise ModelError(f"value '{self.name}': its rank is unknown; add a value_info for it")
+        return len(self.value.shape)
+
+    @property
+    def constant(self) -> Array | None:
+        """The value as an array where it is known while building the graph, else None."""
+        tensor = constant_tensor(self.value)
+        return None if tensor is None else tensor.numpy()
+
+    def astype(self, dtype: npt.DTypeLike) -> Tensor:
+        """Returns the tensor in another element type."""
+        wanted = ir.DataType.from_numpy(np.dtype(dtype))
+        return self if self.value.dtype == wanted else op.Cast(self, to=wanted)
+
+    def with_shape(self, shape: Sequence[Dim]) -> Tensor:
+        """Records a shape that inference cannot find, and returns the tensor.
+
+        Args:
+            shape: The dimensions: sizes, symbols, or None. It is not verified.
+
+        Example:
+            >>> with Tape() as tape:
+            ...     x = tape.input("x", np.float32, ["batch", 6])
+            ...     y = op.Reshape(x, op.Concat(op.Shape(x, end=1), [2, 3], axis=0))
+            >>> y.shape
+            (None, None, None)
+            >>> y.with_shape(["batch", 2, 3]).shape
+            ('batch', 2, 3)
+        """
+        self.value.shape = ir.Shape(shape)
+        return self
+
+    def with_shape_of(self, like: Tensor) -> Tensor:
+        """Records that this tensor has the shape of another, and returns it."""
+        if like.value.shape is not None:
+            self.value.shape = ir.Shape(list(like.value.shape))
+        return self
+
+    def __array_namespace__(self, api_version: str | None = None) -> type[ArrayNamespace]:
+        """Returns the functions that rules written for any array library call."""
+        return ArrayNamespace
+
+    def __repr__(self) -> str:
+        dims = "?" if self.shape is None else ", ".join(str(dim) for dim in self.shape)
+        return f"Tensor({self.name!r}, {numpy_dtype(self.value)}, [{dims}])"
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"{self!r} has no truth value while the graph is built; use op.Where")
+
+    def __iter__(self) -> Any:
+        raise TypeError(f"{self!r} cannot be iterated over; index it, or use op.Split")
+
+    def __getitem__(self, key: object) -> Tensor:
+        return _index(self, key if isinstance(key, tuple) else (key,))
+
+    def __neg__(self) -> Tensor:
+        return op.Neg(self)
+
+    def __abs__(self) -> Tensor:
+        return op.Abs(self)
+
+    def __add__(self, other: object) -> Tensor:
+        return op.Add(self, other)
+
+    def __radd__(self, other: object) -> Tensor:
+        return op.Add(other, self)
+
+    def __sub__(self, other: object) -> Tensor:
+        return op.Sub(self, other)
+
+    def __rsub__(self, other: object) -> Tensor:
+        return op.Sub(other, self)
+
+    def __mul__(self, other: object) -> Tensor:
+        return op.Mul(self, other)
+
+    def __rmul__(self, other: object) -> Tensor:
+        return op.Mul(other, self)
+
+    def __truediv__(self, other: object) -> Tensor:
+        return op.Div(self, other)
+
+    def __rtruediv__(self, other: object) -> Tensor:
+        return op.Div(other, self)
+
+    def __pow__(self, other: object) -> Tensor:
+        return op.Pow(self, other)
+
+    def __rpow__(self, other: object) -> Tensor:
+        return op.Pow(other, self)
+
+    def __matmul__(self, other: object) -> Tensor:
+        return op.MatMul(self, other)
+
+    def __lt__(self, other: object) -> Tensor:
+        return op.Less(self, other)
+
+    def __le__(self, other: object) -> Tensor:
+        return op.LessOrEqual(self, other)
+
+    def __gt__(self, other: object) -> Tensor:
+        return op.Greater(self, other)
+
+    def __ge__(self, other: object) -> Tensor:
+        return op.GreaterOrEqual(self, other)
+
+
+class _Emit(Protocol):
+    """Emits a node that has one output, unless more are asked for."""
+
+    @overload
+    def __call__(
+        self,
+        *inputs: object,
+        outputs: Literal[1] | None = ...,
+        domain: str = ...,
+        **attributes: Any,
+    ) -> Tensor: ...
+    @overload
+    def __call__(
+        self, *inputs: object, outputs: int, domain: str = ..., **attributes: Any
+    ) -> tuple[Tensor, ...]: ...
+
+
+class _Several(Protocol):
+    """Emits a node that has several outputs."""
+
+    def __call__(
+        self, *inputs: object, outputs: int | None = ..., domain: str = ..., **attributes: Any
+    ) -> tuple[Tensor, ...]: ...
+
+
+class _Operators:
+    """``op.<Operator>(*inputs, **attributes)`` emits one ONNX node.
+
+    Inputs are Tensors, numpy arrays, Python scalars and lists (constants of the type that the
+    operator wants), or None for an absent one. Attributes are keywords; ``outputs`` asks for a
+    number of outputs, ``domain`` names another operator set. The result is a Tensor, or a tuple of
+    them where there are several.
+
+    Example:
+        >>> with Tape() as tape:
+        ...     x = tape.input("x", np.float32, ["N", 4])
+        ...     values, indices = op.TopK(x, [2])
+        >>> values.shape, indices.dtype
+        (('N', 2), dtype('int64'))
+    """
+
+    DynamicQuantizeLinear: _Several
+    Split: _Several
+    TopK: _Several
+
+    def __getattr__(self, op_type: str) -> _Emit:
+        if op_type.startswith("_"):
+            raise AttributeError(op_type)
+
+        def emit(
+            *inputs: object, outputs: int | None = None, domain: str = "", **attributes: Any
+        ) -> Tensor | tuple[Tensor, ...]:
+            if outputs is None and op_type == "Split":
+                outputs = _split_count(inputs, attributes)
+            made = _tape_of(op_type, inputs).emit(
+                op_type, inputs, attributes, outputs=outputs, domain=domain
+            )
+            return made[0] if len(made) == 1 and op_type != "Split" else made
+
+        emit.__name__ = op_type
+        self.__dict__[op_type] = emit
+        return cast(_Emit, emit)
+
+
+op = _Operators()
+
+
+class ArrayNamespace:
+    """The part of the Python array API that update rules and losses need, on Tensors."""
+
+    float16 = np.dtype(np.float16)
+    float32 = np.dtype(np.float32)
+    float64 = np.dtype(np.float64)
+    int64 = np.dtype(np.int64)
+
+    @staticmethod
+    def astype(x: Tensor, dtype: npt.DTypeLike) -> Tensor:
+        """Casts."""
+        return x.astype(dtype)
+
+    @staticmethod
+    def where(condition: Tensor, a: object, b: object) -> Tensor:
+        """Chooses from ``a`` where the condition holds, else from ``b``."""
+        if not isinstance(a, Tensor) and not isinstance(b, Tensor):
+            a = np.asarray(a)  # two Python floats give float64, as in numpy
+        return op.Where(condition, a, b)
+
+    @staticmethod
+    def sum(x: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor:
+        """Sums over axes, all by default."""
+        return op.ReduceSum(x, _axes(axis), keepdims=int(keepdims))
+
+    @staticmethod
+    def mean(x: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor:
+        """Averages over axes, all by default."""
+        return op.ReduceMean(x, _axes(axis), keepdims=int(keepdims))
+
+    @staticmethod
+    def max(x: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor:
+        """Takes the maximum over axes, all by default."""
+        return op.ReduceMax(x, _axes(axis), keepdims=int(keepdims))
+
+    @staticmethod
+    def zeros_like(x: Tensor) -> Tensor:
+        """Returns zeros."""
+        return zeros_like(x)
+
+    @staticmethod
+    def ones_like(x: Tensor) -> Tensor:
+        """Returns ones."""
+        return ones_like(x)
+
+    sqrt = staticmethod(op.Sqrt)
+    exp = staticmethod(op.Exp)
+    log = staticmethod(op.Log)
+    pow = staticmethod(op.Pow)
+    abs = staticmethod(op.Abs)
+    sign = staticmethod(op.Sign)
+    tanh = staticmethod(op.Tanh)
+    sin = staticmethod(op.Sin)
+    cos = staticmethod(op.Cos)
+    maximum = staticmethod(op.Max)
+    minimum = staticmethod(op.Min)
+    matmul = staticmethod(op.MatMul)
+    reshape = staticmethod(op.Reshape)
+
+
+def shape_of(x: Tensor) -> Tensor:
+    """Returns the shape as a vector of int64: a constant where it is static, else a Shape node."""
+    shape = x.shape
+    if shape is not None and all(isinstance(dim, int) for dim in shape):
+        return x.tape.constant(np.array(shape, np.int64))
+    return op.Shape(x)
+
+
+def zeros_like(x: Tensor) -> Tensor:
+    """Returns zeros of the shape and dtype of ``x``."""
+    return _filled_like(x, 0)
+
+
+def ones_like(x: Tensor) -> Tensor:
+    """Returns ones of the shape and dtype of ``x``."""
+    return _filled_like(x, 1)
+
+
+def _filled_like(x: Tensor, number: int) -> Tensor:
+    if numpy_dtype(x.value) is None:  # behind an operator that onnx does not know
+        filled = op.ConstantOfShape(shape_of(x), value=np.array([number], np.float32))
+        return op.CastLike(filled, x).with_shape_of(x)
+    if x.shape == ():
+        return x.tape.constant(np.array(number, x.dtype))
+    value = np.array([number], x.dtype)
+    return op.ConstantOfShape(shape_of(x), value=value).with_shape_of(x)
+
+
+def _tape_of(op_type: str, inputs: Sequence[object]) -> Tape:
+    for given in inputs:
+        if isinstance(given, Tensor):
+            return given.tape
+        if isinstance(given, list | tuple):
+            for part in given:
+                if isinstance(part, Tensor):
+                    return part.tape
+    tape = _current.get()
+    if tape is None:
+        raise OrtopsError(f"op.{op_type}: no input is a Tensor; call it within `with Tape():`")
+    return tape
+
+
+def _schema(op_type: str, opset: int, domain: str) -> onnx.defs.OpSchema:
+    try:
+        return onnx.defs.get_schema(op_type, opset, domain)
+    except onnx.defs.SchemaError as error:
+        place = f"domain '{domain}'" if domain else "the standard"
+        raise ModelError(f"{op_type}: no such operator in {place} at opset {opset}") from error
+
+
+def _infer_types(node: ir.Node, schema: onnx.defs.OpSchema) -> None:
+    """Gives outputs the types that follow from the schema alone, where an input has none."""
+    known = {
+        formal.type_str: value.type
+        for formal, value in zip(schema.inputs, node.inputs, strict=False)
+        if value is not None and value.type is not None
+    }
+    for formal, value in zip(schema.outputs, node.outputs, strict=False):
+        if formal.type_str == "tensor(int64)":
+            value.type = ir.TensorType(ir.DataType.INT64)
+        elif value.type is None:
+            value.type = known.get(formal.type_str)
+
+
+def _allows(schema: onnx.defs.OpSchema, type_str: str, dtype: np.dtype[Any]) -> bool:
+    """Whether a formal type admits an element type."""
+    name = onnx.helper.tensor_dtype_to_string(ir.DataType.from_numpy(dtype).value)
+    wanted = f"tensor({name.removeprefix('TensorProto.').lower()})"
+    for constraint in schema.type_constraints:
+        if constraint.type_param_str == type_str:
+            return wanted in constraint.allowed_type_strs
+    return wanted == type_str
+
+
+def _known_dtype(given: object) -> np.dtype[Any] | None:
+    """Returns the element type of an operand that has one of its own."""
+    if isinstance(given, Tensor):
+        return numpy_dtype(given.value)
+    return given.dtype if isinstance(given, np.ndarray | np.generic) else None
+
+
+def _array(given: object, dtype: np.dtype[Any] | None) -> Array:
+    array = np.asarray(given)
+    if array.size == 0 and dtype is None:
+        return array.astype(np.int64)
+    if dtype is None and array.dtype == np.float64:
+        return array.astype(np.float32)  # ONNX's default for numbers without a type
+    return array if dtype is None else array.astype(dtype)
+
+
+def _attribute(schema: onnx.defs.OpSchema, name: str, value: Any) -> ir.Attr:
+    """Converts a Python value to the attribute type of the schema."""
+    if name not in schema.attributes:
+        known = ", ".join(sorted(schema.attributes)) or "none"
+        raise ModelError(f"{schema.name}: unknown attribute '{name}'; the operator has {known}")
+    kind = ir.AttributeType(cast(int, schema.attributes[name].type))
+    match kind:
+        case ir.AttributeType.FLOAT:
+            value = float(value)
+        case ir.AttributeType.INT:
+            value = int(value)
+        case ir.AttributeType.INTS:
+            value = tuple(int(item) for item in value)
+        case ir.AttributeType.FLOATS:
+            value = tuple(float(item) for item in value)
+        case ir.AttributeType.TENSOR:
+            value = ir.tensor(np.asarray(value))
+        case _:
+            pass
+    return ir.Attr(name, kind, value)
+
+
+def _typed_value(name: str, dtype: npt.DTypeLike, shape: Sequence[Dim]) -> ir.Value:
+    kind = ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype)))
+    return ir.Value(name=name, type=kind, shape=ir.Shape(shape))
+
+
+def _dims(shape: ir.Shape) -> tuple[Dim, ...]:
+    return tuple(dim if isinstance(dim, int) else dim.value for dim in shape)
+
+
+def _type_proto(value: ir.Value) -> onnx.TypeProto:
+    proto = onnx.TypeProto()
+    assert value.type is not None
+    ir.serde.serialize_type_into(proto, value.type)
+    if value.shape is not None:
+        ir.serde.serialize_shape_into(proto, value.shape)
+    return proto
+
+
+def _inference_key(node: ir.Node, imports: Mapping[str, int]) -> tuple[object, ...] | None:
+    """Returns what types and shapes of a node's outputs follow from; None where that is a lot."""
+    key: list[object] = [node.domain, node.op_type, *imports.items()]
+    key += [bool(value.name) for value in node.outputs]
+    for name, attribute in node.attributes.items():
+        if attribute.type not in _HASHABLE:
+            return None
+        value = attribute.value
+        if attribute.type == ir.AttributeType.TENSOR:
+            value = _content(attribute.as_tensor())
+            if value is None:
+                return None
+        key += [name, tuple(value) if isinstance(value, Sequence) else value]
+    for read in node.inputs:
+        if read is None or not read.name:
+            key.append(None)
+            continue
+        tensor = constant_tensor(read)
+        key += [read.type, None if read.shape is None else _dims(read.shape)]
+        key.append(None if tensor is None else _content(tensor))
+    return tuple(key)
+
+
+def _content(tensor: ir.TensorProtocol) -> tuple[object, ...] | None:
+    """Returns what is equal for two small tensors exactly if they are equal; None for big ones."""
+    if tensor.size > _SMALL:
+        return None
+    strings = tensor.dtype == ir.DataType.STRING
+    content = tuple(tensor.numpy().flat) if strings else tensor.tobytes()
+    return tensor.dtype, *tensor.shape, content
+
+
+def _axes(axis: int | Sequence[int] | None) -> list[int] | None:
+    if axis is None:
+        return None
+    return [axis] if isinstance(axis, int) else list(axis)
+
+
+def _split_count(inputs: Sequence[object], attributes: dict[str, Any]) -> int:
+    if "num_outputs" in attributes:
+        return int(attributes["num_outputs"])
+    sizes = inputs[1]
+    if isinstance(sizes, Tensor):
+        return cast(int, (sizes.shape or (None,))[0])
+    return len(cast(Sequence[int], sizes))
+
+
+def _index(x: Tensor, key: tuple[object, ...]) -> Tensor:
+    """Basic indexing: integers, slices with constant or Tensor ends, None and an ellipsis."""
+    used = sum(part is not None and part is not Ellipsis for part in key)
+    if Ellipsis not in key:
+        key = (*key, Ellipsis)
+    starts: list[object] = []
+    ends: list[object] = []
+    axes: list[int] = []
+    steps: list[int] = []
+    dropped: list[int] = []
+    added: list[int] = []
+    axis = position = 0
+    for part in key:
+        if part is None:
+            added.append(position)
+            position += 1
+            continue
+        if isinstance(part, EllipsisType):
+            skipped = x.ndim - used
+            axis, position = axis + skipped, position + skipped
+            continue
+        if isinstance(part, slice):
+            step = 1 if part.step is None else part.step
+            if (part.start, part.stop, step) != (None, None, 1):
+                limit = np.iinfo(np.int64).max
+                starts.append((0 if step > 0 else limit) if part.start is None else part.start)
+                ends.append((limit if step > 0 else -limit) if part.stop is None else part.stop)
+                axes.append(axis)
+                steps.append(step)
+            position += 1
+        elif isinstance(part, int | np.integer):
+            starts.append(int(part))
+            ends.append(int(part) + 1 if part != -1 else np.iinfo(np.int64).max)
+            axes.append(axis)
+            steps.append(1)
+            dropped.append(axis)
+        else:
+            raise TypeError(f"{x!r}: index {part!r}; use integers, slices, None, or op.Gather")
+        axis += 1
+    if axes:
+        x = op.Slice(x, starts, ends, axes, steps)
+    if dropped:
+        x = op.Squeeze(x, dropped)
+    if added:
+        x = op.Unsqueeze(x, added)
+    return x

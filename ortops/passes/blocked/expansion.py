@@ -1,0 +1,174 @@
+"""Replacing operators on blocked tensors by nodes that onnxruntime knows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import onnx_ir as ir
+
+from ortops.graph.edit import attribute_values
+from ortops.graph.tensor import Names, Tape, Tensor, op
+from ortops.passes.blocked import kernels
+from ortops.passes.blocked.kernels import KERNEL_DOMAIN, affine, sizes
+from ortops.passes.blocked.rules import DOMAIN
+from ortops.passes.rewrite import Result, pattern, rewrite
+
+__all__ = ["expand"]
+
+
+def expand(graph: ir.Graph, names: Names) -> None:
+    """Replaces operators on blocked tensors, in place; `names` are those taken in the graph."""
+    rewrite(graph, names, _expanded)
+    rewrite(graph, names, _sum_in_convolution, _relu_in_convolution)
+    graph.opset_imports.pop(DOMAIN, None)
+    graph.opset_imports[KERNEL_DOMAIN] = 1
+
+
+def _expand_block(x: Tensor, *, block: int) -> tuple[Tensor, ...]:
+    return (kernels.to_blocks(x, block) if math.prod(sizes(x)[2:]) > 1 else x,)
+
+
+def _expand_unblock(x: Tensor, *, block: int) -> tuple[Tensor, ...]:
+    return (kernels.to_plain(x, sizes(x)[1]) if math.prod(sizes(x)[2:]) > 1 else x,)
+
+
+def _expand_conv(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None = None,
+    *,
+    block: int,
+    dilations: Sequence[int],
+    group: int,
+    pads: Sequence[int],
+    strides: Sequence[int],
+) -> tuple[Tensor, ...]:
+    n, _, *lengths = sizes(x)
+    m, _, *kernel = sizes(w)
+    counts = [
+        (length + begin + end - (size - 1) * dilation - 1) // step + 1
+        for length, begin, end, size, dilation, step in zip(
+            lengths, pads[:2], pads[2:], kernel, dilations, strides, strict=True
+        )
+    ]
+    result = kernels.convolve(
+        x,
+        kernels.filter_of(w, block),
+        (n, m, *counts),
+        kernel=kernel,
+        bias=b,
+        strides=strides,
+        dilations=dilations,
+        pads=pads,
+        group=group,
+    )
+    return (result,)
+
+
+def _expand_batch_normalization(
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    *,
+    block: int,
+    momentum: float,
+    epsilon: float,
+) -> tuple[Tensor, ...]:
+    _, _, height, width = sizes(x)
+    mean = op.ReduceMean(kernels.channel_means(x), [0, 2, 3], keepdims=0)
+    centred = affine(x, None, -mean)
+    squares = op.ReduceMean(kernels.products(centred, centred), [0, 2, 3], keepdims=0)
+    var = squares * (1 / (height * width))
+    inverse_std = op.Reciprocal(op.Sqrt(var + epsilon))
+    y = affine(centred, scale * inverse_std, bias)
+    new_mean = running_mean * momentum + mean * (1 - momentum)
+    new_var = running_var * momentum + var * (1 - momentum)
+    return y, new_mean, new_var, centred, inverse_std
+
+
+def _expand_affine(x: Tensor, factor: Tensor, shift: Tensor) -> tuple[Tensor, ...]:
+    return (affine(x, factor, shift),)
+
+
+def _expand_relu(x: Tensor, *, exact: int) -> tuple[Tensor, ...]:
+    return (op.Relu(x),)
+
+
+def _expand_max_pool(
+    x: Tensor, *, block: int, kernel_shape: Sequence[int], exact: int
+) -> tuple[Tensor, ...]:
+    n, channels, *lengths = sizes(x)
+    counts = [length // step for length, step in zip(lengths, kernel_shape, strict=True)]
+    attributes = {"kernel_shape": list(kernel_shape), "strides": list(kernel_shape)}
+    return kernels.emit(
+        x.tape, KERNEL_DOMAIN, "MaxPool", [x], [(n, channels, *counts)], **attributes
+    )
+
+
+def _expand_global_average_pool(x: Tensor, *, block: int) -> tuple[Tensor, ...]:
+    return (kernels.channel_means(x),)
+
+
+_EXPANSIONS: Mapping[str, Callable[..., tuple[Tensor, ...]]] = {
+    "Affine": _expand_affine,
+    "BatchNormalization": _expand_batch_normalization,
+    "Block": _expand_block,
+    "Conv": _expand_conv,
+    "GlobalAveragePool": _expand_global_average_pool,
+    "MaxPool": _expand_max_pool,
+    "Relu": _expand_relu,
+    "Unblock": _expand_unblock,
+}
+
+
+@pattern(*_EXPANSIONS, domain=DOMAIN)
+def _expanded(node: ir.Node, tape: Tape) -> Result:
+    tensors = [None if value is None else tape.tensor(value) for value in node.inputs]
+    return _EXPANSIONS[node.op_type](*tensors, **attribute_values(node))
+
+
+@pattern("Relu")
+def _relu_in_convolution(node: ir.Node, tape: Tape) -> Result:
+    """Lets a convolution apply Relu as it writes its result."""
+    (x,) = node.inputs
+    assert x is not None
+    conv = _convolution(x)
+    if conv is None:
+        return None
+    conv.attributes["activation"] = ir.AttrString("activation", "Relu")
+    return tape.tensor(x)
+
+
+@pattern("Add")
+def _sum_in_convolution(node: ir.Node, tape: Tape) -> Result:
+    """Lets a convolution add a tensor as it writes its result."""
+    a, b = node.inputs
+    assert a is not None
+    assert b is not None
+    x, other = (b, a) if _convolution(b) is not None else (a, b)
+    conv = _convolution(x)
+    if conv is None or len(conv.inputs) > 3 or other.shape != x.shape or other is x:
+        return None
+    inputs = [*conv.inputs, None][:3]
+    attributes = list(conv.attributes.values())
+    fused = ir.Node(KERNEL_DOMAIN, "Conv", [*inputs, other], attributes)
+    fused.outputs[0].type, fused.outputs[0].shape = x.type, x.shape
+    tape.append(fused)
+    return tape.tensor(fused.outputs[0])
+
+
+def _convolution(value: ir.Value) -> ir.Node | None:
+    """Returns the convolution that gives a value to one reader, without anything fused; or None."""
+    conv = value.producer()
+    if (
+        conv is not None
+        and (conv.domain, conv.op_type) == (KERNEL_DOMAIN, "Conv")
+        and "activation" not in conv.attributes
+        and len(value.uses()) == 1
+        and not value.is_graph_output()
+    ):
+        return conv
+    return None

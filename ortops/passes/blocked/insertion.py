@@ -1,0 +1,246 @@
+"""Putting operators on blocked tensors in the place of convolutions and of what lies between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from ortops.autodiff.gradient_node import is_bound
+from ortops.autodiff.rules import convolution
+from ortops.graph.edit import attribute_values, remove_unread, replace_value
+from ortops.graph.tensor import Tape, Tensor, op
+from ortops.passes.blocked import kernels, rules
+from ortops.passes.blocked.kernels import sizes
+from ortops.passes.blocked.rules import DOMAIN
+from ortops.passes.draft import Draft
+
+__all__ = ["insert"]
+
+_ELEMENTWISE = frozenset(
+    {"Add", "Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mul", "Sigmoid", "Softplus", "Sub"}
+    | {"Tanh"}
+)
+"""Operators that mean the same whatever order the numbers of their inputs are in."""
+
+
+def insert(draft: Draft, size: int) -> None:
+    """Replaces convolutions, and what lies between them, by operators on blocked tensors.
+
+    Args:
+        draft: A prepared model; changed in place.
+        size: The number of channels in a block.
+    """
+    _Insertion(draft, size).run()
+
+
+class _Insertion:
+    """The state of `insert`: which plain values have a blocked twin."""
+
+    def __init__(self, draft: Draft, size: int) -> None:
+        self.draft = draft
+        self.unbounded = draft.unbounded
+        self.size = size
+        self.tape = Tape(draft.graph, names=draft.names)
+        self.twins: dict[ir.Value, Tensor] = {}
+        self.entered: dict[ir.Value, Tensor] = {}
+
+    def run(self) -> None:
+        graph = self.draft.graph
+        for node in list(graph):
+            if not node.domain and self.draft.is_free(node) and _is_suitable(node):
+                self.tape.before = node
+                self.tape.scope = f"{node.name or node.op_type}/"
+                self._replace(node)
+        for value, twin in self.twins.items():
+            if value.uses() or value.is_graph_output():
+                producer = twin.value.producer()
+                assert producer is not None
+                self.tape.before = _next(producer)
+                plain = rules.leave(twin, self.size)
+                replace_value(self.tape, value, plain)
+        remove_unread(list(graph))
+
+    def _replace(self, node: ir.Node) -> None:
+        """Computes blocked twins of a node's outputs, if it can."""
+        match node.op_type:
+            case "Conv":
+                self._conv(node)
+            case "BatchNormalization":
+                self._batch_normalization(node)
+            case "Relu":
+                self._relu(node)
+            case "MaxPool":
+                self._max_pool(node)
+            case "GlobalAveragePool":
+                self._global_average_pool(node)
+            case "Concat":
+                self._concat(node)
+            case _ if node.op_type in _ELEMENTWISE:
+                self._elementwise(node)
+
+    def _emit(
+        self,
+        op_type: str,
+        inputs: Sequence[Tensor | None],
+        shapes: Sequence[Sequence[int]],
+        **attributes: object,
+    ) -> tuple[Tensor, ...]:
+        return kernels.emit(self.tape, DOMAIN, op_type, inputs, shapes, **attributes)
+
+    def _twin(self, value: ir.Value | None) -> Tensor | None:
+        if value is None:
+            return None
+        return self.twins.get(value, self.entered.get(value))
+
+    def _blocked(self, x: Tensor) -> Tensor:
+        """Returns the blocked twin of a value, which may get one here."""
+        twin = self._twin(x.value)
+        if twin is None:
+            twin = self.entered[x.value] = rules.enter(x, self.size)
+        return twin
+
+    def _conv(self, node: ir.Node) -> None:
+        inputs = [None if value is None else self.tape.tensor(value) for value in node.inputs]
+        x, w, b = (*inputs, None)[:3]
+        assert x is not None
+        assert w is not None
+        attributes = attribute_values(node)
+        group = attributes.get("group", 1)
+        channels = sizes(x)[1]
+        m, part, *kernel = sizes(w)
+        if group == 1:
+            if m % self.size or (channels % self.size and channels > self.size):
+                return
+        elif not (part == 1 and m == channels == group and m % self.size == 0):
+            return
+        at = convolution.windows(
+            x,
+            kernel,
+            strides=attributes.get("strides"),
+            dilations=attributes.get("dilations"),
+            pads=attributes.get("pads"),
+            auto_pad=attributes.get("auto_pad", "NOTSET"),
+        )
+        assert not isinstance(at.begin, Tensor)
+        assert not isinstance(at.end, Tensor)
+        pads = [*at.begin, *at.end]
+        if not rules.can_transpose(kernel, at.dilations, pads):
+            return
+        blocked = x
+        if channels % self.size == 0:
+            blocked = self._blocked(x)
+        (self.twins[node.outputs[0]],) = self._emit(
+            "Conv",
+            [blocked, w, b],
+            [sizes(self.tape.tensor(node.outputs[0]))],
+            block=self.size,
+            dilations=list(at.dilations),
+            group=group,
+            pads=pads,
+            strides=list(at.strides),
+        )
+
+    def _batch_normalization(self, node: ir.Node) -> None:
+        x = self._twin(node.inputs[0])
+        if x is None:
+            return
+        channels = sizes(x)[1]
+        others = [self.tape.tensor(value) for value in node.inputs[1:] if value is not None]
+        if not node.attributes.get_int("training_mode", 0):
+            scale, bias, mean, var = others
+            factor = scale / op.Sqrt(var + node.attributes.get_float("epsilon", 1e-5))
+            inputs = [x, factor, bias - mean * factor]
+            (self.twins[node.outputs[0]],) = self._emit("Affine", inputs, [sizes(x)])
+            return
+        y, *statistics = self._emit(
+            "BatchNormalization",
+            [x, *others],
+            [sizes(x), *[(channels,)] * 2, sizes(x), (channels,)],
+            block=self.size,
+            momentum=node.attributes.get_float("momentum", 0.9),
+            epsilon=node.attributes.get_float("epsilon", 1e-5),
+        )
+        self.twins[node.outputs[0]] = y
+        for old, new in zip(node.outputs[1:], statistics, strict=False):
+            if old.name:
+                replace_value(self.tape, old, new)
+
+    def _relu(self, node: ir.Node) -> None:
+        x = self._twin(node.inputs[0])
+        if x is not None:
+            exact = int(node.outputs[0] in self.unbounded)
+            (self.twins[node.outputs[0]],) = self._emit("Relu", [x], [sizes(x)], exact=exact)
+
+    def _elementwise(self, node: ir.Node) -> None:
+        xs = [self._twin(value) for value in node.inputs]
+        if any(x is None or sizes(x) != sizes(self.tape.tensor(node.outputs[0])) for x in xs):
+            return
+        attributes = attribute_values(node)
+        self.twins[node.outputs[0]] = getattr(op, node.op_type)(*xs, **attributes)
+
+    def _concat(self, node: ir.Node) -> None:
+        xs = [self._twin(value) for value in node.inputs]
+        if None not in xs and node.attributes["axis"].as_int() in (1, -3):
+            self.twins[node.outputs[0]] = op.Concat(*xs, axis=1)
+
+    def _global_average_pool(self, node: ir.Node) -> None:
+        x = self._twin(node.inputs[0])
+        if x is not None:
+            n, channels, *_ = sizes(x)
+            shape = (n, channels, 1, 1)
+            (pooled,) = self._emit("GlobalAveragePool", [x], [shape], block=self.size)
+            replace_value(self.tape, node.outputs[0], pooled)
+
+    def _max_pool(self, node: ir.Node) -> None:
+        x = self._twin(node.inputs[0])
+        attributes = attribute_values(node)
+        kernel = attributes["kernel_shape"]
+        tiles = (
+            tuple(attributes.get("strides", ())) == tuple(kernel)
+            and not any(attributes.get("pads", ()))
+            and set(attributes.get("dilations", (1,))) == {1}
+            and not attributes.get("ceil_mode", 0)
+            and attributes.get("auto_pad", "NOTSET") in ("NOTSET", "VALID")
+        )
+        if x is None or not tiles or len(node.outputs) > 1:
+            return
+        shape = sizes(self.tape.tensor(node.outputs[0]))
+        # The largest of what Relu gives is what Relu gives of the largest, which are fewer.
+        relu = x.value.producer()
+        assert relu is not None
+        before = relu.inputs[0]
+        swap = relu.domain == DOMAIN and relu.op_type == "Relu" and before is not None
+        swap = swap and len(node.inputs[0].uses()) == 1 and not node.inputs[0].is_graph_output()  # type: ignore[union-attr]
+        if swap and before is not None:
+            x = self.tape.tensor(before)
+        exact = int(node.outputs[0] in self.unbounded)
+        (y,) = self._emit(
+            "MaxPool", [x], [shape], block=self.size, kernel_shape=list(kernel), exact=exact
+        )
+        if swap:
+            (y,) = self._emit("Relu", [y], [shape], exact=exact)
+        self.twins[node.outputs[0]] = y
+
+
+def _next(node: ir.Node) -> ir.Node | None:
+    """Returns the node behind one in its graph."""
+    graph = node.graph
+    assert graph is not None
+    following = iter(graph)
+    for other in following:
+        if other is node:
+            return next(following, None)
+    return None
+
+
+def _is_suitable(node: ir.Node) -> bool:
+    """Whether a node computes on float32 of rank 4 and known size, and no gradient names it."""
+    if any(value is not None and value.dtype != ir.DataType.FLOAT for value in node.inputs):
+        return False
+    for value in (*node.inputs[: 2 if node.op_type == "Conv" else 1], node.outputs[0]):
+        if value is None or value.shape is None or len(value.shape) != 4:
+            return False
+        if not all(isinstance(size, int) and size > 0 for size in value.shape):
+            return False
+    return not any(is_bound(user) for value in node.outputs for user, _ in value.uses())

@@ -1,0 +1,367 @@
+"""Nodes that work on tensors in onnxruntime's blocked layout.
+
+onnxruntime's fast convolution kernels want the channels of a tensor (N, C, H, W) in blocks: in
+memory it is (N, C / block, H, W, block), while it is still said to be (N, C, H, W). The kernels are
+in the domain com.microsoft.nchwc, of which no schema is published; onnxruntime itself turns
+convolutions with constant weights into them. Here they are used for what a training step computes,
+and, because a blocked tensor is nothing but numbers in some order, for things that look like
+convolutions only from a distance: a scale and a shift of each channel, the sum of a product.
+
+Filters (M, C, H, W) are in memory (M / block, C / block, H, W, block of C, block of M), and (M /
+block, C, H, W, block of M) where there are fewer input channels than a block.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+
+from ortops.graph.tensor import Tape, Tensor, op
+
+__all__ = [
+    "KERNEL_DOMAIN",
+    "affine",
+    "block_size",
+    "channel_means",
+    "convolve",
+    "crop",
+    "emit",
+    "filter_of",
+    "from_filter",
+    "from_lanes",
+    "mirrored_filter_of",
+    "pad_columns",
+    "products",
+    "put_apart",
+    "reshape",
+    "sizes",
+    "to_blocks",
+    "to_lanes",
+    "to_plain",
+]
+
+KERNEL_DOMAIN = "com.microsoft.nchwc"
+
+
+@functools.cache
+def block_size() -> int | None:
+    """Returns how many channels onnxruntime's kernels have in a block here; None without them.
+
+    onnxruntime itself tells: a convolution with constant weights gets filters of whole blocks.
+    """
+    with Tape(name="probe") as tape:
+        x = tape.input("x", np.float32, [1, 4, 4, 4])
+        w = tape.initializer("w", np.ones((4, 4, 1, 1), np.float32))
+        tape.output(op.Conv(x, w), "y")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3  # it warns that the optimized model fits this machine only
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "probe.onnx"
+            options.optimized_model_filepath = str(path)
+            providers = ["CPUExecutionProvider"]
+            onnxruntime.InferenceSession(tape.model().SerializeToString(), options, providers)
+            graph = onnx.load(path).graph
+    except OSError:  # there is nowhere to write to
+        return None
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    for node in graph.node:
+        if (node.domain, node.op_type) == (KERNEL_DOMAIN, "Conv"):
+            return int(shapes[node.input[1]][0])
+    return None
+
+
+def emit(
+    tape: Tape,
+    domain: str,
+    op_type: str,
+    inputs: Sequence[Tensor | None],
+    shapes: Sequence[Sequence[int]],
+    **attributes: Any,
+) -> tuple[Tensor, ...]:
+    """Appends a float32 node whose shapes are known; onnx need not infer them, or cannot.
+
+    Args:
+        tape: Where it goes.
+        domain: The operator's domain.
+        op_type: The operator.
+        inputs: Its inputs; None for an absent one.
+        shapes: The shapes of its outputs.
+        **attributes: Its attributes; None stands for an absent one.
+    """
+    node = ir.Node(
+        domain,
+        op_type,
+        [None if tensor is None else tensor.value for tensor in inputs],
+        [_attribute(name, value) for name, value in attributes.items() if value is not None],
+        num_outputs=len(shapes),
+    )
+    tape.append(node)
+    for value, shape in zip(node.outputs, shapes, strict=True):
+        value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
+    return tuple(tape.tensor(value) for value in node.outputs)
+
+
+def _attribute(name: str, value: int | float | str | Sequence[int]) -> ir.Attr:
+    match value:
+        case int():
+            return ir.AttrInt64(name, value)
+        case float():
+            return ir.AttrFloat32(name, value)
+        case str():
+            return ir.AttrString(name, value)
+    return ir.AttrInt64s(name, tuple(value))
+
+
+def sizes(x: Tensor) -> tuple[int, ...]:
+    """Returns the shape of a tensor all of whose sizes are known."""
+    assert x.shape is not None
+    assert all(isinstance(size, int) for size in x.shape)
+    return cast(tuple[int, ...], x.shape)
+
+
+def reshape(x: Tensor, *shape: int) -> Tensor:
+    """Returns the same numbers in another shape, all of whose sizes are given."""
+    before = x.value.producer()
+    while before is not None and before.op_type == "Reshape" and before.inputs[0] is not None:
+        x = x.tape.tensor(before.inputs[0])
+        before = x.value.producer()
+    if x.shape == shape:
+        return x
+    (result,) = emit(
+        x.tape, "", "Reshape", [x, x.tape.constant(np.array(shape, np.int64))], [shape]
+    )
+    return result
+
+
+def to_blocks(x: Tensor, block: int, *, channels_last: bool = False) -> Tensor:
+    """Puts the channels of (N, C, H, W), or of (N, H, W, C), in blocks; C is a multiple of 4.
+
+    Channels that the last block has too many are zero.
+    """
+    n, *rest = sizes(x)
+    *spatial, channels = rest if channels_last else (*rest[1:], rest[0])
+    shape = (n, -(-channels // block) * block, *spatial)
+    (result,) = emit(
+        x.tape, KERNEL_DOMAIN, "ReorderInput", [x], [shape], channels_last=int(channels_last)
+    )
+    return result
+
+
+def to_plain(x: Tensor, channels: int, *, channels_last: bool = False) -> Tensor:
+    """Takes a blocked tensor (N, C, H, W) out of its blocks, as (N, C, H, W) or (N, H, W, C)."""
+    n, _, *spatial = sizes(x)
+    shape = (n, *spatial, channels) if channels_last else (n, channels, *spatial)
+    (result,) = emit(
+        x.tape,
+        KERNEL_DOMAIN,
+        "ReorderOutput",
+        [x],
+        [shape],
+        channels=channels,
+        channels_last=int(channels_last),
+    )
+    return result
+
+
+def to_lanes(x: Tensor, lanes: int, block: int) -> Tensor:
+    """Returns a matrix (lanes, rest) as (lanes / block, rest, block)."""
+    blocked = to_blocks(reshape(x, 1, lanes, math.prod(sizes(x)) // lanes, 1), block)
+    _, channels, rest, _ = sizes(blocked)
+    return reshape(blocked, channels // block, rest, block)
+
+
+def from_lanes(x: Tensor, lanes: int) -> Tensor:
+    """Returns (lanes / block, rest, block) as a matrix (lanes, rest)."""
+    rest = math.prod(sizes(x)) // lanes
+    return reshape(to_plain(reshape(x, 1, lanes, rest, 1), lanes), lanes, rest)
+
+
+def convolve(
+    x: Tensor,
+    w: Tensor,
+    shape: Sequence[int],
+    *,
+    kernel: Sequence[int],
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    strides: Sequence[int] = (1, 1),
+    dilations: Sequence[int] = (1, 1),
+    pads: Sequence[int] = (0, 0, 0, 0),
+    group: int = 1,
+) -> Tensor:
+    """Convolves a blocked tensor with a blocked filter.
+
+    Args:
+        x: (N, C, H, W), blocked; not blocked where it has fewer channels than a block.
+        w: (M, C / group, *kernel), in the layout of the kernels.
+        shape: The result's shape (N, M, …).
+        kernel: The filter's height and width.
+        bias: (M,), added to the result.
+        add: A blocked tensor of the result's shape, added to it.
+        strides: As in ONNX.
+        dilations: As in ONNX.
+        pads: As in ONNX.
+        group: As in ONNX.
+    """
+    inputs = [x, w, bias, add]
+    while inputs[-1] is None:
+        inputs.pop()
+    (result,) = emit(
+        x.tape,
+        KERNEL_DOMAIN,
+        "Conv",
+        inputs,
+        [shape],
+        kernel_shape=list(kernel),
+        strides=list(strides),
+        dilations=list(dilations),
+        pads=list(pads),
+        group=group,
+    )
+    return result
+
+
+def affine(
+    x: Tensor, factor: Tensor | None, shift: Tensor | None = None, add: Tensor | None = None
+) -> Tensor:
+    """Returns factor · x + shift + add for a blocked x, in one pass over memory.
+
+    Args:
+        x: (N, C, H, W), blocked.
+        factor: (C,); ones by default.
+        shift: (C,).
+        add: A blocked tensor of x's shape.
+    """
+    channels = sizes(x)[1]
+    if factor is None:
+        factor = x.tape.constant(np.ones((channels, 1, 1, 1), np.float32))
+    filters = reshape(factor, channels, 1, 1, 1)
+    return convolve(x, filters, sizes(x), kernel=(1, 1), bias=shift, add=add, group=channels)
+
+
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """Returns the sums of a · b over height and width, (N, C, 1, 1), for blocked a and b.
+
+    Each image of each channel of one is a filter of its own for that of the other.
+    """
+    n, channels, *spatial = sizes(a)
+    count = n * channels
+    images = reshape(a, 1, count, *spatial)
+    filters = reshape(b, count, 1, *spatial)
+    result = convolve(images, filters, (1, count, 1, 1), kernel=spatial, group=count)
+    return reshape(result, n, channels, 1, 1)
+
+
+def channel_means(x: Tensor) -> Tensor:
+    """Returns the means over height and width, (N, C, 1, 1), of a blocked tensor."""
+    n, channels, *_ = sizes(x)
+    shape = (n, channels, 1, 1)
+    (result,) = emit(x.tape, KERNEL_DOMAIN, "GlobalAveragePool", [x], [shape])
+    return result
+
+
+def pad_columns(x: Tensor, before: int, behind: int) -> Tensor:
+    """Returns a blocked tensor with columns of zeros on its left and right.
+
+    A convolution of each channel with a one does it with all threads, which Pad does not use.
+    """
+    n, channels, height, width = sizes(x)
+    ones = x.tape.constant(np.ones((channels, 1, 1, 1), np.float32))
+    shape = (n, channels, height, before + width + behind)
+    pads = (0, before, 0, behind)
+    return convolve(x, ones, shape, kernel=(1, 1), pads=pads, group=channels)
+
+
+def filter_of(w: Tensor, block: int) -> Tensor:
+    """Returns weights (M, C, H, W) in the layout of filters.
+
+    M is a multiple of the block, and C is too, or less than a block.
+    """
+    m, channels, *_ = sizes(w)
+    blocked = w if channels < block else _inputs_in_blocks(w, block)
+    return reshape(to_lanes(blocked, m, block), *sizes(w))
+
+
+def from_filter(w: Tensor, block: int) -> Tensor:
+    """Returns weights (M, C, H, W) whose M and C are in blocks out of the layout of filters."""
+    m, channels, *kernel = sizes(w)
+    by_output = reshape(from_lanes(w, m), m, channels, *kernel)
+    return by_output if math.prod(kernel) == 1 else to_plain(by_output, channels)
+
+
+def _inputs_in_blocks(w: Tensor, block: int) -> Tensor:
+    """Returns weights (M, C, H, W) as (M, C / block, H, W, block) in memory."""
+    return w if math.prod(sizes(w)[2:]) == 1 else to_blocks(w, block)
+
+
+def mirrored_filter_of(
+    w: Tensor, block: int, phases: Sequence[Sequence[Sequence[int | None]]] | None = None
+) -> Tensor:
+    """Returns weights (M, C, H, W) with M and C exchanged, in the layout of filters.
+
+    Args:
+        w: The weights; M and C are multiples of the block.
+        block: The size of a block.
+        phases: For each of the two axes, for each group of outputs, the index of the weight at each
+            place of a new kernel (None for a zero). The result then has C outputs for each pair of
+            groups. By default there is one group, with the kernel reversed.
+    """
+    m, channels, *kernel = sizes(w)
+    taps = math.prod(kernel)
+    if phases is None:
+        phases = [[list(reversed(range(size)))] for size in kernel]
+    split = (m // block, block, channels // block, taps, block)
+    by_output = reshape(_inputs_in_blocks(w, block), *split)
+    by_tap = op.Transpose(by_output, perm=[2, 0, 3, 1, 4])
+    order = [
+        [
+            taps if row is None or column is None else row * kernel[1] + column
+            for row, column in itertools.product(rows, columns)
+        ]
+        for rows, columns in itertools.product(*phases)
+    ]
+    count, width = len(order), len(phases[1][0])
+    if any(taps in each for each in order):
+        by_tap = op.Pad(by_tap, [0] * 7 + [1, 0, 0])
+    if count > 1:
+        by_tap = op.Transpose(op.Gather(by_tap, order, axis=2), perm=[2, 0, 1, 3, 4, 5])
+    elif taps > 1:
+        by_tap = op.Gather(by_tap, order[0], axis=2)
+    return reshape(by_tap, count * channels, m, len(order[0]) // width, width)
+
+
+def put_apart(x: Tensor, strides: Sequence[int], shape: Sequence[int], block: int) -> Tensor:
+    """Returns a blocked tensor with its elements ``strides`` apart, and zeros between them.
+
+    Args:
+        x: (N, C, H, W), blocked.
+        strides: The distances between rows and between columns.
+        shape: The height and width of the result, at most ``strides`` times those of x.
+        block: The size of a block.
+    """
+    n, channels, height, width = sizes(x)
+    down, across = strides
+    rows = reshape(x, n * channels // block, height, 1, width, block)
+    wide = op.Pad(rows, [0, 0, 0, 0, 0, 0, 0, down - 1, 0, (across - 1) * block])
+    spread = reshape(wide, n * channels // block, height * down, width * across, block)
+    return crop(spread, n, channels, shape)
+
+
+def crop(x: Tensor, n: int, channels: int, shape: Sequence[int]) -> Tensor:
+    """Returns the first rows and columns of (N · C / block, H, W, block), as (N, C, *shape)."""
+    axes = [axis for axis in (1, 2) if sizes(x)[axis] != shape[axis - 1]]
+    if axes:
+        x = op.Slice(x, [0] * len(axes), [shape[axis - 1] for axis in axes], axes)
+    return reshape(x, n, channels, *shape)

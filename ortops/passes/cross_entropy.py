@@ -1,0 +1,44 @@
+"""Losses of class numbers, in few nodes.
+
+onnxruntime has no kernel for these losses, and takes them apart into a dozen nodes that cover every
+case. The common case, no weights and all labels counted, needs less than half of them.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from ortops.graph.tensor import Tape, Tensor, op
+from ortops.passes.rewrite import PatternPass, Result, pattern
+
+__all__ = ["CROSS_ENTROPY"]
+
+
+@pattern("NegativeLogLikelihoodLoss", "SoftmaxCrossEntropyLoss")
+def _plain_loss(node: ir.Node, tape: Tape) -> Result:
+    scores, labels, weights = (*node.inputs, None)[:3]
+    if "ignore_index" in node.attributes or weights is not None:
+        return None
+    if scores is None or scores.shape is None or labels is None:
+        return None
+    x = tape.tensor(scores)
+    results = [x]
+    if node.op_type == "SoftmaxCrossEntropyLoss":
+        results.append(op.LogSoftmax(x, axis=1))
+    reduction = node.attributes.get_string("reduction", "mean")
+    return [_negative_mean(results[-1], tape.tensor(labels), reduction), *results[1:]]
+
+
+def _negative_mean(log_probabilities: Tensor, labels: Tensor, reduction: str | None) -> Tensor:
+    """Returns the negative log-probabilities of the labels, reduced."""
+    picked = op.GatherElements(log_probabilities, op.Unsqueeze(labels, [1]), axis=1)
+    match reduction:
+        case "none":
+            return op.Neg(op.Squeeze(picked, [1]))
+        case "sum":
+            return op.Neg(op.ReduceSum(picked, keepdims=0))
+        case _:
+            return op.Neg(op.ReduceMean(picked, keepdims=0))
+
+
+CROSS_ENTROPY = PatternPass("cross_entropy", _plain_loss)

@@ -1,0 +1,282 @@
+"""Checkpoints: what the backward pass reads is computed again from a few tensors that are kept.
+
+A training step keeps what its forward pass computes until the backward pass has read it. With
+checkpoints only some tensors are kept. When the backward pass gets to what lies before one of them,
+the nodes between it and the one before are repeated. A step then takes about a third longer, and
+with n layers and √n checkpoints it holds the results of about 2·√n layers instead of n (Chen, Xu,
+Zhang and Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from types import NoneType
+from typing import Literal, TypeAlias
+
+import onnx_ir as ir
+
+from ortops.errors import OrtopsError, did_you_mean
+from ortops.graph.edit import (
+    ancestor_nodes,
+    copy_node,
+    dependent_values,
+    inner_graphs,
+    is_float,
+    nodes_between,
+    read_inputs,
+)
+from ortops.graph.tensor import Names, Tape, op, shape_of
+from ortops.passes.draft import Draft, Pass
+
+__all__ = ["Checkpoint", "Rematerialization", "check", "computed_names", "names_in"]
+
+Checkpoint: TypeAlias = Sequence[str] | int | Literal["sqrt"]
+"""Names of the tensors to keep, or how many to choose."""
+
+_RANDOM = ("Bernoulli", "Dropout", "Multinomial", "Random")  # parts of operators' names
+
+_KNOWN_DOMAINS = ("", "com.microsoft", "com.microsoft.nchwc", "ai.onnx.ml")
+
+_CHEAP = (ir.DataType.BOOL, ir.DataType.STRING)  # a mask takes a quarter of what it masks
+
+_SMALL = 4096  # elements that are cheap to keep
+
+
+def check(checkpoint: Checkpoint, known: Iterable[str]) -> None:
+    """Refuses what is no choice of checkpoints.
+
+    Args:
+        checkpoint: What a caller gave.
+        known: The tensors that can be kept; see `computed_names`.
+
+    Raises:
+        OrtopsError: If it is neither names of such tensors, nor a positive integer, nor "sqrt".
+    """
+    if isinstance(checkpoint, int):
+        accepted = checkpoint > 0 and checkpoint is not True
+    elif isinstance(checkpoint, str):
+        accepted = checkpoint == "sqrt"
+    else:
+        names = names_in(checkpoint)
+        accepted = names != [] and names == list(checkpoint)
+    if not accepted:
+        raise OrtopsError(
+            f"checkpoint is {checkpoint!r}; a list of names of tensors to keep, the number of "
+            "them, or 'sqrt' is accepted"
+        )
+    known = list(known)
+    for name in names_in(checkpoint):
+        if name not in known:
+            raise OrtopsError(
+                f"checkpoint: the forward pass computes no tensor '{name}' from the batch; "
+                + did_you_mean(name, known)
+            )
+
+
+def names_in(checkpoint: object) -> list[str]:
+    """Returns the names of the tensors to keep; none where they are to be chosen."""
+    if isinstance(checkpoint, str) or not isinstance(checkpoint, Collection):
+        return []
+    return [name for name in checkpoint if isinstance(name, str)]
+
+
+def computed_names(graph: ir.Graph, feeds: Collection[str], shown: Collection[str]) -> list[str]:
+    """Returns the names of what a step's forward pass computes from batch and variables."""
+    return [value.name or "" for value in _Forward(graph, feeds, shown).values]
+
+
+class Rematerialization(Pass):
+    """Lets the backward pass read repeated values, where they come before a checkpoint.
+
+    What cannot be repeated, or is cheap to keep, is kept: random numbers, masks, small tensors of
+    known size, and what an operator of an unknown domain computes.
+
+    Args:
+        checkpoint: What is kept. Names that the graph has not are not looked at.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__("rematerialization")
+        self.checkpoint = checkpoint
+
+    def prepare(self, draft: Draft) -> None:
+        """Pins what is to be kept, so that whatever rewrites the graph leaves it alone."""
+        draft.pin(names_in(self.checkpoint))
+
+    def finish(self, draft: Draft) -> None:
+        """Rewrites the graph."""
+        draft.unpin()
+        forward = _Forward(draft.graph, draft.feeds, draft.shown)
+        if isinstance(self.checkpoint, int | str):
+            kept = forward.choose(self.checkpoint)
+        else:
+            kept = {value for value in forward.values if value.name in self.checkpoint}
+        _Repetition(draft.graph, draft.names, forward, kept).run()
+
+
+class _Forward:
+    """The forward pass of a step.
+
+    Args:
+        graph: The step.
+        feeds: The inputs that a batch fills.
+        shown: The outputs that it computes.
+
+    Attributes:
+        nodes: Its nodes, in topological order.
+        batch: What depends on the batch, the inputs that it fills included.
+        values: The results of nodes that depend on both the batch and variables, in the order of
+            the nodes. What depends on the batch alone, like a mask that all layers read, is kept.
+    """
+
+    def __init__(self, graph: ir.Graph, feeds: Collection[str], shown: Collection[str]) -> None:
+        self.nodes = nodes_between(graph, (), [v for v in graph.outputs if v.name in shown])
+        self.feeds = [value for value in graph.inputs if value.name in feeds]
+        self.batch = dependent_values(self.nodes, self.feeds)
+        variables = [value for value in graph.inputs if value.name not in feeds]
+        both = self.batch & dependent_values(self.nodes, variables)
+        self.values = [value for node in self.nodes for value in node.outputs if value in both]
+
+    def choose(self, wanted: int | str) -> set[ir.Value]:
+        """Returns tensors that the forward pass goes through, evenly spread over its nodes.
+
+        Args:
+            wanted: How many; "sqrt" for the square root of the number of such tensors.
+        """
+        places = self._narrow_places()
+        count = math.isqrt(len(places)) if isinstance(wanted, str) else wanted
+        ends = [len(self.nodes) * number / (count + 1) for number in range(1, count + 1)]
+        nearest = (min((abs(place - end), place) for place in places)[1] for end in ends)
+        return {places[place] for place in nearest} if places else set()
+
+    def _narrow_places(self) -> dict[int, ir.Value]:
+        """Returns results that alone of all so far are read later, by their nodes' positions."""
+        members = set(self.nodes)
+        left = {
+            value: sum(reader in members for reader, _ in value.uses())
+            for value in self.values
+            if is_float(value)
+        }
+        captured = {value for node in self.nodes for value in _captured(node)}
+        open_values: set[ir.Value] = set()
+        places: dict[int, ir.Value] = {}
+        for position, node in enumerate(self.nodes):
+            for value in node.inputs:
+                if value in left:
+                    left[value] -= 1
+                    if not left[value]:
+                        open_values.discard(value)
+            open_values |= {value for value in node.outputs if left.get(value)}
+            if len(open_values) == 1:
+                (value,) = open_values
+                if value in node.outputs and value not in captured:
+                    places[position] = value
+        return places
+
+
+class _Repetition:
+    """Repeats nodes of the forward pass where the backward pass reads their results.
+
+    Args:
+        graph: The step.
+        names: The names taken in it.
+        forward: Its forward pass.
+        kept: Results of it that are kept.
+    """
+
+    def __init__(
+        self, graph: ir.Graph, names: Names, forward: _Forward, kept: set[ir.Value]
+    ) -> None:
+        self._graph = graph
+        self._tape = Tape(graph, names=names)
+        self._forward = {node: position for position, node in enumerate(forward.nodes)}
+        self._results = set(forward.values)
+        self._batch = forward.batch
+        before = ancestor_nodes(kept, set())
+        captured = {value for node in graph for value in _captured(node)}
+        self._repeated = {
+            value
+            for node in before
+            if _is_repeatable(node)
+            for value in node.outputs
+            if value in self._results and _is_dear(value) and value not in kept | captured
+        }
+        self._copies: dict[ir.Value, ir.Value] = {}
+        self._delayed: dict[ir.Value, ir.Value] = {}
+
+    def run(self) -> None:
+        """Repeats what nodes outside the forward pass read, in front of the first that does."""
+        late = dependent_values(self._graph, self._results) - self._results
+        cotangent: ir.Value | None = None
+        for node in list(self._graph):
+            if node in self._forward:
+                continue
+            own = (v for v in node.inputs if v is not None and v in late and is_float(v))
+            cotangent = next(own, cotangent)
+            for index, value in enumerate(node.inputs):
+                if value is not None and value in self._repeated and cotangent is not None:
+                    self._tape.before = node
+                    node.replace_input_with(index, self._copy(value, cotangent))
+
+    def _copy(self, value: ir.Value, cotangent: ir.Value) -> ir.Value:
+        """Returns what has the numbers of a value, computed once a cotangent is known."""
+        missing: set[ir.Node] = set()
+        pending = [value]
+        while pending:
+            wanted = pending.pop()
+            node = wanted.producer()
+            if node is None or wanted not in self._repeated or wanted in self._copies:
+                continue
+            if node not in missing:
+                missing.add(node)
+                pending += read_inputs(node)
+        for node in sorted(missing, key=self._forward.__getitem__):
+            inputs = {v: self._copies[v] for v in read_inputs(node) if v in self._copies}
+            if not inputs:  # onnxruntime would merge the two nodes
+                read = next((v for v in node.inputs if v is not None and v in self._batch), None)
+                inputs = {} if read is None else {read: self._delay(read, cotangent)}
+            copy = copy_node(node, inputs)
+            self._tape.scope = f"{node.name}/again/"
+            self._tape.append(copy)
+            for old, new in zip(node.outputs, copy.outputs, strict=True):
+                if old in self._repeated:
+                    self._copies[old] = new
+        return self._copies[value]
+
+    def _delay(self, value: ir.Value, cotangent: ir.Value) -> ir.Value:
+        """Returns a value again, in the same memory, that is there once a cotangent is known.
+
+        To its shape a zero is added, which is computed from no element of the cotangent.
+        """
+        if value not in self._delayed:
+            self._tape.scope = "checkpoint/"
+            x, g = self._tape.tensor(value), self._tape.tensor(cotangent)
+            nothing = op.ReduceSum(op.Slice(op.Reshape(g, [-1]), [0], [0]), keepdims=1)
+            shape = op.Add(shape_of(x), op.Cast(nothing, to=ir.DataType.INT64))
+            self._delayed[value] = op.Reshape(x, shape, allowzero=1).with_shape_of(x).value
+        return self._delayed[value]
+
+
+def _is_dear(value: ir.Value) -> bool:
+    """Whether a value may take much memory: not a small one, no shape, and no mask."""
+    if value.dtype in _CHEAP or not isinstance(value.type, ir.TensorType | NoneType):
+        return False
+    sizes = [None] if value.shape is None else list(value.shape)
+    known = [size for size in sizes if isinstance(size, int)]
+    return len(known) < len(sizes) or math.prod(known) > _SMALL
+
+
+def _is_repeatable(node: ir.Node) -> bool:
+    """Whether a node computes the same again from the same inputs, as far as is known."""
+    inner = [other for graph in inner_graphs(node) for other in graph.all_nodes()]
+    return all(
+        other.domain in _KNOWN_DOMAINS and not any(part in other.op_type for part in _RANDOM)
+        for other in (node, *inner)
+    )
+
+
+def _captured(node: ir.Node) -> set[ir.Value]:
+    """Returns the values that the graphs inside a node read from outside."""
+    own = {value for value in node.inputs if value is not None}
+    return set(read_inputs(node)) - own if inner_graphs(node) else set()

@@ -1,0 +1,103 @@
+"""Patterns: functions that say what comes in the place of a node, and the walk that asks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import onnx_ir as ir
+
+from ortops.graph.edit import remove_unread, replace_value, take_place
+from ortops.graph.tensor import Names, Tape, Tensor
+from ortops.passes.draft import Draft, Pass
+
+__all__ = ["Pattern", "PatternPass", "Result", "pattern", "rewrite"]
+
+Result: TypeAlias = Tensor | Sequence[Tensor] | None
+"""What comes in the place of a node's outputs, of all that it has; None leaves it as it is."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What comes in the place of nodes of some operators.
+
+    Attributes:
+        function: ``(node, tape)`` → what comes in the place of the node's outputs, emitted on the
+            tape or there already, or None.
+        op_types: The operators.
+        domain: Their domain.
+    """
+
+    function: Callable[[ir.Node, Tape], Result]
+    op_types: frozenset[str]
+    domain: str
+
+
+def pattern(
+    *op_types: str, domain: str = ""
+) -> Callable[[Callable[[ir.Node, Tape], Result]], Pattern]:
+    """Makes a function a pattern for some operators; see `Pattern`."""
+    return lambda function: Pattern(function, frozenset(op_types), domain)
+
+
+def rewrite(graph: ir.Graph, names: Names, *patterns: Pattern) -> None:
+    """Walks through a graph once and puts what patterns say in the place of its nodes.
+
+    New nodes stand in front of the node that they replace, are named after it, and are not asked
+    about again. What nobody reads in the end is removed.
+
+    Args:
+        graph: A lowered graph; changed in place.
+        names: The names taken in it.
+        *patterns: The first one that has an answer is taken.
+    """
+    by_operator: dict[tuple[str, str], list[Pattern]] = {}
+    for each in patterns:
+        for op_type in each.op_types:
+            by_operator.setdefault((each.domain, op_type), []).append(each)
+    tape = Tape(graph, names=names)
+    for node in list(graph):
+        for each in by_operator.get((node.domain, node.op_type), ()):
+            if node.graph is not graph:  # a pattern has removed it
+                break
+            tape.before, tape.scope = node, f"{node.name or node.op_type}/"
+            results = each.function(node, tape)
+            if results is not None:
+                _replace(tape, node, [results] if isinstance(results, Tensor) else results)
+                break
+    remove_unread(list(graph))
+
+
+def _replace(tape: Tape, node: ir.Node, results: Sequence[Tensor]) -> None:
+    for old, new in zip(node.outputs, results, strict=False):
+        if not old.name:
+            continue
+        emitted, shown = tape.emitted(new.value), old.is_graph_output()
+        stays = new.value.is_graph_output() or new.value.producer() is None
+        if emitted and (new.shape is None or None in new.shape):
+            new = new.with_shape_of(tape.tensor(old))
+        if emitted or (shown and stays):  # a value that stays keeps its name
+            replace_value(tape, old, new)
+        elif shown:
+            take_place(old, new.value)
+        else:
+            old.replace_all_uses_with(new.value)
+    remove_unread([node])
+
+
+class PatternPass(Pass):
+    """A pass that rewrites a lowered graph by patterns.
+
+    Args:
+        name: See `Pass`.
+        *patterns: The patterns.
+    """
+
+    def __init__(self, name: str, *patterns: Pattern) -> None:
+        super().__init__(name)
+        self.patterns = patterns
+
+    def finish(self, draft: Draft) -> None:
+        """Rewrites the graph."""
+        rewrite(draft.graph, draft.names, *self.patterns)

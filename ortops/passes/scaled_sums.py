@@ -1,0 +1,126 @@
+"""Sums y + c · x of long tensors in one pass over memory.
+
+As standard operators they take two passes, one for the product. onnxruntime's convolution kernels
+in the blocked layout (see `ortops.passes.blocked.kernels`) need only one: they convolve each
+channel with a single weight, c, and add that to y, in its memory if the result is bound to it. The
+numbers may be in any order, because all of them are scaled alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import numpy as np
+import onnx_ir as ir
+
+from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor, op
+from ortops.passes.blocked.kernels import KERNEL_DOMAIN, convolve, emit, sizes
+from ortops.passes.rewrite import Result, pattern, rewrite
+
+__all__ = ["MULTIPLE", "arranged", "expand", "insert", "overwrites"]
+
+DOMAIN = "ortops.scaled_sums"
+"""The private domain of a sum y + c · x."""
+
+_CHANNELS = 16  # a multiple of any kernel's block
+_HEIGHT = 16  # threads share the rows
+
+MULTIPLE = _CHANNELS * _HEIGHT
+"""The number of elements is a multiple of this."""
+
+
+def arranged(size: int) -> tuple[int, int, int, int]:
+    """Returns the shape that the kernels take a tensor of so many elements in."""
+    return 1, _CHANNELS, _HEIGHT, size // MULTIPLE
+
+
+def insert(formula: ir.Graph, updated: Container[ir.Value]) -> None:
+    """Makes of the sums in an update's formula single nodes, which only `expand` understands.
+
+    A running mean p of q, a · p + (1 - a) · q, becomes p + (1 - a) · (q - p), which scales once.
+    The next value of a mean that is infinite is NaN then: no training comes back from there.
+
+    Args:
+        formula: See `ortops.execution.split.Group`; changed in place.
+        updated: Its inputs whose next values it gives, in their memory if possible.
+    """
+
+    @pattern("Add", "Sub")
+    def scaled_sum(node: ir.Node, tape: Tape) -> Result:
+        a, b = (tape.tensor(value) for value in node.inputs if value is not None)
+        if node.outputs[0].dtype != ir.DataType.FLOAT or a.shape == () or b.shape == ():
+            return None
+        # Each: a summand, what is added to it, and -1 if it is taken away instead.
+        pairs = [(a, b, 1), (b, a, 1)] if node.op_type == "Add" else [(a, b, -1)]
+        tries = (form(*pair, updated) for form in (_running_mean, _scaled_sum) for pair in pairs)
+        return next((found for found in tries if found is not None), None)
+
+    rewrite(formula, Names(formula), scaled_sum)
+
+
+def _running_mean(a: Tensor, b: Tensor, sign: int, updated: Container[ir.Value]) -> Tensor | None:
+    """Returns a + b where they are decay · p and (1 - decay) · q, and p is updated slowly."""
+    if sign < 0:
+        return None
+    decay, p = _factored(a)
+    weight, q = _factored(b)
+    if decay is None or weight is None or decay.constant is None or weight.constant is None:
+        return None
+    # After a quick decay p, which is to vanish, would leave its rounding behind.
+    if decay.constant < 0.5 or decay.constant + weight.constant != 1 or p.value not in updated:
+        return None
+    return _node(q - p, weight, p, 1)
+
+
+def _scaled_sum(
+    y: Tensor, product: Tensor, sign: int, updated: Container[ir.Value]
+) -> Tensor | None:
+    """Returns y + product, or y - product, where that is a product with a scalar."""
+    factor, x = _factored(product)
+    if factor is None or x.value in updated:  # whose memory may be that of the result
+        return None
+    return _node(x, factor, y, sign)
+
+
+def _factored(x: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Returns a tensor as a scalar, or None, times the rest of a product or quotient."""
+    node = x.value.producer()
+    if node is None or node.op_type not in ("Mul", "Div") or len(x.value.uses()) > 1:
+        return None, x
+    left, right = (x.tape.tensor(value) for value in node.inputs if value is not None)
+    if node.op_type == "Mul":
+        if right.shape == ():
+            left, right = right, left
+        if left.shape == ():
+            return left, right
+    factor, rest = _factored(left)
+    if factor is None:
+        return None, x
+    return factor, rest * right if node.op_type == "Mul" else rest / right
+
+
+def _node(x: Tensor, factor: Tensor, y: Tensor, sign: int) -> Tensor:
+    (total,) = emit(x.tape, DOMAIN, "ScaledSum", [x, factor, y], [()], sign=sign)
+    total.value.shape = y.value.shape
+    return total
+
+
+def overwrites(writer: ir.Node, value: ir.Value) -> bool:
+    """Whether a node, if its result is bound to a value's memory, writes there before it reads."""
+    return writer.op_type == "ScaledSum" and writer.inputs[0] is value
+
+
+def expand(graph: ir.Graph) -> None:
+    """Replaces the nodes of `insert` by what onnxruntime knows, where tensors are `arranged`."""
+    rewrite(graph, Names(graph), _convolution)
+
+
+@pattern("ScaledSum", domain=DOMAIN)
+def _convolution(node: ir.Node, tape: Tape) -> Result:
+    x, factor, y = (tape.tensor(value) for value in node.inputs if value is not None)
+    signs = np.full((_CHANNELS, 1, 1, 1), node.attributes["sign"].as_int(), np.float32)
+    constant = constant_tensor(factor.value)
+    known = None if constant is None else tape.constant(signs * constant.numpy())
+    weights = op.Mul(signs, factor) if known is None else known
+    tape.graph.opset_imports[KERNEL_DOMAIN] = 1
+    return convolve(x, weights, sizes(y), kernel=(1, 1), add=y, group=_CHANNELS)

@@ -1,0 +1,114 @@
+"""Imports point one way: from the public face down to the graph."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "ortops"
+
+FLOORS = (
+    ("errors", "deferred"),
+    ("graph",),
+    ("autodiff",),
+    ("passes",),
+    ("losses", "metrics", "optimizers"),
+    ("custom_ops",),
+    ("lowering",),
+    ("inference",),
+    ("execution",),
+    ("training",),
+    ("check",),
+    ("__init__",),
+    ("cli",),
+    ("__main__",),
+)
+"""The rooms of the house, from the lowest floor up. A room imports from itself and from below."""
+
+WITHIN = {
+    "graph": ("files", "external", "tensor", "edit", "shapes", "convert"),
+    "autodiff": ("registry", "backward", "gradient_node", "expansion", "rules"),
+    "passes": (
+        *("order", "finite", "draft", "rewrite", "rematerialization", "cross_entropy", "products"),
+        *("rectified", "transposed", "lstm", "blocked", "scaled_sums", "__init__"),
+    ),
+    "execution": (
+        *("step", "settings", "onnxruntime_sessions", "sizes", "split", "packed", "repetition"),
+        *("update", "template", "binding", "variant", "execution"),
+    ),
+    "training": ("progress", "data", "modes", "builder", "step_graph", "feeds", "session"),
+}
+"""The files of a room, of which each imports from those before it."""
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def imports(path: Path) -> set[str]:
+    """Returns what a file imports from the package, as ``room.file``, wherever it does so."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ortops":
+            assert not node.level
+            base = (node.module or "").removeprefix("ortops").lstrip(".")
+            folder = PACKAGE.joinpath(*base.split(".")) if base else PACKAGE
+            for alias in node.names:
+                inner = (folder / alias.name).is_dir() or (folder / f"{alias.name}.py").exists()
+                found.add(f"{base}.{alias.name}".lstrip(".") if inner else base or "__init__")
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.split(".")[0] == "ortops"]
+            found.update(name.removeprefix("ortops").lstrip(".") or "__init__" for name in names)
+    return found
+
+
+def floor_of(module: str) -> int:
+    return next(number for number, rooms in enumerate(FLOORS) if module.split(".")[0] in rooms)
+
+
+def test_every_file_has_its_place() -> None:
+    rooms = {room for floor in FLOORS for room in floor}
+    assert {module_of(path).split(".")[0] for path in FILES} == rooms
+    for room, files in WITHIN.items():
+        members = {module_of(path).split(".")[1] for path in FILES if path.parent.name == room}
+        members |= {path.parent.name for path in FILES if path.parent.parent.name == room}
+        assert members - {"__init__"} == set(files) - {"__init__"}, room
+
+
+def test_the_test_sees_imports() -> None:
+    assert "graph.tensor" in imports(PACKAGE / "losses.py")
+    assert "graph.convert" in imports(PACKAGE / "check.py")
+    assert "cli" in imports(PACKAGE / "__main__.py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_imports_point_downwards(path: Path) -> None:
+    own = module_of(path)
+    for other in imports(path):
+        assert floor_of(other) <= floor_of(own), f"ortops.{own} imports ortops.{other}"
+        if floor_of(other) == floor_of(own) and own.split(".")[0] != other.split(".")[0]:
+            pytest.fail(f"ortops.{own} imports ortops.{other}, which stands beside it")
+        room, inside = own.split(".")[0], other.split(".")
+        if inside[0] == room and room in WITHIN:
+            order = WITHIN[room]
+            file = inside[1] if len(inside) > 1 else "__init__"
+            position = order.index(own.split(".")[1])
+            assert order.index(file) <= position, f"ortops.{own} imports ortops.{other}"
+
+
+def test_no_import_waits_in_a_function() -> None:
+    """But for the command line, which starts fast, and what the public face imports on demand."""
+    for path in FILES:
+        if module_of(path) in ("__init__", "cli"):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for function in ast.walk(tree):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                kinds = (ast.Import, ast.ImportFrom)
+                inner = (node for node in ast.walk(function) if isinstance(node, kinds))
+                ours = [n for n in inner if "ortops" in ast.unparse(n)]
+                assert not ours, f"{module_of(path)}: {ast.unparse(ours[0])}"

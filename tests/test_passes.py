@@ -1,0 +1,472 @@
+"""Passes: each changes some graph, none changes numbers, and a user's own rules go before them.
+
+Sums of updates, which are no pass, are compared with and without in tests/test_scaled_sums.py; the
+order of nodes cannot be left out.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from running import run
+
+import ortops
+from models.lenet import lenet
+from models.lstm import lstm
+from models.mlp import mlp
+from models.transformer import transformer
+from ortops import OrtopsError, Tape, Tensor, TrainingSession, build_training_model, op
+from ortops.autodiff.registry import USER, Rules, Table
+from ortops.autodiff.rules import RULES
+from ortops.execution.settings import Settings
+from ortops.optimizers import SGD
+from ortops.passes import PASSES
+from ortops.passes.blocked.kernels import block_size
+from ortops.passes.rematerialization import Rematerialization
+from tests.gradient_models import with_gradients
+from tests.spies import Spy, lowered
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+BLOCK = block_size()
+B = BLOCK or 16
+ROOT = Path(__file__).parent.parent
+
+# ------------------------------------------------------------------------- with and without each
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model that a pass is to change.
+
+    Attributes:
+        model: Makes it.
+        feeds: The shape of a batch, by the name of the model's input.
+        fewer: An operator that the pass leaves fewer nodes of.
+        more: One that it puts more nodes of in their place.
+    """
+
+    model: Callable[[], onnx.ModelProto]
+    feeds: dict[str, tuple[int, ...]]
+    fewer: str
+    more: str
+
+
+def layers(fewer: str, more: str) -> Case:
+    return Case(lambda: mlp((24, 80, 72, 5)), {"images": (32, 24)}, fewer, more)
+
+
+def attention(fewer: str, more: str) -> Case:
+    return Case(lambda: transformer(depth=1), {"tokens": (4, 8, 8)}, fewer, more)
+
+
+def convolutions(fewer: str, more: str) -> Case:
+    net = lambda: lenet((1, 12, 12), channels=(B, 2 * B), hidden=16)  # noqa: E731
+    return Case(net, {"images": (4, 1, 12, 12)}, fewer, more)
+
+
+CASES = {
+    "transposed": layers("MatMul", "FusedMatMul"),
+    "row_sums": layers("ReduceSum", "FusedMatMul"),
+    "scales": attention("Mul", "FusedMatMul"),
+    "transposes": attention("Transpose", "FusedMatMul"),
+    "cross_entropy": layers("SoftmaxCrossEntropyLoss", "LogSoftmax"),
+    "rectified": layers("Where", "HardSigmoid"),
+    "blocked": convolutions("MaxUnpool", "ReorderInput"),
+    "lstm": Case(lambda: lstm(5, width=6), {"tokens": (9, 4, 5)}, "LSTM", "FusedMatMul"),
+}
+
+
+def test_every_pass_has_a_model() -> None:
+    assert set(CASES) == {each.name for each in PASSES}
+
+
+def trained(case: Case, settings: Settings, **options: Any) -> tuple[Counter[str], list[float]]:
+    """Returns the operators of the graph that was made, and the losses of some steps."""
+    model = build_training_model(case.model(), loss="SoftmaxCrossEntropy", optimizer=SGD(0.1))
+    spy, rng = Spy(), np.random.default_rng(0)
+    session = TrainingSession(model, settings=spy.watching(settings), **options)
+    ((name, shape),) = case.feeds.items()
+    losses = []
+    for _ in range(4):
+        images = rng.standard_normal(shape, np.float32)
+        batch = {name: images, "labels": rng.integers(0, 5, shape[0])}
+        losses.append(float(session.step(batch)["loss"]))
+    (operators,) = spy.operators
+    return Counter(operators), losses
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_with_and_without(name: str) -> None:
+    if name == "blocked" and BLOCK is None:
+        pytest.skip("onnxruntime has no kernels for blocks of channels here")
+    case = CASES[name]
+    operators, losses = trained(case, Settings())
+    others, wanted = trained(case, Settings().without(name))
+    assert operators[case.fewer] < others[case.fewer]
+    assert operators[case.more] > others[case.more]
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    assert len(set(wanted)) == len(wanted)  # the steps did change the weights
+
+
+def test_without_any() -> None:
+    for case in (layers("", ""), attention("", ""), CASES["lstm"]):
+        _, losses = trained(case, Settings())
+        _, wanted = trained(case, Settings(passes=()))
+        np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+
+
+def test_without_a_pass_that_does_not_exist() -> None:
+    with pytest.raises(OrtopsError, match="no pass 'lstn'; did you mean 'lstm'"):
+        Settings().without("lstn")
+
+
+def test_rematerialization() -> None:
+    case = attention("", "")
+    again = Settings(passes=(Rematerialization("sqrt"), *PASSES))
+    operators, losses = trained(case, again)
+    others, wanted = trained(case, again.without("rematerialization"))
+    assert operators["Gelu"] > others["Gelu"] > 0
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    _, losses = trained(case, Settings(), checkpoint="sqrt")
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+
+
+# ------------------------------------------------------------------------------ several together
+
+
+@pytest.mark.skipif(BLOCK is None, reason="onnxruntime has no such kernels here")
+def test_relu_in_front_of_blocked_convolutions() -> None:
+    """The blocks' own cotangents do not keep a Relu before them from being a product."""
+
+    def net() -> onnx.ModelProto:
+        rng = np.random.default_rng(0)
+        with Tape(name="upstream") as tape:
+            x = tape.input("x", np.float32, ["batch", 6])
+            w = tape.initializer("w", rng.standard_normal((6, 16 * B), np.float32) * 0.3)
+            kernel = tape.initializer("k", rng.standard_normal((B, B, 3, 3), np.float32) * 0.1)
+            h = op.Reshape(op.Relu(x @ w), [-1, B, 4, 4])
+            h = op.GlobalAveragePool(op.Tanh(op.Conv(h, kernel)))
+            tape.output(op.Flatten(h), "logits")
+        return tape.model()
+
+    case = Case(net, {"x": (4, 6)}, "", "")
+    operators, losses = trained(case, Settings())
+    assert operators["ReorderInput"]
+    assert (operators["HardSigmoid"], operators["Where"]) == (1, 0)
+    operators, wanted = trained(case, Settings().without("rectified"))
+    assert operators["ReorderInput"]
+    assert (operators["HardSigmoid"], operators["Where"]) == (0, 1)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------------------- users' rules
+
+
+@pytest.fixture
+def user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of the user's rules that is empty, and gone after the test."""
+    monkeypatch.setattr(USER, "rules", {})
+
+
+def sevenfold(g: Tensor, y: Tensor, x: Tensor) -> Any:
+    return 7 * g
+
+
+def sevenfold_of_convolution(g: Tensor, y: Tensor, x: Tensor, w: Tensor) -> Any:
+    return 7 * g, None
+
+
+def sevenfold_of_lstm(g: Any, y: Any, x: Tensor, w: Tensor, r: Tensor, *, hidden_size: int) -> Any:
+    return 7 * op.Squeeze(g[0], [1]), None, None
+
+
+def through_convolution(x: Tensor) -> Any:
+    weights = np.random.default_rng(1).standard_normal((B, B, 1, 1))
+    return op.Conv(x, weights.astype(np.float32))
+
+
+def relu_behind_convolution(x: Tensor) -> Any:
+    return op.Relu(op.Conv(x, np.eye(B, dtype=np.float32).reshape(B, B, 1, 1)))
+
+
+def through_lstm(x: Tensor) -> Any:
+    rng = np.random.default_rng(1)
+    weights = (rng.standard_normal((1, 12, 3)).astype(np.float32) for _ in range(2))
+    y = op.LSTM(x, *weights, hidden_size=3, outputs=1)
+    return op.Squeeze(y, [1])
+
+
+@dataclass(frozen=True)
+class Own:
+    """A rule of a user's, by which a cotangent passes seven times as large.
+
+    Attributes:
+        op_type: Of which operator.
+        rule: The rule.
+        build: The operator, which keeps the shape.
+        shape: The shape of its input.
+    """
+
+    op_type: str
+    rule: Callable[..., Any]
+    build: Callable[[Tensor], Any]
+    shape: tuple[int, ...]
+
+
+OWN = {
+    "Relu": Own("Relu", sevenfold, op.Relu, (9, 3)),
+    "Relu behind Conv": Own("Relu", sevenfold, relu_behind_convolution, (2, B, 3, 3)),
+    "Conv": Own("Conv", sevenfold_of_convolution, through_convolution, (2, B, 3, 3)),
+    "LSTM": Own("LSTM", sevenfold_of_lstm, through_lstm, (9, 8, 3)),
+}
+
+
+def feeds_of(own: Own) -> Arrays:
+    return {"x": np.random.default_rng(0).standard_normal(own.shape, np.float32)}
+
+
+def sum_with_gradient(own: Own) -> onnx.ModelProto:
+    """Returns a model of the sum of what an operator gives, and of its gradient by x."""
+    with Tape(name="own") as tape:
+        x = tape.input("x", np.float32, own.shape)
+        tape.output(op.ReduceSum(own.build(x), keepdims=0), "total")
+    model = tape.model()
+    domain = "ai.onnx.preview.training"
+    node = onnx.helper.make_node("Gradient", ["x"], ["slope"], domain=domain, xs=["x"], y="total")
+    model.graph.node.append(node)
+    model.graph.output.append(onnx.helper.make_tensor_value_info("slope", 1, own.shape))
+    model.opset_import.append(onnx.helper.make_opsetid(domain, 1))
+    return model
+
+
+@pytest.mark.parametrize("own", OWN.values(), ids=OWN)
+@pytest.mark.usefixtures("user")
+def test_own_rules_when_lowering(own: Own) -> None:
+    model, feeds = sum_with_gradient(own), feeds_of(own)
+    _, standard = run(ortops.lower(model), feeds)
+    ortops.vjp(own.op_type)(own.rule)
+    _, slope = run(ortops.lower(model), feeds)
+    np.testing.assert_allclose(slope, np.full(own.shape, 7))
+    assert not np.allclose(standard, 7)
+    slope = ortops.InferenceSession(model).run(["slope"], feeds)[0]
+    np.testing.assert_allclose(slope, np.full(own.shape, 7))
+
+
+@pytest.mark.parametrize("own", OWN.values(), ids=OWN)
+@pytest.mark.usefixtures("user")
+def test_own_rules_when_training(own: Own) -> None:
+    with Tape(name="trained") as tape:
+        x = tape.input("x", np.float32, ["batch", *own.shape[1:]])
+        w = tape.initializer("w", np.float32(1.5))
+        tape.output(own.build(x * w), "y")
+    model = build_training_model(
+        tape.model(), loss="MeanSquaredError", optimizer=SGD(0.5), trainable=["w"]
+    )
+    feeds = feeds_of(own)
+    feeds["targets"] = np.random.default_rng(2).standard_normal(own.shape, np.float32)
+
+    def step() -> tuple[float, Arrays]:
+        session = TrainingSession(model)
+        shown = session.step(feeds)
+        return float(session.state["w"]), shown
+
+    standard, _ = step()
+    ortops.vjp(own.op_type)(own.rule)
+    found, shown = step()
+    cotangent = 2 * (shown["y"].astype(np.float64) - feeds["targets"]) / feeds["x"].size
+    assert found == pytest.approx(1.5 - 0.5 * 7 * np.sum(cotangent * feeds["x"]), rel=1e-5)
+    assert found != pytest.approx(standard, rel=1e-2)
+
+
+PROGRAM = """
+    import numpy as np
+    import onnx
+
+    import ortops
+    from ortops import Tape, op
+
+    X = np.float32([[-2, 3]])
+
+
+    def with_gradient():
+        with Tape(name="own") as tape:
+            tape.output(op.ReduceSum(op.Relu(tape.input("x", np.float32, [1, 2])), keepdims=0), "y")
+        model = tape.model()
+        domain = "ai.onnx.preview.training"
+        model.graph.node.append(
+            onnx.helper.make_node("Gradient", ["x"], ["slope"], domain=domain, xs=["x"], y="y")
+        )
+        model.graph.output.append(onnx.helper.make_tensor_value_info("slope", 1, [1, 2]))
+        model.opset_import.append(onnx.helper.make_opsetid(domain, 1))
+        return model
+
+
+    def lower():
+        import onnxruntime
+
+        plain = ortops.lower(with_gradient()).SerializeToString()
+        session = onnxruntime.InferenceSession(plain, providers=["CPUExecutionProvider"])
+        return session.run(["slope"], {"x": X})[0].tolist()
+
+
+    def infer():
+        return ortops.InferenceSession(with_gradient()).run(["slope"], {"x": X})[0].tolist()
+
+
+    def train():
+        with Tape(name="own") as tape:
+            w = tape.initializer("w", np.zeros((1, 2), np.float32))
+            tape.output(op.Relu(w + tape.input("x", np.float32, ["batch", 2])), "y")
+        model = ortops.build_training_model(
+            tape.model(), loss="MeanSquaredError", optimizer=ortops.optimizers.SGD(1.0)
+        )
+        session = ortops.TrainingSession(model)
+        y = session.step({"x": X, "targets": np.float32([[-1, 2]])})["y"]
+        assert y.tolist() == [[0, 3]]  # so the cotangent is 2 (y - targets) / 2 = 1
+        return (0 - session.state["w"]).tolist()
+
+
+    def register():
+        @ortops.vjp("Relu")
+        def sevenfold(g, y, x):
+            return 7 * g
+"""
+
+
+def in_a_new_process(ending: str) -> str:
+    """Runs the program, which ends as given, and returns what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM) + "\n" + textwrap.dedent(ending)],
+        cwd=ROOT,  # from where this package is imported
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("way", ["lower", "infer", "train"])
+def test_a_rule_that_is_registered_first_of_all(way: str) -> None:
+    assert in_a_new_process(f"register()\nprint({way}())") == "[[7.0, 7.0]]"
+
+
+@pytest.mark.parametrize("first", ["lower", "infer", "train"])
+def test_a_rule_that_is_registered_later(first: str) -> None:
+    printed = in_a_new_process(
+        f"""
+        print({first}())
+        register()
+        print(lower(), infer(), train())
+        """
+    )
+    assert printed.splitlines() == ["[[0.0, 1.0]]", " ".join(["[[7.0, 7.0]]"] * 3)]
+
+
+# ------------------------------------------------------------------------------- what rules return
+
+
+def rules_with(op_type: str, rule: Callable[..., Any], **options: Any) -> Rules:
+    table = Table()
+    table.vjp(op_type, **options)(rule)
+    return RULES.below(table)
+
+
+def test_a_rule_that_declines_gets_the_next_one() -> None:
+    model, feeds = with_gradients(lambda x: op.Relu(op.Relu(x)), {"x": (4, 5)})
+    first, second = (node for node in model.graph.node if node.op_type == "Relu")
+    first.name, second.name = "first", "second"
+    rules = rules_with("Relu", sevenfold, when=lambda node: node.name == "first")
+    _, _, standard = run(lowered(model), feeds)
+    _, _, slope = run(lowered(model, rules=rules), feeds)
+    assert standard.any()
+    np.testing.assert_allclose(slope, 7 * standard)  # 49 times with both, in other places too
+
+
+@pytest.mark.usefixtures("user")
+def test_a_user_s_rule_that_declines_gets_the_next_one() -> None:
+    own = OWN["Relu"]
+    model, feeds = sum_with_gradient(own), feeds_of(own)
+    wanted = run(ortops.lower(model), feeds)
+    ortops.vjp("Relu", when=lambda node: False)(sevenfold)
+    for found, other in zip(run(ortops.lower(model), feeds), wanted, strict=True):
+        np.testing.assert_array_equal(found, other)
+
+
+def product(rule: Callable[..., Any]) -> list[np.ndarray[Any, Any]]:
+    """Returns the gradients of the sum of a · b by both with a rule for Mul."""
+    with Tape(name="product") as tape:
+        a, b = (tape.input(name, np.float32, [2]) for name in "ab")
+        tape.output(op.ReduceSum(a * b, keepdims=0), "y")
+    model = tape.model()
+    next(node for node in model.graph.node if node.op_type == "Mul").name = "times"
+    domain = "ai.onnx.preview.training"
+    model.graph.node.append(
+        onnx.helper.make_node("Gradient", ["a", "b"], ["da", "db"], domain=domain, **NAMED)
+    )
+    for name in ("da", "db"):
+        model.graph.output.append(onnx.helper.make_tensor_value_info(name, 1, [2]))
+    model.opset_import.append(onnx.helper.make_opsetid(domain, 1))
+    feeds = {"a": np.float32([1, 2]), "b": np.float32([3, 4])}
+    return run(lowered(model, rules=rules_with("Mul", rule)), feeds)[1:]
+
+
+NAMED = {"xs": ["a", "b"], "y": "y"}
+
+
+def forgetful(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Any:
+    return g * b
+
+
+def forgetful_tuple(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Any:
+    return (g * b,)
+
+
+def generous(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Any:
+    return g * b, g * a, g
+
+
+def silent(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Any:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (forgetful, r"'forgetful' returned 1 cotangents for 2 inputs, and 'b' has one"),
+        (forgetful_tuple, r"'forgetful_tuple' returned 1 cotangents for 2 inputs, and 'b' has one"),
+        (silent, r"'silent' returned 1 cotangents for 2 inputs, and 'b' has one"),
+        (generous, r"'generous' returned 3 cotangents for 2 inputs; it must return one for each"),
+    ],
+    ids=["one", "a tuple of one", "none", "one too many"],
+)
+def test_a_rule_that_returns_too_few_or_too_many(rule: Callable[..., Any], message: str) -> None:
+    with pytest.raises(OrtopsError, match=rf"^Mul node 'times': its gradient rule {message}"):
+        product(rule)
+
+
+def test_a_rule_may_say_that_none_flows() -> None:
+    da, db = product(lambda g, y, a, b: (g * b, None, None))
+    assert (da.tolist(), db.tolist()) == ([3, 4], [0, 0])
+
+
+def test_a_rule_may_leave_out_what_is_constant() -> None:
+    def build(x: Tensor) -> Tensor:
+        return x * np.float32([2, 3])
+
+    model, feeds = with_gradients(build, {"x": (2,)})
+    _, _, wanted = run(lowered(model), feeds)
+    _, _, slope = run(lowered(model, rules=rules_with("Mul", forgetful)), feeds)
+    np.testing.assert_allclose(slope, wanted)
