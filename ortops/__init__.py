@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     from ortops import losses, metrics, optimizers
     from ortops.autodiff.registry import vjp
     from ortops.custom_ops import register_custom_ops
-    from ortops.errors import FeedError, KernelError, ModelError, OrtopsError, UnsupportedError
+    from ortops.errors import (
+        DivergedError,
+        FeedError,
+        KernelError,
+        ModelError,
+        OrtopsError,
+        UnsupportedError,
+    )
     from ortops.graph.external import save_model
     from ortops.graph.tensor import Tape, Tensor, op
     from ortops.inference import InferenceSession
@@ -26,6 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DivergedError",
     "FeedError",
     "InferenceSession",
     "KernelError",
@@ -48,6 +56,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "DivergedError": "ortops.errors",
     "FeedError": "ortops.errors",
     "InferenceSession": "ortops.inference",
     "KernelError": "ortops.errors",

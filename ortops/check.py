@@ -72,6 +72,7 @@ class Report:
         return "\n".join(lines)
 
 
+@convert.blame_model
 def check(model: ModelLike) -> Report:
     """Tells what of a model can be trained.
 

@@ -14,13 +14,12 @@ What the platform imposes, and what is done about it:
   `survives_as_text` does not hold must not be left to these kernels.
 * An exception that leaves a Python op ends the process. None leaves a kernel here: the outputs
   become NaN and the error is remembered for the run that it belongs to (`errors_of_run`,
-  `take_errors`). A plain `onnxruntime.InferenceSession` shows only the NaN. Ctrl-C is held
-  back while a run is guarded.
+  `take_errors`). A plain `onnxruntime.InferenceSession` shows only the NaN.
 """
 
 from __future__ import annotations
 
-import signal
+import os
 import threading
 import traceback
 import weakref
@@ -28,7 +27,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -36,13 +34,13 @@ import numpy.typing as npt
 
 from ortops.errors import KernelError
 from ortops.optimizers import OPERATORS
+from ortops.uninterrupted import run_uninterrupted
 
 __all__ = [
     "DOMAIN",
     "DTYPES",
     "ErrorRecorder",
     "errors_of_run",
-    "interrupts_deferred",
     "register_custom_ops",
     "survives_as_text",
     "take_errors",
@@ -54,6 +52,8 @@ DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 """The element types that R and the tensors of a node may have, each on its own."""
 
 Array: TypeAlias = npt.NDArray[Any]
+
+_PROTOBUF = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
 
 Nodes: TypeAlias = Mapping[str, Sequence[str]]
 """The names of a model's nodes by operator."""
@@ -89,7 +89,8 @@ def register_custom_ops(sess_options: Any) -> None:
     """
     with _registration:
         if sess_options not in _registered:
-            sess_options.register_custom_ops_library(_library())
+            # Whole: a library with some of the kernels could not get the others later.
+            sess_options.register_custom_ops_library(run_uninterrupted(_library))
             _registered.add(sess_options)
 
 
@@ -113,11 +114,19 @@ def survives_as_text(value: float) -> bool:
 
 def _library() -> str:
     """Registers the domain's kernels if that has not been done; returns the library's path."""
-    import onnxruntime_extensions as extensions
+    with _environment_as_it_is():
+        import onnxruntime_extensions as extensions
 
     _keep_freed_memory()
     # The mark is kept there, not here, so that it outlives a reload of this module.
     if not getattr(extensions, "_has_ortops_kernels", False):
+        for other in extensions._ocos.Opdef._odlist.values():
+            if other.op_type.startswith(f"{DOMAIN}::"):
+                raise KernelError(
+                    f"{other.op_type}: other code has registered a Python kernel for it, and a "
+                    "process can have one; leave that registration out, or run optimizer nodes as "
+                    'standard operators with kernels="onnx"'
+                )
         extensions._has_ortops_kernels = True
         types = {
             np.dtype(np.float32): extensions.PyCustomOpDef.dt_float,
@@ -146,6 +155,19 @@ def _library() -> str:
                         attrs=attributes,
                     )(_kernel(name))
     return str(extensions.get_library_path())
+
+
+@contextmanager
+def _environment_as_it_is() -> Iterator[None]:
+    """Undoes what the extension does to the environment: child processes got a slow protobuf."""
+    before = os.environ.get(_PROTOBUF)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_PROTOBUF, None)
+        else:
+            os.environ[_PROTOBUF] = before
 
 
 def _keep_freed_memory() -> None:
@@ -346,8 +368,9 @@ class ErrorRecorder:
 def errors_of_run(nodes: Nodes | None = None, *, anywhere: bool = False) -> Iterator[None]:
     """Raises, after the block, what went wrong in the kernels that ran in it.
 
-    In the main thread Ctrl-C waits for the end of the block: the extension runs Python code of
-    its own around a kernel, and an interrupt raised there would end the process.
+    What a signal handler raises in a kernel, Ctrl-C's too, ends the process: the extension runs
+    Python code of its own around it. `ortops.InferenceSession` runs kernels in another thread,
+    where no handler runs.
 
     Args:
         nodes: The names of the model's nodes by operator, for messages.
@@ -361,31 +384,13 @@ def errors_of_run(nodes: Nodes | None = None, *, anywhere: bool = False) -> Iter
         ...     pass  # session.run(...)
     """
     recorder = ErrorRecorder(nodes, anywhere=anywhere)
-    with interrupts_deferred():
-        recorder.start()
-        try:
-            yield
-        finally:
-            exception = recorder.finish()
-    if exception is not None:
-        raise exception
-
-
-@contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Holds back SIGINT in the main thread, the one in which Python handles it."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    frames: list[FrameType | None] = []
-    signal.signal(signal.SIGINT, lambda _, frame: frames.append(frame))
+    recorder.start()
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-        if frames:
-            handler(signal.SIGINT, frames[-1])
+        exception = recorder.finish()
+    if exception is not None:
+        raise exception
 
 
 def take_errors() -> list[BaseException]:

@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "DivergedError",
     "FeedError",
     "KernelError",
     "ModelError",
@@ -17,6 +18,7 @@ __all__ = [
     "UnknownVariableError",
     "UnsupportedError",
     "did_you_mean",
+    "is_raised_by",
 ]
 
 
@@ -36,6 +38,10 @@ class FeedError(OrtopsError, ValueError):
     """The arrays given to a run, a step or an evaluation do not fit the model."""
 
 
+class DivergedError(OrtopsError, ArithmeticError):
+    """The loss of a training became NaN or infinite."""
+
+
 class UnknownVariableError(OrtopsError, KeyError):
     """A variable was asked for that the training algorithm does not have."""
 
@@ -44,6 +50,22 @@ class UnknownVariableError(OrtopsError, KeyError):
 
 class KernelError(OrtopsError, RuntimeError):
     """A kernel, written in Python or onnxruntime's own, failed while a session was running."""
+
+
+def is_raised_by(error: BaseException, *packages: str) -> bool:
+    """Whether an exception comes from the code of some packages.
+
+    What a signal handler raised, which may come out of any line, does not.
+
+    Args:
+        error: The exception, caught.
+        *packages: Their names. C code counts as part of the Python code that called it.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
+    return module.partition(".")[0] in packages
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -12,16 +15,34 @@ import numpy.typing as npt
 import onnxruntime
 
 from ortops import custom_ops
-from ortops.errors import ModelError, OrtopsError
+from ortops.errors import KernelError, ModelError, OrtopsError, UnsupportedError, is_raised_by
 from ortops.graph import convert, external
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes
 from ortops.lowering import has_domain, lower_ir, takes_python_kernel
+from ortops.uninterrupted import run_uninterrupted
 
 __all__ = ["InferenceSession", "Kernels"]
 
 Kernels: TypeAlias = Literal["python", "onnx"]
 """Whether optimizer nodes run as Python custom ops or as standard operators."""
+
+_alive: weakref.WeakSet[InferenceSession] = weakref.WeakSet()
+
+
+def _keep_forever() -> None:
+    """Lets a forked child never free the sessions of its parent.
+
+    onnxruntime would wait for the end of their threads, which the child does not have.
+    """
+    for session in _alive:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(session._sess))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_forever)
+
+_CONFLICT = "Conflicting with a registered kernel"
 
 _FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
@@ -46,9 +67,12 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     Raises:
         ModelError: If the model, or a node of the domain in it, is not legal, or it is a ModelProto
             of 2 GB or more and ``sess_options`` are given, which cannot refer to its data.
+        KernelError: If other code has registered Python kernels for the domain, or
+            onnxruntime-extensions' library on the same ``sess_options``.
         UnsupportedError: If an operator that a gradient passes through has no rule.
     """
 
+    @convert.blame_model
     def __init__(
         self,
         path_or_bytes: ModelLike,
@@ -90,7 +114,22 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             source = external.serialize(light)
         self._folder = folder
         with _options_for(sess_options, folder, arrays) as self._options:
-            super().__init__(source, self._options, providers, provider_options, **kwargs)
+            try:
+                super().__init__(source, self._options, providers, provider_options, **kwargs)
+            except Exception as error:  # onnxruntime's classes have no common base of their own
+                if not is_raised_by(error, "onnxruntime", "ortops"):
+                    raise
+                if _CONFLICT in str(error):
+                    raise KernelError(
+                        "sess_options: onnxruntime-extensions' library is registered on them "
+                        "already, and ortops registers it with its kernels; leave the first "
+                        'registration out, or give kernels="onnx"'
+                    ) from error
+                raise UnsupportedError(
+                    f"onnxruntime: {str(error).strip()}; change the type of that node's tensors, "
+                    "or choose other providers"
+                ) from error
+        _alive.add(self)
 
     def set_providers(self, *args: Any, **kwargs: Any) -> None:
         """As `onnxruntime.InferenceSession.set_providers`."""
@@ -156,8 +195,18 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     ) -> Any:
         if not self._kernel_nodes:
             return run(*args, **kwargs)
-        with custom_ops.errors_of_run(self._kernel_nodes, anywhere=self._kernels_on_other_threads):
-            return run(*args, **kwargs)
+        if sys.is_finalizing():
+            raise KernelError(
+                "session: Python kernels cannot run at the very exit of the interpreter; run it "
+                'before, for example in a function of atexit, or give kernels="onnx"'
+            )
+        anywhere = self._kernels_on_other_threads
+
+        def guarded() -> Any:
+            with custom_ops.errors_of_run(self._kernel_nodes, anywhere=anywhere):
+                return run(*args, **kwargs)
+
+        return run_uninterrupted(guarded)  # what a handler raised in a kernel would end the process
 
 
 @contextlib.contextmanager

@@ -53,6 +53,7 @@ Keep = Callable[[ir.Node], bool]
 """Tells whether a one-tensor optimizer node with all its attributes stays as it is."""
 
 
+@convert.blame_model
 def lower(model: ModelLike) -> onnx.ModelProto:
     """Returns a model in which no node of the training domain is left.
 

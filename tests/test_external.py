@@ -4,6 +4,7 @@ The limit is lowered, so that small models take the ways that big ones take; one
 than 2 GB in fact.
 """
 
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -67,6 +68,13 @@ def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+def data_of(path: Path) -> str:
+    """Returns the name of the one data file that a model file reads."""
+    tensors = onnx.load(path, load_external_data=False).graph.initializer
+    (name,) = {e.value for t in tensors for e in t.external_data if e.key == "location"}
+    return name
+
+
 def assert_equal_states(one: ortops.TrainingSession, other: ortops.TrainingSession) -> None:
     assert set(one.state) == set(other.state)
     for name, array in one.state.items():
@@ -84,7 +92,8 @@ def test_training_of_a_big_model_is_that_of_a_small_one(
     model = trainable(given if source == "path" else layers(), names)
     if source == "saved":
         ortops.save_model(model, tmp_path / "trainable.onnx")
-        assert (tmp_path / "trainable.onnx.data").stat().st_size >= 2 * SIZE * SIZE * 4
+        name = data_of(tmp_path / "trainable.onnx")
+        assert (tmp_path / name).stat().st_size >= 2 * SIZE * SIZE * 4
     big = ortops.TrainingSession(tmp_path / "trainable.onnx" if source == "saved" else model)
     data = batch()
     for _ in range(3):
@@ -101,7 +110,8 @@ def test_a_saved_big_model_resumes_exactly(names: list[str] | None, tmp_path: Pa
     session = ortops.TrainingSession(trainable(layers(), names))
     session.step(batch())
     session.save(path)
-    assert names_in(tmp_path) == {"checkpoint.onnx", "checkpoint.onnx.data"}
+    assert names_in(tmp_path) == {"checkpoint.onnx", data_of(path)}
+    assert re.fullmatch(r"checkpoint\.onnx\.[0-9a-f]{16}\.data", data_of(path))
     resumed = ortops.TrainingSession(path)
     assert_equal_states(resumed, session)
     for seed in range(2):
@@ -128,43 +138,56 @@ def test_a_session_goes_on_when_the_files_that_it_came_from_are_gone(tmp_path: P
 
 
 @pytest.mark.usefixtures("small_limit")
-def test_a_file_is_replaced_with_its_data(tmp_path: Path) -> None:
+def test_a_file_is_replaced_and_keeps_the_data_of_one_before(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.onnx"
     session = ortops.TrainingSession(trainable(layers(), ["head"]))
-    for number in range(3):
+    names: list[str] = []
+    for _ in range(4):
         session.step(batch())
         session.save(path)
-        data = "checkpoint.onnx.1.data" if number % 2 else "checkpoint.onnx.data"
-        assert names_in(tmp_path) == {"checkpoint.onnx", data}
+        names.append(data_of(path))
+        assert names_in(tmp_path) == {"checkpoint.onnx", *names[-2:]}
         assert_equal_states(ortops.TrainingSession(path), session)
+    assert len(set(names)) == 4
 
 
 def test_a_file_that_fits_again_loses_its_data_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = layers()
+    model, path = layers(), tmp_path / "model.onnx"
     with monkeypatch.context() as context:
         context.setattr(external, "MESSAGE_LIMIT", 20_000)
-        ortops.save_model(model, tmp_path / "model.onnx")
-    assert names_in(tmp_path) == {"model.onnx", "model.onnx.data"}
-    ortops.save_model(model, tmp_path / "model.onnx")
+        ortops.save_model(model, path)
+    name = data_of(path)
+    ortops.save_model(model, path)
+    assert names_in(tmp_path) == {"model.onnx", name}
+    ortops.save_model(model, path)
     assert names_in(tmp_path) == {"model.onnx"}
-    assert onnx.load(tmp_path / "model.onnx") == model
+    assert onnx.load(path) == model
 
 
 @pytest.mark.usefixtures("small_limit")
 def test_data_files_of_others_are_kept(tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
+    path, copy = tmp_path / "model.onnx", tmp_path / "copy"
     onnx.save(layers(), path, save_as_external_data=True, location="model.onnx.data")
-    (tmp_path / "copy.onnx").write_bytes(path.read_bytes())
+    longer = tmp_path / "model.onnx.onnx"
+    ortops.save_model(layers(), longer)
+    kept = {path.name, "model.onnx.data", longer.name, data_of(longer)}
     ortops.save_model(layers(), path)
-    assert names_in(tmp_path) == {
-        "model.onnx", "model.onnx.data", "model.onnx.1.data", "copy.onnx"
-    }  # fmt: skip
-    (tmp_path / "copy.onnx").write_bytes(path.read_bytes())  # it reads model.onnx.1.data too
-    ortops.save_model(layers(), tmp_path / "copy.onnx")
-    assert "model.onnx.1.data" in names_in(tmp_path)
-    plain_session(path)
+    first = data_of(path)
+    copy.write_bytes(path.read_bytes())
+    for _ in range(3):
+        ortops.save_model(layers(), path)
+    assert {*kept, copy.name, first, data_of(path)} < names_in(tmp_path)
+    plain_session(copy)
+    ortops.save_model(layers(), copy)
+    assert first in names_in(tmp_path)  # it was not made for the copy
+    for _ in range(2):
+        before = data_of(path)
+        ortops.save_model(layers(), path)
+    assert names_in(tmp_path) == {*kept, copy.name, data_of(copy), before, data_of(path)}
+    for model in (path, longer, copy):
+        plain_session(model)
 
 
 @pytest.mark.usefixtures("small_limit")
@@ -173,20 +196,37 @@ def test_a_failed_save_leaves_the_old_pair(tmp_path: Path, monkeypatch: pytest.M
     session = ortops.TrainingSession(trainable(layers(), ["head"]))
     session.save(path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    written = []
+    during: list[set[str]] = []
 
-    def write(target: Path, data: object) -> None:
-        written.append(Path(target).name)
-        if len(written) > 1:
-            raise OSError("disk full")
-        Path(target).write_bytes(b"")
+    def write(_: Path, __: bytes) -> None:
+        during.append(names_in(tmp_path) - set(before))
+        raise OSError("disk full")
 
     session.step(batch())
     monkeypatch.setattr(external, "write_atomically", write)
     with pytest.raises(OSError, match="disk full"):
         session.save(path)
-    assert written == ["checkpoint.onnx.1.data", "checkpoint.onnx"]
+    ((name,),) = during  # the data come first
+    assert name.endswith(".data")
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+@pytest.mark.usefixtures("small_limit")
+@pytest.mark.parametrize(
+    "kind", ["FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16", "FLOAT8E5M2", "BOOL", "COMPLEX64", "INT4"]
+)
+def test_data_of_any_type_come_back(kind: str, tmp_path: Path) -> None:
+    number = onnx.TensorProto.DataType.Value(kind)
+    bits = {"DOUBLE": 64, "FLOAT16": 16, "BFLOAT16": 16, "FLOAT8E5M2": 8, "BOOL": 8, "INT4": 4}
+    size = 24_001 * bits.get(kind, 64 if kind == "COMPLEX64" else 32) // 8 + (kind == "INT4")
+    content = bytes(size) if kind == "BOOL" else np.random.default_rng(0).bytes(size - 1) + b"\1"
+    tensor = onnx.TensorProto(name="w", data_type=number, dims=[24_001], raw_data=content)
+    other = onnx.TensorProto(name="v", data_type=1, dims=[6_000], raw_data=bytes(24_000))
+    graph = onnx.helper.make_graph([], "graph", [], [], [tensor, other])
+    ortops.save_model(onnx.helper.make_model(graph), tmp_path / "model.onnx")
+    loaded = onnx.load(tmp_path / "model.onnx")
+    assert data_of(tmp_path / "model.onnx")
+    assert [each.raw_data for each in loaded.graph.initializer] == [content, bytes(24_000)]
 
 
 @pytest.mark.usefixtures("small_limit")
@@ -222,14 +262,6 @@ def test_the_inference_model_is_the_original_with_new_weights(tmp_path: Path) ->
     assert not model.training_info
 
 
-@pytest.mark.usefixtures("small_limit")
-def test_a_file_does_not_say_of_models_made_from_it_which_data_file_it_had(tmp_path: Path) -> None:
-    ortops.save_model(layers(), tmp_path / "model.onnx")
-    assert [e.key for e in onnx.load(tmp_path / "model.onnx").metadata_props] == ["ortops.data"]
-    model = trainable(tmp_path / "model.onnx", ["head"])
-    assert [entry.key for entry in model.metadata_props] == ["ortops.training"]
-
-
 def test_arguments_are_not_changed() -> None:
     model = trainable(layers(), ["head"])
     before = model.SerializeToString(deterministic=True)
@@ -244,7 +276,7 @@ def test_arguments_are_not_changed() -> None:
 def test_step_graph_of_a_big_model(tmp_path: Path) -> None:
     model = trainable(layers(), ["head"], SGD(0.1))
     ortops.save_model(ortops.step_graph(model), tmp_path / "step.onnx")
-    assert "step.onnx.data" in names_in(tmp_path)
+    assert data_of(tmp_path / "step.onnx") in names_in(tmp_path)
     loss = ortops.TrainingSession(model).step(batch())["loss"]
     np.testing.assert_allclose(run(tmp_path / "step.onnx", batch(), ["loss"])[0], loss, rtol=1e-6)
 
@@ -286,7 +318,9 @@ def test_a_big_model_with_gradients_is_run_and_lowered(tmp_path: Path) -> None:
     from_path = ortops.InferenceSession(path, onnxruntime.SessionOptions()).run(["dx"], feeds)[0]
     np.testing.assert_allclose(big, from_path, rtol=1e-6, atol=1e-7)
     assert cli.main(["lower", str(path), str(tmp_path / "lowered.onnx")]) == 0
-    assert names_in(tmp_path) == {"in", "lowered.onnx", "lowered.onnx.data"}
+    assert names_in(tmp_path) == {
+        "in", "lowered.onnx", data_of(tmp_path / "lowered.onnx")
+    }  # fmt: skip
     (lowered,) = run(tmp_path / "lowered.onnx", feeds, ["dx"])
     np.testing.assert_allclose(big, lowered, rtol=1e-6, atol=1e-7)
 
@@ -367,6 +401,7 @@ def test_more_than_2_gb_in_fact(tmp_path: Path) -> None:
         expected = np.mean((hidden @ head - data["targets"]) ** 2)
         np.testing.assert_allclose(session.step(data)["loss"], expected, rtol=1e-4)
         session.save(folder / "checkpoint.onnx")
+        assert (folder / data_of(folder / "checkpoint.onnx")).stat().st_size > 2**31
         session.step(data)
         state = dict(session.state)
         del session, weights

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "ortops"
 
 FLOORS = (
-    ("errors", "deferred"),
+    ("errors", "deferred", "uninterrupted"),
     ("graph",),
     ("autodiff",),
     ("passes",),
@@ -28,7 +28,9 @@ FLOORS = (
 """The rooms of the house, from the lowest floor up. A room imports from itself and from below."""
 
 WITHIN = {
-    "graph": ("files", "external", "tensor", "edit", "shapes", "convert"),
+    "graph": (
+        *("files", "limits", "external", "validation", "tensor", "edit", "shapes", "convert"),
+    ),
     "autodiff": ("registry", "backward", "gradient_node", "expansion", "rules"),
     "passes": (
         *("order", "finite", "draft", "rewrite", "rematerialization", "cross_entropy", "products"),
@@ -38,7 +40,10 @@ WITHIN = {
         *("step", "settings", "onnxruntime_sessions", "sizes", "split", "packed", "repetition"),
         *("update", "template", "binding", "variant", "execution"),
     ),
-    "training": ("progress", "data", "modes", "builder", "step_graph", "feeds", "session"),
+    "training": (
+        *("progress", "data", "modes", "builder", "step_graph", "feeds", "initialization"),
+        "session",
+    ),
 }
 """The files of a room, of which each imports from those before it."""
 

@@ -668,8 +668,8 @@ def with_feed(**changes: Any) -> Any:
             "feeds: 'x' has shape [6]; [batch, 6] is accepted",
         ),
         (
-            with_feed(x=np.zeros((8, 6))),
-            "'x' is of type float64; float32 is accepted (convert it with .astype(np.float32))",
+            with_feed(x=np.full((8, 6), 0.1)),
+            "'x' is of type float64 and has the value 0.1, which float32 does not hold; float32 is",
         ),
         (
             with_feed(labels=np.zeros(8, np.float32)),

@@ -11,8 +11,8 @@ of any; a `Binding` is a variant tied to memory.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -22,7 +22,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from ortops.autodiff.registry import Rules
-from ortops.custom_ops import interrupts_deferred
+from ortops.errors import OrtopsError
 from ortops.execution.binding import Binding
 from ortops.execution.onnxruntime_sessions import Sessions
 from ortops.execution.packed import Variable
@@ -32,6 +32,7 @@ from ortops.execution.template import Template
 from ortops.execution.variant import Variant
 from ortops.inference import Kernels
 from ortops.passes.rematerialization import Checkpoint, check, computed_names
+from ortops.uninterrupted import Whole, run_uninterrupted
 
 __all__ = ["Execution"]
 
@@ -72,7 +73,11 @@ class Execution:
         providers: Sequence[Any],
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        self._turn = 0
+        # The buffers that hold the present values, and the steps made: one store changes both.
+        self._position = (0, 0)
+        self._whole = Whole()
+        self._failed = ""
+        self._process = os.getpid()
         self.variables: dict[str, Variable] = {}
         self._updated_by: dict[str, int] = {}
         if checkpoint is not None:
@@ -97,6 +102,8 @@ class Execution:
             for packed in template.packed:
                 self.variables |= packed.variables
             self._updated_by |= dict.fromkeys(template.step.updates, number)
+        all_packed = [packed for template in self._templates for packed in template.packed]
+        self._in_place = any(packed.in_place for packed in all_packed)
         for name, value in values.items():
             if name not in self.variables:
                 first = np.array(value, order="C")
@@ -110,14 +117,52 @@ class Execution:
         if not self._gain:
             self._made_for(())
 
-    def present(self, name: str) -> Array:
-        """Returns the present value of a variable: its memory, not a copy."""
-        return self.variables[name].buffers[self._turn]
+    @property
+    def steps_made(self) -> int:
+        """The number of steps since the session was made, or since `assign` set it."""
+        self._whole.settle()
+        return self._position[1]
 
-    def assign(self, values: Mapping[str, Array]) -> None:
-        """Sets variables; their types and shapes have been checked."""
-        for name, value in values.items():
-            self.present(name)[...] = value
+    def present(self, name: str) -> Array:
+        """Returns the present value of a variable: its memory, not a copy.
+
+        Raises:
+            OrtopsError: If onnxruntime failed in the midst of an update.
+        """
+        self._whole.settle()
+        if self._failed:
+            raise OrtopsError(self._failed)
+        return self.variables[name].buffers[self._position[0]]
+
+    def assign(self, values: Mapping[str, Array], *, steps_made: int | None = None) -> None:
+        """Sets variables; their types and shapes have been checked.
+
+        Args:
+            values: The values, by name.
+            steps_made: What `steps_made` is then; as before by default.
+        """
+
+        def change() -> None:
+            turn, made = self._position
+            for name, value in values.items():
+                self.variables[name].buffers[turn][...] = value
+            self._position = (turn, made if steps_made is None else steps_made)
+            if values.keys() >= self.variables.keys():
+                self._failed = ""
+
+        self._whole.change(change)
+
+    def check_process(self) -> None:
+        """Refuses to run in a child process, which has none of its parent's threads.
+
+        Raises:
+            OrtopsError: If the session was made in another process.
+        """
+        if os.getpid() != self._process:
+            raise OrtopsError(
+                "session: it was made before this process was forked, and its threads are not "
+                "here; make a session in this process, for example of a saved file"
+            )
 
     def step(self, feeds: Mapping[str, Array], wanted: Sequence[str] | None) -> dict[str, Array]:
         """Makes one step.
@@ -127,18 +172,40 @@ class Execution:
             wanted: The outputs to return; all by default.
 
         Raises:
-            KernelError: If a run failed; then no variable has changed.
+            KernelError: If a run failed; then no variable has changed, unless that was an update
+                in place. Then only `assign` of all variables makes the session usable again.
+            OrtopsError: In a child process, or after such a failure.
         """
+        self.check_process()
+        self._whole.settle()
+        if self._failed:
+            raise OrtopsError(self._failed)
+        turn, made = self._position
         shown: dict[str, Array] = {}
         shapes = tuple((name, array.shape) for name, array in feeds.items()) if self._gain else ()
-        *before, last = (turns[self._turn] for turns in self._made_for(shapes).bindings)
+        *before, last = (turns[turn] for turns in self._made_for(shapes).bindings)
         for part in before:
             shown |= part.differentiate(feeds, wanted)
-            part.update(feeds)
+            if part.has_updates:
+                self._whole.change(functools.partial(part.update, feeds))
         shown |= last.differentiate(feeds, wanted)
-        with interrupts_deferred() if last.has_updates else contextlib.nullcontext():
-            last.update(feeds)
-            self._turn = 1 - self._turn
+
+        def finish() -> None:
+            try:
+                last.update(feeds)
+            except BaseException as error:
+                if self._in_place:
+                    self._failed = (
+                        f"session: an update failed ({error}), so that its variables are of no "
+                        "step; go on from a saved file, or call reset()"
+                    )
+                raise
+            self._position = (1 - turn, made + 1)
+
+        if last.has_updates:
+            self._whole.change(finish)
+        else:  # all that the step wrote lies where nobody reads it yet
+            self._position = (1 - turn, made + 1)
         return shown
 
     def _made_for(self, shapes: Shapes) -> _Made:
@@ -152,8 +219,9 @@ class Execution:
             if self._special < self._most_special and any(
                 template.gains_at(sizes) for template in self._templates
             ):
+                # Not to be cut in two: other libraries wrap what a handler raises in them.
+                self._made[shapes] = run_uninterrupted(functools.partial(self._make, sizes))
                 self._special += 1
-                self._made[shapes] = self._make(sizes)
             else:
                 self._made[shapes] = self._general
         return self._made[shapes]
@@ -161,7 +229,7 @@ class Execution:
     @functools.cached_property
     def _general(self) -> _Made:
         """What runs batches of any shapes."""
-        return self._make(None)
+        return run_uninterrupted(functools.partial(self._make, None))
 
     def _make(self, shapes: Mapping[str, tuple[int, ...]] | None) -> _Made:
         variants = [Variant(template, shapes, self._sessions) for template in self._templates]
@@ -176,22 +244,27 @@ class Execution:
         """Whether `steps` can be called: a small model, one training_info entry."""
         return len(self._templates) == 1 and self._templates[0].repeatable
 
-    def steps(self, feeds: Mapping[str, Array]) -> Array:
+    def steps(self, feeds: Mapping[str, Array], count: int) -> Array:
         """Makes several steps in one run.
 
         Args:
             feeds: For each input the batches, checked and stacked along axis 0.
+            count: How many they are.
 
         Returns:
             The losses.
 
         Raises:
             KernelError: If the run failed; then no variable has changed.
+            OrtopsError: In a child process.
         """
+        self.check_process()
+        self._whole.settle()
+        turn, made = self._position
         shapes = tuple((name, array.shape[1:]) for name, array in feeds.items())
         (variant,) = self._made_for(shapes if self._gain else ()).variants
-        losses = variant.repetition.run(self._buffers_of(0, self._turn), self._turn, feeds)
-        self._turn = 1 - self._turn
+        losses = variant.repetition.run(self._buffers_of(0, turn), turn, feeds)
+        self._position = (1 - turn, made + count)
         return losses
 
     def _buffers_of(self, number: int, turn: int) -> Callable[[str], tuple[Array, Array]]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnx
 import onnxruntime
 
-from ortops.errors import KernelError, OrtopsError, UnsupportedError
+from ortops.errors import KernelError, OrtopsError, is_raised_by
 from ortops.inference import InferenceSession, Kernels
 
 __all__ = ["Sessions", "errors_as_ours", "open_session", "ort_value"]
@@ -116,15 +116,7 @@ def open_session(
     Raises:
         UnsupportedError: If onnxruntime cannot load the model.
     """
-    try:
-        return InferenceSession(model, options, providers, kernels=kernels)
-    except OrtopsError:
-        raise
-    except Exception as error:  # onnxruntime's classes have no common base of their own
-        raise UnsupportedError(
-            f"onnxruntime: {str(error).strip()}; change the type of that node's tensors, or "
-            "choose other providers"
-        ) from error
+    return InferenceSession(model, options, providers, kernels=kernels)
 
 
 def ort_value(array: Array) -> onnxruntime.OrtValue:
@@ -144,6 +136,8 @@ def errors_as_ours() -> Iterator[None]:
     except OrtopsError:
         raise
     except Exception as error:  # onnxruntime's classes have no common base of their own
+        if not is_raised_by(error, "onnxruntime", "ortops"):
+            raise
         raise KernelError(
             f"onnxruntime: {str(error).strip()}; check values and shapes of the feeds"
         ) from error

@@ -85,6 +85,11 @@ class Packed:
                 pairs = zip(self.views(index, 0), self.views(index, 1), strict=True)
                 self.variables |= zip(role.names, map(Variable, pairs), strict=True)
 
+    @property
+    def in_place(self) -> bool:
+        """Whether an update writes over present values."""
+        return any(a is b for i, (a, b) in self.arrays.items() if self.group.roles[i].updated)
+
     def views(self, index: int, turn: int) -> list[Array]:
         """Returns the tensors that play a role, which lie in its array."""
         array = self.arrays[index][turn].reshape(-1)

@@ -152,7 +152,7 @@ def repeat(
     names = [*map(state_output, states), LOSSES]
     for output, inner, name in zip(scan.outputs, body.outputs, names, strict=True):
         output.name, output.type = name, inner.type
-        output.shape = ir.Shape(["steps"]) if name == LOSSES else inner.shape
+        output.shape = _stacked_shape(inner) if name == LOSSES else inner.shape
     graph.append(scan)
     graph.outputs.extend(scan.outputs)
     return ir.Model(graph, ir_version=IR_VERSION)
@@ -181,5 +181,9 @@ def _like(value: ir.Value) -> ir.Value:
 
 
 def _stacked_like(value: ir.Value) -> ir.Value:
-    shape = None if value.shape is None else ir.Shape(["steps", *value.shape])
-    return ir.Value(name=stacked(value.name or ""), type=value.type, shape=shape)
+    name = stacked(value.name or "")
+    return ir.Value(name=name, type=value.type, shape=_stacked_shape(value))
+
+
+def _stacked_shape(value: ir.Value) -> ir.Shape | None:
+    return None if value.shape is None else ir.Shape(["steps", *value.shape])

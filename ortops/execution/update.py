@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,6 +18,7 @@ from ortops.lowering import to_proto
 __all__ = ["Update"]
 
 Array: TypeAlias = npt.NDArray[Any]
+Work: TypeAlias = Callable[[Mapping[str, Array]], None]
 
 
 class Update:
@@ -42,7 +43,7 @@ class Update:
         works = [self._bind_rows(*span, scalars, turn) for span in itertools.pairwise(ends)]
 
         def update(feeds: Mapping[str, Array]) -> None:
-            others = [self._pool.submit(work, feeds) for work in works[1:]] if self._pool else []
+            others = [self._start(work, feeds) for work in works[1:]]
             with errors_as_ours():
                 try:
                     works[0](feeds)
@@ -51,6 +52,17 @@ class Update:
                         other.result()
 
         return update
+
+    def _start(self, work: Work, feeds: Mapping[str, Array]) -> Future[None]:
+        """Starts some of the work in another thread, or does it where there are no more."""
+        assert self._pool is not None
+        try:
+            return self._pool.submit(work, feeds)
+        except RuntimeError:  # at the end of the interpreter
+            done: Future[None] = Future()
+            work(feeds)
+            done.set_result(None)
+            return done
 
     def _bind_rows(
         self, begin: int, end: int, scalars: Sequence[Array], turn: int

@@ -6,27 +6,36 @@ inferred. Neither onnx-ir nor the version converter carries ``training_info``: c
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import google.protobuf.message
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from ortops.errors import ModelError, UnsupportedError
-from ortops.graph.edit import all_nodes, replace_value
+from ortops.errors import ModelError, OrtopsError, UnsupportedError
+from ortops.graph.edit import all_nodes, describe, replace_value
 from ortops.graph.external import Data, detach, find, refer_to
+from ortops.graph.limits import LIMITS
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.tensor import Names, Tape, op
+from ortops.graph.validation import validate
 
-__all__ = ["MINIMUM_OPSET", "ModelLike", "inline", "load", "to_ir", "upgrade"]
+__all__ = ["MINIMUM_OPSET", "ModelLike", "blame_model", "inline", "load", "to_ir", "upgrade"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 ModelLike: TypeAlias = onnx.ModelProto | bytes | str | os.PathLike[str]
 """A model, its serialized bytes, or the path of its file."""
+
+_KINDS = (onnx.ModelProto, bytes, str, os.PathLike)
 
 MINIMUM_OPSET = 21
 """The oldest version of the default operator set that rules emit nodes for."""
@@ -54,9 +63,10 @@ def load(model: ModelLike) -> tuple[onnx.ModelProto, Path | None]:
         where there is one.
 
     Raises:
-        ModelError: If it is not an ONNX model.
+        ModelError: If it is not an ONNX model, or asks for more than `ortops.graph.limits` accept.
     """
     if isinstance(model, onnx.ModelProto):
+        validate(model)
         return model, None
     folder = None
     if isinstance(model, str | os.PathLike):
@@ -77,11 +87,80 @@ def load(model: ModelLike) -> tuple[onnx.ModelProto, Path | None]:
     proto = onnx.ModelProto()
     try:
         proto.ParseFromString(data)
+    except UnicodeDecodeError as error:  # by protobuf in plain Python, which looks at names here
+        raise ModelError(f"{what}: a name in it is not UTF-8 ({error}); write it anew") from error
     except google.protobuf.message.DecodeError as error:
         raise ModelError(f"{what}: not an ONNX model ({error}); give a .onnx file") from error
     if not proto.ir_version or not proto.HasField("graph"):
         raise ModelError(f"{what}: not an ONNX model (it has no graph); give a .onnx file")
+    validate(proto, folder)
     return proto, folder
+
+
+def blame_model(function: Callable[P, T]) -> Callable[P, T]:
+    """Makes what goes wrong in a function because its model is illegal an error that says so.
+
+    A model that contradicts the standard may fail in any line. Where that has happened, onnx's
+    checker tells whether it is so; what fails with a legal model comes out as it is, because it is
+    a mistake in ortops.
+
+    Args:
+        function: A function of a model, or a method of one.
+
+    Returns:
+        The function, which also raises ModelError.
+    """
+
+    @functools.wraps(function)
+    def blaming(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except (OrtopsError, OSError, MemoryError):
+            raise
+        except Exception as error:
+            given = (*args[:2], kwargs.get("model"), kwargs.get("path_or_bytes"))
+            models = (each for each in given if isinstance(each, _KINDS))
+            fault = next((_fault(load(model)[0]) for model in models), None)
+            if fault is None:
+                raise
+            raise ModelError(f"model: {fault}; check it with onnx.checker.check_model") from error
+
+    return blaming
+
+
+def _fault(proto: onnx.ModelProto) -> str | None:
+    """Returns what onnx's checker finds wrong with a model, or with one of its algorithms."""
+    light, _ = detach(proto)
+    candidates = [light]
+    for info in light.training_info:
+        joined = onnx.ModelProto()
+        joined.CopyFrom(light)
+        for field in ("node", "initializer", "input", "output", "value_info"):
+            getattr(joined.graph, field).extend(getattr(info.algorithm, field))
+        candidates.append(joined)
+    for candidate in candidates:
+        graph = candidate.graph
+        del candidate.training_info[:]
+        listed = {value.name for value in graph.input}
+        for tensor in [each for each in graph.initializer if each.external_data]:
+            graph.initializer.remove(tensor)  # whose data are elsewhere
+            if tensor.name not in listed:
+                value = onnx.helper.make_tensor_value_info(
+                    tensor.name, tensor.data_type, tensor.dims
+                )
+                graph.input.append(value)
+        for value in [each for each in graph.output if not _has_rank(each)]:
+            graph.output.remove(value)  # the checker wants a rank, and nobody else does
+        try:
+            onnx.checker.check_model(candidate, full_check=True)
+        except Exception as error:  # whatever it is, the checker has refused the model
+            return str(error).strip()
+    return None
+
+
+def _has_rank(value: onnx.ValueInfoProto) -> bool:
+    kind = value.type
+    return bool(kind.WhichOneof("value") != "tensor_type" or kind.tensor_type.HasField("shape"))
 
 
 def to_ir(
@@ -142,9 +221,72 @@ def _is_unknown(dim: int | ir.SymbolicDim) -> bool:
 
 
 def inline(model: ir.Model) -> None:
-    """Replaces calls of model-local functions by their bodies, in place."""
-    if model.functions:
-        passes.InlinePass()(model)
+    """Replaces calls of model-local functions by their bodies, in place.
+
+    Raises:
+        ModelError: If a function calls itself, does not fit its call, or there are too many calls.
+    """
+    if not model.functions:
+        return
+    _check_calls(model)
+    try:
+        _Inlining()(model)
+    except Exception as error:  # onnx-ir has no common class for what it finds wrong
+        cause = error.__cause__ or error
+        raise ModelError(f"function: {cause}; correct its call or its body") from error
+
+
+class _Inlining(passes.InlinePass):
+    """onnx-ir's pass, which takes quadratic time to find names where a function is called often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: Counter[str] = Counter()
+        self._bases: dict[ir.Node | ir.Value, str] = {}
+
+    def _instantiate_call(self, node: ir.Node, call_site_id: str) -> Any:
+        for inner in self._functions[node.op_identifier()].all_nodes():
+            named: list[ir.Node | ir.Value] = [inner, *inner.outputs]
+            for each in named:
+                if isinstance(each, ir.Value) and each.name == "":  # an output that is absent
+                    continue
+                kind = "node" if isinstance(each, ir.Node) else "val"
+                base = self._bases.setdefault(each, each.name or kind)
+                self._copies[base] += 1
+                number = self._copies[base]
+                each.name = base if number == 1 else f"{base}_{number}"
+        return super()._instantiate_call(node, call_site_id)
+
+
+def _check_calls(model: ir.Model) -> None:
+    """Refuses functions that call themselves, and calls that become more nodes than fit."""
+    sizes: dict[ir.OperatorIdentifier, int] = {}
+
+    def size(nodes: Iterable[ir.Node], callers: tuple[ir.OperatorIdentifier, ...]) -> int:
+        total = 0
+        for node in nodes:
+            called = node.op_identifier()
+            function = model.functions.get(called)
+            if function is None:
+                total += 1
+                continue
+            if called in callers or len(callers) == LIMITS.nested_calls:
+                raise ModelError(
+                    f"{describe(node)}: the function calls itself, or lies in "
+                    f"{LIMITS.nested_calls} calls; fewer are accepted "
+                    "(ortops.graph.limits.LIMITS.nested_calls)"
+                )
+            if called not in sizes:
+                sizes[called] = size(function.all_nodes(), (*callers, called))
+            total += sizes[called] + 1
+        return total
+
+    total = size(all_nodes(model.graph), ())
+    if total > LIMITS.inlined_nodes + sum(1 for _ in all_nodes(model.graph)):
+        raise ModelError(
+            f"model: its functions become {total:,} nodes where they are called; "
+            f"{LIMITS.inlined_nodes:,} are accepted (ortops.graph.limits.LIMITS.inlined_nodes)"
+        )
 
 
 def upgrade(model: ir.Model) -> ir.Model:

@@ -6,13 +6,16 @@ worked on as a light ModelProto, whose big tensors only say which data are their
 
 from __future__ import annotations
 
-import glob
+import functools
 import itertools
 import math
 import os
+import secrets
+import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, cast
+from typing import Any, BinaryIO, TypeAlias
 
 import google.protobuf.message
 import numpy as np
@@ -21,9 +24,22 @@ import onnx
 import onnx_ir as ir
 
 from ortops.errors import ModelError
-from ortops.graph.files import write_atomically
+from ortops.graph.files import (
+    TEMPORARY,
+    destination,
+    is_free,
+    move,
+    naming,
+    new_file,
+    remove_free,
+    remove_litter,
+    siblings,
+    unique_sibling,
+    write_atomically,
+)
 
 __all__ = [
+    "ITEM_SIZES",
     "MESSAGE_LIMIT",
     "Data",
     "array_of",
@@ -32,6 +48,7 @@ __all__ = [
     "copy_to_memory",
     "data_size",
     "detach",
+    "external_file",
     "find",
     "is_light",
     "move_out",
@@ -52,13 +69,15 @@ Data: TypeAlias = dict[str, ir.TensorProtocol]
 """The data of tensors, by the location that stands in the tensors of a light model."""
 
 _BIG = 1024  # tensors of more bytes are kept beside the model
-_LOCATION = "ortops.detached/"
+_LOCATION = f"ortops.detached/{secrets.token_hex(16)}/"  # no file can name another's data
 _MEMORY = "ortops.memory"  # the location of what `add_external_initializers` gives
-_FILE_KEY = "ortops.data"  # the metadata that tell which data file was written with a model file
+_DATA = ".data"  # how the names of data files end
+_BLOCK = 2**20  # bytes of a model file that are searched at once
 _ALIGNMENT = 4096  # of data in a file, so that they can be mapped into memory
 _numbers = itertools.count()
 _NO_SIZE = (ir.DataType.UNDEFINED, ir.DataType.STRING)
-_ITEM_SIZES = {kind.value: kind.itemsize for kind in ir.DataType if kind not in _NO_SIZE}
+ITEM_SIZES = {kind.value: kind.itemsize for kind in ir.DataType if kind not in _NO_SIZE}
+"""How many bytes an element takes, by the number of its type; strings have no such size."""
 
 
 def detach(proto: onnx.ModelProto, folder: Path | None = None) -> tuple[onnx.ModelProto, Data]:
@@ -79,8 +98,6 @@ def detach(proto: onnx.ModelProto, folder: Path | None = None) -> tuple[onnx.Mod
     if folder is not None:
         for tensor in _inner_tensors(result.graph.node):
             _load(tensor, folder)
-    for entry in [entry for entry in result.metadata_props if entry.key == _FILE_KEY]:
-        result.metadata_props.remove(entry)
     return result, data
 
 
@@ -115,6 +132,8 @@ def _copy_tensor(
         target.CopyFrom(source)
         return
     location = f"{_LOCATION}{next(_numbers)}"
+    if external:
+        external_file(source, folder)
     tensor = ir.serde.deserialize_tensor(source, folder or "")
     data[location] = _read(tensor) if external else tensor
     target.name, target.data_type = source.name, source.data_type
@@ -140,6 +159,7 @@ def _inner_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto
 def _load(tensor: onnx.TensorProto, folder: Path) -> None:
     """Reads the external data of a tensor into it."""
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        external_file(tensor, folder)
         content = _read(ir.serde.deserialize_tensor(tensor, folder)).tobytes()
         tensor.ClearField("external_data")
         tensor.ClearField("data_location")
@@ -158,11 +178,76 @@ def _read(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
     return tensor
 
 
+def external_file(tensor: onnx.TensorProto, folder: Path | None) -> Path:
+    """Returns the file of a tensor's external data, which need not be there.
+
+    What onnx refuses is refused: a file that is not below the model's folder, or whose way leads
+    over a link, or which has several names, may be anybody's; a pipe or a device may never end.
+
+    Args:
+        tensor: A tensor with external data.
+        folder: The folder of the model; the working directory where it has none.
+
+    Raises:
+        ModelError: If its location, offset or length is not legal, or contradicts the file.
+    """
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    location = entries.get("location", "")
+    where = f"initializer '{tensor.name}': its external data '{location!s:.200}'"
+    path = Path(location)
+    absolute = path.is_absolute() or path.drive or location.startswith(("/", "\\"))
+    if absolute or not path.parts or ".." in path.parts or "\0" in location:
+        raise ModelError(
+            f"{where} lie outside the model's folder; a path relative to it, without '..', is "
+            "accepted"
+        )
+    if tensor.data_type not in ITEM_SIZES:
+        raise ModelError(f"{where} are strings; those are kept in the model")
+    offset = _count(entries.get("offset", "0"), "offset", where)
+    size = _size(tensor)
+    length = _count(entries.get("length", str(size)), "length", where)
+    if length != size:
+        raise ModelError(
+            f"{where} take {length} bytes, and its dimensions {list(tensor.dims)} claim {size}; "
+            "they must agree"
+        )
+    file = folder or Path()
+    try:
+        for part in path.parts:
+            file /= part
+            found = file.lstat()
+            if stat.S_ISLNK(found.st_mode):
+                raise ModelError(
+                    f"{where} are reached through the link '{file}'; put the file itself there"
+                )
+    except FileNotFoundError:
+        return (folder or Path()) / path
+    except OSError as error:
+        raise ModelError(
+            f"{where} cannot be read: {error.strerror}; keep the files of a model together"
+        ) from error
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        raise ModelError(f"{where} are no regular file with one name; put a copy of the data there")
+    if offset + length > found.st_size:
+        raise ModelError(
+            f"{where} end at byte {offset + length}, and the file has {found.st_size}; keep the "
+            "files of a model together"
+        )
+    return file
+
+
+def _count(text: str, what: str, where: str) -> int:
+    """Returns a number of bytes that stands in a file as text."""
+    if not text.isascii() or not text.isdigit() or len(text) > 19:  # 2⁶³ has 19 digits
+        raise ModelError(f"{where}: its {what} is '{text!s:.40}'; a number of bytes is accepted")
+    return int(text)
+
+
 def _size(tensor: onnx.TensorProto) -> int:
     """Returns how many bytes the data of a tensor take; to look at them would copy them."""
-    if tensor.data_type not in _ITEM_SIZES:  # strings, or a type that is refused later
+    if tensor.data_type not in ITEM_SIZES:  # strings, or a type that is refused later
         return 0
-    size: float = math.prod(tensor.dims) * _ITEM_SIZES[tensor.data_type]
+    size: float = math.prod(tensor.dims) * ITEM_SIZES[tensor.data_type]
     return math.ceil(size)
 
 
@@ -191,6 +276,11 @@ def array_of(tensor: onnx.TensorProto, data: Data) -> npt.NDArray[Any]:
     """Returns the value of a tensor of a light model."""
     if is_light(tensor):
         return data[_location(tensor)].numpy()
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        raise ModelError(
+            f"initializer '{tensor.name}': its data are in the file '{_location(tensor)}', whose "
+            "folder a model in memory does not tell; give the path of the model"
+        )
     return onnx.numpy_helper.to_array(tensor)
 
 
@@ -364,37 +454,50 @@ def save_model(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
     Args:
         model: The model; not changed.
         path: The file. It is standard ONNX. Where it would be of 2 GB or more, the data of its
-            tensors go into ``<file name>.data`` beside it (``<file name>.1.data`` where that
-            exists), which is removed when ortops writes the file anew. At any time there is the
-            old model or the new one, whole.
+            tensors go into a new file ``<file name>.<unique>.data`` beside it, which the model
+            names. The data of the model that it replaces stay, for whoever is just reading it; the
+            save after that removes them, unless another model in the folder names them. At any
+            time there is the old model or the new one, whole, also where several processes write.
 
     Raises:
         OSError: If it cannot be written; then the old file is as it was.
-        ModelError: If the model is of 2 GB or more without the data of its initializers.
+        ModelError: If the model is of 2 GB or more and ``path`` leads to no regular file, or if it
+            is so without the data of its initializers.
     """
     write_model(path, *detach(model))
 
 
 def write_model(path: str | os.PathLike[str], proto: onnx.ModelProto, data: Data) -> None:
     """Writes a light model; see `save_model`."""
-    target = Path(path).resolve()
-    old = _data_file(target)
-    if data_size(proto) <= MESSAGE_LIMIT:
+    target = destination(path)
+    size = data_size(proto)
+    if size > MESSAGE_LIMIT and target is None:
+        raise ModelError(
+            f"file '{os.fspath(path)}': the model's tensors take {size:,} bytes, which need a file "
+            "beside it; give the path of a regular file"
+        )
+    unused: list[Path] = []
+    if target is not None:
+        remove_litter(target)  # first, since what was to become a model names data too
+        unused = _unused(target)
+        for file in unused:
+            if _is_newer(file, target):  # its writer was killed
+                _remove(file)
+    if size <= MESSAGE_LIMIT or target is None:
         write_atomically(path, serialize(attached(proto, data)))
     else:
-        _write_in_two(target, proto, data)
-    if old is not None:
-        old.unlink(missing_ok=True)
+        _write_in_two(path, target, proto, data)
+    for file in unused:  # not the data of the model just replaced, which somebody may be reading
+        _remove(file)
 
 
-def _write_in_two(target: Path, proto: onnx.ModelProto, data: Data) -> None:
+def _write_in_two(
+    path: str | os.PathLike[str], target: Path, proto: onnx.ModelProto, data: Data
+) -> None:
     """Writes the data under a new name, and then the model that refers to it."""
-    numbered = (f"{target.name}.{number}.data" for number in itertools.count(1))
-    names = itertools.chain([f"{target.name}.data"], numbered)
-    file = next(target.parent / name for name in names if not (target.parent / name).exists())
+    file, temporary = unique_sibling(target, _DATA), unique_sibling(target, TEMPORARY)
     model = onnx.ModelProto()
     model.CopyFrom(proto)
-    model.metadata_props.add(key=_FILE_KEY, value=file.name)
     light = [tensor for tensor in _tensors(model) if is_light(tensor)]
     contents = [data[_location(tensor)] for tensor in light]
     offset = 0
@@ -405,32 +508,68 @@ def _write_in_two(target: Path, proto: onnx.ModelProto, data: Data) -> None:
             tensor.external_data.add(key=key, value=str(value))
         offset += content.nbytes
     message = serialize(model)
-    write_atomically(file, lambda stream: _write_data(stream, contents))
     try:
-        write_atomically(target, message)
+        with naming(path), new_file(temporary, lambda s: _write_data(s, contents), target) as held:
+            move(held, temporary, file)
+            write_atomically(path, message)
     except BaseException:
-        file.unlink()
+        temporary.unlink(missing_ok=True)
+        if not _names(target, file.name):  # an interrupt may come when the model is written
+            file.unlink(missing_ok=True)
         raise
 
 
 def _write_data(stream: BinaryIO, contents: Iterable[ir.TensorProtocol]) -> None:
     for content in contents:
         stream.write(bytes(-stream.tell() % _ALIGNMENT))
-        cast(Any, content).tofile(stream)  # all of onnx-ir's tensors have it
+        if content.dtype.bitwidth < 8 or sys.byteorder != "little":
+            stream.write(content.tobytes())
+        else:  # numpy's and onnx-ir's tofile do not see that the end does not fit on the disk
+            stream.write(np.ascontiguousarray(content.numpy()).reshape(-1).view(np.uint8).data)
 
 
-def _data_file(target: Path) -> Path | None:
-    """Returns the data file that ortops wrote with a model file, if there is one."""
-    if not any(target.parent.glob(f"{glob.escape(target.name)}.*data")):
-        return None
-    proto = onnx.ModelProto()
+def _unused(target: Path) -> list[Path]:
+    """Returns the data files of a model file that it does not name, and nobody is writing."""
+    found = siblings(target, _DATA)
+    return [file for file in found if is_free(file) and not _names(target, file.name)]
+
+
+def _is_newer(file: Path, target: Path) -> bool:
+    """Whether a data file was never named by a model: the one that is there was before it."""
     try:
-        proto.ParseFromString(target.read_bytes())
-    except (OSError, google.protobuf.message.DecodeError):
-        return None
-    for entry in proto.metadata_props:
-        file = target.parent / entry.value
-        if entry.key == _FILE_KEY and file.parent == target.parent and file.name == entry.value:
-            named = entry.value.startswith(f"{target.name}.") and entry.value.endswith(".data")
-            return file if named else None  # the file may be a copy of another one
-    return None
+        return not target.exists() or file.stat().st_mtime_ns > target.stat().st_mtime_ns
+    except OSError:
+        return False
+
+
+def _remove(file: Path) -> None:
+    remove_free(file, functools.partial(_is_named_beside, file))
+
+
+def _is_named_beside(file: Path) -> bool:
+    """Whether a model in the folder of a data file names it."""
+    try:
+        return any(_names(other, file.name) for other in file.parent.iterdir())
+    except OSError:
+        return True
+
+
+def _names(model: Path, name: str) -> bool:
+    """Whether a file may be a model that names a data file; the names are unique."""
+    searched, tail = name.encode(), b""
+    try:
+        if not model.is_file():
+            return False
+        with model.open("rb") as stream:
+            block = stream.read(_BLOCK)
+            if not block.startswith(b"\x08"):  # the version, with which a ModelProto begins
+                return False
+            while block:
+                if searched in tail + block:
+                    return True
+                tail, block = block[-len(searched) :], stream.read(_BLOCK)
+    except FileNotFoundError:
+        return False
+    except OSError:  # there is no telling
+        return True
+    return False

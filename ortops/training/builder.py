@@ -83,6 +83,7 @@ class _Algorithm:
         return new
 
 
+@convert.blame_model
 def build_training_model(
     model: ModelLike,
     *,

@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from ortops.errors import FeedError
 
-__all__ = ["Data", "Feeds", "batches", "count", "length"]
+__all__ = ["Data", "Feeds", "batches", "count", "length", "rows"]
 
 Feeds: TypeAlias = Mapping[str, npt.NDArray[Any]]
-"""One batch: an array for each input."""
+"""One batch: an array for each input, or what can be one (see `ortops.training.feeds.Input`)."""
 
 Data: TypeAlias = Mapping[str, npt.NDArray[Any]] | Iterable[Feeds]
 """A data set: an array for each input, all of one length; or an iterable of batches."""
@@ -45,15 +45,13 @@ def batches(
             )
         yield from data
         return
-    arrays = {name: np.asarray(array) for name, array in data.items()}
-    size = length(arrays)
+    size = length(data)
     _check_batch_size(batch_size)
-    rows = None if order is None else order.permutation(size)
+    places = None if order is None else order.permutation(size)
     for start in range(0, size, batch_size):
-        chosen = (
-            slice(start, start + batch_size) if rows is None else rows[start : start + batch_size]
-        )
-        yield {name: array[chosen] for name, array in arrays.items()}
+        part = slice(start, start + batch_size)
+        chosen = part if places is None else places[part]
+        yield {name: array[chosen] for name, array in data.items()}
 
 
 def count(data: Data, batch_size: int) -> int | None:
@@ -61,7 +59,29 @@ def count(data: Data, batch_size: int) -> int | None:
     if isinstance(data, Mapping):
         _check_batch_size(batch_size)
         return -(-length(data) // batch_size)
-    return len(data) if isinstance(data, Sized) else None
+    try:
+        return len(data) if isinstance(data, Sized) else None
+    except Exception:  # a loader has a length, but not for every data set
+        return None
+
+
+def rows(feeds: Feeds) -> int:
+    """Returns how many samples a batch has: the size of the first axis that there is.
+
+    Args:
+        feeds: Arrays by name.
+
+    Raises:
+        FeedError: If there are none.
+    """
+    shapes = {name: array.shape for name, array in feeds.items() if array.ndim}
+    if shapes and not any(shape[0] for shape in shapes.values()):
+        name, shape = next(iter(shapes.items()))
+        raise FeedError(
+            f"feeds: '{name}' has shape {list(shape)}, so that there is nothing to compute a loss "
+            "from; a batch has at least one row"
+        )
+    return next((shape[0] for shape in shapes.values() if shape[0]), 1)
 
 
 def _check_batch_size(batch_size: int) -> None:

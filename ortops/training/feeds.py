@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import onnx_ir as ir
+import onnxruntime
 
 from ortops.errors import FeedError, did_you_mean
 from ortops.execution.step import Step
@@ -28,44 +31,108 @@ class Input:
         dtype: Its element type, or None if any is taken.
         dims: Its sizes; a symbol stands for a size that is the same wherever it occurs, None for
             any. None if the rank is not known.
+        unbound: What it takes, where onnxruntime cannot bind that to the memory of a step.
     """
 
     name: str
     dtype: np.dtype[Any] | None
     dims: tuple[int | str | None, ...] | None
+    unbound: str | None = None
 
-    def fit(self, given: npt.ArrayLike, sizes: dict[str, tuple[int, str]]) -> Array:
-        """Returns what was fed as onnxruntime takes it: of the type, contiguous.
+    def array(self, given: object) -> Array:
+        """Returns what was given as an array: its own memory, where it has an array's.
+
+        Numbers of Python have no precision of their own and get the input's; what has a type keeps
+        it here.
 
         Args:
-            given: What was fed.
+            given: Anything with values: an array of any library, an OrtValue, numbers in lists.
+
+        Raises:
+            FeedError: If it is no array, or has values that its type cannot hold.
+        """
+        if type(given) is np.ndarray:
+            return given
+        try:
+            plain = _plain(given)
+            array = np.asarray(plain)
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever has an __array__ may raise anything
+            why = str(error).strip().split("\n")[0] or type(error).__name__
+            raise FeedError(
+                f"feeds: '{self.name}' is no array: {why}; give a numpy array"
+            ) from error
+        return self._typed(array, plain) if isinstance(plain, list | float) else array
+
+    def fit(self, given: object, sizes: dict[str, tuple[int, str]]) -> Array:
+        """Returns what was fed as onnxruntime takes it: of the type, contiguous and aligned.
+
+        Args:
+            given: What was fed (see `array`). Values of another type are converted where all of
+                them survive: integers and bools for floats, and one precision for another.
             sizes: The sizes that symbols have so far, and the inputs that told; extended.
 
         Raises:
             FeedError: If it does not fit.
         """
-        try:
-            array = np.asarray(given)
-        except ValueError as error:  # rows of different lengths
-            raise FeedError(f"feeds: '{self.name}' is no array: {error}; give an array") from error
+        if self.unbound is not None:
+            raise FeedError(
+                f"feeds: '{self.name}' takes {self.unbound}, which onnxruntime does not bind to a "
+                "training step; make it an input of numbers that numpy has, like float32"
+            )
+        array = self.array(given)
         if self.dtype is not None and array.dtype != self.dtype:
             array = self._converted(array)
+        elif array.dtype.kind not in "biufcV":
+            raise FeedError(f"feeds: '{self.name}' is of type {array.dtype}; numbers are accepted")
         if self.dims is not None:
             self._check_shape(array.shape, self.dims, sizes)
-        if not array.flags.c_contiguous:
-            array = np.ascontiguousarray(array).reshape(array.shape)
+        if not (array.flags.c_contiguous and array.flags.aligned):
+            array = array.copy(order="C")
         return array
+
+    def _typed(self, array: Array, plain: list[Any] | float) -> Array:
+        """Returns numbers of Python in the input's type, if it is of floats."""
+        numbers = list(_leaves(plain))
+        if not numbers:  # an empty list has no type
+            return array if self.dtype is None else array.astype(self.dtype)
+        types = {getattr(number, "dtype", type(number)) for number in numbers}
+        if array.dtype.kind != "f" or (len(types) == 1 and types != {float}):
+            return array
+        is_float = self.dtype is not None and _kind(self.dtype) == "f"
+        with np.errstate(all="ignore"):
+            result = array.astype(self.dtype) if is_float else array
+        flat = (
+            one for leaf in numbers for one in ([leaf] if _has_no_type(leaf) else np.ravel(leaf))
+        )
+        for number, converted in zip(flat, result.flat, strict=True):
+            if not _stands_for(float(converted), number):
+                raise FeedError(
+                    f"feeds: '{self.name}' has the value {number}, which {result.dtype} does not "
+                    f"hold; give values of {result.dtype}"
+                )
+        return result
 
     def _converted(self, array: Array) -> Array:
         wanted = self.dtype
         assert wanted is not None
-        kinds = {"i": "iu", "u": "iu"}.get(wanted.kind, wanted.kind)
-        if array.dtype.kind not in kinds or not np.can_cast(array.dtype, wanted):
-            hint = f" (convert it with .astype(np.{wanted}))" if array.dtype.kind in "biuf" else ""
+        ranks = {"b": 0, "u": 1, "i": 1, "f": 2}
+        have, want = ranks.get(_kind(array.dtype), 3), ranks.get(_kind(wanted), -1)
+        hint = f" (convert it with .astype(np.{wanted}))" if array.dtype.kind in "biuf" else ""
+        if have > want:
             raise FeedError(
                 f"feeds: '{self.name}' is of type {array.dtype}; {wanted} is accepted{hint}"
             )
-        return array.astype(wanted)
+        with np.errstate(all="ignore"):
+            result = array.astype(wanted)
+            lost = ~_survives(array, result)
+        if lost.any():
+            raise FeedError(
+                f"feeds: '{self.name}' is of type {array.dtype} and has the value "
+                f"{array[lost].flat[0]}, which {wanted} does not hold; {wanted} is accepted{hint}"
+            )
+        return result
 
     def _check_shape(
         self,
@@ -86,6 +153,67 @@ class Input:
                         f"feeds: '{dim}' is {known} in '{teller}' and {size} in '{self.name}'; it "
                         "must be the same in all inputs"
                     )
+
+
+def _plain(given: Any) -> Any:
+    """Returns what numpy makes an array of without leaving anything out."""
+    if isinstance(given, np.ma.MaskedArray):
+        masked = int(np.ma.getmaskarray(given).sum())
+        if masked:
+            raise ValueError(f"{masked} of its {given.size} values are masked")
+        return np.ma.getdata(given)
+    if isinstance(given, list | tuple):
+        return [_plain(part) for part in given]
+    if isinstance(given, onnxruntime.OrtValue):
+        return given.numpy()
+    if hasattr(given, "detach"):  # PyTorch's: what is fed are its values
+        values = given.detach().cpu()
+        # numpy has no bfloat16; float32 holds all of its values.
+        return np.asarray(values.float() if "bfloat16" in str(values.dtype) else values)
+    if hasattr(given, "__dlpack__") and not hasattr(given, "__array__"):
+        return np.from_dlpack(given)
+    return given
+
+
+def _leaves(plain: Any) -> Iterator[Any]:
+    """Yields what nested lists hold."""
+    if isinstance(plain, list):
+        for part in plain:
+            yield from _leaves(part)
+    else:
+        yield plain
+
+
+def _has_no_type(number: object) -> bool:
+    return type(number) in (bool, int, float)
+
+
+def _stands_for(converted: float, number: Any) -> bool:
+    """Whether a float is a number, or the nearest one to a float of Python."""
+    if type(number) is float:
+        alike = math.isfinite(number) == math.isfinite(converted)
+        return alike and (number == 0) == (converted == 0)
+    exact = number.item() if isinstance(number, np.generic) else number
+    return bool(exact == converted or (exact != exact and converted != converted))
+
+
+def _kind(dtype: np.dtype[Any]) -> str:
+    """Returns numpy's letter for the kind of a type; ml_dtypes' floats, like bfloat16, are such."""
+    return "f" if dtype.kind == "V" and np.can_cast(dtype, np.float64) else dtype.kind
+
+
+def _survives(array: Array, result: Array) -> Array:
+    """Tells which values are the same in another type."""
+    same: Array = np.equal(result.astype(array.dtype), array)
+    if array.dtype.kind not in "biu":
+        same |= np.isnan(array)
+    elif result.dtype.kind in "biu":
+        same &= (result < 0) == (array < 0)
+    else:  # a float that no such integer is: its cast may be anything
+        bits = 8 * array.itemsize - (array.dtype.kind == "i")
+        wide = result.astype(np.float64)
+        same &= np.isfinite(wide) & (wide < 2.0**bits)
+    return same
 
 
 @dataclass(frozen=True)
@@ -140,7 +268,7 @@ class Inputs(dict[str, Input]):
                         if shape is None
                         else tuple(dim if isinstance(dim, int) else dim.value for dim in shape)
                     )
-                    self[name] = Input(name, numpy_dtype(value), dims)
+                    self[name] = Input(name, numpy_dtype(value), dims, _unbound(value))
 
     def check(self, feeds: Feeds) -> dict[str, Array]:
         """Returns the feeds as arrays that fit.
@@ -152,21 +280,75 @@ class Inputs(dict[str, Input]):
             raise FeedError(
                 f"feeds: {type(feeds).__name__} was given; give a dict of an array for each input"
             )
-        for name in feeds:
-            if name not in self and name not in self._unread:
-                raise FeedError(f"feeds: there is no input '{name}'; " + did_you_mean(name, self))
+        self._check_names(feeds)
         sizes: dict[str, tuple[int, str]] = {}
-        try:
-            arrays = {name: value.fit(feeds[name], sizes) for name, value in self.items()}
-        except KeyError:
-            missing = next(name for name in self if name not in feeds)
-            raise FeedError(
-                f"feeds: input '{missing}' is missing; the inputs are "
-                + ", ".join(f"'{name}'" for name in self)
-            ) from None
+        arrays = {}
+        for name, value in self.items():
+            if name not in feeds:
+                raise FeedError(
+                    f"feeds: input '{name}' is missing; the inputs are {self._listed()}"
+                )
+            arrays[name] = value.fit(_read(feeds, name), sizes)
         for labels in self._labels:
             labels.check(arrays[labels.name])
         return arrays
+
+    def columns(self, data: Mapping[str, object]) -> dict[str, Array]:
+        """Returns a data set as arrays, from which batches are cut.
+
+        Values of another type stay as they are: `check` converts them batch by batch.
+
+        Args:
+            data: An array for each input, or what can be one (see `Input.array`).
+
+        Raises:
+            FeedError: If there is something else in it.
+        """
+        self._check_names(data)
+        found = {}
+        for name in data:
+            if self and name not in self:
+                continue  # no step reads it
+            array = self.get(name, Input(name, None, None)).array(_read(data, name))
+            if not array.ndim:
+                raise FeedError(
+                    f"data: '{name}' is a single {type(array.item()).__name__}; give an array with "
+                    "a row for each sample"
+                )
+            found[name] = array
+        return found
+
+    def _check_names(self, given: Mapping[str, object]) -> None:
+        for name in given:
+            if not isinstance(name, str):
+                raise FeedError(
+                    f"feeds: the key {name!r} is no name; the inputs are {self._listed()}"
+                )
+            if name not in self and name not in self._unread:
+                raise FeedError(f"feeds: there is no input '{name}'; " + did_you_mean(name, self))
+
+    def _listed(self) -> str:
+        return ", ".join(f"'{name}'" for name in self)
+
+
+def _read(given: Mapping[str, object], name: str) -> object:
+    """Returns what a mapping has for a name; some read it from a file only now."""
+    try:
+        return given[name]
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise FeedError(f"feeds: '{name}' cannot be read: {error}; give a numpy array") from error
+
+
+def _unbound(value: ir.Value) -> str | None:
+    """Returns what an input takes, if onnxruntime binds arrays of numpy's numbers only."""
+    if isinstance(value.type, ir.SequenceType | ir.OptionalType):
+        return "a sequence" if isinstance(value.type, ir.SequenceType) else "an optional"
+    dtype = numpy_dtype(value)
+    if dtype is None or dtype.kind in "biufc":
+        return None
+    return "strings" if dtype.kind == "O" else dtype.name
 
 
 def _labels(step: Step) -> list[_Labels]:

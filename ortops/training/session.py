@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
+import math
 import os
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +21,14 @@ import onnxruntime
 
 from ortops import metrics as metric_functions
 from ortops.autodiff.rules import RULES
-from ortops.errors import FeedError, ModelError, OrtopsError, UnknownVariableError, did_you_mean
+from ortops.errors import (
+    DivergedError,
+    FeedError,
+    ModelError,
+    OrtopsError,
+    UnknownVariableError,
+    did_you_mean,
+)
 from ortops.execution.execution import Execution
 from ortops.execution.onnxruntime_sessions import errors_as_ours, open_session, ort_value
 from ortops.execution.settings import Settings
@@ -28,18 +39,78 @@ from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
 from ortops.metrics import Metric
 from ortops.passes.rematerialization import Checkpoint
 from ortops.training.builder import METADATA_KEY
-from ortops.training.data import Data, Feeds, batches, count, length
+from ortops.training.data import Data, Feeds, batches, count, length, rows
 from ortops.training.feeds import Inputs
+from ortops.training.initialization import initial_values
 from ortops.training.modes import write_inference_mode
 from ortops.training.progress import Progress
 from ortops.training.step_graph import evaluation_model, flatten, training_metadata
+from ortops.uninterrupted import run_uninterrupted
 
 __all__ = ["TrainingSession"]
 
 Array: TypeAlias = npt.NDArray[Any]
 History: TypeAlias = list[dict[str, float]]
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
 _STEPS_IN_A_RUN = 64
+
+_NAMES = {
+    "_assign": "state",
+    "_run_evaluation": "evaluate",
+    "_several_steps": "run_steps",
+    "_step": "step",
+    "_write": "save",
+}
+"""What methods are called by those who use them."""
+
+
+def _holding(*, alone: bool) -> Callable[[_Method], _Method]:
+    """Makes a method hold the session's lock, and no change come between its lines.
+
+    Another thread waits. A signal handler, which runs in the thread that it interrupts, gets an
+    error where it calls what changes the session.
+
+    Args:
+        alone: Whether the method is such a change.
+    """
+
+    def decorate(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def call(self: TrainingSession, *args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                before = self._under_way
+                try:  # nothing that a handler raises comes between these lines and the `finally`
+                    if before and alone:
+                        raise OrtopsError(
+                            f"session: '{_NAMES[method.__name__]}' was called while "
+                            f"'{before}' is under way in the same thread, as by a signal handler; "
+                            "call it when that has returned"
+                        )
+                    self._under_way = before or _NAMES[method.__name__]
+                    return method(self, *args, **kwargs)
+                finally:
+                    self._under_way = before
+
+        return cast(_Method, call)
+
+    return decorate
+
+
+_alive: weakref.WeakSet[TrainingSession] = weakref.WeakSet()
+
+
+def _hold_all() -> None:
+    """Lets other threads wait: to be cut off in onnxruntime by the end of Python ends in an abort.
+
+    The main thread may go on.
+    """
+    for session in list(_alive):
+        session._lock.acquire(timeout=60)
+
+
+_alone, _together = _holding(alone=True), _holding(alone=False)
 
 
 class TrainingSession:
@@ -88,6 +159,7 @@ class TrainingSession:
         [1.0, 0.25, 0.062]
     """
 
+    @convert.blame_model
     def __init__(
         self,
         model: ModelLike,
@@ -107,9 +179,10 @@ class TrainingSession:
         unread = [value.name for value in self._proto.graph.input]  # by what a step computes
         self._inputs = Inputs(self._steps, unread)
         self._outputs = [name for step in self._steps for name in step.outputs]
-        self._made = 0
+        self._under_way = ""
         self._evaluation: _Evaluation | None = None
         self._lock = threading.RLock()
+        _alive.add(self)
         self._given = self._given_values()
         self._execution = Execution(
             self._steps,
@@ -122,6 +195,8 @@ class TrainingSession:
             checkpoint=self._training_copies(checkpoint),
         )
         self._let_go_of_given_state()
+        atexit.unregister(_hold_all)  # it runs before what was registered earlier, and so before
+        atexit.register(_hold_all)  # the extension for Python kernels takes itself apart
 
     # ------------------------------------------------------------------------------- training
 
@@ -146,14 +221,15 @@ class TrainingSession:
                 raise OrtopsError(
                     f"outputs: there is no output '{name}'; " + did_you_mean(name, self._outputs)
                 )
-        checked = self._inputs.check(feeds)
-        with self._lock:
-            return self._step(checked, outputs)
+        return self._step(self._inputs.check(feeds), outputs)
 
+    @_alone
     def _step(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> dict[str, Array]:
-        shown = self._execution.step(feeds, outputs)
-        self._made += 1
-        return shown
+        return self._execution.step(feeds, outputs)
+
+    @_alone
+    def _several_steps(self, feeds: Mapping[str, Array], count: int) -> Array:
+        return self._execution.steps(feeds, count)
 
     def run_steps(self, batches: Iterable[Feeds]) -> Array:
         """Makes a training step with each of several batches.
@@ -173,18 +249,25 @@ class TrainingSession:
                 made, as `steps_done` tells.
             KernelError: If a kernel failed; the same holds.
         """
+        if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
+            raise FeedError(
+                f"batches: {type(batches).__name__} was given; give an iterable of batches, each a "
+                "dict of an array for each input"
+            )
         loss = self._loss()
         losses: list[Array] = []
         with self._lock:
+            at_once = _STEPS_IN_A_RUN if self._execution.repeatable else 1
             checked = (self._inputs.check(feeds) for feeds in batches)
+            if at_once > 1:  # copies: what gives the batches may fill the same memory again
+                checked = ({name: array.copy() for name, array in b.items()} for b in checked)
             for _, alike in itertools.groupby(checked, key=_shapes):
-                while group := list(itertools.islice(alike, _STEPS_IN_A_RUN)):
-                    if self._execution.repeatable and len(group) > 1:
+                while group := list(itertools.islice(alike, at_once)):
+                    if len(group) > 1:
                         stacks = {name: np.stack([b[name] for b in group]) for name in group[0]}
-                        losses.append(self._execution.steps(stacks))
-                        self._made += len(group)
+                        losses.append(_numbers(self._several_steps(stacks, len(group)), len(group)))
                     else:
-                        losses += [np.reshape(self._step(b, [loss])[loss], 1) for b in group]
+                        losses += [_numbers(self._step(b, [loss])[loss], 1) for b in group]
         return np.concatenate(losses) if losses else np.zeros(0, np.float32)
 
     def fit(
@@ -199,6 +282,7 @@ class TrainingSession:
         metrics: Sequence[str | Metric] = (),
         schedule: Callable[[float], float] | None = None,
         progress: bool = True,
+        stop_on_nan: bool = True,
     ) -> History:
         """Trains on a data set.
 
@@ -217,12 +301,14 @@ class TrainingSession:
             schedule: Gives the learning rate of an epoch from the share of epochs that are done
                 (0 in the first); without it the learning rate stays as it is.
             progress: Whether to show a bar on standard error.
+            stop_on_nan: Whether to stop at a loss that is NaN or infinite.
 
         Returns:
             For each epoch a dict: ``loss`` is the average over its batches; ``validation_loss`` and
             ``validation_<metric>`` those of the validation data.
 
         Raises:
+            DivergedError: If the loss of a step is NaN or infinite; the step has been made.
             FeedError: If the data do not fit the model.
             KernelError: If a kernel failed.
         """
@@ -238,22 +324,27 @@ class TrainingSession:
                     "validation=, or use evaluate"
                 )
             self._target(chosen)
-        for given in (data, {} if validation is None else validation):
-            self._check_rows(given, batch_size)
+        data = self._checked_data(data, batch_size)
+        if validation is not None:
+            validation = self._checked_data(validation, batch_size)
         history: History = []
         for epoch in range(1, epochs + 1):
             if schedule is not None:
                 self.learning_rate = schedule((epoch - 1) / epochs)
             order = np.random.default_rng((seed, self.steps_done)) if shuffle else None
             bar = Progress(epoch, epochs, count(data, batch_size)) if progress else None
-            total, rows, done = 0.0, 0, 0
+            total, seen, done = 0.0, 0, 0
             try:
                 for feeds in batches(data, batch_size, order=order):
-                    loss = float(self.step(feeds, outputs=[self._loss()])[self._loss()])
-                    size = _rows(feeds)
-                    total, rows, done = total + loss * size, rows + size, done + 1
+                    # Those that are cut from arrays are known to be arrays; `step` checks the rest.
+                    arrays = feeds if isinstance(data, Mapping) else self._inputs.check(feeds)
+                    size = rows(arrays)
+                    loss = _number(self.step(arrays, outputs=[self._loss()])[self._loss()])
+                    total, seen, done = total + loss * size, seen + size, done + 1
+                    if stop_on_nan and not math.isfinite(loss):
+                        raise self._diverged(loss, arrays, f"batch {done} of epoch {epoch}")
                     if bar:
-                        bar.update(done, {"loss": total / rows})
+                        bar.update(done, {"loss": total / seen})
             except BaseException:
                 if bar:
                     bar.abandon()
@@ -263,7 +354,7 @@ class TrainingSession:
                     "data: there is no batch in it; an iterator can be used for one epoch only, "
                     "give a list or arrays"
                 )
-            result = {"loss": total / rows}
+            result = {"loss": total / seen}
             if validation is not None:
                 measured = self._evaluate(validation, batch_size, chosen)
                 result |= {f"validation_{name}": value for name, value in measured.items()}
@@ -289,7 +380,7 @@ class TrainingSession:
         Raises:
             FeedError: If the data do not fit the model.
         """
-        self._check_rows(data, batch_size)
+        data = self._checked_data(data, batch_size)
         return self._evaluate(data, batch_size, metric_functions.resolve(metrics))
 
     def _evaluate(
@@ -297,27 +388,31 @@ class TrainingSession:
     ) -> dict[str, float]:
         if self._evaluation is None:
             self._loss()
-            self._evaluation = self._build_evaluation()
+            self._evaluation = run_uninterrupted(self._build_evaluation)
         evaluation = self._evaluation
-        total, rows = 0.0, 0
+        total, seen = 0.0, 0
         outputs: list[Array] = []
         targets: list[Array] = []
         for feeds in batches(data, batch_size):
             checked = self._inputs.check(feeds)
-            with self._lock:
-                arrays = evaluation.constants | self._arrays() | checked
-                loss, output = evaluation.run(arrays)
-            size = _rows(checked)
-            total, rows = total + float(loss) * size, rows + size
+            size = rows(checked)
+            loss, output = self._run_evaluation(evaluation, checked)
+            total, seen = total + _number(loss) * size, seen + size
             if metrics:
                 outputs.append(output)
-                targets.append(checked[self._target(metrics)])
-        if not rows:
+                # A copy: a loader may fill the same memory again.
+                targets.append(checked[self._target(metrics)].copy())
+        if not seen:
             raise FeedError("data: there is no batch in it; give arrays or a list of batches")
-        result = {"loss": total / rows}
+        result = {"loss": total / seen}
         for name, metric in metrics.items():
             result[name] = float(metric(np.concatenate(outputs), np.concatenate(targets)))
         return result
+
+    @_together
+    def _run_evaluation(self, evaluation: _Evaluation, feeds: Mapping[str, Array]) -> list[Array]:
+        self._execution.check_process()
+        return evaluation.run({**evaluation.constants, **self._arrays(), **feeds})
 
     def _loss(self) -> str:
         """Returns the name of the loss, that of the first entry."""
@@ -338,21 +433,58 @@ class TrainingSession:
             )
         return names[0]
 
-    def _check_rows(self, data: Data, batch_size: int) -> None:
-        """Refuses arrays that leave a smaller batch over where an input has a fixed size."""
+    def _checked_data(self, data: Data, batch_size: int) -> Data:
+        """Returns a data set of arrays as such, as far as they can be told before the first batch.
+
+        Raises:
+            FeedError: If there is something else in it, or its arrays leave a smaller batch over
+                where an input has a fixed size.
+        """
         if not isinstance(data, Mapping) or not data:
-            return
-        count(data, batch_size)
-        rows = length(data)
-        for name in data:
+            return data
+        arrays = self._inputs.columns(data)
+        count(arrays, batch_size)
+        size = length(arrays)
+        for name in arrays:
             dims = self._inputs[name].dims if name in self._inputs else None
             fixed = dims[0] if dims else None
-            if isinstance(fixed, int) and rows and (batch_size != fixed or rows % fixed):
+            if isinstance(fixed, int) and size and (batch_size != fixed or size % fixed):
                 raise FeedError(
-                    f"data: '{name}' has {rows} rows, in batches of {batch_size}; the model's "
+                    f"data: '{name}' has {size} rows, in batches of {batch_size}; the model's "
                     f"batch is fixed at {fixed}, so give batch_size={fixed} and a multiple of "
                     f"{fixed} rows, or a model whose batch dimension is a symbol"
                 )
+        return arrays
+
+    def _diverged(self, loss: float, feeds: Feeds, place: str) -> DivergedError:
+        """Returns the error of a loss that is no number, with what to look at."""
+        wrong = []
+        for name, array in feeds.items():
+            if array.dtype.kind not in "fc":
+                continue
+            places = np.argwhere(~np.isfinite(array))
+            if len(places):
+                value = array[tuple(places[0])]
+                wrong.append(
+                    f"'{name}' has {len(places)} of {array.size} values that are not finite, first "
+                    f"{value} at {places[0].tolist()}"
+                )
+        if wrong:
+            look = f"in the batch {', '.join(wrong)}: clean the data"
+        else:
+            try:
+                rate = f" ({self.learning_rate:g})"
+            except OrtopsError:  # the algorithm has none
+                rate = ""
+            look = (
+                f"the batch is finite, so look at the learning rate{rate}, and at logarithms, "
+                "divisions, roots and powers in the model and the loss"
+            )
+        return DivergedError(
+            f"loss: it is {loss} in step {self.steps_done} ({place}); {look}. The session is in "
+            "the state after this step; the weights of before are there only if they were saved. "
+            "stop_on_nan=False goes on all the same"
+        )
 
     # ---------------------------------------------------------------------------------- state
 
@@ -403,11 +535,11 @@ class TrainingSession:
     @property
     def steps_done(self) -> int:
         """The number of finished steps: those of this session where the algorithm has no count."""
-        counter = training_metadata(self._proto).get("step")
-        if counter not in self._execution.variables:
-            return self._made
+        counter = training_metadata(self._proto).step
         with self._lock:
-            return int(self._execution.present(str(counter)))
+            if counter not in self._execution.variables:
+                return self._execution.steps_made
+            return int(self._execution.present(counter))
 
     def reset(self) -> None:
         """Goes back to the start of the training.
@@ -418,34 +550,28 @@ class TrainingSession:
         arrays = dict(self._given)
         state = State(self)
         for number in self._entries:
-            for name, array in self._initial_values(number).items():
+            found = run_uninterrupted(functools.partial(self._initial_values, number))
+            for name, array in found.items():
                 if name in self._execution.variables:
                     arrays[name] = state.check(name, array)
-        self._assign(arrays)
-        self._made = 0
+        self._assign(arrays, steps_made=0)
 
     def _initial_values(self, number: int) -> dict[str, Array]:
         """Runs the initialization graph of a training_info entry."""
-        info = self._proto.training_info[number]
-        if not info.initialization_binding:
-            return {}
-        model = onnx.helper.make_model(
-            info.initialization,
-            opset_imports=self._proto.opset_import,
-            ir_version=self._proto.ir_version,
-            functions=self._proto.functions,
+        return initial_values(
+            self._proto, self._data, number, self._arrays(), self._options, self._providers
         )
-        names = {binding.key: binding.value for binding in info.initialization_binding}
-        values = list(dict.fromkeys(names.values()))
-        session = open_session(external.attach(model, self._data), self._options, self._providers)
-        outputs = dict(zip(values, session.run(values, {}), strict=True))
-        return {name: outputs[value] for name, value in names.items()}
+
+    def __reduce__(self) -> Any:
+        raise OrtopsError(
+            "session: it cannot be copied or pickled, its memory is onnxruntime's too; save it and "
+            "open the file, or give session.model() to another TrainingSession"
+        )
 
     def _training_copies(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
         """Returns checkpoints that the training-mode copies of tensors stand in for."""
-        copies = training_metadata(self._proto).get("training_copies", {})
-        assert isinstance(copies, dict)
-        by_source = {str(source): str(copy) for copy, source in copies.items()}
+        copies = training_metadata(self._proto).training_copies
+        by_source = {source: copy for copy, source in copies.items()}
         if isinstance(checkpoint, list | tuple):
             names: list[str] = list(checkpoint)
             return [by_source.get(name, name) for name in names]
@@ -478,15 +604,21 @@ class TrainingSession:
         }
         for name in computed & self._given.keys():
             del self._given[name]
+        execution = weakref.ref(self._execution)  # models that are garbage refer to the tensors
+
+        def present(name: str) -> Array:
+            alive = execution()
+            assert alive is not None
+            return alive.present(name)
+
         graphs = [self._proto.graph, *(info.algorithm for info in self._proto.training_info)]
         for tensor in (tensor for graph in graphs for tensor in graph.initializer):
             if tensor.name in computed:
-                value = partial(self._execution.present, tensor.name)
-                external.set_later(tensor, self._data, value)
+                external.set_later(tensor, self._data, functools.partial(present, tensor.name))
 
-    def _assign(self, arrays: Mapping[str, Array]) -> None:
-        with self._lock:
-            self._execution.assign(arrays)
+    @_alone
+    def _assign(self, arrays: Mapping[str, Array], *, steps_made: int | None = None) -> None:
+        self._execution.assign(arrays, steps_made=steps_made)
 
     # ---------------------------------------------------------------------------------- files
 
@@ -521,8 +653,16 @@ class TrainingSession:
             path: The file. At any time it holds the old model or the new one, whole. One of 2 GB
                 or more has a data file beside it (see `ortops.save_model`).
         """
-        with self._lock:
-            external.write_model(path, *self._light_model())
+        if sys.is_finalizing():
+            raise OrtopsError(
+                f"save '{path}': the interpreter is at its very exit, where no file is written "
+                "safely; save before, for example in a function of atexit"
+            )
+        self._write(path)
+
+    @_together
+    def _write(self, path: str | os.PathLike[str]) -> None:
+        external.write_model(path, *self._light_model())
 
     def inference_model(self, original: ModelLike | None = None) -> onnx.ModelProto:
         """Returns the trained model, with nothing of training in it.
@@ -611,7 +751,7 @@ class State(MutableMapping[str, Array]):
             OrtopsError: If there is no such variable, or its type or shape is another.
         """
         self._known(name)
-        present = self._session._execution.present(name)
+        present, _ = self._session._execution.variables[name].buffers
         given = np.asarray(array)
         fits = np.can_cast(given.dtype, present.dtype, "same_kind")
         if not fits or given.shape != present.shape:
@@ -661,9 +801,18 @@ def _shapes(feeds: Mapping[str, Array]) -> tuple[tuple[int, ...], ...]:
     return tuple(array.shape for array in feeds.values())
 
 
-def _rows(feeds: Feeds) -> int:
-    first = np.asarray(next(iter(feeds.values())))
-    return len(first) if first.ndim else 1
+def _numbers(losses: Array, steps: int) -> Array:
+    """Returns the losses of some steps, one number for each."""
+    if losses.size != steps:
+        raise OrtopsError(
+            f"loss: it has {losses.size // steps} numbers; a single one is accepted, so reduce it "
+            "with ReduceMean, or run the algorithm with `step`"
+        )
+    return losses.reshape(steps)
+
+
+def _number(loss: Array) -> float:
+    return float(_numbers(loss, 1)[0])
 
 
 def _weights(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import SupportsIndex
 
@@ -40,6 +41,7 @@ from ortops.graph.edit import (
     remove_unread,
 )
 from ortops.graph.external import Data, detach
+from ortops.graph.limits import LIMITS
 from ortops.graph.shapes import may_be_equal
 from ortops.graph.tensor import Names, Tape, op
 from ortops.lowering import (
@@ -55,6 +57,7 @@ from ortops.training.modes import write_inference_mode
 
 __all__ = [
     "STEP_GRAPH_KEY",
+    "TrainingMetadata",
     "evaluation_model",
     "flatten",
     "step_graph",
@@ -68,6 +71,7 @@ _OVERLOAD_IR_VERSION = 10
 _MERGED_SIZE = 8  # elements of the largest constants of which onnxruntime merges equal ones
 
 
+@convert.blame_model
 def step_graph(model: ModelLike, *, entry: int = 0) -> onnx.ModelProto:
     """Returns the flat form of a training step, which any language can drive.
 
@@ -181,6 +185,7 @@ def flatten(
     return Step(model, updates, rates, variables, feeds, shown, loss)
 
 
+@convert.blame_model
 def evaluation_model(
     proto: onnx.ModelProto, data: Data, entry: int, step: Step
 ) -> tuple[ir.Model, str]:
@@ -199,9 +204,7 @@ def evaluation_model(
     graph = model.graph
     values = {value.name: value for value in (*graph.inputs, *graph.initializers.values())}
     values |= {value.name: value for node in graph for value in node.outputs}
-    copies = training_metadata(proto).get("training_copies", {})
-    assert isinstance(copies, dict)
-    for copy, source in copies.items():
+    for copy, source in training_metadata(proto).training_copies.items():
         if copy in values and source in values:
             values[copy].replace_all_uses_with(values[source], replace_graph_outputs=True)
     output = proto.graph.output[0].name
@@ -338,23 +341,60 @@ def _concatenate(proto: onnx.ModelProto, entry: int) -> onnx.ModelProto:
     return result
 
 
-def training_metadata(proto: onnx.ModelProto) -> dict[str, object]:
-    """Returns what the builder wrote about a trainable model; {} for anybody else's."""
-    for entry in proto.metadata_props:
-        if entry.key == METADATA_KEY:
-            try:
-                found = json.loads(entry.value)
-            except json.JSONDecodeError as error:
-                raise ModelError(
-                    f"metadata_props '{METADATA_KEY}': {error}; give a JSON object, or remove it"
-                ) from error
-            return found if isinstance(found, dict) else {}
-    return {}
+@dataclass(frozen=True)
+class TrainingMetadata:
+    """What the builder wrote about a trainable model: which of its names play which part.
+
+    Attributes:
+        loss: The output of the algorithm that is the loss.
+        learning_rate: The initializer that is the learning rate.
+        step: The initializer that counts steps.
+        training_copies: Outputs of the algorithm → outputs of the inference graph that they are
+            the training-mode copies of.
+    """
+
+    loss: str = ""
+    learning_rate: str = ""
+    step: str = ""
+    training_copies: Mapping[str, str] = field(default_factory=dict)
+
+
+def training_metadata(proto: onnx.ModelProto) -> TrainingMetadata:
+    """Returns what the builder wrote about a trainable model; nothing for anybody else's.
+
+    Raises:
+        ModelError: If it is not what the builder writes.
+    """
+    text = next((e.value for e in proto.metadata_props if e.key == METADATA_KEY), "{}")
+    where, remedy = f"metadata_props '{METADATA_KEY}'", "give a JSON object, or remove it"
+    if len(text) > LIMITS.metadata_bytes:
+        raise ModelError(
+            f"{where}: it has {len(text):,} characters; {LIMITS.metadata_bytes:,} are accepted "
+            "(ortops.graph.limits.LIMITS.metadata_bytes)"
+        )
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{where}: {error}; {remedy}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{where}: it is a {type(found).__name__}; {remedy}")
+    known = {each.name: found[each.name] for each in fields(TrainingMetadata) if each.name in found}
+    for name, value in known.items():
+        texts = value.values() if name == "training_copies" and isinstance(value, dict) else [value]
+        if not all(isinstance(each, str) for each in texts):
+            raise ModelError(
+                f"{where}: its '{name}' is {value!r:.80}; names of tensors are accepted"
+            )
+        if name == "training_copies" and not isinstance(value, dict):
+            raise ModelError(
+                f"{where}: its '{name}' is {value!r:.80}; an object of names is accepted"
+            )
+    return TrainingMetadata(**known)
 
 
 def _learning_rates(graph: ir.Graph, proto: onnx.ModelProto) -> list[str]:
     """Returns the initializers that are learning rates: R of an optimizer node, or as noted."""
-    found = [str(training_metadata(proto).get("learning_rate", ""))]
+    found = [training_metadata(proto).learning_rate]
     found += [
         node.inputs[0].name or ""
         for node in graph
@@ -370,9 +410,9 @@ def _loss(
 
     A tensor that is the next value of a variable is no loss.
     """
-    noted = training_metadata(proto).get("loss")
+    noted = training_metadata(proto).loss
     if noted in outputs:
-        return str(noted)
+        return noted
     for node in graph:
         y = Bound.of(node).y.name if is_bound(node) else None
         if y in outputs:

@@ -35,9 +35,21 @@ def if_(at: Site) -> Cotangents:
         with _inner_tape(tape, f"{branch.name}_gradient") as inner:
             copies = _repeat(inner, branch, {})
             outputs = [copies.get(value, value) for value in branch.outputs]
-            _differentiate(at, inner, list(zip(outputs, g, strict=True)), captured)
+            seeds = [
+                (value, None if part is None else _seed_of_branch(inner, part, value))
+                for value, part in zip(outputs, g, strict=True)
+            ]
+            _differentiate(at, inner, seeds, captured)
         branches.append(ir.AttrGraph(name, inner.graph))
     return _emit(tape, "If", [node.inputs[0]], branches, captured)
+
+
+def _seed_of_branch(tape: Tape, part: Tensor, output: ir.Value) -> Tensor:
+    """Returns a cotangent of a branch's own: the branches may put out tensors of several shapes."""
+    seed = op.Identity(tape.tensor(part.value))
+    if seed.shape is None or any(not isinstance(dim, int) for dim in seed.shape):
+        seed = seed.with_shape_of(tape.tensor(output))
+    return seed
 
 
 @structural(

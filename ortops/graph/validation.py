@@ -1,0 +1,183 @@
+"""What is refused of a model before anything works on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import onnx
+
+from ortops.errors import ModelError
+from ortops.graph.external import ITEM_SIZES, external_file, is_light
+from ortops.graph.limits import LIMITS
+
+__all__ = ["validate"]
+
+_SIX_BITS = 0.75
+
+_TYPED_DATA: dict[int, tuple[str, int]] = {
+    onnx.TensorProto.FLOAT: ("float_data", 1),
+    onnx.TensorProto.COMPLEX64: ("float_data", 2),
+    onnx.TensorProto.DOUBLE: ("double_data", 1),
+    onnx.TensorProto.COMPLEX128: ("double_data", 2),
+    onnx.TensorProto.INT64: ("int64_data", 1),
+    onnx.TensorProto.UINT32: ("uint64_data", 1),
+    onnx.TensorProto.UINT64: ("uint64_data", 1),
+    onnx.TensorProto.STRING: ("string_data", 1),
+}
+"""The field that holds the elements of a type, and how many numbers an element is there."""
+
+
+def validate(proto: onnx.ModelProto, folder: Path | None = None) -> None:
+    """Refuses what cannot be read: a message that is well formed may hold anything.
+
+    Looked at are the encoding of names, how deep graphs lie in each other, whether tensors have the
+    data that their dimensions claim, and where external data lie. What the nodes mean is not.
+
+    Args:
+        proto: The model.
+        folder: The folder of its file, where there is one.
+
+    Raises:
+        ModelError: If something of this is wrong.
+    """
+    about = (proto.producer_name, proto.producer_version, proto.domain, proto.doc_string)
+    _check_text("model", about)
+    for entry in proto.metadata_props:
+        _check_text("metadata_props", (entry.key, entry.value))
+    for opset in proto.opset_import:
+        _check_text("opset_import", (opset.domain,))
+    _check_graph(proto.graph, folder, 1)
+    for info in proto.training_info:
+        _check_graph(info.algorithm, folder, 1)
+        _check_graph(info.initialization, folder, 1)
+        for binding in (*info.update_binding, *info.initialization_binding):
+            _check_text("training_info binding", (binding.key, binding.value))
+    for function in proto.functions:
+        where = f"function '{function.name!r}'"
+        _check_text(where, (function.domain, function.name, function.overload))
+        _check_text(where, (*function.input, *function.output, *function.attribute))
+        for default in function.attribute_proto:
+            _check_attribute(default, where, folder, 1)
+        _check_nodes(function.node, folder, 1)
+
+
+def _check_graph(graph: onnx.GraphProto, folder: Path | None, depth: int) -> None:
+    if depth > LIMITS.nested_graphs:
+        raise ModelError(
+            f"graph '{graph.name}': it is the {depth}th of graphs that lie in each other; "
+            f"{LIMITS.nested_graphs} are accepted (ortops.graph.limits.LIMITS.nested_graphs)"
+        )
+    _check_text("graph", (graph.name, graph.doc_string))
+    values = (*graph.input, *graph.output, *graph.value_info)
+    _check_text("graph", [value.name for value in values])
+    for value in values:
+        _check_type(value.type, f"value '{value.name}'")
+    for tensor in graph.initializer:
+        _check_tensor(tensor, folder)
+    for sparse in graph.sparse_initializer:
+        _check_tensor(sparse.values, folder)
+        _check_tensor(sparse.indices, folder)
+    _check_nodes(graph.node, folder, depth)
+
+
+def _check_nodes(nodes: Iterable[onnx.NodeProto], folder: Path | None, depth: int) -> None:
+    for node in nodes:
+        where = f"{node.op_type} node '{node.name or next(iter(node.output), '')}'"
+        _check_text(where, (node.op_type, node.domain, node.name, node.overload, node.doc_string))
+        _check_text(where, (*node.input, *node.output))
+        seen: set[str] = set()
+        for attribute in node.attribute:
+            _check_attribute(attribute, where, folder, depth)
+            if attribute.name in seen:
+                raise ModelError(
+                    f"{where}: attribute '{attribute.name}' is given twice; give it once"
+                )
+            seen.add(attribute.name)
+
+
+def _check_attribute(
+    attribute: onnx.AttributeProto, where: str, folder: Path | None, depth: int
+) -> None:
+    _check_text(where, (attribute.name, attribute.ref_attr_name))
+    if attribute.type == onnx.AttributeProto.STRING:
+        _check_text(where, _decoded((attribute.s,)))
+    elif attribute.type == onnx.AttributeProto.STRINGS:
+        _check_text(where, _decoded(attribute.strings))
+    tensors = (*attribute.tensors, *([attribute.t] if attribute.HasField("t") else []))
+    for tensor in tensors:
+        _check_tensor(tensor, folder)
+    for graph in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
+        _check_graph(graph, folder, depth + 1)
+
+
+def _check_type(kind: onnx.TypeProto, where: str) -> None:
+    """Refuses types in types in types, which protobuf itself reads down to a depth of 100 only."""
+    for _ in range(LIMITS.nested_graphs):
+        match kind.WhichOneof("value"):
+            case "sequence_type":
+                kind = kind.sequence_type.elem_type
+            case "optional_type":
+                kind = kind.optional_type.elem_type
+            case "map_type":
+                kind = kind.map_type.value_type
+            case _:
+                return
+    raise ModelError(
+        f"{where}: its type holds {LIMITS.nested_graphs} or more types in each other; fewer are "
+        "accepted (ortops.graph.limits.LIMITS.nested_graphs)"
+    )
+
+
+def _decoded(texts: Iterable[bytes]) -> Iterator[str | bytes]:
+    """Yields attributes that are texts, which protobuf holds as bytes."""
+    for text in texts:
+        try:
+            yield text.decode()
+        except UnicodeDecodeError:
+            yield text
+
+
+def _check_text(where: str, texts: Iterable[str | bytes]) -> None:
+    """Refuses what is no UTF-8, which protobuf hands out as bytes."""
+    texts = list(texts)
+    try:
+        "".join(texts)  # type: ignore[arg-type]
+    except TypeError:
+        wrong = next(text for text in texts if isinstance(text, bytes))
+        raise ModelError(f"{where}: {wrong[:80]!r} is no UTF-8; write names in UTF-8") from None
+
+
+def _check_tensor(tensor: onnx.TensorProto, folder: Path | None) -> None:
+    """Refuses a tensor whose dimensions and data contradict each other."""
+    _check_text("initializer", (tensor.name, tensor.doc_string))
+    where = f"initializer '{tensor.name}'"
+    if any(dim < 0 for dim in tensor.dims):
+        raise ModelError(f"{where}: its dimensions are {list(tensor.dims)}; none may be negative")
+    if tensor.data_type != onnx.TensorProto.STRING and tensor.data_type not in ITEM_SIZES:
+        raise ModelError(
+            f"{where}: its data type is {tensor.data_type}; the numbers of "
+            "onnx.TensorProto.DataType are accepted"
+        )
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        if not is_light(tensor):
+            external_file(tensor, folder)
+        return
+    count = math.prod(tensor.dims)
+    if tensor.data_type == onnx.TensorProto.STRING or not tensor.HasField("raw_data"):
+        field, numbers = _TYPED_DATA.get(tensor.data_type, ("int32_data", 1))
+        given = len(getattr(tensor, field))
+        size = ITEM_SIZES.get(tensor.data_type, 1)
+        wanted = math.ceil(count * size) if size < 1 else count * numbers  # small ones are packed
+        unit = "elements"
+        if size == _SIX_BITS:  # the standard does not say how these are packed
+            return
+    else:
+        given, unit = len(tensor.raw_data), "bytes"
+        wanted = math.ceil(count * ITEM_SIZES[tensor.data_type])
+    if given != wanted:
+        raise ModelError(
+            f"{where}: it has {given} {unit} of data, and its dimensions {list(tensor.dims)} "
+            f"claim {wanted}; they must agree"
+        )

@@ -1,0 +1,120 @@
+"""Does with files what users do, and writes what became of it; run as a process of its own.
+
+``python hostile_run.py folder number…`` does it with ``folder/<number>.onnx`` for each number, and
+writes a line of JSON for each: the number, and what was raised where nothing of it is allowed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+import ortops
+from ortops.check import check
+from ortops.graph.limits import LIMITS
+
+MEMORY = 6 * 2**30
+"""How many bytes of addresses a process may have; threads of onnxruntime reserve many."""
+
+KINDS = {
+    "tensor(float)": np.float32,
+    "tensor(double)": np.float64,
+    "tensor(float16)": np.float16,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(bool)": np.bool_,
+}
+
+
+def feeds_of(session: ortops.TrainingSession) -> dict[str, Any]:
+    """Returns zeros for what a session takes; shapes are guessed where they are unknown."""
+    declared = [*session._proto.graph.input]
+    declared += [v for info in session._proto.training_info for v in info.algorithm.input]
+    feeds = {}
+    for value in declared:
+        if value.name in session._inputs:
+            tensor = value.type.tensor_type
+            dims = [dim.dim_value if dim.dim_value > 0 else 2 for dim in tensor.shape.dim]
+            kind = np.int64 if tensor.elem_type == 7 else np.float32
+            if np.prod(dims, dtype=float) < 2**20:
+                feeds[value.name] = np.zeros(dims, kind)
+    return feeds
+
+
+def train(path: Path) -> None:
+    session = ortops.TrainingSession(path, sess_options=quiet())
+    for action in (
+        lambda: session.step(feeds_of(session)),
+        lambda: session.evaluate(feeds_of(session)),
+        session.reset,
+        session.inference_model,
+        lambda: session.steps_done,
+        lambda: session.save(path.with_suffix(".saved")),
+    ):
+        allowed(action)
+
+
+def infer(path: Path) -> None:
+    ortops.InferenceSession(path, quiet())
+
+
+def quiet() -> onnxruntime.SessionOptions:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    return options
+
+
+ACTIONS: dict[str, Callable[[Path], object]] = {
+    "lower": ortops.lower,
+    "infer": infer,
+    "check": check,
+    "build": lambda path: ortops.build_training_model(
+        path, loss="MeanSquaredError", optimizer="Adam"
+    ),
+    "train": train,
+    "step_graph": ortops.step_graph,
+}
+
+
+def allowed(action: Callable[[], object]) -> None:
+    """Does something that may fail with an error of ours."""
+    with contextlib.suppress(ortops.OrtopsError, OSError):
+        action()
+
+
+def tell(number: str, wrong: object) -> None:
+    sys.stdout.write(json.dumps([number, wrong]) + "\n")
+    sys.stdout.flush()
+
+
+def main(folder: Path, numbers: list[str]) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    LIMITS.initialization_seconds = 2.0
+    for number in numbers:
+        path = folder / f"{number}.onnx"
+        tell(number, "begun")
+        wrong = {}
+        for name, action in ACTIONS.items():
+            try:
+                allowed(partial(action, path))
+            except Exception as error:
+                frames = traceback.extract_tb(error.__traceback__)
+                last = [f"{f.filename.split('/')[-1]}:{f.lineno}" for f in frames[-4:]]
+                wrong[name] = f"{type(error).__name__}: {str(error)[:200]} at {' '.join(last)}"
+        tell(number, wrong)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

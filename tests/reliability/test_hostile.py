@@ -1,0 +1,355 @@
+"""Files that nobody means well with: ortops takes them, or refuses them by an error of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hostile_models import (
+    REFUSED,
+    constant,
+    control_flow,
+    external,
+    power,
+    with_initial,
+    with_tensor,
+)
+from hostile_run import quiet
+from training_models import affine, forces
+
+import ortops
+from ortops import lowering
+from ortops.check import check
+from ortops.graph.limits import LIMITS
+
+SOAK = int(os.environ.get("ORTOPS_SOAK", "1"))
+RUN = Path(__file__).with_name("hostile_run.py")
+SECONDS = 60  # that a case may take; none takes more than a few
+
+
+def outcomes(folder: Path, names: Sequence[str]) -> dict[str, object]:
+    """Returns what went wrong by the name of the case: in Python, or with the process."""
+    found: dict[str, object] = {}
+    pending = list(names)
+    while pending:
+        command = [sys.executable, str(RUN), str(folder), *pending]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as process:
+            timed_out = False
+            try:
+                written, _ = process.communicate(timeout=SECONDS + 2 * len(pending))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                written, _ = process.communicate()
+                timed_out = True
+        lines = [json.loads(line) for line in written.splitlines() if line.endswith(b"]")]
+        done = {name: wrong for name, wrong in lines if wrong != "begun"}
+        found |= {name: wrong for name, wrong in done.items() if wrong}
+        rest = [name for name in pending if name not in done]
+        if rest == pending and len(rest) > 1:  # attributed by running the case alone
+            found |= outcomes(folder, rest[:1])
+            rest = rest[1:]
+        elif rest == pending:
+            what = "has not ended" if timed_out else f"ended the process: {process.returncode}"
+            found[rest[0]] = what
+            rest = []
+        pending = rest
+    return found
+
+
+# ------------------------------------------------------------------------------------- mutations
+
+
+def originals() -> dict[str, bytes]:
+    trainable = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer="Adam")
+    return {
+        "model": forces().SerializeToString(),
+        "trainable": trainable.SerializeToString(),
+        "step_graph": ortops.step_graph(trainable).SerializeToString(),
+        "control_flow": control_flow().SerializeToString(),
+    }
+
+
+def mutated(original: bytes, rng: random.Random) -> bytes:
+    """Returns bytes with one to four changes."""
+    result = bytearray(original)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        place = rng.randrange(len(result))
+        match rng.randrange(6):
+            case 0:
+                result[place] ^= 1 << rng.randrange(8)
+            case 1:
+                result[place] = rng.choice((0, 1, 0x7F, 0x80, 0xFF))
+            case 2:
+                result[place:place] = rng.randbytes(rng.choice((1, 2, 8)))
+            case 3:
+                del result[place : place + rng.choice((1, 2, 8, 64))]
+            case 4:
+                other = rng.randrange(len(result))
+                result[place : place + 8] = result[other : other + 8]
+            case 5 if rng.random() < 0.2:
+                del result[place:]
+            case _:
+                result[place] = (result[place] + rng.choice((-1, 1))) % 256
+        if not result:
+            return bytes(result)
+    return bytes(result)
+
+
+def messages(message: Any) -> list[Any]:
+    """Returns a message and all in it."""
+    found = [message]
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for inner in value if field.is_repeated else [value]:
+                found += messages(inner)
+    return found
+
+
+def distorted(original: bytes, rng: random.Random) -> bytes:
+    """Returns a well-formed model with one to three fields that are changed, or gone, or double."""
+    model = onnx.ModelProto()
+    model.ParseFromString(original)
+    texts = sorted({name for node in model.graph.node for name in (*node.input, node.op_type)})
+    texts += ["", "nothing", "If", "Loop", "Identity", "Gradient", "Adam", "Constant"]
+    numbers = (0, 1, -1, 2, 7, 8, 9, 16, 21, 2**31 - 1, -(2**31))
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        message = rng.choice([each for each in messages(model) if each.ListFields()])
+        field, value = rng.choice(message.ListFields())
+        if rng.random() < 0.2:
+            message.ClearField(field.name)
+        elif field.message_type is not None:
+            if not field.is_repeated:
+                alike = [each for each in messages(model) if type(each) is type(value)]
+                copied = rng.choice(alike).SerializeToString()  # it may hold the other
+                value.ParseFromString(copied)
+            elif rng.random() < 0.5:
+                copied = rng.choice(value).SerializeToString()
+                value.add().ParseFromString(copied)
+            elif rng.random() < 0.5:
+                del value[rng.randrange(len(value))]
+            else:
+                copied = rng.choice(value).SerializeToString()
+                value[0].ParseFromString(copied)
+        else:
+            new: Any = rng.choice(numbers)
+            if field.type == field.TYPE_STRING:
+                new = rng.choice(texts)
+            elif field.type == field.TYPE_BYTES:
+                new = rng.choice((b"", b"loss", b"w", rng.randbytes(8)))
+            elif field.type == field.TYPE_ENUM:
+                new = rng.choice([each.number for each in field.enum_type.values])
+            elif field.type in (field.TYPE_FLOAT, field.TYPE_DOUBLE):
+                new = rng.choice((0.0, -1.0, 1e30, math.nan, math.inf))
+            elif field.type == field.TYPE_UINT64:
+                new = abs(new)
+            if not field.is_repeated:
+                setattr(message, field.name, new)
+            elif rng.random() < 0.5:
+                value.append(new)
+            else:
+                value[rng.randrange(len(value))] = new
+    return bytes(model.SerializeToString())
+
+
+CHANGES = {"bytes": mutated, "fields": distorted}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", ["model", "trainable", "step_graph", "control_flow"])
+def test_a_changed_file_is_taken_or_refused(kind: str, change: str, tmp_path: Path) -> None:
+    original, rng = originals()[kind], random.Random(kind)
+    names = [str(number) for number in range(30 * SOAK)]
+    for name in names:
+        (tmp_path / f"{name}.onnx").write_bytes(CHANGES[change](original, rng))
+    assert not outcomes(tmp_path, names)
+
+
+# --------------------------------------------------------------------------------- hostile models
+
+
+def write(name: str, path: Path) -> bool:
+    """Writes a hostile model, and returns whether it has training_info."""
+    made = REFUSED[name][0]()
+    path.write_bytes(made if isinstance(made, bytes) else made.SerializeToString())
+    return isinstance(made, onnx.ModelProto) and bool(made.training_info)
+
+
+def test_hostile_models_do_no_harm(tmp_path: Path) -> None:
+    names = list(REFUSED)
+    for number, name in enumerate(names):
+        write(name, tmp_path / f"{number}.onnx")
+    found = outcomes(tmp_path, [str(number) for number in range(len(names))])
+    assert not {names[int(number)]: wrong for number, wrong in found.items()}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_hostile_models_are_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LIMITS, "initialization_seconds", 0.5)
+    path = tmp_path / "model.onnx"
+    is_trainable = write(name, path)
+    act = train if is_trainable else infer
+    with pytest.raises(ortops.OrtopsError, match=REFUSED[name][1]):
+        act(path)
+
+
+def train(path: Path) -> None:
+    ortops.TrainingSession(path).reset()
+
+
+def infer(path: Path) -> None:
+    ortops.InferenceSession(path, sess_options=quiet())
+
+
+# ------------------------------------------------------------------------------------------ files
+
+
+def secret_beside(folder: Path) -> bytes:
+    """Makes files that no model may read beside a model's folder, and returns the model."""
+    (folder / "model").mkdir()
+    (folder / "secret").write_bytes(np.arange(2, dtype=np.float32).tobytes())
+    return with_tensor(external("data")).SerializeToString()
+
+
+def pipe(data: Path, secret: Path) -> None:
+    os.mkfifo(data)
+
+
+def device(data: Path, secret: Path) -> None:
+    data.symlink_to("/dev/zero")
+
+
+def link(data: Path, secret: Path) -> None:
+    data.symlink_to(secret)
+
+
+def second_name(data: Path, secret: Path) -> None:
+    data.hardlink_to(secret)
+
+
+def folder_instead(data: Path, secret: Path) -> None:
+    data.mkdir()
+
+
+def short_file(data: Path, secret: Path) -> None:
+    data.write_bytes(bytes(7))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (pipe, "no regular file"),
+        (device, "through the link"),
+        (link, "through the link"),
+        (second_name, "no regular file with one name"),
+        (folder_instead, "no regular file"),
+        (short_file, "end at byte 8, and the file has 7"),
+    ],
+    ids=lambda given: getattr(given, "__name__", None),
+)
+def test_external_data_are_a_file_below_the_models_folder(
+    make: Callable[[Path, Path], None], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model" / "0.onnx"
+    model = secret_beside(tmp_path)
+    path.write_bytes(model)
+    make(path.with_name("data"), tmp_path / "secret")
+    assert not outcomes(path.parent, ["0"])
+    for act in (ortops.lower, infer, check):
+        with pytest.raises(ortops.ModelError, match=message):
+            act(path)
+
+
+def test_external_data_below_the_models_folder_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "data").write_bytes(np.array([0, 3, 5], np.float32).tobytes())
+    path.write_bytes(with_tensor(external("below/data", offset="4")).SerializeToString())
+    feeds = {"x": np.ones(2, np.float32)}
+    slope = ortops.InferenceSession(path).run(["dx"], feeds)[0]
+    np.testing.assert_array_equal(slope, [3, 5])
+
+
+def test_a_file_cannot_name_the_data_of_another_tensor(tmp_path: Path) -> None:
+    path = tmp_path / "trainable.onnx"
+    model = trainable_of(secret=np.full(400, 7, np.float32))
+    thief = model.graph.initializer.add(name="thief", data_type=1, dims=[400])
+    thief.data_location = onnx.TensorProto.EXTERNAL
+    for number in range(20):  # whichever it is that names the secret's data
+        del thief.external_data[:]
+        thief.external_data.add(key="location", value=f"ortops.detached/{number}")
+        path.write_bytes(model.SerializeToString())
+        with pytest.raises(ortops.ModelError, match="'thief': its external data cannot be read"):
+            ortops.TrainingSession(path)
+
+
+def trainable_of(**arrays: np.ndarray[Any, Any]) -> onnx.ModelProto:
+    """Returns a trainable model with further initializers."""
+    model = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer="SGD")
+    for name, array in arrays.items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return model
+
+
+# ----------------------------------------------------------------------------------------- limits
+
+
+def test_limits_can_be_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = power(10, 3)
+    monkeypatch.setattr(LIMITS, "inlined_nodes", 1000)
+    with pytest.raises(ortops.ModelError, match="become 1,113 nodes"):
+        ortops.lower(model)
+    monkeypatch.setattr(LIMITS, "inlined_nodes", 2000)
+    lowered = ortops.lower(model)
+    slope = ortops.InferenceSession(lowered).run(["dx"], {"x": np.ones(2, np.float32)})[0]
+    np.testing.assert_array_equal(slope, [1, 1])  # 1000 times Neg
+    names = [output for node in lowered.graph.node for output in node.output]
+    assert len(names) == len(set(names))
+
+
+def test_what_an_initialization_computes_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    three = [constant("start", np.int64(3))]
+    session = ortops.TrainingSession(with_initial(three))
+    session.reset()
+    assert session.steps_done == 3
+    large = [constant("all", np.ones(1000, np.int64))]
+    large += [onnx.helper.make_node("ReduceSum", ["all"], ["start"], keepdims=0)]
+    session = ortops.TrainingSession(with_initial(large))
+    monkeypatch.setattr(LIMITS, "initialization_bytes", 7999)
+    with pytest.raises(ortops.ModelError, match="takes 8,000 bytes; 7,999 are accepted"):
+        session.reset()
+    monkeypatch.setattr(LIMITS, "initialization_bytes", 8000)
+    session.reset()
+    assert session.steps_done == 1000
+
+
+def test_options_stay_as_they_were() -> None:
+    options = quiet()
+    level = options.graph_optimization_level
+    ortops.TrainingSession(
+        with_initial([constant("start", np.int64(3))]), sess_options=options
+    ).reset()
+    assert options.graph_optimization_level == level
+
+
+def test_a_mistake_of_ours_is_not_blamed_on_a_legal_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("of ours")
+
+    monkeypatch.setattr(lowering, "has_domain", fail)
+    with pytest.raises(AssertionError, match="of ours"):
+        ortops.lower(affine())
