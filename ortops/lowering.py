@@ -270,7 +270,7 @@ def _check_nodes(model: ir.Model) -> None:
             if in_domain and node.op_type in OPERATORS:
                 _check_attributes(node)
                 _check_arity(node)
-                groups = _Update.of(node).groups
+                groups = _OptimizerNode.of(node).groups
                 given = len(node.outputs)
                 while given and not node.outputs[given - 1].name:
                     given -= 1  # an absent output at the end is one that is not listed
@@ -291,7 +291,7 @@ def _drop_domain_functions(model: ir.Model) -> None:
 
 
 @dataclass(frozen=True)
-class _Update:
+class _OptimizerNode:
     """What a legal optimizer node says.
 
     Attributes:
@@ -307,7 +307,7 @@ class _Update:
     attributes: Mapping[str, float | str]
 
     @classmethod
-    def of(cls, node: ir.Node) -> _Update:
+    def of(cls, node: ir.Node) -> _OptimizerNode:
         """Reads a node that `_check_attributes` and `_check_arity` have let pass."""
         operator = OPERATORS[node.op_type]
         r, t, *rest = (value for value in node.inputs if value is not None)
@@ -320,7 +320,7 @@ class _Update:
 def _lower_optimizer(node: ir.Node, names: Names, keep: Keep | None) -> list[ir.Node]:
     """Replaces an optimizer node by one-tensor nodes that stay, or by those of its rule."""
     operator = OPERATORS[node.op_type]
-    update = _Update.of(node)
+    update = _OptimizerNode.of(node)
     r, t, groups, attributes = update.r, update.t, update.groups, update.attributes
     if len(groups) == 1 and keep is not None:  # it is a one-tensor node already
         _write_out(node, update)
@@ -340,7 +340,7 @@ def _lower_optimizer(node: ir.Node, names: Names, keep: Keep | None) -> list[ir.
             continue
         inputs = [r, t, *group]
         single = ir.Node(TRAINING_DOMAIN, node.op_type, inputs, num_outputs=len(group) - 1)
-        _write_out(single, _Update(r, t, [group], attributes))
+        _write_out(single, _OptimizerNode(r, t, [group], attributes))
         if len(groups) > 1 and keep is not None and keep(single):
             tape.append(single)
             results = [tape.tensor(output) for output in single.outputs]
@@ -358,7 +358,7 @@ def _lower_optimizer(node: ir.Node, names: Names, keep: Keep | None) -> list[ir.
     return [emitted for emitted in tape.nodes if emitted.domain != TRAINING_DOMAIN]
 
 
-def _write_out(node: ir.Node, update: _Update) -> None:
+def _write_out(node: ir.Node, update: _OptimizerNode) -> None:
     """Writes into a one-tensor node what follows from its inputs and from defaults."""
     for attribute in ir.convenience.convert_attributes(update.attributes):
         node.attributes[attribute.name] = attribute
@@ -426,7 +426,7 @@ def _check_arity(node: ir.Node) -> None:
 def _check_tensors(node: ir.Node) -> None:
     """Refuses an optimizer node whose inputs are of types or shapes that are not legal."""
     where = describe(node)
-    update = _Update.of(node)
+    update = _OptimizerNode.of(node)
     names = ("X", "G", *OPERATORS[node.op_type].states)
     for name, value in (("R", update.r), ("T", update.t)):
         if value.shape is not None and len(value.shape) != 0:

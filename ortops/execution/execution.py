@@ -129,10 +129,14 @@ class Execution:
         Raises:
             OrtopsError: If onnxruntime failed in the midst of an update.
         """
+        self._check_variables()
+        return self.variables[name].buffers[self._position[0]]
+
+    def _check_variables(self) -> None:
+        """Waits until the variables are those of a step, or refuses them if they never will be."""
         self._whole.settle()
         if self._failed:
             raise OrtopsError(self._failed)
-        return self.variables[name].buffers[self._position[0]]
 
     def assign(self, values: Mapping[str, Array], *, steps_made: int | None = None) -> None:
         """Sets variables; their types and shapes have been checked.
@@ -177,9 +181,7 @@ class Execution:
             OrtopsError: In a child process, or after such a failure.
         """
         self.check_process()
-        self._whole.settle()
-        if self._failed:
-            raise OrtopsError(self._failed)
+        self._check_variables()
         turn, made = self._position
         shown: dict[str, Array] = {}
         shapes = tuple((name, array.shape) for name, array in feeds.items()) if self._gain else ()
@@ -259,7 +261,7 @@ class Execution:
             OrtopsError: In a child process.
         """
         self.check_process()
-        self._whole.settle()
+        self._check_variables()
         turn, made = self._position
         shapes = tuple((name, array.shape[1:]) for name, array in feeds.items())
         (variant,) = self._made_for(shapes if self._gain else ()).variants

@@ -13,7 +13,7 @@ import onnxruntime
 from ortops.errors import KernelError, OrtopsError, is_raised_by
 from ortops.inference import InferenceSession, Kernels
 
-__all__ = ["Sessions", "errors_as_ours", "open_session", "ort_value"]
+__all__ = ["Sessions", "errors_as_ours", "ort_value"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -92,7 +92,7 @@ class Sessions:
                 )
             if not spin:  # threads that wait for work would take the cores of the update
                 options.add_session_config_entry("session.force_spinning_stop", "1")
-        return open_session(model, options, self._providers, self._kernels)
+        return InferenceSession(model, options, self._providers, kernels=self._kernels)
 
 
 def _single_threaded(options: onnxruntime.SessionOptions | None) -> onnxruntime.SessionOptions:
@@ -103,20 +103,6 @@ def _single_threaded(options: onnxruntime.SessionOptions | None) -> onnxruntime.
             setattr(result, name, getattr(options, name))
     result.intra_op_num_threads = 1
     return result
-
-
-def open_session(
-    model: onnx.ModelProto,
-    options: onnxruntime.SessionOptions | None,
-    providers: Sequence[Any],
-    kernels: Kernels = "onnx",
-) -> InferenceSession:
-    """Returns a session; what onnxruntime cannot load is an error of ours.
-
-    Raises:
-        UnsupportedError: If onnxruntime cannot load the model.
-    """
-    return InferenceSession(model, options, providers, kernels=kernels)
 
 
 def ort_value(array: Array) -> onnxruntime.OrtValue:

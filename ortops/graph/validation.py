@@ -141,12 +141,9 @@ def _decoded(texts: Iterable[bytes]) -> Iterator[str | bytes]:
 
 def _check_text(where: str, texts: Iterable[str | bytes]) -> None:
     """Refuses what is no UTF-8, which protobuf hands out as bytes."""
-    texts = list(texts)
-    try:
-        "".join(texts)  # type: ignore[arg-type]
-    except TypeError:
-        wrong = next(text for text in texts if isinstance(text, bytes))
-        raise ModelError(f"{where}: {wrong[:80]!r} is no UTF-8; write names in UTF-8") from None
+    for text in texts:
+        if isinstance(text, bytes):
+            raise ModelError(f"{where}: {text[:80]!r} is no UTF-8; write names in UTF-8")
 
 
 def _check_tensor(tensor: onnx.TensorProto, folder: Path | None) -> None:

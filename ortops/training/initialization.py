@@ -14,12 +14,13 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortops.errors import ModelError
-from ortops.execution.onnxruntime_sessions import errors_as_ours, open_session
+from ortops.execution.onnxruntime_sessions import errors_as_ours
 from ortops.graph import convert, external
 from ortops.graph.edit import all_nodes, describe
 from ortops.graph.external import ITEM_SIZES, Data
 from ortops.graph.limits import LIMITS
 from ortops.graph.shapes import infer_shapes, may_be_equal
+from ortops.inference import InferenceSession
 
 __all__ = ["initial_values"]
 
@@ -70,7 +71,7 @@ def initial_values(
     _check_sizes(convert.to_ir(model, None, data), names, variables, entry)
     values = list(dict.fromkeys(names.values()))
     with _unoptimized(options) as chosen:
-        session = open_session(external.attach(model, data), chosen, providers)
+        session = InferenceSession(external.attach(model, data), chosen, providers, kernels="onnx")
     run_options, ended = onnxruntime.RunOptions(), threading.Event()
 
     def stop() -> None:

@@ -30,11 +30,11 @@ from ortops.errors import (
     did_you_mean,
 )
 from ortops.execution.execution import Execution
-from ortops.execution.onnxruntime_sessions import errors_as_ours, open_session, ort_value
+from ortops.execution.onnxruntime_sessions import errors_as_ours, ort_value
 from ortops.execution.settings import Settings
 from ortops.graph import convert, external
 from ortops.graph.convert import ModelLike
-from ortops.inference import Kernels
+from ortops.inference import InferenceSession, Kernels
 from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
 from ortops.metrics import Metric
 from ortops.passes.rematerialization import Checkpoint
@@ -711,7 +711,7 @@ class TrainingSession:
     def _build_evaluation(self) -> _Evaluation:
         model, output = evaluation_model(self._proto, self._data, self._entries[0], self._steps[0])
         constants = external.move_to_inputs(model)
-        session = open_session(to_proto(model), self._options, self._providers)
+        session = InferenceSession(to_proto(model), self._options, self._providers, kernels="onnx")
         return _Evaluation(session, self._steps[0].loss, output, constants)
 
 

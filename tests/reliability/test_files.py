@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from attacks import SOAK
 from onnx import helper, numpy_helper
 
 import ortops
@@ -34,7 +35,6 @@ from ortops.graph import external, files
 fcntl = pytest.importorskip("fcntl", reason="no locks, modes and pipes of Unix here")
 resource = pytest.importorskip("resource", reason="no limits of Unix here")
 
-SOAK = int(os.environ.get("ORTOPS_SOAK", "1"))
 ROOT = Path(__file__).parents[2]
 LIMIT = 20_000  # bytes; a marked model has 33,312
 OURS = re.compile(r"model\.onnx\.[0-9a-f]{16}\.data")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from attacks import SOAK
 from hostile_models import (
     REFUSED,
     constant,
@@ -32,7 +33,6 @@ from ortops import lowering
 from ortops.check import check
 from ortops.graph.limits import LIMITS
 
-SOAK = int(os.environ.get("ORTOPS_SOAK", "1"))
 RUN = Path(__file__).with_name("hostile_run.py")
 SECONDS = 60  # that a case may take; none takes more than a few
 

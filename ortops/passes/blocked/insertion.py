@@ -210,8 +210,10 @@ class _Insertion:
         relu = x.value.producer()
         assert relu is not None
         before = relu.inputs[0]
-        swap = relu.domain == DOMAIN and relu.op_type == "Relu" and before is not None
-        swap = swap and len(node.inputs[0].uses()) == 1 and not node.inputs[0].is_graph_output()  # type: ignore[union-attr]
+        pooled = node.inputs[0]
+        assert pooled is not None
+        alone = len(pooled.uses()) == 1 and not pooled.is_graph_output()
+        swap = relu.domain == DOMAIN and relu.op_type == "Relu" and alone
         if swap and before is not None:
             x = self.tape.tensor(before)
         exact = int(node.outputs[0] in self.unbounded)
