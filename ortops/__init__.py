@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ortops.deferred import import_without
 
 if TYPE_CHECKING:
-    from ortops import losses, metrics, optimizers
+    from ortops import losses, metrics, optimizers, surgery
     from ortops.autodiff.registry import vjp
     from ortops.custom_ops import register_custom_ops
     from ortops.errors import (
@@ -52,6 +52,7 @@ __all__ = [
     "register_custom_ops",
     "save_model",
     "step_graph",
+    "surgery",
     "vjp",
 ]
 
@@ -75,6 +76,7 @@ _MODULES = {
     "register_custom_ops": "ortops.custom_ops",
     "save_model": "ortops.graph.external",
     "step_graph": "ortops.training.step_graph",
+    "surgery": "ortops",
     "vjp": "ortops.autodiff.registry",
 }
 

@@ -1,26 +1,38 @@
-"""What of a model can be trained, and what stands in the way."""
+"""What a training of a model would do, and what stands in the way."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
+import onnx
 import onnx_ir as ir
 
+from ortops import losses
 from ortops.autodiff.expansion import expand
-from ortops.autodiff.gradient_node import Bound, lower_gradient
 from ortops.autodiff.registry import StructuralRule, ZeroRule
 from ortops.autodiff.rules import RULES
 from ortops.errors import OrtopsError
-from ortops.graph import convert
+from ortops.graph import convert, external
 from ortops.graph.convert import ModelLike
-from ortops.graph.edit import describe, inner_graphs, is_float
+from ortops.graph.edit import all_nodes, describe, inner_graphs, is_float
 from ortops.graph.shapes import infer_shapes
-from ortops.graph.tensor import Names
+from ortops.losses.compute import default_output
+from ortops.losses.squashing import squashed
 from ortops.lowering import lower_prepared, prepare
+from ortops.optimizers import SGD
+from ortops.training.builder import Plan, plan_training
+from ortops.training.parameters import quantized, readers
+from ortops.training.preparation import BatchNormalization, prepare_for_training
+from ortops.training.step_graph import flatten
 
-__all__ = ["Report", "check"]
+__all__ = ["Report", "check", "quiet"]
+
+_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -30,40 +42,68 @@ class Report:
     Attributes:
         opset: The model's opset.
         converted_to: The opset that it is converted to before it is differentiated, or None.
-        parameters: Floating-point initializers from which a gradient path leads to an output, with
-            their types and shapes as text.
-        constants: Floating-point initializers from which none does.
-        inputs: Floating-point inputs from which one does.
-        other_inputs: Inputs from which none does.
+        parameters: What would be trained, by name, with types and shapes as text.
+        readers: The nodes that read each parameter; a tied one has several.
         parameter_count: How many numbers the parameters hold.
-        problems: What stands in the way: operators without a rule, node by node.
+        reasons: The other floating-point initializers, and why they would not be trained.
+        quantized: Weights of integers, and what reads them.
+        inputs: Floating-point inputs from which a gradient path leads to an output.
+        other_inputs: Inputs from which none does.
+        outputs: The model's outputs, and what is known of them.
+        loss: The loss that this is about: the given one, or one that fits.
+        fitting: Losses of `ortops.losses` that fit the output that they would look at.
+        said: What would be chosen for the user, a sentence each.
+        problems: What stands in the way: operators without a rule, node by node, and other reasons
+            why `ortops.build_training_model` or `ortops.TrainingSession` would refuse the model.
     """
 
     opset: int
     converted_to: int | None = None
     parameters: dict[str, str] = field(default_factory=dict)
-    constants: list[str] = field(default_factory=list)
+    readers: dict[str, list[str]] = field(default_factory=dict)
+    parameter_count: int = 0
+    reasons: dict[str, str] = field(default_factory=dict)
+    quantized: dict[str, str] = field(default_factory=dict)
     inputs: list[str] = field(default_factory=list)
     other_inputs: list[str] = field(default_factory=list)
-    parameter_count: int = 0
+    outputs: dict[str, str] = field(default_factory=dict)
+    loss: str = ""
+    fitting: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def constants(self) -> list[str]:
+        """The floating-point initializers that would not be trained."""
+        return list(self.reasons)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns what JSON can hold."""
+        return asdict(self)
 
     def __str__(self) -> str:
         lines = [f"opset {self.opset}"]
         if self.converted_to is not None:
             lines[0] += f", converted to {self.converted_to} before it is differentiated"
-        lines.append(
-            f"{len(self.parameters)} parameters with a gradient, "
-            f"{self.parameter_count:,} numbers in all"
-        )
-        lines += [f"  {name}  {kind}" for name, kind in self.parameters.items()]
+        lines += [f"output {name}: {what}" for name, what in self.outputs.items()]
+        if self.fitting:
+            lines.append(f"losses that fit: {', '.join(self.fitting)}")
+        if self.loss:
+            lines.append(f"with loss {self.loss}:")
+        count = f"{self.parameter_count:,} numbers in all"
+        lines.append(f"{len(self.parameters)} parameters are trained, {count}")
+        for name, kind in self.parameters.items():
+            by = self.readers[name]
+            lines.append(f"  {name}  {kind}" + (f"  read by {len(by)} nodes" if by[1:] else ""))
+        lines += _listed("not trained", self.reasons)
+        lines += _listed("quantized", self.quantized)
         for title, names in (
             ("inputs with a gradient", self.inputs),
             ("inputs without one", self.other_inputs),
-            ("floating-point initializers without one", self.constants),
         ):
             if names:
                 lines.append(f"{title}: {', '.join(names)}")
+        lines += self.said
         if self.problems:
             lines.append(f"{len(self.problems)} problems:")
             lines += [f"  {problem}" for problem in self.problems]
@@ -72,12 +112,52 @@ class Report:
         return "\n".join(lines)
 
 
+def _listed(title: str, reasons: dict[str, str]) -> list[str]:
+    """Returns lines of names and reasons; of many, the first of each kind."""
+    if not reasons:
+        return []
+    lines = [f"{len(reasons)} floating-point initializers are not trained"]
+    if title == "quantized":
+        lines = [f"{len(reasons)} weights are quantized, and not trained"]
+    lines += [f"  {name} {reason}" for name, reason in list(reasons.items())[:_SHOWN]]
+    if len(reasons) > _SHOWN:
+        lines.append(f"  and {len(reasons) - _SHOWN} more (--json lists all)")
+    return lines
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps warnings of ortops' logger back."""
+    logger = logging.getLogger("ortops")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 @convert.blame_model
-def check(model: ModelLike) -> Report:
-    """Tells what of a model can be trained.
+def check(
+    model: ModelLike,
+    *,
+    loss: losses.LossLike | None = None,
+    trainable: Sequence[str] | None = None,
+    inputs: losses.Inputs | None = None,
+    batch_normalization: BatchNormalization = "auto",
+) -> Report:
+    """Tells what a training of a model would do.
+
+    It makes the plan that `ortops.build_training_model` writes, and differentiates it. Of a model
+    that is trainable already it tells what its algorithm trains.
 
     Args:
         model: A ModelProto, its bytes, or its path; not changed.
+        loss: As for `ortops.build_training_model`; by default one that fits the first
+            floating-point output.
+        trainable: As there.
+        inputs: As there.
+        batch_normalization: As there.
 
     Returns:
         A report; ``str(report)`` is what ``ortops check`` prints.
@@ -94,7 +174,10 @@ def check(model: ModelLike) -> Report:
         ...     y = tape.output(x @ tape.initializer("w", np.ones((2, 3), np.float32)), "y")
         >>> print(check(tape.model()))
         opset 21
-        1 parameters with a gradient, 6 numbers in all
+        output y: FLOAT[batch,3]
+        losses that fit: MeanSquaredError, L1, SoftmaxCrossEntropy, BinaryCrossEntropyWithLogits
+        with loss MeanSquaredError:
+        1 parameters are trained, 6 numbers in all
           w  FLOAT[2,3]
         inputs with a gradient: x
         nothing stands in the way of training
@@ -102,38 +185,113 @@ def check(model: ModelLike) -> Report:
     proto, folder = convert.load(model)
     work = convert.to_ir(proto, folder)
     opset = work.graph.opset_imports[""]
-    work = prepare(work)
+    with quiet():  # what the plan says again
+        work = prepare(work)
     refused = _take_apart(work)
     graph = work.graph
     given = {value.name for value in proto.graph.initializer}
-    inputs = [value for value in graph.inputs if value.name not in given]
+    graph_inputs = [value for value in graph.inputs if value.name not in given]
     initializers = [value for name, value in graph.initializers.items() if name in given]
-    floats = [value for value in (*inputs, *initializers) if is_float(value)]
+    floats = [value for value in (*graph_inputs, *initializers) if is_float(value)]
     reached: set[ir.Value] = set()
-    for output in graph.outputs:
-        if is_float(output):
-            reached |= RULES.ancestors(output)
+    for value in graph.outputs:
+        if is_float(value):
+            reached |= RULES.ancestors(value)
     active = RULES.active_values(graph, floats)
-    parameters = [value for value in initializers if value in floats and value in reached]
-    problems = refused or [
-        _problem(node)
-        for node in graph
-        if not reached.isdisjoint(node.outputs) and not active.isdisjoint(node.outputs)
-        for node in _with_inner(node)
-        if not _is_differentiable(node)
-    ]
-    if not problems and parameters:
-        problems = _failures(work, parameters)
-    return Report(
+    report = Report(
         opset=opset,
         converted_to=None if opset >= convert.MINIMUM_OPSET else convert.MINIMUM_OPSET,
-        parameters={value.name or "": f"{value.dtype}{value.shape}" for value in parameters},
-        constants=[v.name or "" for v in initializers if v in floats and v not in reached],
-        inputs=[v.name or "" for v in inputs if v in floats and v in reached],
-        other_inputs=[v.name or "" for v in inputs if v not in floats or v not in reached],
-        parameter_count=sum(math.prod(_shape(value)) for value in parameters),
-        problems=problems,
+        quantized=quantized(initializers),
+        inputs=[v.name or "" for v in graph_inputs if v in floats and v in reached],
+        other_inputs=[v.name or "" for v in graph_inputs if v not in floats or v not in reached],
+        outputs={value.name or "": _kind(value) for value in graph.outputs},
+        problems=refused
+        or [
+            _problem(node)
+            for node in graph
+            if not reached.isdisjoint(node.outputs) and not active.isdisjoint(node.outputs)
+            for node in _with_inner(node)
+            if not _is_differentiable(node)
+        ],
     )
+    light, data = external.detach(proto, folder)
+    try:
+        prepared = prepare_for_training(
+            light, _trained(light, trainable), batch_normalization, data=data
+        )
+        output = default_output(prepared.graph.outputs)
+        fitting = [] if output is None else _fitting(output)
+        chosen = (fitting or ["MeanSquaredError"])[0] if loss is None else loss
+        own = set(all_nodes(prepared.graph))
+        plan = plan_training(prepared, loss=chosen, optimizer=SGD(), inputs=inputs)
+    except OrtopsError as error:
+        return replace(report, problems=report.problems or [str(error)])
+    return replace(
+        report,
+        parameters={v.name or "": f"{v.dtype}{v.shape}" for v in plan.parameters},
+        readers={
+            v.name or "": [str(reader) for reader in readers(v) if reader.node in own]
+            for v in plan.parameters
+        },
+        parameter_count=sum(math.prod(_shape(value)) for value in plan.parameters),
+        reasons=dict(plan.reasons),
+        loss=chosen if isinstance(chosen, str) else _name(chosen),
+        fitting=fitting,
+        said=list(plan.said),
+        problems=report.problems or _failures(plan),
+    )
+
+
+def _trained(proto: onnx.ModelProto, trainable: Sequence[str] | None) -> Sequence[str] | None:
+    """Takes away, in place, the training_info of a model; returns what it trains."""
+    names = {tensor.name for tensor in proto.graph.initializer}
+    statistics = {
+        name
+        for node in proto.graph.node
+        if node.op_type == "BatchNormalization"
+        for name in node.input[3:5]
+    }
+    updated = [b.key for info in proto.training_info for b in info.update_binding]
+    del proto.training_info[:]
+    trained = [name for name in updated if name in names - statistics]
+    return trained if trained and trainable is None else trainable
+
+
+def _kind(value: ir.Value) -> str:
+    """Returns what is known of an output, as text."""
+    node = value.producer()
+    if node is not None and (node.domain, node.op_type) == ("ai.onnx.ml", "ZipMap"):
+        mapped = node.inputs[0]
+        assert mapped is not None
+        return f"maps of '{mapped.name}', {_kind(mapped)}"
+    found = squashed(value)
+    shape = "" if value.shape is None else str(value.shape)
+    text = f"{value.dtype}{shape}" if isinstance(value.type, ir.TensorType) else str(value.type)
+    if found is None:
+        return text
+    source = f", of '{found.logits.name}'" if found.logits is not None else ""
+    what = "log-probabilities" if found.kind == "log_softmax" else "probabilities"
+    return f"{text}, {what} by {describe(found.node)}{source}"
+
+
+def _fitting(output: ir.Value) -> list[str]:
+    """Returns losses that fit an output, the likeliest first."""
+    found = squashed(output)
+    numbers = ["MeanSquaredError", "L1"]
+    axis = 1 if found is None or found.axis is None else found.axis
+    classes = ["SoftmaxCrossEntropy"]
+    if output.shape is not None and (len(output.shape) < 2 or output.shape[axis] == 1):
+        classes = []
+    if found is None:
+        return [*numbers, *classes, "BinaryCrossEntropyWithLogits"]
+    if found.kind == "sigmoid" and not found.opposite:
+        return ["BinaryCrossEntropyWithLogits", *numbers]
+    return [*(classes or ["BinaryCrossEntropy"]), *numbers]
+
+
+def _name(loss: object) -> str:
+    name = getattr(loss, "name", None) or getattr(loss, "__name__", None)
+    return name if isinstance(name, str) else type(loss).__name__
 
 
 def _take_apart(work: ir.Model) -> list[str]:
@@ -185,20 +343,11 @@ def _problem(node: ir.Node) -> str:
     )
 
 
-def _failures(work: ir.Model, parameters: list[ir.Value]) -> list[str]:
-    """Differentiates the first output and returns what goes wrong."""
-    graph = work.graph
-    names = Names(graph)
-    y = next(value for value in graph.outputs if is_float(value))
-    node = Bound.make(
-        parameters, parameters, [], y, num_outputs=len(parameters), name=names.unique("Gradient")
-    ).node
-    for value, output in zip(parameters, node.outputs, strict=True):
-        output.name = names.unique(f"{value.name}_gradient")
-    graph.append(node)
-    graph.outputs.extend(node.outputs)
+def _failures(plan: Plan) -> list[str]:
+    """Differentiates a plan and returns what goes wrong."""
     try:
-        lower_gradient(node, names, RULES)
+        light, data = external.detach(plan.write())
+        lower_prepared(flatten(light, data).model)
     except OrtopsError as error:
         return [str(error)]
     return []

@@ -29,6 +29,7 @@ from ortops.errors import ModelError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, describe, remove_unread, replace_value
+from ortops.graph.serialization import to_proto
 from ortops.graph.shapes import infer_shapes, may_be_equal
 from ortops.graph.tensor import Names, Tape, Tensor, op, shape_of
 from ortops.optimizers import OPERATORS
@@ -96,12 +97,6 @@ def lower(model: ModelLike) -> onnx.ModelProto:
     result = to_proto(lower_ir(convert.to_ir(proto, folder)))
     for info in proto.training_info:  # one by one: `extend` takes none of 2 GB
         result.training_info.add().CopyFrom(info)
-    return result
-
-
-def to_proto(model: ir.Model) -> onnx.ModelProto:
-    """Serializes a model."""
-    result: onnx.ModelProto = ir.to_proto(model)
     return result
 
 

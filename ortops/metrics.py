@@ -1,11 +1,14 @@
-"""Metrics: numbers for people, computed with numpy from a model's outputs.
+"""Metrics: numbers for people, computed with numpy from what the loss looks at.
 
-A metric is a function ``(outputs, targets) -> float`` of the arrays of one data set: ``outputs``
-is the model's first output, ``targets`` what the loss compared it with.
+A metric is a function ``(outputs, targets) -> float`` of the arrays of one data set: ``outputs`` is
+the tensor that the loss looks at (logits, where it reads those), classes on axis 1, and ``targets``
+what the loss compares it with. One that has a keyword ``kind`` or ``ignored`` is told what the
+numbers are, and which label does not count.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -14,27 +17,40 @@ import numpy.typing as npt
 
 from ortops.errors import OrtopsError, did_you_mean
 
-__all__ = ["Metric", "accuracy", "mean_absolute_error", "resolve"]
+__all__ = ["Metric", "accuracy", "mean_absolute_error", "measure", "resolve"]
 
 Array: TypeAlias = npt.NDArray[Any]
-Metric: TypeAlias = Callable[[Array, Array], float]
+Metric: TypeAlias = Callable[..., float]
 
 
-def accuracy(outputs: Array, targets: Array) -> float:
+def accuracy(
+    outputs: Array, targets: Array, *, kind: str = "logits", ignored: int | None = None
+) -> float:
     """Returns the share of right answers.
 
     Args:
-        outputs: Logits of shape (N, C, …), of which the largest counts, or of the shape of the
-            targets, of which the sign counts.
+        outputs: Numbers for each class of shape (N, C, …), of which the largest counts; or numbers
+            of the shape of the targets, which tell whether something is so; or class labels.
         targets: Integer labels of shape (N, …), or targets of 0 and 1.
+        kind: What outputs of the shape of the targets are: ``"logits"`` mean yes above 0,
+            ``"log_probabilities"`` above log ½, ``"probabilities"`` and ``"values"`` above ½.
+        ignored: A label that does not count.
 
     Example:
         >>> accuracy(np.array([[0.1, 0.9], [0.8, 0.2]]), np.array([1, 1]))
         0.5
+        >>> accuracy(np.array([0.1, 0.9]), np.array([0.0, 1.0]), kind="probabilities")
+        1.0
     """
     if outputs.ndim == targets.ndim + 1:
-        return float(np.mean(outputs.argmax(axis=1) == targets))
-    return float(np.mean((outputs > 0) == (targets > 0.5)))
+        right = outputs.argmax(axis=1) == targets
+    elif outputs.dtype.kind in "iub":
+        right = outputs == targets
+    else:
+        border = {"logits": 0.0, "log_probabilities": np.log(0.5)}.get(kind, 0.5)
+        right = (outputs > border) == (targets > 0.5)
+    counted = right if ignored is None else right[targets != ignored]
+    return float(np.mean(counted)) if counted.size else float("nan")
 
 
 def mean_absolute_error(outputs: Array, targets: Array) -> float:
@@ -71,3 +87,29 @@ def resolve(metrics: Sequence[str | Metric]) -> dict[str, Metric]:
         else:
             raise OrtopsError(f"metric '{metric}' is not known; {did_you_mean(metric, METRICS)}")
     return found
+
+
+def measure(
+    metric: Metric, outputs: Array, targets: Array, *, axis: int | None, **known: object
+) -> float:
+    """Computes a metric.
+
+    Args:
+        metric: The metric.
+        outputs: What the loss looks at.
+        targets: What it compares it with.
+        axis: The axis of the classes, if any.
+        **known: What else is known of the outputs, for a metric that has such keywords.
+    """
+    if outputs.ndim == targets.ndim + 1 and axis is not None:
+        outputs = np.moveaxis(outputs, axis, 1)
+    try:
+        parameters = inspect.signature(metric).parameters
+    except (TypeError, ValueError):  # one that is not written in Python
+        return float(metric(outputs, targets))
+    asked = {
+        name: value
+        for name, value in known.items()
+        if name in parameters and parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    return float(metric(outputs, targets, **asked))

@@ -13,15 +13,20 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import onnx
-from checked import RULES, ZERO_GRADIENT, checked
+from checked import RULES, ZERO_ELSEWHERE, ZERO_GRADIENT, checked
 from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
 from ortops.autodiff.registry import Definition, StructuralRule
+from ortops.autodiff.rules.table import BUILT_IN
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- operators: begin -->", "<!-- operators: end -->"
 OPSET = 26
-DOMAINS = {"": "operator of the standard domain", "com.microsoft": "operator of com.microsoft"}
+DOMAINS = {
+    "": "operator of the standard domain",
+    "ai.onnx.ml": "operator of ai.onnx.ml",
+    "com.microsoft": "operator of com.microsoft",
+}
 ORDERS = ("", "1", "1, 2", "1–3")
 
 
@@ -85,6 +90,8 @@ def table() -> str:
         second=second,
         third=third,
         zero=", ".join(sorted(ZERO_GRADIENT)),
+        elsewhere=", ".join(op_type for _, op_type in sorted(ZERO_ELSEWHERE)),
+        refused=", ".join(op_type for _, op_type in sorted(BUILT_IN.refusals)),
         tables="\n\n".join(map(_table, DOMAINS.values(), by_domain.values())),
     )
 
@@ -95,7 +102,8 @@ any order, unless the table says otherwise: whatever a rule emits has a rule. Te
 operators to the second order and {third}, every elementwise one among them, to the third.
 Sizes may be unknown; where a rule needs a rank that is unknown, an error names the tensor.
 
-The derivative is zero, wherever it exists, of {zero}.
+The derivative is zero, wherever it exists, of {zero}, and of these of ai.onnx.ml: {elsewhere}.
+Refused, with the reason, is a gradient through {refused}.
 
 <details>
 <summary>Every operator: its inputs, the orders that tests check, what is limited</summary>

@@ -13,8 +13,13 @@ import onnx
 from ortops.autodiff.registry import ZeroRule
 from ortops.autodiff.rules.table import BUILT_IN
 
-ZERO_GRADIENT = {op for (_, op), rule in BUILT_IN.rules.items() if isinstance(rule, ZeroRule)}
-"""Operators whose derivative is zero; all are of the standard domain."""
+_ZERO = [key for key, rule in BUILT_IN.rules.items() if isinstance(rule, ZeroRule)]
+
+ZERO_GRADIENT = {op for domain, op in _ZERO if not domain}
+"""Operators of the standard domain whose derivative is zero."""
+
+ZERO_ELSEWHERE = {key for key in _ZERO if key[0]}
+"""Those of other domains, by (domain, operator)."""
 
 RULES = {key: rule for key, rule in BUILT_IN.rules.items() if not isinstance(rule, ZeroRule)}
 """All other rules by (domain, operator)."""

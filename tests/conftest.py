@@ -16,14 +16,17 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 FILES = {
+    "test_accuracy.py": ("torch", "onnxscript", "transformers"),
     "test_exported_models.py": ("torch", "onnxscript", "transformers"),
     "test_onnx_node_cases_torch.py": ("torch",),
     "test_optimized_exports.py": ("torch", "onnxscript", "transformers"),
+    "test_weights_sklearn.py": ("sklearn", "skl2onnx"),
     "torch_operators.py": ("torch",),
 }
 """Files that import optional packages at their top, and these packages."""
 
 TORCH = "comparisons with PyTorch left out: torch is not installed (./scripts/test --compare)"
+SKLEARN = "models of scikit-learn left out: skl2onnx is not installed (./scripts/test --compare)"
 FETCHED = "models of others left out: not there (python scripts/fetch_models.py)"
 
 tests_left_out = pytest.StashKey[Counter[str]]()
@@ -38,6 +41,8 @@ def why_left_out(item: pytest.Item) -> str:
     """Returns what a test needs that is not there, as the summary says it; else nothing."""
     if item.get_closest_marker("torch") and is_missing("torch"):
         return TORCH
+    if item.get_closest_marker("sklearn") and is_missing("skl2onnx"):
+        return SKLEARN
     if any(not Path(mark.args[0]).exists() for mark in item.iter_markers("fetched")):
         return FETCHED
     return ""

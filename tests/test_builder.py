@@ -628,11 +628,11 @@ def test_rules_that_return_something_else(rule: Any, message: str) -> None:
             {"loss": lambda y: op.Size(y)},
             "loss <lambda>: it is of type int64; it must be floating-point",
         ),
-        ({"loss": lambda y, a, b: y}, "loss <lambda>: there is nothing for parameter 'b';"),
+        ({"loss": lambda y, a, b: y}, "loss <lambda>: there is nothing for parameter 'a';"),
         ({"loss": lambda *ys: ys[0]}, "parameter '*ys' stands for any number of tensors"),
         (
             {"loss": ortops.losses.L1(output="z")},
-            "loss L1: the model has no output 'z'; known names: 'y'",
+            "loss L1: the model has no tensor 'z'; known names: 'x'",
         ),
     ],
 )

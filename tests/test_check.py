@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import json
+from pathlib import Path
+
 import numpy as np
 import onnx
 import pytest
@@ -10,6 +14,7 @@ from onnx import TensorProto, helper
 from running import run
 
 import ortops
+from ortops import Tape, losses, op
 from ortops.check import check
 from ortops.cli import main
 
@@ -96,7 +101,7 @@ def test_command(tmp_path, capsys, strange):
 def test_command_on_a_file_that_is_none(tmp_path, capsys):
     path = tmp_path / "text.onnx"
     path.write_text("not a model")
-    assert main(["check", str(path)]) == 1
+    assert main(["check", str(path)]) == 2
     assert "not an ONNX model" in capsys.readouterr().err
 
 
@@ -156,3 +161,159 @@ def test_model_with_nodes_of_the_training_domain(op_type):
         (problem,) = report.problems
         assert "Strange node 'odd': there is no gradient rule" in problem
         assert "Gradient node 'gradient'" in problem
+
+
+# ------------------------------------------------------------------- what a training would do
+
+
+def classifier(*, sigmoid: bool = False) -> onnx.ModelProto:
+    with Tape() as tape:
+        x = tape.input("x", F, ["N", 4])
+        h = x @ tape.initializer("w", np.ones((4, 3), F)) + tape.initializer("b", np.ones(3, F))
+        h = op.Clip(h, tape.initializer("low", F(-1)), None)
+        z = h @ tape.initializer("v", np.ones((3, 2), F))
+        z.value.name = "logits"
+        tape.output(op.Sigmoid(z) if sigmoid else op.Softmax(z, axis=1), "y")
+    return tape.model()
+
+
+LOSSES = ["SoftmaxCrossEntropy", "MeanSquaredError", losses.L1("logits")]
+
+
+@pytest.mark.parametrize("trainable", [None, ["v"], ["*"], ["low"], ["nothing"]])
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_it_agrees_with_the_builder(loss, trainable, caplog):
+    settings = {"loss": loss, "trainable": trainable}
+    report = check(classifier(), **settings)
+    if trainable == ["nothing"]:
+        with pytest.raises(ortops.ModelError) as raised:
+            ortops.build_training_model(classifier(), optimizer="SGD", **settings)
+        assert report.problems == [str(raised.value)]
+        return
+    caplog.clear()
+    built = ortops.build_training_model(classifier(), optimizer="SGD", **settings)
+    keys = [binding.key for binding in built.training_info[0].update_binding]
+    assert [*report.parameters, "step"] == sorted(keys, key=[*report.parameters, "step"].index)
+    assert report.said == caplog.messages
+    assert not report.problems
+    others = {tensor.name for tensor in classifier().graph.initializer} - set(keys)
+    assert set(report.reasons) == others
+
+
+def test_the_report_as_text():
+    assert (
+        str(check(classifier()))
+        == """\
+opset 21
+output y: FLOAT[N,2], probabilities by Softmax node 'Softmax', of 'logits'
+losses that fit: SoftmaxCrossEntropy, MeanSquaredError, L1
+with loss SoftmaxCrossEntropy:
+3 parameters are trained, 21 numbers in all
+  w  FLOAT[4,3]
+  b  FLOAT[3]
+  v  FLOAT[3,2]
+1 floating-point initializers are not trained
+  low is the min of Clip node 'Clip'
+inputs with a gradient: x
+loss SoftmaxCrossEntropy reads 'logits', the logits before Softmax node 'Softmax', not 'y'
+nothing stands in the way of training"""
+    )
+
+
+def test_a_loss_that_fits():
+    assert check(classifier(sigmoid=True)).loss == "BinaryCrossEntropyWithLogits"
+    assert check(classifier()).loss == "SoftmaxCrossEntropy"
+    assert check(network()).loss == "MeanSquaredError"
+
+
+def test_a_trainable_file_is_told_by_what_it_trains():
+    built = ortops.build_training_model(
+        classifier(), loss="SoftmaxCrossEntropy", optimizer="Adam", trainable=["v"]
+    )
+    report = check(built)
+    assert list(report.parameters) == ["v"]
+    assert report.problems == []
+    before = built.SerializeToString(deterministic=True)
+    check(built)
+    assert built.SerializeToString(deterministic=True) == before
+
+
+def test_nothing_to_train_stands_in_the_way(tmp_path, capsys):
+    proto = model([helper.make_node("Relu", ["x"], ["y"])], [value("x", [2])], ["y"])
+    report = check(proto)
+    (problem,) = report.problems
+    assert problem.startswith("trainable: the loss depends on no floating-point initializer; name")
+    onnx.save(proto, tmp_path / "none.onnx")
+    assert main(["check", str(tmp_path / "none.onnx")]) == 1
+    assert "trainable: the loss depends on no floating" in capsys.readouterr().out
+
+
+def test_json_of_files_and_folders(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "models" / "inner"
+    folder.mkdir(parents=True)
+    onnx.save(classifier(), folder / "a.onnx")
+    onnx.save(network(strange=True), tmp_path / "models" / "b.onnx")
+    (folder / "read.txt").write_text("no model")
+    fine = tmp_path / "fine.onnx"
+    onnx.save(classifier(), fine)
+    assert main(["check", "--json", str(fine)]) == 0
+    (one,) = json.loads(capsys.readouterr().out)
+    assert one["file"] == str(fine)
+    assert one["parameters"] == {"w": "FLOAT[4,3]", "b": "FLOAT[3]", "v": "FLOAT[3,2]"}
+    assert one["reasons"] == {"low": "is the min of Clip node 'Clip'"}
+    assert one["problems"] == []
+    assert main(["check", "--json", str(tmp_path / "models"), str(fine)]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [Path(each["file"]).name for each in found] == ["b.onnx", "a.onnx", "fine.onnx"]
+    assert found[0]["problems"]
+    (folder / "broken.onnx").write_text("no model")
+    assert main(["check", "--json", str(tmp_path / "models"), str(tmp_path / "none.onnx")]) == 2
+    captured = capsys.readouterr()
+    errors = {Path(e["file"]).name: e["error"] for e in json.loads(captured.out) if "error" in e}
+    assert set(errors) == {"broken.onnx", "none.onnx"}
+    assert "not an ONNX model" in errors["broken.onnx"]
+    assert "No such file" in errors["none.onnx"]
+    stdin = io.TextIOWrapper(io.BytesIO(fine.read_bytes()))
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert main(["check", "-", "--loss", "MeanSquaredError", "--trainable", "v"]) == 0
+    printed = capsys.readouterr().out
+    assert "with loss MeanSquaredError:" in printed
+    assert "  w is not named in trainable" in printed
+
+
+def test_files_are_told_apart(tmp_path, capsys):
+    for name in ("a.onnx", "b.onnx"):
+        onnx.save(classifier(), tmp_path / name)
+    (tmp_path / "c.onnx").write_text("no model")
+    assert main(["check", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert f"{tmp_path / 'a.onnx'}:\nopset 21" in captured.out
+    assert f"{tmp_path / 'b.onnx'}:\nopset 21" in captured.out
+    assert "not an ONNX model" in captured.err
+
+
+# --------------------------------------------------------------------- Gradient nodes of its own
+
+
+def test_a_file_that_stock_onnxruntime_does_not_run_says_so(tmp_path, caplog):
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["z"]),
+        helper.make_node("Tanh", ["z"], ["y"]),
+        node("Gradient", ["x"], ["dx"], xs=["x"], y="y"),
+    ]
+    proto = model(nodes, [value("x", [2, 3])], ["y", "dx"], initializers={"w": np.ones((3, 1), F)})
+    built = ortops.build_training_model(proto, loss=losses.L1("dx"), optimizer="SGD")
+    assert [m for m in caplog.messages if "only after ortops.lower" in m]
+    session = ortops.TrainingSession(built)
+    caplog.clear()
+    for _ in range(2):
+        session.save(tmp_path / "trained.onnx")
+    (said,) = caplog.messages
+    assert said.endswith(
+        f"ortops.lower('{tmp_path / 'trained.onnx'}') gives one for stock onnxruntime"
+    )
+    x = np.ones((2, 3), F)
+    lowered = run(ortops.lower(tmp_path / "trained.onnx"), {"x": x})
+    own = ortops.InferenceSession(tmp_path / "trained.onnx").run(None, {"x": x})
+    for a, b in zip(lowered, own, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)

@@ -131,6 +131,10 @@ def _widen(graph: onnx.GraphProto) -> None:
             wide = numpy_helper.to_array(tensor).astype(np.float64)
             tensor.CopyFrom(numpy_helper.from_array(wide, tensor.name))
     for node in graph.node:
+        if node.op_type == "ConstantOfShape" and not node.attribute:  # by default of float32
+            node.attribute.append(
+                helper.make_attribute("value", numpy_helper.from_array(np.zeros(1)))
+            )
         for attribute in list(node.attribute):
             if attribute.HasField("g"):
                 _widen(attribute.g)

@@ -75,6 +75,15 @@ def convolutions(fewer: str, more: str) -> Case:
     return Case(net, {"images": (4, 1, 12, 12)}, fewer, more)
 
 
+def sigmoid() -> onnx.ModelProto:
+    weights = np.random.default_rng(1).standard_normal((2, 6, 6)).astype(np.float32)
+    with Tape(name="sigmoid") as tape:
+        x = tape.input("x", np.float32, ["batch", 6])
+        hidden = op.Sigmoid(x @ tape.initializer("first", weights[0]))
+        tape.output(hidden @ tape.initializer("second", weights[1]), "logits")
+    return tape.model()
+
+
 CASES = {
     "transposed": layers("MatMul", "FusedMatMul"),
     "row_sums": layers("ReduceSum", "FusedMatMul"),
@@ -84,6 +93,7 @@ CASES = {
     "rectified": layers("Where", "HardSigmoid"),
     "blocked": convolutions("MaxUnpool", "ReorderInput"),
     "lstm": Case(lambda: lstm(5, width=6), {"tokens": (9, 4, 5)}, "LSTM", "FusedMatMul"),
+    "rounding": Case(sigmoid, {"x": (4, 6)}, "Sigmoid", "Reciprocal"),
 }
 
 

@@ -49,6 +49,11 @@ def excluding(*shape: int) -> np.ndarray:
     return mask
 
 
+def infinite(mask: np.ndarray) -> np.ndarray:
+    """Returns minus infinity where a mask excludes, else something."""
+    return np.where(mask, normal(*mask.shape, seed=6), -np.inf)
+
+
 PAST = [normal(B, N, 2, H, seed=3), normal(B, N, 2, HV, seed=4)]
 
 
@@ -72,6 +77,8 @@ def attention_cases() -> Iterator[Case]:
         ("bool-mask", [*four(), boolean(S, T)], {}),
         ("bool-mask-causal", [*four(), boolean(B, 1, S, T)], {"is_causal": 1}),
         ("masked-row", [*four(), excluding(B, 1, S, T)], {}),
+        ("masked-row-infinite", [*four(), infinite(excluding(B, 1, S, T))], {}),
+        ("masked-row-causal", [*four(), excluding(B, N, S, T)], {"is_causal": 1, "softcap": 0.7}),
         ("short-float-mask", [*four(), normal(S, T - 2, seed=6)], {}),
         ("short-bool-mask", [*four(), boolean(S, T - 2)], {}),
         ("past", [*four(), None, *PAST], {}),
@@ -197,3 +204,79 @@ def test_onnxruntime_does_not_run(case: Case) -> None:
     attention, outputs, feeds = forward(case)
     with pytest.raises(REFUSALS):
         run(model([attention], fed(feeds), outputs, opset=case.opset), feeds)
+
+
+def attention_oracle(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, bias: np.ndarray, g: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Returns what attention of one head puts out, and the cotangents of q, k and v, row by row.
+
+    A row that attends to nothing is zero, and nothing flows back from it.
+    """
+    y, dq, dk, dv = (np.zeros_like(x, float) for x in (q, q, k, v))
+    scale = 1 / np.sqrt(q.shape[-1])
+    for row, (query, added, slope) in enumerate(zip(q, bias, g, strict=True)):
+        kept = np.flatnonzero(added > -np.inf)
+        if not kept.size:
+            continue
+        scores = k[kept] @ query * scale + added[kept]
+        p = np.exp(scores - scores.max())
+        p /= p.sum()
+        y[row] = p @ v[kept]
+        d_scores = p * (v[kept] @ slope - y[row] @ slope) * scale
+        dq[row] = d_scores @ k[kept]
+        dk[kept] += np.outer(d_scores, query)
+        dv[kept] += np.outer(p, slope)
+    return y, dq, dk, dv
+
+
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize("form", ["boolean", "infinite"])
+@pytest.mark.parametrize("opset", [23, 24])
+def test_rows_that_attend_to_nothing(opset: int, form: str, causal: int) -> None:
+    batch, size = 2, 4
+    q, k, v, g = (normal(batch, 1, size, size, seed=seed) for seed in range(4))
+    mask = np.full((batch, 1, size, size), True)
+    mask[1, 0, 2] = False  # nothing at all
+    mask[0, 0, 1, :2] = False  # nothing that the causal order would allow
+    mask[0, 0, 3, 1] = False
+    bias = np.where(mask, 0.0 if form == "boolean" else normal(*mask.shape, seed=9), -np.inf)
+    feeds = {"q": q, "k": k, "v": v, "g": g, "m": mask if form == "boolean" else bias}
+    nodes = [
+        helper.make_node("Attention", ["q", "k", "v", "m"], ["y"], is_causal=causal),
+        helper.make_node("Mul", ["y", "g"], ["z"]),
+        node("Gradient", ["q", "k", "v"], ["dq", "dk", "dv"], xs=["q", "k", "v"], y="z"),
+    ]
+    lowered = ortops.lower(model(nodes, fed(feeds), ["y", "dq", "dk", "dv"], opset=opset))
+    found = run(lowered, feeds)
+    if causal:
+        bias = np.where(np.tri(size, dtype=bool), bias, -np.inf)
+    for sample in range(batch):
+        arrays = (x[sample, 0] for x in (q, k, v, bias, g))
+        for ours, right in zip(found, attention_oracle(*arrays), strict=True):
+            np.testing.assert_allclose(ours[sample, 0], right, rtol=1e-9, atol=1e-12)
+    assert not found[0][1, 0, 2].any()
+    assert not found[1][1, 0, 2].any()
+
+
+@pytest.mark.parametrize("excluded", [-np.inf, float(np.finfo(np.float32).min), -10000.0])
+@pytest.mark.parametrize("operator", ["MultiHeadAttention", "Attention"])
+def test_causal_rows_whose_keys_are_padding(operator: str, excluded: float) -> None:
+    """Here onnxruntime's operators attend to what comes later, for want of anything better."""
+    x = normal(2, 3, 8, dtype=np.float32)
+    weights = normal(8, 24, seed=1, dtype=np.float32)
+    feeds = {"x": x, "mask": np.array([[1, 1, 1], [0, 0, 1]], np.int32)}
+    names = ["x", "w", "b", "mask"] if operator == "Attention" else ["x", "k", "v", "", "mask"]
+    if operator == "Attention":
+        feeds |= {"w": weights, "b": np.zeros(24, np.float32)}
+    else:
+        feeds |= {"k": x[::-1], "v": x[:, ::-1]}
+    attributes = {"num_heads": 2, "unidirectional": 1, "mask_filter_value": excluded}
+    attention = helper.make_node(operator, names, ["y"], domain="com.microsoft", **attributes)
+    microsoft = [("com.microsoft", 1)]
+    (expected,) = run(model([attention], fed(feeds), ["y"], imports=microsoft), feeds)
+    nodes = [attention, node("Gradient", ["x"], ["d"], xs=["x"], y="y")]
+    lowered = ortops.lower(model(nodes, fed(feeds), ["y", "d"], imports=microsoft))
+    y, d = run(lowered, feeds)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+    assert np.isfinite(d).all()

@@ -244,3 +244,60 @@ def test_gradient_inside_a_branch():
     feeds = {"flag": np.array(True), "a": np.array([0.5, 1.5])}
     (found,) = run(ortops.lower(model([choose], inputs, ["y"])), feeds)
     np.testing.assert_allclose(found, np.cos(feeds["a"]))
+
+
+def unsqueezed(x: str, y: str) -> onnx.NodeProto:
+    """Unsqueezes along axes that are a constant of the outer graph, as bodies of functions do."""
+    return helper.make_node("Unsqueeze", [x, "axes"], [y])
+
+
+AXES = helper.make_node("Constant", [], ["axes"], value_ints=[-1])
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_scan_whose_ranks_follow_from_the_outer_graph(symbolic):
+    nodes = [
+        unsqueezed("k", "column"),
+        helper.make_node("MatMul", ["s_in", "column"], ["product"]),
+        helper.make_node("Squeeze", ["product", "axes"], ["row"]),
+        helper.make_node("Sin", ["row"], ["out"]),
+        helper.make_node("Mul", ["column", "column"], ["square"]),
+        helper.make_node("Add", ["s_in", "square"], ["s_out"]),
+    ]
+    body = subgraph(
+        "body",
+        nodes,
+        [value("s_in", None, D), value("k", None, D)],
+        [value("s_out", None, D), value("out", None, D)],
+    )
+    scan = helper.make_node("Scan", ["s", "ks"], ["last", "rows"], num_scan_inputs=1, body=body)
+    nodes = [AXES, scan, unsqueezed("rows", "columns")]
+    nodes += [helper.make_node("MatMul", ["last", "columns"], ["y"])]
+    check(nodes, arrays(s=(3, 3), ks=(4, 3)), ["s", "ks"], symbolic=symbolic)
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_loop_whose_ranks_follow_from_the_outer_graph(symbolic):
+    nodes = [
+        unsqueezed("x", "column"),
+        helper.make_node("MatMul", ["s_in", "column"], ["product"]),
+        helper.make_node("Squeeze", ["product", "axes"], ["row"]),
+        helper.make_node("Mul", ["s_in", "row"], ["scaled"]),
+        helper.make_node("Sin", ["scaled"], ["s_out"]),
+        helper.make_node("MatMul", ["s_out", "column"], ["out"]),
+        helper.make_node("Identity", ["go_on"], ["goes_on"]),
+    ]
+    body = subgraph(
+        "body",
+        nodes,
+        [
+            value("i", [], TensorProto.INT64),
+            value("go_on", [], TensorProto.BOOL),
+            value("s_in", None, D),
+        ],
+        [value("goes_on", [], TensorProto.BOOL), value("s_out", None, D), value("out", None, D)],
+    )
+    loop = helper.make_node("Loop", ["times", "", "s"], ["last", "outs"], body=body)
+    total = helper.make_node("MatMul", ["last", "outs"], ["y"])
+    feeds = {"times": np.array(3), **arrays(s=(3, 3), x=(3,))}
+    check([AXES, loop, total], feeds, ["s", "x"], symbolic=symbolic)

@@ -732,7 +732,9 @@ def test_what_only_onnxruntime_notices() -> None:
         x = tape.input("x", np.float32, ["N", "C"])
         tape.output(x * tape.initializer("w", np.ones((1, 1), np.float32)), "y")
     session = TrainingSession(
-        build_training_model(tape.model(), loss="SoftmaxCrossEntropy", optimizer="SGD")
+        build_training_model(
+            tape.model(), loss="SoftmaxCrossEntropy", optimizer="SGD", trainable=["w"]
+        )
     )
     batch = {"x": np.ones((2, 3), np.float32), "labels": np.array([0, 9])}
     before = copy_of(session)

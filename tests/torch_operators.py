@@ -7,9 +7,11 @@ Where PyTorch has the operator, that is called, with its choices at kinks and ti
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "Einsum": lambda *xs, equation: torch.einsum(equation, *xs),
     "Elu": lambda x, alpha=1.0: F.elu(x, alpha),
     "Erf": torch.erf,
+    "Equal": torch.eq,
     "Exp": torch.exp,
     "Floor": torch.floor,
     "Gelu": lambda x, approximate="none": F.gelu(x, approximate=approximate),
@@ -63,6 +66,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "SequenceAt": lambda values, position: values[int(position)],
     "SequenceConstruct": lambda *values: list(values),
     "SequenceEmpty": lambda dtype=1: [],
+    "Shape": lambda x, start=0, end=None: torch.tensor(x.shape[start:end]),
     "Sigmoid": torch.sigmoid,
     "Sign": torch.sign,
     "Sin": torch.sin,
@@ -124,10 +128,23 @@ def evaluate(graph: onnx.GraphProto, values: Values, **extra: Any) -> Values:
     return {value.name: values.get(value.name) for value in graph.output}
 
 
+_computes_in: ContextVar[Any] = ContextVar("computes_in", default=np.float64)
+
+
+@contextlib.contextmanager
+def precision(dtype: Any) -> Iterator[None]:
+    """Lets graphs run in another type than float64."""
+    token = _computes_in.set(dtype)
+    try:
+        yield
+    finally:
+        _computes_in.reset(token)
+
+
 def constant(array: np.ndarray) -> Any:
-    """Returns an array as a tensor: floating point in float64, 4-bit and other types in int64."""
+    """Returns an array as a tensor: floating point in `precision`, other types in int64."""
     if array.dtype.name.startswith(("float", "bfloat")):
-        return torch.from_numpy(np.array(array, np.float64))
+        return torch.from_numpy(np.array(array, _computes_in.get()))
     if array.dtype == bool:
         return torch.from_numpy(np.array(array))
     return torch.from_numpy(np.array(array, np.int64))
@@ -150,7 +167,9 @@ def cast(x: Any, like: Any = None, to: int = 1, saturate: int = 1, round_mode: s
     is_float = like.is_floating_point() if like is not None else to in (1, 10, 11, 16)
     if not is_float:
         return x.to(torch.int64)
-    return x.to(torch.float64)  # the comparison's tolerance is that of the narrower type
+    return x.to(
+        constant(np.zeros(0)).dtype
+    )  # the comparison's tolerance is that of the narrower type
 
 
 @operator("Clip")
@@ -383,6 +402,8 @@ def pad(x: Any, pads: Any, value: Any = None, axes: Any = None, mode: str = "con
         amounts[2 * (x.ndim - 1 - axis) + 1] = int(pads[count + position])
     names = {"constant": "constant", "edge": "replicate", "reflect": "reflect", "wrap": "circular"}
     if value is None or mode != "constant":
+        while mode != "constant" and amounts[-2:] == [0, 0]:  # torch wants these left out
+            del amounts[-2:]
         return F.pad(x, amounts, names[mode])
     inside = F.pad(torch.ones_like(x), amounts)
     return F.pad(x, amounts) + value * (1 - inside)  # F.pad has no gradient to the value
@@ -456,7 +477,7 @@ def compress(x: Any, condition: Any, axis: int | None = None) -> Any:
 def gather(x: Any, indices: Any, axis: int = 0) -> Any:
     axis = axis % x.ndim
     flat = torch.index_select(x, axis, (indices % x.shape[axis]).reshape(-1))
-    return flat.reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
+    return flat.reshape((*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]))
 
 
 @operator("GatherElements")

@@ -116,6 +116,9 @@ def _pass(at: Site) -> list[tuple[ir.Value, Tensor]]:
     rule = at.rules.find(node)
     match rule:
         case None:
+            reason = at.rules.refusal(node)
+            if reason is not None:
+                raise UnsupportedError(f"{describe(node)}: {reason} (asked for by {at.asked_by})")
             where = f" of domain '{node.domain}'" if node.domain else ""
             raise UnsupportedError(
                 f"{describe(node)}: there is no gradient rule for {node.op_type}{where}, which "

@@ -81,7 +81,10 @@ def expand(model: ir.Model, rules: Rules, *, everywhere: bool = False) -> bool:
     graph = model.graph
     nodes = all_nodes(graph) if everywhere else _nodes_on_paths(graph)
     chosen = {node for node in nodes if can_be_taken_apart(node, rules)}
-    unknown = any(rules.definition(node) is not None for node in all_nodes(graph))
+    unknown = any(
+        rules.definition(node) is not None or rules.refusal(node) is not None
+        for node in all_nodes(graph)
+    )
     if not chosen and not unknown:
         return False
     names = Names(graph)

@@ -26,10 +26,12 @@ from ortops.graph.edit import (
     inner_graphs,
     is_float,
     nodes_between,
+    read_inputs,
     remove_node,
     replace_value,
     take_place,
 )
+from ortops.graph.serialization import map_types
 from ortops.graph.shapes import may_be_equal
 from ortops.graph.tensor import VARIABLE, Names, Tape, ones_like, op, zeros_like
 
@@ -377,11 +379,20 @@ def _before(graph: ir.Graph, node: ir.Node, y: ir.Value) -> Sequence[ir.Node]:
 
 def _check(where: str, bound: Bound) -> None:
     """Checks what can be told once types and shapes are known."""
+    maker = bound.y.producer()
+    if maker is not None and (maker.domain, maker.op_type) == ("ai.onnx.ml", "ZipMap"):
+        (tensor,) = read_inputs(maker)
+        raise ModelError(
+            f"{where}: y '{bound.y.name}' is a sequence of maps, which {describe(maker)} makes; "
+            f"name the tensor that it makes them of, '{tensor.name}'"
+        )
     for value in bound.xs:
-        if not is_float(value):
+        is_map = value.graph is not None and value.name in map_types(value.graph)
+        if is_map or not is_float(value):
+            kind = "map" if is_map else f"tensor of {value.dtype}"
             raise ModelError(
-                f"{where}: x '{value.name}' is a tensor of {value.dtype}; only floating-point "
-                "tensors can be in xs (put it in zs)"
+                f"{where}: x '{value.name}' is a {kind}; only floating-point tensors can be in xs "
+                "(put it in zs)"
             )
     named = bound.named
     for old, new in zip(named, bound.fed, strict=True):

@@ -123,11 +123,13 @@ class Table:
         rules: The rules by (domain, operator).
         rearranging: Operators that only move elements, so that quantized numbers that pass through
             still carry a cotangent.
+        refusals: Why there is no rule, for operators for which that can be told, and what to do.
     """
 
     def __init__(self) -> None:
         self.rules: dict[Key, AnyRule] = {}
         self.rearranging: set[Key] = set()
+        self.refusals: dict[Key, str] = {}
 
     def vjp(
         self,
@@ -199,6 +201,11 @@ class Table:
     def rearranges(self, *op_types: str) -> None:
         """Registers operators that quantized numbers pass through; see `rearranging`."""
         self.rearranging.update(("", op_type) for op_type in op_types)
+
+    def refuses(self, *op_types: str, domain: str = "", reason: str) -> None:
+        """Registers why operators have no rule, and what to do; see `refusals`."""
+        for op_type in op_types:
+            self.refusals[domain, op_type] = reason
 
     def definition(
         self,
@@ -300,6 +307,11 @@ class Rules:
         key = (node.domain, node.op_type)
         found = (table.rules.get(key) for table in self.tables)
         return next((rule for rule in found if isinstance(rule, Definition)), None)
+
+    def refusal(self, node: ir.Node) -> str | None:
+        """Returns why a node has no rule, where that can be told."""
+        key = (node.domain, node.op_type)
+        return next((t.refusals[key] for t in self.tables if key in t.refusals), None)
 
     def is_overridden(self, node: ir.Node) -> bool:
         """Whether a rule of ortops' own has to give way to another one."""

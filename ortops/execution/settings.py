@@ -47,7 +47,7 @@ class Settings:
             OrtopsError: If there is no such pass.
 
         Example:
-            >>> [each.name for each in Settings().without("lstm", "blocked").passes]
+            >>> [each.name for each in Settings().without("lstm", "rounding", "blocked").passes]
             ['transposed', 'row_sums', 'scales', 'transposes', 'cross_entropy', 'rectified']
         """
         known = [each.name for each in self.passes]

@@ -23,6 +23,7 @@ from ortops.errors import ModelError, OrtopsError, UnsupportedError
 from ortops.graph.edit import all_nodes, describe, replace_value
 from ortops.graph.external import Data, detach, find, refer_to
 from ortops.graph.limits import LIMITS
+from ortops.graph.serialization import from_proto, to_proto
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.tensor import Names, Tape, op
 from ortops.graph.validation import validate
@@ -192,7 +193,7 @@ def to_ir(
     own, beside = (proto, {}) if given_away else detach(proto)
     beside = beside | (data or {})
     try:
-        model = ir.from_proto(own)
+        model = from_proto(own)
     except Exception as error:  # onnx-ir has no common class for what it finds wrong
         cause = error.__cause__ or error
         raise ModelError(f"model: {cause}; check it with onnx.checker.check_model") from error
@@ -350,13 +351,14 @@ def _convert(model: ir.Model) -> ir.Model:
             graph.inputs.append(value)
     model.ir_version = max(model.ir_version, 4)  # before 4, initializers had to be inputs
     try:
-        proto = onnx.version_converter.convert_version(ir.to_proto(model), MINIMUM_OPSET)
+        proto = onnx.version_converter.convert_version(to_proto(model), MINIMUM_OPSET)
     except Exception as error:  # the converter raises RuntimeError and classes of its own
         raise ModelError(
             f"model: its opset {graph.opset_imports['']} cannot be converted to {MINIMUM_OPSET}: "
             f"{error}; convert it to {MINIMUM_OPSET} or later with the tool that wrote it"
         ) from error
-    result = ir.from_proto(proto)
+    result = from_proto(proto)
+    result.graph.meta.update(graph.meta)
     for value in list(result.graph.inputs):
         if value.name in big:
             value.const_value = big[value.name]

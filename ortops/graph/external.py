@@ -37,6 +37,7 @@ from ortops.graph.files import (
     unique_sibling,
     write_atomically,
 )
+from ortops.graph.serialization import to_proto
 
 __all__ = [
     "ITEM_SIZES",
@@ -45,6 +46,7 @@ __all__ = [
     "array_of",
     "attach",
     "attached",
+    "copy_tensor",
     "copy_to_memory",
     "data_size",
     "detach",
@@ -96,7 +98,8 @@ def detach(proto: onnx.ModelProto, folder: Path | None = None) -> tuple[onnx.Mod
     result, data = onnx.ModelProto(), Data()
     _copy(proto, result, data, folder)
     if folder is not None:
-        for tensor in _inner_tensors(result.graph.node):
+        nodes = (result.graph.node, *(function.node for function in result.functions))
+        for tensor in itertools.chain.from_iterable(map(_inner_tensors, nodes)):
             _load(tensor, folder)
     return result, data
 
@@ -114,7 +117,7 @@ def _copy(source: Any, target: Any, data: Data, folder: Path | None) -> None:
                 _copy(info, target.training_info.add(), data, folder)
         elif name == "initializer":
             for tensor in value:
-                _copy_tensor(tensor, target.initializer.add(), data, folder)
+                copy_tensor(tensor, target.initializer.add(), data, folder)
         elif field.is_repeated:
             getattr(target, name).extend(value)
         elif field.message_type is not None:
@@ -123,9 +126,20 @@ def _copy(source: Any, target: Any, data: Data, folder: Path | None) -> None:
             setattr(target, name, value)
 
 
-def _copy_tensor(
-    source: onnx.TensorProto, target: onnx.TensorProto, data: Data, folder: Path | None
+def copy_tensor(
+    source: onnx.TensorProto, target: onnx.TensorProto, data: Data, folder: Path | None = None
 ) -> None:
+    """Copies a tensor; data that are big are kept beside the model, which does not copy them.
+
+    Args:
+        source: The tensor.
+        target: An empty tensor.
+        data: The data of the target's model, to which big ones are added.
+        folder: Where external data are that are taken too.
+
+    Raises:
+        ModelError: If external data cannot be read.
+    """
     external = source.data_location == onnx.TensorProto.EXTERNAL
     big = source.data_type != onnx.TensorProto.STRING and _size(source) > _BIG
     if is_light(source) or (folder is None if external else not big):
@@ -419,7 +433,7 @@ def move_out(model: ir.Model) -> tuple[onnx.ModelProto, dict[str, npt.NDArray[An
                 graph.initializers[name].const_value = ir.ExternalTensor(
                     _MEMORY, 0, array.nbytes, tensor.dtype, shape=ir.Shape(array.shape), name=name
                 )
-    return ir.to_proto(model), arrays
+    return to_proto(model), arrays
 
 
 def _native(tensor: ir.TensorProtocol) -> npt.NDArray[Any] | None:

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from ortops.errors import ModelError
-from ortops.graph.edit import all_nodes
+from ortops.graph.edit import all_nodes, inner_graphs
 from ortops.graph.tensor import Names, Tape, Tensor, op, shape_of
 
 __all__ = [
@@ -24,13 +24,30 @@ __all__ = [
     "pad_axes",
     "reshape_like",
     "size_of",
+    "sum_along",
     "unbroadcast",
 ]
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_NOT_INFERRED = ("GroupNormalization", "MeanVarianceNormalization")
-"""Operators that onnx cannot infer anything for; the output is like the first input."""
+_SMALL_IMAGE = 1024  # numbers: up to there, one sum is as exact, and faster (measured)
+
+_ML = "ai.onnx.ml"
+_NOT_INFERRED = {
+    ("", "GroupNormalization"): None,
+    ("", "MeanVarianceNormalization"): None,
+    (_ML, "Imputer"): None,
+    (_ML, "Normalizer"): ir.DataType.FLOAT,
+    (_ML, "Scaler"): ir.DataType.FLOAT,
+}
+"""Operators that onnx cannot infer anything for; the output is like the first input.
+
+With the type of the output, where it has one of its own.
+"""
+
+_OF_MAPS = ("CastMap", "DictVectorizer", "ZipMap")
+"""Operators of ai.onnx.ml at which onnx crashes, as onnx-ir does not tell it the types of maps, or
+infers a type that onnx-ir cannot read."""
 
 _MAKE_SEQUENCES = (
     "Optional",
@@ -169,10 +186,36 @@ def unbroadcast(g: Tensor, like: Tensor) -> Tensor:
         elif not isinstance(want, int) and have != 1 and (have is None or have != want):
             return _unbroadcast_at_run_time(g, like)
     if axes:
-        g = op.ReduceSum(g, axes, keepdims=int(len(axes) > added))
+        g = sum_along(g, axes, keepdims=int(len(axes) > added))
         if added and len(axes) > added:
             g = op.Squeeze(g, list(range(added)))
     return g.with_shape_of(like)
+
+
+def sum_along(x: Tensor, axes: Sequence[int], *, keepdims: int = 0) -> Tensor:
+    """Sums over axes, the last of them first.
+
+    Two sums of few terms have smaller rounding errors than one of many, and onnxruntime's kernels
+    for them take less time, but for small images.
+
+    Args:
+        x: A tensor of known rank.
+        axes: Its axes, in ascending order.
+        keepdims: Whether they stay, as axes of size 1.
+    """
+    *others, last = axes
+    if others and not _are_small_images(x, axes):
+        x, axes = op.ReduceSum(x, [last], keepdims=keepdims), others
+    return op.ReduceSum(x, axes, keepdims=keepdims)
+
+
+def _are_small_images(x: Tensor, axes: Sequence[int]) -> bool:
+    if x.shape is None:
+        return False
+    sizes = [x.shape[axis] for axis in axes[1:]]
+    known = [size for size in sizes if isinstance(size, int)]
+    small = len(known) == len(sizes) and math.prod(known) <= _SMALL_IMAGE
+    return small and axes[-1] == x.ndim - 1
 
 
 def _unbroadcast_at_run_time(g: Tensor, like: Tensor) -> Tensor:
@@ -194,34 +237,35 @@ def may_be_equal(a: ir.Shape | None, b: ir.Shape | None) -> bool:
 
 
 def infer_shapes(model: ir.Model) -> None:
-    """Infers types and shapes, in place, as far as onnx can."""
+    """Infers types and shapes, in place, as far as onnx can.
+
+    Where onnx does not know what graphs inside nodes read from outside, that is passed on.
+    """
     for node in all_nodes(model.graph):
         if node.domain == "" and node.op_type == "STFT" and "onesided" not in node.attributes:
             node.attributes.add(ir.AttrInt64("onesided", 1))  # onnx infers as if it were 0
     unknown = {
-        node: node.op_type
+        node: name
         for node in all_nodes(model.graph)
-        if node.domain == "" and node.op_type in _NOT_INFERRED
+        if (name := (node.domain, node.op_type)) in _NOT_INFERRED
     }
-    for node in unknown:
-        node.op_type = "Identity"  # for the time of the pass: it has the type and the shape
+    for node, name in unknown.items():  # for the time of the pass: it has the type and the shape
+        dtype = _NOT_INFERRED[name]
+        node.domain, node.op_type = "", "Identity" if dtype is None else "Cast"
+        if dtype is not None:
+            node.attributes.add(ir.AttrInt64("to", dtype))
+    for node in all_nodes(model.graph):
+        if node.domain == _ML and node.op_type in _OF_MAPS:
+            unknown[node] = (_ML, node.op_type)
+            node.op_type = "Hidden"
     try:
         passes.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
     finally:
-        for node, op_type in unknown.items():
-            node.op_type = op_type
+        for node, name in unknown.items():
+            node.domain, node.op_type = name
+            node.attributes.pop("to", None)
     _forget_symbols_of_elements(model.graph)
-    for node in all_nodes(model.graph):
-        if node.domain == "" and node.op_type == "If":
-            branch = node.attributes["then_branch"].as_graph()
-            for value, result in zip(node.outputs, branch.outputs, strict=False):
-                if isinstance(result.type, ir.SequenceType | ir.OptionalType):
-                    value.type, value.shape = result.type, result.shape
-        elif (node.domain == "" and node.op_type in _MAKE_SEQUENCES) or any(
-            value is not None and isinstance(value.type, ir.SequenceType | ir.OptionalType)
-            for value in node.inputs
-        ):
-            _infer_again(node)
+    _infer_rest(model.graph, Tape(model.graph, names=Names()))
 
 
 def _forget_symbols_of_elements(graph: ir.Graph) -> None:
@@ -245,14 +289,151 @@ def _forget_symbols_of_elements(graph: ir.Graph) -> None:
             value.shape = ir.Shape([None if str(d) in elements else d for d in value.shape])
 
 
-def _infer_again(node: ir.Node) -> None:
-    """Gives outputs their types anew: onnx-ir's pass takes every new value for a tensor."""
+def _infer_rest(graph: ir.Graph, tape: Tape) -> None:
+    """Infers what onnx did not: of a graph inside another, and of types other than tensors.
+
+    Args:
+        graph: A graph whose nodes onnx has seen.
+        tape: A tape of the model's graph, which has the versions of the operators.
+    """
+    for node in graph:
+        inner = None if node.domain else _INSIDE.get(node.op_type)
+        if inner is not None:
+            inner(node, tape)
+            continue
+        for body in inner_graphs(node):
+            _infer_rest(body, tape)
+        if (node.domain == "" and node.op_type in _MAKE_SEQUENCES) or any(
+            value is not None and not _is_tensor(value) for value in node.inputs
+        ):
+            _infer_again(node, tape)
+        elif any(value.shape is None and value.name for value in node.outputs):
+            _infer_again(node, tape, keep=True)
+
+
+def _is_tensor(value: ir.Value) -> bool:
+    return not isinstance(value.type, ir.SequenceType | ir.OptionalType)
+
+
+def _infer_again(node: ir.Node, tape: Tape, *, keep: bool = False) -> None:
+    """Gives outputs their types anew: onnx-ir's pass takes every new value for a tensor.
+
+    Args:
+        node: The node.
+        tape: A tape of the model's graph.
+        keep: Whether the types that are known stay, and the shapes.
+    """
     found = [(value, value.type, value.shape) for value in node.outputs]
     for value in node.outputs:
         value.type = value.shape = None
-    assert isinstance(node.graph, ir.Graph)
     with contextlib.suppress(ModelError):  # it may depend on what is not known
-        Tape(node.graph, names=Names()).infer(node)
+        tape.infer(node)
     for value, kind, shape in found:
-        if value.type is None:
-            value.type, value.shape = kind, shape
+        if value.type is None or (keep and kind is not None):
+            value.type = kind
+            value.shape = shape if shape is not None or not keep else value.shape
+
+
+def _infer_if(node: ir.Node, tape: Tape) -> None:
+    """Infers both branches; a result has the sizes on which they agree."""
+    branches = [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
+    for branch in branches:
+        _infer_rest(branch, tape)
+    for value, *results in zip(node.outputs, *(b.outputs for b in branches), strict=False):
+        if not all(map(_is_tensor, results)):
+            value.type, value.shape = results[0].type, results[0].shape
+        elif value.shape is None:
+            value.type = value.type or results[0].type
+            value.shape = _common(results[0].shape, results[1].shape)
+
+
+def _infer_loop(node: ir.Node, tape: Tape) -> None:
+    """Infers the body of a Loop, whose states keep the rank and the sizes that each round keeps."""
+    body = node.attributes["body"].as_graph()
+    starts, states = node.inputs[2:], body.inputs[2:]
+    for value, start in zip(states, starts, strict=False):
+        value.type = value.type or (None if start is None else start.type)
+    carried = [
+        (value, start.shape, output)
+        for value, start, output in zip(states, starts, body.outputs[1:], strict=False)
+        if start is not None and value.shape is None and _is_tensor(value)
+    ]
+    inside = (value for each in all_nodes(body) for value in each.outputs)
+    unknown = [value for value in inside if value.shape is None]
+    assumed = [shape for _, shape, _ in carried]
+    while True:
+        for (value, _, _), shape in zip(carried, assumed, strict=True):
+            value.shape = shape
+        _infer_rest(body, tape)
+        kept = [
+            _common(a, output.shape) for a, (_, _, output) in zip(assumed, carried, strict=True)
+        ]
+        if kept == assumed:
+            break
+        assumed = kept
+        for value in unknown:  # it followed from what does not hold in later rounds
+            value.shape = None
+    for value, output, start in zip(node.outputs, body.outputs[1:], starts, strict=False):
+        if not _is_tensor(output):
+            value.type, value.shape = output.type, None
+        elif value.shape is None and start is not None:
+            value.type = value.type or output.type
+            value.shape = _common(start.shape, output.shape)
+    for value, output in list(zip(node.outputs, body.outputs[1:], strict=False))[len(starts) :]:
+        value.type = value.type or output.type
+        if value.shape is None and output.shape is not None:
+            value.shape = ir.Shape([None, *output.shape])
+
+
+def _infer_scan(node: ir.Node, tape: Tape) -> None:
+    """Infers the body of a Scan, whose states keep their shapes."""
+    body = node.attributes["body"].as_graph()
+    given = [value for value in node.inputs if value is not None]
+    count = len(given) - node.attributes["num_scan_inputs"].as_int()
+    axes = _scan_axes(node, "input", len(given) - count)
+    lengths: set[object] = set()
+    for number, (value, outside) in enumerate(zip(body.inputs, given, strict=False)):
+        value.type = value.type or outside.type
+        dims = None if outside.shape is None else list(outside.shape)
+        if dims is not None and number >= count:
+            lengths.add(dims.pop(axes[number - count]))
+        if dims is not None and value.shape is None:
+            value.shape = ir.Shape(dims)
+    _infer_rest(body, tape)
+    axes = _scan_axes(node, "output", len(body.outputs) - count)
+    known = lengths.pop() if len(lengths) == 1 else None
+    length = known if isinstance(known, int | ir.SymbolicDim) else None
+    for number, (value, inside) in enumerate(zip(node.outputs, body.outputs, strict=False)):
+        value.type = value.type or inside.type
+        if value.shape is not None:
+            continue
+        if number < count:
+            value.shape = inside.shape or given[number].shape
+        elif inside.shape is not None:
+            stacked: list[int | ir.SymbolicDim | None] = list(inside.shape)
+            axis = axes[number - count]
+            stacked.insert(axis if axis >= 0 else axis + len(stacked) + 1, length)
+            value.shape = ir.Shape(stacked)
+
+
+_INSIDE = {"If": _infer_if, "Loop": _infer_loop, "Scan": _infer_scan}
+"""How what nodes with graphs inside put out is inferred."""
+
+
+def _scan_axes(node: ir.Node, kind: str, count: int) -> Sequence[int]:
+    """Returns the axis of each input or output that a Scan goes along.
+
+    Args:
+        node: The node.
+        kind: "input" or "output".
+        count: How many of them there are.
+    """
+    name = f"scan_{kind}_axes"
+    return node.attributes[name].as_ints() if name in node.attributes else [0] * count
+
+
+def _common(a: ir.Shape | None, b: ir.Shape | None) -> ir.Shape | None:
+    """Returns the sizes on which two shapes agree; None if not even the rank is one."""
+    if a is None or b is None or len(a) != len(b):
+        return None
+    return ir.Shape([p if p == q else None for p, q in zip(a, b, strict=True)])

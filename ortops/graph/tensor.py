@@ -8,9 +8,23 @@ Gradient rules, losses, optimizers and whole models are written with them.
 from __future__ import annotations
 
 import contextvars
+import math
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import EllipsisType, TracebackType
-from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, cast, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NoReturn,
+    Protocol,
+    Self,
+    SupportsIndex,
+    TypeAlias,
+    TypeVar,
+    cast,
+    overload,
+)
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +33,7 @@ import onnx_ir as ir
 
 from ortops.errors import ModelError, OrtopsError
 from ortops.graph.external import without_data
+from ortops.graph.serialization import is_map
 
 __all__ = [
     "DEFAULT_OPSET",
@@ -40,6 +55,7 @@ Dim: TypeAlias = int | str | None
 """A dimension: its size, its symbol, or None where nothing is known."""
 
 Array: TypeAlias = npt.NDArray[Any]
+Axes: TypeAlias = int | Sequence[int] | None
 _T = TypeVar("_T")
 
 DEFAULT_OPSET = 21
@@ -62,6 +78,22 @@ _HASHABLE = frozenset(
     }
 )
 """Types of attributes that inference is remembered for."""
+
+_NO_VALUE = "has no value while the graph is built"
+
+_INSTEAD = {
+    "all": ".min() of booleans",
+    "any": ".max() of booleans",
+    "dot": "@",
+    "item": "the model in a session: a Tensor has no value while the graph is built",
+    "numpy": "the model in a session: a Tensor has no value while the graph is built",
+    "permute": "op.Transpose(x, perm=[...])",
+    "to": ".astype(dtype)",
+    "tolist": "the model in a session: a Tensor has no value while the graph is built",
+    "transpose": ".T, .mT, or op.Transpose(x, perm=[...])",
+    "view": ".reshape(shape)",
+}
+"""What stands for methods that arrays of other libraries have."""
 
 _Inferred: TypeAlias = tuple[tuple[ir.TypeProtocol | None, tuple[Dim, ...] | None], ...]
 _inferred: dict[tuple[object, ...], _Inferred] = {}  # layers of a model are alike
@@ -351,7 +383,7 @@ class Tape:
                 dtype = known.get(kind)
                 if dtype is None and first is not None and _allows(schema, kind, first):
                     dtype = first if ir.DataType.from_numpy(first).is_floating_point() else None
-                values.append(self.constant(_array(given, dtype)).value)
+                values.append(self.constant(_array(given, dtype, schema.name)).value)
         return values
 
     def _vector(self, parts: Sequence[object]) -> Tensor:
@@ -373,6 +405,7 @@ class Tape:
         """
         schema = _schema(node.op_type, self.graph.opset_imports.get(node.domain, 1), node.domain)
         if not schema.has_type_and_shape_inference_function:
+            _infer_types(node, schema)
             return
         if any(value is not None and value.name and value.type is None for value in node.inputs):
             _infer_types(node, schema)
@@ -421,8 +454,8 @@ class Tape:
             ) from error
         found: list[tuple[ir.TypeProtocol | None, tuple[Dim, ...] | None]] = []
         for value in node.outputs:
-            proto = inferred.get(value.name or "")
-            if proto is None:
+            proto = inferred.get(value.name) if value.name else None  # absent ones share a name
+            if proto is None or is_map(proto):
                 found.append((None, None))
                 continue
             kind = ir.serde.deserialize_type_proto_for_type(proto)
@@ -438,11 +471,22 @@ class Tape:
 class Tensor:
     """A value of an ONNX graph under construction.
 
-    Arithmetic on it appends nodes to its tape. Python numbers take the Tensor's own dtype.
+    Arithmetic on it appends nodes to its tape, and means what it means in numpy: the operators are
+    those of the Python array API, comparisons are elementwise, ``is`` tells whether two Tensors are
+    the same. Python numbers take the Tensor's own dtype, and are refused where that cannot hold
+    them. Tensors and arrays of different dtypes do not mix: cast with `astype`.
 
     Args:
         tape: Where new nodes go.
         value: The value of the graph that it stands for.
+
+    Example:
+        >>> with Tape() as tape:
+        ...     x = tape.input("x", np.float32, ["batch", 3])
+        ...     positive = (x > 0) & (x != 1)
+        ...     y = x.sum(axis=1) / positive.sum(axis=1).astype(np.float32)
+        >>> y
+        Tensor('Div_output', float32, [batch])
     """
 
     __slots__ = ("tape", "value")
@@ -486,6 +530,45 @@ class Tensor:
         return len(self.value.shape)
 
     @property
+    def size(self) -> int:
+        """The number of elements.
+
+        Raises:
+            ModelError: If it is not known while the graph is built.
+        """
+        shape = self.shape
+        if shape is None or not all(isinstance(dim, int) for dim in shape):
+            raise ModelError(
+                f"{self!r}: its size is not known while the graph is built; use op.Size(x)"
+            )
+        return math.prod(cast(tuple[int, ...], shape))
+
+    @property
+    def T(self) -> Tensor:  # noqa: N802 - its name in the array API
+        """The transpose of a matrix.
+
+        Raises:
+            ModelError: If the rank is not 2, or not known.
+        """
+        if self.ndim != 2:
+            raise ModelError(
+                f"{self!r}: .T of rank {self.ndim}; it is for rank 2, use .mT or op.Transpose"
+            )
+        return op.Transpose(self, perm=[1, 0])
+
+    @property
+    def mT(self) -> Tensor:  # noqa: N802 - its name in the array API
+        """The transpose of each matrix, that is of the last two axes.
+
+        Raises:
+            ModelError: If the rank is below 2, or not known.
+        """
+        if self.ndim < 2:
+            raise ModelError(f"{self!r}: .mT of rank {self.ndim}; it is for rank 2 and more")
+        axes = list(range(self.ndim))
+        return op.Transpose(self, perm=[*axes[:-2], axes[-1], axes[-2]])
+
+    @property
     def constant(self) -> Array | None:
         """The value as an array where it is known while building the graph, else None."""
         tensor = constant_tensor(self.value)
@@ -495,6 +578,109 @@ class Tensor:
         """Returns the tensor in another element type."""
         wanted = ir.DataType.from_numpy(np.dtype(dtype))
         return self if self.value.dtype == wanted else op.Cast(self, to=wanted)
+
+    def sum(self, axis: Axes = None, keepdims: bool = False) -> Tensor:
+        """Sums over axes, all by default.
+
+        Args:
+            axis: An axis or several, negative ones from the end.
+            keepdims: Whether they stay, with size 1.
+
+        Returns:
+            The sums, of the Tensor's dtype; booleans and integers give int64, unsigned ones uint64.
+        """
+        return _total("ReduceSum", self, axis, keepdims)
+
+    def prod(self, axis: Axes = None, keepdims: bool = False) -> Tensor:
+        """Multiplies over axes; see `sum`."""
+        return _total("ReduceProd", self, axis, keepdims)
+
+    def mean(self, axis: Axes = None, keepdims: bool = False) -> Tensor:
+        """Averages over axes; see `sum`.
+
+        Raises:
+            ModelError: If the dtype is not a floating-point one.
+        """
+        dtype = numpy_dtype(self.value)
+        if dtype is not None and dtype.kind in "biu":
+            raise ModelError(
+                f"{self!r}: the mean of {dtype} is not one; cast with .astype(np.float32)"
+            )
+        return _reduce("ReduceMean", self, axis, keepdims)
+
+    def max(self, axis: Axes = None, keepdims: bool = False) -> Tensor:
+        """Takes the maximum over axes; of booleans, whether any is true. See `sum`."""
+        return _extreme("ReduceMax", self, axis, keepdims)
+
+    def min(self, axis: Axes = None, keepdims: bool = False) -> Tensor:
+        """Takes the minimum over axes; of booleans, whether all are true. See `sum`."""
+        return _extreme("ReduceMin", self, axis, keepdims)
+
+    def argmax(self, axis: int | None = None, keepdims: bool = False) -> Tensor:
+        """Returns the index (int64) of the first maximum along an axis, or of all elements."""
+        return _position("ArgMax", self, axis, keepdims)
+
+    def argmin(self, axis: int | None = None, keepdims: bool = False) -> Tensor:
+        """Returns the index (int64) of the first minimum along an axis, or of all elements."""
+        return _position("ArgMin", self, axis, keepdims)
+
+    def clip(self, min: object = None, max: object = None) -> Tensor:  # noqa: A002 - as in numpy
+        """Limits the elements to what lies between two numbers, arrays or Tensors.
+
+        Args:
+            min: The least, None for no limit.
+            max: The greatest, None for no limit.
+        """
+        if all(x is None or _is_scalar(x) for x in (min, max)):
+            return self if min is max is None else op.Clip(self, min, max)
+        result = self if min is None else op.Max(self, min)
+        return result if max is None else op.Min(result, max)
+
+    def reshape(self, *shape: object) -> Tensor:
+        """Returns the elements in another shape.
+
+        Args:
+            *shape: The sizes: integers or scalar Tensors of int64, one of which may be -1 for what
+                is left; or all as a sequence or as a vector of int64. Unlike in ``op.Reshape``, 0
+                is a size.
+
+        Raises:
+            ModelError: If -1 stands beside a 0, where it could be anything.
+        """
+        whole = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if isinstance(whole, Tensor) and numpy_dtype(whole.value) != np.int64:
+            raise ModelError(f"{self!r}: the shape {whole!r}; it is of int64: .astype(np.int64)")
+        if isinstance(whole, Tensor) and whole.shape == ():
+            whole = (whole,)
+        if isinstance(whole, Tensor):
+            return op.Reshape(self, whole, allowzero=1)
+        if isinstance(whole, SupportsIndex):
+            whole = (whole,)
+        sizes = [
+            size if isinstance(size, Tensor) else operator.index(cast(SupportsIndex, size))
+            for size in cast(Sequence[object], whole)
+        ]
+        known = [size for size in sizes if isinstance(size, int)]
+        if 0 in known and -1 in known:
+            raise ModelError(f"{self!r}: reshape to {sizes}; -1 cannot be told beside 0")
+        zeros = 0 in known or len(known) < len(sizes)
+        return op.Reshape(self, sizes, allowzero=1 if zeros else None)
+
+    def flatten(self) -> Tensor:
+        """Returns the elements as a vector."""
+        return op.Reshape(self, [-1])
+
+    def squeeze(self, axis: Axes = None) -> Tensor:
+        """Drops axes of size 1, all of them by default.
+
+        Raises:
+            ModelError: If no axis is named, and not all sizes are known.
+        """
+        if axis is None and (
+            self.shape is None or not all(isinstance(dim, int) for dim in self.shape)
+        ):
+            raise ModelError(f"{self!r}: which sizes are 1 only a run can tell; name them in axis")
+        return op.Squeeze(self, _axes(axis))
 
     def with_shape(self, shape: Sequence[Dim]) -> Tensor:
         """Records a shape that inference cannot find, and returns the tensor.
@@ -529,13 +715,48 @@ class Tensor:
         return f"Tensor({self.name!r}, {numpy_dtype(self.value)}, [{dims}])"
 
     def __bool__(self) -> bool:
-        raise TypeError(f"{self!r} has no truth value while the graph is built; use op.Where")
+        raise TypeError(
+            f"{self!r} has no truth value while the graph is built; use op.Where, & | ~ for and, "
+            "or, not, and `is` to find a Tensor among others"
+        )
+
+    def __float__(self) -> float:
+        raise TypeError(f"{self!r} {_NO_VALUE}; use .astype(np.float32)")
+
+    def __int__(self) -> int:
+        raise TypeError(f"{self!r} {_NO_VALUE}; use .astype(np.int64)")
+
+    def __index__(self) -> int:
+        raise TypeError(f"{self!r} {_NO_VALUE}; use it in op.<Operator>, or to index a Tensor")
+
+    def __array__(self, dtype: object = None, copy: object = None) -> NoReturn:
+        raise TypeError(f"{self!r} {_NO_VALUE}; use its methods, or op.<Operator>")
+
+    def __len__(self) -> int:
+        raise TypeError(f"{self!r} has no len(); use .shape[0], or op.Shape(x)[0] where it varies")
 
     def __iter__(self) -> Any:
         raise TypeError(f"{self!r} cannot be iterated over; index it, or use op.Split")
 
+    def __contains__(self, item: object) -> bool:
+        raise TypeError(f"`in {self!r}` {_NO_VALUE}; use (x == item).max()")
+
     def __getitem__(self, key: object) -> Tensor:
         return _index(self, key if isinstance(key, tuple) else (key,))
+
+    def __setitem__(self, key: object, value: object) -> None:
+        raise TypeError(f"{self!r} cannot be changed; use op.Where or op.ScatterND")
+
+    if not TYPE_CHECKING:  # or every attribute would be one
+
+        def __getattr__(self, name: str) -> NoReturn:
+            instead = _INSTEAD.get(name, "op.<Operator>")
+            raise AttributeError(f"Tensor has no attribute '{name}'; use {instead}")
+
+    __hash__ = object.__hash__  # == is elementwise
+
+    def __pos__(self) -> Tensor:
+        return self
 
     def __neg__(self) -> Tensor:
         return op.Neg(self)
@@ -543,50 +764,110 @@ class Tensor:
     def __abs__(self) -> Tensor:
         return op.Abs(self)
 
+    def __invert__(self) -> Tensor:
+        return op.Not(self) if _is_boolean("~", self) else op.BitwiseNot(self)
+
     def __add__(self, other: object) -> Tensor:
-        return op.Add(self, other)
+        return _binary(op.Add, self, other)
 
     def __radd__(self, other: object) -> Tensor:
-        return op.Add(other, self)
+        return _binary(op.Add, other, self)
 
     def __sub__(self, other: object) -> Tensor:
-        return op.Sub(self, other)
+        return _binary(op.Sub, self, other)
 
     def __rsub__(self, other: object) -> Tensor:
-        return op.Sub(other, self)
+        return _binary(op.Sub, other, self)
 
     def __mul__(self, other: object) -> Tensor:
-        return op.Mul(self, other)
+        return _binary(op.Mul, self, other)
 
     def __rmul__(self, other: object) -> Tensor:
-        return op.Mul(other, self)
+        return _binary(op.Mul, other, self)
 
     def __truediv__(self, other: object) -> Tensor:
-        return op.Div(self, other)
+        return _binary(_divide, self, other)
 
     def __rtruediv__(self, other: object) -> Tensor:
-        return op.Div(other, self)
+        return _binary(_divide, other, self)
+
+    def __floordiv__(self, other: object) -> Tensor:
+        return _binary(_floor_divide, self, other)
+
+    def __rfloordiv__(self, other: object) -> Tensor:
+        return _binary(_floor_divide, other, self)
+
+    def __mod__(self, other: object) -> Tensor:
+        return _binary(_remainder, self, other)
+
+    def __rmod__(self, other: object) -> Tensor:
+        return _binary(_remainder, other, self)
 
     def __pow__(self, other: object) -> Tensor:
-        return op.Pow(self, other)
+        return _binary(_power, self, other)
 
     def __rpow__(self, other: object) -> Tensor:
-        return op.Pow(other, self)
+        return _binary(_power, other, self)
+
+    def __divmod__(self, other: object) -> tuple[Tensor, Tensor]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: object) -> tuple[Tensor, Tensor]:
+        return other // self, other % self
 
     def __matmul__(self, other: object) -> Tensor:
-        return op.MatMul(self, other)
+        return _binary(op.MatMul, self, other)
+
+    def __rmatmul__(self, other: object) -> Tensor:
+        return _binary(op.MatMul, other, self)
+
+    def __and__(self, other: object) -> Tensor:
+        return _binary(_and, self, other)
+
+    def __rand__(self, other: object) -> Tensor:
+        return _binary(_and, other, self)
+
+    def __or__(self, other: object) -> Tensor:
+        return _binary(_or, self, other)
+
+    def __ror__(self, other: object) -> Tensor:
+        return _binary(_or, other, self)
+
+    def __xor__(self, other: object) -> Tensor:
+        return _binary(_xor, self, other)
+
+    def __rxor__(self, other: object) -> Tensor:
+        return _binary(_xor, other, self)
+
+    def __lshift__(self, other: object) -> Tensor:
+        return _binary(_shift_left, self, other)
+
+    def __rlshift__(self, other: object) -> Tensor:
+        return _binary(_shift_left, other, self)
+
+    def __rshift__(self, other: object) -> Tensor:
+        return _binary(_shift_right, self, other)
+
+    def __rrshift__(self, other: object) -> Tensor:
+        return _binary(_shift_right, other, self)
+
+    def __eq__(self, other: object) -> Tensor:  # type: ignore[override]
+        return op.Equal(self, _comparable(self, other))
+
+    def __ne__(self, other: object) -> Tensor:  # type: ignore[override]
+        return op.Not(op.Equal(self, _comparable(self, other)))
 
     def __lt__(self, other: object) -> Tensor:
-        return op.Less(self, other)
+        return _binary(op.Less, self, other)
 
     def __le__(self, other: object) -> Tensor:
-        return op.LessOrEqual(self, other)
+        return _binary(op.LessOrEqual, self, other)
 
     def __gt__(self, other: object) -> Tensor:
-        return op.Greater(self, other)
+        return _binary(op.Greater, self, other)
 
     def __ge__(self, other: object) -> Tensor:
-        return op.GreaterOrEqual(self, other)
+        return _binary(op.GreaterOrEqual, self, other)
 
 
 class _Emit(Protocol):
@@ -659,15 +940,15 @@ op = _Operators()
 class ArrayNamespace:
     """The part of the Python array API that update rules and losses need, on Tensors."""
 
+    pi = math.pi
+    inf = math.inf
+    nan = math.nan
+    bool = np.dtype(np.bool_)
     float16 = np.dtype(np.float16)
     float32 = np.dtype(np.float32)
     float64 = np.dtype(np.float64)
+    int32 = np.dtype(np.int32)
     int64 = np.dtype(np.int64)
-
-    @staticmethod
-    def astype(x: Tensor, dtype: npt.DTypeLike) -> Tensor:
-        """Casts."""
-        return x.astype(dtype)
 
     @staticmethod
     def where(condition: Tensor, a: object, b: object) -> Tensor:
@@ -677,19 +958,36 @@ class ArrayNamespace:
         return op.Where(condition, a, b)
 
     @staticmethod
-    def sum(x: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor:
-        """Sums over axes, all by default."""
-        return op.ReduceSum(x, _axes(axis), keepdims=int(keepdims))
+    def concat(arrays: Sequence[Tensor], /, *, axis: int | None = 0) -> Tensor:
+        """Joins tensors along an axis, flattened ones where it is None."""
+        if axis is None:
+            arrays, axis = [x.flatten() for x in arrays], 0
+        return op.Concat(*arrays, axis=axis)
 
     @staticmethod
-    def mean(x: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor:
-        """Averages over axes, all by default."""
-        return op.ReduceMean(x, _axes(axis), keepdims=int(keepdims))
+    def stack(arrays: Sequence[Tensor], /, *, axis: int = 0) -> Tensor:
+        """Joins tensors along a new axis."""
+        return op.Concat(*(op.Unsqueeze(x, [axis]) for x in arrays), axis=axis)
 
     @staticmethod
-    def max(x: Tensor, axis: int | Sequence[int] | None = None, keepdims: bool = False) -> Tensor:
-        """Takes the maximum over axes, all by default."""
-        return op.ReduceMax(x, _axes(axis), keepdims=int(keepdims))
+    def expand_dims(x: Tensor, /, *, axis: int = 0) -> Tensor:
+        """Adds an axis of size 1."""
+        return op.Unsqueeze(x, [axis])
+
+    @staticmethod
+    def permute_dims(x: Tensor, /, axes: Sequence[int]) -> Tensor:
+        """Puts the axes in another order."""
+        return op.Transpose(x, perm=axes)
+
+    @staticmethod
+    def reshape(x: Tensor, /, shape: Sequence[int] | Tensor) -> Tensor:
+        """Returns the elements in another shape; see `Tensor.reshape`."""
+        return x.reshape(shape)
+
+    @staticmethod
+    def square(x: Tensor, /) -> Tensor:
+        """Returns the squares."""
+        return op.Mul(x, x)
 
     @staticmethod
     def zeros_like(x: Tensor) -> Tensor:
@@ -701,19 +999,50 @@ class ArrayNamespace:
         """Returns ones."""
         return ones_like(x)
 
-    sqrt = staticmethod(op.Sqrt)
-    exp = staticmethod(op.Exp)
-    log = staticmethod(op.Log)
-    pow = staticmethod(op.Pow)
+    astype = staticmethod(Tensor.astype)
+    sum = staticmethod(Tensor.sum)
+    prod = staticmethod(Tensor.prod)
+    mean = staticmethod(Tensor.mean)
+    max = staticmethod(Tensor.max)
+    min = staticmethod(Tensor.min)
+    argmax = staticmethod(Tensor.argmax)
+    argmin = staticmethod(Tensor.argmin)
+    clip = staticmethod(Tensor.clip)
+    squeeze = staticmethod(Tensor.squeeze)
+
     abs = staticmethod(op.Abs)
-    sign = staticmethod(op.Sign)
-    tanh = staticmethod(op.Tanh)
-    sin = staticmethod(op.Sin)
+    ceil = staticmethod(op.Ceil)
     cos = staticmethod(op.Cos)
+    exp = staticmethod(op.Exp)
+    floor = staticmethod(op.Floor)
+    isnan = staticmethod(op.IsNaN)
+    isinf = staticmethod(op.IsInf)
+    log = staticmethod(op.Log)
+    logical_and = staticmethod(op.And)
+    logical_not = staticmethod(op.Not)
+    logical_or = staticmethod(op.Or)
+    matmul = staticmethod(op.MatMul)
     maximum = staticmethod(op.Max)
     minimum = staticmethod(op.Min)
-    matmul = staticmethod(op.MatMul)
-    reshape = staticmethod(op.Reshape)
+    round = staticmethod(op.Round)
+    sign = staticmethod(op.Sign)
+    sin = staticmethod(op.Sin)
+    sqrt = staticmethod(op.Sqrt)
+    tanh = staticmethod(op.Tanh)
+
+    add = staticmethod(operator.add)
+    divide = staticmethod(operator.truediv)
+    equal = staticmethod(operator.eq)
+    floor_divide = staticmethod(operator.floordiv)
+    greater = staticmethod(operator.gt)
+    greater_equal = staticmethod(operator.ge)
+    less = staticmethod(operator.lt)
+    less_equal = staticmethod(operator.le)
+    multiply = staticmethod(operator.mul)
+    not_equal = staticmethod(operator.ne)
+    pow = staticmethod(operator.pow)
+    remainder = staticmethod(operator.mod)
+    subtract = staticmethod(operator.sub)
 
 
 def shape_of(x: Tensor) -> Tensor:
@@ -766,16 +1095,20 @@ def _schema(op_type: str, opset: int, domain: str) -> onnx.defs.OpSchema:
         raise ModelError(f"{op_type}: no such operator in {place} at opset {opset}") from error
 
 
+_FIXED_TYPES = {"tensor(float)": ir.DataType.FLOAT, "tensor(int64)": ir.DataType.INT64}
+"""Types that schemas give outputs by name, not by a constraint."""
+
+
 def _infer_types(node: ir.Node, schema: onnx.defs.OpSchema) -> None:
-    """Gives outputs the types that follow from the schema alone, where an input has none."""
+    """Gives outputs the types that follow from the schema alone."""
     known = {
         formal.type_str: value.type
         for formal, value in zip(schema.inputs, node.inputs, strict=False)
         if value is not None and value.type is not None
     }
     for formal, value in zip(schema.outputs, node.outputs, strict=False):
-        if formal.type_str == "tensor(int64)":
-            value.type = ir.TensorType(ir.DataType.INT64)
+        if formal.type_str in _FIXED_TYPES:
+            value.type = ir.TensorType(_FIXED_TYPES[formal.type_str])
         elif value.type is None:
             value.type = known.get(formal.type_str)
 
@@ -797,13 +1130,23 @@ def _known_dtype(given: object) -> np.dtype[Any] | None:
     return given.dtype if isinstance(given, np.ndarray | np.generic) else None
 
 
-def _array(given: object, dtype: np.dtype[Any] | None) -> Array:
+def _array(given: object, dtype: np.dtype[Any] | None, where: str) -> Array:
+    """Returns Python numbers as an array of a dtype; integers and booleans must hold them."""
     array = np.asarray(given)
     if array.size == 0 and dtype is None:
         return array.astype(np.int64)
     if dtype is None and array.dtype == np.float64:
         return array.astype(np.float32)  # ONNX's default for numbers without a type
-    return array if dtype is None else array.astype(dtype)
+    if dtype is None:
+        return array
+    with np.errstate(invalid="ignore"):
+        converted = array.astype(dtype)
+    if dtype.kind in "biu" and (converted != array).any():
+        raise ModelError(
+            f"{where}: {given!r} beside a tensor of {dtype}, which cannot hold it; cast the tensor "
+            "with .astype, or give a number of its type"
+        )
+    return converted
 
 
 def _attribute(schema: onnx.defs.OpSchema, name: str, value: Any) -> ir.Attr:
@@ -878,10 +1221,188 @@ def _content(tensor: ir.TensorProtocol) -> tuple[object, ...] | None:
     return tensor.dtype, *tensor.shape, content
 
 
-def _axes(axis: int | Sequence[int] | None) -> list[int] | None:
+def _axes(axis: Axes) -> list[int] | None:
     if axis is None:
         return None
-    return [axis] if isinstance(axis, int) else list(axis)
+    return [operator.index(axis)] if isinstance(axis, SupportsIndex) else list(axis)
+
+
+def _reduce(op_type: str, x: Tensor, axis: Axes, keepdims: bool) -> Tensor:
+    axes = _axes(axis)
+    empty = 1 if axes == [] else None  # over no axes, where ONNX's default is all
+    reduce = getattr(op, op_type)
+    return cast(Tensor, reduce(x, axes, keepdims=int(keepdims), noop_with_empty_axes=empty))
+
+
+def _total(op_type: str, x: Tensor, axis: Axes, keepdims: bool) -> Tensor:
+    dtype = numpy_dtype(x.value)
+    if dtype is None or dtype.kind not in "biu":
+        return _reduce(op_type, x, axis, keepdims)
+    total = _reduce(op_type, x.astype(np.int64), axis, keepdims)
+    return total.astype(np.uint64) if dtype.kind == "u" else total
+
+
+def _extreme(op_type: str, x: Tensor, axis: Axes, keepdims: bool) -> Tensor:
+    dtype = numpy_dtype(x.value)
+    if dtype == np.bool_:
+        return _reduce(op_type, x.astype(np.int32), axis, keepdims).astype(np.bool_)
+    return _reduce(op_type, x, axis, keepdims)
+
+
+def _position(op_type: str, x: Tensor, axis: int | None, keepdims: bool) -> Tensor:
+    if numpy_dtype(x.value) == np.bool_:
+        x = x.astype(np.int32)
+    find = getattr(op, op_type)
+    if axis is not None:
+        return cast(Tensor, find(x, axis=axis, keepdims=int(keepdims)))
+    found = cast(Tensor, find(x.flatten(), axis=0, keepdims=0))
+    return op.Reshape(found, [1] * x.ndim) if keepdims else found
+
+
+def _is_operand(given: object) -> bool:
+    return isinstance(given, Tensor | np.ndarray | np.generic | int | float | list | tuple)
+
+
+def _is_scalar(given: object) -> bool:
+    return given.shape == () if isinstance(given, Tensor) else np.ndim(cast(Any, given)) == 0
+
+
+def _binary(function: Callable[[Any, Any], Tensor], a: object, b: object) -> Tensor:
+    """Applies a function of two, one of which is a Tensor; what is no operand is not for it."""
+    return function(a, b) if _is_operand(a) and _is_operand(b) else cast(Tensor, NotImplemented)
+
+
+def _comparable(x: Tensor, other: object) -> object:
+    if not _is_operand(other):
+        raise TypeError(
+            f"{x!r} is compared with {other!r}; == and != take numbers, arrays and Tensors and are "
+            "elementwise, use `is` to tell whether two objects are the same"
+        )
+    return other
+
+
+def _alike(where: str, a: object, b: object) -> tuple[Tensor, Tensor]:
+    """Returns both operands as Tensors, Python numbers in the dtype of the other operand."""
+    tape = next(x.tape for x in (a, b) if isinstance(x, Tensor))
+    own = [_known_dtype(x) for x in (a, b)]
+    dtype = own[0] or own[1]
+
+    def tensor(x: object, known: np.dtype[Any] | None) -> Tensor:
+        if isinstance(x, Tensor):
+            return x
+        return tape.constant(cast(Array, x) if known is not None else _array(x, dtype, where))
+
+    first, second = tensor(a, own[0]), tensor(b, own[1])
+    if None not in own and own[0] != own[1]:
+        raise ModelError(
+            f"{where}: {first!r} and {second!r} have different types; cast one with .astype"
+        )
+    return first, second
+
+
+def _kind(x: Tensor) -> str:
+    """Returns numpy's letter for the kind of a dtype; that of floats where it is not known."""
+    dtype = numpy_dtype(x.value)
+    return "f" if dtype is None else dtype.kind
+
+
+def _divide(a: object, b: object) -> Tensor:
+    kinds = {_kind(x) for x in (a, b) if isinstance(x, Tensor)}
+    if kinds & set("biu"):
+        raise ModelError(
+            f"/: {a!r} by {b!r}; integers have no quotient of their type: use //, op.Div, which "
+            "rounds towards zero, or .astype(np.float32)"
+        )
+    return op.Div(a, b)
+
+
+def _floor_divide(a: object, b: object) -> Tensor:
+    x, y = _alike("//", a, b)
+    if _kind(x) == "u":
+        return op.Div(x, y)
+    if _kind(x) == "i":  # Div rounds towards zero
+        quotient = op.Div(x, y)
+        below = (quotient * y != x) & ((x < 0) != (y < 0))
+        return quotient - below.astype(x.dtype)
+    rest = op.Mod(x, y, fmod=1)
+    exact = (x - rest) / y - _has_other_sign(rest, y).astype(x.dtype)
+    whole = op.Floor(exact)  # as numpy does it: the quotient is whole but for rounding
+    whole = whole + (exact - whole > 0.5).astype(x.dtype)
+    return op.Where(y == 0, op.Floor(x / y), whole)
+
+
+def _remainder(a: object, b: object) -> Tensor:
+    x, y = _alike("%", a, b)
+    if _kind(x) in "iu":
+        return op.Mod(x, y)
+    rest = op.Mod(x, y, fmod=1)
+    return op.Where(_has_other_sign(rest, y), rest + y, rest)
+
+
+def _has_other_sign(rest: Tensor, divisor: Tensor) -> Tensor:
+    """Whether a remainder is not zero and has not the sign of the divisor, as numpy gives it."""
+    return (rest != 0) & ((rest < 0) != (divisor < 0))
+
+
+def _power(a: object, b: object) -> Tensor:
+    if isinstance(a, Tensor) and _kind(a) not in "biu":
+        return op.Pow(a, b)  # the exponent may have another type
+    base, exponent = _alike("**", a, b)
+    if _kind(base) == "i" and exponent.constant is not None and (exponent.constant < 0).any():
+        raise ModelError(
+            f"**: {base!r} to the power {b!r}; an integer has integer powers from 0 on, cast it "
+            "with .astype(np.float32)"
+        )
+    return op.Pow(base, exponent)
+
+
+def _is_boolean(symbol: str, x: Tensor) -> bool:
+    """Whether a Tensor is boolean rather than integer.
+
+    Raises:
+        ModelError: If it is neither.
+    """
+    if x.dtype.kind not in "biu":
+        raise ModelError(f"{symbol}: {x!r} has no bits; compare it, or cast it to bool or integers")
+    return x.dtype.kind == "b"
+
+
+def _and(a: object, b: object) -> Tensor:
+    x, y = _alike("&", a, b)
+    return op.And(x, y) if _is_boolean("&", x) else op.BitwiseAnd(x, y)
+
+
+def _or(a: object, b: object) -> Tensor:
+    x, y = _alike("|", a, b)
+    return op.Or(x, y) if _is_boolean("|", x) else op.BitwiseOr(x, y)
+
+
+def _xor(a: object, b: object) -> Tensor:
+    x, y = _alike("^", a, b)
+    return op.Xor(x, y) if _is_boolean("^", x) else op.BitwiseXor(x, y)
+
+
+def _shift_left(a: object, b: object) -> Tensor:
+    return _shift("<<", "LEFT", a, b)
+
+
+def _shift_right(a: object, b: object) -> Tensor:
+    return _shift(">>", "RIGHT", a, b)
+
+
+def _shift(symbol: str, direction: str, a: object, b: object) -> Tensor:
+    x, count = _alike(symbol, a, b)
+    if _kind(x) != "u":
+        raise ModelError(
+            f"{symbol}: {x!r} is not unsigned, which ONNX shifts; cast it with .astype(np.uint64), "
+            "or use * and // with a power of two"
+        )
+    width = 8 * x.dtype.itemsize
+    shifted = op.BitShift(x, count, direction=direction)
+    if count.constant is not None and (count.constant < width).all():
+        return shifted
+    masks = np.array([0, np.iinfo(x.dtype).max], x.dtype)  # what lies beyond, C leaves open
+    return op.BitwiseAnd(shifted, op.Gather(masks, (count < width).astype(np.int64)))
 
 
 def _split_count(inputs: Sequence[object], attributes: dict[str, Any]) -> int:
@@ -894,48 +1415,80 @@ def _split_count(inputs: Sequence[object], attributes: dict[str, Any]) -> int:
 
 
 def _index(x: Tensor, key: tuple[object, ...]) -> Tensor:
-    """Basic indexing: integers, slices with constant or Tensor ends, None and an ellipsis."""
+    """Indexes with integers, slices of constant or Tensor ends, None, ... and a Tensor or array."""
     used = sum(part is not None and part is not Ellipsis for part in key)
-    if Ellipsis not in key:
-        key = (*key, Ellipsis)
     starts: list[object] = []
     ends: list[object] = []
     axes: list[int] = []
     steps: list[int] = []
     dropped: list[int] = []
     added: list[int] = []
+    chosen: list[tuple[int, Tensor]] = []
+    vectors = 0
     axis = position = 0
-    for part in key:
+    for number, part in enumerate(key, 1):
         if part is None:
             added.append(position)
             position += 1
             continue
         if isinstance(part, EllipsisType):
-            skipped = x.ndim - used
-            axis, position = axis + skipped, position + skipped
+            if number < len(key):
+                skipped = x.ndim - used
+                axis, position = axis + skipped, position + skipped
             continue
         if isinstance(part, slice):
             step = 1 if part.step is None else part.step
-            if (part.start, part.stop, step) != (None, None, 1):
+            if part.start is not None or part.stop is not None or step != 1:
                 limit = np.iinfo(np.int64).max
                 starts.append((0 if step > 0 else limit) if part.start is None else part.start)
                 ends.append((limit if step > 0 else -limit) if part.stop is None else part.stop)
                 axes.append(axis)
                 steps.append(step)
             position += 1
-        elif isinstance(part, int | np.integer):
+        elif isinstance(part, int | np.integer) and not isinstance(part, bool):
             starts.append(int(part))
             ends.append(int(part) + 1 if part != -1 else np.iinfo(np.int64).max)
             axes.append(axis)
             steps.append(1)
             dropped.append(axis)
         else:
-            raise TypeError(f"{x!r}: index {part!r}; use integers, slices, None, or op.Gather")
+            indices = _indices(x, part)
+            if indices.ndim == 0:
+                dropped.append(axis)
+                indices = op.Reshape(indices, [1])
+            else:
+                vectors += 1
+                position += indices.ndim
+            chosen.append((axis, indices))
         axis += 1
+    if vectors > 1 or (vectors and dropped):
+        raise TypeError(f"{x!r}: index {key!r}; one array beside slices at a time, or op.GatherND")
     if axes:
         x = op.Slice(x, starts, ends, axes, steps)
+    for place, indices in chosen:
+        x = op.Gather(x, indices, axis=place)
     if dropped:
         x = op.Squeeze(x, dropped)
     if added:
         x = op.Unsqueeze(x, added)
     return x
+
+
+def _indices(x: Tensor, part: object) -> Tensor:
+    """Returns integers that index as a Tensor of int64."""
+    if isinstance(part, list | np.ndarray | np.generic | bool):
+        part = np.asarray(part)
+        part = x.tape.constant(part.astype(np.int64) if part.size == 0 else part)
+    if not isinstance(part, Tensor):
+        raise TypeError(
+            f"{x!r}: index {part!r}; use integers, slices, None, an array or Tensor of integers, "
+            "or op.Gather"
+        )
+    if part.dtype == np.bool_:
+        raise TypeError(
+            f"{x!r}: index {part!r} is boolean, and how many it chooses only a run can tell; use "
+            "op.Where, or op.Compress"
+        )
+    if part.dtype.kind not in "iu":
+        raise TypeError(f"{x!r}: index {part!r} is not of integers; cast it with .astype(np.int64)")
+    return part.astype(np.int64)

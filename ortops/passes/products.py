@@ -245,13 +245,15 @@ SCALES = PatternPass("scales", _scaled_product)
 def _row_sum(node: ir.Node, tape: Tape) -> Result:
     """Makes a sum over all axes but the last a product with ones."""
     x = _summed_rows(node)
-    rows = None if x is None else _rows(x, tape)
-    if x is None or rows is None:
+    if x is None:
         return None
     matrix = tape.tensor(x)
     if matrix.ndim > 2:
         assert x.shape is not None
         matrix = op.Reshape(matrix, [-1, x.shape[-1]])
+    rows = _rows(x, tape)
+    if rows is None:
+        return op.MatMul(_ones_of(op.Shape(matrix, start=0, end=1)), matrix)
     return op.MatMul(tape.once(("ones", rows), lambda: _ones(tape, *rows)), matrix)
 
 
@@ -320,6 +322,10 @@ def _ones(tape: Tape, number: int, symbols: tuple[str, ...]) -> Tensor:
         value, axis = _places(tape)[symbol]
         size = op.Shape(tape.tensor(value), start=axis, end=axis + 1)
         length = size if length is None else op.Mul(size, length)
+    return _ones_of(length)
+
+
+def _ones_of(length: object) -> Tensor:
     return op.ConstantOfShape(length, value=np.ones(1, np.float32))
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import logging
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,30 +15,25 @@ import onnx_ir as ir
 from ortops import losses, optimizers
 from ortops.autodiff.gradient_node import is_bound, unbind
 from ortops.autodiff.rules import RULES
-from ortops.errors import ModelError, did_you_mean
+from ortops.errors import ModelError
 from ortops.graph import convert, external
 from ortops.graph.convert import ModelLike
-from ortops.graph.edit import ancestor_nodes, read_inputs
+from ortops.graph.edit import all_nodes, ancestor_nodes, inner_graphs, read_inputs
 from ortops.graph.shapes import may_be_equal
-from ortops.graph.tensor import Names, Tape, Tensor, op
+from ortops.graph.tensor import Tape, Tensor, op
 from ortops.losses import LossLike
-from ortops.lowering import TRAINING_DOMAIN, prepare
+from ortops.lowering import TRAINING_DOMAIN, has_domain
 from ortops.optimizers import Optimizer, UpdateRule
-from ortops.training.modes import copy_in_training_mode
+from ortops.training.modes import copy_in_training_mode, reveal
+from ortops.training.parameters import Choice, quantized
+from ortops.training.preparation import BatchNormalization, Prepared, prepare_for_training
 
-__all__ = ["METADATA_KEY", "build_training_model"]
+__all__ = ["METADATA_KEY", "Plan", "build_training_model", "plan_training"]
 
 METADATA_KEY = "ortops.training"
 """Where a trainable model says, as JSON, which of its names play which part."""
 
 _TRAINING_INFO_IR_VERSION = 7
-
-_FLOATS = (
-    onnx.TensorProto.FLOAT,
-    onnx.TensorProto.DOUBLE,
-    onnx.TensorProto.FLOAT16,
-    onnx.TensorProto.BFLOAT16,
-)
 
 logger = logging.getLogger("ortops")
 
@@ -52,7 +46,8 @@ class _Algorithm:
         tape: The tape at the end of the inference graph that the algorithm's nodes are on.
         inputs: The algorithm's own inputs.
         outputs: Its outputs.
-        variables: Its own initializers.
+        variables: Its own initializers that are updated.
+        constants: The others.
         updates: Name of an initializer → its next value.
         initial: Name of an initializer → the value that it starts from.
     """
@@ -61,6 +56,7 @@ class _Algorithm:
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     variables: list[Tensor] = field(default_factory=list)
+    constants: list[Tensor] = field(default_factory=list)
     updates: dict[str, Tensor] = field(default_factory=dict)
     initial: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
 
@@ -90,6 +86,8 @@ def build_training_model(
     loss: LossLike,
     optimizer: str | Optimizer | type[Optimizer] | UpdateRule,
     trainable: Sequence[str] | None = None,
+    inputs: losses.Inputs | None = None,
+    batch_normalization: BatchNormalization = "auto",
     seed: int = 0,
 ) -> onnx.ModelProto:
     """Adds a training algorithm to a model, as ``training_info`` of the ONNX standard.
@@ -106,10 +104,18 @@ def build_training_model(
         loss: A loss of `ortops.losses`, its name, or a function that gets Tensors and returns a
             scalar one (see `ortops.losses.compute` for what it gets).
         optimizer: An optimizer of `ortops.optimizers`, its name, or an update rule.
-        trainable: The names of the initializers to train, or patterns such as ``"head.*"``. By
-            default all floating-point ones that the loss depends on, but for running statistics
-            and for scalars (0-d), which exporters write for constants. Where an exporter put the
-            weights into Constant nodes, these become initializers, and a message says so.
+        trainable: What to train: names of initializers, patterns of names such as ``"head.*"``, or
+            (patterns of) the scopes of the nodes that read them, such as ``"encoder.layer.5.*"``.
+            By default every weight that the loss depends on: what a person would call one, by the
+            operators that read it, so not running statistics, sizes, limits and other constants of
+            an exporter (`ortops check` tells why not). An exact name always trains. Weights in
+            Constant nodes, in branches, bodies and functions, count; they become initializers of
+            the graph, and a message says so.
+        inputs: Inputs that the loss reads beside the model's: a dtype and dimensions for each
+            name, such as ``{"mask": (np.float32, ["batch", "time"])}``.
+        batch_normalization: Which BatchNormalization layers normalize by the batch and update their
+            running statistics: ``"auto"`` those whose scale or bias is trained, ``"train"`` all,
+            ``"frozen"`` none. The others run in inference mode.
         seed: Determines which elements Dropout drops.
 
     Returns:
@@ -136,143 +142,215 @@ def build_training_model(
     for name in trainable or ():
         if not isinstance(name, str):
             raise ModelError(f"trainable: {name!r} is no string; names and patterns are accepted")
+    prepared = prepare_for_training(model, trainable, batch_normalization)
+    plan = plan_training(prepared, loss=loss, optimizer=optimizer, inputs=inputs, seed=seed)
+    for sentence in plan.said:
+        logger.warning("%s", sentence)
+    return plan.write()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a training does, which `build_training_model` writes and `ortops.check` tells.
+
+    Attributes:
+        prepared: The model.
+        loss: The loss as it was emitted.
+        optimizer: The optimizer.
+        parameters: The initializers that are trained.
+        reasons: Why other floating-point initializers are not, by name.
+        said: What was chosen for the user, a sentence each.
+    """
+
+    prepared: Prepared
+    loss: losses.Computed
+    optimizer: Optimizer
+    parameters: Sequence[ir.Value]
+    reasons: Mapping[str, str]
+    said: Sequence[str]
+    _algorithm: _Algorithm
+    _metadata: Mapping[str, object]
+    _rate: Tensor
+    _step: Tensor
+    _statistics: Mapping[str, Tensor]
+
+    def write(self) -> onnx.ModelProto:
+        """Returns the trainable model."""
+        algorithm, value = self._algorithm, self.loss.value
+        tape = algorithm.tape
+        with tape:
+            gradients = _gradient(tape, value, self.parameters)
+            step_new = algorithm.update(self._step.name, self._step + 1)
+            t = step_new if self.optimizer.first_step == 1 else self._step
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                tensor = tape.tensor(parameter)
+                _update(algorithm, self.optimizer, self._rate, t, tensor, gradient)
+            for name, statistic in self._statistics.items():
+                algorithm.update(name, statistic)
+        algorithm.outputs.sort(key=lambda tensor: tensor is algorithm.updates[self._step.name])
+        result = self.prepared.result
+        counts = [part.count for part in self.loss.parts if part.count is not None]
+        _write(result, algorithm, counts)
+        entry = next((e for e in result.metadata_props if e.key == METADATA_KEY), None)
+        entry = entry or result.metadata_props.add(key=METADATA_KEY)
+        entry.value = json.dumps(self._metadata)
+        return external.attach(result, self.prepared.data)
+
+
+def plan_training(
+    prepared: Prepared,
+    *,
+    loss: LossLike,
+    optimizer: str | Optimizer | type[Optimizer] | UpdateRule,
+    inputs: losses.Inputs | None = None,
+    seed: int = 0,
+) -> Plan:
+    """Emits the loss of a model, and finds what is trained.
+
+    Args:
+        prepared: The model; not to be used for another plan.
+        loss: See `build_training_model`.
+        optimizer: See there.
+        inputs: See there.
+        seed: See there.
+
+    Raises:
+        ModelError: If loss, optimizer or trainable do not fit the model.
+    """
     chosen_loss, chosen_optimizer = losses.resolve(loss), optimizers.resolve(optimizer)
-    proto, folder = convert.load(model)
-    if proto.training_info:
-        raise ModelError(
-            "model: it has training_info already; TrainingSession runs it, and "
-            "TrainingSession.inference_model() gives the model without it"
-        )
-    proto, data = external.detach(proto, folder)
-    proto = _with_weights_as_initializers(proto, trainable)
-    result, work = _prepare(proto, data)
-    graph = work.graph
-    if not graph.outputs:
-        raise ModelError("model: it has no output; a loss is computed from one")
-    nodes, weights = list(graph), dict(graph.initializers)
-    names, visible = _names(graph, result)
+    graph, names, visible = prepared.graph, prepared.names, prepared.visible
+    nodes = list(graph)
     tape = Tape(graph, names=names)
     algorithm = _Algorithm(tape)
+    values = {v.name: v for v in (*graph.inputs, *graph.initializers.values())}
+    values |= {v.name: v for node in nodes for v in node.outputs}
     with tape:
         rate = algorithm.variable(
             "learning_rate", np.array(chosen_optimizer.learning_rate, np.float32)
         )
         step = algorithm.variable("step", np.array(0, np.int64))
-        copies, statistics = copy_in_training_mode(tape, nodes, visible, step, seed)
-        outputs = {v.name or "": tape.tensor(copies.get(v, v)) for v in graph.outputs}
-        inputs = {
-            v.name or "": tape.tensor(v) for v in graph.inputs if v.name not in graph.initializers
-        }
+        training = copy_in_training_mode(
+            tape, nodes, visible, step, seed, prepared.frozen.__contains__
+        )
+        copies = training.copies
+        revealed = dict(copies)
+
+        def find(name: str) -> Tensor | None:
+            found = values.get(name)
+            return None if found is None else tape.tensor(reveal(tape, found, visible, revealed))
+
+        def own(value: ir.Value) -> ir.Value:
+            return next((source for source, copy in revealed.items() if copy is value), value)
+
         tape.scope = "loss/"
-        value, algorithm.inputs = losses.compute(chosen_loss, tape, outputs, inputs)
+        computed = losses.compute(
+            chosen_loss, tape, find, [name for name in values if name], graph.outputs, inputs, own
+        )
         tape.scope = ""
-        value = _named(value, "loss", graph)
+        computed = _with_names(computed, graph)
+        value = computed.value
+        algorithm.inputs, algorithm.constants = computed.inputs, computed.constants
         algorithm.outputs.append(value)
+        if len(computed.parts) > 1:
+            algorithm.outputs += [part.value for part in computed.parts]
         needed = ancestor_nodes(value.value, set())
         shown = {
             v.name or "": tape.tensor(copies[v])
             for v in graph.outputs
             if v in copies and copies[v].producer() in needed
         }
-        algorithm.outputs += shown.values()
-        statistics = {n: s for n, s in statistics.items() if s.value.producer() in needed}
-        parameters = _parameters(weights, value, trainable, chosen_optimizer, statistics)
-        gradients = _gradient(tape, value, parameters)
-        step_new = algorithm.update(step.name, step + 1)
-        t = step_new if chosen_optimizer.first_step == 1 else step
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            _update(algorithm, chosen_optimizer, rate, t, tape.tensor(parameter), gradient)
-        for name, statistic in statistics.items():
-            algorithm.update(name, statistic)
-    algorithm.outputs.sort(key=lambda tensor: tensor is algorithm.updates[step.name])
-    _write(result, algorithm)
-    parts = {
+        taken = {tensor.value for tensor in algorithm.outputs}
+        algorithm.outputs += [s for s in shown.values() if s.value not in taken]
+        statistics = {n: s for n, s in training.statistics.items() if s.value.producer() in needed}
+    choice = prepared.choice
+    parameters = _reached(choice, value, chosen_optimizer)
+    metadata = {
         "loss": value.name,
         "learning_rate": rate.name,
         "step": step.name,
         "training_copies": {copy.name: name for name, copy in shown.items()},
+        "losses": [
+            {
+                "name": part.value.name,
+                "label": part.label,
+                "weight": part.weight,
+                "count": "" if part.count is None else part.count.name,
+                "is_sum": part.is_sum,
+                "couples_rows": part.couples_rows,
+            }
+            for part in computed.parts
+        ],
+        "prediction": _described(computed.prediction),
+        "dropouts": training.dropouts,
     }
-    entry = next((e for e in result.metadata_props if e.key == METADATA_KEY), None)
-    entry = entry or result.metadata_props.add(key=METADATA_KEY)
-    entry.value = json.dumps(parts)
-    return external.attach(result, data)
-
-
-def _with_weights_as_initializers(
-    proto: onnx.ModelProto, trainable: Sequence[str] | None
-) -> onnx.ModelProto:
-    """Returns the model with its weights in initializers, where an exporter put them in nodes.
-
-    That is so where no floating-point initializer is more than a scalar, or where ``trainable``
-    means the output of a Constant node.
-    """
-    constants = {node.output[0]: node for node in proto.graph.node if _is_weight(node)}
-    if trainable is None:
-        wanted = not any(
-            t.data_type in _FLOATS and len(t.dims) > 0 for t in proto.graph.initializer
+    said = [*choice.said, *computed.said, *_said_of_lifted(prepared), *_said_of_quantized(prepared)]
+    if has_domain(prepared.result):
+        said.append(
+            "the model has Gradient nodes of its own, so that stock onnxruntime runs the trainable "
+            "file only after ortops.lower"
         )
-    else:
-        wanted = any(fnmatch.filter(constants, name) for name in trainable)
-    if not constants or not wanted:
-        return proto
-    result = onnx.ModelProto()
-    result.CopyFrom(proto)
-    kept = [node for node in result.graph.node if not _is_weight(node)]
-    del result.graph.node[:]
-    result.graph.node.extend(kept)
-    for name, node in constants.items():
-        tensor = result.graph.initializer.add()
-        tensor.CopyFrom(node.attribute[0].t)
-        tensor.name = name
-    result.ir_version = max(result.ir_version, 4)  # before 4, initializers had to be inputs
-    logger.warning("the weights of %d Constant nodes became initializers", len(constants))
-    return result
+    return Plan(
+        prepared,
+        computed,
+        chosen_optimizer,
+        parameters,
+        choice.reasons,
+        said,
+        algorithm,
+        metadata,
+        rate,
+        step,
+        statistics,
+    )
 
 
-def _is_weight(node: onnx.NodeProto) -> bool:
-    """Whether a node is a floating-point Constant that is more than a scalar."""
-    if node.op_type != "Constant" or node.domain not in ("", "ai.onnx"):
-        return False
-    (value,) = node.attribute
-    return value.name == "value" and value.t.data_type in _FLOATS and len(value.t.dims) > 0
+def _said_of_lifted(prepared: Prepared) -> list[str]:
+    """Returns what to say of weights that became initializers."""
+    attributes = [origin for origin in prepared.lifted.values() if origin.is_attribute]
+    linear = {f"{origin.node}{origin.place}" for origin in attributes}
+    said = []
+    count = len(prepared.lifted) - len(attributes)
+    if count:
+        said.append(f"the weights of {count} Constant nodes became initializers")
+    if linear:
+        said.append(f"standard nodes took the place of {', '.join(sorted(linear))}")
+    return said
 
 
-def _prepare(proto: onnx.ModelProto, data: external.Data) -> tuple[onnx.ModelProto, ir.Model]:
-    """Returns the model to write to, and one to work on: inlined, at a new opset, with types.
-
-    Args:
-        proto: A light model; the one to write to, unless its opset is too old.
-        data: Its data.
-    """
-    work = convert.to_ir(proto, None, data)
-    convert.inline(work)
-    result = proto
-    if work.graph.opset_imports[""] < convert.MINIMUM_OPSET:
-        work = convert.upgrade(work)
-        result = ir.to_proto(work)
-        for name in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
-            if proto.HasField(name):
-                setattr(result, name, getattr(proto, name))
-    elif not {entry.domain for entry in result.opset_import} & {"", "ai.onnx"}:
-        result.opset_import.add(domain="", version=work.graph.opset_imports[""])
-    for value in list(work.graph.inputs):  # older files list initializers as inputs too
-        if value.name in work.graph.initializers:
-            work.graph.inputs.remove(value)
-    return result, prepare(work)
+def _said_of_quantized(prepared: Prepared) -> list[str]:
+    """Returns what to say of weights that stay as they are, as they are rounded to integers."""
+    found = quantized(prepared.graph.initializers.values())
+    if not found:
+        return []
+    name, what = next(iter(found.items()))
+    told = f"quantized weights are not trained ({len(found)}, such as '{name}', which {what})"
+    return [f"{told}; to train them, train the float model and quantize it anew"]
 
 
-def _names(graph: ir.Graph, result: onnx.ModelProto) -> tuple[Names, set[str]]:
-    """Returns the names taken, and those that an algorithm of a model can refer to.
+def _described(prediction: losses.Prediction | None) -> dict[str, object]:
+    """Returns, for the file, what a loss looks at."""
+    if prediction is None:
+        return {}
+    return {
+        "tensor": prediction.tensor.name,
+        "kind": prediction.kind,
+        "axis": prediction.axis,
+        "target": prediction.target or "",
+        "ignored": prediction.ignored,
+    }
 
-    The latter are fewer than those of the graph where functions have been inlined in that.
-    """
-    names = Names(graph)
-    own = result.graph
-    visible = {name for node in own.node for name in node.output if name}
-    visible.update(value.name for value in (*own.input, *own.initializer))
-    for name in (*visible, *(node.name for node in own.node)):
-        names.take(name)
-    return names, visible
+
+def _with_names(computed: losses.Computed, graph: ir.Graph) -> losses.Computed:
+    """Gives the loss, and each of its parts where there are several, a name in the file."""
+    value = _named(computed.value, "loss", graph)
+    if len(computed.parts) == 1:
+        (part,) = computed.parts
+        return replace(computed, value=value, parts=[replace(part, value=value)])
+    parts = [
+        replace(part, value=_named(part.value, f"loss_{part.label}", graph))
+        for part in computed.parts
+    ]
+    return replace(computed, value=value, parts=parts)
 
 
 def _named(tensor: Tensor, name: str, graph: ir.Graph) -> Tensor:
@@ -284,91 +362,53 @@ def _named(tensor: Tensor, name: str, graph: ir.Graph) -> Tensor:
     return tensor
 
 
-def _parameters(
-    weights: Mapping[str, ir.Value],
-    loss: Tensor,
-    trainable: Sequence[str] | None,
-    optimizer: Optimizer,
-    statistics: Container[str],
-) -> list[ir.Value]:
-    """Returns the initializers to train."""
+def _reached(choice: Choice, loss: Tensor, optimizer: Optimizer) -> list[ir.Value]:
+    """Returns those of the chosen initializers that the loss depends on; tells why not of others.
+
+    Raises:
+        ModelError: If it depends on none, or not on one that is named.
+    """
     reached = RULES.ancestors(loss.value)
-    floats = {
-        name: value
-        for name, value in weights.items()
-        if value.dtype is not None and value.dtype.is_floating_point()
-    }
-    default = {
-        name: value
-        for name, value in floats.items()
-        if value in reached and not _is_statistic(value) and name not in statistics
-    }
-    if trainable is None:
-        scalars = [n for n, v in default.items() if v.shape is not None and len(v.shape) == 0]
-        if scalars:
-            logger.info("scalar initializers are not trained: %s", ", ".join(scalars))
-        chosen = [value for name, value in default.items() if name not in scalars]
-        if not chosen:
+    for pattern, means in choice.patterns.items():
+        if reached.isdisjoint(choice.trained[name] for name in means):
+            more = "" if pattern in means else f", which '{pattern}' means"
             raise ModelError(
-                "trainable: the loss depends on no floating-point initializer"
-                + (f" but scalars ({', '.join(scalars)})" if scalars else "")
-                + "; name what to train in trainable="
+                f"trainable: the loss does not depend on '{means[0]}'{more}; leave it out"
             )
-    else:
-        chosen = _matching(weights, floats, default, trainable)
-        for value in chosen:
-            if value.name in statistics:
-                raise ModelError(
-                    f"trainable: '{value.name}' is a running statistic, which BatchNormalization "
-                    "updates; leave it out"
-                )
-            if value not in reached:
-                raise ModelError(
-                    f"trainable: the loss does not depend on '{value.name}'; leave it out"
-                )
-    for value in chosen:
+    for name, value in choice.trained.items():
+        if value not in reached:
+            choice.reasons[name] = "has no effect on the loss"
+    chosen = {name: value for name, value in choice.trained.items() if value in reached}
+    if not chosen:
+        found = quantized(loss.tape.graph.initializers.values())
+        if found:
+            name, what = next(iter(found.items()))
+            raise ModelError(
+                f"trainable: the model's weights are all quantized, such as '{name}', which "
+                f"{what}; train the float model and quantize it anew"
+            )
+        raise ModelError(
+            f"trainable: the loss depends on no floating-point initializer{_but(choice, reached)}; "
+            "name what to train in trainable="
+        )
+    for name, value in chosen.items():
         if optimizer.operator and value.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
             raise ModelError(
-                f"trainable: '{value.name}' is of type {value.dtype}; {optimizer.operator} takes "
-                "FLOAT and DOUBLE"
+                f"trainable: '{name}' is of type {value.dtype}; {optimizer.operator} takes FLOAT "
+                "and DOUBLE, so train it with SGD, or train the float32 model and convert that"
             )
-    return chosen
-
-
-def _matching(
-    weights: Mapping[str, ir.Value],
-    floats: Mapping[str, ir.Value],
-    default: Mapping[str, ir.Value],
-    wanted: Sequence[str],
-) -> list[ir.Value]:
-    """Returns the initializers of a name, or, for a pattern, those among the default ones."""
-    if not wanted:
-        raise ModelError("trainable: nothing is named; name at least one initializer")
-    chosen: dict[str, ir.Value] = {}
-    for pattern in wanted:
-        if pattern in floats:
-            names = [pattern]
-        elif pattern in weights:
-            raise ModelError(
-                f"trainable: initializer '{pattern}' is of type "
-                f"{weights[pattern].dtype}; only floating-point ones can be trained"
-            )
-        else:
-            names = fnmatch.filter(default, pattern)
-        if not names:
-            raise ModelError(
-                f"trainable: the model has no trainable initializer '{pattern}'; "
-                + did_you_mean(pattern, floats)
-            )
-        chosen.update((name, floats[name]) for name in names)
     return list(chosen.values())
 
 
-def _is_statistic(value: ir.Value) -> bool:
-    """Whether an initializer holds a running mean or variance of BatchNormalization."""
-    return any(
-        use.node.op_type == "BatchNormalization" and use.idx in (3, 4) for use in value.uses()
-    )
+def _but(choice: Choice, reached: Container[ir.Value]) -> str:
+    """Returns what the loss does depend on, and why that is not trained."""
+    found = {n: why for n, why in choice.reasons.items() if choice.floats[n] in reached}
+    if not found:
+        return ""
+    if all(why.startswith("is one number") for why in found.values()):
+        return f" but scalars ({', '.join(found)})"
+    shown = ", ".join(f"'{name}', which {why}" for name, why in list(found.items())[:5])
+    return f" but {shown}"
 
 
 def _gradient(tape: Tape, loss: Tensor, parameters: Sequence[ir.Value]) -> list[Tensor]:
@@ -458,8 +498,14 @@ def _own_update(optimizer: Optimizer, inputs: Sequence[Tensor]) -> tuple[Tensor,
     return tuple(new)
 
 
-def _write(result: onnx.ModelProto, algorithm: _Algorithm) -> None:
-    """Writes the algorithm and its initialization into a model."""
+def _write(result: onnx.ModelProto, algorithm: _Algorithm, kept: Sequence[Tensor]) -> None:
+    """Writes the algorithm and its initialization into a model.
+
+    Args:
+        result: The model.
+        algorithm: What the algorithm's outputs are computed from.
+        kept: What else is to be computed in it.
+    """
     info = result.training_info.add()
     serialize = ir.serde
     target = info.algorithm
@@ -467,13 +513,16 @@ def _write(result: onnx.ModelProto, algorithm: _Algorithm) -> None:
     target.input.extend(serialize.serialize_value(tensor.value) for tensor in algorithm.inputs)
     target.output.extend(serialize.serialize_value(tensor.value) for tensor in algorithm.outputs)
     outputs = {tensor.value for tensor in algorithm.outputs}
-    needed = ancestor_nodes(outputs, set())
-    for tensor in algorithm.variables:
+    needed = ancestor_nodes((*outputs, *(tensor.value for tensor in kept)), set())
+    for tensor in (*algorithm.variables, *algorithm.constants):
         assert tensor.value.const_value is not None
         serialize.serialize_tensor_into(target.initializer.add(), tensor.value.const_value)
+    domains = {TRAINING_DOMAIN}
     for node in (node for node in algorithm.tape.nodes if node in needed):
+        domains.update(inner.domain for graph in inner_graphs(node) for inner in all_nodes(graph))
         if is_bound(node):
             unbind(node)
+        domains.add(node.domain)
         target.node.append(serialize.serialize_node(node))
         target.value_info.extend(
             serialize.serialize_value(value)
@@ -494,5 +543,9 @@ def _write(result: onnx.ModelProto, algorithm: _Algorithm) -> None:
             info.initialization_binding.add(key=name, value=f"{name}_initial")
     info.initialization.CopyFrom(serialize.serialize_graph(tape.graph))
     result.ir_version = max(result.ir_version, _TRAINING_INFO_IR_VERSION)
-    if not any(entry.domain == TRAINING_DOMAIN for entry in result.opset_import):
-        result.opset_import.add(domain=TRAINING_DOMAIN, version=1)
+    imported = {entry.domain for entry in result.opset_import}
+    for domain in sorted(
+        {TRAINING_DOMAIN, *(node.domain for node in target.node)} - imported - {""}
+    ):
+        version = algorithm.tape.graph.opset_imports.get(domain, 1)
+        result.opset_import.add(domain=domain, version=version)

@@ -216,6 +216,9 @@ def _survives(array: Array, result: Array) -> Array:
     return same
 
 
+_MOVING = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+
+
 @dataclass(frozen=True)
 class _Labels:
     """An input of labels: how many classes there are, and the label that does not count."""
@@ -358,6 +361,8 @@ def _labels(step: Step) -> list[_Labels]:
         if node.op_type not in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
             continue
         scores, labels = node.inputs[:2]
+        while labels is not None and (moved := labels.producer()) and moved.op_type in _MOVING:
+            labels = moved.inputs[0]
         if labels is not None and labels.name in step.feeds:
             shape = None if scores is None else scores.shape
             size = None if shape is None or len(shape) < 2 else shape[1]

@@ -6,7 +6,8 @@ differently and of all that depends on them.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -24,12 +25,40 @@ from ortops.graph.edit import (
 from ortops.graph.shapes import reshape_like
 from ortops.graph.tensor import Tape, Tensor, constant_tensor, op
 
-__all__ = ["copy_in_training_mode", "uniform_bits", "write_inference_mode"]
+__all__ = [
+    "TrainingCopies",
+    "copy_in_training_mode",
+    "is_batch_normalization",
+    "reveal",
+    "uniform_bits",
+    "write_inference_mode",
+]
+
+
+@dataclass(frozen=True)
+class TrainingCopies:
+    """What `copy_in_training_mode` made.
+
+    Attributes:
+        copies: The copy of each value of the inference graph that has one.
+        statistics: The updated running statistics, by the names of the initializers that hold them.
+        dropouts: Names of outputs of Dropout in the copies, and of the inputs that they are without
+            Dropout.
+    """
+
+    copies: dict[ir.Value, ir.Value]
+    statistics: dict[str, Tensor]
+    dropouts: dict[str, str]
 
 
 def copy_in_training_mode(
-    tape: Tape, nodes: list[ir.Node], visible: Container[str], step: Tensor, seed: int
-) -> tuple[dict[ir.Value, ir.Value], dict[str, Tensor]]:
+    tape: Tape,
+    nodes: list[ir.Node],
+    visible: Container[str],
+    step: Tensor,
+    seed: int,
+    is_frozen: Callable[[ir.Node], bool],
+) -> TrainingCopies:
     """Copies what training changes: BatchNormalization, Dropout, and all that depends on them.
 
     Args:
@@ -40,34 +69,36 @@ def copy_in_training_mode(
         step: The number of finished steps, which together with the seed determines which elements
             Dropout drops.
         seed: The seed.
-
-    Returns:
-        The copy of each value that has one, and the updated running statistics by the names of the
-        initializers that hold them.
+        is_frozen: Tells which BatchNormalization nodes run in inference mode.
 
     Raises:
         ModelError: If the ratio of a Dropout node is not a constant in [0, 1).
         UnsupportedError: If such a node is in a sub-graph.
     """
-    _refuse_inner_graphs(nodes)
-    changed = [node for node in nodes if _changes(node)]
+    _refuse_inner_graphs(nodes, is_frozen)
+    changed = [node for node in nodes if _changes(node, is_frozen)]
     reached = dependent_values(nodes, [value for node in changed for value in node.outputs])
     copied = {node for node in nodes if not reached.isdisjoint(node.outputs)}
     for node in reversed(nodes):
         if node in copied:
             hidden = (v for v in read_inputs(node) if v.name not in visible)
             copied.update(producer for v in hidden if (producer := v.producer()) is not None)
-    copies: dict[ir.Value, ir.Value] = {}
-    statistics: dict[str, Tensor] = {}
+    found = TrainingCopies({}, {}, {})
+    copies, statistics = found.copies, found.statistics
     for node in nodes:
         if node not in copied:
             continue
         tape.scope = f"training/{node.name or node.op_type}/"
         if node in changed and node.op_type == "Dropout":
             made = _dropout(tape, node, copies, step, seed, changed.index(node))
+            source = node.inputs[0]
+            assert source is not None
+            found.dropouts[made[0].name or ""] = copies.get(source, source).name or ""
         else:
             copy = copy_node(node, copies)
-            if node in changed:
+            if node in changed and is_frozen(node):
+                _normalize_by_running_statistics(copy)
+            elif node in changed:
                 _normalize_by_batch(tape, copy, statistics)
             for old, new in zip(node.outputs, copy.outputs, strict=False):
                 if old.name:
@@ -76,34 +107,71 @@ def copy_in_training_mode(
             if not is_bound(copy):
                 tape.infer(copy)
             made = list(copy.outputs)
-            if node in changed:
+            if node in changed and not is_frozen(node):
                 for value, updated in zip(node.inputs[3:], copy.outputs[1:], strict=True):
                     assert value is not None
                     statistics[value.name or ""] = tape.tensor(updated)
         copies.update(zip(node.outputs, made, strict=False))
     tape.scope = ""
-    return copies, statistics
+    return found
 
 
-def _refuse_inner_graphs(nodes: list[ir.Node]) -> None:
+def reveal(
+    tape: Tape, value: ir.Value, visible: Container[str], copies: dict[ir.Value, ir.Value]
+) -> ir.Value:
+    """Returns a value that an algorithm can read: itself, or a copy where it is in a function.
+
+    Args:
+        tape: Where copies go.
+        value: A value of the inference graph, functions inlined.
+        visible: See `copy_in_training_mode`.
+        copies: The copy of each value that has one; extended.
+    """
+    if value in copies:
+        return copies[value]
+    node = value.producer()
+    if node is None or value.name in visible or node in tape.nodes:
+        return value
+    for read in read_inputs(node):
+        reveal(tape, read, visible, copies)
+    copy = copy_node(node, copies)
+    tape.append(copy)
+    copies.update(zip(node.outputs, copy.outputs, strict=True))
+    return copies[value]
+
+
+def _refuse_inner_graphs(nodes: list[ir.Node], is_frozen: Callable[[ir.Node], bool]) -> None:
     """Refuses what a copy of the top level would leave in inference mode."""
     for node in nodes:
         for graph in inner_graphs(node):
             for inner in all_nodes(graph):
-                if _changes(inner):
+                if _changes(inner, is_frozen):
                     raise UnsupportedError(
                         f"{describe(inner)}: it is in a sub-graph of {describe(node)}, where it "
                         "cannot be put into training mode; move it out of there, or remove it"
                     )
 
 
-def _changes(node: ir.Node) -> bool:
-    """Whether a node behaves differently in training mode, or has running statistics to update."""
+def _changes(node: ir.Node, is_frozen: Callable[[ir.Node], bool]) -> bool:
+    """Whether a node has to behave differently, or has running statistics to update."""
+    if is_batch_normalization(node):
+        if is_frozen(node):
+            return bool(node.attributes.get_int("training_mode", 0))
+        return all(v is not None and v.is_initializer() for v in node.inputs[3:5])
     if node.domain:
         return False
-    if node.op_type == "BatchNormalization":
-        return all(v is not None and v.is_initializer() for v in node.inputs[3:5])
     return node.op_type == "Dropout" and _ratio(node) > 0
+
+
+def is_batch_normalization(node: ir.Node) -> bool:
+    """Whether a node is a BatchNormalization."""
+    return node.op_type == "BatchNormalization" and not node.domain
+
+
+def _normalize_by_running_statistics(node: ir.Node) -> None:
+    """Puts a BatchNormalization node into inference mode."""
+    node.attributes["training_mode"] = ir.AttrInt64("training_mode", 0)
+    node.resize_outputs(1)
 
 
 def _normalize_by_batch(tape: Tape, node: ir.Node, statistics: Mapping[str, Tensor]) -> None:
@@ -197,11 +265,8 @@ def write_inference_mode(model: ir.Model) -> None:
     """Puts BatchNormalization and Dropout of a model into inference mode, in place."""
     for graph in (model.graph, *(function.graph for function in model.functions.values())):
         for node in all_nodes(graph):
-            if node.domain:
-                continue
-            if node.op_type == "BatchNormalization":
+            if is_batch_normalization(node):
                 if node.attributes.get_int("training_mode", 0):
-                    node.attributes["training_mode"] = ir.AttrInt64("training_mode", 0)
-                    node.resize_outputs(1)
-            elif node.op_type == "Dropout" and len(node.inputs) > 2:
+                    _normalize_by_running_statistics(node)
+            elif node.op_type == "Dropout" and not node.domain and len(node.inputs) > 2:
                 node.resize_inputs(2)

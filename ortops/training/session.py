@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import logging
 import math
 import os
 import sys
@@ -34,6 +35,7 @@ from ortops.execution.onnxruntime_sessions import errors_as_ours, ort_value
 from ortops.execution.settings import Settings
 from ortops.graph import convert, external
 from ortops.graph.convert import ModelLike
+from ortops.graph.weights import weights
 from ortops.inference import InferenceSession, Kernels
 from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
 from ortops.metrics import Metric
@@ -44,13 +46,21 @@ from ortops.training.feeds import Inputs
 from ortops.training.initialization import initial_values
 from ortops.training.modes import write_inference_mode
 from ortops.training.progress import Progress
-from ortops.training.step_graph import evaluation_model, flatten, training_metadata
+from ortops.training.step_graph import (
+    LossPart,
+    PredictionNote,
+    evaluation_model,
+    flatten,
+    training_metadata,
+)
 from ortops.uninterrupted import run_uninterrupted
 
 __all__ = ["TrainingSession"]
 
 Array: TypeAlias = npt.NDArray[Any]
 History: TypeAlias = list[dict[str, float]]
+
+logger = logging.getLogger("ortops")
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -180,6 +190,7 @@ class TrainingSession:
         self._inputs = Inputs(self._steps, unread)
         self._outputs = [name for step in self._steps for name in step.outputs]
         self._under_way = ""
+        self._said_to_lower = False
         self._evaluation: _Evaluation | None = None
         self._lock = threading.RLock()
         _alive.add(self)
@@ -304,8 +315,9 @@ class TrainingSession:
             stop_on_nan: Whether to stop at a loss that is NaN or infinite.
 
         Returns:
-            For each epoch a dict: ``loss`` is the average over its batches; ``validation_loss`` and
-            ``validation_<metric>`` those of the validation data.
+            For each epoch a dict: ``loss`` is the average over its batches, as is ``loss_<name>``
+            of each summand of a sum of losses; ``validation_loss`` and ``validation_<metric>`` are
+            those of the validation data.
 
         Raises:
             DivergedError: If the loss of a step is NaN or infinite; the step has been made.
@@ -333,18 +345,20 @@ class TrainingSession:
                 self.learning_rate = schedule((epoch - 1) / epochs)
             order = np.random.default_rng((seed, self.steps_done)) if shuffle else None
             bar = Progress(epoch, epochs, count(data, batch_size)) if progress else None
-            total, seen, done = 0.0, 0, 0
+            totals, seen, done = dict.fromkeys(self._reported(), 0.0), 0, 0
             try:
                 for feeds in batches(data, batch_size, order=order):
                     # Those that are cut from arrays are known to be arrays; `step` checks the rest.
                     arrays = feeds if isinstance(data, Mapping) else self._inputs.check(feeds)
                     size = rows(arrays)
-                    loss = _number(self.step(arrays, outputs=[self._loss()])[self._loss()])
-                    total, seen, done = total + loss * size, seen + size, done + 1
+                    losses = self.step(arrays, outputs=list(totals))
+                    for name in totals:
+                        totals[name] += _number(losses[name]) * size
+                    loss, seen, done = _number(losses[self._loss()]), seen + size, done + 1
                     if stop_on_nan and not math.isfinite(loss):
                         raise self._diverged(loss, arrays, f"batch {done} of epoch {epoch}")
                     if bar:
-                        bar.update(done, {"loss": total / seen})
+                        bar.update(done, {"loss": totals[self._loss()] / seen})
             except BaseException:
                 if bar:
                     bar.abandon()
@@ -354,7 +368,8 @@ class TrainingSession:
                     "data: there is no batch in it; an iterator can be used for one epoch only, "
                     "give a list or arrays"
                 )
-            result = {"loss": total / seen}
+            result = {"loss": totals.pop(self._loss()) / seen}
+            result |= {name: total / seen for name, total in totals.items()}
             if validation is not None:
                 measured = self._evaluate(validation, batch_size, chosen)
                 result |= {f"validation_{name}": value for name, value in measured.items()}
@@ -371,11 +386,13 @@ class TrainingSession:
         Args:
             data: An array for each input of the model and of the loss, or an iterable of batches.
             batch_size: Rows in a batch, where arrays are given.
-            metrics: What to compute besides the loss, from the model's first output (see
+            metrics: What to compute besides the loss, from what the loss looks at (see
                 `ortops.metrics`).
 
         Returns:
-            ``loss``, averaged over the rows, and the metrics by name.
+            ``loss``, as if all batches were one (averaged over the rows, for a function of one's
+            own that returns no count); where it is a sum of losses, each as ``loss_<name>``; and
+            the metrics by name.
 
         Raises:
             FeedError: If the data do not fit the model.
@@ -390,27 +407,39 @@ class TrainingSession:
             self._loss()
             self._evaluation = run_uninterrupted(self._build_evaluation)
         evaluation = self._evaluation
-        total, seen = 0.0, 0
+        totals = [_Total(part) for part in evaluation.parts]
         outputs: list[Array] = []
         targets: list[Array] = []
         for feeds in batches(data, batch_size):
             checked = self._inputs.check(feeds)
-            size = rows(checked)
-            loss, output = self._run_evaluation(evaluation, checked)
-            total, seen = total + _number(loss) * size, seen + size
+            found = self._run_evaluation(evaluation, checked)
+            for total in totals:
+                total.add(found, rows(checked))
             if metrics:
-                outputs.append(output)
+                outputs.append(found[evaluation.prediction.tensor])
                 # A copy: a loader may fill the same memory again.
                 targets.append(checked[self._target(metrics)].copy())
-        if not seen:
+        if not totals[0].batches:
             raise FeedError("data: there is no batch in it; give arrays or a list of batches")
-        result = {"loss": total / seen}
+        result = {"loss": sum(total.part.weight * total.average for total in totals)}
+        if len(totals) > 1:
+            result |= {total.part.name: total.average for total in totals}
+        looked_at = evaluation.prediction
         for name, metric in metrics.items():
-            result[name] = float(metric(np.concatenate(outputs), np.concatenate(targets)))
+            result[name] = metric_functions.measure(
+                metric,
+                np.concatenate(outputs),
+                np.concatenate(targets),
+                axis=looked_at.axis,
+                kind=looked_at.kind,
+                ignored=looked_at.ignored,
+            )
         return result
 
     @_together
-    def _run_evaluation(self, evaluation: _Evaluation, feeds: Mapping[str, Array]) -> list[Array]:
+    def _run_evaluation(
+        self, evaluation: _Evaluation, feeds: Mapping[str, Array]
+    ) -> dict[str, Array]:
         self._execution.check_process()
         return evaluation.run({**evaluation.constants, **self._arrays(), **feeds})
 
@@ -422,8 +451,17 @@ class TrainingSession:
             )
         return self._steps[0].loss
 
+    def _reported(self) -> list[str]:
+        """Returns the names of the loss, and of its parts where there are several."""
+        parts = [part.name for part in training_metadata(self._proto).losses]
+        several = [name for name in parts if name in self._outputs] if len(parts) > 1 else []
+        return [self._loss(), *several]
+
     def _target(self, metrics: Mapping[str, Metric]) -> str:
         """Returns the name of the input that metrics compare outputs with."""
+        noted = training_metadata(self._proto).prediction.target
+        if noted in self._inputs:
+            return noted
         own = {value.name for value in self._proto.graph.input}
         names = [name for name in self._inputs if name not in own]
         if len(names) != 1:
@@ -647,7 +685,8 @@ class TrainingSession:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the trainable model with the present state; a session on it resumes exactly.
 
-        The file is standard ONNX, and stock onnxruntime runs it as the trained model.
+        The file is standard ONNX, and stock onnxruntime runs it as the trained model. One with
+        Gradient nodes of its own it runs after `ortops.lower`, as a message says.
 
         Args:
             path: The file. At any time it holds the old model or the new one, whole. One of 2 GB
@@ -657,6 +696,15 @@ class TrainingSession:
             raise OrtopsError(
                 f"save '{path}': the interpreter is at its very exit, where no file is written "
                 "safely; save before, for example in a function of atexit"
+            )
+        if has_domain(self._proto) and not self._said_to_lower:
+            self._said_to_lower = True
+            logger.warning(
+                "save '%s': the model has Gradient nodes of its own, which stock onnxruntime does "
+                "not run; ortops.InferenceSession runs the file, and ortops.lower('%s') gives one "
+                "for stock onnxruntime",
+                path,
+                path,
             )
         self._write(path)
 
@@ -684,20 +732,7 @@ class TrainingSession:
         trained = {name: array for name, array in self._arrays().items() if name in own}
         if original is not None:
             result, data = external.detach(*convert.load(original))
-            known = _weights(result.graph)
-            for name, array in trained.items():
-                if name not in known:
-                    raise ModelError(
-                        f"original: it has no weight '{name}', which was trained; "
-                        + did_you_mean(name, known)
-                    )
-                kind = onnx.helper.tensor_dtype_to_np_dtype(known[name].data_type)
-                if (kind, tuple(known[name].dims)) != (array.dtype, array.shape):
-                    raise ModelError(
-                        f"original: its '{name}' is {kind}{list(known[name].dims)}, and "
-                        f"{array.dtype}{list(array.shape)} was trained; give the model that the "
-                        "training began with"
-                    )
+            _write_back(result, data, trained)
         else:
             model = convert.to_ir(self._proto)  # leaves training_info behind, and data beside
             model.metadata_props.pop(METADATA_KEY, None)
@@ -705,14 +740,15 @@ class TrainingSession:
                 model.graph.opset_imports.pop(TRAINING_DOMAIN, None)
             write_inference_mode(model)
             result, data = to_proto(model), dict(self._data)
-        _write_values(result.graph, data, trained)
+            _write_values(result.graph, data, trained)
         return external.attach(result, data)
 
     def _build_evaluation(self) -> _Evaluation:
-        model, output = evaluation_model(self._proto, self._data, self._entries[0], self._steps[0])
+        step = self._steps[0]
+        model, noted = evaluation_model(self._proto, self._data, self._entries[0], step)
         constants = external.move_to_inputs(model)
         session = InferenceSession(to_proto(model), self._options, self._providers, kernels="onnx")
-        return _Evaluation(session, self._steps[0].loss, output, constants)
+        return _Evaluation(session, noted.losses, noted.prediction, constants)
 
 
 class State(MutableMapping[str, Array]):
@@ -771,19 +807,54 @@ class State(MutableMapping[str, Array]):
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """A session that computes the loss and the first output in inference mode."""
+    """A session that computes, in inference mode, the loss and what it looks at."""
 
     session: onnxruntime.InferenceSession
-    loss: str
-    output: str
+    parts: Sequence[LossPart]
+    prediction: PredictionNote
     constants: dict[str, Array]
 
-    def run(self, arrays: Mapping[str, Array]) -> list[Array]:
-        """Returns the loss and the output."""
+    def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Returns the outputs by name."""
         inputs = {value.name: ort_value(arrays[value.name]) for value in self.session.get_inputs()}
+        names = [value.name for value in self.session.get_outputs()]
         with errors_as_ours():
-            found = self.session.run_with_ort_values([self.loss, self.output], inputs)
-        return [value.numpy() for value in found]
+            found = self.session.run_with_ort_values(names, inputs)
+        return {name: value.numpy() for name, value in zip(names, found, strict=True)}
+
+
+@dataclass
+class _Total:
+    """A part of a loss over batches.
+
+    Attributes:
+        part: The part.
+        total: The sum so far.
+        count: What it is to be divided by.
+        batches: How many batches there were.
+    """
+
+    part: LossPart
+    total: float = 0.0
+    count: float = 0.0
+    batches: int = 0
+
+    def add(self, outputs: Mapping[str, Array], rows: int) -> None:
+        """Adds a batch."""
+        count = _number(outputs[self.part.count]) if self.part.count else rows
+        if self.part.is_sum:
+            count = 1.0
+        self.batches += 1
+        if count:  # or the mean is that of nothing
+            self.total += _number(outputs[self.part.name]) * count
+            self.count += count
+
+    @property
+    def average(self) -> float:
+        """The loss of all batches as if they were one."""
+        if self.part.is_sum:
+            return self.total
+        return self.total / self.count if self.count else math.nan
 
 
 def _copy_to_memory(model: ModelLike) -> tuple[onnx.ModelProto, external.Data]:
@@ -815,16 +886,37 @@ def _number(loss: Array) -> float:
     return float(_numbers(loss, 1)[0])
 
 
-def _weights(graph: onnx.GraphProto) -> dict[str, onnx.TensorProto]:
-    """Returns the tensors of a graph by name: initializers, and the values of Constant nodes."""
-    found = {tensor.name: tensor for tensor in graph.initializer}
-    for node in graph.node:
-        if node.op_type == "Constant" and node.attribute[0].HasField("t"):
-            found[node.output[0]] = node.attribute[0].t
-    return found
+def _write_back(
+    original: onnx.ModelProto, data: external.Data, arrays: Mapping[str, Array]
+) -> None:
+    """Writes trained arrays to where they stand in the model that training began with."""
+    known = weights(original, data)
+    others = {t.name: t for t in original.graph.initializer if t.name not in known}
+    for name, array in arrays.items():
+        if name in known:
+            dtype, shape = known[name].dtype, known[name].shape
+        elif name in others:
+            tensor = others[name]
+            dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+            shape = tuple(tensor.dims)
+        else:
+            raise ModelError(
+                f"original: it has no weight '{name}', which was trained; "
+                + did_you_mean(name, [*known, *others])
+            )
+        if (dtype, shape) != (array.dtype, array.shape):
+            raise ModelError(
+                f"original: its '{name}' is {dtype}{list(shape)}, and "
+                f"{array.dtype}{list(array.shape)} was trained; give the model that the training "
+                "began with"
+            )
+        if name in known:
+            known[name].set(array)
+        else:
+            external.set_array(others[name], data, array)
 
 
 def _write_values(graph: onnx.GraphProto, data: external.Data, arrays: Mapping[str, Array]) -> None:
-    for name, tensor in _weights(graph).items():
-        if name in arrays:
-            external.set_array(tensor, data, arrays[name])
+    for tensor in graph.initializer:
+        if tensor.name in arrays:
+            external.set_array(tensor, data, arrays[tensor.name])

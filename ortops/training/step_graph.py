@@ -7,10 +7,10 @@ becomes a graph whose mutable variables are inputs and whose updates are outputs
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import SupportsIndex
+from typing import Any, SupportsIndex, TypeVar
 
 import onnx
 import onnx_ir as ir
@@ -42,6 +42,7 @@ from ortops.graph.edit import (
 )
 from ortops.graph.external import Data, detach
 from ortops.graph.limits import LIMITS
+from ortops.graph.serialization import to_proto
 from ortops.graph.shapes import may_be_equal
 from ortops.graph.tensor import Names, Tape, op
 from ortops.lowering import (
@@ -122,7 +123,7 @@ def step_graph(model: ModelLike, *, entry: int = 0) -> onnx.ModelProto:
     step.model.ir_version = max(step.model.ir_version, _OVERLOAD_IR_VERSION)
     step.model.metadata_props.pop(METADATA_KEY, None)
     step.model.metadata_props[STEP_GRAPH_KEY] = json.dumps(step.updates)
-    return ir.to_proto(step.model)
+    return to_proto(step.model)
 
 
 def flatten(
@@ -188,7 +189,7 @@ def flatten(
 @convert.blame_model
 def evaluation_model(
     proto: onnx.ModelProto, data: Data, entry: int, step: Step
-) -> tuple[ir.Model, str]:
+) -> tuple[ir.Model, TrainingMetadata]:
     """Returns a model of the loss in inference mode, whose variables are inputs.
 
     Args:
@@ -198,23 +199,31 @@ def evaluation_model(
         step: What `flatten` returned for it; only its names are read.
 
     Returns:
-        The model, and the name of the inference graph's first output.
+        The model, and what its outputs are: the parts of the loss, their counts and the prediction
+        that the metadata name. Of a model that ortops did not build, these are the loss and the
+        inference graph's first output.
     """
+    noted = training_metadata(proto)
     model = prepare(convert.to_ir(_concatenate(proto, entry), None, data, given_away=True))
     graph = model.graph
     values = {value.name: value for value in (*graph.inputs, *graph.initializers.values())}
     values |= {value.name: value for node in graph for value in node.outputs}
-    for copy, source in training_metadata(proto).training_copies.items():
-        if copy in values and source in values:
-            values[copy].replace_all_uses_with(values[source], replace_graph_outputs=True)
-    output = proto.graph.output[0].name
+    for name, source in (*noted.training_copies.items(), *noted.dropouts.items()):
+        if name in values and source in values:
+            values[name].replace_all_uses_with(values[source], replace_graph_outputs=True)
+    parts = [p for p in noted.losses if p.name in values] or [LossPart(name=step.loss)]
+    parts = [replace(part, count=part.count if part.count in values else "") for part in parts]
+    prediction = noted.prediction
+    if prediction.tensor not in values:
+        prediction = replace(prediction, tensor=proto.graph.output[0].name)
+    named = [part.name for part in parts] + [part.count for part in parts if part.count]
     graph.outputs.clear()
-    graph.outputs.extend([values[step.loss], values[output]])
+    graph.outputs.extend(values[name] for name in dict.fromkeys((*named, prediction.tensor)))
     write_inference_mode(model)
     prune(graph)
     _make_inputs(graph, [name for name in step.variables if name in graph.initializers])
     remove_defaults(graph, step.variables)
-    return lower_prepared(model), output
+    return lower_prepared(model), replace(noted, losses=parts, prediction=prediction)
 
 
 def _make_inputs(graph: ir.Graph, variables: Sequence[str]) -> None:
@@ -342,6 +351,46 @@ def _concatenate(proto: onnx.ModelProto, entry: int) -> onnx.ModelProto:
 
 
 @dataclass(frozen=True)
+class LossPart:
+    """A summand of the loss; see `ortops.losses.loss.Part`.
+
+    Attributes:
+        name: The tensor that is its value.
+        label: What people call it.
+        weight: What it is multiplied with.
+        count: The tensor that its sum was divided by; rows stand for it where there is none.
+        is_sum: Whether it is a sum.
+        couples_rows: Whether rows of a batch take part in each other's loss.
+    """
+
+    name: str = ""
+    label: str = ""
+    weight: float = 1.0
+    count: str = ""
+    is_sum: bool = False
+    couples_rows: bool = False
+
+
+@dataclass(frozen=True)
+class PredictionNote:
+    """What the loss looks at; see `ortops.losses.Prediction`.
+
+    Attributes:
+        tensor: The tensor.
+        kind: What its numbers are.
+        axis: The axis of the classes, or None.
+        target: The input that it is compared with.
+        ignored: The label that does not count, or None.
+    """
+
+    tensor: str = ""
+    kind: str = "logits"
+    axis: int | None = None
+    target: str = ""
+    ignored: int | None = None
+
+
+@dataclass(frozen=True)
 class TrainingMetadata:
     """What the builder wrote about a trainable model: which of its names play which part.
 
@@ -351,12 +400,47 @@ class TrainingMetadata:
         step: The initializer that counts steps.
         training_copies: Outputs of the algorithm → outputs of the inference graph that they are
             the training-mode copies of.
+        losses: The summands of the loss.
+        prediction: What the loss looks at.
+        dropouts: Tensors of the algorithm → what they are without Dropout.
     """
 
     loss: str = ""
     learning_rate: str = ""
     step: str = ""
     training_copies: Mapping[str, str] = field(default_factory=dict)
+    losses: Sequence[LossPart] = ()
+    prediction: PredictionNote = PredictionNote()
+    dropouts: Mapping[str, str] = field(default_factory=dict)
+
+
+_TEXT, _NAMES = "the name of a tensor", "an object of names of tensors"
+_NOTED: Mapping[type, Mapping[str, str]] = {
+    TrainingMetadata: {
+        **dict.fromkeys(("loss", "learning_rate", "step"), _TEXT),
+        **dict.fromkeys(("training_copies", "dropouts"), _NAMES),
+    },
+    LossPart: {
+        **dict.fromkeys(("name", "label", "count"), _TEXT),
+        "weight": "a number",
+        **dict.fromkeys(("is_sum", "couples_rows"), "true or false"),
+    },
+    PredictionNote: {
+        **dict.fromkeys(("tensor", "kind", "target"), _TEXT),
+        **dict.fromkeys(("axis", "ignored"), "an integer or null"),
+    },
+}
+"""What is accepted in a file."""
+
+_FITS: Mapping[str, Callable[[Any], bool]] = {
+    _TEXT: lambda value: isinstance(value, str),
+    _NAMES: lambda value: (
+        isinstance(value, dict) and all(isinstance(name, str) for name in value.values())
+    ),
+    "a number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "true or false": lambda value: isinstance(value, bool),
+    "an integer or null": lambda value: value is None or type(value) is int,
+}
 
 
 def training_metadata(proto: onnx.ModelProto) -> TrainingMetadata:
@@ -378,18 +462,29 @@ def training_metadata(proto: onnx.ModelProto) -> TrainingMetadata:
         raise ModelError(f"{where}: {error}; {remedy}") from error
     if not isinstance(found, dict):
         raise ModelError(f"{where}: it is a {type(found).__name__}; {remedy}")
-    known = {each.name: found[each.name] for each in fields(TrainingMetadata) if each.name in found}
+    parts = found.get("losses", [])
+    if not isinstance(parts, list):
+        raise ModelError(f"{where}: its 'losses' is {parts!r:.80}; an array is accepted")
+    return replace(
+        _read_note(TrainingMetadata, found, where),
+        losses=[_read_note(LossPart, part, where) for part in parts],
+        prediction=_read_note(PredictionNote, found.get("prediction", {}), where),
+    )
+
+
+_Note = TypeVar("_Note", TrainingMetadata, LossPart, PredictionNote)
+
+
+def _read_note(kind: type[_Note], found: object, where: str) -> _Note:
+    """Returns a note from what stands in a file."""
+    if not isinstance(found, dict):
+        raise ModelError(f"{where}: it has {found!r:.80}; an object is accepted there")
+    known = {name: found[name] for name in _NOTED[kind] if name in found}
     for name, value in known.items():
-        texts = value.values() if name == "training_copies" and isinstance(value, dict) else [value]
-        if not all(isinstance(each, str) for each in texts):
-            raise ModelError(
-                f"{where}: its '{name}' is {value!r:.80}; names of tensors are accepted"
-            )
-        if name == "training_copies" and not isinstance(value, dict):
-            raise ModelError(
-                f"{where}: its '{name}' is {value!r:.80}; an object of names is accepted"
-            )
-    return TrainingMetadata(**known)
+        accepted = _NOTED[kind][name]
+        if not _FITS[accepted](value):
+            raise ModelError(f"{where}: its '{name}' is {value!r:.80}; {accepted} is accepted")
+    return kind(**known)
 
 
 def _learning_rates(graph: ir.Graph, proto: onnx.ModelProto) -> list[str]:

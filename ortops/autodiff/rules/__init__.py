@@ -13,6 +13,7 @@ from ortops.autodiff.rules import generate as generate
 from ortops.autodiff.rules import indexing as indexing
 from ortops.autodiff.rules import linalg as linalg
 from ortops.autodiff.rules import loss as loss
+from ortops.autodiff.rules import machine_learning as machine_learning
 from ortops.autodiff.rules import microsoft as microsoft
 from ortops.autodiff.rules import normalization as normalization
 from ortops.autodiff.rules import pooling as pooling

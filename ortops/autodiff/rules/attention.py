@@ -150,12 +150,14 @@ def _window(
     return _both(before, op.LessOrEqual(steps, right) if right >= 0 else None)
 
 
-def _bias(like: Tensor, allowed: Tensor | None, added: Tensor | None) -> Tensor | None:
-    """Returns what is added to the scores: minus infinity where a key is not allowed."""
+def _bias(
+    like: Tensor, allowed: Tensor | None, added: Tensor | None, excluded: float = -np.inf
+) -> Tensor | None:
+    """Returns what is added to the scores: by default minus infinity where a key is not allowed."""
     if allowed is None:
         return added
-    excluded = like.tape.constant(np.array(-np.inf, like.dtype))
-    return op.Where(allowed, op.CastLike(0.0, like) if added is None else added, excluded)
+    fill = like.tape.constant(np.array(excluded, like.dtype))
+    return op.Where(allowed, op.CastLike(0.0, like) if added is None else added, fill)
 
 
 def _attend(
@@ -307,7 +309,7 @@ def _masked_attention(
 ) -> Tensor:
     """Returns attention with a finite score in the place of those that a mask excludes."""
     length, total = size_of(q, [2]), size_of(k, [2])
-    bias = added
+    bias = None
     if mask is not None:
         if mask.ndim == 1:
             sizes = [x.shape[0] if x.shape is not None else None for x in (mask, q)]
@@ -319,10 +321,12 @@ def _masked_attention(
             seen = op.Less(_range(q, total), op.Reshape(mask.astype(np.int64), [-1, 1, 1, 1]))
         else:
             seen = op.Unsqueeze(op.Greater(mask, 0), {2: [1, 2], 3: [1], 4: []}[mask.ndim])
-        masked = op.Where(seen, op.CastLike(0.0, q), op.CastLike(masked_score, q))
-        bias = masked if bias is None else bias + masked
-    if causal:
-        bias = _bias(q, _window(q, length, total, _minus(total, length), -1, 0), bias)
+        bias = op.Where(seen, op.CastLike(0.0, q), op.CastLike(masked_score, q))
+    if causal:  # the least number, which counts in a row of which the mask excludes the rest
+        window = _window(q, length, total, _minus(total, length), -1, 0)
+        bias = _bias(q, window, bias, float(ir.DataType.from_numpy(q.dtype).min))
+    if added is not None:
+        bias = added if bias is None else bias + added
     y, _, _ = _attend(q, k, v, bias, scale=scale or None, masked_rows=False)
     return _merge(y)
 
@@ -464,7 +468,8 @@ def group_query_attention(
     length = size_of(q, [2])
     seen = op.Add(op.Reshape(seqlens_k.astype(np.int64), [-1, 1, 1, 1]), 1)
     offset: Size = 0
-    if past_key is not None and past_value is not None and size_of(past_key, [2]) != 0:
+    cached = None if past_key is None or past_value is None else size_of(past_key, [2])
+    if isinstance(cached, Tensor) or cached:
         # Of the past, each sample has what is seen beyond the queries; a prompt has none.
         longest = op.Reshape(total_sequence_length.astype(np.int64), [])
         offset = op.Where(op.Equal(longest, length), 0, op.Sub(seen, length))
@@ -580,7 +585,8 @@ def _rotate(
     cos, sin = (op.Unsqueeze(angle, [2 if flat else 1]) for angle in (cos, sin))
     heads = op.Reshape(x, split) if flat else x
     turned, rest = heads, None
-    if rotated and rotated != size_of(heads, [3]):
+    width = size_of(heads, [3])
+    if rotated and (isinstance(width, Tensor) or rotated != width):
         turned, rest = heads[..., :rotated], heads[..., rotated:]
     if interleaved:
         pairs = op.Reshape(turned, [0, 0, 0, -1, 2])

@@ -17,7 +17,7 @@ import numpy as np
 
 from ortops.autodiff.registry import Cotangents
 from ortops.autodiff.rules.table import vjp
-from ortops.graph.shapes import pad_axes, reshape_like, size_of
+from ortops.graph.shapes import pad_axes, reshape_like, size_of, sum_along
 from ortops.graph.tensor import Dim, Tensor, op
 
 MAX_COLUMN_TAPS = 25
@@ -47,6 +47,13 @@ class Windows:
     dilations: tuple[int, ...]
     begin: tuple[int, ...] | Tensor
     end: tuple[int, ...] | Tensor
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether there is padding, or may be at run time."""
+        if isinstance(self.begin, Tensor) or isinstance(self.end, Tensor):
+            return True
+        return any(self.begin) or any(self.end)
 
     @property
     def rank(self) -> int:
@@ -108,7 +115,7 @@ def windows(
         begin, end = _halves(np.array(totals), auto_pad)
         return replace(result, begin=tuple(begin.tolist()), end=tuple(end.tolist()))
     length, step = op.Shape(x, start=2), np.array(steps)
-    outputs = (length + (step - 1)) / step
+    outputs = (length + (step - 1)) // step
     total = (outputs - 1) * step + _run_time_extents(result, kernel_like) - length
     begin, end = _halves(op.Max(total, [0]), auto_pad)
     return replace(result, begin=begin, end=end)
@@ -116,7 +123,7 @@ def windows(
 
 def _halves(total: Any, auto_pad: str) -> tuple[Any, Any]:
     """Splits padding in what comes first and last; an odd one goes to the end for SAME_UPPER."""
-    half = total // 2 if isinstance(total, np.ndarray) else total / 2
+    half = total // 2
     return (half, total - half) if auto_pad == "SAME_UPPER" else (total - half, half)
 
 
@@ -146,9 +153,9 @@ def static_sizes(x: Tensor, rank: int) -> list[int | None]:
 
 def _padded(x: Tensor, at: Windows) -> tuple[Tensor, Windows]:
     """Returns a tensor with its padding written out, and the windows on that."""
-    zeros = (0,) * at.rank
-    if at.begin == zeros and at.end == zeros:
+    if not at.is_padded:
         return x, at
+    zeros = (0,) * at.rank
     if isinstance(at.begin, Tensor) or isinstance(at.end, Tensor):
         x = pad_axes(x, op.Concat(at.begin, at.end, axis=0), None, at.axes)
     else:
@@ -441,7 +448,7 @@ def _merge_axes(x: Tensor, axis: int) -> Tensor:
 
 
 def _bias_gradient(g: Tensor, at: Windows) -> Tensor:
-    return op.ReduceSum(g, [0, *at.axes], keepdims=0)
+    return sum_along(g, [0, *at.axes])
 
 
 def _kernel(

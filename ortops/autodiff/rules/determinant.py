@@ -31,9 +31,9 @@ def det(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
 
 
 def _cofactors(x: Tensor, size: int | Tensor) -> Tensor:
-    if size == 1:
-        return ones_like(x)
     if isinstance(size, int):
+        if size == 1:
+            return ones_like(x)
         places = np.arange(size)
         others = places[:-1] + (places[:-1] >= places[:, None])
         kept = x.tape.constant(others)

@@ -186,6 +186,7 @@ def atanh(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
 
 @vjp("Sigmoid")
 def sigmoid(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
+    # In y, rounded as it may be: then the logarithm of a loss behind it cancels.
     return g * (y * (1 - y))
 
 

@@ -75,8 +75,7 @@ def _counts(g: Tensor, x: Tensor, at: Windows, include_pad: bool) -> Tensor:
 
 def _averaged(g: Tensor, x: Tensor, at: Windows, ceil_mode: int, include_pad: int) -> Tensor:
     """Returns g divided by the number of elements of each window."""
-    zeros = (0,) * at.rank
-    if not ceil_mode and (include_pad or at.begin == at.end == zeros):
+    if not ceil_mode and (include_pad or not at.is_padded):
         return g / math.prod(cast(tuple[int, ...], at.kernel))
     return g / _counts(g, x, at, bool(include_pad))
 
@@ -213,7 +212,7 @@ def _tiles(x: Tensor, at: Windows) -> bool:
     return (
         set(at.dilations) == {1}
         and at.kernel == at.strides
-        and at.begin == at.end == (0,) * at.rank
+        and not at.is_padded
         and all(
             size is not None and size % step == 0
             for size, step in zip(static_sizes(x, at.rank), at.strides, strict=True)

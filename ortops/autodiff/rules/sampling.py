@@ -300,7 +300,7 @@ def _column_places(
     places: Tensor | None = None
     for axis, length in enumerate(lengths):
         block = blocks[axis]
-        count = (length - ((block - 1) * spread[axis] + 1)) / steps[axis] + 1
+        count = (length - ((block - 1) * spread[axis] + 1)) // steps[axis] + 1
         along = op.Unsqueeze(_range(block, blocks) * spread[axis], [1])
         along = along + _range(count, blocks) * steps[axis]
         if places is None:
@@ -366,10 +366,7 @@ def deform_conv(
             offsets.dtype
         )
         axes.append(_taps_along(coordinate, length, "linear", "zeros", 0))
-    split = [
-        images,
-        channels // offset_group if isinstance(channels, int) else channels / offset_group,
-    ]
+    split = [images, channels // offset_group]
     samples = _Samples(op.Reshape(x, [*split, *lengths]), lengths, axes)
     seen = op.Transpose(samples.sampled(), perm=[0, rank + 2, *range(1, rank + 2)])
     masks = None if mask is None else op.Reshape(mask, [images, 1, count, *outputs])
@@ -378,7 +375,7 @@ def deform_conv(
     # The convolution itself is a product with the columns, as is each of its gradients.
     inputs, filters = size_of(w, [1]), size_of(w, [0])
     rows = inputs * count
-    per_group = filters // group if isinstance(filters, int) else filters / group
+    per_group = filters // group
     weights = op.Reshape(w, [group, per_group, rows])
     by_group = op.Reshape(g, [batch, group, per_group, points])
     dcolumns = op.MatMul(op.Transpose(weights, perm=[0, 2, 1]), by_group)

@@ -101,7 +101,7 @@ def split(
     num_outputs: int | None = None,
 ) -> Cotangents:
     parts = y
-    if None in y:
+    if any(part is None for part in y):
         parts = op.Split(x, sizes, axis=axis, num_outputs=num_outputs, outputs=len(y))
     filled = [
         zeros_like(cast(Tensor, part)) if cotangent is None else cotangent

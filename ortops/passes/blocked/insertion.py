@@ -181,7 +181,7 @@ class _Insertion:
 
     def _concat(self, node: ir.Node) -> None:
         xs = [self._twin(value) for value in node.inputs]
-        if None not in xs and node.attributes["axis"].as_int() in (1, -3):
+        if all(x is not None for x in xs) and node.attributes["axis"].as_int() in (1, -3):
             self.twins[node.outputs[0]] = op.Concat(*xs, axis=1)
 
     def _global_average_pool(self, node: ir.Node) -> None:

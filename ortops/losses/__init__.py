@@ -1,0 +1,128 @@
+"""Loss functions: a scalar from tensors of a model and what they should have been.
+
+A loss is an object with the tensor that it looks at, or a function of one's own:
+
+    >>> from ortops import op
+    >>> def huber(prediction, targets):
+    ...     distance = abs(prediction - targets)
+    ...     squared = 0.5 * distance * distance
+    ...     return op.ReduceMean(op.Where(distance < 1.0, squared, distance - 0.5), keepdims=0)
+
+Losses add up: ``0.7 * SoftmaxCrossEntropy("classes") + 0.3 * L1("boxes")``. To add one, write a
+subclass of `Loss` in a file of this folder and name it here; nothing else needs to know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import TypeAlias
+
+from ortops.errors import ModelError, did_you_mean
+from ortops.losses.classification import (
+    BinaryCrossEntropy,
+    BinaryCrossEntropyWithLogits,
+    Focal,
+    Hinge,
+    NegativeLogLikelihood,
+    SoftmaxCrossEntropy,
+)
+from ortops.losses.compute import Computed, Inputs, Prediction, compute
+from ortops.losses.distillation import Distillation
+from ortops.losses.loss import Combined, Function, Loss
+from ortops.losses.regression import L1, Huber, KullbackLeibler, MeanSquaredError, SmoothL1
+from ortops.losses.segmentation import Dice
+from ortops.losses.sequence import CTC
+from ortops.losses.similarity import CosineEmbedding, InfoNCE, Triplet
+
+__all__ = [
+    "CTC",
+    "L1",
+    "LOSSES",
+    "BinaryCrossEntropy",
+    "BinaryCrossEntropyWithLogits",
+    "Combined",
+    "Computed",
+    "CosineEmbedding",
+    "Dice",
+    "Distillation",
+    "Focal",
+    "Hinge",
+    "Huber",
+    "InfoNCE",
+    "Inputs",
+    "KullbackLeibler",
+    "Loss",
+    "LossLike",
+    "MeanSquaredError",
+    "NegativeLogLikelihood",
+    "Prediction",
+    "SmoothL1",
+    "SoftmaxCrossEntropy",
+    "Triplet",
+    "compute",
+    "resolve",
+]
+
+LOSSES: Mapping[str, type[Loss]] = {
+    loss.__name__: loss
+    for loss in (
+        *(BinaryCrossEntropy, BinaryCrossEntropyWithLogits, CosineEmbedding, CTC, Dice),
+        *(Distillation, Focal, Hinge, Huber, InfoNCE, KullbackLeibler, L1, MeanSquaredError),
+        *(NegativeLogLikelihood, SmoothL1, SoftmaxCrossEntropy, Triplet),
+    )
+}
+"""The losses by name."""
+
+for _public in (Combined, Loss, *LOSSES.values()):
+    _public.__module__ = __name__  # what messages show is what people write
+
+LossLike: TypeAlias = str | Loss | type[Loss] | Function
+"""A loss, its class or the class's name (both stand for the defaults), or a function."""
+
+
+def resolve(loss: LossLike) -> Loss | Function:
+    """Turns what a user may give as ``loss=`` into a loss or a function.
+
+    Raises:
+        ModelError: If there is no loss of that name, or the value is none of these.
+
+    Example:
+        >>> resolve("L1").output is None
+        True
+        >>> resolve("MeanSquared")
+        Traceback (most recent call last):
+        ...
+        ortops.errors.ModelError: loss 'MeanSquared' is not known; did you mean 'MeanSquaredError'?
+    """
+    if isinstance(loss, str):
+        if loss not in LOSSES:
+            raise ModelError(f"loss '{loss}' is not known; {did_you_mean(loss, LOSSES)}")
+        return _default(LOSSES[loss])
+    if isinstance(loss, type):
+        if issubclass(loss, Loss) and loss is not Loss:
+            return _default(loss)
+    elif isinstance(loss, Loss):
+        if type(loss) is not Loss:
+            return loss
+    elif callable(loss):
+        return loss
+    raise ModelError(
+        f"loss is {loss!r}; one of ortops.losses, its name, or a function of Tensors is accepted"
+    )
+
+
+def _default(loss: type[Loss]) -> Loss:
+    """Returns a loss with its defaults, or says which of its arguments have none."""
+    needed = [
+        each.name
+        for each in fields(loss)
+        if each.init and each.default is MISSING and each.default_factory is MISSING
+    ]
+    if needed:
+        shown = ", ".join(f"{name}=…" for name in needed)
+        raise ModelError(
+            f"loss '{loss.__name__}' reads several tensors; name them: "
+            f"ortops.losses.{loss.__name__}({shown})"
+        )
+    return loss()

@@ -1,0 +1,557 @@
+"""Losses of classes, exclusive or independent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+
+from ortops.errors import ModelError
+from ortops.graph.tensor import Tensor, op, shape_of, zeros_like
+from ortops.losses.loss import (
+    Loss,
+    Reads,
+    Shape,
+    Sources,
+    Terms,
+    check_number,
+    check_numbers,
+    count_type,
+    mean_or_sum,
+    softplus,
+    weighted_mean,
+)
+
+__all__ = [
+    "BinaryCrossEntropy",
+    "BinaryCrossEntropyWithLogits",
+    "ClassLoss",
+    "Focal",
+    "Hinge",
+    "NegativeLogLikelihood",
+    "SoftmaxCrossEntropy",
+    "check_ignore_index",
+    "check_only_multiclass",
+    "independent_classes",
+    "safe_labels",
+]
+
+Factors: TypeAlias = float | Sequence[Any]
+"""A number, or nested sequences of them."""
+
+
+@dataclass(frozen=True)
+class ClassLoss(Loss):
+    """A loss that compares numbers for each class with integer labels. Use one of the subclasses.
+
+    Args:
+        output: See `Loss`.
+        target: See `Loss`.
+        reduction: See `Loss`.
+        axis: Where the classes are: by default the axis of the Softmax that ends the model, if any,
+            else 1. Labels have the shape of the prediction without this axis.
+    """
+
+    _: KW_ONLY
+    axis: int | None = None
+
+    @property
+    def default_target(self) -> str:
+        """The name of the input that holds what the output should have been."""
+        return "labels"
+
+    def target_type(self, prediction: Tensor) -> tuple[np.dtype[Any], Shape]:
+        """Returns int64 and the prediction's shape without the class axis."""
+        shape = prediction.shape
+        if shape is None:
+            return np.dtype(np.int64), None
+        if len(shape) < 2:
+            raise ModelError(
+                f"loss {self.name}: output '{prediction.name}' has shape {list(shape)}; "
+                f"{self.reads.replace('_', '-')} of shape (N, C) or (N, C, d1, …) are accepted"
+            )
+        axis = self.class_axis(prediction)
+        if shape[axis] == 1:
+            raise ModelError(
+                f"loss {self.name}: output '{prediction.name}' of shape {list(shape)} has one "
+                "class, whose share is 1 whatever is learned; use BinaryCrossEntropyWithLogits, or "
+                "name another tensor with output="
+            )
+        return np.dtype(np.int64), (*shape[:axis], *shape[axis + 1 :])
+
+    def class_axis(self, prediction: Tensor) -> int:
+        """Returns the axis of the classes, counted from the front.
+
+        Raises:
+            ModelError: If the prediction has no such axis.
+        """
+        axis, shape = 1 if self.axis is None else self.axis, prediction.shape
+        rank = None if shape is None else len(shape)
+        if rank is None and axis >= 0:
+            return axis
+        if rank is None or not -rank <= axis < rank or axis % rank == 0:
+            raise ModelError(
+                f"loss {self.name}: axis is {axis}, and tensor '{prediction.name}' has shape "
+                f"{None if shape is None else list(shape)}; the axis of the classes is accepted, "
+                "which is not the first"
+            )
+        return axis % rank
+
+    def tensors(self, sources: Sources) -> tuple[Loss, Sequence[Tensor]]:
+        """Gets the prediction and the labels."""
+        prediction, axis = sources.prediction(self, self.output, self.reads, self.axis)
+        loss = replace(self, axis=axis)
+        dtype, shape = loss.target_type(prediction)
+        name = self.target or self.default_target
+        return loss, (prediction, sources.input(self, name, dtype, shape, prediction))
+
+    def classes_second(self, prediction: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Brings the classes to axis 1: rows of the last axis become rows of the batch."""
+        axis = self.class_axis(prediction)
+        rank = None if prediction.shape is None else len(prediction.shape)
+        if axis == 1:
+            return prediction, labels
+        if rank is not None and axis == rank - 1:
+            rows = op.Reshape(prediction, op.Concat([-1], shape_of(prediction)[-1:], axis=0))
+            classes = prediction.shape[-1] if prediction.shape else None
+            return rows.with_shape([None, classes]), op.Reshape(labels, [-1])
+        order = [0, axis, *(other for other in range(1, rank or 0) if other != axis)]
+        return op.Transpose(prediction, perm=order), labels
+
+    def class_factors(self, argument: str, classes_second: Tensor) -> Any:
+        """Returns an argument that holds a number for each class as an array.
+
+        Args:
+            argument: The argument's name.
+            classes_second: The prediction, with the classes at axis 1.
+
+        Raises:
+            ModelError: If there are not as many as classes.
+        """
+        array = np.asarray(getattr(self, argument), classes_second.dtype)
+        classes = classes_second.shape[1] if classes_second.shape else None
+        if isinstance(classes, int) and array.shape != (classes,):
+            raise ModelError(
+                f"loss {self.name}: {argument} has shape {list(array.shape)}; one number for each "
+                f"of the {classes} classes is accepted"
+            )
+        return array
+
+
+def safe_labels(labels: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor | None]:
+    """Returns labels that are safe to index with, and which of them count (None: all)."""
+    if ignore_index is None:
+        return labels, None
+    counted = op.Not(op.Equal(labels, ignore_index))
+    return op.Where(counted, labels, 0), counted
+
+
+@dataclass(frozen=True)
+class _Likelihood(ClassLoss):
+    """A loss of the label's log-probability alone, and maybe of those of all classes."""
+
+    _: KW_ONLY
+    ignore_index: int | None = None
+    weights: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        """Checks what was given."""
+        super().__post_init__()
+        check_ignore_index(self, self.ignore_index)
+        check_numbers(self, "weights", rank=1)
+
+    def count(self, labels: Tensor, weights: Any, dtype: np.dtype[Any]) -> Tensor:
+        """Returns what the sum of the losses is divided by."""
+        if self.reduction == "sum":
+            return labels.tape.constant(np.array(1, dtype))
+        labels, counted = safe_labels(labels, self.ignore_index)
+        if weights is not None:
+            each = op.Gather(weights.astype(dtype), labels)
+            each = each if counted is None else op.Where(counted, each, 0)
+        elif counted is not None:
+            each = counted.astype(dtype)
+        else:
+            return op.Size(labels).astype(dtype)
+        return op.ReduceSum(each, keepdims=0)
+
+
+@dataclass(frozen=True)
+class SoftmaxCrossEntropy(_Likelihood):
+    """Softmax cross-entropy between logits and integer labels, averaged over the labels.
+
+    Logits have shape (N, C) or (N, C, d1, …), labels (N) or (N, d1, …) with values in [0, C).
+    Where a Softmax, LogSoftmax or Sigmoid ends the model, the logits are the tensor before it;
+    where probabilities are computed otherwise, their logarithms stand for logits.
+
+    Args:
+        output: The tensor that holds the logits, or their Softmax; the first floating-point output
+            by default.
+        target: See `Loss`.
+        reduction: See `Loss`.
+        axis: See `ClassLoss`; -1 for a language model's (batch, sequence, vocabulary).
+        ignore_index: A label that does not count.
+        weights: A weight for each class; the average is weighted too.
+        label_smoothing: The share of each label that is spread over all classes, in [0, 1].
+
+    Source:
+        Schema of SoftmaxCrossEntropyLoss, ai.onnx version 13; the same as
+        torch.nn.CrossEntropyLoss of labels. Smoothing: Szegedy et al., 2016 (arXiv:1512.00567).
+    """
+
+    _: KW_ONLY
+    label_smoothing: float = 0.0
+
+    reads: ClassVar[Reads] = "logits"
+
+    def __post_init__(self) -> None:
+        """Checks what was given."""
+        super().__post_init__()
+        check_number(self, "label_smoothing", "a number in [0, 1]", lambda x: 0 <= x <= 1)
+
+    def terms(self, prediction: Tensor, target: Tensor) -> Terms:
+        """Emits the loss, and the sum of the weights of the labels that count."""
+        logits, labels = self.classes_second(prediction, target)
+        weights = None if self.weights is None else self.class_factors("weights", logits)
+        loss = op.SoftmaxCrossEntropyLoss(
+            logits, labels, weights, ignore_index=self.ignore_index, reduction=self.reduction
+        )
+        count = self.count(labels, weights, count_type(logits))
+        if self.label_smoothing:
+            log_p = op.LogSoftmax(logits, axis=1)
+            if weights is not None:
+                log_p = log_p * weights.reshape(-1, *(1,) * (logits.ndim - 2))
+            spread = -op.ReduceMean(log_p, [1], keepdims=0)
+            if self.ignore_index is not None:
+                spread = op.Where(op.Equal(labels, self.ignore_index), 0.0, spread)
+            smooth = op.ReduceSum(spread.astype(count.dtype), keepdims=0) / count
+            smooth = smooth.astype(loss.dtype)
+            loss = (1 - self.label_smoothing) * loss + self.label_smoothing * smooth
+        return loss, count
+
+
+@dataclass(frozen=True)
+class NegativeLogLikelihood(_Likelihood):
+    """The average of −x at the labels, where x are log-probabilities.
+
+    Log-probabilities have shape (N, C) or (N, C, d1, …), labels (N) or (N, d1, …) with values in
+    [0, C). Where a Softmax ends the model, x is the LogSoftmax of the logits before it.
+
+    Args:
+        output: The tensor that holds log-probabilities, or their exponentials; the first
+            floating-point output by default.
+        target: See `Loss`.
+        reduction: See `Loss`.
+        axis: See `ClassLoss`.
+        ignore_index: A label that does not count.
+        weights: A weight for each class; the average is weighted too.
+
+    Source:
+        Schema of NegativeLogLikelihoodLoss, ai.onnx version 13; the same as torch.nn.NLLLoss.
+    """
+
+    reads: ClassVar[Reads] = "log_probabilities"
+
+    def terms(self, prediction: Tensor, target: Tensor) -> Terms:
+        """Emits the loss, and the sum of the weights of the labels that count."""
+        x, labels = self.classes_second(prediction, target)
+        weights = None if self.weights is None else self.class_factors("weights", x)
+        loss = op.NegativeLogLikelihoodLoss(
+            x, labels, weights, ignore_index=self.ignore_index, reduction=self.reduction
+        )
+        return loss, self.count(labels, weights, count_type(x))
+
+
+@dataclass(frozen=True)
+class Hinge(ClassLoss):
+    """Multi-class hinge loss: the sum of max(0, margin − x[y] + x[j])ᵖ over j ≠ y, divided by C.
+
+    Scores x have shape (N, C) or (N, C, d1, …), labels y (N) or (N, d1, …) with values in [0, C).
+    The loss is averaged over the labels, all of which count alike.
+
+    Args:
+        output: The tensor that holds the scores; the first floating-point output by default.
+        target: See `Loss`.
+        reduction: See `Loss`.
+        axis: See `ClassLoss`.
+        p: The exponent, 1 or 2.
+        margin: How far the label's score is to be above the others.
+        weights: A factor for the loss of each class.
+
+    Source:
+        Weston and Watkins, 1999; the same as torch.nn.MultiMarginLoss.
+    """
+
+    _: KW_ONLY
+    p: int = 1
+    margin: float = 1.0
+    weights: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        """Checks what was given."""
+        super().__post_init__()
+        check_number(self, "p", "1 or 2", lambda x: x in (1, 2))
+        check_number(self, "margin", "a finite number")
+        check_numbers(self, "weights", rank=1)
+
+    def elements(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Emits the loss of each label."""
+        x, labels = self.classes_second(prediction, target)
+        column = op.Unsqueeze(labels, [1])
+        picked = op.GatherElements(x, column, axis=1)
+        over = op.Relu(x - picked + self.margin)
+        over = op.ScatterElements(over, column, zeros_like(picked), axis=1)
+        losses = op.ReduceMean(over * over if self.p == 2 else over, [1], keepdims=0)
+        if self.weights is None:
+            return losses
+        return losses * op.Gather(self.class_factors("weights", x), labels)
+
+
+@dataclass(frozen=True)
+class BinaryCrossEntropy(Loss):
+    """Binary cross-entropy −t log p − (1 − t) log(1 − p) of probabilities, averaged.
+
+    Logarithms below −100 count as −100, with gradient 0 (in float32 already those of denormal
+    numbers, below −87). `BinaryCrossEntropyWithLogits` is exact where a Sigmoid ends the model.
+
+    Args:
+        output: The tensor that holds probabilities p, of any shape; the first floating-point output
+            by default.
+        target: See `Loss`; targets t are in [0, 1].
+        reduction: See `Loss`; the average is over all elements, whatever their weights.
+        weights: Factors that are broadcast to the shape of the losses, or None.
+
+    Source:
+        torch.nn.BCELoss, but for the gradient of the logarithm where p or 1 − p is below 1e-12.
+    """
+
+    _: KW_ONLY
+    weights: Factors | None = None
+
+    reads: ClassVar[Reads] = "probabilities"
+
+    def __post_init__(self) -> None:
+        """Checks what was given."""
+        super().__post_init__()
+        check_numbers(self, "weights")
+
+    def elements(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Emits the losses."""
+        wide = count_type(prediction)  # float16 has few numbers near 0 and 1
+        p, t = prediction.astype(wide), target.astype(wide)
+        losses = -(t * _bounded_log(p) + (1 - t) * _bounded_log(1 - p))
+        losses = losses.astype(prediction.dtype)
+        return losses if self.weights is None else losses * _factors(self, "weights", prediction)
+
+
+def _bounded_log(p: Tensor) -> Tensor:
+    """Returns log p, or −100 where that is below."""
+    least = max(float(np.finfo(p.dtype).tiny), float(np.exp(-100.0)))
+    return op.Where(op.Less(p, least), -100.0, op.Log(op.Max(p, least)))
+
+
+def _factors(loss: Loss, argument: str, prediction: Tensor) -> Any:
+    """Returns factors as an array; refuses those that would broaden the losses."""
+    array = np.asarray(getattr(loss, argument), prediction.dtype)
+    shape = prediction.shape
+    if shape is not None:
+        pairs = zip(reversed(array.shape), reversed(shape), strict=False)
+        fits = all(count in (1, size) or not isinstance(size, int) for count, size in pairs)
+        if not fits or array.ndim > len(shape):
+            raise ModelError(
+                f"loss {loss.name}: {argument} has shape {list(array.shape)}; one that is "
+                f"broadcast to that of '{prediction.name}', {list(shape)}, is accepted"
+            )
+    return array
+
+
+@dataclass(frozen=True)
+class BinaryCrossEntropyWithLogits(Loss):
+    """Binary cross-entropy between the sigmoid of logits and targets in [0, 1], averaged.
+
+    Computed as ``softplus(x) − x · t``, which overflows nowhere. Where a Sigmoid ends the model,
+    the logits are the tensor before it.
+
+    Args:
+        output: The tensor that holds the logits, of any shape, or their Sigmoid; the first
+            floating-point output by default.
+        target: See `Loss`.
+        reduction: See `Loss`; the average is over all elements, whatever their weights.
+        weights: Factors that are broadcast to the shape of the losses, or None.
+        positive_weight: A factor for the loss of positive targets: a number, one for each class
+            along the last axis, or nested sequences that are broadcast to the logits' shape.
+
+    Source:
+        torch.nn.BCEWithLogitsLoss.
+    """
+
+    _: KW_ONLY
+    weights: Factors | None = None
+    positive_weight: Factors | None = None
+
+    reads: ClassVar[Reads] = "logits"
+
+    def __post_init__(self) -> None:
+        """Checks what was given."""
+        super().__post_init__()
+        check_numbers(self, "weights")
+        check_numbers(self, "positive_weight")
+
+    def tensors(self, sources: Sources) -> tuple[Loss, Sequence[Tensor]]:
+        """Gets the logits and the targets."""
+        return self, independent_classes(self, sources, "use SoftmaxCrossEntropy")
+
+    def elements(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Emits the losses; with a positive weight p, p t softplus(−x) + (1 − t) softplus(x)."""
+        if self.positive_weight is None:
+            losses = softplus(prediction) - prediction * target
+        else:
+            losses = target * softplus(-prediction)
+            losses = losses * _factors(self, "positive_weight", prediction)
+            losses = losses + (1 - target) * softplus(prediction)
+        return losses if self.weights is None else losses * _factors(self, "weights", prediction)
+
+
+@dataclass(frozen=True)
+class Focal(ClassLoss):
+    """Focal loss: cross-entropy times α (1 − q)^γ, where q is the probability of the truth.
+
+    Classes may be independent: logits of any shape are compared with targets in [0, 1] of the same
+    shape, q is the Sigmoid of x where t = 1, and that of −x where t = 0. Or they exclude each
+    other, with ``multiclass``: logits of shape (N, C) or (N, C, d1, …) are compared with integer
+    labels of shape (N) or (N, d1, …), and q is the Softmax at the label. Where a Softmax or Sigmoid
+    ends the model, the logits are the tensor before it.
+
+    Args:
+        output: The tensor that holds the logits; the first floating-point output by default.
+        target: See `Loss`; ``"labels"`` by default with ``multiclass``, else ``"targets"``.
+        reduction: See `Loss`; the average is over all elements, whatever their α.
+        axis: See `ClassLoss`; with ``multiclass`` only.
+        gamma: γ; 0 makes it cross-entropy.
+        alpha: α: the factor of positive targets, in [0, 1], those of others being 1 − α; or, with
+            ``multiclass``, a factor for each class.
+        multiclass: Whether classes exclude each other; by default they do where a Softmax ends the
+            model.
+        ignore_index: A label that does not count; with ``multiclass`` only.
+
+    Source:
+        Lin et al., 2017 (arXiv:1708.02002); for targets between 0 and 1 as
+        torchvision.ops.sigmoid_focal_loss.
+    """
+
+    _: KW_ONLY
+    gamma: float = 2.0
+    alpha: float | Sequence[float] | None = None
+    multiclass: bool | None = None
+    ignore_index: int | None = None
+
+    reads: ClassVar[Reads] = "logits"
+
+    def __post_init__(self) -> None:
+        """Checks what was given."""
+        super().__post_init__()
+        check_number(self, "gamma", "a finite number of at least 0", lambda x: 0 <= x < np.inf)
+        check_ignore_index(self, self.ignore_index)
+        if self.multiclass:
+            check_numbers(self, "alpha", rank=1)
+            return
+        if self.alpha is not None:
+            check_number(self, "alpha", "a number in [0, 1] without multiclass=True", _is_share)
+        check_only_multiclass(self, axis=self.axis, ignore_index=self.ignore_index)
+
+    @property
+    def default_target(self) -> str:
+        """The name of the input that holds what the output should have been."""
+        return "labels" if self.multiclass else "targets"
+
+    def tensors(self, sources: Sources) -> tuple[Loss, Sequence[Tensor]]:
+        """Gets the logits, and the labels or the targets."""
+        if self.multiclass is None:
+            _, axis = sources.prediction(self, self.output, self.reads)
+            return replace(self, multiclass=axis is not None).tensors(sources)
+        if self.multiclass:
+            return super().tensors(sources)
+        return self, independent_classes(self, sources, "give multiclass=True")
+
+    def terms(self, prediction: Tensor, target: Tensor) -> Terms:
+        """Emits the loss, and the number of elements that count."""
+        if not self.multiclass:
+            return mean_or_sum(self._independent(prediction, target), self.reduction)
+        x, labels = self.classes_second(prediction, target)
+        labels, counted = safe_labels(labels, self.ignore_index)
+        elements = self._exclusive(x, labels)
+        if counted is None:
+            return mean_or_sum(elements, self.reduction)
+        elements = op.Where(counted, elements, 0.0)
+        return weighted_mean(elements, counted.astype(elements.dtype), self.reduction)
+
+    def _independent(self, x: Tensor, t: Tensor) -> Tensor:
+        losses = t * softplus(-x) + (1 - t) * softplus(x)
+        miss = t * op.Sigmoid(-x) + (1 - t) * op.Sigmoid(x)
+        losses = losses * self._modulation(miss)
+        if self.alpha is None:
+            return losses
+        positive = float(np.asarray(self.alpha))
+        return losses * (positive * t + (1 - positive) * (1 - t))
+
+    def _exclusive(self, x: Tensor, labels: Tensor) -> Tensor:
+        log_p = op.LogSoftmax(x, axis=1)
+        column = op.Unsqueeze(labels, [1])
+        picked = op.GatherElements(log_p, column, axis=1)
+        # The sum of the others, since 1 − q would cancel.
+        others = op.ScatterElements(op.Exp(log_p), column, zeros_like(picked), axis=1)
+        miss = op.ReduceSum(others, [1], keepdims=0)
+        losses = -op.Squeeze(picked, [1]) * self._modulation(miss)
+        if self.alpha is None:
+            return losses
+        return losses * op.Gather(self.class_factors("alpha", x), labels)
+
+    def _modulation(self, miss: Tensor) -> Tensor | float:
+        """Returns missᵞ, whose slope is bounded where the miss is 0."""
+        if self.gamma == 0:
+            return 1.0
+        return op.Max(miss, float(np.finfo(miss.dtype).tiny)) ** float(self.gamma)
+
+
+def _is_share(number: float) -> bool:
+    return 0 <= number <= 1
+
+
+def independent_classes(loss: Loss, sources: Sources, instead: str) -> Sequence[Tensor]:
+    """Gets logits of classes that do not exclude each other, and targets of their type and shape.
+
+    Args:
+        loss: The loss that asks.
+        sources: Where it gets them from.
+        instead: What to do where a Softmax ends the model.
+
+    Raises:
+        ModelError: If a Softmax does.
+    """
+    prediction, axis = sources.prediction(loss, loss.output, "logits")
+    if axis is not None:
+        raise ModelError(
+            f"loss {loss.name}: '{prediction.name}' are the logits of a Softmax, whose classes "
+            f"exclude each other; {instead}, or name other logits with output="
+        )
+    name = loss.target or loss.default_target
+    return prediction, sources.input(loss, name, prediction.dtype, prediction.shape, prediction)
+
+
+def check_ignore_index(loss: Loss, ignore_index: object) -> None:
+    """Refuses what is neither None nor an integer."""
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int | np.integer | None):
+        raise ModelError(
+            f"loss {loss.name}: ignore_index is {ignore_index!r}; an integer or None is accepted"
+        )
+
+
+def check_only_multiclass(loss: Loss, **arguments: object) -> None:
+    """Refuses arguments that mean something for labels only."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ModelError(
+                f"loss {loss.name}: {name} is {value!r}, which is for labels; give "
+                "multiclass=True, or leave it out"
+            )

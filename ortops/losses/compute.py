@@ -1,0 +1,524 @@
+"""Emitting a loss at the end of a model: what it reads, what is said, and the scalar."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from ortops.errors import ModelError, did_you_mean
+from ortops.graph.convert import ModelLike
+from ortops.graph.edit import attribute_values, copy_node, describe, is_float
+from ortops.graph.tensor import Dim, Tape, Tensor, op
+from ortops.losses.loss import Function, Loss, Part, Reads, Shape, softplus
+from ortops.losses.squashing import Squashed, squashed
+from ortops.losses.teacher import put_teacher
+
+__all__ = ["Computed", "Inputs", "Prediction", "compute", "default_output"]
+
+Inputs: TypeAlias = Mapping[str, tuple[npt.DTypeLike, Sequence[Dim]]]
+"""Declared inputs: dtype and dimensions by name."""
+
+Kind: TypeAlias = Literal["logits", "probabilities", "log_probabilities", "values"]
+
+logger = logging.getLogger("ortops")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a loss looks at, and so what metrics look at.
+
+    Attributes:
+        tensor: The tensor.
+        kind: What its numbers are.
+        axis: The axis of the classes, where there is one.
+        target: The input that it is compared with, where there is one.
+        ignored: The label that does not count, where there is one.
+    """
+
+    tensor: Tensor
+    kind: Kind
+    axis: int | None = None
+    target: str | None = None
+    ignored: int | None = None
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A loss that was emitted.
+
+    Attributes:
+        value: The scalar that is minimized.
+        parts: Its summands.
+        inputs: The inputs that it added.
+        prediction: What it looks at first, or None where that is no tensor of the model.
+        said: What was chosen for the user, a sentence each.
+        constants: The initializers that it added.
+    """
+
+    value: Tensor
+    parts: list[Part]
+    inputs: list[Tensor]
+    prediction: Prediction | None
+    said: list[str]
+    constants: list[Tensor]
+
+
+def default_output(outputs: Sequence[ir.Value]) -> ir.Value | None:
+    """Returns the first floating-point output; behind a ZipMap the tensor before it."""
+    for value in outputs:
+        node = value.producer()
+        if node is not None and (node.domain, node.op_type) == ("ai.onnx.ml", "ZipMap"):
+            value = node.inputs[0] or value
+        tensor = value.type is None or isinstance(value.type, ir.TensorType)
+        if tensor and is_float(value):
+            return value
+    return None
+
+
+@dataclass
+class _Scene:
+    """The model's tensors, and the inputs that losses add; what `Sources` asks for.
+
+    Attributes:
+        tape: Where the nodes go.
+        find: Returns a tensor of the model by name, as the training step has it, or None.
+        names: The names of all tensors.
+        outputs: The model's outputs.
+        declared: The inputs of the user's own.
+        own: Returns the tensor of the model that one of the training step stands for.
+    """
+
+    tape: Tape
+    find: Callable[[str], Tensor | None]
+    names: Sequence[str]
+    outputs: Sequence[ir.Value]
+    declared: Inputs
+    own: Callable[[ir.Value], ir.Value]
+    added: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    owners: dict[str, Loss] = field(default_factory=dict)
+    constants: list[Tensor] = field(default_factory=list)
+    first: Prediction | None = None
+    said: list[str] = field(default_factory=list)
+
+    def tensor(self, name: str | None, who: str) -> Tensor:
+        """Returns a tensor by name, or the default output."""
+        if name is not None:
+            found = self.find(name)
+            if found is None:
+                hint = did_you_mean(name, self.names)
+                raise ModelError(f"loss {who}: the model has no tensor '{name}'; {hint}")
+            return found
+        value = default_output(self.outputs)
+        found = None if value is None else self.find(value.name or "")
+        if found is None:
+            listed = ", ".join(f"'{v.name}' ({v.type or 'unknown'})" for v in self.outputs)
+            raise ModelError(
+                f"loss {who}: the model has no floating-point output, but {listed}; name another "
+                "tensor with output="
+            )
+        return found
+
+    def prediction(
+        self, loss: Loss, name: str | None, reads: Reads = "values", axis: int | None = None
+    ) -> tuple[Tensor, int | None]:
+        """See `ortops.losses.loss.Sources`."""
+        given = self.tensor(name, loss.name)
+        if not is_float(given.value):
+            raise ModelError(
+                f"loss {loss.name}: tensor '{given.name}' is of type {given.value.dtype}; a "
+                "floating-point one is accepted, such as what it was computed from"
+            )
+        found = squashed(given.value)
+        axis = found.axis if axis is None and found is not None else axis
+        if axis is not None and axis < 0 and given.shape is not None:
+            axis += len(given.shape)
+        tensor = given
+        if reads == "values" or found is None:
+            if reads in ("probabilities", "log_probabilities"):
+                what = reads.replace("_", "-")
+                self.say(
+                    f"loss {loss.name} takes {self._shown(given.value)} for {what}, though no "
+                    "Softmax or Sigmoid that is known ends it"
+                )
+        elif reads == "logits":
+            tensor = self._logits(loss, given, found)
+        elif reads == "probabilities":
+            if found.kind == "log_softmax":
+                self.say(
+                    f"loss {loss.name} reads the exponential of log-probabilities "
+                    f"{self._shown(given.value)}"
+                )
+                tensor = op.Exp(given)
+        elif found.kind != "log_softmax":
+            tensor = self._logarithms(loss, given, found)
+        kinds: dict[Any, Kind] = {None: "values", "log_softmax": "log_probabilities"}
+        kind = kinds.get(found and found.kind, "probabilities") if reads == "values" else reads
+        if self.first is None:
+            ignored = getattr(loss, "ignore_index", None)
+            self.first = Prediction(tensor, kind, axis, ignored=ignored)
+        return tensor, axis
+
+    def teacher(self, loss: Loss, model: ModelLike, name: str | None) -> Tensor:
+        """See `ortops.losses.loss.Sources`."""
+        put = put_teacher(self.tape, model, self.find)
+        self.constants += put.constants
+        value = default_output(put.outputs) if name is None else put.values.get(name)
+        if value is None:
+            raise ModelError(
+                f"loss {loss.name}: the teacher has no "
+                + ("floating-point output" if name is None else f"tensor '{name}'")
+                + f"; {did_you_mean(name or '', put.values)}"
+            )
+        found = squashed(value)
+        if found is None:
+            return self.tape.tensor(value)
+        if found.logits is None:
+            raise ModelError(
+                f"loss {loss.name}: the teacher's '{name or value.name}' holds probabilities, and "
+                "no tensor before it their logits; name these with teacher="
+            )
+        logits = self.tape.tensor(found.logits)
+        if found.kind == "complement" or found.opposite:
+            return self._log_p(logits, found)
+        return self._moved(logits, found)
+
+    def _logits(self, loss: Loss, given: Tensor, found: Squashed) -> Tensor:
+        """Returns the tensor before a Softmax, or logarithms where there is none."""
+        of_classes = loss.default_target == "labels"
+        if found.kind == "complement" or (found.opposite and of_classes):
+            logits = None
+        else:
+            logits = found.logits
+        if logits is not None:
+            self.say(
+                f"loss {loss.name} reads {self._shown(logits)}, the logits before "
+                f"{self._node(found)}, not {self._shown(given.value)}"
+            )
+            return self._moved(self._known(logits), found)
+        if not of_classes:
+            at = "" if found.logits is None else self._shown(found.logits)
+            raise ModelError(
+                f"loss {loss.name}: tensor {self._shown(given.value)} holds probabilities, of "
+                f"{self._node(found)}, and no tensor before it holds their logits; use a loss "
+                f"that reads probabilities (BinaryCrossEntropy), or name the logits with "
+                f"output={at}"
+            )
+        return self._logarithms(loss, given, found)
+
+    def _logarithms(self, loss: Loss, given: Tensor, found: Squashed) -> Tensor:
+        """Returns log p: from logits in a form that does not overflow, else of p as it is."""
+        exact = found.axis is not None or found.kind in ("sigmoid", "complement")
+        if found.logits is not None and exact:
+            self.say(
+                f"loss {loss.name} reads the logarithms of the probabilities "
+                f"{self._shown(given.value)}, computed from {self._shown(found.logits)}, the "
+                f"logits before {self._node(found)}"
+            )
+            return self._log_p(self._known(found.logits), found)
+        smallest = np.finfo(given.dtype).tiny
+        self.say(
+            f"loss {loss.name} reads the logarithms of the probabilities "
+            f"{self._shown(given.value)}, at least log {smallest:.3g}"
+        )
+        return op.Log(op.Max(given, np.array(smallest, given.dtype)))
+
+    def _log_p(self, logits: Tensor, found: Squashed) -> Tensor:
+        """Returns the logarithms of probabilities, moved as they are."""
+        if found.opposite:  # σ(z) is the softmax of −z / 2 and z / 2, whose rows stay opposite
+            log_p = op.LogSoftmax(0.5 * logits, axis=1)
+        elif found.kind == "sigmoid":
+            log_p = -softplus(-logits)
+        elif found.kind == "complement":
+            of_yes, of_no = -softplus(-logits), -softplus(logits)
+            pair = [of_no if _is_subtraction(value) else of_yes for value in found.node.inputs]
+            log_p = op.Concat(*pair, axis=attribute_values(found.node)["axis"])
+        else:
+            log_p = op.LogSoftmax(logits, axis=found.axis)
+        return self._moved(log_p, found)
+
+    def _name(self, value: ir.Value) -> str:
+        return self.own(value).name or ""
+
+    def _shown(self, value: ir.Value) -> str:
+        """Returns the name that the user knows a tensor by."""
+        return f"'{self._name(value)}'"
+
+    def _node(self, found: Squashed) -> str:
+        """Returns what the user knows the node by that squashed a tensor."""
+        return describe(self.own(found.node.outputs[0]).producer() or found.node)
+
+    def _known(self, value: ir.Value) -> Tensor:
+        found = self.find(self._name(value))
+        return self.tape.tensor(value) if found is None else found
+
+    def _moved(self, tensor: Tensor, found: Squashed) -> Tensor:
+        """Returns a tensor, moved as the squashed values are."""
+        value = tensor.value
+        for node in found.path:
+            source = node.inputs[0]
+            assert source is not None
+            copy = copy_node(node, {source: value})
+            for output in copy.outputs:
+                output.type = output.shape = None
+            self.tape.append(copy)
+            self.tape.infer(copy)
+            value = copy.outputs[0]
+        return self.tape.tensor(value) if found.path else tensor
+
+    def input(self, loss: Loss, name: str, dtype: Any, shape: Shape, like: Tensor) -> Tensor:
+        """See `ortops.losses.loss.Sources`."""
+        if name in self.added:
+            tensor, owner = self.added[name]
+            same = owner is not None and owner.value is like.value
+            if not same and loss.target != name and name not in self.declared:
+                raise ModelError(
+                    f"loss {loss.name}: '{name}' is the target of another loss "
+                    f"({self.owners[name].name}); name each with target="
+                )
+            if tensor.dtype != np.dtype(dtype):
+                raise ModelError(
+                    f"loss {loss.name}: input '{name}' is of type {tensor.dtype}, that of another "
+                    f"loss; {np.dtype(dtype)} is accepted, so name each with target="
+                )
+        else:
+            tensor = self.declare(name, dtype, shape)
+            if shape is not None and tensor.ndim != len(shape):
+                raise ModelError(
+                    f"inputs: '{name}' is declared with {tensor.ndim} dimensions; loss {loss.name} "
+                    f"compares it with '{like.name}', so {len(shape)} are accepted: {list(shape)}"
+                )
+            self.added[name] = (tensor, like)
+            self.owners[name] = loss
+        if self.first is not None and self.first.target is None:
+            self.first = replace(self.first, target=tensor.name)
+        return tensor
+
+    def declare(self, name: str, dtype: Any, shape: Shape) -> Tensor:
+        """Adds an input, as the user declares it, or else as given."""
+        if name in self.declared:
+            dtype, declared = self.declared[name]
+            shape = tuple(declared)
+        tensor = self.tape.input(name, np.dtype(dtype), shape or ())
+        if shape is None:
+            tensor.value.shape = None
+        return tensor
+
+    def say(self, sentence: str) -> None:
+        """Tells the user, once, what was chosen."""
+        if sentence not in self.said:
+            self.said.append(sentence)
+
+
+def compute(
+    loss: Loss | Function,
+    tape: Tape,
+    find: Callable[[str], Tensor | None],
+    names: Sequence[str],
+    outputs: Sequence[ir.Value],
+    declared: Inputs | None = None,
+    own: Callable[[ir.Value], ir.Value] = lambda value: value,
+) -> Computed:
+    """Emits a loss.
+
+    A function of one's own gets a Tensor for each parameter: the tensor of the model of that name,
+    or the input that ``declared`` has under that name; for ``labels`` and ``targets`` a new input,
+    of integers (the shape of what the first parameter stands for, without axis 1) or like it. The
+    first parameter may have a name of its own, and is the default output then. A parameter of
+    another name that has a default keeps it. The function returns a scalar, or a pair of a sum and
+    a count; then the loss is their quotient, and parts of a batch add up exactly.
+
+    Args:
+        loss: What `resolve` returned.
+        tape: Where the nodes go; the new inputs are made on it.
+        find: Returns a tensor of the model by name, as the training step has it, or None.
+        names: The names of the model's tensors, for messages.
+        outputs: The model's outputs.
+        declared: The inputs of the user's own.
+        own: Returns the tensor of the model that one of the training step stands for, for messages.
+
+    Returns:
+        The loss, and what there is to know of it.
+
+    Raises:
+        ModelError: If it is not a scalar, or does not fit the model.
+    """
+    scene = _Scene(tape, find, names, outputs, _checked(declared or {}, find), own)
+    parts = loss.parts(scene) if isinstance(loss, Loss) else [_call(loss, scene)]
+    parts = [_checked_part(part) for part in parts]
+    unread = [name for name in scene.declared if name not in scene.added]
+    if unread:
+        raise ModelError(
+            f"inputs: the loss does not read '{unread[0]}'; leave it out, or name a parameter or a "
+            "target after it"
+        )
+    value = parts[0].value
+    if len(parts) > 1 or parts[0].weight != 1:
+        value = parts[0].weight * parts[0].value
+        for part in parts[1:]:
+            value = value + part.weight * part.value
+    for part in parts:
+        if part.couples_rows:
+            scene.say(
+                f"loss {part.label} couples the rows of a batch: the loss of a batch is not the "
+                "average of those of its parts"
+            )
+    inputs = [tensor for tensor, _ in scene.added.values()]
+    return Computed(value, parts, inputs, scene.first, scene.said, scene.constants)
+
+
+def _checked(declared: Inputs, find: Callable[[str], Tensor | None]) -> Inputs:
+    """Refuses declared inputs that are none."""
+    if not isinstance(declared, Mapping):
+        raise ModelError(
+            f"inputs: {type(declared).__name__} was given; give a dict of a dtype and dimensions "
+            "for each name"
+        )
+    for name, given in declared.items():
+        try:
+            dtype, dims = given
+            np.dtype(dtype)
+            fits = all(d is None or isinstance(d, str | int) for d in dims)
+        except (TypeError, ValueError):
+            fits = False
+        if not fits or not isinstance(name, str):
+            raise ModelError(
+                f"inputs: {name!r} is declared as {given!r}; a dtype and dimensions are accepted, "
+                'such as (np.float32, ["batch", 3])'
+            )
+        if find(name) is not None:
+            raise ModelError(
+                f"inputs: '{name}' is a tensor of the model; give the new input another name"
+            )
+    return declared
+
+
+def _call(loss: Function, scene: _Scene) -> Part:
+    """Calls a loss of the user's own with a tensor for each of its parameters."""
+    name = getattr(loss, "__name__", type(loss).__name__)
+    parameters = _parameters(loss, name)
+    looked_at = _looked_at(parameters, scene, name)
+    positional: list[Tensor] = []
+    named: dict[str, Tensor] = {}
+    for number, (parameter, details) in enumerate(parameters.items()):
+        found = scene.find(parameter)
+        if found is not None:
+            argument = found
+        elif parameter in scene.declared or parameter in ("labels", "targets"):
+            dtype, shape = looked_at.dtype, looked_at.shape
+            if parameter == "labels":
+                dtype, shape = np.dtype(np.int64), _without_classes(shape)
+            argument = scene.declare(parameter, dtype, shape)
+            scene.added[parameter] = (argument, looked_at)
+        elif number == 0:
+            argument = looked_at
+        elif details.default is not inspect.Parameter.empty:
+            continue
+        else:
+            shown = ", ".join(f"'{each}'" for each in list(scene.names)[:20])
+            more = f" and {len(scene.names) - 20} more" if len(scene.names) > 20 else ""
+            own = ", ".join(f"'{each}'" for each in ("labels", "targets", *scene.declared))
+            raise ModelError(
+                f"loss {name}: there is nothing for parameter '{parameter}'; there are the model's "
+                f"tensors ({shown}{more}), {own}, and what inputs= declares, such as "
+                f'inputs={{"{parameter}": (np.float32, ["batch"])}}'
+            )
+        if details.kind is inspect.Parameter.POSITIONAL_ONLY:
+            positional.append(argument)
+        else:
+            named[parameter] = argument
+    targets = [each for each in ("labels", "targets", *scene.added) if each in scene.added]
+    scene.first = _prediction(looked_at, targets[0] if targets else None)
+    returned = loss(*positional, **named)
+    if isinstance(returned, tuple | list) and len(returned) == 2:
+        total, count = returned
+        if not isinstance(total, Tensor) or not isinstance(count, Tensor):
+            raise ModelError(
+                f"loss {name}: it returned {returned!r}; a Tensor is accepted, or a pair of "
+                "Tensors, the sum and the count"
+            )
+        count = _scalar(count, name).astype(total.dtype)
+        return Part(name, 1.0, _scalar(total, name) / count, count)
+    if not isinstance(returned, Tensor):
+        raise ModelError(f"loss {name}: it returned {returned!r}; it must return a Tensor")
+    return Part(name, 1.0, _scalar(returned, name), None)
+
+
+def _without_classes(shape: Shape) -> Shape:
+    """Returns the shape of labels; where classes may be on any axis, sizes are left open."""
+    if shape is None or len(shape) < 2:
+        return shape
+    return (shape[0], *[None] * (len(shape) - 2))
+
+
+def _looked_at(parameters: Mapping[str, inspect.Parameter], scene: _Scene, name: str) -> Tensor:
+    """Returns what a function compares: the first tensor that the model computes.
+
+    That is the default output where the first parameter has a name of its own.
+    """
+    for number, parameter in enumerate(parameters):
+        found = scene.find(parameter)
+        if found is not None and is_float(found.value) and found.value.producer() is not None:
+            return found
+        added = parameter in ("labels", "targets") or parameter in scene.declared
+        if number == 0 and found is None and not added:
+            break
+    return scene.tensor(None, name)
+
+
+def _prediction(tensor: Tensor, target: str | None) -> Prediction:
+    found = squashed(tensor.value)
+    kind: Kind = "logits"
+    if found is not None:
+        kind = "log_probabilities" if found.kind == "log_softmax" else "probabilities"
+    axis = None if found is None else found.axis
+    if axis is not None and axis < 0 and tensor.shape is not None:
+        axis += len(tensor.shape)
+    return Prediction(tensor, kind, axis, target)
+
+
+def _is_subtraction(value: ir.Value | None) -> bool:
+    node = None if value is None else value.producer()
+    return node is not None and node.op_type == "Sub"
+
+
+def _scalar(tensor: Tensor, name: str) -> Tensor:
+    """Returns a scalar that a loss is made of."""
+    if tensor.shape is None:
+        tensor = op.Reshape(tensor, np.zeros(0, np.int64))  # a run fails if it is no scalar
+    elif tensor.shape != ():
+        raise ModelError(
+            f"loss {name}: it is of shape {list(tensor.shape)}; it must be a scalar, so reduce it, "
+            "for example with op.ReduceMean(loss, keepdims=0)"
+        )
+    return tensor
+
+
+def _checked_part(part: Part) -> Part:
+    value = _scalar(part.value, part.label)
+    if value.dtype.kind in "iub":
+        raise ModelError(
+            f"loss {part.label}: it is of type {value.dtype}; it must be floating-point"
+        )
+    return Part(part.label, part.weight, value, part.count, part.is_sum, part.couples_rows)
+
+
+def _parameters(loss: Function, name: str) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of a function that each want one tensor, or refuses the function."""
+    try:
+        parameters = inspect.signature(loss).parameters
+    except ValueError as error:
+        raise ModelError(f"loss {name}: its parameters are unknown; wrap it in a `def`") from error
+    for parameter, details in parameters.items():
+        if details.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            raise ModelError(
+                f"loss {name}: parameter '*{parameter}' stands for any number of tensors; give "
+                "each a name of its own"
+            )
+    return parameters

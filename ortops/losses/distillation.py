@@ -1,0 +1,106 @@
+"""The loss of a model that learns from another one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from ortops.errors import ModelError
+from ortops.graph.convert import ModelLike
+from ortops.graph.shapes import may_be_equal
+from ortops.graph.tensor import Tensor, op
+from ortops.losses.classification import ClassLoss
+from ortops.losses.loss import Loss, Reads, Sources, Terms, check_number, mean_or_sum
+
+__all__ = ["Distillation"]
+
+
+@dataclass(frozen=True)
+class Distillation(ClassLoss):
+    """(1 − alpha) T² Σ q (log q − log p) + alpha · cross-entropy with labels, averaged.
+
+    q = Softmax(teacher / T) and p = Softmax(student / T), over the classes. The teacher's logits
+    are an input of the shape of the student's, (N, C) or (N, C, d1, …), which a session of the
+    teacher computes; or its model is part of the step. Labels (N) or (N, d1, …) are read where
+    alpha is above 0.
+
+    Args:
+        output: The tensor that holds the student's logits, or their Softmax; the first
+            floating-point output by default.
+        target: See `Loss`; the input of the labels.
+        reduction: See `Loss`; the average is over what labels there are, or would be.
+        axis: See `ClassLoss`.
+        model: The teacher: a model, its bytes or its path, whose inputs are those of the student of
+            the same name. Its weights become constants of the trainable file.
+        teacher: The name of the input that holds the teacher's logits, ``"teacher"`` by default;
+            with ``model``, the tensor of that which does, its first floating-point output by
+            default, or what is before a Softmax there.
+        temperature: T; the factor T² keeps gradients as large as those of labels.
+        alpha: The share of the labels' loss, from 0 up to less than 1.
+
+    Source:
+        Hinton et al., 2015 (arXiv:1503.02531).
+    """
+
+    _: KW_ONLY
+    model: ModelLike | None = None
+    teacher: str | None = None
+    temperature: float = 2.0
+    alpha: float = 0.0
+
+    reads: ClassVar[Reads] = "logits"
+
+    def __post_init__(self) -> None:
+        """Checks what was given."""
+        super().__post_init__()
+        check_number(self, "temperature", "a finite number above 0", lambda x: 0 < x < np.inf)
+        check_number(self, "alpha", "a number in [0, 1)", lambda x: 0 <= x < 1)
+        if self.target is not None and self.alpha == 0:
+            raise ModelError(
+                f"loss {self.name}: target is {self.target!r}, and labels have no share; give "
+                "alpha above 0, or leave it out"
+            )
+
+    def tensors(self, sources: Sources) -> tuple[Loss, Sequence[Tensor]]:
+        """Gets the student's logits, the teacher's, and the labels where they have a share."""
+        student, axis = sources.prediction(self, self.output, self.reads, self.axis)
+        loss = replace(self, axis=axis)
+        dtype, shape = loss.target_type(student)
+        labels = []
+        if self.alpha:  # first, since metrics compare with the first input
+            name = self.target or self.default_target
+            labels = [sources.input(self, name, dtype, shape, student)]
+        if self.model is None:
+            name = self.teacher or "teacher"
+            teacher = sources.input(self, name, student.dtype, student.shape, student)
+        else:
+            teacher = self._of_model(sources, student)
+        return loss, (student, teacher, *labels)
+
+    def _of_model(self, sources: Sources, student: Tensor) -> Tensor:
+        """Returns the logits that the teacher's model computes."""
+        assert self.model is not None
+        teacher = sources.teacher(self, self.model, self.teacher)
+        if not may_be_equal(teacher.value.shape, student.value.shape):
+            raise ModelError(
+                f"loss {self.name}: the teacher's logits '{teacher.name}' have shape "
+                f"{list(teacher.shape or ())}, and the student's {list(student.shape or ())}; both "
+                "tell the same classes"
+            )
+        return teacher.astype(student.dtype)
+
+    def terms(self, student: Tensor, teacher: Tensor, labels: Tensor | None = None) -> Terms:
+        """Emits the loss, and the number of labels that there are, or would be."""
+        axis = self.class_axis(student)
+        log_p = op.LogSoftmax(student / self.temperature, axis=axis)
+        log_q = op.LogSoftmax(teacher / self.temperature, axis=axis)
+        divergence = op.ReduceSum(op.Exp(log_q) * (log_q - log_p), [axis], keepdims=0)
+        losses = (1 - self.alpha) * self.temperature**2 * divergence
+        if self.alpha:
+            log_p = op.LogSoftmax(student, axis=axis)
+            picked = op.GatherElements(log_p, op.Unsqueeze(labels, [axis]), axis=axis)
+            losses = losses - self.alpha * op.Squeeze(picked, [axis])
+        return mean_or_sum(losses, self.reduction)

@@ -1,0 +1,157 @@
+"""Losses of numbers, and of distributions."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ortops.graph.tensor import Tensor, op
+from ortops.losses.loss import Loss, Reads, Terms, check_number, count_type, mean_or_sum
+
+__all__ = ["L1", "Huber", "KullbackLeibler", "MeanSquaredError", "SmoothL1"]
+
+
+@dataclass(frozen=True)
+class MeanSquaredError(Loss):
+    """The average of (prediction − target)².
+
+    Args:
+        output: The tensor that it looks at, of any shape; the first floating-point output by
+            default.
+        target: See `Loss`.
+        reduction: See `Loss`.
+
+    Source:
+        The same as torch.nn.MSELoss.
+    """
+
+    def elements(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Emits (prediction − target)²."""
+        difference = prediction - target
+        return difference * difference
+
+
+@dataclass(frozen=True)
+class L1(Loss):
+    """The average of |prediction − target|, whose gradient where both are equal is 0.
+
+    Args:
+        output: The tensor that it looks at, of any shape; the first floating-point output by
+            default.
+        target: See `Loss`.
+        reduction: See `Loss`.
+
+    Source:
+        The same as torch.nn.L1Loss.
+    """
+
+    def elements(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Emits |prediction − target|."""
+        return abs(prediction - target)
+
+
+@dataclass(frozen=True)
+class Huber(Loss):
+    """The average of ½ d² where |d| ≤ δ, and of δ (|d| − ½ δ) elsewhere; d = prediction − target.
+
+    Args:
+        output: The tensor that it looks at, of any shape; the first floating-point output by
+            default.
+        target: See `Loss`.
+        reduction: See `Loss`.
+        delta: δ, where the square turns into a line.
+
+    Source:
+        Huber, 1964 (doi:10.1214/aoms/1177703732); the same as torch.nn.HuberLoss.
+    """
+
+    _: KW_ONLY
+    delta: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Checks what was given."""
+        super().__post_init__()
+        check_number(self, "delta", "a finite number above 0", lambda x: 0 < x < np.inf)
+
+    def elements(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Emits c (d − ½ c), where c is d clipped to [−δ, δ]."""
+        difference = prediction - target
+        clipped = op.Clip(difference, -self.delta, self.delta)
+        return clipped * (difference - 0.5 * clipped)
+
+
+@dataclass(frozen=True)
+class SmoothL1(Loss):
+    """The average of ½ d² / β where |d| < β, and of |d| − ½ β elsewhere; d = prediction − target.
+
+    Args:
+        output: The tensor that it looks at, of any shape; the first floating-point output by
+            default.
+        target: See `Loss`.
+        reduction: See `Loss`.
+        beta: β, where the square turns into a line; 0 makes it `L1`.
+
+    Source:
+        Girshick, 2015 (arXiv:1504.08083); the same as torch.nn.SmoothL1Loss.
+    """
+
+    _: KW_ONLY
+    beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Checks what was given."""
+        super().__post_init__()
+        check_number(self, "beta", "a finite number of at least 0", lambda x: 0 <= x < np.inf)
+
+    def elements(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Emits c / β (d − ½ c), where c is d clipped to [−β, β]."""
+        difference = prediction - target
+        if self.beta == 0:
+            return abs(difference)
+        clipped = op.Clip(difference, -self.beta, self.beta)
+        return clipped / self.beta * (difference - 0.5 * clipped)
+
+
+@dataclass(frozen=True)
+class KullbackLeibler(Loss):
+    """The Kullback–Leibler divergence of a prediction from a target: the sum of t (log t − x).
+
+    x are log-probabilities, t probabilities of the same shape; where t = 0 the summand is 0. Where
+    a Softmax ends the model, x is the LogSoftmax of the logits before it.
+
+    Args:
+        output: The tensor that holds log-probabilities, of any shape, or their exponentials; the
+            first floating-point output by default.
+        target: See `Loss`.
+        reduction: ``"mean"`` divides the sum by the number of elements, which is not the divergence
+            of the paper; ``"batchmean"`` by the size of the first axis; ``"sum"`` does not.
+        log_target: Whether the targets are log-probabilities too.
+
+    Source:
+        Kullback and Leibler, 1951 (doi:10.1214/aoms/1177729694); the same as torch.nn.KLDivLoss.
+    """
+
+    _: KW_ONLY
+    log_target: bool = False
+
+    reads: ClassVar[Reads] = "log_probabilities"
+    reductions: ClassVar[tuple[str, ...]] = ("mean", "batchmean", "sum")
+
+    def elements(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Emits t (log t − x)."""
+        if self.log_target:
+            return op.Exp(target) * (target - prediction)
+        logarithm = op.Log(op.Where(op.Equal(target, 0.0), 1.0, target))
+        return target * (logarithm - prediction)
+
+    def terms(self, prediction: Tensor, target: Tensor) -> Terms:
+        """Emits the loss and what its sum was divided by."""
+        elements = self.elements(prediction, target)
+        if self.reduction != "batchmean":
+            return mean_or_sum(elements, self.reduction)
+        wide = count_type(elements)
+        count = op.Squeeze(op.Shape(prediction, start=0, end=1)).astype(wide)
+        mean = op.ReduceSum(elements.astype(wide), keepdims=0) / count
+        return mean.astype(elements.dtype), count

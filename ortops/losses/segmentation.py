@@ -1,0 +1,121 @@
+"""Losses of overlaps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ortops.errors import ModelError
+from ortops.graph.tensor import Tensor, op
+from ortops.losses.classification import (
+    ClassLoss,
+    check_ignore_index,
+    check_only_multiclass,
+    independent_classes,
+    safe_labels,
+)
+from ortops.losses.loss import Loss, Reads, Sources, Terms, check_number, count_type, mean_or_sum
+
+__all__ = ["Dice"]
+
+
+@dataclass(frozen=True)
+class Dice(ClassLoss):
+    """1 − D for each class, averaged, where D = (2 Σ p t + smooth) / (Σ p² + Σ t² + smooth).
+
+    By default classes are independent: p is the Sigmoid of logits of shape (N, C, d1, …), and
+    targets t in [0, 1] have the same shape. With ``multiclass`` they exclude each other: p is the
+    Softmax, and integer labels have shape (N, d1, …). Where a Softmax or Sigmoid ends the model,
+    the logits are the tensor before it.
+
+    Sums go over all elements of a class in the batch, so that rows of a batch take part in each
+    other's loss, unless ``per_sample`` is given: then each row has a D of its own.
+
+    Args:
+        output: The tensor that holds the logits; the first floating-point output by default.
+        target: See `Loss`; ``"labels"`` by default with ``multiclass``, else ``"targets"``.
+        reduction: See `Loss`; over the classes, and with ``per_sample`` over the rows.
+        axis: See `ClassLoss`.
+        smooth: What is added to both sums; with 0 a class that is neither there nor predicted has
+            loss NaN.
+        squared: Whether probabilities and targets are squared in the denominator, as in the paper.
+        per_sample: Whether each row has a D of its own.
+        multiclass: Whether classes exclude each other.
+        ignore_index: A label that does not count; with ``multiclass`` only.
+
+    Source:
+        Milletari et al., 2016 (arXiv:1606.04797).
+    """
+
+    _: KW_ONLY
+    smooth: float = 1.0
+    squared: bool = True
+    per_sample: bool = False
+    multiclass: bool = False
+    ignore_index: int | None = None
+
+    reads: ClassVar[Reads] = "logits"
+
+    def __post_init__(self) -> None:
+        """Checks what was given."""
+        super().__post_init__()
+        check_number(self, "smooth", "a finite number of at least 0", lambda x: 0 <= x < np.inf)
+        check_ignore_index(self, self.ignore_index)
+        if not self.multiclass:
+            check_only_multiclass(self, ignore_index=self.ignore_index)
+
+    @property
+    def default_target(self) -> str:
+        """The name of the input that holds what the output should have been."""
+        return "labels" if self.multiclass else "targets"
+
+    @property
+    def couples_rows(self) -> bool:
+        """Whether sums go over the whole batch."""
+        return not self.per_sample
+
+    def tensors(self, sources: Sources) -> tuple[Loss, Sequence[Tensor]]:
+        """Gets the logits, and the labels or the targets."""
+        if self.multiclass:
+            return super().tensors(sources)
+        return self, independent_classes(self, sources, "give multiclass=True")
+
+    def terms(self, prediction: Tensor, target: Tensor) -> Terms:
+        """Emits the loss, and the number of rows."""
+        value, _ = mean_or_sum(self.elements(prediction, target), self.reduction)
+        if self.reduction == "sum":
+            return value, value.tape.constant(np.array(1, value.dtype))
+        return value, op.Squeeze(op.Shape(prediction, start=0, end=1)).astype(count_type(value))
+
+    def elements(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Emits Σ (p − t)² / (Σ p² + Σ t² + smooth) for each class, which is 1 − D."""
+        axis, rank = self.class_axis(prediction), prediction.ndim
+        if self.per_sample and rank < 3:
+            raise ModelError(
+                f"loss {self.name}: '{prediction.name}' has shape {list(prediction.shape or ())}; "
+                "with per_sample=True a tensor of shape (N, C, d1, …) is accepted"
+            )
+        p = op.Softmax(prediction, axis=axis) if self.multiclass else op.Sigmoid(prediction)
+        t = target
+        if self.multiclass:
+            labels, counted = safe_labels(target, self.ignore_index)
+            t = self._one_hot(labels, prediction, axis)
+            if counted is not None:
+                counted = op.Unsqueeze(counted, [axis])
+                p, t = op.Where(counted, p, 0.0), op.Where(counted, t, 0.0)
+        over: Sequence[int] = [each for each in range(rank) if each != axis]
+        over = over[1:] if self.per_sample else over
+        if self.squared:
+            apart, sizes = (p - t) ** 2.0, p * p + t * t
+        else:  # p + t − 2 p t, which would cancel
+            apart, sizes = p * (1 - t) + t * (1 - p), p + t
+        total = op.ReduceSum(sizes, over, keepdims=0) + self.smooth
+        return op.ReduceSum(apart, over, keepdims=0) / total
+
+    def _one_hot(self, labels: Tensor, prediction: Tensor, axis: int) -> Tensor:
+        classes = op.Squeeze(op.Shape(prediction, start=axis, end=axis + 1))
+        numbers = op.Reshape(op.Range(0, classes, 1), [-1, *(1,) * (prediction.ndim - 1 - axis)])
+        return op.Equal(op.Unsqueeze(labels, [axis]), numbers).astype(prediction.dtype)

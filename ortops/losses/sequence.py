@@ -1,0 +1,156 @@
+"""Losses of sequences that are not aligned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ortops.autodiff.rules.recurrent import scan
+from ortops.errors import ModelError
+from ortops.graph.tensor import Tensor, op
+from ortops.losses.loss import Loss, Reads, Sources, Terms, count_type, mean_or_sum
+
+__all__ = ["CTC"]
+
+_IMPOSSIBLE = -1e30
+"""Stands for log 0: −∞ would make gradients NaN."""
+
+
+@dataclass(frozen=True)
+class CTC(Loss):
+    """Connectionist temporal classification: −log of what all alignments of the labels sum up to.
+
+    An alignment has a class at each time; labels come out of it by merging repeated classes, then
+    leaving out blanks. Log-probabilities have shape (T, N, C); where a Softmax ends the model they
+    are the LogSoftmax of the logits before it. Three inputs are added, all of int64: labels (N, S)
+    padded by anything, and the lengths (N) of what counts of T and of S. Lengths beyond T or S make
+    a run fail.
+
+    A target that no alignment fits (longer than the input, or with too many repeated labels) has
+    loss infinity and gradient 0. Gradients are those by log-probabilities; torch's, by the same
+    log-probabilities, have a LogSoftmax's in them, and agree by the logits.
+
+    Args:
+        output: The tensor that holds log-probabilities; the first floating-point output by default.
+        target: See `Loss`.
+        reduction: ``"mean"`` divides each loss by the length of its target, or 1 where that is 0,
+            and averages over the batch; ``"sum"`` adds them up as they are.
+        blank: The class that stands for no label.
+        zero_infinity: Whether an infinite loss counts as 0.
+        batch_first: Whether log-probabilities have shape (N, T, C).
+        input_lengths: The name of the input that holds how much of T counts.
+        target_lengths: The name of the input that holds how much of S counts.
+
+    Source:
+        Graves et al., 2006 (doi:10.1145/1143844.1143891), its forward variables in log space; the
+        same as torch.nn.CTCLoss.
+    """
+
+    _: KW_ONLY
+    blank: int = 0
+    zero_infinity: bool = False
+    batch_first: bool = False
+    input_lengths: str = "input_lengths"
+    target_lengths: str = "target_lengths"
+
+    reads: ClassVar[Reads] = "log_probabilities"
+
+    def __post_init__(self) -> None:
+        """Checks what was given."""
+        super().__post_init__()
+        integer = isinstance(self.blank, int | np.integer) and not isinstance(self.blank, bool)
+        if not integer or self.blank < 0:
+            raise ModelError(
+                f"loss {self.name}: blank is {self.blank!r}; the number of a class is accepted"
+            )
+
+    @property
+    def default_target(self) -> str:
+        """The name of the input that holds what the output should have been."""
+        return "labels"
+
+    def tensors(self, sources: Sources) -> tuple[Loss, Sequence[Tensor]]:
+        """Gets the log-probabilities, the labels and both lengths."""
+        x, _ = sources.prediction(self, self.output, self.reads, 2)
+        shape = x.shape
+        if shape is not None:
+            classes = shape[-1] if shape else None
+            if len(shape) != 3 or (isinstance(classes, int) and self.blank >= classes):
+                wanted = "(N, T, C)" if self.batch_first else "(T, N, C)"
+                raise ModelError(
+                    f"loss {self.name}: '{x.name}' has shape {list(shape)}; {wanted} with "
+                    f"C > {self.blank}, the blank, is accepted"
+                )
+        rows = None if shape is None else shape[0 if self.batch_first else 1]
+        name = self.target or self.default_target
+        return self, (
+            x,
+            sources.input(self, name, np.int64, (rows, None), x),
+            sources.input(self, self.input_lengths, np.int64, (rows,), x),
+            sources.input(self, self.target_lengths, np.int64, (rows,), x),
+        )
+
+    def terms(
+        self,
+        log_probabilities: Tensor,
+        labels: Tensor,
+        input_lengths: Tensor,
+        target_lengths: Tensor,
+    ) -> Terms:
+        """Emits the loss and the number of rows."""
+        x = log_probabilities
+        if self.batch_first:
+            x = op.Transpose(x, perm=[1, 0, 2])
+        x = x.astype(count_type(x))
+        losses = self._negative_log_likelihood(x, labels, input_lengths, target_lengths)
+        if self.reduction == "mean":
+            losses = losses / op.Max(target_lengths, 1).astype(losses.dtype)
+        value, count = mean_or_sum(losses, self.reduction)
+        return value.astype(log_probabilities.dtype), count
+
+    def _negative_log_likelihood(
+        self, x: Tensor, labels: Tensor, input_lengths: Tensor, target_lengths: Tensor
+    ) -> Tensor:
+        """Emits the loss of each row; x has shape (T, N, C), and a kind that holds 1e30."""
+        times, rows = op.Shape(x, start=0, end=1), op.Shape(x, start=1, end=2)
+        most = op.Shape(labels, start=1, end=2)
+        states = 2 * most + 1  # blank, label, blank, …, label, blank
+        log_zero, blank = np.array(_IMPOSSIBLE, x.dtype), np.array(self.blank, np.int64)
+
+        real = op.Unsqueeze(op.Range(0, op.Squeeze(most), 1), [0])
+        real = op.Less(real, op.Unsqueeze(target_lengths, [1]))
+        known = op.Unsqueeze(op.Where(real, labels, blank), [2])
+        pairs = op.Concat(op.Expand(blank, op.Shape(known)), known, axis=2)
+        pairs = op.Reshape(pairs, op.Concat(rows, 2 * most, axis=0), allowzero=1)
+        blanks = op.Expand(blank, op.Concat(rows, [2], axis=0))
+        symbols = op.Concat(pairs, blanks[:, :1], axis=1)
+        two_before = op.Concat(blanks, symbols, axis=1)[:, :-2]
+        differs = op.Not(op.Or(op.Equal(symbols, blank), op.Equal(symbols, two_before)))
+        skip = op.Where(differs, np.zeros((), x.dtype), log_zero)
+
+        everywhere = op.Expand(symbols, op.Concat(times, rows, states, axis=0))
+        emissions = op.Max(op.GatherElements(x, everywhere, axis=2), log_zero)
+        # Gather, since it refuses lengths beyond T.
+        lengths = op.Gather(op.Range(0, op.Squeeze(times) + 1, 1), input_lengths)
+        time = op.Reshape(op.Range(0, op.Squeeze(times), 1), [-1, 1, 1])
+        active = op.Less(time, op.Reshape(lengths, [1, -1, 1]))
+        start = op.Where(op.Equal(op.Range(0, op.Squeeze(states), 1), 0), 0.0, log_zero)
+        alpha = op.Expand(start, op.Concat(rows, states, axis=0)).with_shape([None, None])
+
+        def step(alpha: Tensor, emission: Tensor, active: Tensor) -> list[Tensor]:
+            wide = op.Pad(alpha, [0, 2, 0, 0], log_zero)
+            ways = (alpha, wide[:, 1:-1], wide[:, :-2] + skip)
+            stack = op.Concat(*(op.Unsqueeze(way, [0]) for way in ways), axis=0)
+            new = op.ReduceLogSumExp(stack, [0], keepdims=0) + emission
+            return [op.Where(active, new, alpha)]
+
+        (alpha,) = scan(step, [alpha], [emissions, active], backwards=False)
+        last = 2 * op.Unsqueeze(target_lengths, [1])
+        ends = op.GatherElements(alpha, op.Concat(last, op.Max(last - 1, 0), axis=1), axis=1)
+        empty = op.And(op.Equal(last, 0), np.array([False, True]))  # there is no label to end at
+        likelihood = op.ReduceLogSumExp(op.Where(empty, log_zero, ends), [1], keepdims=0)
+        instead = np.array(0 if self.zero_infinity else np.inf, x.dtype)
+        return op.Where(op.Less(likelihood, 0.1 * log_zero), instead, -likelihood)

@@ -1,0 +1,128 @@
+"""Another model inside a loss: a teacher, whose weights are constants of the algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from ortops.autodiff.gradient_node import GRADIENT_DOMAINS
+from ortops.errors import ModelError
+from ortops.graph import convert, external
+from ortops.graph.convert import ModelLike
+from ortops.graph.edit import all_nodes, copy_node, describe, inner_graphs
+from ortops.graph.external import refer_to
+from ortops.graph.shapes import infer_shapes, may_be_equal
+from ortops.graph.tensor import Tape, Tensor
+
+__all__ = ["Teacher", "put_teacher"]
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A model that was put on a tape.
+
+    Attributes:
+        values: Its tensors by the names that they have in its file.
+        outputs: Its outputs.
+        constants: Its weights, which are initializers of the tape's graph now.
+    """
+
+    values: dict[str, ir.Value]
+    outputs: Sequence[ir.Value]
+    constants: list[Tensor]
+
+
+def put_teacher(tape: Tape, model: ModelLike, find: Callable[[str], Tensor | None]) -> Teacher:
+    """Puts a model on a tape, as it runs by itself.
+
+    Args:
+        tape: Where its nodes go.
+        model: The model; not changed.
+        find: Returns a tensor of the student by name; the teacher's inputs are those of their name.
+
+    Raises:
+        ModelError: If it is not legal, or does not fit beside the student.
+    """
+    light, data = external.detach(*convert.load(model))
+    work = convert.to_ir(light, None, data)
+    convert.inline(work)
+    work = convert.upgrade(work)
+    infer_shapes(work)
+    graph = work.graph
+    _check_operators(graph, tape)
+    copies: dict[ir.Value, ir.Value] = {}
+    constants: list[Tensor] = []
+    for name, value in graph.initializers.items():
+        tensor = value.const_value
+        assert tensor is not None
+        weight = ir.Value(
+            name=tape.names.unique(f"teacher/{name}"),
+            type=ir.TensorType(tensor.dtype),
+            shape=ir.Shape(tensor.shape.numpy()),
+        )
+        weight.const_value = refer_to(tensor, weight.name)
+        tape.graph.register_initializer(weight)
+        constants.append(tape.tensor(weight))
+        copies[value] = weight
+    for value in graph.inputs:
+        if value not in copies:
+            copies[value] = _input(value, find)
+    for node in list(graph):
+        for inner in inner_graphs(node):
+            _rename(inner, tape)
+        copy = copy_node(node, copies)
+        for old, new in zip(node.outputs, copy.outputs, strict=True):
+            if old.name:
+                new.name = tape.names.unique(f"teacher/{old.name}")
+            copies[old] = new
+        tape.append(copy)
+    values = {old.name or "": new for old, new in copies.items()}
+    return Teacher(values, [copies[value] for value in graph.outputs], constants)
+
+
+def _check_operators(graph: ir.Graph, tape: Tape) -> None:
+    """Refuses operators of other versions than the student's, and of the training domain."""
+    for node in all_nodes(graph):
+        if node.domain in GRADIENT_DOMAINS:
+            raise ModelError(
+                f"teacher: {describe(node)} is of domain '{node.domain}'; lower the teacher with "
+                "ortops.lower"
+            )
+    for domain, version in graph.opset_imports.items():
+        own = tape.graph.opset_imports.setdefault(domain, version)
+        if own != version:
+            where = f"of domain '{domain}'" if domain else "of the standard"
+            raise ModelError(
+                f"teacher: its operators {where} are of version {version}, and the student's of "
+                f"{own}; export both at one opset"
+            )
+
+
+def _input(value: ir.Value, find: Callable[[str], Tensor | None]) -> ir.Value:
+    """Returns the student's tensor for an input of the teacher."""
+    found = find(value.name or "")
+    if found is None:
+        raise ModelError(
+            f"teacher: its input '{value.name}' is no tensor of the student; rename it, or give "
+            "the teacher's logits as an input"
+        )
+    if found.value.dtype != value.dtype or not may_be_equal(found.value.shape, value.shape):
+        raise ModelError(
+            f"teacher: its input '{value.name}' is {value.dtype}{value.shape}, and the student's "
+            f"{found.value.dtype}{found.value.shape}; both read the same"
+        )
+    return found.value
+
+
+def _rename(graph: ir.Graph, tape: Tape) -> None:
+    """Gives what is defined in an inner graph names that the student does not have."""
+    for value in (*graph.inputs, *graph.initializers.values()):
+        value.name = tape.names.unique(f"teacher/{value.name}")
+    for node in graph:
+        for value in node.outputs:
+            if value.name:
+                value.name = tape.names.unique(f"teacher/{value.name}")
+        for inner in inner_graphs(node):
+            _rename(inner, tape)

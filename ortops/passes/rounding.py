@@ -1,0 +1,54 @@
+"""Nodes of a model that onnxruntime's kernels round more than float32 needs, taken apart."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from ortops.graph.edit import inner_graphs
+from ortops.graph.tensor import Tape, constant_tensor, op
+from ortops.passes.draft import Draft, Pass
+from ortops.passes.rewrite import Result, pattern, rewrite
+
+__all__ = ["ROUNDING"]
+
+
+class _Rounding(Pass):
+    """Replaces such nodes, but in loops, where each node counts."""
+
+    def finish(self, draft: Draft) -> None:
+        """Rewrites the graph and the branches of If."""
+        graphs = [draft.graph]
+        for graph in graphs:
+            rewrite(graph, draft.names, _sigmoid, _mean)
+            graphs += [g for node in graph if node.op_type == "If" for g in inner_graphs(node)]
+
+
+@pattern("Sigmoid")
+def _sigmoid(node: ir.Node, tape: Tape) -> Result:
+    """Keeps the digits of small values.
+
+    The kernel is right to 3e-8 of 1: 1e-5 has three digits, and what is below 4e-8 is 0. A model
+    that ends in a Sigmoid and is sure of its answers has a gradient of such values only.
+    """
+    x = node.inputs[0]
+    if x is None or x.dtype != ir.DataType.FLOAT:
+        return None
+    if any(user.op_type == "Mul" and x in user.inputs for user, _ in node.outputs[0].uses()):
+        return None  # in x · Sigmoid(x), small values do not count
+    return op.Reciprocal(1 + op.Exp(-tape.tensor(x)))  # 1 / ∞ = 0 where Exp overflows
+
+
+@pattern("ReduceMean")
+def _mean(node: ir.Node, tape: Tape) -> Result:
+    """Takes the mean along the last of several axes first, as `ortops.graph.shapes.sum_along`."""
+    x, axes = (*node.inputs, None)[:2]
+    chosen = constant_tensor(axes) if axes is not None else None
+    if x is None or x.shape is None or chosen is None or chosen.size < 2:
+        return None
+    *others, last = sorted(int(axis) % len(x.shape) for axis in chosen.numpy())
+    keepdims = node.attributes.get_int("keepdims", 1)
+    inner = op.ReduceMean(tape.tensor(x), [last], keepdims=keepdims)
+    return op.ReduceMean(inner, others, keepdims=keepdims)
+
+
+ROUNDING = _Rounding("rounding")

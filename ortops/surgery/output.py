@@ -1,0 +1,98 @@
+"""A tensor that is put out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import onnx
+import onnx_ir as ir
+
+from ortops.errors import ModelError, UnsupportedError, did_you_mean
+from ortops.graph import convert
+from ortops.graph.convert import ModelLike
+from ortops.graph.edit import all_nodes, describe, inner_graphs
+from ortops.graph.tensor import Names
+from ortops.surgery.reading import dimensions, inferred, logger, read
+
+__all__ = ["name_output"]
+
+
+@convert.blame_model
+def name_output(model: ModelLike, tensor: str, *, name: str | None = None) -> onnx.ModelProto:
+    """Returns a model that puts out one more of its tensors.
+
+    Args:
+        model: A ModelProto, its bytes, or its path; not changed.
+        tensor: The name of a tensor of the main graph. Nothing is done where it is an output.
+        name: The name of the output, if not the tensor's own.
+
+    Returns:
+        A new model, of the same opset, with the tensor as its last output, of the type and shape
+        that are known. External data stay external, relative to the folder of the given file.
+
+    Raises:
+        ModelError: If there is no such tensor, or the new name is taken.
+        UnsupportedError: If the tensor is inside a graph or function of a node.
+
+    Example:
+        >>> from models import mlp
+        >>> model = mlp.mlp((4, 16, 2))
+        >>> hidden = model.graph.node[0].output[0]
+        >>> [value.name for value in name_output(model, hidden, name="hidden").graph.output][1:]
+        ['hidden']
+    """
+    work, proto, folder = read(model)
+    graph = work.graph
+    values = {v.name: v for v in (*graph.inputs, *graph.initializers.values()) if v.name}
+    values |= {v.name: v for node in graph for v in node.outputs if v.name}
+    if tensor not in values:
+        raise _missing(work, tensor, values)
+    value = values[tensor]
+    if value.is_graph_output() and name in (None, tensor):
+        unchanged = onnx.ModelProto()
+        unchanged.CopyFrom(proto)
+        return unchanged
+    taken = Names(graph)
+    for info in proto.training_info:
+        part = info.algorithm
+        for each in (*part.input, *part.output, *part.initializer):
+            taken.take(each.name)
+        for each in itertools.chain.from_iterable(node.output for node in part.node):
+            taken.take(each)
+    if name is not None and name != tensor and taken.unique(name) != name:
+        raise ModelError(f"name '{name}': the model has a tensor or node of it; give another")
+    known = inferred(proto, folder).get(tensor, value)
+    if name not in (None, tensor):
+        node = ir.Node("", "Identity", [value], name=taken.unique(f"{name}/Identity"))
+        node.outputs[0].name = name
+        graph.append(node)
+        value = node.outputs[0]
+    value.type, value.shape = known.type, known.shape
+    graph.outputs.append(value)
+    logger.warning(
+        "tensor '%s' is output '%s': %s %s", tensor, value.name, value.type, dimensions(value)
+    )
+    result: onnx.ModelProto = ir.to_proto(work)
+    for info in proto.training_info:  # one by one: `extend` takes none of 2 GB
+        result.training_info.add().CopyFrom(info)
+    return result
+
+
+def _missing(work: ir.Model, tensor: str, values: Iterable[str]) -> ModelError | UnsupportedError:
+    for node in all_nodes(work.graph):
+        for inner in inner_graphs(node):
+            found = [*inner.inputs, *inner.initializers.values()]
+            found += [value for each in inner for value in each.outputs]
+            if any(value.name == tensor for value in found):
+                return UnsupportedError(
+                    f"{describe(node)}: tensor '{tensor}' is inside its graph '{inner.name}', "
+                    "which has it once for each run, or not at all; name an output of the node"
+                )
+    for function in work.functions.values():
+        if any(v.name == tensor for node in function.all_nodes() for v in node.outputs):
+            return UnsupportedError(
+                f"function '{function.name}': tensor '{tensor}' is inside it; replace the calls by "
+                "the body with onnx.inliner.inline_local_functions"
+            )
+    return ModelError(f"tensor '{tensor}': the model has none; {did_you_mean(tensor, values)}")

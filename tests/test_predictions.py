@@ -1,0 +1,445 @@
+"""What a loss takes for its prediction: logits before a Softmax, any tensor, behind a ZipMap."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from running import run
+
+import ortops
+from ortops import ModelError, Tape, Tensor, TrainingSession, build_training_model, losses, op
+from ortops.optimizers import SGD
+
+Array = np.ndarray[Any, Any]
+RNG = np.random.default_rng(5)
+X = RNG.normal(size=(6, 4)).astype(np.float32)
+W = RNG.normal(size=(4, 3)).astype(np.float32)
+LABELS = np.array([0, 2, 1, 1, 0, 2])
+
+
+def softmax(z: Array) -> Array:
+    e = np.exp(z - z.max(axis=1, keepdims=True))
+    return e / e.sum(axis=1, keepdims=True)
+
+
+def cross_entropy(z: Array, labels: Array) -> float:
+    z = z.astype(np.float64)
+    return float(-np.log(softmax(z)[np.arange(len(z)), labels]).mean())
+
+
+def written_out(z: Tensor, *, shifted: bool) -> Tensor:
+    e = op.Exp(z - op.ReduceMax(z, [1], keepdims=1) if shifted else z)
+    return e / op.ReduceSum(e, [1], keepdims=1)
+
+
+ENDS: dict[str, Any] = {
+    "Softmax": lambda z: op.Softmax(z, axis=1),
+    "Softmax, last axis": lambda z: op.Softmax(z, axis=-1),
+    "LogSoftmax": lambda z: op.LogSoftmax(z, axis=-1),
+    "Sigmoid": op.Sigmoid,
+    "Exp / ReduceSum / Div": lambda z: written_out(z, shifted=False),
+    "shifted": lambda z: written_out(z, shifted=True),
+    "Log of Softmax": lambda z: op.Log(op.Softmax(z, axis=1)),
+    "Log of written out": lambda z: op.Log(written_out(z, shifted=True)),
+    "z - ReduceLogSumExp": lambda z: z - op.ReduceLogSumExp(z, [1], keepdims=1),
+    "z - log sum exp": lambda z: z - op.Log(op.ReduceSum(op.Exp(z), [1], keepdims=1)),
+    "Identity behind": lambda z: op.Identity(op.Softmax(z, axis=1)),
+    "Reshape behind": lambda z: op.Reshape(op.Softmax(z, axis=1), [-1, 3]),
+    "Cast behind": lambda z: op.Cast(op.Softmax(z, axis=1), to=TensorProto.DOUBLE),
+    "none": lambda z: z * 1.0,
+}
+
+
+def classifier(end: Any, *, classes: int = 3) -> onnx.ModelProto:
+    with Tape() as tape:
+        x = tape.input("x", np.float32, ["N", 4])
+        z = x @ tape.initializer("w", W[:, :classes])
+        z.value.name = "z"
+        tape.output(end(z), "y")
+    return tape.model()
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_loss_that_reads_logits_finds_them(end: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = classifier(ENDS[end])
+    session = TrainingSession(
+        build_training_model(model, loss="SoftmaxCrossEntropy", optimizer=SGD(0.1))
+    )
+    found = session.step({"x": X, "labels": LABELS})
+    assert float(found["loss"]) == pytest.approx(cross_entropy(X @ W, LABELS), rel=1e-5)
+    p = softmax((X @ W).astype(np.float64))
+    p[np.arange(6), LABELS] -= 1
+    np.testing.assert_allclose(session.state["w"], W - 0.1 * X.T @ p / 6, rtol=1e-4, atol=1e-6)
+    said = [m for m in caplog.messages if "loss SoftmaxCrossEntropy reads '" in m]
+    if end == "none":
+        assert not said
+    else:
+        assert len(said) == 1
+        assert "the logits before" in said[0]
+        assert said[0].endswith("not 'y'")
+
+
+def test_the_file_goes_on_giving_probabilities(tmp_path: Any) -> None:
+    model = classifier(ENDS["Softmax"])
+    session = TrainingSession(
+        build_training_model(model, loss="SoftmaxCrossEntropy", optimizer="Adam")
+    )
+    session.fit({"x": X, "labels": LABELS}, epochs=2, progress=False)
+    session.save(tmp_path / "trained.onnx")
+    (y,) = run(tmp_path / "trained.onnx", {"x": X})
+    np.testing.assert_allclose(y, softmax(X @ session.state["w"]), rtol=1e-5)
+
+
+def test_binary_cross_entropy_finds_logits_of_a_sigmoid() -> None:
+    targets = (X[:, :3] > 0).astype(np.float32)
+    z = (X @ W).astype(np.float64)
+    expected = float((np.logaddexp(0, z) - z * targets).mean())
+
+    def by_hand(z: Tensor) -> Tensor:
+        return 1.0 / (1.0 + op.Exp(-z))
+
+    def reciprocal(z: Tensor) -> Tensor:
+        return op.Reciprocal(op.Exp(op.Neg(z)) + 1.0)
+
+    def half(z: Tensor) -> Tensor:
+        return op.Slice(op.Sigmoid(z), [0], [2], [1])
+
+    for end in (op.Sigmoid, by_hand, reciprocal):
+        trained = build_training_model(
+            classifier(end), loss="BinaryCrossEntropyWithLogits", optimizer="SGD"
+        )
+        found = TrainingSession(trained).step({"x": X, "targets": targets})["loss"]
+        assert float(found) == pytest.approx(expected, rel=1e-5)
+    trained = build_training_model(
+        classifier(half), loss="BinaryCrossEntropyWithLogits", optimizer="SGD"
+    )
+    found = TrainingSession(trained).step({"x": X, "targets": targets[:, :2]})["loss"]
+    z, targets = z[:, :2], targets[:, :2]
+    assert float(found) == pytest.approx((np.logaddexp(0, z) - z * targets).mean(), rel=1e-5)
+
+
+def two_shares(z: Tensor) -> Tensor:
+    p = op.Sigmoid(z)
+    return op.Concat(1.0 - p, p, axis=1)
+
+
+def test_shares_without_logits_are_read_by_logarithms(caplog: pytest.LogCaptureFixture) -> None:
+    model = classifier(two_shares, classes=1)
+    labels = LABELS % 2
+    session = TrainingSession(
+        build_training_model(model, loss="SoftmaxCrossEntropy", optimizer=SGD(0.1))
+    )
+    z = (X @ W[:, :1]).astype(np.float64)
+    expected = np.logaddexp(0, np.where(labels[:, None] == 1, -z, z)).mean()
+    assert float(session.step({"x": X, "labels": labels})["loss"]) == pytest.approx(expected)
+    assert any("reads the logarithms of the probabilities 'y'" in m for m in caplog.messages)
+
+
+def test_binary_cross_entropy_refuses_shares_without_logits() -> None:
+    expected = (
+        "loss BinaryCrossEntropyWithLogits: tensor 'y' holds probabilities, of Concat node '.*', "
+        "and no tensor before it holds their logits; use a loss that reads probabilities"
+    )
+    with pytest.raises(ModelError, match=expected):
+        build_training_model(
+            classifier(two_shares, classes=1), loss="BinaryCrossEntropyWithLogits", optimizer="SGD"
+        )
+
+
+def test_probabilities_out_of_a_branch_are_known() -> None:
+    branches = [
+        helper.make_graph(
+            [helper.make_node(op_type, ["z"], [op_type])],
+            op_type,
+            [],
+            [helper.make_tensor_value_info(op_type, TensorProto.FLOAT, ["N", 3])],
+        )
+        for op_type in ("Sigmoid", "Softmax")
+    ]
+    model = classifier(lambda z: z * 1.0)
+    del model.graph.node[1:]
+    model.graph.node.append(
+        helper.make_node("If", ["flag"], ["y"], then_branch=branches[0], else_branch=branches[1])
+    )
+    model.graph.input.append(helper.make_tensor_value_info("flag", TensorProto.BOOL, []))
+    with pytest.raises(ModelError, match="holds probabilities, of If node 'y'"):
+        build_training_model(model, loss="BinaryCrossEntropyWithLogits", optimizer="SGD")
+
+
+def test_mean_squared_error_reads_probabilities_as_they_are(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    targets = np.eye(3, dtype=np.float32)[LABELS]
+    session = TrainingSession(
+        build_training_model(classifier(ENDS["Softmax"]), loss="MeanSquaredError", optimizer="SGD")
+    )
+    found = session.step({"x": X, "targets": targets})["loss"]
+    assert float(found) == pytest.approx(((softmax(X @ W) - targets) ** 2).mean(), rel=1e-5)
+    assert not caplog.messages
+
+
+def test_one_class_has_no_cross_entropy() -> None:
+    expected = "output 'y' of shape .* has one class, whose share is 1 whatever is learned; use Bin"
+    with pytest.raises(ModelError, match=expected):
+        build_training_model(
+            classifier(lambda z: z * 1.0, classes=1), loss="SoftmaxCrossEntropy", optimizer="SGD"
+        )
+
+
+# ------------------------------------------------------------------------------ any tensor
+
+
+def test_output_names_any_tensor() -> None:
+    with Tape() as tape:
+        x = tape.input("x", np.float32, ["N", 4])
+        hidden = op.Tanh(x @ tape.initializer("w", W))
+        hidden.value.name = "hidden"
+        tape.output(hidden @ tape.initializer("v", W.T), "y")
+    model = tape.model()
+    trained = build_training_model(
+        model, loss=losses.MeanSquaredError(output="hidden"), optimizer="SGD"
+    )
+    assert [b.key for b in trained.training_info[0].update_binding] == ["w", "step"] or {
+        b.key for b in trained.training_info[0].update_binding
+    } == {"w", "step"}
+    targets = np.zeros((6, 3), np.float32)
+    session = TrainingSession(trained)
+    found = session.step({"x": X, "targets": targets})["loss"]
+    assert float(found) == pytest.approx((np.tanh(X @ W) ** 2).mean(), rel=1e-5)
+    expected = "loss MeanSquaredError: the model has no tensor 'hiden'; did you mean 'hidden'?"
+    with pytest.raises(ModelError, match=expected):
+        build_training_model(model, loss=losses.MeanSquaredError(output="hiden"), optimizer="SGD")
+
+
+@pytest.mark.parametrize("opset", [18, 21])
+def test_output_names_a_tensor_behind_dropout_and_evaluation_has_none(opset: int) -> None:
+    model = onnx.parser.parse_model(
+        f"""
+        <ir_version: 8, opset_import: ["" : {opset}]>
+        g (float[N, 4] x) => (float[N, 3] y)
+        <float[4, 3] w = {{{", ".join(map(str, W.ravel()))}}}> {{
+            ratio = Constant <value = float {{0.5}}> ()
+            z = MatMul (x, w)
+            d = Dropout (z, ratio)
+            h = Tanh (d)
+            y = Softmax <axis = 1> (h)
+        }}"""
+    )
+    targets = np.zeros((6, 3), np.float32)
+    session = TrainingSession(
+        build_training_model(
+            model, loss=losses.MeanSquaredError(output="h"), optimizer=SGD(0.0), seed=3
+        )
+    )
+    expected = float((np.tanh(X @ W) ** 2).mean())
+    step = float(session.step({"x": X, "targets": targets})["loss"])
+    assert step != pytest.approx(expected, rel=1e-2)
+    measured = session.evaluate({"x": X, "targets": targets})
+    assert measured["loss"] == pytest.approx(expected, rel=1e-5)
+    session = TrainingSession(
+        build_training_model(model, loss="SoftmaxCrossEntropy", optimizer=SGD(0.0), seed=3)
+    )
+    measured = session.evaluate({"x": X, "labels": LABELS}, metrics=["accuracy"])
+    h = np.tanh(X @ W)
+    assert measured["loss"] == pytest.approx(cross_entropy(h, LABELS), rel=1e-5)
+    assert measured["accuracy"] == pytest.approx((h.argmax(axis=1) == LABELS).mean())
+
+
+def test_logits_inside_a_function() -> None:
+    model = onnx.parser.parse_model(
+        f"""
+        <ir_version: 10, opset_import: ["" : 21, "own" : 1]>
+        g (float[N, 4] x) => (float[N, 3] y)
+        <float[4, 3] w = {{{", ".join(map(str, W.ravel()))}}}> {{
+            y = own.head (x, w)
+        }}
+        <domain: "own", opset_import: ["" : 21]>
+        head (x, w) => (y) {{
+            z = MatMul (x, w)
+            y = Softmax <axis = 1> (z)
+        }}"""
+    )
+    trained = build_training_model(model, loss="SoftmaxCrossEntropy", optimizer="SGD")
+    onnx.checker.check_model(trained, full_check=True)
+    session = TrainingSession(trained)
+    batch = {"x": X, "labels": LABELS}
+    assert session.evaluate(batch)["loss"] == pytest.approx(cross_entropy(X @ W, LABELS), rel=1e-5)
+    assert float(session.step(batch)["loss"]) == pytest.approx(
+        cross_entropy(X @ W, LABELS), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("axis", [-1, 2, None])
+def test_the_axis_of_the_classes(axis: int | None) -> None:
+    tokens = RNG.normal(size=(2, 5, 4)).astype(np.float32)
+    labels = RNG.integers(0, 3, (2, 5))
+    with Tape() as tape:
+        x = tape.input("x", np.float32, ["N", "T", 4])
+        z = x @ tape.initializer("w", W)
+        # Without an axis, the Softmax tells.
+        tape.output(op.Softmax(z, axis=-1) if axis is None else z, "y")
+    trained = build_training_model(
+        tape.model(), loss=losses.SoftmaxCrossEntropy(axis=axis), optimizer="SGD"
+    )
+    (added,) = trained.training_info[0].algorithm.input
+    assert [d.dim_param for d in added.type.tensor_type.shape.dim] == ["N", "T"]
+    session = TrainingSession(trained)
+    batch = {"x": tokens, "labels": labels}
+    expected = cross_entropy((tokens @ W).reshape(-1, 3), labels.reshape(-1))
+    assert float(session.step(batch)["loss"]) == pytest.approx(expected, rel=1e-5)
+    accuracy = session.evaluate(batch, metrics=["accuracy"])["accuracy"]
+    now = tokens @ session.state["w"]
+    assert accuracy == pytest.approx((now.argmax(axis=-1) == labels).mean())
+    with pytest.raises(ortops.FeedError, match="'labels' has the label 3; 0 to 2 are accepted"):
+        session.step({"x": tokens, "labels": np.full((2, 5), 3)})
+
+
+def test_the_first_axis_is_not_that_of_classes() -> None:
+    expected = r"loss SoftmaxCrossEntropy: axis is 0, and tensor .* has shape \['N', 3\]; the axis"
+    with pytest.raises(ModelError, match=expected):
+        build_training_model(
+            classifier(ENDS["none"]), loss=losses.SoftmaxCrossEntropy(axis=0), optimizer="SGD"
+        )
+
+
+# ------------------------------------------------------------------- the default output
+
+
+def with_a_label_first(*, zipped: bool) -> onnx.ModelProto:
+    """A classifier as skl2onnx writes it: the label, then the probabilities, behind a ZipMap."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["z"]),
+        helper.make_node("Softmax", ["z"], ["p"], axis=1),
+        helper.make_node("ArgMax", ["p"], ["label"], axis=1, keepdims=0),
+    ]
+    outputs = [helper.make_tensor_value_info("label", TensorProto.INT64, ["N"])]
+    imports = [helper.make_opsetid("", 21)]
+    if zipped:
+        nodes.append(
+            helper.make_node(
+                "ZipMap", ["p"], ["m"], domain="ai.onnx.ml", classlabels_int64s=[0, 1, 2]
+            )
+        )
+        kind = helper.make_map_type_proto(
+            TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, [])
+        )
+        outputs.append(helper.make_value_info("m", helper.make_sequence_type_proto(kind)))
+        imports.append(helper.make_opsetid("ai.onnx.ml", 1))
+    else:
+        outputs.append(helper.make_tensor_value_info("p", TensorProto.FLOAT, ["N", 3]))
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 4])],
+        outputs,
+        [numpy_helper.from_array(W, "w")],
+    )
+    return helper.make_model(graph, opset_imports=imports, ir_version=10)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_the_default_output_is_the_first_of_floats(zipped: bool, tmp_path: Any) -> None:
+    trained = build_training_model(
+        with_a_label_first(zipped=zipped), loss="SoftmaxCrossEntropy", optimizer=SGD(0.5)
+    )
+    session = TrainingSession(trained)
+    batch = {"x": X, "labels": LABELS}
+    assert float(session.step(batch)["loss"]) == pytest.approx(cross_entropy(X @ W, LABELS))
+    measured = session.evaluate(batch, metrics=["accuracy"])
+    z = X @ session.state["w"]
+    assert measured["accuracy"] == (z.argmax(axis=1) == LABELS).mean()
+    session.save(tmp_path / "trained.onnx")
+    label, p = run(tmp_path / "trained.onnx", {"x": X})
+    np.testing.assert_array_equal(label, z.argmax(axis=1))
+    if zipped:
+        p = np.array([[row[c] for c in range(3)] for row in p])
+    np.testing.assert_allclose(p, softmax(z), rtol=1e-5)
+
+
+def test_no_output_of_floats() -> None:
+    model = with_a_label_first(zipped=False)
+    del model.graph.output[1]
+    expected = (
+        "loss L1: the model has no floating-point output, but 'label' .*INT64.*; name another"
+    )
+    with pytest.raises(ModelError, match=expected):
+        build_training_model(model, loss="L1", optimizer="SGD")
+    trained = build_training_model(model, loss=losses.L1("p"), optimizer="SGD")
+    assert TrainingSession(trained).step({"x": X, "targets": np.zeros((6, 3), np.float32)})
+    expected = "tensor 'label' is of type INT64; a floating-point one is accepted"
+    with pytest.raises(ModelError, match=expected):
+        build_training_model(model, loss=losses.L1("label"), optimizer="SGD")
+
+
+# ------------------------------------------------------------------------------ metrics
+
+
+@pytest.mark.parametrize(
+    ("end", "loss", "border"),
+    [
+        (op.Sigmoid, "BinaryCrossEntropyWithLogits", 0.0),
+        (op.Sigmoid, "MeanSquaredError", 0.0),
+        (lambda z: z * 1.0, "BinaryCrossEntropyWithLogits", 0.0),
+        (lambda z: z * 1.0, "MeanSquaredError", 0.5),
+    ],
+)
+def test_accuracy_of_yes_and_no(end: Any, loss: str, border: float) -> None:
+    targets = (RNG.uniform(size=(6, 3)) > 0.5).astype(np.float32)
+    session = TrainingSession(build_training_model(classifier(end), loss=loss, optimizer="SGD"))
+    measured = session.evaluate({"x": X, "targets": targets}, metrics=["accuracy"])
+    expected = ((border < X @ W) == (targets > 0.5)).mean()
+    assert measured["accuracy"] == pytest.approx(expected)
+
+
+def test_labels_that_do_not_count_are_no_part_of_the_accuracy() -> None:
+    labels = np.where(np.arange(6) < 2, -100, (X @ W).argmax(axis=1))
+    session = TrainingSession(
+        build_training_model(
+            classifier(ENDS["Softmax"]),
+            loss=losses.SoftmaxCrossEntropy(ignore_index=-100),
+            optimizer="SGD",
+        )
+    )
+    assert session.evaluate({"x": X, "labels": labels}, metrics=["accuracy"])["accuracy"] == 1.0
+
+
+def test_a_metric_is_told_what_it_asks_for() -> None:
+    told: dict[str, Any] = {}
+
+    def own(outputs: Array, targets: Array, *, kind: str) -> float:
+        told.update(kind=kind, outputs=outputs)
+        return 0.25
+
+    session = TrainingSession(
+        build_training_model(classifier(op.Sigmoid), loss="MeanSquaredError", optimizer="SGD")
+    )
+    targets = np.zeros((6, 3), np.float32)
+    assert session.evaluate({"x": X, "targets": targets}, metrics=[own])["own"] == 0.25
+    assert told["kind"] == "probabilities"
+    np.testing.assert_allclose(told["outputs"], 1 / (1 + np.exp(-(X @ W))), rtol=1e-5)
+
+
+def test_what_a_loss_looks_at_stands_in_the_file() -> None:
+    trained = build_training_model(
+        classifier(ENDS["Softmax"]), loss="SoftmaxCrossEntropy", optimizer="SGD"
+    )
+    (entry,) = (e for e in trained.metadata_props if e.key == "ortops.training")
+    assert json.loads(entry.value)["prediction"] == {
+        "tensor": "z",
+        "kind": "logits",
+        "axis": 1,
+        "target": "labels",
+        "ignored": None,
+    }
+
+
+def test_nothing_is_said_where_nothing_was_chosen(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "ortops"):
+        build_training_model(classifier(ENDS["none"]), loss="SoftmaxCrossEntropy", optimizer="SGD")
+    assert not caplog.messages

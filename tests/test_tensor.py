@@ -1,0 +1,418 @@
+"""The operators, methods and indices of Tensors against numpy's, run by stock onnxruntime."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from onnx import helper
+from running import run
+
+import ortops
+from ortops import Tape, Tensor, op
+from ortops.errors import ModelError
+
+Function = Callable[..., Any]
+FLOATS = ("float32", "float64")
+SIGNED = ("int32", "int64")
+UNSIGNED = ("uint8", "uint32", "uint64")
+
+
+def array(dtype: str, *shape: int, seed: int = 0) -> np.ndarray:
+    """Returns random elements of either sign, without zeros, few of which are equal in kind."""
+    rng = np.random.default_rng(seed)
+    if dtype == "bool":
+        return rng.random(shape) < 0.5
+    whole = rng.integers(1, 7, shape)
+    if not dtype.startswith("uint"):
+        whole *= rng.choice([-1, 1], shape)
+    scaled = whole / 2 if dtype.startswith("float") else whole
+    return scaled.astype(dtype)
+
+
+def results(function: Function, *arrays: np.ndarray, symbolic: bool) -> list[np.ndarray]:
+    """Runs what a function of Tensors emits."""
+    with Tape(name="function") as tape:
+        inputs = []
+        for number, x in enumerate(arrays):
+            sizes = [f"size{size}" for size in x.shape] if symbolic else x.shape
+            inputs.append(tape.input(f"x{number}", x.dtype, sizes))
+        made = function(*inputs)
+        for number, y in enumerate(made if isinstance(made, tuple) else (made,)):
+            tape.output(op.Identity(y), f"y{number}")
+    return run(tape.model(), {f"x{number}": x for number, x in enumerate(arrays)})
+
+
+def agrees(function: Function, *arrays: np.ndarray, dtype: bool = True) -> None:
+    """Checks values and types against numpy, for sizes that are static and for symbols."""
+    with np.errstate(all="ignore"):
+        expected = function(*arrays)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    for symbolic in (False, True):
+        found = results(function, *arrays, symbolic=symbolic)
+        assert len(found) == len(expected)
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs, strict=dtype)
+
+
+TWO: list[tuple[str, Function, tuple[str, ...]]] = [
+    ("==", operator.eq, (*FLOATS, *SIGNED, "bool")),
+    ("!=", operator.ne, (*FLOATS, *SIGNED, "bool")),
+    ("<", operator.lt, (*FLOATS, *SIGNED, *UNSIGNED)),
+    ("<=", operator.le, (*FLOATS, *SIGNED)),
+    (">", operator.gt, (*FLOATS, *SIGNED)),
+    (">=", operator.ge, (*FLOATS, *SIGNED)),
+    ("+", operator.add, (*FLOATS, *SIGNED)),
+    ("-", operator.sub, (*FLOATS, *SIGNED)),
+    ("*", operator.mul, (*FLOATS, *SIGNED)),
+    ("/", operator.truediv, FLOATS),
+    ("//", operator.floordiv, (*FLOATS, *SIGNED, "uint64")),
+    ("%", operator.mod, (*FLOATS, "float16", *SIGNED, *UNSIGNED)),
+    ("divmod", divmod, (*FLOATS, *SIGNED)),
+    ("&", operator.and_, ("bool", *SIGNED, *UNSIGNED)),
+    ("|", operator.or_, ("bool", *SIGNED, *UNSIGNED)),
+    ("^", operator.xor, ("bool", *SIGNED, *UNSIGNED)),
+    ("<<", operator.lshift, UNSIGNED),
+    (">>", operator.rshift, UNSIGNED),
+]
+BINARY = [
+    pytest.param(function, dtype, id=f"{name} {dtype}")
+    for name, function, dtypes in TWO
+    for dtype in dtypes
+]
+
+
+@pytest.mark.parametrize(("function", "dtype"), BINARY)
+def test_binary_operators(function: Function, dtype: str) -> None:
+    x, y = array(dtype, 5, 6), array(dtype, 5, 6, seed=1)
+    agrees(function, x, y)
+    agrees(function, x, array(dtype, 6, seed=2))  # broadcast
+
+
+@pytest.mark.parametrize(("function", "dtype"), BINARY)
+def test_arrays_and_numbers_on_either_side(function: Function, dtype: str) -> None:
+    x, y = array(dtype, 4, 3), array(dtype, 3, seed=1)
+    agrees(lambda t: function(t, y), x)
+    agrees(lambda t: function(y, t), x)
+    scalar = y.dtype.type(y[0])
+    agrees(lambda t: function(t, scalar), x)
+    agrees(lambda t: function(scalar, t), x)
+    number = scalar.item()
+    agrees(lambda t: function(t, number), x)
+    agrees(lambda t: function(number, t), x)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_quotients_round_as_in_numpy(dtype: str) -> None:
+    whole = array(dtype, 400, seed=3) * 3.7
+    parts = array(dtype, 400, seed=4) * 0.1
+    special = np.array([1.0, -1.0, 0.0, 6.0, np.inf, 5.0, -5.0, 3.0, -3.0], dtype)
+    divisors = np.array([0.1, 0.1, 2.0, 0.1, 2.0, np.inf, np.inf, 0.0, 0.0], dtype)
+    for x, y in ((whole.astype(dtype), parts.astype(dtype)), (special, divisors)):
+        agrees(operator.floordiv, x, y)
+        agrees(operator.mod, x, y)
+    assert np.floor(special[0] / divisors[0]) != special[0] // divisors[0]
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_integers_at_the_end_of_their_range(dtype: str) -> None:
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    x = np.array([least, least, most, most, 0], dtype)
+    agrees(operator.floordiv, x, np.array([3, -3, 3, -3, -3], dtype))
+
+
+def test_slopes_of_remainder_and_floor_division() -> None:
+    with Tape(name="slopes") as tape:
+        x, y = tape.input("x", np.float64, [3]), tape.input("y", np.float64, [3])
+        tape.output(x % y + 5.0 * (x // y), "z")
+    built = tape.model()
+    domain = "ai.onnx.preview.training"
+    built.graph.node.append(
+        helper.make_node("Gradient", ["x", "y"], ["dx", "dy"], domain=domain, xs=["x", "y"], y="z")
+    )
+    built.graph.output.extend(helper.make_tensor_value_info(name, 11, [3]) for name in ("dx", "dy"))
+    built.opset_import.append(helper.make_opsetid(domain, 1))
+    feeds = {"x": np.array([5.3, -5.3, 5.3]), "y": np.array([2.0, 2.0, -2.0])}
+    dx, dy = run(ortops.lower(built), feeds, ["dx", "dy"])
+    np.testing.assert_array_equal(dx, [1, 1, 1])
+    np.testing.assert_array_equal(dy, [-2, 3, 3])  # − floor(x / y)
+
+
+@pytest.mark.parametrize("dtype", UNSIGNED)
+def test_shifts_beyond_the_width(dtype: str) -> None:
+    x = np.array([1, 2, 200], dtype)
+    count = np.array([1, 8 * x.itemsize - 1, 8 * x.itemsize], dtype)
+    agrees(operator.lshift, x, count)
+    agrees(operator.rshift, x, count)
+    agrees(lambda t: t >> int(count[2]), x)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_powers(dtype: str) -> None:
+    x = abs(array(dtype, 4, 3))
+    for function in (lambda t: t**2, lambda t: 2**t, lambda t: t**-1, lambda t: t ** x[0]):
+        agrees(function, x)
+    with Tape():
+        assert (np.float32(2) ** Tape().input("x", np.float32, [2])).dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", SIGNED)
+def test_powers_of_integers(dtype: str) -> None:
+    x = array(dtype, 4, 3)
+    agrees(lambda t: t**3, x)
+    agrees(lambda t: 2**t, abs(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "dtypes"),
+    [
+        (operator.pos, (*FLOATS, *SIGNED)),
+        (operator.neg, (*FLOATS, *SIGNED)),
+        (operator.abs, (*FLOATS, *SIGNED)),
+        (operator.invert, ("bool", *SIGNED, *UNSIGNED)),
+    ],
+)
+def test_unary_operators(function: Function, dtypes: tuple[str, ...]) -> None:
+    for dtype in dtypes:
+        agrees(function, array(dtype, 4, 3))
+
+
+def test_operators_in_place_make_new_tensors() -> None:
+    def function(x: Any) -> Any:
+        y = +x
+        y = y + 0 if isinstance(y, np.ndarray) else y
+        y += 2
+        y *= 3
+        y -= x
+        y /= 2
+        y %= 2
+        return y, x
+
+    agrees(function, array("float32", 4))
+
+
+@pytest.mark.parametrize("shapes", [((2, 3), (3, 4)), ((3,), (3, 4)), ((2, 2, 3), (3,))])
+def test_matrix_products(shapes: tuple[tuple[int, ...], ...]) -> None:
+    a, b = (array("float32", *shape, seed=seed) for seed, shape in enumerate(shapes))
+    agrees(operator.matmul, a, b)
+    agrees(lambda t: t @ b, a)
+    agrees(lambda t: a @ t, b)
+
+
+def test_transposes_and_sizes() -> None:
+    agrees(lambda t: t.T, array("float32", 2, 3))
+    agrees(lambda t: t.mT, array("float32", 2, 3))
+    agrees(lambda t: t.mT, array("float32", 4, 2, 3))
+    tape = Tape()
+    assert tape.input("x", np.float32, [2, 3]).size == 6
+    assert tape.input("scalar", np.float32, []).size == 1
+    assert tape.input("ones", np.float32, [1, 3, 1]).squeeze().shape == (3,)
+
+
+REDUCTIONS = [None, 0, -1, (0, 2), (), np.int64(1)]
+
+
+@pytest.mark.parametrize("keepdims", [False, True])
+@pytest.mark.parametrize("axis", REDUCTIONS, ids=str)
+@pytest.mark.parametrize("name", ["sum", "prod", "max", "min", "mean"])
+def test_reductions(name: str, axis: Any, keepdims: bool) -> None:
+    dtypes = FLOATS if name == "mean" else (*FLOATS, *SIGNED, "bool", "uint8")
+    for dtype in dtypes:
+        agrees(lambda t: getattr(t, name)(axis=axis, keepdims=keepdims), array(dtype, 2, 3, 2))
+
+
+@pytest.mark.parametrize("keepdims", [False, True])
+@pytest.mark.parametrize("name", ["argmax", "argmin"])
+def test_positions(name: str, keepdims: bool) -> None:
+    for dtype in (*FLOATS, *SIGNED, "bool"):
+        for axis in (None, 0, -1):
+            agrees(lambda t: getattr(t, name)(axis=axis, keepdims=keepdims), array(dtype, 4, 5))  # noqa: B023
+
+
+def test_a_mask_counts() -> None:
+    agrees(lambda t: (t == 1.5).sum(axis=1), array("float32", 6, 7))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda t: t.reshape(3, 4),
+        lambda t: t.reshape((3, 4)),
+        lambda t: t.reshape([3, -1]),
+        lambda t: t.reshape(-1),
+        lambda t: t.reshape(np.int64(2), -1, 3),
+        lambda t: t.flatten(),
+        lambda t: t.clip(-1, 1.5),
+        lambda t: t.clip(min=-1),
+        lambda t: t.clip(max=1),
+        lambda t: t.clip(np.array([[-1], [0]], np.float32), 2.0),
+        lambda t: t.astype(np.int64),
+        lambda t: t[:1].squeeze(0),
+        lambda t: t[:1, :, None].squeeze(axis=(0, 2)),
+    ],
+)
+def test_shapes_and_limits(function: Function) -> None:
+    agrees(function, array("float32", 2, 6))
+
+
+def test_reshape_of_nothing_and_to_sizes_of_the_run() -> None:
+    agrees(lambda t: t.reshape(4, 0, 2), np.zeros((0, 3), np.float32))
+    x = array("float32", 2, 6)
+    for shape in ((4, 3), (4, -1)):
+        feeds = [x, np.array(shape[0])]
+        found = results(lambda t, n, s=shape: t.reshape(n, s[1]), *feeds, symbolic=True)
+        np.testing.assert_array_equal(found[0], x.reshape(shape))
+        found = results(lambda t, s: t.reshape(s), x, np.array(shape), symbolic=False)
+        np.testing.assert_array_equal(found[0], x.reshape(shape))
+
+
+ROWS = np.array([[1, -1], [0, 2]])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda t: t[0],
+        lambda t: t[-1, 1:],
+        lambda t: t[..., 0],
+        lambda t: t[:, None, ..., -1],
+        lambda t: t[::-1, 1:3],
+        lambda t: t[[2, 0, 0]],
+        lambda t: t[ROWS],
+        lambda t: t[:, abs(ROWS).astype(np.uint8), 1:],
+        lambda t: t[None, [0, 2], ..., None],
+        lambda t: t[..., np.array([3, 1])],
+        lambda t: t[[]],
+    ],
+)
+def test_indices(function: Function) -> None:
+    agrees(function, array("float32", 3, 4, 5))
+
+
+def test_indices_that_are_tensors() -> None:
+    x = array("float32", 3, 4, 5)
+    for dtype in (np.int64, np.int32, np.uint8):
+        agrees(lambda t, i: t[i], x, np.array([2, 0, 1], dtype))
+        agrees(lambda t, i: t[i], x, np.array(2, dtype))
+        agrees(lambda t, i: t[:, 0, i], x, np.array(1, dtype))
+        agrees(lambda t, i: t[i, None, 1:, i], x, np.array(2, dtype))
+        agrees(lambda t, i: t[:, None, i, ..., None], x, np.array([[1, 3]], dtype))
+
+
+def test_identity() -> None:
+    with Tape() as tape:
+        x, y = tape.input("x", np.float32, [2]), tape.input("y", np.float32, [2])
+        assert isinstance(x == y, Tensor)
+        assert {x: 1, y: 2}[y] == 2
+        assert any(each is y for each in (x, y))
+
+
+def test_the_array_namespace() -> None:
+    x, y = abs(array("float32", 3, 4)), abs(array("float32", 3, 4, seed=1))
+
+    def function(a: Any, b: Any) -> Any:
+        xp = a.__array_namespace__()
+        return (
+            xp.concat([a, b], axis=1),
+            xp.concat([a, b], axis=None),
+            xp.stack([a, b], axis=-1),
+            xp.expand_dims(a, axis=1),
+            xp.permute_dims(a, (1, 0)),
+            xp.squeeze(xp.sum(a, axis=0, keepdims=True), axis=0),
+            xp.reshape(a, (4, -1)),
+            xp.min(xp.minimum(a, b), axis=0),
+            xp.max(xp.maximum(a, b)),
+            xp.prod(a, axis=1),
+            xp.clip(a, 1.0, 2.0),
+            xp.matmul(a, b.T),
+            xp.argmax(a, axis=1),
+            xp.where(xp.equal(a, b), a, 0.0),
+            xp.astype(xp.not_equal(a, b), xp.int64),
+            xp.square(a),
+            xp.floor_divide(a, b),
+            xp.remainder(a, b),
+            xp.logical_not(a < b),
+            xp.pow(a, 2.0),
+        )
+
+    agrees(function, x, y)
+
+
+REFUSED: list[tuple[str, Function, type[Exception], str]] = [
+    ("i == 1.5", lambda x, i, b, u: i == 1.5, ModelError, "Equal: 1.5 beside a tensor of int64"),
+    ("i < nan", lambda x, i, b, u: i < np.nan, ModelError, "nan beside a tensor of int64"),
+    ("i * 0.5", lambda x, i, b, u: i * 0.5, ModelError, "Mul: 0.5 beside a tensor of int64"),
+    ("u == 300", lambda x, i, b, u: u == 300, ModelError, "300 beside a tensor of uint8"),
+    ("u + -1", lambda x, i, b, u: u + -1, ModelError, "-1 beside a tensor of uint8"),
+    ("b == 2", lambda x, i, b, u: b == 2, ModelError, "2 beside a tensor of bool"),
+    ("list", lambda x, i, b, u: i > [1, 0.5], ModelError, r"\[1, 0.5\] beside a tensor of int64"),
+    ("x == i", lambda x, i, b, u: x == i, ModelError, "inconsistent type"),
+    ("x // i", lambda x, i, b, u: x // i, ModelError, "different types; cast one with .astype"),
+    ("x == float64", lambda x, i, b, u: x == np.float64(1), ModelError, "inconsistent type"),
+    ("x == None", lambda x, i, b, u: x == None, TypeError, "use `is`"),  # noqa: E711
+    ("x != text", lambda x, i, b, u: x != "a", TypeError, "compared with 'a'; == and != take"),
+    ("x + None", lambda x, i, b, u: x + None, TypeError, "unsupported operand"),
+    ("text % x", lambda x, i, b, u: object() % x, TypeError, "unsupported operand"),
+    ("i / 2", lambda x, i, b, u: i / 2, ModelError, "integers have no quotient .* use //, op.Div"),
+    ("1 / i", lambda x, i, b, u: 1 / i, ModelError, "integers have no quotient"),
+    ("i ** 0.5", lambda x, i, b, u: i**0.5, ModelError, "0.5 beside a tensor of int64"),
+    ("i ** -1", lambda x, i, b, u: i**-1, ModelError, "an integer has integer powers from 0 on"),
+    ("i ** x", lambda x, i, b, u: i**x, ModelError, "different types"),
+    ("1.5 ** i", lambda x, i, b, u: 1.5**i, ModelError, "1.5 beside a tensor of int64"),
+    ("~x", lambda x, i, b, u: ~x, ModelError, "~: Tensor.* has no bits; compare it, or cast it"),
+    ("x & x", lambda x, i, b, u: x & x, ModelError, "&: Tensor.* has no bits"),
+    ("b | i", lambda x, i, b, u: b | i, ModelError, "different types"),
+    ("i << 1", lambda x, i, b, u: i << 1, ModelError, "<<: .* is not unsigned"),
+    ("2 >> i", lambda x, i, b, u: 2 >> i, ModelError, ">>: .* is not unsigned"),
+    ("mean", lambda x, i, b, u: i.mean(), ModelError, r"mean of int64 .* \.astype\(np.float32\)"),
+    ("mean of b", lambda x, i, b, u: b.mean(), ModelError, "mean of bool"),
+    (".T", lambda x, i, b, u: x[None].T, ModelError, r"\.T of rank 3; it is for rank 2, use .mT"),
+    (".mT", lambda x, i, b, u: x[0].mT, ModelError, r"\.mT of rank 1; it is for rank 2 and more"),
+    (".size", lambda x, i, b, u: x.size, ModelError, r"size is not known .* use op.Size\(x\)"),
+    ("reshape", lambda x, i, b, u: x.reshape(0, -1), ModelError, "-1 cannot be told beside 0"),
+    ("reshape to i", lambda x, i, b, u: x.reshape(u[0]), ModelError, "it is of int64"),
+    (
+        "squeeze",
+        lambda x, i, b, u: x.squeeze(),
+        ModelError,
+        "only a run can tell; name them in axis",
+    ),
+    ("bool", lambda x, i, b, u: bool(x), TypeError, "no truth value .* use op.Where"),
+    ("x in list", lambda x, i, b, u: x in [i], ModelError, "inconsistent type"),
+    ("in list", lambda x, i, b, u: x in [x + 1], TypeError, "`is` to find a Tensor among others"),
+    ("in x", lambda x, i, b, u: 1 in x, TypeError, r"use \(x == item\).max\(\)"),
+    ("float", lambda x, i, b, u: float(x), TypeError, r"no value while .* use .astype\(np.float32"),
+    ("int", lambda x, i, b, u: int(x), TypeError, r"no value while .* use .astype\(np.int64"),
+    ("range", lambda x, i, b, u: range(i), TypeError, "no value while the graph is built"),
+    ("len", lambda x, i, b, u: len(x), TypeError, r"no len\(\); use .shape\[0\]"),
+    ("iteration", lambda x, i, b, u: list(x), TypeError, "cannot be iterated over"),
+    ("asarray", lambda x, i, b, u: np.asarray(x), TypeError, "no value while .* op.<Operator>"),
+    ("ufunc", lambda x, i, b, u: np.exp(x), TypeError, "does not support ufuncs"),
+    ("item", lambda x, i, b, u: operator.setitem(x, 0, 1), TypeError, "use op.Where or op.Scatter"),
+    ("dot", lambda x, i, b, u: x.dot(x), AttributeError, "no attribute 'dot'; use @"),
+    ("softmax", lambda x, i, b, u: x.softmax(), AttributeError, "'softmax'; use op.<Operator>"),
+    ("mask", lambda x, i, b, u: x[b], TypeError, "is boolean, .* use op.Where, or op.Compress"),
+    ("a bool", lambda x, i, b, u: x[True], TypeError, "is boolean"),
+    ("bools", lambda x, i, b, u: x[[True, False]], TypeError, "is boolean"),
+    ("floats", lambda x, i, b, u: x[x], TypeError, r"not of integers; cast it with .astype"),
+    ("text", lambda x, i, b, u: x["a"], TypeError, "index 'a'; use integers, slices, None"),
+    ("two", lambda x, i, b, u: x[[0], [1]], TypeError, "one array beside slices at a time"),
+    ("mixed", lambda x, i, b, u: x[[0], 0], TypeError, "one array beside slices at a time"),
+    ("beyond", lambda x, i, b, u: x[0, 0, 0], ModelError, "Unexpected axis value: 2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message"), [pytest.param(*row[1:], id=row[0]) for row in REFUSED]
+)
+def test_refusals(function: Function, error: type[Exception], message: str) -> None:
+    with Tape() as tape:
+        x = tape.input("x", np.float32, ["n", 2])
+        i = tape.input("i", np.int64, ["n", 2])
+        b = tape.input("b", np.bool_, ["n", 2])
+        u = tape.input("u", np.uint8, ["n", 2])
+        with pytest.raises(error, match=message):
+            function(x, i, b, u)
