@@ -300,6 +300,19 @@ def test_the_axis_of_the_classes(axis: int | None) -> None:
         session.step({"x": tokens, "labels": np.full((2, 5), 3)})
 
 
+def test_an_axis_that_is_chosen_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with Tape() as tape:
+        x = tape.input("x", np.float32, ["N", 5, 4])
+        tape.output(x @ tape.initializer("w", W), "y")
+    for axis in (None, -1):
+        caplog.clear()
+        build_training_model(
+            tape.model(), loss=losses.SoftmaxCrossEntropy(axis=axis), optimizer="SGD"
+        )
+        said = "loss SoftmaxCrossEntropy takes axis 1 of 'y', of shape ['N', 5, 3], for the classes"
+        assert caplog.messages == ([f"{said}; axis=-1 stands for the last"] if axis is None else [])
+
+
 def test_the_first_axis_is_not_that_of_classes() -> None:
     expected = r"loss SoftmaxCrossEntropy: axis is 0, and tensor .* has shape \['N', 3\]; the axis"
     with pytest.raises(ModelError, match=expected):

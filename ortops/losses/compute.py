@@ -139,6 +139,11 @@ class _Scene:
         axis = found.axis if axis is None and found is not None else axis
         if axis is not None and axis < 0 and given.shape is not None:
             axis += len(given.shape)
+        if axis is None and loss.default_target == "labels" and len(given.shape or ()) > 2:
+            self.say(
+                f"loss {loss.name} takes axis 1 of {self._shown(given.value)}, of shape "
+                f"{list(given.shape or ())}, for the classes; axis=-1 stands for the last"
+            )
         tensor = given
         if reads == "values" or found is None:
             if reads in ("probabilities", "log_probabilities"):
