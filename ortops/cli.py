@@ -67,6 +67,8 @@ def _check(options: argparse.Namespace) -> int:
     files = [file for given in options.models for file in _files(given)]
     for file in files:
         try:
+            if file != "-" and Path(file).is_dir():
+                raise OrtopsError(f"folder '{file}': there is no .onnx file in it; give a model")
             with quiet():  # the report says it all
                 report = check(
                     sys.stdin.buffer.read() if file == "-" else file,
@@ -90,10 +92,11 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _files(given: str) -> list[str]:
-    """Returns the files that an argument means."""
+    """Returns the files that an argument means; a folder without any stands for itself."""
     if given == "-" or not Path(given).is_dir():
         return [given]
-    return sorted(str(path) for path in Path(given).rglob("*.onnx"))
+    found = (path for path in Path(given).rglob("*.onnx") if not path.is_dir())
+    return sorted(map(str, found)) or [given]
 
 
 def _lower(options: argparse.Namespace) -> int:

@@ -56,10 +56,18 @@ def accuracy(
 def mean_absolute_error(outputs: Array, targets: Array) -> float:
     """Returns the average distance between outputs and targets of one shape.
 
+    Raises:
+        OrtopsError: If their shapes differ.
+
     Example:
         >>> mean_absolute_error(np.array([1.0, 2.0]), np.array([1.0, 3.0]))
         0.5
     """
+    if outputs.shape != targets.shape:
+        raise OrtopsError(
+            f"metric 'mean_absolute_error': outputs have shape {list(outputs.shape)}, and targets "
+            f"{list(targets.shape)}; one shape is accepted (accuracy compares classes with labels)"
+        )
     return float(np.mean(np.abs(outputs - targets)))
 
 
@@ -82,8 +90,12 @@ def resolve(metrics: Sequence[str | Metric]) -> dict[str, Metric]:
     for metric in [metrics] if isinstance(metrics, str) else metrics:
         if callable(metric):
             found[getattr(metric, "__name__", type(metric).__name__)] = metric
-        elif metric in METRICS:
+        elif isinstance(metric, str) and metric in METRICS:
             found[metric] = METRICS[metric]
+        elif not isinstance(metric, str):
+            raise OrtopsError(
+                f"metric {metric!r}: the name of a metric, or a function, is accepted"
+            )
         else:
             raise OrtopsError(f"metric '{metric}' is not known; {did_you_mean(metric, METRICS)}")
     return found

@@ -487,6 +487,12 @@ def test_what_cannot_be_trained(name: str) -> None:
     assert model.SerializeToString(deterministic=True) == before
 
 
+def test_trainable_is_a_list() -> None:
+    with pytest.raises(ModelError) as raised:
+        build(trainable=3)
+    assert str(raised.value) == "trainable is 3; names and patterns are accepted"
+
+
 def test_nothing_to_train() -> None:
     with pytest.raises(ModelError, match="trainable: nothing is named; name at least one"):
         build(trainable=[])

@@ -281,6 +281,16 @@ def test_json_of_files_and_folders(tmp_path, capsys, monkeypatch):
     assert "  w is not named in trainable" in printed
 
 
+@pytest.mark.parametrize("folder", ["empty", "model.onnx"])
+def test_a_folder_without_models(folder, tmp_path, capsys):
+    (tmp_path / folder / "inner.onnx").mkdir(parents=True)
+    assert main(["check", str(tmp_path / folder)]) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        f"ortops: folder '{tmp_path / folder}': there is no .onnx file in it; give a model\n"
+    )
+
+
 def test_files_are_told_apart(tmp_path, capsys):
     for name in ("a.onnx", "b.onnx"):
         onnx.save(classifier(), tmp_path / name)

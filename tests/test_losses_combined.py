@@ -9,7 +9,16 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from ortops import ModelError, Tape, Tensor, TrainingSession, build_training_model, losses, op
+from ortops import (
+    FeedError,
+    ModelError,
+    Tape,
+    Tensor,
+    TrainingSession,
+    build_training_model,
+    losses,
+    op,
+)
 from ortops.optimizers import SGD
 
 F = np.float32
@@ -183,6 +192,12 @@ BAD_INPUTS = {
     "list": ([("mask", F)], "inputs: list was given; give a dict of a dtype and dimensions"),
     "no dims": ({"mask": F}, "inputs: 'mask' is declared as <class 'numpy.float32'>; a dtype and"),
     "no dtype": ({"mask": ("what", ["n"])}, "'mask' is declared as .*; a dtype and dimensions are"),
+    "one string": ({"mask": (F, "nm")}, "'mask' is declared as .*a dtype and dimensions"),
+    "below 0": ({"mask": (F, [-1])}, "'mask' is declared as .*a dtype and dimensions"),
+    "bool": ({"mask": (F, [True])}, "'mask' is declared as .*a dtype and dimensions"),
+    "no name": ({"mask": (F, [""])}, "'mask' is declared as .*a dtype and dimensions"),
+    "None": ({"mask": (None, ["n"])}, "'mask' is declared as .*a dtype and dimensions"),
+    "times": ({"mask": ("datetime64[s]", ["n"])}, "'mask' is declared as .*a dtype and dim"),
     "dims": ({"mask": (F, [1.5])}, "inputs: 'mask' is declared as .*a dtype and dimensions"),
     "taken": ({"x": (F, ["n"])}, "inputs: 'x' is a tensor of the model; give the new input"),
     "rank": (
@@ -200,7 +215,110 @@ def test_declarations_that_are_none(case: str) -> None:
         trainer(losses.L1("box"), inputs=inputs)
 
 
+def test_sizes_may_be_numbers_of_numpy() -> None:
+    def loss(box: Tensor, mask: Tensor) -> Tensor:
+        return op.ReduceMean(box * mask, keepdims=0)
+
+    inputs = {"mask": (F, [None, np.int64(2)])}
+    found = trainer(loss, inputs=inputs).step({"x": X, "mask": np.ones((len(X), 2), F)})["loss"]
+    assert float(found) == pytest.approx((X @ U).mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["x", "u", "box", "step", "learning_rate"])
+def test_a_target_has_a_name_of_its_own(name: str) -> None:
+    expected = (
+        f"loss L1: '{name}' is a tensor of the model or of the training already; give the new"
+    )
+    with pytest.raises(ModelError, match=expected):
+        trainer(losses.L1("box", target=name))
+
+
+@pytest.mark.parametrize("argument", ["output", "target"])
+@pytest.mark.parametrize("value", [3, ["box"], ""])
+def test_names_are_strings(argument: str, value: Any) -> None:
+    with pytest.raises(ModelError) as raised:
+        losses.L1(**{argument: value})
+    expected = f"loss L1: {argument} is {value!r}; the name of a tensor is accepted"
+    assert str(raised.value) == expected
+
+
+@pytest.mark.parametrize("value", ["1", 1.0, True])
+def test_an_axis_is_an_integer(value: Any) -> None:
+    with pytest.raises(ModelError) as raised:
+        losses.SoftmaxCrossEntropy(axis=value)
+    expected = f"loss SoftmaxCrossEntropy: axis is {value!r}; an integer or None is accepted"
+    assert str(raised.value) == expected
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    settings: dict[str, Any] = {"axis": np.int64(-1), "ignore_index": np.int64(2)}
+    labels = np.array([0, 1, 2, 0, 1, 2])
+    with_numpy, plain = (
+        trainer(losses.SoftmaxCrossEntropy("cls", **given)).evaluate(
+            {"x": X[:6], "labels": labels[: len(X)]}, metrics=["accuracy"]
+        )
+        for given in (settings, {"axis": -1, "ignore_index": 2})
+    )
+    assert with_numpy == plain
+
+
+CLASS_LOSSES = [
+    losses.SoftmaxCrossEntropy("cls", target="kinds"),
+    losses.NegativeLogLikelihood("cls", target="kinds"),
+    losses.Focal("cls", multiclass=True, target="kinds"),
+    losses.Hinge("cls", target="kinds"),
+    losses.Dice("cls", multiclass=True, target="kinds"),
+    losses.Distillation("cls", alpha=0.5, target="kinds"),
+]
+
+
+@pytest.mark.parametrize("loss", CLASS_LOSSES, ids=lambda loss: loss.name)
+def test_labels_that_no_class_has_are_refused(loss: losses.Loss) -> None:
+    session = trainer(loss)
+    classes = (X @ V).shape[1]
+    feeds: dict[str, Any] = {"x": X}
+    if isinstance(loss, losses.Distillation):
+        feeds["teacher"] = X @ V
+    for label in (-1, classes):
+        expected = f"feeds: 'kinds' has the label {label}; 0 to {classes - 1} are accepted"
+        with pytest.raises(FeedError, match=expected):
+            session.step({**feeds, "kinds": np.full(len(X), label)})
+        with pytest.raises(FeedError, match=expected):
+            session.evaluate({**feeds, "kinds": np.full(len(X), label)})
+
+
+@pytest.mark.parametrize("loss", [losses.Focal, losses.Dice])
+def test_a_label_that_does_not_count_is_accepted(loss: Any) -> None:
+    session = trainer(loss("cls", multiclass=True, ignore_index=-1))
+    labels = np.zeros(len(X), np.int64)
+    labels[0] = -1
+    assert np.isfinite(session.step({"x": X, "labels": labels})["loss"])
+    labels[0] = -2
+    expected = "feeds: 'labels' has the label -2; .* are accepted, or -1, which does not count"
+    with pytest.raises(FeedError, match=expected):
+        session.step({"x": X, "labels": labels})
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1]", '[{"classes": 2}]', '[{"classes": "2", "ignored": 1}]']
+)
+def test_notes_of_labels_that_are_none(text: str) -> None:
+    model = build_training_model(detector(), loss=losses.Hinge("cls"), optimizer="SGD")
+    model.training_info[0].algorithm.input[0].metadata_props[0].value = text
+    with pytest.raises(ModelError, match=r"input 'labels': its metadata 'ortops.labels' is"):
+        TrainingSession(model)
+
+
 # ---------------------------------------------------------------- parameters of loss functions
+
+
+def test_positional_parameters_keep_their_places_behind_a_default() -> None:
+    def loss(box: Tensor, scale: float = 3.0, targets: Any = None, /) -> Tensor:
+        return scale * op.ReduceMean(abs(box - targets), keepdims=0)
+
+    targets = np.ones((len(X), 2), F)
+    found = trainer(loss).step({"x": X, "targets": targets})["loss"]
+    assert float(found) == pytest.approx(3 * abs(X @ U - targets).mean(), rel=1e-5)
 
 
 def test_parameters_are_never_bound_by_position() -> None:

@@ -49,6 +49,13 @@ ENDS: dict[str, Any] = {
     "Log of written out": lambda z: op.Log(written_out(z, shifted=True)),
     "z - ReduceLogSumExp": lambda z: z - op.ReduceLogSumExp(z, [1], keepdims=1),
     "z - log sum exp": lambda z: z - op.Log(op.ReduceSum(op.Exp(z), [1], keepdims=1)),
+    "Exp of LogSoftmax": lambda z: op.Exp(op.LogSoftmax(z, axis=1)),
+    "exp(z - log sum exp)": lambda z: op.Exp(
+        z - op.Reshape(op.ReduceLogSumExp(z, [1], keepdims=0), [-1, 1])
+    ),
+    "Clip behind": lambda z: op.Clip(op.Softmax(z, axis=1), 1e-7, 1 - 1e-7),
+    "Max behind": lambda z: op.Max(op.Softmax(z, axis=1), 1e-7),
+    "Log of Softmax + 1e-9": lambda z: op.Log(op.Softmax(z, axis=1) + 1e-9),
     "Identity behind": lambda z: op.Identity(op.Softmax(z, axis=1)),
     "Reshape behind": lambda z: op.Reshape(op.Softmax(z, axis=1), [-1, 3]),
     "Cast behind": lambda z: op.Cast(op.Softmax(z, axis=1), to=TensorProto.DOUBLE),
@@ -110,7 +117,10 @@ def test_binary_cross_entropy_finds_logits_of_a_sigmoid() -> None:
     def half(z: Tensor) -> Tensor:
         return op.Slice(op.Sigmoid(z), [0], [2], [1])
 
-    for end in (op.Sigmoid, by_hand, reciprocal):
+    def limited(z: Tensor) -> Tensor:
+        return op.Clip(op.Sigmoid(z), 1e-7, 1 - 1e-7)
+
+    for end in (op.Sigmoid, by_hand, reciprocal, limited):
         trained = build_training_model(
             classifier(end), loss="BinaryCrossEntropyWithLogits", optimizer="SGD"
         )
@@ -150,6 +160,17 @@ def test_binary_cross_entropy_refuses_shares_without_logits() -> None:
         build_training_model(
             classifier(two_shares, classes=1), loss="BinaryCrossEntropyWithLogits", optimizer="SGD"
         )
+
+
+@pytest.mark.parametrize(
+    "end",
+    [lambda z: 1.0 / (1.0 + op.Exp(z)), lambda z: op.Reciprocal(op.Exp(-1.0 * z) + 1.0)],
+)
+def test_other_forms_of_a_sigmoid_are_no_logits(end: Any) -> None:
+    with pytest.raises(
+        ModelError, match=r"tensor 'y' holds probabilities, of (Div|Reciprocal) node"
+    ):
+        build_training_model(classifier(end), loss="BinaryCrossEntropyWithLogits", optimizer="SGD")
 
 
 def test_probabilities_out_of_a_branch_are_known() -> None:
@@ -300,6 +321,87 @@ def test_the_axis_of_the_classes(axis: int | None) -> None:
         session.step({"x": tokens, "labels": np.full((2, 5), 3)})
 
 
+MOVES: dict[str, tuple[Any, Any]] = {
+    "Transpose": (lambda p: op.Transpose(p, perm=[0, 2, 1]), lambda p: p.transpose(0, 2, 1)),
+    "Unsqueeze": (lambda p: op.Unsqueeze(p, [1]), lambda p: p[:, None]),
+    "Unsqueeze behind": (lambda p: op.Unsqueeze(p, [3]), lambda p: p[..., None]),
+    "Transpose twice": (
+        lambda p: op.Transpose(op.Transpose(p, perm=[0, 2, 1]), perm=[0, 2, 1]),
+        lambda p: p,
+    ),
+    "Reshape": (lambda p: op.Reshape(p, [0, 5, 1, 3]), lambda p: p.reshape(-1, 5, 1, 3)),
+}
+
+
+def classes_at(p: Array, labels: Array) -> Array:
+    axis = next(i for i in range(p.ndim) if i and p.shape[i] == 3)
+    return np.take_along_axis(p, np.expand_dims(labels, axis), axis)
+
+
+@pytest.mark.parametrize("loss", ["SoftmaxCrossEntropy", "NegativeLogLikelihood", "Focal"])
+@pytest.mark.parametrize("move", MOVES)
+def test_the_axis_of_the_classes_is_followed(move: str, loss: str) -> None:
+    tokens = RNG.normal(size=(2, 5, 4)).astype(np.float32)
+    moved, oracle = MOVES[move]
+    with Tape() as tape:
+        x = tape.input("x", np.float32, ["N", 5, 4])
+        tape.output(moved(op.Softmax(x @ tape.initializer("w", W), axis=-1)), "y")
+    e = np.exp(tokens.astype(np.float64) @ W)
+    p = oracle(e / e.sum(axis=-1, keepdims=True))
+    labels = RNG.integers(0, 3, [size for i, size in enumerate(p.shape) if not i or size != 3])
+    q = classes_at(p, labels)
+    expected = (-np.log(q) * ((1 - q) ** 2 if loss == "Focal" else 1)).mean()
+    session = TrainingSession(build_training_model(tape.model(), loss=loss, optimizer="SGD"))
+    found = session.step({"x": tokens, "labels": labels})["loss"]
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", [losses.BinaryCrossEntropyWithLogits(), losses.Focal()])
+def test_moved_classes_that_exclude_each_other_are_not_independent(loss: losses.Loss) -> None:
+    with Tape() as tape:
+        x = tape.input("x", np.float32, ["N", 5, 4])
+        p = op.Softmax(x @ tape.initializer("w", W), axis=-1)
+        tape.output(op.Reshape(p, [-1, 15]), "y")
+    with pytest.raises(ModelError) as raised:
+        build_training_model(tape.model(), loss=loss, optimizer="SGD")
+    assert f"loss {loss.name}: tensor 'y' holds what Softmax node " in str(raised.value)
+    assert "whose classes exclude each other, and where they stand in it" in str(raised.value)
+
+
+@pytest.mark.parametrize("end", ["as it is", "Identity", "Transpose"])
+def test_opposite_scores_on_any_axis(end: str) -> None:
+    tokens = RNG.normal(size=(2, 5, 4)).astype(np.float32)
+    labels = RNG.integers(0, 2, (2, 5))
+    with Tape() as tape:
+        x = tape.input("x", np.float32, ["N", 5, 4])
+        z = x @ tape.initializer("w", W[:, :1])
+        p = op.Sigmoid(op.Concat(-z, z, axis=-1))
+        ends = {"Identity": op.Identity, "Transpose": lambda p: op.Transpose(p, perm=[0, 2, 1])}
+        tape.output(ends.get(end, lambda p: p)(p), "y")
+    session = TrainingSession(
+        build_training_model(tape.model(), loss="SoftmaxCrossEntropy", optimizer="SGD")
+    )
+    z = (tokens.astype(np.float64) @ W[:, :1])[..., 0]
+    expected = np.logaddexp(0, np.where(labels == 1, -z, z)).mean()
+    found = session.step({"x": tokens, "labels": labels})["loss"]
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sum / 2", "0.5 * sum", "Mean"])
+def test_averages_of_probabilities_are_probabilities(name: str) -> None:
+    def end(z: Tensor) -> Tensor:
+        a, b = op.Softmax(z, axis=1), op.Softmax(2.0 * z, axis=1)
+        return {"sum / 2": (a + b) / 2.0, "0.5 * sum": 0.5 * op.Sum(a, b)}.get(name, op.Mean(a, b))
+
+    z = X.astype(np.float64) @ W
+    p = (softmax(z) + softmax(2 * z)) / 2
+    session = TrainingSession(
+        build_training_model(classifier(end), loss="SoftmaxCrossEntropy", optimizer="SGD")
+    )
+    found = float(session.step({"x": X, "labels": LABELS})["loss"])
+    assert found == pytest.approx(-np.log(p[np.arange(6), LABELS]).mean(), rel=1e-5)
+
+
 def test_an_axis_that_is_chosen_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with Tape() as tape:
         x = tape.input("x", np.float32, ["N", 5, 4])
@@ -420,6 +522,22 @@ def test_labels_that_do_not_count_are_no_part_of_the_accuracy() -> None:
         )
     )
     assert session.evaluate({"x": X, "labels": labels}, metrics=["accuracy"])["accuracy"] == 1.0
+
+
+def test_metrics_that_do_not_fit() -> None:
+    session = TrainingSession(
+        build_training_model(classifier(ENDS["none"]), loss="SoftmaxCrossEntropy", optimizer="SGD")
+    )
+    batch = {"x": X, "labels": LABELS}
+    with pytest.raises(ortops.OrtopsError) as raised:
+        session.evaluate(batch, metrics=["mean_absolute_error"])
+    assert str(raised.value) == (
+        "metric 'mean_absolute_error': outputs have shape [6, 3], and targets [6]; one shape is "
+        "accepted (accuracy compares classes with labels)"
+    )
+    with pytest.raises(ortops.OrtopsError) as raised:
+        session.evaluate(batch, metrics=[3])  # type: ignore[list-item]
+    assert str(raised.value) == "metric 3: the name of a metric, or a function, is accepted"
 
 
 def test_a_metric_is_told_what_it_asks_for() -> None:

@@ -295,6 +295,33 @@ def estimator(name: str) -> Any:
 
 @pytest.mark.sklearn
 @pytest.mark.parametrize("classes", [2, 3])
+@pytest.mark.parametrize("name", ["GaussianNB", "MultinomialNB", "BernoulliNB", "calibrated"])
+def test_probabilities_of_scikit_learn_are_not_squashed_twice(name: str, classes: int) -> None:
+    import skl2onnx
+    from sklearn import naive_bayes
+    from sklearn.calibration import CalibratedClassifierCV
+    from sklearn.linear_model import LogisticRegression
+
+    x, labels = blobs(classes)
+    x = abs(x)
+    made = (
+        CalibratedClassifierCV(LogisticRegression(), cv=2)
+        if name == "calibrated"
+        else getattr(naive_bayes, name)()
+    )
+    fitted = made.fit(x, labels)
+    session = TrainingSession(
+        build_training_model(
+            skl2onnx.to_onnx(fitted, x[:1]), loss="SoftmaxCrossEntropy", optimizer="SGD"
+        )
+    )
+    found = session.evaluate({"X": x, "labels": labels})["loss"]
+    expected = negative_log_likelihood(fitted.predict_proba(x), labels)
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.sklearn
+@pytest.mark.parametrize("classes", [2, 3])
 @pytest.mark.parametrize(
     "name",
     ["logistic", "one for each", "pipeline", "descent", "network", "pipeline of a network"],

@@ -348,6 +348,8 @@ def test_what_is_refused(name: str) -> None:
     for refuse in (ortops.lower, ortops.InferenceSession):
         with pytest.raises(ortops.UnsupportedError, match=message):
             refuse(with_gradient(proto))
+    with pytest.raises(ortops.ModelError, match=f"the loss depends on no weight, but on {message}"):
+        ortops.build_training_model(proto, loss="MeanSquaredError", optimizer="SGD")
 
 
 def test_the_maps_themselves_are_no_tensor() -> None:

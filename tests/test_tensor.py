@@ -361,6 +361,8 @@ REFUSED: list[tuple[str, Function, type[Exception], str]] = [
     ("i ** 0.5", lambda x, i, b, u: i**0.5, ModelError, "0.5 beside a tensor of int64"),
     ("i ** -1", lambda x, i, b, u: i**-1, ModelError, "an integer has integer powers from 0 on"),
     ("i ** x", lambda x, i, b, u: i**x, ModelError, "different types"),
+    ("i ** d", lambda x, i, b, u: i ** x.astype(np.float64), ModelError, "different types"),
+    ("1 ** d", lambda x, i, b, u: np.int64(2) ** x.astype(np.float64), ModelError, "different"),
     ("1.5 ** i", lambda x, i, b, u: 1.5**i, ModelError, "1.5 beside a tensor of int64"),
     ("~x", lambda x, i, b, u: ~x, ModelError, "~: Tensor.* has no bits; compare it, or cast it"),
     ("x & x", lambda x, i, b, u: x & x, ModelError, "&: Tensor.* has no bits"),

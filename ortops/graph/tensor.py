@@ -1293,7 +1293,8 @@ def _alike(where: str, a: object, b: object) -> tuple[Tensor, Tensor]:
         return tape.constant(cast(Array, x) if known is not None else _array(x, dtype, where))
 
     first, second = tensor(a, own[0]), tensor(b, own[1])
-    if None not in own and own[0] != own[1]:
+    # An equality with None would not do: numpy's float64 equals it.
+    if own[0] is not None and own[1] is not None and own[0] != own[1]:
         raise ModelError(
             f"{where}: {first!r} and {second!r} have different types; cast one with .astype"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, TypeAlias
@@ -25,6 +26,7 @@ from ortops.losses.loss import (
 )
 
 __all__ = [
+    "LABELS_KEY",
     "BinaryCrossEntropy",
     "BinaryCrossEntropyWithLogits",
     "ClassLoss",
@@ -32,11 +34,14 @@ __all__ = [
     "Hinge",
     "NegativeLogLikelihood",
     "SoftmaxCrossEntropy",
-    "check_ignore_index",
+    "check_integer",
     "check_only_multiclass",
     "independent_classes",
     "safe_labels",
 ]
+
+LABELS_KEY = "ortops.labels"
+"""Where an input says, as JSON, how many classes its labels tell and which does not count."""
 
 Factors: TypeAlias = float | Sequence[Any]
 """A number, or nested sequences of them."""
@@ -56,6 +61,11 @@ class ClassLoss(Loss):
 
     _: KW_ONLY
     axis: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks what was given."""
+        super().__post_init__()
+        check_integer(self, "axis", self.axis)
 
     @property
     def default_target(self) -> str:
@@ -105,7 +115,22 @@ class ClassLoss(Loss):
         loss = replace(self, axis=axis)
         dtype, shape = loss.target_type(prediction)
         name = self.target or self.default_target
-        return loss, (prediction, sources.input(self, name, dtype, shape, prediction))
+        labels = sources.input(self, name, dtype, shape, prediction)
+        loss.note_labels(labels, prediction)
+        return loss, (prediction, labels)
+
+    def note_labels(self, labels: Tensor, prediction: Tensor) -> None:
+        """Notes in the file which labels there are, for the check of what is fed."""
+        classes = (
+            None if prediction.shape is None else prediction.shape[self.class_axis(prediction)]
+        )
+        ignored = getattr(self, "ignore_index", None)
+        note = {
+            "classes": classes if isinstance(classes, int) else None,
+            "ignored": None if ignored is None else int(ignored),
+        }
+        notes = json.loads(labels.value.metadata_props.get(LABELS_KEY, "[]"))
+        labels.value.metadata_props[LABELS_KEY] = json.dumps([*notes, note])
 
     def classes_second(self, prediction: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Brings the classes to axis 1: rows of the last axis become rows of the batch."""
@@ -159,7 +184,7 @@ class _Likelihood(ClassLoss):
     def __post_init__(self) -> None:
         """Checks what was given."""
         super().__post_init__()
-        check_ignore_index(self, self.ignore_index)
+        check_integer(self, "ignore_index", self.ignore_index)
         check_numbers(self, "weights", rank=1)
 
     def count(self, labels: Tensor, weights: Any, dtype: np.dtype[Any]) -> Tensor:
@@ -452,7 +477,7 @@ class Focal(ClassLoss):
         """Checks what was given."""
         super().__post_init__()
         check_number(self, "gamma", "a finite number of at least 0", lambda x: 0 <= x < np.inf)
-        check_ignore_index(self, self.ignore_index)
+        check_integer(self, "ignore_index", self.ignore_index)
         if self.multiclass:
             check_numbers(self, "alpha", rank=1)
             return
@@ -539,11 +564,11 @@ def independent_classes(loss: Loss, sources: Sources, instead: str) -> Sequence[
     return prediction, sources.input(loss, name, prediction.dtype, prediction.shape, prediction)
 
 
-def check_ignore_index(loss: Loss, ignore_index: object) -> None:
+def check_integer(loss: Loss, argument: str, value: object) -> None:
     """Refuses what is neither None nor an integer."""
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int | np.integer | None):
+    if isinstance(value, bool) or not isinstance(value, int | np.integer | None):
         raise ModelError(
-            f"loss {loss.name}: ignore_index is {ignore_index!r}; an integer or None is accepted"
+            f"loss {loss.name}: {argument} is {value!r}; an integer or None is accepted"
         )
 
 

@@ -167,7 +167,9 @@ class _Scene:
         kind = kinds.get(found and found.kind, "probabilities") if reads == "values" else reads
         if self.first is None:
             ignored = getattr(loss, "ignore_index", None)
-            self.first = Prediction(tensor, kind, axis, ignored=ignored)
+            known = None if axis is None else int(axis)  # numpy's are not JSON's
+            ignored = None if ignored is None else int(ignored)
+            self.first = Prediction(tensor, kind, known, ignored=ignored)
         return tensor, axis
 
     def teacher(self, loss: Loss, model: ModelLike, name: str | None) -> Tensor:
@@ -202,6 +204,13 @@ class _Scene:
         else:
             logits = found.logits
         if logits is not None:
+            if found.kind != "sigmoid" and found.axis is None and not of_classes:
+                raise ModelError(
+                    f"loss {loss.name}: tensor {self._shown(given.value)} holds what "
+                    f"{self._node(found)} gave, whose classes exclude each other, and where they "
+                    "stand in it is not known; use a loss of labels (SoftmaxCrossEntropy, or "
+                    "multiclass=True) with axis=, or name other logits with output="
+                )
             self.say(
                 f"loss {loss.name} reads {self._shown(logits)}, the logits before "
                 f"{self._node(found)}, not {self._shown(given.value)}"
@@ -219,7 +228,7 @@ class _Scene:
 
     def _logarithms(self, loss: Loss, given: Tensor, found: Squashed) -> Tensor:
         """Returns log p: from logits in a form that does not overflow, else of p as it is."""
-        exact = found.axis is not None or found.kind in ("sigmoid", "complement")
+        exact = found.squashed_axis is not None or found.kind in ("sigmoid", "complement")
         if found.logits is not None and exact:
             self.say(
                 f"loss {loss.name} reads the logarithms of the probabilities "
@@ -237,7 +246,7 @@ class _Scene:
     def _log_p(self, logits: Tensor, found: Squashed) -> Tensor:
         """Returns the logarithms of probabilities, moved as they are."""
         if found.opposite:  # σ(z) is the softmax of −z / 2 and z / 2, whose rows stay opposite
-            log_p = op.LogSoftmax(0.5 * logits, axis=1)
+            log_p = op.LogSoftmax(0.5 * logits, axis=found.squashed_axis)
         elif found.kind == "sigmoid":
             log_p = -softplus(-logits)
         elif found.kind == "complement":
@@ -245,7 +254,7 @@ class _Scene:
             pair = [of_no if _is_subtraction(value) else of_yes for value in found.node.inputs]
             log_p = op.Concat(*pair, axis=attribute_values(found.node)["axis"])
         else:
-            log_p = op.LogSoftmax(logits, axis=found.axis)
+            log_p = op.LogSoftmax(logits, axis=found.squashed_axis)
         return self._moved(log_p, found)
 
     def _name(self, value: ir.Value) -> str:
@@ -293,7 +302,7 @@ class _Scene:
                     f"loss; {np.dtype(dtype)} is accepted, so name each with target="
                 )
         else:
-            tensor = self.declare(name, dtype, shape)
+            tensor = self.declare(name, dtype, shape, loss)
             if shape is not None and tensor.ndim != len(shape):
                 raise ModelError(
                     f"inputs: '{name}' is declared with {tensor.ndim} dimensions; loss {loss.name} "
@@ -305,12 +314,19 @@ class _Scene:
             self.first = replace(self.first, target=tensor.name)
         return tensor
 
-    def declare(self, name: str, dtype: Any, shape: Shape) -> Tensor:
+    def declare(self, name: str, dtype: Any, shape: Shape, loss: Loss | None = None) -> Tensor:
         """Adds an input, as the user declares it, or else as given."""
+        is_named = loss is not None and loss.target == name
+        who = "inputs" if loss is None or name in self.declared else f"loss {loss.name}"
         if name in self.declared:
             dtype, declared = self.declared[name]
-            shape = tuple(declared)
+            shape = tuple(int(d) if isinstance(d, np.integer) else d for d in declared)
         tensor = self.tape.input(name, np.dtype(dtype), shape or ())
+        if tensor.name != name and (name in self.declared or is_named):
+            raise ModelError(
+                f"{who}: '{name}' is a tensor of the model or of the training already; give the "
+                "new input another name"
+            )
         if shape is None:
             tensor.value.shape = None
         return tensor
@@ -388,8 +404,8 @@ def _checked(declared: Inputs, find: Callable[[str], Tensor | None]) -> Inputs:
     for name, given in declared.items():
         try:
             dtype, dims = given
-            np.dtype(dtype)
-            fits = all(d is None or isinstance(d, str | int) for d in dims)
+            fits = dtype is not None and not isinstance(dims, str) and all(map(_is_size, dims))
+            ir.DataType.from_numpy(np.dtype(dtype))
         except (TypeError, ValueError):
             fits = False
         if not fits or not isinstance(name, str):
@@ -404,12 +420,19 @@ def _checked(declared: Inputs, find: Callable[[str], Tensor | None]) -> Inputs:
     return declared
 
 
+def _is_size(dim: object) -> bool:
+    """Whether something stands for a size: a number, a symbol, or None for any."""
+    if isinstance(dim, int | np.integer) and not isinstance(dim, bool):
+        return int(dim) >= 0
+    return dim is None or (isinstance(dim, str) and dim != "")
+
+
 def _call(loss: Function, scene: _Scene) -> Part:
     """Calls a loss of the user's own with a tensor for each of its parameters."""
     name = getattr(loss, "__name__", type(loss).__name__)
     parameters = _parameters(loss, name)
     looked_at = _looked_at(parameters, scene, name)
-    positional: list[Tensor] = []
+    positional: list[Any] = []
     named: dict[str, Tensor] = {}
     for number, (parameter, details) in enumerate(parameters.items()):
         found = scene.find(parameter)
@@ -424,6 +447,8 @@ def _call(loss: Function, scene: _Scene) -> Part:
         elif number == 0:
             argument = looked_at
         elif details.default is not inspect.Parameter.empty:
+            if details.kind is inspect.Parameter.POSITIONAL_ONLY:
+                positional.append(details.default)  # those behind it keep their places
             continue
         else:
             shown = ", ".join(f"'{each}'" for each in list(scene.names)[:20])

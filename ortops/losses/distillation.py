@@ -73,6 +73,7 @@ class Distillation(ClassLoss):
         if self.alpha:  # first, since metrics compare with the first input
             name = self.target or self.default_target
             labels = [sources.input(self, name, dtype, shape, student)]
+            loss.note_labels(labels[0], student)
         if self.model is None:
             name = self.teacher or "teacher"
             teacher = sources.input(self, name, student.dtype, student.shape, student)

@@ -132,6 +132,12 @@ class Loss:
 
     def __post_init__(self) -> None:
         """Checks what was given."""
+        for argument in ("output", "target"):
+            value = getattr(self, argument)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ModelError(
+                    f"loss {self.name}: {argument} is {value!r}; the name of a tensor is accepted"
+                )
         if self.reduction not in self.reductions:
             *others, last = (repr(each) for each in self.reductions)
             raise ModelError(

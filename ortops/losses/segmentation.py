@@ -12,7 +12,7 @@ from ortops.errors import ModelError
 from ortops.graph.tensor import Tensor, op
 from ortops.losses.classification import (
     ClassLoss,
-    check_ignore_index,
+    check_integer,
     check_only_multiclass,
     independent_classes,
     safe_labels,
@@ -63,7 +63,7 @@ class Dice(ClassLoss):
         """Checks what was given."""
         super().__post_init__()
         check_number(self, "smooth", "a finite number of at least 0", lambda x: 0 <= x < np.inf)
-        check_ignore_index(self, self.ignore_index)
+        check_integer(self, "ignore_index", self.ignore_index)
         if not self.multiclass:
             check_only_multiclass(self, ignore_index=self.ignore_index)
 

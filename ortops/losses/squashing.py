@@ -5,6 +5,7 @@ Shipped classifiers give probabilities. A loss that reads logits would squash th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -41,7 +42,9 @@ class Squashed:
             ``"probabilities"`` stands for all that has no logits.
         node: The node that did it.
         logits: What was squashed, where there is such a thing.
-        axis: The axis over which probabilities sum to one, where that is known.
+        squashed_axis: The axis of the logits over which probabilities sum to one, where that is
+            known.
+        axis: The same axis of the tensor, where that is known.
         path: The nodes between the squashed values and the tensor, which only move elements.
         opposite: Whether the logits are −z and z, so that their two Sigmoids sum to one.
     """
@@ -49,6 +52,7 @@ class Squashed:
     kind: Kind
     node: ir.Node
     logits: ir.Value | None = None
+    squashed_axis: int | None = None
     axis: int | None = None
     path: tuple[ir.Node, ...] = ()
     opposite: bool = False
@@ -67,7 +71,7 @@ def squashed(value: ir.Value) -> Squashed | None:
             chosen |= node.op_type in _CHOOSING
             path.insert(0, node)
             value = _first(node)
-        elif (exact := _before_rounding(node)) is not None:
+        elif (exact := _before_rounding(node) or _before_limits(node)) is not None:
             value = exact
         else:
             break
@@ -79,10 +83,11 @@ def squashed(value: ir.Value) -> Squashed | None:
             kind, logits, axis = found
             if chosen and kind != "sigmoid":  # a class alone has no logit of its own
                 return Squashed("probabilities", node)
-            moved = any(each.op_type in _MOVING for each in path)
-            if kind == "sigmoid" and not path and _are_opposite(logits):
-                return Squashed(kind, node, logits, 1, opposite=True)
-            return Squashed(kind, node, logits, None if moved else axis, tuple(path))
+            opposite = None if chosen or kind != "sigmoid" else _opposite_axis(logits)
+            axis = axis if opposite is None else opposite
+            moved = _moved_axis(axis, value, path)
+            is_opposite = opposite is not None
+            return Squashed(kind, node, logits, axis, moved, tuple(path), is_opposite)
     if _is_normalizer(node):  # of what sums to one already, in scikit-learn's classifiers
         inner = squashed(_first(node))
         if inner is not None and inner.kind == "softmax" and inner.axis in (1, -1) and not path:
@@ -91,6 +96,45 @@ def squashed(value: ir.Value) -> Squashed | None:
 
 
 _Found: TypeAlias = tuple[Kind, ir.Value, int | None]
+
+
+def _moved_axis(axis: int | None, value: ir.Value, path: Sequence[ir.Node]) -> int | None:
+    """Follows an axis of a value through nodes that move elements; None where it is not known."""
+    for node in path:
+        if axis is None:
+            return None
+        if node.op_type not in _MOVING:
+            continue
+        source, result = _first(node).shape, node.outputs[0].shape
+        if source is None or result is None:
+            return None
+        before, after = list(source), list(result)
+        axis %= len(before)
+        if node.op_type == "Transpose":
+            order = attribute_values(node).get("perm") or range(len(before))[::-1]
+            axis = list(order).index(axis)
+        else:
+            axis = _reshaped_axis(before, after, axis)
+    return axis
+
+
+def _reshaped_axis(before: Sequence[Any], after: Sequence[Any], axis: int) -> int | None:
+    """Returns the axis of as many elements, with as many behind it in all; None if not known."""
+    size, rest = before[axis], before[axis + 1 :]
+    for place in reversed(range(len(after))):
+        behind = after[place + 1 :]
+        if after[place] == size and isinstance(size, int) and _are_as_many(rest, behind):
+            return place
+    return None
+
+
+def _are_as_many(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether shapes have the same number of elements; symbols count by their names."""
+    numbers = [math.prod(each for each in of if isinstance(each, int)) for of in (sizes, others)]
+    symbols = [
+        sorted(str(each) for each in of if not isinstance(each, int)) for of in (sizes, others)
+    ]
+    return numbers[0] == numbers[1] and symbols[0] == symbols[1] and "None" not in symbols[0]
 
 
 def _passes_on(node: ir.Node) -> bool:
@@ -110,10 +154,27 @@ def _before_rounding(node: ir.Node) -> ir.Value | None:
     return _first(rounding)
 
 
+def _before_limits(node: ir.Node) -> ir.Value | None:
+    """Returns what a node only keeps away from 0 or 1: Clip, Max, Min, or Add of a small number."""
+    if node.domain or node.op_type not in ("Add", "Clip", "Max", "Min") or len(node.inputs) < 2:
+        return None
+    tensors = [None if each is None else constant_tensor(each) for each in node.inputs[1:]]
+    numbers = [float(t.numpy().reshape(())) for t in tensors if t is not None and t.size == 1]
+    if len(numbers) != sum(each is not None for each in node.inputs[1:]):
+        return None
+    ends = {"Clip": (0.0, 1.0), "Min": (1.0,)}.get(node.op_type, (0.0,))
+    near = (any(abs(number - end) < 0.01 for end in ends) for number in numbers)
+    return _first(node) if all(near) else None
+
+
 def _softmax(node: ir.Node) -> _Found | None:
-    """Recognizes Softmax, also written Exp / ReduceSum / Div."""
+    """Recognizes Softmax, also written Exp / ReduceSum / Div, or Exp of LogSoftmax."""
     if node.op_type == "Softmax":
         return "softmax", _first(node), attribute_values(node).get("axis", -1)
+    if node.op_type == "Exp":
+        inner = _producer(node.inputs[0])
+        found = None if inner is None or inner.op_type == "Log" else _log_softmax(inner)
+        return None if found is None else ("softmax", *found[1:])
     if node.op_type != "Div":
         return None
     above, below = (_producer(value) for value in node.inputs)
@@ -130,18 +191,22 @@ def _log_softmax(node: ir.Node) -> _Found | None:
         return "log_softmax", _first(node), attribute_values(node).get("axis", -1)
     if node.op_type == "Log":
         inner = _producer(node.inputs[0])
+        limited = None if inner is None else _before_limits(inner)
+        inner = inner if limited is None else _producer(limited)
         found = None if inner is None else _softmax(inner)
         return None if found is None else ("log_softmax", *found[1:])
     if node.op_type != "Sub":
         return None
     logits, norm = _first(node), _producer(node.inputs[1])
+    while norm is not None and norm.op_type in _MOVING:  # the reduced axis comes back
+        norm = _producer(norm.inputs[0])
     if norm is not None and norm.op_type == "ReduceLogSumExp" and norm.inputs[0] is logits:
-        return "log_softmax", logits, _reduced_axis(norm)
+        return "log_softmax", logits, _reduced_axis(norm, node.inputs[1])
     total = None if norm is None or norm.op_type != "Log" else _producer(norm.inputs[0])
     exp = None if total is None or total.op_type != "ReduceSum" else _producer(total.inputs[0])
     if total is None or exp is None or exp.op_type != "Exp" or exp.inputs[0] is not logits:
         return None
-    return "log_softmax", _shifted(logits), _reduced_axis(total)
+    return "log_softmax", _shifted(logits), _reduced_axis(total, node.inputs[1])
 
 
 def _sigmoid(node: ir.Node) -> _Found | None:
@@ -176,31 +241,40 @@ def _complement(node: ir.Node) -> _Found | None:
     return None
 
 
-def _are_opposite(logits: ir.Value) -> bool:
-    """Whether rows hold −z and z, as scikit-learn's classifiers of two classes have it."""
+def _opposite_axis(logits: ir.Value) -> int | None:
+    """Returns the axis where −z and z stand, as in scikit-learn's classifiers of two classes."""
     node = _producer(logits)
     if node is not None and node.op_type == "Reshape":
         shape = None if node.inputs[1] is None else constant_tensor(node.inputs[1])
         if shape is not None and shape.numpy().tolist() == [-1, 2]:
             node = _producer(node.inputs[0])
     if node is None:
-        return False
+        return None
+    shape_of_logits = logits.shape
+    last = 1 if shape_of_logits is None else len(shape_of_logits) - 1
     if node.op_type == "Concat" and len(node.inputs) == 2:
         negative, other = _producer(node.inputs[0]), node.inputs[1]
-        on_classes = attribute_values(node)["axis"] in (1, -1)
+        axis: int = attribute_values(node)["axis"]
         is_negative = negative is not None and negative.op_type == "Neg"
-        return on_classes and is_negative and negative is not None and _first(negative) is other
+        if not is_negative or negative is None or _first(negative) is not other:
+            return None
+        axis = axis % (last + 1) if axis < 0 else axis
+        is_pair = shape_of_logits is None or shape_of_logits[axis] == 2
+        return axis if axis and is_pair else None
     product: ir.Node | None = node
     shift = list(node.inputs[2:])
     if node.op_type == "Add":
         product, shift = _producer(node.inputs[0]), [node.inputs[1]]
     if product is None or product.op_type not in ("Gemm", "MatMul"):
-        return False
+        return None
     weights = _array(product.inputs[1])
-    if weights is not None and not attribute_values(product).get("transB", 0):
+    if weights is None or weights.ndim != 2:
+        return None
+    if not attribute_values(product).get("transB", 0):
         weights = weights.T
     rows = [weights, *map(_array, shift)]
-    return all(a is not None and len(a) == 2 and np.array_equal(a[0], -a[1]) for a in rows)
+    are_opposite = all(a is not None and len(a) == 2 and np.array_equal(a[0], -a[1]) for a in rows)
+    return last if are_opposite else None
 
 
 def _array(value: ir.Value | None) -> npt.NDArray[Any] | None:
@@ -243,8 +317,16 @@ def _holds_probabilities(node: ir.Node, value: ir.Value) -> bool:
         case "DequantizeLinear":
             source = _first(node).producer()
             return source is not None and source.op_type in ("QLinearSoftmax", "QLinearSigmoid")
+        case "HardSigmoid":
+            return True
+        case "Reciprocal":
+            return _is_one_and_exp(node.inputs[0])
+        case "Div" if _is_number(node.inputs[0], 1):
+            return _is_one_and_exp(node.inputs[1])
         case "Div":
-            return _is_divided_by_sum(node)
+            return _is_divided_by_sum(node) or _is_average(node)
+        case "Mul" | "Mean":
+            return _is_average(node)
         case "Sub":
             return _is_number(node.inputs[0], 1) and _is_squashed(node.inputs[1])
         case op_type:
@@ -265,6 +347,42 @@ def _is_divided_by_sum(node: ir.Node) -> bool:
     while below is not None and below.op_type in _MOVING:
         below = _producer(below.inputs[0])
     return _is_sum(below, [above])
+
+
+def _is_one_and_exp(value: ir.Value | None) -> bool:
+    """Whether a value is 1 + exp x, as in a Sigmoid of −x."""
+    node = _producer(value)
+    if node is None or node.op_type != "Add":
+        return False
+    rest = [_producer(each) for each in node.inputs if not _is_number(each, 1)]
+    return len(rest) == 1 and rest[0] is not None and rest[0].op_type == "Exp"
+
+
+def _is_average(node: ir.Node) -> bool:
+    """Whether a node gives the mean of probabilities, also as a sum of n that is divided by n."""
+    if node.op_type == "Mean":
+        return all(_is_squashed(value) for value in node.inputs)
+    for total, other in (tuple(node.inputs), tuple(reversed(node.inputs))):
+        number = None if other is None else constant_tensor(other)
+        if (
+            number is None
+            or number.size != 1
+            or (node.op_type == "Div" and total is not node.inputs[0])
+        ):
+            continue
+        factor = float(number.numpy().reshape(()))
+        summands = _summands(total)
+        count = factor if node.op_type == "Div" else 1 / factor if factor else 0.0
+        if len(summands) > 1 and math.isclose(count, len(summands), rel_tol=1e-3):
+            return all(map(_is_squashed, summands))
+    return False
+
+
+def _summands(value: ir.Value | None) -> list[ir.Value | None]:
+    node = _producer(value)
+    if node is None or node.op_type not in ("Add", "Sum"):
+        return [value]
+    return [each for given in node.inputs for each in _summands(given)]
 
 
 def _is_sum(node: ir.Node | None, of: Sequence[ir.Value | None]) -> bool:
@@ -293,12 +411,20 @@ def _shifted(value: ir.Value) -> ir.Value:
     return _first(node)
 
 
-def _reduced_axis(node: ir.Node) -> int | None:
+def _reduced_axis(node: ir.Node, result: ir.Value | None = None) -> int | None:
+    """Returns the one axis that a node reduces, if that has size 1 in the result."""
     axes = node.inputs[1] if len(node.inputs) > 1 else None
     tensor = None if axes is None else constant_tensor(axes)
-    if tensor is None or tensor.size != 1 or not attribute_values(node).get("keepdims", 1):
+    if tensor is None or tensor.size != 1:
         return None
-    return int(tensor.numpy().reshape(()))
+    axis = int(tensor.numpy().reshape(()))
+    if attribute_values(node).get("keepdims", 1):
+        return axis
+    before = _first(node).shape
+    after = None if result is None else result.shape
+    if before is None or after is None or len(before) != len(after):
+        return None
+    return axis if after[axis] == 1 else None
 
 
 def _first(node: ir.Node) -> ir.Value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from ortops.autodiff.rules import RULES
 from ortops.errors import ModelError
 from ortops.graph import convert, external
 from ortops.graph.convert import ModelLike
-from ortops.graph.edit import all_nodes, ancestor_nodes, inner_graphs, read_inputs
+from ortops.graph.edit import all_nodes, ancestor_nodes, describe, inner_graphs, read_inputs
 from ortops.graph.shapes import may_be_equal
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.losses import LossLike
@@ -138,6 +138,8 @@ def build_training_model(
         ['loss', 'w_new', 'step_new']
     """
     if trainable is not None:
+        if not isinstance(trainable, Iterable):
+            raise ModelError(f"trainable is {trainable!r}; names and patterns are accepted")
         trainable = [trainable] if isinstance(trainable, str) else list(trainable)
     for name in trainable or ():
         if not isinstance(name, str):
@@ -387,6 +389,12 @@ def _reached(choice: Choice, loss: Tensor, optimizer: Optimizer) -> list[ir.Valu
                 f"trainable: the model's weights are all quantized, such as '{name}', which "
                 f"{what}; train the float model and quantize it anew"
             )
+        for node in ancestor_nodes(loss.value, set()):
+            reason = RULES.refusal(node)
+            if reason is not None:
+                raise ModelError(
+                    f"trainable: the loss depends on no weight, but on {describe(node)}: {reason}"
+                )
         raise ModelError(
             f"trainable: the loss depends on no floating-point initializer{_but(choice, reached)}; "
             "name what to train in trainable="

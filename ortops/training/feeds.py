@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 
-from ortops.errors import FeedError, did_you_mean
+from ortops.errors import FeedError, ModelError, did_you_mean
 from ortops.execution.step import Step
 from ortops.graph.tensor import numpy_dtype
+from ortops.losses.classification import LABELS_KEY
 from ortops.training.data import Feeds
 
 __all__ = ["Input", "Inputs"]
@@ -261,7 +263,7 @@ class Inputs(dict[str, Input]):
         self._unread = frozenset(unread)
         self._labels: list[_Labels] = []
         for step in steps:
-            self._labels += _labels(step)
+            self._labels += [each for each in _labels(step) if each not in self._labels]
             for value in step.model.graph.inputs:
                 name = value.name or ""
                 if name in step.feeds:
@@ -354,9 +356,27 @@ def _unbound(value: ir.Value) -> str | None:
     return "strings" if dtype.kind == "O" else dtype.name
 
 
+def _noted(name: str, text: str) -> list[_Labels]:
+    """Returns what a loss noted of its labels (see `ClassLoss.note_labels`)."""
+    try:
+        numbers = [(note["classes"], note["ignored"]) for note in json.loads(text)]
+        fits = all(each is None or type(each) is int for pair in numbers for each in pair)
+    except (TypeError, ValueError, KeyError):
+        fits = False
+    if not fits:
+        raise ModelError(
+            f"input '{name}': its metadata '{LABELS_KEY}' is {text!r}; what "
+            "ortops.build_training_model writes is accepted"
+        )
+    return [_Labels(name, classes, ignored) for classes, ignored in numbers]
+
+
 def _labels(step: Step) -> list[_Labels]:
-    """Returns the inputs that are the labels of a loss."""
+    """Returns the inputs that are labels, by what a loss noted and by what reads them."""
     found: list[_Labels] = []
+    for value in step.model.graph.inputs:
+        if value.name in step.feeds and LABELS_KEY in value.metadata_props:
+            found += _noted(value.name or "", value.metadata_props[LABELS_KEY])
     for node in step.model.graph:
         if node.op_type not in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
             continue
