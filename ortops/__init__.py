@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ortops.deferred import import_without
 
 if TYPE_CHECKING:
-    from ortops import losses, metrics, optimizers, surgery
+    from ortops import derivatives, lora, losses, metrics, optimizers, surgery
+    from ortops.autodiff.grad import grad
     from ortops.autodiff.registry import vjp
     from ortops.custom_ops import register_custom_ops
     from ortops.errors import (
@@ -44,6 +45,9 @@ __all__ = [
     "TrainingSession",
     "UnsupportedError",
     "build_training_model",
+    "derivatives",
+    "grad",
+    "lora",
     "losses",
     "lower",
     "metrics",
@@ -68,6 +72,9 @@ _MODULES = {
     "TrainingSession": "ortops.training.session",
     "UnsupportedError": "ortops.errors",
     "build_training_model": "ortops.training.builder",
+    "derivatives": "ortops",
+    "grad": "ortops.autodiff.grad",
+    "lora": "ortops",
     "losses": "ortops",
     "lower": "ortops.lowering",
     "metrics": "ortops",

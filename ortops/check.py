@@ -18,6 +18,7 @@ from ortops.autodiff.registry import StructuralRule, ZeroRule
 from ortops.autodiff.rules import RULES
 from ortops.errors import OrtopsError
 from ortops.graph import convert, external
+from ortops.graph.adapters import adapter_of
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, describe, inner_graphs, is_float
 from ortops.graph.shapes import infer_shapes
@@ -50,6 +51,7 @@ class Report:
         inputs: Floating-point inputs from which a gradient path leads to an output.
         other_inputs: Inputs from which none does.
         outputs: The model's outputs, and what is known of them.
+        adapter: What adapter the model has from `ortops.lora`, as text; empty for none.
         loss: The loss that this is about: the given one, or one that fits.
         fitting: Losses of `ortops.losses` that fit the output that they would look at.
         said: What would be chosen for the user, a sentence each.
@@ -67,6 +69,7 @@ class Report:
     inputs: list[str] = field(default_factory=list)
     other_inputs: list[str] = field(default_factory=list)
     outputs: dict[str, str] = field(default_factory=dict)
+    adapter: str = ""
     loss: str = ""
     fitting: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
@@ -86,6 +89,8 @@ class Report:
         if self.converted_to is not None:
             lines[0] += f", converted to {self.converted_to} before it is differentiated"
         lines += [f"output {name}: {what}" for name, what in self.outputs.items()]
+        if self.adapter:
+            lines.append(f"adapter (ortops.lora): {self.adapter}")
         if self.fitting:
             lines.append(f"losses that fit: {', '.join(self.fitting)}")
         if self.loss:
@@ -198,6 +203,7 @@ def check(
         if is_float(value):
             reached |= RULES.ancestors(value)
     active = RULES.active_values(graph, floats)
+    adapter = adapter_of(proto.metadata_props)
     report = Report(
         opset=opset,
         converted_to=None if opset >= convert.MINIMUM_OPSET else convert.MINIMUM_OPSET,
@@ -205,6 +211,7 @@ def check(
         inputs=[v.name or "" for v in graph_inputs if v in floats and v in reached],
         other_inputs=[v.name or "" for v in graph_inputs if v not in floats or v not in reached],
         outputs={value.name or "": _kind(value) for value in graph.outputs},
+        adapter="" if adapter is None else str(adapter),
         problems=refused
         or [
             _problem(node)

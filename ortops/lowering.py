@@ -14,11 +14,12 @@ import onnx_ir as ir
 from ortops import custom_ops
 from ortops.autodiff.expansion import expand
 from ortops.autodiff.gradient_node import (
-    BOUND_DOMAIN,
     GRADIENT_DOMAINS,
+    Bound,
     bind,
     bound_nodes,
     infer_outputs,
+    is_bound,
     is_gradient,
     lower_gradient,
     mark_variables,
@@ -28,8 +29,8 @@ from ortops.autodiff.rules import RULES
 from ortops.errors import ModelError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
-from ortops.graph.edit import all_nodes, describe, remove_unread, replace_value
-from ortops.graph.serialization import to_proto
+from ortops.graph.edit import all_nodes, ancestor_nodes, describe, remove_unread, replace_value
+from ortops.graph.serialization import BOUND_DOMAIN, to_proto
 from ortops.graph.shapes import infer_shapes, may_be_equal
 from ortops.graph.tensor import Names, Tape, Tensor, op, shape_of
 from ortops.optimizers import OPERATORS
@@ -43,6 +44,7 @@ __all__ = [
     "lower_ir",
     "lower_optimizers",
     "lower_prepared",
+    "normalize",
     "prepare",
     "takes_python_kernel",
     "to_proto",
@@ -59,7 +61,8 @@ def lower(model: ModelLike) -> onnx.ModelProto:
     """Returns a model in which no node of the training domain is left.
 
     Gradient nodes become the backward graph, which shares the values of the forward pass; Adagrad,
-    Adam and Momentum nodes become the nodes of their update rules. Names of inputs and outputs,
+    Adam and Momentum nodes become the nodes of their update rules. What only led to a gradient and
+    is no longer read is removed. Names of inputs and outputs,
     initializers, metadata and training_info are kept. A model without such nodes comes back
     unchanged, so lowering twice is lowering once.
 
@@ -146,11 +149,18 @@ def lower_prepared(
     draft = Draft(model, Names(graph), rules, sizes, feeds, shown)
     for each in passes:
         each.prepare(draft)
-    emitted: list[ir.Node] = []
-    for node in bound_nodes(graph):
-        emitted += lower_gradient(node, draft.names, draft.rules)
-    emitted += lower_optimizers(graph, draft.names, keep)
-    remove_unread(emitted)
+    gradients = bound_nodes(graph)
+    # What only led to a y is dead once the Gradient node is gone.
+    removable = ancestor_nodes((Bound.of(node).y for node in gradients), set())
+    pending = gradients[::-1]
+    while pending:
+        emitted = lower_gradient(pending.pop(), draft.names, draft.rules)
+        removable.update(emitted)
+        pending += [
+            node for node in reversed(emitted) if is_bound(node)
+        ]  # of rules that ask for one
+    removable.update(lower_optimizers(graph, draft.names, keep))
+    remove_unread([node for node in all_nodes(graph) if node in removable])
     _fix_imports(graph)
     for each in reversed(passes):
         each.finish(draft)
@@ -171,6 +181,28 @@ def prepare(model: ir.Model, rules: Rules = RULES) -> ir.Model:
     Raises:
         ModelError: If the model, or a node of the domain in it, is not legal.
     """
+    model = normalize(model)
+    mark_variables(model.graph)
+    infer_types(model)
+    if expand(model, rules):
+        infer_types(model)
+    for node in _optimizer_nodes(model.graph):
+        _check_tensors(node)
+    return model
+
+
+def normalize(model: ir.Model) -> ir.Model:
+    """Brings a model into the form that `Tape` and `infer_types` can go on with.
+
+    Gradient nodes are bound, functions inlined, the opset is 21 or later, and nodes are in
+    topological order.
+
+    Args:
+        model: The model; not to be used afterwards.
+
+    Raises:
+        ModelError: If the model, or a node of the domain in it, is not legal.
+    """
     _check_nodes(model)
     _drop_domain_functions(model)
     for graph in (model.graph, *(function.graph for function in model.functions.values())):
@@ -184,12 +216,6 @@ def prepare(model: ir.Model, rules: Rules = RULES) -> ir.Model:
         raise ModelError(f"model: {error} A tensor must not be computed from itself") from error
     for graph in model.graph.subgraphs():
         graph.opset_imports.update(model.graph.opset_imports)
-    mark_variables(model.graph)
-    infer_types(model)
-    if expand(model, rules):
-        infer_types(model)
-    for node in _optimizer_nodes(model.graph):
-        _check_tensors(node)
     return model
 
 

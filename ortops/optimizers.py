@@ -47,7 +47,9 @@ __all__ = [
     "UpdateRule",
     "adagrad",
     "adam",
+    "adam_after_correction",
     "adamw",
+    "adamw_after_correction",
     "momentum",
     "resolve",
     "sgd",
@@ -140,7 +142,7 @@ def adam(
         X_new = (1 - norm_coefficient_post) · (X - R' · V_new / (√H_new + epsilon))
 
     ``epsilon`` is added to the root *before* bias correction, so it weighs more in early steps
-    than PyTorch's, which is added after: the same ``epsilon`` gives other numbers there. At
+    than PyTorch's, which is added after (`adam_after_correction`). At
     ``t = 0`` nothing is corrected; training starts at ``t = 1`` (see `Adam`).
 
     Args:
@@ -169,11 +171,92 @@ def adam(
         >>> x_new.round(4).tolist(), v_new.round(4).tolist()
         ([0.9, 2.1], [0.3, -0.4])
     """
+    return _adam(
+        r, t, x, g, v, h, norm_coefficient, norm_coefficient_post, alpha, beta, epsilon, after=False
+    )
+
+
+def adam_after_correction(
+    r: Any,
+    t: Any,
+    x: Any,
+    g: Any,
+    v: Any,
+    h: Any,
+    *,
+    norm_coefficient: float = 0.0,
+    norm_coefficient_post: float = 0.0,
+    alpha: float = 0.9,
+    beta: float = 0.999,
+    epsilon: float = 1e-8,
+) -> Arrays:
+    """One Adam update as PyTorch makes it: `adam`, but ``epsilon`` is added after bias correction.
+
+    With ``G = norm_coefficient · X + G``::
+
+        V_new = alpha · V + (1 - alpha) · G
+        H_new = beta · H + (1 - beta) · G²
+        X_new = X - R / (1 - alpha^T) · V_new / (√(H_new / (1 - beta^T)) + epsilon)
+        X_new = (1 - norm_coefficient_post) · X_new
+
+    It is computed as `adam` with ``epsilon · √(1 - beta^T)``, which is the same.
+
+    Args:
+        r: Learning rate, 0-d, float32 or float64.
+        t: Update count, 0-d int64, 1 in the first update.
+        x: Parameter, any shape, float32 or float64.
+        g: Gradient, like ``x``.
+        v: Running mean of the gradient, like ``x``.
+        h: Running mean of the squared gradient, like ``x``.
+        norm_coefficient: L2 regularization, added to the gradient.
+        norm_coefficient_post: Shrinks the parameter after the update.
+        alpha: Decay of ``v`` (beta1 in the paper).
+        beta: Decay of ``h`` (beta2 in the paper).
+        epsilon: Added to the corrected root, so that it is not 0.
+
+    Returns:
+        ``(x_new, v_new, h_new)``, like ``x``.
+
+    Source:
+        Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015 (algorithm 1). The
+        domain's operator cannot say it.
+
+    Example:
+        >>> x, g, zero = np.float64([1, 2]), np.float64([3, -4]), np.zeros(2)
+        >>> x_new, *_ = adam_after_correction(
+        ...     np.float64(0.1), np.int64(1), x, g, zero, zero, epsilon=1.0)
+        >>> x_new.tolist()  # 0.1 · 3 / (3 + 1) less, and 0.1 · 4 / (4 + 1) more
+        [0.925, 2.08]
+    """
+    return _adam(
+        r, t, x, g, v, h, norm_coefficient, norm_coefficient_post, alpha, beta, epsilon, after=True
+    )
+
+
+def _adam(
+    r: Any,
+    t: Any,
+    x: Any,
+    g: Any,
+    v: Any,
+    h: Any,
+    norm_coefficient: float,
+    norm_coefficient_post: float,
+    alpha: float,
+    beta: float,
+    epsilon: Any,
+    *,
+    after: bool,
+) -> Arrays:
+    """Makes an Adam update; ``after`` tells whether ``epsilon`` is added after bias correction."""
     xp = x.__array_namespace__()
     r = r.astype(np.float64)
     count = xp.maximum(t, 1).astype(np.float64)  # at t = 0 the branch not taken would be 0 / 0
-    corrected = r * xp.sqrt(1.0 - beta**count) / (1.0 - alpha**count)
+    root = xp.sqrt(1.0 - beta**count)
+    corrected = r * root / (1.0 - alpha**count)
     r = xp.where(t > 0, corrected, r).astype(x.dtype)
+    if after:
+        epsilon = xp.where(t > 0, epsilon * root, epsilon).astype(x.dtype)
     g = _regularized(g, x, norm_coefficient)
     v_new = alpha * v + (1.0 - alpha) * g
     h_new = beta * h + (1.0 - beta) * g * g
@@ -299,7 +382,7 @@ def adamw(
         X_new = adam(R, T, (1 - R · weight_decay) · X, G, V, H)
 
     As in PyTorch the decay follows the learning rate. ``epsilon`` is added before bias correction,
-    which PyTorch does after it (see `adam`).
+    which PyTorch does after it (see `adam`, and `adamw_after_correction`).
 
     Args:
         r: Learning rate, 0-d, float32 or float64.
@@ -328,6 +411,54 @@ def adamw(
     """
     x = _shrunk(r, x, weight_decay)
     return adam(r, t, x, g, v, h, alpha=alpha, beta=beta, epsilon=epsilon)
+
+
+def adamw_after_correction(
+    r: Any,
+    t: Any,
+    x: Any,
+    g: Any,
+    v: Any,
+    h: Any,
+    *,
+    alpha: float = 0.9,
+    beta: float = 0.999,
+    epsilon: float = 1e-8,
+    weight_decay: float = 0.01,
+) -> Arrays:
+    """One AdamW update as PyTorch makes it: ``epsilon`` is added after bias correction.
+
+    ::
+
+        X_new = adam_after_correction(R, T, (1 - R · weight_decay) · X, G, V, H)
+
+    Args:
+        r: Learning rate, 0-d, float32 or float64.
+        t: Update count, 0-d int64, 1 in the first update.
+        x: Parameter, any shape, float32 or float64.
+        g: Gradient, like ``x``.
+        v: Running mean of the gradient, like ``x``.
+        h: Running mean of the squared gradient, like ``x``.
+        alpha: Decay of ``v`` (beta1 in the paper).
+        beta: Decay of ``h`` (beta2 in the paper).
+        epsilon: Added to the corrected root, so that it is not 0.
+        weight_decay: Decay per unit of learning rate.
+
+    Returns:
+        ``(x_new, v_new, h_new)``, like ``x``.
+
+    Source:
+        Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019 (algorithm 2).
+
+    Example:
+        >>> x, g, zero = np.float64([2]), np.float64([3]), np.zeros(1)
+        >>> x_new, *_ = adamw_after_correction(
+        ...     np.float64(0.1), np.int64(1), x, g, zero, zero, epsilon=1.0, weight_decay=0.5)
+        >>> x_new.round(9).tolist()  # 0.95 · 2 - 0.1 · 3 / (3 + 1)
+        [1.825]
+    """
+    x = _shrunk(r, x, weight_decay)
+    return adam_after_correction(r, t, x, g, v, h, alpha=alpha, beta=beta, epsilon=epsilon)
 
 
 def _regularized(g: Any, x: Any, norm_coefficient: float) -> Any:
@@ -449,18 +580,19 @@ class Optimizer:
 
     Attributes:
         learning_rate: R at the start of training; finite, not negative.
-        operator: The ``op_type`` of the domain's operator that makes the update, or None.
         first_step: T in the first update.
     """
 
     learning_rate: float
 
-    operator: ClassVar[str | None] = None
     first_step: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         """Makes numbers floats and refuses values outside their range."""
         for each in fields(self):
+            if isinstance(each.default, bool):
+                is_bool = isinstance(getattr(self, each.name), bool)
+                self._require(each.name, is_bool, "True or False")
             if isinstance(each.default, float):
                 value: Any = getattr(self, each.name)
                 is_number = isinstance(value, Real) and not isinstance(value, bool)
@@ -469,6 +601,11 @@ class Optimizer:
                 self._require(each.name, math.isfinite(_float32(float(value))), "a finite float32")
         self._require("learning_rate", self.learning_rate >= 0, "a number >= 0")
         self._check()
+
+    @property
+    def operator(self) -> str | None:
+        """The ``op_type`` of the domain's operator that makes the update, or None."""
+        return None
 
     @property
     def rule(self) -> UpdateRule:
@@ -546,8 +683,9 @@ class Optimizer:
 class Adam(Optimizer):
     """Adam as the ONNX specification defines it; see `adam` for the formulae.
 
-    Next to PyTorch's Adam: ``epsilon`` is added before bias correction. T is 1 in the first
-    update, so the first update is bias-corrected (the specification's T = 0 would not be).
+    Next to PyTorch's Adam: ``epsilon`` is added before bias correction, unless
+    ``epsilon_after_correction`` is set. T is 1 in the first update, so the first update is
+    bias-corrected (the specification's T = 0 would not be).
 
     Args:
         learning_rate: R; finite, not negative.
@@ -556,6 +694,8 @@ class Adam(Optimizer):
         epsilon: Positive. The specification's own default is 1e-6.
         norm_coefficient: L2 regularization, added to the gradient.
         norm_coefficient_post: Shrinks parameters after each update, not scaled by R.
+        epsilon_after_correction: Whether ``epsilon`` is added after bias correction, as in PyTorch.
+            The domain's operator cannot say that, so a file has standard nodes in its place.
 
     Raises:
         ModelError: A value is outside its range, also when only its float32 value is.
@@ -575,14 +715,19 @@ class Adam(Optimizer):
     epsilon: float = 1e-8
     norm_coefficient: float = 0.0
     norm_coefficient_post: float = 0.0
+    epsilon_after_correction: bool = False
 
-    operator: ClassVar[str | None] = "Adam"
     first_step: ClassVar[int] = 1
 
     @property
+    def operator(self) -> str | None:
+        """The domain's operator, Adam; None where ``epsilon`` is added after bias correction."""
+        return None if self.epsilon_after_correction else "Adam"
+
+    @property
     def rule(self) -> UpdateRule:
-        """The update rule, `adam`."""
-        return adam
+        """The update rule, `adam` or `adam_after_correction`."""
+        return adam_after_correction if self.epsilon_after_correction else adam
 
     def _check(self) -> None:
         self._require_float32("alpha", 0, 1, "a number in [0, 1)")
@@ -613,7 +758,10 @@ class Adagrad(Optimizer):
     decay_factor: float = 0.0
     norm_coefficient: float = 0.0
 
-    operator: ClassVar[str | None] = "Adagrad"
+    @property
+    def operator(self) -> str:
+        """The domain's operator, Adagrad."""
+        return "Adagrad"
 
     @property
     def rule(self) -> UpdateRule:
@@ -649,7 +797,10 @@ class Momentum(Optimizer):
     mode: Mode = "standard"
     norm_coefficient: float = 0.0
 
-    operator: ClassVar[str | None] = "Momentum"
+    @property
+    def operator(self) -> str:
+        """The domain's operator, Momentum."""
+        return "Momentum"
 
     @property
     def rule(self) -> UpdateRule:
@@ -689,7 +840,7 @@ class AdamW(Optimizer):
 
     In a file it is a shrink by learning rate times weight decay, then the domain's Adam. The decay
     follows the learning rate, as in PyTorch; ``epsilon`` is added before bias correction, unlike
-    there. T is 1 in the first update.
+    there, unless ``epsilon_after_correction`` is set. T is 1 in the first update.
 
     Args:
         learning_rate: R; finite, not negative.
@@ -697,6 +848,8 @@ class AdamW(Optimizer):
         beta: Decay of the mean squared gradient (beta2), in [0, 1).
         epsilon: Positive.
         weight_decay: Decay per unit of learning rate; not negative.
+        epsilon_after_correction: Whether ``epsilon`` is added after bias correction, as in PyTorch,
+            in standard nodes.
 
     Raises:
         ModelError: A value is outside its range, also when only its float32 value is.
@@ -707,14 +860,19 @@ class AdamW(Optimizer):
     beta: float = 0.999
     epsilon: float = 1e-8
     weight_decay: float = 0.01
+    epsilon_after_correction: bool = False
 
-    operator: ClassVar[str | None] = "Adam"
     first_step: ClassVar[int] = 1
 
     @property
+    def operator(self) -> str | None:
+        """The domain's operator, Adam; None where ``epsilon`` is added after bias correction."""
+        return None if self.epsilon_after_correction else "Adam"
+
+    @property
     def rule(self) -> UpdateRule:
-        """The update rule, `adamw`."""
-        return adamw
+        """The update rule, `adamw` or `adamw_after_correction`."""
+        return adamw_after_correction if self.epsilon_after_correction else adamw
 
     def _check(self) -> None:
         self._require_float32("alpha", 0, 1, "a number in [0, 1)")

@@ -17,7 +17,9 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 FILES = {
     "test_accuracy.py": ("torch", "onnxscript", "transformers"),
+    "test_derivatives_others.py": ("onnx_ad",),
     "test_exported_models.py": ("torch", "onnxscript", "transformers"),
+    "test_lora_peft.py": ("torch", "onnxscript", "transformers", "peft"),
     "test_onnx_node_cases_torch.py": ("torch",),
     "test_optimized_exports.py": ("torch", "onnxscript", "transformers"),
     "test_weights_sklearn.py": ("sklearn", "skl2onnx"),

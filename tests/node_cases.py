@@ -264,7 +264,7 @@ class Runner:
     def __init__(self, case: NodeCase, extra: Mapping[int, str] | None = None) -> None:
         self.case = case
         for opset in (OPSET, 24, 21):  # onnxruntime lacks the newest version of some operators
-            model = _at_opset(case.model, opset)
+            model = at_opset(case.model, opset)
             for position, name in (extra or {}).items():
                 (only,) = model.graph.node
                 made = only.output
@@ -318,7 +318,7 @@ class Runner:
         return results, gradients
 
 
-def _at_opset(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
+def at_opset(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
     """Returns a copy at an opset that is not newer than a given one."""
     result = onnx.ModelProto()
     result.CopyFrom(model)

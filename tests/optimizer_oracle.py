@@ -46,8 +46,25 @@ def _one_adagrad(r, t, x, g, h, *, norm_coefficient, decay_factor, epsilon) -> N
     return [(x_new, abs(x) + r * g_terms / h_adaptive), (h_new, h + g_terms**2)]
 
 
+def _corrected(r, t, h, alpha, beta, epsilon) -> tuple[float, float]:
+    """What a step of Adam is multiplied with and divided by, as algorithm 1 of the paper says."""
+    return r / (1 - alpha**t), math.sqrt(h / (1 - beta**t)) + epsilon
+
+
 def _one_adam(
-    r, t, x, g, v, h, *, norm_coefficient, norm_coefficient_post, alpha, beta, epsilon
+    r,
+    t,
+    x,
+    g,
+    v,
+    h,
+    *,
+    norm_coefficient,
+    norm_coefficient_post,
+    alpha,
+    beta,
+    epsilon,
+    epsilon_after_correction=False,
 ) -> Numbers:
     g_regularized = norm_coefficient * x + g
     g_terms = abs(norm_coefficient * x) + abs(g)
@@ -59,6 +76,8 @@ def _one_adam(
     r_adjusted = r
     if t > 0:
         r_adjusted = r * math.sqrt(1 - beta**t) / (1 - alpha**t)
+    if epsilon_after_correction:
+        r_adjusted, h_sqrt = _corrected(r, t, h_new, alpha, beta, epsilon)
     x_new = x - r_adjusted * v_new / h_sqrt
     x_terms = abs(x) + r_adjusted * v_terms / h_sqrt
     post = 1 - norm_coefficient_post
@@ -86,7 +105,9 @@ def _one_sgd(r, t, x, g, *, norm_coefficient) -> Numbers:
     return [(x - r * (norm_coefficient * x + g), abs(x) + r * terms)]
 
 
-def _one_adamw(r, t, x, g, v, h, *, alpha, beta, epsilon, weight_decay) -> Numbers:
+def _one_adamw(
+    r, t, x, g, v, h, *, alpha, beta, epsilon, weight_decay, epsilon_after_correction=False
+) -> Numbers:
     v_new = alpha * v + (1 - alpha) * g
     v_terms = abs(alpha * v) + (1 - alpha) * abs(g)
     h_new = beta * h + (1 - beta) * g * g
@@ -94,6 +115,8 @@ def _one_adamw(r, t, x, g, v, h, *, alpha, beta, epsilon, weight_decay) -> Numbe
     if t > 0:
         step = r * math.sqrt(1 - beta**t) / (1 - alpha**t)
     divisor = math.sqrt(h_new) + epsilon
+    if epsilon_after_correction:
+        step, divisor = _corrected(r, t, h_new, alpha, beta, epsilon)
     x_new = x - r * weight_decay * x - step * v_new / divisor
     x_terms = abs(x) + r * weight_decay * abs(x) + step * v_terms / divisor
     return [(x_new, x_terms), (v_new, v_terms), (h_new, h_new)]

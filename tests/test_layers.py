@@ -17,10 +17,10 @@ FLOORS = (
     ("losses", "metrics", "optimizers", "surgery"),
     ("custom_ops",),
     ("lowering",),
-    ("inference",),
+    ("inference", "derivatives"),
     ("execution",),
     ("training",),
-    ("check",),
+    ("check", "lora"),
     ("__init__",),
     ("cli",),
     ("__main__",),
@@ -29,10 +29,11 @@ FLOORS = (
 
 WITHIN = {
     "graph": (
-        *("files", "limits", "serialization", "external", "validation", "tensor", "edit", "shapes"),
-        *("convert", "weights"),
+        *("adapters", "files", "limits", "serialization", "external", "validation", "tensor"),
+        *("edit", "shapes", "convert", "weights"),
     ),
-    "autodiff": ("registry", "backward", "gradient_node", "expansion", "rules"),
+    "autodiff": ("registry", "backward", "gradient_node", "grad", "expansion", "rules"),
+    "lora": ("model", "targets", "addition", "merging", "files", "peft", "__init__"),
     "surgery": ("reading", "head", "batch", "output", "__init__"),
     "passes": (
         *("order", "finite", "draft", "rewrite", "rematerialization", "cross_entropy", "products"),
@@ -47,8 +48,8 @@ WITHIN = {
         *("update", "template", "binding", "variant", "execution"),
     ),
     "training": (
-        *("progress", "data", "modes", "parameters", "preparation", "builder", "step_graph"),
-        *("feeds", "initialization", "session"),
+        *("progress", "data", "modes", "parameters", "preparation", "builder", "bfloat16"),
+        *("step_graph", "feeds", "initialization", "session"),
     ),
 }
 """The files of a room, of which each imports from those before it."""

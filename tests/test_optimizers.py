@@ -123,6 +123,77 @@ def test_a_rule_on_arrays_follows_the_pseudo_code(name: str, data: st.DataObject
         np.testing.assert_array_equal(array, copy)
 
 
+def torchs_adam(
+    x: Any, gradients: Any, *, rate: float, alpha: float, beta: float, epsilon: float, decay: float
+) -> Any:
+    """Algorithm 1 of the paper in float64, epsilon after the correction; with decay AdamW."""
+    mean, square = np.zeros_like(x), np.zeros_like(x)
+    for t, g in enumerate(gradients, 1):
+        x = x * (1 - rate * decay)
+        mean = alpha * mean + (1 - alpha) * g
+        square = beta * square + (1 - beta) * g**2
+        root = np.sqrt(square / (1 - beta**t)) + epsilon
+        x = x - rate * (mean / (1 - alpha**t)) / root
+    return x
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("epsilon", [1e-8, 1e-3, 1.0])
+@pytest.mark.parametrize("decay", [None, 0.5])
+def test_epsilon_after_correction(dtype: Any, epsilon: float, decay: float | None) -> None:
+    """On arrays, and as nodes that stock onnxruntime runs."""
+    settings: Any = {"learning_rate": 0.25, "alpha": 0.875, "beta": 0.96875, "epsilon": epsilon}
+    settings["epsilon_after_correction"] = True
+    optimizer = Adam(**settings) if decay is None else AdamW(**settings, weight_decay=decay)
+    assert optimizer.operator is None
+    assert optimizer.operator_attributes == {}
+    rng = np.random.default_rng(0)
+    start, gradients = rng.normal(size=(3, 4)).astype(dtype), rng.normal(size=(10, 3, 4))
+    gradients = gradients.astype(dtype)
+    with Tape() as tape:
+        t = tape.input("t", np.int64, [])
+        tensors = [tape.input(name, dtype, [3, 4]) for name in "xgvh"]
+        r = tape.input("r", dtype, [])
+        for name, new in zip("xvh", optimizer.update(r, t, *tensors), strict=True):
+            tape.output(new, f"{name}_new")
+    rate = np.asarray(0.25, dtype)
+    on_arrays = as_nodes = (start, np.zeros_like(start), np.zeros_like(start))
+    for number, g in enumerate(gradients, 1):
+        count = np.asarray(number, np.int64)
+        on_arrays = optimizer.update(rate, count, on_arrays[0], g, *on_arrays[1:])
+        x, v, h = as_nodes
+        as_nodes = tuple(run(tape.model(), {"t": count, "r": rate, "x": x, "g": g, "v": v, "h": h}))
+    expected = torchs_adam(
+        *(start.astype(np.float64), gradients.astype(np.float64)),
+        rate=0.25,
+        alpha=0.875,
+        beta=0.96875,
+        epsilon=float32(epsilon),
+        decay=decay or 0.0,
+    )
+    for found in (on_arrays, as_nodes):
+        assert found[0].dtype == dtype
+        np.testing.assert_allclose(found[0], expected, atol=32 * np.finfo(dtype).eps)
+
+
+def test_epsilon_after_correction_counts() -> None:
+    """The two forms differ where epsilon is not small, by the root of 1 - beta^T."""
+    x, zero, r, t = np.float64([0.0]), np.zeros(1), np.float64(1.0), np.int64(1)
+    before, *_ = Adam(epsilon=1.0).update(r, t, x, np.float64([1.0]), zero, zero)
+    after, *_ = Adam(epsilon=1.0, epsilon_after_correction=True).update(
+        *(r, t, x), np.float64([1.0]), zero, zero
+    )
+    assert after == pytest.approx(-1 / 2, rel=1e-6)
+    assert before == pytest.approx(-1 / (1 + 1 / math.sqrt(1 - float32(0.999))), rel=1e-6)
+
+
+def test_epsilon_after_correction_is_true_or_false() -> None:
+    with pytest.raises(
+        ModelError, match=r"Adam: epsilon_after_correction is 1; True or False is accepted"
+    ):
+        Adam(epsilon_after_correction=1)  # type: ignore[arg-type]
+
+
 def test_the_oracle_tells_wrong_rules_apart() -> None:
     """The bounds see PyTorch's place of epsilon, and noise in the fifth digit."""
     x = np.linspace(-1, 1, 6, dtype=np.float32)

@@ -58,7 +58,11 @@ def test_which_sums(optimizer: Any, sums: int, others: str) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("optimizer", [SGD(), Momentum(), Adagrad(), Adam(), AdamW()], ids=str)
+@pytest.mark.parametrize(
+    "optimizer",
+    [SGD(), Momentum(), Adagrad(), Adam(), AdamW(), AdamW(epsilon_after_correction=True)],
+    ids=str,
+)
 def test_steps_are_those_of_standard_operators(optimizer: Any) -> None:
     fused, plain = session_of(optimizer), session_of(optimizer, scaled_sums=False)
     assert any(node.op_type == "ScaledSum" for node in group_of(fused).formula)

@@ -84,6 +84,27 @@ same(
     lr_decay=0.1,
     weight_decay=0.01,
 )
+# The same goes for Adam's 1e-8; with that, and a smaller rate, see below.
+same("Adam", Adam(0.01, epsilon=1e-3, epsilon_after_correction=True), "Adam", eps=1e-3)
+same(
+    "Adam, settings",
+    Adam(
+        *(0.01, 0.8, 0.99, 1e-3),
+        norm_coefficient=0.01,
+        epsilon_after_correction=True,
+    ),
+    "Adam",
+    betas=(0.8, 0.99),
+    eps=1e-3,
+    weight_decay=0.01,
+)
+same(
+    "AdamW",
+    AdamW(0.01, epsilon=1e-3, weight_decay=0.1, epsilon_after_correction=True),
+    "AdamW",
+    eps=1e-3,
+    weight_decay=0.1,
+)
 
 
 def batches(model: Model) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -265,6 +286,24 @@ def test_adam_is_not_torchs() -> None:
     _, weights = train_torch(proto, definition, theirs)
     _, state = train_ours(proto, definition, optimizer)
     assert deviation(state, weights, initial(proto)) > 10 * WEIGHT_BOUND
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+@pytest.mark.parametrize("model", ["mlp", "lenet", "transformer"])
+def test_epsilon_after_correction_is_torchs(model: str, kind: type[Adam | AdamW]) -> None:
+    definition = MODELS[model]
+    proto = definition.build()
+
+    def theirs(parameters: Any) -> Any:
+        import torch
+
+        return getattr(torch.optim, kind.__name__)(parameters, lr=1e-3)
+
+    expected, _ = train_torch(proto, definition, theirs)
+    after, _ = train_ours(proto, definition, kind(epsilon_after_correction=True))
+    before, _ = train_ours(proto, definition, kind())
+    np.testing.assert_allclose(after, expected, rtol=5e-7)
+    assert np.max(np.abs(np.divide(before, expected) - 1)) > 1e-6
 
 
 def test_adamw_with_the_default_epsilon_is_close_to_torchs() -> None:

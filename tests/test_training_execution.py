@@ -67,7 +67,11 @@ OPTIMIZERS = [*sorted(optimizers.OPTIMIZERS), *RULES]
 
 
 def name_of(optimizer: Any) -> str:
-    return optimizer if isinstance(optimizer, str) else str(optimizer.__name__)
+    return (
+        optimizer
+        if isinstance(optimizer, str)
+        else str(getattr(optimizer, "__name__", str(optimizer)))
+    )
 
 
 def steps_of_the_step_graph(
@@ -177,6 +181,10 @@ def formula_of(rule: Any) -> split.Group:
     [
         ("Adam", {"w": True, "w.V": True, "w.H": True}),
         ("AdamW", {"w": True, "w.V": True, "w.H": True}),
+        (
+            ortops.optimizers.Adam(epsilon_after_correction=True),
+            {"w": True, "w.V": True, "w.H": True},
+        ),
         ("Momentum", {"w": True, "w.V": True}),
         ("SGD", {"w": True}),
         (reads_the_old_momentum_late, {"w": True, "w.V": False}),

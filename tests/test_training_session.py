@@ -51,6 +51,8 @@ OPTIMIZERS = {
     "Momentum": Momentum(mode="nesterov"),
     "SGD": SGD(norm_coefficient=0.01),
     "AdamW": AdamW(epsilon=1e-3),
+    "Adam, after correction": Adam(epsilon=1e-3, epsilon_after_correction=True),
+    "AdamW, after correction": AdamW(epsilon=1e-3, epsilon_after_correction=True),
 }
 
 
@@ -128,7 +130,10 @@ def test_every_optimizer_against_the_oracle(optimizer: str, kernels: Any) -> Non
         for field in dataclasses.fields(chosen)
         if field.name != "learning_rate"
     }
-    attributes = {k: float(np.float32(v)) if k != "mode" else v for k, v in settings.items()}
+    attributes = {
+        key: float(np.float32(value)) if isinstance(value, float) else value
+        for key, value in settings.items()
+    }
     rate = np.float32(chosen.learning_rate)
     kind = type(chosen).__name__
     states = {"Adagrad": "H", "Adam": "VH", "AdamW": "VH", "Momentum": "V", "SGD": ""}[kind]

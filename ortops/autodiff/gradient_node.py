@@ -8,7 +8,7 @@ right; `Bound` reads such a node, and `lower_gradient` replaces it with the back
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,28 +31,25 @@ from ortops.graph.edit import (
     replace_value,
     take_place,
 )
-from ortops.graph.serialization import map_types
+from ortops.graph.serialization import BOUND_DOMAIN, GRADIENT_DOMAIN, map_types
 from ortops.graph.shapes import may_be_equal
-from ortops.graph.tensor import VARIABLE, Names, Tape, ones_like, op, zeros_like
+from ortops.graph.tensor import VARIABLE, Names, Tape, Tensor, ones_like, op, zeros_like
 
 __all__ = [
     "GRADIENT_DOMAINS",
     "Bound",
     "bind",
     "bound_nodes",
+    "check",
     "is_bound",
     "is_gradient",
     "is_of_higher_order",
     "lower_gradient",
     "mark_variables",
     "name_attributes",
-    "unbind",
 ]
 
-BOUND_DOMAIN = "ortops.bound"
-"""The private domain of Gradient nodes whose names have become inputs."""
-
-GRADIENT_DOMAINS = ("ai.onnx.preview.training", "ai.onnx.preview")
+GRADIENT_DOMAINS = (GRADIENT_DOMAIN, "ai.onnx.preview")
 """The specification's domain, and the one that an exporter writes for it."""
 
 
@@ -251,15 +248,6 @@ def _bind_node(node: ir.Node, scope: MutableMapping[str, ir.Value]) -> None:
     remove_node(node)
 
 
-def unbind(node: ir.Node) -> None:
-    """Turns a bound Gradient node back into one that names its tensors, in place."""
-    bound = Bound.of(node)
-    for attribute in name_attributes(bound.xs, bound.zs, bound.y):
-        node.attributes[attribute.name] = attribute
-    node.resize_inputs(len(bound.fed))
-    node.domain = GRADIENT_DOMAINS[0]
-
-
 def name_attributes(xs: Sequence[ir.Value], zs: Sequence[ir.Value], y: ir.Value) -> list[ir.Attr]:
     """Returns the attributes of a Gradient node."""
     attributes: list[ir.Attr] = [ir.AttrStrings("xs", [value.name or "" for value in xs])]
@@ -327,7 +315,7 @@ def lower_gradient(node: ir.Node, names: Names, rules: Rules) -> list[ir.Node]:
     assert isinstance(graph, ir.Graph)
     where = describe(node)
     bound = Bound.of(node)
-    _check(where, bound)
+    check(where, bound)
 
     tape = Tape(graph, before=node, names=names)
     tape.scope = f"{node.name or 'Gradient'}/"
@@ -348,7 +336,7 @@ def lower_gradient(node: ir.Node, names: Names, rules: Rules) -> list[ir.Node]:
     cotangents = backward(
         tape,
         nodes,
-        {y: ones_like(tape.tensor(y))} if is_float(y) else {},
+        _seeds(tape, nodes, y, xs, cut, rules) if is_float(y) else {},
         [xs[index] for index in wanted],
         rules,
         cut=cut,
@@ -361,6 +349,60 @@ def lower_gradient(node: ir.Node, names: Names, rules: Rules) -> list[ir.Node]:
         replace_value(tape, node.outputs[index], cotangent.with_shape_of(x))
     remove_node(node)
     return tape.nodes
+
+
+def _seeds(
+    tape: Tape,
+    nodes: Sequence[ir.Node],
+    y: ir.Value,
+    xs: Sequence[ir.Value],
+    cut: Collection[ir.Value],
+    rules: Rules,
+) -> dict[ir.Value, Tensor]:
+    """Returns the tensors that the backward pass starts from, with their cotangents.
+
+    These are ones for y, but it begins behind sums, and at a for a · b where b is held constant:
+    so that vector-Jacobian products, which are written like that, cost nothing more, and a sum of
+    products with a tensor does not need that tensor. It goes back along no tensor that several
+    nodes read, or the ways through them could be very many.
+    """
+    seeds: dict[ir.Value, Tensor] = {}
+    active: set[ir.Value] | None = None
+    pending = [y]
+    while pending:
+        value = pending.pop()
+        shared = value is not y and len(value.uses()) > 1
+        node = None if value in cut or shared else value.producer()
+        kind = None if node is None or node.domain else node.op_type
+        seed = None
+        if node is not None and kind == "ReduceSum" and node.inputs[0] is not None:
+            pending.append(node.inputs[0])
+            continue
+        if node is not None and kind in ("Add", "Mul") and _have_one_shape(node):
+            a, b = node.inputs
+            assert a is not None
+            assert b is not None
+            if kind == "Add":
+                pending += [a, b]
+                continue
+            if active is None:
+                active = rules.active_values(nodes_between(nodes, cut, y), xs)
+            if b not in active:
+                value, seed = a, tape.tensor(b)
+            elif a not in active:
+                value, seed = b, tape.tensor(a)
+        seed = ones_like(tape.tensor(value)) if seed is None else seed
+        seeds[value] = seeds[value] + seed if value in seeds else seed
+    return seeds
+
+
+def _have_one_shape(node: ir.Node) -> bool:
+    """Whether the inputs and the output of a node are known to have one shape."""
+    shapes = [value.shape for value in (*node.inputs, *node.outputs) if value is not None]
+    first = shapes[0]
+    if first is None or any(dim is None or dim == ir.SymbolicDim(None) for dim in first):
+        return False
+    return all(shape == first for shape in shapes)
 
 
 def _before(graph: ir.Graph, node: ir.Node, y: ir.Value) -> Sequence[ir.Node]:
@@ -377,8 +419,17 @@ def _before(graph: ir.Graph, node: ir.Node, y: ir.Value) -> Sequence[ir.Node]:
     return nodes
 
 
-def _check(where: str, bound: Bound) -> None:
-    """Checks what can be told once types and shapes are known."""
+def check(where: str, bound: Bound) -> None:
+    """Checks what can be told of a Gradient node once types and shapes are known.
+
+    Args:
+        where: The node, for messages.
+        bound: What it says.
+
+    Raises:
+        ModelError: If y is a sequence of maps, an x has no floating-point numbers, what is fed for
+            a tensor has another type or shape, or a named tensor is computed from another.
+    """
     maker = bound.y.producer()
     if maker is not None and (maker.domain, maker.op_type) == ("ai.onnx.ml", "ZipMap"):
         (tensor,) = read_inputs(maker)

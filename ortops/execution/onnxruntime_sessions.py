@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import numpy.typing as npt
 import onnx
 import onnxruntime
@@ -107,6 +108,10 @@ def _single_threaded(options: onnxruntime.SessionOptions | None) -> onnxruntime.
 
 def ort_value(array: Array) -> onnxruntime.OrtValue:
     """Returns an array as onnxruntime takes it: its memory, not a copy."""
+    if array.dtype.name == "bfloat16":  # numpy has none of its own
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(
+            array.view(np.uint16), onnx.TensorProto.BFLOAT16
+        )
     return onnxruntime.OrtValue.ortvalue_from_numpy(array)
 
 

@@ -6,12 +6,27 @@ beside the graph, under the name of its value, and the value itself has none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import onnx
 import onnx_ir as ir
 
-__all__ = ["from_proto", "is_map", "map_types", "to_proto"]
+__all__ = [
+    "BOUND_DOMAIN",
+    "GRADIENT_DOMAIN",
+    "algorithm_names",
+    "from_proto",
+    "is_map",
+    "map_types",
+    "name_tensors",
+    "to_proto",
+]
+
+GRADIENT_DOMAIN = "ai.onnx.preview.training"
+"""The domain of the specification's Gradient."""
+
+BOUND_DOMAIN = "ortops.bound"
+"""The private domain of Gradient nodes whose names have become inputs."""
 
 _KEY = "ortops.map_types"
 
@@ -45,6 +60,42 @@ def to_proto(model: ir.Model) -> onnx.ModelProto:
         if value.name in kept and not value.HasField("type"):
             value.type.CopyFrom(kept[value.name])
     return proto
+
+
+def name_tensors(nodes: Iterable[onnx.NodeProto]) -> bool:
+    """Turns bound Gradient nodes into ones that name their tensors, as the specification has them.
+
+    Args:
+        nodes: Nodes, changed in place, with those of the graphs inside them. A bound node has for
+            inputs what it is fed, then the tensors of xs and zs, then y.
+
+    Returns:
+        Whether there was one.
+    """
+    found = False
+    for node in nodes:
+        for attribute in node.attribute:
+            for inner in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
+                found |= name_tensors(inner.node)
+        if node.domain == BOUND_DOMAIN:
+            count = len(node.input) // 2
+            *named, y = node.input[count:]
+            (xs,) = (len(each.strings) for each in node.attribute if each.name == "xs")
+            del node.input[count:], node.attribute[:]
+            for name, value in (("xs", named[:xs]), ("zs", named[xs:]), ("y", y)):
+                if value:
+                    node.attribute.append(onnx.helper.make_attribute(name, value))
+            node.domain = GRADIENT_DOMAIN
+            found = True
+    return found
+
+
+def algorithm_names(proto: onnx.ModelProto) -> Iterator[str]:
+    """Yields the names of the tensors that the training algorithms of a model have."""
+    for info in proto.training_info:
+        part = info.algorithm
+        yield from (each.name for each in (*part.input, *part.output, *part.initializer))
+        yield from (name for node in part.node for name in node.output)
 
 
 def map_types(graph: ir.Graph) -> Mapping[str, onnx.TypeProto]:

@@ -33,7 +33,7 @@ import onnx_ir as ir
 
 from ortops.errors import ModelError, OrtopsError
 from ortops.graph.external import without_data
-from ortops.graph.serialization import is_map
+from ortops.graph.serialization import GRADIENT_DOMAIN, is_map, name_tensors
 
 __all__ = [
     "DEFAULT_OPSET",
@@ -138,6 +138,10 @@ class Names:
     def take(self, name: str) -> None:
         """Marks a name as taken."""
         self._taken.add(name)
+
+    def is_free(self, name: str) -> bool:
+        """Whether nothing has a name yet."""
+        return name not in self._taken
 
     def unique(self, name: str) -> str:
         """Returns ``name``, with a number behind it if it is taken, and takes it."""
@@ -290,6 +294,9 @@ class Tape:
         model = ir.Model(self.graph, ir_version=IR_VERSION, producer_name="ortops")
         model.metadata_props.update(properties)
         proto = ir.to_proto(model)
+        imported = {entry.domain for entry in proto.opset_import}
+        if name_tensors(proto.graph.node) and GRADIENT_DOMAIN not in imported:
+            proto.opset_import.add(domain=GRADIENT_DOMAIN, version=1)
         try:
             onnx.checker.check_model(without_data(proto), full_check=True)
         except onnx.checker.ValidationError as error:

@@ -170,7 +170,7 @@ class _Scene:
             known = None if axis is None else int(axis)  # numpy's are not JSON's
             ignored = None if ignored is None else int(ignored)
             self.first = Prediction(tensor, kind, known, ignored=ignored)
-        return tensor, axis
+        return _wide(tensor), axis
 
     def teacher(self, loss: Loss, model: ModelLike, name: str | None) -> Tensor:
         """See `ortops.losses.loss.Sources`."""
@@ -185,13 +185,13 @@ class _Scene:
             )
         found = squashed(value)
         if found is None:
-            return self.tape.tensor(value)
+            return _wide(self.tape.tensor(value))
         if found.logits is None:
             raise ModelError(
                 f"loss {loss.name}: the teacher's '{name or value.name}' holds probabilities, and "
                 "no tensor before it their logits; name these with teacher="
             )
-        logits = self.tape.tensor(found.logits)
+        logits = _wide(self.tape.tensor(found.logits))
         if found.kind == "complement" or found.opposite:
             return self._log_p(logits, found)
         return self._moved(logits, found)
@@ -355,6 +355,8 @@ def compute(
     another name that has a default keeps it. The function returns a scalar, or a pair of a sum and
     a count; then the loss is their quotient, and parts of a batch add up exactly.
 
+    A tensor of float16 or bfloat16 is read in float32, and so are targets.
+
     Args:
         loss: What `resolve` returned.
         tape: Where the nodes go; the new inputs are made on it.
@@ -437,15 +439,15 @@ def _call(loss: Function, scene: _Scene) -> Part:
     for number, (parameter, details) in enumerate(parameters.items()):
         found = scene.find(parameter)
         if found is not None:
-            argument = found
+            argument = _wide(found)
         elif parameter in scene.declared or parameter in ("labels", "targets"):
-            dtype, shape = looked_at.dtype, looked_at.shape
+            dtype, shape = _wide(looked_at).dtype, looked_at.shape
             if parameter == "labels":
                 dtype, shape = np.dtype(np.int64), _without_classes(shape)
             argument = scene.declare(parameter, dtype, shape)
             scene.added[parameter] = (argument, looked_at)
         elif number == 0:
-            argument = looked_at
+            argument = _wide(looked_at)
         elif details.default is not inspect.Parameter.empty:
             if details.kind is inspect.Parameter.POSITIONAL_ONLY:
                 positional.append(details.default)  # those behind it keep their places
@@ -511,6 +513,15 @@ def _prediction(tensor: Tensor, target: str | None) -> Prediction:
     if axis is not None and axis < 0 and tensor.shape is not None:
         axis += len(tensor.shape)
     return Prediction(tensor, kind, axis, target)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Returns a tensor as a loss reads it: in float32 where it has 16 bits, which are few to sum.
+
+    A gradient of float16 then overflows where it enters the model, not in the loss.
+    """
+    narrow = tensor.value.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    return tensor.astype(np.float32) if narrow else tensor
 
 
 def _is_subtraction(value: ir.Value | None) -> bool:

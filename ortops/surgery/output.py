@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 
 import onnx
@@ -12,6 +11,7 @@ from ortops.errors import ModelError, UnsupportedError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, describe, inner_graphs
+from ortops.graph.serialization import algorithm_names
 from ortops.graph.tensor import Names
 from ortops.surgery.reading import dimensions, inferred, logger, read
 
@@ -54,12 +54,8 @@ def name_output(model: ModelLike, tensor: str, *, name: str | None = None) -> on
         unchanged.CopyFrom(proto)
         return unchanged
     taken = Names(graph)
-    for info in proto.training_info:
-        part = info.algorithm
-        for each in (*part.input, *part.output, *part.initializer):
-            taken.take(each.name)
-        for each in itertools.chain.from_iterable(node.output for node in part.node):
-            taken.take(each)
+    for each in algorithm_names(proto):
+        taken.take(each)
     if name is not None and name != tensor and taken.unique(name) != name:
         raise ModelError(f"name '{name}': the model has a tensor or node of it; give another")
     known = inferred(proto, folder).get(tensor, value)

@@ -13,12 +13,12 @@ import onnx
 import onnx_ir as ir
 
 from ortops import losses, optimizers
-from ortops.autodiff.gradient_node import is_bound, unbind
 from ortops.autodiff.rules import RULES
 from ortops.errors import ModelError
 from ortops.graph import convert, external
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, ancestor_nodes, describe, inner_graphs, read_inputs
+from ortops.graph.serialization import BOUND_DOMAIN, name_tensors
 from ortops.graph.shapes import may_be_equal
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.losses import LossLike
@@ -28,12 +28,18 @@ from ortops.training.modes import copy_in_training_mode, reveal
 from ortops.training.parameters import Choice, quantized
 from ortops.training.preparation import BatchNormalization, Prepared, prepare_for_training
 
-__all__ = ["METADATA_KEY", "Plan", "build_training_model", "plan_training"]
+__all__ = ["METADATA_KEY", "SMALLEST_SCALE", "Plan", "build_training_model", "plan_training"]
 
 METADATA_KEY = "ortops.training"
 """Where a trainable model says, as JSON, which of its names play which part."""
 
 _TRAINING_INFO_IR_VERSION = 7
+_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_TRAINED = (*_HALVES, ir.DataType.FLOAT, ir.DataType.DOUBLE)
+
+_FIRST_SCALE, _LARGEST_SCALE, _GOOD_STEPS = 2.0**16, 2.0**24, 2000
+SMALLEST_SCALE = 2.0**-16
+"""The smallest scale of the loss: gradients that overflow there are infinite without it, too."""
 
 logger = logging.getLogger("ortops")
 
@@ -67,6 +73,14 @@ class _Algorithm:
         self.initial[tensor.name] = array
         return tensor
 
+    def master(self, parameter: Tensor) -> Tensor:
+        """Adds the float32 value of a parameter, which starts as the file has the parameter."""
+        tensor = parameter.value.const_value
+        assert tensor is not None
+        wide = tensor.numpy().astype(np.float32)
+        self.variables.append(self.tape.initializer(f"{parameter.name}.master", wide))
+        return self.variables[-1]
+
     def update(self, name: str, new: Tensor) -> Tensor:
         """Makes a tensor the next value of an initializer."""
         taken = {tensor.value for tensor in self.outputs}
@@ -98,6 +112,19 @@ def build_training_model(
     depends on them. Its state (``<parameter>.V`` …, ``step``, ``learning_rate``) is part of the
     file, which therefore is the checkpoint too.
 
+    A parameter of float16 or bfloat16 keeps its type. What is updated is its float32 value, the
+    state ``<parameter>.master``, with optimizer state in float32; the parameter is that, rounded.
+    Losses and targets of such models are float32.
+
+    Where gradients pass through float16, the loss that is differentiated is multiplied by the state
+    ``loss_scale`` and gradients are divided by it, so that small ones are not rounded to 0. If one
+    is infinite or NaN all the same, the step changes no parameter, optimizer state or running
+    statistic and is not counted in ``step``, and the scale is halved (2⁻¹⁶ at least). After 2000
+    steps without that (``loss_scale.good_steps``) it is doubled (2²⁴ at most).
+
+    Gradients through bfloat16 are computed in float32 by `ortops.step_graph` and `TrainingSession`,
+    since onnxruntime's CPU provider has no kernels for it; the file itself does not run there.
+
     Args:
         model: An inference model: a ModelProto, its bytes or its path. One below opset 21 is
             converted as a whole, and a message says so.
@@ -110,7 +137,8 @@ def build_training_model(
             operators that read it, so not running statistics, sizes, limits and other constants of
             an exporter (`ortops check` tells why not). An exact name always trains. Weights in
             Constant nodes, in branches, bodies and functions, count; they become initializers of
-            the graph, and a message says so.
+            the graph, and a message says so. Of a model that has an adapter (`ortops.lora`), the
+            adapter alone is trained by default.
         inputs: Inputs that the loss reads beside the model's: a dtype and dimensions for each
             name, such as ``{"mask": (np.float32, ["batch", "time"])}``.
         batch_normalization: Which BatchNormalization layers normalize by the batch and update their
@@ -175,27 +203,53 @@ class Plan:
     _rate: Tensor
     _step: Tensor
     _statistics: Mapping[str, Tensor]
+    _scaled: bool
 
     def write(self) -> onnx.ModelProto:
         """Returns the trainable model."""
         algorithm, value = self._algorithm, self.loss.value
         tape = algorithm.tape
+        masters: dict[str, str] = {}
+        scaling: _LossScaling | None = None
         with tape:
+            if self._scaled:
+                scaling = _LossScaling.of(algorithm)
+                scaled = value * scaling.scale.astype(value.dtype)
+                value = _named(scaled, "scaled_loss", tape.graph)
             gradients = _gradient(tape, value, self.parameters)
-            step_new = algorithm.update(self._step.name, self._step + 1)
-            t = step_new if self.optimizer.first_step == 1 else self._step
+            count = self._step + 1
+            # Once: onnxruntime may leave out a rounding to float16 before a cast, here or there.
+            gradients = [_wide(gradient) for gradient in gradients]
+            if scaling is not None:
+                scaling.judge(gradients)
+            step_new = algorithm.update(
+                self._step.name, _unless_skipped(scaling, count, self._step)
+            )
+            t = step_new if scaling is None else count
+            t = t if self.optimizer.first_step == 1 else self._step
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 tensor = tape.tensor(parameter)
-                _update(algorithm, self.optimizer, self._rate, t, tensor, gradient)
+                _update(
+                    algorithm, self.optimizer, self._rate, t, tensor, gradient, scaling, masters
+                )
             for name, statistic in self._statistics.items():
-                algorithm.update(name, statistic)
+                present = tape.tensor(tape.graph.initializers[name])
+                algorithm.update(name, _unless_skipped(scaling, statistic, present))
+            if scaling is not None:
+                scaling.update(algorithm)
         algorithm.outputs.sort(key=lambda tensor: tensor is algorithm.updates[self._step.name])
         result = self.prepared.result
         counts = [part.count for part in self.loss.parts if part.count is not None]
-        _write(result, algorithm, counts)
+        _write(result, algorithm, [*counts, value])
         entry = next((e for e in result.metadata_props if e.key == METADATA_KEY), None)
         entry = entry or result.metadata_props.add(key=METADATA_KEY)
-        entry.value = json.dumps(self._metadata)
+        noted = dict(self._metadata)
+        if masters:
+            noted["masters"] = masters
+        if scaling is not None:
+            noted["loss_scale"] = scaling.scale.name
+            noted["good_steps"] = scaling.good_steps.name
+        entry.value = json.dumps(noted)
         return external.attach(result, self.prepared.data)
 
 
@@ -265,7 +319,8 @@ def plan_training(
         algorithm.outputs += [s for s in shown.values() if s.value not in taken]
         statistics = {n: s for n, s in training.statistics.items() if s.value.producer() in needed}
     choice = prepared.choice
-    parameters = _reached(choice, value, chosen_optimizer)
+    parameters = _reached(choice, value)
+    passed = {v.dtype for v in _gradients_pass_through(parameters, value)}
     metadata = {
         "loss": value.name,
         "learning_rate": rate.name,
@@ -286,6 +341,12 @@ def plan_training(
         "dropouts": training.dropouts,
     }
     said = [*choice.said, *computed.said, *_said_of_lifted(prepared), *_said_of_quantized(prepared)]
+    if ir.DataType.BFLOAT16 in passed:
+        said.append(
+            "gradients pass through bfloat16, for which onnxruntime has no CPU kernels: training "
+            "steps and evaluation compute in float32, and the file itself, which stays bfloat16, "
+            "does not run on the CPU"
+        )
     if has_domain(prepared.result):
         said.append(
             "the model has Gradient nodes of its own, so that stock onnxruntime runs the trainable "
@@ -303,6 +364,7 @@ def plan_training(
         rate,
         step,
         statistics,
+        ir.DataType.FLOAT16 in passed,
     )
 
 
@@ -364,7 +426,7 @@ def _named(tensor: Tensor, name: str, graph: ir.Graph) -> Tensor:
     return tensor
 
 
-def _reached(choice: Choice, loss: Tensor, optimizer: Optimizer) -> list[ir.Value]:
+def _reached(choice: Choice, loss: Tensor) -> list[ir.Value]:
     """Returns those of the chosen initializers that the loss depends on; tells why not of others.
 
     Raises:
@@ -400,12 +462,21 @@ def _reached(choice: Choice, loss: Tensor, optimizer: Optimizer) -> list[ir.Valu
             "name what to train in trainable="
         )
     for name, value in chosen.items():
-        if optimizer.operator and value.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
+        if value.dtype not in _TRAINED:
             raise ModelError(
-                f"trainable: '{name}' is of type {value.dtype}; {optimizer.operator} takes FLOAT "
-                "and DOUBLE, so train it with SGD, or train the float32 model and convert that"
+                f"trainable: '{name}' is of type {value.dtype}; FLOAT16, BFLOAT16, FLOAT and "
+                "DOUBLE can be trained, so train the float32 model and convert that"
             )
     return list(chosen.values())
+
+
+def _gradients_pass_through(parameters: Sequence[ir.Value], loss: Tensor) -> set[ir.Value]:
+    """Returns the tensors between some parameters and the loss, parameters included."""
+    from_parameters = set(parameters)
+    for node in loss.tape.graph:
+        if not from_parameters.isdisjoint(read_inputs(node)):
+            from_parameters.update(node.outputs)
+    return from_parameters & {*RULES.ancestors(loss.value), *parameters}
 
 
 def _but(choice: Choice, reached: Container[ir.Value]) -> str:
@@ -447,6 +518,59 @@ def _gradient(tape: Tape, loss: Tensor, parameters: Sequence[ir.Value]) -> list[
     return [tape.tensor(output) for output in node.outputs]
 
 
+def _wide(gradient: Tensor) -> Tensor:
+    """Returns a gradient in float32 where it has 16 bits."""
+    return gradient.astype(np.float32) if gradient.value.dtype in _HALVES else gradient
+
+
+@dataclass
+class _LossScaling:
+    """What keeps gradients of float16 in its range.
+
+    The scheme is that of Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
+
+    Attributes:
+        scale: What the loss is multiplied by, 0-d float32, a power of two.
+        good_steps: The steps since it changed, 0-d int64.
+        finite: Whether all gradients are finite, 0-d bool; of this step, once they are there.
+    """
+
+    scale: Tensor
+    good_steps: Tensor
+    finite: Tensor | None = None
+
+    @classmethod
+    def of(cls, algorithm: _Algorithm) -> _LossScaling:
+        """Adds the state."""
+        scale = algorithm.variable("loss_scale", np.array(_FIRST_SCALE, np.float32))
+        return cls(scale, algorithm.variable(f"{scale.name}.good_steps", np.array(0, np.int64)))
+
+    def judge(self, gradients: Sequence[Tensor]) -> None:
+        """Emits whether all gradients are finite: then each of them less itself is 0."""
+        total: Tensor | None = None
+        for gradient in gradients:
+            zero = op.ReduceSum(gradient - gradient, keepdims=0).astype(np.float32)
+            total = zero if total is None else total + zero
+        assert total is not None
+        self.finite = total == 0.0
+
+    def update(self, algorithm: _Algorithm) -> None:
+        """Emits the next scale."""
+        good = self.good_steps + 1
+        enough = good >= _GOOD_STEPS
+        more = op.Where(enough, op.Min(self.scale * 2.0, np.float32(_LARGEST_SCALE)), self.scale)
+        less = op.Max(self.scale * 0.5, np.float32(SMALLEST_SCALE))
+        again = op.Where(enough, np.int64(0), good)
+        algorithm.update(self.scale.name, op.Where(self.finite, more, less))
+        algorithm.update(self.good_steps.name, op.Where(self.finite, again, np.int64(0)))
+
+
+def _unless_skipped(scaling: _LossScaling | None, new: Tensor, old: Tensor) -> Tensor:
+    """Returns the next value of a variable, which stays as it is where gradients overflow."""
+    kept: Tensor = new if scaling is None else op.Where(scaling.finite, new, old)
+    return kept
+
+
 def _update(
     algorithm: _Algorithm,
     optimizer: Optimizer,
@@ -454,32 +578,56 @@ def _update(
     t: Tensor,
     parameter: Tensor,
     gradient: Tensor,
+    scaling: _LossScaling | None,
+    masters: dict[str, str],
 ) -> None:
-    """Emits the update of one parameter: the domain's node, or the nodes of the rule."""
+    """Emits the update of one parameter: the domain's node, or the nodes of the rule.
+
+    Args:
+        algorithm: Where it goes.
+        optimizer: The optimizer.
+        rate: R.
+        t: T.
+        parameter: The parameter.
+        gradient: Its gradient, in float32 where the parameter has 16 bits.
+        scaling: What the gradient is scaled by.
+        masters: Parameters of 16 bits → their float32 values; extended.
+    """
     tape = algorithm.tape
-    shape = parameter.value.const_value
+    x = parameter
+    if parameter.value.dtype in _HALVES:
+        x = algorithm.master(parameter)
+        masters[parameter.name] = x.name
+    shape = x.value.const_value
     assert shape is not None
-    zeros = np.zeros(tuple(shape.shape.numpy()), parameter.dtype)
+    zeros = np.zeros(tuple(shape.shape.numpy()), x.dtype)
     states = [algorithm.variable(f"{parameter.name}.{s}", zeros) for s in optimizer.states]
     tape.scope = f"update/{parameter.name}/"
+    if scaling is not None:
+        gradient = gradient * (1.0 / scaling.scale).astype(x.dtype)
     if optimizer.operator is None:
-        new = _own_update(optimizer, (rate, t, parameter, gradient, *states))
+        new = _own_update(optimizer, (rate, t, x, gradient, *states))
     else:
         node = ir.Node(
             TRAINING_DOMAIN,
             optimizer.operator,
-            [v.value for v in (rate, t, optimizer.before_operator(rate, parameter), gradient)]
+            [v.value for v in (rate, t, optimizer.before_operator(rate, x), gradient)]
             + [state.value for state in states],
             ir.convenience.convert_attributes(optimizer.operator_attributes),
             num_outputs=1 + len(states),
         )
         tape.append(node)
-        new = tuple(tape.tensor(output).with_shape_of(parameter) for output in node.outputs)
+        new = tuple(tape.tensor(output).with_shape_of(x) for output in node.outputs)
         for tensor in new:
-            tensor.value.type = parameter.value.type
+            tensor.value.type = x.value.type
+    kept = [_unless_skipped(scaling, n, v) for n, v in zip(new, (x, *states), strict=True)]
+    narrow = parameter.value.dtype
+    rounded = None if x is parameter or narrow is None else op.Cast(kept[0], to=narrow.value)
     tape.scope = ""
-    for variable, tensor in zip((parameter, *states), new, strict=True):
+    for variable, tensor in zip((x, *states), kept, strict=True):
         algorithm.update(variable.name, tensor)
+    if rounded is not None:
+        algorithm.update(parameter.name, rounded)
 
 
 def _own_update(optimizer: Optimizer, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -528,8 +676,6 @@ def _write(result: onnx.ModelProto, algorithm: _Algorithm, kept: Sequence[Tensor
     domains = {TRAINING_DOMAIN}
     for node in (node for node in algorithm.tape.nodes if node in needed):
         domains.update(inner.domain for graph in inner_graphs(node) for inner in all_nodes(graph))
-        if is_bound(node):
-            unbind(node)
         domains.add(node.domain)
         target.node.append(serialize.serialize_node(node))
         target.value_info.extend(
@@ -537,6 +683,7 @@ def _write(result: onnx.ModelProto, algorithm: _Algorithm, kept: Sequence[Tensor
             for value in node.outputs
             if value.name and value.type is not None and value not in outputs
         )
+    name_tensors(target.node)
     for name, tensor in algorithm.updates.items():
         info.update_binding.add(key=name, value=tensor.name)
 
@@ -552,8 +699,6 @@ def _write(result: onnx.ModelProto, algorithm: _Algorithm, kept: Sequence[Tensor
     info.initialization.CopyFrom(serialize.serialize_graph(tape.graph))
     result.ir_version = max(result.ir_version, _TRAINING_INFO_IR_VERSION)
     imported = {entry.domain for entry in result.opset_import}
-    for domain in sorted(
-        {TRAINING_DOMAIN, *(node.domain for node in target.node)} - imported - {""}
-    ):
+    for domain in sorted(domains - imported - {"", BOUND_DOMAIN}):
         version = algorithm.tape.graph.opset_imports.get(domain, 1)
         result.opset_import.add(domain=domain, version=version)

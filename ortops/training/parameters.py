@@ -20,7 +20,18 @@ from ortops.errors import ModelError, did_you_mean
 from ortops.graph.edit import ELEMENTWISE, describe, inner_graphs
 from ortops.graph.tensor import constant_tensor
 
-__all__ = ["Choice", "Reader", "choose", "quantized", "readers", "scopes"]
+__all__ = [
+    "Choice",
+    "Places",
+    "Reader",
+    "choose",
+    "matches",
+    "quantized",
+    "readers",
+    "scopes",
+    "scopes_of",
+    "why_not",
+]
 
 _MICROSOFT = "com.microsoft"
 
@@ -166,6 +177,7 @@ def choose(
     weights: Mapping[str, ir.Value],
     trainable: Sequence[str] | None,
     places: Mapping[str, Places],
+    unnamed: str = "is not named in trainable",
 ) -> Choice:
     """Chooses what is trained, before it is known what the loss depends on.
 
@@ -174,6 +186,7 @@ def choose(
         trainable: Names, or patterns of names or of the scopes of what reads them; None for all
             that a person would call a weight. An exact name always trains.
         places: The scopes of the nodes that read each initializer (see `scopes`).
+        unnamed: Why what is not named is not trained.
 
     Raises:
         ModelError: If a name or pattern means nothing, or something that cannot be trained.
@@ -183,7 +196,7 @@ def choose(
         for name, value in weights.items()
         if value.dtype is not None and value.dtype.is_floating_point()
     }
-    reasons = {name: reason for name, value in floats.items() if (reason := _why_not(value))}
+    reasons = {name: reason for name, value in floats.items() if (reason := why_not(value))}
     default = {name: value for name, value in floats.items() if name not in reasons}
     if trainable is None:
         return Choice(floats, default, reasons, said=_untied(default))
@@ -201,9 +214,9 @@ def choose(
                 f"trainable: initializer '{pattern}' is of type {weights[pattern].dtype}; only "
                 "floating-point ones can be trained" + _quantized_hint(weights[pattern])
             )
-        names = [name for name in default if _matches(pattern, name, places.get(name, nowhere))]
+        names = [name for name in default if matches(pattern, name, places.get(name, nowhere))]
         if not names:
-            refused = [n for n in reasons if _matches(pattern, n, places.get(n, nowhere))]
+            refused = [n for n in reasons if matches(pattern, n, places.get(n, nowhere))]
             if refused:
                 raise ModelError(
                     f"trainable: '{pattern}' means no weight, but '{refused[0]}', which "
@@ -239,7 +252,7 @@ def choose(
                 f"layers: {shown}{more}"
             )
     choice.said += _untied(choice.trained)
-    choice.reasons = {name: reasons.get(name, "is not named in trainable") for name in floats}
+    choice.reasons = {name: reasons.get(name, unnamed) for name in floats}
     for name in choice.trained:
         choice.reasons.pop(name)
     return choice
@@ -287,14 +300,15 @@ def scopes(values: Iterable[ir.Value]) -> dict[str, Places]:
     """
     return {
         value.name or "": Places(
-            tuple(_scopes_of(reader.node) for reader in readers(value)),
-            frozenset[str]().union(*(_scopes_of(use.node) for use in value.uses())),
+            tuple(scopes_of(reader.node) for reader in readers(value)),
+            frozenset[str]().union(*(scopes_of(use.node) for use in value.uses())),
         )
         for value in values
     }
 
 
-def _scopes_of(node: ir.Node) -> frozenset[str]:
+def scopes_of(node: ir.Node) -> frozenset[str]:
+    """Returns the scopes of a node: its name, what is around it, and those of its metadata."""
     found = set()
     if node.name:
         parts = node.name.strip("/").replace("/", ".")
@@ -311,7 +325,7 @@ def _scopes_of(node: ir.Node) -> frozenset[str]:
     return frozenset(found - {""})
 
 
-def _matches(pattern: str, name: str, places: Places) -> bool:
+def matches(pattern: str, name: str, places: Places) -> bool:
     """Whether a pattern means an initializer, by its name or by who reads it."""
     return fnmatch.fnmatchcase(name, pattern) or places.fit(pattern)
 
@@ -325,7 +339,7 @@ def _is_in(pattern: str, scopes: Collection[str]) -> bool:
     )
 
 
-def _why_not(value: ir.Value) -> str:
+def why_not(value: ir.Value) -> str:
     """Returns why nobody would call an initializer a weight; nothing where somebody would."""
     reasons = []
     for reader in readers(value):

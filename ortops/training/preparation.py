@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from ortops.errors import ModelError
 from ortops.graph import convert, external
+from ortops.graph.adapters import adapter_of
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, ancestor_nodes, read_inputs
 from ortops.graph.tensor import Names
@@ -63,7 +64,8 @@ def prepare_for_training(
 
     Args:
         model: An inference model; not changed.
-        trainable: What to train (see `ortops.training.parameters.choose`).
+        trainable: What to train (see `ortops.training.parameters.choose`); None for the adapter
+            of a model that has one.
         batch_normalization: Which layers run in inference mode (see `build_training_model`).
         data: The data of a light model (see `ortops.graph.external`).
 
@@ -84,6 +86,10 @@ def prepare_for_training(
         )
     proto, found = external.detach(proto, folder)
     data = found if data is None else data | found
+    adapter = adapter_of(proto.metadata_props)
+    is_default = trainable is None
+    if adapter is not None and trainable is None:
+        trainable = adapter.parameters
     named = set(trainable or ())
     wanted = {name for name, w in weights(proto, data).items() if w.shape or name in named}
     everything, origins = lift(proto, data, wanted)
@@ -98,13 +104,21 @@ def prepare_for_training(
             graph.inputs.remove(value)
     if not graph.outputs:
         raise ModelError("model: it has no output; a loss is computed from one")
-    choice = choose(graph.initializers, trainable, places)
+    if adapter is not None and is_default:
+        unnamed = "belongs to the base of the adapter"
+        choice = choose(graph.initializers, trainable, places, unnamed)
+        choice.said.append(f"the adapter alone is trained ({adapter}); trainable= names others")
+    else:
+        choice = choose(graph.initializers, trainable, places)
     frozen, statistics = _frozen(graph, choice, batch_normalization)
     kept = choice.trained.keys() | statistics
     lifted = {name: origin for name, origin in origins.items() if name in kept}
     _put_back(graph, origins.keys() - lifted.keys())
     if opset < convert.MINIMUM_OPSET:
         result = to_proto(work)
+        if adapter is not None:  # whose files set inputs
+            own = (graph.initializers.get(name) for name in adapter.parameters)
+            result.graph.input.extend(ir.serde.serialize_value(v) for v in own if v is not None)
         for name in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
             if proto.HasField(name):
                 setattr(result, name, getattr(proto, name))

@@ -40,7 +40,7 @@ from ortops.inference import InferenceSession, Kernels
 from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
 from ortops.metrics import Metric
 from ortops.passes.rematerialization import Checkpoint
-from ortops.training.builder import METADATA_KEY
+from ortops.training.builder import METADATA_KEY, SMALLEST_SCALE
 from ortops.training.data import Data, Feeds, batches, count, length, rows
 from ortops.training.feeds import Inputs
 from ortops.training.initialization import initial_values
@@ -185,6 +185,7 @@ class TrainingSession:
         self._options = sess_options
         self._providers = list(providers or ["CPUExecutionProvider"])
         self._entries = _all_entries(self._proto) if entry is None else [entry]
+        self._noted = training_metadata(self._proto)
         self._steps = [flatten(self._proto, self._data, number) for number in self._entries]
         unread = [value.name for value in self._proto.graph.input]  # by what a step computes
         self._inputs = Inputs(self._steps, unread)
@@ -312,7 +313,9 @@ class TrainingSession:
             schedule: Gives the learning rate of an epoch from the share of epochs that are done
                 (0 in the first); without it the learning rate stays as it is.
             progress: Whether to show a bar on standard error.
-            stop_on_nan: Whether to stop at a loss that is NaN or infinite.
+            stop_on_nan: Whether to stop at a loss that is NaN or infinite. A step that float16 has
+                skipped, as its gradients overflowed, is none (see `build_training_model`), unless
+                no scale of the loss keeps them finite.
 
         Returns:
             For each epoch a dict: ``loss`` is the average over its batches, as is ``loss_<name>``
@@ -320,7 +323,8 @@ class TrainingSession:
             those of the validation data.
 
         Raises:
-            DivergedError: If the loss of a step is NaN or infinite; the step has been made.
+            DivergedError: If the loss of a step is NaN or infinite; the step has been made. Or if
+                the gradients of float16 are, at the smallest scale of the loss.
             FeedError: If the data do not fit the model.
             KernelError: If a kernel failed.
         """
@@ -355,8 +359,8 @@ class TrainingSession:
                     for name in totals:
                         totals[name] += _number(losses[name]) * size
                     loss, seen, done = _number(losses[self._loss()]), seen + size, done + 1
-                    if stop_on_nan and not math.isfinite(loss):
-                        raise self._diverged(loss, arrays, f"batch {done} of epoch {epoch}")
+                    if stop_on_nan:
+                        self._check_progress(loss, arrays, f"batch {done} of epoch {epoch}")
                     if bar:
                         bar.update(done, {"loss": totals[self._loss()] / seen})
             except BaseException:
@@ -453,13 +457,13 @@ class TrainingSession:
 
     def _reported(self) -> list[str]:
         """Returns the names of the loss, and of its parts where there are several."""
-        parts = [part.name for part in training_metadata(self._proto).losses]
+        parts = [part.name for part in self._noted.losses]
         several = [name for name in parts if name in self._outputs] if len(parts) > 1 else []
         return [self._loss(), *several]
 
     def _target(self, metrics: Mapping[str, Metric]) -> str:
         """Returns the name of the input that metrics compare outputs with."""
-        noted = training_metadata(self._proto).prediction.target
+        noted = self._noted.prediction.target
         if noted in self._inputs:
             return noted
         own = {value.name for value in self._proto.graph.input}
@@ -493,6 +497,24 @@ class TrainingSession:
                     f"{fixed} rows, or a model whose batch dimension is a symbol"
                 )
         return arrays
+
+    def _check_progress(self, loss: float, feeds: Feeds, place: str) -> None:
+        """Refuses to go on after a loss that is no number, or where no step can be made."""
+        if not math.isfinite(loss):
+            raise self._diverged(loss, feeds, place)
+        noted = self._noted
+        if {noted.loss_scale, noted.good_steps} <= self._execution.variables.keys():
+            with self._lock:
+                scale = float(self._execution.present(noted.loss_scale))
+                good_steps = int(self._execution.present(noted.good_steps))
+            if scale <= SMALLEST_SCALE and not good_steps:
+                raise DivergedError(
+                    f"gradients: they are infinite or NaN after step {self.steps_done} ({place}), "
+                    f"down to the smallest scale of the loss, {scale:g}, so that steps change "
+                    "nothing; look at logarithms, divisions, roots and powers in the model and the "
+                    f"loss, then set state['{noted.loss_scale}']. stop_on_nan=False goes on all "
+                    "the same"
+                )
 
     def _diverged(self, loss: float, feeds: Feeds, place: str) -> DivergedError:
         """Returns the error of a loss that is no number, with what to look at."""
@@ -531,7 +553,8 @@ class TrainingSession:
         """The variables (parameters, optimizer state, ``step``, ``learning_rate``) by name.
 
         Reading copies an array out; ``session.state[name] = array`` sets one, and
-        ``session.state = {…}`` several.
+        ``session.state = {…}`` several. To set a parameter of float16 or bfloat16 sets its float32
+        value ``<parameter>.master``, and the other way round.
         """
         return State(self)
 
@@ -542,8 +565,7 @@ class TrainingSession:
                 f"state: {type(arrays).__name__} was given; give a dict of an array for each name"
             )
         state = State(self)
-        checked = {name: state.check(name, array) for name, array in arrays.items()}
-        self._assign(checked)
+        self._assign(state.with_masters({n: state.check(n, array) for n, array in arrays.items()}))
 
     @property
     def learning_rate(self) -> float:
@@ -573,7 +595,7 @@ class TrainingSession:
     @property
     def steps_done(self) -> int:
         """The number of finished steps: those of this session where the algorithm has no count."""
-        counter = training_metadata(self._proto).step
+        counter = self._noted.step
         with self._lock:
             if counter not in self._execution.variables:
                 return self._execution.steps_made
@@ -608,7 +630,7 @@ class TrainingSession:
 
     def _training_copies(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
         """Returns checkpoints that the training-mode copies of tensors stand in for."""
-        copies = training_metadata(self._proto).training_copies
+        copies = self._noted.training_copies
         by_source = {source: copy for copy, source in copies.items()}
         if isinstance(checkpoint, list | tuple):
             names: list[str] = list(checkpoint)
@@ -630,7 +652,24 @@ class TrainingSession:
                         "name the variables of each entry differently"
                     )
                 found[tensor.name] = array
+        for name, master in self._noted.masters.items():
+            if not {name, master} <= found.keys():
+                continue
+            _check_master(name, found[name], master, found[master])
+            if not _is_rounded(found[name], found[master]):
+                logger.warning(
+                    "model: '%s' is not '%s' in %s, as if it was changed since; training goes on "
+                    "from '%s'",
+                    *(name, master, found[name].dtype, name),
+                )
+                found[master] = found[name].astype(np.float32)
         return found
+
+    def _masters(self) -> dict[str, str]:
+        """Returns the parameters of 16 bits, and the variables that are their float32 values."""
+        noted = self._noted.masters.items()
+        known = self._execution.variables.keys()
+        return {name: master for name, master in noted if {name, master} <= known}
 
     def _let_go_of_given_state(self) -> None:
         """Frees the given values of variables that `reset` computes, like optimizer state."""
@@ -763,7 +802,7 @@ class State(MutableMapping[str, Array]):
             return self._session._execution.present(name).copy()
 
     def __setitem__(self, name: str, array: npt.ArrayLike) -> None:
-        self._session._assign({name: self.check(name, array)})
+        self._session._assign(self.with_masters({name: self.check(name, array)}))
 
     def __delitem__(self, name: str) -> None:
         raise OrtopsError(f"state '{name}': a variable cannot be removed; set it")
@@ -795,7 +834,33 @@ class State(MutableMapping[str, Array]):
                 f"state '{name}': {given.dtype}{list(given.shape)} was given; "
                 f"{present.dtype}{list(present.shape)} is accepted"
             )
-        return np.ascontiguousarray(given, present.dtype).reshape(present.shape).copy()
+        with np.errstate(over="ignore"):
+            result = np.ascontiguousarray(given, present.dtype).reshape(present.shape).copy()
+        if name == self._session._noted.loss_scale and not 0 < result < np.inf:
+            raise OrtopsError(
+                f"state '{name}': {result} was given; a finite number > 0 is accepted"
+            )
+        return result
+
+    def with_masters(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Returns values that set parameters of 16 bits and their float32 values to the same.
+
+        Raises:
+            OrtopsError: If both are given, and are not.
+        """
+        result = dict(arrays)
+        for name, master in self._session._masters().items():
+            narrow = self._session._execution.variables[name].buffers[0].dtype
+            if name not in arrays and master in arrays:
+                result[name] = _rounded(arrays[master], narrow)
+            elif name in arrays and master not in arrays:
+                result[master] = arrays[name].astype(np.float32)
+            elif name in arrays and not _is_rounded(arrays[name], arrays[master]):
+                raise OrtopsError(
+                    f"state: '{name}' is not '{master}' in {narrow}, and both were given; give one "
+                    "of them, which sets the other"
+                )
+        return result
 
     def _known(self, name: str) -> None:
         known = self._session._execution.variables
@@ -880,6 +945,30 @@ def _numbers(losses: Array, steps: int) -> Array:
             "with ReduceMean, or run the algorithm with `step`"
         )
     return losses.reshape(steps)
+
+
+def _rounded(master: Array, dtype: np.dtype[Any]) -> Array:
+    """Returns float32 values as a parameter of 16 bits has them."""
+    with np.errstate(over="ignore"):
+        return master.astype(dtype)
+
+
+def _is_rounded(parameter: Array, master: Array) -> bool:
+    """Whether a parameter of 16 bits is its float32 values, rounded."""
+    expected = _rounded(master, parameter.dtype)
+    return np.array_equal(parameter.view(np.uint16), expected.view(np.uint16))
+
+
+def _check_master(name: str, parameter: Array, master: str, array: Array) -> None:
+    """Refuses what a file calls the float32 values of a parameter, and cannot be."""
+    narrow = parameter.dtype.name in ("float16", "bfloat16") and array.dtype == np.float32
+    if not narrow or parameter.shape != array.shape:
+        raise ModelError(
+            f"metadata_props '{METADATA_KEY}': its 'masters' has '{master}', "
+            f"{array.dtype}{list(array.shape)}, for '{name}', "
+            f"{parameter.dtype}{list(parameter.shape)}; float32 of the shape of a float16 or "
+            "bfloat16 is accepted"
+        )
 
 
 def _number(loss: Array) -> float:

@@ -16,14 +16,12 @@ import onnx
 import onnx_ir as ir
 
 from ortops.autodiff.gradient_node import (
-    BOUND_DOMAIN,
     Bound,
     bound_nodes,
     is_bound,
     lower_gradient,
     mark_variables,
     name_attributes,
-    unbind,
 )
 from ortops.autodiff.rules import RULES
 from ortops.errors import ModelError, did_you_mean
@@ -42,7 +40,7 @@ from ortops.graph.edit import (
 )
 from ortops.graph.external import Data, detach
 from ortops.graph.limits import LIMITS
-from ortops.graph.serialization import to_proto
+from ortops.graph.serialization import BOUND_DOMAIN, name_tensors, to_proto
 from ortops.graph.shapes import may_be_equal
 from ortops.graph.tensor import Names, Tape, op
 from ortops.lowering import (
@@ -53,6 +51,7 @@ from ortops.lowering import (
     takes_python_kernel,
 )
 from ortops.optimizers import OPERATORS
+from ortops.training.bfloat16 import widen
 from ortops.training.builder import METADATA_KEY
 from ortops.training.modes import write_inference_mode
 
@@ -86,7 +85,7 @@ def step_graph(model: ModelLike, *, entry: int = 0) -> onnx.ModelProto:
     Gradient and optimizer nodes carry their bodies as functions of the same name. So the file
     runs on Python custom ops in a session with `ortops.register_custom_ops`, and on standard
     operators in one without. Optimizer nodes whose attributes would reach a custom op rounded are
-    lowered.
+    lowered. A graph of bfloat16 computes in float32, as do its inputs and outputs but variables.
 
     Args:
         model: A trainable model, as `ortops.build_training_model` or anybody else wrote it.
@@ -103,8 +102,10 @@ def step_graph(model: ModelLike, *, entry: int = 0) -> onnx.ModelProto:
     step = flatten(*detach(proto), entry, folder)
     graph = step.model.graph
     names = Names(graph)
+    inside = [node for node in bound_nodes(graph) if node.graph is not graph]
+    before = ancestor_nodes((Bound.of(node).y for node in inside), set())
     for node in bound_nodes(graph):
-        if node.graph is not graph:  # a body cannot stand in there
+        if node in inside or node in before:  # a body cannot stand in there
             lower_gradient(node, names, RULES)
     _separate_outputs(graph, names)
     functions: list[ir.Function] = []
@@ -113,9 +114,6 @@ def step_graph(model: ModelLike, *, entry: int = 0) -> onnx.ModelProto:
             functions.append(_gradient_function(Bound.of(node), f"gradient{len(functions)}"))
     remove_unread(lower_optimizers(graph, names, takes_python_kernel))
     functions += _optimizer_functions(graph)
-    for node in graph:
-        if is_bound(node):
-            unbind(node)
     graph.opset_imports.pop(BOUND_DOMAIN, None)
     graph.opset_imports[TRAINING_DOMAIN] = 1
     for function in functions:
@@ -123,7 +121,9 @@ def step_graph(model: ModelLike, *, entry: int = 0) -> onnx.ModelProto:
     step.model.ir_version = max(step.model.ir_version, _OVERLOAD_IR_VERSION)
     step.model.metadata_props.pop(METADATA_KEY, None)
     step.model.metadata_props[STEP_GRAPH_KEY] = json.dumps(step.updates)
-    return to_proto(step.model)
+    result = to_proto(step.model)
+    name_tensors(result.graph.node)
+    return result
 
 
 def flatten(
@@ -182,6 +182,7 @@ def flatten(
     rates = _learning_rates(graph, proto)
     variables = [n for n in dict.fromkeys((*mutable, *rates)) if n in graph.initializers]
     _make_inputs(graph, variables)
+    widen(graph, updates)
     feeds = [v.name or "" for v in graph.inputs if v.name not in graph.initializers]
     return Step(model, updates, rates, variables, feeds, shown, loss)
 
@@ -222,6 +223,7 @@ def evaluation_model(
     write_inference_mode(model)
     prune(graph)
     _make_inputs(graph, [name for name in step.variables if name in graph.initializers])
+    widen(graph, {})
     remove_defaults(graph, step.variables)
     return lower_prepared(model), replace(noted, losses=parts, prediction=prediction)
 
@@ -403,6 +405,9 @@ class TrainingMetadata:
         losses: The summands of the loss.
         prediction: What the loss looks at.
         dropouts: Tensors of the algorithm → what they are without Dropout.
+        masters: Parameters of 16 bits → the variables that are their float32 values.
+        loss_scale: The variable that the loss is multiplied by, where gradients are scaled.
+        good_steps: The variable that counts steps since that has changed.
     """
 
     loss: str = ""
@@ -412,13 +417,16 @@ class TrainingMetadata:
     losses: Sequence[LossPart] = ()
     prediction: PredictionNote = PredictionNote()
     dropouts: Mapping[str, str] = field(default_factory=dict)
+    masters: Mapping[str, str] = field(default_factory=dict)
+    loss_scale: str = ""
+    good_steps: str = ""
 
 
 _TEXT, _NAMES = "the name of a tensor", "an object of names of tensors"
 _NOTED: Mapping[type, Mapping[str, str]] = {
     TrainingMetadata: {
-        **dict.fromkeys(("loss", "learning_rate", "step"), _TEXT),
-        **dict.fromkeys(("training_copies", "dropouts"), _NAMES),
+        **dict.fromkeys(("loss", "learning_rate", "step", "loss_scale", "good_steps"), _TEXT),
+        **dict.fromkeys(("training_copies", "dropouts", "masters"), _NAMES),
     },
     LossPart: {
         **dict.fromkeys(("name", "label", "count"), _TEXT),

@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 
 from ortops.autodiff.registry import Cotangents
+from ortops.autodiff.rules._copies import scatter_add
 from ortops.autodiff.rules.convolution import Windows, input_gradient, static_sizes, windows
 from ortops.autodiff.rules.table import vjp
 from ortops.errors import UnsupportedError
@@ -222,13 +223,10 @@ def _tiles(x: Tensor, at: Windows) -> bool:
 
 def _scattered(g: Tensor, indices: Tensor, x: Tensor, *, add: bool) -> Tensor:
     """Returns zeros like x with g at flat indices."""
-    flat = op.ScatterElements(
-        op.Reshape(zeros_like(x), [-1]),
-        op.Reshape(indices, [-1]),
-        op.Reshape(g, [-1]),
-        reduction="add" if add else "none",
-    )
-    return reshape_like(flat, x)
+    zeros, places, flat = (op.Reshape(each, [-1]) for each in (zeros_like(x), indices, g))
+    if add:
+        return reshape_like(scatter_add(zeros, places, flat), x)
+    return reshape_like(op.ScatterElements(zeros, places, flat, reduction="none"), x)
 
 
 @vjp("MaxUnpool")

@@ -1,0 +1,267 @@
+"""An adapter folded into the weights that it stands beside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+
+from ortops.errors import ModelError, UnsupportedError
+from ortops.graph import convert, external
+from ortops.graph.adapters import METADATA_KEY, Module
+from ortops.graph.convert import ModelLike
+from ortops.graph.edit import describe, remove_node, take_place
+from ortops.graph.serialization import to_proto
+from ortops.graph.tensor import Names
+from ortops.lora.model import Array, read_adapted, refuse_training
+from ortops.lora.targets import steps_to_weight
+from ortops.surgery.reading import drop_unread
+from ortops.training.parameters import readers
+
+__all__ = ["merge"]
+
+
+@convert.blame_model
+def merge(model: ModelLike, *, dequantize: bool = False) -> onnx.ModelProto:
+    """Returns a model in which the weights have learned what the adapter has: W + scaling · B A.
+
+    Args:
+        model: A model that `add` or `from_peft` gave an adapter: a ModelProto, its bytes, or its
+            path; not changed.
+        dequantize: Whether quantized weights become floating-point ones. They are refused
+            otherwise, as to quantize the sum anew would lose a part of what the adapter has
+            learned.
+
+    Returns:
+        A new model without adapter, of the same opset, with the names of the base. A weight that
+        other layers read too stays for these, and the layer gets one of its own,
+        ``<layer>.weight``. External data stay external, relative to the folder of the given file.
+
+    Raises:
+        ModelError: If the model has no adapter, or its nodes were changed, or it has training_info.
+        UnsupportedError: If a weight is quantized and ``dequantize`` is false, or what a layer
+            computes is rounded to integers.
+
+    Example:
+        >>> from models import mlp
+        >>> from ortops.lora import add
+        >>> base = mlp.mlp((4, 16, 2))
+        >>> merged = merge(add(base, rank=2))
+        >>> [node.op_type for node in merged.graph.node] == [n.op_type for n in base.graph.node]
+        True
+    """
+    adapted = read_adapted(model)
+    refuse_training(adapted.proto)
+    proto, folder = convert.load(model)
+    work = convert.to_ir(proto, folder)
+    graph = work.graph
+    names = Names(graph)
+    values = {v.name: v for inner in (graph, *graph.subgraphs()) for n in inner for v in n.outputs}
+    for name, module in adapted.adapter.modules.items():
+        nodes = [_remove(values, name, *pair) for pair in module.tensors]
+        delta = _product(module, adapted.parameters[module.a], adapted.parameters[module.b])
+        _fold(work, names, name, nodes, delta, dequantize)
+        for parameter in (module.a, module.b):
+            value = graph.initializers.pop(parameter)
+            graph.inputs.remove(value)
+    del work.metadata_props[METADATA_KEY]
+    return to_proto(work)
+
+
+def _product(module: Module, a: Array, b: Array) -> Array:
+    """Returns what is added to a weight: [in, out], or [out, in, *kernel] of a convolution."""
+    dtype = np.promote_types(a.dtype, np.float32)
+    a, b = a.astype(dtype), b.astype(dtype)
+    if module.kind == "convolution":
+        product: Array = np.tensordot(b.reshape(b.shape[:2]), a, axes=(0, 1))
+        return product
+    return a @ b
+
+
+def _remove(values: dict[str | None, ir.Value], layer: str, base: str, total: str) -> ir.Node:
+    """Removes what computes the adapter's part of a tensor; returns the node of the base."""
+    y, added = values.get(base), values.get(total)
+    node = None if added is None else added.producer()
+    adds = node is not None and node.op_type == "Add" and node.inputs[0] is y
+    if y is None or added is None or node is None or not adds:
+        raise ModelError(
+            f"model: layer '{layer}' has no node that adds its adapter to '{base}' any more; merge "
+            "the model before other tools rewrite it"
+        )
+    pending = [node.inputs[1]]
+    take_place(added, y)
+    remove_node(node)
+    while pending:
+        value = pending.pop()
+        maker = None if value is None else value.producer()
+        if maker is not None and not any(v.uses() or v.is_graph_output() for v in maker.outputs):
+            pending += maker.inputs
+            remove_node(maker)
+    producer = y.producer()
+    assert producer is not None
+    if producer.op_type == "DequantizeLinear":
+        raise UnsupportedError(
+            f"{describe(producer)}: it and QuantizeLinear round what layer '{layer}' computes, and "
+            "its adapter's part is added behind them; keep the adapter, or merge it into the float "
+            "model and quantize that"
+        )
+    return producer
+
+
+def _fold(
+    work: ir.Model,
+    names: Names,
+    layer: str,
+    nodes: Sequence[ir.Node],
+    delta: Array,
+    dequantize: bool,
+) -> None:
+    """Adds to the weight of nodes, which they share."""
+    node = nodes[0]
+    index = 0 if node.op_type == "Gather" else 1
+    found = steps_to_weight(node.inputs[index])
+    if found is None:
+        raise ModelError(
+            f"{describe(node)}: its weight is no constant any more; merge the model before other "
+            "tools rewrite it"
+        )
+    source, steps = found
+    is_quantized = node.op_type == "MatMulNBits" or any(
+        step.op_type == "DequantizeLinear" for step in steps
+    )
+    if is_quantized and not dequantize:
+        raise UnsupportedError(
+            f"{describe(node)}: its weight '{source.name}' is quantized, and would be rounded "
+            "anew; keep the adapter beside it, or make the weight floating-point (dequantize=True)"
+        )
+    if node.op_type == "Gemm":
+        alpha = node.attributes.get_float("alpha", 1.0)
+        if alpha == 0:
+            raise UnsupportedError(
+                f"{describe(node)}: its alpha is 0, so that its weight has no effect; keep the "
+                "adapter beside it"
+            )
+        delta = delta / delta.dtype.type(alpha)
+        delta = delta.T if node.attributes.get_int("transB", 0) == 1 else delta
+    alone = {reader.node for reader in readers(source)} <= set(nodes)
+    shown = source.is_graph_output() or any(v.is_graph_output() for s in steps for v in s.outputs)
+    if alone and not is_quantized and not shown:
+        for step in reversed(steps):
+            if step.op_type == "Transpose":
+                axes = step.attributes.get_ints("perm", range(delta.ndim)[::-1])
+                delta = np.transpose(delta, np.argsort(axes))
+        tensor = ir.convenience.get_const_tensor(source)
+        assert tensor is not None
+        _set(source, _sum(tensor.numpy(), delta))
+        return
+    old = [each.inputs[index] for each in nodes]
+    weight = _sum(_evaluated(work, node, index, steps), delta)
+    value = ir.Value(name=names.unique(f"{layer}.weight"), const_value=ir.tensor(weight))
+    work.graph.register_initializer(value)
+    for each in nodes:
+        if each.op_type == "MatMulNBits":
+            old += each.inputs[2:]
+            _to_product(each, value, names)
+        else:
+            each.replace_input_with(index, value)
+    for unread in dict.fromkeys(old):
+        _drop(unread)
+
+
+def _sum(weight: Array, delta: Array) -> Array:
+    dtype = np.promote_types(weight.dtype, np.float32)
+    total: Array = weight.astype(dtype) + delta.astype(dtype)
+    return total.astype(weight.dtype)
+
+
+def _set(source: ir.Value, array: Array) -> None:
+    tensor = ir.tensor(np.ascontiguousarray(array), name=source.name)
+    node = source.producer()
+    if node is None:
+        source.const_value = tensor
+        return
+    for name in list(node.attributes):
+        del node.attributes[name]
+    node.attributes.add(ir.AttrTensor("value", tensor))
+
+
+def _drop(value: ir.Value | None) -> None:
+    """Removes a value that nobody reads any more, and what only it was computed from."""
+    if value is None or value.uses():
+        return
+    node = value.producer()
+    if node is None or node.op_type == "Constant":
+        drop_unread(value)
+    elif not any(v.uses() or v.is_graph_output() for v in node.outputs):
+        inputs = list(node.inputs)
+        remove_node(node)
+        for each in inputs:
+            _drop(each)
+
+
+def _evaluated(work: ir.Model, node: ir.Node, index: int, steps: Sequence[ir.Node]) -> Array:
+    """Returns the weight that a node multiplies by, computed by onnxruntime."""
+    weight = node.inputs[index]
+    assert weight is not None
+    nodes = [ir.serde.serialize_node(step) for step in steps]
+    read = {value for step in steps for value in step.inputs} | {weight}
+    inputs, feeds, result = [], {}, weight.name or ""
+    if node.op_type == "MatMulNBits":
+        product = ir.serde.serialize_node(node)
+        attributes = [a for a in product.attribute if a.name != "accuracy_level"]
+        del product.attribute[:], product.input[5:]  # products of integers, and the bias
+        product.attribute.extend(attributes)
+        product.input[0], product.output[0], result = "identity", "product", "product"
+        nodes.append(product)
+        read |= set(node.inputs[2:5])
+        scales = node.inputs[2]
+        assert scales is not None
+        dtype = scales.dtype or ir.DataType.FLOAT
+        feeds["identity"] = np.eye(node.attributes["K"].as_int(), dtype=dtype.numpy())
+        inputs = [onnx.helper.make_tensor_value_info("identity", dtype.value, None)]
+    made = {value for step in steps for value in step.outputs}
+    output = onnx.helper.make_value_info(result, onnx.TypeProto())
+    graph = onnx.helper.make_graph(nodes, "weight", inputs, [output])
+    for value in read - made:
+        if value is None:
+            continue
+        tensor = ir.convenience.get_const_tensor(value)
+        if tensor is None:
+            raise UnsupportedError(
+                f"{describe(node)}: '{value.name}', by which its weight is dequantized, is no "
+                "constant; keep the adapter beside it"
+            )
+        if value is weight and not nodes:
+            return np.asarray(tensor.numpy())
+        ir.serde.serialize_tensor_into(graph.initializer.add(), tensor)
+        graph.initializer[-1].name = value.name or ""
+    opsets = work.graph.opset_imports.items()
+    imports = [onnx.helper.make_opsetid(domain, version) for domain, version in opsets]
+    small = onnx.helper.make_model(graph, opset_imports=imports, ir_version=work.ir_version)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(
+        external.serialize(small), options, providers=["CPUExecutionProvider"]
+    )
+    found: Array = session.run(None, feeds)[0]
+    return found
+
+
+def _to_product(node: ir.Node, weight: ir.Value, names: Names) -> None:
+    """Puts MatMul, and Add where there is a bias, in the place of a MatMulNBits node."""
+    bias = node.inputs[5] if len(node.inputs) > 5 else None
+    product = ir.Node("", "MatMul", [node.inputs[0], weight], name=node.name)
+    nodes = [product]
+    if bias is not None:
+        product.outputs[0].name = names.unique(f"{node.name or 'MatMul'}/product")
+        nodes.append(ir.Node("", "Add", [product.outputs[0], bias]))
+        nodes[-1].name = names.unique(f"{node.name or 'MatMul'}/Add")
+    old, new = node.outputs[0], nodes[-1].outputs[0]
+    new.type, new.shape = old.type, old.shape
+    assert isinstance(node.graph, ir.Graph)
+    node.graph.insert_before(node, nodes)
+    take_place(old, new)
+    remove_node(node)

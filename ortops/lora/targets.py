@@ -1,0 +1,258 @@
+"""Which nodes get an adapter: products with a matrix that is a weight."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from ortops.errors import ModelError, UnsupportedError, did_you_mean
+from ortops.graph.edit import all_nodes, describe
+from ortops.training.parameters import Places, matches, scopes_of, why_not
+
+__all__ = ["Target", "chosen", "steps_to_weight", "targets"]
+
+_MICROSOFT = "com.microsoft"
+
+logger = logging.getLogger("ortops")
+
+_INDICES = {"Conv": 1, "Gather": 0, "Gemm": 1, "MatMul": 1, "MatMulNBits": 1}
+"""Which input the weight is, by operator."""
+
+_REFUSED = {
+    **dict.fromkeys(("ConvTranspose", "DeformConv", "FusedConv", "FusedGemm", "FusedMatMul"), 1),
+    **dict.fromkeys(("ConvInteger", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulBnb4"), 1),
+    **dict.fromkeys(("MatMulIntegerToFloat", "GRU", "LSTM", "RNN", "Attention"), 1),
+    **dict.fromkeys(("QGemm", "QLinearConv", "QLinearMatMul"), 3),
+    "GatherBlockQuantized": 0,
+}
+_MOVING = ("Cast", "DequantizeLinear", "Identity", "QuantizeLinear", "Transpose")
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE)
+_KINDS = {"Conv": "convolution", "Gather": "embedding"}
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A node whose weight an adapter can stand beside.
+
+    Attributes:
+        node: The node.
+        kind: See `ortops.graph.adapters.Module`.
+        weight: The initializer, or the output of the Constant node, with the weight's numbers.
+        index: Which input of the node the weight is.
+        sizes: How many numbers go in, and how many come out.
+        kernel: The sizes of a convolution's kernel.
+        dtype: The type that the node computes in.
+        module: The layer's name as its exporter tells it.
+        refused: Why the node gets none after all.
+        is_default: Whether it gets one if nothing is named.
+    """
+
+    node: ir.Node
+    kind: str
+    weight: ir.Value
+    index: int
+    sizes: tuple[int, int]
+    kernel: tuple[int, ...]
+    dtype: ir.DataType
+    module: str
+    refused: str = ""
+    is_default: bool = True
+
+    def is_meant(self, pattern: str) -> bool:
+        """Whether a pattern means the node, by the weight, the layer or a scope."""
+        name = self.weight.name or ""
+        return fnmatch.fnmatchcase(self.module, pattern) or matches(
+            pattern, name, Places((scopes_of(self.node),))
+        )
+
+
+def targets(work: ir.Model) -> list[Target]:
+    """Returns the nodes that read a weight as products do, those with a reason against it too."""
+    found = (_target(node) for node in all_nodes(work.graph))
+    return [target for target in found if target is not None]
+
+
+def chosen(work: ir.Model, patterns: Sequence[str] | None) -> list[Target]:
+    """Returns the nodes that get an adapter.
+
+    Args:
+        work: The model.
+        patterns: Names or patterns of weights, layers, or scopes of nodes; None for every MatMul,
+            Gemm, Conv and MatMulNBits whose matrix is a weight.
+
+    Raises:
+        ModelError: If a pattern means nothing, or there is nothing.
+        UnsupportedError: If a pattern means only nodes that get no adapter.
+    """
+    everything = targets(work)
+    if patterns is None:
+        default = [t for t in everything if t.is_default and not t.refused]
+        reasons = [t.refused for t in everything if t.refused]
+        if default:
+            _say(reasons)
+            return default
+        if reasons:
+            raise UnsupportedError(f"{reasons[0]}; nothing else in the model takes an adapter")
+        inside = "; its functions may hold some: inline them with onnx.inliner" * bool(
+            work.functions
+        )
+        raise ModelError(
+            "model: it has no MatMul, Gemm, Conv or MatMulNBits node that reads a weight as its "
+            f"second operand, which an adapter needs{inside}"
+        )
+    if not patterns:
+        raise ModelError("targets: nothing is named; name at least one weight or layer")
+    result: dict[Target, None] = {}
+    left: dict[str, None] = {}
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ModelError(f"targets: {pattern!r} is no string; names and patterns are accepted")
+        meant = [target for target in everything if target.is_meant(pattern)]
+        if not meant:
+            known = [n for t in everything for n in (t.module, t.weight.name or "")]
+            raise ModelError(
+                f"targets: '{pattern}' means no weight of a MatMul, Gemm, Conv, Gather or "
+                f"MatMulNBits node; {did_you_mean(pattern, dict.fromkeys(known))}"
+            )
+        taken = [target for target in meant if not target.refused]
+        if not taken:
+            raise UnsupportedError(f"{meant[0].refused}; leave '{pattern}' out of targets")
+        result.update(dict.fromkeys(taken))
+        left.update(dict.fromkeys(target.refused for target in meant if target.refused))
+    _say(list(left))
+    return [target for target in everything if target in result]
+
+
+def _say(reasons: Sequence[str]) -> None:
+    """Says which layers get no adapter."""
+    if reasons:
+        logger.warning("%d layers get no adapter, such as %s", len(reasons), reasons[0])
+
+
+def steps_to_weight(value: ir.Value | None) -> tuple[ir.Value, list[ir.Node]] | None:
+    """Returns where the numbers of a weight stand, and what is done to them, the first step first.
+
+    Returns:
+        None if the value is not a weight that is only moved, cast or dequantized.
+    """
+    steps: list[ir.Node] = []
+    while value is not None:
+        node = value.producer()
+        if node is None:
+            held = value.is_initializer() and value.const_value is not None
+            return (value, steps[::-1]) if held else None
+        if node.op_type == "Constant" and not node.domain:
+            return value, steps[::-1]
+        if node.op_type not in _MOVING or node.domain not in ("", _MICROSOFT):
+            return None
+        steps.append(node)
+        value = node.inputs[0]
+    return None
+
+
+def _target(node: ir.Node) -> Target | None:
+    kind = node.op_type
+    if node.domain not in ("", _MICROSOFT) or kind not in (*_INDICES, *_REFUSED):
+        return None
+    index = _INDICES.get(kind, _REFUSED.get(kind, 1))
+    found = steps_to_weight(node.inputs[index]) if index < len(node.inputs) else None
+    if found is None and kind == "MatMul" and node.inputs[0] is not None:
+        index, found = 0, steps_to_weight(node.inputs[0])
+    if found is None:
+        return None
+    weight, steps = found
+    shape, dtype = _effective(weight, steps)
+    if shape is None or dtype is None:
+        return None
+    refused, sizes, kernel, is_default = "", (0, 0), tuple[int, ...](), kind != "Gather"
+    if kind in _REFUSED:
+        refused = "adapters stand beside MatMul, Gemm, Conv, Gather and MatMulNBits"
+    elif kind == "MatMulNBits":
+        sizes = (node.attributes["K"].as_int(), node.attributes["N"].as_int())
+        scales = node.inputs[2]
+        dtype = dtype if scales is None or scales.dtype is None else scales.dtype
+    elif kind == "Conv":
+        group = node.attributes.get_int("group", 1)
+        if len(shape) < 3:
+            return None
+        sizes, kernel = (shape[1], shape[0]), shape[2:]
+        if group != 1:
+            refused = f"its group is {group}, and an adapter would mix the groups; 1 is accepted"
+    elif len(shape) != 2:
+        if kind == "Gather" or len(shape) < 2:
+            return None
+        refused = f"its weight '{weight.name}' is {list(shape)}; a matrix is accepted"
+    elif kind == "MatMul" and index == 0:
+        refused = f"its weight '{weight.name}' is the left factor; a right one is accepted"
+    elif kind == "Gather" and node.attributes.get_int("axis", 0) != 0:
+        return None
+    else:
+        transposed = kind == "Gemm" and node.attributes.get_int("transB", 0) == 1
+        sizes = (shape[1], shape[0]) if transposed else (shape[0], shape[1])
+    if not refused and dtype not in _FLOATS:
+        if not dtype.is_floating_point():
+            return None
+        refused = f"it computes in {dtype}; FLOAT, FLOAT16 and DOUBLE are accepted"
+    if weight.dtype is not None and weight.dtype.is_floating_point() and why_not(weight):
+        is_default = False
+    return Target(
+        node,
+        _KINDS.get(kind, "linear"),
+        weight,
+        index,
+        sizes,
+        kernel,
+        dtype,
+        _module(node, weight),
+        f"{describe(node)}: {refused}" if refused else "",
+        is_default,
+    )
+
+
+def _effective(
+    weight: ir.Value, steps: Sequence[ir.Node]
+) -> tuple[tuple[int, ...] | None, ir.DataType | None]:
+    """Returns the shape and the type of a weight behind what is done to it."""
+    tensor = ir.convenience.get_const_tensor(weight)
+    if tensor is None:
+        return None, None
+    shape, dtype = tuple(int(size) for size in tensor.shape.numpy()), tensor.dtype
+    for node in steps:
+        if node.op_type == "Transpose":
+            axes = node.attributes.get_ints("perm", range(len(shape))[::-1])
+            shape = tuple(shape[axis] for axis in axes)
+        elif node.op_type == "Cast":
+            dtype = ir.DataType(node.attributes["to"].as_int())
+        elif node.op_type == "DequantizeLinear":
+            scale = node.inputs[1]
+            known = None if scale is None else ir.convenience.get_const_tensor(scale)
+            dtype = ir.DataType.FLOAT if known is None else known.dtype
+            if "output_dtype" in node.attributes:
+                dtype = ir.DataType(node.attributes["output_dtype"].as_int())
+    return shape, dtype
+
+
+def _module(node: ir.Node, weight: ir.Value) -> str:
+    """Returns the name of the layer that a node comes from.
+
+    It is in the metadata of torch's newer exporter, and in the names that the older one gives to
+    nodes; else the weight is called after it.
+    """
+    text = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
+    if text.startswith("["):
+        try:
+            names = ast.literal_eval(text)
+        except (SyntaxError, ValueError):
+            names = []
+        if len(names) > 1 and names[-2]:
+            return str(names[-2])
+    around = (node.name or "").strip("/").rpartition("/")[0].replace("/", ".")
+    name = weight.name or ""
+    if name.endswith(".weight") and (len(weight.uses()) == 1 or not around):
+        return name.removesuffix(".weight")
+    return around or name.removesuffix(".weight") or node.name or node.op_type

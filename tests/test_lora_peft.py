@@ -1,0 +1,273 @@
+"""Adapters of PEFT: what it computes itself, and what it reads and writes.
+
+A small encoder and a small decoder get adapters with PEFT; their bases are exported with both of
+PyTorch's exporters. What PEFT's module computes is the oracle.
+
+Tolerance: both sides compute in float32 and sum in different orders, so outputs of some 1 differ by
+some 1e-6; an adapter changes them by more than 0.1, which is asserted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import peft
+import pytest
+import safetensors.numpy
+import torch
+import transformers
+from lora_models import outputs, values
+from torch import nn
+
+import ortops
+from ortops import ModelError, TrainingSession, UnsupportedError, lora
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.slow,
+    # What PEFT asks transformers for.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning"),
+]
+
+IDS = np.random.default_rng(0).integers(0, 50, (2, 7))
+SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"intermediate_size": 24, "vocab_size": 50, "max_position_embeddings": 16}
+SIZES |= {"initializer_range": 0.3}  # so that what an adapter does shows in the outputs
+TARGETS = np.random.default_rng(1).standard_normal((2, 7, 16), np.float32)
+
+
+class First(nn.Module):
+    """The first output of a transformers model, as a function of the numbers of tokens."""
+
+    def __init__(self, model: nn.Module, **settings: Any) -> None:
+        super().__init__()
+        self.model, self.settings = model, settings
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(ids, return_dict=False, **self.settings)[0]
+
+
+def encoder() -> First:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SIZES, attn_implementation="eager")
+    return First(transformers.BertModel(config, add_pooling_layer=False)).eval()
+
+
+def decoder() -> First:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    return First(model, use_cache=False).eval()
+
+
+def images() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 6, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(6, 4, 1))
+    return nn.Sequential(*layers).eval()
+
+
+def exported(module: nn.Module, given: torch.Tensor, exporter: str) -> onnx.ModelProto:
+    stream = io.BytesIO()
+    settings: dict[str, Any] = {"input_names": ["x"], "output_names": ["y"]}
+    if exporter == "torchscript":
+        settings |= {"dynamo": False, "opset_version": 17}
+        settings["dynamic_axes"] = {"x": {0: "batch"}}
+        target: Any = stream
+    else:
+        settings |= {"dynamo": True, "verbose": False}
+        settings["dynamic_shapes"] = ({0: torch.export.Dim("batch")},)
+        target = None
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        program = torch.onnx.export(module, (given,), target, **settings)
+    return onnx.load(io.BytesIO(stream.getvalue())) if program is None else program.model_proto
+
+
+def randomized(module: nn.Module, config: peft.LoraConfig, inner: str = "") -> nn.Module:
+    """Wraps a module, or what is in it, with PEFT; the adapter gets random numbers."""
+    model = copy.deepcopy(module)
+    wrapped = peft.get_peft_model(getattr(model, inner) if inner else model, config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) / 2)
+    if inner:
+        setattr(model, inner, wrapped)
+        return model.eval()
+    return wrapped.eval()
+
+
+def computed(module: nn.Module, x: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return module(torch.from_numpy(x)).numpy()
+
+
+ATTENTION = ["query", "value"]
+CONFIGS: dict[str, dict[str, Any]] = {
+    "attention": {"r": 4, "lora_alpha": 6, "target_modules": ATTENTION},
+    "rslora": {"r": 4, "lora_alpha": 6, "target_modules": ATTENTION, "use_rslora": True},
+    "all": {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"},
+    "embeddings": {"r": 4, "lora_alpha": 2, "target_modules": ["word_embeddings", "dense"]},
+    "patterns": {
+        "r": 4,
+        "lora_alpha": 6,
+        "target_modules": [*ATTENTION, "output.dense"],
+        "rank_pattern": {"value": 2, "layer.1.attention.self.query": 3},
+        "alpha_pattern": {"query": 5, "^encoder.layer.0.output.dense": 1},
+        "lora_dropout": 0.1,
+    },
+}
+
+
+@pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
+@pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS)
+def test_an_encoder(settings: dict[str, Any], exporter: str, tmp_path: Path) -> None:
+    """PEFT's outputs; and back: what is trained here gives the same outputs in PEFT."""
+    module = encoder()
+    wrapped = randomized(module, peft.LoraConfig(**settings), "model")
+    wrapped.model.save_pretrained(tmp_path / "given")
+    base = exported(module, torch.from_numpy(IDS), exporter)
+    model = lora.from_peft(base, tmp_path / "given")
+    expected = computed(wrapped, IDS)
+    np.testing.assert_allclose(outputs(model, {"x": IDS})[0], expected, atol=1e-4)
+    assert abs(outputs(base, {"x": IDS})[0] - expected).max() > 0.1
+
+    lora.to_peft(model, tmp_path / "same")
+    one, other = (
+        safetensors.numpy.load_file(tmp_path / name / "adapter_model.safetensors")
+        for name in ("given", "same")
+    )
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        np.testing.assert_allclose(other[name], array, rtol=1e-6)
+
+    adam = ortops.optimizers.Adam(learning_rate=0.01)
+    built = ortops.build_training_model(model, loss="MeanSquaredError", optimizer=adam)
+    session = TrainingSession(built)
+    for _ in range(5):
+        session.step({"x": IDS, "targets": TARGETS})
+    trained = session.inference_model()
+    lora.to_peft(trained, tmp_path / "trained")
+    module.model = peft.PeftModel.from_pretrained(module.model, tmp_path / "trained").eval()
+    (y,) = outputs(trained, {"x": IDS})
+    np.testing.assert_allclose(computed(module, IDS), y, atol=1e-4)
+    assert abs(y - expected).max() > 0.01
+    merged = lora.merge(trained)
+    np.testing.assert_allclose(outputs(merged, {"x": IDS})[0], y, atol=1e-4)
+
+
+def test_a_decoder(tmp_path: Path) -> None:
+    module = decoder()
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj", "lm_head"])
+    wrapped = randomized(module, config, "model")
+    wrapped.model.save_pretrained(tmp_path)
+    base = exported(module, torch.from_numpy(IDS), "dynamo")
+    model = lora.from_peft(base, tmp_path)
+    expected = computed(wrapped, IDS)
+    np.testing.assert_allclose(outputs(model, {"x": IDS})[0], expected, atol=1e-4)
+    assert abs(outputs(base, {"x": IDS})[0] - expected).max() > 0.1
+
+    # PEFT has written the embedding and the head of the base too, which have to be the model's.
+    file = tmp_path / "adapter_model.safetensors"
+    saved = safetensors.numpy.load_file(file)
+    whole = [name for name in saved if ".lora_" not in name]
+    assert whole
+    saved[whole[0]] = saved[whole[0]] + 1
+    safetensors.numpy.save_file(saved, file)
+    with pytest.raises(
+        UnsupportedError, match=r"' is a weight of the base, other than the model's"
+    ):
+        lora.from_peft(base, tmp_path)
+
+
+@pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
+def test_convolutions(exporter: str, tmp_path: Path) -> None:
+    module, x = images(), np.random.default_rng(1).standard_normal((2, 3, 8, 8), np.float32)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["0", "2"], rank_pattern={"2": 2})
+    wrapped = randomized(module, config)
+    wrapped.save_pretrained(tmp_path / "given")
+    base = exported(module, torch.from_numpy(x), exporter)
+    model = lora.from_peft(base, tmp_path / "given")
+    expected = computed(wrapped, x)
+    np.testing.assert_allclose(outputs(model, {"x": x})[0], expected, atol=1e-4)
+    np.testing.assert_allclose(outputs(lora.merge(model), {"x": x})[0], expected, atol=1e-4)
+    lora.to_peft(model, tmp_path / "back")
+    loaded = peft.PeftModel.from_pretrained(module, tmp_path / "back").eval()
+    np.testing.assert_allclose(computed(loaded, x), expected, atol=1e-4)
+
+
+def test_an_adapter_that_began_here(tmp_path: Path) -> None:
+    """`add`, then PEFT: layers are called as PyTorch calls them, but for a prefix."""
+    module = encoder()
+    base = exported(module, torch.from_numpy(IDS), "dynamo")
+    model = lora.add(
+        base, rank=3, targets=["model.encoder.layer.1.*"], rank_pattern={"query": 2}, rslora=True
+    )
+    built = ortops.build_training_model(model, loss="MeanSquaredError", optimizer="Adam")
+    session = TrainingSession(built)
+    session.learning_rate = 0.05
+    (y,) = outputs(base, {"x": IDS})
+    for _ in range(5):
+        session.step({"x": IDS, "targets": TARGETS})
+    with pytest.raises(ModelError, match=r"prefix: it is 'bert.', and layer 'model.encoder.*' has"):
+        lora.to_peft(session.inference_model(), tmp_path, prefix="bert.")
+    lora.to_peft(session.inference_model(), tmp_path, prefix="model.")
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert len(config["target_modules"]) == 6
+    module.model = peft.PeftModel.from_pretrained(module.model, tmp_path).eval()
+    (expected,) = outputs(session.inference_model(), {"x": IDS})
+    np.testing.assert_allclose(computed(module, IDS), expected, atol=1e-4)
+    assert abs(expected - y).max() > 0.1
+
+
+def test_layers_that_the_model_does_not_have(tmp_path: Path) -> None:
+    module = encoder()
+    wrapped = randomized(module, peft.LoraConfig(target_modules=["query"]), "model")
+    wrapped.model.save_pretrained(tmp_path)
+    other = exported(images(), torch.zeros(2, 3, 8, 8), "torchscript")
+    with pytest.raises(ModelError, match=r"layer 'encoder.layer...attention.self.query': the mode"):
+        lora.from_peft(other, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_dora": True}, r"use_dora is true, and DoRA's magnitudes are no product of two"),
+        ({"bias": "lora_only"}, r"its bias is 'lora_only', so that biases of the base were traine"),
+        ({"modules_to_save": ["pooler"]}, r"its modules_to_save are \['pooler'\], whole layers be"),
+        ({"lora_bias": True}, r"its lora_bias is True, which is more than plain LoRA; train witho"),
+        ({"init_lora_weights": "pissa"}, r"its init_lora_weights is 'pissa', which changes the we"),
+        ({"layer_replication": [[0, 1]]}, r"its layer_replication is .*, which is more than plain"),
+    ],
+)
+def test_more_than_plain_lora_is_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    peft.LoraConfig(target_modules=["query"], **settings).save_pretrained(tmp_path)
+    base = exported(encoder(), torch.from_numpy(IDS), "torchscript")
+    with pytest.raises(UnsupportedError, match=message):
+        lora.from_peft(base, tmp_path)
+
+
+def test_names_of_peft_are_kept(tmp_path: Path) -> None:
+    module = encoder()
+    wrapped = randomized(module, peft.LoraConfig(target_modules=["query"]), "model")
+    wrapped.model.save_pretrained(tmp_path)
+    base = exported(module, torch.from_numpy(IDS), "torchscript")
+    added = [name for name in values(lora.from_peft(base, tmp_path)) if ".lora_" in name]
+    assert added == [
+        f"model.encoder.layer.{layer}.attention.self.query.lora_{which}.weight"
+        for layer in (0, 1)
+        for which in "AB"
+    ]
