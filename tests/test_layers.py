@@ -48,8 +48,8 @@ WITHIN = {
         *("update", "template", "binding", "variant", "execution"),
     ),
     "training": (
-        *("progress", "data", "modes", "parameters", "preparation", "builder", "bfloat16"),
-        *("step_graph", "feeds", "initialization", "session"),
+        *("progress", "data", "modes", "parameters", "preparation", "algorithm", "updates"),
+        *("builder", "bfloat16", "step_graph", "feeds", "initialization", "session"),
     ),
 }
 """The files of a room, of which each imports from those before it."""

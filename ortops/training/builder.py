@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
@@ -17,80 +16,32 @@ from ortops.autodiff.rules import RULES
 from ortops.errors import ModelError
 from ortops.graph import convert, external
 from ortops.graph.convert import ModelLike
-from ortops.graph.edit import all_nodes, ancestor_nodes, describe, inner_graphs, read_inputs
-from ortops.graph.serialization import BOUND_DOMAIN, name_tensors
-from ortops.graph.shapes import may_be_equal
+from ortops.graph.edit import ancestor_nodes, describe, read_inputs
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.losses import LossLike
-from ortops.lowering import TRAINING_DOMAIN, has_domain
+from ortops.lowering import has_domain
 from ortops.optimizers import Optimizer, UpdateRule
+from ortops.training.algorithm import Algorithm, write_algorithm
 from ortops.training.modes import copy_in_training_mode, reveal
 from ortops.training.parameters import Choice, quantized
 from ortops.training.preparation import BatchNormalization, Prepared, prepare_for_training
+from ortops.training.updates import (
+    HALVES,
+    LossScaling,
+    emit_gradients,
+    emit_update,
+    unless_skipped,
+    wide,
+)
 
-__all__ = ["METADATA_KEY", "SMALLEST_SCALE", "Plan", "build_training_model", "plan_training"]
+__all__ = ["METADATA_KEY", "Plan", "build_training_model", "plan_training"]
 
 METADATA_KEY = "ortops.training"
 """Where a trainable model says, as JSON, which of its names play which part."""
 
-_TRAINING_INFO_IR_VERSION = 7
-_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-_TRAINED = (*_HALVES, ir.DataType.FLOAT, ir.DataType.DOUBLE)
-
-_FIRST_SCALE, _LARGEST_SCALE, _GOOD_STEPS = 2.0**16, 2.0**24, 2000
-SMALLEST_SCALE = 2.0**-16
-"""The smallest scale of the loss: gradients that overflow there are infinite without it, too."""
+_TRAINED = (*HALVES, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 logger = logging.getLogger("ortops")
-
-
-@dataclass
-class _Algorithm:
-    """What becomes a TrainingInfoProto.
-
-    Attributes:
-        tape: The tape at the end of the inference graph that the algorithm's nodes are on.
-        inputs: The algorithm's own inputs.
-        outputs: Its outputs.
-        variables: Its own initializers that are updated.
-        constants: The others.
-        updates: Name of an initializer → its next value.
-        initial: Name of an initializer → the value that it starts from.
-    """
-
-    tape: Tape
-    inputs: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
-    variables: list[Tensor] = field(default_factory=list)
-    constants: list[Tensor] = field(default_factory=list)
-    updates: dict[str, Tensor] = field(default_factory=dict)
-    initial: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
-
-    def variable(self, name: str, array: np.ndarray[Any, Any]) -> Tensor:
-        """Adds an initializer of the algorithm that initialization sets to its first value."""
-        tensor = self.tape.initializer(name, array)
-        self.variables.append(tensor)
-        self.initial[tensor.name] = array
-        return tensor
-
-    def master(self, parameter: Tensor) -> Tensor:
-        """Adds the float32 value of a parameter, which starts as the file has the parameter."""
-        tensor = parameter.value.const_value
-        assert tensor is not None
-        wide = tensor.numpy().astype(np.float32)
-        self.variables.append(self.tape.initializer(f"{parameter.name}.master", wide))
-        return self.variables[-1]
-
-    def update(self, name: str, new: Tensor) -> Tensor:
-        """Makes a tensor the next value of an initializer."""
-        taken = {tensor.value for tensor in self.outputs}
-        fresh = new.value.producer() in self.tape.nodes and new.value.const_value is None
-        if not fresh or new.value in taken:
-            new = op.Identity(new)
-        new.value.name = self.tape.names.unique(f"{name}_new")
-        self.updates[name] = new
-        self.outputs.append(new)
-        return new
 
 
 @convert.blame_model
@@ -198,7 +149,7 @@ class Plan:
     parameters: Sequence[ir.Value]
     reasons: Mapping[str, str]
     said: Sequence[str]
-    _algorithm: _Algorithm
+    _algorithm: Algorithm
     _metadata: Mapping[str, object]
     _rate: Tensor
     _step: Tensor
@@ -210,37 +161,35 @@ class Plan:
         algorithm, value = self._algorithm, self.loss.value
         tape = algorithm.tape
         masters: dict[str, str] = {}
-        scaling: _LossScaling | None = None
+        scaling: LossScaling | None = None
         with tape:
             if self._scaled:
-                scaling = _LossScaling.of(algorithm)
+                scaling = LossScaling.of(algorithm)
                 scaled = value * scaling.scale.astype(value.dtype)
                 value = _named(scaled, "scaled_loss", tape.graph)
-            gradients = _gradient(tape, value, self.parameters)
+            gradients = emit_gradients(tape, value, self.parameters)
             count = self._step + 1
             # Once: onnxruntime may leave out a rounding to float16 before a cast, here or there.
-            gradients = [_wide(gradient) for gradient in gradients]
+            gradients = [wide(gradient) for gradient in gradients]
             if scaling is not None:
                 scaling.judge(gradients)
-            step_new = algorithm.update(
-                self._step.name, _unless_skipped(scaling, count, self._step)
-            )
+            step_new = algorithm.update(self._step.name, unless_skipped(scaling, count, self._step))
             t = step_new if scaling is None else count
             t = t if self.optimizer.first_step == 1 else self._step
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 tensor = tape.tensor(parameter)
-                _update(
+                emit_update(
                     algorithm, self.optimizer, self._rate, t, tensor, gradient, scaling, masters
                 )
             for name, statistic in self._statistics.items():
                 present = tape.tensor(tape.graph.initializers[name])
-                algorithm.update(name, _unless_skipped(scaling, statistic, present))
+                algorithm.update(name, unless_skipped(scaling, statistic, present))
             if scaling is not None:
                 scaling.update(algorithm)
         algorithm.outputs.sort(key=lambda tensor: tensor is algorithm.updates[self._step.name])
         result = self.prepared.result
         counts = [part.count for part in self.loss.parts if part.count is not None]
-        _write(result, algorithm, [*counts, value])
+        write_algorithm(result, algorithm, [*counts, value])
         entry = next((e for e in result.metadata_props if e.key == METADATA_KEY), None)
         entry = entry or result.metadata_props.add(key=METADATA_KEY)
         noted = dict(self._metadata)
@@ -277,7 +226,7 @@ def plan_training(
     graph, names, visible = prepared.graph, prepared.names, prepared.visible
     nodes = list(graph)
     tape = Tape(graph, names=names)
-    algorithm = _Algorithm(tape)
+    algorithm = Algorithm(tape)
     values = {v.name: v for v in (*graph.inputs, *graph.initializers.values())}
     values |= {v.name: v for node in nodes for v in node.outputs}
     with tape:
@@ -488,217 +437,3 @@ def _but(choice: Choice, reached: Container[ir.Value]) -> str:
         return f" but scalars ({', '.join(found)})"
     shown = ", ".join(f"'{name}', which {why}" for name, why in list(found.items())[:5])
     return f" but {shown}"
-
-
-def _gradient(tape: Tape, loss: Tensor, parameters: Sequence[ir.Value]) -> list[Tensor]:
-    """Emits the Gradient node; its zs are all else that the loss is a function of."""
-    read = {
-        value
-        for node in ancestor_nodes(loss.value, set())
-        for value in read_inputs(node)
-        if value.producer() is None
-    }
-    graph = tape.graph
-    leaves = [*graph.inputs, *graph.initializers.values()]
-    zs = [v for v in dict.fromkeys(leaves) if v in read and v not in set(parameters)]
-    node = ir.Node(
-        TRAINING_DOMAIN,
-        "Gradient",
-        [*parameters, *zs],
-        ir.convenience.convert_attributes(
-            {"xs": [v.name or "" for v in parameters], "y": loss.name}
-            | ({"zs": [v.name or "" for v in zs]} if zs else {})
-        ),
-        num_outputs=len(parameters),
-    )
-    for parameter, output in zip(parameters, node.outputs, strict=True):
-        output.name = tape.names.unique(f"{parameter.name}_gradient")
-        output.type, output.shape = parameter.type, parameter.shape
-    tape.append(node)
-    return [tape.tensor(output) for output in node.outputs]
-
-
-def _wide(gradient: Tensor) -> Tensor:
-    """Returns a gradient in float32 where it has 16 bits."""
-    return gradient.astype(np.float32) if gradient.value.dtype in _HALVES else gradient
-
-
-@dataclass
-class _LossScaling:
-    """What keeps gradients of float16 in its range.
-
-    The scheme is that of Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
-
-    Attributes:
-        scale: What the loss is multiplied by, 0-d float32, a power of two.
-        good_steps: The steps since it changed, 0-d int64.
-        finite: Whether all gradients are finite, 0-d bool; of this step, once they are there.
-    """
-
-    scale: Tensor
-    good_steps: Tensor
-    finite: Tensor | None = None
-
-    @classmethod
-    def of(cls, algorithm: _Algorithm) -> _LossScaling:
-        """Adds the state."""
-        scale = algorithm.variable("loss_scale", np.array(_FIRST_SCALE, np.float32))
-        return cls(scale, algorithm.variable(f"{scale.name}.good_steps", np.array(0, np.int64)))
-
-    def judge(self, gradients: Sequence[Tensor]) -> None:
-        """Emits whether all gradients are finite: then each of them less itself is 0."""
-        total: Tensor | None = None
-        for gradient in gradients:
-            zero = op.ReduceSum(gradient - gradient, keepdims=0).astype(np.float32)
-            total = zero if total is None else total + zero
-        assert total is not None
-        self.finite = total == 0.0
-
-    def update(self, algorithm: _Algorithm) -> None:
-        """Emits the next scale."""
-        good = self.good_steps + 1
-        enough = good >= _GOOD_STEPS
-        more = op.Where(enough, op.Min(self.scale * 2.0, np.float32(_LARGEST_SCALE)), self.scale)
-        less = op.Max(self.scale * 0.5, np.float32(SMALLEST_SCALE))
-        again = op.Where(enough, np.int64(0), good)
-        algorithm.update(self.scale.name, op.Where(self.finite, more, less))
-        algorithm.update(self.good_steps.name, op.Where(self.finite, again, np.int64(0)))
-
-
-def _unless_skipped(scaling: _LossScaling | None, new: Tensor, old: Tensor) -> Tensor:
-    """Returns the next value of a variable, which stays as it is where gradients overflow."""
-    kept: Tensor = new if scaling is None else op.Where(scaling.finite, new, old)
-    return kept
-
-
-def _update(
-    algorithm: _Algorithm,
-    optimizer: Optimizer,
-    rate: Tensor,
-    t: Tensor,
-    parameter: Tensor,
-    gradient: Tensor,
-    scaling: _LossScaling | None,
-    masters: dict[str, str],
-) -> None:
-    """Emits the update of one parameter: the domain's node, or the nodes of the rule.
-
-    Args:
-        algorithm: Where it goes.
-        optimizer: The optimizer.
-        rate: R.
-        t: T.
-        parameter: The parameter.
-        gradient: Its gradient, in float32 where the parameter has 16 bits.
-        scaling: What the gradient is scaled by.
-        masters: Parameters of 16 bits → their float32 values; extended.
-    """
-    tape = algorithm.tape
-    x = parameter
-    if parameter.value.dtype in _HALVES:
-        x = algorithm.master(parameter)
-        masters[parameter.name] = x.name
-    shape = x.value.const_value
-    assert shape is not None
-    zeros = np.zeros(tuple(shape.shape.numpy()), x.dtype)
-    states = [algorithm.variable(f"{parameter.name}.{s}", zeros) for s in optimizer.states]
-    tape.scope = f"update/{parameter.name}/"
-    if scaling is not None:
-        gradient = gradient * (1.0 / scaling.scale).astype(x.dtype)
-    if optimizer.operator is None:
-        new = _own_update(optimizer, (rate, t, x, gradient, *states))
-    else:
-        node = ir.Node(
-            TRAINING_DOMAIN,
-            optimizer.operator,
-            [v.value for v in (rate, t, optimizer.before_operator(rate, x), gradient)]
-            + [state.value for state in states],
-            ir.convenience.convert_attributes(optimizer.operator_attributes),
-            num_outputs=1 + len(states),
-        )
-        tape.append(node)
-        new = tuple(tape.tensor(output).with_shape_of(x) for output in node.outputs)
-        for tensor in new:
-            tensor.value.type = x.value.type
-    kept = [_unless_skipped(scaling, n, v) for n, v in zip(new, (x, *states), strict=True)]
-    narrow = parameter.value.dtype
-    rounded = None if x is parameter or narrow is None else op.Cast(kept[0], to=narrow.value)
-    tape.scope = ""
-    for variable, tensor in zip((x, *states), kept, strict=True):
-        algorithm.update(variable.name, tensor)
-    if rounded is not None:
-        algorithm.update(parameter.name, rounded)
-
-
-def _own_update(optimizer: Optimizer, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Emits the nodes of an update rule, and checks what it returns."""
-    returned = optimizer.rule(*inputs, **optimizer.attributes)
-    new = returned if isinstance(returned, tuple | list) else (returned,)
-    parameter = inputs[2]
-    where = f"optimizer {optimizer.name}, parameter '{parameter.name}'"
-    if len(new) != 1 + len(optimizer.states):
-        raise ModelError(
-            f"{where}: the rule returned {len(new)} values; it must return x_new"
-            + "".join(f", {state.lower()}_new" for state in optimizer.states)
-        )
-    for name, tensor in zip(("x", *optimizer.states), new, strict=True):
-        what = f"{where}: {name.lower()}_new"
-        if not isinstance(tensor, Tensor):
-            raise ModelError(f"{what} is {tensor!r}; it must be a Tensor")
-        fits = may_be_equal(tensor.value.shape, parameter.value.shape)
-        if tensor.value.dtype != parameter.value.dtype or not fits:
-            raise ModelError(
-                f"{what} is {tensor.dtype}{list(tensor.shape or ())}; it must be like the "
-                f"parameter, {parameter.dtype}{list(parameter.shape or ())}"
-            )
-    return tuple(new)
-
-
-def _write(result: onnx.ModelProto, algorithm: _Algorithm, kept: Sequence[Tensor]) -> None:
-    """Writes the algorithm and its initialization into a model.
-
-    Args:
-        result: The model.
-        algorithm: What the algorithm's outputs are computed from.
-        kept: What else is to be computed in it.
-    """
-    info = result.training_info.add()
-    serialize = ir.serde
-    target = info.algorithm
-    target.name = "training_algorithm"
-    target.input.extend(serialize.serialize_value(tensor.value) for tensor in algorithm.inputs)
-    target.output.extend(serialize.serialize_value(tensor.value) for tensor in algorithm.outputs)
-    outputs = {tensor.value for tensor in algorithm.outputs}
-    needed = ancestor_nodes((*outputs, *(tensor.value for tensor in kept)), set())
-    for tensor in (*algorithm.variables, *algorithm.constants):
-        assert tensor.value.const_value is not None
-        serialize.serialize_tensor_into(target.initializer.add(), tensor.value.const_value)
-    domains = {TRAINING_DOMAIN}
-    for node in (node for node in algorithm.tape.nodes if node in needed):
-        domains.update(inner.domain for graph in inner_graphs(node) for inner in all_nodes(graph))
-        domains.add(node.domain)
-        target.node.append(serialize.serialize_node(node))
-        target.value_info.extend(
-            serialize.serialize_value(value)
-            for value in node.outputs
-            if value.name and value.type is not None and value not in outputs
-        )
-    name_tensors(target.node)
-    for name, tensor in algorithm.updates.items():
-        info.update_binding.add(key=name, value=tensor.name)
-
-    info.initialization.name = "training_initialization"
-    with Tape(name="training_initialization") as tape:
-        for name, array in algorithm.initial.items():
-            if array.ndim == 0:
-                start = op.Identity(np.asarray(array))
-            else:
-                start = op.ConstantOfShape(list(array.shape), value=np.zeros(1, array.dtype))
-            tape.output(start, f"{name}_initial")
-            info.initialization_binding.add(key=name, value=f"{name}_initial")
-    info.initialization.CopyFrom(serialize.serialize_graph(tape.graph))
-    result.ir_version = max(result.ir_version, _TRAINING_INFO_IR_VERSION)
-    imported = {entry.domain for entry in result.opset_import}
-    for domain in sorted(domains - imported - {"", BOUND_DOMAIN}):
-        version = algorithm.tape.graph.opset_imports.get(domain, 1)
-        result.opset_import.add(domain=domain, version=version)

@@ -40,7 +40,7 @@ from ortops.inference import InferenceSession, Kernels
 from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
 from ortops.metrics import Metric
 from ortops.passes.rematerialization import Checkpoint
-from ortops.training.builder import METADATA_KEY, SMALLEST_SCALE
+from ortops.training.builder import METADATA_KEY
 from ortops.training.data import Data, Feeds, batches, count, length, rows
 from ortops.training.feeds import Inputs
 from ortops.training.initialization import initial_values
@@ -53,6 +53,7 @@ from ortops.training.step_graph import (
     flatten,
     training_metadata,
 )
+from ortops.training.updates import SMALLEST_SCALE
 from ortops.uninterrupted import run_uninterrupted
 
 __all__ = ["TrainingSession"]

@@ -1,0 +1,119 @@
+"""What becomes a TrainingInfoProto: an algorithm on the tape of its inference graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from ortops.graph.edit import all_nodes, ancestor_nodes, inner_graphs
+from ortops.graph.serialization import BOUND_DOMAIN, name_tensors
+from ortops.graph.tensor import Tape, Tensor, op
+from ortops.lowering import TRAINING_DOMAIN
+
+__all__ = ["Algorithm", "write_algorithm"]
+
+_TRAINING_INFO_IR_VERSION = 7
+
+
+@dataclass
+class Algorithm:
+    """What becomes a TrainingInfoProto.
+
+    Attributes:
+        tape: The tape at the end of the inference graph that the algorithm's nodes are on.
+        inputs: The algorithm's own inputs.
+        outputs: Its outputs.
+        variables: Its own initializers that are updated.
+        constants: The others.
+        updates: Name of an initializer → its next value.
+        initial: Name of an initializer → the value that it starts from.
+    """
+
+    tape: Tape
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    variables: list[Tensor] = field(default_factory=list)
+    constants: list[Tensor] = field(default_factory=list)
+    updates: dict[str, Tensor] = field(default_factory=dict)
+    initial: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+
+    def variable(self, name: str, array: np.ndarray[Any, Any]) -> Tensor:
+        """Adds an initializer of the algorithm that initialization sets to its first value."""
+        tensor = self.tape.initializer(name, array)
+        self.variables.append(tensor)
+        self.initial[tensor.name] = array
+        return tensor
+
+    def master(self, parameter: Tensor) -> Tensor:
+        """Adds the float32 value of a parameter, which starts as the file has the parameter."""
+        tensor = parameter.value.const_value
+        assert tensor is not None
+        wide = tensor.numpy().astype(np.float32)
+        self.variables.append(self.tape.initializer(f"{parameter.name}.master", wide))
+        return self.variables[-1]
+
+    def update(self, name: str, new: Tensor) -> Tensor:
+        """Makes a tensor the next value of an initializer."""
+        taken = {tensor.value for tensor in self.outputs}
+        fresh = new.value.producer() in self.tape.nodes and new.value.const_value is None
+        if not fresh or new.value in taken:
+            new = op.Identity(new)
+        new.value.name = self.tape.names.unique(f"{name}_new")
+        self.updates[name] = new
+        self.outputs.append(new)
+        return new
+
+
+def write_algorithm(result: onnx.ModelProto, algorithm: Algorithm, kept: Sequence[Tensor]) -> None:
+    """Writes the algorithm and its initialization into a model.
+
+    Args:
+        result: The model.
+        algorithm: What the algorithm's outputs are computed from.
+        kept: What else is to be computed in it.
+    """
+    info = result.training_info.add()
+    serialize = ir.serde
+    target = info.algorithm
+    target.name = "training_algorithm"
+    target.input.extend(serialize.serialize_value(tensor.value) for tensor in algorithm.inputs)
+    target.output.extend(serialize.serialize_value(tensor.value) for tensor in algorithm.outputs)
+    outputs = {tensor.value for tensor in algorithm.outputs}
+    needed = ancestor_nodes((*outputs, *(tensor.value for tensor in kept)), set())
+    for tensor in (*algorithm.variables, *algorithm.constants):
+        assert tensor.value.const_value is not None
+        serialize.serialize_tensor_into(target.initializer.add(), tensor.value.const_value)
+    domains = {TRAINING_DOMAIN}
+    for node in (node for node in algorithm.tape.nodes if node in needed):
+        domains.update(inner.domain for graph in inner_graphs(node) for inner in all_nodes(graph))
+        domains.add(node.domain)
+        target.node.append(serialize.serialize_node(node))
+        target.value_info.extend(
+            serialize.serialize_value(value)
+            for value in node.outputs
+            if value.name and value.type is not None and value not in outputs
+        )
+    name_tensors(target.node)
+    for name, tensor in algorithm.updates.items():
+        info.update_binding.add(key=name, value=tensor.name)
+
+    info.initialization.name = "training_initialization"
+    with Tape(name="training_initialization") as tape:
+        for name, array in algorithm.initial.items():
+            if array.ndim == 0:
+                start = op.Identity(np.asarray(array))
+            else:
+                start = op.ConstantOfShape(list(array.shape), value=np.zeros(1, array.dtype))
+            tape.output(start, f"{name}_initial")
+            info.initialization_binding.add(key=name, value=f"{name}_initial")
+    info.initialization.CopyFrom(serialize.serialize_graph(tape.graph))
+    result.ir_version = max(result.ir_version, _TRAINING_INFO_IR_VERSION)
+    imported = {entry.domain for entry in result.opset_import}
+    for domain in sorted(domains - imported - {"", BOUND_DOMAIN}):
+        version = algorithm.tape.graph.opset_imports.get(domain, 1)
+        result.opset_import.add(domain=domain, version=version)
