@@ -25,9 +25,10 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
@@ -323,12 +324,12 @@ class _Scene:
     ) -> None:
         if seeds is False:
             seeds = None
-        if seeds is not None and (not isinstance(seeds, int) or seeds < 1):
+        if seeds is not None and (not isinstance(seeds, int | np.integer) or seeds < 1):
             raise ModelError(
                 f"seeds is {seeds!r}; a number from 1 on is accepted, True for any number of "
                 "seeds, None for one without an axis"
             )
-        self._seeds = seeds
+        self._seeds = seeds if seeds is None or seeds is True else int(seeds)
         self._proto, folder = convert.load(model)
         self._model = normalize(convert.to_ir(self._proto, folder))
         infer_types(self._model)
@@ -414,10 +415,14 @@ class _Scene:
         values = [*graph.inputs, *graph.initializers.values()]
         values += [value for node in graph for value in node.outputs]
         known = {value.name: value for value in values if value.name}
+        if not isinstance(names, Iterable):
+            raise ModelError(f"{role} is {names!r}; names of tensors are accepted")
         named = [names] if isinstance(names, str) else list(names)
         if not named:
             raise ModelError(f"{role} is empty; name at least one tensor, or leave it out")
         for name in named:
+            if not isinstance(name, str):
+                raise ModelError(f"{role}: {name!r} is no string; names of tensors are accepted")
             if name not in known:
                 raise ModelError(
                     f"{role}: the main graph has no tensor '{name}'; {did_you_mean(name, known)}"

@@ -252,6 +252,15 @@ def test_grad_refuses() -> None:
             (lambda: ortops.grad(y, []), "grad: xs is empty; give at least one"),
             (lambda: ortops.grad(1.0, x), "grad: y is 1.0; a Tensor is"),  # type: ignore[call-overload]
             (lambda: ortops.grad(y, ["x"]), "grad: x is 'x'; a Tensor"),  # type: ignore[list-item]
+            (lambda: ortops.grad(y, 3), "grad: xs is 3; a Tensor is acc"),  # type: ignore[call-overload]
+            (
+                lambda: ortops.grad(h, x, seed="a"),
+                "grad: seed is 'a'; numbers like y .* are accepted",
+            ),
+            (
+                lambda: ortops.grad(h, x, seed=[[1], [2, 3]]),
+                r"grad: seed is \[\[1\], \[2, 3\]\]; numb",
+            ),
             (
                 lambda: ortops.grad(h, x, seed=np.ones(2, np.float32)),
                 r"grad: seed .*\[2\].* is not",
@@ -676,6 +685,8 @@ def test_refusals() -> None:
         ),
         (lambda: gradient(none, y="positive"), "y: tensor 'positive' is of type .*BOOL"),
         (lambda: gradient(two, xs=["x", "x"]), "xs: 'x' is named twice; name it once"),
+        (lambda: gradient(two, xs=3), "xs is 3; names of tensors"),  # type: ignore[arg-type]
+        (lambda: gradient(two, y=[3]), "y: 3 is no string; names of"),  # type: ignore[list-item]
         (lambda: gradient(two, xs=["x", "h"]), "'h' is computed from 'x', and both are in xs"),
         (
             lambda: gradient(trees, xs="h"),
@@ -688,6 +699,7 @@ def test_refusals() -> None:
     for call, message in cases:
         with pytest.raises(ortops.ModelError, match=message):
             call()
+    assert jvp(two, seeds=np.int64(3)) == jvp(two, seeds=3)  # type: ignore[arg-type]
     assert gradient(trees)  # the node says so where it is lowered
     with pytest.raises(ortops.UnsupportedError, match="no gradient rule for Unknown"):
         gradient(trees, lowered=True)

@@ -384,6 +384,15 @@ def test_layers_that_take_no_adapter(model: Any, message: str) -> None:
         ({"alpha": float("nan")}, r"alpha: it is nan; a number greater than 0 is accepted"),
         ({"alpha_pattern": {"x": "1"}}, r"alpha_pattern 'x': it is '1'; a number greater than 0"),
         ({"rank_pattern": {"(": 1}}, r"pattern '\(': .*; give a regular expression"),
+        (
+            {"rank_pattern": {"fc3": 2}},
+            r"rank_pattern: 'fc3' means no layer that gets an adapter; did",
+        ),
+        ({"alpha_pattern": {"f": 2}}, r"alpha_pattern: 'f' means no layer that gets an adapter; "),
+        ({"rank_pattern": [4]}, r"rank_pattern: it is \[4\]; numbers by patterns of layers are"),
+        ({"seed": -1}, r"seed: it is -1; a whole number from 0 on is accepted"),
+        ({"seed": "a"}, r"seed: it is 'a'; a whole number from 0 on is accepted"),
+        ({"targets": 3}, r"targets: it is 3; names and patterns are accepted"),
         ({"targets": []}, r"targets: nothing is named; name at least one weight or layer"),
         ({"targets": [1]}, r"targets: 1 is no string; names and patterns are accepted"),
         ({"targets": ["fc3"]}, r"targets: 'fc3' means no weight of a .*; did you mean 'fc[12]'\?"),
@@ -724,8 +733,12 @@ def test_an_adapter_of_another_tool(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_a_base_that_was_trained_too(tmp_path: Path) -> None:
     session = trained(lora.add(two_layers(), rank=2), trainable=["fc1.bias", "fc*.lora_*"])
     for write in (lora.save_adapter, lora.to_peft):
-        with pytest.raises(ModelError, match=r"its other weights are not those that the adapter "):
+        with pytest.raises(
+            ModelError, match=r"inputs, outputs or other weights are not those that the a"
+        ):
             write(session.inference_model(), tmp_path / "a")
+    with pytest.raises(ModelError, match=r"its inputs, outputs or other weights are not those"):
+        lora.save_adapter(ortops.derivatives.gradient(lora.add(two_layers())), tmp_path / "a")
     assert not list(tmp_path.iterdir())
     lora.merge(session.inference_model())
 
@@ -818,6 +831,11 @@ def renamed(tensors: Any, old: str, new: str) -> Any:
         (PAIR, {"modules_to_save": ["fc2"]}, UnsupportedError, r"its modules_to_save are \['fc2'"),
         (PAIR, {"use_qalora": True}, UnsupportedError, r"its use_qalora is True, which is more "),
         (PAIR, {"init_lora_weights": "olora"}, UnsupportedError, r"'olora', which changes the we"),
+        (PAIR, {"r": "2"}, ModelError, r"its r is '2'; a number other than 0 is accepted"),
+        (PAIR, {"lora_alpha": None}, ModelError, r"its lora_alpha is None; a number other than 0"),
+        (PAIR, {"lora_alpha": 0}, ModelError, r"its lora_alpha is 0; a number other than 0 is acc"),
+        (PAIR, {"rank_pattern": [2]}, ModelError, r"its rank_pattern is \[2\]; numbers by patt"),
+        (PAIR, {"alpha_pattern": {"fc1": "a"}}, ModelError, r"its alpha_pattern 'fc1' is 'a'; a n"),
         (PAIR, {"r": 3}, ModelError, r"layer 'fc1': its rank is 2, and adapter_config.json says 3"),
         (renamed(PAIR, "fc1", "fc3"), {}, ModelError, r"layer 'fc3': the model has no product or"),
         (renamed(PAIR, "fc1", "fc2"), {}, ModelError, r"A \[2, 6\] and B \[16, 2\] do not fit, as"),

@@ -535,3 +535,15 @@ def test_modes_that_there_are() -> None:
     expected = "batch_normalization is 'no'; 'auto', 'train' and 'frozen' are accepted"
     with pytest.raises(ModelError, match=expected):
         trained(two_layers(), batch_normalization="no")
+
+
+def test_an_input_without_a_name_is_said_by_its_number() -> None:
+    model = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+        quantized (float[n, 16] x) => (float[n, 1] y)
+        <uint8[1, 1, 8] w = {1, 2, 3, 4, 5, 6, 7, 8}, float[1] scales = {0.5}> {
+            y = com.microsoft.MatMulNBits <K = 16, N = 1, bits = 4, block_size = 16> (x, w, scales)
+        }""")
+    expected = r"'scale\*' means no weight, but 'scales', which is input 2 of MatMulNBits"
+    with pytest.raises(ModelError, match=expected):
+        build_training_model(model, "MeanSquaredError", "SGD", trainable=["scale*"])

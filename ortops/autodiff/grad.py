@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import overload
 
 import numpy as np
@@ -62,6 +62,8 @@ def grad(
         >>> [node.op_type for node in tape.model().graph.node][-2:]
         ['Gradient', 'Neg']
     """
+    if not isinstance(xs, Tensor | Iterable):
+        raise ModelError(f"grad: xs is {xs!r}; a Tensor is accepted, or a sequence of them")
     several = not isinstance(xs, Tensor)
     tensors = list(xs) if not isinstance(xs, Tensor) else [xs]
     for role, tensor in [("y", y), *(("x", x) for x in tensors)]:
@@ -101,7 +103,12 @@ def grad(
 def _weighted(y: Tensor, seed: object) -> Tensor:
     """Returns y times a seed, which is like it."""
     if not isinstance(seed, Tensor):
-        array = seed if isinstance(seed, np.ndarray | np.generic) else np.asarray(seed, y.dtype)
+        try:
+            array = seed if isinstance(seed, np.ndarray | np.generic) else np.asarray(seed, y.dtype)
+        except (TypeError, ValueError) as error:
+            raise ModelError(
+                f"grad: seed is {seed!r}; numbers like y {y!r} are accepted"
+            ) from error
         seed = y.tape.constant(array)
     if seed.tape.graph is not y.tape.graph:
         raise ModelError(

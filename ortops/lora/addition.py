@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ortops.errors import ModelError
+from ortops.errors import ModelError, did_you_mean
 from ortops.graph import convert, external
 from ortops.graph.adapters import METADATA_KEY, Adapter, Module, adapter_of, scaling, value_for
 from ortops.graph.convert import ModelLike
@@ -33,7 +33,7 @@ def add(
     model: ModelLike,
     rank: int = 8,
     alpha: float = 16,
-    targets: Sequence[str] | None = None,
+    targets: str | Sequence[str] | None = None,
     *,
     rslora: bool = False,
     rank_pattern: Mapping[str, int] | None = None,
@@ -67,7 +67,7 @@ def add(
             MatMul, Gemm, Conv or MatMulNBits; Gather's, embeddings, only where they are named.
         rslora: Whether the scaling is alpha / √rank.
         rank_pattern: Other ranks, by regular expressions of layers, as in PEFT: one matches a name
-            or what stands in it behind a dot.
+            or what stands in it behind a dot, and each has to mean a layer.
         alpha_pattern: Other alphas likewise.
         seed: Of the first A: the same seed, the same numbers.
 
@@ -78,7 +78,7 @@ def add(
 
     Raises:
         ModelError: If the model has an adapter or training_info already, or a target means
-            nothing, or a number is not legal.
+            or a pattern means nothing, or a number is not legal.
         UnsupportedError: If a target means what takes no adapter: convolutions with groups,
             operators of integers, recurrent layers, bfloat16.
 
@@ -90,6 +90,14 @@ def add(
         >>> {tensor.name: list(tensor.dims) for tensor in adapted.graph.initializer[-2:]}
         {'fc1.lora_A.weight': [4, 2], 'fc1.lora_B.weight': [2, 16]}
     """
+    patterns = {"rank_pattern": rank_pattern or {}, "alpha_pattern": alpha_pattern or {}}
+    for name, pattern in patterns.items():
+        if not isinstance(pattern, Mapping):
+            raise ModelError(
+                f"{name}: it is {pattern!r}; numbers by patterns of layers are accepted"
+            )
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
+        raise ModelError(f"seed: it is {seed!r}; a whole number from 0 on is accepted")
     ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
     for name, number in (("rank", rank), *((f"rank_pattern '{p}'", r) for p, r in ranks.items())):
         if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 1:
@@ -100,7 +108,15 @@ def add(
         if not is_number or not math.isfinite(each) or each <= 0:
             raise ModelError(f"{name}: it is {each!r}; a number greater than 0 is accepted")
     base = read_base(model)
-    found = chosen(base.work, [targets] if isinstance(targets, str) else targets)
+    found = chosen(base.work, targets)
+    layers_found = dict.fromkeys(target.module for target in found)
+    for name, pattern in patterns.items():
+        for expression in pattern:
+            if not any(value_for({expression: 1}, module, 0) for module in layers_found):
+                raise ModelError(
+                    f"{name}: '{expression}' means no layer that gets an adapter; "
+                    f"{did_you_mean(str(expression), layers_found)}"
+                )
     generator = np.random.default_rng(seed)
     layers: dict[object, Layer] = {}
     for target in found:

@@ -82,14 +82,14 @@ def check_base(adapted: Adapted) -> None:
     """Refuses an adapter whose base is another by now.
 
     Raises:
-        ModelError: If weights of the base have changed since it got the adapter.
+        ModelError: If inputs, outputs or weights of the base have changed since it got the adapter.
     """
     found = fingerprint(adapted.proto, adapted.data, adapted.adapter.parameters)
     if found != adapted.adapter.fingerprint:
         raise ModelError(
-            "model: its other weights are not those that the adapter was added to, so the adapter "
-            "alone does not tell what was learned; save the whole model, or train the adapter "
-            "alone (trainable=None)"
+            "model: its inputs, outputs or other weights are not those that the adapter was added "
+            "to, so the adapter alone does not tell what was learned; save the whole model, or "
+            "train the adapter alone (trainable=None) and give it as it was"
         )
 
 

@@ -6,6 +6,7 @@ Source: the checkpoint format in PEFT's documentation, and PEFT 0.21's LoraConfi
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -255,6 +256,20 @@ def _config(file: Path) -> dict[str, Any]:
             raise UnsupportedError(
                 f"file '{file}': its {name} is {value!r}, which is more than plain LoRA; train "
                 "without it"
+            )
+    numbers = [(name, config[name]) for name in ("r", "lora_alpha") if name in config]
+    for name in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(name) or {}
+        if not isinstance(patterns, dict):
+            raise ModelError(
+                f"file '{file}': its {name} is {patterns!r}; numbers by patterns are accepted"
+            )
+        numbers += [(f"{name} '{pattern}'", number) for pattern, number in patterns.items()]
+    for name, number in numbers:
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or not math.isfinite(number) or number == 0:
+            raise ModelError(
+                f"file '{file}': its {name} is {number!r}; a number other than 0 is accepted"
             )
     return config
 

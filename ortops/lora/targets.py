@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -77,7 +77,7 @@ def targets(work: ir.Model) -> list[Target]:
     return [target for target in found if target is not None]
 
 
-def chosen(work: ir.Model, patterns: Sequence[str] | None) -> list[Target]:
+def chosen(work: ir.Model, patterns: str | Sequence[str] | None) -> list[Target]:
     """Returns the nodes that get an adapter.
 
     Args:
@@ -105,6 +105,9 @@ def chosen(work: ir.Model, patterns: Sequence[str] | None) -> list[Target]:
             "model: it has no MatMul, Gemm, Conv or MatMulNBits node that reads a weight as its "
             f"second operand, which an adapter needs{inside}"
         )
+    if not isinstance(patterns, Iterable):
+        raise ModelError(f"targets: it is {patterns!r}; names and patterns are accepted")
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     if not patterns:
         raise ModelError("targets: nothing is named; name at least one weight or layer")
     result: dict[Target, None] = {}

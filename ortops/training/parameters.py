@@ -356,7 +356,8 @@ def _why_reader_is_not(value: ir.Value, reader: Reader) -> str:
     if key == ("", "BatchNormalization") and index in (3, 4):
         return f"is a running statistic of {describe(node)}"
     if index in SETTINGS.get(key, ()):
-        return f"is the {_formal_name(node, index)} of {describe(node)}"
+        name = _formal_name(node, index)
+        return f"is {'input' if name.isdigit() else 'the'} {name} of {describe(node)}"
     if _size(value) == 1 and not node.domain and node.op_type in ELEMENTWISE | {"Where"}:
         if node.op_type == "Add" and _is_bias(node, index):
             return ""
