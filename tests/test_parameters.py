@@ -546,4 +546,4 @@ def test_an_input_without_a_name_is_said_by_its_number() -> None:
         }""")
     expected = r"'scale\*' means no weight, but 'scales', which is input 2 of MatMulNBits"
     with pytest.raises(ModelError, match=expected):
-        build_training_model(model, "MeanSquaredError", "SGD", trainable=["scale*"])
+        build_training_model(model, loss="MeanSquaredError", optimizer="SGD", trainable=["scale*"])

@@ -195,3 +195,17 @@ def cross_entropy(logits: Array, labels: Array) -> float:
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     log_p = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     return float(-log_p[np.arange(len(labels)), labels].mean())
+
+
+def test_scales_are_named_where_all_is_quantized() -> None:
+    model = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 21]>
+        quantized (float[n, 2] x) => (float[n, 2] y)
+        <int8[2, 2] w = {1, 2, 3, 4}, float s = {0.5}> {
+            weight = DequantizeLinear (w, s)
+            y = MatMul (x, weight)
+        }""")
+    message = "train the float model and quantize it anew, or name scales of DequantizeLinear in tr"
+    with pytest.raises(ModelError, match=message):
+        build_training_model(model, loss="MeanSquaredError", optimizer="SGD")
+    build_training_model(model, loss="MeanSquaredError", optimizer="SGD", trainable=["s"])

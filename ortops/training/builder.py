@@ -398,7 +398,8 @@ def _reached(choice: Choice, loss: Tensor) -> list[ir.Value]:
             name, what = next(iter(found.items()))
             raise ModelError(
                 f"trainable: the model's weights are all quantized, such as '{name}', which "
-                f"{what}; train the float model and quantize it anew"
+                f"{what}; train the float model and quantize it anew, or name scales of "
+                "DequantizeLinear in trainable="
             )
         for node in ancestor_nodes(loss.value, set()):
             reason = RULES.refusal(node)
