@@ -185,6 +185,7 @@ def from_peft(model: ModelLike, folder: str | os.PathLike[str]) -> onnx.ModelPro
             peft,
         )
         layers.append(layer)
+    layers.sort(key=lambda layer: everything.index(layer.targets[0]))  # files have no order
     return attach(base, layers, Adapter(rank, alpha, rslora, "", {}, *patterns))
 
 
