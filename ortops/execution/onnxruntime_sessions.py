@@ -108,7 +108,7 @@ def _single_threaded(options: onnxruntime.SessionOptions | None) -> onnxruntime.
 
 def ort_value(array: Array) -> onnxruntime.OrtValue:
     """Returns an array as onnxruntime takes it: its memory, not a copy."""
-    if array.dtype.name == "bfloat16":  # numpy has none of its own
+    if array.dtype.kind == "V" and array.itemsize == 2:  # bfloat16; numpy has none of its own
         return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(
             array.view(np.uint16), onnx.TensorProto.BFLOAT16
         )

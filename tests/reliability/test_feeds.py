@@ -448,7 +448,6 @@ def test_a_loader_of_torch() -> None:
 READERS = {
     "strings": ("string[batch] s", 'found = RegexFullMatch<pattern = "a.*">(s)', np.array(["a"])),
     "a sequence": ("seq(float[batch]) s", "found = SequenceAt(s, zero)", [[1.0]]),
-    "bfloat16": ("bfloat16[batch] s", "found = Identity(s)", np.ones(2, ml_dtypes.bfloat16)),
 }
 
 
@@ -473,6 +472,27 @@ def test_what_cannot_be_bound(what: str) -> None:
         for feeds in (batch, {**batch, "s": np.ones(1, np.float32)}):
             with pytest.raises(FeedError, match=f"'s' takes {what}, which onnxruntime does not"):
                 use([feeds] if use in (session.evaluate, session.fit) else feeds)
+
+
+def test_an_input_of_bfloat16_takes_what_it_holds() -> None:
+    proto = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21]>
+        m (float[batch, 3] x, bfloat16[batch, 1] s) => (float[batch, 2] y)
+        <float[3, 2] w = {1, 2, 3, 4, 5, 6}>
+        {
+          factor = Cast<to = 1>(s)
+          product = MatMul(x, w)
+          y = Mul(product, factor)
+        }"""
+    )
+    losses = []
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        session = TrainingSession(
+            build_training_model(proto, loss="MeanSquaredError", optimizer="SGD")
+        )
+        feeds = {**affine_batch(1), "s": np.full((1, 1), 1.5, dtype)}
+        losses.append(float(session.step(feeds)["loss"]))
+    assert losses[0] == losses[1]
 
 
 def test_labels_of_any_integers() -> None:
