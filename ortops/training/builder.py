@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -116,13 +116,6 @@ def build_training_model(
         >>> [output.name for output in trainable.training_info[0].algorithm.output]
         ['loss', 'w_new', 'step_new']
     """
-    if trainable is not None:
-        if not isinstance(trainable, Iterable):
-            raise ModelError(f"trainable is {trainable!r}; names and patterns are accepted")
-        trainable = [trainable] if isinstance(trainable, str) else list(trainable)
-    for name in trainable or ():
-        if not isinstance(name, str):
-            raise ModelError(f"trainable: {name!r} is no string; names and patterns are accepted")
     prepared = prepare_for_training(model, trainable, batch_normalization)
     plan = plan_training(prepared, loss=loss, optimizer=optimizer, inputs=inputs, seed=seed)
     for sentence in plan.said:

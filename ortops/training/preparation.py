@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -78,6 +78,13 @@ def prepare_for_training(
             f"batch_normalization is {batch_normalization!r}; 'auto', 'train' and 'frozen' are "
             "accepted"
         )
+    if trainable is not None:
+        if not isinstance(trainable, Iterable):
+            raise ModelError(f"trainable is {trainable!r}; names and patterns are accepted")
+        trainable = [trainable] if isinstance(trainable, str) else list(trainable)
+    for name in trainable or ():
+        if not isinstance(name, str):
+            raise ModelError(f"trainable: {name!r} is no string; names and patterns are accepted")
     proto, folder = convert.load(model)
     if proto.training_info:
         raise ModelError(
