@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -32,6 +32,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import numpy as np
 
 from ortops.errors import ModelError, did_you_mean
+from ortops.schedules import Schedule
 
 __all__ = [
     "OPERATORS",
@@ -579,17 +580,19 @@ class Optimizer:
             # a node optimizer.operator(r, t, x, g, *state) with optimizer.operator_attributes
 
     Attributes:
-        learning_rate: R at the start of training; finite, not negative.
+        learning_rate: R at the start of training, finite and not negative; or a schedule of it.
         first_step: T in the first update.
     """
 
-    learning_rate: float
+    learning_rate: float | Schedule
 
     first_step: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         """Makes numbers floats and refuses values outside their range."""
         for each in fields(self):
+            if isinstance(getattr(self, each.name), Schedule) and each.name == "learning_rate":
+                continue
             if isinstance(each.default, bool):
                 is_bool = isinstance(getattr(self, each.name), bool)
                 self._require(each.name, is_bool, "True or False")
@@ -599,8 +602,32 @@ class Optimizer:
                 self._require(each.name, is_number, "a number")
                 object.__setattr__(self, each.name, float(value))
                 self._require(each.name, math.isfinite(_float32(float(value))), "a finite float32")
-        self._require("learning_rate", self.learning_rate >= 0, "a number >= 0")
+        self._require("learning_rate", self.peak >= 0, "a number >= 0")
         self._check()
+
+    @property
+    def peak(self) -> float:
+        """The learning rate that a schedule's factor multiplies; without one, the learning rate."""
+        rate = self.learning_rate
+        return rate.peak if isinstance(rate, Schedule) else rate
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule of the learning rate, if there is one."""
+        return self.learning_rate if isinstance(self.learning_rate, Schedule) else None
+
+    def of(self, shape: Sequence[int]) -> Optimizer:
+        """Returns the optimizer that updates a parameter of a shape: this one, by default."""
+        return self
+
+    def state_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Returns the shape of each state tensor of a parameter: the parameter's, by default.
+
+        Example:
+            >>> Adam().state_shapes((3, 2))
+            {'V': (3, 2), 'H': (3, 2)}
+        """
+        return dict.fromkeys(self.states, tuple(shape))
 
     @property
     def operator(self) -> str | None:
@@ -709,7 +736,7 @@ class Adam(Optimizer):
         ortops.errors.ModelError: optimizer Adam: alpha is 1.5; a number in [0, 1) is accepted
     """
 
-    learning_rate: float = 1e-3
+    learning_rate: float | Schedule = 1e-3
     alpha: float = 0.9
     beta: float = 0.999
     epsilon: float = 1e-8
@@ -753,7 +780,7 @@ class Adagrad(Optimizer):
         ModelError: A value is outside its range, also when only its float32 value is.
     """
 
-    learning_rate: float = 0.01
+    learning_rate: float | Schedule = 0.01
     epsilon: float = 1e-6
     decay_factor: float = 0.0
     norm_coefficient: float = 0.0
@@ -791,7 +818,7 @@ class Momentum(Optimizer):
         ModelError: A value is outside its range, also when only its float32 value is.
     """
 
-    learning_rate: float = 0.01
+    learning_rate: float | Schedule = 0.01
     alpha: float = 0.9
     beta: float = 1.0
     mode: Mode = "standard"
@@ -825,7 +852,7 @@ class SGD(Optimizer):
         ModelError: A value is outside its range.
     """
 
-    learning_rate: float = 0.01
+    learning_rate: float | Schedule = 0.01
     norm_coefficient: float = 0.0
 
     @property
@@ -855,7 +882,7 @@ class AdamW(Optimizer):
         ModelError: A value is outside its range, also when only its float32 value is.
     """
 
-    learning_rate: float = 1e-3
+    learning_rate: float | Schedule = 1e-3
     alpha: float = 0.9
     beta: float = 0.999
     epsilon: float = 1e-8
@@ -919,7 +946,7 @@ class Custom(Optimizer):
     """
 
     function: UpdateRule
-    learning_rate: float = field(default=0.01, kw_only=True)
+    learning_rate: float | Schedule = field(default=0.01, kw_only=True)
 
     @property
     def rule(self) -> UpdateRule:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import subprocess
 import sys
@@ -511,17 +510,11 @@ def test_what_does_not_resolve_says_why(optimizer: Any, message: str) -> None:
 
 def test_the_module_needs_numpy_only() -> None:
     """The rules can be read and run without onnx, onnx_ir or onnxruntime."""
-    source = inspect.getsource(optimizers_module)
     code = (
-        "import sys, types\n"
-        "errors = types.ModuleType('ortops.errors')\n"
-        "errors.ModelError, errors.did_you_mean = ValueError, None\n"
-        "sys.modules['ortops'] = types.ModuleType('ortops')\n"
-        "sys.modules['ortops.errors'] = errors\n"
-        "module = types.ModuleType('optimizers')\n"
-        "sys.modules['optimizers'] = module\n"
-        "exec(sys.stdin.read(), module.__dict__)\n"
-        "assert module.Adam().states == ('V', 'H')\n"
-        "assert not {'onnx', 'onnx_ir', 'onnxruntime'} & set(sys.modules)\n"
+        "import sys\n"
+        "for name in ('onnx', 'onnx_ir', 'onnxruntime'):\n"
+        "    sys.modules[name] = None\n"
+        "from ortops.optimizers import Adam\n"
+        "assert Adam().states == ('V', 'H')\n"
     )
-    subprocess.run([sys.executable, "-c", code], input=source, text=True, check=True)
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -223,9 +223,7 @@ def plan_training(
     values = {v.name: v for v in (*graph.inputs, *graph.initializers.values())}
     values |= {v.name: v for node in nodes for v in node.outputs}
     with tape:
-        rate = algorithm.variable(
-            "learning_rate", np.array(chosen_optimizer.learning_rate, np.float32)
-        )
+        rate = algorithm.variable("learning_rate", np.array(chosen_optimizer.peak, np.float32))
         step = algorithm.variable("step", np.array(0, np.int64))
         training = copy_in_training_mode(
             tape, nodes, visible, step, seed, prepared.frozen.__contains__

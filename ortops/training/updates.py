@@ -144,8 +144,11 @@ def emit_update(
         masters[parameter.name] = x.name
     shape = x.value.const_value
     assert shape is not None
-    zeros = np.zeros(tuple(shape.shape.numpy()), x.dtype)
-    states = [algorithm.variable(f"{parameter.name}.{s}", zeros) for s in optimizer.states]
+    optimizer = optimizer.of(shape.shape.numpy())
+    states = [
+        algorithm.variable(f"{parameter.name}.{name}", np.zeros(own, x.dtype))
+        for name, own in optimizer.state_shapes(shape.shape.numpy()).items()
+    ]
     tape.scope = f"update/{parameter.name}/"
     if scaling is not None:
         gradient = gradient * (1.0 / scaling.scale).astype(x.dtype)
@@ -185,14 +188,16 @@ def _own_update(optimizer: Optimizer, inputs: Sequence[Tensor]) -> tuple[Tensor,
             f"{where}: the rule returned {len(new)} values; it must return x_new"
             + "".join(f", {state.lower()}_new" for state in optimizer.states)
         )
-    for name, tensor in zip(("x", *optimizer.states), new, strict=True):
+    variables = (parameter, *inputs[4:])
+    for name, tensor, old in zip(("x", *optimizer.states), new, variables, strict=True):
         what = f"{where}: {name.lower()}_new"
         if not isinstance(tensor, Tensor):
             raise ModelError(f"{what} is {tensor!r}; it must be a Tensor")
-        fits = may_be_equal(tensor.value.shape, parameter.value.shape)
-        if tensor.value.dtype != parameter.value.dtype or not fits:
+        fits = may_be_equal(tensor.value.shape, old.value.shape)
+        if tensor.value.dtype != old.value.dtype or not fits:
+            like = "parameter" if old is parameter else "state"
             raise ModelError(
                 f"{what} is {tensor.dtype}{list(tensor.shape or ())}; it must be like the "
-                f"parameter, {parameter.dtype}{list(parameter.shape or ())}"
+                f"{like}, {old.dtype}{list(old.shape or ())}"
             )
     return tuple(new)
