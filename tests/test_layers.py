@@ -49,7 +49,18 @@ WITHIN = {
     ),
     "training": (
         *("progress", "data", "modes", "parameters", "preparation", "algorithm", "updates"),
-        *("builder", "bfloat16", "step_graph", "feeds", "initialization", "session"),
+        *(
+            "builder",
+            "bfloat16",
+            "step_graph",
+            "feeds",
+            "initialization",
+            "state",
+            "evaluation",
+            "fitting",
+            "results",
+            "session",
+        ),
     ),
 }
 """The files of a room, of which each imports from those before it."""

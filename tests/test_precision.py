@@ -506,7 +506,7 @@ def test_updates_of_masters_are_packed_and_in_place(kind: int) -> None:
     names = [
         name for name in variables if name.endswith((".weight", ".bias", ".master", ".V", ".H"))
     ]
-    assert len(names) == 4 * len(session._noted.masters) == 16
+    assert len(names) == 4 * len(session.noted.masters) == 16
     for name in names:
         first, second = variables[name].buffers
         assert first is second or np.shares_memory(first, second), name

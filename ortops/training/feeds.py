@@ -17,7 +17,7 @@ from ortops.errors import FeedError, ModelError, did_you_mean
 from ortops.execution.step import Step
 from ortops.graph.tensor import numpy_dtype
 from ortops.losses.classification import LABELS_KEY
-from ortops.training.data import Feeds
+from ortops.training.data import Data, Feeds, count, length
 
 __all__ = ["Input", "Inputs"]
 
@@ -322,6 +322,29 @@ class Inputs(dict[str, Input]):
                 )
             found[name] = array
         return found
+
+    def data_set(self, data: Data, batch_size: int) -> Data:
+        """Returns a data set of arrays as such, as far as they can be told before the first batch.
+
+        Raises:
+            FeedError: If there is something else in it, or its arrays leave a smaller batch over
+                where an input has a fixed size.
+        """
+        if not isinstance(data, Mapping) or not data:
+            return data
+        arrays = self.columns(data)
+        count(arrays, batch_size)
+        size = length(arrays)
+        for name in arrays:
+            dims = self[name].dims if name in self else None
+            fixed = dims[0] if dims else None
+            if isinstance(fixed, int) and size and (batch_size != fixed or size % fixed):
+                raise FeedError(
+                    f"data: '{name}' has {size} rows, in batches of {batch_size}; the model's "
+                    f"batch is fixed at {fixed}, so give batch_size={fixed} and a multiple of "
+                    f"{fixed} rows, or a model whose batch dimension is a symbol"
+                )
+        return arrays
 
     def _check_names(self, given: Mapping[str, object]) -> None:
         for name in given:

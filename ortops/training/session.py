@@ -6,14 +6,12 @@ import atexit
 import functools
 import itertools
 import logging
-import math
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from typing import Any, SupportsIndex, TypeAlias, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,43 +21,38 @@ import onnxruntime
 from ortops import metrics as metric_functions
 from ortops.autodiff.rules import RULES
 from ortops.errors import (
-    DivergedError,
     FeedError,
     ModelError,
     OrtopsError,
-    UnknownVariableError,
     did_you_mean,
 )
 from ortops.execution.execution import Execution
-from ortops.execution.onnxruntime_sessions import errors_as_ours, ort_value
 from ortops.execution.settings import Settings
 from ortops.graph import convert, external
 from ortops.graph.convert import ModelLike
-from ortops.graph.weights import weights
 from ortops.inference import InferenceSession, Kernels
 from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
 from ortops.metrics import Metric
 from ortops.passes.rematerialization import Checkpoint
 from ortops.training.builder import METADATA_KEY
-from ortops.training.data import Data, Feeds, batches, count, length, rows
+from ortops.training.data import Data, Feeds, batches
+from ortops.training.evaluation import Evaluation, measure, numbers_of
 from ortops.training.feeds import Inputs
+from ortops.training.fitting import History, fit
 from ortops.training.initialization import initial_values
 from ortops.training.modes import write_inference_mode
-from ortops.training.progress import Progress
+from ortops.training.results import write_back, write_values
+from ortops.training.state import State, check_master, is_rounded
 from ortops.training.step_graph import (
-    LossPart,
-    PredictionNote,
     evaluation_model,
     flatten,
     training_metadata,
 )
-from ortops.training.updates import SMALLEST_SCALE
 from ortops.uninterrupted import run_uninterrupted
 
 __all__ = ["TrainingSession"]
 
 Array: TypeAlias = npt.NDArray[Any]
-History: TypeAlias = list[dict[str, float]]
 
 logger = logging.getLogger("ortops")
 
@@ -186,14 +179,14 @@ class TrainingSession:
         self._options = sess_options
         self._providers = list(providers or ["CPUExecutionProvider"])
         self._entries = _all_entries(self._proto) if entry is None else [entry]
-        self._noted = training_metadata(self._proto)
+        self.noted = training_metadata(self._proto)
         self._steps = [flatten(self._proto, self._data, number) for number in self._entries]
         unread = [value.name for value in self._proto.graph.input]  # by what a step computes
         self._inputs = Inputs(self._steps, unread)
         self._outputs = [name for step in self._steps for name in step.outputs]
         self._under_way = ""
         self._said_to_lower = False
-        self._evaluation: _Evaluation | None = None
+        self._evaluation: Evaluation | None = None
         self._lock = threading.RLock()
         _alive.add(self)
         self._given = self._given_values()
@@ -278,9 +271,11 @@ class TrainingSession:
                 while group := list(itertools.islice(alike, at_once)):
                     if len(group) > 1:
                         stacks = {name: np.stack([b[name] for b in group]) for name in group[0]}
-                        losses.append(_numbers(self._several_steps(stacks, len(group)), len(group)))
+                        losses.append(
+                            numbers_of(self._several_steps(stacks, len(group)), len(group))
+                        )
                     else:
-                        losses += [_numbers(self._step(b, [loss])[loss], 1) for b in group]
+                        losses += [numbers_of(self._step(b, [loss])[loss], 1) for b in group]
         return np.concatenate(losses) if losses else np.zeros(0, np.float32)
 
     def fit(
@@ -329,59 +324,20 @@ class TrainingSession:
             FeedError: If the data do not fit the model.
             KernelError: If a kernel failed.
         """
-        for what, number in (("epochs", epochs), ("seed", seed)):
-            if not isinstance(number, SupportsIndex) or number < 0:
-                raise OrtopsError(f"{what} is {number!r}; an integer of at least 0 is accepted")
-        chosen = metric_functions.resolve(metrics)
-        self._loss()
-        if chosen:
-            if validation is None:
-                raise OrtopsError(
-                    f"metrics: '{next(iter(chosen))}' is computed from validation data; give "
-                    "validation=, or use evaluate"
-                )
-            self._target(chosen)
-        data = self._checked_data(data, batch_size)
-        if validation is not None:
-            validation = self._checked_data(validation, batch_size)
-        history: History = []
-        for epoch in range(1, epochs + 1):
-            if schedule is not None:
-                self.learning_rate = schedule((epoch - 1) / epochs)
-            order = np.random.default_rng((seed, self.steps_done)) if shuffle else None
-            bar = Progress(epoch, epochs, count(data, batch_size)) if progress else None
-            totals, seen, done = dict.fromkeys(self._reported(), 0.0), 0, 0
-            try:
-                for feeds in batches(data, batch_size, order=order):
-                    # Those that are cut from arrays are known to be arrays; `step` checks the rest.
-                    arrays = feeds if isinstance(data, Mapping) else self._inputs.check(feeds)
-                    size = rows(arrays)
-                    losses = self.step(arrays, outputs=list(totals))
-                    for name in totals:
-                        totals[name] += _number(losses[name]) * size
-                    loss, seen, done = _number(losses[self._loss()]), seen + size, done + 1
-                    if stop_on_nan:
-                        self._check_progress(loss, arrays, f"batch {done} of epoch {epoch}")
-                    if bar:
-                        bar.update(done, {"loss": totals[self._loss()] / seen})
-            except BaseException:
-                if bar:
-                    bar.abandon()
-                raise
-            if not done:
-                raise FeedError(
-                    "data: there is no batch in it; an iterator can be used for one epoch only, "
-                    "give a list or arrays"
-                )
-            result = {"loss": totals.pop(self._loss()) / seen}
-            result |= {name: total / seen for name, total in totals.items()}
-            if validation is not None:
-                measured = self._evaluate(validation, batch_size, chosen)
-                result |= {f"validation_{name}": value for name, value in measured.items()}
-            history.append(result)
-            if bar:
-                bar.finish(done, result)
-        return history
+        return fit(
+            self,
+            data,
+            self._inputs,
+            epochs=epochs,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            validation=validation,
+            metrics=metrics,
+            schedule=schedule,
+            progress=progress,
+            stop_on_nan=stop_on_nan,
+        )
 
     def evaluate(
         self, data: Data, *, batch_size: int = 256, metrics: Sequence[str | Metric] = ()
@@ -402,48 +358,22 @@ class TrainingSession:
         Raises:
             FeedError: If the data do not fit the model.
         """
-        data = self._checked_data(data, batch_size)
-        return self._evaluate(data, batch_size, metric_functions.resolve(metrics))
-
-    def _evaluate(
-        self, data: Data, batch_size: int, metrics: Mapping[str, Metric]
-    ) -> dict[str, float]:
+        data = self._inputs.data_set(data, batch_size)
+        chosen = metric_functions.resolve(metrics)
         if self._evaluation is None:
-            self._loss()
+            self.loss_names()
             self._evaluation = run_uninterrupted(self._build_evaluation)
         evaluation = self._evaluation
-        totals = [_Total(part) for part in evaluation.parts]
-        outputs: list[Array] = []
-        targets: list[Array] = []
-        for feeds in batches(data, batch_size):
-            checked = self._inputs.check(feeds)
-            found = self._run_evaluation(evaluation, checked)
-            for total in totals:
-                total.add(found, rows(checked))
-            if metrics:
-                outputs.append(found[evaluation.prediction.tensor])
-                # A copy: a loader may fill the same memory again.
-                targets.append(checked[self._target(metrics)].copy())
-        if not totals[0].batches:
-            raise FeedError("data: there is no batch in it; give arrays or a list of batches")
-        result = {"loss": sum(total.part.weight * total.average for total in totals)}
-        if len(totals) > 1:
-            result |= {total.part.name: total.average for total in totals}
-        looked_at = evaluation.prediction
-        for name, metric in metrics.items():
-            result[name] = metric_functions.measure(
-                metric,
-                np.concatenate(outputs),
-                np.concatenate(targets),
-                axis=looked_at.axis,
-                kind=looked_at.kind,
-                ignored=looked_at.ignored,
-            )
-        return result
+        target = self.target(chosen) if chosen else ""
+
+        def run(feeds: Mapping[str, Array]) -> dict[str, Array]:
+            return self._run_evaluation(evaluation, feeds)
+
+        return measure(batches(data, batch_size), evaluation, run, self._inputs, chosen, target)
 
     @_together
     def _run_evaluation(
-        self, evaluation: _Evaluation, feeds: Mapping[str, Array]
+        self, evaluation: Evaluation, feeds: Mapping[str, Array]
     ) -> dict[str, Array]:
         self._execution.check_process()
         return evaluation.run({**evaluation.constants, **self._arrays(), **feeds})
@@ -456,15 +386,19 @@ class TrainingSession:
             )
         return self._steps[0].loss
 
-    def _reported(self) -> list[str]:
-        """Returns the names of the loss, and of its parts where there are several."""
-        parts = [part.name for part in self._noted.losses]
+    def loss_names(self) -> list[str]:
+        """Returns the names of the loss, and of its parts where there are several.
+
+        Raises:
+            OrtopsError: If the training algorithm has no loss.
+        """
+        parts = [part.name for part in self.noted.losses]
         several = [name for name in parts if name in self._outputs] if len(parts) > 1 else []
         return [self._loss(), *several]
 
-    def _target(self, metrics: Mapping[str, Metric]) -> str:
+    def target(self, metrics: Mapping[str, Metric]) -> str:
         """Returns the name of the input that metrics compare outputs with."""
-        noted = self._noted.prediction.target
+        noted = self.noted.prediction.target
         if noted in self._inputs:
             return noted
         own = {value.name for value in self._proto.graph.input}
@@ -476,77 +410,6 @@ class TrainingSession:
             )
         return names[0]
 
-    def _checked_data(self, data: Data, batch_size: int) -> Data:
-        """Returns a data set of arrays as such, as far as they can be told before the first batch.
-
-        Raises:
-            FeedError: If there is something else in it, or its arrays leave a smaller batch over
-                where an input has a fixed size.
-        """
-        if not isinstance(data, Mapping) or not data:
-            return data
-        arrays = self._inputs.columns(data)
-        count(arrays, batch_size)
-        size = length(arrays)
-        for name in arrays:
-            dims = self._inputs[name].dims if name in self._inputs else None
-            fixed = dims[0] if dims else None
-            if isinstance(fixed, int) and size and (batch_size != fixed or size % fixed):
-                raise FeedError(
-                    f"data: '{name}' has {size} rows, in batches of {batch_size}; the model's "
-                    f"batch is fixed at {fixed}, so give batch_size={fixed} and a multiple of "
-                    f"{fixed} rows, or a model whose batch dimension is a symbol"
-                )
-        return arrays
-
-    def _check_progress(self, loss: float, feeds: Feeds, place: str) -> None:
-        """Refuses to go on after a loss that is no number, or where no step can be made."""
-        if not math.isfinite(loss):
-            raise self._diverged(loss, feeds, place)
-        noted = self._noted
-        if {noted.loss_scale, noted.good_steps} <= self._execution.variables.keys():
-            with self._lock:
-                scale = float(self._execution.present(noted.loss_scale))
-                good_steps = int(self._execution.present(noted.good_steps))
-            if scale <= SMALLEST_SCALE and not good_steps:
-                raise DivergedError(
-                    f"gradients: they are infinite or NaN after step {self.steps_done} ({place}), "
-                    f"down to the smallest scale of the loss, {scale:g}, so that steps change "
-                    "nothing; look at logarithms, divisions, roots and powers in the model and the "
-                    f"loss, then set state['{noted.loss_scale}']. stop_on_nan=False goes on all "
-                    "the same"
-                )
-
-    def _diverged(self, loss: float, feeds: Feeds, place: str) -> DivergedError:
-        """Returns the error of a loss that is no number, with what to look at."""
-        wrong = []
-        for name, array in feeds.items():
-            if array.dtype.kind not in "fc":
-                continue
-            places = np.argwhere(~np.isfinite(array))
-            if len(places):
-                value = array[tuple(places[0])]
-                wrong.append(
-                    f"'{name}' has {len(places)} of {array.size} values that are not finite, first "
-                    f"{value} at {places[0].tolist()}"
-                )
-        if wrong:
-            look = f"in the batch {', '.join(wrong)}: clean the data"
-        else:
-            try:
-                rate = f" ({self.learning_rate:g})"
-            except OrtopsError:  # the algorithm has none
-                rate = ""
-            look = (
-                f"the batch is finite, so look at the learning rate{rate}, and at logarithms, "
-                "divisions, roots and powers in the model and the loss"
-            )
-        return DivergedError(
-            f"loss: it is {loss} in step {self.steps_done} ({place}); {look}. The session is in "
-            "the state after this step; the weights of before are there only if they were saved. "
-            "stop_on_nan=False goes on all the same"
-        )
-
     # ---------------------------------------------------------------------------------- state
 
     @property
@@ -557,7 +420,7 @@ class TrainingSession:
         ``session.state = {…}`` several. To set a parameter of float16 or bfloat16 sets its float32
         value ``<parameter>.master``, and the other way round.
         """
-        return State(self)
+        return State(self._execution, self._lock, self.noted, self._assign)
 
     @state.setter
     def state(self, arrays: Mapping[str, npt.ArrayLike]) -> None:
@@ -565,7 +428,7 @@ class TrainingSession:
             raise OrtopsError(
                 f"state: {type(arrays).__name__} was given; give a dict of an array for each name"
             )
-        state = State(self)
+        state = self.state
         self._assign(state.with_masters({n: state.check(n, array) for n, array in arrays.items()}))
 
     @property
@@ -596,7 +459,7 @@ class TrainingSession:
     @property
     def steps_done(self) -> int:
         """The number of finished steps: those of this session where the algorithm has no count."""
-        counter = self._noted.step
+        counter = self.noted.step
         with self._lock:
             if counter not in self._execution.variables:
                 return self._execution.steps_made
@@ -609,7 +472,7 @@ class TrainingSession:
         those that the initialization graph computes (optimizer state, step, learning rate).
         """
         arrays = dict(self._given)
-        state = State(self)
+        state = self.state
         for number in self._entries:
             found = run_uninterrupted(functools.partial(self._initial_values, number))
             for name, array in found.items():
@@ -631,7 +494,7 @@ class TrainingSession:
 
     def _training_copies(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
         """Returns checkpoints that the training-mode copies of tensors stand in for."""
-        copies = self._noted.training_copies
+        copies = self.noted.training_copies
         by_source = {source: copy for copy, source in copies.items()}
         if isinstance(checkpoint, list | tuple):
             names: list[str] = list(checkpoint)
@@ -653,11 +516,11 @@ class TrainingSession:
                         "name the variables of each entry differently"
                     )
                 found[tensor.name] = array
-        for name, master in self._noted.masters.items():
+        for name, master in self.noted.masters.items():
             if not {name, master} <= found.keys():
                 continue
-            _check_master(name, found[name], master, found[master])
-            if not _is_rounded(found[name], found[master]):
+            check_master(name, found[name], master, found[master])
+            if not is_rounded(found[name], found[master]):
                 logger.warning(
                     "model: '%s' is not '%s' in %s, as if it was changed since; training goes on "
                     "from '%s'",
@@ -665,12 +528,6 @@ class TrainingSession:
                 )
                 found[master] = found[name].astype(np.float32)
         return found
-
-    def _masters(self) -> dict[str, str]:
-        """Returns the parameters of 16 bits, and the variables that are their float32 values."""
-        noted = self._noted.masters.items()
-        known = self._execution.variables.keys()
-        return {name: master for name, master in noted if {name, master} <= known}
 
     def _let_go_of_given_state(self) -> None:
         """Frees the given values of variables that `reset` computes, like optimizer state."""
@@ -713,9 +570,9 @@ class TrainingSession:
         result, data = external.detach(self._proto)
         data |= self._data
         arrays = self._arrays()
-        _write_values(result.graph, data, arrays)
+        write_values(result.graph, data, arrays)
         for info in result.training_info:
-            _write_values(info.algorithm, data, arrays)
+            write_values(info.algorithm, data, arrays)
         return result, data
 
     def _arrays(self) -> dict[str, Array]:
@@ -772,7 +629,7 @@ class TrainingSession:
         trained = {name: array for name, array in self._arrays().items() if name in own}
         if original is not None:
             result, data = external.detach(*convert.load(original))
-            _write_back(result, data, trained)
+            write_back(result, data, trained)
         else:
             model = convert.to_ir(self._proto)  # leaves training_info behind, and data beside
             model.metadata_props.pop(METADATA_KEY, None)
@@ -780,147 +637,15 @@ class TrainingSession:
                 model.graph.opset_imports.pop(TRAINING_DOMAIN, None)
             write_inference_mode(model)
             result, data = to_proto(model), dict(self._data)
-            _write_values(result.graph, data, trained)
+            write_values(result.graph, data, trained)
         return external.attach(result, data)
 
-    def _build_evaluation(self) -> _Evaluation:
+    def _build_evaluation(self) -> Evaluation:
         step = self._steps[0]
         model, noted = evaluation_model(self._proto, self._data, self._entries[0], step)
         constants = external.move_to_inputs(model)
         session = InferenceSession(to_proto(model), self._options, self._providers, kernels="onnx")
-        return _Evaluation(session, noted.losses, noted.prediction, constants)
-
-
-class State(MutableMapping[str, Array]):
-    """The variables of a session by name; reading copies, setting checks."""
-
-    def __init__(self, session: TrainingSession) -> None:
-        self._session = session
-
-    def __getitem__(self, name: str) -> Array:
-        self._known(name)
-        with self._session._lock:
-            return self._session._execution.present(name).copy()
-
-    def __setitem__(self, name: str, array: npt.ArrayLike) -> None:
-        self._session._assign(self.with_masters({name: self.check(name, array)}))
-
-    def __delitem__(self, name: str) -> None:
-        raise OrtopsError(f"state '{name}': a variable cannot be removed; set it")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(dict(self._session._execution.variables))
-
-    def __len__(self) -> int:
-        return len(self._session._execution.variables)
-
-    def __repr__(self) -> str:
-        shapes = ", ".join(
-            f"{name}: {array.dtype}{list(array.shape)}" for name, array in self.items()
-        )
-        return f"State({shapes})"
-
-    def check(self, name: str, array: npt.ArrayLike) -> Array:
-        """Returns an array that can be the value of a variable.
-
-        Raises:
-            OrtopsError: If there is no such variable, or its type or shape is another.
-        """
-        self._known(name)
-        present, _ = self._session._execution.variables[name].buffers
-        given = np.asarray(array)
-        fits = np.can_cast(given.dtype, present.dtype, "same_kind")
-        if not fits or given.shape != present.shape:
-            raise OrtopsError(
-                f"state '{name}': {given.dtype}{list(given.shape)} was given; "
-                f"{present.dtype}{list(present.shape)} is accepted"
-            )
-        with np.errstate(over="ignore"):
-            result = np.ascontiguousarray(given, present.dtype).reshape(present.shape).copy()
-        if name == self._session._noted.loss_scale and not 0 < result < np.inf:
-            raise OrtopsError(
-                f"state '{name}': {result} was given; a finite number > 0 is accepted"
-            )
-        return result
-
-    def with_masters(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Returns values that set parameters of 16 bits and their float32 values to the same.
-
-        Raises:
-            OrtopsError: If both are given, and are not.
-        """
-        result = dict(arrays)
-        for name, master in self._session._masters().items():
-            narrow = self._session._execution.variables[name].buffers[0].dtype
-            if name not in arrays and master in arrays:
-                result[name] = _rounded(arrays[master], narrow)
-            elif name in arrays and master not in arrays:
-                result[master] = arrays[name].astype(np.float32)
-            elif name in arrays and not _is_rounded(arrays[name], arrays[master]):
-                raise OrtopsError(
-                    f"state: '{name}' is not '{master}' in {narrow}, and both were given; give one "
-                    "of them, which sets the other"
-                )
-        return result
-
-    def _known(self, name: str) -> None:
-        known = self._session._execution.variables
-        if name not in known:
-            raise UnknownVariableError(
-                f"state: there is no variable '{name}'; " + did_you_mean(name, known)
-            )
-
-
-@dataclass(frozen=True)
-class _Evaluation:
-    """A session that computes, in inference mode, the loss and what it looks at."""
-
-    session: onnxruntime.InferenceSession
-    parts: Sequence[LossPart]
-    prediction: PredictionNote
-    constants: dict[str, Array]
-
-    def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Returns the outputs by name."""
-        inputs = {value.name: ort_value(arrays[value.name]) for value in self.session.get_inputs()}
-        names = [value.name for value in self.session.get_outputs()]
-        with errors_as_ours():
-            found = self.session.run_with_ort_values(names, inputs)
-        return {name: value.numpy() for name, value in zip(names, found, strict=True)}
-
-
-@dataclass
-class _Total:
-    """A part of a loss over batches.
-
-    Attributes:
-        part: The part.
-        total: The sum so far.
-        count: What it is to be divided by.
-        batches: How many batches there were.
-    """
-
-    part: LossPart
-    total: float = 0.0
-    count: float = 0.0
-    batches: int = 0
-
-    def add(self, outputs: Mapping[str, Array], rows: int) -> None:
-        """Adds a batch."""
-        count = _number(outputs[self.part.count]) if self.part.count else rows
-        if self.part.is_sum:
-            count = 1.0
-        self.batches += 1
-        if count:  # or the mean is that of nothing
-            self.total += _number(outputs[self.part.name]) * count
-            self.count += count
-
-    @property
-    def average(self) -> float:
-        """The loss of all batches as if they were one."""
-        if self.part.is_sum:
-            return self.total
-        return self.total / self.count if self.count else math.nan
+        return Evaluation(session, noted.losses, noted.prediction, constants)
 
 
 def _copy_to_memory(model: ModelLike) -> tuple[onnx.ModelProto, external.Data]:
@@ -936,77 +661,3 @@ def _all_entries(proto: onnx.ModelProto) -> list[int]:
 
 def _shapes(feeds: Mapping[str, Array]) -> tuple[tuple[int, ...], ...]:
     return tuple(array.shape for array in feeds.values())
-
-
-def _numbers(losses: Array, steps: int) -> Array:
-    """Returns the losses of some steps, one number for each."""
-    if losses.size != steps:
-        raise OrtopsError(
-            f"loss: it has {losses.size // steps} numbers; a single one is accepted, so reduce it "
-            "with ReduceMean, or run the algorithm with `step`"
-        )
-    return losses.reshape(steps)
-
-
-def _rounded(master: Array, dtype: np.dtype[Any]) -> Array:
-    """Returns float32 values as a parameter of 16 bits has them."""
-    with np.errstate(over="ignore"):
-        return master.astype(dtype)
-
-
-def _is_rounded(parameter: Array, master: Array) -> bool:
-    """Whether a parameter of 16 bits is its float32 values, rounded."""
-    expected = _rounded(master, parameter.dtype)
-    return np.array_equal(parameter.view(np.uint16), expected.view(np.uint16))
-
-
-def _check_master(name: str, parameter: Array, master: str, array: Array) -> None:
-    """Refuses what a file calls the float32 values of a parameter, and cannot be."""
-    narrow = parameter.dtype.name in ("float16", "bfloat16") and array.dtype == np.float32
-    if not narrow or parameter.shape != array.shape:
-        raise ModelError(
-            f"metadata_props '{METADATA_KEY}': its 'masters' has '{master}', "
-            f"{array.dtype}{list(array.shape)}, for '{name}', "
-            f"{parameter.dtype}{list(parameter.shape)}; float32 of the shape of a float16 or "
-            "bfloat16 is accepted"
-        )
-
-
-def _number(loss: Array) -> float:
-    return float(_numbers(loss, 1)[0])
-
-
-def _write_back(
-    original: onnx.ModelProto, data: external.Data, arrays: Mapping[str, Array]
-) -> None:
-    """Writes trained arrays to where they stand in the model that training began with."""
-    known = weights(original, data)
-    others = {t.name: t for t in original.graph.initializer if t.name not in known}
-    for name, array in arrays.items():
-        if name in known:
-            dtype, shape = known[name].dtype, known[name].shape
-        elif name in others:
-            tensor = others[name]
-            dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
-            shape = tuple(tensor.dims)
-        else:
-            raise ModelError(
-                f"original: it has no weight '{name}', which was trained; "
-                + did_you_mean(name, [*known, *others])
-            )
-        if (dtype, shape) != (array.dtype, array.shape):
-            raise ModelError(
-                f"original: its '{name}' is {dtype}{list(shape)}, and "
-                f"{array.dtype}{list(array.shape)} was trained; give the model that the training "
-                "began with"
-            )
-        if name in known:
-            known[name].set(array)
-        else:
-            external.set_array(others[name], data, array)
-
-
-def _write_values(graph: onnx.GraphProto, data: external.Data, arrays: Mapping[str, Array]) -> None:
-    for tensor in graph.initializer:
-        if tensor.name in arrays:
-            external.set_array(tensor, data, arrays[tensor.name])

@@ -1,0 +1,52 @@
+"""Writing trained values into models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy.typing as npt
+import onnx
+
+from ortops.errors import ModelError, did_you_mean
+from ortops.graph import external
+from ortops.graph.weights import weights
+
+__all__ = ["write_back", "write_values"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+def write_back(original: onnx.ModelProto, data: external.Data, arrays: Mapping[str, Array]) -> None:
+    """Writes trained arrays to where they stand in the model that training began with."""
+    known = weights(original, data)
+    others = {t.name: t for t in original.graph.initializer if t.name not in known}
+    for name, array in arrays.items():
+        if name in known:
+            dtype, shape = known[name].dtype, known[name].shape
+        elif name in others:
+            tensor = others[name]
+            dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+            shape = tuple(tensor.dims)
+        else:
+            raise ModelError(
+                f"original: it has no weight '{name}', which was trained; "
+                + did_you_mean(name, [*known, *others])
+            )
+        if (dtype, shape) != (array.dtype, array.shape):
+            raise ModelError(
+                f"original: its '{name}' is {dtype}{list(shape)}, and "
+                f"{array.dtype}{list(array.shape)} was trained; give the model that the training "
+                "began with"
+            )
+        if name in known:
+            known[name].set(array)
+        else:
+            external.set_array(others[name], data, array)
+
+
+def write_values(graph: onnx.GraphProto, data: external.Data, arrays: Mapping[str, Array]) -> None:
+    """Writes arrays to initializers of their names."""
+    for tensor in graph.initializer:
+        if tensor.name in arrays:
+            external.set_array(tensor, data, arrays[tensor.name])

@@ -1,0 +1,145 @@
+"""The variables of a training session, as a mapping that checks what is set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ortops.errors import ModelError, OrtopsError, UnknownVariableError, did_you_mean
+from ortops.execution.execution import Execution
+from ortops.training.builder import METADATA_KEY
+from ortops.training.step_graph import TrainingMetadata
+
+__all__ = ["State", "check_master", "is_rounded", "masters"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+class State(MutableMapping[str, Array]):
+    """The variables of a session by name; reading copies, setting checks.
+
+    Args:
+        execution: What holds them.
+        lock: What is held while they are read.
+        noted: Which of them are parameters of 16 bits and their float32 values, and a loss scale.
+        assign: Sets some of them.
+    """
+
+    def __init__(
+        self,
+        execution: Execution,
+        lock: AbstractContextManager[object],
+        noted: TrainingMetadata,
+        assign: Callable[[Mapping[str, Array]], None],
+    ) -> None:
+        self._execution = execution
+        self._lock = lock
+        self._noted = noted
+        self._assign = assign
+
+    def __getitem__(self, name: str) -> Array:
+        self._known(name)
+        with self._lock:
+            return self._execution.present(name).copy()
+
+    def __setitem__(self, name: str, array: npt.ArrayLike) -> None:
+        self._assign(self.with_masters({name: self.check(name, array)}))
+
+    def __delitem__(self, name: str) -> None:
+        raise OrtopsError(f"state '{name}': a variable cannot be removed; set it")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict(self._execution.variables))
+
+    def __len__(self) -> int:
+        return len(self._execution.variables)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(
+            f"{name}: {array.dtype}{list(array.shape)}" for name, array in self.items()
+        )
+        return f"State({shapes})"
+
+    def check(self, name: str, array: npt.ArrayLike) -> Array:
+        """Returns an array that can be the value of a variable.
+
+        Raises:
+            OrtopsError: If there is no such variable, or its type or shape is another.
+        """
+        self._known(name)
+        present, _ = self._execution.variables[name].buffers
+        given = np.asarray(array)
+        fits = np.can_cast(given.dtype, present.dtype, "same_kind")
+        if not fits or given.shape != present.shape:
+            raise OrtopsError(
+                f"state '{name}': {given.dtype}{list(given.shape)} was given; "
+                f"{present.dtype}{list(present.shape)} is accepted"
+            )
+        with np.errstate(over="ignore"):
+            result = np.ascontiguousarray(given, present.dtype).reshape(present.shape).copy()
+        if name == self._noted.loss_scale and not 0 < result < np.inf:
+            raise OrtopsError(
+                f"state '{name}': {result} was given; a finite number > 0 is accepted"
+            )
+        return result
+
+    def with_masters(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Returns values that set parameters of 16 bits and their float32 values to the same.
+
+        Raises:
+            OrtopsError: If both are given, and are not.
+        """
+        result = dict(arrays)
+        for name, master in masters(self._noted, self._execution.variables).items():
+            narrow = self._execution.variables[name].buffers[0].dtype
+            if name not in arrays and master in arrays:
+                result[name] = rounded(arrays[master], narrow)
+            elif name in arrays and master not in arrays:
+                result[master] = arrays[name].astype(np.float32)
+            elif name in arrays and not is_rounded(arrays[name], arrays[master]):
+                raise OrtopsError(
+                    f"state: '{name}' is not '{master}' in {narrow}, and both were given; give one "
+                    "of them, which sets the other"
+                )
+        return result
+
+    def _known(self, name: str) -> None:
+        known = self._execution.variables
+        if name not in known:
+            raise UnknownVariableError(
+                f"state: there is no variable '{name}'; " + did_you_mean(name, known)
+            )
+
+
+def masters(noted: TrainingMetadata, known: Container[str]) -> dict[str, str]:
+    """Returns the parameters of 16 bits, and the variables that are their float32 values."""
+    pairs = noted.masters.items()
+    return {name: master for name, master in pairs if name in known and master in known}
+
+
+def rounded(master: Array, dtype: np.dtype[Any]) -> Array:
+    """Returns float32 values as a parameter of 16 bits has them."""
+    with np.errstate(over="ignore"):
+        return master.astype(dtype)
+
+
+def is_rounded(parameter: Array, master: Array) -> bool:
+    """Whether a parameter of 16 bits is its float32 values, rounded."""
+    expected = rounded(master, parameter.dtype)
+    return np.array_equal(parameter.view(np.uint16), expected.view(np.uint16))
+
+
+def check_master(name: str, parameter: Array, master: str, array: Array) -> None:
+    """Refuses what a file calls the float32 values of a parameter, and cannot be."""
+    narrow = parameter.dtype.name in ("float16", "bfloat16") and array.dtype == np.float32
+    if not narrow or parameter.shape != array.shape:
+        raise ModelError(
+            f"metadata_props '{METADATA_KEY}': its 'masters' has '{master}', "
+            f"{array.dtype}{list(array.shape)}, for '{name}', "
+            f"{parameter.dtype}{list(parameter.shape)}; float32 of the shape of a float16 or "
+            "bfloat16 is accepted"
+        )
