@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ortops.deferred import import_without
 
 if TYPE_CHECKING:
-    from ortops import derivatives, lora, losses, metrics, optimizers, surgery
+    from ortops import derivatives, lora, losses, metrics, optimizers, schedules, surgery
     from ortops.autodiff.grad import grad
     from ortops.autodiff.registry import vjp
     from ortops.custom_ops import register_custom_ops
@@ -55,6 +55,7 @@ __all__ = [
     "optimizers",
     "register_custom_ops",
     "save_model",
+    "schedules",
     "step_graph",
     "surgery",
     "vjp",
@@ -82,6 +83,7 @@ _MODULES = {
     "optimizers": "ortops",
     "register_custom_ops": "ortops.custom_ops",
     "save_model": "ortops.graph.external",
+    "schedules": "ortops",
     "step_graph": "ortops.training.step_graph",
     "surgery": "ortops",
     "vjp": "ortops.autodiff.registry",

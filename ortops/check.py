@@ -25,11 +25,12 @@ from ortops.graph.shapes import infer_shapes
 from ortops.losses.compute import default_output
 from ortops.losses.squashing import squashed
 from ortops.lowering import lower_prepared, prepare
-from ortops.optimizers import SGD
+from ortops.optimizers import SGD, Optimizer, UpdateRule
 from ortops.training.builder import Plan, plan_training
+from ortops.training.groups import Groups
 from ortops.training.parameters import quantized, readers
 from ortops.training.preparation import BatchNormalization, prepare_for_training
-from ortops.training.step_graph import flatten
+from ortops.training.step_graph import flatten, training_metadata
 
 __all__ = ["Report", "check", "quiet"]
 
@@ -54,6 +55,10 @@ class Report:
         adapter: What adapter the model has from `ortops.lora`, as text; empty for none.
         loss: The loss that this is about: the given one, or one that fits.
         fitting: Losses of `ortops.losses` that fit the output that they would look at.
+        schedule: The schedule of the learning rate, as text; empty for none.
+        clipping: How gradients would be clipped, as text; empty if they would not.
+        averaging: How averages of parameters would be made, as text; empty if they would not.
+        groups: The parameters that have settings of the optimizer of their own, and which.
         said: What would be chosen for the user, a sentence each.
         problems: What stands in the way: operators without a rule, node by node, and other reasons
             why `ortops.build_training_model` or `ortops.TrainingSession` would refuse the model.
@@ -72,6 +77,10 @@ class Report:
     adapter: str = ""
     loss: str = ""
     fitting: list[str] = field(default_factory=list)
+    schedule: str = ""
+    clipping: str = ""
+    averaging: str = ""
+    groups: dict[str, str] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -99,7 +108,15 @@ class Report:
         lines.append(f"{len(self.parameters)} parameters are trained, {count}")
         for name, kind in self.parameters.items():
             by = self.readers[name]
-            lines.append(f"  {name}  {kind}" + (f"  read by {len(by)} nodes" if by[1:] else ""))
+            parts = [kind, f"read by {len(by)} nodes" if by[1:] else "", self.groups.get(name, "")]
+            lines.append("  ".join(["", name, *(part for part in parts if part)]))
+        for title, text in (
+            ("learning rate", self.schedule),
+            ("gradients are clipped", self.clipping),
+            ("parameters are averaged", self.averaging),
+        ):
+            if text:
+                lines.append(f"{title}: {text}")
         lines += _listed("not trained", self.reasons)
         lines += _listed("quantized", self.quantized)
         for title, names in (
@@ -150,6 +167,11 @@ def check(
     trainable: Sequence[str] | None = None,
     inputs: losses.Inputs | None = None,
     batch_normalization: BatchNormalization = "auto",
+    optimizer: str | Optimizer | type[Optimizer] | UpdateRule | None = None,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    ema_decay: float | None = None,
+    groups: Groups | None = None,
 ) -> Report:
     """Tells what a training of a model would do.
 
@@ -163,6 +185,12 @@ def check(
         trainable: As there.
         inputs: As there.
         batch_normalization: As there.
+        optimizer: As there; by default plain SGD. What a model that is trainable already has of
+            schedule, clipping, averages and groups is told where none of these is given.
+        clip_norm: As there.
+        clip_value: As there.
+        ema_decay: As there.
+        groups: As there.
 
     Returns:
         A report; ``str(report)`` is what ``ortops check`` prints.
@@ -222,6 +250,11 @@ def check(
         ],
     )
     light, data = external.detach(proto, folder)
+    noted: dict[str, Any] = {}
+    if (optimizer, clip_norm, clip_value, ema_decay, groups) == (None,) * 5:
+        found = training_metadata(proto)
+        noted = {name: getattr(found, name) for name in ("schedule", "clipping", "averaging")}
+        noted["groups"] = dict(found.groups)
     try:
         prepared = prepare_for_training(
             light, _trained(light, trainable), batch_normalization, data=data
@@ -230,7 +263,16 @@ def check(
         fitting = [] if output is None else _fitting(output)
         chosen = (fitting or ["MeanSquaredError"])[0] if loss is None else loss
         own = set(all_nodes(prepared.graph))
-        plan = plan_training(prepared, loss=chosen, optimizer=SGD(), inputs=inputs)
+        plan = plan_training(
+            prepared,
+            loss=chosen,
+            optimizer=SGD() if optimizer is None else optimizer,
+            inputs=inputs,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            ema_decay=ema_decay,
+            groups=groups,
+        )
     except OrtopsError as error:
         return replace(report, problems=report.problems or [str(error)])
     return replace(
@@ -244,6 +286,7 @@ def check(
         reasons=dict(plan.reasons),
         loss=chosen if isinstance(chosen, str) else _name(chosen),
         fitting=fitting,
+        **(noted | plan.notes),
         said=list(plan.said),
         problems=report.problems or _failures(plan),
     )

@@ -10,7 +10,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "ortops"
 
 FLOORS = (
-    ("errors", "deferred", "uninterrupted", "schedules"),
+    ("errors", "deferred", "uninterrupted"),
+    ("schedules",),
     ("graph",),
     ("autodiff",),
     ("passes",),
@@ -48,19 +49,9 @@ WITHIN = {
         *("update", "template", "binding", "variant", "execution"),
     ),
     "training": (
-        *("progress", "data", "modes", "parameters", "preparation", "algorithm", "updates"),
-        *(
-            "builder",
-            "bfloat16",
-            "step_graph",
-            "feeds",
-            "initialization",
-            "state",
-            "evaluation",
-            "fitting",
-            "results",
-            "session",
-        ),
+        *("progress", "data", "modes", "parameters", "preparation", "algorithm"),
+        *("groups", "clipping", "updates", "builder", "bfloat16", "step_graph", "feeds"),
+        *("initialization", "state", "evaluation", "fitting", "results", "session"),
     ),
 }
 """The files of a room, of which each imports from those before it."""

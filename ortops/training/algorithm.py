@@ -49,12 +49,12 @@ class Algorithm:
         self.initial[tensor.name] = array
         return tensor
 
-    def master(self, parameter: Tensor) -> Tensor:
-        """Adds the float32 value of a parameter, which starts as the file has the parameter."""
+    def copy(self, parameter: Tensor, suffix: str, dtype: np.dtype[Any]) -> Tensor:
+        """Adds a variable that starts as the file has a parameter, in a type of its own."""
         tensor = parameter.value.const_value
         assert tensor is not None
-        wide = tensor.numpy().astype(np.float32)
-        self.variables.append(self.tape.initializer(f"{parameter.name}.master", wide))
+        array = tensor.numpy().astype(dtype)
+        self.variables.append(self.tape.initializer(f"{parameter.name}.{suffix}", array))
         return self.variables[-1]
 
     def update(self, name: str, new: Tensor) -> Tensor:

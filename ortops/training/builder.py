@@ -6,6 +6,8 @@ import json
 import logging
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
 
 import numpy as np
 import onnx
@@ -22,14 +24,17 @@ from ortops.losses import LossLike
 from ortops.lowering import has_domain
 from ortops.optimizers import Optimizer, UpdateRule
 from ortops.training.algorithm import Algorithm, write_algorithm
+from ortops.training.clipping import Clipping
+from ortops.training.groups import Groups, described, optimizers_of
 from ortops.training.modes import copy_in_training_mode, reveal
 from ortops.training.parameters import Choice, quantized
 from ortops.training.preparation import BatchNormalization, Prepared, prepare_for_training
 from ortops.training.updates import (
     HALVES,
     LossScaling,
+    Rates,
+    Updates,
     emit_gradients,
-    emit_update,
     unless_skipped,
     wide,
 )
@@ -53,6 +58,10 @@ def build_training_model(
     trainable: Sequence[str] | None = None,
     inputs: losses.Inputs | None = None,
     batch_normalization: BatchNormalization = "auto",
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    ema_decay: float | None = None,
+    groups: Groups | None = None,
     seed: int = 0,
 ) -> onnx.ModelProto:
     """Adds a training algorithm to a model, as ``training_info`` of the ONNX standard.
@@ -72,6 +81,10 @@ def build_training_model(
     is infinite or NaN all the same, the step changes no parameter, optimizer state or running
     statistic and is not counted in ``step``, and the scale is halved (2⁻¹⁶ at least). After 2000
     steps without that (``loss_scale.good_steps``) it is doubled (2²⁴ at most).
+
+    A learning rate may be a schedule (`ortops.schedules`): the rate of a step is then the state
+    ``learning_rate``, the peak, times the schedule's factor of the finished steps, and is put out
+    as ``scheduled_learning_rate``. A step that float16 skips does not count.
 
     Gradients through bfloat16 are computed in float32 by `ortops.step_graph` and `TrainingSession`,
     since onnxruntime's CPU provider has no kernels for it; the file itself does not run there.
@@ -95,13 +108,28 @@ def build_training_model(
         batch_normalization: Which BatchNormalization layers normalize by the batch and update their
             running statistics: ``"auto"`` those whose scale or bias is trained, ``"train"`` all,
             ``"frozen"`` none. The others run in inference mode.
+        clip_norm: The largest norm of all gradients together, > 0: they are multiplied by
+            ``min(1, clip_norm / (norm + 1e-6))``, as PyTorch's ``clip_grad_norm_`` does.
+        clip_value: The largest magnitude of an element of a gradient, > 0. Where both are given,
+            elements are clipped before the norm is taken. Of float16, gradients are clipped as
+            they are without a scale of the loss.
+        ema_decay: In [0, 1): each step moves the state ``<parameter>.ema``, which starts at the
+            parameter's value, to ``ema_decay · ema + (1 - ema_decay) · parameter``; in float32
+            where the parameter has 16 bits. A step that float16 skips does not move it.
+        groups: Settings of the optimizer for some parameters, by names and patterns as in
+            ``trainable``: ``{"*.bias": {"weight_decay": 0.0}, "head.*": {"learning_rate": 1e-2}}``.
+            Where several mean a parameter, it gets the settings of each, and of those that several
+            give, the last. A learning rate is kept as a ratio to the optimizer's, so that a
+            schedule, and setting ``session.learning_rate``, moves both. Settings are those of the
+            constructor; of an update rule of one's own, its attributes and ``learning_rate``.
         seed: Determines which elements Dropout drops.
 
     Returns:
         A new model; the argument is not changed.
 
     Raises:
-        ModelError: If the model is not legal, or loss, optimizer or trainable do not fit it.
+        ModelError: If the model is not legal, or loss, optimizer, trainable or groups do not fit
+            it, or a number is outside its range.
 
     Example:
         >>> import numpy as np
@@ -117,7 +145,17 @@ def build_training_model(
         ['loss', 'w_new', 'step_new']
     """
     prepared = prepare_for_training(model, trainable, batch_normalization)
-    plan = plan_training(prepared, loss=loss, optimizer=optimizer, inputs=inputs, seed=seed)
+    plan = plan_training(
+        prepared,
+        loss=loss,
+        optimizer=optimizer,
+        inputs=inputs,
+        clip_norm=clip_norm,
+        clip_value=clip_value,
+        ema_decay=ema_decay,
+        groups=groups,
+        seed=seed,
+    )
     for sentence in plan.said:
         logger.warning("%s", sentence)
     return plan.write()
@@ -134,6 +172,9 @@ class Plan:
         parameters: The initializers that are trained.
         reasons: Why other floating-point initializers are not, by name.
         said: What was chosen for the user, a sentence each.
+        clipping: How gradients are clipped.
+        ema_decay: How much of an average of parameters stays in a step; None for no averages.
+        grouped: The optimizers of parameters that have one of their own, by name.
     """
 
     prepared: Prepared
@@ -142,6 +183,9 @@ class Plan:
     parameters: Sequence[ir.Value]
     reasons: Mapping[str, str]
     said: Sequence[str]
+    clipping: Clipping
+    ema_decay: float | None
+    grouped: Mapping[str, Optimizer]
     _algorithm: Algorithm
     _metadata: Mapping[str, object]
     _rate: Tensor
@@ -149,13 +193,25 @@ class Plan:
     _statistics: Mapping[str, Tensor]
     _scaled: bool
 
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What the file says, for people, of schedule, clipping, averages and groups, if any."""
+        schedule = self.optimizer.schedule
+        found: dict[str, Any] = {
+            "schedule": "" if schedule is None else schedule.description,
+            "clipping": str(self.clipping),
+            "averaging": "" if self.ema_decay is None else f"ema_decay={self.ema_decay!r}",
+            "groups": {n: described(own, self.optimizer) for n, own in self.grouped.items()},
+        }
+        return {name: value for name, value in found.items() if value}
+
     def write(self) -> onnx.ModelProto:
         """Returns the trainable model."""
         algorithm, value = self._algorithm, self.loss.value
         tape = algorithm.tape
-        masters: dict[str, str] = {}
         scaling: LossScaling | None = None
         with tape:
+            rates = Rates(algorithm, self._rate, self._step, self.optimizer)
             if self._scaled:
                 scaling = LossScaling.of(algorithm)
                 scaled = value * scaling.scale.astype(value.dtype)
@@ -167,13 +223,22 @@ class Plan:
             if scaling is not None:
                 scaling.judge(gradients)
             step_new = algorithm.update(self._step.name, unless_skipped(scaling, count, self._step))
-            t = step_new if scaling is None else count
-            t = t if self.optimizer.first_step == 1 else self._step
+            tape.scope = "clipping/"
+            scale = None if scaling is None else 1.0 / scaling.scale
+            gradients, scale = self.clipping.emit(gradients, scale)
+            tape.scope = ""
+            updates = Updates(
+                algorithm,
+                rates,
+                self._step,
+                step_new if scaling is None else count,
+                scaling,
+                scale,
+                self.ema_decay,
+            )
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
-                tensor = tape.tensor(parameter)
-                emit_update(
-                    algorithm, self.optimizer, self._rate, t, tensor, gradient, scaling, masters
-                )
+                optimizer = self.grouped.get(parameter.name or "", self.optimizer)
+                updates.emit(optimizer, tape.tensor(parameter), gradient)
             for name, statistic in self._statistics.items():
                 present = tape.tensor(tape.graph.initializers[name])
                 algorithm.update(name, unless_skipped(scaling, statistic, present))
@@ -186,8 +251,13 @@ class Plan:
         entry = next((e for e in result.metadata_props if e.key == METADATA_KEY), None)
         entry = entry or result.metadata_props.add(key=METADATA_KEY)
         noted = dict(self._metadata)
-        if masters:
-            noted["masters"] = masters
+        if updates.masters:
+            noted["masters"] = updates.masters
+        if updates.averages:
+            noted["averages"] = updates.averages
+        if rates.scheduled:
+            noted["scheduled_learning_rate"] = rates.rate.name
+        noted |= self.notes
         if scaling is not None:
             noted["loss_scale"] = scaling.scale.name
             noted["good_steps"] = scaling.good_steps.name
@@ -201,6 +271,10 @@ def plan_training(
     loss: LossLike,
     optimizer: str | Optimizer | type[Optimizer] | UpdateRule,
     inputs: losses.Inputs | None = None,
+    clip_norm: float | None = None,
+    clip_value: float | None = None,
+    ema_decay: float | None = None,
+    groups: Groups | None = None,
     seed: int = 0,
 ) -> Plan:
     """Emits the loss of a model, and finds what is trained.
@@ -210,11 +284,18 @@ def plan_training(
         loss: See `build_training_model`.
         optimizer: See there.
         inputs: See there.
+        clip_norm: See there.
+        clip_value: See there.
+        ema_decay: See there.
+        groups: See there.
         seed: See there.
 
     Raises:
-        ModelError: If loss, optimizer or trainable do not fit the model.
+        ModelError: If loss, optimizer, trainable or groups do not fit the model, or a number is
+            outside its range.
     """
+    clipping = Clipping(clip_norm, clip_value)
+    _check_decay(ema_decay)
     chosen_loss, chosen_optimizer = losses.resolve(loss), optimizers.resolve(optimizer)
     graph, names, visible = prepared.graph, prepared.names, prepared.visible
     nodes = list(graph)
@@ -260,6 +341,7 @@ def plan_training(
         statistics = {n: s for n, s in training.statistics.items() if s.value.producer() in needed}
     choice = prepared.choice
     parameters = _reached(choice, value)
+    grouped = optimizers_of(chosen_optimizer, groups, parameters, prepared.places)
     passed = {v.dtype for v in _gradients_pass_through(parameters, value)}
     metadata = {
         "loss": value.name,
@@ -299,6 +381,9 @@ def plan_training(
         parameters,
         choice.reasons,
         said,
+        clipping,
+        None if ema_decay is None else float(ema_decay),
+        grouped,
         algorithm,
         metadata,
         rate,
@@ -306,6 +391,13 @@ def plan_training(
         statistics,
         ir.DataType.FLOAT16 in passed,
     )
+
+
+def _check_decay(ema_decay: Any) -> None:
+    """Refuses what is no decay of an average."""
+    is_number = isinstance(ema_decay, Real) and not isinstance(ema_decay, bool)
+    if ema_decay is not None and not (is_number and 0 <= float(ema_decay) < 1):
+        raise ModelError(f"ema_decay is {ema_decay!r}; a number in [0, 1) is accepted")
 
 
 def _said_of_lifted(prepared: Prepared) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -18,7 +18,7 @@ from ortops.graph.tensor import Names
 from ortops.graph.weights import Origin, lift, weights
 from ortops.lowering import prepare, to_proto
 from ortops.training.modes import is_batch_normalization
-from ortops.training.parameters import Choice, choose, scopes
+from ortops.training.parameters import Choice, Places, choose, scopes
 
 __all__ = ["BatchNormalization", "Prepared", "prepare_for_training"]
 
@@ -41,6 +41,7 @@ class Prepared:
         lifted: Those of them that stood elsewhere, and where.
         frozen: The BatchNormalization nodes that run in inference mode.
         opset: The opset of the given model.
+        places: The scopes of the nodes that read each initializer.
     """
 
     result: onnx.ModelProto
@@ -52,6 +53,7 @@ class Prepared:
     lifted: dict[str, Origin]
     frozen: set[ir.Node]
     opset: int
+    places: Mapping[str, Places]
 
 
 def prepare_for_training(
@@ -137,7 +139,7 @@ def prepare_for_training(
     choice.floats = {n: graph.initializers[n] for n in choice.floats if n in graph.initializers}
     choice.trained = {name: graph.initializers[name] for name in choice.trained}
     names, visible = _names(graph, result)
-    return Prepared(result, data, graph, names, visible, choice, lifted, frozen, opset)
+    return Prepared(result, data, graph, names, visible, choice, lifted, frozen, opset, places)
 
 
 def _frozen(

@@ -609,7 +609,9 @@ class TrainingSession:
     def _write(self, path: str | os.PathLike[str]) -> None:
         external.write_model(path, *self._light_model())
 
-    def inference_model(self, original: ModelLike | None = None) -> onnx.ModelProto:
+    def inference_model(
+        self, original: ModelLike | None = None, *, ema: bool = False
+    ) -> onnx.ModelProto:
         """Returns the trained model, with nothing of training in it.
 
         Args:
@@ -617,16 +619,19 @@ class TrainingSession:
                 copy of it, which keeps its opset and everything else; by default the inference
                 graph of the trainable model is returned, with BatchNormalization and Dropout in
                 inference mode.
+            ema: Whether parameters are their averages (``ema_decay=`` of
+                `ortops.build_training_model`).
 
         Raises:
-            ModelError: If a trained variable is not in the original.
+            ModelError: If a trained variable is not in the original, or there are no averages.
         """
         with self._lock:
-            return self._inference_model(original)
+            return self._inference_model(original, ema)
 
-    def _inference_model(self, original: ModelLike | None) -> onnx.ModelProto:
+    def _inference_model(self, original: ModelLike | None, ema: bool) -> onnx.ModelProto:
         own = {tensor.name for tensor in self._proto.graph.initializer}
-        trained = {name: array for name, array in self._arrays().items() if name in own}
+        arrays = self.noted.averaged(self._arrays()) if ema else self._arrays()
+        trained = {name: array for name, array in arrays.items() if name in own}
         if original is not None:
             result, data = external.detach(*convert.load(original))
             write_back(result, data, trained)

@@ -10,8 +10,10 @@ import json
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeAlias, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
@@ -24,7 +26,7 @@ from ortops.autodiff.gradient_node import (
     name_attributes,
 )
 from ortops.autodiff.rules import RULES
-from ortops.errors import ModelError, did_you_mean
+from ortops.errors import ModelError, OrtopsError, did_you_mean
 from ortops.execution.step import Step
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
@@ -63,6 +65,8 @@ __all__ = [
     "step_graph",
     "training_metadata",
 ]
+
+Array: TypeAlias = npt.NDArray[Any]
 
 STEP_GRAPH_KEY = "ortops.step_graph"
 """Where a step graph says, as a JSON object {input: output}, what feeds which input next."""
@@ -408,6 +412,13 @@ class TrainingMetadata:
         masters: Parameters of 16 bits → the variables that are their float32 values.
         loss_scale: The variable that the loss is multiplied by, where gradients are scaled.
         good_steps: The variable that counts steps since that has changed.
+        schedule: The schedule in the graph, as text; empty for none.
+        scheduled_learning_rate: The output of the algorithm that is the learning rate of a step,
+            where there is a schedule; ``learning_rate`` is its peak.
+        clipping: How gradients are clipped, as text; empty if they are not.
+        averages: Parameters → the variables that are their averages over steps.
+        averaging: How these are made, as text; empty if there are none.
+        groups: Parameters → the settings of the optimizer that are their own, as text.
     """
 
     loss: str = ""
@@ -420,13 +431,61 @@ class TrainingMetadata:
     masters: Mapping[str, str] = field(default_factory=dict)
     loss_scale: str = ""
     good_steps: str = ""
+    schedule: str = ""
+    scheduled_learning_rate: str = ""
+    clipping: str = ""
+    averages: Mapping[str, str] = field(default_factory=dict)
+    averaging: str = ""
+    groups: Mapping[str, str] = field(default_factory=dict)
+
+    def refuse_second_schedule(self) -> None:
+        """Refuses a schedule beside the one that steps follow.
+
+        Raises:
+            OrtopsError: If there is one in the graph.
+        """
+        if self.schedule:
+            raise OrtopsError(
+                f"schedule: the model's steps follow one, {self.schedule}; set "
+                "session.learning_rate to rescale that, or build the model with a number as "
+                "learning rate"
+            )
+
+    def averaged(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Returns the values of variables, with averages in the place of parameters.
+
+        Args:
+            arrays: The value of each variable, by name.
+
+        Raises:
+            ModelError: If the training keeps no averages, or what the file calls one is none.
+        """
+        if not self.averages:
+            raise ModelError(
+                "ema: the training keeps no averages of its parameters; build the model with "
+                "ema_decay="
+            )
+        result = dict(arrays)
+        for name, average in self.averages.items():
+            if not {name, average} <= arrays.keys() or arrays[name].shape != arrays[average].shape:
+                raise ModelError(
+                    f"metadata_props '{METADATA_KEY}': its 'averages' has '{average}' for "
+                    f"'{name}'; variables of one shape are accepted"
+                )
+            with np.errstate(over="ignore"):
+                result[name] = arrays[average].astype(arrays[name].dtype)
+        return result
 
 
 _TEXT, _NAMES = "the name of a tensor", "an object of names of tensors"
+_STRING, _STRINGS = "a string", "an object of strings"
 _NOTED: Mapping[type, Mapping[str, str]] = {
     TrainingMetadata: {
         **dict.fromkeys(("loss", "learning_rate", "step", "loss_scale", "good_steps"), _TEXT),
-        **dict.fromkeys(("training_copies", "dropouts", "masters"), _NAMES),
+        "scheduled_learning_rate": _TEXT,
+        **dict.fromkeys(("training_copies", "dropouts", "masters", "averages"), _NAMES),
+        **dict.fromkeys(("schedule", "clipping", "averaging"), _STRING),
+        "groups": _STRINGS,
     },
     LossPart: {
         **dict.fromkeys(("name", "label", "count"), _TEXT),
@@ -440,11 +499,18 @@ _NOTED: Mapping[type, Mapping[str, str]] = {
 }
 """What is accepted in a file."""
 
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+
+
 _FITS: Mapping[str, Callable[[Any], bool]] = {
-    _TEXT: lambda value: isinstance(value, str),
-    _NAMES: lambda value: (
-        isinstance(value, dict) and all(isinstance(name, str) for name in value.values())
-    ),
+    **dict.fromkeys((_TEXT, _STRING), _is_text),
+    **dict.fromkeys((_NAMES, _STRINGS), _are_texts),
     "a number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
     "true or false": lambda value: isinstance(value, bool),
     "an integer or null": lambda value: value is None or type(value) is int,

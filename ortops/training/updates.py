@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
@@ -14,14 +14,18 @@ from ortops.graph.shapes import may_be_equal
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.lowering import TRAINING_DOMAIN
 from ortops.optimizers import Optimizer
+from ortops.schedules import Schedule
 from ortops.training.algorithm import Algorithm
+from ortops.training.clipping import times
+from ortops.training.groups import ratio
 
 __all__ = [
     "HALVES",
     "SMALLEST_SCALE",
     "LossScaling",
+    "Rates",
+    "Updates",
     "emit_gradients",
-    "emit_update",
     "unless_skipped",
     "wide",
 ]
@@ -91,11 +95,12 @@ class LossScaling:
 
     def judge(self, gradients: Sequence[Tensor]) -> None:
         """Emits whether all gradients are finite: then each of them less itself is 0."""
-        total: Tensor | None = None
-        for gradient in gradients:
-            zero = op.ReduceSum(gradient - gradient, keepdims=0).astype(np.float32)
-            total = zero if total is None else total + zero
-        assert total is not None
+        zeros = [
+            op.ReduceSum(gradient - gradient, keepdims=0).astype(np.float32)
+            for gradient in gradients
+        ]
+        # A stack: what reads a chain of sums would have to go through all of it.
+        total = op.ReduceSum(zeros[0].__array_namespace__().stack(zeros), keepdims=0)
         self.finite = total == 0.0
 
     def update(self, algorithm: Algorithm) -> None:
@@ -115,66 +120,151 @@ def unless_skipped(scaling: LossScaling | None, new: Tensor, old: Tensor) -> Ten
     return kept
 
 
-def emit_update(
-    algorithm: Algorithm,
-    optimizer: Optimizer,
-    rate: Tensor,
-    t: Tensor,
-    parameter: Tensor,
-    gradient: Tensor,
-    scaling: LossScaling | None,
-    masters: dict[str, str],
-) -> None:
-    """Emits the update of one parameter: the domain's node, or the nodes of the rule.
+class Rates:
+    """The learning rates of a step: R of each optimizer.
 
     Args:
-        algorithm: Where it goes.
-        optimizer: The optimizer.
-        rate: R.
-        t: T.
-        parameter: The parameter.
-        gradient: Its gradient, in float32 where the parameter has 16 bits.
-        scaling: What the gradient is scaled by.
-        masters: Parameters of 16 bits → their float32 values; extended.
+        algorithm: Where they are computed.
+        peak: The state ``learning_rate``, 0-d float32.
+        step: The number of finished steps, 0-d int64.
+        base: The optimizer that the peak is that of.
+
+    Attributes:
+        rate: The base's, 0-d float32.
+        scheduled: Whether a schedule makes it.
+
+    Raises:
+        ModelError: If the schedule's factor is no floating-point scalar.
     """
-    tape = algorithm.tape
-    x = parameter
-    if parameter.value.dtype in HALVES:
-        x = algorithm.master(parameter)
-        masters[parameter.name] = x.name
-    shape = x.value.const_value
-    assert shape is not None
-    optimizer = optimizer.of(shape.shape.numpy())
-    states = [
-        algorithm.variable(f"{parameter.name}.{name}", np.zeros(own, x.dtype))
-        for name, own in optimizer.state_shapes(shape.shape.numpy()).items()
-    ]
-    tape.scope = f"update/{parameter.name}/"
-    if scaling is not None:
-        gradient = gradient * (1.0 / scaling.scale).astype(x.dtype)
-    if optimizer.operator is None:
-        new = _own_update(optimizer, (rate, t, x, gradient, *states))
-    else:
-        node = ir.Node(
-            TRAINING_DOMAIN,
-            optimizer.operator,
-            [v.value for v in (rate, t, optimizer.before_operator(rate, x), gradient)]
-            + [state.value for state in states],
-            ir.convenience.convert_attributes(optimizer.operator_attributes),
-            num_outputs=1 + len(states),
+
+    def __init__(self, algorithm: Algorithm, peak: Tensor, step: Tensor, base: Optimizer) -> None:
+        self._tape, self._peak, self._base = algorithm.tape, peak, base
+        self._factor: Tensor | None = None
+        self._others: dict[float, Tensor] = {}
+        self.rate = peak
+        self.scheduled = base.schedule is not None
+        if base.schedule is not None:
+            self._tape.scope = "schedule/"
+            self._factor = _factor(base.schedule, step)
+            rate = (peak.astype(np.float64) * self._factor).astype(np.float32)
+            rate.value.name = self._tape.names.unique("scheduled_learning_rate")
+            algorithm.outputs.append(rate)
+            self.rate = rate
+            self._tape.scope = ""
+
+    def of(self, optimizer: Optimizer) -> Tensor:
+        """Returns that of an optimizer, which stays in the ratio to the base's that it has."""
+        share = ratio(optimizer, self._base)
+        if share == 1.0:
+            return self.rate
+        if share not in self._others:
+            self._tape.scope = "groups/"
+            rate = self._peak.astype(np.float64) * share
+            if self._factor is not None:
+                rate = rate * self._factor
+            self._others[share] = rate.astype(np.float32)
+            self._tape.scope = ""
+        return self._others[share]
+
+
+def _factor(schedule: Schedule, step: Tensor) -> Tensor:
+    """Emits the factor of a step, 0-d float64."""
+    factor = schedule.factor(step.astype(np.float64))
+    if isinstance(factor, int | float | np.number) and not isinstance(factor, bool):
+        factor = step.tape.constant(np.asarray(factor, np.float64))
+    is_number = isinstance(factor, Tensor) and factor.dtype.kind == "f" and factor.shape == ()
+    if not is_number:
+        raise ModelError(
+            f"schedule {schedule.description}: its factor is {factor!r}; a floating-point scalar "
+            "is accepted"
         )
-        tape.append(node)
-        new = tuple(tape.tensor(output).with_shape_of(x) for output in node.outputs)
-        for tensor in new:
-            tensor.value.type = x.value.type
-    kept = [unless_skipped(scaling, n, v) for n, v in zip(new, (x, *states), strict=True)]
-    narrow = parameter.value.dtype
-    rounded = None if x is parameter or narrow is None else op.Cast(kept[0], to=narrow.value)
-    tape.scope = ""
-    for variable, tensor in zip((x, *states), kept, strict=True):
-        algorithm.update(variable.name, tensor)
-    if rounded is not None:
-        algorithm.update(parameter.name, rounded)
+    result: Tensor = factor.astype(np.float64)
+    return result
+
+
+@dataclass
+class Updates:
+    """What the updates of all parameters share.
+
+    Attributes:
+        algorithm: Where they go.
+        rates: R of each optimizer.
+        step: The number of finished steps, 0-d int64.
+        count: The same, this step included.
+        scaling: What the loss is scaled by, if it is.
+        scale: What each gradient is to be multiplied by, 0-d; None for 1.
+        ema_decay: How much of an average of parameters stays in a step; None for no averages.
+        masters: Parameters of 16 bits → their float32 values; extended.
+        averages: Parameters → their averages; extended.
+    """
+
+    algorithm: Algorithm
+    rates: Rates
+    step: Tensor
+    count: Tensor
+    scaling: LossScaling | None
+    scale: Tensor | None
+    ema_decay: float | None
+    masters: dict[str, str] = field(default_factory=dict)
+    averages: dict[str, str] = field(default_factory=dict)
+
+    def emit(self, optimizer: Optimizer, parameter: Tensor, gradient: Tensor) -> None:
+        """Emits the update of one parameter: the domain's node, or the nodes of the rule.
+
+        Args:
+            optimizer: The parameter's optimizer.
+            parameter: The parameter.
+            gradient: Its gradient, in float32 where the parameter has 16 bits.
+        """
+        algorithm, tape = self.algorithm, self.algorithm.tape
+        x = parameter
+        if parameter.value.dtype in HALVES:
+            x = algorithm.copy(parameter, "master", np.dtype(np.float32))
+            self.masters[parameter.name] = x.name
+        tensor = x.value.const_value
+        assert tensor is not None
+        shape = tensor.shape.numpy()
+        optimizer = optimizer.of(shape)
+        states = [
+            algorithm.variable(f"{parameter.name}.{name}", np.zeros(own, x.dtype))
+            for name, own in optimizer.state_shapes(shape).items()
+        ]
+        rate, t = self.rates.of(optimizer), self.count if optimizer.first_step else self.step
+        tape.scope = f"update/{parameter.name}/"
+        gradient = times(gradient, self.scale)
+        if optimizer.operator is None:
+            new = _own_update(optimizer, (rate, t, x, gradient, *states))
+        else:
+            node = ir.Node(
+                TRAINING_DOMAIN,
+                optimizer.operator,
+                [v.value for v in (rate, t, optimizer.before_operator(rate, x), gradient)]
+                + [state.value for state in states],
+                ir.convenience.convert_attributes(optimizer.operator_attributes),
+                num_outputs=1 + len(states),
+            )
+            tape.append(node)
+            new = tuple(
+                tape.tensor(output).with_shape_of(old)
+                for output, old in zip(node.outputs, (x, *states), strict=True)
+            )
+            for made in new:
+                made.value.type = x.value.type
+        variables = [x, *states]
+        kept = [unless_skipped(self.scaling, n, v) for n, v in zip(new, variables, strict=True)]
+        if self.ema_decay is not None:
+            average = algorithm.copy(parameter, "ema", x.dtype)
+            self.averages[parameter.name] = average.name
+            moved = average + (1.0 - self.ema_decay) * (kept[0] - average)
+            variables.append(average)
+            kept.append(unless_skipped(self.scaling, moved, average))
+        narrow = parameter.value.dtype
+        rounded = None if x is parameter or narrow is None else op.Cast(kept[0], to=narrow.value)
+        tape.scope = ""
+        for variable, made in zip(variables, kept, strict=True):
+            algorithm.update(variable.name, made)
+        if rounded is not None:
+            algorithm.update(parameter.name, rounded)
 
 
 def _own_update(optimizer: Optimizer, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

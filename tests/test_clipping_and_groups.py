@@ -1,0 +1,585 @@
+"""What the builder puts between gradients and parameters: clipping, averages, groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from training_models import Arrays, affine, affine_batch, classifier, initializers, labelled
+
+import ortops
+from models.lenet import lenet
+from ortops import ModelError, TrainingSession, build_training_model, schedules
+from ortops.check import check
+from ortops.execution.settings import Settings
+from ortops.execution.split import Group, split
+from ortops.graph.edit import remove_defaults
+from ortops.graph.external import detach
+from ortops.graph.tensor import Names, Tape
+from ortops.lowering import lower_optimizers
+from ortops.optimizers import SGD, Adam, AdamW, Custom, Momentum
+from ortops.training.step_graph import flatten, training_metadata
+
+STEPS = 20
+WAYS = {
+    "joined": {},
+    "apart": {"settings": Settings(joined=0)},
+    "apart, in chunks": {"settings": Settings(joined=0, chunk=64)},
+    "python": {"kernels": "python"},
+}
+
+
+def trainable(optimizer: Any = "SGD", model: Any = None, **options: Any) -> onnx.ModelProto:
+    model = classifier() if model is None else model
+    return build_training_model(model, loss="SoftmaxCrossEntropy", optimizer=optimizer, **options)
+
+
+def batch(seed: int, scale: float = 1.0) -> Arrays:
+    feeds = labelled((6,), seed=seed)
+    return feeds | {"x": feeds["x"] * np.float32(scale)}
+
+
+class Torch:
+    """The classifier in PyTorch, with the same weights."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        import torch
+
+        self.parameters = {
+            name: torch.tensor(array, requires_grad=True)
+            for name, array in initializers(model.graph).items()
+        }
+
+    def step(self, feeds: Arrays, optimizer: Any, clip: Callable[[Any], object]) -> None:
+        import torch
+
+        w1, b1, w2 = (self.parameters[name] for name in ("w1", "b1", "w2"))
+        logits = torch.tanh(torch.from_numpy(feeds["x"]) @ w1 + b1) @ w2
+        loss = torch.nn.functional.cross_entropy(logits, torch.from_numpy(feeds["labels"]))
+        optimizer.zero_grad()
+        loss.backward()
+        clip(list(self.parameters.values()))
+        optimizer.step()
+
+    def assert_same(self, state: Any) -> None:
+        for name, parameter in self.parameters.items():
+            np.testing.assert_allclose(
+                state[name], parameter.detach().numpy(), rtol=1e-4, atol=2e-6, err_msg=name
+            )
+
+
+def no_clip(parameters: Any) -> None:
+    pass
+
+
+# ------------------------------------------------------------------------------------- clipping
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("options", [{"clip_norm": 1.0}, {"clip_value": 0.02}, {"both": True}])
+def test_gradients_are_clipped_as_in_torch(options: dict[str, Any], way: str) -> None:
+    import torch
+
+    norms = []
+
+    def clip(parameters: Any) -> None:
+        before = torch.cat([p.grad.flatten() for p in parameters]).clone()
+        if "clip_value" in given:
+            torch.nn.utils.clip_grad_value_(parameters, given["clip_value"])
+        if "clip_norm" in given:
+            norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, given["clip_norm"])))
+        after = torch.cat([p.grad.flatten() for p in parameters])
+        clipped.append(not torch.equal(before, after))
+
+    given = {"clip_norm": 0.05, "clip_value": 0.03} if "both" in options else options
+    clipped: list[bool] = []
+    model = classifier()
+    twin = Torch(model)
+    optimizer = torch.optim.SGD(twin.parameters.values(), lr=0.5, momentum=0.9)
+    ours = trainable(Momentum(0.5, alpha=0.9), model, **given)
+    session = TrainingSession(ours, **WAYS[way])
+    for number in range(STEPS):
+        feeds = batch(number, scale=3.0 if number % 2 else 0.1)
+        session.step(feeds)
+        twin.step(feeds, optimizer, clip)
+    assert any(clipped)
+    twin.assert_same(session.state)
+    if options == {"clip_norm": 1.0}:
+        assert min(norms) < 1.0 < max(norms), norms
+
+
+def test_a_norm_that_is_small_is_left_alone() -> None:
+    plain, clipped = (
+        TrainingSession(trainable(SGD(0.5), **options)) for options in ({}, {"clip_norm": 1e3})
+    )
+    for number in range(5):
+        plain.step(batch(number))
+        clipped.step(batch(number))
+    for name in ("w1", "b1", "w2"):
+        np.testing.assert_array_equal(clipped.state[name], plain.state[name])
+
+
+def test_the_norm_is_that_of_all_parameters_in_float64_too() -> None:
+    model, feeds = affine(dtype=np.float64), affine_batch(dtype=np.float64)
+    built = build_training_model(model, loss="MeanSquaredError", optimizer=SGD(1.0), clip_norm=1e-3)
+    session = TrainingSession(built)
+    before = dict(session.state)
+    session.step(feeds)
+    moved = [session.state[name] - before[name] for name in ("w", "b")]
+    norm = math.sqrt(sum(float(np.sum(m.astype(np.float64) ** 2)) for m in moved))
+    residual = feeds["x"] @ before["w"] + before["b"] - feeds["targets"]
+    gradient = 2 * feeds["x"].T @ residual / residual.size
+    total = math.hypot(
+        float(np.linalg.norm(gradient)), float(np.linalg.norm(2 * residual.sum(0) / residual.size))
+    )
+    assert norm == pytest.approx(1e-3 * total / (total + 1e-6), rel=1e-9)
+
+
+@pytest.mark.parametrize("options", [{"clip_norm": 0.1}, {"clip_value": 0.01}])
+def test_gradients_that_are_no_numbers_stay_so(options: dict[str, Any]) -> None:
+    session = TrainingSession(trainable(SGD(0.5), **options))
+    session.step(batch(0) | {"x": np.full((8, 6), np.nan, np.float32)})
+    assert np.isnan(session.state["w1"]).all()
+
+
+def half(seed: int = 2) -> onnx.ModelProto:
+    """A linear model of float16, y = x · w."""
+    rng = np.random.default_rng(seed)
+    with Tape(name="half") as tape:
+        x = tape.input("x", np.float16, ["batch", 4])
+        w = tape.initializer("w", rng.normal(size=(4, 2)).astype(np.float16))
+        tape.output(x @ w, "y")
+    return tape.model()
+
+
+def half_batch(seed: int) -> Arrays:
+    rng = np.random.default_rng(seed)
+    x = rng.integers(-4, 5, (8, 4)).astype(np.float16)
+    return {"x": x, "targets": rng.integers(-4, 5, (8, 2)).astype(np.float32)}
+
+
+@pytest.mark.parametrize("way", ["joined", "apart"])
+@pytest.mark.parametrize("options", [{"clip_norm": 0.5}, {"clip_value": 0.25}])
+def test_gradients_of_float16_are_clipped_unscaled(options: dict[str, Any], way: str) -> None:
+    built = build_training_model(
+        half(), loss="MeanSquaredError", optimizer=SGD(0.25), ema_decay=0.5, **options
+    )
+    session = TrainingSession(built, **WAYS[way])
+    session.state["loss_scale"] = np.float32(64)
+    master = session.state["w.master"].astype(np.float64)
+    average = master.copy()
+    for number in range(STEPS):
+        feeds = half_batch(number)
+        x = feeds["x"].astype(np.float64)
+        residual = x @ master.astype(np.float16).astype(np.float64) - feeds["targets"]
+        gradient = 2 * x.T @ residual / residual.size
+        if "clip_value" in options:
+            gradient = np.clip(gradient, -0.25, 0.25)
+        else:
+            gradient *= min(1.0, 0.5 / (np.linalg.norm(gradient) + 1e-6))
+        master = master - 0.25 * gradient
+        average = 0.5 * average + 0.5 * master
+        session.step(feeds)
+        # What float16 rounds is a residual, to 2^-11 of it.
+        np.testing.assert_allclose(session.state["w.master"], master, atol=2e-3)
+        np.testing.assert_allclose(session.state["w.ema"], average, atol=2e-3)
+        master = session.state["w.master"].astype(np.float64)
+        average = session.state["w.ema"].astype(np.float64)
+    assert session.state["w.ema"].dtype == np.float32
+
+
+def test_a_skipped_step_moves_no_average_and_no_schedule() -> None:
+    schedule = schedules.warmup_linear(0.1, steps=10, warmup=5)
+    built = build_training_model(
+        half(),
+        loss="MeanSquaredError",
+        optimizer=SGD(schedule),
+        ema_decay=0.5,
+        clip_norm=1.0,
+        clip_value=1.0,
+    )
+    session = TrainingSession(built)
+    for number in range(3):
+        session.step(half_batch(number))
+    before = dict(session.state)
+    found = session.step(half_batch(3) | {"x": np.full((8, 4), np.inf, np.float16)})
+    for name in ("w", "w.master", "w.ema", "step"):
+        np.testing.assert_array_equal(session.state[name], before[name], err_msg=name)
+    assert session.state["loss_scale"] == before["loss_scale"] / 2
+    again = session.step(half_batch(4))
+    assert found["scheduled_learning_rate"] == again["scheduled_learning_rate"]
+    assert not np.array_equal(session.state["w.ema"], before["w.ema"])
+
+
+def test_hundreds_of_parameters_of_float16_are_clipped() -> None:
+    # Each formula reads what depends on all gradients; a chain of sums would be too deep.
+    count = 600
+    with Tape(name="deep") as tape:
+        y = tape.input("x", np.float16, ["batch", 2])
+        for number in range(count):
+            y = y + tape.initializer(f"b{number}", np.zeros(2, np.float16))
+        tape.output(y, "y")
+    built = build_training_model(
+        tape.model(), loss="MeanSquaredError", optimizer=SGD(1.0), clip_norm=1.0
+    )
+    session = TrainingSession(built)
+    session.step({"x": np.ones((1, 2), np.float16), "targets": np.zeros((1, 2), np.float32)})
+    expected = -1 / math.sqrt(2 * count)  # all gradients are 1
+    np.testing.assert_allclose(session.state["b7.master"], [expected] * 2, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["clip_norm", "clip_value"])
+@pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, 1e-60, 1e60, True, "1"])
+def test_clipping_out_of_range_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ModelError) as refused:
+        trainable(**{name: value})
+    assert str(refused.value).endswith(f"{name} is {value!r}; a finite number > 0 is accepted")
+
+
+# ------------------------------------------------------------------------------------- averages
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("way", WAYS)
+def test_averages_are_torchs(way: str) -> None:
+    import torch
+
+    model = classifier()
+    twin = Torch(model)
+    module = torch.nn.ParameterDict(twin.parameters)
+    twin.parameters = {name: module[name] for name in ("w1", "b1", "w2")}
+    averaged = torch.optim.swa_utils.AveragedModel(
+        module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    averaged.update_parameters(module)  # the first call copies
+    optimizer = torch.optim.SGD(module.values(), lr=0.5)
+    session = TrainingSession(trainable(SGD(0.5), model, ema_decay=0.9), **WAYS[way])
+    for number in range(STEPS):
+        session.step(batch(number))
+        twin.step(batch(number), optimizer, no_clip)
+        averaged.update_parameters(module)
+    twin.assert_same(session.state)
+    for name in twin.parameters:
+        np.testing.assert_allclose(
+            session.state[f"{name}.ema"],
+            averaged.module[name].detach().numpy(),
+            rtol=1e-4,
+            atol=2e-6,
+        )
+        assert not np.allclose(session.state[f"{name}.ema"], session.state[name], rtol=1e-3)
+
+
+def test_an_average_of_what_stays_stays() -> None:
+    session = TrainingSession(trainable(SGD(0.0), ema_decay=0.9999))
+    before = session.state["w1"]
+    for number in range(50):
+        session.step(batch(number))
+    np.testing.assert_array_equal(session.state["w1.ema"], before)
+
+
+def test_averages_take_the_place_of_parameters() -> None:
+    built = build_training_model(
+        half(), loss="MeanSquaredError", optimizer=SGD(0.25), ema_decay=0.5
+    )
+    noted = training_metadata(built)
+    assert noted.averages == {"w": "w.ema"}
+    assert noted.averaging == "ema_decay=0.5"
+    session = TrainingSession(built)
+    session.step(half_batch(0))
+    state = dict(session.state)
+    found = noted.averaged(state)
+    assert found.keys() == state.keys()
+    np.testing.assert_array_equal(found["w"], state["w.ema"].astype(np.float16))
+    assert found["w"].dtype == np.float16
+    assert not np.array_equal(found["w"], state["w"])
+    np.testing.assert_array_equal(found["w.master"], state["w.master"])
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_the_inference_model_of_averages(original: bool) -> None:
+    model = classifier()
+    session = TrainingSession(trainable(Adam(0.1), model, ema_decay=0.5, trainable=["w1", "b1"]))
+    for number in range(3):
+        session.step(batch(number))
+    found = session.inference_model(model if original else None, ema=True)
+    weights = initializers(found.graph)
+    for name in ("w1", "b1"):
+        np.testing.assert_array_equal(weights[name], session.state[f"{name}.ema"])
+        assert not np.array_equal(weights[name], session.state[name])
+    assert weights.keys() == {"w1", "b1", "w2"}
+    np.testing.assert_array_equal(weights["w2"], initializers(model.graph)["w2"])
+    plain = initializers(session.inference_model(model if original else None).graph)
+    np.testing.assert_array_equal(plain["w1"], session.state["w1"])
+
+
+def test_an_inference_model_without_averages_is_refused() -> None:
+    session = TrainingSession(trainable())
+    with pytest.raises(ModelError, match=r"ema: the training keeps no averages of its parameters"):
+        session.inference_model(ema=True)
+
+
+def test_no_averages_are_said() -> None:
+    noted = training_metadata(trainable())
+    with pytest.raises(ModelError, match=r"keeps no averages .* build the model with ema_decay="):
+        noted.averaged({})
+    noted = training_metadata(trainable(ema_decay=0.5))
+    with pytest.raises(ModelError, match=r"its 'averages' has 'w1.ema' for 'w1'; variables of one"):
+        noted.averaged({"w1": np.zeros(3)})
+
+
+@pytest.mark.parametrize("value", [-0.1, 1, 1e300, math.nan, True, "0.9"])
+def test_a_decay_out_of_range_is_refused(value: Any) -> None:
+    with pytest.raises(ModelError) as refused:
+        trainable(ema_decay=value)
+    assert str(refused.value).endswith(f"ema_decay is {value!r}; a number in [0, 1) is accepted")
+
+
+def test_reset_starts_averages_anew() -> None:
+    session = TrainingSession(trainable(SGD(0.5), ema_decay=0.5))
+    before = dict(session.state)
+    session.step(batch(0))
+    session.reset()
+    for name, array in before.items():
+        np.testing.assert_array_equal(session.state[name], array, err_msg=name)
+
+
+# --------------------------------------------------------------------------------------- groups
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("way", WAYS)
+def test_groups_are_torchs(way: str) -> None:
+    import torch
+
+    model = classifier()
+    twin = Torch(model)
+    w1, b1, w2 = (twin.parameters[name] for name in ("w1", "b1", "w2"))
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [w1]},
+            {"params": [b1], "weight_decay": 0.0},
+            {"params": [w2], "lr": 0.05, "betas": (0.8, 0.999)},
+        ],
+        lr=0.01,
+        weight_decay=0.1,
+        eps=1e-3,
+    )
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=2 * STEPS)
+    ours = AdamW(
+        schedules.cosine(0.01, steps=2 * STEPS),
+        epsilon=1e-3,
+        weight_decay=0.1,
+        epsilon_after_correction=True,
+    )
+    groups = {"b*": {"weight_decay": 0.0}, "w2": {"learning_rate": 0.05, "alpha": 0.8}}
+    session = TrainingSession(trainable(ours, model, groups=groups), **WAYS[way])
+    for number in range(STEPS):
+        session.step(batch(number))
+        twin.step(batch(number), optimizer, no_clip)
+        scheduler.step()
+    twin.assert_same(session.state)
+
+
+def moved(groups: Any, optimizer: Any, rate: float | None = None) -> dict[str, float]:
+    """Returns by how much each parameter moves, relative to its gradient."""
+    plain = TrainingSession(trainable(SGD(1.0)))
+    session = TrainingSession(trainable(optimizer, groups=groups))
+    if rate is not None:
+        session.learning_rate = rate
+    before = dict(session.state)
+    plain.step(batch(0))
+    session.step(batch(0))
+    return {
+        name: float(
+            np.linalg.norm(session.state[name].astype(np.float64) - before[name])
+            / np.linalg.norm(plain.state[name].astype(np.float64) - before[name])
+        )
+        for name in ("w1", "b1", "w2")
+    }
+
+
+def test_a_learning_rate_is_a_ratio() -> None:
+    groups = {"w*": {"learning_rate": 0.3}, "w2": {"learning_rate": 0}}
+    expected = pytest.approx({"w1": 0.3, "b1": 0.1, "w2": 0.0}, rel=1e-4)
+    assert moved(groups, SGD(0.1)) == expected
+    halved = pytest.approx({"w1": 0.15, "b1": 0.05, "w2": 0.0}, rel=1e-4)
+    assert moved(groups, SGD(0.1), rate=0.05) == halved
+    quarter = schedules.Schedule(0.1, lambda n: 0.5)
+    assert moved(groups, SGD(quarter)) == halved
+
+
+def test_the_last_match_wins_setting_by_setting() -> None:
+    noted = training_metadata(
+        trainable(
+            AdamW(1e-3),
+            groups={
+                "*": {"weight_decay": 0.5, "epsilon": 1e-6},
+                "w*": {"weight_decay": 0.25},
+                "w2": {"learning_rate": 0.25},
+                "b1": {"weight_decay": 0.01, "epsilon": 1e-8},
+            },
+        )
+    )
+    assert noted.groups == {
+        "w1": "epsilon=1e-06, weight_decay=0.25",
+        "b1": "",
+        "w2": "learning_rate=0.25, epsilon=1e-06, weight_decay=0.25",
+    }
+
+
+def test_groups_go_by_scopes_too() -> None:
+    model = lenet(channels=(4, 4), hidden=8, seed=1)
+    scope = model.graph.node[0].name
+    noted = training_metadata(trainable(AdamW(), model, groups={scope: {"weight_decay": 0.0}}))
+    read = set(model.graph.node[0].input) & set(initializers(model.graph))
+    assert noted.groups.keys() == read
+
+
+def test_a_rule_of_ones_own_has_groups() -> None:
+    def scaled(r: Any, t: Any, x: Any, g: Any, *, factor: float = 1.0) -> Any:
+        return x - (r * factor).astype(x.dtype) * g
+
+    groups = {"w1": {"factor": 2.0}, "b1": {"learning_rate": 0.4, "factor": 0.5}}
+    found = moved(groups, Custom(scaled, learning_rate=0.1))
+    assert found == pytest.approx({"w1": 0.2, "b1": 0.2, "w2": 0.1}, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({"v*": {"weight_decay": 0.0}}, "groups: 'v*' means nothing that is trained; known names"),
+        (
+            {"w1": {"weigth_decay": 0.0}},
+            "groups: 'w1' sets 'weigth_decay', which AdamW does not have; did you mean 'weight_de",
+        ),
+        ({"w1": {"weight_decay": -1}}, "groups: optimizer AdamW: weight_decay is -1.0; a number"),
+        (
+            {"w1": {"learning_rate": -1}},
+            "groups: 'w1' has the learning rate -1; a number >= 0 is accepted, which the optim",
+        ),
+        (
+            {"w1": {"learning_rate": schedules.constant(0.1)}},
+            "; a number >= 0 is accepted, which the optimizer's schedule multiplies too",
+        ),
+        ({"w1": 0.1}, "groups: 'w1' has 0.1; a dict of settings of the optimizer is accepted"),
+        ({3: {}}, "groups: 3 is no string; names and patterns are accepted"),
+        ("w1", "groups is 'w1'; a dict of settings for each name or pattern is accepted"),
+        (["w1"], "groups is ['w1']; a dict of settings for each name or pattern is accepted"),
+    ],
+)
+def test_bad_groups_are_refused(groups: Any, message: str) -> None:
+    with pytest.raises(ModelError) as refused:
+        trainable("AdamW", groups=groups)
+    assert message in str(refused.value)
+
+
+def test_a_ratio_to_nothing_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"that of SGD is 0\.0; it is kept as a ratio to that, so"):
+        trainable(SGD(0.0), groups={"w1": {"learning_rate": 0.1}})
+
+
+def test_what_is_not_trained_is_in_no_group() -> None:
+    with pytest.raises(ModelError, match=r"groups: 'b1' means nothing that is trained"):
+        trainable("AdamW", trainable=["w1"], groups={"b1": {"weight_decay": 0.0}})
+
+
+# --------------------------------------------------------------------- how updates are executed
+
+
+def groups_of(model: onnx.ModelProto) -> tuple[Sequence[Group], dict[str, str]]:
+    step = flatten(*detach(model))
+    graph = step.model.graph
+    remove_defaults(graph, step.variables)
+    lower_optimizers(graph, Names(graph), lambda node: True)
+    return split(graph, step.updates, step.feeds, step.outputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({}, [3]),
+        ({"clip_norm": 1.0}, [3]),
+        ({"clip_value": 1.0}, [3]),
+        ({"clip_norm": 1.0, "clip_value": 1.0, "ema_decay": 0.9}, [3]),
+        ({"groups": {"b1": {"learning_rate": 0.1}}}, [1, 2]),
+        ({"groups": {"b1": {"beta": 0.9}, "w2": {"beta": 0.9}}, "clip_norm": 1.0}, [1, 2]),
+    ],
+)
+@pytest.mark.parametrize("rate", [1e-3, schedules.cosine(1e-3, steps=9)])
+def test_updates_pack(rate: Any, options: dict[str, Any], sizes: list[int]) -> None:
+    groups, left = groups_of(trainable(Adam(rate), **options))
+    assert sorted(len(group.shapes) for group in groups) == sizes
+    assert set(left) == {"step"}
+    for group in groups:  # whatever is a scalar is computed once, outside
+        assert len(group.scalars) <= 2
+        assert "Cos" not in [node.op_type for node in group.formula]
+        updated = [role.updated for role in group.roles].count(True)
+        assert updated == (4 if "ema_decay" in options else 3)
+
+
+def test_clipping_in_a_convolutional_net_is_that_of_the_plain_graph() -> None:
+    """With the passes that make graphs of known sizes fast, and without them."""
+    rng = np.random.default_rng(0)
+    built = trainable(
+        Momentum(0.05), lenet(channels=(8, 16), hidden=32, seed=1), clip_norm=0.1, clip_value=0.01
+    )
+    fast, plain = TrainingSession(built), TrainingSession(built, settings=Settings(passes=[]))
+    for _ in range(5):
+        feeds = {
+            "images": rng.normal(size=(16, 1, 8, 8)).astype(np.float32),
+            "labels": rng.integers(0, 10, 16),
+        }
+        np.testing.assert_allclose(fast.step(feeds)["loss"], plain.step(feeds)["loss"], rtol=1e-5)
+    for name in initializers(built.graph):
+        np.testing.assert_allclose(fast.state[name], plain.state[name], rtol=1e-4, atol=1e-5)
+
+
+# -------------------------------------------------------------------------------- what is told
+
+
+def test_check_tells_schedule_clipping_averages_and_groups() -> None:
+    options: dict[str, Any] = {
+        "optimizer": AdamW(schedules.constant(0.1, warmup=3)),
+        "clip_norm": 1.0,
+        "clip_value": 0.5,
+        "ema_decay": 0.99,
+        "groups": {"b1": {"weight_decay": 0.0}},
+    }
+    report = check(classifier(), loss="SoftmaxCrossEntropy", **options)
+    for line in (
+        "  b1  FLOAT[8]  weight_decay=0.0",
+        "learning rate: constant(warmup=3)",
+        "gradients are clipped: clip_value=0.5, clip_norm=1.0",
+        "parameters are averaged: ema_decay=0.99",
+        "nothing stands in the way of training",
+    ):
+        assert line in str(report).splitlines()
+    built = build_training_model(classifier(), loss="SoftmaxCrossEntropy", **options)
+    again = check(built)  # a file says what it has
+    told = ("schedule", "clipping", "averaging", "groups")
+    assert [getattr(again, name) for name in told] == [getattr(report, name) for name in told]
+    assert again.as_dict()["clipping"] == "clip_value=0.5, clip_norm=1.0"
+    plain = str(check(classifier()))
+    assert not any(word in plain for word in ("clipped", "averaged", "learning rate"))
+
+
+def test_check_tells_what_is_refused() -> None:
+    report = check(classifier(), clip_norm=-1)
+    assert report.problems == ["clip_norm is -1; a finite number > 0 is accepted"]
+
+
+def test_the_file_runs_as_before_and_lowers() -> None:
+    built = trainable("AdamW", clip_norm=1.0, clip_value=0.5, ema_decay=0.9)
+    feeds = {"x": batch(0)["x"]}
+    expected = onnxruntime.InferenceSession(classifier().SerializeToString()).run(None, feeds)
+    found = onnxruntime.InferenceSession(built.SerializeToString()).run(None, feeds)
+    np.testing.assert_array_equal(found[0], expected[0])
+    lowered = ortops.lower(ortops.step_graph(built))
+    assert not {node.domain for node in lowered.graph.node} - {""}
+    onnx.checker.check_model(lowered, full_check=True)

@@ -1,0 +1,345 @@
+"""Learning-rate schedules: as formulas, in the graph, and wherever the file is driven from."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from training_models import assert_same_arrays, classifier, labelled
+
+import ortops
+from ortops import ModelError, TrainingSession, build_training_model, schedules
+from ortops.execution.settings import Settings
+from ortops.optimizers import SGD, Adam, Momentum
+from ortops.schedules import Schedule
+from ortops.training.step_graph import training_metadata
+
+STEPS = 24
+
+EACH = {
+    "constant": schedules.constant(0.5),
+    "constant, warmup": schedules.constant(0.5, warmup=5),
+    "step": schedules.step(0.5, every=5, factor=0.3, warmup=3),
+    "exponential": schedules.exponential(0.5, factor=0.7, every=3),
+    "polynomial": schedules.polynomial(0.5, steps=20, power=1.5, end=0.1, warmup=2),
+    "cosine": schedules.cosine(0.5, steps=20, end=0.05),
+    "restarts": schedules.cosine(0.5, steps=22, restarts=2, warmup=4),
+    "one_cycle": schedules.one_cycle(0.5, steps=20),
+    "warmup_cosine": schedules.warmup_cosine(0.5, steps=20, warmup=6),
+    "warmup_linear": schedules.warmup_linear(0.5, steps=20, warmup=6),
+}
+
+
+def trainable(optimizer: Any, **options: Any) -> onnx.ModelProto:
+    return build_training_model(
+        classifier(), loss="SoftmaxCrossEntropy", optimizer=optimizer, **options
+    )
+
+
+def batch(seed: int) -> dict[str, Any]:
+    return labelled((6,), seed=seed)
+
+
+# ------------------------------------------------------------------------------------- formulas
+
+
+def from_zero(n: int, warmup: int, rest: Callable[[int], float]) -> float:
+    """A warm-up as Hugging Face's transformers write it."""
+    return n / warmup if n < warmup else rest(n - warmup)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "factor"),
+    [
+        (EACH["constant"], lambda n: 1.0),
+        (EACH["constant, warmup"], lambda n: from_zero(n, 5, lambda k: 1.0)),
+        (EACH["step"], lambda n: from_zero(n, 3, lambda k: 0.3 ** (k // 5))),
+        (EACH["exponential"], lambda n: 0.7 ** (n / 3)),
+        (
+            EACH["polynomial"],
+            lambda n: from_zero(n, 2, lambda k: 0.1 + 0.9 * max(0.0, 1 - k / 18) ** 1.5),
+        ),
+        (
+            EACH["restarts"],
+            lambda n: from_zero(
+                n, 4, lambda k: 0.0 if k >= 18 else (1 + math.cos(math.pi * (k % 6) / 6)) / 2
+            ),
+        ),
+        (
+            EACH["warmup_cosine"],
+            lambda n: from_zero(n, 6, lambda k: (1 + math.cos(math.pi * min(1.0, k / 14))) / 2),
+        ),
+        (EACH["warmup_linear"], lambda n: from_zero(n, 6, lambda k: max(0.0, 1 - k / 14))),
+    ],
+    ids=lambda value: value.description if isinstance(value, Schedule) else "",
+)
+def test_formulas(schedule: Schedule, factor: Callable[[int], float]) -> None:
+    expected = [0.5 * factor(n) for n in range(STEPS)]
+    np.testing.assert_allclose(schedule(np.arange(STEPS)), expected, rtol=1e-14, atol=1e-16)
+    np.testing.assert_allclose(
+        [schedule(n) for n in range(STEPS)], expected, rtol=1e-14, atol=1e-16
+    )
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("schedule", "name", "settings"),
+    [
+        (schedules.step(0.5, every=5, factor=0.3), "StepLR", {"step_size": 5, "gamma": 0.3}),
+        (schedules.exponential(0.5, factor=0.9), "ExponentialLR", {"gamma": 0.9}),
+        (
+            schedules.polynomial(0.5, steps=20, power=2),
+            "PolynomialLR",
+            {"total_iters": 20, "power": 2},
+        ),
+        (schedules.cosine(0.5, steps=24), "CosineAnnealingLR", {"T_max": 24}),
+        (
+            schedules.cosine(0.5, steps=24, end=0.2),
+            "CosineAnnealingLR",
+            {"T_max": 24, "eta_min": 0.1},
+        ),
+        (
+            schedules.cosine(0.5, steps=28, restarts=3),
+            "CosineAnnealingWarmRestarts",
+            {"T_0": 7},
+        ),
+        (schedules.one_cycle(0.5, steps=24), "OneCycleLR", {"max_lr": 0.5, "total_steps": 24}),
+        (
+            schedules.one_cycle(0.5, steps=24, rise=0.5, start=0.1, end=0.01),
+            "OneCycleLR",
+            {
+                "max_lr": 0.5,
+                "total_steps": 24,
+                "pct_start": 0.5,
+                "div_factor": 10,
+                "final_div_factor": 10,
+            },
+        ),
+    ],
+    ids=lambda value: value.description if isinstance(value, Schedule) else "",
+)
+def test_formulas_are_torchs(schedule: Schedule, name: str, settings: dict[str, Any]) -> None:
+    import torch
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    scheduler = getattr(torch.optim.lr_scheduler, name)(optimizer, **settings)
+    expected = []
+    for _ in range(STEPS):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if len(expected) < STEPS:
+            scheduler.step()
+    np.testing.assert_allclose(schedule(np.arange(STEPS)), expected, rtol=1e-10, atol=1e-15)
+
+
+def test_a_description_says_how_to_write_it() -> None:
+    assert EACH["warmup_cosine"].description == "warmup_cosine(steps=20, end=0.0, warmup=6)"
+    assert EACH["step"].description == "step(every=5, factor=0.3, warmup=3)"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: schedules.constant(-1), "constant(): peak is -1; a finite number >= 0"),
+        (lambda: schedules.constant(math.nan), "peak is nan; a finite number >= 0 is accepted"),
+        (lambda: schedules.constant(1e300), "peak is 1e+300; a finite number >= 0 is accepted"),
+        (lambda: schedules.constant(True), "peak is True; a finite number >= 0 is accepted"),
+        (lambda: schedules.constant(1, warmup=-1), "constant: warmup is -1; an integer >= 0"),
+        (lambda: schedules.constant(1, warmup=1.5), "constant: warmup is 1.5; an integer >= 0"),
+        (lambda: schedules.step(1, every=0), "schedule step: every is 0; an integer > 0"),
+        (lambda: schedules.step(1, every=2, factor=0), "step: factor is 0; a number in (0, 1]"),
+        (lambda: schedules.exponential(1, factor=2), "exponential: factor is 2; a number in (0,"),
+        (lambda: schedules.polynomial(1, steps=5, power=0), "polynomial: power is 0; a finite"),
+        (lambda: schedules.polynomial(1, steps=5, end=-0.1), "polynomial: end is -0.1; a number"),
+        (lambda: schedules.cosine(1, steps=5.0), "cosine: steps is 5.0; an integer > 0"),
+        (lambda: schedules.cosine(1, steps=5, restarts="x"), "cosine: restarts is 'x'; an integ"),
+        (
+            lambda: schedules.warmup_cosine(1, steps=10, warmup=10),
+            "schedule warmup_cosine: warmup is 10, of 10 steps; fewer than all are accepted",
+        ),
+        (
+            lambda: schedules.one_cycle(1, steps=3, rise=0.3),
+            "schedule one_cycle: rise is 0.3, 0.9 of 3 steps; more than one step and fewer than",
+        ),
+        (lambda: schedules.one_cycle(1, steps=9, rise=1), "rise is 1, 9 of 9 steps"),
+        (
+            lambda: Schedule(1.0, 3),  # type: ignore[arg-type]
+            "schedule: factor is 3; a function of the number of finished steps is accepted",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ModelError) as refused:
+        make()
+    assert message in str(refused.value)
+
+
+def test_schedules_need_numpy_alone() -> None:
+    code = (
+        "import sys, ortops.schedules; print({'onnx', 'onnxruntime', 'onnx_ir'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+# ------------------------------------------------------------------------------------- in steps
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("name", EACH)
+def test_steps_follow_the_formula(name: str, joined: bool) -> None:
+    settings = Settings() if joined else Settings(joined=0)
+    session = TrainingSession(trainable(SGD(EACH[name])), settings=settings)
+    rates = []
+    for number in range(STEPS):
+        before = session.state["b1"]
+        found = session.step(batch(number))
+        rates.append(found["scheduled_learning_rate"])
+        moved = not np.array_equal(session.state["b1"], before)
+        assert moved == (rates[-1] > 0)
+    assert {rate.dtype for rate in rates} == {np.dtype(np.float32)}
+    np.testing.assert_allclose(rates, EACH[name](np.arange(STEPS)), rtol=2e-7, atol=1e-12)
+    assert session.learning_rate == 0.5  # the peak
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_training_follows_torchs_schedule(joined: bool) -> None:
+    import torch
+
+    model = trainable(Momentum(schedules.one_cycle(0.2, steps=STEPS), alpha=0.9))
+    session = TrainingSession(model, settings=Settings() if joined else Settings(joined=0))
+    names = ("w1", "b1", "w2")
+    w1, b1, w2 = parameters = [torch.tensor(session.state[n], requires_grad=True) for n in names]
+    optimizer = torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=0.2, total_steps=STEPS, cycle_momentum=False
+    )
+    for number in range(STEPS):
+        feeds = batch(number)
+        found = session.step(feeds)["loss"]
+        logits = torch.tanh(torch.from_numpy(feeds["x"]) @ w1 + b1) @ w2
+        loss = torch.nn.functional.cross_entropy(logits, torch.from_numpy(feeds["labels"]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if number + 1 < STEPS:
+            scheduler.step()
+        np.testing.assert_allclose(found, loss.item(), rtol=1e-5)
+    for name, parameter in zip(names, parameters, strict=True):
+        np.testing.assert_allclose(
+            session.state[name], parameter.detach().numpy(), rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("name", ["step", "restarts", "one_cycle"])
+def test_a_resumed_training_goes_on_in_the_midst_of_a_schedule(name: str) -> None:
+    whole = TrainingSession(trainable(Adam(EACH[name]), ema_decay=0.9, clip_norm=0.5))
+    for number in range(STEPS):
+        whole.step(batch(number))
+    broken = TrainingSession(trainable(Adam(EACH[name]), ema_decay=0.9, clip_norm=0.5))
+    for number in range(STEPS):
+        if number in (7, 13):
+            broken = TrainingSession(broken.model().SerializeToString())
+        broken.step(batch(number))
+    assert_same_arrays(dict(broken.state), dict(whole.state))
+
+
+def test_several_steps_in_a_run_follow_it_too() -> None:
+    one, several = (TrainingSession(trainable(SGD(EACH["warmup_cosine"]))) for _ in range(2))
+    losses = [float(one.step(batch(number))["loss"]) for number in range(STEPS)]
+    found = several.run_steps(batch(number) for number in range(STEPS))
+    np.testing.assert_allclose(found, losses, rtol=1e-6)
+    for name in ("w1", "b1", "w2"):
+        np.testing.assert_allclose(several.state[name], one.state[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+@pytest.mark.parametrize("optimizer", [SGD, Adam])
+def test_a_step_graph_in_a_plain_session_follows_it(optimizer: Any, lowered: bool) -> None:
+    schedule = EACH["restarts"]
+    options: dict[str, Any] = {
+        "clip_norm": 0.5,
+        "ema_decay": 0.8,
+        "groups": {"b1": {"learning_rate": 0.05}},
+    }
+    model = trainable(optimizer(schedule), **options)
+    graph = ortops.step_graph(model)
+    graph = ortops.lower(graph) if lowered else graph
+    updates = json.loads(next(e.value for e in graph.metadata_props if "step_graph" in e.key))
+    quiet = onnxruntime.SessionOptions()
+    quiet.log_severity_level = 3
+    plain = onnxruntime.InferenceSession(graph.SerializeToString(), quiet)
+    ours = TrainingSession(model)
+    state: dict[str, Any] = {}
+    for number in range(12):
+        found = dict(
+            zip(
+                [value.name for value in plain.get_outputs()],
+                plain.run(None, {**batch(number), **state}),
+                strict=True,
+            )
+        )
+        state = {name: found[output] for name, output in updates.items()}
+        ours.step(batch(number))
+        np.testing.assert_allclose(
+            found["scheduled_learning_rate"], schedule(number), rtol=2e-7, atol=1e-12
+        )
+    for name, array in state.items():
+        np.testing.assert_allclose(array, ours.state[name], rtol=2e-5, atol=2e-6, err_msg=name)
+
+
+def test_to_set_the_learning_rate_rescales() -> None:
+    session = TrainingSession(trainable(SGD(EACH["cosine"])))
+    for number in range(5):
+        session.step(batch(number))
+    session.learning_rate = 0.25
+    rates = [session.step(batch(n))["scheduled_learning_rate"] for n in range(5, STEPS)]
+    np.testing.assert_allclose(rates, EACH["cosine"](np.arange(5, STEPS)) / 2, rtol=2e-7)
+
+
+def test_a_schedule_of_ones_own() -> None:
+    def inverse_root(n: Any) -> Any:
+        xp = n.__array_namespace__()
+        return 1.0 / xp.sqrt(n + 1.0)
+
+    session = TrainingSession(trainable(SGD(Schedule(0.1, inverse_root))))
+    rates = [session.step(batch(n))["scheduled_learning_rate"] for n in range(9)]
+    np.testing.assert_allclose(rates, 0.1 / np.sqrt(np.arange(1, 10)), rtol=2e-7)
+    flat = TrainingSession(trainable(SGD(Schedule(0.1, lambda n: 0.5))))
+    assert flat.step(batch(0))["scheduled_learning_rate"] == np.float32(0.05)
+
+
+@pytest.mark.parametrize("wrong", [lambda n: "fast", lambda n: n > 3, lambda n: n.reshape([1])])
+def test_a_schedule_that_gives_no_number_is_refused(wrong: Any) -> None:
+    wrong.__name__ = "wrong"
+    with pytest.raises(
+        ModelError, match=r"schedule wrong: its factor is .*; a floating-point scal"
+    ):
+        trainable(SGD(Schedule(0.1, wrong)))
+
+
+def test_the_file_says_what_the_schedule_is() -> None:
+    noted = training_metadata(trainable(SGD(EACH["cosine"])))
+    assert noted.schedule == "cosine(steps=20, restarts=0, end=0.05)"
+    assert noted.scheduled_learning_rate == "scheduled_learning_rate"
+    assert training_metadata(trainable(SGD(0.1))).schedule == ""
+
+
+def test_a_second_schedule_is_refused() -> None:
+    noted = training_metadata(trainable(SGD(EACH["cosine"])))
+    with pytest.raises(ortops.OrtopsError) as refused:
+        noted.refuse_second_schedule()
+    assert str(refused.value) == (
+        "schedule: the model's steps follow one, cosine(steps=20, restarts=0, end=0.05); set "
+        "session.learning_rate to rescale that, or build the model with a number as learning rate"
+    )
+    training_metadata(trainable(SGD(0.1))).refuse_second_schedule()
