@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime
@@ -22,7 +24,7 @@ from ortops.graph.edit import remove_defaults
 from ortops.graph.external import detach
 from ortops.graph.tensor import Names, Tape
 from ortops.lowering import lower_optimizers
-from ortops.optimizers import SGD, Adam, AdamW, Custom, Momentum
+from ortops.optimizers import SGD, Adam, AdamW, Custom, Momentum, Optimizer
 from ortops.training.step_graph import flatten, training_metadata
 
 STEPS = 20
@@ -340,6 +342,30 @@ def test_a_decay_out_of_range_is_refused(value: Any) -> None:
     assert str(refused.value).endswith(f"ema_decay is {value!r}; a number in [0, 1) is accepted")
 
 
+def test_bfloat16_has_averages_in_float32() -> None:
+    dtype = ml_dtypes.bfloat16
+    with Tape(name="narrow") as tape:
+        x = tape.input("x", dtype, ["batch", 4])
+        tape.output(x @ tape.initializer("w", np.ones((4, 2), dtype)), "y")
+    built = build_training_model(
+        tape.model(),
+        loss="MeanSquaredError",
+        optimizer=SGD(schedules.constant(0.25, warmup=2)),
+        ema_decay=0.5,
+        clip_norm=1.0,
+    )
+    session = TrainingSession(built)
+    average = np.ones((4, 2))
+    for number in range(4):
+        feeds = half_batch(number)
+        session.step(feeds | {"x": feeds["x"].astype(dtype)})
+        average = (average + session.state["w.master"]) / 2
+    np.testing.assert_allclose(session.state["w.ema"], average, rtol=1e-6)
+    assert session.state["w.ema"].dtype == np.float32
+    averaged = session.noted.averaged(dict(session.state))["w"]
+    np.testing.assert_array_equal(averaged, session.state["w.ema"].astype(dtype))
+
+
 def test_reset_starts_averages_anew() -> None:
     session = TrainingSession(trainable(SGD(0.5), ema_decay=0.5))
     before = dict(session.state)
@@ -482,6 +508,23 @@ def test_bad_groups_are_refused(groups: Any, message: str) -> None:
 def test_a_ratio_to_nothing_is_refused() -> None:
     with pytest.raises(ModelError, match=r"that of SGD is 0\.0; it is kept as a ratio to that, so"):
         trainable(SGD(0.0), groups={"w1": {"learning_rate": 0.1}})
+
+
+def test_an_optimizer_for_some_shapes_keeps_its_ratio() -> None:
+    @dataclass(frozen=True)
+    class Mixed(SGD):
+        def of(self, shape: Sequence[int]) -> Optimizer:
+            return self if len(shape) == 2 else Adam(0.2)
+
+    found = moved(None, Mixed(0.1), rate=0.05)
+    assert (found["w1"], found["w2"]) == pytest.approx((0.05, 0.05), rel=1e-4)
+    session = TrainingSession(trainable(Mixed(0.1)))
+    assert {"b1.V", "b1.H"} <= set(session.state)
+    assert "w1.V" not in session.state
+    session.step(batch(0))  # the first step of Adam is of the length of the rate
+    np.testing.assert_allclose(np.abs(session.state["b1"]), 0.2, rtol=1e-4)
+    with pytest.raises(ModelError, match=r"Mixed: its learning rate is 0\.0, .* give one > 0"):
+        trainable(Mixed(0.0))
 
 
 def test_what_is_not_trained_is_in_no_group() -> None:

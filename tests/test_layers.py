@@ -46,12 +46,12 @@ WITHIN = {
     ),
     "execution": (
         *("step", "settings", "onnxruntime_sessions", "sizes", "split", "packed", "repetition"),
-        *("update", "template", "binding", "variant", "execution"),
+        *("update", "cut", "template", "binding", "variant", "forms", "halves", "execution"),
     ),
     "training": (
-        *("progress", "data", "modes", "parameters", "preparation", "algorithm"),
+        *("progress", "data", "modes", "parameters", "preparation", "reach", "algorithm"),
         *("groups", "clipping", "updates", "builder", "bfloat16", "step_graph", "feeds"),
-        *("initialization", "state", "evaluation", "fitting", "results", "session"),
+        *("initialization", "state", "evaluation", "gradients", "fitting", "results", "session"),
     ),
 }
 """The files of a room, of which each imports from those before it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy.typing as npt
@@ -28,6 +28,7 @@ class Binding:
         shown: The outputs that a caller may want.
         copies: Arrays that are written, and others that get the same values.
         updates: The packed updates.
+        anew: Inputs for which a run may be given other arrays.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Binding:
         shown: Sequence[str],
         copies: Sequence[tuple[Array, Array]],
         updates: Sequence[Callable[[Mapping[str, Array]], None]],
+        anew: Collection[str] = (),
     ) -> None:
         self._session = session
         self._read = read
@@ -47,6 +49,7 @@ class Binding:
         self._updates = updates
         inputs = [] if session is None else session.get_inputs()
         self._feeds = {value.name for value in inputs} - read.keys()
+        self._anew = read.keys() & set(anew)
         self._bindings: dict[tuple[str, ...], onnxruntime.IOBinding] = {}
 
     @property
@@ -55,9 +58,18 @@ class Binding:
         return bool(self._updates)
 
     def differentiate(
-        self, feeds: Mapping[str, Array], wanted: Sequence[str] | None
+        self,
+        feeds: Mapping[str, Array],
+        wanted: Sequence[str] | None,
+        into: Mapping[str, Array] | None = None,
     ) -> dict[str, Array]:
-        """Runs the graph of gradients, and returns the outputs that are wanted."""
+        """Runs the graph of gradients.
+
+        Args:
+            feeds: What is fed, and arrays in the place of variables.
+            wanted: The outputs to return; all by default.
+            into: Further outputs, the same in each run, and the arrays that they are written to.
+        """
         if self._session is None:
             return {}
         names = tuple(n for n in self._shown if wanted is None or n in wanted)
@@ -66,7 +78,15 @@ class Binding:
         if binding is None:
             binding = self._bindings[fetched] = self._bind(self._session)
         for name in self._feeds:
-            binding.bind_cpu_input(name, feeds[name])
+            if feeds[name].dtype.kind == "V":  # bfloat16
+                binding.bind_ortvalue_input(name, ort_value(feeds[name]))
+            else:
+                binding.bind_cpu_input(name, feeds[name])
+        for name in self._anew:
+            binding.bind_ortvalue_input(name, ort_value(feeds.get(name, self._read[name])))
+        into = into or {}
+        for name, array in into.items():
+            binding.bind_ortvalue_output(name, ort_value(array))
         for name in fetched:  # anew: onnxruntime would write into the last step's
             binding.bind_output(name)
         with errors_as_ours():
@@ -76,7 +96,7 @@ class Binding:
         shown = {name: self._written[name].copy() for name in names if name in self._written}
         if fetched:
             found = binding.get_outputs_as_ortvaluevector()
-            first = len(self._written)
+            first = len(self._written) + len(into)
             shown |= {n: _copied(found[first + i].numpy()) for i, n in enumerate(fetched)}
         return shown
 

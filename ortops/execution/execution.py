@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,8 +21,10 @@ import numpy.typing as npt
 import onnxruntime
 
 from ortops.autodiff.registry import Rules
-from ortops.errors import OrtopsError
+from ortops.errors import OrtopsError, UnsupportedError
 from ortops.execution.binding import Binding
+from ortops.execution.forms import Form, Forms
+from ortops.execution.halves import Differentiated, Halves, Layout
 from ortops.execution.onnxruntime_sessions import Sessions
 from ortops.execution.packed import Variable
 from ortops.execution.settings import Settings
@@ -37,7 +38,6 @@ from ortops.uninterrupted import Whole, run_uninterrupted
 __all__ = ["Execution"]
 
 Array: TypeAlias = npt.NDArray[Any]
-Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Execution:
@@ -78,6 +78,7 @@ class Execution:
         self._whole = Whole()
         self._failed = ""
         self._process = os.getpid()
+        self._halves: Halves | None = None
         self.variables: dict[str, Variable] = {}
         self._updated_by: dict[str, int] = {}
         if checkpoint is not None:
@@ -110,12 +111,10 @@ class Execution:
                 second = first.copy() if name in self._updated_by else first
                 self.variables[name] = Variable((first, second))
         self.assign(values)
-        self._made: dict[Shapes, _Made] = {}
         self._most_special = settings.shapes
-        self._special = 0
-        self._gain = any(template.gains for template in self._templates)
-        if not self._gain:
-            self._made_for(())
+        self._forms = Forms(self._templates, self._sessions, settings.shapes, self._bind)
+        if not self._forms.gain:
+            self._forms.of({})
 
     @property
     def steps_made(self) -> int:
@@ -182,10 +181,15 @@ class Execution:
         """
         self.check_process()
         self._check_variables()
+        return self._run(self._forms.of(_shapes(feeds)), feeds, wanted)
+
+    def _run(
+        self, form: Form, feeds: Mapping[str, Array], wanted: Sequence[str] | None
+    ) -> dict[str, Array]:
+        """Changes the variables as a step does."""
         turn, made = self._position
         shown: dict[str, Array] = {}
-        shapes = tuple((name, array.shape) for name, array in feeds.items()) if self._gain else ()
-        *before, last = (turns[turn] for turns in self._made_for(shapes).bindings)
+        *before, last = (turns[turn] for turns in form.bindings)
         for part in before:
             shown |= part.differentiate(feeds, wanted)
             if part.has_updates:
@@ -210,36 +214,92 @@ class Execution:
             self._position = (1 - turn, made + 1)
         return shown
 
-    def _made_for(self, shapes: Shapes) -> _Made:
-        """Returns what runs batches of these shapes: made for them, where that gains something.
+    def halves(self) -> Halves:
+        """Returns the step cut in two behind its gradients, made when it is first asked for.
 
-        Only the first few shapes get graphs of their own, as many as a data set of equal samples
-        has: that of a batch and that of the last one.
+        Raises:
+            UnsupportedError: If a step has several parts, no gradients, or several of a parameter.
         """
-        if shapes not in self._made:
-            sizes = dict(shapes)
-            if self._special < self._most_special and any(
-                template.gains_at(sizes) for template in self._templates
-            ):
-                # Not to be cut in two: other libraries wrap what a handler raises in them.
-                self._made[shapes] = run_uninterrupted(functools.partial(self._make, sizes))
-                self._special += 1
-            else:
-                self._made[shapes] = self._general
-        return self._made[shapes]
+        # Not to be cut in two: other libraries wrap what a handler raises in them.
+        if self._halves is None:
+            self._halves = run_uninterrupted(self._cut)
+        return self._halves
 
-    @functools.cached_property
-    def _general(self) -> _Made:
-        """What runs batches of any shapes."""
-        return run_uninterrupted(functools.partial(self._make, None))
+    def _cut(self) -> Halves:
+        if len(self._templates) != 1:
+            raise UnsupportedError(
+                f"gradients: a step runs {len(self._templates)} training_info entries, of which "
+                "later ones see what earlier ones did; choose one with TrainingSession(…, entry=)"
+            )
+        (template,) = self._templates
+        gradients, apply, names = template.cut()
+        anew = [*names.carried, template.step.seed]
+        return Halves(
+            names,
+            Layout({name: self.variables[name].buffers[0] for name in names.given}),
+            Forms(
+                [gradients],
+                self._sessions,
+                self._most_special,
+                functools.partial(self._bind, anew=anew),
+            ),
+            Forms([apply], self._sessions, 0, self._bind),
+        )
 
-    def _make(self, shapes: Mapping[str, tuple[int, ...]] | None) -> _Made:
-        variants = [Variant(template, shapes, self._sessions) for template in self._templates]
-        bindings = [
-            [variant.bind(self._buffers_of(number, turn), turn) for turn in (0, 1)]
-            for number, variant in enumerate(variants)
-        ]
-        return _Made(variants, bindings)
+    def gradients(
+        self,
+        feeds: Mapping[str, Array],
+        wanted: Sequence[str],
+        instead: Mapping[str, Array] | None = None,
+    ) -> Differentiated:
+        """Computes what a step would apply, and changes nothing.
+
+        Args:
+            feeds: The batch, checked.
+            wanted: The outputs to return.
+            instead: Values that stand for those of running statistics and of the seed.
+
+        Raises:
+            KernelError: If the run failed.
+            OrtopsError: In a child process, or where an update failed before.
+            UnsupportedError: See `halves`.
+        """
+        self.check_process()
+        self._check_variables()
+        halves = self.halves()
+        turn, _ = self._position
+        names = halves.names
+        flat, found = halves.layout.zeros()
+        carried = {n: np.empty_like(self.present(n)) for n in names.carried if n in self.variables}
+        into = {names.given[name]: array for name, array in found.items()}
+        into |= {names.carried[name]: array for name, array in carried.items()}
+        fetched = {name: label for label, name in names.carried.items() if name not in into}
+        ((binding, *_),) = ([turns[turn]] for turns in halves.gradients.of(_shapes(feeds)).bindings)
+        shown = binding.differentiate({**feeds, **(instead or {})}, [*wanted, *fetched], into)
+        carried |= {label: shown.pop(name) for name, label in fetched.items()}
+        carried |= {name: feeds[name].copy() for name in names.fed}
+        return Differentiated(shown, found, flat, carried)
+
+    def apply(self, gradients: Mapping[str, Array], carried: Mapping[str, Array]) -> None:
+        """Changes the variables as a step with these gradients does.
+
+        Args:
+            gradients: The gradients by parameter, of the types and shapes of the layout.
+            carried: What else a step applies; running statistics stay as they are by default.
+
+        Raises:
+            KernelError: As in `step`.
+            OrtopsError: As in `step`.
+            UnsupportedError: See `halves`.
+        """
+        self.check_process()
+        self._check_variables()
+        halves = self.halves()
+        names = halves.names
+        feeds = {names.given[name]: array for name, array in gradients.items()}
+        for label, name in (*names.carried.items(), *zip(names.fed, names.fed, strict=True)):
+            feeds[name] = carried[label] if label in carried else self.present(label)
+        self._run(halves.apply.of({}), feeds, ())
 
     @property
     def repeatable(self) -> bool:
@@ -263,11 +323,15 @@ class Execution:
         self.check_process()
         self._check_variables()
         turn, made = self._position
-        shapes = tuple((name, array.shape[1:]) for name, array in feeds.items())
-        (variant,) = self._made_for(shapes if self._gain else ()).variants
+        (variant,) = self._forms.of({n: array.shape[1:] for n, array in feeds.items()}).variants
         losses = variant.repetition.run(self._buffers_of(0, turn), turn, feeds)
         self._position = (1 - turn, made + count)
         return losses
+
+    def _bind(
+        self, variant: Variant, number: int, turn: int, anew: Collection[str] = ()
+    ) -> Binding:
+        return variant.bind(self._buffers_of(number, turn), turn, anew)
 
     def _buffers_of(self, number: int, turn: int) -> Callable[[str], tuple[Array, Array]]:
         """Returns what tells where part ``number`` of a step reads a variable, and writes it."""
@@ -280,14 +344,5 @@ class Execution:
         return buffers
 
 
-@dataclass(frozen=True)
-class _Made:
-    """What runs the steps of some shapes.
-
-    Attributes:
-        variants: The parts of a step.
-        bindings: Each part, bound to memory for steps of even number, and for those of odd number.
-    """
-
-    variants: list[Variant]
-    bindings: list[list[Binding]]
+def _shapes(feeds: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in feeds.items()}

@@ -22,6 +22,10 @@ class Step:
         feeds: Inputs that a batch fills.
         outputs: Outputs for people: the loss, and the model's own that the loss depends on.
         loss: The name of the loss; empty where the algorithm has no output.
+        parameters: What Gradient nodes differentiate with respect to, and updates change.
+        scale: The variable that the loss is multiplied with; empty where there is none.
+        seed: The variable that tells what Dropout drops; empty where nothing does.
+        counts: Further outputs, which a step does not compute but its gradients come with.
     """
 
     model: ir.Model
@@ -31,3 +35,7 @@ class Step:
     feeds: Sequence[str]
     outputs: Sequence[str]
     loss: str
+    parameters: Sequence[str] = ()
+    scale: str = ""
+    seed: str = ""
+    counts: Sequence[str] = ()

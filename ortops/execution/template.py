@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import onnx_ir as ir
 
 from ortops.autodiff.registry import Rules
+from ortops.execution.cut import Cut, cut, settled
+from ortops.execution.onnxruntime_sessions import Sessions
 from ortops.execution.packed import Packed
 from ortops.execution.settings import Settings
 from ortops.execution.sizes import bind_sizes, sizes_in
 from ortops.execution.split import split
 from ortops.execution.step import Step
-from ortops.graph.edit import remove_defaults
+from ortops.execution.update import Update
+from ortops.graph.edit import prune, remove_defaults
 from ortops.graph.tensor import Names
 from ortops.inference import Kernels
 from ortops.lowering import lower_optimizers, lower_prepared, takes_python_kernel
@@ -42,6 +47,7 @@ class Template:
         joined: Whether packed updates are made in the graph of gradients.
         packed: The updates that are packed, with their memory.
         left: The other updates: variable → its next value, an output.
+        spins: Whether threads may wait actively for the next run: no update needs the cores.
         gains: Whether the graph is faster if it is made for known sizes.
     """
 
@@ -66,13 +72,18 @@ class Template:
         graph = step.model.graph
         remove_defaults(graph, step.variables)
         lower_optimizers(graph, Names(graph), lambda node: True)  # into one-tensor nodes
-        groups, self.left = split(graph, step.updates, step.feeds, step.outputs, keep=self._keep)
+        self._settled = settled(graph, step.updates)
+        self._updates: list[Update] = []
+        self._counts = step.counts
+        shown = [*step.outputs, *step.counts]
+        groups, self.left = split(graph, step.updates, step.feeds, shown, keep=self._keep)
         size = sum(group.size for group in groups)
         self.joined = kernels == "onnx" and size <= settings.joined
         apart = on_cpu and not self.joined and kernels == "onnx"
         if apart and settings.scaled_sums and block_size() is not None:
             for group in groups:
                 scaled_sums.insert(group.formula, group.updated)
+        self.spins = self.joined or not groups
         chunk = sys.maxsize if self.joined else settings.chunk
         in_place = in_place and not self.joined
         self.packed = [
@@ -107,10 +118,17 @@ class Template:
         """Returns the graph of gradients, lowered to what is fast.
 
         Args:
-            shapes: The shapes of feeds that it is made for; None for any. Without `gains` it is
-                made once.
+            shapes: The shapes of feeds that it is made for; None for any.
         """
-        model = self.step.model.clone() if self.gains else self.step.model
+        model = self.step.model.clone()
+        if self._counts:
+            kept = [v for v in model.graph.outputs if v.name not in self._counts]
+            inputs = list(model.graph.inputs)
+            model.graph.outputs.clear()
+            model.graph.outputs.extend(kept)
+            prune(model.graph)
+            model.graph.inputs.clear()
+            model.graph.inputs.extend(inputs)
         sizes = sizes_in(model, shapes) if self.gains and shapes is not None else None
         if sizes is not None:
             bind_sizes(model, sizes)
@@ -123,3 +141,40 @@ class Template:
             feeds=self.step.feeds,
             shown=self.step.outputs,
         )
+
+    def updates(self, sessions: Sessions) -> list[Update]:
+        """Returns the packed updates that are made apart from the gradients, opened once."""
+        if not self.joined and not self._updates:
+            self._updates += [Update(packed, sessions) for packed in self.packed]
+        return self._updates
+
+    def cut(self) -> tuple[Template, Template, Cut]:
+        """Returns what computes gradients, and what applies them to the same memory.
+
+        Raises:
+            UnsupportedError: If the step has no gradients, or several of one parameter.
+        """
+        step = self.step
+        roles = [role for packed in self.packed for role in packed.group.roles]
+        read = [n for role in roles if not role.updated and not role.fed for n in role.names]
+        scalars = [name for packed in self.packed for name in packed.group.scalars]
+        shown: Sequence[str] = list(dict.fromkeys((*step.outputs, *step.counts)))
+        halves = cut(
+            step.model,
+            variables=step.variables,
+            updates=step.updates,
+            feeds=step.feeds,
+            shown=shown,
+            ends=[*self.left.values(), *read, *scalars],
+            fed=[name for role in roles if role.fed for name in role.names],
+            scale=step.scale,
+            labels=self._settled,
+        )
+        gradients, apply = copy.copy(self), copy.copy(self)
+        gradients.step = replace(step, model=halves.gradients, outputs=shown, updates={})
+        gradients.packed, gradients.left, gradients._updates = [], {}, []
+        taken = [*halves.given.values(), *halves.carried.values(), *halves.fed]
+        apply.step = replace(step, model=halves.apply, feeds=taken, outputs=[], loss="")
+        gradients._counts = apply._counts = ()
+        apply.gains = False
+        return gradients, apply, halves

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,7 +15,6 @@ from ortops.execution.onnxruntime_sessions import Sessions
 from ortops.execution.packed import Packed
 from ortops.execution.repetition import Repetition
 from ortops.execution.template import Template
-from ortops.execution.update import Update
 from ortops.graph import external
 from ortops.graph.tensor import Names, Tape
 from ortops.lowering import to_proto
@@ -57,20 +56,25 @@ class Variant:
             if not value.uses() and not value.is_graph_output():  # onnxruntime would warn
                 del graph.initializers[name]
         self._constants = external.move_to_inputs(model)
-        apart = [] if template.joined else template.packed
         self._session = None  # as if all gradients are fed
         if graph.outputs:
             # onnxruntime takes half as long as it is, where there is little left to optimize.
             optimize = not is_mostly_blocked(graph)
-            self._session = sessions.open(to_proto(model), spin=not apart, optimize=optimize)
-        self._updates = [Update(packed, sessions) for packed in apart]
+            self._session = sessions.open(to_proto(model), spin=template.spins, optimize=optimize)
+        self._updates = template.updates(sessions)
 
-    def bind(self, buffers: Callable[[str], tuple[Array, Array]], turn: int) -> Binding:
+    def bind(
+        self,
+        buffers: Callable[[str], tuple[Array, Array]],
+        turn: int,
+        anew: Collection[str] = (),
+    ) -> Binding:
         """Binds the sessions to memory.
 
         Args:
             buffers: Tells of a variable where it is read and where its next value is written.
             turn: Which of the arrays of packed roles are read.
+            anew: Variables for which a run may be given other arrays.
         """
         step = self._template.step
         read: dict[str, Array] = {}
@@ -105,7 +109,7 @@ class Variant:
         for value in self._graph.outputs:
             if value.name == step.loss and value.dtype is not None and _is_scalar(value):
                 written.setdefault(step.loss, np.zeros((), value.dtype.numpy()))
-        return Binding(self._session, read, written, step.outputs, copies, updates)
+        return Binding(self._session, read, written, step.outputs, copies, updates, anew)
 
     @functools.cached_property
     def repetition(self) -> Repetition:

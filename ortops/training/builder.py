@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
 from ortops import losses, optimizers
-from ortops.autodiff.rules import RULES
 from ortops.errors import ModelError
 from ortops.graph import convert, external
 from ortops.graph.convert import ModelLike
-from ortops.graph.edit import ancestor_nodes, describe, read_inputs
+from ortops.graph.edit import ancestor_nodes
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.losses import LossLike
 from ortops.lowering import has_domain
@@ -27,10 +27,10 @@ from ortops.training.algorithm import Algorithm, write_algorithm
 from ortops.training.clipping import Clipping
 from ortops.training.groups import Groups, described, optimizers_of
 from ortops.training.modes import copy_in_training_mode, reveal
-from ortops.training.parameters import Choice, quantized
+from ortops.training.parameters import quantized
 from ortops.training.preparation import BatchNormalization, Prepared, prepare_for_training
+from ortops.training.reach import passed_through, reached
 from ortops.training.updates import (
-    HALVES,
     LossScaling,
     Rates,
     Updates,
@@ -43,8 +43,6 @@ __all__ = ["METADATA_KEY", "Plan", "build_training_model", "plan_training"]
 
 METADATA_KEY = "ortops.training"
 """Where a trainable model says, as JSON, which of its names play which part."""
-
-_TRAINED = (*HALVES, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 logger = logging.getLogger("ortops")
 
@@ -122,7 +120,8 @@ def build_training_model(
             give, the last. A learning rate is kept as a ratio to the optimizer's, so that a
             schedule, and setting ``session.learning_rate``, moves both. Settings are those of the
             constructor; of an update rule of one's own, its attributes and ``learning_rate``.
-        seed: Determines which elements Dropout drops.
+        seed: Determines which elements Dropout drops: the first value of the state ``seed``, which
+            a model with Dropout has.
 
     Returns:
         A new model; the argument is not changed.
@@ -306,8 +305,15 @@ def plan_training(
     with tape:
         rate = algorithm.variable("learning_rate", np.array(chosen_optimizer.peak, np.float32))
         step = algorithm.variable("step", np.array(0, np.int64))
+
+        @functools.cache
+        def first_seed() -> Tensor:
+            if not isinstance(seed, SupportsIndex) or not -(2**63) <= int(seed) < 2**63:
+                raise ModelError(f"seed is {seed!r}; an integer of 64 bits is accepted")
+            return algorithm.variable("seed", np.array(seed, np.int64))
+
         training = copy_in_training_mode(
-            tape, nodes, visible, step, seed, prepared.frozen.__contains__
+            tape, nodes, visible, step, first_seed, prepared.frozen.__contains__
         )
         copies = training.copies
         revealed = dict(copies)
@@ -340,9 +346,9 @@ def plan_training(
         algorithm.outputs += [s for s in shown.values() if s.value not in taken]
         statistics = {n: s for n, s in training.statistics.items() if s.value.producer() in needed}
     choice = prepared.choice
-    parameters = _reached(choice, value)
+    parameters = reached(choice, value)
     grouped = optimizers_of(chosen_optimizer, groups, parameters, prepared.places)
-    passed = {v.dtype for v in _gradients_pass_through(parameters, value)}
+    passed = {v.dtype for v in passed_through(parameters, value)}
     metadata = {
         "loss": value.name,
         "learning_rate": rate.name,
@@ -361,6 +367,7 @@ def plan_training(
         ],
         "prediction": _described(computed.prediction),
         "dropouts": training.dropouts,
+        **({"seed": first_seed().name} if training.dropouts else {}),
     }
     said = [*choice.said, *computed.said, *_said_of_lifted(prepared), *_said_of_quantized(prepared)]
     if ir.DataType.BFLOAT16 in passed:
@@ -456,68 +463,3 @@ def _named(tensor: Tensor, name: str, graph: ir.Graph) -> Tensor:
         tensor = op.Identity(tensor)
     tensor.value.name = tape.names.unique(name)
     return tensor
-
-
-def _reached(choice: Choice, loss: Tensor) -> list[ir.Value]:
-    """Returns those of the chosen initializers that the loss depends on; tells why not of others.
-
-    Raises:
-        ModelError: If it depends on none, or not on one that is named.
-    """
-    reached = RULES.ancestors(loss.value)
-    for pattern, means in choice.patterns.items():
-        if reached.isdisjoint(choice.trained[name] for name in means):
-            more = "" if pattern in means else f", which '{pattern}' means"
-            raise ModelError(
-                f"trainable: the loss does not depend on '{means[0]}'{more}; leave it out"
-            )
-    for name, value in choice.trained.items():
-        if value not in reached:
-            choice.reasons[name] = "has no effect on the loss"
-    chosen = {name: value for name, value in choice.trained.items() if value in reached}
-    if not chosen:
-        found = quantized(loss.tape.graph.initializers.values())
-        if found:
-            name, what = next(iter(found.items()))
-            raise ModelError(
-                f"trainable: the model's weights are all quantized, such as '{name}', which "
-                f"{what}; train the float model and quantize it anew, or name scales of "
-                "DequantizeLinear in trainable="
-            )
-        for node in ancestor_nodes(loss.value, set()):
-            reason = RULES.refusal(node)
-            if reason is not None:
-                raise ModelError(
-                    f"trainable: the loss depends on no weight, but on {describe(node)}: {reason}"
-                )
-        raise ModelError(
-            f"trainable: the loss depends on no floating-point initializer{_but(choice, reached)}; "
-            "name what to train in trainable="
-        )
-    for name, value in chosen.items():
-        if value.dtype not in _TRAINED:
-            raise ModelError(
-                f"trainable: '{name}' is of type {value.dtype}; FLOAT16, BFLOAT16, FLOAT and "
-                "DOUBLE can be trained, so train the float32 model and convert that"
-            )
-    return list(chosen.values())
-
-
-def _gradients_pass_through(parameters: Sequence[ir.Value], loss: Tensor) -> set[ir.Value]:
-    """Returns the tensors between some parameters and the loss, parameters included."""
-    from_parameters = set(parameters)
-    for node in loss.tape.graph:
-        if not from_parameters.isdisjoint(read_inputs(node)):
-            from_parameters.update(node.outputs)
-    return from_parameters & {*RULES.ancestors(loss.value), *parameters}
-
-
-def _but(choice: Choice, reached: Container[ir.Value]) -> str:
-    """Returns what the loss does depend on, and why that is not trained."""
-    found = {n: why for n, why in choice.reasons.items() if choice.floats[n] in reached}
-    if not found:
-        return ""
-    if all(why.startswith("is one number") for why in found.values()):
-        return f" but scalars ({', '.join(found)})"
-    shown = ", ".join(f"'{name}', which {why}" for name, why in list(found.items())[:5])
-    return f" but {shown}"

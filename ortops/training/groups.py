@@ -64,9 +64,18 @@ def optimizers_of(
 
 
 def ratio(optimizer: Optimizer, base: Optimizer) -> float:
-    """Returns what the learning rate of a group is to that of the others, in float32 values."""
-    own, other = np.float64(np.float32(optimizer.peak)), np.float64(np.float32(base.peak))
-    return 1.0 if own == other else float(own / other)
+    """Returns what the learning rate of some parameters is to the others', in float32 values.
+
+    Raises:
+        ModelError: If the others' is 0.
+    """
+    own, other = float(np.float32(optimizer.peak)), float(np.float32(base.peak))
+    if own and not other:
+        raise ModelError(
+            f"optimizer {base.name}: its learning rate is {other}, and that of some parameters "
+            f"{optimizer.peak}; it is kept as a ratio, so give one > 0"
+        )
+    return 1.0 if own == other else own / other
 
 
 def described(optimizer: Optimizer, base: Optimizer) -> str:

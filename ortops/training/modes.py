@@ -56,7 +56,7 @@ def copy_in_training_mode(
     nodes: list[ir.Node],
     visible: Container[str],
     step: Tensor,
-    seed: int,
+    seed: Callable[[], Tensor],
     is_frozen: Callable[[ir.Node], bool],
 ) -> TrainingCopies:
     """Copies what training changes: BatchNormalization, Dropout, and all that depends on them.
@@ -68,7 +68,7 @@ def copy_in_training_mode(
             is inside a function, gets a copy of what computes it.
         step: The number of finished steps, which together with the seed determines which elements
             Dropout drops.
-        seed: The seed.
+        seed: Gives the seed, a scalar of int64; called where there is Dropout.
         is_frozen: Tells which BatchNormalization nodes run in inference mode.
 
     Raises:
@@ -90,7 +90,7 @@ def copy_in_training_mode(
             continue
         tape.scope = f"training/{node.name or node.op_type}/"
         if node in changed and node.op_type == "Dropout":
-            made = _dropout(tape, node, copies, step, seed, changed.index(node))
+            made = _dropout(tape, node, copies, step, seed(), changed.index(node))
             source = node.inputs[0]
             assert source is not None
             found.dropouts[made[0].name or ""] = copies.get(source, source).name or ""
@@ -210,7 +210,7 @@ def _dropout(
     node: ir.Node,
     copies: dict[ir.Value, ir.Value],
     step: Tensor,
-    seed: int,
+    seed: Tensor,
     number: int,
 ) -> list[ir.Value]:
     """Emits y = x · mask / (1 − ratio), with a mask that seed, step and position determine.
@@ -222,14 +222,16 @@ def _dropout(
     assert source is not None
     x = tape.tensor(copies.get(source, source))
     ratio = _ratio(node)
-    bits = uniform_bits(x, step, key=(seed * 0x9E3779B9 + number * 0x85EBCA6B) % 2**32)
+    key = seed.astype(np.uint32) * np.array(0x9E3779B9, np.uint32)
+    key = key + np.array(number * 0x85EBCA6B % 2**32, np.uint32)
+    bits = uniform_bits(x, step, key)
     mask = bits >= np.array(min(round(ratio * 2**32), 2**32 - 1), np.uint32)
     y: Tensor = x * (mask.astype(x.dtype) * (1.0 / (1.0 - ratio)))
     y.value.name = tape.names.unique(f"{node.outputs[0].name}_training")
     return [y.with_shape_of(x).value, mask.with_shape_of(x).value]
 
 
-def uniform_bits(x: Tensor, step: Tensor, *, key: int) -> Tensor:
+def uniform_bits(x: Tensor, step: Tensor, key: Tensor) -> Tensor:
     """Returns 32 uniform random bits for each element of a tensor.
 
     A counter-based generator: the bits depend on the key, the step and the element's position and
@@ -238,7 +240,7 @@ def uniform_bits(x: Tensor, step: Tensor, *, key: int) -> Tensor:
     Args:
         x: Gives the shape.
         step: A scalar of int64.
-        key: Tells one use from another, in [0, 2³²).
+        key: Tells one use from another, a scalar of uint32.
 
     Returns:
         A tensor of uint32 in the shape of ``x``.
@@ -246,7 +248,7 @@ def uniform_bits(x: Tensor, step: Tensor, *, key: int) -> Tensor:
     Source:
         The mixing function is the finalizer of MurmurHash3 (Appleby, 2011).
     """
-    key_bits = _mix(op.BitwiseXor(_mix(step.astype(np.uint32)), np.array(key, np.uint32)))
+    key_bits = _mix(op.BitwiseXor(_mix(step.astype(np.uint32)), key))
     count = op.Range(0, op.Size(x), 1).astype(np.uint32)
     return reshape_like(_mix(count * np.array(0x9E3779B9, np.uint32) + key_bits), x)
 

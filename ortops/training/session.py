@@ -24,6 +24,7 @@ from ortops.errors import (
     FeedError,
     ModelError,
     OrtopsError,
+    UnknownVariableError,
     did_you_mean,
 )
 from ortops.execution.execution import Execution
@@ -35,15 +36,17 @@ from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
 from ortops.metrics import Metric
 from ortops.passes.rematerialization import Checkpoint
 from ortops.training.builder import METADATA_KEY
-from ortops.training.data import Data, Feeds, batches
+from ortops.training.data import Data, Feeds, batches, rows
 from ortops.training.evaluation import Evaluation, measure, numbers_of
 from ortops.training.feeds import Inputs
 from ortops.training.fitting import History, fit
+from ortops.training.gradients import Gradients, check_gradients, collect
 from ortops.training.initialization import initial_values
 from ortops.training.modes import write_inference_mode
 from ortops.training.results import write_back, write_values
-from ortops.training.state import State, check_master, is_rounded
+from ortops.training.state import State, check_master, is_rounded, masters
 from ortops.training.step_graph import (
+    LossPart,
     evaluation_model,
     flatten,
     training_metadata,
@@ -59,9 +62,13 @@ logger = logging.getLogger("ortops")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _STEPS_IN_A_RUN = 64
+_BETWEEN_PARTS = 0x5851F42D
 
 _NAMES = {
+    "_apply": "apply",
     "_assign": "state",
+    "_gradients": "gradients",
+    "_reduced_step": "step",
     "_run_evaluation": "evaluate",
     "_several_steps": "run_steps",
     "_step": "step",
@@ -180,7 +187,9 @@ class TrainingSession:
         self._providers = list(providers or ["CPUExecutionProvider"])
         self._entries = _all_entries(self._proto) if entry is None else [entry]
         self.noted = training_metadata(self._proto)
-        self._steps = [flatten(self._proto, self._data, number) for number in self._entries]
+        self._steps = [
+            flatten(self._proto, self._data, number, counts=True) for number in self._entries
+        ]
         unread = [value.name for value in self._proto.graph.input]  # by what a step computes
         self._inputs = Inputs(self._steps, unread)
         self._outputs = [name for step in self._steps for name in step.outputs]
@@ -206,12 +215,21 @@ class TrainingSession:
 
     # ------------------------------------------------------------------------------- training
 
-    def step(self, feeds: Feeds, *, outputs: Sequence[str] | None = None) -> dict[str, Array]:
+    def step(
+        self,
+        feeds: Feeds,
+        *,
+        outputs: Sequence[str] | None = None,
+        reduce: Callable[[Gradients], object] | None = None,
+    ) -> dict[str, Array]:
         """Makes one training step.
 
         Args:
             feeds: A batch: an array for each input of the model and of the loss.
             outputs: Which outputs to return; all by default.
+            reduce: Is given the gradients before they are applied, and may change them in place,
+                with their loss and running statistics: to average them with those of other
+                workers, for example. It may read the session and not change it.
 
         Returns:
             The loss, and the outputs of the model that it was computed from, by name; one that
@@ -220,14 +238,150 @@ class TrainingSession:
         Raises:
             FeedError: If the feeds do not fit; then nothing has changed.
             KernelError: If a kernel failed; then nothing has changed.
-            OrtopsError: If there is no such output.
+            OrtopsError: If there is no such output, or what ``reduce`` left is no gradient.
+            UnsupportedError: If ``reduce`` is given and the step has no gradients (see
+                `gradients`).
+            Exception: Whatever ``reduce`` raises; then nothing has changed.
         """
+        self._check_outputs(outputs)
+        if reduce is None:
+            return self._step(self._inputs.check(feeds), outputs)
+        return self._reduced_step(self._inputs.check(feeds), outputs, reduce)
+
+    def _check_outputs(self, outputs: Sequence[str] | None) -> None:
         for name in outputs or ():
             if name not in self._outputs:
                 raise OrtopsError(
                     f"outputs: there is no output '{name}'; " + did_you_mean(name, self._outputs)
                 )
-        return self._step(self._inputs.check(feeds), outputs)
+
+    def gradients(
+        self,
+        feeds: Feeds,
+        *,
+        outputs: Sequence[str] | None = None,
+        after: Gradients | None = None,
+    ) -> Gradients:
+        """Computes the gradients of a batch in training mode, and changes nothing.
+
+        ``apply(gradients(feeds))`` is ``step(feeds)``, bit for bit.
+
+        Args:
+            feeds: A batch, as for `step`.
+            outputs: Which outputs to compute besides the loss; all by default.
+            after: The gradients of the part before this one, where a batch is given in parts that
+                are to be applied together (see `ortops.training.gradients.Accumulation`). Running
+                statistics go on from it, and Dropout draws anew.
+
+        Returns:
+            The gradients by parameter, with the loss, what it was divided by, the outputs and the
+            running statistics of this batch.
+
+        Raises:
+            FeedError: If the feeds do not fit.
+            KernelError: If a kernel failed.
+            OrtopsError: If there is no such output.
+            UnsupportedError: If the training algorithm has no Gradient node of what it updates, or
+                a step runs several training_info entries.
+
+        Example:
+            >>> import ortops
+            >>> from ortops import Tape
+            >>> with Tape(name="linear") as tape:
+            ...     x = tape.input("x", np.float32, ["batch", 1])
+            ...     y = tape.output(x @ tape.initializer("w", np.zeros((1, 1), np.float32)), "y")
+            >>> model = ortops.build_training_model(
+            ...     tape.model(), loss="MeanSquaredError", optimizer=ortops.optimizers.SGD(0.25))
+            >>> session = TrainingSession(model)
+            >>> batch = {"x": np.ones((1, 1), np.float32), "targets": np.ones((1, 1), np.float32)}
+            >>> gradients = session.gradients(batch)
+            >>> gradients["w"], gradients.loss, session.steps_done
+            (array([[-2.]], dtype=float32), 1.0, 0)
+            >>> session.apply(gradients)
+            >>> session.state["w"], session.steps_done
+            (array([[0.5]], dtype=float32), 1)
+        """
+        self._check_outputs(outputs)
+        return self._gradients(self._inputs.check(feeds), outputs, after)
+
+    @_alone
+    def _gradients(
+        self,
+        feeds: Mapping[str, Array],
+        outputs: Sequence[str] | None,
+        after: Gradients | None = None,
+    ) -> Gradients:
+        (step, *others), noted = self._steps, self.noted
+        instead: dict[str, Array] = {}
+        part = 0 if after is None else after.part + 1
+        if after is not None:
+            state = self.state
+            statistics = after.statistics.items()
+            instead = {n: state.check(n, a) for n, a in statistics if n in state}
+            if step.seed:  # far from the seeds that workers have
+                instead[step.seed] = self._execution.present(step.seed) + part * _BETWEEN_PARTS
+        parts = [p for p in noted.losses if p.name in step.outputs] if not others else []
+        parts = parts or [LossPart(name=step.loss)] * bool(step.loss)
+        chosen = [*step.outputs] if outputs is None else list(outputs)
+        read = [step.loss, *(name for p in parts for name in (p.name, p.count))]
+        wanted = dict.fromkeys((*chosen, *(name for name in read if name)))
+        found = self._execution.gradients(feeds, list(wanted), instead)
+        moved = [name for name in found.carried if name in step.updates]
+        couples = (
+            f"BatchNormalization takes the statistics of the batch (it updates '{moved[0]}')"
+            if moved
+            else ""
+        )
+        return collect(found, step.loss, parts, rows(feeds), couples=couples, part=part)
+
+    def apply(self, gradients: Mapping[str, npt.ArrayLike]) -> None:
+        """Makes the update of given gradients: what is left of a step behind them.
+
+        Parameters, optimizer state, ``step`` and the scale of the loss change as in `step`, and
+        running statistics become those that the gradients come with.
+
+        Args:
+            gradients: What `gradients` returned, of this session or of another one of the same
+                model; or a dict of an array for each parameter (float32 where it has 16 bits), with
+                which running statistics stay as they are.
+
+        Raises:
+            KernelError: If a kernel failed, as in `step`.
+            OrtopsError: If the gradients are not those of the parameters; then nothing has changed.
+            UnsupportedError: See `gradients`.
+        """
+        self._apply(gradients)
+
+    @_alone
+    def _apply(self, gradients: Mapping[str, npt.ArrayLike]) -> None:
+        halves = self._execution.halves()
+        arrays = check_gradients(gradients, halves.layout)
+        carried: dict[str, Array] = {}
+        given = gradients.statistics if isinstance(gradients, Gradients) else {}
+        for name in halves.carried:
+            if name in self._execution.variables:
+                if name in given:
+                    carried[name] = self.state.check(name, given[name])
+            elif name in given:
+                carried[name] = given[name]
+            else:
+                raise OrtopsError(
+                    f"gradients: the update reads '{name}' of the batch, too; give what "
+                    "`gradients` returned"
+                )
+        self._execution.apply(arrays, carried)
+
+    @_alone
+    def _reduced_step(
+        self,
+        feeds: Mapping[str, Array],
+        outputs: Sequence[str] | None,
+        reduce: Callable[[Gradients], object],
+    ) -> dict[str, Array]:
+        gradients = TrainingSession._gradients.__wrapped__(self, feeds, outputs)  # type: ignore[attr-defined]
+        reduce(gradients)
+        TrainingSession._apply.__wrapped__(self, gradients)  # type: ignore[attr-defined]
+        return {n: a for n, a in gradients.outputs.items() if n in (outputs or self._outputs)}
 
     @_alone
     def _step(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> dict[str, Array]:
@@ -430,6 +584,39 @@ class TrainingSession:
             )
         state = self.state
         self._assign(state.with_masters({n: state.check(n, array) for n, array in arrays.items()}))
+
+    @property
+    def parameters(self) -> Mapping[str, Array]:
+        """The parameters that are trained, by name, without optimizer state; copies.
+
+        Those of 16 bits are their float32 values, as training goes on from them. Running
+        statistics, which no gradient changes, are not among them. ``session.parameters = {…}``
+        sets some or all of them; optimizer state stays as it is.
+        """
+        trained = self._trained()
+        with self._lock:
+            return {name: self._execution.present(v).copy() for name, v in trained.items()}
+
+    @parameters.setter
+    def parameters(self, arrays: Mapping[str, npt.ArrayLike]) -> None:
+        if not isinstance(arrays, Mapping):
+            raise OrtopsError(
+                f"parameters: {type(arrays).__name__} was given; give a dict of an array for each "
+                "name"
+            )
+        trained = self._trained()
+        for name in arrays:
+            if name not in trained:
+                raise UnknownVariableError(
+                    f"parameters: '{name}' is not trained; " + did_you_mean(name, trained)
+                )
+        self.state = {trained[name]: array for name, array in arrays.items()}
+
+    def _trained(self) -> dict[str, str]:
+        """Returns the parameters, and the variables that hold their values."""
+        wide = masters(self.noted, self._execution.variables)
+        names = dict.fromkeys(name for step in self._steps for name in step.parameters)
+        return {name: wide.get(name, name) for name in names}
 
     @property
     def learning_rate(self) -> float:

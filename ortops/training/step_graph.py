@@ -27,6 +27,7 @@ from ortops.autodiff.gradient_node import (
 )
 from ortops.autodiff.rules import RULES
 from ortops.errors import ModelError, OrtopsError, did_you_mean
+from ortops.execution.cut import differentiated
 from ortops.execution.step import Step
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
@@ -135,6 +136,8 @@ def flatten(
     data: Data,
     entry: int = 0,
     folder: Path | None = None,
+    *,
+    counts: bool = False,
 ) -> Step:
     """Concatenates the inference graph and the algorithm.
 
@@ -143,6 +146,7 @@ def flatten(
         data: Its data (see `ortops.graph.external`).
         entry: Which of several training_info entries.
         folder: Where its external data are, which stay there.
+        counts: Whether the graph puts out what parts of the loss were divided by, too.
 
     Raises:
         ModelError: If there is no such entry, or a binding names what does not exist.
@@ -180,15 +184,44 @@ def flatten(
     new = set(updates.values())
     loss = _loss(graph, proto, wanted, new)
     shown = [name for name in dict.fromkeys((*wanted, *own)) if name == loss or name not in new]
+    noted = training_metadata(proto)
+    divided = _counts(graph, noted) if counts else []
     graph.outputs.clear()
     graph.outputs.extend(by_name[name] for name in dict.fromkeys((*shown, *updates.values())))
+    graph.outputs.extend(value for value in divided if value not in graph.outputs)
     prune(graph)
     rates = _learning_rates(graph, proto)
     variables = [n for n in dict.fromkeys((*mutable, *rates)) if n in graph.initializers]
     _make_inputs(graph, variables)
     widen(graph, updates)
     feeds = [v.name or "" for v in graph.inputs if v.name not in graph.initializers]
-    return Step(model, updates, rates, variables, feeds, shown, loss)
+    return Step(
+        model,
+        updates,
+        rates,
+        variables,
+        feeds,
+        shown,
+        loss,
+        parameters=_parameters(proto, graph, variables, updates),
+        scale=noted.loss_scale if noted.loss_scale in variables else "",
+        seed=noted.seed if noted.seed in variables else "",
+        counts=[value.name or "" for value in divided],
+    )
+
+
+def _parameters(
+    proto: onnx.ModelProto, graph: ir.Graph, variables: Container[str], updates: Mapping[str, str]
+) -> list[str]:
+    """Returns what gradients are taken of; without any, what of the inference graph is updated."""
+    found = list(differentiated(graph, variables, updates))
+    return found or [tensor.name for tensor in proto.graph.initializer if tensor.name in updates]
+
+
+def _counts(graph: ir.Graph, noted: TrainingMetadata) -> list[ir.Value]:
+    """Returns what parts of the loss were divided by, as far as that is noted."""
+    names = {part.count for part in noted.losses if part.count}
+    return [value for node in graph for value in node.outputs if value.name in names]
 
 
 @convert.blame_model
@@ -412,6 +445,7 @@ class TrainingMetadata:
         masters: Parameters of 16 bits → the variables that are their float32 values.
         loss_scale: The variable that the loss is multiplied by, where gradients are scaled.
         good_steps: The variable that counts steps since that has changed.
+        seed: The variable that, with the steps, determines what Dropout drops.
         schedule: The schedule in the graph, as text; empty for none.
         scheduled_learning_rate: The output of the algorithm that is the learning rate of a step,
             where there is a schedule; ``learning_rate`` is its peak.
@@ -431,6 +465,7 @@ class TrainingMetadata:
     masters: Mapping[str, str] = field(default_factory=dict)
     loss_scale: str = ""
     good_steps: str = ""
+    seed: str = ""
     schedule: str = ""
     scheduled_learning_rate: str = ""
     clipping: str = ""
@@ -481,7 +516,9 @@ _TEXT, _NAMES = "the name of a tensor", "an object of names of tensors"
 _STRING, _STRINGS = "a string", "an object of strings"
 _NOTED: Mapping[type, Mapping[str, str]] = {
     TrainingMetadata: {
-        **dict.fromkeys(("loss", "learning_rate", "step", "loss_scale", "good_steps"), _TEXT),
+        **dict.fromkeys(
+            ("loss", "learning_rate", "step", "loss_scale", "good_steps", "seed"), _TEXT
+        ),
         "scheduled_learning_rate": _TEXT,
         **dict.fromkeys(("training_copies", "dropouts", "masters", "averages"), _NAMES),
         **dict.fromkeys(("schedule", "clipping", "averaging"), _STRING),

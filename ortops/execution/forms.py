@@ -1,0 +1,93 @@
+"""The forms that a step has for batches of different shapes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy.typing as npt
+
+from ortops.execution.binding import Binding
+from ortops.execution.onnxruntime_sessions import Sessions
+from ortops.execution.template import Template
+from ortops.execution.variant import Variant
+from ortops.uninterrupted import run_uninterrupted
+
+__all__ = ["Form", "Forms"]
+
+Array: TypeAlias = npt.NDArray[Any]
+Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What runs the steps of some shapes.
+
+    Attributes:
+        variants: The parts of a step.
+        bindings: Each part, bound to memory for steps of even number, and for those of odd number.
+    """
+
+    variants: list[Variant]
+    bindings: list[list[Binding]]
+
+
+class Forms:
+    """What runs steps, made for the shapes of batches where that gains something.
+
+    Only the first few shapes get graphs of their own, as many as a data set of equal samples has:
+    that of a batch and that of the last one.
+
+    Args:
+        templates: The parts of a step.
+        sessions: Opens the sessions.
+        most_special: How many shapes get graphs of their own.
+        bind: Binds a part, given its number and the turn.
+
+    Attributes:
+        gain: Whether shapes matter.
+    """
+
+    def __init__(
+        self,
+        templates: Sequence[Template],
+        sessions: Sessions,
+        most_special: int,
+        bind: Callable[[Variant, int, int], Binding],
+    ) -> None:
+        self._templates = templates
+        self._sessions = sessions
+        self._most_special = most_special
+        self._bind = bind
+        self._made: dict[Shapes, Form] = {}
+        self._special = 0
+        self.gain = any(template.gains for template in templates)
+
+    def of(self, shapes: Mapping[str, tuple[int, ...]]) -> Form:
+        """Returns what runs batches of these shapes."""
+        key = tuple(shapes.items()) if self.gain else ()
+        if key not in self._made:
+            if self._special < self._most_special and any(
+                template.gains_at(shapes) for template in self._templates
+            ):
+                # Not to be cut in two: other libraries wrap what a handler raises in them.
+                self._made[key] = run_uninterrupted(functools.partial(self._make, shapes))
+                self._special += 1
+            else:
+                self._made[key] = self._general
+        return self._made[key]
+
+    @functools.cached_property
+    def _general(self) -> Form:
+        """What runs batches of any shapes."""
+        return run_uninterrupted(functools.partial(self._make, None))
+
+    def _make(self, shapes: Mapping[str, tuple[int, ...]] | None) -> Form:
+        variants = [Variant(template, shapes, self._sessions) for template in self._templates]
+        bindings = [
+            [self._bind(variant, number, turn) for turn in (0, 1)]
+            for number, variant in enumerate(variants)
+        ]
+        return Form(variants, bindings)

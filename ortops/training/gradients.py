@@ -1,0 +1,312 @@
+"""The gradients of a batch: what a step computes before it changes anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ortops.errors import OrtopsError, did_you_mean
+from ortops.execution.halves import Differentiated, Layout
+from ortops.training.evaluation import number_of
+from ortops.training.step_graph import LossPart
+
+__all__ = ["Accumulation", "Gradients", "Summand", "check_gradients", "collect"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Summand:
+    """A summand of the loss of a batch.
+
+    Attributes:
+        name: Its name among the outputs.
+        value: Its value, before it is multiplied by its weight.
+        weight: What it is multiplied by in the loss.
+        count: What its sum was divided by; the rows of the batch where it tells none, 1 for a sum.
+        is_sum: Whether it is a sum.
+        couples_rows: Whether rows of a batch take part in each other's loss.
+    """
+
+    name: str
+    value: float
+    weight: float
+    count: float
+    is_sum: bool
+    couples_rows: bool
+
+
+class Gradients(Mapping[str, Array]):
+    """The gradients of a batch by parameter, as `ortops.TrainingSession.gradients` gives them.
+
+    They are those of the loss as it stands in `loss`: not scaled, not clipped, and float32 where a
+    parameter has 16 bits.
+
+    Attributes:
+        flat: Arrays of one axis that all gradients are views of, one for each type; to be changed
+            in place, as an all-reduce does. Zeros lie between the gradients.
+        count: What the sum in the loss was divided by: the rows of the batch where the loss tells
+            no count, 1 for a sum. To be changed like `loss`, for one's own bookkeeping.
+        summands: The summands of the loss; one, where it is no sum of losses.
+        outputs: The outputs that `ortops.TrainingSession.step` returns, by name.
+        statistics: What else the step will set: the next values of running statistics, by the
+            names of these variables, and whatever else the update reads of the batch.
+        part: How many parts of the same batch came before (see
+            `ortops.TrainingSession.gradients`).
+    """
+
+    def __init__(
+        self,
+        found: Differentiated,
+        loss: str,
+        summands: Sequence[Summand],
+        *,
+        couples: str = "",
+        part: int = 0,
+    ) -> None:
+        self._arrays = found.gradients
+        self._loss = loss
+        self._couples = couples
+        self.flat = found.flat
+        self.outputs = found.outputs
+        self.statistics = found.carried
+        self.summands = list(summands)
+        self.count = next((s.count for s in self.summands if not s.is_sum), 1.0)
+        self.part = part
+
+    def __getitem__(self, name: str) -> Array:
+        if name not in self._arrays:
+            raise KeyError(f"'{name}' has no gradient; {did_you_mean(name, self._arrays)}")
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name}: {list(array.shape)}" for name, array in self.items())
+        return f"Gradients(loss={self.loss:g}, count={self.count:g}, {shapes})"
+
+    @property
+    def loss(self) -> float:
+        """The loss; NaN where the algorithm puts out none."""
+        return number_of(self.outputs[self._loss]) if self._loss else math.nan
+
+    @loss.setter
+    def loss(self, value: float) -> None:
+        if self._loss:
+            self.outputs[self._loss] = np.full_like(self.outputs[self._loss], value)
+
+    @property
+    def additive(self) -> bool:
+        """Whether gradients of parts of a batch, weighted by `count`, are those of the batch."""
+        return not self.not_additive
+
+    @property
+    def not_additive(self) -> str:
+        """Why gradients of parts of a batch do not add up to those of the batch; empty if they do.
+
+        Dropout, whose masks depend on where a row stands, does not count.
+        """
+        if self._couples:
+            return self._couples
+        for summand in self.summands:
+            if summand.couples_rows:
+                return f"loss '{summand.name}' lets rows of a batch take part in each other's loss"
+        if len({summand.is_sum for summand in self.summands if summand.weight}) > 1:
+            return "the loss is a sum of losses of which some are means and some are sums"
+        return ""
+
+
+class Accumulation:
+    """Gradients of several parts of a batch, added up to those of the batch.
+
+    They are Σ gradient · count / Σ count, divided once; those of sums are added.
+
+    Args:
+        first: The gradients of the first part; taken over, so not to be used afterwards.
+
+    Raises:
+        OrtopsError: If they do not add up (see `Gradients.not_additive`).
+
+    Example:
+        >>> import numpy as np
+        >>> import ortops
+        >>> from ortops import Tape
+        >>> with Tape(name="linear") as tape:
+        ...     x = tape.input("x", np.float32, ["batch", 1])
+        ...     y = tape.output(x @ tape.initializer("w", np.zeros((1, 1), np.float32)), "y")
+        >>> model = ortops.build_training_model(
+        ...     tape.model(), loss="MeanSquaredError", optimizer="SGD")
+        >>> session = ortops.TrainingSession(model)
+        >>> ones = np.ones((3, 1), np.float32)
+        >>> first = session.gradients({"x": ones[:2], "targets": ones[:2]})
+        >>> total = Accumulation(first)
+        >>> total.add(session.gradients({"x": ones[2:], "targets": 4 * ones[2:]}, after=first))
+        >>> result = total.result()
+        >>> result.loss, result.count, float(result["w"][0, 0])
+        (6.0, 3.0, -4.0)
+    """
+
+    def __init__(self, first: Gradients, *, exact: bool = True) -> None:
+        if exact and first.not_additive:
+            raise OrtopsError(
+                f"gradients: {first.not_additive}, so that gradients of parts of a batch do not "
+                "add up to those of the batch; give the whole batch at once"
+            )
+        self._total = first
+        self._exact = exact
+        self._counts = [s.count for s in first.summands]
+        self._sums = [_times(s.value, s.count) for s in first.summands]
+        self._weigh(first)
+
+    @staticmethod
+    def _weigh(gradients: Gradients) -> None:
+        for flat in gradients.flat:
+            if gradients.count:
+                flat *= flat.dtype.type(gradients.count)
+            else:  # a mean of nothing, which is 0 / 0
+                flat.fill(0)
+
+    def add(self, gradients: Gradients) -> None:
+        """Adds the gradients of a further part; they are changed.
+
+        Raises:
+            OrtopsError: If the summands of a sum of losses count differently in this part, so that
+                the one cannot be weighted with the other.
+        """
+        total = self._total
+        first = [s.count for s in total.summands]
+        for summand, count, own in zip(total.summands, first, gradients.summands, strict=True):
+            if self._exact and not math.isclose(own.count * total.count, count * gradients.count):
+                raise OrtopsError(
+                    f"gradients: loss '{summand.name}' is divided by {own.count:g} where the loss "
+                    f"is by {gradients.count:g}, and in the first part by {count:g} and "
+                    f"{total.count:g}, so that gradients of parts of a batch do not add up; give "
+                    "the whole batch at once"
+                )
+        self._weigh(gradients)
+        for flat, more in zip(total.flat, gradients.flat, strict=True):
+            flat += more
+        self._counts = [
+            count + s.count for count, s in zip(self._counts, gradients.summands, strict=True)
+        ]
+        self._sums = [
+            value + _times(s.value, s.count)
+            for value, s in zip(self._sums, gradients.summands, strict=True)
+        ]
+        total.outputs, total.statistics = gradients.outputs, gradients.statistics
+        total.part = gradients.part
+        total.loss = math.nan
+
+    def result(self) -> Gradients:
+        """Returns the gradients of the batch, with its loss; nothing can be added afterwards.
+
+        Other outputs, and running statistics, are those of the last part.
+        """
+        total = self._total
+        count = 0.0
+        summands = []
+        for summand, own, value in zip(total.summands, self._counts, self._sums, strict=True):
+            if not summand.is_sum:
+                value, count = (value / own if own else math.nan), count or own
+            summands.append(replace(summand, value=value, count=1.0 if summand.is_sum else own))
+        means = [s for s in total.summands if not s.is_sum]
+        if means:
+            for flat in total.flat:
+                flat /= flat.dtype.type(count)
+        total.count = count if means else 1.0
+        total.summands = summands
+        for summand in summands:
+            if summand.name in total.outputs:
+                old = total.outputs[summand.name]
+                total.outputs[summand.name] = np.full_like(old, summand.value)
+        if len(summands) != 1 or total._loss != summands[0].name:
+            total.loss = sum(s.weight * s.value for s in summands)
+        return total
+
+
+def _times(value: float, count: float) -> float:
+    """Returns the sum that a mean was of; that of nothing is 0."""
+    return value * count if count else 0.0
+
+
+def collect(
+    found: Differentiated,
+    loss: str,
+    parts: Sequence[LossPart],
+    rows: int,
+    *,
+    couples: str,
+    part: int,
+) -> Gradients:
+    """Returns gradients with what the outputs say about the loss.
+
+    Args:
+        found: The gradients and all outputs, counts included, which are taken away.
+        loss: The output that is the loss; empty if there is none.
+        parts: Its summands.
+        rows: The rows of the batch.
+        couples: What lets rows take part in each other's loss; empty if nothing does.
+        part: See `Gradients`.
+    """
+    outputs = dict(found.outputs)
+    summands = []
+    for each in parts:
+        count = number_of(outputs[each.count]) if each.count in outputs else float(rows)
+        value = number_of(outputs[each.name])
+        count = 1.0 if each.is_sum else count
+        summands.append(
+            Summand(each.name, value, each.weight, count, each.is_sum, each.couples_rows)
+        )
+    return Gradients(replace(found, outputs=outputs), loss, summands, couples=couples, part=part)
+
+
+def check_gradients(given: Mapping[str, npt.ArrayLike], layout: Layout) -> dict[str, Array]:
+    """Returns given gradients as they are applied.
+
+    Raises:
+        OrtopsError: If there is not one for each parameter, of its shape and of numbers that fit.
+    """
+    if not isinstance(given, Mapping):
+        raise OrtopsError(
+            f"gradients: {type(given).__name__} was given; give what `gradients` returned, or a "
+            "dict of an array for each parameter"
+        )
+    for name in given:
+        if name not in layout.names:
+            raise OrtopsError(
+                f"gradients: there is no parameter '{name}'; " + did_you_mean(name, layout.names)
+            )
+    missing = [name for name in layout.names if name not in given]
+    if missing:
+        raise OrtopsError(
+            f"gradients: there is none for '{missing[0]}'"
+            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+            + "; give one for each parameter, zeros where it is to stay"
+        )
+    return {name: check_array(name, given[name], *layout.like(name)) for name in layout.names}
+
+
+def check_array(
+    name: str, given: npt.ArrayLike, dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> Array:
+    """Returns an array that stands for a gradient, or for what goes with gradients.
+
+    Raises:
+        OrtopsError: If its type or shape is another.
+    """
+    array = np.asarray(given)
+    if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise OrtopsError(
+            f"gradients: '{name}' is {array.dtype}{list(array.shape)}; {dtype}{list(shape)} is "
+            "accepted"
+        )
+    return np.require(array, dtype, ["C", "A"])

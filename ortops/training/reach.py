@@ -1,0 +1,85 @@
+"""Which of the chosen parameters the loss depends on, and through what."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+import onnx_ir as ir
+
+from ortops.autodiff.rules import RULES
+from ortops.errors import ModelError
+from ortops.graph.edit import ancestor_nodes, describe, read_inputs
+from ortops.graph.tensor import Tensor
+from ortops.training.parameters import Choice, quantized
+
+__all__ = ["passed_through", "reached"]
+
+_TRAINED = (
+    *(ir.DataType.FLOAT16, ir.DataType.BFLOAT16),
+    *(ir.DataType.FLOAT, ir.DataType.DOUBLE),
+)
+
+
+def reached(choice: Choice, loss: Tensor) -> list[ir.Value]:
+    """Returns those of the chosen initializers that the loss depends on; tells why not of others.
+
+    Raises:
+        ModelError: If it depends on none, or not on one that is named.
+    """
+    behind = RULES.ancestors(loss.value)
+    for pattern, means in choice.patterns.items():
+        if behind.isdisjoint(choice.trained[name] for name in means):
+            more = "" if pattern in means else f", which '{pattern}' means"
+            raise ModelError(
+                f"trainable: the loss does not depend on '{means[0]}'{more}; leave it out"
+            )
+    for name, value in choice.trained.items():
+        if value not in behind:
+            choice.reasons[name] = "has no effect on the loss"
+    chosen = {name: value for name, value in choice.trained.items() if value in behind}
+    if not chosen:
+        found = quantized(loss.tape.graph.initializers.values())
+        if found:
+            name, what = next(iter(found.items()))
+            raise ModelError(
+                f"trainable: the model's weights are all quantized, such as '{name}', which "
+                f"{what}; train the float model and quantize it anew, or name scales of "
+                "DequantizeLinear in trainable="
+            )
+        for node in ancestor_nodes(loss.value, set()):
+            reason = RULES.refusal(node)
+            if reason is not None:
+                raise ModelError(
+                    f"trainable: the loss depends on no weight, but on {describe(node)}: {reason}"
+                )
+        raise ModelError(
+            f"trainable: the loss depends on no floating-point initializer{_but(choice, behind)}; "
+            "name what to train in trainable="
+        )
+    for name, value in chosen.items():
+        if value.dtype not in _TRAINED:
+            raise ModelError(
+                f"trainable: '{name}' is of type {value.dtype}; FLOAT16, BFLOAT16, FLOAT and "
+                "DOUBLE can be trained, so train the float32 model and convert that"
+            )
+    return list(chosen.values())
+
+
+def passed_through(parameters: Sequence[ir.Value], loss: Tensor) -> set[ir.Value]:
+    """Returns the tensors between some parameters and the loss, parameters included."""
+    from_parameters = set(parameters)
+    for node in loss.tape.graph:
+        if not from_parameters.isdisjoint(read_inputs(node)):
+            from_parameters.update(node.outputs)
+    return from_parameters & {*RULES.ancestors(loss.value), *parameters}
+
+
+def _but(choice: Choice, behind: Container[ir.Value]) -> str:
+    """Returns what the loss does depend on, and why that is not trained."""
+    found = {n: why for n, why in choice.reasons.items() if choice.floats[n] in behind}
+    if not found:
+        return ""
+    if all(why.startswith("is one number") for why in found.values()):
+        return f" but scalars ({', '.join(found)})"
+    shown = ", ".join(f"'{name}', which {why}" for name, why in list(found.items())[:5])
+    return f" but {shown}"
