@@ -33,6 +33,10 @@ WITHIN = {
         *("adapters", "files", "limits", "serialization", "external", "validation", "tensor"),
         *("edit", "shapes", "convert", "weights"),
     ),
+    "optimizers": (
+        *("optimizer", "gradient_descent", "squares", "moments", "variants", "sign", "layerwise"),
+        *("factored", "orthogonal", "__init__"),
+    ),
     "autodiff": ("registry", "backward", "gradient_node", "grad", "expansion", "rules"),
     "lora": ("model", "targets", "addition", "merging", "files", "peft", "__init__"),
     "surgery": ("reading", "head", "batch", "output", "__init__"),

@@ -24,6 +24,9 @@ __all__ = ["Group", "Role", "is_safe_in_place", "split"]
 
 Shape: TypeAlias = tuple[int, ...]
 
+_OF_SCALARS = ELEMENTWISE | {"ReduceSum"}
+_SHORT = 64
+
 
 @dataclass(frozen=True)
 class Role:
@@ -134,6 +137,8 @@ def split(
     alike: dict[object, list[_Component]] = {}
     for component in components:
         alike.setdefault(component.signature(), []).append(component)
+    alike = {key: members for key, members in alike.items() if _is_worth_it(members)}
+    components = [component for members in alike.values() for component in members]
     tape = Tape(graph)
     fed = {value for value in graph.inputs if value.name in feeds}
     out = _Outputs(tape)
@@ -380,20 +385,79 @@ def _kind(node: ir.Node) -> tuple[object, ...]:
 
 
 def _scalar_key(value: ir.Value) -> object:
-    """Returns what is equal for scalars only if they are equal in every run."""
+    """Returns what is equal for scalars only if they are equal in every run.
+
+    Between scalars there may be short tensors, which are computed from them and summed.
+    """
     constant = constant_tensor(value)
     if constant is not None:
-        return value.dtype, constant.numpy().tobytes()
+        return value.dtype, *constant.shape, constant.numpy().tobytes()
     node = value.producer()
-    if node is None or not node.inputs or (node.domain == "" and node.op_type not in ELEMENTWISE):
+    if node is None or not node.inputs:
         return value
-    if not all(read is not None and _is_scalar(read) for read in node.inputs):
+    is_standard = node.domain == ""
+    if is_standard and node.op_type not in _OF_SCALARS:
+        return value
+    most = _SHORT if is_standard else 1
+    if not all(read is None or _has_at_most(most, read) for read in node.inputs):
         return value
     return (
         *_kind(node),
         value.index(),
-        *(_scalar_key(read) for read in node.inputs if read is not None),
+        *(None if read is None else _scalar_key(read) for read in node.inputs),
     )
+
+
+def _is_worth_it(members: Sequence[_Component]) -> bool:
+    """Whether components of one signature are to be taken out.
+
+    One that reads a scalar such as the norm of its own parameter is alike no other: each parameter
+    would get a formula for itself, which saves nothing.
+    """
+    first = members[0]
+    from_tensors = [value for value in first.scalars() if _depends_on_tensors(value)]
+    return len(members) > 1 or not any(_is_own(value, first.nodes) for value in from_tensors)
+
+
+def _is_own(scalar: ir.Value, nodes: Container[ir.Node]) -> bool:
+    """Whether no other nodes read a scalar, nor what it is computed from by scalars alone."""
+    left, seen = [scalar], {scalar}
+    while left:
+        value = left.pop()
+        found: list[ir.Value] = []
+        for reader, _ in value.uses():
+            if reader not in nodes:
+                if not all(map(_is_scalar, reader.outputs)):
+                    return False
+                found += reader.outputs
+        node = value.producer()
+        read = [] if node is None else [v for v in node.inputs if v is not None]
+        found += [v for v in read if _is_scalar(v) and _depends_on_tensors(v)]
+        left += [v for v in dict.fromkeys(found) if v not in seen]
+        seen.update(found)
+    return True
+
+
+def _depends_on_tensors(scalar: ir.Value) -> bool:
+    """Whether a scalar is computed from other variables or inputs than scalars."""
+    left, seen = [scalar], {scalar}
+    while left:
+        value = left.pop()
+        node = value.producer()
+        if constant_tensor(value) is not None:
+            continue
+        if node is None and not _is_scalar(value):
+            return True
+        read = {v for v in (node.inputs if node is not None else ()) if v is not None} - seen
+        seen |= read
+        left.extend(read)
+    return False
+
+
+def _has_at_most(most: int, value: ir.Value) -> bool:
+    """Whether a value has so many elements or fewer, as far as is known."""
+    shape = _static(value)
+    return shape is not None and math.prod(shape) <= most
 
 
 def _alike(a: ir.Value, b: ir.Value) -> bool:

@@ -1,0 +1,225 @@
+"""Gradient descent, plain and with momentum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from ortops.errors import ModelError
+from ortops.optimizers.optimizer import (
+    OPERATORS,
+    Arrays,
+    Operator,
+    Optimizer,
+    UpdateRule,
+    arrays,
+    as_float32,
+    regularized,
+)
+from ortops.schedules import Schedule
+
+__all__ = ["SGD", "Momentum", "momentum", "sgd"]
+
+Mode: TypeAlias = Literal["standard", "nesterov"]
+
+
+def momentum(
+    r: Any,
+    t: Any,
+    x: Any,
+    g: Any,
+    v: Any,
+    *,
+    norm_coefficient: float,
+    alpha: float,
+    beta: float,
+    mode: Mode,
+) -> Arrays:
+    """One update of stochastic gradient descent with (Nesterov's) momentum.
+
+    With ``G = norm_coefficient · X + G``::
+
+        V_new = alpha · V + (T > 0 ? beta : 1) · G
+        X_new = X - R · V_new                        mode "standard"
+        X_new = X - R · (G + alpha · V_new)          mode "nesterov"
+
+    ``beta`` is ``1 - dampening`` of PyTorch, and like there it does not count in the first update
+    (``t = 0``); with ``beta = 1`` both agree.
+
+    Args:
+        r: Learning rate, 0-d, float32 or float64.
+        t: Updates made before this one, 0-d int64, 0 in the first update.
+        x: Parameter, any shape, float32 or float64.
+        g: Gradient, like ``x``.
+        v: Momentum, like ``x``.
+        norm_coefficient: L2 regularization, added to the gradient.
+        alpha: Decay of the momentum.
+        beta: Weight of the gradient in the momentum, from the second update on.
+        mode: ``"standard"`` or ``"nesterov"``.
+
+    Returns:
+        ``(x_new, v_new)``, like ``x``.
+
+    Raises:
+        ModelError: ``mode`` is another string.
+
+    Source:
+        Schema of `Momentum` in ai.onnx.preview.training, version 1 (its attributes have no
+        defaults); Sutskever, Martens, Dahl and Hinton, "On the importance of initialization and
+        momentum in deep learning", 2013.
+
+    Example:
+        >>> r, t, x, g, v = map(np.float64, (0.5, 0, 1, 2, 4))
+        >>> settings = {"norm_coefficient": 0.0, "alpha": 0.5, "beta": 1.0}
+        >>> momentum(r, t, x, g, v, **settings, mode="standard")
+        (array(-1.), array(4.))
+        >>> momentum(r, t, x, g, v, **settings, mode="nesterov")
+        (array(-1.), array(4.))
+    """
+    if mode not in ("standard", "nesterov"):
+        raise ModelError(f"Momentum: mode is {mode!r}; 'standard' or 'nesterov' is accepted")
+    xp = x.__array_namespace__()
+    r = r.astype(x.dtype)
+    g = regularized(g, x, norm_coefficient)
+    scaled = g
+    if beta != 1.0:
+        first, later = np.asarray(1.0, x.dtype), np.asarray(beta, x.dtype)
+        scaled = xp.where(t > 0, later, first) * g
+    v_new = alpha * v + scaled
+    x_new = x - r * (v_new if mode == "standard" else g + alpha * v_new)
+    return arrays(x_new, v_new)
+
+
+OPERATORS["Momentum"] = Operator(momentum)
+
+
+def sgd(r: Any, t: Any, x: Any, g: Any, *, norm_coefficient: float = 0.0) -> Arrays:
+    """One update of plain stochastic gradient descent.
+
+    ::
+
+        X_new = X - R · (norm_coefficient · X + G)
+
+    Args:
+        r: Learning rate, 0-d, float32 or float64.
+        t: Update count, 0-d int64; not looked at.
+        x: Parameter, any shape, float32 or float64.
+        g: Gradient, like ``x``.
+        norm_coefficient: L2 regularization, added to the gradient.
+
+    Returns:
+        ``(x_new,)``, like ``x``.
+
+    Source:
+        Robbins and Monro, "A Stochastic Approximation Method", 1951. The domain has no operator
+        for it.
+
+    Example:
+        >>> sgd(np.float32(0.5), np.int64(0), np.float32([1, 2]), np.float32([2, 4]))[0].tolist()
+        [0.0, 0.0]
+    """
+    r = r.astype(x.dtype)
+    return arrays(x - r * regularized(g, x, norm_coefficient))
+
+
+@dataclass(frozen=True)
+class Momentum(Optimizer):
+    """Gradient descent with (Nesterov's) momentum; see `momentum` for the formulae.
+
+    With ``beta = 1`` it is PyTorch's SGD with ``momentum = alpha``. ``beta`` is ``1 - dampening``;
+    T is 0 in the first update, in which ``beta`` does not count, as in PyTorch.
+
+    Args:
+        learning_rate: R; finite, not negative.
+        alpha: Decay of the momentum, in [0, 1).
+        beta: Weight of the gradient from the second update on; not negative.
+        mode: ``"standard"`` or ``"nesterov"``.
+        norm_coefficient: L2 regularization, added to the gradient.
+
+    Raises:
+        ModelError: A value is outside its range, also when only its float32 value is.
+    """
+
+    learning_rate: float | Schedule = 0.01
+    alpha: float = 0.9
+    beta: float = 1.0
+    mode: Mode = "standard"
+    norm_coefficient: float = 0.0
+
+    @property
+    def operator(self) -> str:
+        """The domain's operator, Momentum."""
+        return "Momentum"
+
+    @property
+    def rule(self) -> UpdateRule:
+        """The update rule, `momentum`."""
+        return momentum
+
+    def _check(self) -> None:
+        self._require_decays("alpha")
+        self._require_not_negative("beta")
+        self._require("mode", self.mode in ("standard", "nesterov"), "'standard' or 'nesterov'")
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent with the settings of PyTorch's SGD, whose formulae it follows.
+
+    Plain, it is `sgd`, without state or operator. With ``momentum`` it is `momentum`, which is the
+    domain's Momentum in a file: ``alpha`` is ``momentum``, ``beta`` is ``1 - dampening``.
+
+    Args:
+        learning_rate: R; finite, not negative.
+        norm_coefficient: L2 regularization, added to the gradient (PyTorch's ``weight_decay``).
+        momentum: Decay of the momentum, in [0, 1); 0 for none.
+        dampening: How much less than 1 a gradient counts in the momentum, from the second update
+            on; in [0, 1], and only with momentum.
+        nesterov: Whether the momentum is Nesterov's; only with momentum, and without dampening.
+
+    Raises:
+        ModelError: A value is outside its range, or does not fit the others.
+
+    Example:
+        >>> SGD(momentum=0.5, nesterov=True).operator_attributes
+        {'norm_coefficient': 0.0, 'alpha': 0.5, 'beta': 1.0, 'mode': 'nesterov'}
+    """
+
+    learning_rate: float | Schedule = 0.01
+    norm_coefficient: float = 0.0
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+
+    @property
+    def operator(self) -> str | None:
+        """The domain's operator, Momentum; None without momentum."""
+        return "Momentum" if self.momentum else None
+
+    @property
+    def rule(self) -> UpdateRule:
+        """The update rule, `momentum` or `sgd`."""
+        return momentum if self.momentum else sgd
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The rule's keyword arguments, floats rounded to float32 as in an ONNX file."""
+        common = {"norm_coefficient": as_float32(self.norm_coefficient)}
+        if not self.momentum:
+            return common
+        return common | {
+            "alpha": as_float32(self.momentum),
+            "beta": as_float32(1.0 - self.dampening),
+            "mode": "nesterov" if self.nesterov else "standard",
+        }
+
+    def _check(self) -> None:
+        self._require_decays("momentum")
+        self._require("dampening", 0 <= self.dampening <= 1, "a number in [0, 1]")
+        if not self.momentum:
+            self._require("dampening", not self.dampening, "0 without momentum")
+            self._require("nesterov", not self.nesterov, "False without momentum")
+        if self.dampening:
+            self._require("nesterov", not self.nesterov, "False with dampening")
