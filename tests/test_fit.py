@@ -160,11 +160,14 @@ def test_iterables_of_batches() -> None:
 def test_an_iterator_serves_one_epoch() -> None:
     batches = cut(affine_batch(8), 4)
     assert len(affine_session().fit(iter(batches), progress=False)) == 1
-    session = affine_session()
+    session, used_up = affine_session(), iter(batches)
+    with pytest.raises(FeedError, match="data: list_iterator can be gone through once, and there"):
+        session.fit(iter(batches), epochs=2, progress=False)
+    assert len(list(used_up)) == 2
     expected = "data: there is no batch in it; an iterator can be used for one epoch only, give"
     with pytest.raises(FeedError, match=expected):
-        session.fit(iter(batches), epochs=2, progress=False)
-    assert session.steps_done == 2
+        session.fit(used_up, progress=False)
+    assert session.steps_done == 0
 
 
 def test_no_epoch_is_nothing() -> None:

@@ -693,7 +693,10 @@ def with_feed(**changes: Any) -> Any:
             "feeds: 'labels' has the label -1; 0 to 2 are accepted",
         ),
         (with_feed(x="abc"), "feeds: 'x' is of type <U3; float32 is accepted"),
-        ([1, 2], "feeds: list was given; give a dict of an array for each input"),
+        ([1, 2], "feeds: 'x' has shape []; [batch, 6] is accepted"),
+        ([labelled((6,))["x"]], "1 array was given without names, and there are 2 inputs; give a"),
+        ([], "feeds: list was given; give a dict of an array for each input, or a tuple of arrays"),
+        (3, "feeds: int was given; give a dict of an array for each input, or a tuple of arrays"),
         (with_feed(x=[[1, 2], [3]]), "feeds: 'x' is no array: setting an array element"),
     ],
 )

@@ -1,80 +1,141 @@
-"""Batches: from arrays to feeds."""
+"""Data sets in any form, as batches that fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ortops.errors import FeedError
+from ortops.training import tables
+from ortops.training.feeds import Checked, Feeds, Inputs
+from ortops.training.prefetch import Prefetcher
+from ortops.training.tables import Places
 
-__all__ = ["Data", "Feeds", "batches", "count", "length", "rows"]
+__all__ = ["Data", "Feeds", "Source", "open_data", "rows"]
 
-Feeds: TypeAlias = Mapping[str, npt.NDArray[Any]]
-"""One batch: an array for each input, or what can be one (see `ortops.training.feeds.Input`)."""
+Data: TypeAlias = Any
+"""A data set in one of the forms that `open_data` takes."""
 
-Data: TypeAlias = Mapping[str, npt.NDArray[Any]] | Iterable[Feeds]
-"""A data set: an array for each input, all of one length; or an iterable of batches."""
+_Read: TypeAlias = Callable[[int, np.random.Generator | None, int], Iterator[Checked]]
 
 
-def batches(
-    data: Data, batch_size: int, *, order: np.random.Generator | None = None
-) -> Iterator[Feeds]:
-    """Yields the batches of a data set.
+@dataclass(frozen=True)
+class Source:
+    """A data set that is gone through epoch by epoch.
+
+    Attributes:
+        rows: The number of samples, or None where batches are given.
+        batches: The number of batches in an epoch, or None where that is not known.
+        prefetch: How many batches a thread reads ahead; 0 for none.
+    """
+
+    rows: int | None
+    batches: int | None
+    prefetch: int
+    _read: _Read
+    _refills: bool = False
+
+    def epoch(
+        self, number: int = 1, *, order: np.random.Generator | None = None, start: int = 0
+    ) -> Iterator[Checked]:
+        """Returns the batches of an epoch, checked.
+
+        Whoever may leave before the end closes the iterator, as `contextlib.closing` does: that
+        ends the thread that reads ahead.
+
+        Args:
+            number: Which epoch, from 1; told to a function that asks for it.
+            order: Shuffles the rows. Batches that are given as such keep their order.
+            start: How many batches to leave out at the beginning: the rest is as it would be.
+
+        Raises:
+            FeedError: If a batch does not fit the inputs, there is none, or not even those that are
+                to be left out.
+        """
+        batches = self._read(number, order, start)
+        if not self.prefetch:
+            return batches
+        if self._refills:  # a loader may fill the same memory again
+            batches = (
+                Checked({name: array.copy() for name, array in batch.items()}, batch.by)
+                for batch in batches
+            )
+        return Prefetcher(batches, self.prefetch)
+
+
+def open_data(
+    data: Data, inputs: Inputs, *, batch_size: int = 32, epochs: int = 1, prefetch: int = 0
+) -> Source:
+    """Returns a data set as batches, whatever form it has.
 
     Args:
-        data: Arrays by name, which are cut along axis 0, or an iterable of batches, which are
-            yielded as they are.
-        batch_size: How many rows a batch has; the last one has what is left.
-        order: Shuffles the rows.
+        data: A source, which is returned as it is, or one of
+
+            - arrays by name, which are cut along axis 0: all of one length, but for those of inputs
+              that have no axis of samples, which are the same in every batch. What is not in memory
+              (of h5py, zarr, a memory map) or sparse is read batch by batch;
+            - arrays in a tuple: the model's inputs in their order, then the loss's; or one array,
+              where there is one input;
+            - a table, whose columns named like inputs are used: of pandas, polars or pyarrow, or a
+              dataset of Hugging Face, which is read batch by batch;
+            - samples: an object with ``__len__`` and ``__getitem__`` and no ``__iter__``, like
+              PyTorch's datasets, that gives a dict or tuple for a number. If what it gives has an
+              axis more, these are batches;
+            - batches: a list, or anything that can be iterated over once for each epoch, like a
+              DataLoader, of dicts, tuples, lists or tables;
+            - a function that returns any of these for an epoch. If it takes an argument, it is told
+              the number of the epoch, from 1.
+        inputs: What a batch has to fit.
+        batch_size: How many rows a batch has, where rows are given; the last one has what is left.
+        epochs: How many times the data are to be gone through: an iterator serves once.
+        prefetch: How many batches a thread reads ahead.
 
     Raises:
-        FeedError: If the arrays are not of one length, or there are none.
-
-    Example:
-        >>> [batch["x"].tolist() for batch in batches({"x": np.arange(5)}, 2)]
-        [[0, 1], [2, 3], [4]]
+        FeedError: If it is something else, there is nothing in it, its arrays differ in length or
+            leave a smaller batch over where the model's batch is fixed, or if it is an iterator and
+            there are several epochs.
     """
-    if not isinstance(data, Mapping):
-        if not isinstance(data, Iterable):
-            raise FeedError(
-                f"data: {type(data).__name__} was given; give arrays by name or an iterable of "
-                "batches"
-            )
-        yield from data
-        return
-    size = length(data)
-    _check_batch_size(batch_size)
-    places = None if order is None else order.permutation(size)
-    for start in range(0, size, batch_size):
-        part = slice(start, start + batch_size)
-        chosen = part if places is None else places[part]
-        yield {name: array[chosen] for name, array in data.items()}
+    if isinstance(data, Source):
+        return data
+    _check_count("batch_size", batch_size, 1)
+    _check_count("prefetch", prefetch, 0)
+    if isinstance(data, Mapping) or tables.is_table(data) or _is_arrays(data):
+        if tables.is_stored_table(data):
+            return _stored_table(data, inputs, batch_size, prefetch)
+        return _arrays(inputs.named(data), inputs, batch_size, prefetch)
+    if isinstance(data, list | tuple):
+        return _batch_list(data, inputs, prefetch)
+    if hasattr(data, "__getitem__") and isinstance(data, Sized) and not _iterates(data):
+        return _samples(data, inputs, batch_size, prefetch)
+    if hasattr(data, "iter") and hasattr(data, "with_format"):  # a stream of Hugging Face
+        return _function(_stream(data, inputs, batch_size), inputs, batch_size, prefetch)
+    if isinstance(data, Iterable) and not isinstance(data, str | bytes | type):
+        return _iterable(data, inputs, epochs, prefetch)
+    if callable(data):
+        return _function(data, inputs, batch_size, prefetch)
+    raise FeedError(
+        f"data: {type(data).__name__} was given; give arrays by name or an iterable of batches"
+    )
 
 
-def count(data: Data, batch_size: int) -> int | None:
-    """Returns how many batches there will be, or None where that is not known."""
-    if isinstance(data, Mapping):
-        _check_batch_size(batch_size)
-        return -(-length(data) // batch_size)
-    try:
-        return len(data) if isinstance(data, Sized) else None
-    except Exception:  # a loader has a length, but not for every data set
-        return None
-
-
-def rows(feeds: Feeds) -> int:
+def rows(feeds: Mapping[str, npt.NDArray[Any]]) -> int:
     """Returns how many samples a batch has: the size of the first axis that there is.
 
     Args:
-        feeds: Arrays by name.
+        feeds: Arrays by name. In a checked batch, those that are the same in every batch do not
+            count.
 
     Raises:
         FeedError: If there are none.
     """
-    shapes = {name: array.shape for name, array in feeds.items() if array.ndim}
+    names = feeds.by.sampled if isinstance(feeds, Checked) else list(feeds)
+    shapes = {name: feeds[name].shape for name in names if feeds[name].ndim}
     if shapes and not any(shape[0] for shape in shapes.values()):
         name, shape = next(iter(shapes.items()))
         raise FeedError(
@@ -84,21 +145,230 @@ def rows(feeds: Feeds) -> int:
     return next((shape[0] for shape in shapes.values() if shape[0]), 1)
 
 
-def _check_batch_size(batch_size: int) -> None:
-    if not hasattr(batch_size, "__index__") or batch_size < 1:
-        raise FeedError(f"batch_size is {batch_size!r}; an integer of at least 1 is accepted")
+def _check_count(what: str, number: int, least: int) -> None:
+    if not hasattr(number, "__index__") or number < least:
+        raise FeedError(f"{what} is {number!r}; an integer of at least {least} is accepted")
 
 
-def length(arrays: Mapping[str, npt.NDArray[Any]]) -> int:
-    """Returns the number of rows of arrays.
+def _is_arrays(data: object) -> bool:
+    """Whether it is an array, or a tuple of some, and no batches."""
+    if isinstance(data, tuple):
+        return any(tables.is_array(part) for part in data)
+    return not isinstance(data, list) and tables.is_array(data)
 
-    Raises:
-        FeedError: If the arrays are not of one length, or there are none.
+
+def _iterates(data: object) -> bool:
+    return hasattr(type(data), "__iter__")
+
+
+# -------------------------------------------------------------------------------------- of rows
+
+
+def _cut(
+    read: Callable[[Places], Feeds],
+    size: int,
+    names: Iterable[str],
+    inputs: Inputs,
+    batch_size: int,
+    prefetch: int,
+) -> Source:
+    """Returns a data set of rows.
+
+    Args:
+        read: Gives those at some places.
+        size: How many there are.
+        names: The inputs of which a batch has rows.
+        inputs: See `open_data`.
+        batch_size: See `open_data`.
+        prefetch: See `open_data`.
     """
-    lengths = {name: len(array) if np.ndim(array) else 0 for name, array in arrays.items()}
-    if not lengths:
+    for name in names:
+        fixed = inputs.fixed_rows(name)
+        if fixed is not None and size and (batch_size != fixed or size % fixed):
+            raise FeedError(
+                f"data: '{name}' has {size} rows, in batches of {batch_size}; the model's "
+                f"batch is fixed at {fixed}, so give batch_size={fixed} and a multiple of "
+                f"{fixed} rows, or a model whose batch dimension is a symbol"
+            )
+    if not size:
+        raise FeedError("data: there is no batch in it; give at least one row")
+
+    def epoch(_: int, order: np.random.Generator | None, start: int) -> Iterator[Checked]:
+        places = None if order is None else order.permutation(size)
+        count = -(-size // batch_size)
+        _check_start(start, count)
+        for batch in range(start, count):
+            part = slice(batch * batch_size, min((batch + 1) * batch_size, size))
+            yield inputs.check(read(part if places is None else places[part]))
+
+    return Source(size, -(-size // batch_size), prefetch, epoch)
+
+
+def _arrays(data: Mapping[str, Any], inputs: Inputs, batch_size: int, prefetch: int) -> Source:
+    if not data:
         raise FeedError("data: there are no arrays; give one for each input")
+    arrays = inputs.columns(data)
+    sampled = {name for name in arrays if name in inputs.sampled}
+    size = arrays[min(sampled, key=list(arrays).index)].shape[0] if sampled else 1
+    constants = {}
+    for name in [name for name in arrays if name not in sampled]:
+        own, fixed = arrays[name].shape[:1], inputs.fixed_rows(name)
+        if own == (size,) == (fixed,):
+            raise FeedError(
+                f"data: '{name}' has {size} rows, as many as there are samples and as the model "
+                "always takes, so that they may be those of the samples, or the same in every "
+                "batch; give a list of batches"
+            )
+        if not own or own == (fixed,):
+            constants[name] = arrays.pop(name)
+    lengths = {name: array.shape[0] for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"'{name}' {length}" for name, length in lengths.items())
         raise FeedError(f"data: the arrays have different lengths ({shown}); they must have one")
-    return next(iter(lengths.values()))
+
+    def read(places: Places) -> dict[str, Any]:
+        return {name: tables.take(array, places) for name, array in arrays.items()} | constants
+
+    return _cut(read, size, arrays, inputs, batch_size, prefetch)
+
+
+def _stored_table(data: Any, inputs: Inputs, batch_size: int, prefetch: int) -> Source:
+    wanted = [name for name in inputs if name in data.column_names]
+    data = data.select_columns(wanted)
+    if data.format["type"] is None and len(data):  # numbers are read faster without Python's
+        arrow = data.with_format("arrow")
+        if all(tables.is_numeric(arrow[:1][name]) for name in wanted):
+            data = arrow
+
+    def read(places: Places) -> Mapping[str, Any]:
+        part = data[places if isinstance(places, slice) else places.tolist()]
+        return inputs.as_columns({name: part[name] for name in wanted})
+
+    return _cut(read, len(data), inputs, inputs, batch_size, prefetch)
+
+
+def _samples(data: Any, inputs: Inputs, batch_size: int, prefetch: int) -> Source:
+    size = len(data)
+    if size and _is_batch(data[0], inputs):
+        return _batch_list(data, inputs, prefetch)
+
+    def read(places: Places) -> dict[str, Any]:
+        numbers = range(places.start, places.stop) if isinstance(places, slice) else places.tolist()
+        samples = {number: inputs.named(data[number]) for number in numbers}
+        names = next(iter(samples.values())).keys()
+        for number, sample in samples.items():
+            if sample.keys() != names:
+                raise FeedError(
+                    f"data: sample {number} has {_listed(sample)}, and sample {numbers[0]} has "
+                    f"{_listed(names)}; give the same in all"
+                )
+        return {name: [sample[name] for sample in samples.values()] for name in names}
+
+    return _cut(read, size, inputs, inputs, batch_size, prefetch)
+
+
+def _is_batch(item: object, inputs: Inputs) -> bool:
+    """Whether what a sequence gives for a number is a batch, and not a sample, by its axes."""
+    for name, value in inputs.named(item).items():
+        dims = inputs[name].dims if name in inputs else None
+        if dims:
+            return inputs[name].array(value).ndim == len(dims)
+    return False
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
+
+
+# ------------------------------------------------------------------------------------ of batches
+
+
+def _batch_list(data: Sequence[Any], inputs: Inputs, prefetch: int) -> Source:
+    if not data:
+        raise FeedError("data: there is no batch in it; give at least one")
+
+    def epoch(_: int, __: np.random.Generator | None, start: int) -> Iterator[Checked]:
+        _check_start(start, len(data))
+        return (inputs.check(data[place]) for place in range(start, len(data)))
+
+    return Source(None, len(data), prefetch, epoch)
+
+
+def _iterable(data: Iterable[Any], inputs: Inputs, epochs: int, prefetch: int) -> Source:
+    given = data
+    if isinstance(data, Iterator):
+        if epochs > 1:
+            raise FeedError(
+                f"data: {type(data).__name__} can be gone through once, and there are {epochs} "
+                "epochs; give arrays, a list, or a function that returns a new one for each epoch"
+            )
+        first = list(itertools.islice(data, epochs))
+        if len(first) < epochs:
+            raise _nothing()
+        given = itertools.chain(first, data)
+
+    def epoch(_: int, __: np.random.Generator | None, start: int) -> Iterator[Checked]:
+        batches, done = iter(given), 0
+        for batch in batches:
+            done += 1
+            if done > start:
+                yield inputs.check(batch)
+        if not done:
+            raise _nothing()
+        _check_start(start, done)
+
+    return Source(None, _length(data), prefetch, epoch, True)
+
+
+def _length(data: object) -> int | None:
+    try:
+        return len(data) if isinstance(data, Sized) else None
+    except Exception:  # a loader has a length, but not for every data set
+        return None
+
+
+def _function(
+    function: Callable[..., Any], inputs: Inputs, batch_size: int, prefetch: int
+) -> Source:
+    told = False
+    try:
+        inspect.signature(function).bind()
+    except TypeError:  # it needs an argument
+        told = True
+    except ValueError:  # it says nothing
+        pass
+
+    def epoch(number: int, order: np.random.Generator | None, start: int) -> Iterator[Checked]:
+        data = function(number) if told else function()
+        if callable(data) and not isinstance(data, Iterable):
+            raise FeedError(
+                "data: the function returned another function; return an iterable of batches"
+            )
+        yield from open_data(data, inputs, batch_size=batch_size).epoch(
+            number, order=order, start=start
+        )
+
+    return Source(None, None, prefetch, epoch, True)
+
+
+def _stream(data: Any, inputs: Inputs, batch_size: int) -> Callable[[], Iterator[dict[str, Any]]]:
+    def batches() -> Iterator[dict[str, Any]]:
+        for batch in data.iter(batch_size=batch_size):
+            yield inputs.as_columns({name: batch[name] for name in inputs if name in batch})
+
+    return batches
+
+
+def _nothing() -> FeedError:
+    return FeedError(
+        "data: there is no batch in it; an iterator can be used for one epoch only, give a list or "
+        "arrays"
+    )
+
+
+def _check_start(start: int, there: int) -> None:
+    if start > there:
+        raise FeedError(
+            f"data: there are {there} batches in it, and {start} of the epoch are done; give the "
+            "data that it began with"
+        )

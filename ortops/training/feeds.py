@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,11 +18,15 @@ from ortops.errors import FeedError, ModelError, did_you_mean
 from ortops.execution.step import Step
 from ortops.graph.tensor import numpy_dtype
 from ortops.losses.classification import LABELS_KEY
-from ortops.training.data import Data, Feeds, count, length
+from ortops.training import tables
 
-__all__ = ["Input", "Inputs"]
+__all__ = ["Checked", "Feeds", "Input", "Inputs"]
 
 Array: TypeAlias = npt.NDArray[Any]
+
+Feeds: TypeAlias = Mapping[str, npt.NDArray[Any]] | Sequence[Any] | npt.NDArray[Any]
+"""One batch: an array for each input, or what can be one (see `Input.array`), by name or in the
+order of the inputs (see `Inputs.named`)."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +173,10 @@ def _plain(given: Any) -> Any:
         return [_plain(part) for part in given]
     if isinstance(given, onnxruntime.OrtValue):
         return given.numpy()
+    if hasattr(given, "null_count") or hasattr(given, "to_numpy"):  # a column of a table
+        return tables.dense(given)
+    if hasattr(given, "toarray"):  # a sparse matrix
+        return given.toarray()
     if hasattr(given, "detach"):  # PyTorch's: what is fed are its values
         values = given.detach().cpu()
         # numpy has no bfloat16; float32 holds all of its values.
@@ -250,8 +259,20 @@ class _Labels:
             )
 
 
+class Checked(dict[str, Array]):
+    """A batch that fits: what `Inputs.check` returns, and takes as it is.
+
+    Attributes:
+        by: What has checked it.
+    """
+
+    def __init__(self, arrays: Mapping[str, Array], by: Inputs) -> None:
+        super().__init__(arrays)
+        self.by = by
+
+
 class Inputs(dict[str, Input]):
-    """The inputs of a training step by name.
+    """The inputs of a training step by name: those of the model in its order, then the loss's.
 
     Args:
         steps: The parts of the step.
@@ -274,34 +295,112 @@ class Inputs(dict[str, Input]):
                         else tuple(dim if isinstance(dim, int) else dim.value for dim in shape)
                     )
                     self[name] = Input(name, numpy_dtype(value), dims, _unbound(value))
+        self._places = tuple(self)
 
-    def check(self, feeds: Feeds) -> dict[str, Array]:
+    def only(self, names: Iterable[str]) -> Inputs:
+        """Returns some of the inputs; the others may be fed, but are not read.
+
+        Args:
+            names: Which ones. Their places in a tuple (see `named`) stay as they are.
+        """
+        chosen = set(names)
+        result = Inputs((), self._unread | self.keys())
+        result.update((name, value) for name, value in self.items() if name in chosen)
+        result._labels = [each for each in self._labels if each.name in chosen]
+        result._places = self._places
+        return result
+
+    def named(self, feeds: object) -> Mapping[str, object]:
+        """Returns a batch, or a data set of arrays, by name.
+
+        Args:
+            feeds: A mapping; a table, of whose columns those named like inputs are taken; arrays
+                in a tuple or list, the model's inputs in their order and then the loss's (inner
+                tuples are opened, so that ``((x1, x2), y)`` is ``(x1, x2, y)``); or one array,
+                where there is one input.
+
+        Raises:
+            FeedError: If it is something else, or arrays are missing or too many.
+        """
+        if isinstance(feeds, Mapping):
+            return feeds
+        if tables.is_table(feeds):
+            return self._columns_of(feeds)
+        in_parts = isinstance(feeds, list | tuple)
+        if tables.is_array(feeds) and not (in_parts and len(self._places) > 1):
+            parts = [feeds]
+        elif isinstance(feeds, list | tuple) and feeds:
+            parts = _opened(feeds)
+        else:
+            raise FeedError(
+                f"feeds: {type(feeds).__name__} was given; give a dict of an array for each input, "
+                "or a tuple of arrays in the order of the inputs"
+            )
+        needed = max((n for n, name in enumerate(self._places, 1) if name in self), default=0)
+        if not needed <= len(parts) <= len(self._places):
+            raise FeedError(
+                f"feeds: {len(parts)} array{'s were' if len(parts) > 1 else ' was'} given without "
+                f"names, and there are {len(self._places)} inputs; give a dict, or a tuple with an "
+                f"array for each of {_listed(self._places)} in this order"
+            )
+        return dict(zip(self._places, parts, strict=False))
+
+    def _columns_of(self, table: object) -> dict[str, object]:
+        return self.as_columns(tables.columns(table, list(self)))
+
+    def as_columns(self, found: Mapping[str, object]) -> dict[str, object]:
+        """Returns columns of a table, as columns of matrices where the inputs have one column.
+
+        Args:
+            found: Columns by name, each that of an input.
+        """
+        found = dict(found)
+        for name, column in found.items():
+            dims = self[name].dims
+            if dims is not None and len(dims) == 2 and dims[1] == 1:
+                array = self[name].array(column)
+                found[name] = array[:, None] if array.ndim == 1 else array
+        return found
+
+    @functools.cached_property
+    def sampled(self) -> list[str]:
+        """The inputs that have a row for each sample.
+
+        The others, in a model that takes batches of any size, have a first dimension of their own,
+        or none: they are the same in every batch.
+        """
+        free = [n for n, value in self.items() if value.dims is None or _is_free(value.dims)]
+        return free or [name for name, value in self.items() if value.dims]
+
+    def fixed_rows(self, name: str) -> int | None:
+        """Returns the size of an input's first dimension, where the model fixes that."""
+        dims = self[name].dims if name in self else None
+        return dims[0] if dims and isinstance(dims[0], int) else None
+
+    def check(self, feeds: Feeds) -> Checked:
         """Returns the feeds as arrays that fit.
 
         Raises:
             FeedError: If they do not.
         """
-        if not isinstance(feeds, Mapping):
-            raise FeedError(
-                f"feeds: {type(feeds).__name__} was given; give a dict of an array for each input"
-            )
-        self._check_names(feeds)
+        if isinstance(feeds, Checked) and feeds.by is self:
+            return feeds
+        given = self.named(feeds)
+        self._check_names(given)
         sizes: dict[str, tuple[int, str]] = {}
         arrays = {}
         for name, value in self.items():
-            if name not in feeds:
-                raise FeedError(
-                    f"feeds: input '{name}' is missing; the inputs are {self._listed()}"
-                )
-            arrays[name] = value.fit(_read(feeds, name), sizes)
+            self._check_there(name, given)
+            arrays[name] = value.fit(_read(given, name), sizes)
         for labels in self._labels:
             labels.check(arrays[labels.name])
-        return arrays
+        return Checked(arrays, self)
 
-    def columns(self, data: Mapping[str, object]) -> dict[str, Array]:
+    def columns(self, data: Mapping[str, object]) -> dict[str, Any]:
         """Returns a data set as arrays, from which batches are cut.
 
-        Values of another type stay as they are: `check` converts them batch by batch.
+        Values of another type stay as they are: `check` converts them batch by batch. What is not
+        in memory stays where it is.
 
         Args:
             data: An array for each input, or what can be one (see `Input.array`).
@@ -314,49 +413,48 @@ class Inputs(dict[str, Input]):
         for name in data:
             if self and name not in self:
                 continue  # no step reads it
-            array = self.get(name, Input(name, None, None)).array(_read(data, name))
-            if not array.ndim:
+            given, own = _read(data, name), self.get(name, Input(name, None, None))
+            array: Any = given if tables.is_lazy(given) else own.array(given)
+            if not array.shape and own.dims != ():
                 raise FeedError(
                     f"data: '{name}' is a single {type(array.item()).__name__}; give an array with "
                     "a row for each sample"
                 )
             found[name] = array
+        for name in self:
+            self._check_there(name, found)
         return found
 
-    def data_set(self, data: Data, batch_size: int) -> Data:
-        """Returns a data set of arrays as such, as far as they can be told before the first batch.
-
-        Raises:
-            FeedError: If there is something else in it, or its arrays leave a smaller batch over
-                where an input has a fixed size.
-        """
-        if not isinstance(data, Mapping) or not data:
-            return data
-        arrays = self.columns(data)
-        count(arrays, batch_size)
-        size = length(arrays)
-        for name in arrays:
-            dims = self[name].dims if name in self else None
-            fixed = dims[0] if dims else None
-            if isinstance(fixed, int) and size and (batch_size != fixed or size % fixed):
-                raise FeedError(
-                    f"data: '{name}' has {size} rows, in batches of {batch_size}; the model's "
-                    f"batch is fixed at {fixed}, so give batch_size={fixed} and a multiple of "
-                    f"{fixed} rows, or a model whose batch dimension is a symbol"
-                )
-        return arrays
+    def _check_there(self, name: str, given: Mapping[str, object]) -> None:
+        if name not in given:
+            raise FeedError(f"feeds: input '{name}' is missing; the inputs are {_listed(self)}")
 
     def _check_names(self, given: Mapping[str, object]) -> None:
         for name in given:
             if not isinstance(name, str):
                 raise FeedError(
-                    f"feeds: the key {name!r} is no name; the inputs are {self._listed()}"
+                    f"feeds: the key {name!r} is no name; the inputs are {_listed(self)}"
                 )
             if name not in self and name not in self._unread:
                 raise FeedError(f"feeds: there is no input '{name}'; " + did_you_mean(name, self))
 
-    def _listed(self) -> str:
-        return ", ".join(f"'{name}'" for name in self)
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
+
+
+def _is_free(dims: Sequence[int | str | None]) -> bool:
+    """Whether the first dimension may have any size."""
+    return bool(dims) and not isinstance(dims[0], int)
+
+
+def _opened(parts: Iterable[object]) -> list[object]:
+    """Returns the arrays in nested tuples and lists."""
+    found: list[object] = []
+    for part in parts:
+        inner = isinstance(part, list | tuple) and not tables.is_array(part)
+        found += _opened(part) if inner else [part]  # type: ignore[arg-type]
+    return found
 
 
 def _read(given: Mapping[str, object], name: str) -> object:

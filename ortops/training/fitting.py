@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops import metrics as metric_functions
-from ortops.errors import DivergedError, FeedError, OrtopsError
+from ortops.errors import DivergedError, OrtopsError
 from ortops.metrics import Metric
-from ortops.training.data import Data, Feeds, batches, count, rows
+from ortops.training.data import Data, Feeds, open_data, rows
 from ortops.training.evaluation import number_of
 from ortops.training.feeds import Inputs
 from ortops.training.progress import Progress
@@ -86,20 +86,18 @@ def fit(
                 "validation=, or use evaluate"
             )
         trainer.target(chosen)
-    data = inputs.data_set(data, batch_size)
+    source = open_data(data, inputs, batch_size=batch_size, epochs=epochs)
     if validation is not None:
-        validation = inputs.data_set(validation, batch_size)
+        validation = open_data(validation, inputs, batch_size=batch_size, epochs=epochs)
     history: History = []
     for epoch in range(1, epochs + 1):
         if schedule is not None:
             trainer.learning_rate = schedule((epoch - 1) / epochs)
         order = np.random.default_rng((seed, trainer.steps_done)) if shuffle else None
-        bar = Progress(epoch, epochs, count(data, batch_size)) if progress else None
+        bar = Progress(epoch, epochs, source.batches) if progress else None
         totals, seen, done = dict.fromkeys(names, 0.0), 0, 0
         try:
-            for feeds in batches(data, batch_size, order=order):
-                # Those that are cut from arrays are known to be arrays; `step` checks the rest.
-                arrays = feeds if isinstance(data, Mapping) else inputs.check(feeds)
+            for arrays in source.epoch(epoch, order=order):
                 size = rows(arrays)
                 losses = trainer.step(arrays, outputs=list(totals))
                 for name in totals:
@@ -113,11 +111,6 @@ def fit(
             if bar:
                 bar.abandon()
             raise
-        if not done:
-            raise FeedError(
-                "data: there is no batch in it; an iterator can be used for one epoch only, "
-                "give a list or arrays"
-            )
         result = {"loss": totals.pop(names[0]) / seen}
         result |= {name: total / seen for name, total in totals.items()}
         if validation is not None:
@@ -129,7 +122,7 @@ def fit(
     return history
 
 
-def _check_progress(trainer: Trainer, loss: float, feeds: Feeds, place: str) -> None:
+def _check_progress(trainer: Trainer, loss: float, feeds: Mapping[str, Array], place: str) -> None:
     """Refuses to go on after a loss that is no number, or where no step can be made."""
     if not math.isfinite(loss):
         raise _diverged(trainer, loss, feeds, place)
@@ -147,7 +140,9 @@ def _check_progress(trainer: Trainer, loss: float, feeds: Feeds, place: str) -> 
             )
 
 
-def _diverged(trainer: Trainer, loss: float, feeds: Feeds, place: str) -> DivergedError:
+def _diverged(
+    trainer: Trainer, loss: float, feeds: Mapping[str, Array], place: str
+) -> DivergedError:
     """Returns the error of a loss that is no number, with what to look at."""
     wrong = []
     for name, array in feeds.items():

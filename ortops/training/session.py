@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -36,7 +36,7 @@ from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
 from ortops.metrics import Metric
 from ortops.passes.rematerialization import Checkpoint
 from ortops.training.builder import METADATA_KEY
-from ortops.training.data import Data, Feeds, batches, rows
+from ortops.training.data import Data, Feeds, open_data, rows
 from ortops.training.evaluation import Evaluation, measure, numbers_of
 from ortops.training.feeds import Inputs
 from ortops.training.fitting import History, fit
@@ -225,7 +225,8 @@ class TrainingSession:
         """Makes one training step.
 
         Args:
-            feeds: A batch: an array for each input of the model and of the loss.
+            feeds: A batch: an array for each input of the model and of the loss, by name, or in a
+                tuple, those of the model first.
             outputs: Which outputs to return; all by default.
             reduce: Is given the gradients before they are applied, and may change them in place,
                 with their loss and running statistics: to average them with those of other
@@ -399,7 +400,7 @@ class TrainingSession:
         of `step`.
 
         Args:
-            batches: The batches.
+            batches: The batches, each as `step` takes it.
 
         Returns:
             The loss of each step.
@@ -412,13 +413,13 @@ class TrainingSession:
         if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
             raise FeedError(
                 f"batches: {type(batches).__name__} was given; give an iterable of batches, each a "
-                "dict of an array for each input"
+                "dict or tuple of an array for each input"
             )
         loss = self._loss()
         losses: list[Array] = []
         with self._lock:
             at_once = _STEPS_IN_A_RUN if self._execution.repeatable else 1
-            checked = (self._inputs.check(feeds) for feeds in batches)
+            checked: Iterator[dict[str, Array]] = (self._inputs.check(feeds) for feeds in batches)
             if at_once > 1:  # copies: what gives the batches may fill the same memory again
                 checked = ({name: array.copy() for name, array in b.items()} for b in checked)
             for _, alike in itertools.groupby(checked, key=_shapes):
@@ -512,7 +513,7 @@ class TrainingSession:
         Raises:
             FeedError: If the data do not fit the model.
         """
-        data = self._inputs.data_set(data, batch_size)
+        source = open_data(data, self._inputs, batch_size=batch_size)
         chosen = metric_functions.resolve(metrics)
         if self._evaluation is None:
             self.loss_names()
@@ -523,7 +524,7 @@ class TrainingSession:
         def run(feeds: Mapping[str, Array]) -> dict[str, Array]:
             return self._run_evaluation(evaluation, feeds)
 
-        return measure(batches(data, batch_size), evaluation, run, self._inputs, chosen, target)
+        return measure(source.epoch(), evaluation, run, self._inputs, chosen, target)
 
     @_together
     def _run_evaluation(

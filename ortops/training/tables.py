@@ -1,0 +1,161 @@
+"""Tables and arrays of other libraries, known by what they can do: none of them is imported."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "columns",
+    "dense",
+    "is_array",
+    "is_lazy",
+    "is_numeric",
+    "is_stored_table",
+    "is_table",
+    "take",
+]
+
+Array: TypeAlias = npt.NDArray[Any]
+Places: TypeAlias = slice | npt.NDArray[np.integer[Any]]
+
+
+def is_table(data: object) -> bool:
+    """Whether data have named columns.
+
+    They do in frames of pandas and polars, arrow tables, datasets of Hugging Face and arrays of
+    records.
+    """
+    if isinstance(data, Mapping | type):
+        return False
+    if isinstance(data, np.ndarray):
+        return data.dtype.names is not None
+    has = functools.partial(hasattr, data)
+    framed = has("columns") and has("dtypes")
+    stored = has("column_names") and (has("schema") or has("format"))
+    return (framed or stored) and has("__getitem__")
+
+
+def is_stored_table(data: object) -> bool:
+    """Whether a table is a dataset of Hugging Face, whose rows are read when they are asked for."""
+    return is_table(data) and hasattr(data, "with_format") and hasattr(data, "select_columns")
+
+
+def columns(table: Any, wanted: Sequence[str]) -> dict[str, object]:
+    """Returns those columns of a table that are wanted and there; the others are left alone."""
+    there = _names(table)
+    return {name: table[name] for name in wanted if name in there}
+
+
+def _names(table: Any) -> list[str]:
+    if isinstance(table, np.ndarray):
+        return list(table.dtype.names or ())
+    return list(table.column_names if hasattr(table, "column_names") else table.columns)
+
+
+def is_array(data: object) -> bool:
+    """Whether data are one array: of any library, or numbers in lists."""
+    if isinstance(data, list | tuple):
+        return len(data) > 0 and (_is_number(data[0]) or _holds_numbers(data[0]))
+    if isinstance(data, Mapping | type):
+        return False
+    return any(
+        hasattr(data, name) for name in ("__array__", "__dlpack__", "__array_interface__")
+    ) or (hasattr(data, "shape") and hasattr(data, "dtype"))
+
+
+def _is_number(data: object) -> bool:
+    return isinstance(data, bool | int | float | np.generic)
+
+
+def _holds_numbers(data: object) -> bool:
+    return isinstance(data, list | tuple) and is_array(data)
+
+
+def is_lazy(data: object) -> bool:
+    """Whether an array is not to become one of numpy as a whole, but the rows of a batch only.
+
+    Such are arrays in files, of HDF5 and Zarr, and sparse ones.
+    """
+    if isinstance(data, np.ndarray | np.generic) or not getattr(data, "shape", ()):
+        return False
+    in_memory = ("__dlpack__", "to_numpy", "detach", "numpy", "iloc")
+    has = ("dtype", "__getitem__")
+    return all(hasattr(data, name) for name in has) and not any(
+        hasattr(data, name) for name in in_memory
+    )
+
+
+def take(array: Any, places: Places) -> Any:
+    """Returns rows of an array.
+
+    Args:
+        array: Of numpy, or a lazy one (see `is_lazy`).
+        places: Which rows, each at most once.
+    """
+    if isinstance(array, np.ndarray):
+        return array[places]
+    if isinstance(places, slice):
+        return _in_memory(array[places])
+    ascending = np.argsort(places)  # HDF5 reads in no other order
+    rows = _in_memory(getattr(array, "oindex", array)[places[ascending]])
+    back = np.empty_like(ascending)
+    back[ascending] = np.arange(len(places))
+    return rows[back]
+
+
+def _in_memory(rows: Any) -> Array:
+    return np.asarray(rows.toarray() if hasattr(rows, "toarray") else rows)
+
+
+def dense(column: Any) -> Array:
+    """Returns a column as an array, or a table as one of two dimensions.
+
+    Where the rows of a column are lists or arrays, they become axes.
+
+    Raises:
+        ValueError: If values are missing, or rows differ in shape.
+    """
+    if is_table(column):
+        return np.stack([dense(column[name]) for name in _names(column)], axis=1)
+    missing = _missing(column)
+    if missing:
+        raise ValueError(f"{missing} of its values are missing (null)")
+    return _stacked(np.asarray(column))
+
+
+def is_numeric(column: Any) -> bool:
+    """Whether a column of arrow holds numbers, or lists of them."""
+    kind = column.type
+    while hasattr(kind, "value_type"):
+        kind = kind.value_type
+    kind = getattr(kind, "storage_type", kind)
+    return not any(word in str(kind) for word in ("struct", "string", "binary", "dictionary"))
+
+
+def _missing(column: Any) -> int:
+    """Returns how many values are null, of which numpy would make NaN."""
+    dtype = getattr(column, "dtype", None)
+    if hasattr(column, "isna") and not isinstance(dtype, np.dtype):  # of pandas, with a mask
+        return int(column.isna().sum())
+    count = getattr(column, "null_count", 0)
+    found = int(count() if callable(count) else count)
+    if found:
+        return found
+    if hasattr(getattr(column, "type", None), "value_type"):  # lists of arrow
+        chunks = getattr(column, "chunks", [column])
+        return sum(_missing(chunk.flatten()) for chunk in chunks if hasattr(chunk, "flatten"))
+    return _missing(column.explode()) if hasattr(dtype, "inner") else 0  # of polars
+
+
+def _stacked(array: Array) -> Array:
+    if array.dtype != object or not array.size:
+        return array
+    if not all(isinstance(row, np.ndarray | list | tuple) for row in array.flat):
+        return array
+    rows = np.stack([_stacked(np.asarray(row)) for row in array.flat])
+    return rows.reshape(array.shape + rows.shape[1:])
