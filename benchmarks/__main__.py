@@ -134,6 +134,7 @@ def _measure(
             report.depths = own.depth_seconds(Path(folder), optimizer, effort)
         report.creation = own.creation_seconds(effort.starts)
         report.imports = own.import_seconds(effort.starts)
+        report.fits = own.fit_ratios(optimizer, effort)
         save()
     print(report.markdown())
     if output is not None:

@@ -8,21 +8,28 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.measure import Contestant, Effort, measure, worker
 from benchmarks.peers import LOWERED
-from benchmarks.works import DEPTH_WORKS, DEPTHS, transformer, write
+from benchmarks.works import DEPTH_WORKS, DEPTHS, WORKS, TrainingStep, transformer, write
 
 __all__ = [
     "CREATION_DEPTH",
+    "FIT_TARGETS",
     "compared",
     "creation_seconds",
     "depth_seconds",
+    "fit_ratios",
     "growth",
     "import_seconds",
 ]
 
 CREATION_DEPTH = 12
 """The layers of the transformer that a session is made of."""
+
+FIT_TARGETS = {"LeNet 28×28, batch 64": 1.03, "MLP 784-128-10, batch 32": 1.1}
+"""The time of `fit` that is aimed at, over that of a loop, by work."""
 
 IMPORT = """
 import time
@@ -77,6 +84,65 @@ def creation_seconds(repeats: int) -> list[float]:
         with worker() as submit:
             times.append(submit(_create).result())
     return times
+
+
+def _fit(name: str, optimizer: str, effort: Effort) -> list[float]:
+    """Returns the time of `fit` over that of a loop of steps, in each round."""
+    import ortops
+
+    work = WORKS[name]
+    assert isinstance(work, TrainingStep)
+    model = ortops.build_training_model(
+        work.build(), loss="SoftmaxCrossEntropy", optimizer=optimizer
+    )
+    session = ortops.TrainingSession(model)
+    batches = work.batches()
+    data = {key: np.concatenate([batch[key] for batch in batches]) for key in batches[0]}
+    rows = len(next(iter(data.values())))
+
+    def loop() -> None:
+        order = np.random.default_rng(0).permutation(rows)
+        for start in range(0, rows, work.batch):
+            chosen = order[start : start + work.batch]
+            batch = {key: array[chosen] for key, array in data.items()}
+            float(session.step(batch, outputs=["loss"])["loss"])
+
+    def fit() -> None:
+        session.fit(data, batch_size=work.batch, progress=False, stop_on_nan=False)
+
+    begin = time.perf_counter()
+    loop()
+    fit()
+    repeats = max(1, round(2 * effort.turn / (time.perf_counter() - begin)))
+    ratios = []
+    for _ in range(effort.rounds):
+        seconds = {loop: 0.0, fit: 0.0}
+        for _ in range(repeats):
+            for each in seconds:
+                begin = time.perf_counter()
+                each()
+                seconds[each] += time.perf_counter() - begin
+        ratios.append(seconds[fit] / seconds[loop])
+    return ratios
+
+
+def fit_ratios(optimizer: str, effort: Effort) -> dict[str, list[float]]:
+    """Measures `fit` against a loop that does the same by hand, interleaved.
+
+    The loop cuts the same shuffled batches, calls `step` and reads the loss.
+
+    Args:
+        optimizer: The optimizer.
+        effort: How long to measure.
+
+    Returns:
+        By work, the time of `fit` over that of the loop in each round.
+    """
+    found = {}
+    for name in FIT_TARGETS:
+        with worker() as submit:
+            found[name] = submit(_fit, name, optimizer, effort).result()
+    return found
 
 
 def import_seconds(repeats: int) -> list[float]:

@@ -64,6 +64,7 @@ class Report:
         depths: Seconds of a step in each round, by work of `DEPTH_WORKS`.
         creation: Seconds to make the session of a deep transformer.
         imports: Seconds to import what runs a saved step.
+        fits: The time of `fit` over that of a loop of steps in each round, by work.
     """
 
     optimizer: str
@@ -74,6 +75,7 @@ class Report:
     depths: Mapping[str, Sequence[float]] = field(default_factory=dict)
     creation: Sequence[float] = ()
     imports: Sequence[float] = ()
+    fits: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def disagreements(self) -> list[str]:
         """Says which results differ from the reference's by more than the work's tolerance."""
@@ -118,6 +120,8 @@ class Report:
         if self.creation:
             what = f"s to make the session, {own.CREATION_DEPTH} layers"
             yield Goal("transformer", what, "", self.creation, CREATION_TARGET)
+        for work, ratios in self.fits.items():
+            yield Goal(work, "time of `fit`", "a loop of `step`", ratios, own.FIT_TARGETS[work])
         if self.imports:
             yield Goal("import", "s to import TrainingSession", "", self.imports, IMPORT_TARGET)
 

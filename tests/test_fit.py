@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,11 @@ from training_models import (
     softmax_cross_entropy,
 )
 
-from ortops import FeedError, OrtopsError, TrainingSession, build_training_model
+from ortops import FeedError, OrtopsError, TrainingSession, build_training_model, schedules
 from ortops.metrics import accuracy, mean_absolute_error
 from ortops.optimizers import SGD, Adam
+from ortops.training.callback import Callback, Record
+from ortops.training.history import History
 from ortops.training.progress import Progress
 
 
@@ -73,16 +77,16 @@ def test_sees_every_row_once_in_each_epoch_in_another_order() -> None:
     data = affine_batch(10)
     data["x"][:, 0] = np.arange(10)
     seen: list[Any] = []
-    step = session.step
+    step = session._execution.step
 
-    def watched(feeds: Any, **options: Any) -> Any:
+    def watched(feeds: Any, *options: Any) -> Any:
         np.testing.assert_array_equal(
             feeds["targets"], data["targets"][feeds["x"][:, 0].astype(int)]
         )
         seen.append(feeds["x"][:, 0].astype(int).tolist())
-        return step(feeds, **options)
+        return step(feeds, *options)
 
-    session.step = watched  # type: ignore[method-assign]
+    session._execution.step = watched  # type: ignore[method-assign]
     session.fit(data, epochs=2, batch_size=4, progress=False)
     assert [len(batch) for batch in seen] == [4, 4, 2] * 2
     first, second = np.concatenate(seen[:3]).tolist(), np.concatenate(seen[3:]).tolist()
@@ -280,7 +284,8 @@ def test_validation_and_metrics() -> None:
         progress=False,
     )
     assert set(history[-1]) == {
-        *("loss", "validation_loss", "validation_accuracy", "validation_worst")
+        *("loss", "validation_loss", "validation_accuracy", "validation_worst"),
+        *("learning_rate", "steps", "seconds"),
     }
     weights = session.state
     logits = np.tanh(held_out["x"] @ weights["w1"] + weights["b1"]) @ weights["w2"]
@@ -289,7 +294,7 @@ def test_validation_and_metrics() -> None:
         "validation_accuracy": np.mean(logits.argmax(axis=1) == held_out["labels"]),
         "validation_worst": logits.min(),
     }
-    found = {name: value for name, value in history[-1].items() if name != "loss"}
+    found = {name: value for name, value in history[-1].items() if name in expected}
     assert found == pytest.approx(expected, rel=1e-5)
     measured = session.evaluate(held_out, batch_size=5, metrics=["accuracy", worst])
     assert {f"validation_{name}": value for name, value in measured.items()} == found
@@ -388,8 +393,8 @@ def test_a_file_gets_one_line_per_epoch(capsys: pytest.CaptureFixture[str]) -> N
     assert "\r" not in err
     for number, line in enumerate(lines, 1):
         pattern = (
-            rf"epoch {number:>2}/11  █{{24}}  3/3  loss \d+\.\d{{4}}  validation_loss \d+\.\d{{4}}"
-            r"  validation_accuracy \d\.\d{4}  \d+\.\d s"
+            rf"epoch {number:>2}/11  3/3  loss \d+\.\d{{4}}  validation_loss \d+\.\d{{4}}"
+            r"  validation_accuracy \d\.\d{4}  [\d,]+ samples/s  \d+\.\d s"
         )
         assert re.fullmatch(pattern, line), line
 
@@ -398,6 +403,7 @@ def test_a_terminal_sees_the_bar_move(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setattr("ortops.training.progress._INTERVAL", 0.0)
+    monkeypatch.setenv("COLUMNS", "120")
     affine_session().fit(affine_batch(12), epochs=2, batch_size=3)
     drawn = stream.getvalue()
     assert drawn.count("\n") == 2
@@ -413,16 +419,20 @@ def test_a_terminal_sees_the_bar_move(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_terminal_without_unicode() -> None:
     stream = AsciiTerminal()
-    bar = Progress(1, 1, 4, stream)
-    bar.finish(2, {"loss": 1.0})
+    bar = Progress(1, 1, 4, stream=stream)
+    bar.update(2, 0, dict)
+    bar.finish({"loss": 1.0})
     assert re.fullmatch(
-        r"\repoch 1/1  #{12}\.{12}  2/4  loss 1\.0000  \d+\.\d s\n", stream.getvalue()
+        r"\repoch 1/1  #{12}\.{12}  2/4  loss 1\.0000  \d+\.\d s\n",
+        stream.getvalue().split("left")[-1],
     )
 
 
 def test_batches_of_unknown_number_are_counted() -> None:
     stream = io.StringIO()
-    Progress(2, 3, None, stream).finish(7, {"loss": 0.5})
+    bar = Progress(2, 3, None, stream=stream)
+    bar.update(7, 0, dict)
+    bar.finish({"loss": 0.5})
     assert re.fullmatch(r"epoch 2/3  7  loss 0\.5000  \d+\.\d s\n", stream.getvalue())
 
 
@@ -439,3 +449,172 @@ def test_a_line_that_was_begun_is_ended_when_a_step_fails(monkeypatch: pytest.Mo
     with pytest.raises(FeedError):
         affine_session().fit(batches)
     assert stream.getvalue().endswith("\n")
+
+
+def drawn_lines(stream: io.StringIO) -> list[str]:
+    """Returns what a terminal shows after each drawing."""
+    return [text for line in stream.getvalue().split("\n") for text in line.split("\r\x1b[2K")[1:]]
+
+
+@pytest.mark.parametrize("columns", [30, 50, 80, 200])
+def test_a_line_that_moves_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("ortops.training.progress._INTERVAL", 0.0)
+    stream = Terminal()
+    bar = Progress(1, 10, 40, stream=stream)
+    for done in (1, 20, 40):
+        bar.update(done, 32 * done, lambda: {"loss": 0.5, "loss_of_something": 1.0})
+    lines = drawn_lines(stream)
+    assert len(lines) == 3
+    for done, line in zip((1, 20, 40), lines, strict=True):
+        assert len(line) < columns
+        assert line.startswith("epoch  1/10  ")
+        assert f"  {done}/40" in line
+    if columns == 200:
+        assert "█" * 12 + "░" * 12 in lines[1]
+        assert re.search(r"loss 0\.5000 .* [\d,]+ samples/s  \d:\d\d left$", lines[1])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.4, "0:00"), (61.2, "1:01"), (3599.8, "1:00:00"), (7325, "2:02:05")]
+)
+def test_time_that_is_left(seconds: float, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the batches are done, so that what is left takes as long as what is done."""
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = Terminal()
+    bar = Progress(1, 1, 8, done=2, stream=stream)  # two were done before
+    now[0] += seconds
+    bar.update(5, 50, dict)
+    assert drawn_lines(stream)[0].endswith(f"  {shown} left")
+
+
+def test_it_is_drawn_ten_times_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    stream = Terminal()
+    bar = Progress(1, 1, 1000, stream=stream)
+    for done in range(1, 1001):
+        now[0] += 0.004
+        bar.update(done, done, dict)
+    assert 30 <= len(drawn_lines(stream)) <= 40
+
+
+class Cell:
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+
+    def update(self, what: object) -> None:
+        self.shown.append(repr(what))
+
+
+def test_a_notebook_draws_in_one_cell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells: list[Cell] = []
+
+    def display(what: object, *, display_id: bool) -> Cell:
+        assert display_id
+        cells.append(Cell())
+        return cells[-1]
+
+    shell = types.SimpleNamespace(kernel=object())
+    module = types.SimpleNamespace(get_ipython=lambda: shell)
+    monkeypatch.setitem(sys.modules, "IPython", module)  # type: ignore[arg-type]
+    display_module: Any = types.SimpleNamespace(display=display)
+    monkeypatch.setitem(sys.modules, "IPython.display", display_module)
+    monkeypatch.setattr("ortops.training.progress._INTERVAL", 0.0)
+    affine_session().fit(affine_batch(12), epochs=2, batch_size=3)
+    assert capsys.readouterr() == ("", "")
+    assert len(cells) == 2
+    assert len(cells[0].shown) == 5
+    assert re.fullmatch(r"epoch 2/2  █{24}  4/4  loss .* \d\.\d s", cells[1].shown[-1])
+
+
+def test_the_line_of_a_stopped_epoch_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stop(Callback):
+        def on_step(self, record: Record, session: Any) -> None:
+            record.stop("enough")
+
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setattr("ortops.training.progress._INTERVAL", 0.0)
+    affine_session().fit(affine_batch(12), batch_size=3, callbacks=[Stop()])
+    assert stream.getvalue().endswith("\n")
+    assert len(drawn_lines(stream)) == 1
+
+
+# -------------------------------------------------------------------------- callbacks, history
+
+
+def test_callbacks_see_each_step_and_epoch() -> None:
+    seen: list[Any] = []
+
+    class See(Callback):
+        def on_begin(self, record: Record, session: Any) -> None:
+            seen.append(("begin", record.epoch, record.batch, record.step, record.values))
+
+        def on_step(self, record: Record, session: Any) -> None:
+            assert session is fitted
+            assert record.step == session.steps_done
+            seen.append(("step", record.epoch, record.batch, record.samples, record.values))
+
+        def on_epoch(self, record: Record, session: Any) -> None:
+            assert record.values == record.history[-1]
+            assert (record.epochs, record.batches) == (2, 3)
+            seen.append(("epoch", record.epoch, record.batch, record.samples, len(record.history)))
+
+        def on_end(self, record: Record, session: Any) -> None:
+            assert record.values == record.history[-1]
+            seen.append(("end", record.epoch, record.batch, record.step, record.interrupted))
+
+    data = affine_batch(10)
+    by_hand, fitted = affine_session(), affine_session()
+    fitted.fit(data, epochs=2, batch_size=4, shuffle=False, callbacks=[See()], progress=False)
+    expected: list[Any] = [("begin", 1, 0, 0, {})]
+    rate = float(np.float32(0.1))
+    for epoch in (1, 2):
+        for number, batch in enumerate(cut(data, 4), 1):
+            values = {"loss": float(by_hand.step(batch)["loss"]), "learning_rate": rate}
+            expected.append(("step", epoch, number, min(4 * number, 10), values))
+        expected.append(("epoch", epoch, 3, 10, epoch))
+    assert seen == [*expected, ("end", 2, 3, 6, "")]
+
+
+def test_the_rate_of_a_step_is_that_of_its_schedule() -> None:
+    schedule = schedules.polynomial(0.5, steps=8)
+    session = TrainingSession(
+        build_training_model(affine(), loss="MeanSquaredError", optimizer=SGD(schedule))
+    )
+    rates: list[float] = []
+
+    class Rates(Callback):
+        def on_step(self, record: Record, session: Any) -> None:
+            rates.append(record.values["learning_rate"])
+
+    history = session.fit(
+        affine_batch(8), epochs=2, batch_size=2, callbacks=[Rates()], progress=False
+    )
+    np.testing.assert_allclose(rates, [0.5 * (1 - step / 8) for step in range(8)], rtol=1e-6)
+    assert history.columns["learning_rate"] == [rates[3], rates[7]]
+    with pytest.raises(OrtopsError, match="schedule: the model's steps follow one"):
+        session.fit(affine_batch(8), schedule=lambda done: 0.1, progress=False)
+
+
+def test_a_history_is_a_list_and_a_table() -> None:
+    history = History([{"loss": 1.25, "steps": 3, "seconds": 0.5}])
+    history += [{"loss": 0.5, "steps": 6, "seconds": 1.0, "validation_loss": 0.75}]
+    assert history.columns["loss"] == [1.25, 0.5]
+    assert np.isnan(history.columns["validation_loss"][0])
+    assert history.table().splitlines() == [
+        "epoch  loss  steps  seconds  validation_loss",
+        "    1  1.25      3      0.5              nan",
+        "    2   0.5      6        1             0.75",
+    ]
+    assert history._repr_html_().startswith("<table><tr><th>epoch</th><th>loss</th>")
+    assert "<tr><td>2</td><td>0.5</td><td>6</td>" in history._repr_html_()
+    assert history == [{**entry, "seconds": 7.0} for entry in history]
+    assert history != history[:1]
+    assert history != [{"loss": 1.0}, history[1]]
+    assert History().table() == "epoch"

@@ -53,10 +53,10 @@ WITHIN = {
         *("update", "cut", "template", "binding", "variant", "forms", "halves", "execution"),
     ),
     "training": (
-        *("progress", "tables", "prefetch", "modes", "parameters", "preparation", "reach"),
-        *("algorithm", "groups", "clipping", "updates", "builder", "bfloat16", "step_graph"),
-        *("feeds", "data", "initialization", "state", "evaluation", "gradients", "fitting"),
-        *("results", "session"),
+        *("history", "callback", "interruption", "position", "progress", "tables", "prefetch"),
+        *("modes", "parameters", "preparation", "reach", "algorithm", "groups", "clipping"),
+        *("updates", "builder", "bfloat16", "step_graph", "feeds", "data", "initialization"),
+        *("state", "evaluation", "gradients", "fitting", "results", "session"),
     ),
 }
 """The files of a room, of which each imports from those before it."""

@@ -147,7 +147,8 @@ def cut(
     ends = list(dict.fromkeys(ends))
     pending = [outputs[name] for name in ends]
     crossing: dict[str, ir.Value] = {}
-    also_fed = {value.name or "": value for value in graph.inputs if value.name in set(fed)}
+    inputs = {value.name: value for value in graph.inputs}
+    also_fed = {name: inputs.get(name) for name in fed}  # or no input, where only updates read it
     seen: set[ir.Value] = set(found.values())
     while pending:
         value = pending.pop()
@@ -155,8 +156,10 @@ def cut(
             continue
         seen.add(value)
         if value in from_feeds and value not in from_gradients:
-            place = also_fed if value.producer() is None else crossing
-            place[value.name or ""] = value
+            if value.producer() is None:
+                also_fed[value.name or ""] = value
+            else:
+                crossing[value.name or ""] = value
         elif (node := value.producer()) is not None:
             pending += read_inputs(node)
     names = Names(graph)
@@ -176,7 +179,7 @@ def cut(
         stand_in = _input(graph, carried[calls[name]], value.dtype, value.shape)
         replace_value(tape, value, tape.tensor(stand_in))
     prune(graph)
-    graph.inputs.extend(value for value in also_fed.values() if value not in graph.inputs)
+    graph.inputs.extend(v for v in also_fed.values() if v is not None and v not in graph.inputs)
     return Cut(first, second, given, carried, list(also_fed))
 
 

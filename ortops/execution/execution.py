@@ -167,12 +167,18 @@ class Execution:
                 "here; make a session in this process, for example of a saved file"
             )
 
-    def step(self, feeds: Mapping[str, Array], wanted: Sequence[str] | None) -> dict[str, Array]:
+    def step(
+        self,
+        feeds: Mapping[str, Array],
+        wanted: Sequence[str] | None,
+        note: Callable[[Mapping[str, Array]], object] | None = None,
+    ) -> dict[str, Array]:
         """Makes one step.
 
         Args:
             feeds: The batch, checked.
             wanted: The outputs to return; all by default.
+            note: Called with them when they are known and the step is not made yet.
 
         Raises:
             KernelError: If a run failed; then no variable has changed, unless that was an update
@@ -181,10 +187,14 @@ class Execution:
         """
         self.check_process()
         self._check_variables()
-        return self._run(self._forms.of(_shapes(feeds)), feeds, wanted)
+        return self._run(self._forms.of(_shapes(feeds)), feeds, wanted, note)
 
     def _run(
-        self, form: Form, feeds: Mapping[str, Array], wanted: Sequence[str] | None
+        self,
+        form: Form,
+        feeds: Mapping[str, Array],
+        wanted: Sequence[str] | None,
+        note: Callable[[Mapping[str, Array]], object] | None = None,
     ) -> dict[str, Array]:
         """Changes the variables as a step does."""
         turn, made = self._position
@@ -195,6 +205,8 @@ class Execution:
             if part.has_updates:
                 self._whole.change(functools.partial(part.update, feeds))
         shown |= last.differentiate(feeds, wanted)
+        if note is not None:
+            note(shown)
 
         def finish() -> None:
             try:

@@ -171,7 +171,10 @@ class Template:
             labels=self._settled,
         )
         gradients, apply = copy.copy(self), copy.copy(self)
-        gradients.step = replace(step, model=halves.gradients, outputs=shown, updates={})
+        fetched = [name for label, name in halves.carried.items() if label not in step.updates]
+        gradients.step = replace(
+            step, model=halves.gradients, outputs=[*shown, *fetched], updates={}
+        )
         gradients.packed, gradients.left, gradients._updates = [], {}, []
         taken = [*halves.given.values(), *halves.carried.values(), *halves.fed]
         apply.step = replace(step, model=halves.apply, feeds=taken, outputs=[], loss="")

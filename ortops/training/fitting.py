@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -12,24 +16,33 @@ import numpy.typing as npt
 from ortops import metrics as metric_functions
 from ortops.errors import DivergedError, OrtopsError
 from ortops.metrics import Metric
-from ortops.training.data import Data, Feeds, open_data, rows
+from ortops.training.callback import Callback, Record
+from ortops.training.data import Data, Source, rows
 from ortops.training.evaluation import number_of
-from ortops.training.feeds import Inputs
+from ortops.training.gradients import Accumulation, Gradients
+from ortops.training.history import History
+from ortops.training.interruption import Interruption
+from ortops.training.position import Begun, Call, Place, Position, Standing
 from ortops.training.progress import Progress
 from ortops.training.state import State
 from ortops.training.step_graph import TrainingMetadata
 from ortops.training.updates import SMALLEST_SCALE
 
-__all__ = ["History", "Trainer", "fit"]
+__all__ = ["Trainer", "check", "fit"]
 
 Array: TypeAlias = npt.NDArray[Any]
-History: TypeAlias = list[dict[str, float]]
+Batch: TypeAlias = Mapping[str, Array]
+Note: TypeAlias = Callable[[Mapping[str, Array]], object]
+Step: TypeAlias = Callable[[Batch, Sequence[str], Note], object]
+
+logger = logging.getLogger("ortops")
 
 
 class Trainer(Protocol):
     """What the loop needs of a session."""
 
     learning_rate: float
+    standing: Standing
 
     @property
     def noted(self) -> TrainingMetadata:
@@ -43,14 +56,23 @@ class Trainer(Protocol):
     def steps_done(self) -> int:
         """The number of finished steps."""
 
+    @property
+    def saved_in(self) -> str:
+        """The file that the present state was saved in, if it was."""
+
     def loss_names(self) -> list[str]:
         """Returns the names of the loss and its parts."""
 
     def target(self, metrics: Mapping[str, Metric]) -> str:
         """Returns the input that metrics compare outputs with."""
 
-    def step(self, feeds: Feeds, *, outputs: Sequence[str]) -> Mapping[str, Array]:
-        """Makes a step."""
+    def gradients(
+        self, feeds: Batch, *, outputs: Sequence[str], after: Gradients | None
+    ) -> Gradients:
+        """Computes the gradients of a batch."""
+
+    def apply(self, gradients: Gradients) -> None:
+        """Makes a step of gradients."""
 
     def evaluate(
         self, data: Data, *, batch_size: int, metrics: Sequence[str | Metric]
@@ -60,25 +82,86 @@ class Trainer(Protocol):
 
 def fit(
     trainer: Trainer,
-    data: Data,
-    inputs: Inputs,
+    step: Step,
+    source: Source,
     *,
-    epochs: int,
-    batch_size: int,
-    shuffle: bool,
-    seed: int,
+    call: Call,
+    validation: Source | None,
+    metrics: Sequence[str | Metric],
+    schedule: Callable[[float], float] | None,
+    callbacks: Sequence[Callback],
+    progress: bool,
+    stop_on_nan: bool,
+    resume: bool,
+) -> History:
+    """Trains on a data set; see `ortops.TrainingSession.fit`.
+
+    Args:
+        trainer: The session.
+        step: Makes a step with a batch. It calls its last argument with the outputs that the other
+            one names once they are known, before anything changes.
+        source: The data.
+        call: What the order of the rows depends on.
+        validation: The validation data.
+        metrics: What to compute on it.
+        schedule: Gives the learning rate of an epoch.
+        callbacks: What is told of the training.
+        progress: Whether to show it.
+        stop_on_nan: Whether to stop at a loss that is no number.
+        resume: Whether to go on from the session's position, if it has one.
+    """
+    position = trainer.standing.position if resume else None
+    if position is None:
+        begun = Begun(call, 1, trainer.steps_done, History(), list)
+        position = Position(begun, Place())
+    else:
+        position.begun.call.check_same(call)
+    if position.begun.epoch > call.epochs:
+        return History(position.begun.history)
+    loop = _Loop(trainer, step, source, validation, metrics, schedule, callbacks, position)
+    loop.progress, loop.stop_on_nan = progress, stop_on_nan
+    interruption = loop.interruption
+    try:
+        interruption.watch()
+        loop.run()
+    finally:
+        interruption.release()
+    if interruption.name:
+        _say_how_to_go_on(trainer, interruption.name)
+        interruption.throw()
+    return loop.history
+
+
+def check(
+    trainer: Trainer,
+    *,
+    numbers: Mapping[str, tuple[object, int]],
     validation: Data | None,
     metrics: Sequence[str | Metric],
     schedule: Callable[[float], float] | None,
-    progress: bool,
-    stop_on_nan: bool,
-) -> History:
-    """Trains on a data set; see `ortops.TrainingSession.fit`."""
-    for what, number in (("epochs", epochs), ("seed", seed)):
-        if not isinstance(number, SupportsIndex) or number < 0:
-            raise OrtopsError(f"{what} is {number!r}; an integer of at least 0 is accepted")
+    callbacks: Sequence[Callback],
+) -> None:
+    """Refuses arguments of `fit` that cannot be right.
+
+    Args:
+        trainer: The session.
+        numbers: Counts by name, each with the least that is accepted.
+        validation: The validation data.
+        metrics: What to compute on it.
+        schedule: Gives the learning rate of an epoch.
+        callbacks: What is told of the training.
+    """
+    for what, (number, least) in numbers.items():
+        if not isinstance(number, SupportsIndex) or number.__index__() < least:
+            raise OrtopsError(f"{what} is {number!r}; an integer of at least {least} is accepted")
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise OrtopsError(
+                f"callbacks: {callback!r:.80} was given; an instance of a subclass of "
+                "ortops.callbacks.Callback is accepted"
+            )
+    trainer.loss_names()
     chosen = metric_functions.resolve(metrics)
-    names = trainer.loss_names()
     if chosen:
         if validation is None:
             raise OrtopsError(
@@ -86,62 +169,322 @@ def fit(
                 "validation=, or use evaluate"
             )
         trainer.target(chosen)
-    source = open_data(data, inputs, batch_size=batch_size, epochs=epochs)
-    if validation is not None:
-        validation = open_data(validation, inputs, batch_size=batch_size, epochs=epochs)
-    history: History = []
-    for epoch in range(1, epochs + 1):
-        if schedule is not None:
-            trainer.learning_rate = schedule((epoch - 1) / epochs)
-        order = np.random.default_rng((seed, trainer.steps_done)) if shuffle else None
-        bar = Progress(epoch, epochs, source.batches) if progress else None
-        totals, seen, done = dict.fromkeys(names, 0.0), 0, 0
-        try:
-            for arrays in source.epoch(epoch, order=order):
-                size = rows(arrays)
-                losses = trainer.step(arrays, outputs=list(totals))
-                for name in totals:
-                    totals[name] += number_of(losses[name]) * size
-                loss, seen, done = number_of(losses[names[0]]), seen + size, done + 1
-                if stop_on_nan:
-                    _check_progress(trainer, loss, arrays, f"batch {done} of epoch {epoch}")
+    if schedule is not None:
+        trainer.noted.refuse_second_schedule()
+
+
+class _Loop:
+    """A call of `fit` that goes on from a position.
+
+    Attributes:
+        position: Where the training is.
+        history: The entries of the finished epochs.
+        interruption: What a signal left.
+        progress: Whether to show a line for each epoch.
+        stop_on_nan: Whether to stop at a loss that is no number.
+    """
+
+    progress = True
+    stop_on_nan = True
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        step: Step,
+        source: Source,
+        validation: Source | None,
+        metrics: Sequence[str | Metric],
+        schedule: Callable[[float], float] | None,
+        callbacks: Sequence[Callback],
+        position: Position,
+    ) -> None:
+        self.trainer = trainer
+        self.step = step
+        self.source = source
+        self.validation = validation
+        self.metrics = metrics
+        self.schedule = schedule
+        self.callbacks = sorted(callbacks, key=lambda each: each.saves)
+        self.position = position
+        self.history = History(position.begun.history)
+        self.interruption = Interruption(fit.__code__)
+        self.stopped = ""
+        self._done = Place()
+        self._names = trainer.loss_names()
+        rate = trainer.noted.scheduled_learning_rate
+        self._outputs = [*self._names, rate] if rate else self._names
+        self._rate = rate
+        self._on_step = [
+            each for each in self.callbacks if type(each).on_step is not Callback.on_step
+        ]
+        self._losses: list[float] = []
+        self._said = False
+        self._zeros = (0.0,) * len(self._names)
+        self._clock = time.perf_counter() - position.place.seconds
+        self._restore(callbacks)
+
+    def _restore(self, callbacks: Sequence[Callback]) -> None:
+        """Gives the callbacks what they knew, and says where their states are from now on."""
+        left = list(callbacks)
+        for saved in self.position.begun.states():
+            name, state = saved["class"], saved["state"]
+            taker = next((each for each in left if type(each).__name__ == name), None)
+            if taker is not None:
+                left.remove(taker)
+                taker.restore(dict(state))
+            elif state:
+                raise OrtopsError(
+                    f"fit: resume=True goes on with a training that had the callback {name}, which "
+                    "is not given; give one, or leave out resume=True to begin another training"
+                )
+        given = list(callbacks)
+        begun = self.position.begun._replace(
+            states=lambda: [{"class": type(each).__name__, "state": each.state()} for each in given]
+        )
+        self.position = self.position._replace(begun=begun)
+
+    def run(self) -> None:
+        """Trains until all epochs are done, or something ends it before."""
+        self.trainer.standing.set(self.position)
+        self._tell("on_begin", self._averages())
+        epochs = self.position.begun.call.epochs
+        with contextlib.suppress(_SignalCame):
+            while self.position.begun.epoch <= epochs and not self._ended():
+                bar = self._bar() if self.progress else None
+                entry = None
+                try:
+                    self._train(bar)
+                    if not self._ended():
+                        entry = self._finish_epoch()
+                finally:
+                    if bar and entry is None:
+                        bar.abandon()
+                if entry is None:
+                    break
                 if bar:
-                    bar.update(done, {"loss": totals[names[0]] / seen})
-        except BaseException:
-            if bar:
-                bar.abandon()
-            raise
-        result = {"loss": totals.pop(names[0]) / seen}
-        result |= {name: total / seen for name, total in totals.items()}
-        if validation is not None:
-            measured = trainer.evaluate(validation, batch_size=batch_size, metrics=metrics)
-            result |= {f"validation_{name}": value for name, value in measured.items()}
-        history.append(result)
-        if bar:
-            bar.finish(done, result)
-    return history
+                    bar.finish(entry)
+                self._tell("on_epoch", entry, finished=True)
+        place = self.position.place
+        between = bool(self.history) and not place.batch
+        last = self.history[-1] if between else self._averages()
+        self._tell("on_end", dict(last), finished=between)
+
+    def _ended(self) -> bool:
+        return bool(self.stopped or self.interruption.name)
+
+    # -------------------------------------------------------------------------------- an epoch
+
+    def _train(self, bar: Progress | None) -> None:
+        """Goes through what is left of an epoch."""
+        begun, place = self.position
+        call = begun.call
+        if self.schedule is not None and not place.batch:
+            self.trainer.learning_rate = self.schedule((begun.epoch - 1) / call.epochs)
+        order = np.random.default_rng((call.seed, begun.first_step)) if call.shuffle else None
+        batches = self.source.epoch(begun.epoch, order=order, start=place.batch)
+        with contextlib.ExitStack() as stack:
+            if hasattr(batches, "close"):
+                stack.callback(batches.close)
+            for batch in batches:
+                if call.accumulate > 1:
+                    others = itertools.islice(batches, call.accumulate - 1)
+                    self._make_joined_update(itertools.chain([batch], others))
+                else:
+                    self._make_update(batch)
+                if bar:
+                    place = self.position.place
+                    bar.update(place.batch, place.samples, self._averages)
+                if self._on_step:
+                    self._tell_step()
+                if self.stopped or self.interruption.name:
+                    return
+
+    def _make_update(self, batch: Batch) -> None:
+        """Makes a step; its position is that after the batch, once it is made."""
+        before = self.position.place
+        size = rows(batch)
+        self.step(batch, self._outputs, lambda found: self._prepare(before, 1, size, found))
+        if self.stop_on_nan:
+            where = f"batch {before.batch + 1} of epoch {self.position.begun.epoch}"
+            _check_progress(self.trainer, self._losses[0], batch, where)
+
+    def _make_joined_update(self, batches: Iterable[Batch]) -> None:
+        """Makes a step with the gradients of several batches, as if they were one."""
+        begun, before = self.position
+        total, last = None, None
+        count = size = 0
+        for batch in batches:
+            last = self.trainer.gradients(batch, outputs=self._outputs, after=last)
+            count, size = count + 1, size + rows(batch)
+            where = f"batch {before.batch + count} of epoch {begun.epoch}"
+            if self.stop_on_nan and not math.isfinite(last.loss):
+                raise _diverged(self.trainer, last.loss, batch, where, made=False)
+            if total is None:
+                total = Accumulation(last, exact=not self._differs(last))
+            else:
+                total.add(last)
+        assert total is not None
+        joined = total.result()
+        self._prepare(before, count, size, joined.outputs)
+        self.trainer.apply(joined)
+        if self.stop_on_nan:
+            _check_progress(self.trainer, self._losses[0], batch, where)
+
+    def _differs(self, gradients: Gradients) -> bool:
+        """Whether the step differs from that of the joined batch, which is said once."""
+        kinds = {summand.is_sum for summand in gradients.summands if summand.weight}
+        if gradients.additive or len(kinds) > 1:  # the latter has no meaning that would be near
+            return False
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "fit: accumulate=%d: %s, so that a step is not that of one batch of all rows",
+                self.position.begun.call.accumulate,
+                gradients.not_additive,
+            )
+        return True
+
+    def _prepare(self, before: Place, count: int, size: int, found: Mapping[str, Array]) -> None:
+        """Says what the position is after the batches whose step is made next."""
+        self._losses = [number_of(found[name]) for name in self._names]
+        totals = zip(before.totals or self._zeros, self._losses, strict=True)
+        place = Place(
+            before.batch + count,
+            before.samples + size,
+            tuple([total + loss * size for total, loss in totals]),
+            float(found[self._rate]) if self._rate else None,
+            time.perf_counter() - self._clock,
+        )
+        self.position = Position(self.position.begun, place)
+        self.trainer.standing.prepare(self.position)
+
+    def _finish_epoch(self) -> dict[str, float]:
+        """Evaluates, and moves on to the next epoch; returns the entry of the history."""
+        begun, place = self.position
+        entry = self._averages()
+        if self.validation is not None:
+            with self._signals_at_once():
+                measured = self.trainer.evaluate(
+                    self.validation, batch_size=begun.call.batch_size, metrics=self.metrics
+                )
+            entry |= {f"validation_{name}": value for name, value in measured.items()}
+        seconds = time.perf_counter() - self._clock
+        entry |= self._present_rate()
+        entry["steps"] = self.trainer.steps_done
+        entry["seconds"] = seconds - sum(entry.get("seconds", 0.0) for entry in self.history)
+        self.history.append(entry)
+        begun = begun._replace(
+            epoch=begun.epoch + 1,
+            first_step=self.trainer.steps_done,
+            history=History(self.history),
+        )
+        self._done = place
+        self.position = Position(begun, Place(rate=place.rate, seconds=seconds))
+        self.trainer.standing.set(self.position)
+        return entry
+
+    @contextlib.contextmanager
+    def _signals_at_once(self) -> Iterator[None]:
+        try:
+            with self.interruption.at_once():
+                yield
+        except (KeyboardInterrupt, SystemExit) as error:
+            if not self.interruption.name:
+                raise
+            raise _SignalCame from error
+
+    def _averages(self) -> dict[str, float]:
+        """Returns the losses of the epoch so far."""
+        place = self.position.place
+        names = ["loss", *self._names[1:]]
+        if not place.samples:
+            return {}
+        return {n: total / place.samples for n, total in zip(names, place.totals, strict=True)}
+
+    def _present_rate(self) -> dict[str, float]:
+        """Returns the learning rate of the last step, if there is one."""
+        rate = self.position.place.rate
+        if rate is None:
+            try:
+                rate = self.trainer.learning_rate
+            except OrtopsError:  # the algorithm has none
+                return {}
+        return {"learning_rate": rate}
+
+    def _bar(self) -> Progress:
+        begun, place = self.position
+        return Progress(
+            begun.epoch, begun.call.epochs, self.source.batches, place.batch, place.samples
+        )
+
+    # ------------------------------------------------------------------------------- callbacks
+
+    def _tell_step(self) -> None:
+        names = ["loss", *self._names[1:]]
+        values = dict(zip(names, self._losses, strict=True)) | self._present_rate()
+        record = self._record(values)
+        for callback in self._on_step:
+            callback.on_step(record, self.trainer)
+        self.stopped = self.stopped or record.stopped
+
+    def _tell(self, event: str, values: dict[str, float], *, finished: bool = False) -> None:
+        record = self._record(values, finished=finished)
+        for callback in self.callbacks:
+            getattr(callback, event)(record, self.trainer)
+        self.stopped = self.stopped or record.stopped
+
+    def _record(self, values: dict[str, float], *, finished: bool = False) -> Record:
+        begun, place = self.position
+        if finished:
+            begun, place = begun._replace(epoch=begun.epoch - 1), self._done
+        return Record(
+            epoch=min(begun.epoch, begun.call.epochs),
+            epochs=begun.call.epochs,
+            batch=place.batch,
+            batches=self.source.batches,
+            step=self.trainer.steps_done,
+            values=values,
+            samples=place.samples,
+            seconds=time.perf_counter() - self._clock,
+            history=self.history,
+            interrupted=self.interruption.name,
+        )
 
 
-def _check_progress(trainer: Trainer, loss: float, feeds: Mapping[str, Array], place: str) -> None:
+class _SignalCame(BaseException):
+    """A signal came while an evaluation went on, which needs no end."""
+
+
+def _say_how_to_go_on(trainer: Trainer, name: str) -> None:
+    file = trainer.saved_in
+    if file:
+        how = f"TrainingSession({file!r}).fit(…, resume=True) goes on from there"
+    else:
+        how = "fit(…, resume=True) goes on, of this session or of the file that save(path) writes"
+    logger.warning("fit: %s ended it after step %d; %s", name, trainer.steps_done, how)
+
+
+def _check_progress(trainer: Trainer, loss: float, feeds: Batch, place: str) -> None:
     """Refuses to go on after a loss that is no number, or where no step can be made."""
     if not math.isfinite(loss):
         raise _diverged(trainer, loss, feeds, place)
     noted = trainer.noted
-    if {noted.loss_scale, noted.good_steps} <= trainer.state.keys():
-        scale = float(trainer.state[noted.loss_scale])
-        good_steps = int(trainer.state[noted.good_steps])
-        if scale <= SMALLEST_SCALE and not good_steps:
-            raise DivergedError(
-                f"gradients: they are infinite or NaN after step {trainer.steps_done} ({place}), "
-                f"down to the smallest scale of the loss, {scale:g}, so that steps change "
-                "nothing; look at logarithms, divisions, roots and powers in the model and the "
-                f"loss, then set state['{noted.loss_scale}']. stop_on_nan=False goes on all "
-                "the same"
-            )
+    if not noted.loss_scale or not {noted.loss_scale, noted.good_steps} <= trainer.state.keys():
+        return
+    scale = float(trainer.state[noted.loss_scale])
+    good_steps = int(trainer.state[noted.good_steps])
+    if scale <= SMALLEST_SCALE and not good_steps:
+        raise DivergedError(
+            f"gradients: they are infinite or NaN after step {trainer.steps_done} ({place}), "
+            f"down to the smallest scale of the loss, {scale:g}, so that steps change "
+            "nothing; look at logarithms, divisions, roots and powers in the model and the "
+            f"loss, then set state['{noted.loss_scale}']. stop_on_nan=False goes on all "
+            "the same"
+        )
 
 
 def _diverged(
-    trainer: Trainer, loss: float, feeds: Mapping[str, Array], place: str
+    trainer: Trainer, loss: float, feeds: Batch, place: str, *, made: bool = True
 ) -> DivergedError:
     """Returns the error of a loss that is no number, with what to look at."""
     wrong = []
@@ -165,6 +508,11 @@ def _diverged(
         look = (
             f"the batch is finite, so look at the learning rate{rate}, and at logarithms, "
             "divisions, roots and powers in the model and the loss"
+        )
+    if not made:
+        return DivergedError(
+            f"loss: it is {loss} in step {trainer.steps_done + 1} ({place}); {look}. That step has "
+            "not been made. stop_on_nan=False goes on all the same"
         )
     return DivergedError(
         f"loss: it is {loss} in step {trainer.steps_done} ({place}); {look}. The session is in "

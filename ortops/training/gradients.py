@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -244,6 +244,7 @@ def collect(
     parts: Sequence[LossPart],
     rows: int,
     *,
+    shown: Container[str],
     couples: str,
     part: int,
 ) -> Gradients:
@@ -254,10 +255,12 @@ def collect(
         loss: The output that is the loss; empty if there is none.
         parts: Its summands.
         rows: The rows of the batch.
+        shown: The outputs that stay besides the loss.
         couples: What lets rows take part in each other's loss; empty if nothing does.
         part: See `Gradients`.
     """
-    outputs = dict(found.outputs)
+    outputs = found.outputs
+    kept = {name: array for name, array in outputs.items() if name == loss or name in shown}
     summands = []
     for each in parts:
         count = number_of(outputs[each.count]) if each.count in outputs else float(rows)
@@ -266,7 +269,7 @@ def collect(
         summands.append(
             Summand(each.name, value, each.weight, count, each.is_sum, each.couples_rows)
         )
-    return Gradients(replace(found, outputs=outputs), loss, summands, couples=couples, part=part)
+    return Gradients(replace(found, outputs=kept), loss, summands, couples=couples, part=part)
 
 
 def check_gradients(given: Mapping[str, npt.ArrayLike], layout: Layout) -> dict[str, Array]:

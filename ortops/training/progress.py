@@ -1,72 +1,148 @@
-"""Progress of a training on a terminal."""
+"""Progress of a training, in a terminal, a notebook or a file."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import time
-from collections.abc import Mapping
-from typing import TextIO
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
 
 __all__ = ["Progress"]
 
 _WIDTH = 24
+_NARROWEST = 8
 _INTERVAL = 0.1  # seconds between two drawings
+_HIDDEN = frozenset(("learning_rate", "steps", "seconds"))
 
 
 class Progress:
-    """A line per epoch: on a terminal it moves with every batch, elsewhere it is printed once.
+    """A line per epoch: where somebody watches it moves, elsewhere it is written at the end.
 
     Args:
         epoch: The number of the epoch, from 1.
         epochs: How many there are.
-        steps: How many batches the epoch has, or None.
+        batches: How many batches the epoch has, or None.
+        done: How many of them were done before this call.
+        samples: How many rows these had.
         stream: Where the line goes; standard error by default.
     """
 
     def __init__(
-        self, epoch: int, epochs: int, steps: int | None, stream: TextIO | None = None
+        self,
+        epoch: int,
+        epochs: int,
+        batches: int | None,
+        done: int = 0,
+        samples: int = 0,
+        stream: TextIO | None = None,
     ) -> None:
         self.title = f"epoch {epoch:>{len(str(epochs))}}/{epochs}"
-        self.steps = steps
+        self.batches = batches
+        self.done, self.first = done, done
+        self.samples, self.first_sample = samples, samples
         self.stream = sys.stderr if stream is None else stream
-        self.live = self.stream.isatty()
+        self.live = self.stream is not None and self.stream.isatty()
+        self.cell = None if self.live or stream is not None else _new_cell()
         self.start = time.perf_counter()
         self.drawn = 0.0
 
-    def update(self, done: int, values: Mapping[str, float]) -> None:
+    def update(self, done: int, samples: int, values: Callable[[], Mapping[str, float]]) -> None:
         """Shows how far the epoch is.
 
         Args:
             done: How many batches are done.
-            values: What to show behind the bar.
+            samples: How many rows they had.
+            values: Gives what to show behind the bar, when it is drawn.
         """
+        self.done, self.samples = done, samples
+        if not self.live and self.cell is None:
+            return
         now = time.perf_counter()
-        if self.live and now - self.drawn >= _INTERVAL:
+        if now - self.drawn >= _INTERVAL:
             self.drawn = now
-            self._write(done, values, "")
+            self._draw(self._line(values(), ended=False), "")
 
     def abandon(self) -> None:
-        """Ends the line where it is, because an error comes."""
+        """Ends the line where it is, because the training does."""
         if self.live and self.drawn:
             self.stream.write("\n")
             self.stream.flush()
 
-    def finish(self, done: int, values: Mapping[str, float]) -> None:
+    def finish(self, values: Mapping[str, float]) -> None:
         """Shows the end of the epoch."""
-        self._write(done, values, "\n")
+        self._draw(self._line(values, ended=True), "\n")
 
-    def _write(self, done: int, values: Mapping[str, float], end: str) -> None:
-        parts = [self.title]
-        if self.steps:
-            filled = min(_WIDTH, _WIDTH * done // self.steps)
-            parts.append("█" * filled + "░" * (_WIDTH - filled))
-        parts.append(f"{done}/{self.steps}" if self.steps else str(done))
-        parts += [f"{name} {value:.4f}" for name, value in values.items()]
-        parts.append(f"{time.perf_counter() - self.start:.1f} s")
-        line = "  ".join(parts)
+    def _line(self, values: Mapping[str, float], *, ended: bool) -> str:
+        """Returns the line; what it can be read without goes where the terminal is narrow."""
+        seconds = time.perf_counter() - self.start
+        speed = (self.samples - self.first_sample) / seconds if seconds else 0.0
+        shown = f"{self.done}/{self.batches}" if self.batches else str(self.done)
+        numbers = [f"{n} {value:.4f}" for n, value in values.items() if n not in _HIDDEN]
+        rate = [f"{speed:,.0f} samples/s"] if speed else []
+        if ended:
+            clock = [f"{seconds:.1f} s"]
+        elif self.batches and self.done > self.first:
+            left = seconds * (self.batches - self.done) / (self.done - self.first)
+            clock = [f"{_duration(left)} left"]
+        else:
+            clock = []
+        columns = self._columns()
+        for parts in ([*numbers, *rate, *clock], [*numbers, *clock]):
+            line = "  ".join([self.title, shown, *parts])
+            if len(line) < columns:
+                break
+        width = min(_WIDTH, columns - len(line) - 3)
+        if self.batches and width >= _NARROWEST and (self.live or self.cell):
+            filled = min(width, width * self.done // self.batches)
+            bar = "█" * filled + "░" * (width - filled)
+            line = line.replace(self.title, f"{self.title}  {bar}", 1)
+        return line if ended else line[: columns - 1]
+
+    def _columns(self) -> int:
+        """Returns how wide a line may be."""
+        if not self.live:
+            return sys.maxsize
+        try:
+            return os.get_terminal_size(self.stream.fileno()).columns or 80
+        except (OSError, ValueError, AttributeError):  # no real terminal
+            return shutil.get_terminal_size().columns
+
+    def _draw(self, line: str, end: str) -> None:
+        if self.cell is not None:
+            self.cell.update(_Text(line))
+            return
+        if self.stream is None:  # a program without standard error
+            return
         try:
             self.stream.write(f"\r\x1b[2K{line}{end}" if self.live else line + end)
         except UnicodeEncodeError:  # a terminal without Unicode
             plain = line.replace("█", "#").replace("░", ".")
             self.stream.write(f"\r{plain}{end}" if self.live else plain + end)
         self.stream.flush()
+
+
+class _Text:
+    """What a notebook shows as it is."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _new_cell() -> Any:
+    """Returns a place in the notebook that this runs in, which can be drawn anew; else None."""
+    module = sys.modules.get("IPython")
+    shell = module.get_ipython() if module is not None else None
+    if shell is None or not hasattr(shell, "kernel"):
+        return None
+    return sys.modules["IPython.display"].display(_Text(""), display_id=True)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

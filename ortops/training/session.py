@@ -36,13 +36,17 @@ from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
 from ortops.metrics import Metric
 from ortops.passes.rematerialization import Checkpoint
 from ortops.training.builder import METADATA_KEY
+from ortops.training.callback import Callback
 from ortops.training.data import Data, Feeds, open_data, rows
 from ortops.training.evaluation import Evaluation, measure, numbers_of
 from ortops.training.feeds import Inputs
-from ortops.training.fitting import History, fit
+from ortops.training.fitting import check as check_arguments
+from ortops.training.fitting import fit
 from ortops.training.gradients import Gradients, check_gradients, collect
+from ortops.training.history import History
 from ortops.training.initialization import initial_values
 from ortops.training.modes import write_inference_mode
+from ortops.training.position import POSITION_KEY, Call, Standing, read_position
 from ortops.training.results import write_back, write_values
 from ortops.training.state import State, check_master, is_rounded, masters
 from ortops.training.step_graph import (
@@ -210,6 +214,12 @@ class TrainingSession:
             checkpoint=self._training_copies(checkpoint),
         )
         self._let_go_of_given_state()
+        self.standing = Standing(lambda: self._execution.steps_made)
+        self._saved = ("", -1)
+        if found := read_position(self._proto):
+            position, steps_made = found
+            self._assign({}, steps_made=steps_made)
+            self.standing.set(position)
         atexit.unregister(_hold_all)  # it runs before what was registered earlier, and so before
         atexit.register(_hold_all)  # the extension for Python kernels takes itself apart
 
@@ -320,20 +330,24 @@ class TrainingSession:
             statistics = after.statistics.items()
             instead = {n: state.check(n, a) for n, a in statistics if n in state}
             if step.seed:  # far from the seeds that workers have
-                instead[step.seed] = self._execution.present(step.seed) + part * _BETWEEN_PARTS
+                seed = int(self._execution.present(step.seed)) + part * _BETWEEN_PARTS
+                instead[step.seed] = np.array(seed % 2**32, np.int64)
         parts = [p for p in noted.losses if p.name in step.outputs] if not others else []
         parts = parts or [LossPart(name=step.loss)] * bool(step.loss)
         chosen = [*step.outputs] if outputs is None else list(outputs)
         read = [step.loss, *(name for p in parts for name in (p.name, p.count))]
         wanted = dict.fromkeys((*chosen, *(name for name in read if name)))
         found = self._execution.gradients(feeds, list(wanted), instead)
-        moved = [name for name in found.carried if name in step.updates]
+        moved = [name for name in step.updates if name in found.carried]
         couples = (
-            f"BatchNormalization takes the statistics of the batch (it updates '{moved[0]}')"
+            f"the batch sets the running statistic '{moved[0]}', as BatchNormalization does, whose "
+            "rows take part in each other's loss"
             if moved
             else ""
         )
-        return collect(found, step.loss, parts, rows(feeds), couples=couples, part=part)
+        return collect(
+            found, step.loss, parts, rows(feeds), shown=chosen, couples=couples, part=part
+        )
 
     def apply(self, gradients: Mapping[str, npt.ArrayLike]) -> None:
         """Makes the update of given gradients: what is left of a step behind them.
@@ -385,8 +399,13 @@ class TrainingSession:
         return {n: a for n, a in gradients.outputs.items() if n in (outputs or self._outputs)}
 
     @_alone
-    def _step(self, feeds: Mapping[str, Array], outputs: Sequence[str] | None) -> dict[str, Array]:
-        return self._execution.step(feeds, outputs)
+    def _step(
+        self,
+        feeds: Mapping[str, Array],
+        outputs: Sequence[str] | None,
+        note: Callable[[Mapping[str, Array]], object] | None = None,
+    ) -> dict[str, Array]:
+        return self._execution.step(feeds, outputs, note)
 
     @_alone
     def _several_steps(self, feeds: Mapping[str, Array], count: int) -> Array:
@@ -444,55 +463,127 @@ class TrainingSession:
         validation: Data | None = None,
         metrics: Sequence[str | Metric] = (),
         schedule: Callable[[float], float] | None = None,
+        callbacks: Sequence[Callback] = (),
+        accumulate: int = 1,
+        prefetch: int = 0,
+        resume: bool = False,
         progress: bool = True,
         stop_on_nan: bool = True,
     ) -> History:
         """Trains on a data set.
 
-        The order of the rows is determined by the seed and the number of finished steps, so that a
-        training that was saved after an epoch and resumed goes on as if it had never stopped.
+        The order of the rows is determined by the seed and the number of finished steps. A training
+        that ends before it is done, by a signal, an error or a callback, or whose process is killed
+        after the session was saved, goes on with ``resume=True``, in the middle of an epoch too, as
+        if it had never stopped: `save` writes how far it is beside the weights. `reset` forgets it.
+
+        SIGINT (Ctrl-C) and SIGTERM end the training after the step that is being made; then the
+        callbacks are told of its end, a message says how to go on, and KeyboardInterrupt or
+        SystemExit (of status 143) is raised. A second signal does at once what it always does. All
+        this where `fit` runs in the main thread and the program has no handler of its own, which
+        else is called as ever: what it raises arrives at once, and leaves a whole step.
 
         Args:
-            data: An array for each input, all of one length, or an iterable of batches (a list, or
-                anything that can be iterated over once for each epoch).
-            epochs: How many times to go through the data.
-            batch_size: Rows in a batch, where arrays are given.
-            shuffle: Whether to shuffle the rows before each epoch, where arrays are given.
+            data: In any form that `ortops.training.data.open_data` takes: an array for each input,
+                a tuple of arrays, a table, samples, an iterable of batches (a list, or anything
+                that can be iterated over once for each epoch), or a function that returns one.
+            epochs: How many times to go through the data, with ``resume=True`` the begun times
+                included.
+            batch_size: Rows in a batch, where rows are given.
+            shuffle: Whether to shuffle the rows before each epoch, where rows are given.
             seed: Determines the order.
             validation: A data set to evaluate after each epoch.
             metrics: What to compute on it besides the loss (see `ortops.metrics`).
             schedule: Gives the learning rate of an epoch from the share of epochs that are done
-                (0 in the first); without it the learning rate stays as it is.
-            progress: Whether to show a bar on standard error.
+                (0 in the first); without it the learning rate stays as it is, or follows the
+                schedule in the model's graph.
+            callbacks: What is told of each step, each epoch and the end (see `ortops.callbacks`).
+            accumulate: How many batches make one step, that of all their rows. At the end of an
+                epoch it may be fewer.
+            prefetch: How many batches a thread reads ahead.
+            resume: Whether to finish what a call with the same arguments began. It begins where
+                nothing was begun, and where all was done it returns the history at once. Batches of
+                an iterable that were seen are read again and left out.
+            progress: Whether to show a line for each epoch on standard error: in a terminal and in
+                a notebook it moves, elsewhere it is written when the epoch is done.
             stop_on_nan: Whether to stop at a loss that is NaN or infinite. A step that float16 has
                 skipped, as its gradients overflowed, is none (see `build_training_model`), unless
                 no scale of the loss keeps them finite.
 
         Returns:
-            For each epoch a dict: ``loss`` is the average over its batches, as is ``loss_<name>``
-            of each summand of a sum of losses; ``validation_loss`` and ``validation_<metric>`` are
-            those of the validation data.
+            For each epoch a dict: ``loss`` is the average over its rows, as is ``loss_<name>`` of
+            each summand of a sum of losses; ``validation_loss`` and ``validation_<metric>`` are
+            those of the validation data; ``learning_rate``, ``steps`` and ``seconds`` say what it
+            took (see `ortops.training.history.History`).
 
         Raises:
             DivergedError: If the loss of a step is NaN or infinite; the step has been made. Or if
                 the gradients of float16 are, at the smallest scale of the loss.
             FeedError: If the data do not fit the model.
             KernelError: If a kernel failed.
+            OrtopsError: If an argument is not accepted, or is not that of the training to resume.
+            KeyboardInterrupt: After SIGINT.
+            SystemExit: After SIGTERM.
+
+        Example:
+            >>> import ortops
+            >>> from ortops import Tape
+            >>> with Tape(name="linear") as tape:
+            ...     x = tape.input("x", np.float32, ["batch", 1])
+            ...     y = tape.output(x @ tape.initializer("w", np.zeros((1, 1), np.float32)), "y")
+            >>> session = TrainingSession(ortops.build_training_model(
+            ...     tape.model(), loss="MeanSquaredError", optimizer=ortops.optimizers.SGD(0.25)))
+            >>> rows = {"x": np.ones((8, 1), np.float32), "targets": np.ones((8, 1), np.float32)}
+            >>> history = session.fit(rows, epochs=3, batch_size=8, progress=False)
+            >>> [round(loss, 3) for loss in history.columns["loss"]]
+            [1.0, 0.25, 0.062]
         """
-        return fit(
+        numbers: dict[str, tuple[object, int]] = {
+            "epochs": (epochs, 0),
+            "seed": (seed, 0),
+            "accumulate": (accumulate, 1),
+        }
+        check_arguments(
             self,
-            data,
-            self._inputs,
-            epochs=epochs,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            seed=seed,
+            numbers=numbers,
             validation=validation,
             metrics=metrics,
             schedule=schedule,
+            callbacks=callbacks,
+        )
+        source = open_data(
+            data, self._inputs, batch_size=batch_size, epochs=epochs, prefetch=prefetch
+        )
+        if validation is not None:
+            validation = open_data(validation, self._inputs, batch_size=batch_size, epochs=epochs)
+        call = Call(
+            epochs=int(epochs),
+            batch_size=int(batch_size),
+            shuffle=bool(shuffle),
+            seed=int(seed),
+            accumulate=int(accumulate),
+            rows=source.rows,
+            batches=source.batches,
+        )
+        return fit(
+            self,
+            self._step,
+            source,
+            call=call,
+            validation=validation,
+            metrics=metrics,
+            schedule=schedule,
+            callbacks=callbacks,
             progress=progress,
             stop_on_nan=stop_on_nan,
+            resume=resume,
         )
+
+    @property
+    def saved_in(self) -> str:
+        """The file that the present state was saved in last; "" if it was not saved."""
+        path, steps = self._saved
+        return path if steps == self._execution.steps_made else ""
 
     def evaluate(
         self, data: Data, *, batch_size: int = 256, metrics: Sequence[str | Metric] = ()
@@ -667,6 +758,7 @@ class TrainingSession:
                 if name in self._execution.variables:
                     arrays[name] = state.check(name, array)
         self._assign(arrays, steps_made=0)
+        self.standing.set(None)
 
     def _initial_values(self, number: int) -> dict[str, Array]:
         """Runs the initialization graph of a training_info entry."""
@@ -761,7 +853,18 @@ class TrainingSession:
         write_values(result.graph, data, arrays)
         for info in result.training_info:
             write_values(info.algorithm, data, arrays)
+        self._write_position(result)
         return result, data
+
+    def _write_position(self, model: onnx.ModelProto) -> None:
+        """Writes how far the training is that `fit` has begun, if there is one."""
+        position = self.standing.position
+        entries = [entry for entry in model.metadata_props if entry.key != POSITION_KEY]
+        del model.metadata_props[:]
+        model.metadata_props.extend(entries)
+        if position is not None:
+            text = position.text(self._execution.steps_made)
+            model.metadata_props.add(key=POSITION_KEY, value=text)
 
     def _arrays(self) -> dict[str, Array]:
         """Returns the memory of the variables, to be read while the lock is held."""
@@ -795,7 +898,9 @@ class TrainingSession:
 
     @_together
     def _write(self, path: str | os.PathLike[str]) -> None:
+        steps_made = self._execution.steps_made
         external.write_model(path, *self._light_model())
+        self._saved = (os.fspath(path), steps_made)
 
     def inference_model(
         self, original: ModelLike | None = None, *, ema: bool = False
@@ -826,6 +931,7 @@ class TrainingSession:
         else:
             model = convert.to_ir(self._proto)  # leaves training_info behind, and data beside
             model.metadata_props.pop(METADATA_KEY, None)
+            model.metadata_props.pop(POSITION_KEY, None)
             if not has_domain(self._proto):
                 model.graph.opset_imports.pop(TRAINING_DOMAIN, None)
             write_inference_mode(model)

@@ -238,6 +238,13 @@ OPERATIONS: dict[str, Callable[[Victim, int, int, Path], Operation]] = {
     "step": lambda victim, done, other, path: Operation(
         lambda session: session.step(victim.batch(done)), {done, done + 1}
     ),
+    "gradients and apply": lambda victim, done, other, path: Operation(
+        lambda session: session.apply(session.gradients(victim.batch(done))), {done, done + 1}
+    ),
+    "step with reduce": lambda victim, done, other, path: Operation(
+        lambda session: session.step(victim.batch(done), reduce=lambda gradients: None),
+        {done, done + 1},
+    ),
     "run_steps": lambda victim, done, other, path: Operation(
         lambda session: session.run_steps(victim.batches(done, 5)), _several(done)
     ),

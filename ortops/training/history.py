@@ -1,0 +1,85 @@
+"""What the epochs of a training gave, as a list and as a table."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+
+__all__ = ["History"]
+
+_TIMES = frozenset(("seconds",))
+
+
+class History(list[dict[str, float]]):
+    """A dict of numbers for each epoch.
+
+    ``loss`` (and ``loss_<name>`` of each summand of a sum of losses) is the average over the
+    epoch's rows, ``validation_<name>`` what the validation data gave, ``learning_rate`` that of
+    the epoch's last step, ``steps`` how many steps were done at its end, and ``seconds`` how long
+    it took. Two histories are equal where all but ``seconds`` is.
+
+    Example:
+        >>> history = History([{"loss": 2.0, "steps": 10}, {"loss": 0.5, "steps": 20}])
+        >>> history.columns["loss"]
+        [2.0, 0.5]
+        >>> print(history.table())
+        epoch  loss  steps
+            1     2     10
+            2   0.5     20
+    """
+
+    @property
+    def columns(self) -> dict[str, list[float]]:
+        """For each name a list of the epochs' numbers; NaN where an epoch has none."""
+        names = dict.fromkeys(name for entry in self for name in entry)
+        return {name: [entry.get(name, float("nan")) for entry in self] for name in names}
+
+    def table(self) -> str:
+        """Returns a line of names and a line for each epoch, aligned."""
+        rows = self._cells()
+        widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+        return "\n".join(
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        )
+
+    def _repr_html_(self) -> str:
+        """Returns the table as notebooks show it."""
+        head, *body = self._cells()
+        lines = [_line(head, "th"), *(_line(row, "td") for row in body)]
+        return "<table>" + "".join(lines) + "</table>"
+
+    def _cells(self) -> list[list[str]]:
+        columns = self.columns
+        body = zip(*columns.values(), strict=True)
+        return [
+            ["epoch", *columns],
+            *([str(n), *(_shown(value) for value in row)] for n, row in enumerate(body, 1)),
+        ]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, list):
+            return NotImplemented
+        return _without_times(self) == _without_times(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None
+
+
+def _without_times(entries: Iterable[object]) -> list[object]:
+    return [
+        {name: value for name, value in entry.items() if name not in _TIMES}
+        if isinstance(entry, dict)
+        else entry
+        for entry in entries
+    ]
+
+
+def _shown(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def _line(cells: Iterable[str], kind: str) -> str:
+    return "<tr>" + "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in cells) + "</tr>"

@@ -1,0 +1,222 @@
+"""SIGINT and SIGTERM end `fit` after a step, and what was begun goes on from there."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from attacks import run_code
+
+PRELUDE = """
+    import logging, os, signal, sys, time
+    import numpy as np
+    import attacks
+    from ortops import TrainingSession
+    from ortops.training.callback import Callback
+
+    kind = attacks.VICTIMS["small"]
+    batches = kind.batches(0, 12)
+    arguments = dict(epochs=2, progress=False)
+    said = []
+    log = logging.Handler()
+    log.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("ortops").addHandler(log)
+
+    class Send(Callback):
+        def __init__(self, number, times=1):
+            self.number, self.times, self.ends = number, times, []
+        def on_step(self, record, session):
+            if record.step == 17:
+                for _ in range(self.times):
+                    signal.raise_signal(self.number)
+        def on_end(self, record, session):
+            self.ends.append((record.epoch, record.batch, record.step, record.interrupted))
+
+    class Save(Callback):
+        saves = True
+        def on_end(self, record, session):
+            session.save("saved.onnx")
+
+    def check_resumed(session):
+        whole = kind.open()
+        expected = whole.fit(batches, **arguments)
+        found = session.fit(batches, resume=True, **arguments)
+        assert found == expected
+        assert session.steps_done == 24
+        for name, array in whole.state.items():
+            assert session.state[name].tobytes() == array.tobytes(), name
+"""
+
+
+def run_with(code: str) -> str:
+    return run_code(PRELUDE + code).strip()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_it_after_the_step(name: str) -> None:
+    code = """
+    number, session, send = signal.NAME, kind.open(), Send(signal.NAME)
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    try:
+        session.fit(batches, callbacks=[Save(), send], **arguments)
+    except (KeyboardInterrupt, SystemExit) as error:
+        print(type(error).__name__, getattr(error, "code", ""))
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert send.ends == [(2, 5, 17, "NAME")]
+    assert session.steps_done == int(attacks.read("saved.onnx")["step"]) == 17
+    assert said == [
+        "fit: NAME ended it after step 17; TrainingSession('saved.onnx').fit(…, resume=True) goes "
+        "on from there"
+    ], said
+    check_resumed(TrainingSession("saved.onnx"))
+    check_resumed(session)
+    """
+    shown = run_with(code.replace("NAME", name))
+    assert shown == {"SIGINT": "KeyboardInterrupt", "SIGTERM": "SystemExit 143"}[name]
+
+
+def test_without_a_file_the_message_says_how_to_get_one() -> None:
+    code = """
+    session = kind.open()
+    try:
+        session.fit(batches, callbacks=[Send(signal.SIGINT)], **arguments)
+    except KeyboardInterrupt:
+        print(said[0])
+    check_resumed(session)
+    """
+    assert run_with(code) == (
+        "fit: SIGINT ended it after step 17; fit(…, resume=True) goes on, of this session or of "
+        "the file that save(path) writes"
+    )
+
+
+def test_a_second_signal_arrives_at_once() -> None:
+    code = """
+    session, send = kind.open(), Send(signal.SIGINT, times=2)
+    try:
+        session.fit(batches, callbacks=[send], **arguments)
+    except KeyboardInterrupt:
+        print("at once")
+    assert send.ends == [] and said == []
+    check_resumed(session)
+    """
+    assert run_with(code) == "at once"
+
+
+def test_a_signal_does_not_wait_for_an_evaluation() -> None:
+    code = """
+    session, send = kind.open(), Send(None, times=0)
+    seen = []
+
+    def metric(y_true, y_pred):
+        seen.append(1)
+        signal.raise_signal(signal.SIGINT)
+        seen.append(2)
+        return 0.0
+
+    held_out = kind.batch(0)
+    try:
+        session.fit(batches, validation=held_out, metrics=[metric], callbacks=[send], **arguments)
+    except KeyboardInterrupt:
+        print(seen)
+    assert send.ends == [(1, 12, 12, "SIGINT")], send.ends
+    seen[:] = []
+    metric.__code__ = (lambda y_true, y_pred: 0.0).__code__
+    history = session.fit(
+        batches, validation=held_out, metrics=[metric], resume=True, **arguments)
+    assert [entry["validation_metric"] for entry in history] == [0.0, 0.0]
+    assert session.steps_done == 24
+    """
+    assert run_with(code) == "[1]"
+
+
+def test_a_handler_of_the_program_stays_its_own() -> None:
+    code = """
+    class Mine(Exception):
+        pass
+
+    def handler(number, frame):
+        raise Mine
+
+    signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    session, send = kind.open(), Send(signal.SIGTERM)
+    session.fit(batches, callbacks=[send], epochs=2, progress=False)
+    assert send.ends == [(2, 12, 24, "")]
+    session, send = kind.open(), Send(signal.SIGINT)
+    try:
+        session.fit(batches, callbacks=[send], **arguments)
+    except Mine:
+        print("mine")
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert send.ends == []
+    check_resumed(session)
+    """
+    assert run_with(code) == "mine"
+
+
+def test_in_another_thread_no_handler_is_touched() -> None:
+    code = """
+    import threading
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+
+    class Look(Callback):
+        def on_step(self, record, session):
+            seen.append(signal.getsignal(signal.SIGINT) is before)
+
+    session = kind.open()
+    thread = threading.Thread(target=lambda: session.fit(batches, callbacks=[Look()], **arguments))
+    thread.start()
+    thread.join()
+    print(len(seen), all(seen))
+    """
+    assert run_with(code) == "24 True"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM that waits")
+def test_a_process_that_is_told_to_end_does_so_by_itself() -> None:
+    """From the outside, at any moment; the next process goes on."""
+    code = """
+    import random, subprocess, textwrap
+
+    child = textwrap.dedent('''
+        import pathlib, time
+        import attacks
+        from ortops import TrainingSession
+        from ortops.training.callback import Callback
+
+        class Save(Callback):
+            saves = True
+            def on_step(self, record, session):
+                print(record.step, flush=True)
+                time.sleep(0.002)
+            def on_end(self, record, session):
+                session.save("saved.onnx")
+
+        kind = attacks.VICTIMS["small"]
+        path = pathlib.Path("saved.onnx")
+        session = kind.open(path if path.exists() else None)
+        session.fit(
+            kind.batches(0, 100), epochs=2, resume=True, callbacks=[Save()], progress=False)
+    ''')
+    ends = []
+    while 0 not in ends:
+        process = subprocess.Popen(
+            [sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
+        process.stdout.readline()
+        time.sleep(random.uniform(0.01, 0.15))
+        if len(ends) < 3:
+            process.terminate()
+        process.communicate(timeout=60)
+        ends.append(process.returncode)
+        assert len(ends) < 9, ends
+    assert set(ends[:-1]) <= {143}, ends
+    session = TrainingSession("saved.onnx")
+    whole = kind.open()
+    expected = whole.fit(kind.batches(0, 100), epochs=2, progress=False)
+    assert session.fit(kind.batches(0, 100), epochs=2, resume=True, progress=False) == expected
+    assert session.state["w"].tobytes() == whole.state["w"].tobytes()
+    print("whole")
+    """
+    assert run_with(code) == "whole"
