@@ -39,6 +39,10 @@ WITHIN = {
     ),
     "autodiff": ("registry", "backward", "gradient_node", "grad", "expansion", "rules"),
     "lora": ("model", "targets", "addition", "merging", "files", "peft", "__init__"),
+    "metrics": (
+        *("metric", "classification", "ranking", "regression", "sequence", "functions"),
+        "__init__",
+    ),
     "surgery": ("reading", "head", "batch", "output", "__init__"),
     "passes": (
         *("order", "finite", "draft", "rewrite", "rematerialization", "cross_entropy", "products"),

@@ -567,6 +567,7 @@ def test_what_a_loss_looks_at_stands_in_the_file() -> None:
         "axis": 1,
         "target": "labels",
         "ignored": None,
+        "output": "y",
     }
 
 

@@ -40,6 +40,7 @@ class Prediction:
         axis: The axis of the classes, where there is one.
         target: The input that it is compared with, where there is one.
         ignored: The label that does not count, where there is one.
+        output: The tensor of the model that was named, which may be a Softmax behind it.
     """
 
     tensor: Tensor
@@ -47,6 +48,7 @@ class Prediction:
     axis: int | None = None
     target: str | None = None
     ignored: int | None = None
+    output: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Computed:
         value: The scalar that is minimized.
         parts: Its summands.
         inputs: The inputs that it added.
-        prediction: What it looks at first, or None where that is no tensor of the model.
+        predictions: What each summand looks at first.
         said: What was chosen for the user, a sentence each.
         constants: The initializers that it added.
     """
@@ -65,7 +67,7 @@ class Computed:
     value: Tensor
     parts: list[Part]
     inputs: list[Tensor]
-    prediction: Prediction | None
+    predictions: list[Prediction]
     said: list[str]
     constants: list[Tensor]
 
@@ -104,7 +106,7 @@ class _Scene:
     added: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     owners: dict[str, Loss] = field(default_factory=dict)
     constants: list[Tensor] = field(default_factory=list)
-    first: Prediction | None = None
+    predictions: dict[int, tuple[Loss | None, Prediction]] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
 
     def tensor(self, name: str | None, who: str) -> Tensor:
@@ -165,11 +167,13 @@ class _Scene:
             tensor = self._logarithms(loss, given, found)
         kinds: dict[Any, Kind] = {None: "values", "log_softmax": "log_probabilities"}
         kind = kinds.get(found and found.kind, "probabilities") if reads == "values" else reads
-        if self.first is None:
+        if id(loss) not in self.predictions:
             ignored = getattr(loss, "ignore_index", None)
             known = None if axis is None else int(axis)  # numpy's are not JSON's
             ignored = None if ignored is None else int(ignored)
-            self.first = Prediction(tensor, kind, known, ignored=ignored)
+            name = self._name(given.value)
+            looked_at = Prediction(tensor, kind, known, ignored=ignored, output=name)
+            self.predictions[id(loss)] = (loss, looked_at)  # a loss that is alive keeps its id
         return _wide(tensor), axis
 
     def teacher(self, loss: Loss, model: ModelLike, name: str | None) -> Tensor:
@@ -310,8 +314,9 @@ class _Scene:
                 )
             self.added[name] = (tensor, like)
             self.owners[name] = loss
-        if self.first is not None and self.first.target is None:
-            self.first = replace(self.first, target=tensor.name)
+        _, looked_at = self.predictions.get(id(loss), (loss, None))
+        if looked_at is not None and looked_at.target is None:
+            self.predictions[id(loss)] = (loss, replace(looked_at, target=tensor.name))
         return tensor
 
     def declare(self, name: str, dtype: Any, shape: Shape, loss: Loss | None = None) -> Tensor:
@@ -393,7 +398,8 @@ def compute(
                 "average of those of its parts"
             )
     inputs = [tensor for tensor, _ in scene.added.values()]
-    return Computed(value, parts, inputs, scene.first, scene.said, scene.constants)
+    predictions = [looked_at for _, looked_at in scene.predictions.values()]
+    return Computed(value, parts, inputs, predictions, scene.said, scene.constants)
 
 
 def _checked(declared: Inputs, find: Callable[[str], Tensor | None]) -> Inputs:
@@ -465,8 +471,10 @@ def _call(loss: Function, scene: _Scene) -> Part:
             positional.append(argument)
         else:
             named[parameter] = argument
-    targets = [each for each in ("labels", "targets", *scene.added) if each in scene.added]
-    scene.first = _prediction(looked_at, targets[0] if targets else None)
+    targets = [each for each in ("labels", "targets") if each in scene.added]
+    target = targets[0] if targets else None  # what is declared may be a mask or a weight
+    prediction = _prediction(looked_at, target, scene.own(looked_at.value).name or "")
+    scene.predictions[0] = (None, prediction)
     returned = loss(*positional, **named)
     if isinstance(returned, tuple | list) and len(returned) == 2:
         total, count = returned
@@ -504,7 +512,7 @@ def _looked_at(parameters: Mapping[str, inspect.Parameter], scene: _Scene, name:
     return scene.tensor(None, name)
 
 
-def _prediction(tensor: Tensor, target: str | None) -> Prediction:
+def _prediction(tensor: Tensor, target: str | None, output: str) -> Prediction:
     found = squashed(tensor.value)
     kind: Kind = "logits"
     if found is not None:
@@ -512,7 +520,7 @@ def _prediction(tensor: Tensor, target: str | None) -> Prediction:
     axis = None if found is None else found.axis
     if axis is not None and axis < 0 and tensor.shape is not None:
         axis += len(tensor.shape)
-    return Prediction(tensor, kind, axis, target)
+    return Prediction(tensor, kind, axis, target, output=output)
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -365,7 +365,7 @@ def plan_training(
             }
             for part in computed.parts
         ],
-        "prediction": _described(computed.prediction),
+        **_described_predictions(computed.predictions),
         "dropouts": training.dropouts,
         **({"seed": first_seed().name} if training.dropouts else {}),
     }
@@ -430,16 +430,24 @@ def _said_of_quantized(prepared: Prepared) -> list[str]:
     return [f"{told}; to train them, train the float model and quantize it anew"]
 
 
-def _described(prediction: losses.Prediction | None) -> dict[str, object]:
-    """Returns, for the file, what a loss looks at."""
-    if prediction is None:
-        return {}
+def _described_predictions(predictions: Sequence[losses.Prediction]) -> dict[str, object]:
+    """Returns, for the file, what a loss looks at: the first with a target, and each of several."""
+    first = next((each for each in predictions if each.target), next(iter(predictions), None))
+    found: dict[str, object] = {"prediction": {} if first is None else _described(first)}
+    if len(predictions) > 1:
+        found["predictions"] = [_described(each) for each in predictions]
+    return found
+
+
+def _described(prediction: losses.Prediction) -> dict[str, object]:
+    """Returns, for the file, what a loss, or a summand of one, looks at."""
     return {
         "tensor": prediction.tensor.name,
         "kind": prediction.kind,
         "axis": prediction.axis,
         "target": prediction.target or "",
         "ignored": prediction.ignored,
+        "output": prediction.output,
     }
 
 

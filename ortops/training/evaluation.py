@@ -1,37 +1,47 @@
-"""Loss and metrics of a data set, in inference mode."""
+"""Loss, metrics and predictions of a data set, in inference mode."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from ortops import metrics as metric_functions
-from ortops.errors import FeedError, OrtopsError
+from ortops.errors import OrtopsError, did_you_mean
 from ortops.execution.onnxruntime_sessions import errors_as_ours, ort_value
-from ortops.metrics import Metric
-from ortops.training.data import Feeds, rows
+from ortops.metrics import StreamingMetric
+from ortops.training.data import rows
 from ortops.training.feeds import Inputs
-from ortops.training.step_graph import LossPart, PredictionNote
+from ortops.training.step_graph import LossPart, PredictionNote, TrainingMetadata
 
-__all__ = ["Evaluation", "measure", "number_of", "numbers_of"]
+__all__ = ["Evaluation", "Look", "look", "measure", "number_of", "numbers_of", "predict"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A session that computes, in inference mode, the loss and what it looks at."""
+    """A session that computes tensors in inference mode.
+
+    Attributes:
+        session: The session.
+        inputs: What a batch has to fit.
+        parts: The summands of the loss that it computes.
+        tensors: The output that each tensor that was asked for is.
+        kinds: The kind and the class axis of those that are known to be probabilities.
+        constants: What the session is fed in every run.
+    """
 
     session: onnxruntime.InferenceSession
+    inputs: Inputs
     parts: Sequence[LossPart]
-    prediction: PredictionNote
-    constants: dict[str, Array]
+    tensors: Mapping[str, str]
+    kinds: Mapping[str, tuple[str, int | None]]
+    constants: Mapping[str, Array]
 
     def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """Returns the outputs by name."""
@@ -40,6 +50,83 @@ class Evaluation:
         with errors_as_ours():
             found = self.session.run_with_ort_values(names, inputs)
         return {name: value.numpy() for name, value in zip(names, found, strict=True)}
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a metric compares.
+
+    Attributes:
+        metric: The metric as it was given.
+        note: The tensor, what is known of it, and the target.
+        known: Whether that is of this very tensor; else it may be known better from the graph.
+    """
+
+    metric: StreamingMetric
+    note: PredictionNote
+    known: bool
+
+    def begin(self, kinds: Mapping[str, tuple[str, int | None]]) -> StreamingMetric:
+        """Returns a copy of the metric that has seen nothing.
+
+        Args:
+            kinds: See `Evaluation`.
+        """
+        note, tensor = self.note, self.note.tensor
+        if not self.known and tensor in kinds:
+            kind, axis = kinds[tensor]
+            note = replace(note, kind=kind, axis=axis if note.axis is None else note.axis)
+        return self.metric.begun(note.kind, note.axis, note.ignored)
+
+
+def look(
+    metric: StreamingMetric,
+    noted: TrainingMetadata,
+    output: str,
+    inputs: Collection[str],
+    own: Collection[str],
+) -> Look:
+    """Finds out what a metric compares.
+
+    Args:
+        metric: The metric.
+        noted: What the builder wrote.
+        output: The tensor to look at where it wrote nothing.
+        inputs: The inputs of a step.
+        own: Those of the model.
+
+    Raises:
+        OrtopsError: If there is no such input, or none that outputs are compared with.
+    """
+    first = noted.prediction
+    notes = [first, *noted.predictions]
+    if metric.output is not None:
+        notes = [each for each in notes if metric.output in (each.tensor, each.output)]
+    fitting = [each for each in notes if metric.target in (None, each.target)]
+    note = next(iter([*fitting, *notes]), PredictionNote())
+    tensor = metric.output or note.tensor or output
+    known, target = tensor == note.tensor, metric.target or note.target
+    if target != note.target:
+        note = replace(note, ignored=None)
+    added = [name for name in inputs if name not in own]
+    if not target:
+        targets = {each.target for each in (first, *noted.predictions)} - {""}
+        candidates = list(targets) if first.tensor else added
+        if len(candidates) == 1:
+            (target,) = candidates
+        elif candidates:
+            raise metric.wrong(
+                f"no loss compares '{tensor}' with anything; say what it is compared with by "
+                f"target=, such as '{sorted(candidates)[0]}'"
+            )
+    if not target:
+        raise metric.wrong(
+            f"the loss has {len(added)} inputs of its own ({', '.join(added)}), and outputs are "
+            "compared with none that is known; metrics need one, which target= names"
+        )
+    if target not in inputs:
+        raise metric.wrong(f"there is no input '{target}'; {did_you_mean(target, inputs)}")
+    return Look(metric, replace(note, tensor=tensor, target=target), known)
 
 
 @dataclass
@@ -76,52 +163,80 @@ class Total:
         return self.total / self.count if self.count else math.nan
 
 
+Run: TypeAlias = Callable[[Mapping[str, Array]], Mapping[str, Array]]
+"""Runs an evaluation, given a checked batch."""
+
+
 def measure(
-    data: Iterable[Feeds],
+    data: Iterable[Mapping[str, Array]],
     evaluation: Evaluation,
-    run: Callable[[Mapping[str, Array]], Mapping[str, Array]],
-    inputs: Inputs,
-    metrics: Mapping[str, Metric],
-    target: str,
+    run: Run,
+    looks: Mapping[str, Look],
 ) -> dict[str, float]:
-    """Computes the loss and metrics of a data set.
+    """Computes the loss and metrics of a data set, batch by batch.
 
     Args:
-        data: Its batches.
+        data: Its batches, checked.
         evaluation: What computes them.
-        run: Runs it, given a checked batch.
-        inputs: The inputs of the model and of the loss.
-        metrics: What to compute besides the loss.
-        target: The input that they compare outputs with; not read where there are no metrics.
+        run: Runs it.
+        looks: What to compute besides the loss, by name.
+
+    Raises:
+        OrtopsError: If a metric has the name of a loss.
     """
     totals = [Total(part) for part in evaluation.parts]
-    outputs: list[Array] = []
-    targets: list[Array] = []
-    for feeds in data:
-        checked = inputs.check(feeds)
-        found = run(checked)
+    metrics = {name: each.begin(evaluation.kinds) for name, each in looks.items()}
+    for total in totals:
+        if total.part.name in metrics:
+            raise metrics[total.part.name].wrong(
+                "a summand of the loss is named so; give it a name of its own with name="
+            )
+    for batch in data:
+        found = run(batch)
         for total in totals:
-            total.add(found, rows(checked))
-        if metrics:
-            outputs.append(found[evaluation.prediction.tensor])
-            # A copy: a loader may fill the same memory again.
-            targets.append(checked[target].copy())
-    if not totals[0].batches:
-        raise FeedError("data: there is no batch in it; give arrays or a list of batches")
+            total.add(found, rows(batch))
+        for name, metric in metrics.items():
+            note = looks[name].note
+            more = {key: batch[other] for key, other in metric.inputs.items() if other in batch}
+            metric.update(found[evaluation.tensors[note.tensor]], batch[note.target], **more)
     result = {"loss": sum(total.part.weight * total.average for total in totals)}
     if len(totals) > 1:
         result |= {total.part.name: total.average for total in totals}
-    looked_at = evaluation.prediction
-    for name, metric in metrics.items():
-        result[name] = metric_functions.measure(
-            metric,
-            np.concatenate(outputs),
-            np.concatenate(targets),
-            axis=looked_at.axis,
-            kind=looked_at.kind,
-            ignored=looked_at.ignored,
-        )
-    return result
+    return result | {name: metric.result() for name, metric in metrics.items()}
+
+
+def predict(
+    data: Iterable[Mapping[str, Array]], evaluation: Evaluation, run: Run
+) -> dict[str, Array]:
+    """Returns tensors of all rows of a data set, by the names that they were asked for.
+
+    Args:
+        data: Its batches, checked.
+        evaluation: What computes them.
+        run: Runs it.
+
+    Raises:
+        OrtopsError: If a tensor does not have the rows of a batch on axis 0.
+    """
+    parts: dict[str, list[Array]] = {name: [] for name in evaluation.tensors}
+    for batch in data:
+        found, size = run(batch), rows(batch)
+        for name, output in evaluation.tensors.items():
+            array = found[output]
+            if not array.ndim or len(array) != size:
+                raise OrtopsError(
+                    f"predict: '{name}' has shape {list(array.shape)} for a batch of {size} rows; "
+                    "tensors with the rows on axis 0 are accepted, so leave it out of outputs=, "
+                    "or run session.inference_model()"
+                )
+            if parts[name] and parts[name][0].shape[1:] != array.shape[1:]:
+                raise OrtopsError(
+                    f"predict: '{name}' has shape {list(parts[name][0].shape)} for one batch and "
+                    f"{list(array.shape)} for another, which cannot be joined; give batches of one "
+                    "shape, or predict each by itself"
+                )
+            parts[name].append(array)
+    return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
 
 def numbers_of(losses: Array, steps: int) -> Array:

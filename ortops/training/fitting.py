@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ortops import metrics as metric_functions
 from ortops.errors import DivergedError, OrtopsError
-from ortops.metrics import Metric
+from ortops.metrics import Metric, StreamingMetric
 from ortops.training.callback import Callback, Record
 from ortops.training.data import Data, Source, rows
 from ortops.training.evaluation import number_of
@@ -63,7 +63,7 @@ class Trainer(Protocol):
     def loss_names(self) -> list[str]:
         """Returns the names of the loss and its parts."""
 
-    def target(self, metrics: Mapping[str, Metric]) -> str:
+    def target(self, metrics: Mapping[str, StreamingMetric]) -> str:
         """Returns the input that metrics compare outputs with."""
 
     def gradients(

@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -33,12 +33,19 @@ from ortops.graph import convert, external
 from ortops.graph.convert import ModelLike
 from ortops.inference import InferenceSession, Kernels
 from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
-from ortops.metrics import Metric
+from ortops.metrics import Metric, StreamingMetric
 from ortops.passes.rematerialization import Checkpoint
 from ortops.training.builder import METADATA_KEY
 from ortops.training.callback import Callback
 from ortops.training.data import Data, Feeds, open_data, rows
-from ortops.training.evaluation import Evaluation, measure, numbers_of
+from ortops.training.evaluation import (
+    Evaluation,
+    Look,
+    look,
+    measure,
+    numbers_of,
+    predict,
+)
 from ortops.training.feeds import Inputs
 from ortops.training.fitting import check as check_arguments
 from ortops.training.fitting import fit
@@ -67,6 +74,9 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _STEPS_IN_A_RUN = 64
 _BETWEEN_PARTS = 0x5851F42D
+
+_EVALUATIONS = 8
+"""How many graphs of tensors to evaluate or predict are kept."""
 
 _NAMES = {
     "_apply": "apply",
@@ -199,7 +209,7 @@ class TrainingSession:
         self._outputs = [name for step in self._steps for name in step.outputs]
         self._under_way = ""
         self._said_to_lower = False
-        self._evaluation: Evaluation | None = None
+        self._evaluations: dict[tuple[tuple[str, ...], bool], Evaluation] = {}
         self._lock = threading.RLock()
         _alive.add(self)
         self._given = self._given_values()
@@ -586,15 +596,25 @@ class TrainingSession:
         return path if steps == self._execution.steps_made else ""
 
     def evaluate(
-        self, data: Data, *, batch_size: int = 256, metrics: Sequence[str | Metric] = ()
+        self,
+        data: Data,
+        *,
+        batch_size: int = 256,
+        metrics: str | Metric | Sequence[str | Metric] = (),
+        ema: bool = False,
     ) -> dict[str, float]:
         """Computes the loss, and metrics, in inference mode, and changes nothing.
 
+        Batch by batch: nothing is kept of a batch but what a metric keeps.
+
         Args:
-            data: An array for each input of the model and of the loss, or an iterable of batches.
-            batch_size: Rows in a batch, where arrays are given.
-            metrics: What to compute besides the loss, from what the loss looks at (see
-                `ortops.metrics`).
+            data: As for `fit`: arrays for each input of the model and of the loss, or batches.
+            batch_size: Rows in a batch, where rows are given.
+            metrics: What to compute besides the loss: names, objects and functions (see
+                `ortops.metrics`). They look at what the loss looks at, or at any tensor of the
+                model.
+            ema: Whether parameters are their averages (``ema_decay=`` of
+                `ortops.build_training_model`).
 
         Returns:
             ``loss``, as if all batches were one (averaged over the rows, for a function of one's
@@ -603,26 +623,110 @@ class TrainingSession:
 
         Raises:
             FeedError: If the data do not fit the model.
+            ModelError: If there are no averages.
+            OrtopsError: If a metric does not fit what it compares.
         """
-        source = open_data(data, self._inputs, batch_size=batch_size)
-        chosen = metric_functions.resolve(metrics)
-        if self._evaluation is None:
-            self.loss_names()
-            self._evaluation = run_uninterrupted(self._build_evaluation)
-        evaluation = self._evaluation
-        target = self.target(chosen) if chosen else ""
+        looks = self._looks(metric_functions.resolve(metrics))
+        self.loss_names()
+        tensors = tuple(dict.fromkeys(each.note.tensor for each in looks.values()))
+        evaluation = self._evaluation(tensors, loss=True)
+        source = open_data(data, evaluation.inputs, batch_size=batch_size)
+        return measure(source.epoch(), evaluation, self._runner(evaluation, ema), looks)
 
-        def run(feeds: Mapping[str, Array]) -> dict[str, Array]:
-            return self._run_evaluation(evaluation, feeds)
+    @overload
+    def predict(
+        self, data: Data, *, batch_size: int = ..., outputs: str, ema: bool = ...
+    ) -> Array: ...
 
-        return measure(source.epoch(), evaluation, run, self._inputs, chosen, target)
+    @overload
+    def predict(
+        self,
+        data: Data,
+        *,
+        batch_size: int = ...,
+        outputs: Sequence[str] | None = ...,
+        ema: bool = ...,
+    ) -> dict[str, Array]: ...
+
+    def predict(
+        self,
+        data: Data,
+        *,
+        batch_size: int = 256,
+        outputs: str | Sequence[str] | None = None,
+        ema: bool = False,
+    ) -> Array | dict[str, Array]:
+        """Computes tensors of the model for all rows, in inference mode, and changes nothing.
+
+        Args:
+            data: As for `fit`, of the inputs that the tensors depend on; others, such as labels,
+                may be left out.
+            batch_size: Rows in a batch, where rows are given.
+            outputs: Names of tensors of the model, outputs or not; all outputs by default. A
+                ZipMap's maps are the tensor that they are made of.
+            ema: Whether parameters are their averages (``ema_decay=`` of
+                `ortops.build_training_model`).
+
+        Returns:
+            An array for each name, the batches one after the other along axis 0; one array where
+            ``outputs`` is one name.
+
+        Raises:
+            FeedError: If the data do not fit the model.
+            ModelError: If there are no averages.
+            OrtopsError: If there is no such tensor, or its axis 0 has not the rows of a batch.
+
+        Example:
+            >>> import ortops
+            >>> from ortops import Tape
+            >>> with Tape(name="double") as tape:
+            ...     x = tape.input("x", np.float32, ["batch", 1])
+            ...     w = tape.initializer("w", np.full((1, 1), 2, np.float32))
+            ...     y = tape.output(x @ w, "y")
+            >>> session = TrainingSession(ortops.build_training_model(
+            ...     tape.model(), loss="MeanSquaredError", optimizer="SGD"))
+            >>> session.predict({"x": np.ones((3, 1), np.float32)}, batch_size=2, outputs="y")
+            array([[2.],
+                   [2.],
+                   [2.]], dtype=float32)
+        """
+        names = [outputs] if isinstance(outputs, str) else outputs
+        if names is None:
+            names = [value.name for value in self._proto.graph.output]
+        if not names or not all(isinstance(name, str) for name in names):
+            raise OrtopsError(
+                f"outputs is {outputs!r}; the name of a tensor, or a list of some, is accepted"
+            )
+        evaluation = self._evaluation(tuple(dict.fromkeys(names)), loss=False)
+        source = open_data(data, evaluation.inputs, batch_size=batch_size)
+        found = predict(source.epoch(), evaluation, self._runner(evaluation, ema))
+        return found[outputs] if isinstance(outputs, str) else found
+
+    def _evaluation(self, tensors: tuple[str, ...], *, loss: bool) -> Evaluation:
+        """Returns what computes tensors, and the loss; made once."""
+        key = (tensors, loss)
+        if key not in self._evaluations:
+            made = run_uninterrupted(lambda: self._build_evaluation(tensors, loss=loss))
+            while len(self._evaluations) >= _EVALUATIONS:
+                self._evaluations.pop(next(iter(self._evaluations)), None)
+            self._evaluations[key] = made
+            return made
+        return self._evaluations[key]
+
+    def _runner(
+        self, evaluation: Evaluation, ema: bool
+    ) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
+        if ema:
+            self.noted.averaged(self._arrays())  # refuses before the first batch
+        return lambda feeds: self._run_evaluation(evaluation, feeds, ema)
 
     @_together
     def _run_evaluation(
-        self, evaluation: Evaluation, feeds: Mapping[str, Array]
+        self, evaluation: Evaluation, feeds: Mapping[str, Array], ema: bool
     ) -> dict[str, Array]:
         self._execution.check_process()
-        return evaluation.run({**evaluation.constants, **self._arrays(), **feeds})
+        arrays = self.noted.averaged(self._arrays()) if ema else self._arrays()
+        return evaluation.run({**evaluation.constants, **arrays, **feeds})
 
     def _loss(self) -> str:
         """Returns the name of the loss, that of the first entry."""
@@ -642,19 +746,21 @@ class TrainingSession:
         several = [name for name in parts if name in self._outputs] if len(parts) > 1 else []
         return [self._loss(), *several]
 
-    def target(self, metrics: Mapping[str, Metric]) -> str:
-        """Returns the name of the input that metrics compare outputs with."""
-        noted = self.noted.prediction.target
-        if noted in self._inputs:
-            return noted
-        own = {value.name for value in self._proto.graph.input}
-        names = [name for name in self._inputs if name not in own]
-        if len(names) != 1:
-            raise OrtopsError(
-                f"metric '{next(iter(metrics))}': the loss has {len(names)} inputs of its own "
-                f"({', '.join(names)}); metrics need one that outputs are compared with"
-            )
-        return names[0]
+    def target(self, metrics: Mapping[str, StreamingMetric]) -> str:
+        """Returns the input that the first of some metrics compares outputs with.
+
+        Raises:
+            OrtopsError: If it is not known what one compares.
+        """
+        return next(iter(self._looks(metrics).values())).note.target
+
+    def _looks(self, metrics: Mapping[str, StreamingMetric]) -> dict[str, Look]:
+        graph = self._proto.graph
+        own, first = {value.name for value in graph.input}, graph.output[0].name
+        return {
+            name: look(metric, self.noted, first, self._inputs, own)
+            for name, metric in metrics.items()
+        }
 
     # ---------------------------------------------------------------------------------- state
 
@@ -939,12 +1045,20 @@ class TrainingSession:
             write_values(result.graph, data, trained)
         return external.attach(result, data)
 
-    def _build_evaluation(self) -> Evaluation:
-        step = self._steps[0]
-        model, noted = evaluation_model(self._proto, self._data, self._entries[0], step)
+    def _build_evaluation(self, tensors: Sequence[str], *, loss: bool) -> Evaluation:
+        step, entry = self._steps[0], self._entries[0]
+        found = evaluation_model(self._proto, self._data, entry, step, tensors, loss=loss)
+        model, feeds = found.step.model, found.step.feeds
+        known = set(feeds) <= self._inputs.keys()
+        unread = [value.name for value in self._proto.graph.input]
+        inputs = self._inputs if known else Inputs([found.step], [*unread, *self._inputs])
+        inputs = inputs.only(self._inputs if known and loss else feeds)
+        if loss:  # metrics may compare with any
+            for name, value in self._inputs.items():
+                inputs.setdefault(name, value)
         constants = external.move_to_inputs(model)
         session = InferenceSession(to_proto(model), self._options, self._providers, kernels="onnx")
-        return Evaluation(session, noted.losses, noted.prediction, constants)
+        return Evaluation(session, inputs, found.parts, found.tensors, found.kinds, constants)
 
 
 def _copy_to_memory(model: ModelLike) -> tuple[onnx.ModelProto, external.Data]:

@@ -46,6 +46,7 @@ from ortops.graph.limits import LIMITS
 from ortops.graph.serialization import BOUND_DOMAIN, name_tensors, to_proto
 from ortops.graph.shapes import may_be_equal
 from ortops.graph.tensor import Names, Tape, op
+from ortops.losses.squashing import squashed
 from ortops.lowering import (
     TRAINING_DOMAIN,
     lower_optimizers,
@@ -224,22 +225,46 @@ def _counts(graph: ir.Graph, noted: TrainingMetadata) -> list[ir.Value]:
     return [value for node in graph for value in node.outputs if value.name in names]
 
 
+@dataclass(frozen=True)
+class EvaluationModel:
+    """A model in inference mode.
+
+    Attributes:
+        step: The model, as a step without updates.
+        parts: The summands of the loss whose values it puts out.
+        tensors: The output that each tensor that was asked for is.
+        kinds: The kind and the class axis of those that a Softmax or Sigmoid ends.
+    """
+
+    step: Step
+    parts: Sequence[LossPart]
+    tensors: Mapping[str, str]
+    kinds: Mapping[str, tuple[str, int | None]]
+
+
 @convert.blame_model
 def evaluation_model(
-    proto: onnx.ModelProto, data: Data, entry: int, step: Step
-) -> tuple[ir.Model, TrainingMetadata]:
-    """Returns a model of the loss in inference mode, whose variables are inputs.
+    proto: onnx.ModelProto,
+    data: Data,
+    entry: int,
+    step: Step,
+    tensors: Sequence[str],
+    *,
+    loss: bool,
+) -> EvaluationModel:
+    """Returns a model of the loss and other tensors in inference mode, whose variables are inputs.
 
     Args:
         proto: A light trainable model; not changed.
         data: Its data (see `ortops.graph.external`).
         entry: The training_info entry whose loss is meant.
         step: What `flatten` returned for it; only its names are read.
+        tensors: Tensors to put out; of a ZipMap's maps, the tensor that they are made of is.
+        loss: Whether to put out the loss: its summands and their counts as the metadata name them,
+            or the loss alone for a model that ortops did not build.
 
-    Returns:
-        The model, and what its outputs are: the parts of the loss, their counts and the prediction
-        that the metadata name. Of a model that ortops did not build, these are the loss and the
-        inference graph's first output.
+    Raises:
+        OrtopsError: If there is no tensor of a name, or it is no array.
     """
     noted = training_metadata(proto)
     model = prepare(convert.to_ir(_concatenate(proto, entry), None, data, given_away=True))
@@ -249,20 +274,52 @@ def evaluation_model(
     for name, source in (*noted.training_copies.items(), *noted.dropouts.items()):
         if name in values and source in values:
             values[name].replace_all_uses_with(values[source], replace_graph_outputs=True)
-    parts = [p for p in noted.losses if p.name in values] or [LossPart(name=step.loss)]
-    parts = [replace(part, count=part.count if part.count in values else "") for part in parts]
-    prediction = noted.prediction
-    if prediction.tensor not in values:
-        prediction = replace(prediction, tensor=proto.graph.output[0].name)
+    shown = dict(values)  # by names that training gives, what inference has there
+    for name, source in (*noted.dropouts.items(), *noted.training_copies.items()):
+        if name in values and source in values:
+            shown[name] = shown[source]
+    parts: list[LossPart] = []
+    if loss:
+        parts = [p for p in noted.losses if p.name in values] or [LossPart(name=step.loss)]
+        parts = [replace(part, count=part.count if part.count in values else "") for part in parts]
     named = [part.name for part in parts] + [part.count for part in parts if part.count]
+    found = {name: _array_named(name, shown) for name in tensors}
+    kinds = {name: _kind(value) for name, value in found.items()}
     graph.outputs.clear()
-    graph.outputs.extend(values[name] for name in dict.fromkeys((*named, prediction.tensor)))
+    graph.outputs.extend(dict.fromkeys((*(values[name] for name in named), *found.values())))
     write_inference_mode(model)
     prune(graph)
     _make_inputs(graph, [name for name in step.variables if name in graph.initializers])
     widen(graph, {})
     remove_defaults(graph, step.variables)
-    return lower_prepared(model), replace(noted, losses=parts, prediction=prediction)
+    feeds = [v.name or "" for v in graph.inputs if v.name not in step.variables]
+    outputs = [value.name or "" for value in graph.outputs]
+    made = Step(lower_prepared(model), {}, [], step.variables, feeds, outputs, "")
+    names = {name: value.name or "" for name, value in found.items()}
+    return EvaluationModel(made, parts, names, {n: kind for n, kind in kinds.items() if kind})
+
+
+def _array_named(name: str, values: Mapping[str | None, ir.Value]) -> ir.Value:
+    """Returns a tensor by name, or what its maps are made of where a ZipMap gives them."""
+    if name not in values:
+        known = [each for each in values if each]
+        raise OrtopsError(f"outputs: there is no tensor '{name}'; {did_you_mean(name, known)}")
+    value, node = values[name], values[name].producer()
+    if node is not None and (node.domain, node.op_type) == ("ai.onnx.ml", "ZipMap"):
+        value = node.inputs[0] or value
+    if isinstance(value.type, ir.SequenceType | ir.OptionalType):
+        raise OrtopsError(
+            f"outputs: '{name}' is a sequence or an optional; name tensors with outputs="
+        )
+    return value
+
+
+def _kind(value: ir.Value) -> tuple[str, int | None] | None:
+    """Returns the kind and the class axis of probabilities and their logarithms."""
+    found = squashed(value)
+    if found is None:
+        return None
+    return "log_probabilities" if found.kind == "log_softmax" else "probabilities", found.axis
 
 
 def _make_inputs(graph: ir.Graph, variables: Sequence[str]) -> None:
@@ -420,6 +477,7 @@ class PredictionNote:
         axis: The axis of the classes, or None.
         target: The input that it is compared with.
         ignored: The label that does not count, or None.
+        output: The tensor that the user named for it, which may be a Softmax behind it.
     """
 
     tensor: str = ""
@@ -427,6 +485,7 @@ class PredictionNote:
     axis: int | None = None
     target: str = ""
     ignored: int | None = None
+    output: str = ""
 
 
 @dataclass(frozen=True)
@@ -441,6 +500,7 @@ class TrainingMetadata:
             the training-mode copies of.
         losses: The summands of the loss.
         prediction: What the loss looks at.
+        predictions: What each of several summands looks at.
         dropouts: Tensors of the algorithm → what they are without Dropout.
         masters: Parameters of 16 bits → the variables that are their float32 values.
         loss_scale: The variable that the loss is multiplied by, where gradients are scaled.
@@ -461,6 +521,7 @@ class TrainingMetadata:
     training_copies: Mapping[str, str] = field(default_factory=dict)
     losses: Sequence[LossPart] = ()
     prediction: PredictionNote = PredictionNote()
+    predictions: Sequence[PredictionNote] = ()
     dropouts: Mapping[str, str] = field(default_factory=dict)
     masters: Mapping[str, str] = field(default_factory=dict)
     loss_scale: str = ""
@@ -530,7 +591,7 @@ _NOTED: Mapping[type, Mapping[str, str]] = {
         **dict.fromkeys(("is_sum", "couples_rows"), "true or false"),
     },
     PredictionNote: {
-        **dict.fromkeys(("tensor", "kind", "target"), _TEXT),
+        **dict.fromkeys(("tensor", "kind", "target", "output"), _TEXT),
         **dict.fromkeys(("axis", "ignored"), "an integer or null"),
     },
 }
@@ -573,13 +634,15 @@ def training_metadata(proto: onnx.ModelProto) -> TrainingMetadata:
         raise ModelError(f"{where}: {error}; {remedy}") from error
     if not isinstance(found, dict):
         raise ModelError(f"{where}: it is a {type(found).__name__}; {remedy}")
-    parts = found.get("losses", [])
-    if not isinstance(parts, list):
-        raise ModelError(f"{where}: its 'losses' is {parts!r:.80}; an array is accepted")
+    parts, predictions = (found.get(name, []) for name in ("losses", "predictions"))
+    for name, array in (("losses", parts), ("predictions", predictions)):
+        if not isinstance(array, list):
+            raise ModelError(f"{where}: its '{name}' is {array!r:.80}; an array is accepted")
     return replace(
         _read_note(TrainingMetadata, found, where),
         losses=[_read_note(LossPart, part, where) for part in parts],
         prediction=_read_note(PredictionNote, found.get("prediction", {}), where),
+        predictions=[_read_note(PredictionNote, each, where) for each in predictions],
     )
 
 

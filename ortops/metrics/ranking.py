@@ -1,0 +1,154 @@
+"""The area under the receiver operating characteristic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import KW_ONLY, dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ortops.metrics.metric import Array, StreamingMetric, class_rows, has_classes, probabilities
+
+__all__ = ["AUC"]
+
+
+@dataclass
+class AUC(StreamingMetric):
+    """How often a yes has a larger number than a no; equal ones count half.
+
+    The area under the receiver operating characteristic. Outputs of the targets' shape are compared
+    as they are: one question, or one for each place of axis 1 (multi-label). Of two classes, the
+    second is the yes. Of more, each is compared with the rest by its probability, and averaged. NaN
+    where a question has no yes or no no among its targets, and where a number that counts is NaN.
+
+    Args:
+        average: ``"macro"`` takes the mean over classes or questions, ``"weighted"`` weights them
+            by their number of yeses.
+        bins: None keeps all numbers, and is exact. An integer counts probabilities in as many equal
+            bins, in memory that does not grow; those of one bin count as equal.
+
+    Example:
+        >>> auc = AUC()
+        >>> auc.update(np.array([0.1, 0.4, 0.35, 0.8]), np.array([0.0, 0.0, 1.0, 1.0]))
+        >>> auc.result()
+        0.75
+
+    Source:
+        Hanley and McNeil, 1982 (doi:10.1148/radiology.143.1.7063747): the area is the Wilcoxon
+        statistic.
+    """
+
+    _: KW_ONLY
+    average: str = "macro"
+    bins: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks what was given."""
+        super().__post_init__()
+        if self.average not in ("macro", "weighted"):
+            raise self.wrong(f"average is {self.average!r}; 'macro' and 'weighted' are accepted")
+        if self.bins is not None and (not isinstance(self.bins, int | np.integer) or self.bins < 2):
+            raise self.wrong(f"bins is {self.bins!r}; None or an integer of at least 2 is accepted")
+
+    def reset(self) -> None:
+        """See `StreamingMetric`."""
+        self._questions: list[_Question] = []
+        self._undefined: bool = False
+
+    def update(self, outputs: Array, targets: Array) -> None:
+        """See `StreamingMetric`."""
+        if has_classes(self, outputs, targets):
+            scores, labels = class_rows(self, outputs, targets)
+            classes = scores.shape[1]
+            if classes == 2:
+                yes = labels[:, None] == 1
+                scores = self._of_two(scores)
+            else:
+                yes = labels[:, None] == np.arange(classes)
+                scores = probabilities(self, scores, classes=True)
+            kept = np.ones(yes.shape, np.bool)
+        else:
+            if outputs.ndim < 2:
+                outputs, targets = outputs.reshape(-1, 1), targets.reshape(-1, 1)
+            axis = 1 if self.axis is None else self.axis
+            scores, found = (
+                np.moveaxis(each, axis, -1).reshape(-1, each.shape[axis])
+                for each in (outputs, targets)
+            )
+            kept = np.ones(found.shape, np.bool)
+            if self.ignored is not None:
+                kept = found != self.ignored
+            yes = found > 0.5
+            if self.bins:
+                scores = probabilities(self, scores, classes=False)
+        self._undefined |= bool(np.isnan(scores[kept]).any())
+        if not self._questions:
+            self._questions = [_Question(self.bins) for _ in range(scores.shape[1])]
+        elif len(self._questions) != scores.shape[1]:
+            raise self.wrong(
+                f"batches of {len(self._questions)} and of {scores.shape[1]} questions were given"
+            )
+        if self.bins and not self._undefined and scores[kept].size:
+            low, high = scores[kept].min(), scores[kept].max()
+            if low < 0 or high > 1:
+                raise self.wrong(
+                    f"bins are of probabilities, and outputs have {low if low < 0 else high:g}; "
+                    "give kind='logits', or leave bins= out"
+                )
+        if not self._undefined:
+            for number, question in enumerate(self._questions):
+                rows = kept[:, number]
+                question.add(scores[rows, number], yes[rows, number])
+
+    def _of_two(self, scores: Array) -> Array:
+        """Returns a number that grows with the probability of the second of two classes."""
+        if self.bins:
+            return probabilities(self, scores, classes=True)[:, 1:]
+        if self.kind in ("probabilities", "log_probabilities"):
+            return scores[:, 1:].copy()
+        return scores[:, 1:].astype(np.float64) - scores[:, :1]
+
+    def result(self) -> float:
+        """Returns the area."""
+        if self._undefined or not self._questions:
+            return math.nan
+        areas, yeses = zip(*(question.area() for question in self._questions), strict=True)
+        if self.average == "weighted" and sum(yeses):
+            return float(np.average(areas, weights=yeses))
+        return float(np.mean(areas))
+
+
+class _Question:
+    """Scores of yeses and noes: all of them, or how many are in each bin."""
+
+    def __init__(self, bins: int | None) -> None:
+        self._counts = None if bins is None else np.zeros((2, bins), np.int64)
+        self._scores: list[Array] = []
+        self._yes: list[npt.NDArray[np.bool]] = []
+
+    def add(self, scores: Array, yes: npt.NDArray[np.bool]) -> None:
+        if self._counts is None:
+            self._scores.append(scores.copy())
+            self._yes.append(yes.copy())
+            return
+        bins = self._counts.shape[1]
+        places = np.minimum((scores * bins).astype(np.int64), bins - 1)
+        for kind in (0, 1):
+            self._counts[kind] += np.bincount(places[yes == kind], minlength=bins)
+
+    def area(self) -> tuple[float, int]:
+        """Returns the area, and how many yeses there are."""
+        counts = self._counts
+        if counts is None:
+            values, places = np.unique(np.concatenate(self._scores), return_inverse=True)
+            yes = np.concatenate(self._yes)
+            counts = np.array(
+                [np.bincount(places[yes == kind], minlength=len(values)) for kind in (0, 1)]
+            )
+        no_count, yes_count = counts.sum(axis=1)
+        if not no_count or not yes_count:
+            return math.nan, int(yes_count)
+        below = np.cumsum(counts[0]) - counts[0]
+        pairs = (counts[1].astype(np.float64) * (below + 0.5 * counts[0])).sum()
+        return float(pairs / (float(no_count) * float(yes_count))), int(yes_count)

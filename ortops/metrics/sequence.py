@@ -1,0 +1,160 @@
+"""Metrics of sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+
+import numpy as np
+
+from ortops.metrics.metric import Array, StreamingMetric, class_rows, log_probabilities
+
+__all__ = ["EditDistance", "Perplexity"]
+
+
+@dataclass
+class Perplexity(StreamingMetric):
+    """exp of the mean negative log-likelihood of the labels that count.
+
+    Outputs have a class axis; infinite where a label has probability 0, NaN where a number that
+    counts is NaN.
+
+    Example:
+        >>> perplexity = Perplexity(axis=-1)
+        >>> perplexity.update(np.zeros((2, 5, 8)), np.zeros((2, 5), np.int64))
+        >>> round(perplexity.result(), 6)
+        8.0
+    """
+
+    def update(self, outputs: Array, targets: Array) -> None:
+        """See `StreamingMetric`."""
+        scores, labels = class_rows(self, outputs, targets)
+        found = np.take_along_axis(log_probabilities(self, scores), labels[:, None], axis=1)
+        self._sum -= float(found.sum())
+        self._count += len(labels)
+
+    def result(self) -> float:
+        """Returns the perplexity."""
+        mean = self._sum / self._count if self._count else math.nan
+        with np.errstate(over="ignore"):
+            return float(np.exp(np.float64(mean)))
+
+    def reset(self) -> None:
+        """See `StreamingMetric`."""
+        self._sum, self._count = 0.0, 0
+
+
+@dataclass
+class EditDistance(StreamingMetric):
+    """How many labels have to be inserted, left out or replaced, for each label of the targets.
+
+    The sum of the Levenshtein distances of all rows, divided by the sum of their targets' lengths
+    (as a character or word error rate). Targets are labels of shape (N, S). Outputs are labels of
+    shape (N, T), compared as they are; or scores of shape (T, N, classes), decoded greedily as CTC
+    has it: the largest class at each time, repetitions merged, blanks left out. A blank in the
+    targets of scores is no label. NaN among scores that count makes the result NaN.
+
+    Args:
+        blank: The class of scores that stands for no label.
+        padding: A label that does not count, in targets and in outputs that are labels.
+        batch_first: Whether scores have shape (N, T, classes).
+        normalize: Whether to divide by the targets' lengths; else by the number of rows.
+        input_lengths: The input that holds how much of T counts, where the loss has it.
+        target_lengths: The input that holds how much of S counts, where the loss has it.
+
+    Example:
+        >>> distance = EditDistance(padding=0)
+        >>> distance.update(np.array([[1, 2, 3], [4, 0, 0]]), np.array([[1, 3, 0], [4, 5, 0]]))
+        >>> distance.result()
+        0.5
+
+    Source:
+        Levenshtein, 1966; Graves et al., 2006 (doi:10.1145/1143844.1143891), best path decoding.
+    """
+
+    _: KW_ONLY
+    blank: int = 0
+    padding: int | None = None
+    batch_first: bool = False
+    normalize: bool = True
+    input_lengths: str = "input_lengths"
+    target_lengths: str = "target_lengths"
+
+    @property
+    def inputs(self) -> Mapping[str, str]:
+        """The lengths."""
+        return {"input_lengths": self.input_lengths, "target_lengths": self.target_lengths}
+
+    def update(
+        self,
+        outputs: Array,
+        targets: Array,
+        input_lengths: Array | None = None,
+        target_lengths: Array | None = None,
+    ) -> None:
+        """Takes a batch.
+
+        Args:
+            outputs: See the class.
+            targets: See there.
+            input_lengths: How much of T counts in each row; all by default.
+            target_lengths: How much of S counts in each row; all by default.
+        """
+        scored = outputs.ndim == 3
+        if scored and not self.batch_first:
+            outputs = np.moveaxis(outputs, 1, 0)
+        labels = outputs.ndim == 2 and outputs.dtype.kind in "iu"
+        if not (scored or labels) or targets.ndim != 2 or len(outputs) != len(targets):
+            hint = " (batch_first=True is for (N, T, classes))" if not self.batch_first else ""
+            shape = np.moveaxis(outputs, 0, 1).shape if scored and hint else outputs.shape
+            raise self.wrong(
+                f"outputs have shape {list(shape)}, and targets {list(targets.shape)}; scores of "
+                f"shape {'(N, T, classes)' if self.batch_first else '(T, N, classes)'}{hint} or "
+                "integers of shape (N, T) are accepted, with targets (N, S)"
+            )
+        for row, target in enumerate(targets):
+            length = None if target_lengths is None else int(target_lengths[row])
+            found = outputs[row]
+            if scored:
+                found = found[: None if input_lengths is None else int(input_lengths[row])]
+                if np.isnan(found).any():
+                    self._edits = math.nan
+                found = _decoded(found, self.blank)
+            elif self.padding is not None:
+                found = found[found != self.padding]
+            target = target[:length]
+            without = [self.padding, self.ignored, *([self.blank] if scored else [])]
+            target = target[~np.isin(target, [each for each in without if each is not None])]
+            self._edits += _distance(found, target)
+            self._length += len(target)
+        self._rows += len(targets)
+
+    def result(self) -> float:
+        """Returns the distance for each label, or for each row."""
+        by = self._length if self.normalize else self._rows
+        return self._edits / by if by else math.nan
+
+    def reset(self) -> None:
+        """See `StreamingMetric`."""
+        self._edits, self._length, self._rows = 0.0, 0, 0
+
+
+def _decoded(scores: Array, blank: int) -> Array:
+    """Returns labels from scores of shape (times, classes)."""
+    if not len(scores):
+        return np.zeros(0, np.int64)
+    path = scores.argmax(axis=1)
+    changes = np.append(True, path[1:] != path[:-1])
+    return np.asarray(path[changes & (path != blank)])
+
+
+def _distance(one: Sequence[int] | Array, other: Sequence[int] | Array) -> int:
+    """Returns the Levenshtein distance of two sequences of labels."""
+    places = np.arange(len(other) + 1)
+    row = places.copy()
+    for number, label in enumerate(one, start=1):
+        new = np.append(number, np.minimum(row[1:] + 1, row[:-1] + (np.asarray(other) != label)))
+        # An insertion costs 1 for each place: new[i] becomes the least of new[j] + i − j, j ≤ i.
+        row = np.minimum.accumulate(new - places) + places
+    return int(row[-1])
