@@ -11,9 +11,19 @@ from typing import TYPE_CHECKING, Any
 from ortops.deferred import import_without
 
 if TYPE_CHECKING:
-    from ortops import derivatives, lora, losses, metrics, optimizers, schedules, surgery
+    from ortops import (
+        callbacks,
+        derivatives,
+        lora,
+        losses,
+        metrics,
+        optimizers,
+        schedules,
+        surgery,
+    )
     from ortops.autodiff.grad import grad
     from ortops.autodiff.registry import vjp
+    from ortops.callbacks.rate_finder import find_learning_rate
     from ortops.custom_ops import register_custom_ops
     from ortops.errors import (
         DivergedError,
@@ -45,7 +55,9 @@ __all__ = [
     "TrainingSession",
     "UnsupportedError",
     "build_training_model",
+    "callbacks",
     "derivatives",
+    "find_learning_rate",
     "grad",
     "lora",
     "losses",
@@ -73,7 +85,9 @@ _MODULES = {
     "TrainingSession": "ortops.training.session",
     "UnsupportedError": "ortops.errors",
     "build_training_model": "ortops.training.builder",
+    "callbacks": "ortops",
     "derivatives": "ortops",
+    "find_learning_rate": "ortops.callbacks.rate_finder",
     "grad": "ortops.autodiff.grad",
     "lora": "ortops",
     "losses": "ortops",

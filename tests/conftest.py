@@ -45,6 +45,10 @@ def why_left_out(item: pytest.Item) -> str:
         return TORCH
     if item.get_closest_marker("sklearn") and is_missing("skl2onnx"):
         return SKLEARN
+    for mark in item.iter_markers("optional"):
+        package, group = mark.args
+        if is_missing(package):
+            return f"tests of {package} left out: not installed (pip install ortops[{group}])"
     if any(not Path(mark.args[0]).exists() for mark in item.iter_markers("fetched")):
         return FETCHED
     return ""

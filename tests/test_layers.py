@@ -21,7 +21,7 @@ FLOORS = (
     ("inference", "derivatives"),
     ("execution",),
     ("training",),
-    ("check", "lora"),
+    ("callbacks", "check", "lora"),
     ("__init__",),
     ("cli",),
     ("__main__",),
@@ -38,6 +38,9 @@ WITHIN = {
         *("factored", "orthogonal", "__init__"),
     ),
     "autodiff": ("registry", "backward", "gradient_node", "grad", "expansion", "rules"),
+    "callbacks": (
+        *("monitor", "best", "checkpoint", "logs", "drawing", "plot", "rate_finder", "__init__"),
+    ),
     "lora": ("model", "targets", "addition", "merging", "files", "peft", "__init__"),
     "metrics": (
         *("metric", "classification", "ranking", "regression", "sequence", "functions"),

@@ -56,6 +56,7 @@ __all__ = [
     "move_out",
     "move_to_inputs",
     "refer_to",
+    "remove_model",
     "save_model",
     "serialize",
     "set_array",
@@ -502,6 +503,18 @@ def write_model(path: str | os.PathLike[str], proto: onnx.ModelProto, data: Data
     else:
         _write_in_two(path, target, proto, data)
     for file in unused:  # not the data of the model just replaced, which somebody may be reading
+        _remove(file)
+
+
+def remove_model(path: str | os.PathLike[str]) -> None:
+    """Removes a model file, if it is there, and the data beside it that nobody else names."""
+    target = destination(path)
+    if target is None:
+        return
+    beside = siblings(target, _DATA)
+    with naming(path):
+        target.unlink(missing_ok=True)
+    for file in beside:
         _remove(file)
 
 

@@ -1,0 +1,225 @@
+"""Callbacks that write down how a training goes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ortops.callbacks.monitor import (
+    begins_anew,
+    check_count,
+    check_path,
+    optional_module,
+    remembered,
+)
+from ortops.graph.files import write_atomically
+from ortops.training.callback import Callback, Record
+from ortops.training.session import TrainingSession
+
+__all__ = ["CSVLog", "JSONLines", "TensorBoard"]
+
+logger = logging.getLogger("ortops")
+
+
+class _Log(Callback):
+    """A text file that grows, row by row.
+
+    A fit that is resumed goes on behind the rows that there were at the position it goes on from:
+    what was written after that is cut off, as it comes again.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, append: bool = False) -> None:
+        self.path = Path(path)
+        self._append = append
+        self._size = 0  # bytes of the rows so far
+
+    def on_begin(self, record: Record, session: TrainingSession) -> None:
+        """Empties the file, or cuts off what comes again."""
+        check_path(type(self).__name__, self.path)
+        present = self.path.stat().st_size if self.path.exists() else 0
+        if begins_anew(record):
+            self._size = present if self._append else 0
+        elif present < self._size:
+            logger.warning(
+                "%s: '%s' has %d bytes, and had %d where fit goes on from; rows are missing",
+                *(type(self).__name__, self.path, present, self._size),
+            )
+            self._size = present
+        if present > self._size:
+            os.truncate(self.path, self._size)
+
+    def _write(self, row: str) -> None:
+        with self.path.open("ab") as stream:
+            stream.write(row.encode())
+        self._size = self.path.stat().st_size
+
+    def state(self) -> dict[str, Any]:
+        """Returns how long the file is, for the file of the model."""
+        return {"bytes": self._size}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes up how long the file was."""
+        self._size = int(remembered(type(self).__name__, state, "bytes", whole=True))
+
+
+class CSVLog(_Log):
+    """Writes a row for each epoch into a CSV file: what the history of the training has.
+
+    A new fit begins the file anew; one that is resumed goes on behind the rows of its position.
+    Numbers are written in full; those that are not finite are ``nan``, ``inf`` and ``-inf``.
+
+    Args:
+        path: The file.
+        append: Whether a new fit goes on behind the rows that are there, instead of beginning anew.
+
+    Raises:
+        OrtopsError: In fit, if there is no folder for the file.
+
+    Example:
+        >>> log = CSVLog("history.csv")  # session.fit(data, callbacks=[log])
+
+        ``pandas.read_csv("history.csv")`` reads it::
+
+            epoch,loss,validation_loss,learning_rate,steps,seconds
+            1,0.2513,0.1217,0.001,938,3.1
+            2,0.1074,0.0951,0.001,1876,3.0
+    """
+
+    def on_epoch(self, record: Record, session: TrainingSession) -> None:
+        """Writes the row of an epoch."""
+        row = {"epoch": record.epoch, **record.values}
+        columns = self._columns()
+        added = [name for name in row if name not in columns]
+        if added and columns:  # an earlier fit had less to tell
+            with self.path.open(newline="", encoding="utf-8") as stream:
+                rows = list(csv.DictReader(stream))
+            text = _csv(columns + added, rows, header=True)
+            write_atomically(self.path, text.encode())
+        self._write(_csv(columns + added, [row], header=not columns))
+
+    def _columns(self) -> list[str]:
+        if not self._size:
+            return []
+        with self.path.open(newline="", encoding="utf-8") as stream:
+            return next(csv.reader(stream), [])
+
+
+def _csv(columns: list[str], rows: list[dict[str, Any]], *, header: bool) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+class JSONLines(_Log):
+    """Writes a JSON object for each epoch, and for steps if wanted, each on a line of its own.
+
+    A new fit begins the file anew; one that is resumed goes on behind the lines of its position.
+    JSON knows finite numbers only, so others are ``null``.
+
+    Args:
+        path: The file.
+        every: After how many batches to write a line in an epoch; none by default.
+        append: Whether a new fit goes on behind the lines that are there, instead of beginning
+            anew.
+
+    Raises:
+        OrtopsError: If ``every`` is no integer of at least 1; in fit, if there is no folder for the
+            file.
+
+    Example:
+        >>> log = JSONLines("log.jsonl", every=100)  # session.fit(data, callbacks=[log])
+
+        Its lines::
+
+            {"event": "step", "epoch": 1, "batch": 100, "step": 100, "loss": 0.71, …}
+            {"event": "epoch", "epoch": 1, "batch": 938, "step": 938, "loss": 0.25, …}
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, every: int | None = None, append: bool = False
+    ) -> None:
+        super().__init__(path, append=append)
+        self.every = None if every is None else check_count("JSONLines", "every", every)
+
+    def on_step(self, record: Record, session: TrainingSession) -> None:
+        """Writes the line of a step."""
+        if self.every is not None and record.batch % self.every == 0:
+            self._line("step", record)
+
+    def on_epoch(self, record: Record, session: TrainingSession) -> None:
+        """Writes the line of an epoch."""
+        self._line("epoch", record)
+
+    def _line(self, event: str, record: Record) -> None:
+        numbers = {
+            name: value if math.isfinite(value) else None for name, value in record.values.items()
+        }
+        place = {"epoch": record.epoch, "batch": record.batch, "step": record.step}
+        line = {"event": event, **place, **numbers}
+        self._write(json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+class TensorBoard(Callback):
+    """Writes event files for TensorBoard: ``tensorboard --logdir <folder>``.
+
+    The numbers of epochs are ``epoch/<name>``, those of steps ``step/<name>``, all over the number
+    of finished steps. A fit that is resumed hides what was written after its position. Needs the
+    package tensorboardX (``pip install ortops[tensorboard]``).
+
+    Args:
+        folder: Where the files go; created if it does not exist. Trainings are compared when each
+            has a folder of its own in a common one.
+        every: After how many batches to write the numbers of a step.
+
+    Raises:
+        OrtopsError: If ``every`` is no integer of at least 1, or tensorboardX is not installed.
+
+    Example:
+        >>> board = TensorBoard("runs/first", every=10)  # session.fit(data, callbacks=[board])
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, every: int = 1) -> None:
+        self.folder = Path(folder)
+        self.every = check_count("TensorBoard", "every", every)
+        self._writer: Any = None
+
+    def on_begin(self, record: Record, session: TrainingSession) -> None:
+        """Opens a file for events."""
+        module = optional_module("TensorBoard", "tensorboardX", "tensorboard")
+        self._close()
+        purged = None if begins_anew(record) else session.steps_done + 1
+        self._writer = module.SummaryWriter(os.fspath(self.folder), purge_step=purged)
+
+    def on_step(self, record: Record, session: TrainingSession) -> None:
+        """Writes the numbers of a step."""
+        if record.batch % self.every == 0:
+            self._add("step", record)
+
+    def on_epoch(self, record: Record, session: TrainingSession) -> None:
+        """Writes the numbers of an epoch."""
+        self._add("epoch", record)
+        self._writer.flush()
+
+    def on_end(self, record: Record, session: TrainingSession) -> None:
+        """Closes the file."""
+        self._close()
+
+    def _add(self, group: str, record: Record) -> None:
+        for name, value in record.values.items():
+            if name != "steps":
+                self._writer.add_scalar(f"{group}/{name}", value, record.step)
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

@@ -1,0 +1,124 @@
+"""A callback that draws how the loss goes down."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ortops.callbacks.drawing import check_picture, new_panels, write_picture
+from ortops.callbacks.monitor import optional_module
+from ortops.training.callback import Callback, Record
+from ortops.training.session import TrainingSession
+
+__all__ = ["LossPlot"]
+
+_UNDRAWN = ("seconds", "steps")
+_PAUSE = 4.0  # times what drawing has taken
+_LOGARITHMIC = 20  # how many times the smallest loss the largest is, where the axis becomes so
+_WITH_MARKERS = 40  # up to so many epochs
+
+
+class LossPlot(Callback):
+    """Draws the loss of training and validation over the epochs, and each metric below.
+
+    The picture is drawn again after each epoch, and where epochs are short, so often that a fifth
+    of the time goes into it; and when fit ends. At any time the old one or the new is there, whole.
+    A loss that falls far has a logarithmic axis. The learning rate is drawn where it changes. Needs
+    the package matplotlib (``pip install ortops[plot]``), and leaves alone what the program itself
+    draws with it.
+
+    Args:
+        path: The picture: ``.png``, ``.svg`` or ``.pdf``.
+
+    Raises:
+        OrtopsError: In fit, if the ending is another, there is no such folder, or matplotlib is not
+            installed.
+
+    Example:
+        >>> plot = LossPlot("loss.png")  # session.fit(data, validation=held, callbacks=[plot])
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._drawn = 0  # epochs
+        self._next = 0.0  # when to draw again
+
+    def on_begin(self, record: Record, session: TrainingSession) -> None:
+        """Looks whether the picture can be drawn."""
+        check_picture("LossPlot", self.path)
+        self._drawn, self._next = 0, 0.0
+
+    def on_epoch(self, record: Record, session: TrainingSession) -> None:
+        """Draws the epochs so far, if it is time."""
+        begin = time.monotonic()
+        if begin >= self._next:
+            self._draw(record)
+            end = time.monotonic()
+            self._next = end + _PAUSE * (end - begin)
+
+    def on_end(self, record: Record, session: TrainingSession) -> None:
+        """Draws all epochs."""
+        if len(record.history) > self._drawn:
+            self._draw(record)
+
+    def _draw(self, record: Record) -> None:
+        columns = record.history.columns
+        losses = {name: values for name, values in columns.items() if _is_loss(name)}
+        others = {
+            name: values
+            for name, values in columns.items()
+            if name not in losses and name not in _UNDRAWN and not _is_dull(name, values)
+        }
+        figure, panels = new_panels("LossPlot", 1 + len(others))
+        _draw_losses(panels[0], losses)
+        for axes, (name, values) in zip(panels[1:], others.items(), strict=True):
+            color = "C1" if name.startswith("validation_") else "0.4"
+            _line(axes, values, color=color)
+            axes.set_ylabel(name.replace("_", " "))
+        locator = optional_module("LossPlot", "matplotlib.ticker", "plot").MaxNLocator
+        for axes in panels:
+            axes.set_xlim(0.5, max(len(record.history), 2) + 0.5)
+            axes.xaxis.set_major_locator(locator(integer=True, steps=[1, 2, 5, 10]))
+        panels[-1].set_xlabel("epoch")
+        figure.align_ylabels()
+        write_picture(figure, self.path)
+        self._drawn = len(record.history)
+
+
+def _draw_losses(axes: Any, losses: Mapping[str, Sequence[float]]) -> None:
+    parts = dict.fromkeys(name.removeprefix("validation_") for name in losses)
+    styles = dict(zip(parts, itertools.cycle(("-", "--", ":", "-.")), strict=False))
+    for name, values in losses.items():
+        bare = name.removeprefix("validation_")
+        kind, color = ("training", "C0") if bare == name else ("validation", "C1")
+        part = bare.removeprefix("loss").removeprefix("_")
+        label = f"{kind}: {part}" if part else kind
+        width = 1.0 if part else 1.5
+        _line(axes, values, color=color, label=label, linestyle=styles[bare], linewidth=width)
+    finite = [abs(v) for values in losses.values() for v in values if math.isfinite(v)]
+    positive = all(v > 0 for values in losses.values() for v in values if math.isfinite(v))
+    if finite and positive and max(finite) > _LOGARITHMIC * min(finite):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_ylabel("loss")
+    axes.legend(frameon=False)
+
+
+def _line(axes: Any, values: Sequence[float], **style: Any) -> None:
+    marker = "o" if len(values) <= _WITH_MARKERS else None
+    axes.plot(range(1, len(values) + 1), values, marker=marker, markersize=3, **style)
+
+
+def _is_loss(name: str) -> bool:
+    bare = name.removeprefix("validation_")
+    return bare == "loss" or bare.startswith("loss_")
+
+
+def _is_dull(name: str, values: Sequence[float]) -> bool:
+    """Whether there is nothing to see: a learning rate that stays."""
+    return name == "learning_rate" and len(set(values)) == 1

@@ -1,0 +1,911 @@
+"""Callbacks of fit: what they stop, save, write and draw; and the search of a learning rate."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import signal
+import struct
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from training_models import Arrays, affine, affine_batch, assert_same_arrays, classifier, labelled
+
+from ortops import ModelError, OrtopsError, TrainingSession, build_training_model
+from ortops.callbacks import (
+    BestModel,
+    Callback,
+    Checkpoint,
+    CSVLog,
+    EarlyStopping,
+    JSONLines,
+    LossPlot,
+    Record,
+    TensorBoard,
+    find_learning_rate,
+)
+from ortops.optimizers import SGD, Adam
+from ortops.schedules import Schedule
+from ortops.training.history import History
+
+QUIET: dict[str, Any] = {"progress": False, "batch_size": 4}
+
+
+def affine_session(rate: float = 0.1) -> TrainingSession:
+    return TrainingSession(
+        build_training_model(affine(), loss="MeanSquaredError", optimizer=SGD(rate))
+    )
+
+
+def classifying() -> TrainingSession:
+    model = build_training_model(
+        classifier(dropout=0.25), loss="SoftmaxCrossEntropy", optimizer=Adam(0.01)
+    )
+    return TrainingSession(model)
+
+
+def records(name: str, values: Sequence[float]) -> Iterator[Record]:
+    """Yields what fit would tell at the end of epochs whose numbers are these."""
+    history = History()
+    for epoch, value in enumerate(values, 1):
+        entry = {"loss": 0.0, name: value}
+        history.append(entry)
+        yield Record(epoch, len(values), 3, 3, 3 * epoch, entry, 12, 0.1, history)
+
+
+def beginning() -> Record:
+    return Record(1, 9, 0, 3, 0, {}, 0, 0.0, History())
+
+
+def stopped_after(callback: EarlyStopping, name: str, values: Sequence[float]) -> tuple[int, str]:
+    """Returns after which epoch a callback ends fit, and why; 0 if it does not."""
+    session: Any = None
+    callback.on_begin(beginning(), session)
+    for record in records(name, values):
+        callback.on_epoch(record, session)
+        if record.stopped:
+            return record.epoch, record.stopped
+    return 0, ""
+
+
+class InterruptedFitError(Exception):
+    pass
+
+
+class Breaking(Callback):
+    """Ends fit by an exception after some steps, before or after other callbacks."""
+
+    def __init__(self, steps: int, *, last: bool = False) -> None:
+        self.steps = steps
+        self.saves = last
+
+    def on_step(self, record: Record, session: Any) -> None:
+        if session.steps_done == self.steps:
+            raise InterruptedFitError
+
+
+# --------------------------------------------------------------------------- early stopping
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "epoch", "best"),
+    [
+        ([5, 4, 3, 2, 1], {"patience": 1}, 0, 1),
+        ([5, 4, 4.5, 4.2, 1], {"patience": 2}, 4, 4),
+        ([5, 4, 4.5, 3.9, 4, 4, 4], {"patience": 3}, 7, 3.9),
+        ([5, 5, 5], {"patience": 2}, 3, 5),  # equal is no improvement
+        ([5, 4.95, 4.9, 4.85], {"patience": 2, "minimum_change": 0.2}, 3, 5),
+        ([5, 4.5, 4.0, 3.5], {"patience": 1, "minimum_change": 0.5}, 0, 3.5),
+        ([math.nan, 5, math.nan, -math.inf, 4], {"patience": 2}, 4, 5),
+        ([math.nan, math.nan], {"patience": 2}, 2, None),
+        ([1, 2, 3], {"patience": 1, "mode": "max"}, 0, 3),
+    ],
+)
+def test_early_stopping_counts_epochs_without_improvement(
+    values: list[float], options: dict[str, Any], epoch: int, best: float | None
+) -> None:
+    callback = EarlyStopping(monitor="validation_loss", **options)
+    assert stopped_after(callback, "validation_loss", values)[0] == epoch
+    assert callback.best == best
+
+
+def test_early_stopping_says_why() -> None:
+    _, reason = stopped_after(EarlyStopping(2), "validation_loss", [5, 4, 4.5, 4.2])
+    assert reason == (
+        "EarlyStopping: validation_loss has not improved for 2 epochs; the best is 4 (epoch 2)"
+    )
+    _, reason = stopped_after(EarlyStopping(1), "validation_loss", [math.nan])
+    assert reason.endswith("for 1 epoch; the best is no finite one")
+
+
+@pytest.mark.parametrize(
+    ("name", "epoch"),
+    [
+        *((f"validation_{name}", 0) for name in ("accuracy", "f1", "auc", "mean_iou", "top_5")),
+        *((f"validation_{name}", 0) for name in ("precision", "recall", "r2", "f1_score")),
+        *((name, 2) for name in ("loss", "validation_loss", "validation_perplexity")),
+        *((f"validation_{name}", 2) for name in ("mean_absolute_error", "top_5_error")),
+    ],
+)
+def test_auto_tells_from_the_name_what_is_better(name: str, epoch: int) -> None:
+    assert stopped_after(EarlyStopping(1, name), name, [1, 2, 3])[0] == epoch
+
+
+def test_an_unknown_number_is_refused_with_those_that_there_are() -> None:
+    session = affine_session()
+    with pytest.raises(
+        OrtopsError,
+        match=r"EarlyStopping: monitor is 'validation_loss', which epoch 1 does not have; it has "
+        r"'loss', .*\(validation= and metrics= of fit give more\)",
+    ):
+        session.fit(affine_batch(8), epochs=3, callbacks=[EarlyStopping()], **QUIET)
+    assert session.steps_done == 2
+
+
+def overfitting() -> tuple[TrainingSession, Arrays, Arrays]:
+    """Returns a training whose validation loss grows after a few epochs."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(16, 6)).astype(np.float32)
+    data = {"x": x, "labels": rng.integers(0, 3, 16)}
+    held = {"x": x + np.float32(0.1), "labels": np.where(x[:, 0] > 0, data["labels"], 0)}
+    model = build_training_model(
+        classifier(hidden=32), loss="SoftmaxCrossEntropy", optimizer=Adam(0.03)
+    )
+    return TrainingSession(model), data, held
+
+
+@pytest.mark.parametrize("kept", ["memory", "file"])
+def test_restore_best_goes_back_to_the_end_of_the_best_epoch(kept: str, tmp_path: Path) -> None:
+    session, data, held = overfitting()
+    where = True if kept == "memory" else tmp_path / "best.onnx"
+    callback = EarlyStopping(3, restore_best=where)
+    end = Checkpoint(tmp_path / "end.onnx")  # given before, and it saves what is restored
+    history = session.fit(data, epochs=100, validation=held, callbacks=[end, callback], **QUIET)
+    losses = [entry["validation_loss"] for entry in history]
+    best = int(np.argmin(losses)) + 1
+    assert 1 < best == len(history) - 3
+    assert (callback.best, callback.best_epoch) == (min(losses), best)
+    other, *_ = overfitting()
+    other.fit(data, epochs=best, **QUIET)
+    assert_same_arrays(dict(session.state), dict(other.state))
+    assert_same_arrays(dict(TrainingSession(tmp_path / "end.onnx").state), dict(other.state))
+
+
+def test_a_file_of_another_training_is_not_restored(tmp_path: Path) -> None:
+    class Replacing(Callback):
+        def on_epoch(self, record: Record, session: Any) -> None:
+            affine_session().save(tmp_path / "best.onnx")
+
+    session, data, held = overfitting()
+    early = EarlyStopping(1, restore_best=tmp_path / "best.onnx")
+    with pytest.raises(ModelError, match=r"the file '.*best.onnx' has no '.*', so that it is of a"):
+        session.fit(data, epochs=9, validation=held, callbacks=[early, Replacing()], **QUIET)
+
+
+def test_without_restore_best_the_session_stays_at_the_last_epoch() -> None:
+    session, data, held = overfitting()
+    history = session.fit(data, epochs=100, validation=held, callbacks=[EarlyStopping(3)], **QUIET)
+    other, *_ = overfitting()
+    other.fit(data, epochs=len(history), **QUIET)
+    assert_same_arrays(dict(session.state), dict(other.state))
+
+
+def test_each_fit_begins_anew() -> None:
+    callback = EarlyStopping(1, "loss")
+    assert stopped_after(callback, "loss", [1, 2])[0] == 2
+    assert stopped_after(callback, "loss", [4, 3, 2])[0] == 0
+
+
+# ------------------------------------------------------------------------------ best model
+
+
+def test_best_model_is_the_session_of_the_best_epoch(tmp_path: Path) -> None:
+    session, data, held = overfitting()
+    best = BestModel(tmp_path / "best.onnx")
+    served = BestModel(tmp_path / "served.onnx", inference=True)
+    history = session.fit(data, epochs=25, validation=held, callbacks=[best, served], **QUIET)
+    losses = [entry["validation_loss"] for entry in history]
+    epoch = int(np.argmin(losses)) + 1
+    assert 1 < epoch < 25
+    assert best.best_epoch == served.best_epoch == epoch
+    other, *_ = overfitting()
+    other.fit(data, epochs=epoch, **QUIET)
+    found = TrainingSession(tmp_path / "best.onnx")
+    assert_same_arrays(dict(found.state), dict(other.state))
+    file = onnxruntime.InferenceSession(tmp_path / "served.onnx")
+    memory = onnxruntime.InferenceSession(other.inference_model().SerializeToString())
+    np.testing.assert_array_equal(
+        file.run(None, {"x": held["x"]})[0], memory.run(None, {"x": held["x"]})[0]
+    )
+    assert not onnx.load(tmp_path / "served.onnx").training_info
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["best.onnx", "served.onnx"]
+
+
+def test_best_model_keeps_the_best_of_all_fits(tmp_path: Path) -> None:
+    session = affine_session(rate=0.05)
+    data = affine_batch(8)
+    best = BestModel(tmp_path / "best.onnx", "loss")
+    session.fit(data, epochs=5, callbacks=[best], **QUIET)
+    content, number = (tmp_path / "best.onnx").read_bytes(), best.best
+    session.reset()
+    session.fit(data, epochs=2, callbacks=[best], **QUIET)  # not as far as before
+    assert (tmp_path / "best.onnx").read_bytes() == content
+    assert best.best == number
+
+
+# ------------------------------------------------------------------------------ checkpoints
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+def test_checkpoint_saves_after_each_epoch(tmp_path: Path) -> None:
+    session = classifying()
+    path = tmp_path / "{epoch:02d}.onnx"
+    session.fit(labelled((6,), rows=12), epochs=3, callbacks=[Checkpoint(path)], **QUIET)
+    assert names(tmp_path) == ["01.onnx", "02.onnx", "03.onnx"]
+    for epoch in (1, 2, 3):
+        other = classifying()
+        other.fit(labelled((6,), rows=12), epochs=epoch, **QUIET)
+        found = TrainingSession(tmp_path / f"{epoch:02d}.onnx")
+        assert_same_arrays(dict(found.state), dict(other.state))
+
+
+def test_checkpoint_saves_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
+    session = affine_session()
+    callback = Checkpoint(tmp_path / "{epoch}-{step}.onnx", every=2)
+    session.fit(affine_batch(12), epochs=3, callbacks=[callback], **QUIET)  # 3 steps each
+    assert names(tmp_path) == ["1-2.onnx", "2-4.onnx", "2-6.onnx", "3-8.onnx", "3-9.onnx"]
+    assert callback.latest == tmp_path / "3-9.onnx"
+    assert TrainingSession(tmp_path / "2-4.onnx").steps_done == 4
+
+
+def test_checkpoint_saves_every_so_many_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("ortops.callbacks.checkpoint.time.monotonic", lambda: clock[0])
+
+    class Passing(Callback):
+        def on_step(self, record: Record, session: Any) -> None:
+            clock[0] += 40  # seconds
+
+    callbacks = [Passing(), Checkpoint(tmp_path / "{step}.onnx", minutes=2)]
+    affine_session().fit(affine_batch(32), epochs=1, callbacks=callbacks, **QUIET)  # 8 steps
+    assert names(tmp_path) == ["3.onnx", "6.onnx", "8.onnx"]
+
+
+def test_checkpoint_keeps_the_last_ones_of_its_own(tmp_path: Path) -> None:
+    for foreign in ("1.onnx", "100.onnx", "notes.txt"):
+        (tmp_path / foreign).write_bytes(b"mine")
+    callback = Checkpoint(tmp_path / "{step}.onnx", every=2, keep=2)
+    affine_session().fit(affine_batch(12), epochs=4, callbacks=[callback], **QUIET)  # 12 steps
+    assert names(tmp_path) == ["1.onnx", "10.onnx", "100.onnx", "12.onnx", "notes.txt"]
+    assert (tmp_path / "1.onnx").read_bytes() == b"mine"
+
+
+def test_checkpoint_of_one_file_is_replaced(tmp_path: Path) -> None:
+    affine_session().fit(
+        affine_batch(12), epochs=2, callbacks=[Checkpoint(tmp_path / "a.onnx")], **QUIET
+    )
+    assert names(tmp_path) == ["a.onnx"]
+    assert TrainingSession(tmp_path / "a.onnx").steps_done == 6
+
+
+def test_data_beside_a_removed_checkpoint_go_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_training_model(
+        classifier(hidden=512), loss="SoftmaxCrossEntropy", optimizer=SGD(0.1)
+    )
+    monkeypatch.setattr("ortops.graph.external.MESSAGE_LIMIT", 10_000)
+    callback = Checkpoint(tmp_path / "{step}.onnx", every=1, keep=1)
+    TrainingSession(model).fit(labelled((6,), rows=12), epochs=1, callbacks=[callback], **QUIET)
+    assert {name.partition(".")[0] for name in names(tmp_path)} == {"3"}
+    assert any(name.endswith(".data") for name in names(tmp_path))
+    assert TrainingSession(tmp_path / "3.onnx").steps_done == 3
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({}, r"Checkpoint: the file that fit goes on from has None for its 'step'"),
+        ({"step": -1, "written": []}, r"has -1 for its 'step'; an integer of at least 0"),
+        ({"step": 1, "written": "x"}, r"has 'x' for its 'written'; a list of pairs of a step and"),
+        ({"step": 1, "written": [["../a", 1]]}, r"a list of pairs of a step and an epoch"),
+    ],
+)
+def test_a_checkpoint_does_not_trust_a_file(state: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        Checkpoint("{step}.onnx", keep=1).restore(state)
+
+
+# ------------------------------------------------------------------------------------- logs
+
+
+def test_csv_log_is_the_history(tmp_path: Path) -> None:
+    session, data, held = overfitting()
+    log = CSVLog(tmp_path / "log.csv")
+    history = session.fit(
+        data, epochs=4, validation=held, metrics=["accuracy"], callbacks=[log], **QUIET
+    )
+    with (tmp_path / "log.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert [row.pop("epoch") for row in rows] == ["1", "2", "3", "4"]
+    assert [{name: float(cell) for name, cell in row.items()} for row in rows] == history
+    assert "validation_accuracy" in rows[0]
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_a_new_fit_begins_a_log_anew_or_appends(append: bool, tmp_path: Path) -> None:
+    session, data = affine_session(), affine_batch(8)
+    table, lines = tmp_path / "log.csv", tmp_path / "log.jsonl"
+    logs = [CSVLog(table, append=append), JSONLines(lines, append=append)]
+    session.fit(data, epochs=2, callbacks=logs, **QUIET)
+    session.fit(data, epochs=1, validation=data, callbacks=logs, **QUIET)
+    with table.open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    epochs = ["1", "2", "1"] if append else ["1"]
+    assert [row["epoch"] for row in rows] == epochs
+    assert float(rows[-1]["validation_loss"]) > 0
+    if append:  # a column that the first fit did not have
+        assert rows[0]["validation_loss"] == ""
+        assert float(rows[0]["loss"]) > float(rows[1]["loss"])
+    found = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [str(line["epoch"]) for line in found] == epochs
+
+
+def test_json_lines_have_steps_and_epochs(tmp_path: Path) -> None:
+    log = JSONLines(tmp_path / "log.jsonl", every=2)
+    by_hand = affine_session()
+    data = affine_batch(20)
+    history = affine_session().fit(data, epochs=2, shuffle=False, callbacks=[log], **QUIET)
+    losses = [
+        float(by_hand.step({name: array[i : i + 4] for name, array in data.items()})["loss"])
+        for _ in range(2)
+        for i in range(0, 20, 4)
+    ]
+    lines = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert [(line["event"], line["epoch"], line["batch"], line["step"]) for line in lines] == [
+        *(("step", 1, 2, 2), ("step", 1, 4, 4), ("epoch", 1, 5, 5)),
+        *(("step", 2, 2, 7), ("step", 2, 4, 9), ("epoch", 2, 5, 10)),
+    ]
+    found = [line["loss"] for line in lines if line["event"] == "step"]
+    assert found == [losses[1], losses[3], losses[6], losses[8]]
+    assert [line["loss"] for line in lines if line["event"] == "epoch"] == history.columns["loss"]
+
+
+def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    table, lines = CSVLog(tmp_path / "log.csv"), JSONLines(tmp_path / "log.jsonl")
+    session: Any = None
+    for log in (table, lines):
+        log.on_begin(beginning(), session)
+        for record in records("validation_loss", [math.nan, math.inf, -math.inf]):
+            log.on_epoch(record, session)
+    assert table.path.read_text() == (
+        "epoch,loss,validation_loss\n1,0.0,nan\n2,0.0,inf\n3,0.0,-inf\n"
+    )
+    values = [json.loads(line)["validation_loss"] for line in lines.path.read_text().splitlines()]
+    assert values == [None, None, None]
+
+
+# --------------------------------------------------------------------------------- resuming
+
+
+def all_callbacks(folder: Path, tail: Callback) -> list[Callback]:
+    return [
+        Checkpoint(folder / "last.onnx", every=2),
+        BestModel(folder / "best.onnx"),
+        EarlyStopping(3, restore_best=folder / "early.onnx"),
+        CSVLog(folder / "log.csv"),
+        JSONLines(folder / "log.jsonl", every=1),
+        tail,
+    ]
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Returns what the files say, but for the time."""
+    with (folder / "log.csv").open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    for entry in (*rows, *lines):
+        entry.pop("seconds", None)
+    return {"rows": rows, "lines": lines}
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, History]:
+    folder = tmp_path_factory.mktemp("unbroken")
+    session, data, held = overfitting()
+    callbacks = all_callbacks(folder, Callback())
+    history = session.fit(data, epochs=40, validation=held, callbacks=callbacks, **QUIET)
+    return folder, history
+
+
+@pytest.mark.parametrize(
+    ("steps", "last"), [(3, True), (4, False), (8, True), (13, False), (21, True), (24, False)]
+)
+def test_a_resumed_fit_leaves_the_files_of_an_unbroken_one(
+    steps: int, last: bool, unbroken: tuple[Path, History], tmp_path: Path
+) -> None:
+    whole, expected = unbroken
+    assert len(expected) == 6  # epochs of 4 steps, of which the third is the best
+    session, data, held = overfitting()
+    options: dict[str, Any] = {"epochs": 40, "validation": held, "resume": True, **QUIET}
+    with pytest.raises(InterruptedFitError):
+        session.fit(data, callbacks=all_callbacks(tmp_path, Breaking(steps, last=last)), **options)
+    resumed = TrainingSession(tmp_path / "last.onnx")
+    history = resumed.fit(
+        data, callbacks=all_callbacks(tmp_path, Breaking(0, last=last)), **options
+    )
+    assert history == expected
+    assert contents(tmp_path) == contents(whole)
+    best = dict(TrainingSession(whole / "best.onnx").state)
+    assert_same_arrays(dict(resumed.state), best)
+    for name in ("best.onnx", "early.onnx", "last.onnx"):
+        assert_same_arrays(dict(TrainingSession(tmp_path / name).state), best)
+
+
+def test_a_training_that_was_stopped_early_is_not_resumed(
+    unbroken: tuple[Path, History], tmp_path: Path
+) -> None:
+    for file in unbroken[0].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    before = contents(tmp_path)
+    _, data, held = overfitting()
+    session = TrainingSession(tmp_path / "last.onnx")
+    state = dict(session.state)
+    history = session.fit(
+        data,
+        epochs=40,
+        validation=held,
+        callbacks=all_callbacks(tmp_path, Callback()),
+        resume=True,
+        **QUIET,
+    )
+    assert history == unbroken[1]
+    assert contents(tmp_path) == before
+    assert_same_arrays(dict(session.state), state)
+
+
+def test_a_fit_goes_on_from_its_best_model_too(
+    unbroken: tuple[Path, History], tmp_path: Path
+) -> None:
+    session, data, held = overfitting()
+    session.fit(
+        data, epochs=40, validation=held, callbacks=all_callbacks(tmp_path, Callback()), **QUIET
+    )
+    resumed = TrainingSession(tmp_path / "best.onnx")
+    assert resumed.steps_done == 12
+    history = resumed.fit(
+        data,
+        epochs=40,
+        validation=held,
+        callbacks=all_callbacks(tmp_path, Callback()),
+        resume=True,
+        **QUIET,
+    )
+    assert history == unbroken[1]
+    assert contents(tmp_path) == contents(unbroken[0])
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_signal_ends_fit_with_a_checkpoint(
+    number: signal.Signals,
+    raised: type[BaseException],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Signal(Callback):
+        def on_step(self, record: Record, session: Any) -> None:
+            if record.step == 8:
+                signal.raise_signal(number)
+
+    data = labelled((6,), rows=20)  # 5 steps in an epoch
+    file = tmp_path / "last.onnx"
+    options: dict[str, Any] = {"epochs": 4, "resume": True, **QUIET}
+    # The first epoch is the best of all for `restore_best`, which must not be gone back to yet.
+    early = EarlyStopping(50, "learning_rate", restore_best=True)
+    with pytest.raises(raised):
+        classifying().fit(data, callbacks=[Checkpoint(file, every=99), early, Signal()], **options)
+    assert f"ended it after step 8; TrainingSession('{file}')" in caplog.text
+    resumed = TrainingSession(file)
+    assert resumed.steps_done == 8
+    callbacks = [Checkpoint(file), EarlyStopping(50, "learning_rate"), Callback()]
+    resumed.fit(data, callbacks=callbacks, **options)
+    whole = classifying()
+    whole.fit(data, **options)
+    assert_same_arrays(dict(resumed.state), dict(whole.state))
+
+
+def test_checkpoints_go_on_counting_and_removing(tmp_path: Path) -> None:
+    data = affine_batch(20)  # 5 steps in an epoch
+    path = tmp_path / "{step:02d}.onnx"
+    with pytest.raises(InterruptedFitError):
+        affine_session().fit(
+            data, epochs=4, callbacks=[Checkpoint(path, every=3, keep=2), Breaking(8)], **QUIET
+        )
+    assert names(tmp_path) == ["03.onnx", "06.onnx"]
+    callback = Checkpoint(path, every=3, keep=2)
+    session = TrainingSession(tmp_path / "06.onnx")
+    with pytest.raises(InterruptedFitError):
+        session.fit(data, epochs=4, callbacks=[callback, Breaking(14)], resume=True, **QUIET)
+    assert names(tmp_path) == ["09.onnx", "12.onnx"]
+
+
+def test_the_best_state_in_memory_ends_with_its_process(tmp_path: Path) -> None:
+    session, data, held = overfitting()
+    options: dict[str, Any] = {"epochs": 40, "validation": held, **QUIET}
+    first = EarlyStopping(50, restore_best=True)
+    end = Checkpoint(tmp_path / "last.onnx", every=1)
+    with pytest.raises(InterruptedFitError):
+        session.fit(data, callbacks=[first, end, Breaking(70)], **options)
+    assert first.best_epoch < 17
+    others = [Checkpoint(tmp_path / "last.onnx", every=1000), Callback()]
+    with pytest.raises(
+        OrtopsError,
+        match=rf"EarlyStopping: the best state, of epoch {first.best_epoch}, was in the memory of "
+        r"the session that fit began with, by restore_best=True; go on with restore_best=False",
+    ):
+        TrainingSession(tmp_path / "last.onnx").fit(
+            data, callbacks=[EarlyStopping(50, restore_best=True), *others], resume=True, **options
+        )
+    with pytest.raises(OrtopsError, match=r"there is no file '.*gone.onnx', which restore_best"):
+        TrainingSession(tmp_path / "last.onnx").fit(
+            data,
+            callbacks=[EarlyStopping(50, restore_best=tmp_path / "gone.onnx"), *others],
+            resume=True,
+            **options,
+        )
+    resumed = TrainingSession(tmp_path / "last.onnx")  # in one process the memory is still there
+    resumed.fit(data, callbacks=[first, *others], resume=True, **options)
+    other, *_ = overfitting()
+    other.fit(data, epochs=first.best_epoch, **QUIET)
+    assert_same_arrays(dict(resumed.state), dict(other.state))
+
+
+@pytest.mark.parametrize("size", [None, -1, 1.5, "9", True])
+def test_a_log_does_not_trust_a_file(size: object) -> None:
+    with pytest.raises(ModelError, match=r"JSONLines: the file .* for its 'bytes'; an integer of"):
+        JSONLines("log.jsonl").restore({"bytes": size})
+    with pytest.raises(ModelError, match=r"BestModel: the file .* for its 'best'; a number is"):
+        BestModel("best.onnx").restore({"best": "low"})
+
+
+def test_a_log_that_has_become_shorter_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = CSVLog(tmp_path / "log.csv")
+    log.restore({"bytes": 50})
+    log.path.write_bytes(b"epoch,loss\n")
+    entry = {"loss": 1.0}
+    session: Any = None
+    log.on_begin(Record(2, 9, 0, 3, 3, {}, 0, 0.0, History([entry])), session)
+    assert "CSVLog: '" in caplog.text
+    assert "has 11 bytes, and had 50 where fit goes on from; rows are missing" in caplog.text
+    log.on_epoch(Record(2, 9, 3, 3, 6, entry, 12, 0.0, History([entry, entry])), session)
+    assert log.path.read_text() == "epoch,loss\n2,1.0\n"
+
+
+# ------------------------------------------------------------------------------ TensorBoard
+
+
+def events(folder: Path) -> list[Any]:
+    """Returns the events of a folder, by TensorFlow's format of records."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for file in sorted(folder.iterdir()):
+        content, place = file.read_bytes(), 0
+        while place < len(content):
+            (size,) = struct.unpack_from("<Q", content, place)
+            found.append(Event.FromString(content[place + 12 : place + 12 + size]))
+            place += 12 + size + 4
+    return found
+
+
+def scalars(found: list[Any]) -> dict[str, list[tuple[int, float]]]:
+    result: dict[str, list[tuple[int, float]]] = {}
+    for event in found:
+        for value in event.summary.value:
+            result.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return result
+
+
+@pytest.mark.optional("tensorboardX", "tensorboard")
+def test_tensorboard_has_the_numbers_of_steps_and_epochs(tmp_path: Path) -> None:
+    data = affine_batch(20)
+    lines = JSONLines(tmp_path / "log.jsonl", every=2)
+    board = TensorBoard(tmp_path / "runs" / "first", every=2)
+    history = affine_session().fit(
+        data, epochs=2, validation=data, callbacks=[board, lines], **QUIET
+    )
+    found = scalars(events(tmp_path / "runs" / "first"))
+    assert {"epoch/loss", "epoch/validation_loss", "step/loss", "step/learning_rate"} <= set(found)
+    assert [step for step, _ in found["epoch/loss"]] == [5, 10]
+    values = [value for _, value in found["epoch/loss"]]
+    assert values == pytest.approx(history.columns["loss"], rel=1e-6)  # they are float32 there
+    rows = [json.loads(line) for line in lines.path.read_text().splitlines()]
+    expected = [(row["step"], row["loss"]) for row in rows if row["event"] == "step"]
+    assert found["step/loss"] == expected
+    assert [step for step, _ in expected] == [2, 4, 7, 9]
+
+
+@pytest.mark.optional("tensorboardX", "tensorboard")
+def test_tensorboard_hides_what_comes_again(tmp_path: Path) -> None:
+    data = affine_batch(20)
+    with pytest.raises(InterruptedFitError):
+        affine_session().fit(
+            data,
+            epochs=2,
+            callbacks=[
+                TensorBoard(tmp_path / "first"),
+                Checkpoint(tmp_path / "a.onnx", every=3),
+                Breaking(8),
+            ],
+            **QUIET,
+        )
+    others = [Checkpoint(tmp_path / "a.onnx"), Callback()]
+    TrainingSession(tmp_path / "a.onnx").fit(
+        data, epochs=2, callbacks=[TensorBoard(tmp_path / "second"), *others], resume=True, **QUIET
+    )
+    second = events(tmp_path / "second")
+    starts = [event.step for event in second if event.HasField("session_log")]
+    assert starts == [7]  # TensorBoard hides what has this step or a later one
+    assert [step for step, _ in scalars(second)["step/loss"]] == [7, 8, 9, 10]
+
+
+@pytest.mark.parametrize(
+    ("callback", "package", "group"),
+    [
+        (TensorBoard("runs"), "tensorboardX", "tensorboard"),
+        (LossPlot("loss.png"), "matplotlib", "plot"),
+    ],
+)
+def test_a_missing_package_is_said_before_the_training(
+    callback: Callback,
+    package: str,
+    group: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, f"{package}.figure", None)
+    session = affine_session()
+    with pytest.raises(
+        OrtopsError, match=rf"package {package} is not installed; pip install ortops\[{group}\]"
+    ):
+        session.fit(affine_batch(4), callbacks=[callback], **QUIET)
+    assert session.steps_done == 0
+    assert names(tmp_path) == []
+
+
+# --------------------------------------------------------------------------------- pictures
+
+
+def colors(file: Path) -> set[tuple[int, ...]]:
+    from matplotlib.image import imread
+
+    pixels = np.asarray(np.round(imread(file)[..., :3] * 255), int)
+    return set(map(tuple, pixels.reshape(-1, 3).tolist()))
+
+
+BLUE, ORANGE = (31, 119, 180), (255, 127, 14)  # of training, and of validation
+
+
+@pytest.mark.optional("matplotlib", "plot")
+def test_loss_plot_draws_training_and_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # it would choose a backend
+    session, data, held = overfitting()
+    plot = LossPlot(tmp_path / "loss.png")
+    session.fit(data, epochs=3, callbacks=[plot], **QUIET)
+    assert BLUE in colors(plot.path)
+    assert ORANGE not in colors(plot.path)
+    first = plot.path.read_bytes()
+    options: dict[str, Any] = {"validation": held, "metrics": ["accuracy"], **QUIET}
+    session.fit(data, epochs=3, callbacks=[plot], **options)
+    assert {BLUE, ORANGE} <= colors(plot.path)
+    size = [struct.unpack(">II", content[16:24]) for content in (first, plot.path.read_bytes())]
+    assert size[1][0] == size[0][0]
+    assert size[1][1] > 1.5 * size[0][1]  # a panel more, for the accuracy
+    assert names(tmp_path) == ["loss.png"]
+
+
+@pytest.mark.optional("matplotlib", "plot")
+def test_loss_plot_takes_numbers_that_are_not_finite_and_parts(tmp_path: Path) -> None:
+    plot = LossPlot(tmp_path / "loss.svg")
+    history = History(
+        {"loss": loss, "loss_a": loss / 2, "learning_rate": rate}
+        for loss, rate in [(100.0, 0.1), (math.inf, 0.2), (math.nan, 0.1), (0.5, 0.1)]
+    )
+    session: Any = None
+    plot.on_epoch(Record(4, 4, 1, 1, 4, history[-1], 4, 0.1, history), session)
+    assert plot.path.read_bytes().startswith(b"<?xml")
+
+
+@pytest.mark.optional("matplotlib", "plot")
+def test_drawing_takes_a_fifth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, drawn = [0.0], []
+
+    def write_picture(figure: Any, path: Path) -> None:
+        clock[0] += 3
+        drawn.append(len(figure.axes[0].lines[0].get_xdata()))
+
+    class Passing(Callback):
+        def on_step(self, record: Record, session: Any) -> None:
+            clock[0] += 5
+
+    monkeypatch.setattr("ortops.callbacks.plot.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("ortops.callbacks.plot.write_picture", write_picture)
+    callbacks = [Passing(), LossPlot(tmp_path / "loss.png")]
+    affine_session().fit(affine_batch(4), epochs=8, callbacks=callbacks, **QUIET)
+    assert drawn == [1, 4, 7, 8]  # 12 seconds after each drawing, and at the end
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: EarlyStopping(0), r"EarlyStopping: patience is 0; an integer of at least 1"),
+        (lambda: EarlyStopping(2.5), r"EarlyStopping: patience is 2.5; an integer"),
+        (lambda: EarlyStopping(monitor=""), r"monitor is ''; the name of a number of an epoch"),
+        (lambda: EarlyStopping(mode="up"), r"mode is 'up'; 'auto', 'max' or 'min' is accepted"),
+        (lambda: EarlyStopping(minimum_change=-1), r"minimum_change is -1; a finite number >= 0"),
+        (lambda: EarlyStopping(restore_best=3), r"restore_best is 3; True, False or the path"),
+        (lambda: BestModel("a", minimum_change="x"), r"BestModel: minimum_change is 'x'; a fini"),
+        (lambda: Checkpoint("a.onnx", every=0), r"Checkpoint: every is 0; an integer of at lea"),
+        (lambda: Checkpoint("a.onnx", minutes=0), r"minutes is 0; a finite number > 0"),
+        (lambda: Checkpoint("{step}", keep=True), r"keep is True; an integer of at least 1"),
+        (
+            lambda: Checkpoint("a.onnx", keep=3),
+            r"Checkpoint: keep is 3, and 'a.onnx' is one file; put {step} or {epoch} into its name",
+        ),
+        (lambda: Checkpoint("{loss}.onnx"), r"has the placeholder {loss}; {step} and {epoch}"),
+        (lambda: Checkpoint("{.onnx"), r"Checkpoint: '{.onnx' cannot be filled in"),
+        (lambda: Checkpoint("{step:s}.onnx"), r"'{step:s}.onnx' cannot be filled in"),
+        (lambda: JSONLines("a", every=-1), r"JSONLines: every is -1; an integer of at least 1"),
+        (lambda: TensorBoard("a", every=0), r"TensorBoard: every is 0; an integer of at least 1"),
+    ],
+)
+def test_bad_arguments_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(OrtopsError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: EarlyStopping(restore_best=path),
+        BestModel,
+        Checkpoint,
+        CSVLog,
+        JSONLines,
+        pytest.param(LossPlot, marks=pytest.mark.optional("matplotlib", "plot")),
+    ],
+)
+def test_a_path_that_cannot_be_written_is_said_before_the_training(
+    make: Any, tmp_path: Path
+) -> None:
+    session = affine_session()
+    with pytest.raises(OrtopsError, match=r"there is no folder '.*missing'; create it"):
+        session.fit(affine_batch(4), callbacks=[make(tmp_path / "missing" / "a.png")], **QUIET)
+    (tmp_path / "a.png").mkdir()
+    with pytest.raises(OrtopsError, match=r"a.png' is a folder; give the path of a file"):
+        session.fit(affine_batch(4), callbacks=[make(tmp_path / "a.png")], **QUIET)
+    assert session.steps_done == 0
+
+
+@pytest.mark.parametrize("path", ["loss.gif", "loss"])
+def test_a_picture_of_an_unknown_kind_is_refused(path: str) -> None:
+    with pytest.raises(OrtopsError, match=r"; .pdf, .png, .svg are accepted"):
+        affine_session().fit(affine_batch(4), callbacks=[LossPlot(path)], **QUIET)
+
+
+# ---------------------------------------------------------------------------- learning rates
+
+
+def curved(rate: float = 0.1, **settings: Any) -> tuple[TrainingSession, Arrays, float]:
+    """Returns a quadratic loss, and the rate above which gradient descent on it diverges."""
+    data = affine_batch(64, seed=3)
+    design = np.c_[data["x"], np.ones(64)].astype(np.float64)
+    outputs = data["targets"].shape[1]
+    curvature = np.linalg.eigvalsh(2 / (64 * outputs) * design.T @ design).max()
+    return affine_session(rate, **settings), data, 2 / curvature
+
+
+def test_a_learning_rate_is_found_below_divergence() -> None:
+    session, data, limit = curved()
+    curve = find_learning_rate(session, data, lowest=1e-5, highest=1e3, batch_size=64)
+    assert curve.rates[-1] > limit  # where it stops
+    assert curve.rates[-1] < 10 * limit
+    assert curve.suggestion is not None
+    assert limit / 100 < curve.suggestion < limit
+    np.testing.assert_allclose(np.diff(np.log(curve.rates)), np.log(1e8) / 99)
+
+    def after(rate: float) -> float:
+        other = affine_session(rate)
+        other.fit(data, epochs=20, batch_size=64, progress=False, stop_on_nan=False)
+        return other.evaluate(data)["loss"]
+
+    begin = affine_session().evaluate(data)["loss"]
+    assert after(curve.suggestion) < 0.5 * begin
+    assert after(curve.suggestion / 1000) > 0.9 * begin
+    assert not after(float(curve.rates[-1])) < begin
+
+
+def test_the_losses_are_those_of_steps_with_growing_rates() -> None:
+    session, data, _ = curved()
+    curve = find_learning_rate(session, data, lowest=1e-4, highest=1e-1, steps=12, batch_size=64)
+    rates = np.geomspace(1e-4, 1e-1, 12)
+    by_hand = affine_session()
+    losses = []
+    for rate in rates:
+        by_hand.learning_rate = float(rate)
+        losses.append(float(by_hand.step(data)["loss"]))
+    np.testing.assert_allclose(curve.losses, losses, rtol=1e-5)  # the batch's order differs
+    np.testing.assert_allclose(curve.rates, rates)
+
+
+def test_the_search_changes_nothing() -> None:
+    data = labelled((6,), rows=20)
+    session, other = classifying(), classifying()
+    for one in (session, other):
+        one.fit(data, epochs=1, **QUIET)
+    before = {name: array.tobytes() for name, array in session.state.items()}
+    model = session.model().SerializeToString(deterministic=True)
+    find_learning_rate(session, data, batch_size=4)
+    assert {name: array.tobytes() for name, array in session.state.items()} == before
+    assert session.model().SerializeToString(deterministic=True) == model
+    for one in (session, other):  # in the same order, with the same Dropout
+        one.fit(data, epochs=1, **QUIET)
+    assert_same_arrays(dict(session.state), dict(other.state))
+
+
+def test_without_a_fall_nothing_is_suggested() -> None:
+    session, data, _ = curved()
+    assert find_learning_rate(session, data, lowest=1e-12, highest=1e-10).suggestion is None
+
+
+@pytest.mark.optional("matplotlib", "plot")
+def test_the_curve_is_drawn(tmp_path: Path) -> None:
+    session, data, _ = curved()
+    find_learning_rate(session, data, highest=1e3, path=tmp_path / "curve.png")
+    assert {BLUE, ORANGE} <= colors(tmp_path / "curve.png")
+    assert names(tmp_path) == ["curve.png"]
+
+
+def test_a_schedule_in_the_model_is_refused() -> None:
+    schedule = Schedule(0.1, lambda steps: 1.0 / (1.0 + steps))
+    model = build_training_model(
+        affine(), loss="MeanSquaredError", optimizer=SGD(learning_rate=schedule)
+    )
+    with pytest.raises(OrtopsError, match=r"follows a schedule of the model, .*; build the model"):
+        find_learning_rate(TrainingSession(model), affine_batch(4))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lowest": 0}, r"find_learning_rate: lowest is 0; a finite number > 0 is accepted"),
+        ({"highest": math.inf}, r"highest is inf; a finite number > 0"),
+        ({"lowest": 1, "highest": 0.1}, r"lowest is 1 and highest 0.1; lowest < highest is acc"),
+        ({"steps": 3}, r"steps is 3; at least 10 make a curve"),
+        ({"path": "curve.gif"}, r"'curve.gif' ends with '.gif'; .pdf, .png, .svg are accepted"),
+        ({"lowest": 1e30, "highest": 1e36}, r"the loss is .* at a learning rate of 1e\+30 alrea"),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OrtopsError, match=message):
+        find_learning_rate(affine_session(), affine_batch(4), **options)
