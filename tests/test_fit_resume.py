@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 import numpy as np
 import onnx
 import pytest
+from test_precision import half
 from training_models import (
     Arrays,
     affine,
@@ -163,11 +164,27 @@ def test_any_stop_with_whatever_else_is_set(
 
 
 @pytest.mark.parametrize("stop", [1, 4, 6])
-def test_running_statistics_and_float16(stop: int, tmp_path: Path) -> None:
+def test_running_statistics(stop: int, tmp_path: Path) -> None:
     data = labelled((1, 4, 4), rows=ROWS)
     settings: dict[str, Any] = {"loss": "SoftmaxCrossEntropy", "optimizer": "Adam"}
     model = build_training_model(normalizing(), **settings)
     assert_same(in_parts(model, data, [stop], tmp_path / "saved.onnx", "stop"), whole(model, data))
+
+
+@pytest.mark.parametrize("stop", [1, 2, 5, 9])
+def test_steps_that_float16_skips_are_batches(stop: int, tmp_path: Path) -> None:
+    """The first scale of the loss is too large, and is halved until it is not."""
+    data = labelled((1, 4, 4), rows=ROWS)
+    data["x"] = data["x"].astype(np.float16)
+    first = TrainingSession(
+        build_training_model(half(normalizing()), loss="SoftmaxCrossEntropy", optimizer="Adam")
+    )
+    first.state["loss_scale"] = 2.0**24
+    model = first.model()
+    expected = whole(model, data)
+    skipped = STEPS - expected[0].steps_done
+    assert 1 < skipped < STEPS
+    assert_same(in_parts(model, data, [stop], tmp_path / "saved.onnx", "stop"), expected)
 
 
 @pytest.mark.parametrize("stop", [1, 4, 7])
@@ -226,7 +243,8 @@ def test_a_file_that_a_callback_saved_in_the_middle(tmp_path: Path) -> None:
         session, resumed = TrainingSession(path), Counting()
         history = session.fit(rows(), resume=True, **arguments(callbacks=[Callback(), resumed]))
         assert_same((session, history), expected)
-        assert resumed.seen == counting.seen
+        done = path.name == f"epoch{EPOCHS}.onnx"  # nothing is left to be told of
+        assert resumed.seen == ([] if done else counting.seen)
     assert len(counting.seen) == STEPS + EPOCHS
 
 
@@ -396,6 +414,29 @@ def test_a_position_without_a_field_is_refused() -> None:
     entry.value = json.dumps(found)
     with pytest.raises(ModelError, match="its 'first_step' is missing; an integer >= 0 is acce"):
         TrainingSession(model)
+
+
+def test_a_state_that_is_no_json_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    class Odd(Callback):
+        def state(self) -> dict[str, Any]:
+            return {"best": np.float32(1)}
+
+    session = TrainingSession(trainable())
+    session.fit(rows(), **arguments(callbacks=[Odd()]))
+    with pytest.raises(OrtopsError, match="a state of one cannot be saved: Object of type float32"):
+        session.save(tmp_path / "saved.onnx")
+    assert not (tmp_path / "saved.onnx").exists()
+
+
+def test_a_position_that_could_not_be_read_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = TrainingSession(trainable())
+    session.fit(rows(), **arguments())
+    limit = len(json.dumps(position_in(session.model())))
+    monkeypatch.setattr("ortops.graph.limits.LIMITS.metadata_bytes", limit - 100)
+    assert position_in(session.model()) is None
+    assert "it is left out: the file does not resume it" in caplog.text
 
 
 def test_a_loss_that_is_no_number_is_kept() -> None:

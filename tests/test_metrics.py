@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ortops import OrtopsError, Tape, Tensor, TrainingSession, build_training_model, losses, op
+from ortops import (
+    ModelError,
+    OrtopsError,
+    Tape,
+    Tensor,
+    TrainingSession,
+    build_training_model,
+    losses,
+    op,
+)
 from ortops.metrics import (
     AUC,
     F1,
@@ -824,3 +833,15 @@ def test_predict_reads_inputs_that_the_loss_does_not() -> None:
     metric = MeanAbsoluteError(output="more", target="targets")
     measured = session.evaluate({"x": X, "z": BOXES, "targets": BOXES}, metrics=metric)
     assert measured["mean_absolute_error_more"] == pytest.approx(1.0)
+
+
+def test_predictions_of_a_file_that_are_none() -> None:
+    model = build_training_model(detector(), loss="MeanSquaredError", optimizer="SGD")
+    (entry,) = (each for each in model.metadata_props if each.key == "ortops.training")
+    entry.value = '{"predictions": {"tensor": "boxes"}}'
+    with pytest.raises(ModelError) as raised:
+        TrainingSession(model)
+    assert str(raised.value) == (
+        "metadata_props 'ortops.training': its 'predictions' is {'tensor': 'boxes'}; an array is "
+        "accepted"
+    )

@@ -23,7 +23,7 @@ __all__ = ["LearningRateCurve", "find_learning_rate"]
 _DIVERGED = 3.0  # so many times the loss, or its fall so far, above the lowest
 _FORGETTING = 0.8  # of the average that tells divergence
 _CLEARLY = 3.0  # standard errors of a slope
-_WINDOW = 0.06  # the share of all rates that a slope is taken from, to each side
+_WINDOW = 0.12  # the share of all rates that a slope is taken from, to each side
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class _Sweep(Callback):
 def _steepest(
     x: npt.NDArray[np.float64], y: npt.NDArray[np.float64], width: int
 ) -> tuple[npt.NDArray[np.float64], int | None]:
-    """Returns a smoothed curve, and the point of its steepest descent before its minimum.
+    """Returns a smoothed curve, and the point of its steepest descent before its minimum, if any.
 
     Both come from the least-squares line around each point. A descent that is less than three
     standard errors of the slope is none.
@@ -224,10 +224,10 @@ def _steepest(
         for around in [slice(max(0, place - width), place + width + 1)]
     ]
     slopes, smoothed = np.transpose(lines)
-    falling = slopes[width : int(smoothed.argmin()) + 1]  # lines at the edge have few points
-    if not falling.size:
+    whole = slice(width, len(x) - width)  # lines at the edges have few points
+    if not smoothed[whole].size:
         return smoothed, None
-    place = width + int(falling.argmin())
+    place = width + int(slopes[whole][: int(smoothed[whole].argmin()) + 1].argmin())
     noise = (y - smoothed)[: place + 1].std()
     spread = (x[1] - x[0]) * math.sqrt(width * (width + 1) * (2 * width + 1) / 3)
     return smoothed, place if slopes[place] < -_CLEARLY * noise / spread else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
@@ -28,7 +29,8 @@ class Binding:
         shown: The outputs that a caller may want.
         copies: Arrays that are written, and others that get the same values.
         updates: The packed updates.
-        anew: Inputs for which a run may be given other arrays.
+        anew: Inputs that a run may be given: variables, then they have their values by default, and
+            big feeds, which are let go of after it.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class Binding:
         self._copies = copies
         self._updates = updates
         inputs = [] if session is None else session.get_inputs()
-        self._feeds = {value.name for value in inputs} - read.keys()
-        self._anew = read.keys() & set(anew)
+        names = {value.name for value in inputs}
+        self._anew = names & set(anew)
+        self._feeds = names - read.keys() - self._anew
+        self._nothing = ort_value(np.zeros(1, np.float32))
         self._bindings: dict[tuple[str, ...], onnxruntime.IOBinding] = {}
 
     @property
@@ -78,12 +82,10 @@ class Binding:
         if binding is None:
             binding = self._bindings[fetched] = self._bind(self._session)
         for name in self._feeds:
-            if feeds[name].dtype.kind == "V":  # bfloat16
-                binding.bind_ortvalue_input(name, ort_value(feeds[name]))
-            else:
-                binding.bind_cpu_input(name, feeds[name])
+            binding.bind_cpu_input(name, feeds[name])
         for name in self._anew:
-            binding.bind_ortvalue_input(name, ort_value(feeds.get(name, self._read[name])))
+            array = feeds[name] if name in feeds else self._read[name]
+            binding.bind_ortvalue_input(name, ort_value(array))
         into = into or {}
         for name, array in into.items():
             binding.bind_ortvalue_output(name, ort_value(array))
@@ -98,6 +100,10 @@ class Binding:
             found = binding.get_outputs_as_ortvaluevector()
             first = len(self._written) + len(into)
             shown |= {n: _copied(found[first + i].numpy()) for i, n in enumerate(fetched)}
+        for name in self._anew:  # or the binding would keep them alive
+            binding.bind_ortvalue_input(name, self._nothing)
+        for name in into:
+            binding.bind_ortvalue_output(name, self._nothing)
         return shown
 
     def _bind(self, session: InferenceSession) -> onnxruntime.IOBinding:

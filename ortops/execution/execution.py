@@ -5,6 +5,9 @@ A step is one run of the graph of gradients, then one run of each packed update 
 between them. Updates that are safe in place are made in place; other variables have two buffers
 that take turns. Small models are updated in the graph of gradients itself, which saves a run.
 
+Where gradients are asked for, or given, the step runs in two halves on the same memory (see
+`ortops.execution.cut`).
+
 A `Template` is a step as the model says it; a `Variant` is one made for batches of some shapes, or
 of any; a `Binding` is a variant tied to memory.
 """
@@ -255,7 +258,7 @@ class Execution:
                 self._most_special,
                 functools.partial(self._bind, anew=anew),
             ),
-            Forms([apply], self._sessions, 0, self._bind),
+            Forms([apply], self._sessions, 0, functools.partial(self._bind, anew=apply.step.feeds)),
         )
 
     def gradients(

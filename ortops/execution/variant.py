@@ -74,7 +74,7 @@ class Variant:
         Args:
             buffers: Tells of a variable where it is read and where its next value is written.
             turn: Which of the arrays of packed roles are read.
-            anew: Variables for which a run may be given other arrays.
+            anew: See `Binding`.
         """
         step = self._template.step
         read: dict[str, Array] = {}

@@ -131,7 +131,9 @@ class Accumulation:
     They are Σ gradient · count / Σ count, divided once; those of sums are added.
 
     Args:
-        first: The gradients of the first part; taken over, so not to be used afterwards.
+        first: The gradients of the first part; taken over, so not to be applied by themselves.
+        exact: Whether gradients that do not add up are refused. Otherwise each part is weighted
+            with its count all the same, as an estimate.
 
     Raises:
         OrtopsError: If they do not add up (see `Gradients.not_additive`).
@@ -183,14 +185,16 @@ class Accumulation:
                 the one cannot be weighted with the other.
         """
         total = self._total
-        first = [s.count for s in total.summands]
-        for summand, count, own in zip(total.summands, first, gradients.summands, strict=True):
-            if self._exact and not math.isclose(own.count * total.count, count * gradients.count):
+        whole = next((i for i, s in enumerate(total.summands) if not s.is_sum), 0)
+        for summand, count in zip(gradients.summands, self._counts, strict=True):
+            before = self._counts[whole]
+            fits = math.isclose(summand.count * before, count * gradients.count)
+            if self._exact and summand.weight and not fits:
                 raise OrtopsError(
-                    f"gradients: loss '{summand.name}' is divided by {own.count:g} where the loss "
-                    f"is by {gradients.count:g}, and in the first part by {count:g} and "
-                    f"{total.count:g}, so that gradients of parts of a batch do not add up; give "
-                    "the whole batch at once"
+                    f"gradients: loss '{summand.name}' is divided by {summand.count:g} where "
+                    f"'{total.summands[whole].name}' is by {gradients.count:g}, and before by "
+                    f"{count:g} and {before:g}, so that gradients of parts of a batch do not add "
+                    "up; give the whole batch at once"
                 )
         self._weigh(gradients)
         for flat, more in zip(total.flat, gradients.flat, strict=True):

@@ -116,9 +116,12 @@ class Position(NamedTuple):
 
         Args:
             steps: How many steps the session has made.
+
+        Raises:
+            OrtopsError: If the state of a callback has no JSON.
         """
         begun = self.begun
-        return json.dumps(
+        return _dumps(
             {
                 **asdict(begun.call),
                 "epoch": begun.epoch,
@@ -129,6 +132,16 @@ class Position(NamedTuple):
                 "callbacks": list(begun.states()),
             }
         )
+
+
+def _dumps(found: dict[str, Any]) -> str:
+    try:
+        return json.dumps(found)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OrtopsError(
+            f"callbacks: a state of one cannot be saved: {error}; return dicts, lists, texts, "
+            "numbers of Python, true, false and None from `state`"
+        ) from error
 
 
 class Standing:

@@ -31,6 +31,7 @@ from ortops.execution.execution import Execution
 from ortops.execution.settings import Settings
 from ortops.graph import convert, external
 from ortops.graph.convert import ModelLike
+from ortops.graph.limits import LIMITS
 from ortops.inference import InferenceSession, Kernels
 from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
 from ortops.metrics import Metric, StreamingMetric
@@ -330,6 +331,14 @@ class TrainingSession:
         self,
         feeds: Mapping[str, Array],
         outputs: Sequence[str] | None,
+        after: Gradients | None,
+    ) -> Gradients:
+        return self._differentiate(feeds, outputs, after)
+
+    def _differentiate(
+        self,
+        feeds: Mapping[str, Array],
+        outputs: Sequence[str] | None,
         after: Gradients | None = None,
     ) -> Gradients:
         (step, *others), noted = self._steps, self.noted
@@ -379,6 +388,9 @@ class TrainingSession:
 
     @_alone
     def _apply(self, gradients: Mapping[str, npt.ArrayLike]) -> None:
+        self._update(gradients)
+
+    def _update(self, gradients: Mapping[str, npt.ArrayLike]) -> None:
         halves = self._execution.halves()
         arrays = check_gradients(gradients, halves.layout)
         carried: dict[str, Array] = {}
@@ -388,7 +400,7 @@ class TrainingSession:
                 if name in given:
                     carried[name] = self.state.check(name, given[name])
             elif name in given:
-                carried[name] = given[name]
+                carried[name] = np.require(given[name], requirements=["C", "A"])
             else:
                 raise OrtopsError(
                     f"gradients: the update reads '{name}' of the batch, too; give what "
@@ -403,9 +415,9 @@ class TrainingSession:
         outputs: Sequence[str] | None,
         reduce: Callable[[Gradients], object],
     ) -> dict[str, Array]:
-        gradients = TrainingSession._gradients.__wrapped__(self, feeds, outputs)  # type: ignore[attr-defined]
+        gradients = self._differentiate(feeds, outputs)
         reduce(gradients)
-        TrainingSession._apply.__wrapped__(self, gradients)  # type: ignore[attr-defined]
+        self._update(gradients)
         return {n: a for n, a in gradients.outputs.items() if n in (outputs or self._outputs)}
 
     @_alone
@@ -588,6 +600,17 @@ class TrainingSession:
             stop_on_nan=stop_on_nan,
             resume=resume,
         )
+
+    @property
+    def inputs(self) -> Inputs:
+        """What a batch fills: inputs of the model and of the loss, by name."""
+        return self._inputs
+
+    @property
+    def history(self) -> History:
+        """The epochs of the last `fit`, also where it was made before the file was saved."""
+        position = self.standing.position
+        return History() if position is None else History(position.begun.history)
 
     @property
     def saved_in(self) -> str:
@@ -970,7 +993,15 @@ class TrainingSession:
         model.metadata_props.extend(entries)
         if position is not None:
             text = position.text(self._execution.steps_made)
-            model.metadata_props.add(key=POSITION_KEY, value=text)
+            if len(text) > LIMITS.metadata_bytes:
+                logger.warning(
+                    "save: how far fit is takes %d characters, history and callbacks included, and "
+                    "%d may be read (ortops.graph.limits.LIMITS.metadata_bytes); it is left out: "
+                    "the file does not resume it",
+                    *(len(text), LIMITS.metadata_bytes),
+                )
+            else:
+                model.metadata_props.add(key=POSITION_KEY, value=text)
 
     def _arrays(self) -> dict[str, Array]:
         """Returns the memory of the variables, to be read while the lock is held."""

@@ -1,0 +1,37 @@
+"""``ortops lora``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import onnx
+
+from ortops import lora as lora_models
+from ortops.cli.streams import describe_stream, read_model, write_model
+from ortops.training.session import TrainingSession
+
+__all__ = ["lora"]
+
+
+def lora(options: argparse.Namespace) -> int:
+    """Adds, merges or exports an adapter."""
+    model = read_model(options.model)
+    if options.action == "add":
+        alpha = 2.0 * options.rank if options.alpha is None else options.alpha
+        write_model(lora_models.add(model, options.rank, alpha, options.targets), options.output)
+    elif options.action == "merge":
+        merged = lora_models.merge(_trained(model), dequantize=options.dequantize)
+        write_model(merged, options.output)
+    elif Path(options.output).suffix == ".onnx_adapter":
+        lora_models.save_adapter(_trained(model), options.output)
+    else:
+        lora_models.to_peft(_trained(model), options.output)
+    print(f"wrote {describe_stream(options.output)}", file=sys.stderr)
+    return 0
+
+
+def _trained(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns the inference model of one that may be trainable."""
+    return TrainingSession(model).inference_model() if model.training_info else model

@@ -1,0 +1,116 @@
+"""``ortops inspect``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import Counter
+from typing import Any
+
+import onnx
+
+from ortops.cli.streams import read_model
+from ortops.lowering import TRAINING_DOMAIN
+from ortops.training.session import TrainingSession
+from ortops.training.step_graph import training_metadata
+
+__all__ = ["inspect"]
+
+
+def inspect(options: argparse.Namespace) -> int:
+    """Tells what is in a file."""
+    found = _found(read_model(options.model))
+    if options.json:
+        print(json.dumps(found, indent=2))
+    else:
+        for line in _lines(found):
+            print(line)
+    return 0
+
+
+def _found(model: onnx.ModelProto) -> dict[str, Any]:
+    """Returns what is in a model, as JSON can hold it."""
+    graph = model.graph
+    given = {tensor.name for tensor in graph.initializer}
+    found: dict[str, Any] = {
+        "opset": {entry.domain or "ai.onnx": entry.version for entry in model.opset_import},
+        "inputs": {v.name: _typed(v) for v in graph.input if v.name not in given},
+        "outputs": {v.name: _typed(v) for v in graph.output},
+        "nodes": len(graph.node),
+        "weights": sum(math.prod(tensor.dims) for tensor in graph.initializer),
+        "trainable": bool(model.training_info),
+    }
+    if not model.training_info:
+        return found
+    algorithm = model.training_info[0].algorithm
+    noted = training_metadata(model)
+    session = TrainingSession(model)
+    updates = Counter(n.op_type for n in algorithm.node if n.domain == TRAINING_DOMAIN)
+    updates.pop("Gradient", None)
+    parameters = {name: list(array.shape) for name, array in session.parameters.items()}
+    found |= {
+        "loss_inputs": {value.name: _typed(value) for value in algorithm.input},
+        "losses": [part.label for part in noted.losses],
+        "updates": dict(updates),
+        "parameters": parameters,
+        "parameter_count": sum(math.prod(shape) for shape in parameters.values()),
+        "state": sorted(set(session.state) - set(parameters)),
+        "step": session.steps_done,
+        "learning_rate": session.learning_rate,
+        "schedule": noted.schedule,
+        "averages": bool(noted.averages),
+        "history": list(session.history),
+        "position": _position(session),
+    }
+    return found
+
+
+def _position(session: TrainingSession) -> str:
+    """Returns how far the last `fit` is, in words."""
+    position = session.standing.position
+    if position is None:
+        return ""
+    epochs, epoch = position.begun.call.epochs, position.begun.epoch
+    if epoch > epochs:
+        return f"the last training has made its {epochs} epochs"
+    batches = position.begun.call.batches
+    done = f"{position.place.batch} of {batches if batches else '?'} batches"
+    return f"the last training is in epoch {epoch} of {epochs} ({done}); --resume goes on with it"
+
+
+def _typed(value: onnx.ValueInfoProto) -> str:
+    tensor = value.type.tensor_type
+    name = str(onnx.TensorProto.DataType.Name(tensor.elem_type)).lower()
+    if not tensor.HasField("shape"):
+        return name
+    dims = [
+        dim.dim_param or (str(dim.dim_value) if dim.HasField("dim_value") else "?")
+        for dim in tensor.shape.dim
+    ]
+    return f"{name}[{', '.join(dims)}]"
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    opset = ", ".join(f"{domain} {version}" for domain, version in found["opset"].items())
+    lines = [f"opset {opset}; {found['nodes']} nodes, {found['weights']:,} weights"]
+    lines += [f"input {name}: {kind}" for name, kind in found["inputs"].items()]
+    lines += [f"output {name}: {kind}" for name, kind in found["outputs"].items()]
+    if not found["trainable"]:
+        return [*lines, "no training is in it; ortops build writes a trainable file"]
+    lines += [f"input {name} of the loss: {kind}" for name, kind in found["loss_inputs"].items()]
+    lines.append(f"minimizes {' + '.join(found['losses']) or 'a loss of its own'}")
+    if found["updates"]:
+        updates = ", ".join(f"{name} × {count}" for name, count in found["updates"].items())
+        lines.append(f"updates by {updates}")
+    rate = f"learning rate {found['learning_rate']:g}"
+    lines.append(rate + (f", times {found['schedule']}" if found["schedule"] else ""))
+    lines.append(f"{found['parameter_count']:,} numbers are trained:")
+    lines += [f"  {name} {shape}" for name, shape in found["parameters"].items()]
+    lines.append(f"{found['step']} steps are done")
+    if found["position"]:
+        lines.append(found["position"])
+    for number, epoch in enumerate(found["history"], start=1):
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in epoch.items())
+        lines.append(f"epoch {number}: {shown}")
+    return lines

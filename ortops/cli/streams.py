@@ -1,0 +1,62 @@
+"""Models from files and standard input, and to files and standard output."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+
+import onnx
+
+from ortops.graph import convert
+from ortops.graph.external import attached, detach, save_model, serialize
+
+__all__ = ["describe_stream", "print_bytes", "read_model", "write_model"]
+
+
+def read_model(path: str) -> onnx.ModelProto:
+    """Reads a model, with its external data.
+
+    Args:
+        path: A file, or ``-`` for standard input.
+
+    Raises:
+        ModelError: If it is no model.
+        OSError: If it cannot be read.
+    """
+    proto, folder = convert.load(sys.stdin.buffer.read() if path == "-" else path)
+    light, data = detach(proto, folder)
+    return attached(light, data)
+
+
+def write_model(model: onnx.ModelProto, path: str) -> None:
+    """Writes a model.
+
+    Args:
+        model: The model.
+        path: A file, which is replaced as a whole, or ``-`` for standard output.
+    """
+    if path == "-":
+        print_bytes(serialize(model))
+    else:
+        save_model(model, path)
+
+
+def describe_stream(path: str) -> str:
+    """Returns what messages call a path."""
+    return "standard output" if path == "-" else path
+
+
+def print_bytes(content: bytes) -> None:
+    """Writes bytes to standard output."""
+    stream = getattr(sys.stdout, "buffer", None)
+    if stream is None:  # Python has none where the shell closed it
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF), "-")
+    try:
+        stream.write(content)
+        stream.flush()
+    except OSError:
+        with Path(os.devnull).open("wb") as nowhere:  # or Python tries again as it ends
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        raise

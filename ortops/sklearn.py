@@ -1,0 +1,467 @@
+"""Estimators of scikit-learn that train an ONNX model: for pipelines, searches, cross-validation.
+
+They need scikit-learn (``pip install ortops[sklearn]``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from ortops.errors import FeedError, ModelError, OrtopsError
+from ortops.graph.convert import ModelLike
+from ortops.graph.external import serialize
+from ortops.losses import LossLike
+from ortops.optimizers import Optimizer, UpdateRule
+from ortops.training.builder import build_training_model
+from ortops.training.session import TrainingSession
+
+try:
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import check_is_fitted, validate_data
+except ImportError as error:
+    raise OrtopsError(
+        "ortops.sklearn: scikit-learn 1.6 or newer is not installed; install ortops[sklearn]"
+    ) from error
+
+__all__ = ["OnnxClassifier", "OnnxRegressor"]
+
+Array: TypeAlias = npt.NDArray[Any]
+MakesModel: TypeAlias = Callable[[int, int], ModelLike]
+"""Makes a model for a number of features and a number of outputs."""
+
+
+class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn carries no types
+    """What both estimators share."""
+
+    def __init__(
+        self,
+        model: ModelLike | MakesModel,
+        *,
+        loss: LossLike,
+        optimizer: str | Optimizer | type[Optimizer] | UpdateRule = "Adam",
+        learning_rate: float | None = None,
+        epochs: int = 10,
+        batch_size: int = 32,
+        shuffle: bool = True,
+        seed: int = 0,
+        trainable: Sequence[str] | None = None,
+        batch_normalization: str = "auto",
+        callbacks: Sequence[Any] = (),
+        warm_start: bool = False,
+        progress: bool = False,
+    ) -> None:
+        self.model = model
+        self.loss = loss
+        self.optimizer = optimizer
+        self.learning_rate = learning_rate
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.trainable = trainable
+        self.batch_normalization = batch_normalization
+        self.callbacks = callbacks
+        self.warm_start = warm_start
+        self.progress = progress
+
+    # ----------------------------------------------------------------------------- training
+
+    def _begin(self, features: int, outputs: int) -> None:
+        """Makes the session, where there is none or it is to begin anew."""
+        model = self.model(features, outputs) if callable(self.model) else self.model
+        trainable = build_training_model(
+            model,
+            loss=self.loss,
+            optimizer=self.optimizer,
+            trainable=self.trainable,
+            batch_normalization=self.batch_normalization,  # type: ignore[arg-type]
+            seed=self.seed,
+        )
+        self._open(trainable)
+        if self.learning_rate is not None:
+            self.session_.learning_rate = self.learning_rate
+
+    def _open(self, trainable: onnx.ModelProto) -> None:
+        """Makes a session of a trainable model."""
+        self.session_ = TrainingSession(trainable)
+        of_model = [v.name for v in trainable.graph.input if v.name in self.session_.inputs]
+        of_loss = [name for name in self.session_.inputs if name not in of_model]
+        if len(of_model) != 1 or len(of_loss) != 1:
+            raise ModelError(
+                f"{type(self).__name__}: the inputs of the model are {', '.join(of_model)}, and "
+                f"those of the loss {', '.join(of_loss) or 'none'}; one of each is accepted, as X "
+                "and y are. ortops.TrainingSession takes any"
+            )
+        (self._input,), (self._target,) = of_model, of_loss
+
+    def _train(self, X: Array, y: Array, epochs: int) -> None:
+        self.session_.fit(
+            {self._input: self._shaped(X), self._target: y},
+            epochs=epochs,
+            batch_size=self.batch_size,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            callbacks=self.callbacks,
+            progress=self.progress,
+        )
+        self.history_ = self.session_.history
+
+    def _shaped(self, X: Array) -> Array:
+        """Returns rows as the model takes them: of its type, and reshaped where it has images."""
+        wanted = self.session_.inputs[self._input]
+        with np.errstate(over="ignore"):
+            array = np.asarray(X if wanted.dtype is None else X.astype(wanted.dtype))
+        dims = () if wanted.dims is None else wanted.dims[1:]
+        sizes = tuple(dim for dim in dims if isinstance(dim, int))
+        if wanted.dims is not None and len(sizes) == len(dims) and array.shape[1:] != sizes:
+            if array[:1].size != int(np.prod(sizes)):
+                raise FeedError(
+                    f"X: it has {array[:1].size} numbers in a row; input '{self._input}' of the "
+                    f"model takes {list(sizes)}"
+                )
+            array = array.reshape(-1, *sizes)
+        return array
+
+    def _outputs(self, X: Array) -> Array:
+        """Returns what the loss looks at."""
+        name = self.session_.noted.prediction.tensor
+        found = self.session_.predict({self._input: self._shaped(X)}, outputs=name)
+        assert isinstance(found, np.ndarray)
+        return found
+
+    # -------------------------------------------------------------------------------- files
+
+    def inference_model(self) -> onnx.ModelProto:
+        """Returns the trained model (see `ortops.TrainingSession.inference_model`)."""
+        check_is_fitted(self, "session_")
+        original = None if callable(self.model) else self.model
+        return self.session_.inference_model(original)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a pickle holds: the trainable file in place of the session."""
+        state = dict(super().__getstate__())
+        session = state.pop("session_", None)
+        if session is not None:
+            state["_file"] = serialize(session.model())
+        if isinstance(state.get("model"), onnx.ModelProto):
+            state["model"] = serialize(state["model"])
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Opens the file again."""
+        file = state.pop("_file", None)
+        super().__setstate__(state)
+        if file is not None:
+            self._open(onnx.load_model_from_string(file))
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, "session_")
+
+
+class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
+    """A classifier of scikit-learn that trains an ONNX model.
+
+    Args:
+        model: An inference model, as for `ortops.build_training_model`, or a function of the number
+            of features and the number of classes that makes one. Its outputs are numbers for each
+            class, [batch, classes], or one number that tells the second of two classes.
+        loss: A loss that compares these with class numbers; for one number
+            ``"BinaryCrossEntropyWithLogits"`` or ``"BinaryCrossEntropy"``.
+        optimizer: An optimizer of `ortops.optimizers`, its name, or an update rule.
+        learning_rate: The learning rate, in place of the optimizer's.
+        epochs: How many times `fit` goes through the data.
+        batch_size: Rows in a batch.
+        shuffle: Whether to shuffle the rows before each epoch.
+        seed: Determines the order, and what Dropout drops.
+        trainable: What is trained (see `ortops.build_training_model`).
+        batch_normalization: ``"auto"``, ``"train"`` or ``"frozen"`` (see there).
+        callbacks: Of `ortops.callbacks`.
+        warm_start: Whether `fit` goes on where the last one ended.
+        progress: Whether to show progress.
+        classes: The labels that the model's outputs stand for, in their order; by default those
+            that `fit` is given, sorted.
+
+    Attributes:
+        classes_: The labels.
+        n_features_in_: The number of features, where X is a table.
+        session_: The `ortops.TrainingSession`.
+        history_: What the last `fit` returned.
+
+    Example:
+        >>> from models import mlp
+        >>> X, y = np.array([[0.0], [1.0], [2.0], [3.0]]), np.array(["a", "a", "b", "b"])
+        >>> def model(features, classes):
+        ...     return mlp.mlp((features, 8, classes))
+        >>> classifier = OnnxClassifier(model, learning_rate=0.1, epochs=50).fit(X, y)
+        >>> classifier.predict([[0.5], [2.5]]).tolist(), classifier.score(X, y)
+        (['a', 'b'], 1.0)
+    """
+
+    def __init__(
+        self,
+        model: ModelLike | MakesModel,
+        *,
+        loss: LossLike = "SoftmaxCrossEntropy",
+        optimizer: str | Optimizer | type[Optimizer] | UpdateRule = "Adam",
+        learning_rate: float | None = None,
+        epochs: int = 10,
+        batch_size: int = 32,
+        shuffle: bool = True,
+        seed: int = 0,
+        trainable: Sequence[str] | None = None,
+        batch_normalization: str = "auto",
+        callbacks: Sequence[Any] = (),
+        warm_start: bool = False,
+        progress: bool = False,
+        classes: Sequence[Any] | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            loss=loss,
+            optimizer=optimizer,
+            learning_rate=learning_rate,
+            epochs=epochs,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            trainable=trainable,
+            batch_normalization=batch_normalization,
+            callbacks=callbacks,
+            warm_start=warm_start,
+            progress=progress,
+        )
+        self.classes = classes
+
+    def fit(self, X: Any, y: Any) -> OnnxClassifier:
+        """Trains the model.
+
+        Args:
+            X: An array of [rows, features], or of the shape that the model takes.
+            y: A label for each row.
+
+        Raises:
+            ModelError: If loss or optimizer do not fit the model.
+            FeedError: If X does not.
+            ValueError: If y holds no labels, as scikit-learn says.
+        """
+        again = self.warm_start and hasattr(self, "session_")
+        return self._fit(X, y, self.classes, again=again, epochs=self.epochs)
+
+    def partial_fit(self, X: Any, y: Any, classes: Any = None) -> OnnxClassifier:
+        """Goes through a part of the data once; begins a training where there is none.
+
+        Args:
+            X: As for `fit`.
+            y: As for `fit`.
+            classes: All labels that there will be; needed in the first call, unless the estimator
+                was given them.
+        """
+        again = hasattr(self, "session_")
+        given = self.classes if classes is None else classes
+        if not again and given is None:
+            raise ValueError("classes must be passed on the first call to partial_fit.")
+        return self._fit(X, y, given, again=again, epochs=1)
+
+    def _fit(self, X: Any, y: Any, classes: Any, *, again: bool, epochs: int) -> OnnxClassifier:
+        X, y = validate_data(self, X, y, reset=not again, allow_nd=True, dtype=None)
+        check_classification_targets(y)
+        if not again:
+            self.classes_ = np.unique(y) if classes is None else np.asarray(classes)
+            if len(self.classes_) < 2:
+                raise ValueError(
+                    f"y has one class, {self.classes_[0]!r}; a classifier needs two or more"
+                )
+            self._begin(int(np.prod(X.shape[1:])), len(self.classes_))
+        places = {label: number for number, label in enumerate(self.classes_.tolist())}
+        unknown = [label for label in np.unique(y).tolist() if label not in places]
+        if unknown:
+            raise ValueError(f"y has the label {unknown[0]!r}; the classes are {list(places)}")
+        numbers = np.array([places[label] for label in y.tolist()])
+        self._train(X, self._as_targets(numbers), epochs)
+        return self
+
+    def _as_targets(self, numbers: Array) -> Array:
+        """Returns class numbers as the loss takes them."""
+        wanted = self.session_.inputs[self._target]
+        if wanted.dtype is None or wanted.dtype.kind != "f":
+            return numbers
+        if len(self.classes_) != 2:
+            raise ModelError(
+                f"OnnxClassifier: the loss compares with numbers ('{self._target}'), which tell "
+                f"two classes apart, and there are {len(self.classes_)}; use SoftmaxCrossEntropy"
+            )
+        column = wanted.dims is not None and len(wanted.dims) == 2
+        array = numbers.astype(wanted.dtype)
+        return array[:, None] if column else array
+
+    def predict_proba(self, X: Any) -> Array:
+        """Returns the probability of each class, float64, of shape [rows, classes].
+
+        Args:
+            X: As for `fit`.
+
+        Raises:
+            ModelError: If the loss looks at something that is neither logits nor probabilities, or
+                the model has another number of classes.
+        """
+        check_is_fitted(self, "session_")
+        X = validate_data(self, X, reset=False, allow_nd=True, dtype=None)
+        noted = self.session_.noted.prediction
+        values = self._outputs(X).astype(np.float64)
+        single = values.ndim == 1 or values.shape[1:] == (1,)
+        if noted.kind == "values":
+            raise ModelError(
+                f"OnnxClassifier: the loss takes '{noted.tensor}' for numbers, not for logits or "
+                "probabilities; use SoftmaxCrossEntropy or BinaryCrossEntropyWithLogits"
+            )
+        if single:
+            p = values.reshape(-1)
+            p = 1 / (1 + np.exp(-p)) if noted.kind == "logits" else p
+            return np.stack([1 - p, p], axis=1)
+        if values.shape[1:] != (len(self.classes_),):
+            raise ModelError(
+                f"OnnxClassifier: '{noted.tensor}' is of shape {list(values.shape)}, and there are "
+                f"{len(self.classes_)} classes; give the labels of all outputs as classes=, or a "
+                "model of as many"
+            )
+        if noted.kind == "logits":
+            values = values - values.max(axis=1, keepdims=True)
+        if noted.kind != "probabilities":
+            values = np.exp(values)
+        probabilities: Array = values / values.sum(axis=1, keepdims=True)
+        return probabilities
+
+    def predict(self, X: Any) -> Array:
+        """Returns the label of the most probable class for each row.
+
+        Args:
+            X: As for `fit`.
+        """
+        check_is_fitted(self, "session_")
+        found: Array = self.classes_[self.predict_proba(X).argmax(axis=1)]
+        return found
+
+
+class OnnxRegressor(RegressorMixin, _Onnx):  # type: ignore[misc]
+    """A regressor of scikit-learn that trains an ONNX model.
+
+    Args:
+        model: An inference model, as for `ortops.build_training_model`, or a function of the number
+            of features and the number of targets that makes one.
+        loss: A loss that compares its output with targets.
+        optimizer: An optimizer of `ortops.optimizers`, its name, or an update rule.
+        learning_rate: The learning rate, in place of the optimizer's.
+        epochs: How many times `fit` goes through the data.
+        batch_size: Rows in a batch.
+        shuffle: Whether to shuffle the rows before each epoch.
+        seed: Determines the order, and what Dropout drops.
+        trainable: What is trained (see `ortops.build_training_model`).
+        batch_normalization: ``"auto"``, ``"train"`` or ``"frozen"`` (see there).
+        callbacks: Of `ortops.callbacks`.
+        warm_start: Whether `fit` goes on where the last one ended.
+        progress: Whether to show progress.
+
+    Attributes:
+        n_features_in_: The number of features, where X is a table.
+        session_: The `ortops.TrainingSession`.
+        history_: What the last `fit` returned.
+    """
+
+    def __init__(
+        self,
+        model: ModelLike | MakesModel,
+        *,
+        loss: LossLike = "MeanSquaredError",
+        optimizer: str | Optimizer | type[Optimizer] | UpdateRule = "Adam",
+        learning_rate: float | None = None,
+        epochs: int = 10,
+        batch_size: int = 32,
+        shuffle: bool = True,
+        seed: int = 0,
+        trainable: Sequence[str] | None = None,
+        batch_normalization: str = "auto",
+        callbacks: Sequence[Any] = (),
+        warm_start: bool = False,
+        progress: bool = False,
+    ) -> None:
+        super().__init__(
+            model,
+            loss=loss,
+            optimizer=optimizer,
+            learning_rate=learning_rate,
+            epochs=epochs,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            trainable=trainable,
+            batch_normalization=batch_normalization,
+            callbacks=callbacks,
+            warm_start=warm_start,
+            progress=progress,
+        )
+
+    def fit(self, X: Any, y: Any) -> OnnxRegressor:
+        """Trains the model.
+
+        Args:
+            X: An array of [rows, features], or of the shape that the model takes.
+            y: Targets, [rows] or [rows, targets].
+        """
+        again = self.warm_start and hasattr(self, "session_")
+        return self._fit(X, y, again=again, epochs=self.epochs)
+
+    def __sklearn_tags__(self) -> Any:
+        """Returns what scikit-learn's tools want to know: y may have several columns."""
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+    def partial_fit(self, X: Any, y: Any) -> OnnxRegressor:
+        """Goes through a part of the data once; begins a training where there is none.
+
+        Args:
+            X: As for `fit`.
+            y: As for `fit`.
+        """
+        return self._fit(X, y, again=hasattr(self, "session_"), epochs=1)
+
+    def _fit(self, X: Any, y: Any, *, again: bool, epochs: int) -> OnnxRegressor:
+        X, y = validate_data(
+            self,
+            X,
+            y,
+            reset=not again,
+            allow_nd=True,
+            dtype=None,
+            multi_output=True,
+            y_numeric=True,
+        )
+        if not again:
+            self._is_flat = y.ndim == 1
+            self._begin(int(np.prod(X.shape[1:])), 1 if y.ndim == 1 else y.shape[1])
+        wanted = self.session_.inputs[self._target]
+        with np.errstate(over="ignore"):
+            targets = y if wanted.dtype is None else y.astype(wanted.dtype)
+        if wanted.dims is not None and targets.ndim == 1 and len(wanted.dims) == 2:
+            targets = targets[:, None]
+        elif wanted.dims is not None and len(wanted.dims) == 1 and targets.shape[1:] == (1,):
+            targets = targets[:, 0]
+        self._train(X, targets, epochs)
+        return self
+
+    def predict(self, X: Any) -> Array:
+        """Returns the model's outputs, float64, [rows] where y was of that shape.
+
+        Args:
+            X: As for `fit`.
+        """
+        check_is_fitted(self, "session_")
+        X = validate_data(self, X, reset=False, allow_nd=True, dtype=None)
+        found = self._outputs(X).astype(np.float64)
+        return found.reshape(len(found)) if self._is_flat and found[:1].size == 1 else found

@@ -1,0 +1,487 @@
+"""The command line: what it writes and prints, and how it ends."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+import ortops
+from models import mlp
+from ortops.cli import main
+from ortops.cli.calls import read_call
+from ortops.cli.parser import make_parser
+
+CLASSIFIER = """
+<ir_version: 10, opset_import: ["" : 18]>
+classifier (float[batch, 2] points) => (float[batch, 3] probabilities)
+<float[2, 3] w = {1, 0, 0.5, 0, 1, 0.5}> {
+    logits = MatMul (points, w)
+    probabilities = Softmax (logits)
+}"""
+
+COMMANDS = (
+    *("check", "build", "train", "eval", "predict", "export", "lower", "inspect", "lora"),
+    "completion",
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a classifier and points, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    onnx.save(onnx.parser.parse_model(CLASSIFIER), "model.onnx")
+    points = np.random.default_rng(0).standard_normal((120, 2)).astype(np.float32)
+    labels = np.argmax([points[:, 0], points[:, 1], -points.sum(axis=1)], axis=0)
+    np.savez("train.npz", points=points, labels=labels)
+    names = np.array(["east", "north", "rest"])[labels]
+    with Path("train.csv").open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["x", "y", "labels"])
+        writer.writerows(
+            [*map(str, point), name] for point, name in zip(points, names, strict=True)
+        )
+    return tmp_path
+
+
+def run(*arguments: str) -> int:
+    return main(list(arguments))
+
+
+def train(*more: str, data: str = "train.npz") -> int:
+    return run(
+        *("train", "model.onnx", "--data", data, "--loss", "SoftmaxCrossEntropy"),
+        *("--optimizer", "Adam", "--learning-rate", "0.05", "--quiet", *more),
+    )
+
+
+def accuracy(path: str) -> float:
+    stored = np.load("train.npz")
+    session = onnxruntime.InferenceSession(path)
+    probabilities = session.run(None, {"points": stored["points"]})[0]
+    return float((probabilities.argmax(axis=1) == stored["labels"]).mean())
+
+
+# ----------------------------------------------------------------------------- the way through
+
+
+def test_train_eval_predict_export(folder, capsys):
+    before = accuracy("model.onnx")
+    assert train("--epochs", "20", "--save", "trained.onnx") == 0
+    assert accuracy("trained.onnx") > 0.95 > before
+    assert (
+        run("eval", "trained.onnx", "--data", "train.npz", "--metrics", "accuracy", "--json") == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found["accuracy"] == pytest.approx(accuracy("trained.onnx"))
+    assert run("predict", "trained.onnx", "--data", "train.npz", "--output", "found.npz") == 0
+    stored = np.load("found.npz")["probabilities"]
+    points = np.load("train.npz")["points"]
+    expected = onnxruntime.InferenceSession("trained.onnx").run(None, {"points": points})[0]
+    np.testing.assert_allclose(stored, expected, rtol=1e-6)
+    assert run("export", "trained.onnx", "tuned.onnx", "--original", "model.onnx") == 0
+    tuned = onnx.load("tuned.onnx")
+    assert tuned.opset_import[0].version == 18
+    assert not tuned.training_info
+    assert accuracy("tuned.onnx") == accuracy("trained.onnx")
+
+
+def test_training_goes_on_with_a_trainable_file(folder):
+    assert run("build", "model.onnx", "trainable.onnx", "--loss", "SoftmaxCrossEntropy") == 0
+    once = ["train", "trainable.onnx", "--data", "train.npz", "--quiet", "--save", "once.onnx"]
+    assert run(*once, "--epochs", "2") == 0
+    assert run("train", "once.onnx", "--data", "train.npz", "--quiet", "--save", "twice.onnx") == 0
+    steps = ortops.TrainingSession("once.onnx").steps_done
+    assert steps == 2 * 4
+    assert ortops.TrainingSession("twice.onnx").steps_done == steps + 4
+
+
+def test_a_trainable_file_says_its_loss_itself(folder, capsys):
+    run("build", "model.onnx", "trainable.onnx", "--loss", "SoftmaxCrossEntropy")
+    data = ["--data", "train.npz"]
+    assert run("train", "trainable.onnx", *data, "--loss", "SoftmaxCrossEntropy") == 1
+    assert "--loss: 'trainable.onnx' is trainable, and says that itself" in capsys.readouterr().err
+    assert run("build", "trainable.onnx", "again.onnx", "--loss", "SoftmaxCrossEntropy") == 1
+    assert "'trainable.onnx' is trainable already" in capsys.readouterr().err
+    assert run("eval", "trainable.onnx", *data, "--loss", "SoftmaxCrossEntropy") == 1
+    assert "has a loss of its own" in capsys.readouterr().err
+
+
+def test_eval_of_a_model_without_training(folder, capsys):
+    loss = "SoftmaxCrossEntropy(label_smoothing=0.1)"
+    assert run("eval", "model.onnx", "--data", "train.npz", "--loss", loss, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    stored = np.load("train.npz")
+    logits = stored["points"].astype(np.float64) @ np.array([[1, 0, 0.5], [0, 1, 0.5]])
+    logs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    right = logs[np.arange(len(logs)), stored["labels"]]
+    assert found["loss"] == pytest.approx(-(0.9 * right + 0.1 * logs.mean(axis=1)).mean(), rel=1e-5)
+    assert run("eval", "model.onnx", "--data", "train.npz") == 1
+    assert "'model.onnx' has no loss; give --loss" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------- forms of data
+
+
+def test_a_table_with_class_names(folder, capsys):
+    assert train("--epochs", "20", "--save", "trained.onnx", data="train.csv") == 0
+    told = capsys.readouterr().err
+    assert "the names in column 'labels' are classes: 0 east, 1 north, 2 rest" in told
+    assert "input 'points' is made of the columns x, y" in told
+    assert accuracy("trained.onnx") > 0.95
+    rows = Path("train.csv").read_text().splitlines()
+    east = [row for row in rows[1:] if row.endswith("east")]
+    Path("east.csv").write_text("\n".join([rows[0], *east]) + "\n")
+    arguments = ["--data", "east.csv", "--metrics", "accuracy", "--json"]
+    assert run("eval", "trained.onnx", *arguments) == 0  # 0 is east there, too
+    assert json.loads(capsys.readouterr().out)["accuracy"] > 0.9
+    Path("west.csv").write_text("x,y,labels\n1,2,west\n")
+    assert run("eval", "trained.onnx", "--data", "west.csv") == 1
+    assert "the class 'west', which the training did not have" in capsys.readouterr().err
+
+
+def test_columns_are_named(folder, capsys):
+    text = Path("train.csv").read_text().replace("x,y,labels", "a,b,kind")
+    Path("named.csv").write_text(text)
+    columns = ["--columns", "points=a,b", "labels=kind"]
+    assert train("--epochs", "20", "--save", "trained.onnx", *columns, data="named.csv") == 0
+    assert accuracy("trained.onnx") > 0.95
+    assert train(data="named.csv") == 1
+    assert "no column is called 'points', as an input is" in capsys.readouterr().err
+    assert train("--columns", "points=a,c", "labels=kind", data="named.csv") == 1
+    assert "there is no column 'c'" in capsys.readouterr().err
+    assert train("--columns", "dots=a,b", data="named.csv") == 1
+    assert "there is no input 'dots'; did you mean 'points'?" in capsys.readouterr().err
+
+
+def test_a_parquet_table(folder):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    stored = np.load("train.npz")
+    columns = {"x": stored["points"][:, 0], "y": stored["points"][:, 1], "labels": stored["labels"]}
+    parquet.write_table(pyarrow.table(columns), "train.parquet")
+    assert train("--epochs", "20", "--save", "trained.onnx", data="train.parquet") == 0
+    assert accuracy("trained.onnx") > 0.95
+
+
+def test_standard_streams(folder):
+    content = Path("train.csv").read_bytes()
+    command = [sys.executable, "-m", "ortops"]
+    done = subprocess.run(
+        [
+            *command,
+            *["predict", "model.onnx", "--data", "-", "--columns", "points=x,y", "--output", "-"],
+        ],
+        input=content,
+        capture_output=True,
+        check=True,
+    )
+    rows = done.stdout.decode().splitlines()
+    assert rows[0] == "probabilities_0,probabilities_1,probabilities_2"
+    assert len(rows) == 121
+    model = Path("model.onnx").read_bytes()
+    built = subprocess.run(
+        [*command, "build", "-", "-", "--loss", "SoftmaxCrossEntropy"],
+        input=model,
+        capture_output=True,
+        check=True,
+    )
+    assert onnx.load_model_from_string(built.stdout).training_info
+
+
+@pytest.fixture
+def pictures(folder):
+    """A folder of dark and light images by class, and a model of 8 × 8 pixels."""
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    rng = np.random.default_rng(0)
+    for name, level in (("dark", 40), ("light", 200)):
+        Path("photos", name).mkdir(parents=True)
+        for number in range(12):
+            pixels = rng.integers(level - 30, level + 30, (16, 16, 3), np.uint8)
+            image.fromarray(pixels).save(Path("photos", name, f"{number}.png"))
+    model = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 18]>
+        tint (float[batch, 3, 8, 8] images) => (float[batch, 2] logits)
+        <int64[2] shape = {-1, 192}> {
+            flat = Reshape (images, shape)
+            logits = MatMul (flat, w)
+        }""")
+    w = (rng.standard_normal((192, 2)) / 100).astype(np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    onnx.save(model, "tint.onnx")
+
+
+def test_a_folder_of_images_by_class(pictures, capsys):
+    arguments = ["train", "tint.onnx", "--data", "photos", "--scale", "255", "--mean", "0.5"]
+    arguments += ["--loss", "SoftmaxCrossEntropy", "--epochs", "30", "--quiet"]
+    assert run(*arguments, "--validation", "0.25", "--save", "tinted.onnx") == 0
+    told = capsys.readouterr().err
+    assert "the folders of 'photos' are classes: 0 dark, 1 light" in told
+    assert "set aside 6 of 24 rows for validation" in told
+    evaluation = ["eval", "tinted.onnx", "--data", "photos", "--scale", "255", "--mean", "0.5"]
+    assert run(*evaluation, "--metrics", "accuracy", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["accuracy"] == 1.0
+
+
+def test_what_is_no_image_or_in_no_class_is_said(pictures, capsys):
+    Path("photos", "dark", "broken.png").write_bytes(b"nothing")
+    arguments = ["train", "tint.onnx", "--data", "photos", "--loss", "SoftmaxCrossEntropy"]
+    assert run(*arguments) == 1
+    assert "broken.png'" in capsys.readouterr().err
+    Path("photos", "dark", "broken.png").rename(Path("photos", "broken.png"))
+    assert run(*arguments) == 1
+    assert "'broken.png' lies in no folder of a class" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", "it is empty; a line of column names comes first"),
+        ("x,x,labels\n1,2,0\n", "are not all different"),
+        ("x,y,labels\n1,2\n", "line 2 has 2 columns, and the first line names 3"),
+        ("x,y,labels\n1,two,0\n", "row 1 of column 'y' is 'two'; input 'points' takes numbers"),
+        ("x,y,labels\n1,2,0.5\n", "the class"),
+    ],
+)
+def test_tables_that_do_not_fit(folder, capsys, content, told):
+    Path("bad.csv").write_text(content)
+    status = train(data="bad.csv")
+    captured = capsys.readouterr().err
+    if told == "the class":  # a number of classes that is no integer is a name, and is said
+        assert "the names in column 'labels' are classes: 0 0.5" in captured
+    else:
+        assert status == 1
+        assert told in captured
+
+
+def test_files_that_are_not_read(folder, capsys):
+    assert train(data="train.txt") == 1
+    assert "data 'train.txt': a file of this kind is not read" in capsys.readouterr().err
+    assert train(data="none.npz") == 1
+    assert "none.npz" in capsys.readouterr().err
+    Path("bad.npz").write_bytes(b"nothing")
+    assert train(data="bad.npz") == 1
+    assert "give what numpy.savez has written" in capsys.readouterr().err
+    assert train("--scale", "255") == 1
+    assert "is no folder of images" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------- the training
+
+
+def test_what_a_training_writes_beside_the_model(folder):
+    more = ["--validation", "0.2", "--metrics", "accuracy", "--log", "log.csv", "--epochs", "3"]
+    assert train(*more, "--best", "best.onnx", "--save", "trained.onnx") == 0
+    rows = list(csv.DictReader(Path("log.csv").read_text().splitlines()))
+    assert len(rows) == 3
+    assert {"loss", "validation_loss", "validation_accuracy"} <= set(rows[0])
+    assert onnx.load("best.onnx").training_info
+
+
+def test_early_stopping(folder):
+    more = ["--validation", "0.2", "--early-stopping", "1", "--learning-rate", "0"]
+    assert train(*more, "--epochs", "50", "--save", "trained.onnx") == 0
+    assert ortops.TrainingSession("trained.onnx").steps_done < 50 * 3
+
+
+def test_a_schedule_takes_the_steps_of_the_training(folder):
+    more = ["--learning-rate", "warmup_cosine(0.1, warmup=2)", "--epochs", "3"]
+    assert train(*more, "--save", "trained.onnx") == 0
+    schedule = ortops.TrainingSession("trained.onnx").noted.schedule
+    assert "steps=12" in schedule.replace(" ", "")
+
+
+def test_options_from_a_file(folder, capsys):
+    assert train("--epochs", "2", "--save", "first.onnx", "--write-config", "train.toml") == 0
+    written = tomllib.loads(Path("train.toml").read_text())
+    assert written["epochs"] == 2
+    assert written["model"] == "model.onnx"
+    assert run("train", "--config", "train.toml", "--save", "second.onnx") == 0
+    first, second = (ortops.TrainingSession(f"{n}.onnx").state for n in ("first", "second"))
+    for name in first:
+        np.testing.assert_array_equal(first[name], second[name])
+    Path("train.toml").write_text("epoch = 3\n")
+    assert run("train", "--config", "train.toml") == 1
+    assert "there is no option 'epoch'; did you mean 'epochs'?" in capsys.readouterr().err
+    Path("train.toml").write_text("epochs 3\n")
+    assert run("train", "--config", "train.toml") == 1
+    assert "give a TOML file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
+def test_an_interrupted_training_says_how_to_go_on_and_does(folder):
+    options = ["--data", "train.npz", "--loss", "SoftmaxCrossEntropy", "--batch-size", "1"]
+    command = [sys.executable, "-m", "ortops", "train", "model.onnx", *options]
+    whole = [*command, "--epochs", "60", "--quiet", "--save", "whole.onnx"]
+    subprocess.run(whole, check=True, capture_output=True)
+    part = [*command, "--epochs", "60", "--quiet", "--save", "part.onnx", "--log", "part.csv"]
+    process = subprocess.Popen(part, stderr=subprocess.PIPE, text=True)
+    while not Path("part.csv").exists() or len(Path("part.csv").read_text().splitlines()) < 2:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "saved in part.onnx. Go on with:" in told
+    assert "--resume" in told
+    assert ortops.TrainingSession("part.onnx").steps_done < 60 * 120
+    subprocess.run([*part, "--resume"], check=True, capture_output=True)
+    first, second = (ortops.TrainingSession(f"{n}.onnx").state for n in ("whole", "part"))
+    for name in first:
+        np.testing.assert_array_equal(first[name], second[name])
+    assert len(Path("part.csv").read_text().splitlines()) == 61
+
+
+# ------------------------------------------------------------------------------------ the rest
+
+
+def test_inspect(folder, capsys):
+    assert train("--epochs", "2", "--save", "trained.onnx") == 0
+    capsys.readouterr()
+    assert run("inspect", "trained.onnx", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == {"w": [2, 3]}
+    assert found["step"] == 8
+    assert found["updates"] == {"Adam": 1}
+    assert len(found["history"]) == 2
+    assert run("inspect", "trained.onnx") == 0
+    shown = capsys.readouterr().out
+    assert "8 steps are done" in shown
+    assert "epoch 2: loss" in shown
+    assert run("inspect", "model.onnx") == 0
+    assert "no training is in it" in capsys.readouterr().out
+
+
+def test_adapters(folder, capsys):
+    onnx.save(mlp.mlp((4, 16, 2)), "mlp.onnx")
+    add = ["lora", "add", "mlp.onnx", "adapted.onnx", "--rank", "2", "--targets", "fc*"]
+    assert run(*add) == 0
+    rng = np.random.default_rng(0)
+    images = rng.standard_normal((32, 4)).astype(np.float32)
+    np.savez("data.npz", images=images, targets=np.ones((32, 2), np.float32))
+    arguments = ["train", "adapted.onnx", "--data", "data.npz", "--loss", "MeanSquaredError"]
+    assert run(*arguments, "--quiet", "--save", "trained.onnx") == 0
+    assert run("lora", "merge", "trained.onnx", "merged.onnx") == 0
+    feeds = {"images": images}
+    trained = onnxruntime.InferenceSession("trained.onnx").run(None, feeds)[0]
+    merged = onnxruntime.InferenceSession("merged.onnx").run(None, feeds)[0]
+    before = onnxruntime.InferenceSession("mlp.onnx").run(None, feeds)[0]
+    np.testing.assert_allclose(merged, trained, rtol=1e-4, atol=1e-5)
+    assert np.abs(merged - before).max() > 1e-3
+    assert run("lora", "export", "trained.onnx", "adapter.onnx_adapter") == 0
+    assert Path("adapter.onnx_adapter").exists()
+    assert run("export", "trained.onnx", "merged2.onnx", "--merge-lora") == 0
+    again = onnxruntime.InferenceSession("merged2.onnx").run(None, feeds)[0]
+    np.testing.assert_allclose(again, merged, rtol=1e-6)
+
+
+def test_quantized_export(folder):
+    assert train("--epochs", "20", "--save", "trained.onnx") == 0
+    assert run("export", "trained.onnx", "small.onnx", "--quantize") == 0
+    types = {tensor.data_type for tensor in onnx.load("small.onnx").graph.initializer}
+    assert types & {onnx.TensorProto.INT8, onnx.TensorProto.UINT8}
+    assert accuracy("small.onnx") > 0.9
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run(command, "--help")
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert "Ends with" in shown
+    if command != "completion":
+        assert f"ortops {command}" in shown.split("examples:")[1]
+
+
+def test_help_tells_all_commands(capsys):
+    with pytest.raises(SystemExit):
+        run("--help")
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in COMMANDS)
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\n"
+        "from ortops.cli import main\n"
+        "try: main(['train', '--help'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'numpy', 'onnx', 'onnxruntime'} & set(sys.modules), 'heavy'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion(shell, capsys):
+    pytest.importorskip("shtab", reason="shtab is not installed")
+    assert run("completion", shell) == 0
+    assert "--early-stopping" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ["--loss", "SoftmaxCrosEntropy"],
+            "--loss: there is no 'SoftmaxCrosEntropy'; did you mean",
+        ),
+        (["--loss", "SoftmaxCrossEntropy(smoothing=1)"], "unexpected keyword argument 'smoothing'"),
+        (["--loss", "__import__('os').abort()"], "--loss: \"__import__('os').abort()\" was given"),
+        (["--optimizer", "Adan"], "--optimizer: there is no 'Adan'"),
+        (["--optimizer", "Adam(alpha=2)"], "alpha is 2.0"),
+        (["--learning-rate", "fast"], "--learning-rate: there is no 'fast'"),
+        (["--metrics", "acuracy"], "--metrics: there is no 'acuracy'; did you mean 'accuracy'?"),
+        (["--validation", "1.5"], "--validation is 1.5; a share between 0 and 1"),
+        (["--log", "log.txt"], "--log is 'log.txt'; a .csv or .jsonl file is accepted"),
+    ],
+)
+def test_wrong_options_are_said(folder, capsys, arguments, told):
+    assert train(*arguments) == 1
+    captured = capsys.readouterr().err
+    assert told in captured
+    assert "Traceback" not in captured
+
+
+def test_a_traceback_only_where_it_is_asked_for(folder, capsys):
+    assert run("train", "none.onnx", "--data", "train.npz") == 1
+    assert "Traceback" not in capsys.readouterr().err
+    with pytest.raises(ortops.OrtopsError):
+        train("--loss", "Nothing", "--debug")
+
+
+def test_what_is_missing_is_said(folder, capsys):
+    assert run("train", "model.onnx") == 1
+    assert "--data is missing" in capsys.readouterr().err
+    assert run("train", "model.onnx", "--data", "train.npz") == 1
+    assert "a loss is needed: --loss" in capsys.readouterr().err
+
+
+def test_calls():
+    assert read_call("Adam", "--optimizer").keywords == {}
+    call = read_call("step(0.1, every=3, names=['a'])", "--learning-rate")
+    assert (call.name, call.arguments) == ("step", (0.1,))
+    assert call.keywords == {"every": 3, "names": ["a"]}
+
+
+def test_the_parser_names_what_there_is():
+    import importlib
+
+    parser = make_parser("0")
+    actions = next(a for a in parser._actions if a.dest == "command")
+    assert actions.choices is not None
+    for name, made in actions.choices.items():
+        module, function = made.get_default("run").split(".")
+        assert hasattr(importlib.import_module(f"ortops.cli.{module}"), function), name

@@ -1,0 +1,191 @@
+"""The estimators of scikit-learn: its own checks, pipelines, searches, pickles."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from sklearn.base import clone
+from sklearn.datasets import load_iris, make_regression
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import check_estimator
+
+import ortops
+from models import mlp
+from ortops.sklearn import OnnxClassifier, OnnxRegressor
+
+# pandas is not asked for, and scikit-learn says so of checks with tables.
+pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
+
+
+def small_mlp(features: int, outputs: int) -> onnx.ModelProto:
+    return mlp.mlp((features, 16, outputs))
+
+
+def double_mlp(features: int, outputs: int) -> onnx.ModelProto:
+    """A network of float64, whose outputs for a row do not depend on how many rows there are."""
+    rng = np.random.default_rng(0)
+    with ortops.Tape(name="double") as tape:
+        x = tape.input("x", np.float64, ["batch", features])
+        first = tape.initializer("w1", rng.standard_normal((features, 16)) / np.sqrt(features))
+        hidden = ortops.op.Relu(x @ first + tape.initializer("b1", np.zeros(16)))
+        second = tape.initializer("w2", rng.standard_normal((16, outputs)) / 4)
+        tape.output(hidden @ second + tape.initializer("b2", np.zeros(outputs)), "y")
+    return tape.model()
+
+
+def binary(features: int, classes: int) -> onnx.ModelProto:
+    return mlp.mlp((features, 8, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        OnnxClassifier(double_mlp, learning_rate=0.05, epochs=40),
+        OnnxRegressor(double_mlp, learning_rate=0.05, epochs=100),
+    ],
+    ids=["classifier", "regressor"],
+)
+def test_scikit_learn_s_own_checks(estimator):
+    check_estimator(estimator, on_skip=None)
+
+
+def test_a_classifier_in_a_pipeline_learns_names():
+    X, y = load_iris(return_X_y=True)
+    names = np.array(["setosa", "versicolor", "virginica"])[y]
+    made = OnnxClassifier(small_mlp, learning_rate=0.02, epochs=30)
+    pipeline = make_pipeline(StandardScaler(), made).fit(X, names)
+    assert pipeline.score(X, names) > 0.95
+    probabilities = pipeline.predict_proba(X)
+    assert probabilities.shape == (150, 3)
+    np.testing.assert_allclose(probabilities.sum(axis=1), 1)
+    assert set(pipeline.predict(X)) <= set(names)
+
+
+def test_probabilities_are_those_of_the_model():
+    X, y = load_iris(return_X_y=True)
+    classifier = OnnxClassifier(small_mlp, learning_rate=0.02, epochs=5).fit(X, y)
+    session = onnxruntime.InferenceSession(classifier.inference_model().SerializeToString())
+    logits = session.run(None, {session.get_inputs()[0].name: X.astype(np.float32)})[0]
+    exponents = np.exp(logits.astype(np.float64))
+    expected = exponents / exponents.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(classifier.predict_proba(X), expected, rtol=1e-5)
+
+
+def test_one_output_tells_two_classes():
+    X, y = load_iris(return_X_y=True)
+    X, y = X[:100], np.array(["no", "yes"])[y[:100]]
+    loss = ortops.losses.BinaryCrossEntropyWithLogits()
+    classifier = OnnxClassifier(binary, loss=loss, learning_rate=0.05, epochs=20).fit(X, y)
+    assert classifier.score(X, y) == 1.0
+    assert classifier.predict_proba(X).shape == (100, 2)
+    X, y = load_iris(return_X_y=True)
+    with pytest.raises(ortops.ModelError, match="which tell two classes apart, and there are 3"):
+        OnnxClassifier(binary, loss=loss).fit(X, y)
+
+
+def test_a_file_is_trained_further(tmp_path):
+    X, y = load_iris(return_X_y=True)
+    path = tmp_path / "model.onnx"
+    onnx.save(small_mlp(4, 3), path)
+    classifier = OnnxClassifier(str(path), learning_rate=0.02, epochs=30).fit(X, y)
+    assert classifier.score(X, y) > 0.9
+    assert [node.op_type for node in classifier.inference_model().graph.node] == [
+        node.op_type for node in onnx.load(path).graph.node
+    ]
+
+
+def test_images_are_reshaped():
+    model = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 18]>
+        tint (float[batch, 1, 2, 2] images) => (float[batch, 2] logits)
+        <int64[2] shape = {-1, 4}, float[4, 2] w = {1, 0, 0, 1, 1, 0, 0, 1}> {
+            flat = Reshape (images, shape)
+            logits = MatMul (flat, w)
+        }""")
+    rng = np.random.default_rng(0)
+    flat = rng.random((20, 4))
+    y = (flat[:, 0] > flat[:, 1]).astype(int)
+    a = OnnxClassifier(model, epochs=3).fit(flat, y).predict_proba(flat)
+    b = OnnxClassifier(model, epochs=3).fit(flat.reshape(-1, 1, 2, 2), y)
+    np.testing.assert_array_equal(a, b.predict_proba(flat.reshape(-1, 1, 2, 2)))
+    with pytest.raises(ortops.FeedError, match=r"X: it has 3 numbers in a row; input 'images'"):
+        OnnxClassifier(model).fit(flat[:, :3], y)
+
+
+def test_partial_fit_goes_on():
+    X, y = load_iris(return_X_y=True)
+    once = OnnxClassifier(small_mlp, epochs=3, learning_rate=0.02).fit(X, y)
+    parts = OnnxClassifier(small_mlp, learning_rate=0.02)
+    for _ in range(3):
+        parts.partial_fit(X, y, classes=[0, 1, 2])
+    np.testing.assert_array_equal(once.predict_proba(X), parts.predict_proba(X))
+    with pytest.raises(ValueError, match="classes must be passed on the first call"):
+        OnnxClassifier(small_mlp).partial_fit(X, y)
+    with pytest.raises(ValueError, match=r"y has the label 7; the classes are \[0, 1, 2\]"):
+        parts.partial_fit(X, y + 7)
+
+
+def test_warm_start_goes_on_and_fit_begins_anew():
+    X, y = load_iris(return_X_y=True)
+    warm = OnnxClassifier(small_mlp, epochs=1, warm_start=True).fit(X, y).fit(X, y)
+    assert warm.session_.steps_done == 2 * 5
+    cold = OnnxClassifier(small_mlp, epochs=1).fit(X, y).fit(X, y)
+    assert cold.session_.steps_done == 5
+
+
+def test_pickles_hold_the_file():
+    X, y = load_iris(return_X_y=True)
+    classifier = OnnxClassifier(small_mlp, epochs=5).fit(X, y)
+    again = pickle.loads(pickle.dumps(classifier))
+    np.testing.assert_array_equal(again.predict_proba(X), classifier.predict_proba(X))
+    classifier.partial_fit(X, y)
+    again.partial_fit(X, y)  # the optimizer's state has come along
+    np.testing.assert_array_equal(again.predict_proba(X), classifier.predict_proba(X))
+
+
+def test_a_clone_is_not_fitted():
+    X, y = load_iris(return_X_y=True)
+    classifier = OnnxClassifier(small_mlp(4, 3), epochs=2).fit(X, y)
+    copy = clone(classifier)
+    assert not hasattr(copy, "session_")
+    assert copy.get_params()["epochs"] == 2
+
+
+def test_a_search_with_processes():
+    X, y = load_iris(return_X_y=True)
+    search = GridSearchCV(
+        OnnxClassifier(small_mlp, epochs=20),
+        {"learning_rate": [1e-5, 0.02]},
+        n_jobs=2,
+        cv=2,
+    ).fit(X, y)
+    assert search.best_params_ == {"learning_rate": 0.02}
+    assert search.best_score_ > 0.9
+
+
+@pytest.mark.parametrize("targets", [1, 2])
+def test_a_regressor(targets):
+    X, y = make_regression(200, 5, n_targets=targets, random_state=0)
+    y = y / y.std(axis=0)
+    regressor = OnnxRegressor(small_mlp, learning_rate=0.01, epochs=60)
+    assert cross_val_score(regressor, X, y, cv=2).mean() > 0.8
+    assert regressor.fit(X, y).predict(X).shape == y.shape
+
+
+def test_several_inputs_are_refused():
+    model = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 18]>
+        two (float[batch, 2] a, float[batch, 2] b) => (float[batch, 2] y)
+        <float[2, 2] w = {1, 0, 0, 1}> {
+            c = Add (a, b)
+            y = MatMul (c, w)
+        }""")
+    with pytest.raises(ortops.ModelError, match="the inputs of the model are a, b"):
+        OnnxRegressor(model).fit(np.ones((4, 2)), np.ones((4, 2)))
