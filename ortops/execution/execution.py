@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,7 +25,6 @@ import onnxruntime
 
 from ortops.autodiff.registry import Rules
 from ortops.errors import OrtopsError, UnsupportedError
-from ortops.execution.binding import Binding
 from ortops.execution.forms import Form, Forms
 from ortops.execution.halves import Differentiated, Halves, Layout
 from ortops.execution.onnxruntime_sessions import Sessions
@@ -33,7 +32,6 @@ from ortops.execution.packed import Variable
 from ortops.execution.settings import Settings
 from ortops.execution.step import Step
 from ortops.execution.template import Template
-from ortops.execution.variant import Variant
 from ortops.inference import Kernels
 from ortops.passes.rematerialization import Checkpoint, check, computed_names
 from ortops.uninterrupted import Whole, run_uninterrupted
@@ -115,9 +113,9 @@ class Execution:
                 self.variables[name] = Variable((first, second))
         self.assign(values)
         self._most_special = settings.shapes
-        self._forms = Forms(self._templates, self._sessions, settings.shapes, self._bind)
+        self._forms = Forms(self._templates, self._sessions, settings.shapes)
         if not self._forms.gain:
-            self._forms.of({})
+            self._forms.of({}, self._buffers_of)
 
     @property
     def steps_made(self) -> int:
@@ -190,7 +188,7 @@ class Execution:
         """
         self.check_process()
         self._check_variables()
-        return self._run(self._forms.of(_shapes(feeds)), feeds, wanted, note)
+        return self._run(self._forms.of(_shapes(feeds), self._buffers_of), feeds, wanted, note)
 
     def _run(
         self,
@@ -252,13 +250,8 @@ class Execution:
         return Halves(
             names,
             Layout({name: self.variables[name].buffers[0] for name in names.given}),
-            Forms(
-                [gradients],
-                self._sessions,
-                self._most_special,
-                functools.partial(self._bind, anew=anew),
-            ),
-            Forms([apply], self._sessions, 0, functools.partial(self._bind, anew=apply.step.feeds)),
+            Forms([gradients], self._sessions, self._most_special, anew),
+            Forms([apply], self._sessions, 0, apply.step.feeds),
         )
 
     def gradients(
@@ -289,7 +282,8 @@ class Execution:
         into = {names.given[name]: array for name, array in found.items()}
         into |= {names.carried[name]: array for name, array in carried.items()}
         fetched = {name: label for label, name in names.carried.items() if name not in into}
-        ((binding, *_),) = ([turns[turn]] for turns in halves.gradients.of(_shapes(feeds)).bindings)
+        (turns,) = halves.gradients.of(_shapes(feeds), self._buffers_of).bindings
+        binding = turns[turn]
         shown = binding.differentiate({**feeds, **(instead or {})}, [*wanted, *fetched], into)
         carried |= {label: shown.pop(name) for name, label in fetched.items()}
         carried |= {name: feeds[name].copy() for name in names.fed}
@@ -314,7 +308,7 @@ class Execution:
         feeds = {names.given[name]: array for name, array in gradients.items()}
         for label, name in (*names.carried.items(), *zip(names.fed, names.fed, strict=True)):
             feeds[name] = carried[label] if label in carried else self.present(label)
-        self._run(halves.apply.of({}), feeds, ())
+        self._run(halves.apply.of({}, self._buffers_of), feeds, ())
 
     @property
     def repeatable(self) -> bool:
@@ -338,15 +332,11 @@ class Execution:
         self.check_process()
         self._check_variables()
         turn, made = self._position
-        (variant,) = self._forms.of({n: array.shape[1:] for n, array in feeds.items()}).variants
+        shapes = {name: array.shape[1:] for name, array in feeds.items()}
+        (variant,) = self._forms.of(shapes, self._buffers_of).variants
         losses = variant.repetition.run(self._buffers_of(0, turn), turn, feeds)
         self._position = (1 - turn, made + count)
         return losses
-
-    def _bind(
-        self, variant: Variant, number: int, turn: int, anew: Collection[str] = ()
-    ) -> Binding:
-        return variant.bind(self._buffers_of(number, turn), turn, anew)
 
     def _buffers_of(self, number: int, turn: int) -> Callable[[str], tuple[Array, Array]]:
         """Returns what tells where part ``number`` of a step reads a variable, and writes it."""

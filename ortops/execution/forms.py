@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,6 +18,8 @@ __all__ = ["Form", "Forms"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
+Buffers: TypeAlias = Callable[[int, int], Callable[[str], tuple[Array, Array]]]
+"""Tells, for a part's number and a turn, where that reads a variable and where it writes it."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Forms:
         templates: The parts of a step.
         sessions: Opens the sessions.
         most_special: How many shapes get graphs of their own.
-        bind: Binds a part, given its number and the turn.
+        anew: Inputs that each run is given, beside the feeds.
 
     Attributes:
         gain: Whether shapes matter.
@@ -55,39 +56,44 @@ class Forms:
         templates: Sequence[Template],
         sessions: Sessions,
         most_special: int,
-        bind: Callable[[Variant, int, int], Binding],
+        anew: Collection[str] = (),
     ) -> None:
         self._templates = templates
         self._sessions = sessions
         self._most_special = most_special
-        self._bind = bind
+        self._anew = anew
+        self._general: Form | None = None
         self._made: dict[Shapes, Form] = {}
         self._special = 0
         self.gain = any(template.gains for template in templates)
 
-    def of(self, shapes: Mapping[str, tuple[int, ...]]) -> Form:
-        """Returns what runs batches of these shapes."""
+    def of(self, shapes: Mapping[str, tuple[int, ...]], buffers: Buffers) -> Form:
+        """Returns what runs batches of these shapes.
+
+        Args:
+            shapes: The shapes of the feeds.
+            buffers: Tells where the variables are.
+        """
         key = tuple(shapes.items()) if self.gain else ()
         if key not in self._made:
             if self._special < self._most_special and any(
                 template.gains_at(shapes) for template in self._templates
             ):
-                # Not to be cut in two: other libraries wrap what a handler raises in them.
-                self._made[key] = run_uninterrupted(functools.partial(self._make, shapes))
+                self._made[key] = self._make(shapes, buffers)
                 self._special += 1
             else:
+                self._general = self._general or self._make(None, buffers)
                 self._made[key] = self._general
         return self._made[key]
 
-    @functools.cached_property
-    def _general(self) -> Form:
-        """What runs batches of any shapes."""
-        return run_uninterrupted(functools.partial(self._make, None))
+    def _make(self, shapes: Mapping[str, tuple[int, ...]] | None, buffers: Buffers) -> Form:
+        def make() -> Form:
+            variants = [Variant(template, shapes, self._sessions) for template in self._templates]
+            bindings = [
+                [variant.bind(buffers(number, turn), turn, self._anew) for turn in (0, 1)]
+                for number, variant in enumerate(variants)
+            ]
+            return Form(variants, bindings)
 
-    def _make(self, shapes: Mapping[str, tuple[int, ...]] | None) -> Form:
-        variants = [Variant(template, shapes, self._sessions) for template in self._templates]
-        bindings = [
-            [self._bind(variant, number, turn) for turn in (0, 1)]
-            for number, variant in enumerate(variants)
-        ]
-        return Form(variants, bindings)
+        # Not to be cut in two: other libraries wrap what a handler raises in them.
+        return run_uninterrupted(make)

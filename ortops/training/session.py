@@ -225,7 +225,8 @@ class TrainingSession:
             checkpoint=self._training_copies(checkpoint),
         )
         self._let_go_of_given_state()
-        self.standing = Standing(lambda: self._execution.steps_made)
+        execution = self._execution  # and not the session, which would never be free
+        self.standing = Standing(lambda: execution.steps_made)
         self._saved = ("", -1)
         if found := read_position(self._proto):
             position, steps_made = found

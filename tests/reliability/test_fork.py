@@ -23,7 +23,10 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.parametrize("used", ["made", "stepped", "repeated", "fitted", "evaluated", "saved"])
+USES = ("made", "stepped", "repeated", "fitted", "cut", "evaluated", "saved")
+
+
+@pytest.mark.parametrize("used", USES)
 @pytest.mark.parametrize("victim", KINDS)
 @pytest.mark.usefixtures("no_collector")
 def test_a_dropped_session_is_gone_at_once(
@@ -38,6 +41,8 @@ def test_a_dropped_session_is_gone_at_once(
         session.run_steps(kind.batches(0, 3))
     elif used == "fitted":
         session.fit(kind.batches(0, 3), progress=False)
+    elif used == "cut":
+        session.apply(session.gradients(kind.batch(0)))
     elif used == "evaluated":
         session.evaluate(kind.batches(0, 3))
     elif used == "saved":
