@@ -23,23 +23,79 @@ __all__ = [
 
 
 class OrtopsError(Exception):
-    """Base class of everything that ortops raises on purpose."""
+    """Base class of everything that ortops raises on purpose.
+
+    Example:
+        >>> import ortops
+        >>> try:
+        ...     ortops.losses.resolve("Huberr")
+        ... except ortops.OrtopsError as error:
+        ...     print(f"{type(error).__name__}: {error}")
+        ModelError: loss 'Huberr' is not known; did you mean 'Huber'?
+    """
 
 
 class ModelError(OrtopsError, ValueError):
-    """The model, or what was asked of it, is not legal."""
+    """The model, or what was asked of it, is not legal.
+
+    Example:
+        >>> import ortops
+        >>> ortops.optimizers.Adam(learning_rate=-1.0)
+        Traceback (most recent call last):
+        ...
+        ortops.errors.ModelError: optimizer Adam: learning_rate is -1.0; a number >= 0 is accepted
+    """
 
 
 class UnsupportedError(OrtopsError, NotImplementedError):
-    """The model is legal, but ortops has no rule or no way to run a part of it."""
+    """The model is legal, but ortops has no rule or no way to run a part of it.
+
+    Example:
+        >>> import onnx
+        >>> import ortops
+        >>> model = onnx.parser.parse_model('<ir_version: 10, opset_import: '
+        ...     '["": 21, "mine": 1]> m (float[2] x) => (float[2] y) { y = mine.Own (x) }')
+        >>> try:
+        ...     ortops.derivatives.gradient(model, lowered=True)
+        ... except ortops.UnsupportedError as error:
+        ...     print(str(error).split(",")[0])
+        Own node 'y': there is no gradient rule for Own of domain 'mine'
+    """
 
 
 class FeedError(OrtopsError, ValueError):
-    """The arrays given to a run, a step or an evaluation do not fit the model."""
+    """The arrays given to a run, a step or an evaluation do not fit the model.
+
+    Example:
+        >>> import numpy as np
+        >>> import ortops
+        >>> from models import mlp
+        >>> session = ortops.TrainingSession(
+        ...     ortops.build_training_model(mlp.mlp((4, 2)), loss="L1", optimizer="SGD"))
+        >>> try:
+        ...     session.step({"images": np.ones((8, 4), np.float32)})
+        ... except ortops.FeedError as error:
+        ...     print(error)
+        feeds: input 'targets' is missing; the inputs are 'images', 'targets'
+    """
 
 
 class DivergedError(OrtopsError, ArithmeticError):
-    """The loss of a training became NaN or infinite."""
+    """The loss of a training became NaN or infinite.
+
+    Example:
+        >>> import numpy as np
+        >>> import ortops
+        >>> from models import mlp
+        >>> session = ortops.TrainingSession(
+        ...     ortops.build_training_model(mlp.mlp((4, 2)), loss="L1", optimizer="SGD"))
+        >>> images, targets = np.full((8, 4), np.inf, np.float32), np.ones((8, 2), np.float32)
+        >>> try:
+        ...     session.fit({"images": images, "targets": targets}, progress=False)
+        ... except ortops.DivergedError as error:
+        ...     print(str(error).split(";")[0])
+        loss: it is nan in step 1 (batch 1 of epoch 1)
+    """
 
 
 class UnknownVariableError(OrtopsError, KeyError):
@@ -49,7 +105,23 @@ class UnknownVariableError(OrtopsError, KeyError):
 
 
 class KernelError(OrtopsError, RuntimeError):
-    """A kernel, written in Python or onnxruntime's own, failed while a session was running."""
+    """A kernel, written in Python or onnxruntime's own, failed while a session was running.
+
+    Example:
+        >>> import numpy as np
+        >>> import ortops
+        >>> with ortops.Tape() as tape:
+        ...     table = tape.initializer("table", np.ones((3, 2), np.float32))
+        ...     ids = tape.input("ids", np.int64, ["n"])
+        ...     rows = tape.output(ortops.op.Gather(table, ids), "rows")
+        >>> session = ortops.TrainingSession(
+        ...     ortops.build_training_model(tape.model(), loss="L1", optimizer="SGD"))
+        >>> try:
+        ...     session.step({"ids": np.array([7]), "targets": np.ones((1, 2), np.float32)})
+        ... except ortops.KernelError:
+        ...     print(session.steps_done)
+        0
+    """
 
 
 def is_raised_by(error: BaseException, *packages: str) -> bool:

@@ -70,6 +70,15 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         KernelError: If other code has registered Python kernels for the domain, or
             onnxruntime-extensions' library on the same ``sess_options``.
         UnsupportedError: If an operator that a gradient passes through has no rule.
+
+    Example:
+        >>> import numpy as np
+        >>> import onnx
+        >>> model = onnx.parser.parse_model('<ir_version: 10, opset_import: '
+        ...     '["": 21, "ai.onnx.preview.training": 1]> m (float[2] x) => (float[2] dx) {'
+        ...     'y = Mul (x, x) dx = ai.onnx.preview.training.Gradient <xs = ["x"], y = "y"> (x) }')
+        >>> InferenceSession(model).run(None, {"x": np.array([1, 3], np.float32)})
+        [array([2., 6.], dtype=float32)]
     """
 
     @convert.blame_model

@@ -371,6 +371,15 @@ class OnnxRegressor(RegressorMixin, _Onnx):  # type: ignore[misc]
         n_features_in_: The number of features, where X is a table.
         session_: The `ortops.TrainingSession`.
         history_: What the last `fit` returned.
+
+    Example:
+        >>> from models import mlp
+        >>> X, y = np.array([[0.0], [1.0], [2.0], [3.0]]), np.array([1.0, 3.0, 5.0, 7.0])
+        >>> def model(features, targets):
+        ...     return mlp.mlp((features, targets))
+        >>> regressor = OnnxRegressor(model, learning_rate=0.1, epochs=200).fit(X, y)
+        >>> regressor.predict([[10.0]]).round(1).tolist(), round(regressor.score(X, y), 3)
+        ([21.0], 1.0)
     """
 
     def __init__(

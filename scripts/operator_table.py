@@ -1,4 +1,4 @@
-"""Writes the table of operators with a gradient into README.md.
+"""Writes the page of operators with a gradient, ortops/docs/operators.md.
 
 The registry of rules tells how an operator is differentiated and what is not, the tables of cases
 in tests/ which inputs and orders are checked, the schemas of onnx and onnxruntime their names.
@@ -19,8 +19,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 from ortops.autodiff.registry import Definition, StructuralRule
 from ortops.autodiff.rules.table import BUILT_IN
 
-README = Path(__file__).parents[1] / "README.md"
-BEGIN, END = "<!-- operators: begin -->", "<!-- operators: end -->"
+PAGE = Path(__file__).parents[1] / "ortops" / "docs" / "operators.md"
 OPSET = 26
 DOMAINS = {
     "": "operator of the standard domain",
@@ -79,8 +78,8 @@ def _schema(domain: str, op_type: str) -> Any:
         )
 
 
-def table() -> str:
-    """Returns the summary and the tables as Markdown."""
+def page() -> str:
+    """Returns the page: a summary and the tables."""
     by_domain = {domain: rows(domain) for domain in DOMAINS}
     everything = [row for found in by_domain.values() for row in found]
     second, third = (sum(row.orders >= order for row in everything) for order in (2, 3))
@@ -97,6 +96,10 @@ def table() -> str:
 
 
 TEXT = """\
+<!-- Written by scripts/operator_table.py. -->
+
+# Operators with a gradient
+
 {count} operators have a gradient, {standard} of them in the standard domain. Gradients are of
 any order, unless the table says otherwise: whatever a rule emits has a rule. Tests check {second}
 operators to the second order and {third}, every elementwise one among them, to the third.
@@ -105,15 +108,11 @@ Sizes may be unknown; where a rule needs a rank that is unknown, an error names 
 The derivative is zero, wherever it exists, of {zero}, and of these of ai.onnx.ml: {elsewhere}.
 Refused, with the reason, is a gradient through {refused}.
 
-<details>
-<summary>Every operator: its inputs, the orders that tests check, what is limited</summary>
+A rule is the formula of a gradient. A definition says what an operator stands for, and that is
+differentiated. The tables tell which inputs have a gradient, and the orders that tests check.
 
 {tables}
-
-A rule is the formula of a gradient. A definition says what an operator stands for, and that is
-differentiated.
-
-</details>"""
+"""
 
 
 def _table(title: str, found: list[Row]) -> str:
@@ -125,23 +124,15 @@ def _table(title: str, found: list[Row]) -> str:
     return "\n".join([head, *lines])
 
 
-def updated(text: str) -> str:
-    """Returns the text of the README with the table in its place."""
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
-
-
 def main() -> int:
-    """Writes the table, or with ``--check`` tells whether it is up to date."""
+    """Writes the page, or with ``--check`` tells whether it is up to date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if outdated")
     options = parser.parse_args()
-    present = README.read_text(encoding="utf-8")
-    wanted = updated(present)
+    wanted = page()
     if options.check:
-        return int(present != wanted)
-    README.write_text(wanted, encoding="utf-8")
+        return int(not PAGE.exists() or PAGE.read_text(encoding="utf-8") != wanted)
+    PAGE.write_text(wanted, encoding="utf-8")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Writes what ./scripts/benchmark found into README.md, and its plot into .images/.
+"""Writes what ./scripts/benchmark found into README.md and docs, and its plot into .images/.
 
 It reads results/results.json and results/results.png, which the whole benchmark wrote.
 """
@@ -13,9 +13,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 README, RESULTS = ROOT / "README.md", ROOT / "results"
+PAGE = ROOT / "ortops" / "docs" / "speed.md"
 BEGIN, END = "<!-- speed: begin -->", "<!-- speed: end -->"
+STEP = "time of a step, standard operators"
 COLUMNS = {
-    "time of a step, standard operators": "a step",
+    STEP: "a step",
     "time of a step, run_steps": "by `run_steps`",
     "start to the end of the first step": "start to the end of the first step",
     "peak memory": "peak memory",
@@ -24,8 +26,21 @@ COLUMNS = {
 SHOWN = ("onnxruntime", "torch", "jax")
 
 
-def text(results: dict[str, Any]) -> Iterator[str]:
-    """Yields the lines for the README."""
+def short(results: dict[str, Any]) -> Iterator[str]:
+    """Yields the lines for the README: steps, beside the fastest peer."""
+    what = "Time of a training step, or of an update alone"
+    yield f"{what}, to that of the fastest peer ({results['date']}):"
+    yield ""
+    yield "| work | the fastest peer | time |"
+    yield "| --- | --- | --- |"
+    for goal in results["goals"]:
+        if goal["what"] == STEP:
+            median = statistics.median(goal["values"])
+            yield f"| {goal['work']} | {goal['against']} | {median:.2f} |"
+
+
+def long(results: dict[str, Any]) -> Iterator[str]:
+    """Yields the lines for the page on speed."""
     versions = ", ".join(f"{name} {results['versions'][name]}" for name in SHOWN)
     yield f"{results['date']}, {results['machine']}; {versions}. Ratios, with the aim in brackets:"
     yield ""
@@ -51,12 +66,13 @@ def _cell(goal: Any) -> str:
 
 
 def main() -> int:
-    """Writes the table and the plot."""
+    """Writes the tables and the plot."""
     results = json.loads((RESULTS / "results.json").read_text(encoding="utf-8"))
-    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
-    _, after = rest.split(END)
-    table = "\n".join(text(results))
-    README.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+    for path, lines in ((README, short(results)), (PAGE, long(results))):
+        before, rest = path.read_text(encoding="utf-8").split(BEGIN)
+        _, after = rest.split(END)
+        table = "\n".join(lines)
+        path.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
     shutil.copy(RESULTS / "results.png", ROOT / ".images" / "speed.png")
     return 0
 

@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "ortops" / "docs").rglob("*.md"))]
 
 TOP_LEVEL = {
     "CHANGELOG.md",
@@ -69,9 +70,9 @@ def python_blocks(markdown: str) -> list[Block]:
     return blocks
 
 
-def run_block(block: Block) -> None:
-    """Execute an example; a traceback shows the lines of README.md."""
-    code = compile("\n" * (block.line - 1) + block.code, str(README), "exec")
+def run_block(block: Block, page: Path = README) -> None:
+    """Execute an example; a traceback shows the lines of its page."""
+    code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
     exec(code, {"__name__": "__main__"})
 
 
@@ -190,14 +191,22 @@ def test_failing_block_names_its_line():
     assert failure.traceback[-1].lineno + 1 == 20
 
 
-def test_python_blocks_of_the_readme_run(tmp_path, monkeypatch):
-    blocks = python_blocks(README.read_text(encoding="utf-8"))
-    assert blocks
+PAGES_WITH_BLOCKS = [page for page in PAGES if python_blocks(page.read_text(encoding="utf-8"))]
+
+
+def test_the_readme_and_pages_have_examples():
+    assert README in PAGES_WITH_BLOCKS
+    assert len(PAGES_WITH_BLOCKS) > 4
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_BLOCKS, ids=lambda page: page.stem)
+def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for block in blocks:
-        run_block(block)
+    for block in python_blocks(page.read_text(encoding="utf-8")):
+        run_block(block, page)
 
 
-def test_operator_table_is_up_to_date():
-    command = [sys.executable, str(ROOT / "scripts" / "operator_table.py"), "--check"]
-    assert subprocess.run(command).returncode == 0, "run scripts/operator_table.py"
+@pytest.mark.parametrize("script", ["operator_table.py", "reference.py"])
+def test_generated_pages_are_up_to_date(script):
+    command = [sys.executable, str(ROOT / "scripts" / script), "--check"]
+    assert subprocess.run(command).returncode == 0, f"run scripts/{script}"

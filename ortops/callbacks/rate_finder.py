@@ -36,6 +36,12 @@ class LearningRateCurve:
         smoothed: The same without the noise of single batches.
         suggestion: The rate at which the smoothed loss falls fastest over the logarithm of the
             rate; None where it never clearly falls.
+
+    Example:
+        >>> from ortops.callbacks import LearningRateCurve
+        >>> rates, losses = np.array([0.001, 0.01, 0.1]), np.array([1.0, 0.5, 0.25])
+        >>> LearningRateCurve(rates, losses, smoothed=losses, suggestion=0.01).suggestion
+        0.01
     """
 
     rates: npt.NDArray[np.float64]

@@ -478,6 +478,14 @@ def save_model(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
         OSError: If it cannot be written; then the old file is as it was.
         ModelError: If the model is of 2 GB or more and ``path`` leads to no regular file, or if it
             is so without the data of its initializers.
+
+    Example:
+        >>> import tempfile
+        >>> from models import mlp
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_model(mlp.mlp((4, 16, 2)), f"{folder}/model.onnx")
+        ...     onnx.load(f"{folder}/model.onnx") == mlp.mlp((4, 16, 2))
+        True
     """
     write_model(path, *detach(model))
 

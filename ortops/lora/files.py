@@ -47,6 +47,17 @@ def save_adapter(model: ModelLike, path: str | os.PathLike[str]) -> None:
     Raises:
         ModelError: If the model has no adapter, or its other weights have changed since it got it.
         OSError: If the file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from models import mlp
+        >>> from ortops import lora
+        >>> model = lora.add(mlp.mlp((4, 16, 2)), rank=2, targets=["fc1"])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     lora.save_adapter(model, f"{folder}/small.onnx_adapter")
+        ...     file = onnxruntime.AdapterFormat.read_adapter(f"{folder}/small.onnx_adapter")
+        >>> sorted(file.get_parameters())
+        ['fc1.lora_A.weight', 'fc1.lora_B.weight']
     """
     adapted = read_adapted(model)
     check_base(adapted)
@@ -79,6 +90,16 @@ def load_adapter(model: ModelLike, path: str | os.PathLike[str]) -> onnx.ModelPr
     Raises:
         ModelError: If the file is no adapter, or one of another base, or names or shapes differ;
             or if the model has no adapter, or its other weights have changed since it got it.
+
+    Example:
+        >>> import tempfile
+        >>> from models import mlp
+        >>> from ortops import lora
+        >>> model = lora.add(mlp.mlp((4, 16, 2)), rank=2, targets=["fc1"])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     lora.save_adapter(model, f"{folder}/small.onnx_adapter")
+        ...     lora.load_adapter(model, f"{folder}/small.onnx_adapter") == model
+        True
     """
     adapted = read_adapted(model)
     check_base(adapted)

@@ -64,6 +64,16 @@ def to_peft(model: ModelLike, folder: str | os.PathLike[str], *, prefix: str = "
         ModelError: If the model has no adapter, its other weights have changed since it got it, or
             a layer's name does not begin with the prefix.
         OSError: If a file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from models import mlp
+        >>> from ortops import lora
+        >>> model = lora.add(mlp.mlp((4, 16, 2)), rank=2, targets=["fc1"])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     lora.to_peft(model, folder)
+        ...     sorted(path.name for path in Path(folder).iterdir())
+        ['adapter_config.json', 'adapter_model.safetensors']
     """
     adapted = read_adapted(model)
     check_base(adapted)
@@ -138,6 +148,17 @@ def from_peft(model: ModelLike, folder: str | os.PathLike[str]) -> onnx.ModelPro
             shape is another.
         UnsupportedError: If the adapter is none of plain LoRA: DoRA, trained biases, saved modules,
             starts that change the base, or a layer that takes no adapter.
+
+    Example:
+        >>> import tempfile
+        >>> from models import mlp
+        >>> from ortops import lora
+        >>> model = lora.add(mlp.mlp((4, 16, 2)), rank=2, targets=["fc1"])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     lora.to_peft(model, folder)
+        ...     read = lora.from_peft(mlp.mlp((4, 16, 2)), folder)
+        >>> [tensor.name for tensor in read.graph.initializer if "lora" in tensor.name]
+        ['fc1.lora_A.weight', 'fc1.lora_B.weight']
     """
     path = Path(folder)
     config = _config(path / _CONFIG)

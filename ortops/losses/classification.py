@@ -223,6 +223,14 @@ class SoftmaxCrossEntropy(_Likelihood):
     Source:
         Schema of SoftmaxCrossEntropyLoss, ai.onnx version 13; the same as
         torch.nn.CrossEntropyLoss of labels. Smoothing: Szegedy et al., 2016 (arXiv:1512.00567).
+
+    Example:
+        >>> from models import echo
+        >>> logits = [[0.0, 0.0], [0.0, 100.0]]
+        >>> echo.loss_at(SoftmaxCrossEntropy(), logits, labels=[0, 1])  # log 2 and 0
+        0.3466
+        >>> echo.loss_at(SoftmaxCrossEntropy(ignore_index=1), logits, labels=[0, 1])
+        0.6931
     """
 
     _: KW_ONLY
@@ -274,6 +282,13 @@ class NegativeLogLikelihood(_Likelihood):
 
     Source:
         Schema of NegativeLogLikelihoodLoss, ai.onnx version 13; the same as torch.nn.NLLLoss.
+
+    Example:
+        >>> from models import echo
+        >>> log = [[-1.0, -0.5], [-2.0, -0.1]]
+        >>> loss = NegativeLogLikelihood(weights=[3, 1])
+        >>> echo.loss_at(loss, log, labels=[0, 1])  # (3 · 1 + 1 · 0.1) / (3 + 1)
+        0.775
     """
 
     reads: ClassVar[Reads] = "log_probabilities"
@@ -306,6 +321,11 @@ class Hinge(ClassLoss):
 
     Source:
         Weston and Watkins, 1999; the same as torch.nn.MultiMarginLoss.
+
+    Example:
+        >>> from models import echo
+        >>> echo.loss_at(Hinge(), [[2.0, 1.5, 0.0]], labels=[0])  # (0.5 + 0) / 3
+        0.1667
     """
 
     _: KW_ONLY
@@ -349,6 +369,11 @@ class BinaryCrossEntropy(Loss):
 
     Source:
         torch.nn.BCELoss, but for the gradient of the logarithm where p or 1 − p is below 1e-12.
+
+    Example:
+        >>> from models import echo
+        >>> echo.loss_at(BinaryCrossEntropy(), [0.5, 0.25], targets=[1, 0.0])  # -½ (log ½ + log ¾)
+        0.4904
     """
 
     _: KW_ONLY
@@ -409,6 +434,12 @@ class BinaryCrossEntropyWithLogits(Loss):
 
     Source:
         torch.nn.BCEWithLogitsLoss.
+
+    Example:
+        >>> from models import echo
+        >>> loss = BinaryCrossEntropyWithLogits(positive_weight=3.0)
+        >>> echo.loss_at(loss, [0.0, 0.0], targets=[1.0, 0.0])  # (3 + 1) / 2 · log 2
+        1.3863
     """
 
     _: KW_ONLY
@@ -463,6 +494,11 @@ class Focal(ClassLoss):
     Source:
         Lin et al., 2017 (arXiv:1708.02002); for targets between 0 and 1 as
         torchvision.ops.sigmoid_focal_loss.
+
+    Example:
+        >>> from models import echo
+        >>> echo.loss_at(Focal(gamma=2.0), [0.0], targets=[1.0])  # (1 - ½)² log 2
+        0.1733
     """
 
     _: KW_ONLY

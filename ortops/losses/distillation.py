@@ -43,6 +43,14 @@ class Distillation(ClassLoss):
 
     Source:
         Hinton et al., 2015 (arXiv:1503.02531).
+
+    Example:
+        >>> from models import echo
+        >>> loss = Distillation(temperature=1.0)
+        >>> echo.loss_at(loss, [[0.0, 0.0]], teacher=[[0.0, 0.0]])
+        0.0
+        >>> echo.loss_at(loss, [[0.0, 0.0]], teacher=[[100.0, 0.0]])
+        0.6931
     """
 
     _: KW_ONLY

@@ -117,6 +117,12 @@ class Loss:
         target: The name of the input that holds what the output should have been; ``"labels"``
             for integers and ``"targets"`` for other numbers by default.
         reduction: ``"mean"`` divides the sum of the losses by their count, ``"sum"`` does not.
+
+    Example:
+        >>> from ortops.losses import L1, SoftmaxCrossEntropy
+        >>> both = 0.7 * SoftmaxCrossEntropy("classes") + 0.3 * L1("boxes")
+        >>> [(weight, loss.name, loss.output) for weight, loss in both.summands]
+        [(0.7, 'SoftmaxCrossEntropy', 'classes'), (0.3, 'L1', 'boxes')]
     """
 
     output: str | None = None

@@ -25,6 +25,11 @@ class MeanSquaredError(Loss):
 
     Source:
         The same as torch.nn.MSELoss.
+
+    Example:
+        >>> from models import echo
+        >>> echo.loss_at(MeanSquaredError(), [1.0, 2.0], targets=[1.0, 5.0])
+        4.5
     """
 
     def elements(self, prediction: Tensor, target: Tensor) -> Tensor:
@@ -45,6 +50,11 @@ class L1(Loss):
 
     Source:
         The same as torch.nn.L1Loss.
+
+    Example:
+        >>> from models import echo
+        >>> echo.loss_at(L1(), [1.0, 2.0], targets=[1.0, 5.0])
+        1.5
     """
 
     def elements(self, prediction: Tensor, target: Tensor) -> Tensor:
@@ -65,6 +75,11 @@ class Huber(Loss):
 
     Source:
         Huber, 1964 (doi:10.1214/aoms/1177703732); the same as torch.nn.HuberLoss.
+
+    Example:
+        >>> from models import echo
+        >>> echo.loss_at(Huber(delta=2.0), [1.0, 4.0], targets=[0.0, 0.0])  # ½ 1², 2 (4 - ½ 2)
+        3.25
     """
 
     _: KW_ONLY
@@ -95,6 +110,11 @@ class SmoothL1(Loss):
 
     Source:
         Girshick, 2015 (arXiv:1504.08083); the same as torch.nn.SmoothL1Loss.
+
+    Example:
+        >>> from models import echo
+        >>> echo.loss_at(SmoothL1(beta=2.0), [1.0, 4.0], targets=[0.0, 0.0])  # ½ 1² / 2, 4 - ½ 2
+        1.625
     """
 
     _: KW_ONLY
@@ -131,6 +151,12 @@ class KullbackLeibler(Loss):
 
     Source:
         Kullback and Leibler, 1951 (doi:10.1214/aoms/1177729694); the same as torch.nn.KLDivLoss.
+
+    Example:
+        >>> from models import echo
+        >>> log = [[-0.6931, -0.6931]]  # of ½ and ½
+        >>> echo.loss_at(KullbackLeibler(reduction="batchmean"), log, targets=[[1.0, 0.0]])
+        0.6931
     """
 
     _: KW_ONLY

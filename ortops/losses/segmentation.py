@@ -48,6 +48,13 @@ class Dice(ClassLoss):
 
     Source:
         Milletari et al., 2016 (arXiv:1606.04797).
+
+    Example:
+        >>> from models import echo
+        >>> logits = [[[100.0, 100.0, -100.0]]]  # one class, three pixels: p is 1, 1, 0
+        >>> loss = Dice(smooth=0.0)
+        >>> echo.loss_at(loss, logits, targets=[[[1.0, 0.0, 0.0]]])  # 1 - 2 · 1 / (2 + 1)
+        0.3333
     """
 
     _: KW_ONLY

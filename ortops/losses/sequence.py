@@ -47,6 +47,12 @@ class CTC(Loss):
     Source:
         Graves et al., 2006 (doi:10.1145/1143844.1143891), its forward variables in log space; the
         same as torch.nn.CTCLoss.
+
+    Example:
+        >>> from models import echo
+        >>> half = [[[-0.6931, -0.6931]]] * 2  # two times, blank or 1: three of four paths fit
+        >>> echo.loss_at(CTC(), half, labels=[[1]], input_lengths=[2], target_lengths=[1])  # -log ¾
+        0.2876
     """
 
     _: KW_ONLY

@@ -68,6 +68,13 @@ class CosineEmbedding(_Comparison):
 
     Source:
         The same as torch.nn.CosineEmbeddingLoss, with its 1e-12 in the squares of the norms.
+
+    Example:
+        >>> from models import echo
+        >>> loss = CosineEmbedding(first="a", second="b")
+        >>> pair = {"a": [[1.0, 0.0]], "b": [[3.0, 4.0]]}
+        >>> echo.loss_at(loss, pair, targets=[1.0]), echo.loss_at(loss, pair, targets=[-1.0])
+        (0.4, 0.6)
     """
 
     _: KW_ONLY
@@ -118,6 +125,13 @@ class Triplet(_Comparison):
     Source:
         Schroff et al., 2015 (arXiv:1503.03832); swap: Balntas et al., 2016; the same as
         torch.nn.TripletMarginLoss.
+
+    Example:
+        >>> from models import echo
+        >>> loss = Triplet(anchor="a", positive="b", negative="c", margin=2.0)
+        >>> three = {"a": [[0.0, 0.0]], "b": [[3.0, 4.0]], "c": [[6.0, 0.0]]}
+        >>> echo.loss_at(loss, three)  # 2 + 5 - 6
+        1.0
     """
 
     _: KW_ONLY
@@ -179,6 +193,12 @@ class InfoNCE(_Comparison):
     Source:
         van den Oord et al., 2018 (arXiv:1807.03748); symmetric: Radford et al., 2021
         (arXiv:2103.00020).
+
+    Example:
+        >>> from models import echo
+        >>> texts = {"query": [[1.0, 0.0], [0.0, 1.0]], "key": [[1.0, 0.0], [0.0, 1.0]]}
+        >>> echo.loss_at(InfoNCE(query="query", key="key", temperature=1.0), texts)  # log(1 + 1/e)
+        0.3133
     """
 
     _: KW_ONLY

@@ -82,6 +82,10 @@ def resolve(metrics: str | Metric | Sequence[str | Metric]) -> dict[str, Streami
 
     Raises:
         OrtopsError: If there is no metric of a name, or two are called the same.
+
+    Example:
+        >>> sorted(resolve(["accuracy", TopK(5)]))
+        ['accuracy', 'top_k']
     """
     found: dict[str, StreamingMetric] = {}
     single = isinstance(metrics, str | StreamingMetric) or callable(metrics)

@@ -50,6 +50,19 @@ class StreamingMetric:
             ``"probabilities"``, ``"log_probabilities"`` or other ``"values"``.
         axis: The axis of the classes, 1 without a session.
         ignored: The label, or other target, that does not count.
+
+    Example:
+        >>> import numpy as np
+        >>> class LargestError(StreamingMetric):
+        ...     def reset(self):
+        ...         self.largest = 0.0
+        ...     def update(self, outputs, targets):
+        ...         self.largest = max(self.largest, float(np.abs(outputs - targets).max()))
+        ...     def result(self):
+        ...         return self.largest
+        >>> from models import line
+        >>> line.session().evaluate(line.BATCH, metrics=[LargestError()])
+        {'loss': 1.0, 'largest_error': 1.0}
     """
 
     _: KW_ONLY

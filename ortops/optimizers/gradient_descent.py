@@ -140,6 +140,12 @@ class Momentum(Optimizer):
 
     Raises:
         ModelError: A value is outside its range, also when only its float32 value is.
+
+    Example:
+        >>> x, g, zero = np.array([1.0]), np.array([0.5]), np.zeros(1)
+        >>> x_new, *_ = Momentum().update(np.float64(0.1), np.int64(0), x, g, zero)
+        >>> x_new.round(4).tolist()  # in the first step that of SGD
+        [0.95]
     """
 
     learning_rate: float | Schedule = 0.01

@@ -94,6 +94,13 @@ class LAMB(Optimizer):
 
     Raises:
         ModelError: A value is outside its range, also when only its float32 value is.
+
+    Example:
+        >>> x, g, zero = np.array([1.0]), np.array([0.5]), np.zeros(1)
+        >>> optimizer = LAMB(weight_decay=0.0)
+        >>> x_new, *_ = optimizer.update(np.float64(0.1), np.int64(1), x, g, zero, zero)
+        >>> x_new.round(4).tolist()  # 1 - 0.1 · |1| / |1| · 1
+        [0.9]
     """
 
     learning_rate: float | Schedule = 1e-3

@@ -356,6 +356,13 @@ class AdamW(Optimizer):
 
     Raises:
         ModelError: A value is outside its range, also when only its float32 value is.
+
+    Example:
+        >>> x, g, zero = np.array([1.0]), np.array([0.5]), np.zeros(1)
+        >>> optimizer = AdamW(weight_decay=0.5)
+        >>> x_new, *_ = optimizer.update(np.float64(0.1), np.int64(1), x, g, zero, zero)
+        >>> x_new.round(4).tolist()  # 1 - 0.1 · 0.5 · 1 - 0.1
+        [0.85]
     """
 
     learning_rate: float | Schedule = 1e-3
@@ -465,6 +472,12 @@ class AMSGrad(Optimizer):
 
     Raises:
         ModelError: A value is outside its range, also when only its float32 value is.
+
+    Example:
+        >>> x, g, zero = np.array([1.0]), np.array([0.5]), np.zeros(1)
+        >>> x_new, *_ = AMSGrad().update(np.float64(0.1), np.int64(1), x, g, zero, zero, zero)
+        >>> x_new.round(4).tolist()  # 1 - 0.1 · 0.5 / √0.5²
+        [0.9]
     """
 
     learning_rate: float | Schedule = 1e-3

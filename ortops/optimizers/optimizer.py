@@ -76,6 +76,11 @@ class Operator:
     Attributes:
         rule: The update rule. Inputs of a node are R, T, then for n parameters all X, all G and all
             of each state; outputs are all X_new and all of each new state.
+
+    Example:
+        >>> from ortops.optimizers import OPERATORS
+        >>> OPERATORS["Momentum"].states
+        ('V',)
     """
 
     rule: UpdateRule
@@ -153,6 +158,12 @@ class Optimizer:
     Attributes:
         learning_rate: R at the start of training, finite and not negative; or a schedule of it.
         first_step: T in the first update.
+
+    Example:
+        >>> from ortops.optimizers import Adam
+        >>> optimizer = Adam(learning_rate=0.1)
+        >>> optimizer.name, optimizer.peak, optimizer.states, optimizer.first_step
+        ('Adam', 0.1, ('V', 'H'), 1)
     """
 
     learning_rate: float | Schedule

@@ -80,6 +80,13 @@ class Lion(Optimizer):
 
     Raises:
         ModelError: A value is outside its range, also when only its float32 value is.
+
+    Example:
+        >>> import numpy as np
+        >>> x, g, zero = np.array([1.0]), np.array([0.5]), np.zeros(1)
+        >>> x_new, *_ = Lion(weight_decay=0.0).update(np.float64(0.1), np.int64(0), x, g, zero)
+        >>> x_new.round(4).tolist()  # 1 - 0.1 · sign(0.5)
+        [0.9]
     """
 
     learning_rate: float | Schedule = 1e-4

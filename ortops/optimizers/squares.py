@@ -92,6 +92,12 @@ class Adagrad(Optimizer):
 
     Raises:
         ModelError: A value is outside its range, also when only its float32 value is.
+
+    Example:
+        >>> x, g, zero = np.array([1.0]), np.array([0.5]), np.zeros(1)
+        >>> x_new, *_ = Adagrad().update(np.float64(0.1), np.int64(0), x, g, zero)
+        >>> x_new.round(4).tolist()  # 1 - 0.1 · 0.5 / √0.5²
+        [0.9]
     """
 
     learning_rate: float | Schedule = 0.01
@@ -290,6 +296,12 @@ class Adadelta(Optimizer):
 
     Raises:
         ModelError: A value is outside its range, also when only its float32 value is.
+
+    Example:
+        >>> x, g, zero = np.array([1.0]), np.array([0.5]), np.zeros(1)
+        >>> x_new, *_ = Adadelta().update(np.float64(0.1), np.int64(0), x, g, zero, zero)
+        >>> x_new.round(4).tolist()  # a small step: nothing is known of steps yet
+        [0.9997]
     """
 
     learning_rate: float | Schedule = 1.0

@@ -261,6 +261,12 @@ class NAdam(Optimizer):
 
     Raises:
         ModelError: A value is outside its range, also when only its float32 value is.
+
+    Example:
+        >>> x, g, zero = np.array([1.0]), np.array([0.5]), np.zeros(1)
+        >>> x_new, *_ = NAdam().update(np.float64(0.1), np.int64(1), x, g, zero, zero)
+        >>> x_new.round(4).tolist()  # Adam's 0.9, and a look ahead
+        [0.8944]
     """
 
     learning_rate: float | Schedule = 2e-3
@@ -299,6 +305,12 @@ class RAdam(Optimizer):
 
     Raises:
         ModelError: A value is outside its range, also when only its float32 value is.
+
+    Example:
+        >>> x, g, zero = np.array([1.0]), np.array([0.5]), np.zeros(1)
+        >>> x_new, *_ = RAdam().update(np.float64(0.1), np.int64(1), x, g, zero, zero)
+        >>> x_new.round(4).tolist()  # SGD, until the variance is known
+        [0.95]
     """
 
     learning_rate: float | Schedule = 1e-3
@@ -334,6 +346,12 @@ class Adamax(Optimizer):
 
     Raises:
         ModelError: A value is outside its range, also when only its float32 value is.
+
+    Example:
+        >>> x, g, zero = np.array([1.0]), np.array([0.5]), np.zeros(1)
+        >>> x_new, *_ = Adamax().update(np.float64(0.1), np.int64(1), x, g, zero, zero)
+        >>> x_new.round(4).tolist()  # 1 - 0.1 · 0.5 / |0.5|
+        [0.9]
     """
 
     learning_rate: float | Schedule = 2e-3

@@ -30,6 +30,18 @@ class Record:
         interrupted: ``"SIGINT"`` or ``"SIGTERM"`` in `Callback.on_end`, if such a signal ended the
             training; else "".
         stopped: Why the training is to end, if `stop` was called.
+
+    Example:
+        >>> from models import line
+        >>> from ortops.callbacks import Callback
+        >>> class Patience(Callback):
+        ...     def on_step(self, record, session):
+        ...         if record.values["loss"] < 0.1:
+        ...             record.stop(f"the loss is small at step {record.step}")
+        >>> session = line.session()
+        >>> _ = session.fit([line.BATCH] * 9, callbacks=[Patience()], progress=False)
+        >>> session.steps_done
+        3
     """
 
     epoch: int

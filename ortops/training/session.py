@@ -265,6 +265,14 @@ class TrainingSession:
             UnsupportedError: If ``reduce`` is given and the step has no gradients (see
                 `gradients`).
             Exception: Whatever ``reduce`` raises; then nothing has changed.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> {name: array.item() for name, array in session.step(line.BATCH).items()}
+            {'loss': 1.0, 'y': 0.0}
+            >>> session.step(line.BATCH, outputs=["loss"])
+            {'loss': array(0.25, dtype=float32)}
         """
         self._check_outputs(outputs)
         if reduce is None:
@@ -384,6 +392,14 @@ class TrainingSession:
             KernelError: If a kernel failed, as in `step`.
             OrtopsError: If the gradients are not those of the parameters; then nothing has changed.
             UnsupportedError: See `gradients`.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> gradients = session.gradients(line.BATCH)
+            >>> session.apply({"w": gradients["w"] * 2})  # SGD with rate 0.25: 0 - 0.25 · 2 · -2
+            >>> session.state["w"].item()
+            1.0
         """
         self._apply(gradients)
 
@@ -451,6 +467,12 @@ class TrainingSession:
             FeedError: If a batch does not fit; then the steps of those before it may have been
                 made, as `steps_done` tells.
             KernelError: If a kernel failed; the same holds.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> session.run_steps([line.BATCH] * 3)
+            array([1.    , 0.25  , 0.0625], dtype=float32)
         """
         if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
             raise FeedError(
@@ -604,18 +626,45 @@ class TrainingSession:
 
     @property
     def inputs(self) -> Inputs:
-        """What a batch fills: inputs of the model and of the loss, by name."""
+        """What a batch fills: inputs of the model and of the loss, by name.
+
+        Example:
+            >>> from models import line
+            >>> sorted(line.session().inputs)
+            ['targets', 'x']
+        """
         return self._inputs
 
     @property
     def history(self) -> History:
-        """The epochs of the last `fit`, also where it was made before the file was saved."""
+        """The epochs of the last `fit`, also where it was made before the file was saved.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> _ = session.fit(line.BATCH, epochs=2, progress=False)
+            >>> [epoch["loss"] for epoch in session.history]
+            [1.0, 0.25]
+        """
         position = self.standing.position
         return History() if position is None else History(position.begun.history)
 
     @property
     def saved_in(self) -> str:
-        """The file that the present state was saved in last; "" if it was not saved."""
+        """The file that the present state was saved in last; "" if it was not saved.
+
+        Example:
+            >>> import tempfile
+            >>> from models import line
+            >>> session = line.session()
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     session.save(f"{folder}/line.onnx")
+            ...     session.saved_in == f"{folder}/line.onnx"
+            True
+            >>> first = session.step(line.BATCH)
+            >>> session.saved_in
+            ''
+        """
         path, steps = self._saved
         return path if steps == self._execution.steps_made else ""
 
@@ -649,6 +698,12 @@ class TrainingSession:
             FeedError: If the data do not fit the model.
             ModelError: If there are no averages.
             OrtopsError: If a metric does not fit what it compares.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> session.evaluate(line.BATCH, metrics=["mean_absolute_error"])
+            {'loss': 1.0, 'mean_absolute_error': 1.0}
         """
         looks = self._looks(metric_functions.resolve(metrics))
         self.loss_names()
@@ -765,6 +820,15 @@ class TrainingSession:
 
         Raises:
             OrtopsError: If the training algorithm has no loss.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> session.loss_names()
+            ['loss']
+            >>> import ortops
+            >>> line.session(loss=ortops.losses.L1("y") + ortops.losses.Huber("y")).loss_names()
+            ['loss', 'loss_y', 'loss_y_1']
         """
         parts = [part.name for part in self.noted.losses]
         several = [name for name in parts if name in self._outputs] if len(parts) > 1 else []
@@ -775,6 +839,12 @@ class TrainingSession:
 
         Raises:
             OrtopsError: If it is not known what one compares.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> session.target(metric_functions.resolve(["mean_absolute_error"]))
+            'targets'
         """
         return next(iter(self._looks(metrics).values())).note.target
 
@@ -795,6 +865,15 @@ class TrainingSession:
         Reading copies an array out; ``session.state[name] = array`` sets one, and
         ``session.state = {…}`` several. To set a parameter of float16 or bfloat16 sets its float32
         value ``<parameter>.master``, and the other way round.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> sorted(session.state)
+            ['learning_rate', 'step', 'w']
+            >>> session.state["w"] = [[0.75]]
+            >>> session.step(line.BATCH)["loss"]
+            array(0.0625, dtype=float32)
         """
         return State(self._execution, self._lock, self.noted, self._assign)
 
@@ -814,6 +893,13 @@ class TrainingSession:
         Those of 16 bits are their float32 values, as training goes on from them. Running
         statistics, which no gradient changes, are not among them. ``session.parameters = {…}``
         sets some or all of them; optimizer state stays as it is.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> _ = session.step(line.BATCH)
+            >>> dict(session.parameters)
+            {'w': array([[0.5]], dtype=float32)}
         """
         trained = self._trained()
         with self._lock:
@@ -842,7 +928,15 @@ class TrainingSession:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next step; part of `state`, and saved."""
+        """The learning rate of the next step; part of `state`, and saved.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> session.learning_rate = session.learning_rate * 2
+            >>> session.run_steps([line.BATCH] * 2).tolist()  # the first step arrives
+            [1.0, 0.0]
+        """
         return float(self.state[self._learning_rates()[0]])
 
     @learning_rate.setter
@@ -867,7 +961,15 @@ class TrainingSession:
 
     @property
     def steps_done(self) -> int:
-        """The number of finished steps: those of this session where the algorithm has no count."""
+        """The number of finished steps: those of this session where the algorithm has no count.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> losses = session.run_steps([line.BATCH] * 5)
+            >>> session.steps_done
+            5
+        """
         counter = self.noted.step
         with self._lock:
             if counter not in self._execution.variables:
@@ -879,6 +981,14 @@ class TrainingSession:
 
         All variables get, as the standard defines it, their values in the given model, and then
         those that the initialization graph computes (optimizer state, step, learning rate).
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> losses = session.run_steps([line.BATCH] * 5)
+            >>> session.reset()
+            >>> session.steps_done, session.state["w"].item()
+            (0, 0.0)
         """
         arrays = dict(self._given)
         state = self.state
@@ -968,7 +1078,16 @@ class TrainingSession:
     # ---------------------------------------------------------------------------------- files
 
     def model(self) -> onnx.ModelProto:
-        """Returns the trainable model with the present state."""
+        """Returns the trainable model with the present state.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> first = session.step(line.BATCH)
+            >>> other = TrainingSession(session.model())
+            >>> other.steps_done, other.state["w"].item()
+            (1, 0.5)
+        """
         with self._lock:
             return external.attach(*self._light_model())
 
@@ -1017,6 +1136,16 @@ class TrainingSession:
         Args:
             path: The file. At any time it holds the old model or the new one, whole. One of 2 GB
                 or more has a data file beside it (see `ortops.save_model`).
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> import tempfile
+            >>> first = session.step(line.BATCH)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     session.save(f"{folder}/line.onnx")
+            ...     TrainingSession(f"{folder}/line.onnx").step(line.BATCH)["loss"]
+            array(0.25, dtype=float32)
         """
         if sys.is_finalizing():
             raise OrtopsError(
@@ -1055,6 +1184,14 @@ class TrainingSession:
 
         Raises:
             ModelError: If a trained variable is not in the original, or there are no averages.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> first = session.step(line.BATCH)
+            >>> plain = onnxruntime.InferenceSession(session.inference_model().SerializeToString())
+            >>> plain.run(None, {"x": np.array([[4]], np.float32)})
+            [array([[2.]], dtype=float32)]
         """
         with self._lock:
             return self._inference_model(original, ema)

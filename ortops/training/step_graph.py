@@ -103,6 +103,14 @@ def step_graph(model: ModelLike, *, entry: int = 0) -> onnx.ModelProto:
 
     Raises:
         ModelError: If the model has no such entry, or the entry is not legal.
+
+    Example:
+        >>> from models import mlp
+        >>> import ortops
+        >>> trainable = ortops.build_training_model(mlp.mlp((4, 2)), loss="L1", optimizer="SGD")
+        >>> flat = step_graph(trainable)
+        >>> json.loads(flat.metadata_props[0].value)
+        {'step': 'step_new', 'fc1.weight': 'fc1.weight_new', 'fc1.bias': 'fc1.bias_new'}
     """
     proto, folder = convert.load(model)
     step = flatten(*detach(proto), entry, folder)

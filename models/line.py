@@ -1,0 +1,32 @@
+"""y = w · x with w = 0, the smallest model that can be trained, for examples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import ortops
+
+__all__ = ["BATCH", "session"]
+
+BATCH = {"x": np.ones((1, 1), np.float32), "targets": np.ones((1, 1), np.float32)}
+"""One row, which w = 1 fits."""
+
+
+def session(**options: Any) -> ortops.TrainingSession:
+    """Returns a session that halves the distance of w to 1 in each step with `BATCH`.
+
+    Args:
+        **options: As for `ortops.build_training_model`.
+
+    Example:
+        >>> line = session()
+        >>> line.run_steps([BATCH] * 3).tolist()
+        [1.0, 0.25, 0.0625]
+    """
+    with ortops.Tape(name="line") as tape:
+        x = tape.input("x", np.float32, ["batch", 1])
+        tape.output(x @ tape.initializer("w", np.zeros((1, 1), np.float32)), "y")
+    settings = {"loss": "MeanSquaredError", "optimizer": ortops.optimizers.SGD(0.25), **options}
+    return ortops.TrainingSession(ortops.build_training_model(tape.model(), **settings))

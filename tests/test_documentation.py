@@ -1,0 +1,199 @@
+"""What holds for the pages of the documentation and for docstrings."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections import Counter
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "ortops" / "docs"
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "ortops/docs/**/*.md", "models/**/*.md", "benchmarks/**/*.md")
+    for path in ROOT.glob(pattern)
+)
+LINK = re.compile(r"(?<!\\)\]\(([^()\s]+)\)")
+MODULES = [
+    "ortops",
+    "ortops.callbacks",
+    "ortops.derivatives",
+    "ortops.lora",
+    "ortops.losses",
+    "ortops.metrics",
+    "ortops.optimizers",
+    "ortops.schedules",
+    pytest.param("ortops.sklearn", marks=pytest.mark.sklearn),
+    "ortops.surgery",
+]
+WITHOUT_EXAMPLE: dict[str, str] = {
+    "ortops.losses.Combined": "what a sum of losses gives; the example of Loss makes one",
+    "ortops.losses.Computed": "what `compute` returns to the builder",
+    "ortops.losses.Prediction": "a part of Computed",
+    "ortops.losses.compute": "what the builder calls; its arguments are parts of a graph",
+}
+"""Public names without an example, and why."""
+
+
+# ------------------------------------------------------------------------------------------ links
+
+
+def without_code(markdown: str) -> str:
+    """Returns a page without what stands in fences and backticks, where no links are."""
+    fenced = re.sub(r"^```.*?^```", "", markdown, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`\n]*`", "code", fenced)
+
+
+def headings(markdown: str) -> list[tuple[str, str]]:
+    """Returns what can stand behind ``#``, as GitHub makes it of headings, and the headings."""
+    fenced = re.sub(r"^```.*?^```", "", markdown, flags=re.DOTALL | re.MULTILINE)
+    found = []
+    seen: Counter[str] = Counter()
+    for heading in re.findall(r"^#+ +(.+)$", fenced, flags=re.MULTILINE):
+        text = "".join(c for c in heading.lower() if c.isalnum() or c in "_- ").replace(" ", "-")
+        found.append((f"{text}-{seen[text]}" if seen[text] else text, heading))
+        seen[text] += 1
+    return found
+
+
+def broken_links(page: Path) -> list[str]:
+    """Returns the links of a page that lead nowhere."""
+    broken = []
+    markdown = page.read_text(encoding="utf-8")
+    for target in LINK.findall(without_code(markdown)):
+        if re.match(r"https?://", target):
+            continue
+        name, _, part = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (part and part not in dict(headings(file.read_text("utf-8")))):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    page, other = tmp_path / "page.md", tmp_path / "other.md"
+    other.write_text("# Other", encoding="utf-8")
+    text = """
+# A heading, `code`
+
+[a](other.md#other) [`b`](#a-heading-code) `[c](no)`
+
+```text
+[d](no)
+```
+
+[e](missing.md) [f](#no-heading) [`g`](other.md#no-such-part) ![h](no.png)
+"""
+    page.write_text(text, encoding="utf-8")
+    assert broken_links(page) == ["missing.md", "#no-heading", "other.md#no-such-part", "no.png"]
+
+
+def test_pages_of_the_package_need_nothing_else() -> None:
+    """They ship without the rest of the repository."""
+    for page in DOCS.rglob("*.md"):
+        for target in LINK.findall(without_code(page.read_text(encoding="utf-8"))):
+            if not re.match(r"https?://", target):
+                file = (page.parent / target.partition("#")[0]).resolve()
+                assert file.is_relative_to(DOCS), f"{page}: {target}"
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "reference").glob("*.md")), ids=lambda p: p.stem)
+def test_links_of_the_reference_lead_to_what_they_name(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for name, file, part in re.findall(r"\[`([^`]+)`\]\(([\w.]*)#([\w-]+)\)", text):
+        other = (page.parent / file).read_text(encoding="utf-8") if file else text
+        heading = dict(headings(other))[part]
+        assert heading.split(".")[-1] == name.split(".")[-1], f"{name} leads to {heading}"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS.glob("*.md")], ids=lambda p: p.stem)
+def test_names_in_pages_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    names = set(re.findall(r"(?<![\w./\"])ortops((?:\.[A-Za-z_]\w*)+)(?!\w)", text))
+    for name in names - {".sklearn"}:  # whose package may be missing
+        value: Any = importlib.import_module("ortops")
+        for part in name.removeprefix(".").split("."):
+            if not hasattr(value, part):
+                assert inspect.ismodule(value), f"ortops{name}"
+                value = importlib.import_module(f"{value.__name__}.{part}")
+            else:
+                value = getattr(value, part)
+
+
+def test_methods_in_the_page_for_newcomers_exist() -> None:
+    text = (DOCS / "coming_from.md").read_text(encoding="utf-8")
+    session = importlib.import_module("ortops").TrainingSession
+    names = set(re.findall(r"\bsession\.([a-z_]+)", text))
+    assert {"step", "save", "state", "predict", "gradients"} <= names
+    assert {name for name in names if not hasattr(session, name)} == set()
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = DOCS / "README.md"
+    text = index.read_text(encoding="utf-8")
+    linked = {(DOCS / target.partition("#")[0]).resolve() for target in LINK.findall(text)}
+    assert {page for page in DOCS.rglob("*.md") if page != index} <= linked
+
+
+def test_pages_ship_with_the_package() -> None:
+    pages = resources.files("ortops") / "docs"
+    assert (pages / "README.md").is_file()
+    assert "\n| Conv | rule |" in (pages / "operators.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
+# ------------------------------------------------------------------------------------- docstrings
+
+
+def documented(name: str) -> dict[str, Any]:
+    """Returns the classes and functions of a public module, and the methods of its session."""
+    module = importlib.import_module(name)
+    found: dict[str, Any] = {}
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isclass(value) or inspect.isroutine(value):
+            found[f"{module.__name__}.{name}"] = value
+        if name == "TrainingSession":
+            for inner, member in vars(value).items():
+                if not inner.startswith("_"):
+                    found[f"{module.__name__}.{name}.{inner}"] = member
+    return found
+
+
+def test_all_public_modules_are_looked_at() -> None:
+    ortops = importlib.import_module("ortops")
+    modules = {name for name in ortops.__all__ if inspect.ismodule(getattr(ortops, name))}
+    assert modules
+    assert {f"ortops.{name}" for name in modules} <= {
+        each for each in MODULES if isinstance(each, str)
+    }
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_public_names_have_an_example(module: str) -> None:
+    missing = [
+        name
+        for name, value in documented(module).items()
+        if not re.search(r"^ *Examples?:\n(.|\n)*>>> ", value.__doc__ or "", re.MULTILINE)
+    ]
+    assert [name for name in missing if name not in WITHOUT_EXAMPLE] == []
+
+
+def test_reasons_are_needed() -> None:
+    for name in WITHOUT_EXAMPLE:
+        value = documented(name.rpartition(".")[0])[name]
+        assert ">>>" not in (value.__doc__ or ""), f"{name} has an example now"
