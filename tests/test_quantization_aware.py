@@ -70,6 +70,13 @@ def test_weights_pass_their_gradient_straight_through() -> None:
     np.testing.assert_allclose(y, x @ rounded, rtol=1e-5, atol=1e-5)
 
 
+def test_onnxruntime_has_nothing_to_warn_of(capfd: pytest.CaptureFixture[str]) -> None:
+    model = aware(np.ones((4, 2), np.float32))
+    session = TrainingSession(build_training_model(model, loss="MeanSquaredError", optimizer="SGD"))
+    session.step({"x": np.ones((8, 4), np.float32), "targets": np.ones((8, 2), np.float32)})
+    assert capfd.readouterr().err == ""
+
+
 def already(w: Array) -> onnx.ModelProto:
     """y = x · (w · scale), w of int8, with a scale for each column; and a bias."""
     nodes = [

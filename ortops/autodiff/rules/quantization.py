@@ -71,9 +71,8 @@ def quantize_linear(
         rounded = op.Round(ratio)
     if zero_point is not None:
         # Of the type of the scale, whatever integer type it has itself.
-        shift = op.DequantizeLinear(
-            zero_point, op.CastLike(1.0, scale), axis=0 if zero_point.shape else 1
-        )
+        one = np.array(1, scale.dtype)
+        shift = op.DequantizeLinear(zero_point, one, axis=0 if zero_point.shape else 1)
         rounded = rounded + _spread(shift, x, axis, block_size).astype(wide)
     low, high = float(y.value.dtype.min), float(y.value.dtype.max)
     inside = op.And(op.GreaterOrEqual(rounded, low), op.LessOrEqual(rounded, high))
