@@ -134,6 +134,12 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
                         "already, and ortops registers it with its kernels; leave the first "
                         'registration out, or give kernels="onnx"'
                     ) from error
+                if "support for domain ai.onnx is till opset" in str(error):
+                    raise UnsupportedError(
+                        f"model: {str(error).strip()} It needs a newer onnxruntime, and "
+                        f"{onnxruntime.__version__} is installed; upgrade it, or convert the model "
+                        "down with onnx.version_converter"
+                    ) from error
                 raise UnsupportedError(
                     f"onnxruntime: {str(error).strip()}; change the type of that node's tensors, "
                     "or choose other providers"
@@ -185,7 +191,10 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             return super().run_async(output_names, input_feed, callback, user_data, run_options)
         recorder = custom_ops.ErrorRecorder(self._kernel_nodes, anywhere=True)
 
+        held = [input_feed]  # onnxruntime does not keep the arrays of a run that it has begun
+
         def checked(results: Any, data: Any, message: str) -> None:
+            held.clear()
             failure = recorder.finish()
             if failure is None:
                 callback(results, data, message)

@@ -1,5 +1,6 @@
 """Settings that hold for every test, and what is left out where something optional is missing."""
 
+import importlib.metadata
 import importlib.util
 import os
 from collections import Counter
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from packaging.requirements import Requirement
 
 # No deadline: how long an example takes depends on the machine, not on the code's correctness.
 hypothesis.settings.register_profile("default", deadline=None)
@@ -22,6 +24,8 @@ FILES = {
     "test_lora_peft.py": ("torch", "onnxscript", "transformers", "peft"),
     "test_onnx_node_cases_torch.py": ("torch",),
     "test_optimized_exports.py": ("torch", "onnxscript", "transformers"),
+    "sklearn.py": ("sklearn",),
+    "test_sklearn_estimators.py": ("sklearn",),
     "test_weights_sklearn.py": ("sklearn", "skl2onnx"),
     "torch_operators.py": ("torch",),
 }
@@ -39,6 +43,22 @@ def is_missing(package: str) -> bool:
     return importlib.util.find_spec(package) is None
 
 
+def unmet(requirement: str) -> str:
+    """Returns which version of a package tests need that is not installed, in words; else nothing.
+
+    Args:
+        requirement: As pip takes it, "onnxruntime>=1.27".
+    """
+    wanted = Requirement(requirement)
+    try:
+        version = importlib.metadata.version(wanted.name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"tests left out: they need {requirement} (./scripts/test --compare)"
+    if wanted.specifier.contains(version, prereleases=True):
+        return ""
+    return f"tests left out: they need {requirement}, and {version} is installed"
+
+
 def why_left_out(item: pytest.Item) -> str:
     """Returns what a test needs that is not there, as the summary says it; else nothing."""
     if item.get_closest_marker("torch") and is_missing("torch"):
@@ -49,6 +69,9 @@ def why_left_out(item: pytest.Item) -> str:
         package, group = mark.args
         if is_missing(package):
             return f"tests of {package} left out: not installed (pip install ortops[{group}])"
+    for reason in (unmet(mark.args[0]) for mark in item.iter_markers("needs")):
+        if reason:
+            return reason
     if any(not Path(mark.args[0]).exists() for mark in item.iter_markers("fetched")):
         return FETCHED
     return ""

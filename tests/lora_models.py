@@ -10,7 +10,6 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantFormat
-from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from running import plain_session
 
 from ortops import Tape, op
@@ -90,6 +89,8 @@ def built(x: np.ndarray, emit: Callable[..., Any], **weights: np.ndarray) -> onn
 
 def four_bits(x: np.ndarray, bits: int = 4, bias: bool = False) -> onnx.ModelProto:
     """A MatMulNBits node, written by onnxruntime's own tool."""
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
     quantizer = MatMulNBitsQuantizer(
         built(x, lambda x, weight: x @ weight, weight=normal(32, 4, seed=1)),
         bits=bits,
@@ -107,6 +108,8 @@ def four_bits(x: np.ndarray, bits: int = 4, bias: bool = False) -> onnx.ModelPro
 
 def four_bits_dequantized(x: np.ndarray) -> onnx.ModelProto:
     """MatMul with a weight of int4, dequantized by block, written by onnxruntime's own tool."""
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
     base = built(x, lambda x, weight: x @ weight, weight=normal(32, 4, seed=1))
     quantizer = MatMulNBitsQuantizer(
         base, block_size=16, is_symmetric=True, quant_format=QuantFormat.QDQ

@@ -165,9 +165,11 @@ def test_columns_are_named(folder, capsys):
     assert "there is no input 'dots'; did you mean 'points'?" in capsys.readouterr().err
 
 
+@pytest.mark.optional("pyarrow", "tables")
 def test_a_parquet_table(folder):
-    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    import pyarrow
+    from pyarrow import parquet
+
     stored = np.load("train.npz")
     columns = {"x": stored["points"][:, 0], "y": stored["points"][:, 1], "labels": stored["labels"]}
     parquet.write_table(pyarrow.table(columns), "train.parquet")
@@ -203,13 +205,14 @@ def test_standard_streams(folder):
 @pytest.fixture
 def pictures(folder):
     """A folder of dark and light images by class, and a model of 8 × 8 pixels."""
-    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    from PIL import Image
+
     rng = np.random.default_rng(0)
     for name, level in (("dark", 40), ("light", 200)):
         Path("photos", name).mkdir(parents=True)
         for number in range(12):
             pixels = rng.integers(level - 30, level + 30, (16, 16, 3), np.uint8)
-            image.fromarray(pixels).save(Path("photos", name, f"{number}.png"))
+            Image.fromarray(pixels).save(Path("photos", name, f"{number}.png"))
     model = onnx.parser.parse_model("""
         <ir_version: 10, opset_import: ["" : 18]>
         tint (float[batch, 3, 8, 8] images) => (float[batch, 2] logits)
@@ -222,6 +225,7 @@ def pictures(folder):
     onnx.save(model, "tint.onnx")
 
 
+@pytest.mark.optional("PIL", "images")
 def test_a_folder_of_images_by_class(pictures, capsys):
     arguments = ["train", "tint.onnx", "--data", "photos", "--scale", "255", "--mean", "0.5"]
     arguments += ["--loss", "SoftmaxCrossEntropy", "--epochs", "30", "--quiet"]
@@ -234,6 +238,7 @@ def test_a_folder_of_images_by_class(pictures, capsys):
     assert json.loads(capsys.readouterr().out)["accuracy"] == 1.0
 
 
+@pytest.mark.optional("PIL", "images")
 def test_what_is_no_image_or_in_no_class_is_said(pictures, capsys):
     Path("photos", "dark", "broken.png").write_bytes(b"nothing")
     arguments = ["train", "tint.onnx", "--data", "photos", "--loss", "SoftmaxCrossEntropy"]
@@ -424,9 +429,9 @@ def test_help_imports_nothing_heavy():
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+@pytest.mark.optional("shtab", "completion")
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_completion(shell, capsys):
-    pytest.importorskip("shtab", reason="shtab is not installed")
     assert run("completion", shell) == 0
     assert "--early-stopping" in capsys.readouterr().out
 

@@ -442,13 +442,14 @@ def test_an_asynchronous_run_has_a_recorder_of_its_own() -> None:
     )
     recorder = ErrorRecorder({"Adam": ["update"]}, anywhere=True)
     finished = threading.Event()
-    session.run_async(None, adam_feeds(-1), lambda *_: finished.set(), None)  # not listened to
+    feeds = adam_feeds(-1)  # onnxruntime does not keep the arrays alive
+    session.run_async(None, feeds, lambda *_: finished.set(), None)  # not listened to
     assert finished.wait(60)
     assert len(take_errors()) == 1
 
     finished.clear()
     recorder.start()
-    session.run_async(None, adam_feeds(-1), lambda *_: finished.set(), None)
+    session.run_async(None, feeds, lambda *_: finished.set(), None)
     with errors_of_run():  # a run of this thread is not blamed
         session_of("Adam", SETTINGS["Adam"][0]).run(None, adam_feeds())
     assert finished.wait(60)

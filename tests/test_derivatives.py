@@ -721,6 +721,7 @@ def force_loss(energy: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
     return ((-ortops.grad(energy, positions) - targets) ** 2).mean()
 
 
+@pytest.mark.needs("onnxruntime>=1.27")  # older ones end the process: functions in functions
 def test_a_loss_of_forces_trains(tmp_path: Path) -> None:
     """The loss and its slopes are those of the closed form of the forces."""
     declared = {"targets": (np.float32, ["atoms", 3])}

@@ -343,7 +343,14 @@ def test_all_official_cases_are_there() -> None:
     assert official_cases().keys() == OFFICIAL
 
 
-@pytest.mark.parametrize("name", sorted(OFFICIAL))
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Before onnx 1.22, the case expected other values.
+        pytest.param(name, marks=[pytest.mark.needs("onnx>=1.22")] * (name == "test_adam_multiple"))
+        for name in sorted(OFFICIAL)
+    ],
+)
 def test_an_official_case_passes_through_the_rule(name: str) -> None:
     case = official_cases()[name]
     node = case["node"]

@@ -6,10 +6,13 @@ import inspect
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
+import conftest
 import pytest
+from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -27,7 +30,7 @@ TOP_LEVEL = {
     "scripts",
     "tests",
 }
-SCRIPTS = (".ci/run", "scripts/demo", "scripts/test")
+SCRIPTS = (".ci/run", "scripts/demo", "scripts/distribution", "scripts/test")
 # What other code may rely on; README.md describes them.
 CONTRACT = {
     "InferenceSession",
@@ -101,6 +104,28 @@ def test_top_level_holds_only_what_belongs_there(tracked):
 
 def test_scripts_are_executable(tracked):
     assert {path: tracked.get(path) for path in SCRIPTS} == dict.fromkeys(SCRIPTS, "100755")
+
+
+def test_lowest_constraints_are_the_lower_bounds():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = (ROOT / "scripts" / "lowest-constraints.txt").read_text(encoding="utf-8").splitlines()
+    lowest = dict(line.split("==") for line in lines if not line.startswith("#"))
+    bounds = dict(line.split(">=") for line in project["dependencies"])
+    assert {name: Version(each) for name, each in lowest.items()} == {
+        name: Version(each) for name, each in bounds.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("requirement", "said"),
+    [
+        ("pytest>=1", ""),
+        ("pytest>=1000", f"they need pytest>=1000, and {pytest.__version__} is installed"),
+        ("no-such-package>=2", "they need no-such-package>=2 (./scripts/test --compare)"),
+    ],
+)
+def test_what_a_test_needs_is_said(requirement: str, said: str):
+    assert conftest.unmet(requirement) == (said and f"tests left out: {said}")
 
 
 def test_no_file_depends_on_one_machine(tracked):

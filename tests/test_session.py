@@ -288,3 +288,16 @@ def test_two_threads_in_one_session_get_their_own_errors():
     for thread in threads:
         thread.join()
     assert outcomes == {"good": [True] * 50, "bad": [None] * 50}
+
+
+def test_an_opset_that_onnxruntime_does_not_know():
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "graph", [x], [y])
+    newer = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 99)], ir_version=10)
+    said = (
+        r"model: .* Opset 99 is .* It needs a newer onnxruntime, and "
+        rf"{onnxruntime.__version__} is installed; upgrade it, or convert the model down"
+    )
+    with pytest.raises(ortops.UnsupportedError, match=said):
+        ortops.InferenceSession(newer.SerializeToString())

@@ -410,7 +410,10 @@ class Tape:
         Raises:
             ModelError: If its inputs do not fit the operator.
         """
-        schema = _schema(node.op_type, self.graph.opset_imports.get(node.domain, 1), node.domain)
+        op_type = node.op_type
+        if op_type in ("LessOrEqual", "GreaterOrEqual"):
+            op_type = "Less"  # typed and shaped alike; onnx before 1.20 infers nothing for those
+        schema = _schema(op_type, self.graph.opset_imports.get(node.domain, 1), node.domain)
         if not schema.has_type_and_shape_inference_function:
             _infer_types(node, schema)
             return
@@ -442,10 +445,12 @@ class Tape:
             tensor = constant_tensor(value)
             if tensor is not None and tensor.size <= _SMALL:
                 data[value.name] = ir.serde.serialize_tensor(tensor)
+        proto = ir.serde.serialize_node(node)
+        proto.op_type = schema.name
         try:
             inferred = onnx.shape_inference.infer_node_outputs(
                 schema,
-                ir.serde.serialize_node(node),
+                proto,
                 types,
                 data,
                 opset_imports=[
@@ -461,12 +466,12 @@ class Tape:
             ) from error
         found: list[tuple[ir.TypeProtocol | None, tuple[Dim, ...] | None]] = []
         for value in node.outputs:
-            proto = inferred.get(value.name) if value.name else None  # absent ones share a name
-            if proto is None or is_map(proto):
+            typed = inferred.get(value.name) if value.name else None  # absent ones share a name
+            if typed is None or is_map(typed):
                 found.append((None, None))
                 continue
-            kind = ir.serde.deserialize_type_proto_for_type(proto)
-            shape = ir.serde.deserialize_type_proto_for_shape(proto)
+            kind = ir.serde.deserialize_type_proto_for_type(typed)
+            shape = ir.serde.deserialize_type_proto_for_shape(typed)
             dims = None if shape is None else _dims(shape)
             if isinstance(kind, ir.SequenceType) and dims is not None:
                 # A symbol would say that all elements, and what is computed of them, agree.

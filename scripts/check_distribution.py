@@ -1,0 +1,76 @@
+"""Checks what is in a wheel and an sdist.
+
+Usage: python scripts/check_distribution.py FOLDER DIRECT
+
+FOLDER holds an sdist and the wheel made from it, DIRECT a wheel made from the checkout.
+"""
+
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def the_one(folder: Path, pattern: str) -> Path:
+    """Returns the only file of a folder that a pattern fits."""
+    found = sorted(folder.glob(pattern))
+    if len(found) != 1:
+        sys.exit(f"{folder}: {len(found)} files {pattern}; there is to be one")
+    return found[0]
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    """Returns the files of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def problems(wheel: dict[str, bytes], direct: dict[str, bytes], sdist: set[str]) -> list[str]:
+    """Returns what is wrong.
+
+    Args:
+        wheel: The files of the wheel that was made from the sdist.
+        direct: Those of the wheel that was made from the checkout.
+        sdist: The names of the files of the sdist, without the folder that they are in.
+    """
+    found = []
+    sources = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "ortops").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    metadata = {name for name in wheel if name.split("/")[0].endswith(".dist-info")}
+    if missing := sources - wheel.keys():
+        found.append(f"the wheel lacks {sorted(missing)}")
+    if extra := wheel.keys() - sources - metadata:
+        found.append(f"the wheel has {sorted(extra)} besides ortops")
+    if "ortops/py.typed" not in wheel:
+        found.append("the wheel lacks py.typed")
+    if not any(name.endswith("/licenses/LICENSE") for name in metadata):
+        found.append("the wheel lacks LICENSE")
+    if wheel != direct:
+        changed = {name for name in wheel.keys() | direct if wheel.get(name) != direct.get(name)}
+        found.append(f"the sdist builds another wheel than the checkout: {sorted(changed)}")
+    wanted = {"LICENSE", "README.md", "pyproject.toml", "tests/conftest.py"}
+    if missing := wanted - sdist:
+        found.append(f"the sdist lacks {sorted(missing)}")
+    return found
+
+
+def main(folder: Path, direct: Path) -> int:
+    """Prints what is wrong and returns 1, or what was looked at and 0."""
+    wheel = contents(the_one(folder, "*.whl"))
+    with tarfile.open(the_one(folder, "*.tar.gz")) as archive:
+        sdist = {name.partition("/")[2] for name in archive.getnames()}
+    found = problems(wheel, contents(the_one(direct, "*.whl")), sdist)
+    for problem in found:
+        print(problem)
+    if not found:
+        print(f"{the_one(folder, '*.whl').name}: {len(wheel)} files; sdist: {len(sdist)} files")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(Path, sys.argv[1:])))
