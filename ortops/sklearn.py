@@ -115,8 +115,15 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn carries no typ
     def _shaped(self, X: Array) -> Array:
         """Returns rows as the model takes them: of its type, and reshaped where it has images."""
         wanted = self.session_.inputs[self._input]
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             array = np.asarray(X if wanted.dtype is None else X.astype(wanted.dtype))
+        if X.dtype.kind == "f":
+            lost = ~np.isfinite(array) if array.dtype.kind not in "biu" else array != X
+            if lost.any():
+                raise FeedError(
+                    f"X: it has the value {X[lost].flat[0]}, which {array.dtype} does not hold; "
+                    f"input '{self._input}' of the model takes such"
+                )
         dims = () if wanted.dims is None else wanted.dims[1:]
         sizes = tuple(dim for dim in dims if isinstance(dim, int))
         if wanted.dims is not None and len(sizes) == len(dims) and array.shape[1:] != sizes:
@@ -188,7 +195,7 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
             that `fit` is given, sorted.
 
     Attributes:
-        classes_: The labels.
+        classes_: The labels, sorted, as those who score a classifier take for granted.
         n_features_in_: The number of features, where X is a table.
         session_: The `ortops.TrainingSession`.
         history_: What the last `fit` returned.
@@ -272,13 +279,21 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
         X, y = validate_data(self, X, y, reset=not again, allow_nd=True, dtype=None)
         check_classification_targets(y)
         if not again:
-            self.classes_ = np.unique(y) if classes is None else np.asarray(classes)
+            labels = np.unique(y) if classes is None else np.asarray(classes)
+            self.classes_, self._places = np.unique(labels, return_index=True)
+            if len(labels) != len(self.classes_):
+                raise ValueError(f"classes are {labels.tolist()}; give each label once")
             if len(self.classes_) < 2:
                 raise ValueError(
                     f"y has one class, {self.classes_[0]!r}; a classifier needs two or more"
                 )
             self._begin(int(np.prod(X.shape[1:])), len(self.classes_))
-        places = {label: number for number, label in enumerate(self.classes_.tolist())}
+        elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
+            raise ValueError(
+                f"classes are {list(classes)}, and were {self.classes_.tolist()} in the first "
+                "call; give the same, or leave them out"
+            )
+        places = dict(zip(self.classes_.tolist(), self._places.tolist(), strict=True))
         unknown = [label for label in np.unique(y).tolist() if label not in places]
         if unknown:
             raise ValueError(f"y has the label {unknown[0]!r}; the classes are {list(places)}")
@@ -323,7 +338,7 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
         if single:
             p = values.reshape(-1)
             p = 1 / (1 + np.exp(-p)) if noted.kind == "logits" else p
-            return np.stack([1 - p, p], axis=1)
+            return np.stack([1 - p, p], axis=1)[:, self._places]
         if values.shape[1:] != (len(self.classes_),):
             raise ModelError(
                 f"OnnxClassifier: '{noted.tensor}' is of shape {list(values.shape)}, and there are "
@@ -335,7 +350,7 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
         if noted.kind != "probabilities":
             values = np.exp(values)
         probabilities: Array = values / values.sum(axis=1, keepdims=True)
-        return probabilities
+        return probabilities[:, self._places]
 
     def predict(self, X: Any) -> Array:
         """Returns the label of the most probable class for each row.

@@ -256,18 +256,20 @@ def test_what_is_no_image_or_in_no_class_is_said(pictures, capsys):
         ("x,x,labels\n1,2,0\n", "are not all different"),
         ("x,y,labels\n1,2\n", "line 2 has 2 columns, and the first line names 3"),
         ("x,y,labels\n1,two,0\n", "row 1 of column 'y' is 'two'; input 'points' takes numbers"),
-        ("x,y,labels\n1,2,0.5\n", "the class"),
+        (
+            "x,y,labels\n1,2,0.5\n",
+            "row 1 of column 'labels' is '0.5'; input 'labels' takes integers, or names of classes",
+        ),
+        ("x,y,labels\n1,2,9999999999999999999\n", "has a number that int64 does not hold"),
+        ("x,y,labels\n1,1e39,0\n", "input 'points' is given 1e+39, which float32 does not hold"),
+        ("x,y,labels\n1,é,0\n".encode("latin-1"), "save it in UTF-8"),
+        ("x,y,labels\n", "there is no batch in it"),
     ],
 )
 def test_tables_that_do_not_fit(folder, capsys, content, told):
-    Path("bad.csv").write_text(content)
-    status = train(data="bad.csv")
-    captured = capsys.readouterr().err
-    if told == "the class":  # a number of classes that is no integer is a name, and is said
-        assert "the names in column 'labels' are classes: 0 0.5" in captured
-    else:
-        assert status == 1
-        assert told in captured
+    Path("bad.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert train(data="bad.csv") == 1
+    assert told in capsys.readouterr().err
 
 
 def test_files_that_are_not_read(folder, capsys):
@@ -282,7 +284,114 @@ def test_files_that_are_not_read(folder, capsys):
     assert "is no folder of images" in capsys.readouterr().err
 
 
+def test_labels_that_are_written_as_floats_are_numbers(folder):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    import pyarrow
+
+    stored = np.load("train.npz")
+    columns = {"x": stored["points"][:, 0].astype(float), "y": stored["points"][:, 1]}
+    labels = stored["labels"].astype(float)
+    parquet.write_table(pyarrow.table(columns | {"labels": labels}), "train.parquet")
+    rows = zip(columns["x"], columns["y"], labels, strict=True)
+    lines = ["x,y,labels", *(f"{x},{y},{label}" for x, y, label in rows)]
+    Path("floats.csv").write_text("\n".join(lines))
+    for data in ("train.npz", "train.parquet", "floats.csv"):
+        assert train("--save", f"{data}.onnx", data=data) == 0
+    states = [ortops.TrainingSession(f"{data}.onnx").state for data in ("train.npz", "floats.csv")]
+    np.testing.assert_array_equal(states[0]["w"], states[1]["w"])
+    parquet_state = ortops.TrainingSession("train.parquet.onnx").state
+    np.testing.assert_array_equal(states[0]["w"], parquet_state["w"])
+    assert not any(e.key == "ortops.classes" for e in onnx.load("floats.csv.onnx").metadata_props)
+
+
+def test_names_of_classes_go_with_the_model(folder):
+    assert train("--save", "trained.onnx", data="train.csv") == 0
+    assert run("export", "trained.onnx", "tuned.onnx", "--original", "model.onnx") == 0
+    header = "probabilities_east,probabilities_north,probabilities_rest"
+    for model in ("trained.onnx", "tuned.onnx"):  # the labels are no part of an input
+        assert run("predict", model, "--data", "train.csv", "--output", "found.csv") == 0
+        assert Path("found.csv").read_text().splitlines()[0] == header
+
+
+def test_predictions_of_images_say_their_files(pictures):
+    assert run("predict", "tint.onnx", "--data", "photos", "--output", "found.csv") == 0
+    rows = list(csv.DictReader(Path("found.csv").read_text().splitlines()))
+    assert rows[0]["file"] == "dark/0.png"
+    assert len(rows) == 24
+    assert run("predict", "tint.onnx", "--data", "photos", "--output", "found.npz") == 0
+    assert np.load("found.npz")["file"].tolist() == [row["file"] for row in rows]
+
+
+def test_images_stand_upright_and_have_8_bits(pictures, capsys):
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    pixels = np.random.default_rng(1).integers(0, 255, (8, 8, 3), np.uint8)
+    for name, turned, orientation in (("a", pixels, 1), ("b", np.rot90(pixels), 6)):
+        Path("turned", name).mkdir(parents=True)
+        exif = image.Exif()
+        exif[0x0112] = orientation  # 6: to be turned clockwise
+        image.fromarray(np.ascontiguousarray(turned)).save(f"turned/{name}/1.png", exif=exif)
+    assert run("predict", "tint.onnx", "--data", "turned", "--output", "found.npz") == 0
+    first, second = np.load("found.npz")["logits"]
+    np.testing.assert_array_equal(first, second)
+    image.fromarray(np.full((8, 8), 40_000, np.uint16)).save("turned/a/2.png")
+    assert run("predict", "tint.onnx", "--data", "turned", "--output", "found.npz") == 1
+    assert "its pixels have more than 8 bits (mode I;16)" in capsys.readouterr().err
+    wrong = ["--data", "photos", "--mean", "1", "2", "--output", "found.npz"]
+    assert run("predict", "tint.onnx", *wrong) == 1
+    assert "--mean has 2 numbers; one, or one for each channel" in capsys.readouterr().err
+
+
+def test_arrays_of_different_lengths_are_refused(folder, capsys):
+    stored = np.load("train.npz")
+    np.savez("bad.npz", points=stored["points"], labels=stored["labels"][:-1])
+    assert train("--validation", "0.5", data="bad.npz") == 1
+    told = "the arrays have no common number of rows ('points' 120, 'labels' 119)"
+    assert told in capsys.readouterr().err
+    columns = ["--columns", "points=x,y", "points=x"]
+    assert train(*columns, data="train.csv") == 1
+    assert "--columns: input 'points' is named twice" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------- the training
+
+
+def test_the_learning_rate_of_a_trainable_file(folder, capsys):
+    assert train("--save", "once.onnx") == 0
+    more = ["train", "once.onnx", "--data", "train.npz", "--quiet", "--save", "twice.onnx"]
+    assert run(*more, "--learning-rate", "0.5") == 0
+    assert ortops.TrainingSession("twice.onnx").learning_rate == 0.5
+    assert run(*more, "--learning-rate", "constant(0.5)") == 1
+    assert "a number is accepted, for a schedule begin with" in capsys.readouterr().err
+    assert run(*more, "--loss", "Huber", "--resume", "--save", "new.onnx") == 1
+    assert "--loss: 'once.onnx' is trainable" in capsys.readouterr().err
+
+
+def test_a_training_is_resumed_with_the_options_that_it_was_begun_with(folder, capsys):
+    assert train("--save", "trained.onnx") == 0
+    assert train("--save", "trained.onnx", "--resume") == 0
+    capsys.readouterr()
+    assert train("--save", "trained.onnx", "--resume", "--loss", "MultiMargin") == 1
+    told = "--loss is 'MultiMargin', and the training in 'trained.onnx' was begun with 'Softmax"
+    assert told in capsys.readouterr().err
+    assert train("--save", "trained.onnx", "--resume", "--clip-norm", "1") == 1
+    assert "--clip-norm is 1.0, and the training" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--epochs", "--batch-size", "--accumulate", "--rank"])
+def test_counts_are_at_least_one(folder, capsys, option):
+    command = ["lora", "add", "model.onnx", "a.onnx"] if option == "--rank" else ["train"]
+    with pytest.raises(SystemExit) as ended:
+        run(*command, option, "0")
+    assert ended.value.code == 2
+    assert f"argument {option}: '0' is no integer of at least 1" in capsys.readouterr().err
+
+
+def test_a_training_is_saved_in_a_file(folder, capsys):
+    assert run("train", "-", "--data", "train.npz", "--loss", "SoftmaxCrossEntropy") == 1
+    assert "--save: a training is saved as it goes on" in capsys.readouterr().err
+    assert train("--save", "{step}.onnx") == 0
+    assert Path("{step}.onnx").exists()
+    assert not Path("4.onnx").exists()
 
 
 def test_what_a_training_writes_beside_the_model(folder):
@@ -324,6 +433,45 @@ def test_options_from_a_file(folder, capsys):
     assert "give a TOML file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('epochs = "two"', "--epochs: 'two' is no integer of at least 1"),
+        ("epochs = true", "--epochs: expected one argument"),
+        ('quiet = "no"', "ignored explicit argument 'no'"),
+        ("epochs = 2026-01-01", "'epochs' is datetime.date(2026, 1, 1)"),
+        ("loss = {a = 1}", "'loss' is {'a': 1}"),
+    ],
+)
+def test_values_of_a_file_are_checked(folder, capsys, line, told):
+    Path("train.toml").write_text(line)
+    assert run("train", "--config", "train.toml") == 1
+    captured = capsys.readouterr().err
+    assert "--config 'train.toml': " in captured
+    assert told in captured
+
+
+def test_all_that_is_written_to_a_file_is_read_from_it(folder, capsys):
+    more = ["--epochs", "1", "--no-quiet", "--clip-norm", "inf", "--log", "läuft 🏃 \x7f.csv"]
+    train(*more, "--save", "first.onnx", "--trainable", "w", "--write-config", "train.toml")
+    written = tomllib.loads(Path("train.toml").read_text(encoding="utf-8"))
+    assert written["log"] == "läuft 🏃 \x7f.csv"
+    assert written["clip-norm"] == float("inf")
+    assert written["trainable"] == ["w"]
+    assert written["quiet"] is False
+    Path("train.toml").write_text(
+        'model = "model.onnx"\ndata = "train.npz"\nloss = "SoftmaxCrossEntropy"\n'
+        "epochs = 2\nbatch-size = 60\nquiet = true\nlearning-rate = 0.5\n"
+    )
+    assert run("train", "--config", "train.toml", "--save", "a.onnx") == 0
+    assert "epoch 1" not in capsys.readouterr().err
+    win = ["--batch-size", "32", "--no-quiet", "--learning-rate", "0.25"]
+    assert run("train", "--config", "train.toml", *win, "--save", "b.onnx") == 0
+    assert "epoch 1/2" in capsys.readouterr().err
+    session = ortops.TrainingSession("b.onnx")
+    assert (session.steps_done, session.learning_rate) == (2 * 4, 0.25)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
 def test_an_interrupted_training_says_how_to_go_on_and_does(folder):
@@ -340,7 +488,7 @@ def test_an_interrupted_training_says_how_to_go_on_and_does(folder):
     _, told = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "saved in part.onnx. Go on with:" in told
-    assert "--resume" in told
+    assert "  ortops train --resume model.onnx --data train.npz" in told
     assert ortops.TrainingSession("part.onnx").steps_done < 60 * 120
     subprocess.run([*part, "--resume"], check=True, capture_output=True)
     first, second = (ortops.TrainingSession(f"{n}.onnx").state for n in ("whole", "part"))
@@ -369,6 +517,16 @@ def test_inspect(folder, capsys):
     assert "no training is in it" in capsys.readouterr().out
 
 
+def test_inspect_tells_what_there_is_in_files_of_others(folder, capsys):
+    model = ortops.build_training_model("model.onnx", loss="SoftmaxCrossEntropy", optimizer="SGD")
+    del model.metadata_props[:]
+    onnx.save(model, "others.onnx")
+    assert run("inspect", "others.onnx") == 0
+    shown = capsys.readouterr().out
+    assert "6 numbers are trained:" in shown
+    assert "learning rate" not in shown
+
+
 def test_adapters(folder, capsys):
     onnx.save(mlp.mlp((4, 16, 2)), "mlp.onnx")
     add = ["lora", "add", "mlp.onnx", "adapted.onnx", "--rank", "2", "--targets", "fc*"]
@@ -390,6 +548,11 @@ def test_adapters(folder, capsys):
     assert run("export", "trained.onnx", "merged2.onnx", "--merge-lora") == 0
     again = onnxruntime.InferenceSession("merged2.onnx").run(None, feeds)[0]
     np.testing.assert_allclose(again, merged, rtol=1e-6)
+    assert run("export", "trained.onnx", "small.onnx", "--merge-lora", "--quantize") == 0
+    types = {tensor.data_type for tensor in onnx.load("small.onnx").graph.initializer}
+    assert types & {onnx.TensorProto.INT8, onnx.TensorProto.UINT8}
+    small = onnxruntime.InferenceSession("small.onnx").run(None, feeds)[0]
+    assert np.corrcoef(small.ravel(), merged.ravel())[0, 1] > 0.99
 
 
 def test_quantized_export(folder):
@@ -465,6 +628,27 @@ def test_a_traceback_only_where_it_is_asked_for(folder, capsys):
     assert "Traceback" not in capsys.readouterr().err
     with pytest.raises(ortops.OrtopsError):
         train("--loss", "Nothing", "--debug")
+
+
+def test_errors_of_others_are_said_in_a_line(folder, capsys, monkeypatch):
+    def fails(*_, **__):
+        raise KeyError("x")
+
+    monkeypatch.setattr("ortops.cli.training.TrainingSession", fails)
+    assert train() == 1
+    assert "ortops: KeyError: 'x'; ortops should have said more" in capsys.readouterr().err
+    with pytest.raises(KeyError):
+        train("--debug")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes are POSIX's")
+def test_whoever_reads_may_stop(folder):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "ortops", "inspect", "model.onnx"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_what_is_missing_is_said(folder, capsys):

@@ -189,3 +189,32 @@ def test_several_inputs_are_refused():
         }""")
     with pytest.raises(ortops.ModelError, match="the inputs of the model are a, b"):
         OnnxRegressor(model).fit(np.ones((4, 2)), np.ones((4, 2)))
+
+
+def test_classes_are_sorted_whatever_the_outputs_stand_for():
+    X, y = load_iris(return_X_y=True)
+    labels = np.array(["c", "a", "b"])  # the labels of outputs 0, 1 and 2
+    given = OnnxClassifier(small_mlp, learning_rate=0.02, epochs=20, classes=labels.tolist())
+    given.fit(X, labels[y])
+    plain = OnnxClassifier(small_mlp, learning_rate=0.02, epochs=20).fit(X, y)
+    assert given.classes_.tolist() == ["a", "b", "c"]
+    expected = plain.predict_proba(X)[:, [1, 2, 0]]
+    np.testing.assert_array_equal(given.predict_proba(X), expected)
+    np.testing.assert_array_equal(given.predict(X), labels[plain.predict(X)])
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(given)).predict_proba(X), expected)
+
+
+def test_classes_are_checked():
+    X, y = load_iris(return_X_y=True)
+    with pytest.raises(ValueError, match=r"classes are \[0, 1, 1\]; give each label once"):
+        OnnxClassifier(small_mlp, classes=[0, 1, 1]).fit(X, y)
+    begun = OnnxClassifier(small_mlp).partial_fit(X, y, classes=[0, 1, 2])
+    with pytest.raises(ValueError, match=r"were \[0, 1, 2\] in the first call; give the same"):
+        begun.partial_fit(X, y, classes=[0, 1, 2, 3])
+
+
+def test_values_that_the_model_s_type_does_not_hold_are_refused():
+    X, y = load_iris(return_X_y=True)
+    fitted = OnnxClassifier(small_mlp, epochs=1).fit(X, y)
+    with pytest.raises(ortops.FeedError, match=r"X: it has the value 1e\+300, which float32 does"):
+        fitted.predict(np.full((1, 4), 1e300))

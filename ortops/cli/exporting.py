@@ -10,6 +10,7 @@ from pathlib import Path
 import onnx
 
 from ortops import lora
+from ortops.cli.data import CLASSES_KEY, note, read_classes
 from ortops.cli.streams import describe_stream, print_bytes, read_model, write_model
 from ortops.errors import OrtopsError
 from ortops.graph.external import attached, detach, serialize
@@ -33,6 +34,9 @@ def export(options: argparse.Namespace) -> int:
         result = lora.merge(result)
     if options.quantize:
         result = _quantized(result)
+    classes = read_classes(model)
+    if classes:  # the original did not know them
+        note(result, CLASSES_KEY, classes)
     write_model(result, options.output)
     print(f"wrote {describe_stream(options.output)}", file=sys.stderr)
     return 0
@@ -42,6 +46,7 @@ def _quantized(model: onnx.ModelProto) -> onnx.ModelProto:
     """Returns a model whose weights are rounded to 8 bits by onnxruntime's tool."""
     from onnxruntime.quantization import quantize_dynamic
 
+    del model.graph.value_info[:]  # the tool transposes weights and believes what is said of them
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "quantized.onnx")
         quantize_dynamic(model, path)

@@ -11,6 +11,7 @@ from typing import Any
 import onnx
 
 from ortops.cli.streams import read_model
+from ortops.errors import OrtopsError
 from ortops.lowering import TRAINING_DOMAIN
 from ortops.training.session import TrainingSession
 from ortops.training.step_graph import training_metadata
@@ -57,13 +58,21 @@ def _found(model: onnx.ModelProto) -> dict[str, Any]:
         "parameter_count": sum(math.prod(shape) for shape in parameters.values()),
         "state": sorted(set(session.state) - set(parameters)),
         "step": session.steps_done,
-        "learning_rate": session.learning_rate,
+        "learning_rate": _learning_rate(session),
         "schedule": noted.schedule,
         "averages": bool(noted.averages),
         "history": list(session.history),
         "position": _position(session),
     }
     return found
+
+
+def _learning_rate(session: TrainingSession) -> float | None:
+    """Returns the learning rate, or None where a file of others does not say which number it is."""
+    try:
+        return session.learning_rate
+    except OrtopsError:
+        return None
 
 
 def _position(session: TrainingSession) -> str:
@@ -103,8 +112,9 @@ def _lines(found: dict[str, Any]) -> list[str]:
     if found["updates"]:
         updates = ", ".join(f"{name} × {count}" for name, count in found["updates"].items())
         lines.append(f"updates by {updates}")
-    rate = f"learning rate {found['learning_rate']:g}"
-    lines.append(rate + (f", times {found['schedule']}" if found["schedule"] else ""))
+    if found["learning_rate"] is not None:
+        rate = f"learning rate {found['learning_rate']:g}"
+        lines.append(rate + (f", times {found['schedule']}" if found["schedule"] else ""))
     lines.append(f"{found['parameter_count']:,} numbers are trained:")
     lines += [f"  {name} {shape}" for name, shape in found["parameters"].items()]
     lines.append(f"{found['step']} steps are done")

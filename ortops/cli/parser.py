@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import textwrap
 from collections.abc import Callable
 
@@ -118,6 +119,26 @@ def make_parser(version: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _count(text: str) -> int:
+    return _whole_number(text, least=1)
+
+
+def _whole_number(text: str, least: int = 0) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is no integer of at least {least}")
+    return int(text)
+
+
+def _divisor(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number or not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number to divide by")
+    return number
+
+
 def _epilog(command: str) -> str:
     examples = textwrap.indent(textwrap.dedent(_EXAMPLES.get(command, "")).strip(), "  ")
     return f"examples:\n{examples}\n\n{_EXIT}" if examples else _EXIT
@@ -171,7 +192,9 @@ def _add_algorithm(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ema-decay", type=float, metavar="D", help="keep averages of the weights, such as 0.999"
     )
-    group.add_argument("--seed", type=int, metavar="N", help="of Dropout and the order; 0")
+    group.add_argument(
+        "--seed", type=_whole_number, metavar="N", help="of Dropout and the order; 0"
+    )
 
 
 def _add_build(command: _Command) -> None:
@@ -181,26 +204,37 @@ def _add_build(command: _Command) -> None:
     _add_algorithm(parser)
 
 
-def _add_data(parser: argparse.ArgumentParser, *, what: str = "the data") -> None:
-    group = parser.add_argument_group(what)
+def _add_data(parser: argparse.ArgumentParser, *, batch: int = 256) -> None:
+    group = parser.add_argument_group("the data")
     group.add_argument("--data", metavar="DATA", help=_DATA)
     group.add_argument(
         "--columns",
+        action="extend",
         nargs="+",
         metavar="INPUT=COLUMNS",
         help="which columns of a table an input is made of, as in points=x,y labels=kind; by "
         "default those of its name, and for a single other input all the others",
     )
     group.add_argument(
-        "--scale", type=float, metavar="N", help="divide the numbers of images by this; 1"
+        "--scale", type=_divisor, metavar="N", help="divide the numbers of images by this; 1"
     )
     group.add_argument(
-        "--mean", type=float, nargs="+", metavar="M", help="subtract this from each channel then"
+        "--mean",
+        type=float,
+        action="extend",
+        nargs="+",
+        metavar="M",
+        help="subtract this from each channel then",
     )
     group.add_argument(
-        "--deviation", type=float, nargs="+", metavar="D", help="divide each channel by this then"
+        "--deviation",
+        type=_divisor,
+        action="extend",
+        nargs="+",
+        metavar="D",
+        help="divide each channel by this then",
     )
-    group.add_argument("--batch-size", type=int, metavar="N")
+    group.add_argument("--batch-size", type=_count, metavar="N", help=f"rows in a batch; {batch}")
 
 
 def _add_train(command: _Command) -> None:
@@ -214,27 +248,32 @@ def _add_train(command: _Command) -> None:
         "--save", metavar="FILE", help="the trainable file to write; <model>-trained.onnx"
     )
     _add_algorithm(parser)
-    _add_data(parser)
+    _add_data(parser, batch=32)
     group = parser.add_argument_group("the course of it")
-    group.add_argument("--epochs", type=int, metavar="N", help="how often to go through the data")
+    group.add_argument("--epochs", type=_count, metavar="N", help="passes over the data; 1")
     group.add_argument(
-        "--accumulate", type=int, metavar="K", help="make one update of K batches; 1"
+        "--accumulate", type=_count, metavar="K", help="make one update of K batches; 1"
     )
     group.add_argument(
         "--validation",
         metavar="DATA",
         help="data to evaluate after each epoch, or the share of the data to set aside, as 0.1",
     )
-    group.add_argument("--metrics", nargs="+", metavar="METRIC", help="such as accuracy")
     group.add_argument(
-        "--early-stopping", type=int, metavar="N", help="stop after N epochs without a better one"
+        "--metrics", action="extend", nargs="+", metavar="METRIC", help="such as accuracy"
+    )
+    group.add_argument(
+        "--early-stopping",
+        type=_count,
+        metavar="N",
+        help="stop after N epochs without a better one",
     )
     group.add_argument(
         "--monitor", metavar="NAME", help="what is to get better; validation_loss, or else loss"
     )
     group.add_argument("--best", metavar="FILE", help="write the best model here")
     group.add_argument(
-        "--checkpoint-steps", type=int, metavar="N", help="save every N steps; else each epoch"
+        "--checkpoint-steps", type=_count, metavar="N", help="save every N steps; else each epoch"
     )
     group.add_argument(
         "--resume", action="store_true", help="go on with what an interrupted call has begun"
@@ -242,7 +281,7 @@ def _add_train(command: _Command) -> None:
     group.add_argument("--log", metavar="FILE", help="a .csv or .jsonl file to write numbers to")
     group.add_argument("--plot", metavar="FILE", help="a .png file to draw the loss into")
     group.add_argument("--tensorboard", metavar="FOLDER", help="write TensorBoard's events here")
-    group.add_argument("--quiet", action="store_true", help="show no progress")
+    group.add_argument("--quiet", action=argparse.BooleanOptionalAction, help="show no progress")
     group.add_argument(
         "--config", metavar="FILE", help="a TOML file with these options; those given here win"
     )
@@ -293,7 +332,7 @@ def _add_lora(command: _Command) -> None:
     add = actions.add_parser("add", help="put an adapter beside the weights of a model")
     add.add_argument("model", help="an .onnx file")
     add.add_argument("output", help="the file to write; - is standard output")
-    add.add_argument("--rank", type=int, default=8, metavar="N", help="8 by default")
+    add.add_argument("--rank", type=_count, default=8, metavar="N", help="8 by default")
     add.add_argument("--alpha", type=float, metavar="A", help="twice the rank by default")
     add.add_argument("--targets", nargs="+", metavar="PATTERN", help="which layers; all")
     merge = actions.add_parser("merge", help="fold an adapter into the weights")

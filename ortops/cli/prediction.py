@@ -6,17 +6,20 @@ import argparse
 import csv
 import io
 import sys
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from ortops.cli.data import read_data, wanted_inputs
+from ortops.cli.data import read_classes, read_data, rows_of, sampled, wanted_inputs
 from ortops.cli.streams import read_model
 from ortops.errors import OrtopsError, did_you_mean
 from ortops.graph.files import write_atomically
 from ortops.inference import InferenceSession
+from ortops.training.feeds import Input
 
 __all__ = ["predict"]
 
@@ -32,10 +35,14 @@ def predict(options: argparse.Namespace) -> int:
         raise OrtopsError(f"--output is '{options.output}'; an .npz or .csv file or - is accepted")
     model = read_model(options.model)
     inputs = wanted_inputs(model, only_model=True)
+    classes = read_classes(model)
+    labels = {one.name for one in wanted_inputs(model)} | set(classes)
     data = read_data(
         options.data,
         inputs,
         columns=options.columns,
+        classes=classes,
+        ignored=labels - {one.name for one in inputs},
         scale=options.scale,
         mean=options.mean,
         deviation=options.deviation,
@@ -48,16 +55,17 @@ def predict(options: argparse.Namespace) -> int:
     for name in wanted:
         if name not in known:
             raise OrtopsError(f"--outputs: there is no '{name}'; {did_you_mean(name, known)}")
-    types = {one.name: one.dtype for one in inputs}
-    size = len(next(iter(data.arrays.values()), ()))
+    cut = sampled(inputs)
+    takes = {one.name: Input(one.name, one.dtype, one.dims) for one in inputs}
+    size = rows_of(data, inputs)
     batch = options.batch_size or 256
     pieces: dict[str, list[Array]] = {name: [] for name in wanted}
     for start in range(0, size, batch):
         feeds = {
-            name: np.ascontiguousarray(array[start : start + batch], types.get(name))
+            name: takes[name].fit(array[start : start + batch] if name in cut else array, {})
             for name, array in data.arrays.items()
         }
-        rows = len(next(iter(feeds.values())))
+        rows = min(batch, size - start)
         for name, found in zip(wanted, session.run(wanted, feeds), strict=True):
             if not isinstance(found, np.ndarray) or not found.ndim or len(found) != rows:
                 raise OrtopsError(
@@ -66,11 +74,11 @@ def predict(options: argparse.Namespace) -> int:
             pieces[name].append(found)
     arrays = {name: np.concatenate(found) for name, found in pieces.items() if found}
     if suffix == ".npz":
-        stream = io.BytesIO()
-        np.savez(stream, **arrays)  # type: ignore[arg-type]  # any name is a keyword there
-        write_atomically(options.output, stream.getvalue())
+        files = {"file": np.array(data.files)} if data.files else {}
+        write_atomically(options.output, _archive(files | arrays))
         return 0
-    text = _table(arrays)
+    names = [names for name, names in classes.items() if name not in takes]
+    text = _table(arrays, data.files, names[0] if len(names) == 1 else [])
     if options.output == "-":
         sys.stdout.write(text)
     else:
@@ -78,13 +86,31 @@ def predict(options: argparse.Namespace) -> int:
     return 0
 
 
-def _table(arrays: dict[str, Array]) -> str:
-    """Returns arrays as CSV: a column for each number of a row."""
-    header: list[str] = []
-    columns: list[Array] = []
+def _archive(arrays: dict[str, Array]) -> bytes:
+    """Returns what `numpy.savez` would write, which takes no array called ``file``."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, array, allow_pickle=False)
+    return stream.getvalue()
+
+
+def _table(arrays: dict[str, Array], files: Sequence[str], classes: Sequence[str]) -> str:
+    """Returns arrays as CSV: a column for each number of a row, called by the class if it has one.
+
+    Args:
+        arrays: The arrays.
+        files: The file of each row, if they are of files.
+        classes: The names of classes, if they are known.
+    """
+    header: list[str] = ["file"] if files else []
+    columns: list[Any] = [files] if files else []
     for name, array in arrays.items():
         flat = array.reshape(len(array), -1)
-        header += [name] if array.ndim == 1 else [f"{name}_{i}" for i in range(flat.shape[1])]
+        count = flat.shape[1]
+        each = classes if array.ndim == 2 and count == len(classes) else range(count)
+        header += [name] if array.ndim == 1 else [f"{name}_{one}" for one in each]
         columns += list(flat.T)
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import onnx
 
+from ortops.errors import OrtopsError
 from ortops.graph import convert
 from ortops.graph.external import attached, detach, save_model, serialize
 
-__all__ = ["describe_stream", "print_bytes", "read_model", "write_model"]
+__all__ = ["describe_stream", "leave_standard_output", "print_bytes", "read_model", "write_model"]
 
 
 def read_model(path: str) -> onnx.ModelProto:
@@ -56,7 +57,12 @@ def print_bytes(content: bytes) -> None:
     try:
         stream.write(content)
         stream.flush()
-    except OSError:
-        with Path(os.devnull).open("wb") as nowhere:  # or Python tries again as it ends
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
-        raise
+    except OSError as error:
+        leave_standard_output()
+        raise OrtopsError(str(error)) from error  # who reads has no whole file
+
+
+def leave_standard_output() -> None:
+    """Lets go to nowhere what is left to write, or Python would try again as it ends."""
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())

@@ -8,7 +8,6 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,18 @@ from ortops import callbacks, losses, metrics, optimizers, schedules
 from ortops.check import quiet
 from ortops.cli import configuration
 from ortops.cli.calls import make, read_call
-from ortops.cli.data import DataFile, read_data, wanted_inputs
+from ortops.cli.data import (
+    CLASSES_KEY,
+    Classes,
+    DataFile,
+    note,
+    read_classes,
+    read_data,
+    rows_of,
+    sampled,
+    wanted_inputs,
+)
+from ortops.cli.parser import make_parser
 from ortops.cli.streams import describe_stream, read_model, write_model
 from ortops.errors import OrtopsError
 from ortops.training.builder import build_training_model
@@ -28,8 +38,13 @@ from ortops.training.session import TrainingSession
 
 __all__ = ["build", "evaluate", "train"]
 
-CLASSES_KEY = "ortops.classes"
-"""Where a trainable file says, as JSON, which names the numbers of labels stand for, by input."""
+OPTIONS_KEY = "ortops.train"
+"""Where a file says, as JSON, with which options its training was begun."""
+
+_ALGORITHM = (
+    *("loss", "optimizer", "learning_rate", "trainable", "batch_normalization"),
+    *("clip_norm", "clip_value", "ema_decay"),
+)
 
 _BATCH_SIZE, _ANY_STEPS = 32, 2**31
 
@@ -45,12 +60,14 @@ def build(options: argparse.Namespace) -> int:
 def train(options: argparse.Namespace) -> int:
     """Trains a model."""
     if options.config:
-        configuration.read_options(options, {})
+        configuration.read_options(options, make_parser(""))
     for name in ("model", "data"):
         if not getattr(options, name):
             raise OrtopsError(
                 f"{'--' * (name == 'data')}{name} is missing; see ortops train --help"
             )
+    if "-" in (options.model, options.save) and (options.save or "-") == "-":
+        raise OrtopsError("--save: a training is saved as it goes on; give a file to write")
     save = options.save or f"{Path(options.model).stem.removesuffix('-trained')}-trained.onnx"
     if options.write_config:
         configuration.write_options(options, options.write_config)
@@ -59,23 +76,32 @@ def train(options: argparse.Namespace) -> int:
     trainable = bool(model.training_info)
     if not trainable:
         _require_loss(model, options)
+    elif resumes:
+        _check_same(model, options, save)
+    else:
+        _refuse_algorithm(options)
     epochs = options.epochs or 1
     batch_size = options.batch_size or _BATCH_SIZE
     if not trainable:
         with quiet():  # it is built again, when the data have told how many steps there are
             inputs = wanted_inputs(_build(model, options, steps=_ANY_STEPS))
     else:
-        _refuse_algorithm(options)
         inputs = wanted_inputs(model)
-    data = _read(options, options.data, inputs, _classes(model))
-    training, validation = _parts(data, options, inputs)
-    size = len(next(iter(training.values())))
+    data = _read(options, options.data, inputs, read_classes(model))
+    size = rows_of(data, inputs)
+    training, validation = _parts(data, options, inputs, size, read_classes(model))
+    size = rows_of(DataFile(training), inputs)
     if not trainable:
         model = _build(model, options, steps=epochs * math.ceil(size / batch_size))
     _note_classes(model, data)
+    if not resumes:
+        note(model, OPTIONS_KEY, _given(options))
     session = TrainingSession(model)
+    if trainable and not resumes and options.learning_rate is not None:
+        session.learning_rate = _number(options)
     kept = [metric(text) for text in options.metrics or ()]
-    called = _callbacks(options, save, bool(validation))
+    checkpoint = callbacks.Checkpoint(_literal(save), every=options.checkpoint_steps)
+    called = [*_callbacks(options, bool(validation)), checkpoint]
     try:
         session.fit(
             training,
@@ -90,8 +116,9 @@ def train(options: argparse.Namespace) -> int:
             resume=options.resume,
         )
     except (KeyboardInterrupt, SystemExit):
-        _say(f"interrupted after step {session.steps_done}; saved in {save}. Go on with:")
-        _say(f"  {_resuming(sys.argv)}")
+        if checkpoint.latest is not None:
+            _say(f"interrupted after step {session.steps_done}; saved in {save}. Go on with:")
+            _say(f"  {_resuming(options.given)}")
         raise
     session.save(save)
     _say(f"wrote {save}")
@@ -111,7 +138,7 @@ def evaluate(options: argparse.Namespace) -> int:
         model = build_training_model(model, loss=_loss(options.loss), optimizer="SGD")
     elif options.loss:
         raise OrtopsError(f"--loss: '{options.model}' has a loss of its own; leave it out")
-    data = _read(options, options.data, wanted_inputs(model), _classes(model))
+    data = _read(options, options.data, wanted_inputs(model), read_classes(model))
     found = TrainingSession(model).evaluate(
         data.arrays,
         batch_size=options.batch_size or 256,
@@ -171,13 +198,45 @@ def _require_loss(model: onnx.ModelProto, options: argparse.Namespace) -> None:
 
 def _refuse_algorithm(options: argparse.Namespace) -> None:
     """Refuses what a file that is trainable says itself."""
-    own = ("loss", "optimizer", "trainable", "batch_normalization", "clip_norm", "clip_value")
-    given = [name for name in (*own, "ema_decay") if getattr(options, name) is not None]
-    if given and not options.resume:
+    given = [name for name in _given(options) if name != "learning_rate"]
+    if given:
         raise OrtopsError(
             f"--{given[0].replace('_', '-')}: '{options.model}' is trainable, and says that "
             "itself; leave it out, or begin with the model that it was made of"
         )
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options that say how a training computes."""
+    found = {name: getattr(options, name) for name in _ALGORITHM}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _check_same(model: onnx.ModelProto, options: argparse.Namespace, save: str) -> None:
+    """Refuses to go on with options that the training was not begun with."""
+    text = next((e.value for e in model.metadata_props if e.key == OPTIONS_KEY), "")
+    try:
+        begun = json.loads(text)
+    except ValueError:  # it was begun by something else
+        return
+    for name, value in _given(options).items():
+        if isinstance(begun, dict) and begun.get(name) != value:
+            raise OrtopsError(
+                f"--{name.replace('_', '-')} is {value!r}, and the training in '{save}' was begun "
+                + (f"with {begun[name]!r}" if name in begun else "without it")
+                + "; give the same, or leave out --resume to begin another one"
+            )
+
+
+def _number(options: argparse.Namespace) -> float:
+    """Returns the learning rate for a file that is trainable."""
+    try:
+        return float(options.learning_rate)
+    except ValueError as error:
+        raise OrtopsError(
+            f"--learning-rate is '{options.learning_rate}', and '{options.model}' is trainable; a "
+            "number is accepted, for a schedule begin with the model that it was made of"
+        ) from error
 
 
 def _loss(text: str) -> losses.Loss:
@@ -208,9 +267,7 @@ def _rate(text: str, steps: int | None) -> float | schedules.Schedule:
     return made
 
 
-def _read(
-    options: argparse.Namespace, path: str, inputs: Any, classes: Mapping[str, list[str]]
-) -> DataFile:
+def _read(options: argparse.Namespace, path: str, inputs: Any, classes: Classes) -> DataFile:
     data = read_data(
         path,
         inputs,
@@ -226,7 +283,7 @@ def _read(
 
 
 def _parts(
-    data: DataFile, options: argparse.Namespace, inputs: Any
+    data: DataFile, options: argparse.Namespace, inputs: Any, size: int, classes: Classes
 ) -> tuple[dict[str, npt.NDArray[Any]], dict[str, npt.NDArray[Any]] | None]:
     """Returns the data to train on, and those to validate with."""
     if options.validation is None:
@@ -234,13 +291,13 @@ def _parts(
     try:
         share = float(options.validation)
     except ValueError:
-        classes = data.classes
-        return data.arrays, _read(options, str(options.validation), inputs, classes).arrays
+        return data.arrays, _read(
+            options, options.validation, inputs, classes | data.classes
+        ).arrays
     if not 0 < share < 1:
         raise OrtopsError(
             f"--validation is {share:g}; a share between 0 and 1, or data, is accepted"
         )
-    size = len(next(iter(data.arrays.values())))
     order = np.random.default_rng(options.seed or 0).permutation(size)
     count = round(size * share)
     if not 0 < count < size:
@@ -250,14 +307,20 @@ def _parts(
         )
     aside, rest = order[:count], order[count:]
     _say(f"set aside {count} of {size} rows for validation")
+    names = sampled(inputs)
     return (
-        {name: array[rest] for name, array in data.arrays.items()},
-        {name: array[aside] for name, array in data.arrays.items()},
+        data.arrays | {name: data.arrays[name][rest] for name in names},
+        data.arrays | {name: data.arrays[name][aside] for name in names},
     )
 
 
-def _callbacks(options: argparse.Namespace, save: str, validated: bool) -> list[Any]:
-    """Returns the callbacks that options ask for; one saves, so that nothing is lost."""
+def _literal(path: str) -> str:
+    """Returns a path in which `Checkpoint` fills nothing in."""
+    return path.replace("{", "{{").replace("}", "}}")
+
+
+def _callbacks(options: argparse.Namespace, validated: bool) -> list[Any]:
+    """Returns the callbacks that options ask for."""
     monitor = options.monitor or ("validation_loss" if validated else "loss")
     found: list[Any] = []
     if options.early_stopping is not None:
@@ -274,43 +337,19 @@ def _callbacks(options: argparse.Namespace, save: str, validated: bool) -> list[
         found.append(callbacks.LossPlot(options.plot))
     if options.tensorboard:
         found.append(callbacks.TensorBoard(options.tensorboard))
-    found.append(callbacks.Checkpoint(save, every=options.checkpoint_steps))
-    return found
-
-
-def _classes(model: onnx.ModelProto) -> dict[str, list[str]]:
-    """Returns the names that a file notes for the numbers of labels."""
-    text = next((entry.value for entry in model.metadata_props if entry.key == CLASSES_KEY), "{}")
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    fits = isinstance(found, dict) and all(
-        isinstance(names, list) and all(isinstance(name, str) for name in names)
-        for names in found.values()
-    )
-    if not fits:
-        raise OrtopsError(
-            f"metadata_props '{CLASSES_KEY}': it is {text!r:.80}; an object of arrays of names is "
-            "accepted"
-        )
-    assert isinstance(found, dict)
     return found
 
 
 def _note_classes(model: onnx.ModelProto, data: DataFile) -> None:
     """Writes down which names the numbers of labels stand for."""
-    if not data.classes:
-        return
-    entry = next((entry for entry in model.metadata_props if entry.key == CLASSES_KEY), None)
-    entry = entry or model.metadata_props.add(key=CLASSES_KEY)
-    entry.value = json.dumps(data.classes)
+    if data.classes:
+        note(model, CLASSES_KEY, read_classes(model) | data.classes)
 
 
-def _resuming(arguments: list[str]) -> str:
+def _resuming(given: list[str]) -> str:
     """Returns the command that goes on where this one was interrupted."""
-    own = [Path(arguments[0]).name, *arguments[1:]]
-    return shlex.join(own if "--resume" in own else [*own, "--resume"])
+    resume = [] if "--resume" in given else ["--resume"]
+    return shlex.join(["ortops", given[0], *resume, *given[1:]])
 
 
 def _say(sentence: str) -> None:
