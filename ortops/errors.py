@@ -154,7 +154,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         "known names: 'labels', 'images'"
     """
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=1)
+    near = difflib.get_close_matches(str(name), map(str, names), n=1)
     if near:
         return f"did you mean {near[0]!r}?"
     if not names:

@@ -18,13 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ortops.errors import ModelError
+from ortops.numbers import real
 
 __all__ = [
     "Schedule",
@@ -133,8 +134,8 @@ def step(peak: float, *, every: int, factor: float = 0.1, warmup: int = 0) -> Sc
         >>> step(1.0, every=2, factor=0.5)([0, 1, 2, 3, 4]).tolist()
         [1.0, 1.0, 0.5, 0.5, 0.25]
     """
-    _steps("step", "every", every)
-    _share("step", "factor", factor, least=_TINY)
+    every = _steps("step", "every", every)
+    factor = _share("step", "factor", factor, least=_TINY)
     return _schedule(
         "step",
         peak,
@@ -165,8 +166,8 @@ def exponential(peak: float, *, factor: float, every: int = 1, warmup: int = 0) 
         >>> exponential(1.0, factor=0.25, every=2)([0, 1, 2, 4]).tolist()
         [1.0, 0.5, 0.25, 0.0625]
     """
-    _steps("exponential", "every", every)
-    _share("exponential", "factor", factor, least=_TINY)
+    every = _steps("exponential", "every", every)
+    factor = _share("exponential", "factor", factor, least=_TINY)
     return _schedule(
         "exponential", peak, lambda n, xp: factor ** (n / every), warmup, factor=factor, every=every
     )
@@ -260,10 +261,10 @@ def one_cycle(
         >>> one_cycle(1.0, steps=11, rise=6 / 11, start=0.2, end=0.0)([0, 5, 10]).tolist()
         [0.2, 1.0, 0.0]
     """
-    _steps("one_cycle", "steps", steps)
-    _share("one_cycle", "rise", rise)
-    _share("one_cycle", "start", start)
-    _share("one_cycle", "end", end)
+    steps = _steps("one_cycle", "steps", steps)
+    rise = _share("one_cycle", "rise", rise)
+    start = _share("one_cycle", "start", start)
+    end = _share("one_cycle", "end", end)
     top, last = rise * steps - 1, steps - 1
     if not 0 < top < last:
         raise ModelError(
@@ -333,21 +334,24 @@ _LARGEST = float(np.finfo(np.float32).max)
 def _polynomial(
     name: str, peak: float, steps: int, power: float, end: float, warmup: int
 ) -> Schedule:
-    length = _length(name, steps, warmup)
-    _number(name, "power", power, _TINY, _LARGEST, "a finite number > 0")
-    _share(name, "end", end)
+    steps, warmup = _lengths(name, steps, warmup)
+    length = steps - warmup
+    power = _number(name, "power", power, _TINY, _LARGEST, "a finite number > 0")
+    end = _share(name, "end", end)
 
     def factor(n: Any, xp: Any) -> Any:
         left = 1.0 - xp.minimum(n, float(length)) / length
-        return end + (1.0 - end) * left ** float(power)
+        return end + (1.0 - end) * left**power
 
     own = {"power": power} if name == "polynomial" else {}
     return _schedule(name, peak, factor, warmup, steps=steps, **own, end=end)
 
 
 def _cosine(name: str, peak: float, steps: int, end: float, restarts: int, warmup: int) -> Schedule:
-    length, cycles = _length(name, steps, warmup), _count(name, "restarts", restarts) + 1
-    _share(name, "end", end)
+    steps, warmup = _lengths(name, steps, warmup)
+    restarts = _count(name, "restarts", restarts)
+    length, cycles = steps - warmup, restarts + 1
+    end = _share(name, "end", end)
 
     def factor(n: Any, xp: Any) -> Any:
         periods = n * float(cycles) / length
@@ -366,7 +370,7 @@ def _schedule(
     **arguments: object,
 ) -> Schedule:
     """Returns the schedule of a formula of the steps after a warm-up, and an array namespace."""
-    _count(name, "warmup", warmup)
+    warmup = _count(name, "warmup", warmup)
 
     def factor(n: Any) -> Any:
         xp = n.__array_namespace__()
@@ -379,34 +383,36 @@ def _schedule(
     return Schedule(peak, factor, f"{name}({text})")
 
 
-def _length(name: str, steps: int, warmup: int) -> int:
-    """Returns the number of steps after the warm-up."""
-    _steps(name, "steps", steps)
-    if _count(name, "warmup", warmup) >= steps:
+def _lengths(name: str, steps: int, warmup: int) -> tuple[int, int]:
+    """Returns the number of steps, and of those of the warm-up."""
+    steps, first = _steps(name, "steps", steps), _count(name, "warmup", warmup)
+    if first >= steps:
         raise ModelError(
             f"schedule {name}: warmup is {warmup!r}, of {steps} steps; fewer than all are accepted"
         )
-    return steps - warmup
+    return steps, first
 
 
-def _steps(name: str, argument: str, value: object) -> None:
-    if _count(name, argument, value, "an integer > 0") < 1:
-        raise ModelError(f"schedule {name}: {argument} is {value!r}; an integer > 0 is accepted")
+def _steps(name: str, argument: str, value: Any) -> int:
+    return _count(name, argument, value, 1)
 
 
-def _count(name: str, argument: str, value: Any, what: str = "an integer >= 0") -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+def _count(name: str, argument: str, value: Any, least: int = 0) -> int:
+    """Returns a count as an integer of Python, which a Tensor divides as numpy's would not be."""
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_integer or not least <= value < 2**63:
+        what = "an integer > 0" if least else "an integer >= 0"
         raise ModelError(f"schedule {name}: {argument} is {value!r}; {what} is accepted")
     return int(value)
 
 
-def _share(name: str, argument: str, value: object, *, least: float = 0.0) -> None:
+def _share(name: str, argument: str, value: Any, *, least: float = 0.0) -> float:
     what = "a number in [0, 1]" if not least else "a number in (0, 1]"
-    _number(name, argument, value, least, 1.0, what)
+    return _number(name, argument, value, least, 1.0, what)
 
 
 def _number(name: str, argument: str, value: Any, least: float, most: float, what: str) -> float:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not least <= value <= most:
+    number = real(value)
+    if not least <= number <= most:
         raise ModelError(f"schedule {name}: {argument} is {value!r}; {what} is accepted")
-    return float(value)
+    return number

@@ -236,8 +236,23 @@ def test_hundreds_of_parameters_of_float16_are_clipped() -> None:
     np.testing.assert_allclose(session.state["b7.master"], [expected] * 2, rtol=1e-3)
 
 
+def test_a_norm_whose_square_float32_does_not_hold() -> None:
+    with Tape(name="steep") as tape:
+        x = tape.input("x", np.float32, ["batch", 2])
+        tape.output(x @ tape.initializer("w", np.zeros((2, 1), np.float32)), "y")
+    built = build_training_model(
+        tape.model(),
+        loss=lambda y: ortops.op.ReduceSum(y, keepdims=0),
+        optimizer=SGD(1.0),
+        clip_norm=1.0,
+    )
+    session = TrainingSession(built)
+    session.step({"x": np.float32([[3e25, 4e25]])})
+    np.testing.assert_allclose(session.state["w"], [[-0.6], [-0.8]], rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["clip_norm", "clip_value"])
-@pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, 1e-60, 1e60, True, "1"])
+@pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, 1e-60, 1e60, 10**400, True, "1"])
 def test_clipping_out_of_range_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ModelError) as refused:
         trainable(**{name: value})
@@ -335,7 +350,7 @@ def test_no_averages_are_said() -> None:
         noted.averaged({"w1": np.zeros(3)})
 
 
-@pytest.mark.parametrize("value", [-0.1, 1, 1e300, math.nan, True, "0.9"])
+@pytest.mark.parametrize("value", [-0.1, 1, 1e300, 10**400, math.nan, True, "0.9"])
 def test_a_decay_out_of_range_is_refused(value: Any) -> None:
     with pytest.raises(ModelError) as refused:
         trainable(ema_decay=value)
@@ -476,6 +491,14 @@ def test_a_rule_of_ones_own_has_groups() -> None:
     assert found == pytest.approx({"w1": 0.2, "b1": 0.2, "w2": 0.1}, rel=1e-4)
 
 
+def test_attributes_of_a_rule_of_ones_own_stay_numbers() -> None:
+    def scaled(r: Any, t: Any, x: Any, g: Any, *, factor: float = 1.0) -> Any:
+        return (x - (r.astype(np.float64) * factor).astype(x.dtype) * g,)
+
+    with pytest.raises(ModelError, match=r"groups: optimizer scaled: factor is 'x'; a finite numb"):
+        trainable(Custom(scaled, learning_rate=0.1), groups={"w1": {"factor": "x"}})
+
+
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
@@ -495,6 +518,7 @@ def test_a_rule_of_ones_own_has_groups() -> None:
         ),
         ({"w1": 0.1}, "groups: 'w1' has 0.1; a dict of settings of the optimizer is accepted"),
         ({3: {}}, "groups: 3 is no string; names and patterns are accepted"),
+        ({"w1": {"learning_rate": 10**400}}, "groups: 'w1' has the learning rate 1000"),
         ("w1", "groups is 'w1'; a dict of settings for each name or pattern is accepted"),
         (["w1"], "groups is ['w1']; a dict of settings for each name or pattern is accepted"),
     ],

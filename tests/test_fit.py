@@ -253,13 +253,35 @@ def test_bad_arguments_are_found_before_training() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("epochs", -1), ("epochs", 1.5), ("epochs", "3"), ("seed", -1)]
+    ("name", "number"),
+    [("epochs", -1), ("epochs", 1.5), ("epochs", "3"), ("epochs", True), ("seed", -1)],
 )
 def test_numbers_that_are_no_counts(name: str, number: Any) -> None:
     session = affine_session()
     expected = f"{name} is {number!r}; an integer of at least 0 is accepted"
     with pytest.raises(OrtopsError, match=expected):
         session.fit(affine_batch(), **{name: number}, progress=False)
+    assert session.steps_done == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"shuffle": "no"}, "shuffle is 'no'; True or False is accepted"),
+        ({"resume": None}, "resume is None; True or False is accepted"),
+        ({"progress": 1}, "progress is 1; True or False is accepted"),
+        ({"stop_on_nan": "x"}, "stop_on_nan is 'x'; True or False is accepted"),
+        ({"callbacks": 3}, "callbacks is 3; a list of callbacks is accepted"),
+        ({"callbacks": [3]}, "callbacks: 3 was given; an instance of a subclass"),
+        ({"metrics": 3}, "metrics is 3; a list of metrics is accepted"),
+        ({"schedule": 0.1}, "schedule is 0.1; a function of the share of epochs"),
+    ],
+)
+def test_arguments_that_cannot_be_right(settings: dict[str, Any], message: str) -> None:
+    session = affine_session()
+    with pytest.raises(OrtopsError) as raised:
+        session.fit(affine_batch(), validation=affine_batch(), **({"progress": False} | settings))
+    assert message in str(raised.value)
     assert session.steps_done == 0
 
 

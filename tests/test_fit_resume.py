@@ -520,3 +520,42 @@ def test_accumulate_is_a_count(number: Any) -> None:
     session = TrainingSession(trainable())
     with pytest.raises(OrtopsError, match=f"accumulate is {number}; an integer of at least 1 is"):
         session.fit(rows(), accumulate=number, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        ("state", r"save: 'callbacks' of fit is \[.*5.*could not be read again; an array of objec"),
+        ("entry", r"save: 'history' of fit is .*'mine'.*; an array of objects of numbers is accep"),
+    ],
+)
+def test_what_no_session_would_open_is_not_written(
+    spoil: str, message: str, tmp_path: Path
+) -> None:
+    class Odd(Callback):
+        def on_epoch(self, record: Record, session: TrainingSession) -> None:
+            if spoil == "entry":
+                record.values["note"] = "mine"  # type: ignore[assignment]
+
+        def state(self) -> Any:
+            return 5 if spoil == "state" else {}
+
+    session = TrainingSession(trainable())
+    session.fit(rows(), **arguments(callbacks=[Odd()]))
+    with pytest.raises(OrtopsError, match=message):
+        session.save(tmp_path / "a.onnx")
+    assert list(tmp_path.iterdir()) == []
+    session.reset()
+    session.save(tmp_path / "a.onnx")
+
+
+def test_numbers_that_a_callback_adds_to_the_history_are_saved(tmp_path: Path) -> None:
+    class Add(Callback):
+        def on_epoch(self, record: Record, session: TrainingSession) -> None:
+            record.values["share"] = np.float64(record.epoch / record.epochs)
+
+    session = TrainingSession(trainable())
+    session.fit(rows(), **arguments(callbacks=[Add()]))
+    session.save(tmp_path / "a.onnx")
+    found = TrainingSession(tmp_path / "a.onnx").history
+    assert found.columns["share"][-1] == 1.0

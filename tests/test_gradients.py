@@ -110,6 +110,22 @@ def test_of_batch_normalization(way: str) -> None:
     assert_step_is_apply_of_gradients(build(normalizing()), batches, way)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_of_clipping(way: str) -> None:
+    """A norm of float32 would depend on how onnxruntime lays gradients in one graph or in two."""
+    with Tape(name="convolution") as tape:
+        rng = np.random.default_rng(0)
+        x = tape.input("x", np.float32, ["batch", 2, 5, 5])
+        for number, (c_out, c_in) in enumerate([(4, 2), (6, 4)]):
+            w = rng.normal(size=(c_out, c_in, 3, 3)) / 4
+            x = op.Tanh(op.Conv(x, tape.initializer(f"w{number}", w.astype(np.float32))))
+        w = rng.normal(size=(6, 3)).astype(np.float32)
+        tape.output(op.Flatten(x) @ tape.initializer("head", w), "logits")
+    batches = [labelled((2, 5, 5), seed=seed, rows=5 + seed % 3) for seed in range(STEPS)]
+    model = build(tape.model(), optimizer=ortops.optimizers.SGD(0.1), clip_norm=0.5)
+    assert_step_is_apply_of_gradients(model, batches, way)
+
+
 @pytest.mark.parametrize("way", ["joined", "apart"])
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
 def test_of_16_bits(kind: int, way: str) -> None:
@@ -322,6 +338,8 @@ def test_dicts_are_applied() -> None:
             {"w": np.zeros((3, 2), np.complex64), "b": np.zeros(2)},
             r"'w' is complex64\[3, 2\]; float32\[3, 2\] is accepted",
         ),
+        ({"w": np.zeros((3, 2)), 1: 2}, "gradients: there is no parameter '1'; known names: 'w'"),
+        ({"w": np.zeros((3, 2)), "b": [[1], [1, 2]]}, "gradients: 'b' is no array: setting an "),
         ([1, 2], "gradients: list was given; give what `gradients` returned, or a dict"),
     ],
 )
@@ -332,6 +350,27 @@ def test_what_is_no_gradient_is_refused(given: Any, message: str) -> None:
         session.apply(given)
     assert_same_arrays(dict(session.state), before)
     assert session.steps_done == 0
+
+
+def test_wrong_arguments_of_a_step_are_refused() -> None:
+    session = TrainingSession(squared())
+    feeds = affine_batch()
+    with pytest.raises(OrtopsError, match=r"reduce is 3; a function of gradients is accepted"):
+        session.step(feeds, reduce=3)  # type: ignore[arg-type]
+    with pytest.raises(OrtopsError, match=r"after is 3; what `gradients` returned is accepted"):
+        session.gradients(feeds, after=3)  # type: ignore[arg-type]
+    for wrong in ("loss", 3):
+        with pytest.raises(OrtopsError, match=f"outputs is {wrong!r}; a list of names is accepted"):
+            session.step(feeds, outputs=wrong)  # type: ignore[arg-type]
+    with pytest.raises(OrtopsError, match=r"outputs: there is no output '3'; known names: 'loss'"):
+        session.step(feeds, outputs=[3])  # type: ignore[list-item]
+    assert session.steps_done == 0
+
+
+def test_a_reduced_step_returns_the_outputs_that_were_asked_for() -> None:
+    session = TrainingSession(squared())
+    assert session.step(affine_batch(), outputs=[], reduce=len) == {}
+    assert list(session.step(affine_batch(), outputs=["loss"], reduce=len)) == ["loss"]
 
 
 @pytest.mark.parametrize("way", ["joined", "apart"])

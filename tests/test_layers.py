@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "ortops"
 
 FLOORS = (
-    ("errors", "deferred", "uninterrupted"),
+    ("errors", "deferred", "numbers", "uninterrupted"),
     ("schedules",),
     ("graph",),
     ("autodiff",),

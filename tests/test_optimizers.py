@@ -415,6 +415,7 @@ def test_operators_without_a_shrink_leave_the_parameter() -> None:
         (lambda: Adam(learning_rate=-1), r"learning_rate is -1.0; a number >= 0 is accepted"),
         (lambda: SGD(learning_rate=math.nan), r"learning_rate is nan; a finite float32"),
         (lambda: SGD(learning_rate=1e39), r"learning_rate is 1e\+39; a finite float32"),
+        (lambda: SGD(learning_rate=10**400), r"learning_rate is 10+; a finite float32"),
         (lambda: SGD(norm_coefficient=math.inf), r"norm_coefficient is inf; a finite float32"),
         (lambda: SGD(learning_rate="0.1"), r"learning_rate is '0.1'; a number is accepted"),
         (lambda: SGD(learning_rate=True), r"learning_rate is True; a number is accepted"),

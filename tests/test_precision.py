@@ -274,6 +274,23 @@ def test_a_skipped_step_changes_nothing() -> None:
     assert {"bn.mean", "bn.var", "conv.w.master", "conv.w.V", "step"} <= set(moved)
 
 
+def test_evaluation_of_float16_reads_running_statistics() -> None:
+    """Of the training-mode copy, what skips an update of the statistics reads more outputs."""
+    session = TrainingSession(build(half(normalizing()), loss="SoftmaxCrossEntropy"))
+    rng = np.random.default_rng(0)
+    feeds = {
+        "x": rng.normal(size=(8, 1, 4, 4)).astype(np.float16),
+        "labels": rng.integers(0, 3, 8),
+    }
+    session.step(feeds)
+    (logits,) = run(session.inference_model(), {"x": feeds["x"]})
+    logits = np.asarray(logits, np.float64)
+    shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    expected = -np.log(shares[np.arange(8), feeds["labels"]]).mean()
+    assert session.evaluate(feeds)["loss"] == pytest.approx(expected, rel=2e-3)
+    np.testing.assert_allclose(session.predict(feeds, outputs="logits"), logits, rtol=2e-3)
+
+
 def test_the_scale_doubles_after_2000_good_steps() -> None:
     session = TrainingSession(build())
     feeds = batch()

@@ -154,6 +154,8 @@ def test_a_description_says_how_to_write_it() -> None:
         (lambda: schedules.constant(True), "peak is True; a finite number >= 0 is accepted"),
         (lambda: schedules.constant(1, warmup=-1), "constant: warmup is -1; an integer >= 0"),
         (lambda: schedules.constant(1, warmup=1.5), "constant: warmup is 1.5; an integer >= 0"),
+        (lambda: schedules.constant(1, warmup=2**63), "warmup is 9223372036854775808; an integer"),
+        (lambda: schedules.constant(10**400), "00; a finite number >= 0 is accepted"),
         (lambda: schedules.step(1, every=0), "schedule step: every is 0; an integer > 0"),
         (lambda: schedules.step(1, every=2, factor=0), "step: factor is 0; a number in (0, 1]"),
         (lambda: schedules.exponential(1, factor=2), "exponential: factor is 2; a number in (0,"),
@@ -169,7 +171,7 @@ def test_a_description_says_how_to_write_it() -> None:
             lambda: schedules.one_cycle(1, steps=3, rise=0.3),
             "schedule one_cycle: rise is 0.3, 0.9 of 3 steps; more than one step and fewer than",
         ),
-        (lambda: schedules.one_cycle(1, steps=9, rise=1), "rise is 1, 9 of 9 steps"),
+        (lambda: schedules.one_cycle(1, steps=9, rise=1), "rise is 1.0, 9 of 9 steps"),
         (
             lambda: Schedule(1.0, 3),  # type: ignore[arg-type]
             "schedule: factor is 3; a function of the number of finished steps is accepted",
@@ -316,6 +318,32 @@ def test_a_schedule_of_ones_own() -> None:
     np.testing.assert_allclose(rates, 0.1 / np.sqrt(np.arange(1, 10)), rtol=2e-7)
     flat = TrainingSession(trainable(SGD(Schedule(0.1, lambda n: 0.5))))
     assert flat.step(batch(0))["scheduled_learning_rate"] == np.float32(0.05)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8])
+def test_counts_may_be_numpys(kind: Callable[[int], Any]) -> None:
+    """As of lengths that numpy computed; where Tensors are divided they are floats as ever."""
+    for schedule, plain in (
+        (schedules.constant(0.5, warmup=kind(2)), schedules.constant(0.5, warmup=2)),
+        (schedules.step(0.5, every=kind(3)), schedules.step(0.5, every=3)),
+        (
+            schedules.exponential(np.float32(0.5), factor=np.float32(0.5), every=kind(3)),
+            schedules.exponential(0.5, factor=0.5, every=3),
+        ),
+        (
+            schedules.polynomial(0.5, steps=kind(8), warmup=kind(2), power=kind(2)),
+            schedules.polynomial(0.5, steps=8, warmup=2, power=2),
+        ),
+        (
+            schedules.cosine(0.5, steps=kind(8), warmup=kind(2), restarts=kind(1)),
+            schedules.cosine(0.5, steps=8, warmup=2, restarts=1),
+        ),
+        (schedules.one_cycle(0.5, steps=kind(9)), schedules.one_cycle(0.5, steps=9)),
+    ):
+        session = TrainingSession(trainable(SGD(schedule)))
+        rates = [session.step(batch(n))["scheduled_learning_rate"] for n in range(9)]
+        np.testing.assert_allclose(rates, plain(np.arange(9)), rtol=2e-7)
+        assert schedule.description == plain.description
 
 
 @pytest.mark.parametrize("wrong", [lambda n: "fast", lambda n: n > 3, lambda n: n.reshape([1])])

@@ -498,6 +498,8 @@ def test_state_reads_copies_and_is_settable() -> None:
             "state 'w': float64[2, 3] was given; float32[3, 2] is accepted",
         ),
         ({"step": 1.5}, "state 'step': float64[] was given; int64[] is accepted"),
+        ({"step": 2**63}, "state 'step': a number of uint64 was given that is too large for int64"),
+        ({"w": np.full((3, 2), 1e39)}, "'w': a number of float64 was given that is too large for"),
         ({"w": np.zeros((3, 2), np.complex64)}, "state 'w': complex64[3, 2] was given"),
         (3, "state: int was given; give a dict of an array for each name"),
     ],

@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ortops.callbacks.monitor import Mode, Monitor, begins_anew, check_count, check_path, remembered
+from ortops.callbacks.monitor import (
+    Mode,
+    Monitor,
+    begins_anew,
+    check_count,
+    check_path,
+    path_of,
+    remembered,
+)
 from ortops.errors import ModelError, OrtopsError
 from ortops.graph import convert, external
 from ortops.training.callback import Callback, Record
@@ -211,7 +219,7 @@ class BestModel(Callback):
         minimum_change: float = 0.0,
         inference: bool = False,
     ) -> None:
-        self.path = Path(path)
+        self.path = path_of("BestModel", path)
         self._monitor = Monitor("BestModel", monitor, mode, minimum_change)
         self._inference = inference
         self._before: float | None = None  # the best of earlier fits

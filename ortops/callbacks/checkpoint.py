@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ortops.callbacks.monitor import begins_anew, check_count, check_number, check_path, remembered
+from ortops.callbacks.monitor import (
+    begins_anew,
+    check_count,
+    check_number,
+    check_path,
+    path_of,
+    remembered,
+)
 from ortops.errors import ModelError, OrtopsError
 from ortops.graph import external
 from ortops.training.callback import Callback, Record
@@ -54,7 +61,7 @@ class Checkpoint(Callback):
         minutes: float | None = None,
         keep: int | None = None,
     ) -> None:
-        self.path = os.fspath(path)
+        self.path = os.fspath(path_of("Checkpoint", path))
         self.every = None if every is None else check_count("Checkpoint", "every", every)
         if minutes is not None:
             check_number("Checkpoint", "minutes", minutes)

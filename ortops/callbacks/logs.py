@@ -9,7 +9,6 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ortops.callbacks.monitor import (
@@ -17,6 +16,7 @@ from ortops.callbacks.monitor import (
     check_count,
     check_path,
     optional_module,
+    path_of,
     remembered,
 )
 from ortops.graph.files import write_atomically
@@ -36,7 +36,7 @@ class _Log(Callback):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, append: bool = False) -> None:
-        self.path = Path(path)
+        self.path = path_of(type(self).__name__, path)
         self._append = append
         self._size = 0  # bytes of the rows so far
 
@@ -189,7 +189,7 @@ class TensorBoard(Callback):
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, every: int = 1) -> None:
-        self.folder = Path(folder)
+        self.folder = path_of("TensorBoard", folder)
         self.every = check_count("TensorBoard", "every", every)
         self._writer: Any = None
 

@@ -21,6 +21,7 @@ __all__ = [
     "check_number",
     "check_path",
     "optional_module",
+    "path_of",
     "remembered",
 ]
 
@@ -138,11 +139,22 @@ def check_number(who: str, what: str, value: object, *, zero: bool = False) -> N
     """Refuses what is no finite number above 0, or of at least 0."""
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
         wanted = ">= 0" if zero else "> 0"
         raise OrtopsError(f"{who}: {what} is {value!r}; a finite number {wanted} is accepted")
+
+
+def path_of(who: str, path: object) -> Path:
+    """Returns a path that was given.
+
+    Raises:
+        OrtopsError: If it is none, or empty.
+    """
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise OrtopsError(f"{who}: path is {path!r}; the path of a file is accepted")
+    return Path(os.fsdecode(path))
 
 
 def check_path(who: str, path: str | os.PathLike[str]) -> None:

@@ -7,11 +7,10 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from ortops.callbacks.drawing import check_picture, new_panels, write_picture
-from ortops.callbacks.monitor import optional_module
+from ortops.callbacks.monitor import optional_module, path_of
 from ortops.training.callback import Callback, Record
 from ortops.training.session import TrainingSession
 
@@ -44,7 +43,7 @@ class LossPlot(Callback):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = path_of("LossPlot", path)
         self._drawn = 0  # epochs
         self._next = 0.0  # when to draw again
 

@@ -89,6 +89,8 @@ def resolve(metrics: str | Metric | Sequence[str | Metric]) -> dict[str, Streami
     """
     found: dict[str, StreamingMetric] = {}
     single = isinstance(metrics, str | StreamingMetric) or callable(metrics)
+    if not single and not isinstance(metrics, Sequence):
+        raise OrtopsError(f"metrics is {metrics!r:.80}; a list of metrics is accepted")
     for metric in [metrics] if single else metrics:  # type: ignore[union-attr]
         made = _resolve(metric)
         if made.label in found or made.label == "loss":

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from ortops.errors import ModelError
+from ortops.numbers import real
 from ortops.schedules import Schedule
 
 __all__ = [
@@ -182,10 +183,9 @@ class Optimizer:
                 value: Any = getattr(self, each.name)
                 is_number = isinstance(value, Real) and not isinstance(value, bool)
                 self._require(each.name, is_number, "a number")
+                is_finite = math.isfinite(as_float32(real(value)))
+                self._require(each.name, is_finite, "a finite float32")
                 object.__setattr__(self, each.name, float(value))
-                self._require(
-                    each.name, math.isfinite(as_float32(float(value))), "a finite float32"
-                )
         self._require("learning_rate", self.peak >= 0, "a number >= 0")
         self._check()
 

@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -22,6 +21,7 @@ from ortops.graph.edit import ancestor_nodes
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.losses import LossLike
 from ortops.lowering import has_domain
+from ortops.numbers import real
 from ortops.optimizers import Optimizer, UpdateRule
 from ortops.training.algorithm import Algorithm, write_algorithm
 from ortops.training.clipping import Clipping
@@ -402,8 +402,7 @@ def plan_training(
 
 def _check_decay(ema_decay: Any) -> None:
     """Refuses what is no decay of an average."""
-    is_number = isinstance(ema_decay, Real) and not isinstance(ema_decay, bool)
-    if ema_decay is not None and not (is_number and 0 <= float(ema_decay) < 1):
+    if ema_decay is not None and not 0 <= real(ema_decay) < 1:
         raise ModelError(f"ema_decay is {ema_decay!r}; a number in [0, 1) is accepted")
 
 

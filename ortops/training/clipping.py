@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any
 
 import numpy as np
 
 from ortops.errors import ModelError
 from ortops.graph.tensor import Tensor, op
+from ortops.numbers import real
 
 __all__ = ["Clipping", "times"]
 
@@ -63,8 +61,9 @@ class Clipping:
             result = [self._clipped(times(gradient, scale)) for gradient in result]
             scale = None
         if self.norm is not None:
+            # In float64, in which neither large squares nor the order of summands count.
+            squares = [op.ReduceSumSquare(g.astype(np.float64), keepdims=0) for g in result]
             # A stack: what reads a chain of sums would have to go through all of it.
-            squares = [op.ReduceSumSquare(g, keepdims=0).astype(np.float64) for g in result]
             total = op.ReduceSum(squares[0].__array_namespace__().stack(squares), keepdims=0)
             norm = op.Sqrt(total)
             if scale is not None:
@@ -85,9 +84,6 @@ def times(gradient: Tensor, scale: Tensor | None) -> Tensor:
     return gradient if scale is None else gradient * scale.astype(gradient.dtype)
 
 
-def _is_positive(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        return False
+def _is_positive(value: object) -> bool:
     with np.errstate(over="ignore", under="ignore"):
-        narrow = np.float32(value)
-    return bool(0 < narrow < np.inf)
+        return bool(0 < np.float32(real(value)) < np.inf)

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, SupportsIndex, TypeAlias
+from typing import Any, Protocol, SupportsIndex, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -136,6 +136,7 @@ def check(
     trainer: Trainer,
     *,
     numbers: Mapping[str, tuple[object, int]],
+    switches: Mapping[str, object],
     validation: Data | None,
     metrics: Sequence[str | Metric],
     schedule: Callable[[float], float] | None,
@@ -146,14 +147,26 @@ def check(
     Args:
         trainer: The session.
         numbers: Counts by name, each with the least that is accepted.
+        switches: What is True or False, by name.
         validation: The validation data.
         metrics: What to compute on it.
         schedule: Gives the learning rate of an epoch.
         callbacks: What is told of the training.
     """
     for what, (number, least) in numbers.items():
-        if not isinstance(number, SupportsIndex) or number.__index__() < least:
+        is_integer = isinstance(number, SupportsIndex) and not isinstance(number, bool)
+        if not is_integer or int(cast(SupportsIndex, number)) < least:
             raise OrtopsError(f"{what} is {number!r}; an integer of at least {least} is accepted")
+    for what, value in switches.items():
+        if not isinstance(value, bool | np.bool_):
+            raise OrtopsError(f"{what} is {value!r:.80}; True or False is accepted")
+    if not isinstance(callbacks, Sequence):
+        raise OrtopsError(f"callbacks is {callbacks!r:.80}; a list of callbacks is accepted")
+    if schedule is not None and not callable(schedule):
+        raise OrtopsError(
+            f"schedule is {schedule!r:.80}; a function of the share of epochs that are done is "
+            "accepted"
+        )
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise OrtopsError(

@@ -310,7 +310,10 @@ def check_array(
     Raises:
         OrtopsError: If its type or shape is another.
     """
-    array = np.asarray(given)
+    try:
+        array = np.asarray(given)
+    except ValueError as error:
+        raise OrtopsError(f"gradients: '{name}' is no array: {error}") from error
     if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
         raise OrtopsError(
             f"gradients: '{name}' is {array.dtype}{list(array.shape)}; {dtype}{list(shape)} is "

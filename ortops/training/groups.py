@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeAlias
@@ -11,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortops.errors import ModelError, did_you_mean
+from ortops.numbers import real
 from ortops.optimizers import Custom, Optimizer
 from ortops.training.parameters import Places, matches
 
@@ -112,7 +114,7 @@ def _check(optimizer: Optimizer, pattern: object, given: object) -> None:
         return
     try:
         replace(optimizer, learning_rate=float(given["learning_rate"]))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ModelError(
             f"groups: '{pattern}' has the learning rate {given['learning_rate']!r}; a number >= 0 "
             "is accepted, which the optimizer's schedule multiplies too"
@@ -137,6 +139,11 @@ def _with(optimizer: Optimizer, settings: Mapping[str, Any]) -> Optimizer:
         if not isinstance(optimizer, Custom):
             return replace(optimizer, **settings)
         own = {name: value for name, value in settings.items() if name != "learning_rate"}
+        for name, value in own.items():
+            if math.isfinite(real(optimizer.attributes[name])) and not math.isfinite(real(value)):
+                raise ModelError(
+                    f"optimizer {optimizer.name}: {name} is {value!r}; a finite number is accepted"
+                )
         function = functools.partial(optimizer.function, **own) if own else optimizer.function
         rate = settings.get("learning_rate", optimizer.learning_rate)
         return replace(optimizer, function=function, learning_rate=rate)

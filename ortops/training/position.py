@@ -118,20 +118,27 @@ class Position(NamedTuple):
             steps: How many steps the session has made.
 
         Raises:
-            OrtopsError: If the state of a callback has no JSON.
+            OrtopsError: If the state of a callback has no JSON, or `read_position` would refuse
+                what a callback has made of it or of the history.
         """
         begun = self.begun
-        return _dumps(
-            {
-                **asdict(begun.call),
-                "epoch": begun.epoch,
-                "first_step": begun.first_step,
-                **self.place._asdict(),
-                "steps": steps,
-                "history": list(begun.history),
-                "callbacks": list(begun.states()),
-            }
-        )
+        found = {
+            **asdict(begun.call),
+            "epoch": begun.epoch,
+            "first_step": begun.first_step,
+            **self.place._asdict(),
+            "totals": list(self.place.totals),
+            "steps": steps,
+            "history": list(begun.history),
+            "callbacks": list(begun.states()),
+        }
+        for name, (accepted, fits) in _FIELDS.items():
+            if not fits(found[name]):
+                raise OrtopsError(
+                    f"save: '{name}' of fit is {found[name]!r:.200}, which could not be read "
+                    f"again; {accepted} is accepted"
+                )
+        return _dumps(found)
 
 
 def _dumps(found: dict[str, Any]) -> str:
@@ -211,7 +218,7 @@ def _is_count(value: object, least: int = 0) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return type(value) is float or (type(value) is int and abs(value) < 2**63)
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
 
 
 def _are_numbers(value: object) -> bool:

@@ -275,11 +275,15 @@ class TrainingSession:
             {'loss': array(0.25, dtype=float32)}
         """
         self._check_outputs(outputs)
+        if reduce is not None and not callable(reduce):
+            raise OrtopsError(f"reduce is {reduce!r:.80}; a function of gradients is accepted")
         if reduce is None:
             return self._step(self._inputs.check(feeds), outputs)
         return self._reduced_step(self._inputs.check(feeds), outputs, reduce)
 
     def _check_outputs(self, outputs: Sequence[str] | None) -> None:
+        if isinstance(outputs, str) or not isinstance(outputs, Iterable | None):
+            raise OrtopsError(f"outputs is {outputs!r}; a list of names is accepted")
         for name in outputs or ():
             if name not in self._outputs:
                 raise OrtopsError(
@@ -333,6 +337,10 @@ class TrainingSession:
             (array([[0.5]], dtype=float32), 1)
         """
         self._check_outputs(outputs)
+        if after is not None and not isinstance(after, Gradients):
+            raise OrtopsError(
+                f"gradients: after is {after!r:.80}; what `gradients` returned is accepted"
+            )
         return self._gradients(self._inputs.check(feeds), outputs, after)
 
     @_alone
@@ -435,7 +443,8 @@ class TrainingSession:
         gradients = self._differentiate(feeds, outputs)
         reduce(gradients)
         self._update(gradients)
-        return {n: a for n, a in gradients.outputs.items() if n in (outputs or self._outputs)}
+        chosen = self._outputs if outputs is None else outputs
+        return {n: a for n, a in gradients.outputs.items() if n in chosen}
 
     @_alone
     def _step(
@@ -592,6 +601,12 @@ class TrainingSession:
             self,
             numbers=numbers,
             validation=validation,
+            switches={
+                "shuffle": shuffle,
+                "resume": resume,
+                "progress": progress,
+                "stop_on_nan": stop_on_nan,
+            },
             metrics=metrics,
             schedule=schedule,
             callbacks=callbacks,
@@ -943,7 +958,7 @@ class TrainingSession:
     def learning_rate(self, value: float) -> None:
         try:
             accepted = 0 <= float(value) <= float(np.finfo(np.float32).max)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             accepted = False
         if not accepted:
             raise OrtopsError(f"learning_rate is {value!r}; a finite number >= 0 is accepted")

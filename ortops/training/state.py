@@ -81,6 +81,11 @@ class State(MutableMapping[str, Array]):
             )
         with np.errstate(over="ignore"):
             result = np.ascontiguousarray(given, present.dtype).reshape(present.shape).copy()
+        if _is_overflown(given, result):
+            raise OrtopsError(
+                f"state '{name}': a number of {given.dtype} was given that is too large for "
+                f"{present.dtype}"
+            )
         if name == self._noted.loss_scale and not 0 < result < np.inf:
             raise OrtopsError(
                 f"state '{name}': {result} was given; a finite number > 0 is accepted"
@@ -131,6 +136,20 @@ def is_rounded(parameter: Array, master: Array) -> bool:
     """Whether a parameter of 16 bits is its float32 values, rounded."""
     expected = rounded(master, parameter.dtype)
     return np.array_equal(parameter.view(np.uint16), expected.view(np.uint16))
+
+
+def _is_overflown(given: Array, result: Array) -> bool:
+    """Whether a finite number became another one, or infinite, in a narrower type."""
+    if given.dtype == result.dtype:
+        return False
+    if result.dtype.kind in "iu":
+        limits = np.iinfo(result.dtype)
+        return given.size > 0 and not limits.min <= int(given.min()) <= int(given.max()) <= (
+            limits.max
+        )
+    if given.dtype.kind != "f" or result.dtype.kind not in "fV":
+        return False
+    return bool((np.isinf(result.astype(np.float64)) & np.isfinite(given)).any())
 
 
 def check_master(name: str, parameter: Array, master: str, array: Array) -> None:

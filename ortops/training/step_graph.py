@@ -295,6 +295,7 @@ def evaluation_model(
     kinds = {name: _kind(value) for name, value in found.items()}
     graph.outputs.clear()
     graph.outputs.extend(dict.fromkeys((*(values[name] for name in named), *found.values())))
+    prune(graph)  # also of what reads running statistics, which inference mode does not give
     write_inference_mode(model)
     prune(graph)
     _make_inputs(graph, [name for name in step.variables if name in graph.initializers])
