@@ -907,7 +907,8 @@ def test_loaders_and_datasets_of_torch() -> None:
     part = torch.utils.data.Subset(pairs, [3, 1, 4, 5, 9])
     check_rows(part, {n: a[[3, 1, 4, 5, 9]] for n, a in data.items()}, affine_inputs())
     check_batches(lambda: torch.utils.data.DataLoader(pairs, batch_size=SIZE))
-    check_batches(lambda: torch.utils.data.DataLoader(pairs, batch_size=SIZE, num_workers=1))
+    worker = {"num_workers": 1, "multiprocessing_context": "spawn"}  # this process has threads
+    check_batches(lambda: torch.utils.data.DataLoader(pairs, batch_size=SIZE, **worker))
     named = Samples(data, None)
     check_batches(lambda: torch.utils.data.DataLoader(named, batch_size=SIZE))
     assert (
