@@ -22,6 +22,7 @@ from models import mlp
 from ortops.cli import main
 from ortops.cli.calls import read_call
 from ortops.cli.parser import make_parser
+from ortops.cli.streams import print_json
 
 CLASSIFIER = """
 <ir_version: 10, opset_import: ["" : 18]>
@@ -674,3 +675,9 @@ def test_the_parser_names_what_there_is():
     for name, made in actions.choices.items():
         module, function = made.get_default("run").split(".")
         assert hasattr(importlib.import_module(f"ortops.cli.{module}"), function), name
+
+
+def test_json_has_no_numbers_that_are_not_finite(capsys):
+    print_json({"loss": float("nan"), "history": [{"loss": float("inf")}, {"loss": 1.5}]})
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found == {"loss": None, "history": [{"loss": None}, {"loss": 1.5}]}

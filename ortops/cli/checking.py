@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from ortops import losses
 from ortops.check import check as check_model
 from ortops.check import quiet
 from ortops.cli.calls import make, read_call
+from ortops.cli.streams import print_json
 from ortops.errors import OrtopsError
 
 __all__ = ["check"]
@@ -44,7 +44,7 @@ def check(options: argparse.Namespace) -> int:
         if not options.json:
             print(*([f"{file}:"] if len(files) > 1 else []), report, sep="\n")
     if options.json:
-        print(json.dumps(found, indent=2))
+        print_json(found)
     return worst
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections import Counter
 from typing import Any
 
 import onnx
 
-from ortops.cli.streams import read_model
+from ortops.cli.streams import print_json, read_model
 from ortops.errors import OrtopsError
 from ortops.lowering import TRAINING_DOMAIN
 from ortops.training.session import TrainingSession
@@ -23,7 +22,7 @@ def inspect(options: argparse.Namespace) -> int:
     """Tells what is in a file."""
     found = _found(read_model(options.model))
     if options.json:
-        print(json.dumps(found, indent=2))
+        print_json(found)
     else:
         for line in _lines(found):
             print(line)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import onnx
 
@@ -13,7 +16,14 @@ from ortops.errors import OrtopsError
 from ortops.graph import convert
 from ortops.graph.external import attached, detach, save_model, serialize
 
-__all__ = ["describe_stream", "leave_standard_output", "print_bytes", "read_model", "write_model"]
+__all__ = [
+    "describe_stream",
+    "leave_standard_output",
+    "print_bytes",
+    "print_json",
+    "read_model",
+    "write_model",
+]
 
 
 def read_model(path: str) -> onnx.ModelProto:
@@ -47,6 +57,19 @@ def write_model(model: onnx.ModelProto, path: str) -> None:
 def describe_stream(path: str) -> str:
     """Returns what messages call a path."""
     return "standard output" if path == "-" else path
+
+
+def print_json(found: Any) -> None:
+    """Prints what was found as JSON, which has no numbers that are not finite: null for them."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(each) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(each) for each in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    print(json.dumps(plain(found), indent=2))
 
 
 def print_bytes(content: bytes) -> None:

@@ -31,7 +31,7 @@ from ortops.cli.data import (
     wanted_inputs,
 )
 from ortops.cli.parser import make_parser
-from ortops.cli.streams import describe_stream, read_model, write_model
+from ortops.cli.streams import describe_stream, print_json, read_model, write_model
 from ortops.errors import OrtopsError
 from ortops.training.builder import build_training_model
 from ortops.training.session import TrainingSession
@@ -146,7 +146,7 @@ def evaluate(options: argparse.Namespace) -> int:
         ema=options.ema,
     )
     if options.json:
-        print(json.dumps(found, indent=2))
+        print_json(found)
     else:
         width = max(map(len, found))
         for name, value in found.items():
