@@ -21,6 +21,9 @@ if TYPE_CHECKING:
         schedules,
         surgery,
     )
+    from ortops import (
+        sklearn as sklearn,  # not in __all__: it needs scikit-learn
+    )
     from ortops.autodiff.grad import grad
     from ortops.autodiff.registry import vjp
     from ortops.callbacks.rate_finder import find_learning_rate
@@ -98,6 +101,7 @@ _MODULES = {
     "register_custom_ops": "ortops.custom_ops",
     "save_model": "ortops.graph.external",
     "schedules": "ortops",
+    "sklearn": "ortops",
     "step_graph": "ortops.training.step_graph",
     "surgery": "ortops",
     "vjp": "ortops.autodiff.registry",

@@ -498,7 +498,10 @@ def test_running_statistics_see_each_batch_in_turn(caplog: pytest.LogCaptureFixt
     assert joined.steps_done == 2
     said = [r.getMessage() for r in caplog.records if "accumulate" in r.getMessage()]
     assert len(said) == 1
-    assert said[0].startswith("fit: accumulate=3: BatchNormalization takes the statistics of the")
+    begun = (
+        "fit: accumulate=3: the batch sets the running statistic 'bn.mean', as BatchNormalization"
+    )
+    assert said[0].startswith(begun)
     assert said[0].endswith("so that a step is not that of one batch of all rows")
 
 

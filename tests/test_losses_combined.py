@@ -82,7 +82,8 @@ def test_each_summand_is_reported() -> None:
     )
     (epoch,) = session.fit(data, batch_size=3, validation=data, progress=False)
     names = {"loss", "loss_cls", "loss_box"}
-    assert set(epoch) == names | {f"validation_{name}" for name in names}
+    measured = names | {f"validation_{name}" for name in names}
+    assert set(epoch) == measured | {"learning_rate", "seconds", "steps"}
     assert epoch["loss"] == pytest.approx(epoch["loss_cls"] + 2 * epoch["loss_box"], rel=1e-5)
 
 
