@@ -51,6 +51,7 @@ def shrunk(r: Any, x: Any, weight_decay: float) -> Any:
 
 def norm(x: Any) -> Any:
     """Returns the root of the sum of squares, 0-d float64."""
+    (x,) = arrays(x)  # a scalar of numpy 2.0 has no namespace
     xp = x.__array_namespace__()
     return xp.sqrt(xp.sum(x * x).astype(np.float64))
 

@@ -111,6 +111,7 @@ def _warming_product(count: Any, beta1: float, momentum_decay: float) -> Any:
         return (0.5 * beta1) ** count
     slope = math.log(0.96) * momentum_decay * _TERMS  # of the logarithm of q^k
     weights = np.exp(slope) / (_TERMS * 2.0**_TERMS * -np.expm1(slope))
+    (count,) = arrays(count)  # a scalar of numpy 2.0 has no namespace
     xp = count.__array_namespace__()
     half = xp.tanh(0.5 * slope * count)
     risen = -2.0 * half / (1.0 - half)  # 1 - exp(slope · count), which would cancel
