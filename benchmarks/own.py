@@ -17,6 +17,7 @@ from benchmarks.works import DEPTH_WORKS, DEPTHS, WORKS, TrainingStep, transform
 __all__ = [
     "CREATION_DEPTH",
     "FIT_TARGETS",
+    "STEP_GRAPH_TARGETS",
     "compared",
     "creation_seconds",
     "depth_seconds",
@@ -30,6 +31,13 @@ CREATION_DEPTH = 12
 
 FIT_TARGETS = {"LeNet 28×28, batch 64": 1.03, "MLP 784-128-10, batch 32": 1.1}
 """The time of `fit` that is aimed at, over that of a loop, by work."""
+
+STEP_GRAPH_TARGETS = {
+    name: 2.0 if name.startswith(("LeNet", "ResNet")) else 1.5
+    for name, work in WORKS.items()
+    if isinstance(work, TrainingStep)
+}
+"""The time of a step graph in a plain session that is aimed at, over that of `step`, by work."""
 
 IMPORT = """
 import time

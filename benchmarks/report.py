@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks import own
 from benchmarks.measure import CHECKED_STEPS, Effort, Result
-from benchmarks.peers import LOWERED, PEERS, PYTHON, RUN_STEPS, TORCH, C
+from benchmarks.peers import LOWERED, PEERS, PYTHON, RUN_STEPS, STEP_GRAPH, TORCH, C
 from benchmarks.start import Start
 from benchmarks.task import THREADS
 from benchmarks.works import DEPTHS, WORKS, TrainingStep, Update
@@ -113,6 +113,13 @@ class Report:
             if isinstance(WORKS[work], Update) and {LOWERED, PYTHON} <= set(by_peer):
                 ratios = by_peer[PYTHON].ratios(by_peer[LOWERED])
                 yield Goal(work, f"time, {_way(PYTHON)}", _way(LOWERED), ratios, KERNEL_TARGET)
+        for work, by_peer in self.times.items():
+            if work in own.STEP_GRAPH_TARGETS and {LOWERED, STEP_GRAPH} <= set(by_peer):
+                ratios, target = (
+                    by_peer[STEP_GRAPH].ratios(by_peer[LOWERED]),
+                    own.STEP_GRAPH_TARGETS,
+                )
+                yield Goal(work, f"time, {_way(STEP_GRAPH)}", _way(LOWERED), ratios, target[work])
         if self.depths:
             middle, deepest = own.compared()
             what = f"time of a layer in {deepest}"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         metrics,
         optimizers,
         schedules,
+        sklearn as sklearn,  # not in __all__: it needs scikit-learn
         surgery,
     )
     from ortops import (
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from ortops.inference import InferenceSession
     from ortops.lowering import lower
     from ortops.training.builder import build_training_model
+    from ortops.training.export import export_step
     from ortops.training.session import TrainingSession
     from ortops.training.step_graph import step_graph
 
@@ -60,6 +62,7 @@ __all__ = [
     "build_training_model",
     "callbacks",
     "derivatives",
+    "export_step",
     "find_learning_rate",
     "grad",
     "lora",
@@ -90,6 +93,7 @@ _MODULES = {
     "build_training_model": "ortops.training.builder",
     "callbacks": "ortops",
     "derivatives": "ortops",
+    "export_step": "ortops.training.export",
     "find_learning_rate": "ortops.callbacks.rate_finder",
     "grad": "ortops.autodiff.grad",
     "lora": "ortops",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import onnx
 import onnx_ir as ir
@@ -26,7 +27,7 @@ from ortops.autodiff.gradient_node import (
 )
 from ortops.autodiff.registry import Rules
 from ortops.autodiff.rules import RULES
-from ortops.errors import ModelError, did_you_mean
+from ortops.errors import ModelError, OrtopsError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, ancestor_nodes, describe, remove_unread, replace_value
@@ -34,16 +35,19 @@ from ortops.graph.serialization import BOUND_DOMAIN, to_proto
 from ortops.graph.shapes import infer_shapes, may_be_equal
 from ortops.graph.tensor import Names, Tape, Tensor, op, shape_of
 from ortops.optimizers import OPERATORS
-from ortops.passes import Draft, Pass
+from ortops.passes import Draft, Pass, Runtime, passes_for
+from ortops.passes.order import put_last_results_first
 
 __all__ = [
     "TRAINING_DOMAIN",
+    "Target",
     "has_domain",
     "infer_types",
     "lower",
     "lower_ir",
     "lower_optimizers",
     "lower_prepared",
+    "lowered_for",
     "normalize",
     "prepare",
     "takes_python_kernel",
@@ -52,12 +56,21 @@ __all__ = [
 
 TRAINING_DOMAIN = custom_ops.DOMAIN
 
+Target: TypeAlias = Literal["onnxruntime", "webgpu"]
+"""What is to run a graph; None in its place is anything that has the standard's operators."""
+
+_RUNTIMES: Mapping[str | None, Runtime] = {
+    None: "any",
+    "onnxruntime": "onnxruntime",
+    "webgpu": "webgpu",
+}
+
 Keep = Callable[[ir.Node], bool]
 """Tells whether a one-tensor optimizer node with all its attributes stays as it is."""
 
 
 @convert.blame_model
-def lower(model: ModelLike) -> onnx.ModelProto:
+def lower(model: ModelLike, *, target: Target | None = None) -> onnx.ModelProto:
     """Returns a model in which no node of the training domain is left.
 
     Gradient nodes become the backward graph, which shares the values of the forward pass; Adagrad,
@@ -68,12 +81,16 @@ def lower(model: ModelLike) -> onnx.ModelProto:
 
     Args:
         model: A ModelProto, its bytes, or the path of its file; not changed.
+        target: What is to run the result. By default that has standard operators only;
+            ``"onnxruntime"`` also takes operators of ``com.microsoft`` that every build of
+            onnxruntime has on its CPU provider. Numbers differ by rounding only.
 
     Returns:
         A new model. External data stay external, relative to the folder of the given file.
 
     Raises:
         ModelError: If the model, or a node of the domain in it, is not legal.
+        OrtopsError: If there is no such target.
         UnsupportedError: If an operator that a gradient passes through has no rule.
 
     Example:
@@ -90,26 +107,30 @@ def lower(model: ModelLike) -> onnx.ModelProto:
         >>> model.graph.output.extend([onnx.helper.make_tensor_value_info("slope", 1, [])])
         >>> model.opset_import.extend([onnx.helper.make_opsetid(domain, 1)])
         >>> [node.op_type for node in lower(model).graph.node]
-        ['Mul', 'Constant', 'Mul', 'Mul', 'Add']
+        ['Constant', 'Mul', 'Mul', 'Add', 'Mul']
     """
+    _runtime(target)
     proto, folder = convert.load(model)
     if not has_domain(proto):
         result = onnx.ModelProto()
         result.CopyFrom(proto)
         return result
-    result = to_proto(lower_ir(convert.to_ir(proto, folder)))
+    result = to_proto(lower_ir(convert.to_ir(proto, folder), target=target))
     for info in proto.training_info:  # one by one: `extend` takes none of 2 GB
         result.training_info.add().CopyFrom(info)
     return result
 
 
-def lower_ir(model: ir.Model, *, keep: Keep | None = None) -> ir.Model:
+def lower_ir(
+    model: ir.Model, *, keep: Keep | None = None, target: Target | None = None
+) -> ir.Model:
     """Lowers a model.
 
     Args:
         model: The model; not to be used afterwards.
         keep: Asked for each optimizer node, split into one-tensor nodes with every attribute
             written out, whether it stays; none does by default.
+        target: See `lower`.
 
     Returns:
         The lowered model.
@@ -118,7 +139,34 @@ def lower_ir(model: ir.Model, *, keep: Keep | None = None) -> ir.Model:
         ModelError: If the model, or a node of the domain in it, is not legal.
         UnsupportedError: If an operator that a gradient passes through has no rule.
     """
-    return lower_prepared(prepare(model), keep=keep)
+    return lowered_for(prepare(model), target, keep=keep)
+
+
+def lowered_for(model: ir.Model, target: Target | None, *, keep: Keep | None = None) -> ir.Model:
+    """Lowers a model that `prepare` returned, in place, for what is to run it.
+
+    Args:
+        model: The model.
+        target: See `lower`.
+        keep: See `lower_ir`.
+
+    Returns:
+        The model.
+
+    Raises:
+        OrtopsError: If there is no such target.
+    """
+    model = lower_prepared(model, keep=keep, passes=passes_for(_runtime(target)))
+    put_last_results_first(model.graph)
+    return model
+
+
+def _runtime(target: Target | None) -> Runtime:
+    """Returns what runs a graph that is made for a target."""
+    if target not in _RUNTIMES:
+        known = ", ".join(map(repr, _RUNTIMES))
+        raise OrtopsError(f"target is {target!r}; one of {known} is accepted")
+    return _RUNTIMES[target]
 
 
 def lower_prepared(

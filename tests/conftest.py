@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -35,6 +36,10 @@ TORCH = "comparisons with PyTorch left out: torch is not installed (./scripts/te
 SKLEARN = "models of scikit-learn left out: skl2onnx is not installed (./scripts/test --compare)"
 FETCHED = "models of others left out: not there (python scripts/fetch_models.py)"
 
+JAVASCRIPT = "tests of the JavaScript driver left out: not there (./scripts/web_environment)"
+BROWSER = "tests of the page left out: Chromium is not there (./scripts/web_environment)"
+PACKAGES = Path(__file__).parents[1] / ".web" / "node_modules" / "onnxruntime-web"
+
 tests_left_out = pytest.StashKey[Counter[str]]()
 files_left_out = pytest.StashKey[dict[str, list[str]]]()
 
@@ -65,6 +70,12 @@ def why_left_out(item: pytest.Item) -> str:
         return TORCH
     if item.get_closest_marker("sklearn") and is_missing("skl2onnx"):
         return SKLEARN
+    in_page = item.get_closest_marker("browser")
+    if in_page or item.get_closest_marker("javascript"):
+        if not (PACKAGES.exists() and shutil.which("node")):
+            return JAVASCRIPT
+        if in_page and not shutil.which("chromium"):
+            return BROWSER
     for mark in item.iter_markers("optional"):
         package, group = mark.args
         if is_missing(package):

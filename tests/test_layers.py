@@ -30,8 +30,8 @@ FLOORS = (
 
 WITHIN = {
     "graph": (
-        *("adapters", "files", "limits", "serialization", "external", "validation", "tensor"),
-        *("edit", "shapes", "convert", "weights"),
+        *("adapters", "files", "safetensors", "places", "limits", "serialization", "external"),
+        *("validation", "tensor", "edit", "shapes", "convert", "weights"),
     ),
     "optimizers": (
         *("optimizer", "gradient_descent", "squares", "moments", "variants", "sign", "layerwise"),
@@ -49,7 +49,8 @@ WITHIN = {
     "surgery": ("reading", "head", "batch", "output", "__init__"),
     "passes": (
         *("order", "finite", "draft", "rewrite", "rematerialization", "cross_entropy", "products"),
-        *("rectified", "transposed", "lstm", "blocked", "rounding", "scaled_sums", "__init__"),
+        *("max_pool", "rectified", "transposed", "lstm", "blocked", "rounding", "webgpu"),
+        *("scaled_sums", "__init__"),
     ),
     "losses": (
         *("squashing", "teacher", "loss", "compute", "classification", "regression"),
@@ -67,7 +68,7 @@ WITHIN = {
         *("history", "callback", "interruption", "position", "progress", "tables", "prefetch"),
         *("modes", "parameters", "preparation", "reach", "algorithm", "groups", "clipping"),
         *("updates", "builder", "bfloat16", "step_graph", "feeds", "data", "initialization"),
-        *("state", "evaluation", "gradients", "fitting", "results", "session"),
+        *("state", "evaluation", "gradients", "fitting", "results", "session", "export"),
     ),
 }
 """The files of a room, of which each imports from those before it."""

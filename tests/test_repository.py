@@ -30,7 +30,10 @@ TOP_LEVEL = {
     "scripts",
     "tests",
 }
-SCRIPTS = (".ci/run", "scripts/demo", "scripts/distribution", "scripts/test")
+SCRIPTS = (
+    *(".ci/run", "scripts/demo", "scripts/distribution", "scripts/test"),
+    *("scripts/web_demo", "scripts/web_environment"),
+)
 # What other code may rely on; README.md describes them.
 CONTRACT = {
     "InferenceSession",

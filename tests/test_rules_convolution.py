@@ -12,7 +12,7 @@ from dot_test import DOMAIN, Case, check, normal
 from onnx import helper
 from running import run
 
-import ortops
+from tests import spies
 
 UNIT = {"epsilon": 1.0, "rtol": 3e-6}
 """A convolution is linear in each argument: a step of 1 is exact, to the rounding of float32."""
@@ -127,7 +127,7 @@ def lowered(
     for name, array in zip(names[1:], arrays[1:], strict=True):
         graph.initializer.append(onnx.numpy_helper.from_array(array, name))
     imports = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)]
-    return ortops.lower(helper.make_model(graph, opset_imports=imports, ir_version=10))
+    return spies.lowered(helper.make_model(graph, opset_imports=imports, ir_version=10))
 
 
 def output_of(case: Case) -> np.ndarray:

@@ -37,6 +37,7 @@ from models.resnet import resnet
 from models.transformer import transformer
 from ortops import ModelError, OrtopsError, TrainingSession, build_training_model, op, step_graph
 from ortops.optimizers import SGD, Adagrad, Adam, AdamW, Momentum
+from tests.spies import lowered
 
 MODELS: dict[str, tuple[Any, str, Any]] = {
     "affine": (affine, "MeanSquaredError", affine_batch),
@@ -324,7 +325,7 @@ SHARING = {
 def test_onnxruntime_shares_the_forward_pass(make: Any, tmp_path: Path) -> None:
     given = build_training_model(make(), loss="SoftmaxCrossEntropy", optimizer="SGD")
     step = step_graph(given)
-    once = optimized_op_types(ortops.lower(step), tmp_path / "lowered.onnx")
+    once = optimized_op_types(lowered(step), tmp_path / "lowered.onnx")
     shared = optimized_op_types(step, tmp_path / "step.onnx")
     heavy = ("MatMul", "Gemm", "Conv", "MaxPool", "BatchNormalization", "LayerNormalization")
     for op_type in (*heavy, "Tanh", "Erf", "Softmax", "LogSoftmax"):

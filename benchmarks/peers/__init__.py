@@ -15,11 +15,15 @@ from typing import Any
 
 from benchmarks.task import OPTIMIZERS, UPDATE, Array, Task
 
-__all__ = ["COMPILERS", "LOWERED", "PEERS", "PYTHON", "RUN_STEPS", "TORCH", "C", "Peer", "Step"]
+__all__ = [
+    *("COMPILERS", "LOWERED", "PEERS", "PYTHON", "RUN_STEPS", "STEP_GRAPH", "TORCH", "C"),
+    *("Peer", "Step"),
+]
 
 LOWERED = "ortops, standard operators"
 PYTHON = "ortops, Python custom ops"
 RUN_STEPS = "ortops, run_steps"
+STEP_GRAPH = "ortops, step graph in onnxruntime"
 TORCH = "torch eager"
 C = "loop in C"
 
@@ -71,7 +75,7 @@ class Peer:
     @property
     def ours(self) -> bool:
         """Whether it is ortops."""
-        return self.module == "with_ortops"
+        return self.module in ("with_ortops", "with_step_graph")
 
     def does(self, network: str, optimizer: str) -> bool:
         """Tells whether a task is among what it does where nothing is missing."""
@@ -113,6 +117,10 @@ PEERS: Mapping[str, Peer] = {
         "ortops",
         method="run_steps",
         update=False,
+    ),
+    STEP_GRAPH: Peer("with_step_graph", {"target": "onnxruntime"}, "onnxruntime", update=False),
+    "ortops, step graph for any runtime": Peer(
+        "with_step_graph", {"target": None}, "onnxruntime", update=False
     ),
     TORCH: Peer("with_torch", package="torch", start=True),
     # Of compiling, the start is torch eager's and more.

@@ -1,4 +1,4 @@
-"""``ortops export`` and ``lower``."""
+"""``ortops export``, ``export-step`` and ``lower``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from ortops.graph.external import attached, detach, serialize
 from ortops.graph.external import write_model as write_in_place
 from ortops.graph.files import destination
 from ortops.lowering import lower as lower_model
+from ortops.training.export import export_step as write_step
 from ortops.training.session import TrainingSession
 
-__all__ = ["export", "lower"]
+__all__ = ["export", "export_step", "lower"]
 
 
 def export(options: argparse.Namespace) -> int:
@@ -39,6 +40,14 @@ def export(options: argparse.Namespace) -> int:
         note(result, CLASSES_KEY, classes)
     write_model(result, options.output)
     print(f"wrote {describe_stream(options.output)}", file=sys.stderr)
+    return 0
+
+
+def export_step(options: argparse.Namespace) -> int:
+    """Writes a training step for other languages."""
+    model = read_model(options.model)
+    write_step(model, options.folder, web=options.web, entry=options.entry, target=options.target)
+    print(f"wrote {options.folder}", file=sys.stderr)
     return 0
 
 

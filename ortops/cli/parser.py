@@ -51,6 +51,10 @@ _EXAMPLES = {
         ortops export trained.onnx small.onnx --ema --quantize
         ortops export adapted.onnx merged.onnx --merge-lora
         """,
+    "export-step": """
+        ortops export-step trainable.onnx step/
+        ortops export-step trainable.onnx page/ --web
+        """,
     "lower": "ortops lower model.onnx lowered.onnx",
     "check": """
         ortops check model.onnx
@@ -105,6 +109,7 @@ def make_parser(version: str) -> argparse.ArgumentParser:
     _add_eval(command)
     _add_predict(command)
     _add_export(command)
+    _add_export_step(command)
     lower = command("lower", "exporting.lower", "replace Gradient, Adam, … by standard operators")
     lower.add_argument("model", help="an .onnx file")
     lower.add_argument("output", help="the file to write; - is standard output")
@@ -323,6 +328,23 @@ def _add_export(command: _Command) -> None:
         "--quantize",
         action="store_true",
         help="quantize weights to 8 bits with onnxruntime's dynamic quantization",
+    )
+
+
+def _add_export_step(command: _Command) -> None:
+    parser = command(
+        "export-step", "exporting.export_step", "write a training step for other languages"
+    )
+    parser.add_argument("model", help="a trainable file, or - for standard input")
+    parser.add_argument("folder", help="where the files go; it is made if need be")
+    parser.add_argument(
+        "--web", action="store_true", help="write a driver in JavaScript and a page, too"
+    )
+    parser.add_argument(
+        "--entry", type=int, default=0, metavar="N", help="which training_info entry; 0"
+    )
+    parser.add_argument(
+        "--target", choices=("onnxruntime", "webgpu"), help="what is to run it; any by default"
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ortops.errors import OrtopsError, did_you_mean
-from ortops.passes import PASSES, Pass
+from ortops.passes import Pass, passes_for
 
 __all__ = ["Settings"]
 
@@ -33,7 +33,7 @@ class Settings:
         scaled_sums: Whether sums y + c · x of long tensors may be made in one pass over memory.
     """
 
-    passes: Sequence[Pass] = PASSES
+    passes: Sequence[Pass] = field(default_factory=lambda: passes_for("session"))
     joined: int = 2**18
     chunk: int = 2**17
     shapes: int = 2
@@ -47,8 +47,9 @@ class Settings:
             OrtopsError: If there is no such pass.
 
         Example:
-            >>> [each.name for each in Settings().without("lstm", "rounding", "blocked").passes]
-            ['transposed', 'row_sums', 'scales', 'transposes', 'cross_entropy', 'rectified']
+            >>> settings = Settings().without("max_pool", "lstm", "blocked", "scales")
+            >>> [each.name for each in settings.passes]
+            ['transposed', 'row_sums', 'transposes', 'cross_entropy', 'rectified', 'rounding']
         """
         known = [each.name for each in self.passes]
         for name in names:

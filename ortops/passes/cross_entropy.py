@@ -9,6 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ortops.graph.tensor import Tape, Tensor, op
+from ortops.passes.draft import ANYWHERE
 from ortops.passes.rewrite import PatternPass, Result, pattern
 
 __all__ = ["CROSS_ENTROPY"]
@@ -41,4 +42,4 @@ def _negative_mean(log_probabilities: Tensor, labels: Tensor, reduction: str | N
             return op.Neg(op.ReduceMean(picked, keepdims=0))
 
 
-CROSS_ENTROPY = PatternPass("cross_entropy", _plain_loss)
+CROSS_ENTROPY = PatternPass("cross_entropy", _plain_loss, serves=ANYWHERE)

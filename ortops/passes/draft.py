@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 import onnx_ir as ir
 
@@ -13,7 +14,20 @@ from ortops.autodiff.registry import Rules, Table
 from ortops.graph.tensor import Names
 from ortops.passes.finite import unbounded_values
 
-__all__ = ["Draft", "Pass"]
+__all__ = ["ANYWHERE", "ONNXRUNTIME", "SESSION", "Draft", "Pass", "Runtime"]
+
+Runtime: TypeAlias = Literal["any", "onnxruntime", "webgpu", "session"]
+"""What runs a graph: whatever knows the standard's operators, a build of onnxruntime with its CPU
+provider, one with the WebGPU provider, or a TrainingSession on this machine's CPU."""
+
+SESSION: frozenset[Runtime] = frozenset({"session"})
+"""For a graph that no other machine gets."""
+
+ONNXRUNTIME: frozenset[Runtime] = SESSION | {"onnxruntime"}
+"""For operators or kernels that onnxruntime's CPU provider has on any machine."""
+
+ANYWHERE: frozenset[Runtime] = ONNXRUNTIME | {"any"}
+"""For standard operators that are no slower elsewhere."""
 
 
 @dataclass
@@ -87,10 +101,12 @@ class Pass:
 
     Args:
         name: What it is called where it is left out.
+        serves: What it makes graphs for.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, serves: Collection[Runtime] = SESSION) -> None:
         self.name = name
+        self.serves = frozenset(serves)
 
     def gains(self, model: ir.Model, sizes: Mapping[str, int] | None) -> bool:
         """Whether it makes a prepared model faster if that is lowered for known sizes only.

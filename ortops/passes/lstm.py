@@ -30,8 +30,7 @@ from ortops.autodiff.rules.recurrent import (
 from ortops.graph.edit import attribute_values, remove_unread, replace_value
 from ortops.graph.shapes import size_of
 from ortops.graph.tensor import Tape, Tensor, op, zeros_like
-from ortops.passes.draft import Draft, Pass
-from ortops.passes.products import fused_matmul
+from ortops.passes.draft import ANYWHERE, Draft, Pass
 
 __all__ = ["LSTM"]
 
@@ -61,9 +60,12 @@ class _Lstm(Pass):
             return
         gradients = [Bound.of(node) for node in draft.graph if is_bound(node)]
         found = {node for each in gradients for node in each.path(draft.graph, draft.rules)}
+        xs = {x for each in gradients for x in each.xs}
         draft.add_rules(TABLE)
         for node in usual:
-            if node in found:
+            # Who asks for the gradient of x alone does not train, and may come with one sample.
+            trained = any(w in xs or (w and w.producer() in found) for w in node.inputs[1:4])
+            if node in found and (trained or _has_known_batch(node)):
                 _insert(node, draft)
 
     def finish(self, draft: Draft) -> None:
@@ -77,7 +79,7 @@ class _Lstm(Pass):
             remove_unread(list(draft.graph))
 
 
-LSTM = _Lstm("lstm")
+LSTM = _Lstm("lstm", ANYWHERE)
 
 
 def _is_usual(node: ir.Node) -> bool:
@@ -98,6 +100,11 @@ def _is_usual(node: ir.Node) -> bool:
         and not (isinstance(x.shape[1], int) and x.shape[1] < _SAMPLES)  # type: ignore[index]
         and not any(is_bound(user) for y in node.outputs for user, _ in y.uses())
     )
+
+
+def _has_known_batch(node: ir.Node) -> bool:
+    x = node.inputs[0]
+    return x is not None and x.shape is not None and isinstance(x.shape[1], int)
 
 
 def _parts(x: Tensor, count: int) -> list[Tensor]:
@@ -194,8 +201,7 @@ def _forward(
         b = w_bias + r_bias
         factor, rows = op.Concat(w, op.Unsqueeze(b, [1]), axis=1), _with_ones(x)
     steps, batch, _ = x.shape or (None,) * 3
-    a = fused_matmul(x.tape, [factor.value, rows.value], [0, 1])
-    a = a.with_shape([steps, (r.shape or (None,))[0], batch])
+    a = op.MatMul(factor, _swapped(rows)).with_shape([steps, (r.shape or (None,))[0], batch])
 
     def step(h: Tensor, c: Tensor, a: Tensor) -> Sequence[Tensor]:
         a_i, a_o, a_f, a_c = op.Split(op.Gemm(h.tape.tensor(r.value), h, a), axis=0, num_outputs=4)

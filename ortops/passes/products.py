@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ortops.graph.tensor import Tape, Tensor, constant_tensor, op
+from ortops.passes.draft import ANYWHERE, ONNXRUNTIME
 from ortops.passes.rewrite import PatternPass, Result, pattern
 
 __all__ = ["ROW_SUMS", "SCALES", "TRANSPOSES", "fused_matmul"]
@@ -75,15 +76,15 @@ def _flags(node: ir.Node) -> list[int]:
 
 
 def _is_product(node: ir.Node) -> bool:
-    """Whether a node multiplies stacks of float32 matrices, or a stack by one matrix."""
+    """Whether a node multiplies stacks of float32 matrices, or one matrix and a stack."""
     if node.op_type != "MatMul" or node.domain or node.outputs[0].dtype != ir.DataType.FLOAT:
         return False
     a, b = (0 if v is None or v.shape is None else len(v.shape) for v in node.inputs)
-    return a >= b >= 2 and (a == b or b == 2)
+    return min(a, b) >= 2 and (a == b or 2 in (a, b))
 
 
 def _is_shared(node: ir.Node) -> bool:
-    """Whether a product is one of a stack of matrices by one matrix."""
+    """Whether a product is one of a stack of matrices and one matrix."""
     a, b = (len(v.shape) for v in node.inputs[:2] if v is not None and v.shape is not None)
     return a != b
 
@@ -164,7 +165,7 @@ def fused_matmul(
     return tape.tensor(node.outputs[0])
 
 
-TRANSPOSES = PatternPass("transposes", _transposed_factors, _transposed_product)
+TRANSPOSES = PatternPass("transposes", _transposed_factors, _transposed_product, serves=ONNXRUNTIME)
 
 
 # ----------------------------------------------------------------------------------------- scales
@@ -235,7 +236,7 @@ def _products_before(value: ir.Value | None) -> list[ir.Node]:
     return []
 
 
-SCALES = PatternPass("scales", _scaled_product)
+SCALES = PatternPass("scales", _scaled_product, serves=ONNXRUNTIME)
 
 
 # ------------------------------------------------------------------------------------------- rows
@@ -329,4 +330,4 @@ def _ones_of(length: object) -> Tensor:
     return op.ConstantOfShape(length, value=np.ones(1, np.float32))
 
 
-ROW_SUMS = PatternPass("row_sums", _row_sum)
+ROW_SUMS = PatternPass("row_sums", _row_sum, serves=ANYWHERE)

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from ortops.autodiff.registry import Cotangents, Table
 from ortops.graph.tensor import Tensor
-from ortops.passes.draft import Draft, Pass
+from ortops.passes.draft import ANYWHERE, Draft, Pass
 from ortops.passes.finite import mask
 
 __all__ = ["RECTIFIED"]
@@ -38,4 +38,4 @@ def _relu(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
     return g * mask(y)
 
 
-RECTIFIED = _Rectified("rectified")
+RECTIFIED = _Rectified("rectified", ANYWHERE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from ortops.graph.edit import remove_unread, replace_value, take_place
 from ortops.graph.tensor import Names, Tape, Tensor
-from ortops.passes.draft import Draft, Pass
+from ortops.passes.draft import SESSION, Draft, Pass, Runtime
 
 __all__ = ["Pattern", "PatternPass", "Result", "pattern", "rewrite"]
 
@@ -92,10 +92,13 @@ class PatternPass(Pass):
     Args:
         name: See `Pass`.
         *patterns: The patterns.
+        serves: See `Pass`.
     """
 
-    def __init__(self, name: str, *patterns: Pattern) -> None:
-        super().__init__(name)
+    def __init__(
+        self, name: str, *patterns: Pattern, serves: Collection[Runtime] = SESSION
+    ) -> None:
+        super().__init__(name, serves)
         self.patterns = patterns
 
     def finish(self, draft: Draft) -> None:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from ortops.graph.edit import ELEMENTWISE, copy_node, remove_unread, replace_value
 from ortops.graph.tensor import Tape, Tensor, op
-from ortops.passes.draft import Draft, Pass
+from ortops.passes.draft import ONNXRUNTIME, Draft, Pass
 from ortops.passes.products import fused_matmul
 
 __all__ = ["TRANSPOSED"]
@@ -66,7 +66,7 @@ class _Transposed(Pass):
         remove_unread(list(graph))
 
 
-TRANSPOSED = _Transposed("transposed")
+TRANSPOSED = _Transposed("transposed", ONNXRUNTIME)
 
 
 def _choose(graph: ir.Graph) -> set[ir.Value]:

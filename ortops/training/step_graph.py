@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, SupportsIndex, TypeAlias, TypeVar
+from typing import Any, Literal, SupportsIndex, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from ortops.autodiff.gradient_node import (
 )
 from ortops.autodiff.rules import RULES
 from ortops.errors import ModelError, OrtopsError, did_you_mean
-from ortops.execution.cut import differentiated
+from ortops.execution.cut import cut, differentiated, settled
 from ortops.execution.step import Step
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
@@ -49,8 +49,10 @@ from ortops.graph.tensor import Names, Tape, op
 from ortops.losses.squashing import squashed
 from ortops.lowering import (
     TRAINING_DOMAIN,
+    Target,
     lower_optimizers,
     lower_prepared,
+    lowered_for,
     prepare,
     takes_python_kernel,
 )
@@ -60,7 +62,9 @@ from ortops.training.builder import METADATA_KEY
 from ortops.training.modes import write_inference_mode
 
 __all__ = [
+    "GRADIENTS_KEY",
     "STEP_GRAPH_KEY",
+    "Part",
     "TrainingMetadata",
     "evaluation_model",
     "flatten",
@@ -73,12 +77,25 @@ Array: TypeAlias = npt.NDArray[Any]
 STEP_GRAPH_KEY = "ortops.step_graph"
 """Where a step graph says, as a JSON object {input: output}, what feeds which input next."""
 
+GRADIENTS_KEY = "ortops.gradients"
+"""Where a half of a step says, as a JSON object {parameter: tensor}, what gradients are called."""
+
+Part: TypeAlias = Literal["gradients", "apply"]
+"""A half of a step."""
+
 _OVERLOAD_IR_VERSION = 10
 _MERGED_SIZE = 8  # elements of the largest constants of which onnxruntime merges equal ones
 
 
 @convert.blame_model
-def step_graph(model: ModelLike, *, entry: int = 0) -> onnx.ModelProto:
+def step_graph(
+    model: ModelLike,
+    *,
+    entry: int = 0,
+    defaults: bool = True,
+    part: Part | None = None,
+    target: Target | None = None,
+) -> onnx.ModelProto:
     """Returns the flat form of a training step, which any language can drive.
 
     Mutable variables and the learning rate are inputs that carry their present value as default
@@ -93,9 +110,19 @@ def step_graph(model: ModelLike, *, entry: int = 0) -> onnx.ModelProto:
     operators in one without. Optimizer nodes whose attributes would reach a custom op rounded are
     lowered. A graph of bfloat16 computes in float32, as do its inputs and outputs but variables.
 
+    A step can be had in two halves, with something of one's own between them: a sum over workers,
+    for example. What the first puts out besides what is shown, the second takes, by the same name;
+    ``metadata_props`` of both has under ``ortops.gradients`` the gradient of each parameter.
+    Gradients are of the unscaled loss, and float32 where the parameter has 16 bits.
+
     Args:
         model: A trainable model, as `ortops.build_training_model` or anybody else wrote it.
         entry: Which of several training_info entries.
+        defaults: Whether variables carry their values. onnxruntime's JavaScript packages take no
+            values for inputs that have one, and onnxruntime-node does not say so.
+        part: ``"gradients"`` for the half that computes gradients, ``"apply"`` for the one that
+            makes the update of given ones; by default both in one graph.
+        target: What it is lowered for (see `ortops.lower`); by default it is not.
 
     Returns:
         A new model without training_info: a concatenation of graph and algorithm must not have the
@@ -103,6 +130,9 @@ def step_graph(model: ModelLike, *, entry: int = 0) -> onnx.ModelProto:
 
     Raises:
         ModelError: If the model has no such entry, or the entry is not legal.
+        OrtopsError: If there is no such part or target.
+        UnsupportedError: If there are no halves: the step has no gradients, or several of one
+            parameter.
 
     Example:
         >>> from models import mlp
@@ -112,9 +142,44 @@ def step_graph(model: ModelLike, *, entry: int = 0) -> onnx.ModelProto:
         >>> json.loads(flat.metadata_props[0].value)
         {'step': 'step_new', 'fc1.weight': 'fc1.weight_new', 'fc1.bias': 'fc1.bias_new'}
     """
+    if part not in (None, "gradients", "apply"):
+        raise OrtopsError(f"part is {part!r}; 'gradients', 'apply' or None is accepted")
     proto, folder = convert.load(model)
     step = flatten(*detach(proto), entry, folder)
-    graph = step.model.graph
+    result, updates = step.model, dict(step.updates)
+    notes = {}
+    if part is not None:
+        halves = cut(
+            step.model,
+            variables=step.variables,
+            updates=step.updates,
+            feeds=step.feeds,
+            shown=step.outputs,
+            ends=step.updates.values(),
+            fed=(),
+            scale=step.scale,
+            labels=settled(step.model.graph, step.updates),
+        )
+        result = halves.gradients if part == "gradients" else halves.apply
+        updates = updates if part == "apply" else {}
+        notes[GRADIENTS_KEY] = json.dumps(dict(halves.given))
+    if not defaults:
+        remove_defaults(result.graph, step.variables)
+    if target is None:
+        _write_functions(result)
+    else:
+        result = lowered_for(result, target)
+    result.metadata_props.pop(METADATA_KEY, None)
+    result.metadata_props[STEP_GRAPH_KEY] = json.dumps(updates)
+    result.metadata_props.update(notes)
+    flat = to_proto(result)
+    name_tensors(flat.graph.node)
+    return flat
+
+
+def _write_functions(model: ir.Model) -> None:
+    """Gives Gradient and optimizer nodes their bodies as functions, in place."""
+    graph = model.graph
     names = Names(graph)
     inside = [node for node in bound_nodes(graph) if node.graph is not graph]
     before = ancestor_nodes((Bound.of(node).y for node in inside), set())
@@ -131,13 +196,8 @@ def step_graph(model: ModelLike, *, entry: int = 0) -> onnx.ModelProto:
     graph.opset_imports.pop(BOUND_DOMAIN, None)
     graph.opset_imports[TRAINING_DOMAIN] = 1
     for function in functions:
-        step.model.functions[function.identifier()] = function
-    step.model.ir_version = max(step.model.ir_version, _OVERLOAD_IR_VERSION)
-    step.model.metadata_props.pop(METADATA_KEY, None)
-    step.model.metadata_props[STEP_GRAPH_KEY] = json.dumps(step.updates)
-    result = to_proto(step.model)
-    name_tensors(result.graph.node)
-    return result
+        model.functions[function.identifier()] = function
+    model.ir_version = max(model.ir_version, _OVERLOAD_IR_VERSION)
 
 
 def flatten(
@@ -709,6 +769,10 @@ def _separate_outputs(graph: ir.Graph, names: Names) -> None:
     tape = Tape(graph, names=names)
     for index, value in enumerate(graph.outputs):
         producer = value.producer()
+        if producer is not None and producer.op_type == "Identity" and is_float(value):
+            source = producer.inputs[0]
+            if source is not None and source.producer() is not None and len(source.uses()) == 1:
+                producer.op_type = "Sum"
         if producer is not None and any(other.uses() for other in producer.outputs):
             name = value.name or ""
             value.name = names.unique(f"{name}_value")

@@ -1,0 +1,96 @@
+"""Arrays in the safetensors format: a JSON header of types, shapes and places, then the bytes.
+
+The format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from ortops.errors import ModelError, UnsupportedError
+from ortops.graph.files import write_atomically
+
+__all__ = ["read_safetensors", "write_safetensors"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_TYPES: Mapping[str, npt.DTypeLike] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ir.DataType.BFLOAT16.numpy(),
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+_NAMES = {np.dtype(kind): name for name, kind in _TYPES.items()}
+
+
+def write_safetensors(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> None:
+    """Writes arrays to a file, which is replaced as a whole.
+
+    Raises:
+        UnsupportedError: If the format has no name for a type.
+    """
+    header: dict[str, Any] = {}
+    contents, end = [], 0
+    for name, array in arrays.items():
+        if array.dtype not in _NAMES:
+            raise UnsupportedError(
+                f"variable '{name}' is {array.dtype}, for which safetensors has no name; "
+                f"{', '.join(str(dtype) for dtype in _NAMES)} are accepted"
+            )
+        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        contents.append(little.tobytes())
+        begin, end = end, end + array.nbytes
+        header[name] = {
+            "dtype": _NAMES[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    write_atomically(path, b"".join((len(text).to_bytes(8, "little"), text, *contents)))
+
+
+def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Array]:
+    """Returns the arrays of a file by name.
+
+    Raises:
+        ModelError: If it is no such file.
+    """
+    content = Path(path).read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    found: dict[str, Array] = {}
+    try:
+        header = json.loads(content[8 : 8 + size])
+        header.pop("__metadata__", None)
+        data = memoryview(content)[8 + size :]
+        for name, entry in header.items():
+            dtype = np.dtype(_TYPES[entry["dtype"]])
+            begin, end = entry["data_offsets"]
+            shape = tuple(entry["shape"])
+            if not 0 <= begin <= end <= len(data) or end - begin != (
+                math.prod(shape) * dtype.itemsize
+            ):
+                raise ValueError(f"'{name}' lies at bytes {begin} to {end} of {len(data)}")
+            little = np.frombuffer(data[begin:end], dtype.newbyteorder("<"))
+            found[name] = little.astype(dtype).reshape(shape)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(f"file '{path}': no safetensors ({error}); give such a file") from error
+    return found

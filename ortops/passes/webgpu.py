@@ -1,0 +1,169 @@
+"""What onnxruntime's WebGPU provider needs: no float64, and no operators that it has only in part.
+
+Its MaxPool gives no indices and its BatchNormalization does not train. A build for the web that has
+the provider has no kernel at all for a Cast to float64, so such a graph does not load.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from ortops.autodiff.registry import Cotangents, Table
+from ortops.autodiff.rules.convolution import input_gradient, windows
+from ortops.errors import UnsupportedError
+from ortops.graph.edit import all_nodes, describe, inner_graphs
+from ortops.graph.shapes import reshape_like
+from ortops.graph.tensor import Tape, Tensor, op
+from ortops.passes.draft import Draft, Pass
+from ortops.passes.rewrite import Result, pattern, rewrite
+
+__all__ = ["WEBGPU"]
+
+_WIDE, _NARROW = ir.DataType.DOUBLE, ir.DataType.FLOAT
+_TYPES = ("dtype", "output_dtype", "stash_type", "to")
+"""Attributes that are the number of a type."""
+
+
+class _WebGPU(Pass):
+    """Says in float32 and plain operators what the provider does not have."""
+
+    def prepare(self, draft: Draft) -> None:
+        """Refuses float64 tensors of the model's own, and adds a rule for MaxPool."""
+        for value in (*draft.graph.inputs, *draft.graph.outputs):
+            if value.dtype == _WIDE:
+                raise UnsupportedError(
+                    f"tensor '{value.name}' is float64, which WebGPU does not have; give a model "
+                    "of float32"
+                )
+        table = Table()
+        table.vjp("MaxPool", when=draft.is_free)(_max_pool)
+        draft.add_rules(table)
+
+    def finish(self, draft: Draft) -> None:
+        """Takes BatchNormalization apart, and makes what is computed in float64 float32."""
+        graphs = [draft.graph]
+        for graph in graphs:
+            rewrite(graph, draft.names, _batch_normalization)
+            graphs += [inner for node in graph for inner in inner_graphs(node)]
+        for graph in graphs:
+            for value in (*graph.inputs, *graph.initializers.values()):
+                _narrow(value)
+        for node in all_nodes(draft.graph):
+            _narrow_node(node)
+
+
+def _max_pool(
+    g: tuple[Tensor, Tensor | None],
+    y: tuple[Tensor, Tensor | None],
+    x: Tensor,
+    *,
+    kernel_shape: Sequence[int],
+    auto_pad: str = "NOTSET",
+    ceil_mode: int = 0,
+    dilations: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
+    storage_order: int = 0,
+    strides: Sequence[int] | None = None,
+) -> Cotangents:
+    """Compares the elements of each window, which a Conv lays side by side, with its maximum.
+
+    Of equal elements the first one counts, as in ortops' other rule. What is infinite or NaN makes
+    the elements that share a window with it NaN.
+    """
+    at = windows(
+        x, kernel_shape, strides=strides, dilations=dilations, pads=pads, auto_pad=auto_pad
+    )
+    if ceil_mode or isinstance(at.begin, Tensor) or isinstance(at.end, Tensor):
+        node = y[0].value.producer()
+        raise UnsupportedError(
+            f"{describe(node) if node else 'MaxPool'}: WebGPU gives no indices of maxima, and its "
+            "gradient without them needs windows that are known, with ceil_mode 0; write the "
+            "padding as pads"
+        )
+    size = math.prod(kernel_shape)
+    taps = np.eye(size, dtype=x.dtype).reshape(size, 1, *kernel_shape)
+    images = op.Reshape(x, op.Concat([-1, 1], op.Shape(x, start=2), axis=0))
+    weights = x.tape.constant(taps)
+
+    def elements(of: Tensor) -> Tensor:
+        """Returns (N · C, elements of a window, …)."""
+        laid: Tensor = op.Conv(
+            of, weights, strides=at.strides, dilations=at.dilations, pads=[*at.begin, *at.end]
+        )
+        return laid
+
+    def as_images(of: Tensor) -> Tensor:
+        shaped: Tensor = op.Reshape(of, op.Concat([-1, 1], op.Shape(of, start=2), axis=0))
+        return shaped
+
+    dtype = x.dtype
+    order = np.arange(size, 0, -1, dtype=dtype).reshape(1, size, *(1,) * at.rank)
+    score = op.Equal(elements(images), as_images(y[0])).astype(dtype) * order
+    if at.is_padded:  # zeros that the Conv adds are no elements
+        score = score * elements(op.Mul(images, 0) + 1)
+    first = op.ReduceMax(score, [1], keepdims=1)
+    hits = op.And(op.Equal(score, first), op.Greater(score, 0)).astype(dtype)
+    spread = input_gradient(hits * as_images(g[0]), weights, images, at, 1)
+    return reshape_like(spread, x)
+
+
+@pattern("BatchNormalization")
+def _batch_normalization(node: ir.Node, tape: Tape) -> Result:
+    """Normalizes with the batch's own mean and variance, as the schema says of training mode."""
+    if not node.attributes.get_int("training_mode", 0):
+        return None
+    x, scale, bias, mean, variance = (tape.tensor(v) for v in node.inputs if v is not None)
+    epsilon = node.attributes.get_float("epsilon", 1e-5)
+    momentum = node.attributes.get_float("momentum", 0.9)
+    axes = [axis for axis in range(x.ndim) if axis != 1]
+    batch_mean = op.ReduceMean(x, axes, keepdims=1)
+    centred = x - batch_mean
+    batch_variance = op.ReduceMean(centred * centred, axes, keepdims=1)
+
+    def per_channel(vector: Tensor) -> Tensor:
+        return vector if x.ndim <= 2 else op.Unsqueeze(vector, [*range(1, x.ndim - 1)])
+
+    factor = per_channel(scale) / op.Sqrt(batch_variance + epsilon)
+    y = centred * factor + per_channel(bias)
+    shares = [
+        old * momentum + op.Reshape(new, [-1]) * (1 - momentum)
+        for old, new in ((mean, batch_mean), (variance, batch_variance))
+    ]
+    return [y, *shares][: len(node.outputs)]
+
+
+def _narrow(value: ir.Value) -> None:
+    """Makes a value float32 if it is float64."""
+    if value.dtype == _WIDE:
+        value.type = ir.TensorType(_NARROW)
+    if value.const_value is not None and value.const_value.dtype == _WIDE:
+        value.const_value = _narrow_tensor(value.const_value)
+
+
+def _narrow_node(node: ir.Node) -> None:
+    for value in node.outputs:
+        _narrow(value)
+    for name, attribute in list(node.attributes.items()):
+        if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == _WIDE:
+            node.attributes[name] = ir.AttrTensor(name, _narrow_tensor(attribute.as_tensor()))
+        elif name in _TYPES and attribute.value == _WIDE.value:
+            node.attributes[name] = ir.AttrInt64(name, _NARROW.value)
+
+
+def _narrow_tensor(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    wide = tensor.numpy()
+    with np.errstate(over="ignore"):
+        array = wide.astype(np.float32)
+    if not np.array_equal(np.isfinite(array), np.isfinite(wide)):
+        raise UnsupportedError(
+            f"constant '{tensor.name}' does not fit into float32, and WebGPU has no float64; scale "
+            "the model"
+        )
+    return ir.Tensor(array, name=tensor.name)
+
+
+WEBGPU = _WebGPU("webgpu", serves={"webgpu"})

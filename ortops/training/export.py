@@ -1,0 +1,249 @@
+"""A training step as a folder of files, which a program in any language drives."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+
+from ortops.errors import OrtopsError
+from ortops.execution.step import Step
+from ortops.graph import convert, external
+from ortops.graph.convert import ModelLike
+from ortops.graph.external import Data
+from ortops.graph.files import write_atomically
+from ortops.graph.places import places
+from ortops.graph.safetensors import write_safetensors
+from ortops.graph.serialization import to_proto
+from ortops.lowering import Target, lower
+from ortops.training.position import POSITION_KEY
+from ortops.training.results import write_values
+from ortops.training.step_graph import (
+    EvaluationModel,
+    TrainingMetadata,
+    evaluation_model,
+    flatten,
+    step_graph,
+    training_metadata,
+)
+
+__all__ = ["FORMAT", "VERSION", "export_step"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+FORMAT, VERSION = "ortops.step", 1
+"""What ``step.json`` says that it is."""
+
+_WEB_FILES = ("ortops.mjs", "ortops.d.mts", "index.html")
+
+
+@convert.blame_model
+def export_step(
+    model: ModelLike,
+    folder: str | os.PathLike[str],
+    web: bool = False,
+    *,
+    entry: int = 0,
+    target: Target | None = None,
+) -> None:
+    """Writes a training step for a program in any language that has onnxruntime.
+
+    The files are:
+
+    - ``step.onnx``: a step, lowered to standard operators. All its inputs have to be fed, so it
+      holds no state.
+    - ``evaluate.onnx``: the loss and the outputs of the model in inference mode. Its inputs are
+      the variables that they depend on, and feeds.
+    - ``state.safetensors``: the present value of each variable, by name.
+    - ``model.onnx``: the trainable model. The state is written back into it: it has the same bytes
+      but for those of the variables, whose places are known.
+    - ``step.json``: what a driver needs to know. It is written last, and has the lengths and the
+      checksums of the others.
+
+    To make a step, a driver feeds a batch and all variables to ``step.onnx``; the outputs that
+    belong to variables are the next values of these. A learning rate and a seed have no such
+    output: they keep their values. ``step.json`` is an object of:
+
+    - ``format`` (``"ortops.step"``), ``version`` (1), ``target``
+    - ``files``: file → ``{"bytes": its length, "crc32": CRC-32 of IEEE 802.3, as in zlib}``
+    - ``step``: ``{"feeds": […], "outputs": [names], "loss": name or null}``. A feed is ``{"name",
+      "type", "shape"}``; types are numpy's names, and a dimension is a number, a symbol or null.
+    - ``evaluate``: ``{"feeds": […], "variables": [names], "outputs": {name: output}, "losses":
+      [{"name", "weight", "count", "sum"}]}``. The loss of a batch is the sum of weight × value of
+      the outputs ``name``. One of several batches: each value is averaged with the output ``count``
+      as weight (the rows of the batch, where that is null), or added, where ``sum`` is true.
+    - ``learning_rates``: the variables that hold one; ``counter``: that which counts steps, or null
+    - ``variables``: name → ``{"type", "shape", "next": output or null, "role", "places"}``. Roles
+      are ``parameter learning_rate step seed loss_scale good_steps master average statistic
+      optimizer``; a ``master`` (the float32 value of a 16-bit parameter) and an ``average`` have
+      the parameter's name under ``of``. ``places`` are ``[offset, length]`` of their data in
+      ``model.onnx``, little-endian and in C order.
+
+    Args:
+        model: A trainable model.
+        folder: The folder, which is made if need be. Files of these names are replaced.
+        web: Whether to write a driver in JavaScript and a page that trains, too.
+        entry: Which of several training_info entries.
+        target: What the step is lowered for (see `ortops.step_graph`).
+
+    Raises:
+        ModelError: If the model is not trainable, not legal, or of 2 GB and more.
+        OSError: If a file cannot be written.
+        UnsupportedError: If safetensors has no name for the type of a variable.
+
+    Example:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> import ortops
+        >>> from ortops import Tape
+        >>> with Tape(name="linear") as tape:
+        ...     x = tape.input("x", np.float32, ["batch", 1])
+        ...     y = tape.output(x @ tape.initializer("w", np.zeros((1, 1), np.float32)), "y")
+        >>> model = ortops.build_training_model(
+        ...     tape.model(), loss="MeanSquaredError", optimizer=ortops.optimizers.SGD(0.25))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     export_step(model, folder)
+        ...     step = json.loads(Path(folder, "step.json").read_text())
+        >>> [feed["name"] for feed in step["step"]["feeds"]], step["variables"]["w"]["next"]
+        (['x', 'targets'], 'w_new')
+    """
+    proto, data = external.detach(*convert.load(model))
+    step = flatten(proto, data, entry)
+    noted = training_metadata(proto)
+    arrays = _present(proto, data, step.variables)
+    _write_raw(proto, data, arrays)
+    whole = external.attached(proto, data)
+    evaluation = _evaluation(proto, data, entry, step)
+    files = {
+        "model.onnx": external.serialize(whole),
+        "step.onnx": _step_message(whole, entry, target),
+        "evaluate.onnx": to_proto(evaluation.step.model).SerializeToString(),
+    }
+    where = Path(folder)
+    where.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        write_atomically(where / name, content)
+    write_safetensors(where / "state.safetensors", arrays)
+    files["state.safetensors"] = (where / "state.safetensors").read_bytes()
+    if web:
+        for name in _WEB_FILES:
+            write_atomically(where / name, (resources.files("ortops") / "web" / name).read_bytes())
+    spots = places(files["model.onnx"])
+    graph_names = {tensor.name for tensor in proto.graph.initializer}
+    described = {
+        "format": FORMAT,
+        "version": VERSION,
+        "target": target,
+        "files": {
+            name: {"bytes": len(content), "crc32": zlib.crc32(content)}
+            for name, content in files.items()
+        },
+        "step": {
+            "feeds": _feeds(step),
+            "outputs": list(step.outputs),
+            "loss": step.loss or None,
+        },
+        "evaluate": _describe_evaluation(evaluation),
+        "learning_rates": list(step.learning_rates),
+        "counter": noted.step if noted.step in step.variables else None,
+        "variables": {
+            name: {
+                "type": array.dtype.name,
+                "shape": list(array.shape),
+                "next": step.updates.get(name),
+                **_role(name, step, noted, graph_names),
+                "places": [list(place) for place in spots.get(name, ())],
+            }
+            for name, array in arrays.items()
+        },
+    }
+    write_atomically(where / "step.json", json.dumps(described, indent=1).encode())
+
+
+def _step_message(whole: onnx.ModelProto, entry: int, target: Target | None) -> bytes:
+    graph = step_graph(whole, entry=entry, defaults=False, target=target)
+    return external.serialize(lower(graph) if target is None else graph)
+
+
+def _present(proto: onnx.ModelProto, data: Data, variables: Sequence[str]) -> dict[str, Array]:
+    """Returns the values of variables in a light model."""
+    found = {}
+    graphs = [proto.graph, *(info.algorithm for info in proto.training_info)]
+    for tensor in (tensor for graph in graphs for tensor in graph.initializer):
+        if tensor.name in variables and tensor.name not in found:
+            found[tensor.name] = external.array_of(tensor, data)
+    return {name: found[name] for name in variables}
+
+
+def _write_raw(proto: onnx.ModelProto, data: Data, arrays: Mapping[str, Array]) -> None:
+    """Makes the data of variables raw ones, and leaves out how far a `fit` is."""
+    for graph in (proto.graph, *(info.algorithm for info in proto.training_info)):
+        write_values(graph, data, arrays)
+    kept = [note for note in proto.metadata_props if note.key != POSITION_KEY]
+    del proto.metadata_props[:]
+    proto.metadata_props.extend(kept)
+
+
+def _evaluation(proto: onnx.ModelProto, data: Data, entry: int, step: Step) -> EvaluationModel:
+    outputs = [value.name for value in proto.graph.output]
+    return evaluation_model(proto, data, entry, step, outputs, loss=bool(step.loss))
+
+
+def _role(name: str, step: Step, noted: TrainingMetadata, own: set[str]) -> dict[str, str]:
+    """Returns which part a variable plays, and of what."""
+    scalars = {noted.step: "step", noted.seed: "seed", noted.loss_scale: "loss_scale"}
+    scalars |= {noted.good_steps: "good_steps"}
+    for role, names in (("master", noted.masters), ("average", noted.averages)):
+        for parameter, variable in names.items():
+            if name == variable:
+                return {"role": role, "of": parameter}
+    if name in step.learning_rates:
+        return {"role": "learning_rate"}
+    if name in scalars:
+        return {"role": scalars[name]}
+    if name in step.parameters:
+        return {"role": "parameter"}
+    return {"role": "statistic" if name in own else "optimizer"}
+
+
+def _feeds(step: Step) -> list[dict[str, object]]:
+    return [_describe(value) for value in step.model.graph.inputs if value.name in step.feeds]
+
+
+def _describe(value: ir.Value) -> dict[str, object]:
+    if value.dtype is None:
+        raise OrtopsError(f"input '{value.name}' has no type; declare it in the model")
+    dims = None if value.shape is None else [_dimension(dim) for dim in value.shape]
+    text = value.dtype == ir.DataType.STRING
+    kind = "string" if text else value.dtype.numpy().name
+    return {"name": value.name, "type": kind, "shape": dims}
+
+
+def _dimension(dim: int | ir.SymbolicDim) -> int | str | None:
+    return dim if isinstance(dim, int) else dim.value
+
+
+def _describe_evaluation(evaluation: EvaluationModel) -> dict[str, object]:
+    step = evaluation.step
+    return {
+        "feeds": _feeds(step),
+        "variables": [v.name for v in step.model.graph.inputs if v.name in step.variables],
+        "outputs": dict(evaluation.tensors),
+        "losses": [
+            {
+                "name": part.name,
+                "weight": part.weight,
+                "count": part.count or None,
+                "sum": part.is_sum,
+            }
+            for part in evaluation.parts
+        ],
+    }

@@ -1,0 +1,359 @@
+"""export_step: a folder that a driver in any language trains from. Here is one in plain Python."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from running import CPU
+from test_step_graph import MODELS
+from training_models import Arrays, assert_same_arrays, names
+
+from ortops import (
+    ModelError,
+    OrtopsError,
+    TrainingSession,
+    UnsupportedError,
+    build_training_model,
+    export_step,
+    step_graph,
+)
+from ortops.cli import main
+from ortops.graph.places import places
+from ortops.graph.safetensors import read_safetensors, write_safetensors
+from ortops.optimizers import Adam
+from ortops.schedules import cosine
+
+
+def assert_same_by_name(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    assert_same_arrays({name: found[name] for name in expected}, expected)
+    assert len(found) == len(expected)
+
+
+class Driver:
+    """A driver that knows a folder and nothing of ortops: json, numpy and onnxruntime."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.about = json.loads((folder / "step.json").read_text())
+        for name, file in self.about["files"].items():
+            content = (folder / name).read_bytes()
+            assert (len(content), zlib.crc32(content)) == (file["bytes"], file["crc32"])
+        self.state = self._read_state()
+        self._step = onnxruntime.InferenceSession(folder / "step.onnx", providers=CPU)
+        self._evaluate = onnxruntime.InferenceSession(folder / "evaluate.onnx", providers=CPU)
+
+    def _read_state(self) -> Arrays:
+        content = (self.folder / "state.safetensors").read_bytes()
+        size = int.from_bytes(content[:8], "little")
+        found = {}
+        for name, entry in json.loads(content[8 : 8 + size]).items():
+            begin, end = (8 + size + offset for offset in entry["data_offsets"])
+            kind = {"F": "f", "I": "i"}[entry["dtype"][0]]
+            dtype = np.dtype(f"<{kind}{int(entry['dtype'][1:]) // 8}")
+            found[name] = np.frombuffer(content[begin:end], dtype).reshape(entry["shape"])
+        return found
+
+    def step(self, feeds: Arrays) -> Arrays:
+        wanted = [each.name for each in self._step.get_outputs()]
+        found = dict(
+            zip(wanted, self._step.run(wanted, {**feeds, **self._read(self._step)}), strict=True)
+        )
+        for name, variable in self.about["variables"].items():
+            if variable["next"] is not None:
+                self.state[name] = found[variable["next"]]
+        return {name: found[name] for name in self.about["step"]["outputs"]}
+
+    def _read(self, session: onnxruntime.InferenceSession) -> Arrays:
+        wanted = {each.name for each in session.get_inputs()}
+        return {name: array for name, array in self.state.items() if name in wanted}
+
+    def evaluate(self, feeds: Arrays) -> Arrays:
+        evaluate = self.about["evaluate"]
+        wanted = [each.name for each in self._evaluate.get_outputs()]
+        fed = {feed["name"]: feeds[feed["name"]] for feed in evaluate["feeds"]}
+        run = self._evaluate.run(wanted, {**fed, **self._read(self._evaluate)})
+        found = dict(zip(wanted, run, strict=True))
+        loss = sum(part["weight"] * found[part["name"]] for part in evaluate["losses"])
+        shown = {name: found[output] for name, output in evaluate["outputs"].items()}
+        return {"loss": np.asarray(loss), **shown}
+
+    def save(self) -> bytes:
+        content = bytearray((self.folder / "model.onnx").read_bytes())
+        for name, variable in self.about["variables"].items():
+            for offset, length in variable["places"]:
+                content[offset : offset + length] = self.state[name].tobytes()
+        return bytes(content)
+
+
+def trainable(model: str = "normalizing", **settings: Any) -> onnx.ModelProto:
+    make, loss, _ = MODELS[model]
+    return build_training_model(make(), loss=loss, **{"optimizer": "Adam", **settings})
+
+
+def batches(model: str = "normalizing", steps: int = 4) -> list[Arrays]:
+    return [MODELS[model][2](seed=seed) for seed in range(steps)]
+
+
+# ----------------------------------------------------------------------------------- the folder
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": "Adam"},
+        {"optimizer": "SGD", "ema_decay": 0.9},
+        {"optimizer": Adam(learning_rate=cosine(0.01, steps=10)), "clip_norm": 0.5},
+    ],
+    ids=["adam", "averages", "schedule"],
+)
+def test_a_driver_trains_as_the_training_session_does(
+    model: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    session = TrainingSession(trainable(model, **settings))
+    first, *rest = batches(model)
+    session.step(first)  # so that the state is not that of the start
+    export_step(session.model(), tmp_path)
+    driver = Driver(tmp_path)
+    assert_same_by_name(driver.state, session.state)
+    for batch in rest:
+        found, wanted = driver.step(batch), session.step(batch)
+        assert set(found) == set(wanted)
+        for name, array in wanted.items():
+            np.testing.assert_allclose(found[name], array, rtol=2e-5, atol=2e-6)
+    for name, array in session.state.items():
+        np.testing.assert_allclose(driver.state[name], array, rtol=2e-5, atol=2e-6, err_msg=name)
+    found = driver.evaluate(first)
+    assert found["loss"] == pytest.approx(session.evaluate([first])["loss"], rel=2e-5)
+    for name, array in session.predict([first]).items():
+        np.testing.assert_allclose(found[name], array, rtol=2e-5, atol=2e-6)
+
+
+def test_what_a_driver_saved_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    export_step(trainable(), tmp_path)
+    driver = Driver(tmp_path)
+    for batch in batches():
+        driver.step(batch)
+    saved = driver.save()
+    session = TrainingSession(saved)
+    assert_same_by_name(session.state, driver.state)
+    assert session.steps_done == 4
+    stock = onnxruntime.InferenceSession(saved, providers=CPU)
+    feeds = {each.name: batches()[0][each.name] for each in stock.get_inputs()}
+    (wanted,) = TrainingSession(saved).predict([batches()[0]]).values()
+    np.testing.assert_allclose(stock.run(None, feeds)[0], wanted, rtol=2e-5, atol=2e-6)
+
+
+def test_places_hold_every_copy_of_a_variable(tmp_path: Path) -> None:
+    export_step(trainable(), tmp_path)
+    content = (tmp_path / "model.onnx").read_bytes()
+    about = json.loads((tmp_path / "step.json").read_text())
+    state = TrainingSession(content).state
+    for name, variable in about["variables"].items():
+        assert variable["places"]
+        for offset, length in variable["places"]:
+            assert content[offset : offset + length] == state[name].tobytes()
+    proto = onnx.load_from_string(content)
+    tensors = [*proto.graph.initializer]
+    tensors += [t for info in proto.training_info for t in info.algorithm.initializer]
+    count = sum(len(variable["places"]) for variable in about["variables"].values())
+    assert count == len([tensor for tensor in tensors if tensor.name in about["variables"]])
+
+
+def test_nothing_can_be_left_out(tmp_path: Path) -> None:
+    export_step(trainable(), tmp_path)
+    model = onnx.load(tmp_path / "step.onnx")
+    assert not model.graph.initializer
+    assert {node.domain for node in model.graph.node} == {""}
+    session = onnxruntime.InferenceSession(tmp_path / "step.onnx", providers=CPU)
+    with pytest.raises(ValueError, match=r"Required inputs .* are missing"):
+        session.run(None, batches()[0])
+
+
+def test_step_json_says_what_is_what(tmp_path: Path) -> None:
+    export_step(trainable(ema_decay=0.9), tmp_path)
+    about = json.loads((tmp_path / "step.json").read_text())
+    assert (about["format"], about["version"], about["target"]) == ("ortops.step", 1, None)
+    assert about["step"]["loss"] == "loss"
+    images, labels = about["step"]["feeds"]
+    assert images["type"] == "float32"
+    assert labels == {"name": "labels", "type": "int64", "shape": images["shape"][:1]}
+    assert isinstance(images["shape"][0], str)
+    assert about["learning_rates"] == ["learning_rate"]
+    assert about["counter"] == "step"
+    roles: dict[str, list[str]] = {}
+    for name, variable in about["variables"].items():
+        roles.setdefault(variable["role"], []).append(name)
+        if variable["role"] == "average":
+            assert about["variables"][variable["of"]]["role"] == "parameter"
+    session = TrainingSession(trainable(ema_decay=0.9))
+    assert set(roles["parameter"]) == set(session.parameters)
+    assert len(roles["average"]) == len(roles["parameter"])
+    assert len(roles["optimizer"]) == 2 * len(roles["parameter"])
+    assert len(roles["statistic"]) == 2
+    assert roles["step"] == ["step"]
+    assert roles["seed"] == ["seed"]
+    assert about["variables"]["learning_rate"]["next"] is None
+
+
+def test_a_half_has_its_master(tmp_path: Path) -> None:
+    model = MODELS["classifier"][0]()
+    for tensor in model.graph.initializer:
+        array = onnx.numpy_helper.to_array(tensor).astype(np.float16)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
+    del model.graph.value_info[:]
+    trained = build_training_model(model, loss="SoftmaxCrossEntropy", optimizer="Adam")
+    export_step(trained, tmp_path)
+    about = json.loads((tmp_path / "step.json").read_text())
+    masters = {n: v["of"] for n, v in about["variables"].items() if v["role"] == "master"}
+    assert set(masters.values()) == set(TrainingSession(trained).parameters)
+    assert all(about["variables"][name]["type"] == "float16" for name in masters.values())
+
+
+def test_how_far_a_fit_is_stays_out_of_it(tmp_path: Path) -> None:
+    session = TrainingSession(trainable("classifier"))
+    session.fit(batches("classifier"), epochs=1, progress=False)
+    assert any(note.key == "ortops.fit" for note in session.model().metadata_props)
+    export_step(session.model(), tmp_path)
+    kept = onnx.load(tmp_path / "model.onnx").metadata_props
+    assert "ortops.fit" not in [note.key for note in kept]
+    assert "ortops.training" in [note.key for note in kept]
+
+
+def test_the_model_is_not_changed_and_files_are_those_of_its_path(tmp_path: Path) -> None:
+    model = trainable()
+    before = model.SerializeToString(deterministic=True)
+    export_step(model, tmp_path / "given")
+    assert model.SerializeToString(deterministic=True) == before
+    onnx.save(trainable(), tmp_path / "model.onnx", save_as_external_data=True, size_threshold=0)
+    assert main(["export-step", str(tmp_path / "model.onnx"), str(tmp_path / "called")]) == 0
+    for name in ("step.onnx", "evaluate.onnx", "state.safetensors"):
+        assert (tmp_path / "called" / name).read_bytes() == (tmp_path / "given" / name).read_bytes()
+    assert_same_arrays(
+        TrainingSession(tmp_path / "called" / "model.onnx").state, TrainingSession(model).state
+    )
+
+
+def test_a_model_that_is_not_trainable_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="it has no training_info; make it trainable"):
+        export_step(MODELS["affine"][0](), tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
+# ------------------------------------------------------------------------- parts, and no defaults
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_two_halves_are_a_step(model: str) -> None:
+    given = trainable(model)
+    first, second = step_graph(given, part="gradients"), step_graph(given, part="apply")
+    for half in (first, second):
+        onnx.checker.check_model(half, full_check=True)
+    keys = ("ortops.gradients", "ortops.step_graph")
+    notes = [
+        {note.key: json.loads(note.value) for note in half.metadata_props if note.key in keys}
+        for half in (first, second)
+    ]
+    assert notes[0]["ortops.gradients"] == notes[1]["ortops.gradients"]
+    assert notes[0]["ortops.step_graph"] == {}
+    session = TrainingSession(given)
+    one, other = (
+        onnxruntime.InferenceSession(half.SerializeToString(), providers=CPU)
+        for half in (first, second)
+    )
+    state: Arrays = {}
+
+    def run(half: onnxruntime.InferenceSession, feeds: Arrays) -> Arrays:
+        known = {v.name for v in (*half.get_inputs(), *half.get_overridable_initializers())}
+        outputs = [value.name for value in half.get_outputs()]
+        fed = {name: array for name, array in feeds.items() if name in known}
+        return dict(zip(outputs, half.run(outputs, fed), strict=True))
+
+    for batch in batches(model):
+        gradients = run(one, {**state, **batch})
+        wanted = session.gradients(batch)
+        for name, tensor in notes[0]["ortops.gradients"].items():
+            np.testing.assert_allclose(gradients[tensor], wanted[name], rtol=2e-5, atol=2e-6)
+        found = run(other, {**state, **batch, **gradients})
+        state = {name: found[new] for name, new in notes[1]["ortops.step_graph"].items()}
+        session.step(batch)
+    for name, array in state.items():
+        np.testing.assert_allclose(array, session.state[name], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("part", [None, "gradients", "apply"])
+def test_without_defaults_all_has_to_be_fed(part: Any) -> None:
+    given = trainable()
+    step = step_graph(given, defaults=False, part=part)
+    onnx.checker.check_model(step, full_check=True)
+    plain = onnxruntime.InferenceSession(step.SerializeToString(), providers=CPU)
+    assert not plain.get_overridable_initializers()
+    variables = set(TrainingSession(given).state)
+    with_defaults = step_graph(given, part=part)
+    assert set(names(step.graph.input)) == set(names(with_defaults.graph.input))
+    assert not variables & set(names(step.graph.initializer))
+    assert variables & set(names(with_defaults.graph.initializer))
+
+
+def test_what_there_is_not_is_refused() -> None:
+    given = trainable()
+    with pytest.raises(OrtopsError, match="part is 'update'; 'gradients', 'apply' or None is acc"):
+        step_graph(given, part="update")  # type: ignore[arg-type]
+    with pytest.raises(OrtopsError, match="target is 'tpu'; one of None, 'onnxruntime', 'webgpu'"):
+        step_graph(given, target="tpu")  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------ safetensors
+
+
+def test_safetensors_are_read_as_they_were_written(tmp_path: Path) -> None:
+    arrays = {
+        "matrix": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "scalar": np.array(7, np.int64),
+        "nothing": np.zeros((0, 4), np.float16),
+        "truth": np.array([True, False]),
+    }
+    write_safetensors(tmp_path / "x", arrays)
+    assert_same_arrays(read_safetensors(tmp_path / "x"), arrays)
+
+
+@pytest.mark.optional("safetensors", "lora")
+def test_safetensors_are_those_of_others(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    arrays = {"b": np.arange(6.0).reshape(2, 3), "a": np.array([3], np.int16)}
+    write_safetensors(tmp_path / "ours", arrays)
+    assert_same_by_name(load_file(tmp_path / "ours"), arrays)
+    save_file(arrays, tmp_path / "theirs", metadata={"format": "np"})
+    assert_same_by_name(read_safetensors(tmp_path / "theirs"), arrays)
+
+
+def test_other_files_and_types_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="variable 'z' is complex64, for which safetensors"):
+        write_safetensors(tmp_path / "x", {"z": np.zeros(1, np.complex64)})
+    write_safetensors(tmp_path / "x", {"a": np.zeros(3, np.float32)})
+    whole = (tmp_path / "x").read_bytes()
+    for content in (b"", b"\x08", whole[:-1], whole[:20]):
+        (tmp_path / "x").write_bytes(content)
+        with pytest.raises(ModelError, match="no safetensors"):
+            read_safetensors(tmp_path / "x")
+
+
+def test_places_skip_what_is_no_raw_data() -> None:
+    graph = onnx.GraphProto(name="g")
+    graph.initializer.add(name="floats", data_type=1, dims=[2], float_data=[1.0, 2.0])
+    graph.initializer.add(name="raw", data_type=1, dims=[1], raw_data=b"\1\2\3\4")
+    message = onnx.ModelProto(ir_version=10, graph=graph).SerializeToString()
+    ((offset, length),) = places(message)["raw"]
+    assert message[offset : offset + length] == b"\1\2\3\4"
+    assert "floats" not in places(message)

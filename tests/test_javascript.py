@@ -1,0 +1,168 @@
+"""The JavaScript driver: digits trained in Node, in WebAssembly and in a page, from one folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from chromium import SWIFTSHADER, run_page
+from running import CPU
+from training_models import assert_same_arrays
+
+from models import digits
+from models.lenet import lenet
+from ortops import TrainingSession, build_training_model, export_step
+from ortops.graph.safetensors import read_safetensors, write_safetensors
+
+WEB = Path(__file__).parents[1] / ".web"
+MODULES = Path(__file__).parent / "web"
+EPOCHS, ROWS = 3, 64
+
+# Adam divides by the root of H: where a gradient is as small as its rounding error, the direction
+# of an update is rounding too. So weights differ by a share of the learning rate, 0.001, times the
+# 69 steps; at most this was seen to be 7e-5.
+WEIGHTS = 2e-4
+
+
+class Trained(NamedTuple):
+    """What Python made of the digits, and the folder from which others are to do so."""
+
+    folder: Path
+    losses: list[float]
+    session: TrainingSession
+    evaluation: dict[str, float]
+
+
+def make_folder(model: onnx.ModelProto, folder: Path, target: Any = None) -> Path:
+    export_step(model, folder, web=True, target=target)
+    for name, samples in digits.load()._asdict().items():
+        write_safetensors(folder / f"{name}.safetensors", samples._asdict())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model() -> onnx.ModelProto:
+    return build_training_model(lenet(), loss="SoftmaxCrossEntropy", optimizer="Adam")
+
+
+@pytest.fixture(scope="module")
+def trained(model: onnx.ModelProto, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = make_folder(model, tmp_path_factory.mktemp("folder"))
+    session = TrainingSession(model)
+    train, test = (samples._asdict() for samples in digits.load())
+    losses = []
+    for _ in range(EPOCHS):
+        for first in range(0, len(train["labels"]), ROWS):
+            batch = {name: array[first : first + ROWS] for name, array in train.items()}
+            losses.append(float(session.step(batch)["loss"]))
+    return Trained(folder, losses, session, session.evaluate(test, metrics="accuracy"))
+
+
+def node(script: str, *arguments: str | Path) -> str:
+    """Runs a script of tests/web, and returns what it printed."""
+    found = subprocess.run(
+        ["node", MODULES / script, *arguments], capture_output=True, text=True, timeout=300
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+def assert_trained_alike(content: bytes, trained: Trained) -> TrainingSession:
+    """Asserts that a file holds what Python trained, within rounding."""
+    session = TrainingSession(content)
+    assert session.steps_done == len(trained.losses)
+    for name, array in trained.session.state.items():
+        np.testing.assert_allclose(session.state[name], array, rtol=0, atol=WEIGHTS, err_msg=name)
+    return session
+
+
+@pytest.mark.javascript
+@pytest.mark.parametrize("package", ["onnxruntime-node", "onnxruntime-web"])
+def test_node_trains_as_python_does(package: str, trained: Trained, tmp_path: Path) -> None:
+    printed = node("train.mjs", WEB, package, trained.folder, trained.folder, tmp_path)
+    report = json.loads(printed.splitlines()[-1])
+    np.testing.assert_allclose(report["losses"], trained.losses, rtol=1e-4, atol=1e-5)
+    assert report["accuracy"] == pytest.approx(trained.evaluation["accuracy"], abs=1 / 360)
+    assert report["accuracy"] > 0.85
+    assert report["loss"] == pytest.approx(trained.evaluation["loss"], rel=1e-3)
+
+    saved = (tmp_path / "model.onnx").read_bytes()
+    session = assert_trained_alike(saved, trained)
+    state = read_safetensors(tmp_path / "state.safetensors")
+    assert_same_arrays({name: session.state[name] for name in state}, state)
+    assert set(state) == set(session.state)
+
+    test = digits.load().test
+    stock = onnxruntime.InferenceSession(saved, providers=CPU)
+    (logits,) = stock.run(None, {"images": test.images})
+    assert np.mean(logits.argmax(1) == test.labels) == pytest.approx(report["accuracy"])
+
+
+@pytest.mark.javascript
+def test_the_driver_refuses_what_is_wrong(trained: Trained) -> None:
+    """The cases, and what their messages say, are in the script."""
+    printed = node("refusals.mjs", WEB, trained.folder)
+    assert "13 cases" in printed
+
+
+def page_of(folder: Path, packages: Path = WEB) -> Path:
+    """Puts onnxruntime-web and what drives the page beside it."""
+    shutil.copy(MODULES / "page.mjs", folder)
+    (folder / "test.html").write_text(
+        "<!doctype html><body><script type=module src=page.mjs></script>"
+    )
+    if not (folder / "ort").exists():
+        (folder / "ort").symlink_to(packages / "node_modules" / "onnxruntime-web" / "dist")
+    return folder
+
+
+@pytest.mark.browser
+def test_the_page_trains_as_python_does(trained: Trained) -> None:
+    report, posted = run_page(page_of(trained.folder), "test.html?ordered")
+    assert report["steps"] == len(trained.losses)
+    assert report["isolated"]
+    assert report["accuracy"] == pytest.approx(trained.evaluation["accuracy"], abs=0.004)
+    assert report["guess"] == "That is 0."  # a ring was drawn
+    assert_trained_alike(posted["model.onnx"], trained)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """What a GPU that is a program can train: 8 steps of a small net."""
+    net = lenet(channels=(4, 8), hidden=16)
+    model = build_training_model(net, loss="SoftmaxCrossEntropy", optimizer="Adam")
+    folder = page_of(make_folder(model, tmp_path_factory.mktemp("small"), target="webgpu"))
+    for script in ("webgpu.mjs", "loop.mjs"):
+        shutil.copy(MODULES / script, folder)
+    (folder / "webgpu.html").write_text(
+        "<!doctype html><body><script type=module src=webgpu.mjs></script>"
+    )
+    session = TrainingSession(model)
+    train, test = (
+        {name: array[:128] for name, array in samples._asdict().items()}
+        for samples in digits.load()
+    )
+    losses = [
+        float(session.step({name: array[at : at + 32] for name, array in train.items()})["loss"])
+        for at in (0, 32, 64, 96) * 2
+    ]
+    return Trained(folder, losses, session, session.evaluate(test, metrics="accuracy"))
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+@pytest.mark.parametrize("query", ["", "?state"], ids=["fetched", "on the device"])
+def test_webgpu_trains_as_python_does(query: str, small: Trained) -> None:
+    """On SwiftShader, which computes as a GPU does and stands in for one."""
+    report, posted = run_page(small.folder, f"webgpu.html{query}", *SWIFTSHADER)
+    np.testing.assert_allclose(report["losses"], small.losses, rtol=1e-4, atol=1e-5)
+    assert report["loss"] == pytest.approx(small.evaluation["loss"], rel=1e-3)
+    assert report["accuracy"] == pytest.approx(small.evaluation["accuracy"], abs=0.01)
+    assert_trained_alike(posted["model.onnx"], small)

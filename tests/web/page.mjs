@@ -1,0 +1,42 @@
+// Loads the page in a frame, trains with it as a person would, and reports to the server. The query
+// is handed on to the page.
+const frame = document.createElement("iframe");
+frame.style = "width: 1000px; height: 760px; border: 0";
+frame.src = `index.html${location.search}`;
+document.body.append(frame);
+const wait = async (condition) => {
+  while (!condition()) await new Promise((done) => setTimeout(done, 50));
+};
+const send = (path, body) => fetch(path, { method: "POST", body });
+try {
+  await wait(() => frame.contentDocument?.body?.dataset.ready);
+  const page = frame.contentDocument;
+  const status = page.getElementById("status");
+  if (status.hasAttribute("data-error")) throw new Error(status.textContent);
+  page.getElementById("epochs").value = 3;
+  page.getElementById("train").click();
+  await wait(() => page.body.dataset.trained || status.hasAttribute("data-error"));
+  if (status.hasAttribute("data-error")) throw new Error(status.textContent);
+  const drawing = page.getElementById("drawing");
+  const box = drawing.getBoundingClientRect();
+  const point = (type, x, y) => drawing.dispatchEvent(new frame.contentWindow.PointerEvent(type, {
+    pointerId: 1, clientX: box.left + x * box.width, clientY: box.top + y * box.height,
+  }));
+  drawing.setPointerCapture = () => {}; // there is no real pointer
+  point("pointerdown", 0.5, 0.15);
+  for (let turn = 1; turn <= 24; turn += 1) {
+    const angle = (2 * Math.PI * turn) / 24;
+    point("pointermove", 0.5 + 0.2 * Math.sin(angle), 0.5 - 0.35 * Math.cos(angle));
+  }
+  point("pointerup", 0.5, 0.15);
+  await wait(() => page.getElementById("guess").textContent);
+  await send("model.onnx", await frame.contentWindow.training.save());
+  const text = (id) => page.getElementById(id).textContent;
+  await send("report", JSON.stringify({
+    steps: Number(text("steps")), accuracy: Number.parseFloat(text("accuracy")) / 100,
+    milliseconds: Number.parseFloat(text("time")), guess: text("guess"), status: text("status"),
+    isolated: globalThis.crossOriginIsolated,
+  }));
+} catch (error) {
+  await send("report", JSON.stringify({ error: String(error.stack ?? error) }));
+}

@@ -1,0 +1,66 @@
+// What the driver refuses, and what it says: node refusals.mjs PACKAGES FOLDER
+import assert from "node:assert/strict";
+import { readFile, readdir } from "node:fs/promises";
+import { createRequire } from "node:module";
+import { join, resolve } from "node:path";
+import { pathToFileURL } from "node:url";
+
+const [, , packages, folder] = process.argv;
+const require = createRequire(join(resolve(packages), "package.json"));
+const ort = require("onnxruntime-node");
+const { TrainingSession } = await import(pathToFileURL(resolve(folder, "ortops.mjs")).href);
+
+let cases = 0;
+const refused = async (call, message) => {
+  await assert.rejects(async () => call(), { message });
+  cases += 1;
+};
+
+const files = {};
+for (const name of await readdir(folder)) {
+  if (/\.(onnx|json|safetensors)$/.test(name)) files[name] = await readFile(join(folder, name));
+}
+const session = await TrainingSession.create(ort, files);
+const images = new Float32Array(2 * 64).fill(0.5);
+const good = { images, labels: [1, 2] };
+const before = await session.state();
+const create = (changed) => TrainingSession.create(ort, { ...files, ...changed });
+
+const json = (change) => JSON.stringify(Object.assign(JSON.parse(String(files["step.json"])), change));
+await refused(() => create({ "step.json": json({ version: 2 }) }), /version 2; 'ortops.step', version 1 is/);
+const broken = Uint8Array.from(files["model.onnx"]);
+broken[broken.length >> 1] ^= 1;
+await refused(() => create({ "model.onnx": broken }), /^model.onnx: it is not the file that step.json/);
+await refused(() => create({ "step.onnx": undefined }), /^step.onnx: it is not among the files/);
+await refused(() => session.step({ images }), /^feeds: 'labels' is missing$/);
+await refused(() => session.step({ ...good, image: images }), /there is no input 'image'; there are images, labels/);
+await refused(() => session.step({ images: images.subarray(1), labels: [1, 2] }), /127 numbers do not fill/);
+await refused(() => session.step({ images, labels: [1] }), /'labels': 1 numbers do not fill|'labels': it is/);
+await refused(() => session.step({ images, labels: [1, 2.5] }), /'labels' is int64, and has 2.5 in it/);
+await refused(
+  () => session.step({ images, labels: new ort.Tensor("int32", new Int32Array([1, 2]), [2]) }),
+  /input 'labels': it is int32\[2\]; int64\[batch\] is accepted/,
+);
+await refused(() => { session.learningRate = -1; }, /learningRate is -1; a finite number >= 0/);
+await refused(() => session.setState({ weight: [1] }), /there is no variable 'weight'/);
+await refused(() => session.setState({ "fc2.bias": [1, 2] }), /2 numbers do not fill \[10\]/);
+const first = session.step(good);
+await refused(() => session.step(good), /^step: 'step' has not finished; await it first$/);
+await first;
+
+// What was refused has changed nothing; one step was made.
+const after = await session.state();
+assert.deepEqual(Object.keys(after), Object.keys(before));
+assert.equal(after.step.data[0], before.step.data[0] + 1n);
+
+// What was read can be set, and a step that is made again is the same.
+const repeated = await session.step(good);
+await session.setState(after);
+session.learningRate = 0.5;
+assert.equal(session.learningRate, 0.5);
+await session.setState({ learning_rate: after.learning_rate });
+assert.equal((await session.step(good)).loss, repeated.loss);
+const { loss, logits } = await session.evaluate(good);
+assert.equal((await session.evaluate(good)).loss, loss);
+assert.deepEqual(logits.dims, [2, 10]);
+console.log(`${cases} cases`);
