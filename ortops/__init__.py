@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         metrics,
         optimizers,
         schedules,
-        sklearn as sklearn,  # not in __all__: it needs scikit-learn
         surgery,
     )
     from ortops import (

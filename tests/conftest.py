@@ -9,6 +9,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import hypothesis
+import onnxruntime
 import pytest
 from packaging.requirements import Requirement
 
@@ -38,6 +39,10 @@ FETCHED = "models of others left out: not there (python scripts/fetch_models.py)
 
 JAVASCRIPT = "tests of the JavaScript driver left out: not there (./scripts/web_environment)"
 BROWSER = "tests of the page left out: Chromium is not there (./scripts/web_environment)"
+C = "tests of the trainer in C left out: no cc, or no libonnxruntime.so in onnxruntime's package"
+C_LIBRARY = next(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so.*"), None)
+"""The shared library of the installed onnxruntime, which has no header."""
+
 PACKAGES = Path(__file__).parents[1] / ".web" / "node_modules" / "onnxruntime-web"
 
 tests_left_out = pytest.StashKey[Counter[str]]()
@@ -70,6 +75,8 @@ def why_left_out(item: pytest.Item) -> str:
         return TORCH
     if item.get_closest_marker("sklearn") and is_missing("skl2onnx"):
         return SKLEARN
+    if item.get_closest_marker("c") and not (C_LIBRARY and shutil.which("cc")):
+        return C
     in_page = item.get_closest_marker("browser")
     if in_page or item.get_closest_marker("javascript"):
         if not (PACKAGES.exists() and shutil.which("node")):

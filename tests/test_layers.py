@@ -61,7 +61,16 @@ WITHIN = {
         *("prediction", "exporting", "adapters", "inspection", "completion", "__init__"),
     ),
     "execution": (
-        *("step", "settings", "onnxruntime_sessions", "sizes", "split", "packed", "repetition"),
+        *(
+            "step",
+            "memory",
+            "settings",
+            "onnxruntime_sessions",
+            "sizes",
+            "split",
+            "packed",
+            "repetition",
+        ),
         *("update", "cut", "template", "binding", "variant", "forms", "halves", "execution"),
     ),
     "training": (

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from ortops.execution.onnxruntime_sessions import errors_as_ours, ort_value
+from ortops.execution.memory import Memory, fetch, ort_value, put
+from ortops.execution.onnxruntime_sessions import errors_as_ours
 from ortops.inference import InferenceSession
 
 __all__ = ["Binding"]
@@ -24,10 +25,10 @@ class Binding:
 
     Args:
         session: The graph of gradients; None if it gives nothing.
-        read: The arrays of its inputs, but feeds.
-        written: Outputs, and the arrays that they are written to.
+        read: The memory of its inputs, but feeds.
+        written: Outputs, and the memory that they are written to.
         shown: The outputs that a caller may want.
-        copies: Arrays that are written, and others that get the same values.
+        copies: Memory that is written, and other that gets the same values.
         updates: The packed updates.
         anew: Inputs that a run may be given: variables, then they have their values by default, and
             big feeds, which are let go of after it.
@@ -36,10 +37,10 @@ class Binding:
     def __init__(
         self,
         session: InferenceSession | None,
-        read: Mapping[str, Array],
-        written: Mapping[str, Array],
+        read: Mapping[str, Memory],
+        written: Mapping[str, Memory],
         shown: Sequence[str],
-        copies: Sequence[tuple[Array, Array]],
+        copies: Sequence[tuple[Memory, Memory]],
         updates: Sequence[Callable[[Mapping[str, Array]], None]],
         anew: Collection[str] = (),
     ) -> None:
@@ -84,8 +85,8 @@ class Binding:
         for name in self._feeds:
             binding.bind_cpu_input(name, feeds[name])
         for name in self._anew:
-            array = feeds[name] if name in feeds else self._read[name]
-            binding.bind_ortvalue_input(name, ort_value(array))
+            memory = feeds[name] if name in feeds else self._read[name]
+            binding.bind_ortvalue_input(name, ort_value(memory))
         into = into or {}
         for name, array in into.items():
             binding.bind_ortvalue_output(name, ort_value(array))
@@ -94,8 +95,8 @@ class Binding:
         with errors_as_ours():
             self._session.run_with_iobinding(binding)
         for source, target in self._copies:
-            target[...] = source
-        shown = {name: self._written[name].copy() for name in names if name in self._written}
+            put(target, fetch(source))
+        shown = {name: fetch(self._written[name]).copy() for name in names if name in self._written}
         if fetched:
             found = binding.get_outputs_as_ortvaluevector()
             first = len(self._written) + len(into)
@@ -108,10 +109,10 @@ class Binding:
 
     def _bind(self, session: InferenceSession) -> onnxruntime.IOBinding:
         binding = session.io_binding()
-        for name, array in self._read.items():
-            binding.bind_ortvalue_input(name, ort_value(array))
-        for name, array in self._written.items():
-            binding.bind_ortvalue_output(name, ort_value(array))
+        for name, memory in self._read.items():
+            binding.bind_ortvalue_input(name, ort_value(memory))
+        for name, memory in self._written.items():
+            binding.bind_ortvalue_output(name, ort_value(memory))
         return binding
 
     def update(self, feeds: Mapping[str, Array]) -> None:

@@ -27,6 +27,7 @@ from ortops.autodiff.registry import Rules
 from ortops.errors import OrtopsError, UnsupportedError
 from ortops.execution.forms import Form, Forms
 from ortops.execution.halves import Differentiated, Halves, Layout
+from ortops.execution.memory import DeviceArray, Memory, fetch, put
 from ortops.execution.onnxruntime_sessions import Sessions
 from ortops.execution.packed import Variable
 from ortops.execution.settings import Settings
@@ -86,7 +87,10 @@ class Execution:
             parts = [computed_names(s.model.graph, s.feeds, s.outputs) for s in steps]
             check(checkpoint, [name for names in parts for name in names])
         threads, frugal = settings.threads, checkpoint is not None
-        self._sessions = Sessions(kernels, options, providers, threads=threads, frugal=frugal)
+        self._sessions = Sessions(
+            kernels, options, providers, threads=threads, frugal=frugal, device=settings.device
+        )
+        device = self._sessions.device
         self._templates = [
             Template(
                 step,
@@ -95,6 +99,7 @@ class Execution:
                 settings,
                 threads=self._sessions.threads,
                 on_cpu=self._sessions.on_cpu,
+                on_device=device is not None,
                 in_place=kernels == "onnx" and len(steps) == 1,  # else a later run might fail
                 checkpoint=checkpoint,
             )
@@ -108,8 +113,12 @@ class Execution:
         self._in_place = any(packed.in_place for packed in all_packed)
         for name, value in values.items():
             if name not in self.variables:
-                first = np.array(value, order="C")
-                second = first.copy() if name in self._updated_by else first
+                first, second = (
+                    np.array(value, order="C") if device is None else DeviceArray(value, device)
+                    for _ in range(2)
+                )
+                if name not in self._updated_by:
+                    second = first
                 self.variables[name] = Variable((first, second))
         self.assign(values)
         self._most_special = settings.shapes
@@ -124,13 +133,13 @@ class Execution:
         return self._position[1]
 
     def present(self, name: str) -> Array:
-        """Returns the present value of a variable: its memory, not a copy.
+        """Returns the present value of a variable: its memory, or a copy of that of a device.
 
         Raises:
             OrtopsError: If onnxruntime failed in the midst of an update.
         """
         self._check_variables()
-        return self.variables[name].buffers[self._position[0]]
+        return fetch(self.variables[name].buffers[self._position[0]])
 
     def _check_variables(self) -> None:
         """Waits until the variables are those of a step, or refuses them if they never will be."""
@@ -149,7 +158,7 @@ class Execution:
         def change() -> None:
             turn, made = self._position
             for name, value in values.items():
-                self.variables[name].buffers[turn][...] = value
+                put(self.variables[name].buffers[turn], value)
             self._position = (turn, made if steps_made is None else steps_made)
             if values.keys() >= self.variables.keys():
                 self._failed = ""
@@ -338,10 +347,10 @@ class Execution:
         self._position = (1 - turn, made + count)
         return losses
 
-    def _buffers_of(self, number: int, turn: int) -> Callable[[str], tuple[Array, Array]]:
+    def _buffers_of(self, number: int, turn: int) -> Callable[[str], tuple[Memory, Memory]]:
         """Returns what tells where part ``number`` of a step reads a variable, and writes it."""
 
-        def buffers(name: str) -> tuple[Array, Array]:
+        def buffers(name: str) -> tuple[Memory, Memory]:
             both = self.variables[name].buffers
             done = self._updated_by.get(name, number) < number  # by an earlier part of this step
             return both[1 - turn if done else turn], both[1 - turn]

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy.typing as npt
 
 from ortops.execution.binding import Binding
+from ortops.execution.memory import Memory
 from ortops.execution.onnxruntime_sessions import Sessions
 from ortops.execution.template import Template
 from ortops.execution.variant import Variant
@@ -18,7 +19,7 @@ __all__ = ["Form", "Forms"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
-Buffers: TypeAlias = Callable[[int, int], Callable[[str], tuple[Array, Array]]]
+Buffers: TypeAlias = Callable[[int, int], Callable[[str], tuple[Memory, Memory]]]
 """Tells, for a part's number and a turn, where that reads a variable and where it writes it."""
 
 

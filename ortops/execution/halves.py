@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ortops.execution.cut import Cut
 from ortops.execution.forms import Forms
+from ortops.execution.memory import Memory
 
 __all__ = ["Differentiated", "Halves", "Layout"]
 
@@ -27,14 +28,14 @@ class Layout:
         parameters: The parameters. Gradients of those of 16 bits are float32.
     """
 
-    def __init__(self, parameters: Mapping[str, Array]) -> None:
+    def __init__(self, parameters: Mapping[str, Memory]) -> None:
         self._places: dict[str, tuple[np.dtype[Any], int, tuple[int, ...]]] = {}
         self._sizes: dict[np.dtype[Any], int] = {}
-        for name, array in parameters.items():
-            dtype = np.dtype(np.float32) if array.dtype.itemsize == 2 else array.dtype
+        for name, memory in parameters.items():
+            dtype = np.dtype(np.float32) if memory.dtype.itemsize == 2 else memory.dtype
             begin = self._sizes.get(dtype, 0)
-            self._places[name] = dtype, begin, array.shape
-            self._sizes[dtype] = begin + -(-array.size // _ALIGNMENT) * _ALIGNMENT
+            self._places[name] = dtype, begin, memory.shape
+            self._sizes[dtype] = begin + -(-memory.size // _ALIGNMENT) * _ALIGNMENT
 
     def zeros(self) -> tuple[list[Array], dict[str, Array]]:
         """Returns new arrays, one for each type, and the gradients that are views of them."""

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import onnx
 import onnxruntime
 
-from ortops.errors import KernelError, OrtopsError, is_raised_by
+from ortops.errors import KernelError, OrtopsError, UnsupportedError, is_raised_by
+from ortops.execution.memory import Device, device_of
 from ortops.inference import InferenceSession, Kernels
 
-__all__ = ["Sessions", "errors_as_ours", "ort_value"]
-
-Array: TypeAlias = npt.NDArray[Any]
+__all__ = ["Sessions", "errors_as_ours"]
 
 _COPIED_OPTIONS = (
     "enable_profiling",
@@ -35,10 +32,15 @@ class Sessions:
         providers: The providers.
         threads: How many threads share the chunks of large updates, where the options do not say.
         frugal: Whether memory is to be let go of as soon as it can be.
+        device: Where variables lie; where the providers say by default.
 
     Attributes:
         threads: How many threads share the chunks of large updates.
         on_cpu: Whether onnxruntime's CPU provider runs everything.
+        device: The device whose memory variables lie in; None for numpy's memory.
+
+    Raises:
+        UnsupportedError: If Python kernels are asked for and variables lie on a device.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Sessions:
         *,
         threads: int,
         frugal: bool,
+        device: Device | None = None,
     ) -> None:
         self._kernels = kernels
         self._options = options
@@ -56,7 +59,13 @@ class Sessions:
         self._frugal = frugal
         asked = 0 if options is None else options.intra_op_num_threads
         self.threads = 1 if kernels == "python" else asked or threads
-        self.on_cpu = list(providers) == ["CPUExecutionProvider"]
+        self.device = device or device_of(providers)
+        self.on_cpu = self.device is None and list(providers) == ["CPUExecutionProvider"]
+        if self.device is not None and kernels == "python":
+            raise UnsupportedError(
+                "kernels is 'python', which run on the CPU, and variables lie on a "
+                f"'{self.device.kind}' device; 'onnx' is accepted there"
+            )
 
     def open(
         self,
@@ -104,15 +113,6 @@ def _single_threaded(options: onnxruntime.SessionOptions | None) -> onnxruntime.
             setattr(result, name, getattr(options, name))
     result.intra_op_num_threads = 1
     return result
-
-
-def ort_value(array: Array) -> onnxruntime.OrtValue:
-    """Returns an array as onnxruntime takes it: its memory, not a copy."""
-    if array.dtype.kind == "V" and array.itemsize == 2:  # bfloat16; numpy has none of its own
-        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(
-            array.view(np.uint16), onnx.TensorProto.BFLOAT16
-        )
-    return onnxruntime.OrtValue.ortvalue_from_numpy(array)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from ortops.execution.memory import Memory
 from ortops.execution.split import Group, is_safe_in_place
 from ortops.graph.tensor import IR_VERSION, Tape, op
 from ortops.passes.scaled_sums import MULTIPLE, arranged, expand
@@ -28,10 +29,10 @@ class Variable:
 
     Attributes:
         buffers: Its value before a step of even number, and before one of odd number. Both are the
-            same array where updates are made in place, or never.
+            same memory where updates are made in place, or never.
     """
 
-    buffers: tuple[Array, Array]
+    buffers: tuple[Memory, Memory]
 
 
 class Packed:

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from ortops.execution.onnxruntime_sessions import Sessions, errors_as_ours, ort_value
+from ortops.execution.memory import Memory, ort_value
+from ortops.execution.onnxruntime_sessions import Sessions, errors_as_ours
 from ortops.execution.packed import Packed
 from ortops.graph.tensor import IR_VERSION, Names, Tape, op
 from ortops.lowering import to_proto
@@ -60,7 +61,7 @@ class Repetition:
 
     def run(
         self,
-        buffers: Callable[[str], tuple[Array, Array]],
+        buffers: Callable[[str], tuple[Memory, Memory]],
         turn: int,
         feeds: Mapping[str, Array],
     ) -> Array:
@@ -80,12 +81,13 @@ class Repetition:
         given = {stacked(name): array for name, array in feeds.items()}
         binding = self._session.io_binding()
         for name in (value.name for value in self._session.get_inputs()):
+            memory: Memory
             if name in self._packed:
                 group, index = self._packed[name]
-                array = group.arrays[index][turn]
+                memory = group.arrays[index][turn]
             else:
-                array = given[name] if name in given else buffers(name)[0]
-            binding.bind_ortvalue_input(name, ort_value(array))
+                memory = given[name] if name in given else buffers(name)[0]
+            binding.bind_ortvalue_input(name, ort_value(memory))
         binding.bind_output(LOSSES)
         for name in self._left:
             binding.bind_ortvalue_output(state_output(name), ort_value(buffers(name)[1]))

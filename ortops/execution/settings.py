@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ortops.errors import OrtopsError, did_you_mean
+from ortops.execution.memory import Device
 from ortops.passes import Pass, passes_for
 
 __all__ = ["Settings"]
@@ -31,6 +32,7 @@ class Settings:
             samples has: that of a batch and that of the last one.
         threads: How many threads share the chunks, where the options for sessions do not say.
         scaled_sums: Whether sums y + c · x of long tensors may be made in one pass over memory.
+        device: The device that variables lie on, whatever the providers say.
     """
 
     passes: Sequence[Pass] = field(default_factory=lambda: passes_for("session"))
@@ -39,6 +41,7 @@ class Settings:
     shapes: int = 2
     threads: int = field(default_factory=_cores)
     scaled_sums: bool = True
+    device: Device | None = None
 
     def without(self, *names: str) -> Settings:
         """Returns settings without some passes.

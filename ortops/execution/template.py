@@ -15,7 +15,7 @@ from ortops.execution.onnxruntime_sessions import Sessions
 from ortops.execution.packed import Packed
 from ortops.execution.settings import Settings
 from ortops.execution.sizes import bind_sizes, sizes_in
-from ortops.execution.split import split
+from ortops.execution.split import Group, split
 from ortops.execution.step import Step
 from ortops.execution.update import Update
 from ortops.graph.edit import prune, remove_defaults
@@ -39,6 +39,7 @@ class Template:
         settings: How it is executed.
         threads: How many share the chunks of large updates.
         on_cpu: Whether onnxruntime's CPU provider runs it.
+        on_device: Whether variables lie on a device, each by itself: none are packed.
         in_place: Whether updates may be made in place, where their formula is safe.
         checkpoint: What is kept for the backward pass.
 
@@ -60,6 +61,7 @@ class Template:
         *,
         threads: int,
         on_cpu: bool,
+        on_device: bool,
         in_place: bool,
         checkpoint: Checkpoint | None,
     ) -> None:
@@ -76,7 +78,10 @@ class Template:
         self._updates: list[Update] = []
         self._counts = step.counts
         shown = [*step.outputs, *step.counts]
-        groups, self.left = split(graph, step.updates, step.feeds, shown, keep=self._keep)
+        groups: list[Group] = []
+        self.left: dict[str, str] = dict(step.updates)
+        if not on_device:
+            groups, self.left = split(graph, step.updates, step.feeds, shown, keep=self._keep)
         size = sum(group.size for group in groups)
         self.joined = kernels == "onnx" and size <= settings.joined
         apart = on_cpu and not self.joined and kernels == "onnx"

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from ortops.execution.onnxruntime_sessions import Sessions, errors_as_ours, ort_value
+from ortops.execution.memory import ort_value
+from ortops.execution.onnxruntime_sessions import Sessions, errors_as_ours
 from ortops.execution.packed import Packed
 from ortops.lowering import to_proto
 

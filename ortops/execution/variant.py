@@ -11,6 +11,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from ortops.execution.binding import Binding
+from ortops.execution.memory import DeviceArray, Memory
 from ortops.execution.onnxruntime_sessions import Sessions
 from ortops.execution.packed import Packed
 from ortops.execution.repetition import Repetition
@@ -55,7 +56,10 @@ class Variant:
         for name, value in list(graph.initializers.items()):
             if not value.uses() and not value.is_graph_output():  # onnxruntime would warn
                 del graph.initializers[name]
-        self._constants = external.move_to_inputs(model)
+        self._constants: dict[str, Memory] = {
+            name: array if sessions.device is None else DeviceArray(array, sessions.device)
+            for name, array in external.move_to_inputs(model).items()
+        }
         self._session = None  # as if all gradients are fed
         if graph.outputs:
             # onnxruntime takes half as long as it is, where there is little left to optimize.
@@ -65,7 +69,7 @@ class Variant:
 
     def bind(
         self,
-        buffers: Callable[[str], tuple[Array, Array]],
+        buffers: Callable[[str], tuple[Memory, Memory]],
         turn: int,
         anew: Collection[str] = (),
     ) -> Binding:
@@ -77,7 +81,7 @@ class Variant:
             anew: See `Binding`.
         """
         step = self._template.step
-        read: dict[str, Array] = {}
+        read: dict[str, Memory] = {}
         for name in (value.name or "" for value in self._graph.inputs):
             if name in self._inputs:
                 packed, index = self._inputs[name]
@@ -86,8 +90,8 @@ class Variant:
                 read[name] = self._constants[name]
             elif name not in step.feeds:
                 read[name] = buffers(name)[0]
-        written: dict[str, Array] = {}
-        copies: list[tuple[Array, Array]] = []
+        written: dict[str, Memory] = {}
+        copies: list[tuple[Memory, Memory]] = []
         for name, output in self._template.left.items():
             target = buffers(name)[1]
             if written.setdefault(output, target) is not target:
@@ -96,16 +100,19 @@ class Variant:
             written[name] = packed.arrays[index][1 - turn]
         types = {value.name: value.dtype for value in self._graph.outputs}
         updates = []
+        scalars: dict[str, Array] = {}
         for update in self._updates:
             group = update.packed.group
             for name in group.scalars:
                 dtype = types[name]
                 assert dtype is not None
-                written.setdefault(name, np.zeros((), dtype.numpy()))
+                scalar = written.setdefault(name, np.zeros((), dtype.numpy()))
+                assert isinstance(scalar, np.ndarray)  # on a device nothing is packed
+                scalars[name] = scalar
             for index, role in enumerate(group.roles):
                 if not role.updated and not role.fed:
                     written |= zip(role.names, update.packed.views(index, turn), strict=True)
-            updates.append(update.bind([written[name] for name in group.scalars], turn))
+            updates.append(update.bind([scalars[name] for name in group.scalars], turn))
         for value in self._graph.outputs:
             if value.name == step.loss and value.dtype is not None and _is_scalar(value):
                 written.setdefault(step.loss, np.zeros((), value.dtype.numpy()))

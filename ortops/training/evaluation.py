@@ -12,7 +12,8 @@ import numpy.typing as npt
 import onnxruntime
 
 from ortops.errors import OrtopsError, did_you_mean
-from ortops.execution.onnxruntime_sessions import errors_as_ours, ort_value
+from ortops.execution.memory import ort_value
+from ortops.execution.onnxruntime_sessions import errors_as_ours
 from ortops.metrics import StreamingMetric
 from ortops.training.data import rows
 from ortops.training.feeds import Inputs

@@ -148,7 +148,10 @@ class TrainingSession:
         kernels: ``"onnx"`` runs updates as standard operators, ``"python"`` as Python custom ops.
         entry: Which training_info entry a step runs; all of them in order by default.
         sess_options: Options for the onnxruntime sessions.
-        providers: Execution providers for the onnxruntime sessions.
+        providers: Execution providers for the onnxruntime sessions. Where the first one that this
+            build of onnxruntime has is CUDA, TensorRT, DirectML or CANN, variables lie in the
+            memory of its device, and steps fetch only what they show. None of these has been run:
+            there was no such device, and tests have the CPU's memory in its place.
         checkpoint: Takes less memory for more time: of what the forward pass computes, only some
             tensors are kept for the backward pass, which computes again what it reads between them.
             The names of these tensors are given, or how many are chosen, evenly spread, from those
@@ -161,7 +164,8 @@ class TrainingSession:
     Raises:
         ModelError: If the model has no training_info, or it is not legal.
         OrtopsError: If a checkpoint is unknown.
-        UnsupportedError: If an operator that a gradient passes through has no rule.
+        UnsupportedError: If an operator that a gradient passes through has no rule, or a device
+            has no memory for the variables.
 
     Example:
         >>> import ortops

@@ -221,6 +221,13 @@ def flatten(
         ModelError: If there is no such entry, or a binding names what does not exist.
     """
     if not proto.training_info:
+        if any(note.key == METADATA_KEY for note in proto.metadata_props):
+            raise ModelError(
+                f"model: it has metadata_props '{METADATA_KEY}' as a trainable model does, but its "
+                "training_info is gone, as after onnxsim, onnxslim, onnx-ir or "
+                "onnx.version_converter; keep the file from before that, or make it trainable anew "
+                "with ortops.build_training_model"
+            )
         raise ModelError(
             "model: it has no training_info; make it trainable with ortops.build_training_model"
         )

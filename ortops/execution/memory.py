@@ -1,0 +1,134 @@
+"""Where variables lie: numpy's memory, or that of the device of an execution provider."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime
+
+from ortops.errors import KernelError, UnsupportedError
+
+__all__ = ["Device", "DeviceArray", "Memory", "device_of", "fetch", "ort_value", "put"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_DEVICES = {
+    "CANNExecutionProvider": "cann",
+    "CUDAExecutionProvider": "cuda",
+    "DmlExecutionProvider": "dml",
+    "TensorrtExecutionProvider": "cuda",
+}
+"""Providers with memory of their own that Python can write, and what onnxruntime calls it."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device with memory of its own.
+
+    Attributes:
+        kind: What onnxruntime calls it.
+        number: Which of several.
+    """
+
+    kind: str
+    number: int = 0
+
+
+class DeviceArray:
+    """A tensor in the memory of a device.
+
+    Args:
+        value: The first value; copied.
+        device: The device.
+
+    Raises:
+        UnsupportedError: If there is no such memory, or it takes no tensors of the type.
+    """
+
+    def __init__(self, value: Array, device: Device) -> None:
+        if value.dtype.kind == "V":  # bfloat16; numpy has none of its own
+            raise UnsupportedError(
+                f"providers: variables of type {value.dtype} cannot be written to memory of a "
+                f"'{device.kind}' device from Python; use providers=['CPUExecutionProvider']"
+            )
+        self.dtype, self.shape = value.dtype, value.shape
+        copied = np.array(value, order="C")
+        try:
+            self.value = onnxruntime.OrtValue.ortvalue_from_numpy(
+                copied, device.kind, device.number
+            )
+        except Exception as error:  # onnxruntime's classes have no common base of their own
+            raise UnsupportedError(
+                f"providers: device {device.number} of type '{device.kind}' has no memory for "
+                f"variables: {str(error).strip().rstrip('.')}; use a build of onnxruntime and a "
+                "machine that have the provider, or providers=['CPUExecutionProvider']"
+            ) from error
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+
+Memory: TypeAlias = Array | DeviceArray
+"""Where a tensor lies."""
+
+
+def device_of(providers: Sequence[Any]) -> Device | None:
+    """Returns the device whose memory variables lie in; None for numpy's memory.
+
+    It is that of the first provider that this build of onnxruntime has.
+
+    Args:
+        providers: Names of providers, or pairs of a name and options, as onnxruntime takes them.
+    """
+    available = set(onnxruntime.get_available_providers())
+    for provider in providers:
+        name, options = provider if isinstance(provider, tuple) else (provider, {})
+        if name in available:
+            kind = _DEVICES.get(name)
+            return None if kind is None else Device(kind, int(options.get("device_id", 0)))
+    return None
+
+
+def ort_value(memory: Memory) -> onnxruntime.OrtValue:
+    """Returns memory as onnxruntime takes it: not a copy."""
+    if isinstance(memory, DeviceArray):
+        return memory.value
+    if memory.dtype.kind == "V" and memory.itemsize == 2:  # bfloat16
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(
+            memory.view(np.uint16), onnx.TensorProto.BFLOAT16
+        )
+    return onnxruntime.OrtValue.ortvalue_from_numpy(memory)
+
+
+def fetch(memory: Memory) -> Array:
+    """Returns what stands in memory: numpy's memory itself, a copy of a device's."""
+    if not isinstance(memory, DeviceArray):
+        return memory
+    found: Array = memory.value.numpy()
+    return found.copy()  # it is a view where the device is the CPU
+
+
+def put(memory: Memory, value: Array) -> None:
+    """Writes a value of the same type and shape into memory.
+
+    Raises:
+        KernelError: If the device does not take it.
+    """
+    if not isinstance(memory, DeviceArray):
+        memory[...] = value
+        return
+    whole = np.ascontiguousarray(np.broadcast_to(value, memory.shape), memory.dtype)
+    try:
+        memory.value.update_inplace(whole.reshape(memory.shape))
+    except Exception as error:  # as above
+        raise KernelError(
+            f"onnxruntime: a variable could not be written to its device: {str(error).strip()}"
+        ) from error

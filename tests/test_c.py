@@ -1,0 +1,184 @@
+"""The trainer in C, which reads what `export_step` writes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from models import digits
+from models.lenet import lenet
+from ortops import TrainingSession, build_training_model, export_step
+from ortops.graph.safetensors import write_safetensors
+from tests.conftest import C_LIBRARY
+from tests.training_models import assert_same_arrays
+
+pytestmark = pytest.mark.c
+
+ROOT = Path(__file__).parents[1]
+BATCH, STEPS = 16, 12
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compiles the trainer; with a stand-in where onnxruntime's header is not installed."""
+    assert C_LIBRARY is not None
+    folder = tmp_path_factory.mktemp("c")
+    (folder / "libonnxruntime.so.1").symlink_to(C_LIBRARY)
+    source = "#include <onnxruntime_c_api.h>"
+    installed = subprocess.run(["cc", "-E", "-"], input=source, capture_output=True, text=True)
+    include = [] if installed.returncode == 0 else [f"-I{ROOT / 'tests' / 'c'}"]
+    warnings = ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
+    subprocess.run(
+        [
+            *("cc", "-std=c11", "-O1", *warnings, *include),
+            *(ROOT / "models" / "c" / "train.c", folder / "libonnxruntime.so.1"),
+            *(f"-Wl,-rpath,{folder}", "-o", folder / "train"),
+        ],
+        check=True,
+    )
+    return folder / "train"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    net = lenet(channels=(4, 8), hidden=16, dropout_ratio=0.25)
+    model = build_training_model(net, loss="SoftmaxCrossEntropy", optimizer="Adam")
+    export_step(model, tmp_path)
+    images, labels = (array[: 5 * BATCH + 3] for array in digits.load().train)
+    write_safetensors(tmp_path / "data.safetensors", {"images": images, "labels": labels})
+    return tmp_path
+
+
+def run(program: Path, folder: Path, *, batch: object = BATCH, steps: object = STEPS) -> list[str]:
+    """Runs the trainer; returns the lines that it prints, or raises what it says of an error."""
+    arguments = [folder, folder / "data.safetensors", str(batch), str(steps), folder / "out.onnx"]
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        assert done.returncode == 1
+        assert not (folder / "out.onnx").exists()
+        raise ValueError(done.stderr)
+    return done.stdout.splitlines()
+
+
+def batches() -> list[dict[str, np.ndarray]]:
+    images, labels = digits.load().train
+    parts = [slice(i % 5 * BATCH, (i % 5 + 1) * BATCH) for i in range(STEPS)]
+    return [{"images": images[part], "labels": labels[part]} for part in parts]
+
+
+def test_it_trains_as_python_does_and_python_goes_on(program: Path, folder: Path) -> None:
+    lines = run(program, folder)
+    found = [
+        float(re.fullmatch(rf"step {i + 1} loss (\S+)", line)[1]) for i, line in enumerate(lines)
+    ]
+    session = onnxruntime.InferenceSession(folder / "step.onnx", providers=["CPUExecutionProvider"])
+    described = json.loads((folder / "step.json").read_text())
+    state = dict(TrainingSession(folder / "model.onnx").state)
+    assert {each["next"] for each in described["variables"].values()} > {None}
+    expected = []
+    for batch in batches():
+        names = [output.name for output in session.get_outputs()]
+        results = dict(zip(names, session.run(None, batch | state), strict=True))
+        expected.append(results[described["step"]["loss"]])
+        state |= {n: results[v["next"]] for n, v in described["variables"].items() if v["next"]}
+    np.testing.assert_array_equal(np.float32(found), expected)
+    trained = TrainingSession(folder / "out.onnx")
+    assert trained.steps_done == STEPS
+    assert_same_arrays(trained.state, state)
+    in_python = TrainingSession(folder / "model.onnx")
+    of_session = [in_python.step(batch)["loss"] for batch in batches()]
+    np.testing.assert_allclose(found, of_session, rtol=1e-5)
+    onnx.checker.check_model(folder / "out.onnx", full_check=True)
+    assert float(trained.step(batches()[0])["loss"]) < found[0]
+
+
+def test_no_step_writes_the_same_file(program: Path, folder: Path) -> None:
+    assert run(program, folder, steps=0) == []
+    assert (folder / "out.onnx").read_bytes() == (folder / "model.onnx").read_bytes()
+
+
+def described(change: Callable[[dict], object]) -> Callable[[Path], object]:
+    def edit(folder: Path) -> None:
+        content = json.loads((folder / "step.json").read_text())
+        change(content)
+        (folder / "step.json").write_text(json.dumps(content))
+
+    return edit
+
+
+def cut(name: str, size: int) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
+
+
+def data(**arrays: np.ndarray) -> Callable[[Path], object]:
+    given = {"images": np.zeros((32, 1, 8, 8), np.float32), "labels": np.zeros(32, np.int64)}
+    return lambda folder: write_safetensors(folder / "data.safetensors", given | arrays)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut("step.json", 2000), "JSON ends too early"),
+        (cut("step.json", -1), "JSON ends too early"),
+        (cut("step.json", 0), "no JSON: "),
+        (cut("model.onnx", 5000), "step.json and model.onnx do not belong together"),
+        (cut("step.onnx", 5000), "onnxruntime: .*step.onnx"),
+        (cut("data.safetensors", 4), "no safetensors: .*data.safetensors"),
+        (cut("data.safetensors", 500), "the data end too early: "),
+        (lambda folder: (folder / "step.json").unlink(), "cannot be read: .*step.json"),
+        (described(lambda it: it.update(version=2)), "not of format 'ortops.step', version 1"),
+        (described(lambda it: it.update(format="others")), "not of format 'ortops.step'"),
+        (described(lambda it: it.pop("step")), "a description lacks step"),
+        (described(lambda it: it["step"].update(loss=None)), "has no loss"),
+        (
+            described(lambda it: it["variables"]["conv1.weight"].update(type="int4")),
+            "this type is not known here: int4",
+        ),
+        (
+            described(lambda it: it["variables"]["conv1.weight"].update(places=[])),
+            "model.onnx has no place for conv1.weight",
+        ),
+        (
+            described(lambda it: it["variables"]["conv1.weight"].update(shape=[1])),
+            "do not belong together: conv1.weight",
+        ),
+        (
+            described(lambda it: it["variables"]["conv1.weight"].update(places=[[10**9, 144]])),
+            "do not belong together: conv1.weight",
+        ),
+        (described(lambda it: it["variables"].update({'a"b': {}})), "no string without escapes"),
+        (
+            described(lambda it: it["variables"].pop("conv1.weight")),
+            "step.json and step.onnx do not",
+        ),
+        (data(labels=np.zeros(32, np.int32)), "another type: labels"),
+        (data(images=np.zeros((32, 8, 8), np.float32)), "another shape: images"),
+        (data(images=np.zeros((32, 1, 8, 9), np.float32)), "another shape: images"),
+        (data(images=np.zeros((8, 1, 8, 8), np.float32)), "fewer rows than a batch: images"),
+        (data(labels=np.zeros(31, np.int64)), "another number of rows: labels"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    program: Path, folder: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    damage(folder)
+    with pytest.raises(ValueError, match=rf"^train: .*{message}"):
+        run(program, folder)
+
+
+def test_wrong_arguments_are_refused(program: Path, folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"no natural number: many"):
+        run(program, folder, batch="many")
+    with pytest.raises(ValueError, match=r"a batch has at least one row"):
+        run(program, folder, batch=0)
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "usage: train FOLDER DATA.safetensors BATCH STEPS OUTPUT.onnx" in done.stderr

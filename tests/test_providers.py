@@ -1,0 +1,246 @@
+"""Variables in the memory of a device, and providers besides the CPU's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from models.lenet import lenet
+from models.resnet import resnet
+from ortops import TrainingSession, build_training_model, optimizers
+from ortops.errors import UnsupportedError
+from ortops.execution import memory
+from ortops.execution.memory import Device, DeviceArray, device_of, fetch, put
+from ortops.execution.settings import Settings
+from ortops.inference import InferenceSession
+from tests.training_models import assert_same_arrays, classifier, labelled
+
+AZURE = ["AzureExecutionProvider", "CPUExecutionProvider"]
+"""Not the CPU provider alone, so that graphs hold no forms that are for it."""
+
+ON_DEVICE = Settings(device=Device("cpu"))
+"""What a device needs, in the only memory that every build has."""
+
+
+def images(rows: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    pixels = rng.random((rows, 1, 8, 8), np.float32)
+    return {"images": pixels, "labels": rng.integers(0, 10, rows)}
+
+
+MODELS = {
+    "adam": (classifier(dropout=0.5), labelled((6,)), {"optimizer": "Adam"}),
+    "momentum, a limit on the norm, an average": (
+        classifier(),
+        labelled((6,)),
+        {
+            "optimizer": optimizers.Momentum(0.1, alpha=0.9, beta=1.0),
+            "clip_norm": 0.5,
+            "ema_decay": 0.9,
+        },
+    ),
+    "convolution": (lenet(channels=(4, 8), hidden=16), images(8), {"optimizer": "Adam"}),
+    "running statistics": (
+        resnet((1, 1), width=4),
+        images(8),
+        {"optimizer": "SGD"},
+    ),
+}
+
+
+@pytest.fixture(params=MODELS.values(), ids=MODELS.keys())
+def work(request: pytest.FixtureRequest) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    model, batch, arguments = request.param
+    return build_training_model(model, loss="SoftmaxCrossEntropy", **arguments), batch
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is copied between numpy's memory and the device's."""
+    found: list[str] = []
+
+    def note(name: str) -> Any:
+        original = getattr(memory, name)
+
+        def call(place: Any, *values: Any) -> Any:
+            if isinstance(place, DeviceArray):
+                found.append(name)
+            return original(place, *values)
+
+        return call
+
+    for module in ("binding", "execution"):
+        for name in ("fetch", "put"):
+            monkeypatch.setattr(f"ortops.execution.{module}.{name}", note(name))
+    return found
+
+
+def by_name(session: TrainingSession) -> dict[str, np.ndarray]:
+    return {name: session.state[name] for name in sorted(session.state)}
+
+
+def pair(model: onnx.ModelProto | Path) -> tuple[TrainingSession, TrainingSession]:
+    """Returns sessions with variables in numpy's memory, and with such on a device."""
+    return (
+        TrainingSession(model, providers=AZURE),
+        TrainingSession(model, providers=AZURE, settings=ON_DEVICE),
+    )
+
+
+def test_steps_on_a_device_are_the_same(
+    work: tuple[onnx.ModelProto, dict[str, np.ndarray]], tmp_path: Path
+) -> None:
+    model, batch = work
+    ours, device = pair(model)
+    assert all(
+        isinstance(buffer, DeviceArray)
+        for variable in device._execution.variables.values()
+        for buffer in variable.buffers
+    )
+    for _ in range(3):
+        assert_same_arrays(device.step(batch), ours.step(batch))
+    assert_same_arrays(by_name(device), by_name(ours))
+    assert device.evaluate([batch]) == ours.evaluate([batch])
+    device.save(tmp_path / "device.onnx")
+    assert_same_arrays(by_name(TrainingSession(tmp_path / "device.onnx")), by_name(ours))
+    cpu = TrainingSession(model)
+    for _ in range(3):
+        cpu.step(batch)
+    for name, value in cpu.state.items():
+        np.testing.assert_allclose(device.state[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def test_both_halves_of_a_step(work: tuple[onnx.ModelProto, dict[str, np.ndarray]]) -> None:
+    model, batch = work
+    ours, device = pair(model)
+    for _ in range(2):
+        found, expected = device.gradients(batch), ours.gradients(batch)
+        assert_same_arrays(dict(found), dict(expected))
+        device.apply(found)
+        ours.apply(expected)
+    assert_same_arrays(by_name(device), by_name(ours))
+    assert_same_arrays(device.step(batch), ours.step(batch))
+
+
+def test_several_steps_in_a_run(work: tuple[onnx.ModelProto, dict[str, np.ndarray]]) -> None:
+    model, batch = work
+    ours, device = pair(model)
+    np.testing.assert_array_equal(device.run_steps([batch] * 5), ours.run_steps([batch] * 5))
+    assert_same_arrays(by_name(device), by_name(ours))
+
+
+def test_state_is_set_and_reset(work: tuple[onnx.ModelProto, dict[str, np.ndarray]]) -> None:
+    model, batch = work
+    ours, device = pair(model)
+    for session in (ours, device):
+        session.step(batch)
+        session.learning_rate = 0.25
+        name = next(iter(session.parameters))
+        session.state[name] = session.state[name] * 2
+        session.step(batch)
+    assert device.learning_rate == 0.25
+    assert_same_arrays(by_name(device), by_name(ours))
+    before = device.state[name]
+    device.state[name] = np.zeros_like(before)
+    assert before.any()  # what was read before stays as it was
+    device.reset()
+    assert_same_arrays(by_name(device), by_name(TrainingSession(model)))
+
+
+def test_a_step_moves_no_variable(
+    work: tuple[onnx.ModelProto, dict[str, np.ndarray]], moved: list[str]
+) -> None:
+    model, batch = work
+    session = TrainingSession(model, settings=ON_DEVICE)
+    session.step(batch)
+    del moved[:]
+    shown = session.step(batch, outputs=["loss"])
+    assert list(shown) == ["loss"]
+    assert moved == []
+    assert session.state["learning_rate"] > 0
+    assert moved == ["fetch"]
+
+
+def test_graphs_for_a_device_have_no_forms_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[onnx.ModelProto] = []
+    made = InferenceSession.__init__
+
+    def note(self: InferenceSession, model: Any, *arguments: Any, **more: Any) -> None:
+        opened.append(model)
+        made(self, model, *arguments, **more)
+
+    monkeypatch.setattr(InferenceSession, "__init__", note)
+    model, batch, arguments = MODELS["convolution"]
+    trainable = build_training_model(model, loss="SoftmaxCrossEntropy", **arguments)
+    TrainingSession(trainable, settings=ON_DEVICE).step(batch)
+    (graph,) = opened
+    assert {node.domain for node in graph.graph.node} == {""}
+    del opened[:]
+    TrainingSession(trainable).step(batch)
+    assert "com.microsoft" in {node.domain for each in opened for node in each.graph.node}
+
+
+def test_python_kernels_are_refused() -> None:
+    model = build_training_model(classifier(), loss="SoftmaxCrossEntropy", optimizer="Adam")
+    with pytest.raises(
+        UnsupportedError,
+        match=r"kernels is 'python', which run on the CPU, and variables lie on a 'cpu' device; "
+        r"'onnx' is accepted there",
+    ):
+        TrainingSession(model, kernels="python", settings=ON_DEVICE)
+
+
+def test_a_device_that_is_not_there() -> None:
+    model = build_training_model(classifier(), loss="SoftmaxCrossEntropy", optimizer="Adam")
+    with pytest.raises(
+        UnsupportedError,
+        match=r"(?s)providers: device 3 of type 'cuda' has no memory for variables: .*; use a "
+        r"build of onnxruntime and a machine that have the provider, or providers=\['CPU",
+    ):
+        TrainingSession(model, settings=Settings(device=Device("cuda", 3)))
+
+
+def test_bfloat16_on_a_device_is_refused() -> None:
+    import ml_dtypes
+
+    value = np.zeros(2, ml_dtypes.bfloat16)
+    with pytest.raises(UnsupportedError, match=r"bfloat16 cannot be written to memory of a 'cpu'"):
+        DeviceArray(value, Device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("providers", "expected"),
+    [
+        (["CPUExecutionProvider"], None),
+        (AZURE, None),
+        (["CUDAExecutionProvider", "CPUExecutionProvider"], Device("cuda")),
+        ([("CUDAExecutionProvider", {"device_id": "2"})], Device("cuda", 2)),
+        (["DmlExecutionProvider"], Device("dml")),
+        (["CPUExecutionProvider", "CUDAExecutionProvider"], None),
+        (["TensorrtExecutionProvider", "CANNExecutionProvider"], Device("cann")),
+    ],
+)
+def test_the_device_is_that_of_the_first_provider_of_the_build(
+    providers: list[Any], expected: Device | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert device_of(["CUDAExecutionProvider"]) is None
+    built = ["CUDAExecutionProvider", "DmlExecutionProvider", "CANNExecutionProvider"]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [*built, *AZURE])
+    assert device_of(providers) == expected
+
+
+def test_memory_of_a_device() -> None:
+    given = np.arange(6, dtype=np.float64).reshape(2, 3).T
+    place = DeviceArray(given, Device("cpu"))
+    read = fetch(place)
+    np.testing.assert_array_equal(read, given)
+    given[...] = 7.0
+    put(place, np.float64(2))
+    np.testing.assert_array_equal(fetch(place), np.full((3, 2), 2.0))
+    np.testing.assert_array_equal(read, np.arange(6.0).reshape(2, 3).T)
+    assert (place.dtype, place.shape, place.size) == (np.float64, (3, 2), 6)
