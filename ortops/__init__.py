@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ortops import (
         callbacks,
         derivatives,
+        distributed,
         lora,
         losses,
         metrics,
@@ -61,6 +62,7 @@ __all__ = [
     "build_training_model",
     "callbacks",
     "derivatives",
+    "distributed",
     "export_step",
     "find_learning_rate",
     "grad",
@@ -92,6 +94,7 @@ _MODULES = {
     "build_training_model": "ortops.training.builder",
     "callbacks": "ortops",
     "derivatives": "ortops",
+    "distributed": "ortops",
     "export_step": "ortops.training.export",
     "find_learning_rate": "ortops.callbacks.rate_finder",
     "grad": "ortops.autodiff.grad",

@@ -36,6 +36,7 @@ MODULES = (
     "ortops.surgery",
     "ortops.lora",
     "ortops.derivatives",
+    "ortops.distributed",
     "ortops.sklearn",
 )
 RETURNED = {

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import ortops
-from benchmarks import measure, own, plot, profiling, report, start, works
+from benchmarks import measure, own, places, plot, profiling, report, start, works
 from benchmarks.__main__ import main
 from benchmarks.measure import Effort, Result
 from benchmarks.peers import LOWERED, PEERS, PYTHON, RUN_STEPS, TORCH, C, Peer
@@ -373,3 +373,12 @@ def test_batches_are_the_same_each_time(work: works.Work) -> None:
         assert list(feeds) == list(others)
         for name, array in feeds.items():
             np.testing.assert_array_equal(array, others[name])
+
+
+@pytest.mark.slow
+def test_places_train_from_one_folder(tmp_path: Path) -> None:
+    """Those in Python; the others have tests of their own."""
+    assert len(places.prepare(tmp_path)) >= 2
+    found = [f(tmp_path) for f in (places.in_a_session, places.with_the_step_graph)]
+    assert found[0][1] == pytest.approx(found[1][1], abs=1 / 360)
+    assert found[0][1] > 0.85

@@ -24,6 +24,7 @@ MODULES = [
     "ortops",
     "ortops.callbacks",
     "ortops.derivatives",
+    "ortops.distributed",
     "ortops.lora",
     "ortops.losses",
     "ortops.metrics",

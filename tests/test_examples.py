@@ -13,6 +13,12 @@ FOLDER = Path(__file__).parents[1] / "models" / "examples"
 MODELS = Path(__file__).parents[1] / ".models"
 NAMES = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
 NEEDS = {
+    "data_parallel": [pytest.mark.torch],
+    "federated_flower": [
+        pytest.mark.needs("flwr>=1.20"),
+        pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # in what Flower imports
+        pytest.mark.slow,
+    ],
     "sklearn_pipeline": [pytest.mark.sklearn],
     "text_direction": [
         pytest.mark.optional("matplotlib", "plot"),

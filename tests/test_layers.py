@@ -21,7 +21,7 @@ FLOORS = (
     ("inference", "derivatives"),
     ("execution",),
     ("training",),
-    ("callbacks", "check", "lora", "sklearn"),
+    ("callbacks", "check", "distributed", "lora", "sklearn"),
     ("__init__",),
     ("cli",),
     ("__main__",),

@@ -35,6 +35,8 @@ class _Log(Callback):
     what was written after that is cut off, as it comes again.
     """
 
+    writes = True
+
     def __init__(self, path: str | os.PathLike[str], *, append: bool = False) -> None:
         self.path = path_of(type(self).__name__, path)
         self._append = append
@@ -187,6 +189,8 @@ class TensorBoard(Callback):
     Example:
         >>> board = TensorBoard("runs/first", every=10)  # session.fit(data, callbacks=[board])
     """
+
+    writes = True
 
     def __init__(self, folder: str | os.PathLike[str], *, every: int = 1) -> None:
         self.folder = path_of("TensorBoard", folder)

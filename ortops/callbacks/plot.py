@@ -42,6 +42,8 @@ class LossPlot(Callback):
         >>> plot = LossPlot("loss.png")  # session.fit(data, validation=held, callbacks=[plot])
     """
 
+    writes = True
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path_of("LossPlot", path)
         self._drawn = 0  # epochs

@@ -74,6 +74,9 @@ class Callback:
     Attributes:
         saves: Whether it saves the session. Such callbacks are called after the others, so that
             what they save is what all have seen.
+        writes: Whether it writes or shows something. Where several processes train together (see
+            `ortops.distributed`), only the first one calls it, as one that saves; so it changes
+            nothing in the session.
 
     Example:
         >>> class Print(Callback):
@@ -82,6 +85,7 @@ class Callback:
     """
 
     saves: bool = False
+    writes: bool = False
 
     def on_begin(self, record: Record, session: Any) -> None:
         """Is called before the first step, and after `restore` where a training is resumed."""

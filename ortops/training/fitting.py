@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, SupportsIndex, TypeAlias, cast
 
 import numpy as np
@@ -28,7 +29,7 @@ from ortops.training.state import State
 from ortops.training.step_graph import TrainingMetadata
 from ortops.training.updates import SMALLEST_SCALE
 
-__all__ = ["Trainer", "check", "fit"]
+__all__ = ["Trainer", "Way", "check", "fit"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Batch: TypeAlias = Mapping[str, Array]
@@ -66,11 +67,6 @@ class Trainer(Protocol):
     def target(self, metrics: Mapping[str, StreamingMetric]) -> str:
         """Returns the input that metrics compare outputs with."""
 
-    def gradients(
-        self, feeds: Batch, *, outputs: Sequence[str], after: Gradients | None
-    ) -> Gradients:
-        """Computes the gradients of a batch."""
-
     def apply(self, gradients: Gradients) -> None:
         """Makes a step of gradients."""
 
@@ -80,9 +76,41 @@ class Trainer(Protocol):
         """Computes loss and metrics of a data set."""
 
 
+class Differentiate(Protocol):
+    """Computes the gradients of a batch."""
+
+    def __call__(
+        self, feeds: Batch, *, outputs: Sequence[str], after: Gradients | None
+    ) -> Gradients:
+        """Returns them; see `ortops.TrainingSession.gradients`."""
+
+
+def _alone(ends: tuple[str, str]) -> tuple[str, str]:
+    return ends
+
+
+@dataclass(frozen=True)
+class Way:
+    """How steps are made with the batches of the data set, by one process or several.
+
+    Attributes:
+        step: Makes a step with a batch. It calls its last argument with the outputs that the other
+            one names once they are known, before anything changes.
+        gradients: Computes the gradients of a batch.
+        leads: Whether this process shows progress, and tells callbacks that write.
+        agree: Is given why the training ends and the signal that ends it, each "" if nothing does,
+            and returns what holds for all processes.
+    """
+
+    step: Step
+    gradients: Differentiate
+    leads: bool = True
+    agree: Callable[[tuple[str, str]], tuple[str, str]] = _alone
+
+
 def fit(
     trainer: Trainer,
-    step: Step,
+    way: Way,
     source: Source,
     *,
     call: Call,
@@ -98,8 +126,7 @@ def fit(
 
     Args:
         trainer: The session.
-        step: Makes a step with a batch. It calls its last argument with the outputs that the other
-            one names once they are known, before anything changes.
+        way: How steps are made.
         source: The data.
         call: What the order of the rows depends on.
         validation: The validation data.
@@ -118,8 +145,8 @@ def fit(
         position.begun.call.check_same(call)
     if position.begun.epoch > call.epochs:
         return History(position.begun.history)
-    loop = _Loop(trainer, step, source, validation, metrics, schedule, callbacks, position)
-    loop.progress, loop.stop_on_nan = progress, stop_on_nan
+    loop = _Loop(trainer, way, source, validation, metrics, schedule, callbacks, position)
+    loop.progress, loop.stop_on_nan = progress and way.leads, stop_on_nan
     interruption = loop.interruption
     try:
         interruption.watch()
@@ -127,7 +154,8 @@ def fit(
     finally:
         interruption.release()
     if interruption.name:
-        _say_how_to_go_on(trainer, interruption.name)
+        if way.leads:
+            _say_how_to_go_on(trainer, interruption.name)
         interruption.throw()
     return loop.history
 
@@ -203,7 +231,7 @@ class _Loop:
     def __init__(
         self,
         trainer: Trainer,
-        step: Step,
+        way: Way,
         source: Source,
         validation: Source | None,
         metrics: Sequence[str | Metric],
@@ -212,12 +240,13 @@ class _Loop:
         position: Position,
     ) -> None:
         self.trainer = trainer
-        self.step = step
+        self.way = way
         self.source = source
         self.validation = validation
         self.metrics = metrics
         self.schedule = schedule
-        self.callbacks = sorted(callbacks, key=lambda each: each.saves)
+        told = [each for each in callbacks if way.leads or not (each.saves or each.writes)]
+        self.callbacks = sorted(told, key=lambda each: each.saves)
         self.position = position
         self.history = History(position.begun.history)
         self.interruption = Interruption(fit.__code__)
@@ -283,6 +312,9 @@ class _Loop:
         self._tell("on_end", dict(last), finished=between)
 
     def _ended(self) -> bool:
+        self.stopped, self.interruption.name = self.way.agree(
+            (self.stopped, self.interruption.name)
+        )
         return bool(self.stopped or self.interruption.name)
 
     # -------------------------------------------------------------------------------- an epoch
@@ -309,14 +341,14 @@ class _Loop:
                     bar.update(place.batch, place.samples, self._averages)
                 if self._on_step:
                     self._tell_step()
-                if self.stopped or self.interruption.name:
+                if self._ended():
                     return
 
     def _make_update(self, batch: Batch) -> None:
         """Makes a step; its position is that after the batch, once it is made."""
         before = self.position.place
         size = rows(batch)
-        self.step(batch, self._outputs, lambda found: self._prepare(before, 1, size, found))
+        self.way.step(batch, self._outputs, lambda found: self._prepare(before, 1, size, found))
         if self.stop_on_nan:
             where = f"batch {before.batch + 1} of epoch {self.position.begun.epoch}"
             _check_progress(self.trainer, self._losses[0], batch, where)
@@ -327,7 +359,7 @@ class _Loop:
         total, last = None, None
         count = size = 0
         for batch in batches:
-            last = self.trainer.gradients(batch, outputs=self._outputs, after=last)
+            last = self.way.gradients(batch, outputs=self._outputs, after=last)
             count, size = count + 1, size + rows(batch)
             where = f"batch {before.batch + count} of epoch {begun.epoch}"
             if self.stop_on_nan and not math.isfinite(last.loss):
@@ -350,7 +382,8 @@ class _Loop:
             return False
         if not self._said:
             self._said = True
-            logger.warning(
+            log = logger.warning if self.way.leads else logger.debug
+            log(
                 "fit: accumulate=%d: %s, so that a step is not that of one batch of all rows",
                 self.position.begun.call.accumulate,
                 gradients.not_additive,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -209,6 +209,41 @@ class Accumulation:
         total.outputs, total.statistics = gradients.outputs, gradients.statistics
         total.part = gradients.part
         total.loss = math.nan
+
+    def reduce(self, sum_over: Callable[[Array], object], more: Array) -> Array:
+        """Adds up what processes have, each of its parts of the batch.
+
+        Args:
+            sum_over: Replaces an array of one axis, in place, by its sum over the processes.
+            more: Further float64 numbers to add up, on one axis.
+
+        Returns:
+            Their sums.
+
+        Raises:
+            OrtopsError: As `add`, in at least two of the processes.
+        """
+        total = self._total
+        for flat in total.flat:
+            sum_over(flat)
+        numbers = np.array([*self._counts, *self._sums, *more], np.float64)
+        sum_over(numbers)
+        size = len(self._counts)
+        before, self._counts = self._counts, numbers[:size].tolist()
+        self._sums = numbers[size : 2 * size].tolist()
+        whole = next((i for i, s in enumerate(total.summands) if not s.is_sum), 0)
+        own = before[whole], self._counts[whole]
+        for summand, count, all_count in zip(total.summands, before, self._counts, strict=True):
+            fits = summand.is_sum or math.isclose(count * own[1], all_count * own[0])
+            if self._exact and summand.weight and not fits:
+                raise OrtopsError(
+                    f"gradients: loss '{summand.name}' is divided by {count:g} of {all_count:g} "
+                    f"here, where '{total.summands[whole].name}' is by {own[0]:g} of {own[1]:g}, "
+                    "so that gradients of parts of a batch do not add up; give the parts equal "
+                    "shares of what the losses count, or the whole batch to one process"
+                )
+        total.loss = math.nan
+        return numbers[2 * size :]
 
     def result(self) -> Gradients:
         """Returns the gradients of the batch, with its loss; nothing can be added afterwards.

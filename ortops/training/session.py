@@ -48,8 +48,8 @@ from ortops.training.evaluation import (
     predict,
 )
 from ortops.training.feeds import Inputs
+from ortops.training.fitting import Way, fit
 from ortops.training.fitting import check as check_arguments
-from ortops.training.fitting import fit
 from ortops.training.gradients import Gradients, check_gradients, collect
 from ortops.training.history import History
 from ortops.training.initialization import initial_values
@@ -212,11 +212,12 @@ class TrainingSession:
         unread = [value.name for value in self._proto.graph.input]  # by what a step computes
         self._inputs = Inputs(self._steps, unread)
         self._outputs = [name for step in self._steps for name in step.outputs]
+        self._rank = 0  # among the sessions that one is joined with
         self._under_way = ""
         self._said_to_lower = False
         self._evaluations: dict[tuple[tuple[str, ...], bool], Evaluation] = {}
         self._lock = threading.RLock()
-        _alive.add(self)
+        self._wait_at_exit()
         self._given = self._given_values()
         self._execution = Execution(
             self._steps,
@@ -238,6 +239,10 @@ class TrainingSession:
             self.standing.set(position)
         atexit.unregister(_hold_all)  # it runs before what was registered earlier, and so before
         atexit.register(_hold_all)  # the extension for Python kernels takes itself apart
+
+    def _wait_at_exit(self) -> None:
+        """Lets other threads that use this object wait when Python ends."""
+        _alive.add(self)
 
     # ------------------------------------------------------------------------------- training
 
@@ -369,9 +374,9 @@ class TrainingSession:
             state = self.state
             statistics = after.statistics.items()
             instead = {n: state.check(n, a) for n, a in statistics if n in state}
-            if step.seed:  # far from the seeds that workers have
-                seed = int(self._execution.present(step.seed)) + part * _BETWEEN_PARTS
-                instead[step.seed] = np.array(seed % 2**32, np.int64)
+        if step.seed and (part or self._rank):  # parts are far from the seeds that ranks have
+            seed = int(self._execution.present(step.seed)) + part * _BETWEEN_PARTS + self._rank
+            instead[step.seed] = np.array(seed % 2**32, np.int64)
         parts = [p for p in noted.losses if p.name in step.outputs] if not others else []
         parts = parts or [LossPart(name=step.loss)] * bool(step.loss)
         chosen = [*step.outputs] if outputs is None else list(outputs)
@@ -631,7 +636,7 @@ class TrainingSession:
         )
         return fit(
             self,
-            self._step,
+            self._way(),
             source,
             call=call,
             validation=validation,
@@ -642,6 +647,10 @@ class TrainingSession:
             stop_on_nan=stop_on_nan,
             resume=resume,
         )
+
+    def _way(self) -> Way:
+        """Returns how `fit` makes steps."""
+        return Way(self._step, self.gradients)
 
     @property
     def inputs(self) -> Inputs:

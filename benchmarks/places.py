@@ -1,0 +1,241 @@
+"""Trains the digits from one exported folder wherever onnxruntime runs, and compares the times.
+
+Each place is a program of its own that makes three epochs. They take turns; a place that cannot be
+had is left out::
+
+    python -m benchmarks.places            # a Markdown table
+    python -m benchmarks.places --write    # into README.md, too
+
+Chromium and Node need ``scripts/web_environment``, C needs ``cc``, MPI ``pip install
+ortops[distributed]``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from itertools import cycle, islice
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+
+import ortops
+from models import digits, lenet
+from ortops.graph.safetensors import write_safetensors
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+WEB = ROOT / ".web"
+BEGIN, END = "<!-- places: begin -->", "<!-- places: end -->"
+ROUNDS, EPOCHS, ROWS = 5, 3, 64
+CPU = ["CPUExecutionProvider"]
+
+Found = tuple[float, float]
+"""Milliseconds of a step, and the accuracy on unseen digits."""
+
+Start = Callable[[Path], Found]
+"""Trains from a folder, in a program of its own."""
+
+
+def batches() -> list[dict[str, np.ndarray]]:
+    """Returns those of one epoch, in the order of the rows."""
+    train = digits.load().train._asdict()
+    starts = range(0, len(train["labels"]), ROWS)
+    return [{name: array[at : at + ROWS] for name, array in train.items()} for at in starts]
+
+
+def accuracy(file: Path) -> float:
+    """Returns that of a trained file in a stock session."""
+    test = digits.load().test
+    session = onnxruntime.InferenceSession(file, providers=CPU)
+    return float(
+        (session.run(["logits"], {"images": test.images})[0].argmax(1) == test.labels).mean()
+    )
+
+
+def timed(step: Callable[[dict[str, np.ndarray]], object]) -> float:
+    """Returns the milliseconds of a step of all epochs, the median."""
+    times = []
+    for batch in batches() * EPOCHS:
+        begin = time.perf_counter()
+        step(batch)
+        times.append(time.perf_counter() - begin)
+    return 1000 * statistics.median(times)
+
+
+# ------------------------------------------------------------------------- in a program of its own
+
+
+def in_a_session(folder: Path) -> Found:
+    """`ortops.TrainingSession`, or several of them that MPI has started."""
+    session = ortops.TrainingSession(folder / "model.onnx")
+    rank, size = 0, 1
+    if "mpi4py" in sys.modules:
+        joined = ortops.distributed.join(session)
+        session, rank, size = joined, joined.rank, joined.size
+    parts = slice(rank, None, size)
+    found = timed(lambda batch: session.step({n: a[parts] for n, a in batch.items()}))
+    session.save(folder / "here.onnx")
+    return found, accuracy(folder / "here.onnx") if not rank else 0.0
+
+
+def with_the_step_graph(folder: Path) -> Found:
+    """A plain session of ``step.onnx``, as another language has it: a dictionary goes round."""
+    described = json.loads((folder / "step.json").read_text(encoding="utf-8"))
+    session = onnxruntime.InferenceSession(folder / "step.onnx", providers=CPU)
+    variables = described["variables"]
+    state = dict(ortops.TrainingSession(folder / "model.onnx").state)
+    following = {name: v["next"] for name, v in variables.items() if v["next"]}
+    outputs = [described["step"]["loss"], *following.values()]
+
+    def step(batch: dict[str, np.ndarray]) -> None:
+        found = session.run(outputs, batch | state)
+        state.update(zip(following, found[1:], strict=True))
+
+    found = timed(step)
+    trained = ortops.TrainingSession(folder / "model.onnx")
+    trained.state.update(state)
+    trained.save(folder / "here.onnx")
+    return found, accuracy(folder / "here.onnx")
+
+
+# ------------------------------------------------------------------------------------- the places
+
+
+def python(function: Callable[[Path], Found], *launcher: str, threads: int | None = None) -> Start:
+    """Returns what starts a function of this file in a program of its own."""
+
+    def start(folder: Path) -> Found:
+        command = [*launcher, "-m", "benchmarks.places", function.__name__, str(folder)]
+        environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+        milliseconds, reached = json.loads(_run(command, environment))
+        return milliseconds, reached
+
+    return start
+
+
+def node(package: str) -> Start:
+    """Returns what trains in Node, with the driver and a package of onnxruntime."""
+
+    def start(folder: Path) -> Found:
+        script = ROOT / "tests" / "web" / "train.mjs"
+        found = json.loads(_run(["node", script, WEB, package, folder, folder, folder / "node"]))
+        return found["milliseconds"], found["accuracy"]
+
+    return start
+
+
+def chromium(folder: Path) -> Found:
+    """Trains with the page, as a person would."""
+    from tests.chromium import run_page
+
+    found, _ = run_page(folder, "test.html?ordered")
+    return found["milliseconds"], found["accuracy"]
+
+
+def c(folder: Path) -> Found:
+    """Trains with models/c; a step is what many take longer than few."""
+    program, steps = folder / "train", len(batches()) * EPOCHS
+    times = []
+    for count in (1, steps):
+        begin = time.perf_counter()
+        _run([program, folder, folder / "whole.safetensors", ROWS, count, folder / "here.onnx"])
+        times.append(time.perf_counter() - begin)
+    return 1000 * (times[1] - times[0]) / (steps - 1), accuracy(folder / "here.onnx")
+
+
+def prepare(folder: Path) -> dict[str, Start]:
+    """Exports the folder, and returns the places that are there."""
+    model = ortops.build_training_model(lenet.lenet(), loss="SoftmaxCrossEntropy", optimizer="Adam")
+    ortops.export_step(model, folder, web=True)
+    for name, samples in digits.load()._asdict().items():
+        write_safetensors(folder / f"{name}.safetensors", samples._asdict())
+    whole = {n: a[: len(a) // ROWS * ROWS] for n, a in digits.load().train._asdict().items()}
+    write_safetensors(folder / "whole.safetensors", whole)
+    (folder / "node").mkdir()
+    places: dict[str, Start] = {
+        "Python, `TrainingSession`": python(in_a_session, sys.executable),
+        "Python, a plain session of `step.onnx`": python(with_the_step_graph, sys.executable),
+    }
+    library = next(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so.*"), None)
+    if library and shutil.which("cc"):
+        (folder / "libonnxruntime.so.1").symlink_to(library)
+        command = ["cc", "-std=c11", "-O2", f"-I{ROOT / 'tests' / 'c'}"]
+        command += [str(ROOT / "models" / "c" / "train.c"), str(folder / "libonnxruntime.so.1")]
+        _run([*command, f"-Wl,-rpath,{folder}", "-o", folder / "train"])
+        places["C, [models/c](models/c/README.md)"] = c
+    if (WEB / "node_modules").exists() and shutil.which("node"):
+        places["Node, onnxruntime-node"] = node("onnxruntime-node")
+        places["Node, WebAssembly, one thread"] = node("onnxruntime-web")
+        if shutil.which("chromium"):
+            (folder / "ort").symlink_to(WEB / "node_modules" / "onnxruntime-web" / "dist")
+            shutil.copy(ROOT / "tests" / "web" / "page.mjs", folder)
+            script = "<!doctype html><body><script type=module src=page.mjs></script>"
+            (folder / "test.html").write_text(script, encoding="utf-8")
+            places["Chromium, WebAssembly"] = chromium
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    if mpiexec.exists():
+        launcher = (str(mpiexec), "-n", "2", sys.executable, "-m", "mpi4py")
+        places["Python, 2 processes of MPI, one thread each"] = python(
+            in_a_session, *launcher, threads=1
+        )
+    return places
+
+
+def table() -> str:
+    """Starts all places in turns, and returns what they reached and took."""
+    found: dict[str, list[Found]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        places = prepare(Path(name))
+        for place, start in islice(cycle(places.items()), ROUNDS * len(places)):
+            found.setdefault(place, []).append(start(Path(name)))
+    first, *_ = found.values()
+    unit = statistics.median(milliseconds for milliseconds, _ in first)
+    lines = ["| where | accuracy | ms a step | to Python |", "| --- | --- | --- | --- |"]
+    for place, each in found.items():
+        milliseconds = statistics.median(taken for taken, _ in each)
+        (reached,) = {round(reached, 3) for _, reached in each}
+        lines.append(
+            f"| {place} | {reached:.3f} | {milliseconds:.1f} | {milliseconds / unit:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def _run(command: Sequence[object], environment: dict[str, str] | None = None) -> str:
+    result = subprocess.run(
+        [str(each) for each in command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    return result.stdout.splitlines()[-1] if result.stdout else ""
+
+
+def main() -> None:
+    """Prints the table."""
+    found = table()
+    print(found)
+    if "--write" in sys.argv:
+        text = README.read_text(encoding="utf-8")
+        before, after = text.split(BEGIN)[0], text.split(END)[1]
+        README.write_text(f"{before}{BEGIN}\n{found}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    functions = {each.__name__: each for each in (in_a_session, with_the_step_graph)}
+    if sys.argv[1:2] and sys.argv[1] in functions:
+        milliseconds, reached = functions[sys.argv[1]](Path(sys.argv[2]))
+        if reached:
+            print(json.dumps([milliseconds, reached]), flush=True)
+    else:
+        main()

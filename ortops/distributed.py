@@ -1,0 +1,429 @@
+"""Data-parallel training: several processes make one step, each with its part of the batch.
+
+A script for one process becomes one for several by a line, ``session =
+ortops.distributed.join(session)``, and is started by MPI::
+
+    mpiexec -n 2 python -m mpi4py train.py
+
+``-m mpi4py`` ends all processes when one of them fails. Each process, which MPI calls a rank, runs
+the same script, holds all variables, and computes gradients of its rows; these are added up, and
+each rank makes the same update of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ortops.errors import FeedError, ModelError, OrtopsError, UnsupportedError
+from ortops.training.data import rows
+from ortops.training.feeds import Checked
+from ortops.training.fitting import Way
+from ortops.training.gradients import Accumulation, Gradients, Summand
+from ortops.training.session import TrainingSession
+
+__all__ = ["Communicator", "JoinedSession", "join"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+logger = logging.getLogger("ortops")
+
+_ENDS = ("stopped", "SIGINT", "SIGTERM")
+
+
+class Communicator(Protocol):
+    """What ranks talk to each other through.
+
+    All ranks call the same methods in the same order. A rank waits for the others; if one of them
+    is gone, it raises, or ends.
+
+    Example:
+        >>> class Nobody:
+        ...     rank, size = 0, 1
+        ...     def sum(self, array): ...
+        ...     def broadcast(self, array): ...
+        >>> from models import line
+        >>> join(line.session(), Nobody()).size
+        1
+    """
+
+    @property
+    def rank(self) -> int:
+        """The number of this process, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+
+    def sum(self, array: Array) -> object:
+        """Replaces an array by its sum over all ranks, which has the same bits in each of them.
+
+        Args:
+            array: float32 or float64 of one axis, contiguous; changed in place.
+        """
+
+    def broadcast(self, array: Array) -> object:
+        """Replaces an array by that of rank 0.
+
+        Args:
+            array: uint8 of one axis, contiguous; changed in place.
+        """
+
+
+def join(session: TrainingSession, communicator: Communicator | None = None) -> JoinedSession:
+    """Joins the sessions of several processes to one that trains on the batches of all.
+
+    All ranks call it with a session of the same model, and go on with what it returns: the same
+    session, on the same memory. The variables become those of rank 0.
+
+    Args:
+        session: The session.
+        communicator: What the ranks talk through; all processes of MPI by default, which needs
+            mpi4py and an MPI (``pip install ortops[distributed]`` has one).
+
+    Raises:
+        ModelError: If ranks have different models, or are at different points of `fit`.
+        OrtopsError: If mpi4py is needed and not installed, the session is joined already, or the
+            communicator is none.
+        UnsupportedError: If there are several ranks and the algorithm has no gradients (see
+            `ortops.TrainingSession.gradients`).
+
+    Example:
+        >>> class Nobody:
+        ...     rank, size = 0, 1
+        ...     def sum(self, array): ...
+        ...     def broadcast(self, array): ...
+        >>> from models import line
+        >>> session = join(line.session(), Nobody())
+        >>> session.step(line.BATCH)["loss"]
+        array(1., dtype=float32)
+    """
+    if not isinstance(session, TrainingSession):
+        raise OrtopsError(f"join: {session!r:.80} was given; a TrainingSession is accepted")
+    if isinstance(session, JoinedSession):
+        raise OrtopsError("join: the session is joined already; join each one once")
+    return JoinedSession(session, _MPI() if communicator is None else communicator)
+
+
+class JoinedSession(TrainingSession):
+    """A `TrainingSession` that makes each step together with those of other processes.
+
+    It is what `join` returns. All ranks call `step`, `run_steps`, `gradients` and `fit` alike, and
+    get the same variables, losses and history, bit for bit.
+
+    - `step`, `run_steps` and `gradients` are given the part of the batch that is this rank's. The
+      loss is that of the joined batch, other outputs are those of the part.
+    - `fit` is given the same data in all ranks, in one order. Of each batch, a rank takes its part:
+      ``batch_size`` is that of all ranks together.
+    - Gradients are Σ gradient · count / Σ count over the ranks, where ``count`` is what the loss
+      was divided by, so that parts may be of different sizes.
+    - Statistics of BatchNormalization are those of each part; the running ones are averaged, by
+      rows. A loss that compares rows compares those of a part. A warning says so.
+    - Dropout draws differently in each rank.
+    - Only rank 0 writes with `save`, shows progress, and calls callbacks that write or save. All
+      other callbacks, `evaluate` and `predict` run in each rank, on all the data.
+    - A rank that gets SIGINT or SIGTERM in `fit` ends it in all of them, after the same step.
+
+    Args:
+        session: The session that it is from now on.
+        communicator: What the ranks talk through.
+
+    Example:
+        >>> class Nobody:
+        ...     rank, size = 0, 1
+        ...     def sum(self, array): ...
+        ...     def broadcast(self, array): ...
+        >>> from models import line
+        >>> session = JoinedSession(line.session(), Nobody())
+        >>> session.fit(line.BATCH, progress=False)[0]["loss"], session.rank, session.size
+        (1.0, 0, 1)
+    """
+
+    def __init__(self, session: TrainingSession, communicator: Communicator) -> None:
+        try:
+            rank, size = int(communicator.rank), int(communicator.size)
+            fits = 0 <= rank < size and callable(communicator.sum)
+            fits = fits and callable(communicator.broadcast)
+        except (AttributeError, TypeError, ValueError):
+            fits = False
+        if not fits:
+            raise OrtopsError(
+                f"join: communicator is {communicator!r:.80}; an object with rank < size, "
+                "sum(array) and broadcast(array) is accepted"
+            )
+        self.__dict__ = session.__dict__  # the same memory and the same lock
+        self._wait_at_exit()
+        self._communicator = communicator
+        self._size = size
+        self._warned = False
+        if size > 1:
+            self._execution.halves()  # refuses what has no gradients
+            self._rank = rank
+            self._check_same()
+            self._take_state()
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among those that train together, from 0."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """How many processes train together."""
+        return self._size
+
+    def _check_same(self) -> None:
+        """Refuses ranks whose sessions differ in more than the values of variables."""
+        variables = {n: v.buffers[0] for n, v in self._execution.variables.items()}
+        nodes = [*self._proto.graph.node]
+        nodes += [node for info in self._proto.training_info for node in info.algorithm.node]
+        position = self.standing.position
+        begun = position and (
+            position.begun.call,
+            position.begun.epoch,
+            position.begun.first_step,
+            position.place.batch,
+        )
+        for what, found in (
+            ("another model", [(n, a.dtype.str, a.shape) for n, a in variables.items()]),
+            ("another model", [(node.op_type, *node.input, *node.output) for node in nodes]),
+            ("another point of `fit`, or none,", begun),
+        ):
+            digest = hashlib.sha256(repr(found).encode()).digest()
+            first = np.frombuffer(digest, np.uint8).copy()
+            self._communicator.broadcast(first)
+            if first.tobytes() != digest:
+                raise ModelError(
+                    f"join: rank {self._rank} has {what} than rank 0; open the same file in all "
+                    "ranks"
+                )
+
+    def _take_state(self) -> None:
+        """Sets all variables to those of rank 0."""
+        arrays = dict(self.state)
+        for array in arrays.values():
+            self._communicator.broadcast(array.reshape(-1).view(np.uint8))
+        if self._rank:
+            self._assign(arrays)
+
+    def reset(self) -> None:
+        """Goes back to the start of the training, that of rank 0.
+
+        Example:
+            >>> class Nobody:
+            ...     rank, size = 0, 1
+            ...     def sum(self, array): ...
+            ...     def broadcast(self, array): ...
+            >>> from models import line
+            >>> session = join(line.session(), Nobody())
+            >>> _ = session.step(line.BATCH)
+            >>> session.reset()
+            >>> session.steps_done
+            0
+        """
+        super().reset()
+        if self._size > 1:
+            self._take_state()
+
+    # ----------------------------------------------------------------------------------- steps
+
+    def _all_reduce(self, gradients: Gradients, count: int) -> None:
+        """Makes gradients of a part those of the batch.
+
+        Args:
+            gradients: Those of the part, changed in place.
+            count: How many rows of the batch are in the part; with 0 the gradients do not count.
+        """
+        for name in gradients.statistics:
+            if name not in self._execution.variables:
+                raise UnsupportedError(
+                    f"join: the update reads '{name}' of the batch, of which each rank has another "
+                    "part; train it in one process, or let the update read gradients only"
+                )
+        if not count:
+            gradients.count = 0.0
+            gradients.summands = [_without_rows(each) for each in gradients.summands]
+        total = Accumulation(gradients, exact=not self._differs(gradients))
+        statistics = gradients.statistics
+        carried = [array.astype(np.float64).ravel() * count for array in statistics.values()]
+        if not count:
+            carried = [np.zeros_like(array) for array in carried]  # and no NaN of it
+        sums = total.reduce(self._communicator.sum, np.concatenate([[count], *carried]))
+        begin = 1
+        for name, array in statistics.items():
+            mean = sums[begin : begin + array.size].reshape(array.shape) / sums[0]
+            mean = np.rint(mean) if array.dtype.kind in "iub" else mean
+            statistics[name] = mean.astype(array.dtype)
+            begin += array.size
+        total.result()
+
+    def _differs(self, gradients: Gradients) -> bool:
+        """Whether the step differs from one of the joined batch, which rank 0 says once."""
+        kinds = {summand.is_sum for summand in gradients.summands if summand.weight}
+        if gradients.additive or len(kinds) > 1:
+            return False
+        if not self._warned and not self._rank:
+            logger.warning(
+                "join: %s, so that a step of %d ranks is not that of one with all rows",
+                *(gradients.not_additive, self._size),
+            )
+        self._warned = True
+        return True
+
+    def _step(
+        self,
+        feeds: Mapping[str, Array],
+        outputs: Sequence[str] | None,
+        note: Callable[[Mapping[str, Array]], object] | None = None,
+    ) -> dict[str, Array]:
+        return self._step_of(feeds, rows(feeds), outputs, note)
+
+    def _step_of(
+        self,
+        feeds: Mapping[str, Array],
+        count: int,
+        outputs: Sequence[str] | None,
+        note: Callable[[Mapping[str, Array]], object] | None,
+    ) -> dict[str, Array]:
+        """Makes a step with a part of a batch of which some rows count: all, or none."""
+        if self._size == 1:
+            return super()._step(feeds, outputs, note)
+
+        def reduce(gradients: Gradients) -> None:
+            self._all_reduce(gradients, count)
+            if note is not None:
+                note(gradients.outputs)
+
+        return super()._reduced_step(feeds, outputs, reduce)
+
+    def _reduced_step(
+        self,
+        feeds: Mapping[str, Array],
+        outputs: Sequence[str] | None,
+        reduce: Callable[[Gradients], object],
+    ) -> dict[str, Array]:
+        def both(gradients: Gradients) -> None:
+            if self._size > 1:
+                self._all_reduce(gradients, rows(feeds))
+            reduce(gradients)
+
+        return super()._reduced_step(feeds, outputs, both)
+
+    def _gradients(
+        self,
+        feeds: Mapping[str, Array],
+        outputs: Sequence[str] | None,
+        after: Gradients | None,
+    ) -> Gradients:
+        return self._gradients_of(feeds, rows(feeds), outputs, after)
+
+    def _gradients_of(
+        self,
+        feeds: Mapping[str, Array],
+        count: int,
+        outputs: Sequence[str] | None,
+        after: Gradients | None,
+    ) -> Gradients:
+        found = super()._gradients(feeds, outputs, after)
+        if self._size > 1:
+            self._all_reduce(found, count)
+        return found
+
+    def _several_steps(self, feeds: Mapping[str, Array], count: int) -> Array:
+        if self._size == 1:
+            return super()._several_steps(feeds, count)
+        loss = self._loss()
+        batches = [{name: array[i] for name, array in feeds.items()} for i in range(count)]
+        return np.stack([self._step(batch, [loss])[loss] for batch in batches])
+
+    # ------------------------------------------------------------------------------------- fit
+
+    def _way(self) -> Way:
+        if self._size == 1:
+            return super()._way()
+
+        def step(
+            batch: Mapping[str, Array],
+            outputs: Sequence[str],
+            note: Callable[[Mapping[str, Array]], object],
+        ) -> object:
+            return self._step_of(*self._part(batch), outputs, note)
+
+        def gradients(
+            feeds: Mapping[str, Array], *, outputs: Sequence[str], after: Gradients | None
+        ) -> Gradients:
+            return self._gradients_of(*self._part(feeds), outputs, after)
+
+        return Way(step, gradients, leads=not self._rank, agree=self._agree)
+
+    def _part(self, batch: Mapping[str, Array]) -> tuple[Mapping[str, Array], int]:
+        """Returns this rank's rows of a batch, and how many they are.
+
+        Where there are none, the first row stands in, which does not count.
+        """
+        assert isinstance(batch, Checked)
+        sampled = [name for name in batch.by.sampled if name in batch and batch[name].ndim]
+        size = rows(batch)
+        begin, end = (size * place // self._size for place in (self._rank, self._rank + 1))
+        for name in sampled:
+            fixed = batch.by.fixed_rows(name)
+            if fixed is not None:
+                raise FeedError(
+                    f"join: '{name}' has batches of {fixed} rows in the model, which cannot be "
+                    f"divided among {self._size} ranks; give `step` a batch in each rank, or take "
+                    "a model whose batch dimension is a symbol"
+                )
+        part = slice(begin, end) if begin < end else slice(0, 1)
+        taken = {name: batch[name][part] if name in sampled else batch[name] for name in batch}
+        return Checked(taken, batch.by), end - begin
+
+    def _agree(self, ends: tuple[str, str]) -> tuple[str, str]:
+        """Returns whether the training ends in any rank, and by which signal."""
+        stopped, signal = ends
+        found = np.array([bool(stopped), *(signal == each for each in _ENDS[1:])], np.float64)
+        self._communicator.sum(found)
+        others = next((n for n, f in zip(_ENDS[1:], found[1:], strict=True) if f), "")
+        return stopped or ("another rank has stopped" if found[0] else ""), signal or others
+
+    def _write(self, path: str | os.PathLike[str]) -> None:
+        if not self._rank:
+            super()._write(path)
+
+
+def _without_rows(summand: Summand) -> Summand:
+    return Summand(summand.name, 0.0, summand.weight, 0.0, summand.is_sum, summand.couples_rows)
+
+
+class _MPI:
+    """All processes of MPI, through mpi4py."""
+
+    def __init__(self) -> None:
+        try:
+            self._module = importlib.import_module("mpi4py.MPI")
+        except ImportError as error:
+            raise OrtopsError(
+                f"join: mpi4py cannot be imported ({error}); pip install ortops[distributed], or "
+                "give a communicator"
+            ) from error
+        self._world = self._module.COMM_WORLD
+        self.rank, self.size = int(self._world.rank), int(self._world.size)
+        if self.size > 1 and "mpi4py.run" not in sys.modules:
+            logger.warning(
+                "join: the program was not started by `python -m mpi4py`, so that the other ranks "
+                "wait forever when one fails; use mpiexec -n %d python -m mpi4py …",
+                self.size,
+            )
+
+    def sum(self, array: Array) -> None:
+        self._world.Allreduce(self._module.IN_PLACE, array)
+
+    def broadcast(self, array: Array) -> None:
+        self._world.Bcast(array)

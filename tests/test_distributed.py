@@ -1,0 +1,601 @@
+"""Sessions of several ranks that train as one: `ortops.distributed`.
+
+Ranks are threads here, each with a session of its own, and processes of MPI where that is there.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto
+from test_precision import BFLOAT16, batch, half, reshaped
+from training_models import (
+    Arrays,
+    affine,
+    affine_batch,
+    assert_same_arrays,
+    classifier,
+    labelled,
+    normalizing,
+)
+
+import ortops
+from ortops import TrainingSession
+from ortops.callbacks import Callback, Checkpoint, CSVLog, EarlyStopping
+from ortops.distributed import JoinedSession, join
+from ortops.errors import DivergedError, FeedError, ModelError, OrtopsError
+
+ROOT = Path(__file__).parents[1]
+ROUNDING = 2e-6
+"""By how much float32 sums of parts may differ from the sum of all, for numbers around 1."""
+
+Result = TypeVar("Result")
+
+
+class Room:
+    """Where threads meet."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.arrays: list[Any] = [None] * size
+
+
+class Thread:
+    """A communicator of threads. Sums are made in the order of the ranks."""
+
+    def __init__(self, room: Room, rank: int) -> None:
+        self.room, self.rank, self.size = room, rank, len(room.arrays)
+        self.calls = 0
+
+    def sum(self, array: np.ndarray[Any, Any]) -> None:
+        assert array.dtype in (np.float32, np.float64)
+        assert array.ndim == 1
+        array[:] = sum(self._all(array))
+
+    def broadcast(self, array: np.ndarray[Any, Any]) -> None:
+        assert array.dtype == np.uint8
+        array[:] = self._all(array)[0]
+
+    def _all(self, array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        self.calls += 1
+        self.room.arrays[self.rank] = array.copy()
+        self.room.barrier.wait()
+        arrays = list(self.room.arrays)
+        self.room.barrier.wait()
+        return arrays
+
+
+def in_ranks(work: Callable[[Thread], Result], size: int = 2) -> list[Result]:
+    """Returns what a function returns in each rank; where one fails, no other waits for it."""
+    room = Room(size)
+    raised: list[BaseException] = []
+
+    def run(rank: int) -> Result:
+        try:
+            return work(Thread(room, rank))
+        except BaseException as error:
+            raised.append(error)
+            room.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(size)]
+        for future in futures:
+            future.exception()
+    if raised:
+        raise raised[0]
+    return [future.result() for future in futures]
+
+
+def build(model: onnx.ModelProto, **options: Any) -> onnx.ModelProto:
+    settings: dict[str, Any] = {"loss": "SoftmaxCrossEntropy", "optimizer": "Adam", **options}
+    return ortops.build_training_model(model, **settings)
+
+
+def fit_joined(
+    model: Any, data: Any, size: int = 2, **options: Any
+) -> tuple[list[JoinedSession], list[Any]]:
+    """Returns the joined sessions, and what `fit` returns in each."""
+
+    def work(communicator: Thread) -> tuple[JoinedSession, Any]:
+        session = join(TrainingSession(model), communicator)
+        return session, session.fit(data, progress=False, **options)
+
+    found = in_ranks(work, size)
+    return [session for session, _ in found], [history for _, history in found]
+
+
+def assert_near(found: TrainingSession, expected: TrainingSession) -> None:
+    assert list(found.state) == list(expected.state)
+    for name, array in expected.state.items():
+        np.testing.assert_allclose(
+            found.state[name], array, rtol=ROUNDING, atol=ROUNDING, err_msg=name
+        )
+
+
+def losses(history: Any) -> list[float]:
+    return [epoch["loss"] for epoch in history]
+
+
+# ------------------------------------------------------------------- as one with the joined batch
+
+
+SGD = ortops.optimizers.SGD(0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": SGD},
+        {"optimizer": SGD, "clip_norm": 0.1},
+        {"optimizer": SGD, "loss": ortops.losses.SoftmaxCrossEntropy(ignore_index=2)},
+        {
+            "optimizer": ortops.optimizers.SGD(0.01, momentum=0.9),
+            "loss": ortops.losses.SoftmaxCrossEntropy(reduction="sum"),
+        },
+    ],
+    ids=["mean", "clipped", "some labels do not count", "sum"],
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("size", [2, 3])
+def test_fit_is_that_of_one_process(options: Any, accumulate: int, size: int) -> None:
+    """Also with parts of different sizes, and with a last batch in which a rank has no row."""
+    model = build(classifier(), **options)
+    data = labelled((6,), rows=33)
+    data["labels"] = np.where(np.arange(33) % 12, data["labels"] % 2, 2)
+    arguments: dict[str, Any] = {"epochs": 3, "batch_size": 8, "accumulate": accumulate}
+    alone = TrainingSession(model)
+    history = alone.fit(data, progress=False, **arguments)
+    sessions, histories = fit_joined(model, data, size, **arguments)
+    assert_near(sessions[0], alone)
+    np.testing.assert_allclose(losses(histories[0]), losses(history), rtol=ROUNDING)
+    for session, other in zip(sessions[1:], histories[1:], strict=True):
+        assert_same_arrays(dict(session.state), dict(sessions[0].state))
+        assert losses(other) == losses(histories[0])
+
+
+def test_a_step_against_formulas_in_numpy() -> None:
+    """Mean squared error of 3 and 1 rows: gradients 2/n · xᵀ(x·w + b − t), by hand."""
+    model = build(affine(), loss="MeanSquaredError", optimizer=ortops.optimizers.SGD(0.5))
+    whole = affine_batch(4)
+    start = TrainingSession(model).parameters
+    x, t = (whole[name].astype(np.float64) for name in ("x", "targets"))
+    difference = x @ start["w"] + start["b"] - t
+    scale = 2 / difference.size
+
+    def work(communicator: Thread) -> tuple[Any, Any]:
+        session = join(TrainingSession(model), communicator)
+        part = slice(0, 3) if communicator.rank == 0 else slice(3, 4)
+        batch = {name: array[part] for name, array in whole.items()}
+        return session.step(batch), session.parameters
+
+    for outputs, found in in_ranks(work):
+        np.testing.assert_allclose(outputs["loss"], np.mean(difference**2), rtol=ROUNDING)
+        np.testing.assert_allclose(
+            found["w"], start["w"] - 0.5 * scale * x.T @ difference, rtol=ROUNDING, atol=ROUNDING
+        )
+        np.testing.assert_allclose(
+            found["b"], start["b"] - 0.5 * scale * difference.sum(0), rtol=ROUNDING, atol=ROUNDING
+        )
+    assert len(in_ranks(work)[0][0]["y"]) == 3
+
+
+@pytest.mark.parametrize("way", ["step", "run_steps", "apply of gradients", "reduce"])
+def test_all_ways_of_making_steps_agree(way: str) -> None:
+    model = build(classifier(), optimizer=SGD)
+    batches = [labelled((6,), rows=8, seed=seed) for seed in range(3)]
+    alone = TrainingSession(model)
+    expected = alone.run_steps(batches)
+
+    def work(communicator: Thread) -> tuple[TrainingSession, list[float]]:
+        session = join(TrainingSession(model), communicator)
+        part = slice(communicator.rank, None, 2)
+        parts = [{name: array[part] for name, array in each.items()} for each in batches]
+        if way == "run_steps":
+            return session, list(session.run_steps(parts))
+        found = []
+        for each in parts:
+            if way == "apply of gradients":
+                gradients = session.gradients(each)
+                session.apply(gradients)
+                found.append(gradients.loss)
+            else:
+                seen: list[float] = []
+                reduce = (lambda g, seen=seen: seen.append(g.loss)) if way == "reduce" else None
+                found.append(float(session.step(each, reduce=reduce)["loss"]))
+                assert seen == (found[-1:] if reduce else [])
+        return session, found
+
+    for session, found in in_ranks(work):
+        assert_near(session, alone)
+        np.testing.assert_allclose(found, expected, rtol=ROUNDING)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_parameters_of_16_bits(overflows: bool) -> None:
+    """Gradients that overflow in one rank skip the step in all."""
+    model = build(half(reshaped()), loss="MeanSquaredError", optimizer=ortops.optimizers.SGD(1e-4))
+    feeds = {name: array.astype(np.float16) for name, array in batch(1.0).items()}
+    large = {name: array.astype(np.float16) for name, array in batch(24000.0).items()}
+
+    def work(communicator: Thread) -> tuple[Arrays, float, Arrays]:
+        session = join(TrainingSession(model), communicator)
+        session.state["loss_scale"] = scale = np.float32(16)
+        before = session.parameters
+        session.step(large if overflows and communicator.rank else feeds)
+        assert (session.state["loss_scale"] < scale) == overflows
+        return dict(session.state), before, session.parameters
+
+    first, second = in_ranks(work)
+    assert_same_arrays(first[0], second[0])
+    for name, array in first[1].items():
+        assert np.array_equal(first[2][name], array) == overflows
+
+
+def test_statistics_are_averaged_by_rows(caplog: pytest.LogCaptureFixture) -> None:
+    """Each part is normalized by itself, as two sessions do, whose gradients numpy averages."""
+    model = build(normalizing(), optimizer=SGD, seed=5)
+    whole = labelled((1, 4, 4), rows=8)
+    cuts = [slice(0, 6), slice(6, 8)]
+    parts = [{name: array[cut] for name, array in whole.items()} for cut in cuts]
+
+    def work(communicator: Thread) -> TrainingSession:
+        session = join(TrainingSession(model), communicator)
+        session.step(parts[communicator.rank])
+        return session
+
+    first, second = in_ranks(work)
+    apart = [TrainingSession(model) for _ in parts]
+    apart[1].state["seed"] = 6  # what rank 1 draws from
+    found = [session.gradients(part) for session, part in zip(apart, parts, strict=True)]
+    mean = {n: (found[0][n] * np.float64(6) + found[1][n] * 2) / 8 for n in found[0]}
+    apart[0].apply({n: array.astype(np.float32) for n, array in mean.items()})
+    for name, array in apart[0].parameters.items():
+        np.testing.assert_allclose(first.state[name], array, rtol=ROUNDING, atol=ROUNDING)
+    for name in ("bn.mean", "bn.var"):
+        expected = (found[0].statistics[name] * 6.0 + found[1].statistics[name] * 2.0) / 8
+        np.testing.assert_allclose(first.state[name], expected, rtol=ROUNDING)
+        assert not np.allclose(first.state[name], found[0].statistics[name])
+    assert_same_arrays(dict(first.state), dict(second.state))
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert message.startswith("join: the batch sets the running statistic 'bn.mean'")
+    assert message.endswith("so that a step of 2 ranks is not that of one with all rows")
+
+
+def test_a_rank_without_rows_gives_no_statistics() -> None:
+    model = build(normalizing(), optimizer=SGD)
+    data = labelled((1, 4, 4), rows=1)
+    sessions, _ = fit_joined(model, data, batch_size=8)
+    alone = TrainingSession(model)
+    alone.state["seed"] = 1  # a single row is that of the last rank
+    alone.fit(data, batch_size=8, progress=False)
+    sessions[0].state["seed"] = 1
+    assert_near(sessions[0], alone)
+
+
+def test_ranks_drop_differently() -> None:
+    with ortops.Tape(name="thinned") as tape:
+        x = tape.input("x", np.float32, ["batch", 50])
+        w = tape.initializer("w", np.ones(50, np.float32))
+        tape.output(ortops.op.Dropout(x * w, np.array(0.5, np.float32)), "y")
+    model = build(tape.model(), loss="MeanSquaredError", optimizer="SGD", seed=3)
+    batch = {"x": np.ones((2, 50), np.float32), "targets": np.zeros((2, 50), np.float32)}
+
+    def work(communicator: Thread) -> tuple[Any, ...]:
+        session = join(TrainingSession(model), communicator)
+        masks = [session.step(batch)["y_training"] == 0 for _ in range(2)]
+        return *masks, int(session.state["seed"])
+
+    (first, next_first, seed), (second, _, other_seed) = in_ranks(work)
+    assert (first != second).any()
+    assert (first != next_first).any()
+    assert seed == other_seed == 3  # variables are those of one process
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+class Watch(Callback):
+    """Counts its calls."""
+
+    def __init__(self, *, writes: bool) -> None:
+        self.writes = writes
+        self.steps = 0
+
+    def on_step(self, record: Any, session: Any) -> None:
+        self.steps += 1
+
+
+class StopAt(Callback):
+    """Ends the training in one rank."""
+
+    def __init__(self, step: int, rank: int) -> None:
+        self.at = step, rank
+
+    def on_step(self, record: Any, session: Any) -> None:
+        if (record.step, session.rank) == self.at:
+            record.stop("enough")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("stop", [3, 7])
+def test_a_resumed_training_is_an_unbroken_one(tmp_path: Path, stop: int, accumulate: int) -> None:
+    model = build(classifier(dropout=0.5), seed=7)
+    data = labelled((6,), rows=29)
+    arguments: dict[str, Any] = {"epochs": 3, "batch_size": 4, "accumulate": accumulate}
+    whole, history = fit_joined(model, data, **arguments)
+    file = tmp_path / "rank0.onnx"
+
+    def broken(communicator: Thread) -> None:
+        session = join(TrainingSession(model), communicator)
+        callbacks: list[Callback] = [Checkpoint(file)]
+        if communicator.rank == 1:
+            callbacks = [Checkpoint(tmp_path / "rank1.onnx"), StopAt(stop, 1)]
+        else:
+            callbacks.append(StopAt(stop, 1))
+        session.fit(data, callbacks=callbacks, progress=False, **arguments)
+        assert session.steps_done == stop
+
+    def resumed(communicator: Thread) -> tuple[JoinedSession, Any]:
+        session = join(TrainingSession(file), communicator)
+        callbacks = [Checkpoint(file), StopAt(-1, 1)]
+        found = session.fit(data, callbacks=callbacks, progress=False, resume=True, **arguments)
+        return session, found
+
+    in_ranks(broken)
+    assert [path.name for path in tmp_path.iterdir()] == ["rank0.onnx"]
+    for rank, (session, found) in enumerate(in_ranks(resumed)):
+        assert_same_arrays(dict(session.state), dict(whole[rank].state))
+        assert losses(found) == losses(history[rank])
+    # With another number of ranks the file goes on as well, within rounding but for Dropout.
+    assert TrainingSession(file).steps_done == whole[0].steps_done
+
+
+def test_only_rank_0_writes_and_shows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = build(classifier())
+    data = labelled((6,), rows=8)
+
+    def work(communicator: Thread) -> tuple[int, int]:
+        session = join(TrainingSession(model), communicator)
+        own = tmp_path / str(communicator.rank)
+        own.mkdir()
+        callbacks = [Watch(writes=True), Watch(writes=False), CSVLog(own / "log.csv")]
+        session.fit(data, batch_size=4, epochs=2, callbacks=callbacks)
+        session.save(own / "model.onnx")
+        return callbacks[0].steps, callbacks[1].steps  # type: ignore[attr-defined]
+
+    assert in_ranks(work) == [(4, 4), (0, 4)]
+    assert sorted(path.name for path in (tmp_path / "0").iterdir()) == ["log.csv", "model.onnx"]
+    assert list((tmp_path / "1").iterdir()) == []
+    assert capfd.readouterr().err.count("epoch 2/2") == 1
+
+
+def test_early_stopping_ends_all(tmp_path: Path) -> None:
+    model = build(classifier(), optimizer=ortops.optimizers.SGD(3.0))
+    data = labelled((6,), rows=16)
+    held = labelled((6,), rows=8, seed=1)
+
+    def work(communicator: Thread) -> tuple[JoinedSession, Any]:
+        session = join(TrainingSession(model), communicator)
+        stopping = EarlyStopping(2, restore_best=tmp_path / "best.onnx")
+        found = session.fit(
+            data, epochs=50, batch_size=4, validation=held, callbacks=[stopping], progress=False
+        )
+        return session, found
+
+    (first, history), (second, other) = in_ranks(work)
+    assert len(history) == len(other) < 50
+    best = int(np.argmin([epoch["validation_loss"] for epoch in history]))
+    assert first.steps_done == history[best]["steps"]
+    assert_same_arrays(dict(first.state), dict(second.state))
+
+
+# ------------------------------------------------------------------------------------- the start
+
+
+def test_variables_become_those_of_rank_0() -> None:
+    """Of all types, and again after `reset`."""
+    model = build(half(classifier(dropout=0.5), TensorProto.BFLOAT16), seed=4)
+
+    def work(communicator: Thread) -> tuple[Arrays, Arrays]:
+        session = TrainingSession(model)
+        rng = np.random.default_rng(communicator.rank)
+        session.parameters = {n: rng.normal(size=a.shape) for n, a in session.parameters.items()}
+        session.learning_rate = 1 + communicator.rank
+        joined = join(session, communicator)
+        assert joined.parameters.keys() == session.parameters.keys()
+        before = dict(joined.state)
+        feeds = labelled((6,), rows=4)
+        joined.step(feeds | {"x": feeds["x"].astype(BFLOAT16)})
+        assert session.steps_done == 1  # the same session
+        joined.reset()
+        return before, dict(joined.state)
+
+    first, second = in_ranks(work)
+    rng = np.random.default_rng(0)
+    for name, array in TrainingSession(model).parameters.items():
+        expected = rng.normal(size=array.shape).astype(np.float32)
+        np.testing.assert_array_equal(first[0][f"{name}.master"], expected)
+    assert first[0]["learning_rate"] == 1
+    for found, other in zip(first, second, strict=True):
+        assert_same_arrays(found, other)
+
+
+def test_one_rank_is_the_session_itself() -> None:
+    model = build(classifier())
+    data = labelled((6,), rows=12)
+    alone = TrainingSession(model)
+    alone.fit(data, batch_size=4, progress=False)
+
+    def work(communicator: Thread) -> tuple[TrainingSession, int]:
+        session = join(TrainingSession(model), communicator)
+        session.fit(data, batch_size=4, progress=False)
+        return session, communicator.calls
+
+    ((session, calls),) = in_ranks(work, 1)
+    assert_same_arrays(dict(session.state), dict(alone.state))
+    assert calls == 0
+
+
+def test_ranks_with_other_models_are_refused() -> None:
+    def joined(*models: Any) -> Callable[[Thread], object]:
+        return lambda communicator: join(models[communicator.rank], communicator)
+
+    one = TrainingSession(build(classifier()))
+    message = r"join: rank 1 has another model than rank 0; open the same file in all ranks"
+    with pytest.raises(ModelError, match=message):
+        in_ranks(joined(one, TrainingSession(build(classifier(hidden=9)))))
+    one = TrainingSession(build(classifier(), loss="SoftmaxCrossEntropy"))
+    with pytest.raises(ModelError, match=message):
+        in_ranks(joined(one, TrainingSession(build(affine(), loss="MeanSquaredError"))))
+    begun = TrainingSession(build(classifier()))
+    begun.fit(labelled((6,)), progress=False)
+    with pytest.raises(ModelError, match=r"join: rank 1 has another point of `fit`, or none, than"):
+        in_ranks(joined(TrainingSession(build(classifier())), begun))
+
+
+class Broken:
+    rank, size = 2, 2
+
+
+def test_what_cannot_be_joined_is_refused() -> None:
+    session = TrainingSession(build(classifier()))
+    with pytest.raises(OrtopsError, match=r"join: 3 was given; a TrainingSession is accepted"):
+        join(3)  # type: ignore[arg-type]
+    for wrong in (Broken(), 3):
+        with pytest.raises(OrtopsError, match=r"communicator is .*; an object with rank < size, "):
+            join(session, wrong)  # type: ignore[arg-type]
+    joined = join(session, Thread(Room(1), 0))
+    with pytest.raises(OrtopsError, match=r"join: the session is joined already; join each one "):
+        join(joined, Thread(Room(1), 0))
+
+
+def test_fixed_batches_are_not_divided() -> None:
+    model = build(affine(batch=4), loss="MeanSquaredError")
+    with pytest.raises(FeedError, match=r"join: 'x' has batches of 4 rows in the model, which "):
+        fit_joined(model, affine_batch(8), batch_size=4)
+
+
+def test_parts_that_do_not_add_up_are_refused() -> None:
+    """Two means that count different elements of the same rows."""
+    counting = ortops.losses.SoftmaxCrossEntropy("logits", ignore_index=0)
+    loss = counting + ortops.losses.SoftmaxCrossEntropy("logits")
+    model = build(classifier(), loss=loss)
+    inputs = [name for name in TrainingSession(model).inputs if name != "x"]
+    data = {"x": labelled((6,), rows=8)["x"]}
+    data |= {name: np.array([0, 0, 0, 1, 1, 1, 1, 2]) for name in inputs}
+    with pytest.raises(OrtopsError, match=r"here, where '.*' is by .*give the parts equal shares"):
+        fit_joined(model, data, batch_size=8, shuffle=False)
+
+
+def test_a_loss_that_is_no_number_ends_all() -> None:
+    """In the rank whose rows have it, and in the other."""
+    model = build(classifier())
+    data = labelled((6,), rows=8)
+    data["x"][7] = np.nan
+    raised = []
+
+    def work(communicator: Thread) -> None:
+        session = join(TrainingSession(model), communicator)
+        with pytest.raises(DivergedError) as error:
+            session.fit(data, batch_size=8, shuffle=False, progress=False)
+        raised.append(str(error.value))
+
+    in_ranks(work)
+    assert len(raised) == 2
+    assert all("loss: it is nan in step 1" in message for message in raised)
+
+
+def test_mpi4py_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    session = TrainingSession(build(classifier()))
+    with pytest.raises(OrtopsError, match=r"mpi4py cannot be imported .*ortops\[distributed\]"):
+        join(session)
+
+
+# -------------------------------------------------------------------------------------------- MPI
+
+SCRIPT = """
+import os, sys
+import numpy as np
+import ortops
+from ortops.callbacks import Callback, Checkpoint
+
+class Die(Callback):
+    def on_step(self, record, session):
+        if record.step == 5 and session.rank == 1:
+            how = sys.argv[2]
+            if how == "raise":
+                raise RuntimeError("rank 1 fails")
+            if how == "kill":
+                os.kill(os.getpid(), 9)
+            if how == "interrupt":
+                os.kill(os.getpid(), 2)
+
+folder = sys.argv[1]
+data = dict(np.load(f"{folder}/data.npz"))
+file = f"{folder}/run.onnx"
+session = ortops.TrainingSession(file if os.path.exists(file) else f"{folder}/model.onnx")
+session = ortops.distributed.join(session)
+session.fit(data, epochs=3, batch_size=8, resume=True, callbacks=[Checkpoint(file, every=3), Die()])
+np.savez(f"{folder}/rank{session.rank}.npz", **session.state)
+"""
+
+
+def run_mpi(folder: Path, how: str = "") -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    command = [mpiexec if mpiexec.exists() else "mpiexec", "-n", "2", sys.executable]
+    command += ["-m", "mpi4py", folder / "train.py", folder, how]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.needs("mpi4py>=4.1")
+def test_processes_of_mpi(tmp_path: Path) -> None:
+    """As one process, within rounding; and one that died, however it did, goes on bit by bit."""
+    model = build(classifier(dropout=0.5), optimizer=SGD, seed=2)
+    plain = build(classifier(), optimizer=SGD)
+    data = labelled((6,), rows=27)
+
+    def ran(name: str, how: str = "", given: onnx.ModelProto = model) -> tuple[Path, Any]:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        onnx.save(given, folder / "model.onnx")
+        np.savez(folder / "data.npz", **data)
+        return folder, run_mpi(folder, how)
+
+    folder, result = ran("plain", given=plain)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("epoch 3/3") == 1, result.stderr
+    alone = TrainingSession(plain)
+    alone.fit(data, epochs=3, batch_size=8, progress=False)
+    for rank in (0, 1):
+        found = np.load(folder / f"rank{rank}.npz")
+        for name, array in alone.state.items():
+            np.testing.assert_allclose(found[name], array, rtol=ROUNDING, atol=ROUNDING)
+
+    folder, result = ran("whole")
+    assert result.returncode == 0, result.stderr
+    expected = dict(np.load(folder / "rank0.npz"))
+    for how in ("raise", "kill", "interrupt"):
+        folder, result = ran(how, how)
+        assert result.returncode != 0
+        assert not (folder / "rank0.npz").exists()
+        folder, result = ran(how)
+        assert result.returncode == 0, result.stderr
+        for rank in (0, 1):
+            assert_same_arrays(dict(np.load(folder / f"rank{rank}.npz")), expected)
