@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import itertools
 import logging
 import os
 import sys
@@ -22,12 +23,15 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 
 from ortops.errors import FeedError, ModelError, OrtopsError, UnsupportedError
+from ortops.graph import external
 from ortops.training.data import rows
 from ortops.training.feeds import Checked
 from ortops.training.fitting import Way
 from ortops.training.gradients import Accumulation, Gradients, Summand
+from ortops.training.position import POSITION_KEY
 from ortops.training.session import TrainingSession
 
 __all__ = ["Communicator", "JoinedSession", "join"]
@@ -82,7 +86,8 @@ def join(session: TrainingSession, communicator: Communicator | None = None) -> 
     """Joins the sessions of several processes to one that trains on the batches of all.
 
     All ranks call it with a session of the same model, and go on with what it returns: the same
-    session, on the same memory. The variables become those of rank 0.
+    session, on the same memory. The variables become those of rank 0. From then on, whoever sets
+    some sets the same in all ranks.
 
     Args:
         session: The session.
@@ -130,7 +135,11 @@ class JoinedSession(TrainingSession):
     - Dropout draws differently in each rank.
     - Only rank 0 writes with `save`, shows progress, and calls callbacks that write or save. All
       other callbacks, `evaluate` and `predict` run in each rank, on all the data.
-    - A rank that gets SIGINT or SIGTERM in `fit` ends it in all of them, after the same step.
+    - A rank that gets SIGINT or SIGTERM in `fit` ends it in all of them, after the same step, and
+      none leaves `fit` before rank 0 has written.
+    - All raise an error where ranks differ in what was set since the last step (in `state`,
+      `parameters` or `learning_rate`), in arguments of `fit` that say which rows a step sees, or
+      in the rows of a batch. Other values of the first batch of a `fit` are said in a warning.
 
     Args:
         session: The session that it is from now on.
@@ -160,10 +169,13 @@ class JoinedSession(TrainingSession):
                 "sum(array) and broadcast(array) is accepted"
             )
         self.__dict__ = session.__dict__  # the same memory and the same lock
+        session.__class__ = JoinedSession  # what still has it trains together, too
         self._wait_at_exit()
         self._communicator = communicator
         self._size = size
         self._warned = False
+        self._compared = False  # whether a batch of this `fit` is that of the other ranks
+        self._assigned: dict[str, bytes] = {}  # what was set since the last step, as digests
         if size > 1:
             self._execution.halves()  # refuses what has no gradients
             self._rank = rank
@@ -182,9 +194,6 @@ class JoinedSession(TrainingSession):
 
     def _check_same(self) -> None:
         """Refuses ranks whose sessions differ in more than the values of variables."""
-        variables = {n: v.buffers[0] for n, v in self._execution.variables.items()}
-        nodes = [*self._proto.graph.node]
-        nodes += [node for info in self._proto.training_info for node in info.algorithm.node]
         position = self.standing.position
         begun = position and (
             position.begun.call,
@@ -192,12 +201,10 @@ class JoinedSession(TrainingSession):
             position.begun.first_step,
             position.place.batch,
         )
-        for what, found in (
-            ("another model", [(n, a.dtype.str, a.shape) for n, a in variables.items()]),
-            ("another model", [(node.op_type, *node.input, *node.output) for node in nodes]),
-            ("another point of `fit`, or none,", begun),
+        for what, digest in (
+            ("another model", self._model_digest()),
+            ("another point of `fit`, or none,", _digest(begun)),
         ):
-            digest = hashlib.sha256(repr(found).encode()).digest()
             first = np.frombuffer(digest, np.uint8).copy()
             self._communicator.broadcast(first)
             if first.tobytes() != digest:
@@ -206,13 +213,64 @@ class JoinedSession(TrainingSession):
                     "ranks"
                 )
 
+    def _model_digest(self) -> bytes:
+        """Returns a digest of the model, and of what is run of it, without values of variables."""
+        variables = self._execution.variables
+        found = hashlib.sha256(repr(self._entries).encode())
+        for name in sorted(variables):
+            array = variables[name].buffers[0]
+            found.update(repr((name, array.dtype.str, array.shape)).encode())
+        light, data = external.detach(self._proto)
+        infos = light.training_info
+        graphs = [light.graph, *(g for i in infos for g in (i.algorithm, i.initialization))]
+        for tensor in itertools.chain.from_iterable(graph.initializer for graph in graphs):
+            if tensor.name not in variables and tensor.data_type != tensor.STRING:
+                found.update(_bytes_digest(external.array_of(tensor, data | self._data)))
+            if tensor.data_type != tensor.STRING:
+                plain = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type)
+                plain.dims.extend(tensor.dims)
+                tensor.CopyFrom(plain)
+        del light.metadata_props[:]
+        for entry in sorted(self._proto.metadata_props, key=lambda entry: entry.key):
+            if entry.key != POSITION_KEY:
+                light.metadata_props.add().CopyFrom(entry)
+        found.update(light.SerializeToString(deterministic=True))
+        return found.digest()
+
     def _take_state(self) -> None:
         """Sets all variables to those of rank 0."""
         arrays = dict(self.state)
         for array in arrays.values():
             self._communicator.broadcast(array.reshape(-1).view(np.uint8))
         if self._rank:
-            self._assign(arrays)
+            super()._assign(arrays)
+        self._assigned.clear()
+
+    def _assign(self, arrays: Mapping[str, Array], *, steps_made: int | None = None) -> None:
+        super()._assign(arrays, steps_made=steps_made)
+        if self._size > 1:
+            for name, array in arrays.items():
+                self._assigned[name] = _bytes_digest(array)
+
+    def _all_same(self, found: object) -> bool:
+        """Whether something, by its repr, is the same in all ranks."""
+        mark = _mark(_digest(found))
+        self._communicator.sum(mark)
+        return _is_of_all(mark, self._size)
+
+    def _mark_of_assigned(self) -> Array:
+        return _mark(_digest(sorted(self._assigned.items()))) if self._assigned else np.zeros(10)
+
+    def _check_assigned(self, mark: Array) -> None:
+        """Refuses variables that were set differently, by the sum of the marks of all ranks."""
+        if not _is_of_all(mark, self._size):
+            names = ", ".join(f"'{name}'" for name in self._assigned) or "nothing"
+            raise OrtopsError(
+                f"join: since the last step rank {self._rank} has set {names:.200} in state, "
+                "parameters or learning_rate, and another rank something else, or to other values; "
+                "set the same in all ranks"
+            )
+        self._assigned.clear()
 
     def reset(self) -> None:
         """Goes back to the start of the training, that of rank 0.
@@ -256,7 +314,10 @@ class JoinedSession(TrainingSession):
         carried = [array.astype(np.float64).ravel() * count for array in statistics.values()]
         if not count:
             carried = [np.zeros_like(array) for array in carried]  # and no NaN of it
-        sums = total.reduce(self._communicator.sum, np.concatenate([[count], *carried]))
+        mark = self._mark_of_assigned()
+        sums = total.reduce(self._communicator.sum, np.concatenate([mark, [count], *carried]))
+        self._check_assigned(sums[: mark.size])
+        sums = sums[mark.size :]
         begin = 1
         for name, array in statistics.items():
             mean = sums[begin : begin + array.size].reshape(array.shape) / sums[0]
@@ -362,7 +423,41 @@ class JoinedSession(TrainingSession):
         ) -> Gradients:
             return self._gradients_of(*self._part(feeds), outputs, after)
 
-        return Way(step, gradients, leads=not self._rank, agree=self._agree)
+        self._compared = False
+        return Way(step, gradients, leads=not self._rank, agree=self._agree, same=self._same)
+
+    def _same(self, what: str, found: object) -> None:
+        """Refuses what is not the same in all ranks."""
+        if not self._all_same((what, found)):
+            raise OrtopsError(
+                f"join: {what}: rank {self._rank} has {found}, and another rank has not; give all "
+                "ranks the same"
+            )
+
+    def _compare(self, batch: Mapping[str, Array]) -> None:
+        """Says if ranks have other values in the first batch."""
+        self._compared = True
+        self._check_axes()
+        digests = [(name, _bytes_digest(batch[name])) for name in sorted(batch)]
+        if not self._all_same(digests) and not self._rank:
+            logger.warning(
+                "join: ranks have different values in the first batch; of each batch a rank takes "
+                "its part, so give `fit` the same data in the same order in all ranks, or `step` "
+                "a part in each. All is well where only augmentation differs"
+            )
+
+    def _check_axes(self) -> None:
+        """Refuses inputs whose axis 0 is not that of the rows, as far as names of sizes tell."""
+        inputs = {name: self.inputs[name].dims or () for name in self.inputs.sampled}
+        rows_of = {dims[0] for dims in inputs.values() if dims} | {"batch", "batch_size"}
+        for name, dims in inputs.items():
+            for axis, size in enumerate(dims[1:], 1):
+                if isinstance(size, str) and size in rows_of and size != dims[0]:
+                    raise FeedError(
+                        f"join: axis {axis} of '{name}' is '{size}', as if its rows were not along "
+                        f"axis 0, which is '{dims[0]}' and which `fit` divides; give `step` a part "
+                        "of the batch in each rank"
+                    )
 
     def _part(self, batch: Mapping[str, Array]) -> tuple[Mapping[str, Array], int]:
         """Returns this rank's rows of a batch, and how many they are.
@@ -370,8 +465,16 @@ class JoinedSession(TrainingSession):
         Where there are none, the first row stands in, which does not count.
         """
         assert isinstance(batch, Checked)
+        if not self._compared:
+            self._compare(batch)
         sampled = [name for name in batch.by.sampled if name in batch and batch[name].ndim]
         size = rows(batch)
+        for name in sampled:
+            if len(batch[name]) != size:
+                raise FeedError(
+                    f"join: '{name}' has {len(batch[name])} rows in a batch of {size}, so that it "
+                    "cannot be divided by rows; give `step` a part of the batch in each rank"
+                )
         begin, end = (size * place // self._size for place in (self._rank, self._rank + 1))
         for name in sampled:
             fixed = batch.by.fixed_rows(name)
@@ -389,13 +492,42 @@ class JoinedSession(TrainingSession):
         """Returns whether the training ends in any rank, and by which signal."""
         stopped, signal = ends
         found = np.array([bool(stopped), *(signal == each for each in _ENDS[1:])], np.float64)
+        found = np.concatenate([found, self._mark_of_assigned()])
         self._communicator.sum(found)
+        found, mark = found[: len(_ENDS)], found[len(_ENDS) :]
+        self._check_assigned(mark)
         others = next((n for n, f in zip(_ENDS[1:], found[1:], strict=True) if f), "")
         return stopped or ("another rank has stopped" if found[0] else ""), signal or others
 
     def _write(self, path: str | os.PathLike[str]) -> None:
         if not self._rank:
             super()._write(path)
+
+
+def _digest(found: object) -> bytes:
+    return hashlib.sha256(repr(found).encode()).digest()
+
+
+def _bytes_digest(array: Array) -> bytes:
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return hashlib.sha256(data).digest()
+
+
+def _mark(digest: bytes) -> Array:
+    """Returns numbers whose sums over the ranks tell whether all have the same digest.
+
+    They are 60 bits in words of 12 and the squares of these: by Cauchy and Schwarz, the square of
+    a sum is the sum of squares times the number of ranks only where all words are the same. All of
+    it is exact in float64, for up to 2¹⁴ ranks.
+    """
+    words = np.frombuffer(digest, np.uint16, 5) % 4096
+    return np.concatenate([words, words.astype(np.float64) ** 2])
+
+
+def _is_of_all(mark: Array, size: int) -> bool:
+    """Whether all ranks have the same digest, by the sum of what `_mark` returned."""
+    words, squares = mark[:5], mark[5:]
+    return bool((words * words == size * squares).all())
 
 
 def _without_rows(summand: Summand) -> Summand:

@@ -163,7 +163,7 @@ def lowered_for(model: ir.Model, target: Target | None, *, keep: Keep | None = N
 
 def _runtime(target: Target | None) -> Runtime:
     """Returns what runs a graph that is made for a target."""
-    if target not in _RUNTIMES:
+    if not isinstance(target, str | None) or target not in _RUNTIMES:
         known = ", ".join(map(repr, _RUNTIMES))
         raise OrtopsError(f"target is {target!r}; one of {known} is accepted")
     return _RUNTIMES[target]

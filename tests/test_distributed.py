@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -516,6 +517,255 @@ def test_a_loss_that_is_no_number_ends_all() -> None:
     assert all("loss: it is nan in step 1" in message for message in raised)
 
 
+def test_labels_that_do_not_count_in_any_rank_change_nothing() -> None:
+    """The loss is 0 / 0, and its gradient zeros, as in one process."""
+    loss = ortops.losses.SoftmaxCrossEntropy(ignore_index=2)
+    model = build(classifier(), loss=loss, optimizer=ortops.optimizers.SGD(0.1))
+    data = labelled((6,), rows=8) | {"labels": np.full(8, 2)}
+    before = TrainingSession(model).parameters
+    options: dict[str, Any] = {"batch_size": 4, "accumulate": 2, "stop_on_nan": False}
+    alone = TrainingSession(model)
+    alone.fit(data, progress=False, **options)
+    sessions, _ = fit_joined(model, data, **options)
+    for session in (alone, *sessions):
+        assert_same_arrays(dict(session.parameters), dict(before))
+
+
+# ------------------------------------------------------------------------ ranks that differ
+
+
+def raised_in_all(work: Callable[[Thread], object], size: int = 2) -> list[str]:
+    """Returns what the error that each rank raises says."""
+    said = [""] * size
+
+    def run(communicator: Thread) -> None:
+        with pytest.raises(OrtopsError) as error:
+            work(communicator)
+        said[communicator.rank] = str(error.value)
+
+    in_ranks(run, size)
+    return said
+
+
+@pytest.mark.parametrize(
+    "name", ["epochs", "batch_size", "shuffle", "seed", "accumulate", "rows of data"]
+)
+def test_other_arguments_of_fit_are_refused(name: str) -> None:
+    model = build(classifier())
+    data = labelled((6,), rows=32)
+
+    def work(communicator: Thread) -> None:
+        session = join(TrainingSession(model), communicator)
+        options: dict[str, Any] = {"epochs": 2, "batch_size": 8, "shuffle": True, "seed": 3}
+        given = data
+        if communicator.rank == 2 and name == "rows of data":
+            given = {n: array[:31] for n, array in data.items()}
+        elif communicator.rank == 2:
+            options[name] = {"shuffle": False, "accumulate": 2}.get(name, 4)
+        session.fit(given, progress=False, **options)
+
+    for rank, said in enumerate(raised_in_all(work, 3)):
+        start = f"join: the arguments of fit, and where it begins: rank {rank} has epochs="
+        assert said.startswith(start)
+        assert said.endswith("and another rank has not; give all ranks the same")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([[8, 8, 8], [8, 8]], ["the rows of batch 3 of epoch 1: rank 0 has 8,", "rank 1 has none"]),
+        ([[8, 8], [8, 6]], ["the rows of batch 2 of epoch 1: rank 0 has 8,", "rank 1 has 6,"]),
+    ],
+)
+def test_other_batches_are_refused(
+    sizes: list[list[int]], expected: list[str], accumulate: int
+) -> None:
+    model = build(classifier())
+
+    def work(communicator: Thread) -> None:
+        session = join(TrainingSession(model), communicator)
+        batches = [labelled((6,), rows=size) for size in sizes[communicator.rank]]
+        session.fit(lambda: iter(batches), epochs=2, accumulate=accumulate, progress=False)
+
+    for said, part in zip(raised_in_all(work), expected, strict=True):
+        assert part in said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("way", ["step", "fit", "in fit"])
+def test_variables_set_in_one_rank_are_refused(rank: int, way: str) -> None:
+    model = build(classifier())
+    data = labelled((6,), rows=16)
+
+    class Set(Callback):
+        def on_step(self, record: Any, session: Any) -> None:
+            session.state["b1"] = session.state["b1"] + (session.rank == rank)
+
+    def work(communicator: Thread) -> None:
+        session = join(TrainingSession(model), communicator)
+        session.learning_rate = 0.5  # the same in all
+        session.step(data)
+        if way == "in fit":
+            session.fit(data, batch_size=4, callbacks=[Set()], progress=False)
+            return
+        if communicator.rank == rank:
+            session.learning_rate = 0.25
+        before = dict(session.state)
+        try:
+            session.step(data) if way == "step" else session.fit(data, progress=False)
+        finally:
+            assert_same_arrays(dict(session.state), before)
+
+    name = "b1" if way == "in fit" else "learning_rate"
+    said = raised_in_all(work)
+    expected = f"join: since the last step rank {rank} has set '{name}' in state, parameters or "
+    assert said[rank].startswith(expected)
+    assert said[rank].endswith(
+        "another rank something else, or to other values; set the same in all ranks"
+    )
+    other = f"'{name}'" if way == "in fit" else "nothing"
+    assert said[1 - rank].startswith(f"join: since the last step rank {1 - rank} has set {other} ")
+
+
+def test_variables_that_all_set_alike_are_taken() -> None:
+    """Also where one was late, and where a rank counts as another object of the session."""
+    model = build(affine(), loss="MeanSquaredError", optimizer=ortops.optimizers.SGD(0.5))
+    batch = affine_batch(4)
+
+    def work(communicator: Thread) -> Arrays:
+        session = TrainingSession(model)
+        joined = join(session, communicator)
+        if communicator.rank:
+            session.state["b"] = np.ones_like(session.state["b"])
+        with pytest.raises(OrtopsError, match=r"join: since the last step"):
+            session.step(batch)
+        joined.state = {"b": np.ones_like(session.state["b"])}
+        session.step(batch)  # with its old name it trains together, too
+        return dict(joined.state)
+
+    first, second = in_ranks(work)
+    assert_same_arrays(first, second)
+    assert first["step"] == 1
+
+
+def test_data_that_differ_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = build(classifier())
+    data = labelled((6,), rows=16)
+
+    def work(communicator: Thread) -> None:
+        session = join(TrainingSession(model), communicator)
+        session.fit(data, batch_size=4, progress=False)
+        assert not caplog.records
+        communicator.room.barrier.wait()
+        own = {name: array[communicator.rank :: 2] for name, array in data.items()}
+        session.fit(own, batch_size=4, epochs=2, progress=False)
+
+    in_ranks(work)
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert message.startswith("join: ranks have different values in the first batch; of each batch")
+
+
+def test_batches_without_common_rows_are_not_divided() -> None:
+    with ortops.Tape(name="scaled") as tape:
+        x = tape.input("x", np.float32, ["batch", 4])
+        w = tape.initializer("w", np.ones((4, 3), np.float32))
+        scales = tape.input("scales", np.float32, ["n"])
+        tape.output((x @ w) * ortops.op.ReduceSum(scales, keepdims=0), "y")
+    model = build(tape.model(), loss="MeanSquaredError", optimizer="SGD")
+    batch = {"x": np.ones((8, 4)), "scales": np.ones(2), "targets": np.ones((8, 3))}
+    batch = {name: array.astype(np.float32) for name, array in batch.items()}
+
+    def work(communicator: Thread) -> None:
+        join(TrainingSession(model), communicator).fit([batch], progress=False)
+
+    for said in raised_in_all(work):
+        assert said.startswith("join: 'scales' has 2 rows in a batch of 8, so that it cannot be")
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_batches_with_time_along_axis_0_are_not_divided(pooled: bool) -> None:
+    """Also where only the targets tell which axis is that of the rows."""
+    size = "people" if pooled else "batch"
+    with ortops.Tape(name="running") as tape:
+        x = tape.input("x", np.float32, ["time", size, 4])
+        sums = ortops.op.CumSum(x @ tape.initializer("w", np.ones((4, 3), np.float32)), np.array(0))
+        tape.output(ortops.op.ReduceMean(sums, [0], keepdims=0) if pooled else sums, "y")
+    model = build(tape.model(), loss="MeanSquaredError", optimizer="SGD")
+    targets = np.ones((6, 3) if pooled else (6, 6, 3), np.float32)
+    batch = {"x": np.ones((6, 6, 4), np.float32), "targets": targets}
+
+    def work(communicator: Thread) -> None:
+        join(TrainingSession(model), communicator).fit([batch], progress=False)
+
+    for said in raised_in_all(work):
+        assert said.startswith(f"join: axis 1 of 'x' is '{size}', as if its rows were not along ")
+
+
+def test_models_that_differ_in_an_attribute_or_a_constant_are_refused() -> None:
+    frozen = classifier()
+    weights = frozen.graph.initializer[0]
+    moved = onnx.ModelProto()
+    moved.CopyFrom(frozen)
+    array = onnx.numpy_helper.to_array(weights) + 1
+    moved.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(array, weights.name))
+    trained = [tensor.name for tensor in frozen.graph.initializer[1:]]
+    pairs = [
+        [build(m, trainable=trained, optimizer="SGD") for m in (frozen, moved)],
+        [build(classifier(), optimizer=ortops.optimizers.SGD(0.1, momentum=m)) for m in (0.9, 0.8)],
+    ]
+    for pair in pairs:
+
+        def work(communicator: Thread, pair: Any = pair) -> None:
+            join(TrainingSession(pair[communicator.rank]), communicator)
+
+        with pytest.raises(ModelError, match=r"join: rank 1 has another model than rank 0"):
+            in_ranks(work)
+
+
+def test_a_file_and_the_model_it_comes_from_are_one_model(tmp_path: Path) -> None:
+    model = build(half(classifier(dropout=0.5), TensorProto.BFLOAT16), seed=4)
+    session = TrainingSession(model)
+    feeds = labelled((6,), rows=4)
+    session.step(feeds | {"x": feeds["x"].astype(BFLOAT16)})
+    session.save(tmp_path / "model.onnx")
+
+    def work(communicator: Thread) -> Arrays:
+        own = model if communicator.rank else tmp_path / "model.onnx"
+        return dict(join(TrainingSession(own), communicator).state)
+
+    for found in in_ranks(work):
+        assert_same_arrays(found, dict(session.state))
+
+
+def test_rank_1_waits_for_the_best_state_that_rank_0_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last epoch is the best: its file is written when all others are done."""
+    from ortops.graph import external
+
+    write = external.write_model
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.5)
+        write(*arguments)
+
+    monkeypatch.setattr(external, "write_model", slowly)
+    model = build(classifier(), optimizer=ortops.optimizers.SGD(0.1))
+    data = labelled((6,), rows=16)
+
+    def work(communicator: Thread) -> TrainingSession:
+        session = join(TrainingSession(model), communicator)
+        stopping = EarlyStopping(5, "loss", restore_best=tmp_path / "best.onnx")
+        session.fit(data, epochs=2, callbacks=[stopping], progress=False)
+        assert stopping.best_epoch == 2
+        return session
+
+    first, second = in_ranks(work)
+    assert first.steps_done == 2
+    assert_same_arrays(dict(first.state), dict(second.state))
+
+
 def test_mpi4py_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     session = TrainingSession(build(classifier()))
@@ -526,7 +776,7 @@ def test_mpi4py_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 # -------------------------------------------------------------------------------------------- MPI
 
 SCRIPT = """
-import os, sys
+import os, sys, time
 import numpy as np
 import ortops
 from ortops.callbacks import Callback, Checkpoint
@@ -541,13 +791,30 @@ class Die(Callback):
                 os.kill(os.getpid(), 9)
             if how == "interrupt":
                 os.kill(os.getpid(), 2)
+            if how == "terminate":
+                os.kill(os.getpid(), 15)
+
+class Slow(Checkpoint):
+    def on_end(self, record, session):
+        time.sleep(0.5)  # the other rank must not end all before that
+        super().on_end(record, session)
+
+def validation():
+    if sys.argv[2] == "terminate in an evaluation" and session.rank == 1 and not resumed:
+        os.kill(os.getpid(), 15)
+    yield {name: array[:4] for name, array in data.items()}
 
 folder = sys.argv[1]
 data = dict(np.load(f"{folder}/data.npz"))
 file = f"{folder}/run.onnx"
-session = ortops.TrainingSession(file if os.path.exists(file) else f"{folder}/model.onnx")
+resumed = os.path.exists(file)
+session = ortops.TrainingSession(file if resumed else f"{folder}/model.onnx")
 session = ortops.distributed.join(session)
-session.fit(data, epochs=3, batch_size=8, resume=True, callbacks=[Checkpoint(file, every=3), Die()])
+every = 100 if "terminate" in sys.argv[2] else 3
+callbacks = [Slow(file, every=every), Die()]
+session.fit(
+    data, epochs=3, batch_size=8, resume=True, validation=validation, callbacks=callbacks
+)
 np.savez(f"{folder}/rank{session.rank}.npz", **session.state)
 """
 
@@ -591,10 +858,12 @@ def test_processes_of_mpi(tmp_path: Path) -> None:
     folder, result = ran("whole")
     assert result.returncode == 0, result.stderr
     expected = dict(np.load(folder / "rank0.npz"))
-    for how in ("raise", "kill", "interrupt"):
+    steps = {"raise": 3, "kill": 3, "interrupt": 5, "terminate": 5, "terminate in an evaluation": 4}
+    for how, reached in steps.items():
         folder, result = ran(how, how)
         assert result.returncode != 0
         assert not (folder / "rank0.npz").exists()
+        assert TrainingSession(folder / "run.onnx").steps_done == reached
         folder, result = ran(how)
         assert result.returncode == 0, result.stderr
         for rank in (0, 1):

@@ -19,15 +19,20 @@ from training_models import Arrays, assert_same_arrays, names
 from ortops import (
     ModelError,
     OrtopsError,
+    Tape,
     TrainingSession,
     UnsupportedError,
     build_training_model,
     export_step,
+    lower,
+    op,
     step_graph,
 )
 from ortops.cli import main
+from ortops.graph.edit import merge_equal_nodes
 from ortops.graph.places import places
 from ortops.graph.safetensors import read_safetensors, write_safetensors
+from ortops.graph.serialization import from_proto, to_proto
 from ortops.optimizers import Adam
 from ortops.schedules import cosine
 
@@ -176,6 +181,54 @@ def test_nothing_can_be_left_out(tmp_path: Path) -> None:
     session = onnxruntime.InferenceSession(tmp_path / "step.onnx", providers=CPU)
     with pytest.raises(ValueError, match=r"Required inputs .* are missing"):
         session.run(None, batches()[0])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_step_is_said_once_and_is_the_same(model: str, tmp_path: Path) -> None:
+    given = trainable(model)
+    export_step(given, tmp_path)
+    step = onnx.load(tmp_path / "step.onnx")
+    whole = lower(step_graph(given, defaults=False))
+    assert not step.graph.value_info
+    assert names(step.graph.input) == names(whole.graph.input)
+    assert names(step.graph.output) == names(whole.graph.output)
+    kept = set(names(step.graph.output))
+    said = [
+        (n.op_type, *n.input, *(a.SerializeToString(deterministic=True) for a in n.attribute))
+        for n in step.graph.node
+        if not kept & set(n.output)
+    ]
+    assert len(said) == len(set(said)) < len(whole.graph.node)
+    onnx.checker.check_model(step, full_check=True)
+    feeds = {**batches(model)[0], **TrainingSession(given).state}
+    found, wanted = (
+        onnxruntime.InferenceSession(each.SerializeToString(), providers=CPU).run(None, feeds)
+        for each in (step, whole)
+    )
+    for array, expected in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(array, expected)
+
+
+def test_equal_nodes_are_one_but_not_where_they_draw_numbers() -> None:
+    with Tape(name="equal") as tape:
+        x = tape.input("x", np.float32, ["batch"])
+        same = [op.Exp(x) * 2.0, op.Exp(x) * 2.0]
+        drawn = [op.RandomUniformLike(x), op.RandomUniformLike(x)]
+        others = [op.Clip(x, np.float32(0)), op.Clip(x, None, np.float32(0))]
+        tape.output(op.Concat(*same, *drawn, *others, axis=0), "y")
+        tape.output(op.Exp(x), "z")
+    model = from_proto(tape.model())
+    merge_equal_nodes(model.graph)
+    kinds = [node.op_type for node in model.graph if node.op_type != "Constant"]
+    assert sorted(kinds) == sorted(
+        ["Exp", "Exp", "Mul", "RandomUniformLike", "RandomUniformLike", "Clip", "Clip", "Concat"]
+    )
+    feeds = {"x": np.array([-1, 2], np.float32)}
+    session = onnxruntime.InferenceSession(to_proto(model).SerializeToString(), providers=CPU)
+    y, z = session.run(None, feeds)
+    np.testing.assert_allclose(z, np.exp(feeds["x"]), rtol=1e-6)
+    np.testing.assert_allclose(y[:4], 2 * np.exp(np.tile(feeds["x"], 2)), rtol=1e-6)
+    np.testing.assert_array_equal(y[8:], [0, 2, -1, 0])
 
 
 def test_step_json_says_what_is_what(tmp_path: Path) -> None:

@@ -127,8 +127,9 @@ def test_metadata_inputs_and_outputs_are_those_of_the_step_graph(target: Any) ->
 
 @pytest.mark.parametrize("call", [lower, step_graph])
 def test_unknown_target(call: Callable[..., Any]) -> None:
-    with pytest.raises(OrtopsError, match=r"target is 'cuda'; one of None, 'onnxruntime'"):
-        call(trainable("layers"), target="cuda")
+    for target in ("cuda", ["webgpu"]):
+        with pytest.raises(OrtopsError, match=r"target is .*; one of None, 'onnxruntime', 'web"):
+            call(trainable("layers"), target=target)
 
 
 @pytest.mark.parametrize("target", TARGETS)

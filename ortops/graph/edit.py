@@ -11,6 +11,7 @@ from ortops.graph.tensor import Tape, Tensor, op
 
 __all__ = [
     "ELEMENTWISE",
+    "RANDOM",
     "all_nodes",
     "ancestor_nodes",
     "attribute_value",
@@ -20,6 +21,7 @@ __all__ = [
     "describe",
     "inner_graphs",
     "is_float",
+    "merge_equal_nodes",
     "nodes_between",
     "prune",
     "read_inputs",
@@ -41,6 +43,9 @@ ELEMENTWISE = frozenset(
     }
 )
 """Operators that compute each element of their output from the same element of their inputs."""
+
+RANDOM = ("Bernoulli", "Dropout", "Multinomial", "Random")
+"""Parts of the names of operators that compute something else each time."""
 
 # ---------------------------------------------------------------------------------------- reading
 
@@ -253,6 +258,32 @@ def prune(graph: ir.Graph) -> None:
     for value in list(graph.inputs):
         if not value.uses() and not value.is_graph_output():
             graph.inputs.remove(value)
+
+
+def merge_equal_nodes(graph: ir.Graph) -> None:
+    """Lets one node stand for all that compute the same; those of outputs of the graph stay.
+
+    Args:
+        graph: A graph whose nodes are in topological order; those of graphs inside it stay.
+    """
+    known: dict[object, ir.Node] = {}
+    equal: list[ir.Node] = []
+    for node in graph:
+        is_random = any(part in node.op_type for part in RANDOM)
+        if is_random or inner_graphs(node) or any(v.is_graph_output() for v in node.outputs):
+            continue
+        key = (
+            *node.op_identifier(),
+            tuple(node.inputs),
+            tuple(value.name == "" for value in node.outputs),
+            *sorted(ir.to_proto(a).SerializeToString() for a in node.attributes.values()),
+        )
+        first = known.setdefault(key, node)
+        if first is not node:
+            for old, new in zip(node.outputs, first.outputs, strict=True):
+                old.replace_all_uses_with(new)
+            equal.append(node)
+    remove_unread(equal)
 
 
 def remove_defaults(graph: ir.Graph, variables: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ import onnx_ir as ir
 
 from ortops.errors import OrtopsError, did_you_mean
 from ortops.graph.edit import (
+    RANDOM,
     ancestor_nodes,
     copy_node,
     dependent_values,
@@ -33,8 +34,6 @@ __all__ = ["Checkpoint", "Rematerialization", "check", "computed_names", "names_
 
 Checkpoint: TypeAlias = Sequence[str] | int | Literal["sqrt"]
 """Names of the tensors to keep, or how many to choose."""
-
-_RANDOM = ("Bernoulli", "Dropout", "Multinomial", "Random")  # parts of operators' names
 
 _KNOWN_DOMAINS = ("", "com.microsoft", "com.microsoft.nchwc", "ai.onnx.ml")
 
@@ -271,7 +270,7 @@ def _is_repeatable(node: ir.Node) -> bool:
     """Whether a node computes the same again from the same inputs, as far as is known."""
     inner = [other for graph in inner_graphs(node) for other in graph.all_nodes()]
     return all(
-        other.domain in _KNOWN_DOMAINS and not any(part in other.op_type for part in _RANDOM)
+        other.domain in _KNOWN_DOMAINS and not any(part in other.op_type for part in RANDOM)
         for other in (node, *inner)
     )
 

@@ -18,6 +18,7 @@ from ortops.errors import OrtopsError
 from ortops.execution.step import Step
 from ortops.graph import convert, external
 from ortops.graph.convert import ModelLike
+from ortops.graph.edit import merge_equal_nodes
 from ortops.graph.external import Data
 from ortops.graph.files import write_atomically
 from ortops.graph.places import places
@@ -91,7 +92,7 @@ def export_step(
         model: A trainable model.
         folder: The folder, which is made if need be. Files of these names are replaced.
         web: Whether to write a driver in JavaScript and a page that trains, too.
-        entry: Which of several training_info entries.
+        entry: Which of several training_info entries; each is exported to a folder of its own.
         target: What the step is lowered for (see `ortops.step_graph`).
 
     Raises:
@@ -169,8 +170,13 @@ def export_step(
 
 
 def _step_message(whole: onnx.ModelProto, entry: int, target: Target | None) -> bytes:
-    graph = step_graph(whole, entry=entry, defaults=False, target=target)
-    return external.serialize(lower(graph) if target is None else graph)
+    """Returns a step as a file: small, since many a driver downloads it."""
+    step = step_graph(whole, entry=entry, defaults=False, target=target)
+    model = convert.to_ir(lower(step) if target is None else step)
+    merge_equal_nodes(model.graph)
+    small = to_proto(model)
+    del small.graph.value_info[:]  # what shapes tensors have can be inferred
+    return external.serialize(small)
 
 
 def _present(proto: onnx.ModelProto, data: Data, variables: Sequence[str]) -> dict[str, Array]:

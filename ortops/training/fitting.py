@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, SupportsIndex, TypeAlias, cast
 
 import numpy as np
@@ -89,6 +89,10 @@ def _alone(ends: tuple[str, str]) -> tuple[str, str]:
     return ends
 
 
+def _no_other(what: str, found: object) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Way:
     """How steps are made with the batches of the data set, by one process or several.
@@ -99,13 +103,15 @@ class Way:
         gradients: Computes the gradients of a batch.
         leads: Whether this process shows progress, and tells callbacks that write.
         agree: Is given why the training ends and the signal that ends it, each "" if nothing does,
-            and returns what holds for all processes.
+            and returns what holds for all processes. It waits for them.
+        same: Is given a name, and what is called so, and refuses that if a process has another.
     """
 
     step: Step
     gradients: Differentiate
     leads: bool = True
     agree: Callable[[tuple[str, str]], tuple[str, str]] = _alone
+    same: Callable[[str, object], None] = _no_other
 
 
 def fit(
@@ -143,6 +149,10 @@ def fit(
         position = Position(begun, Place())
     else:
         position.begun.call.check_same(call)
+    begun = position.begun
+    place = {"epoch": begun.epoch, "first_step": begun.first_step, "batch": position.place.batch}
+    given = (f"{name}={value}" for name, value in (asdict(call) | place).items())
+    way.same("the arguments of fit, and where it begins", ", ".join(given))
     if position.begun.epoch > call.epochs:
         return History(position.begun.history)
     loop = _Loop(trainer, way, source, validation, metrics, schedule, callbacks, position)
@@ -290,26 +300,27 @@ class _Loop:
         self.trainer.standing.set(self.position)
         self._tell("on_begin", self._averages())
         epochs = self.position.begun.call.epochs
-        with contextlib.suppress(_SignalCame):
-            while self.position.begun.epoch <= epochs and not self._ended():
-                bar = self._bar() if self.progress else None
-                entry = None
-                try:
-                    self._train(bar)
-                    if not self._ended():
-                        entry = self._finish_epoch()
-                finally:
-                    if bar and entry is None:
-                        bar.abandon()
-                if entry is None:
-                    break
-                if bar:
-                    bar.finish(entry)
-                self._tell("on_epoch", entry, finished=True)
+        while self.position.begun.epoch <= epochs and not self._ended():
+            bar = self._bar() if self.progress else None
+            entry = None
+            try:
+                self._train(bar)
+                if not self._ended():
+                    entry = self._finish_epoch()
+            finally:
+                if bar and entry is None:
+                    bar.abandon()
+            if entry is None:
+                break
+            if bar:
+                bar.finish(entry)
+            self._tell("on_epoch", entry, finished=True)
+        self._ended()  # what callbacks of other processes have written is there
         place = self.position.place
         between = bool(self.history) and not place.batch
         last = self.history[-1] if between else self._averages()
         self._tell("on_end", dict(last), finished=between)
+        self._ended()  # none leaves, with a signal that ends all, while others write
 
     def _ended(self) -> bool:
         self.stopped, self.interruption.name = self.way.agree(
@@ -330,9 +341,10 @@ class _Loop:
         with contextlib.ExitStack() as stack:
             if hasattr(batches, "close"):
                 stack.callback(batches.close)
-            for batch in batches:
+            agreed = self._of_all(batches, place.batch)
+            for batch in agreed:
                 if call.accumulate > 1:
-                    others = itertools.islice(batches, call.accumulate - 1)
+                    others = itertools.islice(agreed, call.accumulate - 1)
                     self._make_joined_update(itertools.chain([batch], others))
                 else:
                     self._make_update(batch)
@@ -343,6 +355,16 @@ class _Loop:
                     self._tell_step()
                 if self._ended():
                     return
+
+    def _of_all(self, batches: Iterator[Batch], done: int) -> Iterator[Batch]:
+        """Returns batches of which all processes have as many, with as many rows."""
+        for number in itertools.count(done + 1):
+            batch: Batch | None = next(batches, None)
+            size = "none" if batch is None else rows(batch)
+            self.way.same(f"the rows of batch {number} of epoch {self.position.begun.epoch}", size)
+            if batch is None:
+                return
+            yield batch
 
     def _make_update(self, batch: Batch) -> None:
         """Makes a step; its position is that after the batch, once it is made."""
@@ -404,16 +426,22 @@ class _Loop:
         self.position = Position(self.position.begun, place)
         self.trainer.standing.prepare(self.position)
 
-    def _finish_epoch(self) -> dict[str, float]:
-        """Evaluates, and moves on to the next epoch; returns the entry of the history."""
+    def _finish_epoch(self) -> dict[str, float] | None:
+        """Evaluates, and moves on to the next epoch.
+
+        Returns:
+            The entry of the history; None if a signal came before there is one.
+        """
         begun, place = self.position
         entry = self._averages()
         if self.validation is not None:
-            with self._signals_at_once():
+            with contextlib.suppress(_SignalCame), self._signals_at_once():
                 measured = self.trainer.evaluate(
                     self.validation, batch_size=begun.call.batch_size, metrics=self.metrics
                 )
-            entry |= {f"validation_{name}": value for name, value in measured.items()}
+                entry |= {f"validation_{name}": value for name, value in measured.items()}
+        if self._ended():  # in all processes, whether or not each of them evaluates
+            return None
         seconds = time.perf_counter() - self._clock
         entry |= self._present_rate()
         entry["steps"] = self.trainer.steps_done

@@ -258,7 +258,7 @@ class Accumulation:
                 value, count = (value / own if own else math.nan), count or own
             summands.append(replace(summand, value=value, count=1.0 if summand.is_sum else own))
         means = [s for s in total.summands if not s.is_sum]
-        if means:
+        if means and count:  # gradients of a mean of nothing are zeros, as in one batch
             for flat in total.flat:
                 flat /= flat.dtype.type(count)
         total.count = count if means else 1.0

@@ -22,7 +22,8 @@ export interface Ort {
 
 /**
  * A batch by the names of the inputs: tensors, `{data, dims}`, or arrays, whose shape is found where
- * no more than one dimension is open. Numbers are converted to the type of the input.
+ * no more than one dimension is open. Numbers are converted to the type of the input; those that an
+ * integer type has not, and what is no number, are refused.
  */
 export type Feeds = Record<string, Tensor | { data: Numbers; dims: readonly number[] } | Numbers>;
 

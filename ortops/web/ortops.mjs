@@ -127,16 +127,19 @@ export class TrainingSession {
 
   /** The learning rate of the next step. */
   get learningRate() {
-    return Number(this.#state[this.#learningRates()[0]].data[0]);
+    return numberOf(this.#state[this.#learningRates()[0]]);
   }
 
   set learningRate(value) {
-    if (!(Number.isFinite(value) && value >= 0)) {
-      throw new Error(`learningRate is ${value}; a finite number >= 0 is accepted`);
-    }
-    for (const name of this.#learningRates()) {
-      this.#state[name] = this.#tensor(name, this.#about.variables[name].type, [value], []);
-    }
+    const set = this.#learningRates().map((name) => {
+      const { type } = this.#about.variables[name];
+      const tensor = Number.isFinite(value) && value >= 0 && this.#tensor(name, type, [value], []);
+      if (!tensor || !Number.isFinite(numberOf(tensor))) {
+        throw new Error(`learningRate is ${value}; a finite number >= 0 of ${type} is accepted`);
+      }
+      return [name, tensor];
+    });
+    Object.assign(this.#state, Object.fromEntries(set));
   }
 
   /** Copies of the variables, by name. */
@@ -149,14 +152,14 @@ export class TrainingSession {
     return this.#alone("setState", async () => {
       const { variables } = this.#about;
       for (const name of Object.keys(arrays)) {
-        if (!(name in variables)) throw new Error(`setState: there is no variable '${name}'`);
+        if (!Object.hasOwn(variables, name)) throw new Error(`setState: there is no variable '${name}'`);
         const { of, role } = variables[name];
-        if (role === "master" && !(of in arrays)) {
+        if (role === "master" && !Object.hasOwn(arrays, of)) {
           throw new Error(`setState: '${name}' is the float32 value of '${of}'; set both`);
         }
       }
       for (const [name, { of, role }] of Object.entries(variables)) {
-        if (role === "master" && of in arrays && !(name in arrays)) {
+        if (role === "master" && Object.hasOwn(arrays, of) && !Object.hasOwn(arrays, name)) {
           throw new Error(`setState: '${of}' has a float32 value '${name}'; set both`);
         }
       }
@@ -228,7 +231,7 @@ export class TrainingSession {
   #tensors(arrays) {
     const entries = Object.entries(this.#about.variables).map(([name, { type, shape }]) => {
       const found = arrays[name];
-      if (!found || found.type !== type || `${found.dims}` !== `${shape}`) {
+      if (!Object.hasOwn(arrays, name) || found.type !== type || `${found.dims}` !== `${shape}`) {
         throw new Error(`state.safetensors: it has no '${name}' of ${type}[${shape}]`);
       }
       return [name, this.#tensor(name, type, found.data, shape)];
@@ -270,10 +273,12 @@ export class TrainingSession {
     const sizes = new Map();
     const inputs = {};
     for (const feed of described) {
-      if (!(feed.name in feeds)) throw new Error(`feeds: '${feed.name}' is missing`);
+      if (!Object.hasOwn(feeds, feed.name)) throw new Error(`feeds: '${feed.name}' is missing`);
       inputs[feed.name] = this.#checked(feed, feeds[feed.name], "input", sizes);
     }
-    for (const name of session.inputNames) inputs[name] ??= this.#state[name];
+    for (const name of session.inputNames) {
+      if (!Object.hasOwn(inputs, name)) inputs[name] = this.#state[name];
+    }
     return inputs;
   }
 
@@ -331,17 +336,38 @@ function convert(name, type, data) {
   if (type === "float16" && Type === Uint16Array) {
     throw new Error(`'${name}' is float16, which this JavaScript has not; give a Uint16Array of bits`);
   }
-  const big = Type === BigInt64Array || Type === BigUint64Array;
-  const whole = big || (Type !== Float32Array && Type !== Float64Array && type !== "float16");
-  return Type.from(data, (value) => {
-    if (whole && typeof value === "number" && !Number.isInteger(value)) {
+  const isFloat = type.startsWith("float");
+  if (isFloat && ArrayBuffer.isView(data)) return Type.from(data, Number);
+  const held = new Type(1);
+  return Type.from(data, (value, index) => {
+    if (!["number", "bigint", "boolean"].includes(typeof value)) {
+      const given = Array.isArray(value) ? "an array" : value === null ? "null" : typeof value;
+      throw new Error(
+        `'${name}': its element ${index} is ${given}; a flat array of numbers is accepted, ` +
+          "or {data, dims} with one",
+      );
+    }
+    if (isFloat) return Number(value);
+    if (typeof value === "number" && !Number.isInteger(value)) {
       throw new Error(`'${name}' is ${type}, and has ${value} in it; integers are accepted`);
     }
-    return big ? BigInt(value) : Number(value);
+    held[0] = typeof held[0] === "bigint" ? BigInt(value) : Number(value);
+    if (BigInt(held[0]) !== BigInt(value) || (type === "bool" && held[0] > 1)) {
+      throw new Error(`'${name}' is ${type}, which has no ${value}`);
+    }
+    return held[0];
   });
 }
 
-const numberOf = (tensor) => Number(tensor.data[0]);
+const numberOf = ({ type, data: [first] }) =>
+  type === "float16" && ARRAYS.float16 === Uint16Array ? ofHalf(first) : Number(first);
+
+/** The number that the bits of a float16 are. */
+function ofHalf(bits) {
+  const [sign, exponent, fraction] = [bits >> 15 ? -1 : 1, (bits >> 10) & 31, bits & 1023];
+  if (exponent === 31) return fraction ? NaN : sign * Infinity;
+  return sign * (exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -24 * fraction);
+}
 
 // ---------------------------------------------------------------------------------- files
 
@@ -374,6 +400,9 @@ export function readSafetensors(file) {
     const type = TYPES[dtype];
     if (type === undefined) throw new Error(`safetensors: '${name}' is ${dtype}, which is not known`);
     const content = bytes.slice(begin + from, begin + to); // a copy, so that it is aligned
+    if (content.length !== count(shape) * ARRAYS[type].BYTES_PER_ELEMENT) {
+      throw new Error(`safetensors: '${name}' has ${content.length} bytes, which do not fill [${shape}]`);
+    }
     return [name, { type, dims: shape, data: new ARRAYS[type](content.buffer) }];
   });
   return Object.fromEntries(entries);

@@ -1,4 +1,4 @@
-/* What models/c/train.c uses of onnxruntime's C API, for tests where its header is not installed.
+/* What models/c uses of onnxruntime's C API, for tests where its header is not installed.
 
    onnxruntime never changes the order of the functions in OrtApi, which is its binary interface;
    each has its number here. */

@@ -30,12 +30,29 @@ try {
   }
   point("pointerup", 0.5, 0.15);
   await wait(() => page.getElementById("guess").textContent);
-  await send("model.onnx", await frame.contentWindow.training.save());
+  point("pointerup", 0.5, 0.15); // while that is looked at: each has its turn
+  const rate = page.getElementById("rate");
+  const set = (value) => {
+    rate.value = value;
+    rate.dispatchEvent(new frame.contentWindow.Event("change"));
+    return status.textContent;
+  };
+  const before = rate.value;
+  const refused = [set(""), set("-1")];
+  set(before);
+  const saved = new Promise((done) => {
+    frame.contentWindow.HTMLAnchorElement.prototype.click = function click() {
+      done(fetch(this.href).then((file) => file.arrayBuffer()));
+    };
+  });
+  page.getElementById("save").click();
+  await send("model.onnx", await saved);
+  if (status.hasAttribute("data-error")) throw new Error(status.textContent);
   const text = (id) => page.getElementById(id).textContent;
   await send("report", JSON.stringify({
     steps: Number(text("steps")), accuracy: Number.parseFloat(text("accuracy")) / 100,
     milliseconds: Number.parseFloat(text("time")), guess: text("guess"), status: text("status"),
-    isolated: globalThis.crossOriginIsolated,
+    isolated: globalThis.crossOriginIsolated, refused,
   }));
 } catch (error) {
   await send("report", JSON.stringify({ error: String(error.stack ?? error) }));

@@ -8,7 +8,7 @@ import { pathToFileURL } from "node:url";
 const [, , packages, folder] = process.argv;
 const require = createRequire(join(resolve(packages), "package.json"));
 const ort = require("onnxruntime-node");
-const { TrainingSession } = await import(pathToFileURL(resolve(folder, "ortops.mjs")).href);
+const { TrainingSession, readSafetensors } = await import(pathToFileURL(resolve(folder, "ortops.mjs")).href);
 
 let cases = 0;
 const refused = async (call, message) => {
@@ -37,13 +37,25 @@ await refused(() => session.step({ ...good, image: images }), /there is no input
 await refused(() => session.step({ images: images.subarray(1), labels: [1, 2] }), /127 numbers do not fill/);
 await refused(() => session.step({ images, labels: [1] }), /'labels': 1 numbers do not fill|'labels': it is/);
 await refused(() => session.step({ images, labels: [1, 2.5] }), /'labels' is int64, and has 2.5 in it/);
+for (const [wrong, given] of [[[[1, 2]], "an array"], ["12", "string"], [[null], "null"], [new Array(2), "undefined"]]) {
+  for (const name of ["images", "labels"]) {
+    const message = new RegExp(`^'${name}': its element 0 is ${given}; a flat array of numbers is accepted`);
+    await refused(() => session.step({ ...good, [name]: { data: wrong, dims: [wrong.length] } }), message);
+  }
+}
+await refused(() => session.step({ images, labels: [1, 1e300] }), /'labels' is int64, which has no 1e\+300/);
+await refused(() => session.step({ images, labels: [1, 2n ** 63n] }), /is int64, which has no 9223372036854775808/);
 await refused(
   () => session.step({ images, labels: new ort.Tensor("int32", new Int32Array([1, 2]), [2]) }),
   /input 'labels': it is int32\[2\]; int64\[batch\] is accepted/,
 );
 await refused(() => { session.learningRate = -1; }, /learningRate is -1; a finite number >= 0/);
+await refused(() => { session.learningRate = 1e39; }, /learningRate is 1e\+39; a finite number >= 0 of float32/);
+await refused(() => session.setState({ toString: [1] }), /there is no variable 'toString'/);
 await refused(() => session.setState({ weight: [1] }), /there is no variable 'weight'/);
 await refused(() => session.setState({ "fc2.bias": [1, 2] }), /2 numbers do not fill \[10\]/);
+const state = files["state.safetensors"];
+await refused(() => readSafetensors(state.subarray(0, state.length - 1)), /has \d+ bytes, which do not fill/);
 const first = session.step(good);
 await refused(() => session.step(good), /^step: 'step' has not finished; await it first$/);
 await first;
