@@ -51,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--profile", action="store_true", help="show where the steps of ortops spend time, instead"
     )
     parser.add_argument(
-        "--without", metavar="PASSES", help="those that --profile leaves out, as in lstm,blocked"
+        "--without",
+        metavar="PASSES",
+        help="those that --profile leaves out, as in recurrent,blocked",
     )
     options = parser.parse_args(arguments)
     names = works.find(options.only)

@@ -13,6 +13,9 @@ import onnxruntime
 import pytest
 from packaging.requirements import Requirement
 
+from ortops.passes import blocked, scaled_sums
+from ortops.passes.blocked import kernels
+
 # No deadline: how long an example takes depends on the machine, not on the code's correctness.
 hypothesis.settings.register_profile("default", deadline=None)
 # The same examples in every run, so that a red run can be repeated.
@@ -95,6 +98,17 @@ def why_left_out(item: pytest.Item) -> str:
     return ""
 
 
+def leave_out_blocks(patch: pytest.MonkeyPatch) -> None:
+    """Makes this a machine for which onnxruntime has no convolution kernels with blocks."""
+    for module in (blocked, kernels, scaled_sums):
+        patch.setattr(module, "block_size", lambda: None)
+
+
+@pytest.fixture
+def without_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_out_blocks(monkeypatch)
+
+
 class LeftOut(pytest.File):
     """A file of which nothing is collected; without it, pytest would say that there is no file."""
 
@@ -103,6 +117,8 @@ class LeftOut(pytest.File):
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("ORTOPS_WITHOUT_BLOCKS"):
+        leave_out_blocks(pytest.MonkeyPatch())
     config.stash[tests_left_out] = Counter()
     config.stash[files_left_out] = {}
 

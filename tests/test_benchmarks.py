@@ -341,7 +341,7 @@ def test_a_profile_names_operators_and_nodes(capsys: pytest.CaptureFixture[str])
 
 def test_a_profile_without_passes(capsys: pytest.CaptureFixture[str]) -> None:
     counts = []
-    for without in ("lstm", "cross_entropy,lstm"):  # there is no LSTM in it
+    for without in ("recurrent", "cross_entropy,recurrent"):  # there is no LSTM in it
         assert main(["--quick", "--profile", "--only", MODEL, "--without", without]) == 0
         counts.append(re.findall(r"in (\d+) nodes", capsys.readouterr().out))
     assert counts[0] != counts[1]
@@ -354,7 +354,7 @@ def test_a_profile_without_passes(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--only", "perceptron"], "--only ['perceptron'] fits none of: MLP 784-128-10"),
         (["--peer", "abacus"], "--peer ['abacus'] fits none of: ortops, standard operators"),
-        (["--without", "lstm"], "--without goes with --profile"),
+        (["--without", "recurrent"], "--without goes with --profile"),
         (["--rounds", "0"], "--rounds is 0; at least 1 is accepted"),
     ],
 )

@@ -49,7 +49,7 @@ WITHIN = {
     "surgery": ("reading", "head", "batch", "output", "__init__"),
     "passes": (
         *("order", "finite", "draft", "rewrite", "rematerialization", "cross_entropy", "products"),
-        *("max_pool", "rectified", "transposed", "lstm", "blocked", "rounding", "webgpu"),
+        *("max_pool", "rectified", "transposed", "recurrent", "blocked", "rounding", "webgpu"),
         *("scaled_sums", "__init__"),
     ),
     "losses": (

@@ -105,7 +105,7 @@ CASES = {
     "max_pool": Case(pooling, {"x": (4, 4, 6, 6)}, "", "Equal"),
     "rectified": layers("Where", "HardSigmoid"),
     "blocked": convolutions("MaxUnpool", "ReorderInput"),
-    "lstm": Case(lambda: lstm(5, width=6), {"tokens": (9, 4, 5)}, "LSTM", "FusedMatMul"),
+    "recurrent": Case(lambda: lstm(5, width=6), {"tokens": (9, 4, 5)}, "LSTM", "FusedMatMul"),
     "rounding": Case(sigmoid, {"x": (4, 6)}, "Sigmoid", "Reciprocal"),
 }
 
@@ -143,15 +143,15 @@ def test_with_and_without(name: str) -> None:
 
 
 def test_without_any() -> None:
-    for case in (layers("", ""), attention("", ""), CASES["lstm"]):
+    for case in (layers("", ""), attention("", ""), CASES["recurrent"]):
         _, losses = trained(case, Settings())
         _, wanted = trained(case, Settings(passes=()))
         np.testing.assert_allclose(losses, wanted, rtol=1e-5)
 
 
 def test_without_a_pass_that_does_not_exist() -> None:
-    with pytest.raises(OrtopsError, match="no pass 'lstn'; did you mean 'lstm'"):
-        Settings().without("lstn")
+    with pytest.raises(OrtopsError, match="no pass 'recurent'; did you mean 'recurrent'"):
+        Settings().without("recurent")
 
 
 def test_rematerialization() -> None:

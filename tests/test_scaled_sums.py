@@ -14,11 +14,20 @@ from ortops import TrainingSession
 from ortops.execution import split
 from ortops.execution.settings import Settings
 from ortops.optimizers import SGD, Adagrad, Adam, AdamW, Momentum
+from ortops.passes import scaled_sums
 from ortops.passes.blocked.kernels import block_size
 
-needs_kernels = pytest.mark.skipif(
-    block_size() is None, reason="onnxruntime has no blocked convolution kernels here"
-)
+
+@pytest.fixture(params=["Conv", "GatedAdd"], autouse=True)
+def kernel(request: pytest.FixtureRequest) -> str:
+    """The kernel that makes the sums: that of the blocked layout, and the one beside it."""
+    if request.param == "Conv" and block_size() is None:
+        pytest.skip("onnxruntime has no blocked convolution kernels here")
+    if request.param == "GatedAdd":
+        request.getfixturevalue("without_blocks")
+        if not scaled_sums.has_kernel():
+            pytest.skip("onnxruntime has no GatedAdd before version 1.31")
+    return str(request.param)
 
 
 def session_of(optimizer: Any, *, scaled_sums: bool = True) -> TrainingSession:
@@ -34,7 +43,6 @@ def group_of(session: TrainingSession) -> split.Group:
     return packed.group
 
 
-@needs_kernels
 @pytest.mark.parametrize(
     ("optimizer", "sums", "others"),
     [
@@ -57,7 +65,6 @@ def test_which_sums(optimizer: Any, sums: int, others: str) -> None:
         assert split.is_safe_in_place(group.formula.inputs[index], value)
 
 
-@needs_kernels
 @pytest.mark.parametrize(
     "optimizer",
     [SGD(), Momentum(), Adagrad(), Adam(), AdamW(), AdamW(epsilon_after_correction=True)],
@@ -74,7 +81,6 @@ def test_steps_are_those_of_standard_operators(optimizer: Any) -> None:
         np.testing.assert_allclose(fused.state[name], array, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
-@needs_kernels
 def test_a_sum_is_not_written_over_what_it_scales() -> None:
     formula = group_of(session_of(Adam())).formula
     total = next(node for node in formula if node.op_type == "ScaledSum")
@@ -83,3 +89,28 @@ def test_a_sum_is_not_written_over_what_it_scales() -> None:
     assert added is not None
     assert split.is_safe_in_place(added, total.outputs[0])
     assert not split.is_safe_in_place(scaled, total.outputs[0])
+
+
+def test_which_kernel(kernel: str) -> None:
+    (template,) = session_of(SGD())._execution._templates
+    (packed,) = template.packed
+    assert packed.model(1).graph.num_nodes() <= 3  # with the gate
+    assert kernel in [node.op_type for node in packed.model(1).graph]
+
+
+@pytest.mark.parametrize("kernel", ["GatedAdd"], indirect=True)
+def test_a_gated_sum_is_that_of_standard_operators(kernel: str) -> None:
+    """Bit for bit: no product is left unrounded, as the convolution's are."""
+    fused, plain = session_of(SGD()), session_of(SGD(), scaled_sums=False)
+    for seed in range(5):
+        batch = labelled((6,), seed=seed)
+        fused.step(batch)
+        plain.step(batch)
+    for name, array in plain.state.items():
+        np.testing.assert_array_equal(fused.state[name], array, err_msg=name)
+
+
+def test_without_any_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """onnxruntime before 1.31 on a machine without blocks."""
+    monkeypatch.setattr(scaled_sums, "has_kernel", lambda: False)
+    assert not any(node.op_type == "ScaledSum" for node in group_of(session_of(SGD())).formula)

@@ -1,7 +1,8 @@
-"""LSTM in lowered graphs, which keeps its gates.
+"""LSTM, GRU and RNN in lowered graphs, which keep their gates.
 
 The gradients are compared with those of a graph that no pass has seen, whose rule computes the
-gates once more and is tested against the equations; outputs with those of onnxruntime's LSTM.
+gates once more and is tested against the equations; outputs with those of onnxruntime's
+operators.
 """
 
 from __future__ import annotations
@@ -19,14 +20,23 @@ from running import run
 from models.lstm import lstm
 from ortops import TrainingSession, build_training_model
 from ortops.execution.settings import Settings
-from ortops.passes.lstm import LSTM
+from ortops.passes.recurrent import RECURRENT
 from tests.spies import Spy, lowered
 
 DIRECTIONS = ("forward", "reverse", "bidirectional")
 STEPS, SAMPLES, FEATURES, UNITS = 4, 9, 2, 3
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+INPUTS = ["X", "W", "R", "B", "lengths", "h", "c", "P"]
+
+CELLS = pytest.mark.parametrize(
+    ("operator", "attributes"),
+    [("LSTM", {}), ("GRU", {}), ("GRU", {"linear_before_reset": 1}), ("RNN", {})],
+    ids=["LSTM", "GRU", "GRU-linear", "RNN"],
+)
 
 
 def build(
+    operator: str = "LSTM",
     *,
     optional: str = "Bhc",
     outputs: Sequence[str] = ("Y", "Y_h", "Y_c"),
@@ -36,13 +46,20 @@ def build(
     lengths: bool = False,
     **attributes: Any,
 ) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
-    """Returns a model of an LSTM's outputs and the gradients of Σ w · outputs, and its feeds."""
+    """Returns a model of an operator's outputs and the gradients of Σ w · outputs, and its feeds.
+
+    What other operators than LSTM do not have, a cell state, is left out of the arguments.
+    """
+    if operator != "LSTM":
+        optional = optional.replace("c", "")
+        outputs = [name for name in outputs if name != "Y_c"]
+    gates = GATES[operator]
     directions = 2 if attributes.get("direction") == "bidirectional" else 1
     shapes = {
         "X": (STEPS, samples, FEATURES),
-        "W": (directions, 4 * UNITS, FEATURES),
-        "R": (directions, 4 * UNITS, UNITS),
-        "B": (directions, 8 * UNITS),
+        "W": (directions, gates * UNITS, FEATURES),
+        "R": (directions, gates * UNITS, UNITS),
+        "B": (directions, 2 * gates * UNITS),
         "h": (directions, samples, UNITS),
         "c": (directions, samples, UNITS),
         "P": (directions, 3 * UNITS),
@@ -50,14 +67,15 @@ def build(
     rng = np.random.default_rng(3)
     present = ["X", "W", "R", *optional]
     feeds = {name: rng.standard_normal(shapes[name], np.float32) for name in present}
-    order = ["X", "W", "R", "B", "lengths", "h", "c", "P"]
+    order = INPUTS if operator == "LSTM" else INPUTS[:6]
+    places = ["Y", "Y_h", "Y_c"] if operator == "LSTM" else ["Y", "Y_h"]
     if lengths:
         feeds["lengths"] = np.arange(samples, dtype=np.int32) % (STEPS + 1)
     nodes = [
         helper.make_node(
-            "LSTM",
+            operator,
             [name if name in feeds else "" for name in order],
-            [name if name in outputs else "" for name in ("Y", "Y_h", "Y_c")],
+            [name if name in outputs else "" for name in places],
             name="under_test",
             hidden_size=UNITS,
             **attributes,
@@ -93,10 +111,10 @@ def operators(proto: onnx.ModelProto) -> set[str]:
 
 def check(proto: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> None:
     """Checks all that a model puts out; it must have been changed."""
-    ours = lowered(proto, LSTM)
-    assert "LSTM" not in operators(ours)
+    ours = lowered(proto, RECURRENT)
+    assert GATES.keys().isdisjoint(operators(ours))
     standard = lowered(proto)
-    assert "LSTM" in operators(standard)
+    assert not GATES.keys().isdisjoint(operators(standard))
     names = [entry.name for entry in standard.graph.output]
     assert [entry.name for entry in ours.graph.output] == names
     for name, a, b in zip(names, run(ours, feeds), run(standard, feeds), strict=True):
@@ -106,31 +124,63 @@ def check(proto: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> None:
         assert scale > 0
 
 
+@CELLS
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_gradients(direction: str, symbolic: bool) -> None:
-    check(*build(direction=direction, symbolic=symbolic))
+def test_gradients(
+    operator: str, attributes: dict[str, int], direction: str, symbolic: bool
+) -> None:
+    check(*build(operator, direction=direction, symbolic=symbolic, **attributes))
 
 
-@pytest.mark.parametrize("optional", ["", "B", "h", "c", "Bh"])
+@CELLS
+@pytest.mark.parametrize("optional", ["", "B", "h", "Bh"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_optional_inputs(direction: str, optional: str) -> None:
-    check(*build(direction=direction, optional=optional))
+def test_optional_inputs(
+    operator: str, attributes: dict[str, int], direction: str, optional: str
+) -> None:
+    check(*build(operator, direction=direction, optional=optional, **attributes))
 
 
-@pytest.mark.parametrize("outputs", [["Y"], ["Y_h"], ["Y_c"], ["Y", "Y_c"]], ids="-".join)
+@CELLS
+@pytest.mark.parametrize("outputs", [["Y"], ["Y_h"]], ids="-".join)
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_optional_outputs(direction: str, outputs: Sequence[str]) -> None:
-    check(*build(direction=direction, outputs=outputs))
+def test_optional_outputs(
+    operator: str, attributes: dict[str, int], direction: str, outputs: Sequence[str]
+) -> None:
+    check(*build(operator, direction=direction, outputs=outputs, **attributes))
 
 
-@pytest.mark.parametrize("xs", ["X", "W", "R", "B", "h", "c"])
-def test_gradient_of_one_input(xs: str) -> None:
-    check(*build(xs=xs))
+@pytest.mark.parametrize("outputs", [["Y_c"], ["Y", "Y_c"]], ids="-".join)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_optional_cell_state(direction: str, outputs: Sequence[str]) -> None:
+    check(*build(direction=direction, optional="c", outputs=outputs))
 
 
-def test_usual_activations_written_out() -> None:
-    check(*build(activations=["Sigmoid", "Tanh", "Tanh"]))
+@CELLS
+@pytest.mark.parametrize("xs", ["X", "W", "R", "B", "h"])
+def test_gradient_of_one_input(operator: str, attributes: dict[str, int], xs: str) -> None:
+    check(*build(operator, xs=xs, **attributes))
+
+
+def test_gradient_of_the_cell_state() -> None:
+    check(*build(xs="c"))
+
+
+@CELLS
+def test_one_step(
+    operator: str, attributes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "STEPS", 1)
+    check(*build(operator, **attributes))
+
+
+@pytest.mark.parametrize(
+    ("operator", "activations"),
+    [("LSTM", ["Sigmoid", "Tanh", "Tanh"]), ("GRU", ["Sigmoid", "Tanh"]), ("RNN", ["Tanh"])],
+)
+def test_usual_activations_written_out(operator: str, activations: Sequence[str]) -> None:
+    check(*build(operator, activations=activations))
 
 
 @pytest.mark.parametrize(
@@ -147,15 +197,82 @@ def test_usual_activations_written_out() -> None:
 )
 def test_other_forms_stay(options: dict[str, Any]) -> None:
     proto, feeds = build(**options)
-    ours = lowered(proto, LSTM)
+    ours = lowered(proto, RECURRENT)
     assert ours == lowered(proto)
     assert "LSTM" in operators(ours)
     assert all(np.isfinite(array).all() for array in run(ours, feeds))
 
 
+@pytest.mark.parametrize(
+    ("operator", "options"),
+    [
+        ("GRU", {"lengths": True}),
+        ("GRU", {"clip": 0.5}),
+        ("GRU", {"activations": ["HardSigmoid", "Tanh"]}),
+        ("GRU", {"samples": 7}),
+        ("RNN", {"lengths": True}),
+        ("RNN", {"activations": ["Relu"]}),
+        ("RNN", {"samples": 3}),
+    ],
+    ids=lambda each: each if isinstance(each, str) else next(iter(each)),
+)
+def test_other_forms_of_the_others_stay(operator: str, options: dict[str, Any]) -> None:
+    proto, feeds = build(operator, **options)
+    ours = lowered(proto, RECURRENT)
+    assert ours == lowered(proto)
+    assert operator in operators(ours)
+    assert all(np.isfinite(array).all() for array in run(ours, feeds))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("operator", "attributes"),
+    [("LSTM", {}), ("GRU", {"linear_before_reset": 1}), ("RNN", {})],
+    ids=GATES,
+)
+def test_gradients_are_those_of_torch(operator: str, attributes: dict[str, int]) -> None:
+    """In float64; PyTorch's GRU is linear before its reset gate."""
+    import torch
+
+    proto, feeds = build(operator, **attributes)
+    order = {"LSTM": [0, 2, 3, 1], "GRU": [1, 0, 2], "RNN": [0]}[operator]
+
+    def in_order(array: np.ndarray) -> torch.Tensor:
+        """Gates as PyTorch has them, where ONNX says iofc and zrn."""
+        return torch.from_numpy(np.concatenate([np.split(array, len(order))[g] for g in order]))
+
+    net = getattr(torch.nn, operator)(FEATURES, UNITS, dtype=torch.float64)
+    b_w, b_r = np.split(feeds["B"][0].astype(np.float64), 2)
+    given = {"weight_ih": feeds["W"][0], "weight_hh": feeds["R"][0], "bias_ih": b_w, "bias_hh": b_r}
+    net.load_state_dict({f"{k}_l0": in_order(v.astype(np.float64)) for k, v in given.items()})
+    leaves = {
+        name: torch.from_numpy(feeds[name].astype(np.float64)).requires_grad_()
+        for name in ("X", "h", "c")
+        if name in feeds
+    }
+    states = tuple(leaves[name] for name in ("h", "c") if name in leaves)
+    y, last = net(leaves["X"], states if operator == "LSTM" else states[0])
+    ends = last if operator == "LSTM" else [last]
+    results = {"Y": y[:, None], **dict(zip(("Y_h", "Y_c"), ends, strict=False))}
+    total = sum((torch.from_numpy(feeds[f"w_{k}"]) * v).sum() for k, v in results.items())
+    total.backward()
+    wanted = {f"d_{name}": leaf.grad for name, leaf in leaves.items()} | results
+    ours = lowered(proto, RECURRENT)
+    found = dict(zip([entry.name for entry in ours.graph.output], run(ours, feeds), strict=True))
+    for name, array in wanted.items():
+        np.testing.assert_allclose(found[name], array.detach(), rtol=1e-4, atol=1e-5, err_msg=name)
+    bias = np.concatenate([net.bias_ih_l0.grad, net.bias_hh_l0.grad])
+    of_bias = [in_order(half) for half in np.split(found["d_B"][0], 2)]
+    np.testing.assert_allclose(np.concatenate(of_bias), bias, rtol=1e-4, atol=1e-5)
+    for name, grad in (("d_W", net.weight_ih_l0.grad), ("d_R", net.weight_hh_l0.grad)):
+        np.testing.assert_allclose(
+            in_order(found[name][0]), grad, rtol=1e-4, atol=1e-5, err_msg=name
+        )
+
+
 def test_what_no_gradient_passes_through_stays() -> None:
     proto, _ = build(outputs=["Y"], xs=["w_Y"])
-    assert lowered(proto, LSTM) == lowered(proto)
+    assert lowered(proto, RECURRENT) == lowered(proto)
 
 
 def test_higher_order_stays() -> None:
@@ -163,7 +280,7 @@ def test_higher_order_stays() -> None:
     proto.graph.node.append(helper.make_node("ReduceSumSquare", ["d_X"], ["squares"], keepdims=0))
     proto.graph.node.append(node("Gradient", ["R"], ["dd_R"], xs=["R"], y="squares"))
     proto.graph.output.append(value("dd_R", [1, 4 * UNITS, UNITS]))
-    assert lowered(proto, LSTM) == lowered(proto)
+    assert lowered(proto, RECURRENT) == lowered(proto)
 
 
 def test_training() -> None:
@@ -180,9 +297,12 @@ def test_training() -> None:
     spies = Spy(), Spy()
     ours = TrainingSession(trainable, settings=spies[0].watching(Settings()))
     losses = [float(ours.step(batch)["loss"]) for batch in batches]
-    (operators,) = spies[0].operators
-    assert "LSTM" not in operators
-    standard = TrainingSession(trainable, settings=spies[1].watching(Settings().without("lstm")))
+    kept, *small = spies[0].operators  # for any size, and where few samples gain nothing
+    assert "LSTM" not in kept
+    assert [operators.count("LSTM") for operators in small] == [1, 1]
+    standard = TrainingSession(
+        trainable, settings=spies[1].watching(Settings().without("recurrent"))
+    )
     (operators,) = spies[1].operators
     assert operators.count("LSTM") == 1
     np.testing.assert_allclose(
@@ -195,6 +315,6 @@ def test_training() -> None:
 def test_gradient_of_the_input_alone_of_any_batch_stays() -> None:
     """A model that is served, whose batch may be 1."""
     proto, _ = build(symbolic=True, xs=("X",))
-    assert "LSTM" in operators(lowered(proto, LSTM))
+    assert "LSTM" in operators(lowered(proto, RECURRENT))
     proto, _ = build(symbolic=True, xs=("R",))
-    assert "LSTM" not in operators(lowered(proto, LSTM))
+    assert "LSTM" not in operators(lowered(proto, RECURRENT))

@@ -50,7 +50,7 @@ class Settings:
             OrtopsError: If there is no such pass.
 
         Example:
-            >>> settings = Settings().without("max_pool", "lstm", "blocked", "scales")
+            >>> settings = Settings().without("max_pool", "recurrent", "blocked", "scales")
             >>> [each.name for each in settings.passes]
             ['transposed', 'row_sums', 'transposes', 'cross_entropy', 'rectified', 'rounding']
         """

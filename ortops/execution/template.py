@@ -23,7 +23,6 @@ from ortops.graph.tensor import Names
 from ortops.inference import Kernels
 from ortops.lowering import lower_optimizers, lower_prepared, takes_python_kernel
 from ortops.passes import scaled_sums
-from ortops.passes.blocked.kernels import block_size
 from ortops.passes.rematerialization import Checkpoint, Rematerialization, names_in
 
 __all__ = ["Template"]
@@ -85,7 +84,7 @@ class Template:
         size = sum(group.size for group in groups)
         self.joined = kernels == "onnx" and size <= settings.joined
         apart = on_cpu and not self.joined and kernels == "onnx"
-        if apart and settings.scaled_sums and block_size() is not None:
+        if apart and settings.scaled_sums and scaled_sums.has_kernel():
             for group in groups:
                 scaled_sums.insert(group.formula, group.updated)
         self.spins = self.joined or not groups

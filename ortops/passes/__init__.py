@@ -16,10 +16,10 @@ from __future__ import annotations
 from ortops.passes.blocked import BLOCKED
 from ortops.passes.cross_entropy import CROSS_ENTROPY
 from ortops.passes.draft import Draft, Pass, Runtime
-from ortops.passes.lstm import LSTM
 from ortops.passes.max_pool import MAX_POOL
 from ortops.passes.products import ROW_SUMS, SCALES, TRANSPOSES
 from ortops.passes.rectified import RECTIFIED
+from ortops.passes.recurrent import RECURRENT
 from ortops.passes.rounding import ROUNDING
 from ortops.passes.transposed import TRANSPOSED
 from ortops.passes.webgpu import WEBGPU
@@ -35,7 +35,7 @@ PASSES: tuple[Pass, ...] = (
     MAX_POOL,
     RECTIFIED,  # before blocks are there, whose cotangents it would know nothing of
     BLOCKED,
-    LSTM,
+    RECURRENT,
     ROUNDING,
     WEBGPU,
 )
@@ -47,6 +47,6 @@ def passes_for(runtime: Runtime) -> list[Pass]:
 
     Example:
         >>> [each.name for each in passes_for("any")]
-        ['row_sums', 'cross_entropy', 'max_pool', 'rectified', 'lstm']
+        ['row_sums', 'cross_entropy', 'max_pool', 'rectified', 'recurrent']
     """
     return [each for each in PASSES if runtime in each.serves]

@@ -3,24 +3,30 @@
 As standard operators they take two passes, one for the product. onnxruntime's convolution kernels
 in the blocked layout (see `ortops.passes.blocked.kernels`) need only one: they convolve each
 channel with a single weight, c, and add that to y, in its memory if the result is bound to it. The
-numbers may be in any order, because all of them are scaled alike.
+numbers may be in any order, because all of them are scaled alike. On machines without these kernels
+onnxruntime's GatedAdd does it, from version 1.31 on; it rounds as the standard operators do.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
 
 from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor, op
-from ortops.passes.blocked.kernels import KERNEL_DOMAIN, convolve, emit, sizes
+from ortops.passes.blocked.kernels import KERNEL_DOMAIN, block_size, convolve, emit, sizes
 from ortops.passes.rewrite import Result, pattern, rewrite
 
-__all__ = ["MULTIPLE", "arranged", "expand", "insert", "overwrites"]
+__all__ = ["MULTIPLE", "arranged", "expand", "has_kernel", "insert", "overwrites"]
 
 DOMAIN = "ortops.scaled_sums"
 """The private domain of a sum y + c · x."""
+
+_GATED_ADD = "com.microsoft"
+"""The domain of GatedAdd."""
 
 _CHANNELS = 16  # a multiple of any kernel's block
 _HEIGHT = 16  # threads share the rows
@@ -32,6 +38,24 @@ MULTIPLE = _CHANNELS * _HEIGHT
 def arranged(size: int) -> tuple[int, int, int, int]:
     """Returns the shape that the kernels take a tensor of so many elements in."""
     return 1, _CHANNELS, _HEIGHT, size // MULTIPLE
+
+
+def has_kernel() -> bool:
+    """Returns whether onnxruntime has a kernel that makes such a sum in one pass, here."""
+    return block_size() is not None or _has_gated_add()
+
+
+@functools.cache
+def _has_gated_add() -> bool:
+    with Tape(name="probe") as tape:
+        x = tape.input("x", np.float32, arranged(MULTIPLE))
+        tape.output(_gated_add(x, tape.input("gate", np.float32, [*arranged(MULTIPLE)[:3], 1]), x))
+    model = tape.model().SerializeToString()
+    try:
+        onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    except Exception:  # of several types: it has no schema, or no kernel
+        return False
+    return True
 
 
 def insert(formula: ir.Graph, updated: Container[ir.Value]) -> None:
@@ -112,15 +136,26 @@ def overwrites(writer: ir.Node, value: ir.Value) -> bool:
 
 def expand(graph: ir.Graph) -> None:
     """Replaces the nodes of `insert` by what onnxruntime knows, where tensors are `arranged`."""
-    rewrite(graph, Names(graph), _convolution)
+    rewrite(graph, Names(graph), _kernel)
 
 
 @pattern("ScaledSum", domain=DOMAIN)
-def _convolution(node: ir.Node, tape: Tape) -> Result:
+def _kernel(node: ir.Node, tape: Tape) -> Result:
     x, factor, y = (tape.tensor(value) for value in node.inputs if value is not None)
-    signs = np.full((_CHANNELS, 1, 1, 1), node.attributes["sign"].as_int(), np.float32)
+    blocked = block_size() is not None
+    shape = (_CHANNELS, 1, 1, 1) if blocked else (*sizes(y)[:3], 1)
+    signs = np.full(shape, node.attributes["sign"].as_int(), np.float32)
     constant = constant_tensor(factor.value)
     known = None if constant is None else tape.constant(signs * constant.numpy())
     weights = op.Mul(signs, factor) if known is None else known
+    if not blocked:
+        return _gated_add(x, weights, y)
     tape.graph.opset_imports[KERNEL_DOMAIN] = 1
     return convolve(x, weights, sizes(y), kernel=(1, 1), add=y, group=_CHANNELS)
+
+
+def _gated_add(x: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+    """Returns y + weights · x, where each row of x has a weight."""
+    y.tape.graph.opset_imports[_GATED_ADD] = 1
+    (total,) = emit(y.tape, _GATED_ADD, "GatedAdd", [y, x, weights], [sizes(y)])
+    return total

@@ -7,8 +7,8 @@ Scan against the direction of the node, which is linear in them. What that gives
 pre-activations flows to X, W, R and B through the products, for all steps at once again.
 
 What an LSTM does element by element stands in functions of its own: `lstm_update`, `lstm_slopes`
-and `lstm_step`. They take one step or all steps at once, in any layout, and gates that were kept as
-well as those computed again.
+and `lstm_step`. They take one step or all steps at once, in any layout; `ortops.passes.recurrent`,
+which keeps the gates, uses them too.
 
 Here ``a_i`` is the pre-activation of gate i (z and r: update and reset gate, n: new hidden state;
 i, o, f and c: input, output and forget gate, and candidate), ``h_i`` the slope ∂h/∂a_i, ``h_h`` and

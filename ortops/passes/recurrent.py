@@ -1,0 +1,510 @@
+"""LSTM, GRU and RNN: the forward pass keeps its gates.
+
+The operators put out states only, so their rules have to compute the gates once more. Here, before
+gradients are taken, a Scan that puts out what the backward pass needs replaces the operator, and
+with it a node that stands for both: it passes the outputs on, and its rule reads what the Scan has
+put out. Once gradients are taken that node goes. There is one for each direction.
+
+All tensors of a step have the batch last. The product of a step, R · h, then has the large matrix
+on its left, where onnxruntime's kernel reads it as it is; on the right it would be copied in each
+step, into the order that the kernel wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from ortops.autodiff.gradient_node import Bound, is_bound
+from ortops.autodiff.registry import Cotangents, Table
+from ortops.autodiff.rules.recurrent import (
+    lstm_step,
+    lstm_update,
+    scan,
+)
+from ortops.graph.edit import attribute_values, remove_unread, replace_value
+from ortops.graph.tensor import Tape, Tensor, op, zeros_like
+from ortops.passes.draft import ANYWHERE, Draft, Pass
+
+__all__ = ["RECURRENT"]
+
+DOMAIN = "ortops.recurrent"
+"""The private domain of the nodes that stand for one direction of an operator."""
+
+TABLE = Table()
+"""Their rules."""
+
+_USUAL: Mapping[str, Sequence[str]] = {
+    "LSTM": ("Sigmoid", "Tanh", "Tanh"),
+    "GRU": ("Sigmoid", "Tanh"),
+    "RNN": ("Tanh",),
+}
+_SAMPLES = {"LSTM": 8, "GRU": 8, "RNN": 4}
+"""With fewer, onnxruntime's own operators and the gates once more are faster (measured)."""
+
+
+class _Recurrent(Pass):
+    """Keeps the gates of LSTM, GRU and RNN nodes that a gradient passes through.
+
+    Nodes of float32 with the usual activations, and without sequence lengths, peepholes, clipping
+    or coupled gates, take part, unless a gradient of higher order is asked for. The result is for
+    onnxruntime's CPU provider; others have faster kernels for the operators than for Scan.
+    """
+
+    def gains(self, model: ir.Model, sizes: Mapping[str, int] | None) -> bool:
+        """Whether batches are so small that operators should stay, which only known sizes tell."""
+        return any(
+            _is_usual(node) and _symbol(node) is not None and (sizes is None or _is_small(node, sizes))
+            for node in model.graph
+        )
+
+    def prepare(self, draft: Draft) -> None:
+        """Replaces the operator by Scans, and by nodes that stand for them."""
+        usual = [node for node in draft.graph if _is_usual(node) and draft.is_free(node)]
+        if not usual or not draft.is_of_first_order:
+            return
+        gradients = [Bound.of(node) for node in draft.graph if is_bound(node)]
+        found = {node for each in gradients for node in each.path(draft.graph, draft.rules)}
+        xs = {x for each in gradients for x in each.xs}
+        draft.add_rules(TABLE)
+        for node in usual:
+            # Who asks for the gradient of x alone does not train, and may come with one sample.
+            trained = any(w in xs or (w and w.producer() in found) for w in node.inputs[1:4])
+            if node in found and (trained or _symbol(node) is None):
+                _insert(node, draft)
+
+    def finish(self, draft: Draft) -> None:
+        """Removes the nodes that stand for an operator."""
+        found = [node for node in draft.graph if node.domain == DOMAIN]
+        for node in found:
+            for old, new in zip(node.outputs, node.inputs[_read(node) :], strict=False):
+                assert new is not None
+                old.replace_all_uses_with(new)
+        if found:
+            remove_unread(list(draft.graph))
+
+
+RECURRENT = _Recurrent("recurrent", ANYWHERE)
+
+
+def _read(node: ir.Node) -> int:
+    """Returns how many inputs a node that stands for an operator has of it: x, w, r, b, states."""
+    return 6 if node.op_type == "LSTM" else 5
+
+
+def _is_usual(node: ir.Node) -> bool:
+    """Whether a node is of the form that is replaced, and no gradient names its outputs."""
+    if node.domain or node.op_type not in _USUAL or any(node.inputs[4:5]) or any(node.inputs[7:]):
+        return False
+    usual = tuple(_USUAL[node.op_type])
+    attributes = attribute_values(node)
+    names = tuple(attributes.get("activations", usual))
+    x = node.inputs[0]
+    return (
+        names in (usual, usual * 2)
+        and "clip" not in attributes
+        and not attributes.get("input_forget", 0)
+        and not attributes.get("layout", 0)
+        and x is not None
+        and x.dtype == ir.DataType.FLOAT
+        and all(value is None or value.shape is not None for value in node.inputs)
+        and x.shape is not None
+        and not (isinstance(x.shape[1], int) and x.shape[1] < _SAMPLES[node.op_type])
+        and not any(is_bound(user) for y in node.outputs for user, _ in y.uses())
+    )
+
+
+def _symbol(node: ir.Node) -> str | None:
+    """Returns what the size of a batch is called; None where it is a number."""
+    x = node.inputs[0]
+    batch = None if x is None or x.shape is None else x.shape[1]
+    return None if isinstance(batch, int) or batch is None else batch.value or ""
+
+
+def _is_small(node: ir.Node, sizes: Mapping[str, int]) -> bool:
+    least = _SAMPLES[node.op_type]
+    return sizes.get(_symbol(node) or "", least) < least
+
+
+def _parts(x: Tensor, count: int) -> list[Tensor]:
+    """Splits a tensor by its first axis, which is that of the directions."""
+    pieces = [x] if count == 1 else op.Split(x, axis=0, num_outputs=count)
+    return [op.Squeeze(piece, [0]) for piece in pieces]
+
+
+def _joined(parts: Sequence[Tensor], axis: int) -> Tensor:
+    """Joins what each direction has given along a new axis, batch before units."""
+    pieces: list[Tensor] = [op.Unsqueeze(_swapped(part), [axis]) for part in parts]
+    return pieces[0] if len(pieces) == 1 else op.Concat(*pieces, axis=axis)
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """Exchanges the last two axes."""
+    return op.Transpose(x, perm=[1, 0] if x.ndim == 2 else [0, 2, 1])
+
+
+def _columns(x: Tensor) -> Tensor:
+    """Returns (steps, rows, batch) as (rows, steps · batch)."""
+    return op.Flatten(op.Transpose(x, perm=[1, 0, 2]), axis=1)
+
+
+def _insert(node: ir.Node, draft: Draft) -> None:
+    """Replaces an operator by Scans that keep the gates."""
+    tape = Tape(draft.graph, before=node, names=draft.names)
+    tape.scope = f"{node.name or node.op_type}/"
+    given = [None if value is None else tape.tensor(value) for value in node.inputs]
+    x, w, r, b, _, *states = (*given, *[None] * 4)[: _read(node) + 1]
+    assert x is not None
+    assert w is not None
+    assert r is not None
+    direction = node.attributes.get_string("direction", "forward")
+    backwards = [False, True] if direction == "bidirectional" else [direction == "reverse"]
+    count = len(backwards)
+    zero = _zero_state(x, r)
+    starts = [
+        [zero] * count if z is None else [_swapped(part) for part in _parts(z, count)]
+        for z in states
+    ]
+    b_parts = [None] * count if b is None else _parts(b, count)
+    results = []
+    for reverse, w_part, r_part, b_part, *start in zip(
+        backwards, _parts(w, count), _parts(r, count), b_parts, *starts, strict=True
+    ):
+        at = _Direction(x, w_part, r_part, b_part, reverse)
+        match node.op_type:
+            case "LSTM":
+                found = _lstm_forward(at, *start)
+            case "GRU":
+                linear = node.attributes.get_int("linear_before_reset", 0)
+                found = _gru_forward(at, linear, *start)
+            case _:
+                found = _rnn_forward(at, *start)
+        results.append(found)
+    y, *last = zip(*results, strict=True)
+    joined = (_joined(y, 1), *(_joined(each, 0) for each in last))
+    for old, new in zip(node.outputs, joined, strict=False):
+        if old.name:
+            replace_value(tape, old, new.with_shape_of(tape.tensor(old)))
+    draft.graph.remove(node, safe=True)
+
+
+def _zero_state(x: Tensor, r: Tensor) -> Tensor:
+    """Returns a state of zeros, [H, N]."""
+    sizes = op.Concat(op.Shape(r, start=2, end=3), op.Shape(x, start=1, end=2), axis=0)
+    batch = None if x.shape is None else x.shape[1]
+    units = None if r.shape is None else r.shape[2]
+    return op.ConstantOfShape(sizes).with_shape([units, batch])
+
+
+def _with_ones(x: Tensor) -> Tensor:
+    """Returns x with a last column of ones, which a bias is multiplied by."""
+    shape = op.Concat(op.Shape(x, start=0, end=2), [1], axis=0)
+    ones = op.ConstantOfShape(shape, value=np.ones(1, x.dtype))
+    return op.Concat(x, ones, axis=2)
+
+
+@dataclass(frozen=True)
+class _Direction:
+    """One direction of an operator.
+
+    Attributes:
+        x: The input, [T, N, I].
+        w: The weights of the input, [gates · H, I].
+        r: The weights of the hidden state, [gates · H, H].
+        b: Both biases, [2 · gates · H].
+        backwards: Whether to go from the last step to the first.
+    """
+
+    x: Tensor
+    w: Tensor
+    r: Tensor
+    b: Tensor | None
+    backwards: bool
+
+    def biases(self) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the bias of w, and that of r."""
+        if self.b is None:
+            return None, None
+        of_w, of_r = op.Split(self.b, axis=0, num_outputs=2)
+        return of_w, of_r
+
+    def sum_of_biases(self) -> Tensor | None:
+        """Returns the bias where it does not matter which product it is added to."""
+        of_w, of_r = self.biases()
+        return None if of_w is None or of_r is None else of_w + of_r
+
+    def project(self, bias: Tensor | None) -> Tensor:
+        """Returns w · x + bias for all steps, [T, gates · H, N]."""
+        factor, rows = self.w, self.x
+        if bias is not None:
+            factor = op.Concat(factor, op.Unsqueeze(bias, [1]), axis=1)
+            rows = _with_ones(rows)
+        steps, batch, _ = self.x.shape or (None,) * 3
+        shape = [steps, (self.r.shape or (None,))[0], batch]
+        return op.MatMul(factor, _swapped(rows)).with_shape(shape)
+
+    def scan(
+        self, step: Callable[..., Sequence[Tensor]], states: Sequence[Tensor], *slices: Tensor
+    ) -> list[Tensor]:
+        """Emits a Scan in the direction; see `scan`."""
+        return scan(step, states, slices, backwards=self.backwards)
+
+    def stand_in(
+        self,
+        operator: str,
+        states: Sequence[Tensor],
+        results: Sequence[Tensor],
+        saved: Sequence[Tensor],
+        **attributes: int,
+    ) -> list[Tensor]:
+        """Emits the node that stands for the operator.
+
+        Args:
+            operator: Its name.
+            states: The states at the beginning, [H, N].
+            results: The hidden states, [T, H, N], and the states at the end, [H, N].
+            saved: What its rule reads besides, of all steps.
+            **attributes: What its rule has to know.
+
+        Returns:
+            What stands for the results.
+        """
+        inputs = (self.x, self.w, self.r, self.b, *states, *results, *saved)
+        attributes["backwards"] = int(self.backwards)
+        node = ir.Node(
+            DOMAIN,
+            operator,
+            [None if z is None else z.value for z in inputs],
+            [ir.AttrInt64(name, value) for name, value in attributes.items()],
+            num_outputs=len(results),
+        )
+        self.x.tape.append(node)
+        for new, like in zip(node.outputs, results, strict=True):
+            new.type, new.shape = like.value.type, like.value.shape
+        return [self.x.tape.tensor(value) for value in node.outputs]
+
+
+def _inside(x: Tensor, outer: Tensor) -> Tensor:
+    """Returns a tensor of the graph around that of another tensor, to be read there."""
+    return x.tape.tensor(outer.value)
+
+
+def _halves(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """Splits a tensor of three gates into the first two and the third."""
+    size = (x.shape or (None,) * (axis + 1))[axis]
+    if isinstance(size, int):
+        first, second = op.Split(x, [2 * size // 3, size // 3], axis=axis)
+        return first, second
+    z, r, n = op.Split(x, axis=axis, num_outputs=3)
+    return op.Concat(z, r, axis=axis), n
+
+
+def _of_products(x: Tensor, w: Tensor, da: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the cotangents of x and w, and of a bias, by that of w · x + bias, in columns."""
+    dx = op.Reshape(op.Gemm(da, w, transA=1), op.Shape(x), allowzero=1)
+    return dx, op.Gemm(da, op.Flatten(x, axis=2)), op.ReduceSum(da, [1], keepdims=0)
+
+
+# -------------------------------------------------------------------------------------------- LSTM
+
+
+def _lstm_forward(at: _Direction, h: Tensor, c: Tensor) -> list[Tensor]:
+    def step(h: Tensor, c: Tensor, a: Tensor) -> Sequence[Tensor]:
+        a_i, a_o, a_f, a_c = op.Split(op.Gemm(_inside(h, at.r), h, a), axis=0, num_outputs=4)
+        i, o, f = (op.Sigmoid(each) for each in (a_i, a_o, a_f))
+        g = op.Tanh(a_c)
+        added, kept, after = lstm_update(i, f, g, c)
+        t = op.Tanh(after)
+        return o * t, after, h, added, kept, i, o, f, g, t
+
+    last_h, last_c, *saved = at.scan(step, [h, c], at.project(at.sum_of_biases()))
+    *_, o, _, _, t = saved  # y in one piece costs less than in each step a copy of the state
+    return at.stand_in("LSTM", [h, c], [o * t, last_h, last_c], saved)
+
+
+@TABLE.vjp("LSTM", domain=DOMAIN)
+def _lstm(
+    g: Sequence[Tensor | None],
+    outputs: Sequence[Tensor | None],
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    b: Tensor | None,
+    h: Tensor,
+    c: Tensor,
+    *saved: Tensor,
+    backwards: int,
+) -> Cotangents:
+    y, _, _, h_before, added, kept, i, o, f, candidate, t = saved
+    slopes = (added - i * added, y - o * y, kept - f * kept, i - added * candidate)
+    h_c, c_cell = o - y * t, f
+    transposed = _swapped(r)
+
+    def step(dh: Tensor, dc: Tensor, dy: Tensor | None, *slopes: Tensor) -> Sequence[Tensor]:
+        dh = dh if dy is None else dh + dy
+        da, dc = lstm_step(dh, dc, *slopes, axis=0)
+        return _inside(dh, transposed) @ da, dc, da
+
+    dy, *states = g
+    last = [zeros_like(h) if dz is None else dz for dz in states]
+    slices = (dy, op.Concat(*slopes, axis=1), h_c, c_cell)
+    dh, dc, da = scan(step, last, slices, backwards=not backwards)
+    da = _columns(da)
+    dx, dw, db = _of_products(x, w, da)
+    dr = op.Gemm(da, _columns(h_before), transB=1)
+    both = None if b is None else op.Concat(db, db, axis=0)
+    return dx, dw, dr, both, dh, dc, *(None for _ in saved)
+
+
+# --------------------------------------------------------------------------------------------- GRU
+
+
+def _gru_forward(at: _Direction, linear_before_reset: int, h: Tensor) -> list[Tensor]:
+    """Emits a GRU; z, r and n are its update gate, its reset gate and the new hidden state."""
+    w_bias, r_bias = at.biases()
+    column = None if r_bias is None else op.Unsqueeze(r_bias, [1])
+    r_gates, r_new = _halves(at.r, 0)
+
+    def gates(a: Tensor) -> tuple[Tensor, Tensor]:
+        z, r = op.Split(op.Sigmoid(a), axis=0, num_outputs=2)
+        return z, r
+
+    def update(h: Tensor, z: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+        difference = h - n
+        return n + z * difference, difference
+
+    def step(h: Tensor, a_gates: Tensor, a_new: Tensor) -> Sequence[Tensor]:
+        z, r = gates(op.Gemm(_inside(h, r_gates), h, a_gates))
+        reset = r * h
+        n = op.Tanh(op.Gemm(_inside(h, r_new), reset, a_new))
+        new, difference = update(h, z, n)
+        return new, h, z, r, n, difference, reset
+
+    def step_linear(h: Tensor, x_gates: Tensor, x_new: Tensor) -> Sequence[Tensor]:
+        bias = None if column is None else _inside(h, column)
+        h_gates, h_new = _halves(op.Gemm(_inside(h, at.r), h, bias), 0)
+        z, r = gates(x_gates + h_gates)
+        n = op.Tanh(x_new + r * h_new)
+        new, difference = update(h, z, n)
+        return new, h, z, r, n, difference, h_new
+
+    a = at.project(w_bias if linear_before_reset else at.sum_of_biases())
+    body = step_linear if linear_before_reset else step
+    last, *saved = at.scan(body, [h], *_halves(a, 1))
+    _, z, _, n, difference, _ = saved
+    attributes = {"linear_before_reset": linear_before_reset}
+    return at.stand_in("GRU", [h], [n + z * difference, last], saved, **attributes)
+
+
+@TABLE.vjp("GRU", domain=DOMAIN)
+def _gru(
+    g: Sequence[Tensor | None],
+    outputs: Sequence[Tensor | None],
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    b: Tensor | None,
+    h: Tensor,
+    *saved: Tensor,
+    backwards: int,
+    linear_before_reset: int,
+) -> Cotangents:
+    _, _, h_before, z, reset, n, difference, factor = saved
+    open_gate = 1 - z
+    h_z, h_n = difference * z * open_gate, open_gate * (1 - n * n)
+    of_reset = (factor if linear_before_reset else h_before) * reset * (1 - reset)
+    dy, dh = g
+    last = [zeros_like(h) if dh is None else dh]
+    gates, new = (_swapped(each) for each in _halves(r, 0))
+    transposed = _swapped(r)
+
+    def step(
+        dh: Tensor,
+        dy: Tensor | None,
+        h_z: Tensor,
+        h_n: Tensor,
+        of_reset: Tensor,
+        reset: Tensor,
+        z: Tensor,
+    ) -> Sequence[Tensor]:
+        dh = dh if dy is None else dh + dy
+        dn = dh * h_n
+        dreset = _inside(dh, new) @ dn
+        dgates = op.Concat(dh * h_z, dreset * of_reset, axis=0)
+        return op.Gemm(_inside(dh, gates), dgates, dh * z + dreset * reset), dgates, dn
+
+    def step_linear(
+        dh: Tensor,
+        dy: Tensor | None,
+        h_z: Tensor,
+        h_n: Tensor,
+        of_reset: Tensor,
+        reset: Tensor,
+        z: Tensor,
+    ) -> Sequence[Tensor]:
+        dh = dh if dy is None else dh + dy
+        dn = dh * h_n
+        da = op.Concat(dh * h_z, dn * of_reset, dn * reset, axis=0)
+        return op.Gemm(_inside(dh, transposed), da, dh * z), da, dn
+
+    body = step_linear if linear_before_reset else step
+    slices = (dy, h_z, h_n, of_reset, reset, z)
+    dh, da, dn = scan(body, last, slices, backwards=not backwards)
+    da, dn, before = _columns(da), _columns(dn), _columns(h_before)
+    dgates, dhidden = _halves(da, 0) if linear_before_reset else (da, dn)
+    of_x = op.Concat(dgates, dn, axis=0)
+    dx, dw, db = _of_products(x, w, of_x)
+    if linear_before_reset:
+        dr, db_r = op.Gemm(da, before, transB=1), op.ReduceSum(da, [1], keepdims=0)
+    else:
+        products = [
+            op.Gemm(each, of, transB=1)
+            for each, of in ((dgates, before), (dhidden, _columns(factor)))
+        ]
+        dr, db_r = op.Concat(*products, axis=0), db
+    both = None if b is None else op.Concat(db, db_r, axis=0)
+    return dx, dw, dr, both, dh, *(None for _ in saved)
+
+
+# --------------------------------------------------------------------------------------------- RNN
+
+
+def _rnn_forward(at: _Direction, h: Tensor) -> list[Tensor]:
+    def step(h: Tensor, a: Tensor) -> Sequence[Tensor]:
+        new = op.Tanh(op.Gemm(_inside(h, at.r), h, a))
+        return new, new, h
+
+    last, y, before = at.scan(step, [h], at.project(at.sum_of_biases()))
+    return at.stand_in("RNN", [h], [y, last], [before])
+
+
+@TABLE.vjp("RNN", domain=DOMAIN)
+def _rnn(
+    g: Sequence[Tensor | None],
+    outputs: Sequence[Tensor | None],
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    b: Tensor | None,
+    h: Tensor,
+    *saved: Tensor,
+    backwards: int,
+) -> Cotangents:
+    y, _, before = saved
+    dy, dh = g
+    transposed = _swapped(r)
+
+    def step(dh: Tensor, dy: Tensor | None, slope: Tensor) -> Sequence[Tensor]:
+        da = (dh if dy is None else dh + dy) * slope
+        return _inside(dh, transposed) @ da, da
+
+    last = [zeros_like(h) if dh is None else dh]
+    dh, da = scan(step, last, [dy, 1 - y * y], backwards=not backwards)
+    da = _columns(da)
+    dx, dw, db = _of_products(x, w, da)
+    dr = op.Gemm(da, _columns(before), transB=1)
+    both = None if b is None else op.Concat(db, db, axis=0)
+    return dx, dw, dr, both, dh, *(None for _ in saved)
