@@ -99,6 +99,7 @@ def _measure(
     from benchmarks.peers import PEERS
     from benchmarks.report import Report
     from benchmarks.start import measure as measure_starts
+    from benchmarks.task import Task
 
     report = Report(optimizer, effort)
     for peer in chosen:
@@ -113,11 +114,16 @@ def _measure(
     for name in names:
         print(f"{name} ...", file=sys.stderr, flush=True)
         work = works.WORKS[name]
+        if isinstance(work, works.Export) and (reason := work.missing()):
+            report.missing[name] = reason
+            continue
         checked = work.checked_optimizer
         with tempfile.TemporaryDirectory() as folder, worker() as submit:
             submit(works.write, work, folder, {optimizer, checked or optimizer}).result()
-            network = submit(works.network, folder).result()
-            taking_part = [peer for peer in able if PEERS[peer].does(network, optimizer)]
+            task = Task.read(folder)
+            taking_part = [
+                peer for peer in able if PEERS[peer].does(task.network, optimizer, task.exported)
+            ]
             if "steps" in parts:
                 contestants = {
                     peer: Contestant(folder, peer, optimizer, checked) for peer in taking_part

@@ -66,7 +66,7 @@ class Effort:
     turn: float = 0.4
     warm_up: int = 5
     starts: int = 5
-    memory_steps: int = 20
+    memory_steps: int = 6
 
 
 QUICK = Effort(rounds=2, turn=0.02, warm_up=1, starts=1, memory_steps=2)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import PEERS, TORCH
-from benchmarks.report import MEMORY_TARGET, START_TARGET, Report, reference
+from benchmarks.report import START_TARGET, Report, reference
 from benchmarks.works import WORKS
 
 __all__ = ["write"]
@@ -79,12 +79,16 @@ def _panels(report: Report) -> list[tuple[str, Ratios, Mapping[str, float]]]:
             if TORCH in by_peer
         }
 
-    for title, of, target in (
-        ("start to first step's end / torch eager's", _seconds, START_TARGET),
-        ("peak memory / torch eager's", _megabytes, MEMORY_TARGET),
+    for title, of, aims in (
+        ("start to first step's end / torch eager's", _seconds, dict.fromkeys(WORKS, START_TARGET)),
+        (
+            "peak memory / torch eager's",
+            _megabytes,
+            {w: it.memory_target for w, it in WORKS.items()},
+        ),
     ):
         if ratios := starts(of):
-            panels.append((title, ratios, dict.fromkeys(ratios, target)))
+            panels.append((title, ratios, {work: aims[work] for work in ratios}))
     return panels
 
 

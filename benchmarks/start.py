@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Start", "measure"]
+__all__ = ["Start", "measure", "peak_megabytes"]
 
 PROJECT = Path(__file__).parents[1]
 
@@ -34,7 +34,7 @@ class Start:
     megabytes: float
 
 
-def _peak_megabytes() -> float:
+def peak_megabytes() -> float:
     """Returns the most memory that this process held, in 10⁶ bytes."""
     try:  # unlike what resource tells, this does not begin with what the parent held
         status = Path("/proc/self/status").read_text(encoding="ascii")
@@ -57,7 +57,7 @@ def main(folder: str, peer: str, optimizer: str, steps: str) -> None:
     ended = time.time()
     for _ in range(int(steps)):
         step.run()
-    print(json.dumps({"ended": ended, "megabytes": _peak_megabytes()}))
+    print(json.dumps({"ended": ended, "megabytes": peak_megabytes()}))
 
 
 def measure(

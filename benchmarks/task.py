@@ -42,15 +42,18 @@ class Task:
     Attributes:
         folder: Where the files are.
         network: Whose parameters they are: ``mlp``, ``lenet``, ``resnet``, ``transformer``,
-            ``lstm``, or `UPDATE`.
+            ``lstm``, a name of `benchmarks.exported.NETWORKS`, or `UPDATE`.
         heads: The number of attention heads, which no shape tells.
         limit: How many of the batches come, if not all.
+        exported: Whether there is an exporter's file in the place of trainable models, which are
+            then built by whoever needs one.
     """
 
     folder: str
     network: str
     heads: int = 4
     limit: int | None = None
+    exported: bool = False
 
     @classmethod
     def read(cls, folder: str) -> Task:
@@ -72,8 +75,9 @@ class Task:
     def batches(self) -> list[dict[str, Array]]:
         """Returns the batches, each a dict of feeds by input.
 
-        The feeds of a training step are the samples, float32 (batch, …), and ``labels``, int64
-        (batch,), in this order; those of an update are ``<parameter>_gradient``.
+        The feeds of a training step are the samples, float32 (batch, …) or int64 ids, and
+        ``labels``, int64 (batch, …), in this order; those of an update are
+        ``<parameter>_gradient``.
         """
         count = len(list(Path(self.folder).glob("batch*.npz")))
         names = [f"batch{number}.npz" for number in range(count)][: self.limit]
@@ -82,6 +86,10 @@ class Task:
     def trainable(self, optimizer: str) -> Path:
         """Returns the path of the trainable ONNX model with an optimizer of `OPTIMIZERS`."""
         return Path(self.folder) / f"{optimizer}.onnx"
+
+    def file(self) -> Path:
+        """Returns the path of the exporter's file."""
+        return Path(self.folder) / "exported.onnx"
 
 
 def _arrays(path: Path) -> dict[str, Array]:

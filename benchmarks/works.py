@@ -1,7 +1,8 @@
-"""What is measured: whole training steps and updates alone, and what is aimed at."""
+"""What is measured: steps, also of exporters' files, and updates alone; and what is aimed at."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from benchmarks import exported
 from benchmarks.task import BATCHES, OPTIMIZERS, UPDATE, Array, Task
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ __all__ = [
     "DEPTHS",
     "DEPTH_WORKS",
     "WORKS",
+    "Export",
     "TrainingStep",
     "Update",
     "Work",
@@ -56,6 +59,7 @@ class TrainingStep:
     # float32, sums in different orders, and steps that carry the differences on.
     tolerance = 1e-4
     timed_tolerance = 3e-2
+    memory_target = 0.6
 
     def network(self) -> str:
         """Returns the name of the model's graph."""
@@ -90,6 +94,48 @@ class TrainingStep:
 
 
 @dataclass(frozen=True)
+class Export:
+    """One whole step of a real architecture, trained from an exporter's file.
+
+    Starts include the building of the trainable model. Attributes as those of `TrainingStep`, and:
+
+    Attributes:
+        name: A network of `benchmarks.exported.NETWORKS`.
+        exporter: One of `benchmarks.exported.EXPORTERS`.
+    """
+
+    name: str
+    exporter: str
+    batch: int
+    target: float | None = None
+
+    checked_optimizer = TrainingStep.checked_optimizer
+    tolerance, timed_tolerance = TrainingStep.tolerance, TrainingStep.timed_tolerance
+    run_steps = None
+    memory_target = 0.7
+    heads = 0
+
+    def missing(self) -> str:
+        """Says what is not installed that writes the file; nothing where all is."""
+        packages = ("torch", "transformers", "onnxscript")
+        absent = [name for name in packages if importlib.util.find_spec(name) is None]
+        return f"{' and '.join(absent)} not being installed" if absent else ""
+
+    def network(self) -> str:
+        """Returns the name of the network."""
+        return self.name
+
+    def weights(self) -> dict[str, Array]:
+        """Returns the initial weights by the names of PyTorch's module."""
+        return exported.initial_weights(self.name)
+
+    def batches(self) -> list[dict[str, Array]]:
+        """Returns batches of noise with random labels: few, for they are large."""
+        rng = np.random.default_rng(0)
+        return [exported.NETWORKS[self.name].batch(rng, self.batch) for _ in range(4)]
+
+
+@dataclass(frozen=True)
 class Update:
     """One update of all parameters, whose gradients arrive as numpy arrays.
 
@@ -108,6 +154,7 @@ class Update:
     # A few roundings of float32 in each of the updates.
     tolerance = timed_tolerance = 1e-5
     run_steps = None
+    memory_target = 0.6
     heads = 4
 
     def network(self) -> str:
@@ -169,7 +216,7 @@ class Update:
         return model
 
 
-Work: TypeAlias = TrainingStep | Update
+Work: TypeAlias = TrainingStep | Export | Update
 
 
 def _mlp(*sizes: int) -> onnx.ModelProto:
@@ -216,6 +263,12 @@ WORKS: Mapping[str, Work] = {
         partial(transformer, 2), (128, 64), 8, target=0.9
     ),
     "LSTM 64→128, sequence 50, batch 32": TrainingStep(_lstm, (50, 64), 32, target=1.0),
+    "BERT 6 layers d 384, 16×64, TorchScript's file": Export("bert", "TorchScript", 16, 0.7),
+    "BERT 6 layers d 384, 16×64, dynamo's file": Export("bert", "dynamo", 16, 0.7),
+    "MobileNetV2 224, batch 8, TorchScript's file": Export("mobilenet", "TorchScript", 8, 0.8),
+    "MobileNetV2 224, batch 8, dynamo's file": Export("mobilenet", "dynamo", 8, 0.8),
+    # The TorchScript exporter cannot write it.
+    "GPT-2 6 layers d 512, 4×128, dynamo's file": Export("gpt2", "dynamo", 4, 0.7),
     "update of 1e6 parameters": Update(10**6),
     "update of 1e7 parameters": Update(10**7, target=2.0),
     "update of 1e7 parameters in 100 tensors": Update(10**7, tensors=100, target=2.0),
@@ -239,15 +292,13 @@ def write(work: Work, folder: str, optimizers: Iterable[str]) -> None:
         folder: An empty folder.
         optimizers: Names of `benchmarks.task.OPTIMIZERS`.
     """
-    task = Task(folder, work.network(), work.heads)
+    task = Task(folder, work.network(), work.heads, exported=isinstance(work, Export))
     task.write(work.weights(), work.batches())
+    if isinstance(work, Export):
+        exported.export(work.name, work.exporter, task.file())
+        return
     for optimizer in optimizers:
         task.trainable(optimizer).write_bytes(work.trainable(optimizer).SerializeToString())
-
-
-def network(folder: str) -> str:
-    """Returns the network of the task in a folder."""
-    return Task.read(folder).network
 
 
 def find(texts: Sequence[str]) -> list[str]:

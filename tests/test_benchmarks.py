@@ -14,14 +14,25 @@ import numpy as np
 import pytest
 
 import ortops
-from benchmarks import measure, own, places, plot, profiling, report, start, works
+from benchmarks import (
+    measure,
+    own,
+    places,
+    plot,
+    profiling,
+    report,
+    scale,
+    spinning,
+    start,
+    works,
+)
 from benchmarks.__main__ import main
 from benchmarks.measure import Effort, Result
 from benchmarks.peers import LOWERED, PEERS, PYTHON, RUN_STEPS, TORCH, C, Peer
 from benchmarks.report import Goal, Report
 from benchmarks.start import Start
 from benchmarks.task import BATCHES, OPTIMIZERS, Task
-from benchmarks.works import DEPTH_WORKS, DEPTHS, WORKS, TrainingStep, Update
+from benchmarks.works import DEPTH_WORKS, DEPTHS, WORKS, Export, TrainingStep, Update
 
 UPDATE = "update of 1e6 parameters"
 MODEL = "MLP 784-128-10, batch 32"
@@ -34,7 +45,12 @@ SMALL = {
 def able(work: works.Work, optimizer: str) -> list[str]:
     """The peers that do a work here."""
     network = work.network()
-    return [p for p, it in PEERS.items() if it.does(network, optimizer) and not it.missing()]
+    exported = isinstance(work, Export)
+    return [
+        peer
+        for peer, it in PEERS.items()
+        if it.does(network, optimizer, exported) and not it.missing()
+    ]
 
 
 def values_of(
@@ -106,6 +122,34 @@ def test_losses_of_the_peers_agree(work: str, tmp_path: Path) -> None:
     results = {peer: Result([], values, values) for peer, values in found.items()}
     assert all(len(values) == measure.CHECKED_STEPS for values in found.values())
     assert Report("Momentum", Effort(), times={work: results}).disagreements() == []
+
+
+@pytest.mark.torch
+@pytest.mark.optional("transformers", "export")
+@pytest.mark.optional("onnxscript", "export")
+@pytest.mark.slow
+@pytest.mark.parametrize("work", [name for name in WORKS if isinstance(WORKS[name], Export)])
+def test_losses_of_real_models_agree(work: str, tmp_path: Path) -> None:
+    it = WORKS[work]
+    some = [peer for peer in able(it, "Momentum") if peer != "torch.compile"]
+    assert {LOWERED, TORCH} <= set(some)
+    assert PYTHON not in some
+    found = values_of(it, tmp_path, some, "Momentum")
+    results = {peer: Result([], values, values) for peer, values in found.items()}
+    assert Report("Momentum", Effort(), times={work: results}).disagreements() == []
+    first, *_, last = found[TORCH]
+    assert first - last > 100 * it.tolerance  # so the gradients count in what is compared
+
+
+def test_a_real_model_is_left_out_where_nothing_writes_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = next(name for name in WORKS if isinstance(WORKS[name], Export))
+    monkeypatch.setattr(works.importlib.util, "find_spec", lambda package: None)
+    monkeypatch.setattr(Peer, "missing", lambda peer: "")
+    assert main(["--quick", "--only", name, "--part", "steps"]) == 0
+    expected = f"- left out: {name}, for torch and transformers and onnxscript not being installed"
+    assert expected in capsys.readouterr().out
 
 
 def test_a_call_of_run_steps_counts_as_the_steps_that_it_makes(
@@ -382,3 +426,71 @@ def test_places_train_from_one_folder(tmp_path: Path) -> None:
     found = [f(tmp_path) for f in (places.in_a_session, places.with_the_step_graph)]
     assert found[0][1] == pytest.approx(found[1][1], abs=1 / 360)
     assert found[0][1] > 0.85
+
+
+# ------------------------------------------------------------------------------------------ scale
+
+
+@pytest.mark.parametrize("way", scale.WAYS.values(), ids=scale.WAYS)
+def test_a_formula_is_found_again_and_tells_the_largest_model(way: scale.Way) -> None:
+    held, layers = 4.5, 21.0
+
+    def megabytes(point: scale.Point) -> float:
+        depth = math.sqrt(point.depth) if way.checkpoint else point.depth
+        bytes_of_weights = 4 * 12 * point.depth * point.width**2
+        bytes_between_layers = 4 * point.batch * 128 * point.width
+        return 90 + (held * bytes_of_weights + layers * bytes_between_layers * depth) / 1e6
+
+    found = {point: scale.Measured(1.0, megabytes(point)) for point in scale.POINTS}
+    formula = scale.fit(way, found)
+    np.testing.assert_allclose([formula.base, formula.parameters, formula.layers], [90, 4.5, 21])
+    point = scale.largest(formula, way, 20_000, batch=8)
+    assert point.width == 64 * point.depth
+    further = scale.Point(point.depth + 1, 64 * (point.depth + 1), 8)
+    assert megabytes(point) <= 20_000 < megabytes(further)
+    with pytest.raises(ValueError, match="not even one layer fits in 50 MB"):
+        scale.largest(formula, way, 50, batch=8)
+
+
+def test_operations_are_those_of_the_matrix_products() -> None:
+    point = scale.Point(depth=2, width=64, batch=3)
+    rows = 3 * 128
+    products = [(rows, 64, 192), (rows, 64, 64), (rows, 64, 256), (rows, 256, 64)]
+    products += [(rows, 64, 128), (rows, 128, 64)]  # scores, and what they mix, of one head
+    forward = 2 * sum(2 * m * k * n for m, k, n in products)
+    assert point.operations == 3 * forward
+    assert point.parameters == 2 * sum(k * n for _, k, n in products[:4])
+
+
+def test_scale_prints_tables_and_fails_where_a_prediction_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def measured(point: scale.Point, way: scale.Way) -> scale.Measured:
+        more = 1.2 if point not in scale.POINTS and way.rank else 1.0
+        return scale.Measured(0.5, more * (100 + 16e-6 * point.parameters))
+
+    monkeypatch.setattr(scale, "measure", measured)
+    assert scale.main(["--limit", "2", "--confirm", "1", "--output", str(tmp_path / "t")]) == 1
+    shown = capsys.readouterr().out
+    assert (tmp_path / "t").read_text(encoding="utf-8") + "\n" == shown
+    (row,) = (row for row in rows_of(shown, "times parameters") if row[0] == "Adam")
+    assert row[1:3] == ["100", "4.00"]
+    assert row[4:] == ["108·10⁶ (13 layers of 832)"] * 2
+    confirmed = {row[0]: int(row[3]) / int(row[2]) for row in rows_of(shown, "predicted, MB")}
+    assert [round(ratio, 2) for ratio in confirmed.values()] == [1.0, 1.0, 1.2]
+
+
+@pytest.mark.slow
+def test_a_training_is_measured_in_a_process_of_its_own() -> None:
+    point = scale.Point(depth=1, width=64, batch=2)
+    found = [scale.measure(point, scale.WAYS[name]) for name in ("Adam", "Adam, LoRA, checkpoint")]
+    assert all(0 < each.seconds < 60 and 20 < each.megabytes < 1000 for each in found)
+
+
+@pytest.mark.slow
+def test_ways_to_wait_are_measured_and_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert spinning.main([MODEL], rounds=1, turn=0.01) == 0
+    rows = rows_of(capsys.readouterr().out, "spin, µs")
+    assert [row[2] for row in rows] == ["default", "0", "20", "200"] * 2
+    assert {row[1] for row in rows} == {"nothing", "a busy core"}
+    assert all(float(least) <= float(median) for *_, least, median, _ in rows)

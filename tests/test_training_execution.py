@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import numpy_helper
 from running import plain_session
@@ -433,3 +434,44 @@ def test_nothing_but_an_update(in_nodes: bool, way: str, capfd: pytest.CaptureFi
     np.testing.assert_allclose(session.state["w"], w, rtol=1e-5)
     np.testing.assert_allclose(session.state["h"], h, rtol=1e-6)
     assert not capfd.readouterr().err  # onnxruntime has nothing to warn of
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_threads_wait_actively_for_as_long_as_settings_say(
+    asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+    create = onnxruntime.InferenceSession.__init__
+
+    def record(self: Any, model: Any, sess_options: Any = None, *rest: Any, **named: Any) -> None:
+        opened.append(sess_options)
+        create(self, model, sess_options, *rest, **named)
+
+    monkeypatch.setattr(onnxruntime.InferenceSession, "__init__", record)
+    options = onnxruntime.SessionOptions() if asked else None
+    model = ortops.build_training_model(affine(), loss="MeanSquaredError", optimizer="Adam")
+    cases = ((Settings(), "20"), (Settings(spin=7), "7"), (Settings(spin=None), ""))
+    for settings, expected in cases:
+        opened.clear()
+        session = TrainingSession(model, settings=settings, sess_options=options)
+        session.step(affine_batch())
+        found = []
+        for each in opened:
+            try:
+                found.append(each.get_session_config_entry("session.intra_op.spin_duration_us"))
+            except RuntimeError:  # there is none
+                found.append("")
+        assert found
+        assert set(found) == {"" if asked else expected}
+
+
+def test_how_threads_wait_changes_no_bit() -> None:
+    work = works.WORKS["LSTM 64→128, sequence 50, batch 32"]
+    batches = work.batches()[:3]
+    found = []
+    for settings in (Settings(spin=None), Settings(), Settings(spin=0)):
+        session = TrainingSession(work.trainable("Adam"), settings=settings)
+        losses = [session.step(batch)["loss"] for batch in batches]
+        found.append([*losses, *session.state.values()])
+    for others in found[1:]:
+        assert_same_arrays(dict(enumerate(others)), dict(enumerate(found[0])))

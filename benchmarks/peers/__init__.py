@@ -58,6 +58,7 @@ class Peer:
         method: What `ortops.TrainingSession` must have, if anything.
         training: Whether it does whole training steps.
         update: Whether it does updates alone.
+        exported: Whether it does training steps of exporters' files.
         optimizers: Those that it has.
         start: Whether its start and its memory are measured.
     """
@@ -69,6 +70,7 @@ class Peer:
     method: str = ""
     training: bool = True
     update: bool = True
+    exported: bool = True
     optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
     start: bool = False
 
@@ -77,11 +79,10 @@ class Peer:
         """Whether it is ortops."""
         return self.module in ("with_ortops", "with_step_graph")
 
-    def does(self, network: str, optimizer: str) -> bool:
+    def does(self, network: str, optimizer: str, exported: bool = False) -> bool:
         """Tells whether a task is among what it does where nothing is missing."""
-        return (self.update if network == UPDATE else self.training) and (
-            optimizer in self.optimizers
-        )
+        kind = self.update if network == UPDATE else self.training
+        return kind and optimizer in self.optimizers and (self.exported or not exported)
 
     def missing(self) -> str:
         """Says what it would need here; nothing where it can work."""
@@ -110,17 +111,18 @@ class Peer:
 
 PEERS: Mapping[str, Peer] = {
     LOWERED: Peer("with_ortops", {"kernels": "onnx"}, "ortops", start=True),
-    PYTHON: Peer("with_ortops", {"kernels": "python"}, "ortops"),
+    PYTHON: Peer("with_ortops", {"kernels": "python"}, "ortops", exported=False),
     RUN_STEPS: Peer(
         "with_ortops",
         {"kernels": "onnx", "run_steps": True},
         "ortops",
         method="run_steps",
         update=False,
+        exported=False,
     ),
     STEP_GRAPH: Peer("with_step_graph", {"target": "onnxruntime"}, "onnxruntime", update=False),
     "ortops, step graph for any runtime": Peer(
-        "with_step_graph", {"target": None}, "onnxruntime", update=False
+        "with_step_graph", {"target": None}, "onnxruntime", update=False, exported=False
     ),
     TORCH: Peer("with_torch", package="torch", start=True),
     # Of compiling, the start is torch eager's and more.

@@ -40,13 +40,16 @@ def _training(task: Task, optimizer: str) -> Step:
         "resnet": _resnet,
         "transformer": partial(_transformer, heads=task.heads),
         "lstm": _lstm,
+        "bert": partial(_bert, heads=12),
+        "mobilenet": _mobilenet,
+        "gpt2": partial(_gpt2, heads=8),
     }[task.network]
 
     def loss_of(
         weights: Weights, statistics: Weights, samples: jax.Array, labels: jax.Array
     ) -> tuple[jax.Array, Weights]:
         logits, new_statistics = network(weights | statistics, samples)
-        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1)
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)
         return -chosen.mean(), new_statistics
 
     @partial(jax.jit, donate_argnums=(0, 1, 2))
@@ -60,6 +63,7 @@ def _training(task: Task, optimizer: str) -> Step:
         return loss, (weights, statistics, state)
 
     everything = {name: jnp.array(array) for name, array in task.weights().items()}
+    everything.pop("inner.lm_head.weight", None)  # another name of the embedding
     statistics = {name: everything.pop(name) for name in list(everything) if ".running_" in name}
     held = (everything, statistics, start(everything))
     batches = itertools.cycle(task.batches())
@@ -67,6 +71,8 @@ def _training(task: Task, optimizer: str) -> Step:
     def run() -> float:
         nonlocal held
         samples, labels = next(batches).values()
+        if samples.dtype == np.int64:
+            samples = samples.astype(np.int32)
         loss, held = step(*held, samples, labels.astype(np.int32))
         return loss.item()
 
@@ -202,9 +208,9 @@ def _resnet(p: Weights, x: jax.Array) -> tuple[jax.Array, Weights]:
     return _linear(p, "fc", x.mean((1, 2))), statistics
 
 
-def _layer_norm(p: Weights, name: str, x: jax.Array) -> jax.Array:
+def _layer_norm(p: Weights, name: str, x: jax.Array, epsilon: float = 1e-5) -> jax.Array:
     x = x - x.mean(-1, keepdims=True)
-    x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-5)
+    x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + epsilon)
     return x * p[f"{name}.weight"] + p[f"{name}.bias"]
 
 
@@ -242,3 +248,72 @@ def _lstm(p: Weights, x: jax.Array) -> tuple[jax.Array, Weights]:
     zeros = jnp.zeros((len(x), recurrence.shape[1]))
     (last, _), _ = jax.lax.scan(advance, (zeros, zeros), gates)
     return _linear(p, "fc", last), {}
+
+
+# ------------------------------------------------- those of transformers, by its names of weights
+
+
+def _bert(p: Weights, ids: jax.Array, *, heads: int) -> tuple[jax.Array, Weights]:
+    def norm(name: str, x: jax.Array) -> jax.Array:
+        return _layer_norm(p, f"{name}.LayerNorm", x, 1e-12)
+
+    table = "inner.bert.embeddings"
+    x = p[f"{table}.word_embeddings.weight"][ids] + p[f"{table}.token_type_embeddings.weight"][0]
+    x = norm(table, x + p[f"{table}.position_embeddings.weight"][: ids.shape[1]])
+    for layer in range(sum(name.endswith(".intermediate.dense.weight") for name in p)):
+        name = f"inner.bert.encoder.layer.{layer}"
+        query, key, value = (
+            _linear(p, f"{name}.attention.self.{part}", x).reshape(*ids.shape, heads, -1)
+            for part in ("query", "key", "value")
+        )
+        mixed = jax.nn.dot_product_attention(query, key, value).reshape(x.shape)
+        x = x + _linear(p, f"{name}.attention.output.dense", mixed)
+        x = norm(f"{name}.attention.output", x)
+        hidden = _linear(p, f"{name}.intermediate.dense", x)
+        y = _linear(p, f"{name}.output.dense", jax.nn.gelu(hidden, approximate=False))
+        x = norm(f"{name}.output", x + y)
+    first = jnp.tanh(_linear(p, "inner.bert.pooler.dense", x[:, 0]))
+    return _linear(p, "inner.classifier", first), {}
+
+
+def _gpt2(p: Weights, ids: jax.Array, *, heads: int) -> tuple[jax.Array, Weights]:
+    def linear(name: str, x: jax.Array) -> jax.Array:
+        return x @ p[f"{name}.weight"] + p[f"{name}.bias"]
+
+    table = p["inner.transformer.wte.weight"]
+    x = table[ids] + p["inner.transformer.wpe.weight"][: ids.shape[1]]
+    for layer in range(sum(name.endswith(".mlp.c_fc.weight") for name in p)):
+        name = f"inner.transformer.h.{layer}"
+        packed = linear(f"{name}.attn.c_attn", _layer_norm(p, f"{name}.ln_1", x))
+        query, key, value = (
+            part.reshape(*ids.shape, heads, -1) for part in jnp.split(packed, 3, axis=-1)
+        )
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        x = x + linear(f"{name}.attn.c_proj", mixed.reshape(x.shape))
+        hidden = linear(f"{name}.mlp.c_fc", _layer_norm(p, f"{name}.ln_2", x))
+        x = x + linear(f"{name}.mlp.c_proj", jax.nn.gelu(hidden, approximate=True))
+    return _layer_norm(p, "inner.transformer.ln_f", x) @ table.T, {}
+
+
+def _mobilenet(p: Weights, x: jax.Array) -> tuple[jax.Array, Weights]:
+    def conv(name: str, x: jax.Array, stride: int = 1) -> jax.Array:
+        weight, bias = (p[f"{name}.convolution.{part}"] for part in ("weight", "bias"))
+        groups = x.shape[3] // weight.shape[1]
+        y = jax.lax.conv_general_dilated(
+            *(x, weight, (stride, stride), "SAME"),
+            dimension_numbers=("NHWC", "OIHW", "NHWC"),
+            feature_group_count=groups,
+        )
+        return y + bias
+
+    relu6 = jax.nn.relu6
+    stem = "inner.mobilenet_v2.conv_stem"
+    x = relu6(conv(f"{stem}.first_conv", x.transpose(0, 2, 3, 1), 2))
+    x = conv(f"{stem}.reduce_1x1", relu6(conv(f"{stem}.conv_3x3", x)))
+    for layer, stride in enumerate([2, 1, 2, 1, 1, 2, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1]):
+        name = f"inner.mobilenet_v2.layer.{layer}"
+        y = relu6(conv(f"{name}.conv_3x3", relu6(conv(f"{name}.expand_1x1", x)), stride))
+        y = conv(f"{name}.reduce_1x1", y)
+        x = x + y if x.shape == y.shape else y
+    x = relu6(conv("inner.mobilenet_v2.conv_1x1", x)).mean((1, 2))
+    return _linear(p, "inner.classifier", x), {}

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import ortops
 from benchmarks.peers import Step
-from benchmarks.task import THREADS, UPDATE, Task
+from benchmarks.task import OPTIMIZERS, THREADS, UPDATE, Task
 from ortops import TrainingSession
 from ortops.execution.settings import Settings
+
+if TYPE_CHECKING:
+    import onnx
+
+__all__ = ["make", "trainable"]
+
+
+def trainable(task: Task, optimizer: str) -> Path | onnx.ModelProto:
+    """Returns the trainable model: a file, or what is built of an exporter's."""
+    if not task.exported:
+        return task.trainable(optimizer)
+    return ortops.build_training_model(
+        task.file(),
+        loss=ortops.losses.SoftmaxCrossEntropy(axis=-1),
+        optimizer=getattr(ortops.optimizers, optimizer)(**OPTIMIZERS[optimizer]),
+    )
 
 
 def make(
@@ -37,7 +55,7 @@ def make(
         sess_options = onnxruntime.SessionOptions()
         sess_options.intra_op_num_threads = THREADS
     session = TrainingSession(
-        task.trainable(optimizer), kernels=kernels, sess_options=sess_options, settings=settings
+        trainable(task, optimizer), kernels=kernels, sess_options=sess_options, settings=settings
     )
     batches = task.batches()
     feeds = itertools.cycle(batches)

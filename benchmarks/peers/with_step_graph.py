@@ -12,6 +12,7 @@ from onnx import numpy_helper
 
 import ortops
 from benchmarks.peers import Step
+from benchmarks.peers.with_ortops import trainable
 from benchmarks.task import THREADS, Task
 
 __all__ = ["make"]
@@ -25,7 +26,7 @@ def make(task: Task, optimizer: str, *, target: Any) -> Step:
         optimizer: Which of the trainable models to take.
         target: What the graph is lowered for; see `ortops.lower`.
     """
-    model = ortops.lower(ortops.step_graph(task.trainable(optimizer), target=target))
+    model = ortops.lower(ortops.step_graph(trainable(task, optimizer), target=target))
     pairs = json.loads({each.key: each.value for each in model.metadata_props}["ortops.step_graph"])
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = THREADS

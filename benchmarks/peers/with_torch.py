@@ -1,4 +1,4 @@
-"""PyTorch: its own modules with the same weights, and its fused optimizers."""
+"""PyTorch: its own modules or those of transformers, same weights, and its fused optimizers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,18 @@ def make(task: Task, optimizer: str, *, compiled: bool = False) -> Step:
 
 
 def _training(task: Task, optimizer: str, compiled: bool) -> Step:
-    network = module(task.network, task.weights(), heads=task.heads).train()
+    if task.exported:
+        from benchmarks import exported
+
+        network = exported.module(task.network, task.weights())
+    else:
+        network = module(task.network, task.weights(), heads=task.heads).train()
     update = _optimizer(optimizer, network.parameters())
     batches = itertools.cycle(task.batches())
 
     def loss_of(samples: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(network(samples), labels)
+        logits = network(samples).flatten(0, -2)
+        return torch.nn.functional.cross_entropy(logits, labels.flatten())
 
     if compiled:
         loss_of = torch.compile(loss_of)

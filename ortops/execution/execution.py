@@ -86,9 +86,14 @@ class Execution:
         if checkpoint is not None:
             parts = [computed_names(s.model.graph, s.feeds, s.outputs) for s in steps]
             check(checkpoint, [name for names in parts for name in names])
-        threads, frugal = settings.threads, checkpoint is not None
         self._sessions = Sessions(
-            kernels, options, providers, threads=threads, frugal=frugal, device=settings.device
+            kernels,
+            options,
+            providers,
+            threads=settings.threads,
+            spin=settings.spin,
+            frugal=checkpoint is not None,
+            device=settings.device,
         )
         device = self._sessions.device
         self._templates = [

@@ -31,6 +31,7 @@ class Sessions:
         options: The user's options.
         providers: The providers.
         threads: How many threads share the chunks of large updates, where the options do not say.
+        spin: For how many microseconds threads wait actively for work, likewise.
         frugal: Whether memory is to be let go of as soon as it can be.
         device: Where variables lie; where the providers say by default.
 
@@ -50,6 +51,7 @@ class Sessions:
         providers: Sequence[Any],
         *,
         threads: int,
+        spin: int | None,
         frugal: bool,
         device: Device | None = None,
     ) -> None:
@@ -57,6 +59,7 @@ class Sessions:
         self._options = options
         self._providers = providers
         self._frugal = frugal
+        self._spin = spin
         asked = 0 if options is None else options.intra_op_num_threads
         self.threads = 1 if kernels == "python" else asked or threads
         self.device = device or device_of(providers)
@@ -100,6 +103,9 @@ class Sessions:
                 options.graph_optimization_level = (
                     onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
                 )
+            if self._spin is not None:
+                key = "session.intra_op.spin_duration_us"
+                options.add_session_config_entry(key, str(self._spin))
             if not spin:  # threads that wait for work would take the cores of the update
                 options.add_session_config_entry("session.force_spinning_stop", "1")
         return InferenceSession(model, options, self._providers, kernels=self._kernels)

@@ -31,6 +31,11 @@ class Settings:
         shapes: How many shapes of batches get graphs of their own, as many as a data set of equal
             samples has: that of a batch and that of the last one.
         threads: How many threads share the chunks, where the options for sessions do not say.
+        spin: For how many microseconds a thread of onnxruntime waits actively for work before it
+            sleeps, where the options for sessions do not say: about as long as it takes to wake it,
+            so that waiting never costs much more than either alone, and a core that others use is
+            not taken from them. None stands for onnxruntime's own default, a million pauses, 3
+            to 50 ms; so does any number where onnxruntime does not know this setting.
         scaled_sums: Whether sums y + c · x of long tensors may be made in one pass over memory.
         device: The device that variables lie on, whatever the providers say.
     """
@@ -40,6 +45,7 @@ class Settings:
     chunk: int = 2**17
     shapes: int = 2
     threads: int = field(default_factory=_cores)
+    spin: int | None = 20
     scaled_sums: bool = True
     device: Device | None = None
 

@@ -57,7 +57,9 @@ class _Recurrent(Pass):
     def gains(self, model: ir.Model, sizes: Mapping[str, int] | None) -> bool:
         """Whether batches are so small that operators should stay, which only known sizes tell."""
         return any(
-            _is_usual(node) and _symbol(node) is not None and (sizes is None or _is_small(node, sizes))
+            _is_usual(node)
+            and _symbol(node) is not None
+            and (sizes is None or _is_small(node, sizes))
             for node in model.graph
         )
 
