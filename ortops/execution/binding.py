@@ -29,9 +29,13 @@ class Binding:
         written: Outputs, and the memory that they are written to.
         shown: The outputs that a caller may want.
         copies: Memory that is written, and other that gets the same values.
-        updates: The packed updates.
+        updates: What runs the packed updates.
+        may_be_cut_off: Whether nothing is lost where the updates are not made to their end.
         anew: Inputs that a run may be given: variables, then they have their values by default, and
             big feeds, which are let go of after it.
+
+    Attributes:
+        may_be_cut_off: As given.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class Binding:
         shown: Sequence[str],
         copies: Sequence[tuple[Memory, Memory]],
         updates: Sequence[Callable[[Mapping[str, Array]], None]],
+        may_be_cut_off: bool,
         anew: Collection[str] = (),
     ) -> None:
         self._session = session
@@ -50,17 +55,13 @@ class Binding:
         self._shown = shown
         self._copies = copies
         self._updates = updates
+        self.may_be_cut_off = may_be_cut_off
         inputs = [] if session is None else session.get_inputs()
         names = {value.name for value in inputs}
         self._anew = names & set(anew)
         self._feeds = names - read.keys() - self._anew
         self._nothing = ort_value(np.zeros(1, np.float32))
         self._bindings: dict[tuple[str, ...], onnxruntime.IOBinding] = {}
-
-    @property
-    def has_updates(self) -> bool:
-        """Whether there are packed updates."""
-        return bool(self._updates)
 
     def differentiate(
         self,

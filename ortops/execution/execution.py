@@ -15,6 +15,7 @@ of any; a `Binding` is a variant tied to memory.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -28,18 +29,19 @@ from ortops.errors import OrtopsError, UnsupportedError
 from ortops.execution.forms import Form, Forms
 from ortops.execution.halves import Differentiated, Halves, Layout
 from ortops.execution.memory import DeviceArray, Memory, fetch, put
-from ortops.execution.onnxruntime_sessions import Sessions
+from ortops.execution.onnxruntime_sessions import Sessions, UpdateKernels
 from ortops.execution.packed import Variable
 from ortops.execution.settings import Settings
 from ortops.execution.step import Step
 from ortops.execution.template import Template
-from ortops.inference import Kernels
 from ortops.passes.rematerialization import Checkpoint, check, computed_names
 from ortops.uninterrupted import Whole, run_uninterrupted
 
 __all__ = ["Execution"]
 
 Array: TypeAlias = npt.NDArray[Any]
+
+logger = logging.getLogger("ortops")
 
 
 class Execution:
@@ -49,7 +51,7 @@ class Execution:
         steps: The parts of a step, one for each training_info entry; not to be used afterwards.
         values: The first values of the variables; copied.
         rules: How cotangents pass through nodes.
-        kernels: ``"onnx"`` or ``"python"``, for optimizer nodes.
+        kernels: What runs updates: ``"onnx"``, ``"python"`` or ``"compiled"``.
         settings: How steps are executed.
         options: Options for the onnxruntime sessions.
         providers: Execution providers.
@@ -57,6 +59,7 @@ class Execution:
 
     Attributes:
         variables: The variables by name.
+        compiled: The names of those whose updates are compiled.
 
     Raises:
         OrtopsError: If a checkpoint is unknown.
@@ -69,7 +72,7 @@ class Execution:
         values: Mapping[str, Array],
         rules: Rules,
         *,
-        kernels: Kernels,
+        kernels: UpdateKernels,
         settings: Settings,
         options: onnxruntime.SessionOptions | None,
         providers: Sequence[Any],
@@ -105,7 +108,7 @@ class Execution:
                 threads=self._sessions.threads,
                 on_cpu=self._sessions.on_cpu,
                 on_device=device is not None,
-                in_place=kernels == "onnx" and len(steps) == 1,  # else a later run might fail
+                in_place=kernels != "python" and len(steps) == 1,  # else a later run might fail
                 checkpoint=checkpoint,
             )
             for step in steps
@@ -114,6 +117,15 @@ class Execution:
             for packed in template.packed:
                 self.variables |= packed.variables
             self._updated_by |= dict.fromkeys(template.step.updates, number)
+        self.compiled = tuple(
+            name
+            for template in self._templates
+            for packed in template.packed
+            if packed.translation is not None
+            for name in packed.variables
+        )
+        if kernels == "compiled":
+            self._say_what_is_compiled()
         all_packed = [packed for template in self._templates for packed in template.packed]
         self._in_place = any(packed.in_place for packed in all_packed)
         for name, value in values.items():
@@ -130,6 +142,16 @@ class Execution:
         self._forms = Forms(self._templates, self._sessions, settings.shapes)
         if not self._forms.gain:
             self._forms.of({}, self._buffers_of)
+
+    def _say_what_is_compiled(self) -> None:
+        standard = {n: why for template in self._templates for n, why in template.standard.items()}
+        reasons = "".join(f"; '{name}' is not: {why}" for name, why in standard.items())
+        logger.log(
+            logging.INFO if self.compiled else logging.WARNING,
+            "kernels: updates of %d variables are compiled%s",
+            len(self.compiled),
+            reasons,
+        )
 
     @property
     def steps_made(self) -> int:
@@ -217,7 +239,9 @@ class Execution:
         *before, last = (turns[turn] for turns in form.bindings)
         for part in before:
             shown |= part.differentiate(feeds, wanted)
-            if part.has_updates:
+            if part.may_be_cut_off:
+                part.update(feeds)
+            else:
                 self._whole.change(functools.partial(part.update, feeds))
         shown |= last.differentiate(feeds, wanted)
         if note is not None:
@@ -235,10 +259,11 @@ class Execution:
                 raise
             self._position = (1 - turn, made + 1)
 
-        if last.has_updates:
-            self._whole.change(finish)
-        else:  # all that the step wrote lies where nobody reads it yet
+        if last.may_be_cut_off:  # all that the step wrote lies where nobody reads it yet
+            last.update(feeds)
             self._position = (1 - turn, made + 1)
+        else:
+            self._whole.change(finish)
         return shown
 
     def halves(self) -> Halves:

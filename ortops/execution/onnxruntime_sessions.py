@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import onnx
 import onnxruntime
@@ -13,7 +13,9 @@ from ortops.errors import KernelError, OrtopsError, UnsupportedError, is_raised_
 from ortops.execution.memory import Device, device_of
 from ortops.inference import InferenceSession, Kernels
 
-__all__ = ["Sessions", "errors_as_ours"]
+__all__ = ["Sessions", "UpdateKernels", "errors_as_ours"]
+
+UpdateKernels: TypeAlias = Literal["onnx", "python", "compiled"]
 
 _COPIED_OPTIONS = (
     "enable_profiling",
@@ -27,7 +29,7 @@ class Sessions:
     """Opens sessions with the user's options and providers.
 
     Args:
-        kernels: ``"onnx"`` or ``"python"``, for optimizer nodes.
+        kernels: What runs updates.
         options: The user's options.
         providers: The providers.
         threads: How many threads share the chunks of large updates, where the options do not say.
@@ -41,12 +43,14 @@ class Sessions:
         device: The device whose memory variables lie in; None for numpy's memory.
 
     Raises:
-        UnsupportedError: If Python kernels are asked for and variables lie on a device.
+        OrtopsError: If there are no such kernels.
+        UnsupportedError: If other kernels than ``"onnx"`` are asked for and variables lie on a
+            device.
     """
 
     def __init__(
         self,
-        kernels: Kernels,
+        kernels: UpdateKernels,
         options: onnxruntime.SessionOptions | None,
         providers: Sequence[Any],
         *,
@@ -55,7 +59,11 @@ class Sessions:
         frugal: bool,
         device: Device | None = None,
     ) -> None:
-        self._kernels = kernels
+        if kernels not in ("onnx", "python", "compiled"):
+            raise OrtopsError(
+                f"kernels is {kernels!r}; 'onnx', 'python' and 'compiled' are accepted"
+            )
+        self._kernels: Kernels = "python" if kernels == "python" else "onnx"
         self._options = options
         self._providers = providers
         self._frugal = frugal
@@ -64,9 +72,9 @@ class Sessions:
         self.threads = 1 if kernels == "python" else asked or threads
         self.device = device or device_of(providers)
         self.on_cpu = self.device is None and list(providers) == ["CPUExecutionProvider"]
-        if self.device is not None and kernels == "python":
+        if self.device is not None and kernels != "onnx":
             raise UnsupportedError(
-                "kernels is 'python', which run on the CPU, and variables lie on a "
+                f"kernels is '{kernels}', which run on the CPU, and variables lie on a "
                 f"'{self.device.kind}' device; 'onnx' is accepted there"
             )
 

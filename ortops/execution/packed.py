@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from ortops.execution.memory import Memory
 from ortops.execution.split import Group, is_safe_in_place
+from ortops.execution.translation import Translation
 from ortops.graph.tensor import IR_VERSION, Tape, op
 from ortops.passes.scaled_sums import MULTIPLE, arranged, expand
 
@@ -45,9 +46,12 @@ class Packed:
         in_place: Whether updates may be made in place, where the formula is safe.
         joined: Whether the formula is part of the graph of gradients, which then needs no memory to
             put these out.
+        translation: The formula as text, which compiled code runs; in place it is always safe.
 
     Attributes:
         group: The group.
+        joined: Whether the formula is part of the graph of gradients.
+        translation: The formula as text, if compiled code runs it.
         rows: The number of chunks.
         chunk: The shape of each.
         sizes: The elements that each member takes, rounded up.
@@ -57,9 +61,18 @@ class Packed:
     """
 
     def __init__(
-        self, group: Group, chunk: int, threads: int, *, in_place: bool, joined: bool
+        self,
+        group: Group,
+        chunk: int,
+        threads: int,
+        *,
+        in_place: bool,
+        joined: bool,
+        translation: Translation | None = None,
     ) -> None:
         self.group = group
+        self.joined = joined
+        self.translation = translation
         self.sizes = [_round_up(math.prod(shape), _ALIGNMENT) for shape in group.shapes]
         total = sum(self.sizes)
         rows = -(-total // chunk)
@@ -79,7 +92,8 @@ class Packed:
             first = np.empty(self.shape, role.dtype.numpy())
             first.fill(0)  # `np.zeros` would take no huge pages
             second = first
-            if new is not None and not (in_place and is_safe_in_place(value, new)):
+            safe = translation is not None or (new is not None and is_safe_in_place(value, new))
+            if new is not None and not (in_place and safe):
                 second = first.copy()
             self.arrays[index] = first, second
             if role.updated:

@@ -10,17 +10,19 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from ortops.autodiff.registry import Rules
+from ortops.errors import UnsupportedError
+from ortops.execution.compilation import Function, compile_all
 from ortops.execution.cut import Cut, cut, settled
-from ortops.execution.onnxruntime_sessions import Sessions
+from ortops.execution.onnxruntime_sessions import Sessions, UpdateKernels
 from ortops.execution.packed import Packed
 from ortops.execution.settings import Settings
 from ortops.execution.sizes import bind_sizes, sizes_in
 from ortops.execution.split import Group, split
 from ortops.execution.step import Step
-from ortops.execution.update import Update
+from ortops.execution.translation import Translation, translate
+from ortops.execution.update import CompiledUpdate, SharedUpdate, Update
 from ortops.graph.edit import prune, remove_defaults
 from ortops.graph.tensor import Names
-from ortops.inference import Kernels
 from ortops.lowering import lower_optimizers, lower_prepared, takes_python_kernel
 from ortops.passes import scaled_sums
 from ortops.passes.rematerialization import Checkpoint, Rematerialization, names_in
@@ -34,7 +36,7 @@ class Template:
     Args:
         step: The part; its model is not to be used afterwards.
         rules: How cotangents pass through nodes.
-        kernels: ``"onnx"`` or ``"python"``, for optimizer nodes.
+        kernels: What runs updates.
         settings: How it is executed.
         threads: How many share the chunks of large updates.
         on_cpu: Whether onnxruntime's CPU provider runs it.
@@ -44,9 +46,10 @@ class Template:
 
     Attributes:
         step: The part.
-        joined: Whether packed updates are made in the graph of gradients.
+        joined: Whether all packed updates are made in the graph of gradients.
         packed: The updates that are packed, with their memory.
         left: The other updates: variable → its next value, an output.
+        standard: Why updates are not compiled though this was asked for, by variable.
         spins: Whether threads may wait actively for the next run: no update needs the cores.
         gains: Whether the graph is faster if it is made for known sizes.
     """
@@ -55,7 +58,7 @@ class Template:
         self,
         step: Step,
         rules: Rules,
-        kernels: Kernels,
+        kernels: UpdateKernels,
         settings: Settings,
         *,
         threads: int,
@@ -74,29 +77,49 @@ class Template:
         remove_defaults(graph, step.variables)
         lower_optimizers(graph, Names(graph), lambda node: True)  # into one-tensor nodes
         self._settled = settled(graph, step.updates)
-        self._updates: list[Update] = []
+        self._updates: list[SharedUpdate] = []
         self._counts = step.counts
         shown = [*step.outputs, *step.counts]
         groups: list[Group] = []
         self.left: dict[str, str] = dict(step.updates)
         if not on_device:
             groups, self.left = split(graph, step.updates, step.feeds, shown, keep=self._keep)
-        size = sum(group.size for group in groups)
-        self.joined = kernels == "onnx" and size <= settings.joined
-        apart = on_cpu and not self.joined and kernels == "onnx"
+        small = kernels != "python" and sum(group.size for group in groups) <= settings.joined
+        apart = on_cpu and not small and kernels != "python"
         if apart and settings.scaled_sums and scaled_sums.has_kernel():
             for group in groups:
                 scaled_sums.insert(group.formula, group.updated)
-        self.spins = self.joined or not groups
-        chunk = sys.maxsize if self.joined else settings.chunk
-        in_place = in_place and not self.joined
-        self.packed = [
-            Packed(group, chunk, threads, in_place=in_place, joined=self.joined) for group in groups
-        ]
-        if not self.joined:  # what only updates read is no input of the graph of gradients
-            fed = {
-                name for group in groups for role in group.roles if role.fed for name in role.names
-            }
+        self.spins = small or not groups
+        chunk = sys.maxsize if small else settings.chunk
+        in_place = in_place and not small
+        self.packed: list[Packed] = []
+        self.standard: dict[str, str] = {}
+        if kernels == "compiled":
+            self.standard = dict.fromkeys(self.left, "it does not work element by element")
+        for group in groups:
+            translation = self._translation(group, in_place) if kernels == "compiled" else None
+            joined = small and translation is None
+            self.packed.append(
+                Packed(
+                    group,
+                    chunk,
+                    threads,
+                    in_place=in_place,
+                    joined=joined,
+                    translation=translation,
+                )
+            )
+        self.joined = small and all(packed.joined for packed in self.packed)
+        translations = [p.translation for p in self.packed if p.translation is not None]
+        self._functions: dict[Translation, Function] = {}
+        if kernels == "compiled":
+            self._functions = compile_all(translations)
+        # What only updates apart read is no input of the graph of gradients.
+        apart_roles = [role for p in self.packed if not p.joined for role in p.group.roles]
+        fed = {name for role in apart_roles if role.fed for name in role.names}
+        if fed:
+            joined_roles = [role for p in self.packed if p.joined for role in p.group.roles]
+            fed -= {name for role in joined_roles for name in role.names}
             for value in list(graph.inputs):
                 if value.name in fed and not value.uses() and not value.is_graph_output():
                     graph.inputs.remove(value)
@@ -146,11 +169,26 @@ class Template:
             shown=self.step.outputs,
         )
 
-    def updates(self, sessions: Sessions) -> list[Update]:
+    def updates(self, sessions: Sessions) -> list[SharedUpdate]:
         """Returns the packed updates that are made apart from the gradients, opened once."""
-        if not self.joined and not self._updates:
-            self._updates += [Update(packed, sessions) for packed in self.packed]
+        if not self._updates:
+            self._updates += [
+                Update(packed, sessions)
+                if packed.translation is None
+                else CompiledUpdate(packed, self._functions[packed.translation], sessions.threads)
+                for packed in self.packed
+                if not packed.joined
+            ]
         return self._updates
+
+    def _translation(self, group: Group, in_place: bool) -> Translation | None:
+        """Returns the formula of a group as text; where there is none, notes the reason."""
+        try:
+            return translate(group, in_place=in_place)
+        except UnsupportedError as error:
+            names = [name for role in group.roles if role.updated for name in role.names]
+            self.standard |= dict.fromkeys(names, str(error))
+            return None
 
     def cut(self) -> tuple[Template, Template, Cut]:
         """Returns what computes gradients, and what applies them to the same memory.

@@ -1,8 +1,9 @@
-"""Packed updates that are made apart from the gradients, chunk by chunk."""
+"""Packed updates that are made apart from the gradients, chunk by chunk, or compiled."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
@@ -16,26 +17,33 @@ from ortops.execution.onnxruntime_sessions import Sessions, errors_as_ours
 from ortops.execution.packed import Packed
 from ortops.lowering import to_proto
 
-__all__ = ["Update"]
+__all__ = ["CompiledUpdate", "SharedUpdate", "Update"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Work: TypeAlias = Callable[[Mapping[str, Array]], None]
 
 
-class Update:
-    """A packed update: its session, and the threads that share its chunks.
+class SharedUpdate:
+    """A packed update, and the threads that share its chunks.
 
-    What is fed is read where it lies if it fills a chunk; pieces of several tensors are copied for
-    each chunk, into memory that stays in a core's cache.
+    Args:
+        packed: The update.
+        threads: How many threads may share it.
     """
 
-    def __init__(self, packed: Packed, sessions: Sessions) -> None:
+    def __init__(self, packed: Packed, threads: int) -> None:
         self.packed = packed
-        self._threads = min(packed.rows, sessions.threads)
+        self._threads = min(packed.rows, threads)
         self._pool = ThreadPoolExecutor(self._threads - 1) if self._threads > 1 else None
         self._by_chunk = any(role.fed for role in packed.group.roles)
-        model = packed.model(1 if self._by_chunk else packed.rows)
-        self._session = sessions.open(to_proto(model), single_thread=packed.rows > 1)
+
+    @property
+    def may_be_cut_off(self) -> bool:
+        """Whether nothing is lost where an exception of a signal handler ends a run too early.
+
+        Then it writes nothing that a step reads before that is made, and no thread goes on.
+        """
+        return False
 
     def bind(self, scalars: Sequence[Array], turn: int) -> Callable[[Mapping[str, Array]], None]:
         """Binds the update to memory; returns what runs it, given the feeds of a step."""
@@ -65,10 +73,24 @@ class Update:
             done.set_result(None)
             return done
 
-    def _bind_rows(
-        self, begin: int, end: int, scalars: Sequence[Array], turn: int
-    ) -> Callable[[Mapping[str, Array]], None]:
+    def _bind_rows(self, begin: int, end: int, scalars: Sequence[Array], turn: int) -> Work:
         """Binds some of the chunks to memory; returns what a thread runs."""
+        raise NotImplementedError
+
+
+class Update(SharedUpdate):
+    """A packed update that a session makes.
+
+    What is fed is read where it lies if it fills a chunk; pieces of several tensors are copied for
+    each chunk, into memory that stays in a core's cache.
+    """
+
+    def __init__(self, packed: Packed, sessions: Sessions) -> None:
+        super().__init__(packed, sessions.threads)
+        model = packed.model(1 if self._by_chunk else packed.rows)
+        self._session = sessions.open(to_proto(model), single_thread=packed.rows > 1)
+
+    def _bind_rows(self, begin: int, end: int, scalars: Sequence[Array], turn: int) -> Work:
         run = self._session.run_with_iobinding
         if not self._by_chunk:
             whole = slice(begin, end) if self.packed.rows > 1 else slice(None)
@@ -123,3 +145,77 @@ class Update:
             target = arrays[index][1 - turn][where]
             binding.bind_ortvalue_output(f"next_{index}", ort_value(target))
         return binding
+
+
+class CompiledUpdate(SharedUpdate):
+    """A packed update that compiled code makes, in one pass over memory.
+
+    What is fed is read where it lies, piece by piece.
+
+    Args:
+        packed: The update; it has a translation.
+        function: The translation, compiled.
+        threads: How many threads may share it.
+    """
+
+    def __init__(self, packed: Packed, function: Callable[..., None], threads: int) -> None:
+        super().__init__(packed, threads)
+        self._function = function
+
+    @property
+    def may_be_cut_off(self) -> bool:
+        """As in `SharedUpdate`; the code itself is never interrupted, but what calls it may be."""
+        return self._threads == 1 and not self.packed.in_place
+
+    def _bind_rows(self, begin: int, end: int, scalars: Sequence[Array], turn: int) -> Work:
+        function, length = self._function, math.prod(self.packed.chunk)
+        if not self._by_chunk:
+            everything = self._arguments(slice(begin * length, end * length), scalars, turn)
+            arguments = [array for array in everything if array is not None]
+            return lambda feeds: function(*arguments)
+        fed = [role.names if role.fed else None for role in self.packed.group.roles]
+        pieces = []
+        for row in range(begin, end):
+            for member, part, place in self.packed.spans(row):
+                where = slice(row * length + place.start, row * length + place.stop)
+                names = iter([names[member] for names in fed if names is not None])
+                pieces.append(
+                    [
+                        (next(names), part) if array is None else array
+                        for array in self._arguments(where, scalars, turn)
+                    ]
+                )
+
+        def work(feeds: Mapping[str, Array]) -> None:
+            for arguments in pieces:
+                function(
+                    *(a if isinstance(a, np.ndarray) else _piece(feeds, *a) for a in arguments)
+                )
+
+        return work
+
+    def _arguments(self, where: slice, scalars: Sequence[Array], turn: int) -> list[Array | None]:
+        """Returns the arguments of the function for some elements; None stands for what is fed."""
+        packed = self.packed
+        assert packed.translation is not None
+        arguments: list[Array | None] = []
+        for index, role in enumerate(packed.group.roles):
+            if role.fed:
+                arguments.append(None)
+                continue
+            first, second = (_numbers(packed.arrays[index][t])[where] for t in (turn, 1 - turn))
+            arguments.append(first)
+            if role.updated and not packed.in_place:
+                arguments.append(second)
+        return [*arguments, *map(_numbers, scalars), *packed.translation.constants]
+
+
+def _numbers(array: Array) -> Array:
+    """Returns an array flat, numbers of 16 bits as what compiled code takes them for."""
+    flat = array.reshape(-1)
+    return flat.view(np.uint16) if flat.dtype.itemsize == 2 else flat
+
+
+def _piece(feeds: Mapping[str, Array], name: str, part: slice) -> Array:
+    piece = _numbers(feeds[name])[part]
+    return piece if piece.flags.aligned else piece.copy()

@@ -50,7 +50,7 @@ class Variant:
         graph = self._graph = model.graph
         self._inputs: Places = {}
         self._outputs: Places = {}
-        if template.joined:
+        if any(packed.joined for packed in template.packed):
             self._inputs, self._outputs = _join(graph, template.packed)
         put_last_results_first(graph)
         for name, value in list(graph.initializers.items()):
@@ -116,7 +116,8 @@ class Variant:
         for value in self._graph.outputs:
             if value.name == step.loss and value.dtype is not None and _is_scalar(value):
                 written.setdefault(step.loss, np.zeros((), value.dtype.numpy()))
-        return Binding(self._session, read, written, step.outputs, copies, updates, anew)
+        cut_off = all(update.may_be_cut_off for update in self._updates)
+        return Binding(self._session, read, written, step.outputs, copies, updates, cut_off, anew)
 
     @functools.cached_property
     def repetition(self) -> Repetition:
@@ -131,7 +132,7 @@ def _is_scalar(value: ir.Value) -> bool:
 
 
 def _join(graph: ir.Graph, all_packed: list[Packed]) -> tuple[Places, Places]:
-    """Puts packed updates into the graph of gradients.
+    """Puts packed updates into the graph of gradients, those that are joined.
 
     Returns:
         Its inputs and its outputs that hold packed roles, in the same order.
@@ -141,7 +142,12 @@ def _join(graph: ir.Graph, all_packed: list[Packed]) -> tuple[Places, Places]:
     outputs = {value.name: value for value in graph.outputs}
     values = {**{value.name: value for value in graph.inputs}, **outputs}
     tape = Tape(graph, names=Names(graph))
+    apart = [packed.group for packed in all_packed if not packed.joined]
+    read_apart = {n for group in apart for role in group.roles for n in role.names}
+    read_apart |= {name for group in apart for name in group.scalars}
     for packed in all_packed:
+        if not packed.joined:
+            continue
         group = packed.group
         inputs = packed.inputs(f"{tape.names.unique('packed')}_")
         for index, role in enumerate(group.roles):
@@ -153,7 +159,7 @@ def _join(graph: ir.Graph, all_packed: list[Packed]) -> tuple[Places, Places]:
         scalars = [outputs[name] for name in group.scalars]
         results = group.emit(tape, [*inputs[: len(group.roles)], *scalars])
         taken = {*scalars, *(values[n] for r in group.roles if not r.updated for n in r.names)}
-        kept = [value for value in graph.outputs if value not in taken]
+        kept = [v for v in graph.outputs if v not in taken or v.name in read_apart]
         graph.outputs.clear()
         graph.outputs.extend([*kept, *results])
         for index, result in zip(group.next_values, results, strict=True):

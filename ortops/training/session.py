@@ -28,11 +28,12 @@ from ortops.errors import (
     did_you_mean,
 )
 from ortops.execution.execution import Execution
+from ortops.execution.onnxruntime_sessions import UpdateKernels
 from ortops.execution.settings import Settings
 from ortops.graph import convert, external
 from ortops.graph.convert import ModelLike
 from ortops.graph.limits import LIMITS
-from ortops.inference import InferenceSession, Kernels
+from ortops.inference import InferenceSession
 from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
 from ortops.metrics import Metric, StreamingMetric
 from ortops.passes.rematerialization import Checkpoint
@@ -145,7 +146,9 @@ class TrainingSession:
     Args:
         model: A trainable model (see `ortops.build_training_model`): a ModelProto, its bytes or its
             path. It is not changed.
-        kernels: ``"onnx"`` runs updates as standard operators, ``"python"`` as Python custom ops.
+        kernels: ``"onnx"`` runs updates as standard operators, ``"python"`` as Python custom ops,
+            ``"compiled"`` in one pass over memory each, by machine code that numba makes of their
+            formula (``pip install ortops[compiled]``); see `compiled`.
         entry: Which training_info entry a step runs; all of them in order by default.
         sess_options: Options for the onnxruntime sessions.
         providers: Execution providers for the onnxruntime sessions. Where the first one that this
@@ -163,7 +166,7 @@ class TrainingSession:
 
     Raises:
         ModelError: If the model has no training_info, or it is not legal.
-        OrtopsError: If a checkpoint is unknown.
+        OrtopsError: If a checkpoint is unknown, or numba is missing and ``kernels`` needs it.
         UnsupportedError: If an operator that a gradient passes through has no rule, or a device
             has no memory for the variables.
 
@@ -194,7 +197,7 @@ class TrainingSession:
         self,
         model: ModelLike,
         *,
-        kernels: Kernels = "onnx",
+        kernels: UpdateKernels = "onnx",
         entry: int | None = None,
         sess_options: onnxruntime.SessionOptions | None = None,
         providers: Sequence[Any] | None = None,
@@ -239,6 +242,22 @@ class TrainingSession:
             self.standing.set(position)
         atexit.unregister(_hold_all)  # it runs before what was registered earlier, and so before
         atexit.register(_hold_all)  # the extension for Python kernels takes itself apart
+
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        """The variables whose updates are compiled: none but with ``kernels="compiled"``.
+
+        Steps give the same bits with them as with ``kernels="onnx"``. Those of other variables are
+        standard operators: the update does not work element by element, as Muon's of a matrix, or
+        it has an operator that is not exact, as Exp; the logger ``"ortops"`` tells why at its level
+        INFO.
+
+        Example:
+            >>> from models import line
+            >>> line.session().compiled
+            ()
+        """
+        return self._execution.compiled
 
     def _wait_at_exit(self) -> None:
         """Lets other threads that use this object wait when Python ends."""

@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import importlib.util
 import inspect
 import itertools
 import json
@@ -76,7 +77,7 @@ class Victim:
 
     Attributes:
         shape: That of the weights.
-        kernels: ``"onnx"`` or ``"python"``.
+        kernels: ``"onnx"``, ``"python"`` or ``"compiled"``.
         settings: How steps are executed.
     """
 
@@ -147,10 +148,19 @@ VICTIMS = {
     "large": Victim((512, 520)),  # more than 2¹⁸ weights
     "python": Victim(kernels="python"),
     "large python": Victim((512, 520), kernels="python"),
+    "compiled": Victim(kernels="compiled"),
+    "compiled chunks": Victim(
+        kernels="compiled", settings=Settings(joined=-1, chunk=16, threads=2)
+    ),
 }
 """The kinds of sessions: one for each way in which steps are executed."""
 
-KINDS = [name for name in VICTIMS if SOAK > 1 or name != "large python"]
+KINDS = [
+    name
+    for name, kind in VICTIMS.items()
+    if SOAK > 1 or name != "large python"
+    if kind.kernels != "compiled" or importlib.util.find_spec("numba")
+]
 """The names of those that tests attack."""
 
 

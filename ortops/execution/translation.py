@@ -1,0 +1,328 @@
+"""Says the formula of an update as the text of a Python function: one loop over the elements.
+
+Each node becomes one line, rounded as onnxruntime's kernel rounds it, so that a compiler that
+neither contracts nor reorders gives the same bits. Only operators whose kernels are exact qualify:
+their results are those of IEEE 754 on any machine, which those of an exponential are not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from ortops.errors import UnsupportedError
+from ortops.execution.split import Group
+from ortops.graph.edit import describe
+from ortops.graph.tensor import constant_tensor
+from ortops.passes.scaled_sums import DOMAIN as SCALED_SUMS
+
+__all__ = ["Translation", "translate"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_FLOATS = {ir.DataType.FLOAT: "float32", ir.DataType.DOUBLE: "float64"}
+_16_BITS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_MEMORY = {
+    **_FLOATS,
+    ir.DataType.BOOL: "boolean",
+    **dict.fromkeys(_16_BITS, "uint16"),  # numba computes with neither of them
+}
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A formula as text.
+
+    Attributes:
+        name: The name of a function, which differs where anything else but constants does: numba
+            tells compiled functions apart by it.
+        text: A module with that function. Its arguments are flat arrays of one length: of
+            each role, followed by that of its next values where they lie elsewhere; then an array
+            of one element for each scalar, and the arrays of constants. Numbers of 16 bits are
+            given as ``uint16``.
+        signature: The types of the arguments, as numba writes them.
+        constants: The arrays of constants.
+    """
+
+    name: str
+    text: str
+    signature: str
+    constants: tuple[Array, ...] = field(compare=False)
+
+
+def translate(group: Group, *, in_place: bool) -> Translation:
+    """Says a formula as text.
+
+    Args:
+        group: The group of the formula.
+        in_place: Whether next values are written over present ones.
+
+    Raises:
+        UnsupportedError: If a node's result is not the same on any machine, or of another type
+            than there are forms for; the message names it.
+    """
+    writer = _Writer()
+    for index, (value, role) in enumerate(zip(group.formula.inputs, group.roles, strict=False)):
+        writer.add_argument(value, f"role_{index}", f"role_{index}[i]", fed=role.fed)
+        if role.updated and not in_place:
+            writer.add_argument(value, f"next_{index}")
+    for index, value in enumerate(group.formula.inputs[len(group.roles) :]):
+        writer.add_argument(value, f"scalar_{index}", f"scalar_{index}[0]")
+    for node in group.formula:
+        writer.add_node(node)
+    writes = {
+        f"{'role' if in_place else 'next'}_{index}": writer.names[value]
+        for index, value in group.next_values.items()
+    }
+    return writer.finish(writes)
+
+
+@dataclass
+class _Writer:
+    """Writes the text, node by node.
+
+    Attributes:
+        names: What the text calls a value.
+        arguments: The arguments of the function, and their types.
+        before: Lines before the loop.
+        lines: Lines in the loop.
+        constants: By type the constants so far.
+    """
+
+    names: dict[ir.Value, str] = field(default_factory=dict)
+    arguments: dict[str, str] = field(default_factory=dict)
+    before: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    constants: dict[str, list[Array]] = field(default_factory=dict)
+
+    def add_argument(
+        self, value: ir.Value, name: str, read: str = "", *, fed: bool = False
+    ) -> None:
+        """Adds an argument that holds a value, which is read as ``read`` says, if it is."""
+        memory = None if value.dtype is None else _MEMORY.get(value.dtype)
+        if memory is None:
+            raise UnsupportedError(f"a tensor of type {value.dtype} is read")
+        readonly = ", readonly=True" if fed else ""
+        self.arguments[name] = f"Array({memory}, 1, 'C'{readonly})"
+        if read:
+            self.names[value] = f"x{len(self.names)}"
+            lines = self.before if _is_scalar(value) else self.lines
+            lines.append(f"{self.names[value]} = {read}")
+
+    def add_node(self, node: ir.Node) -> None:
+        """Writes a node."""
+        (output,) = node.outputs
+        if (constant := constant_tensor(output)) is not None:
+            self._add_constant(output, constant.numpy())
+            return
+        form = _FORMS.get((node.domain, node.op_type))
+        if form is None:
+            raise UnsupportedError(
+                f"{describe(node)}: results of this operator are not the same in any kernel"
+            )
+        operands = [value for value in node.inputs if value is not None]
+        if len(operands) != len(node.inputs):
+            raise UnsupportedError(f"{describe(node)}: an input is left out")
+        if node.op_type != "Cast":
+            _check_types(node, operands)
+        expression = form(node, [self.names[value] for value in operands])
+        if isinstance(expression, str):
+            expression = [expression]
+        self.names[output] = f"x{len(self.names)}"
+        *steps, last = expression
+        self.lines += [*steps, f"{self.names[output]} = {last}"]
+
+    def _add_constant(self, value: ir.Value, number: Array) -> None:
+        dtype = "" if value.dtype is None else _FLOATS.get(value.dtype, "")
+        if value.dtype == ir.DataType.BOOL and number.shape == ():
+            self.names[value] = repr(bool(number))
+            return
+        if not dtype or number.shape != ():
+            raise UnsupportedError(f"a constant of type {value.dtype}, shape {number.shape}")
+        numbers = self.constants.setdefault(dtype, [])
+        self.names[value] = f"c{dtype[-2:]}_{len(numbers)}"
+        self.before.append(f"{self.names[value]} = constants_{dtype}[{len(numbers)}]")
+        numbers.append(number)
+
+    def finish(self, writes: Mapping[str, str]) -> Translation:
+        """Returns the text, which writes values to arrays at last."""
+        for dtype in self.constants:
+            self.arguments[f"constants_{dtype}"] = f"Array({dtype}, 1, 'C')"
+        self.before += [f"zero_{dtype} = np.{dtype}(0)" for dtype in _FLOATS.values()]
+        first = next(iter(self.arguments))
+        loop = [*self.lines, *(f"{array}[i] = {value}" for array, value in writes.items())]
+        body = "\n".join(
+            (
+                f"({', '.join(self.arguments)}):",
+                *(f"    {line}" for line in self.before),
+                f"    for i in range({first}.size):",
+                *(f"        {line}" for line in loop),
+                "",
+            )
+        )
+        constants = tuple(np.array(numbers) for numbers in self.constants.values())
+        signature = f"none({', '.join(self.arguments.values())})"
+        name = "update_" + hashlib.sha256((signature + body).encode()).hexdigest()[:16]
+        text = f"import numpy as np\n\n\ndef {name}{body}"
+        return Translation(name, text, signature, constants)
+
+
+def _check_types(node: ir.Node, operands: list[ir.Value]) -> None:
+    for value in (*operands, *node.outputs):
+        if value.dtype not in _FLOATS and value.dtype != ir.DataType.BOOL:
+            raise UnsupportedError(f"{describe(node)}: it computes with numbers of {value.dtype}")
+
+
+def _is_scalar(value: ir.Value) -> bool:
+    return value.shape is not None and not value.shape
+
+
+def _zero(node: ir.Node, index: int = 0) -> str:
+    value = node.inputs[index]
+    assert value is not None
+    return f"zero_{_FLOATS[value.dtype]}" if value.dtype in _FLOATS else ""
+
+
+# ------------------------------------------------------------------------------ forms of operators
+
+_Form: TypeAlias = Callable[[ir.Node, list[str]], "str | list[str]"]
+"""Gives, for a node and what its operands are called, what is computed; lines before it, if any."""
+
+
+def _infix(sign: str) -> _Form:
+    return lambda node, operands: f"{operands[0]} {sign} {operands[1]}"
+
+
+def _call(function: str) -> _Form:
+    return lambda node, operands: f"{function}({operands[0]})"
+
+
+def _extreme(sign: str) -> _Form:
+    """Max or Min: of two equal numbers the first, but a scalar counts as the second."""
+
+    def form(node: ir.Node, operands: list[str]) -> str:
+        if len(operands) == 1:
+            return operands[0]
+        if len(operands) > 2:
+            raise UnsupportedError(f"{describe(node)}: it has {len(operands)} operands")
+        a, b = operands
+        first, second = node.inputs
+        assert first is not None
+        assert second is not None
+        if _is_scalar(first) and not _is_scalar(second):
+            a, b = b, a
+        return f"{a} if {a} {sign} {b} or {a} != {a} else {b}"
+
+    return form
+
+
+def _clip(node: ir.Node, operands: list[str]) -> str:
+    if len(operands) != 3:
+        raise UnsupportedError(f"{describe(node)}: it has no lower or no upper bound")
+    x, low, high = operands
+    return f"{low} if {x} < {low} else {high} if {x} > {high} else {x}"
+
+
+def _sign(node: ir.Node, operands: list[str]) -> str:
+    (x,), zero = operands, _zero(node)
+    one = zero.replace("zero_", "np.") + "(1)"
+    return (
+        f"{one} if {x} > {zero} else -{one} if {x} < {zero} else {zero} if {x} == {zero} else {x}"
+    )
+
+
+def _where(node: ir.Node, operands: list[str]) -> str:
+    """Where; of -0, if it is chosen by the condition, onnxruntime's kernel makes 0."""
+    condition, x, y = operands
+    zero = _zero(node, 1)
+    return f"{x} + {zero} if {condition} else {y}" if zero else f"{x} if {condition} else {y}"
+
+
+def _scaled_sum(node: ir.Node, operands: list[str]) -> str:
+    """Y + factor · x: a convolution's kernel adds the product to 0 first."""
+    x, factor, y = operands
+    sign = "-" if node.attributes["sign"].as_int() < 0 else ""
+    return f"{y} + (zero_float32 + {sign}{factor} * {x})"
+
+
+def _cast(node: ir.Node, operands: list[str]) -> str | list[str]:
+    (x,) = operands
+    (source,), (target,) = node.inputs, node.outputs
+    assert source is not None
+    old, new = source.dtype, target.dtype
+    if old == new:
+        return x
+    if new in _FLOATS and (old in _FLOATS or old == ir.DataType.BOOL):
+        return f"np.{_FLOATS[new]}({x})"
+    single = ir.DataType.FLOAT
+    if old == single and new == ir.DataType.FLOAT16:
+        return [line.format(x=x) for line in _TO_FLOAT16]
+    if old == single and new == ir.DataType.BFLOAT16:
+        return [line.format(x=x) for line in _TO_BFLOAT16]
+    if old == ir.DataType.FLOAT16 and new == single:
+        return [line.format(x=x) for line in _FROM_FLOAT16]
+    if old == ir.DataType.BFLOAT16 and new == single:
+        return f"np.uint32(np.uint32({x}) << np.uint32(16)).view(np.float32)"
+    raise UnsupportedError(f"{describe(node)}: it casts {old} to {new}")
+
+
+# To the nearest, of two the even one. Below the smallest normal number, 2^-14, the addition of 0.5
+# rounds; above it the carry of an addition does.
+_TO_FLOAT16 = (
+    "b = np.float32({x}).view(np.uint32)",
+    "m = np.uint32(b & np.uint32(0x7FFFFFFF))",
+    "s = np.float32(np.uint32(m).view(np.float32) + np.float32(0.5)).view(np.uint32)",
+    "n = np.uint32(m - np.uint32(0x37FFF001) + ((m >> np.uint32(13)) & np.uint32(1)))",
+    "h = np.uint32(s - np.uint32(0x3F000000))",
+    "h = h if m < np.uint32(0x38800000) else np.uint32(n >> np.uint32(13))",
+    "h = np.uint32(0x7C00) if m >= np.uint32(0x47800000) else h",
+    "h = np.uint32(0x7E00) if m > np.uint32(0x7F800000) else h",
+    "np.uint16(h | ((b >> np.uint32(16)) & np.uint32(0x8000)))",
+)
+_TO_BFLOAT16 = (
+    "b = np.float32({x}).view(np.uint32)",
+    "h = np.uint32(b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1)))",
+    "np.uint16(np.uint32(h >> np.uint32(16)) if {x} == {x} else np.uint32(0x7FC0))",
+)
+# A product with 2^112 moves the exponent, and makes subnormal numbers normal.
+_FROM_FLOAT16 = (
+    "b = np.uint32({x})",
+    "m = np.uint32((b & np.uint32(0x7FFF)) << np.uint32(13))",
+    "f = np.float32(np.uint32(m).view(np.float32) * np.float32(5.192296858534828e33))",
+    "h = np.float32(f).view(np.uint32)",
+    "h = np.uint32(h | np.uint32(0x7F800000)) if m >= np.uint32(0x0F800000) else h",
+    "np.uint32(h | ((b & np.uint32(0x8000)) << np.uint32(16))).view(np.float32)",
+)
+
+_FORMS: dict[tuple[str, str], _Form] = {
+    ("", "Identity"): lambda node, operands: operands[0],
+    ("", "Add"): _infix("+"),
+    ("", "Sub"): _infix("-"),
+    ("", "Mul"): _infix("*"),
+    ("", "Div"): _infix("/"),
+    ("", "Sqrt"): _call("np.sqrt"),
+    ("", "Abs"): _call("abs"),
+    ("", "Neg"): _call("-"),
+    ("", "Max"): _extreme(">"),
+    ("", "Min"): _extreme("<"),
+    ("", "Clip"): _clip,
+    ("", "Sign"): _sign,
+    ("", "Where"): _where,
+    ("", "Greater"): _infix(">"),
+    ("", "GreaterOrEqual"): _infix(">="),
+    ("", "Less"): _infix("<"),
+    ("", "LessOrEqual"): _infix("<="),
+    ("", "Equal"): _infix("=="),
+    ("", "And"): _infix("and"),
+    ("", "Or"): _infix("or"),
+    ("", "Xor"): _infix("!="),
+    ("", "Not"): _call("not "),
+    ("", "Cast"): _cast,
+    (SCALED_SUMS, "ScaledSum"): _scaled_sum,
+}
