@@ -32,6 +32,7 @@ WAYS = {
     "joined": {},
     "apart": {"settings": Settings(joined=0)},
     "apart, in chunks": {"settings": Settings(joined=0, chunk=64)},
+    "passed on": {"settings": Settings(joined=0, chunk=64, passed=0)},
     "python": {"kernels": "python"},
 }
 

@@ -47,6 +47,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "joined": {},
     "apart": {"settings": Settings(joined=-1)},
     "chunks": {"settings": Settings(joined=-1, chunk=16, threads=2)},
+    "passed": {"settings": Settings(joined=-1, chunk=16, threads=2, passed=0)},
     "python": {"kernels": "python"},
 }
 """How updates are made."""

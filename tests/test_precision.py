@@ -177,6 +177,7 @@ class Oracle:
 WAYS = {
     "joined": {},
     "apart": {"settings": Settings(joined=-1)},
+    "passed on": {"settings": Settings(joined=-1, passed=0)},
     "python": {"kernels": "python"},
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,7 @@ from benchmarks.task import OPTIMIZERS as HYPERPARAMETERS
 from ortops import TrainingSession, optimizers
 from ortops.errors import FeedError, OrtopsError
 from ortops.execution import packed, split
+from ortops.execution.binding import Binding
 from ortops.execution.settings import Settings
 
 Rule = Callable[..., Any]
@@ -475,3 +477,28 @@ def test_how_threads_wait_changes_no_bit() -> None:
         found.append([*losses, *session.state.values()])
     for others in found[1:]:
         assert_same_arrays(dict(enumerate(others)), dict(enumerate(found[0])))
+
+
+def test_gradients_that_are_passed_on_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ortops.build_training_model(
+        works._mlp(16, 32, 4), loss="SoftmaxCrossEntropy", optimizer="Adam"
+    )
+    name = model.graph.input[0].name
+    batch = {name: np.ones((8, 16), np.float32), "labels": np.arange(8) % 4}
+    seen: list[weakref.ref[Any]] = []
+    update = Binding.update
+
+    def watched(self: Binding, feeds: Any) -> None:
+        seen.extend(map(weakref.ref, self._given.values()))
+        update(self, feeds)
+
+    monkeypatch.setattr(Binding, "update", watched)
+    settings = {"joined": -1, "chunk": 64, "threads": 2}
+    sessions = [TrainingSession(model, settings=Settings(**settings, passed=n)) for n in (0, 2**40)]
+    for _ in range(3):
+        losses = [session.step(batch)["loss"] for session in sessions]
+        np.testing.assert_array_equal(*losses)
+    assert len(seen) == 3 * 4  # gradients of two layers in each step of the first session
+    assert not any(gradient() is not None for gradient in seen)
+    for key in sessions[0].state:
+        np.testing.assert_array_equal(*(session.state[key] for session in sessions))

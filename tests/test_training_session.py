@@ -866,3 +866,13 @@ def test_given_state_that_reset_computes_is_not_held(tmp_path: Path) -> None:
     session.reset()
     assert not session.state["fc1.weight.V"].any()
     np.testing.assert_array_equal(session.state["fc1.weight"], first.state["fc1.weight"])
+
+
+def test_initial_state_of_a_given_model_is_not_kept() -> None:
+    model = build_training_model(mlp((64, 32, 4)), loss="SoftmaxCrossEntropy", optimizer="Adam")
+    session = TrainingSession(model)
+    held = session._data.values()
+    lent = [tensor for tensor in held if isinstance(tensor, external.Lent)]
+    assert len(lent) == 2  # the moments of the big weight
+    arrays = [session._execution.present(name) for name in session.state]
+    assert all(any(np.shares_memory(t.numpy(), a) for a in arrays) for t in lent)

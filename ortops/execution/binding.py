@@ -33,6 +33,7 @@ class Binding:
         may_be_cut_off: Whether nothing is lost where the updates are not made to their end.
         anew: Inputs that a run may be given: variables, then they have their values by default, and
             big feeds, which are let go of after it.
+        passed: Outputs in onnxruntime's memory, which the updates are given and let go of.
 
     Attributes:
         may_be_cut_off: As given.
@@ -48,6 +49,7 @@ class Binding:
         updates: Sequence[Callable[[Mapping[str, Array]], None]],
         may_be_cut_off: bool,
         anew: Collection[str] = (),
+        passed: Sequence[str] = (),
     ) -> None:
         self._session = session
         self._read = read
@@ -56,6 +58,8 @@ class Binding:
         self._copies = copies
         self._updates = updates
         self.may_be_cut_off = may_be_cut_off
+        self._passed = passed
+        self._given: Mapping[str, Array] = {}
         inputs = [] if session is None else session.get_inputs()
         names = {value.name for value in inputs}
         self._anew = names & set(anew)
@@ -88,6 +92,8 @@ class Binding:
         for name in self._anew:
             memory = feeds[name] if name in feeds else self._read[name]
             binding.bind_ortvalue_input(name, ort_value(memory))
+        for name in self._passed:
+            binding.bind_output(name)
         into = into or {}
         for name, array in into.items():
             binding.bind_ortvalue_output(name, ort_value(array))
@@ -98,13 +104,15 @@ class Binding:
         for source, target in self._copies:
             put(target, fetch(source))
         shown = {name: fetch(self._written[name]).copy() for name in names if name in self._written}
-        if fetched:
-            found = binding.get_outputs_as_ortvaluevector()
-            first = len(self._written) + len(into)
-            shown |= {n: _copied(found[first + i].numpy()) for i, n in enumerate(fetched)}
+        if fetched or self._passed:
+            found = iter(list(binding.get_outputs_as_ortvaluevector())[len(self._written) :])
+            self._given = {name: next(found).numpy() for name in self._passed}
+            for _ in into:
+                next(found)
+            shown |= {name: _copied(next(found).numpy()) for name in fetched}
         for name in self._anew:  # or the binding would keep them alive
             binding.bind_ortvalue_input(name, self._nothing)
-        for name in into:
+        for name in (*self._passed, *into):
             binding.bind_ortvalue_output(name, self._nothing)
         return shown
 
@@ -118,8 +126,9 @@ class Binding:
 
     def update(self, feeds: Mapping[str, Array]) -> None:
         """Runs the packed updates."""
+        given, self._given = {**feeds, **self._given}, {}
         for update in self._updates:
-            update(feeds)
+            update(given)
 
 
 def _copied(array: Array) -> Array:

@@ -28,7 +28,7 @@ from ortops.autodiff.registry import Rules
 from ortops.errors import OrtopsError, UnsupportedError
 from ortops.execution.forms import Form, Forms
 from ortops.execution.halves import Differentiated, Halves, Layout
-from ortops.execution.memory import DeviceArray, Memory, fetch, put
+from ortops.execution.memory import DeviceArray, Memory, fetch, give_back, put
 from ortops.execution.onnxruntime_sessions import Sessions, UpdateKernels
 from ortops.execution.packed import Variable
 from ortops.execution.settings import Settings
@@ -49,7 +49,7 @@ class Execution:
 
     Args:
         steps: The parts of a step, one for each training_info entry; not to be used afterwards.
-        values: The first values of the variables; copied.
+        values: The first values of the variables; copied, one after the other.
         rules: How cotangents pass through nodes.
         kernels: What runs updates: ``"onnx"``, ``"python"`` or ``"compiled"``.
         settings: How steps are executed.
@@ -83,6 +83,7 @@ class Execution:
         self._whole = Whole()
         self._failed = ""
         self._process = os.getpid()
+        self._begun = False
         self._halves: Halves | None = None
         self.variables: dict[str, Variable] = {}
         self._updated_by: dict[str, int] = {}
@@ -128,8 +129,9 @@ class Execution:
             self._say_what_is_compiled()
         all_packed = [packed for template in self._templates for packed in template.packed]
         self._in_place = any(packed.in_place for packed in all_packed)
-        for name, value in values.items():
+        for name in values:
             if name not in self.variables:
+                value = values[name]
                 first, second = (
                     np.array(value, order="C") if device is None else DeviceArray(value, device)
                     for _ in range(2)
@@ -224,6 +226,9 @@ class Execution:
         """
         self.check_process()
         self._check_variables()
+        if not self._begun:  # the model may be freed since
+            give_back()
+            self._begun = True
         return self._run(self._forms.of(_shapes(feeds), self._buffers_of), feeds, wanted, note)
 
     def _run(

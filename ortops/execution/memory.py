@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -14,7 +16,7 @@ import onnxruntime
 
 from ortops.errors import KernelError, UnsupportedError
 
-__all__ = ["Device", "DeviceArray", "Memory", "device_of", "fetch", "ort_value", "put"]
+__all__ = ["Device", "DeviceArray", "Memory", "device_of", "fetch", "give_back", "ort_value", "put"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -132,3 +134,21 @@ def put(memory: Memory, value: Array) -> None:
         raise KernelError(
             f"onnxruntime: a variable could not be written to its device: {str(error).strip()}"
         ) from error
+
+
+def give_back() -> None:
+    """Gives the system what C's allocator holds for later, after work that freed much memory.
+
+    It does nothing where that is not glibc's. It takes some milliseconds.
+    """
+    if trim := _trim():
+        trim(0)
+
+
+@functools.cache
+def _trim() -> Callable[[int], object] | None:
+    try:
+        trim: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # macOS and musl, Windows
+        return None
+    return trim

@@ -105,8 +105,6 @@ class Sessions:
             if self._frugal:  # memory that is to be used again by a node much later is not free
                 options.enable_mem_reuse = False
             options.enable_mem_pattern = False  # a plan beside the first run's memory, no faster
-            # In the order of the graph: a gradient is computed as soon as its cotangent is there.
-            options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
             if not optimize:
                 options.graph_optimization_level = (
                     onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

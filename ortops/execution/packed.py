@@ -47,11 +47,15 @@ class Packed:
         joined: Whether the formula is part of the graph of gradients, which then needs no memory to
             put these out.
         translation: The formula as text, which compiled code runs; in place it is always safe.
+        passed: Whether what the graph of gradients puts out is given to each update, as what is fed
+            is, and has no memory of its own.
 
     Attributes:
         group: The group.
         joined: Whether the formula is part of the graph of gradients.
         translation: The formula as text, if compiled code runs it.
+        given: Indices of the roles that each update is given.
+        passed: The outputs of the graph of gradients among them.
         rows: The number of chunks.
         chunk: The shape of each.
         sizes: The elements that each member takes, rounded up.
@@ -69,10 +73,19 @@ class Packed:
         in_place: bool,
         joined: bool,
         translation: Translation | None = None,
+        passed: bool = False,
     ) -> None:
         self.group = group
         self.joined = joined
         self.translation = translation
+        self.given = [
+            index
+            for index, role in enumerate(group.roles)
+            if role.fed or (passed and not role.updated and role.dtype.numpy().kind != "V")
+        ]
+        self.passed = [
+            n for i in self.given if not group.roles[i].fed for n in group.roles[i].names
+        ]
         self.sizes = [_round_up(math.prod(shape), _ALIGNMENT) for shape in group.shapes]
         total = sum(self.sizes)
         rows = -(-total // chunk)
@@ -85,12 +98,15 @@ class Packed:
         self.arrays: dict[int, tuple[Array, Array]] = {}
         self.variables: dict[str, Variable] = {}
         for index, role in enumerate(self.group.roles):
-            if role.fed or (joined and not role.updated):
+            if index in self.given or (joined and not role.updated):
                 continue
             value = self.group.formula.inputs[index]
             new = self.group.next_values.get(index)
-            first = np.empty(self.shape, role.dtype.numpy())
-            first.fill(0)  # `np.zeros` would take no huge pages
+            first = np.empty(self.shape, role.dtype.numpy())  # `np.zeros` takes no huge pages
+            if role.updated:
+                first.fill(0)
+            else:  # no memory is taken before a step
+                self._fill_between(first)
             second = first
             safe = translation is not None or (new is not None and is_safe_in_place(value, new))
             if new is not None and not (in_place and safe):
@@ -99,6 +115,14 @@ class Packed:
             if role.updated:
                 pairs = zip(self.views(index, 0), self.views(index, 1), strict=True)
                 self.variables |= zip(role.names, map(Variable, pairs), strict=True)
+
+    def _fill_between(self, array: Array) -> None:
+        """Writes zeros where no member lies."""
+        flat, offset = array.reshape(-1), 0
+        for shape, size in zip(self.group.shapes, self.sizes, strict=True):
+            flat[offset + math.prod(shape) : offset + size] = 0
+            offset += size
+        flat[offset:] = 0
 
     @property
     def in_place(self) -> bool:

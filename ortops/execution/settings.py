@@ -28,6 +28,9 @@ class Settings:
             itself, which saves a run.
         chunk: How many elements of a role are updated at a time otherwise: they stay in a core's
             cache.
+        passed: The smallest number of packed elements whose gradients take memory of
+            onnxruntime's, which the forward pass has used, from step to step. Smaller ones have
+            memory of their own, which takes less time.
         shapes: How many shapes of batches get graphs of their own, as many as a data set of equal
             samples has: that of a batch and that of the last one.
         threads: How many threads share the chunks, where the options for sessions do not say.
@@ -43,6 +46,7 @@ class Settings:
     passes: Sequence[Pass] = field(default_factory=lambda: passes_for("session"))
     joined: int = 2**18
     chunk: int = 2**17
+    passed: int = 2**22
     shapes: int = 2
     threads: int = field(default_factory=_cores)
     spin: int | None = 20

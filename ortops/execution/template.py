@@ -107,6 +107,7 @@ class Template:
                     in_place=in_place,
                     joined=joined,
                     translation=translation,
+                    passed=not small and group.size >= settings.passed,
                 )
             )
         self.joined = small and all(packed.joined for packed in self.packed)

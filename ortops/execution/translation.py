@@ -69,7 +69,7 @@ def translate(group: Group, *, in_place: bool) -> Translation:
     """
     writer = _Writer()
     for index, (value, role) in enumerate(zip(group.formula.inputs, group.roles, strict=False)):
-        writer.add_argument(value, f"role_{index}", f"role_{index}[i]", fed=role.fed)
+        writer.add_argument(value, f"role_{index}", f"role_{index}[i]", readonly=not role.updated)
         if role.updated and not in_place:
             writer.add_argument(value, f"next_{index}")
     for index, value in enumerate(group.formula.inputs[len(group.roles) :]):
@@ -102,14 +102,14 @@ class _Writer:
     constants: dict[str, list[Array]] = field(default_factory=dict)
 
     def add_argument(
-        self, value: ir.Value, name: str, read: str = "", *, fed: bool = False
+        self, value: ir.Value, name: str, read: str = "", *, readonly: bool = False
     ) -> None:
         """Adds an argument that holds a value, which is read as ``read`` says, if it is."""
         memory = None if value.dtype is None else _MEMORY.get(value.dtype)
         if memory is None:
             raise UnsupportedError(f"a tensor of type {value.dtype} is read")
-        readonly = ", readonly=True" if fed else ""
-        self.arguments[name] = f"Array({memory}, 1, 'C'{readonly})"
+        suffix = ", readonly=True" if readonly else ""
+        self.arguments[name] = f"Array({memory}, 1, 'C'{suffix})"
         if read:
             self.names[value] = f"x{len(self.names)}"
             lines = self.before if _is_scalar(value) else self.lines

@@ -35,7 +35,7 @@ class SharedUpdate:
         self.packed = packed
         self._threads = min(packed.rows, threads)
         self._pool = ThreadPoolExecutor(self._threads - 1) if self._threads > 1 else None
-        self._by_chunk = any(role.fed for role in packed.group.roles)
+        self._by_chunk = bool(packed.given)
 
     @property
     def may_be_cut_off(self) -> bool:
@@ -46,7 +46,7 @@ class SharedUpdate:
         return False
 
     def bind(self, scalars: Sequence[Array], turn: int) -> Callable[[Mapping[str, Array]], None]:
-        """Binds the update to memory; returns what runs it, given the feeds of a step."""
+        """Binds the update to memory; returns what runs it, given feeds and gradients."""
         rows = self.packed.rows
         ends = [rows * number // self._threads for number in range(self._threads + 1)]
         works = [self._bind_rows(*span, scalars, turn) for span in itertools.pairwise(ends)]
@@ -81,8 +81,8 @@ class SharedUpdate:
 class Update(SharedUpdate):
     """A packed update that a session makes.
 
-    What is fed is read where it lies if it fills a chunk; pieces of several tensors are copied for
-    each chunk, into memory that stays in a core's cache.
+    What is given is read where it lies if it fills a chunk, and let go of; pieces of several
+    tensors are copied for each chunk, into memory that stays in a core's cache.
     """
 
     def __init__(self, packed: Packed, sessions: Sessions) -> None:
@@ -98,10 +98,10 @@ class Update(SharedUpdate):
             return lambda feeds: run(binding)
         group = self.packed.group
         filled = {
-            index: np.zeros(self.packed.chunk, role.dtype.numpy())
-            for index, role in enumerate(group.roles)
-            if role.fed
+            index: np.zeros(self.packed.chunk, group.roles[index].dtype.numpy())
+            for index in self.packed.given
         }
+        nothing = ort_value(np.zeros(1, np.float32))
         chunks = []
         for row in range(begin, end):
             where = row if self.packed.rows > 1 else slice(None)
@@ -123,6 +123,8 @@ class Update(SharedUpdate):
                     chunk = feeds[name].reshape(-1)[part].reshape(self.packed.chunk)
                     binding.bind_ortvalue_input(read, ort_value(chunk))
                 run(binding)
+                for read, _, _ in views:  # or the binding would keep it alive
+                    binding.bind_ortvalue_input(read, nothing)
 
         return work
 
@@ -150,7 +152,7 @@ class Update(SharedUpdate):
 class CompiledUpdate(SharedUpdate):
     """A packed update that compiled code makes, in one pass over memory.
 
-    What is fed is read where it lies, piece by piece.
+    What is given is read where it lies, piece by piece.
 
     Args:
         packed: The update; it has a translation.
@@ -173,12 +175,12 @@ class CompiledUpdate(SharedUpdate):
             everything = self._arguments(slice(begin * length, end * length), scalars, turn)
             arguments = [array for array in everything if array is not None]
             return lambda feeds: function(*arguments)
-        fed = [role.names if role.fed else None for role in self.packed.group.roles]
+        given = [self.packed.group.roles[index].names for index in self.packed.given]
         pieces = []
         for row in range(begin, end):
             for member, part, place in self.packed.spans(row):
                 where = slice(row * length + place.start, row * length + place.stop)
-                names = iter([names[member] for names in fed if names is not None])
+                names = iter([each[member] for each in given])
                 pieces.append(
                     [
                         (next(names), part) if array is None else array
@@ -195,12 +197,12 @@ class CompiledUpdate(SharedUpdate):
         return work
 
     def _arguments(self, where: slice, scalars: Sequence[Array], turn: int) -> list[Array | None]:
-        """Returns the arguments of the function for some elements; None stands for what is fed."""
+        """Returns the arguments for some elements; None stands for what is given."""
         packed = self.packed
         assert packed.translation is not None
         arguments: list[Array | None] = []
         for index, role in enumerate(packed.group.roles):
-            if role.fed:
+            if index in packed.given:
                 arguments.append(None)
                 continue
             first, second = (_numbers(packed.arrays[index][t])[where] for t in (turn, 1 - turn))

@@ -110,14 +110,16 @@ class Variant:
                 assert isinstance(scalar, np.ndarray)  # on a device nothing is packed
                 scalars[name] = scalar
             for index, role in enumerate(group.roles):
-                if not role.updated and not role.fed:
+                if not role.updated and index not in update.packed.given:
                     written |= zip(role.names, update.packed.views(index, turn), strict=True)
             updates.append(update.bind([scalars[name] for name in group.scalars], turn))
         for value in self._graph.outputs:
             if value.name == step.loss and value.dtype is not None and _is_scalar(value):
                 written.setdefault(step.loss, np.zeros((), value.dtype.numpy()))
         cut_off = all(update.may_be_cut_off for update in self._updates)
-        return Binding(self._session, read, written, step.outputs, copies, updates, cut_off, anew)
+        passed = [name for update in self._updates for name in update.packed.passed]
+        shown = step.outputs
+        return Binding(self._session, read, written, shown, copies, updates, cut_off, anew, passed)
 
     @functools.cached_property
     def repetition(self) -> Repetition:

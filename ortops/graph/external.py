@@ -43,6 +43,7 @@ __all__ = [
     "ITEM_SIZES",
     "MESSAGE_LIMIT",
     "Data",
+    "Lent",
     "array_of",
     "attach",
     "attached",
@@ -53,6 +54,8 @@ __all__ = [
     "external_file",
     "find",
     "is_light",
+    "lend",
+    "let_go",
     "move_out",
     "move_to_inputs",
     "refer_to",
@@ -81,6 +84,40 @@ _numbers = itertools.count()
 _NO_SIZE = (ir.DataType.UNDEFINED, ir.DataType.STRING)
 ITEM_SIZES = {kind.value: kind.itemsize for kind in ir.DataType if kind not in _NO_SIZE}
 """How many bytes an element takes, by the number of its type; strings have no such size."""
+
+
+class Lent(ir.LazyTensor):
+    """Data that are somebody else's, until others take their place.
+
+    Models that are garbage wait for Python's collector, and refer to data. To these, they do not
+    keep them alive.
+
+    Args:
+        content: The data.
+
+    Attributes:
+        content: The data; to be replaced.
+    """
+
+    def __init__(self, content: ir.TensorProtocol) -> None:
+        self.content: ir.TensorProtocol | None = content
+        super().__init__(self._content, content.dtype, ir.Shape(content.shape.numpy()))
+
+    def _content(self) -> ir.TensorProtocol:
+        assert self.content is not None
+        return self.content
+
+
+def lend(data: Data) -> Data:
+    """Returns data that `let_go` empties."""
+    return {location: Lent(tensor) for location, tensor in data.items()}
+
+
+def let_go(data: Data) -> None:
+    """Empties what `lend` returned: nobody reads it any more."""
+    for tensor in data.values():
+        if isinstance(tensor, Lent):
+            tensor.content = None
 
 
 def detach(proto: onnx.ModelProto, folder: Path | None = None) -> tuple[onnx.ModelProto, Data]:
@@ -308,20 +345,41 @@ def set_array(tensor: onnx.TensorProto, data: Data, array: npt.NDArray[Any]) -> 
         tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
 
 
-def set_later(tensor: onnx.TensorProto, data: Data, array: Callable[[], npt.NDArray[Any]]) -> None:
-    """Lets a tensor of a light model have what a function returns; others stay as they are."""
-    if is_light(tensor):
-        kind, shape = ir.DataType(tensor.data_type), ir.Shape(tensor.dims)
-        content = ir.LazyTensor(lambda: ir.Tensor(array(), dtype=kind), kind, shape)
-        data[_location(tensor)] = content
+def set_later(
+    tensor: onnx.TensorProto, data: Data, array: Callable[[], npt.NDArray[Any]] | None
+) -> None:
+    """Lets a tensor of a light model have what a function returns, in the place of lent data.
+
+    Args:
+        tensor: The tensor; one that is not light stays as it is.
+        data: The data of its model.
+        array: The function; None for a copy of the data.
+    """
+    content = data.get(_location(tensor))
+    if isinstance(content, Lent) and content.content is not None:
+        kind, shape = content.dtype, content.shape
+        if array is None:
+            content.content = _in_memory(content.content)
+        else:
+            content.content = ir.LazyTensor(lambda: ir.Tensor(array(), dtype=kind), kind, shape)
 
 
-def copy_to_memory(data: Data) -> Data:
-    """Returns data that neither a file nor another model can change."""
+def copy_to_memory(data: Data, but: Iterable[onnx.TensorProto] = ()) -> Data:
+    """Returns data that neither a file nor another model can change.
+
+    Args:
+        data: The data of a light model.
+        but: Its tensors whose data are to be lent.
+    """
+    lent = {_location(tensor) for tensor in but}
     return {
-        location: ir.Tensor(_copied(tensor.numpy()), dtype=tensor.dtype)
+        location: Lent(tensor) if location in lent else _in_memory(tensor)
         for location, tensor in data.items()
     }
+
+
+def _in_memory(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    return ir.Tensor(_copied(tensor.numpy()), dtype=tensor.dtype)
 
 
 def _copied(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -157,7 +157,9 @@ def build_training_model(
     )
     for sentence in plan.said:
         logger.warning("%s", sentence)
-    return plan.write()
+    result = plan.write()
+    external.let_go(prepared.data)
+    return result
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,7 @@ def prepare_for_training(
             "TrainingSession.inference_model() gives the model without it"
         )
     proto, found = external.detach(proto, folder)
+    found = external.lend(found)
     data = found if data is None else data | found
     adapter = adapter_of(proto.metadata_props)
     is_default = trainable is None

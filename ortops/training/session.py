@@ -28,6 +28,7 @@ from ortops.errors import (
     did_you_mean,
 )
 from ortops.execution.execution import Execution
+from ortops.execution.memory import give_back
 from ortops.execution.onnxruntime_sessions import UpdateKernels
 from ortops.execution.settings import Settings
 from ortops.graph import convert, external
@@ -204,7 +205,7 @@ class TrainingSession:
         checkpoint: Checkpoint | None = None,
         settings: Settings | None = None,
     ) -> None:
-        self._proto, self._data = _copy_to_memory(model)
+        self._proto, self._data = _copy_to_memory(model, entry)
         self._options = sess_options
         self._providers = list(providers or ["CPUExecutionProvider"])
         self._entries = _all_entries(self._proto) if entry is None else [entry]
@@ -221,10 +222,10 @@ class TrainingSession:
         self._evaluations: dict[tuple[tuple[str, ...], bool], Evaluation] = {}
         self._lock = threading.RLock()
         self._wait_at_exit()
-        self._given = self._given_values()
+        given = self._given_values()
         self._execution = Execution(
             self._steps,
-            self._given,
+            given,
             RULES,
             kernels=kernels,
             settings=settings or Settings(),
@@ -232,7 +233,8 @@ class TrainingSession:
             providers=self._providers,
             checkpoint=self._training_copies(checkpoint),
         )
-        self._let_go_of_given_state()
+        self._given = self._kept(given)
+        give_back()
         execution = self._execution  # and not the session, which would never be free
         self.standing = Standing(lambda: execution.steps_made)
         self._saved = ("", -1)
@@ -1068,44 +1070,41 @@ class TrainingSession:
             return [by_source.get(name, name) for name in names]
         return checkpoint
 
-    def _given_values(self) -> dict[str, Array]:
+    def _given_values(self) -> _Values:
         """Returns the values that the variables have in the model."""
         wanted = {name for step in self._steps for name in (*step.variables, *step.updates)}
-        found: dict[str, Array] = {}
+        found: dict[str, Callable[[], Array]] = {}
         graphs = [self._proto.graph]
         graphs += [self._proto.training_info[number].algorithm for number in self._entries]
         for tensor in (tensor for graph in graphs for tensor in graph.initializer):
             if tensor.name in wanted:
-                array = external.array_of(tensor, self._data)
-                if tensor.name in found and not np.array_equal(found[tensor.name], array):
+                read = functools.partial(external.array_of, tensor, self._data)
+                if tensor.name in found and not np.array_equal(found[tensor.name](), read()):
                     raise ModelError(
                         f"training_info: '{tensor.name}' has different values in several entries; "
                         "name the variables of each entry differently"
                     )
-                found[tensor.name] = array
+                found[tensor.name] = read
         for name, master in self.noted.masters.items():
             if not {name, master} <= found.keys():
                 continue
-            check_master(name, found[name], master, found[master])
-            if not is_rounded(found[name], found[master]):
+            value, wide = found[name](), found[master]()
+            check_master(name, value, master, wide)
+            if not is_rounded(value, wide):
                 logger.warning(
                     "model: '%s' is not '%s' in %s, as if it was changed since; training goes on "
                     "from '%s'",
-                    *(name, master, found[name].dtype, name),
+                    *(name, master, value.dtype, name),
                 )
-                found[master] = found[name].astype(np.float32)
-        return found
+                found[master] = functools.partial(value.astype, np.float32)
+        return _Values(found)
 
-    def _let_go_of_given_state(self) -> None:
-        """Frees the given values of variables that `reset` computes, like optimizer state."""
-        computed = {
-            binding.key
-            for number in self._entries
-            for binding in self._proto.training_info[number].initialization_binding
-            if binding.key in self._execution.variables
-        }
-        for name in computed & self._given.keys():
-            del self._given[name]
+    def _kept(self, given: Mapping[str, Array]) -> dict[str, Array]:
+        """Returns the given values that `reset` needs: it computes others, like optimizer state.
+
+        The data of these are then the present values.
+        """
+        computed = _computed(self._proto, self._entries) & self._execution.variables.keys()
         execution = weakref.ref(self._execution)  # models that are garbage refer to the tensors
 
         def present(name: str) -> Array:
@@ -1113,10 +1112,10 @@ class TrainingSession:
             assert alive is not None
             return alive.present(name)
 
-        graphs = [self._proto.graph, *(info.algorithm for info in self._proto.training_info)]
-        for tensor in (tensor for graph in graphs for tensor in graph.initializer):
-            if tensor.name in computed:
-                external.set_later(tensor, self._data, functools.partial(present, tensor.name))
+        for tensor in _initializers(self._proto):
+            later = functools.partial(present, tensor.name)
+            external.set_later(tensor, self._data, later if tensor.name in computed else None)
+        return {name: given[name] for name in given if name not in computed}
 
     @_alone
     def _assign(self, arrays: Mapping[str, Array], *, steps_made: int | None = None) -> None:
@@ -1277,11 +1276,49 @@ class TrainingSession:
         return Evaluation(session, inputs, found.parts, found.tensors, found.kinds, constants)
 
 
-def _copy_to_memory(model: ModelLike) -> tuple[onnx.ModelProto, external.Data]:
-    """Returns a light model and its data, which neither a file nor a caller can change."""
+class _Values(Mapping[str, Array]):
+    """Values that are read when they are asked for, so that not all of them take memory at once.
+
+    Args:
+        read: What returns them, by name.
+    """
+
+    def __init__(self, read: Mapping[str, Callable[[], Array]]) -> None:
+        self._read = read
+
+    def __getitem__(self, name: str) -> Array:
+        return self._read[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
+
+
+def _copy_to_memory(model: ModelLike, entry: int | None) -> tuple[onnx.ModelProto, external.Data]:
+    """Returns a light model and its data, which neither a file nor a caller can change.
+
+    Variables that `reset` computes are lent, until they have their values.
+    """
     proto, folder = convert.load(model)
     light, data = external.detach(proto, folder)
-    return light, external.copy_to_memory(data)
+    computed = _computed(light, _all_entries(light) if entry is None else [entry])
+    lent = [tensor for tensor in _initializers(light) if tensor.name in computed]
+    return light, external.copy_to_memory(data, lent)
+
+
+def _computed(proto: onnx.ModelProto, entries: Iterable[int]) -> set[str]:
+    """Returns the names of what the initialization of some entries computes."""
+    infos = [info for number, info in enumerate(proto.training_info) if number in list(entries)]
+    return {binding.key for info in infos for binding in info.initialization_binding}
+
+
+def _initializers(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Yields the initializers of a model and of its algorithms."""
+    yield from proto.graph.initializer
+    for info in proto.training_info:
+        yield from info.algorithm.initializer
 
 
 def _all_entries(proto: onnx.ModelProto) -> list[int]:
