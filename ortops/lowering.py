@@ -279,8 +279,13 @@ def lower_optimizers(graph: ir.Graph, names: Names, keep: Keep | None = None) ->
         The standard nodes that were emitted.
     """
     emitted: list[ir.Node] = []
+    replaced: list[ir.Node] = []
     for node in _optimizer_nodes(graph):
-        emitted += _lower_optimizer(node, names, keep)
+        new = _lower_optimizer(node, names, keep)
+        if new is not None:
+            emitted += new
+            replaced.append(node)
+    remove_unread(replaced)  # at once: each removal looks at all outputs of the graph
     return emitted
 
 
@@ -386,8 +391,12 @@ class _OptimizerNode:
         return cls(r, t, groups, {**operator.defaults, **given})
 
 
-def _lower_optimizer(node: ir.Node, names: Names, keep: Keep | None) -> list[ir.Node]:
-    """Replaces an optimizer node by one-tensor nodes that stay, or by those of its rule."""
+def _lower_optimizer(node: ir.Node, names: Names, keep: Keep | None) -> list[ir.Node] | None:
+    """Puts one-tensor nodes that stay, or those of its rule, in the place of an optimizer node.
+
+    Returns:
+        The standard nodes among them; None if the node itself stays.
+    """
     operator = OPERATORS[node.op_type]
     update = _OptimizerNode.of(node)
     r, t, groups, attributes = update.r, update.t, update.groups, update.attributes
@@ -396,7 +405,7 @@ def _lower_optimizer(node: ir.Node, names: Names, keep: Keep | None) -> list[ir.
         if keep(node):
             for output in node.outputs:  # a Python op cannot leave one out
                 output.name = output.name or names.unique(f"{node.op_type}_unread")
-            return []
+            return None
     graph = node.graph
     assert isinstance(graph, ir.Graph)
     tape = Tape(graph, before=node, names=names)
@@ -423,7 +432,6 @@ def _lower_optimizer(node: ir.Node, names: Names, keep: Keep | None) -> list[ir.
         for output, result in zip(wanted, results, strict=True):
             if output.name:
                 replace_value(tape, output, result.with_shape_of(x))
-    graph.remove(node, safe=True)
     return [emitted for emitted in tape.nodes if emitted.domain != TRAINING_DOMAIN]
 
 

@@ -113,6 +113,18 @@ CONVOLUTIONS: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]]
         (3, B, 7, 9),
         (B, 1, 3, 3),
     ),
+    "depthwise, part of a block": (
+        {"group": 3 * B // 2, "pads": [1] * 4, "strides": [2, 2]},
+        (3, 3 * B // 2, 6, 7),
+        (3 * B // 2, 1, 3, 3),
+    ),
+    "inputs of a block and a half": (
+        {"pads": [1] * 4},
+        (B, 3 * B // 2, 4, 4),
+        (B, 3 * B // 2, 3, 3),
+    ),
+    "outputs of a block and a half": ({}, (2, B, 5, 4), (3 * B // 2, B, 1, 1)),
+    "both": ({"strides": [2, 2]}, (2, 3 * B // 2, 7, 6), (7 * B // 4, 3 * B // 2, 3, 3)),
     "depthwise 1x1": ({"group": B}, (3, B, 4, 3), (B, 1, 1, 1)),
 }
 
@@ -167,6 +179,56 @@ def test_unknown_sizes_stay() -> None:
 def test_nothing_to_gain_without_convolutions() -> None:
     model, _ = with_gradients(op.MatMul, {"x": (2, 3), "w": (3, 4)})
     assert not BLOCKED.gains(prepare(convert.to_ir(model)), None)
+
+
+@pytest.mark.parametrize("bounds", [(-0.5, 0.5), (None, 0.5), (-0.5,)], ids=str)
+def test_clip(bounds: tuple[float | None, ...]) -> None:
+    def build(x: Tensor, w: Tensor, v: Tensor) -> Any:
+        y = op.Conv(x, w)
+        limits = [None if each is None else np.float32(each) for each in bounds]
+        return op.Conv(op.Clip(y, *limits), v)
+
+    shapes = {"x": (3, B, 5, 4), "w": (B, B, 2, 2), "v": (B, B, 1, 1)}
+    operators = [node.op_type for node in check(build, shapes).graph.node]
+    assert "Where" not in operators
+    assert operators.count("Clip") == 1
+
+
+def test_clip_where_a_cotangent_may_be_infinite() -> None:
+    def build(x: Tensor, w: Tensor) -> Any:
+        return op.Sqrt(op.Clip(op.Conv(x, w), np.float32(0), np.float32(6)) + 1.0)
+
+    operators = [
+        node.op_type for node in check(build, {"x": (3, B, 5, 4), "w": (B, B, 2, 2)}).graph.node
+    ]
+    assert "Where" in operators
+
+
+def test_channels_of_part_of_a_block_between() -> None:
+    """What lies between such convolutions stays in blocks, whatever is in the added channels."""
+    c = 3 * B // 2
+
+    def build(x: Tensor, w: Tensor, b: Tensor, v: Tensor, *statistics: Tensor) -> Any:
+        y = op.Conv(x, w, b)
+        z = normalized(op.Sigmoid(y) + y * op.Relu(y), *statistics)
+        return op.Conv(op.MaxPool(z, kernel_shape=[2, 2], strides=[2, 2]), v)
+
+    scale = dict.fromkeys(("scale", "bias", "mean", "var"), (c,))
+    shapes = {"x": (3, B, 6, 7), "w": (c, B, 1, 1), "b": (c,), "v": (B, c, 2, 2), **scale}
+    ours = check(build, shapes)
+    assert {"BatchNormalization", "MaxPool"}.isdisjoint(
+        node.op_type for node in ours.graph.node if not node.domain
+    )
+
+
+def test_what_needs_whole_blocks_leaves_them() -> None:
+    c = 3 * B // 2
+
+    def build(x: Tensor, w: Tensor) -> Any:
+        y = op.Conv(x, w)
+        return op.GlobalAveragePool(op.Concat(y, op.Relu(y), axis=1))
+
+    check(build, {"x": (3, B, 4, 5), "w": (c, B, 1, 1)})
 
 
 def normalized(x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> Tensor:
@@ -385,8 +447,8 @@ def test_training_step(net: str) -> None:
     trainable = build_training_model(build(), loss="SoftmaxCrossEntropy", optimizer=SGD(1.0))
     steps = [flatten(*detach(trainable)), flatten(*detach(trainable))]
     for step in steps:
-        bind_sizes(step.model, {"batch": B})
         remove_defaults(step.model.graph, step.variables)
+        bind_sizes(step.model, {"batch": B})
     models = [
         to_proto(lowered_ir(steps[0].model)),
         to_proto(lowered_ir(steps[1].model, BLOCKED)),

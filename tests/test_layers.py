@@ -31,7 +31,7 @@ FLOORS = (
 WITHIN = {
     "graph": (
         *("adapters", "files", "safetensors", "places", "limits", "serialization", "external"),
-        *("validation", "tensor", "edit", "shapes", "convert", "weights"),
+        *("validation", "tensor", "edit", "folding", "shapes", "convert", "weights"),
     ),
     "optimizers": (
         *("optimizer", "gradient_descent", "squares", "moments", "variants", "sign", "layerwise"),
@@ -48,7 +48,16 @@ WITHIN = {
     ),
     "surgery": ("reading", "head", "batch", "output", "__init__"),
     "passes": (
-        *("order", "finite", "draft", "rewrite", "rematerialization", "cross_entropy", "products"),
+        *(
+            "order",
+            "finite",
+            "draft",
+            "rewrite",
+            "rematerialization",
+            "cross_entropy",
+            "products",
+            "padding",
+        ),
         *("max_pool", "rectified", "transposed", "recurrent", "blocked", "rounding", "webgpu"),
         *("scaled_sums", "__init__"),
     ),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from ortops.graph.edit import all_nodes
+from ortops.graph.folding import fold
 from ortops.lowering import infer_types
 
 __all__ = ["bind_sizes", "sizes_in"]
@@ -42,9 +43,15 @@ def bind_sizes(model: ir.Model, sizes: Mapping[str, int]) -> None:
                 known[value] = value.shape
                 value.shape = None
     infer_types(model)
+    if fold(graph) and not all(map(_is_static, all_nodes(graph))):
+        infer_types(model)  # with what the sizes make constant
     for value, shape in known.items():
         if value.shape is None:
             value.shape = _bound(shape, sizes)
+
+
+def _is_static(node: ir.Node) -> bool:
+    return all(value.shape is not None and value.shape.is_static() for value in node.outputs)
 
 
 def _bound(shape: ir.Shape, sizes: Mapping[str, int]) -> ir.Shape:

@@ -22,6 +22,7 @@ from ortops.execution.step import Step
 from ortops.execution.translation import Translation, translate
 from ortops.execution.update import CompiledUpdate, SharedUpdate, Update
 from ortops.graph.edit import prune, remove_defaults
+from ortops.graph.folding import fold
 from ortops.graph.tensor import Names
 from ortops.lowering import lower_optimizers, lower_prepared, takes_python_kernel
 from ortops.passes import scaled_sums
@@ -76,6 +77,7 @@ class Template:
         graph = step.model.graph
         remove_defaults(graph, step.variables)
         lower_optimizers(graph, Names(graph), lambda node: True)  # into one-tensor nodes
+        fold(graph)
         self._settled = settled(graph, step.updates)
         self._updates: list[SharedUpdate] = []
         self._counts = step.counts

@@ -84,6 +84,8 @@ def all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
 def inner_graphs(node: ir.Node) -> list[ir.Graph]:
     """Returns the graphs inside a node: branches, or the body of a loop."""
     graphs: list[ir.Graph] = []
+    if not node.attributes:  # most have none, and this is asked often
+        return graphs
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
             graphs.append(attribute.as_graph())

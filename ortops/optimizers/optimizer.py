@@ -121,6 +121,7 @@ class Operator:
         return tuple(name for name in self.attribute_types if name not in self.defaults)
 
 
+@functools.lru_cache(maxsize=64)  # asked for each parameter of a model
 def _parameters(rule: UpdateRule) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(rule).parameters
 
@@ -284,9 +285,9 @@ class Optimizer:
         """All attributes for the domain's node, defaults written out; empty without an operator."""
         if self.operator is None:
             return {}
-        operator = OPERATORS[self.operator]
+        operator, own = OPERATORS[self.operator], self.attributes
         return {
-            name: self.attributes[name] if name in self.attributes else operator.defaults[name]
+            name: own[name] if name in own else operator.defaults[name]
             for name in operator.attribute_types
         }
 

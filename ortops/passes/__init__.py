@@ -17,6 +17,7 @@ from ortops.passes.blocked import BLOCKED
 from ortops.passes.cross_entropy import CROSS_ENTROPY
 from ortops.passes.draft import Draft, Pass, Runtime
 from ortops.passes.max_pool import MAX_POOL
+from ortops.passes.padding import PADDING
 from ortops.passes.products import ROW_SUMS, SCALES, TRANSPOSES
 from ortops.passes.rectified import RECTIFIED
 from ortops.passes.recurrent import RECURRENT
@@ -27,6 +28,7 @@ from ortops.passes.webgpu import WEBGPU
 __all__ = ["PASSES", "Draft", "Pass", "Runtime", "passes_for"]
 
 PASSES: tuple[Pass, ...] = (
+    PADDING,
     TRANSPOSED,  # finished last: it takes products in the forms that the next three leave
     ROW_SUMS,
     SCALES,  # they go into products with transposed factors too

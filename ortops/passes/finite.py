@@ -10,9 +10,9 @@ import onnx_ir as ir
 
 from ortops.autodiff.gradient_node import is_bound
 from ortops.autodiff.registry import Rules
-from ortops.graph.tensor import Tensor, op
+from ortops.graph.tensor import Tensor, constant_tensor, op
 
-__all__ = ["mask", "unbounded_values"]
+__all__ = ["clip_bounds", "equal_mask", "mask", "unbounded_values"]
 
 # The largest number, so that the product with any positive normal one is at least 1.
 _STEEP = float(np.finfo(np.float32).max)
@@ -52,3 +52,20 @@ def unbounded_values(graph: ir.Graph, rules: Rules) -> set[ir.Value]:
 def mask(y: Tensor, *, at_zero: float = 0.0) -> Tensor:
     """Returns 1 where y of float32 is above 0, and 0 where it is below, in one pass."""
     return op.HardSigmoid(y, alpha=_STEEP, beta=at_zero)
+
+
+def equal_mask(x: Tensor, y: Tensor) -> Tensor:
+    """Returns 1 where x and y of float32 are equal, and 0 elsewhere."""
+    return op.Cast(op.Equal(x, y), to=ir.DataType.FLOAT)
+
+
+def clip_bounds(node: ir.Node) -> tuple[float | None, float | None] | None:
+    """Returns the bounds of a Clip, None for an absent one, if they are known and do not cross."""
+    bounds: list[float | None] = []
+    for value in (*node.inputs[1:], None, None)[:2]:
+        tensor = None if value is None else constant_tensor(value)
+        if value is not None and (tensor is None or tensor.size != 1):
+            return None
+        bounds.append(None if tensor is None else float(tensor.numpy().item()))
+    low, high = bounds
+    return None if low is not None and high is not None and not low <= high else (low, high)

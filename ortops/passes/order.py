@@ -23,6 +23,5 @@ def put_last_results_first(graph: ir.Graph) -> None:
         for node in graph
         if not any(value.uses() or value in read_inside for value in node.outputs)
     ]
-    for node in reversed(unread):
-        graph.remove(node)
-        graph.append(node)
+    graph.remove(unread)
+    graph.extend(reversed(unread))

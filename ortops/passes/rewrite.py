@@ -45,7 +45,7 @@ def rewrite(graph: ir.Graph, names: Names, *patterns: Pattern) -> None:
     """Walks through a graph once and puts what patterns say in the place of its nodes.
 
     New nodes stand in front of the node that they replace, are named after it, and are not asked
-    about again. What nobody reads in the end is removed.
+    about again. What nobody reads in the end is removed, where there was one to ask about.
 
     Args:
         graph: A lowered graph; changed in place.
@@ -56,6 +56,8 @@ def rewrite(graph: ir.Graph, names: Names, *patterns: Pattern) -> None:
     for each in patterns:
         for op_type in each.op_types:
             by_operator.setdefault((each.domain, op_type), []).append(each)
+    if not any((node.domain, node.op_type) in by_operator for node in graph):
+        return
     tape = Tape(graph, names=names)
     for node in list(graph):
         for each in by_operator.get((node.domain, node.op_type), ()):

@@ -41,6 +41,8 @@ class Algorithm:
     constants: list[Tensor] = field(default_factory=list)
     updates: dict[str, Tensor] = field(default_factory=dict)
     initial: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+    _taken: set[ir.Value] = field(default_factory=set, init=False)
+    _seen: int = field(default=0, init=False)
 
     def variable(self, name: str, array: np.ndarray[Any, Any]) -> Tensor:
         """Adds an initializer of the algorithm that initialization sets to its first value."""
@@ -59,12 +61,13 @@ class Algorithm:
 
     def update(self, name: str, new: Tensor) -> Tensor:
         """Makes a tensor the next value of an initializer."""
-        taken = {tensor.value for tensor in self.outputs}
-        fresh = new.value.producer() in self.tape.nodes and new.value.const_value is None
-        if not fresh or new.value in taken:
+        self._taken.update(tensor.value for tensor in self.outputs[self._seen :])
+        fresh = self.tape.emitted(new.value) and new.value.const_value is None
+        if not fresh or new.value in self._taken:
             new = op.Identity(new)
         new.value.name = self.tape.names.unique(f"{name}_new")
         self.updates[name] = new
+        self._seen = len(self.outputs)
         self.outputs.append(new)
         return new
 

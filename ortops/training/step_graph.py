@@ -6,6 +6,7 @@ becomes a graph whose mutable variables are inputs and whose updates are outputs
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -412,8 +413,9 @@ def check_bindings(proto: onnx.ModelProto, entry: int) -> dict[str, str]:
         ModelError: If a binding names what does not exist, or binds a variable twice.
     """
     info = proto.training_info[entry]
-    keys = [tensor.name for tensor in (*proto.graph.initializer, *info.algorithm.initializer)]
-    values = [value.name for value in (*info.algorithm.output, *proto.graph.output)]
+    initializers = (*proto.graph.initializer, *info.algorithm.initializer)
+    keys = dict.fromkeys(tensor.name for tensor in initializers)
+    values = dict.fromkeys(v.name for v in (*info.algorithm.output, *proto.graph.output))
     seen: set[str] = set()
     for number, other in enumerate(proto.training_info):
         for binding in other.update_binding:
@@ -423,7 +425,7 @@ def check_bindings(proto: onnx.ModelProto, entry: int) -> dict[str, str]:
                     "variable is bound once in all entries"
                 )
             seen.add(binding.key)
-    starts = [value.name for value in info.initialization.output]
+    starts = dict.fromkeys(value.name for value in info.initialization.output)
     for what, bindings, known in (
         ("update_binding", info.update_binding, values),
         ("initialization_binding", info.initialization_binding, starts),
@@ -472,6 +474,7 @@ def _check_algorithm(proto: onnx.ModelProto, entry: int) -> None:
                 f"{where}: its output '{value.name}' is defined by nothing; "
                 + did_you_mean(value.name, sorted(known))
             )
+    has_operator = functools.cache(onnx.defs.has)
     for node in algorithm.node:
         name = f"{node.op_type} node '{node.name or next(iter(node.output), '')}'"
         for read in node.input:
@@ -480,7 +483,7 @@ def _check_algorithm(proto: onnx.ModelProto, entry: int) -> None:
                     f"{where}: {name} reads '{read}', which nothing defines; "
                     + did_you_mean(read, sorted(known - set(node.output)))
                 )
-        if not node.domain and opset and not onnx.defs.has(node.op_type, opset):
+        if not node.domain and opset and not has_operator(node.op_type, opset):
             raise ModelError(
                 f"{where}: {name}: the standard has no such operator at opset {opset}; correct "
                 "its name, or import a newer opset"

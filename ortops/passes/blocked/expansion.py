@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from ortops.graph.edit import attribute_values
@@ -26,11 +27,13 @@ def expand(graph: ir.Graph, names: Names) -> None:
 
 
 def _expand_block(x: Tensor, *, block: int) -> tuple[Tensor, ...]:
-    return (kernels.to_blocks(x, block) if math.prod(sizes(x)[2:]) > 1 else x,)
+    same = math.prod(sizes(x)[2:]) == 1 and sizes(x)[1] % block == 0
+    return (x if same else kernels.to_blocks(x, block),)
 
 
-def _expand_unblock(x: Tensor, *, block: int) -> tuple[Tensor, ...]:
-    return (kernels.to_plain(x, sizes(x)[1]) if math.prod(sizes(x)[2:]) > 1 else x,)
+def _expand_unblock(x: Tensor, *, block: int, channels: int) -> tuple[Tensor, ...]:
+    same = math.prod(sizes(x)[2:]) == 1 and sizes(x)[1] == channels
+    return (x if same else kernels.to_plain(x, channels),)
 
 
 def _expand_conv(
@@ -97,6 +100,13 @@ def _expand_relu(x: Tensor, *, exact: int) -> tuple[Tensor, ...]:
     return (op.Relu(x),)
 
 
+def _expand_clip(
+    x: Tensor, *, exact: int, low: float | None = None, high: float | None = None
+) -> tuple[Tensor, ...]:
+    bounds = (None if bound is None else np.float32(bound) for bound in (low, high))
+    return (op.Clip(x, *bounds),)
+
+
 def _expand_max_pool(
     x: Tensor, *, block: int, kernel_shape: Sequence[int], exact: int
 ) -> tuple[Tensor, ...]:
@@ -116,6 +126,7 @@ _EXPANSIONS: Mapping[str, Callable[..., tuple[Tensor, ...]]] = {
     "Affine": _expand_affine,
     "BatchNormalization": _expand_batch_normalization,
     "Block": _expand_block,
+    "Clip": _expand_clip,
     "Conv": _expand_conv,
     "GlobalAveragePool": _expand_global_average_pool,
     "MaxPool": _expand_max_pool,

@@ -14,6 +14,7 @@ from ortops.passes.blocked import kernels, rules
 from ortops.passes.blocked.kernels import sizes
 from ortops.passes.blocked.rules import DOMAIN
 from ortops.passes.draft import Draft
+from ortops.passes.finite import clip_bounds
 
 __all__ = ["insert"]
 
@@ -57,7 +58,7 @@ class _Insertion:
                 producer = twin.value.producer()
                 assert producer is not None
                 self.tape.before = _next(producer)
-                plain = rules.leave(twin, self.size)
+                plain = rules.leave(twin, self.size, sizes(self.tape.tensor(value))[1])
                 replace_value(self.tape, value, plain)
         remove_unread(list(graph))
 
@@ -70,6 +71,8 @@ class _Insertion:
                 self._batch_normalization(node)
             case "Relu":
                 self._relu(node)
+            case "Clip":
+                self._clip(node)
             case "MaxPool":
                 self._max_pool(node)
             case "GlobalAveragePool":
@@ -100,6 +103,15 @@ class _Insertion:
             twin = self.entered[x.value] = rules.enter(x, self.size)
         return twin
 
+    def _whole(self, channels: int) -> int | None:
+        """Returns the channels of whole blocks; None where they would be far more."""
+        count = -(-channels // self.size) * self.size
+        return count if channels % 4 == 0 and 2 * count <= 3 * channels else None
+
+    def _is_padded(self, x: Tensor, value: ir.Value) -> bool:
+        """Whether the twin of a value has more channels."""
+        return sizes(x)[1] != sizes(self.tape.tensor(value))[1]
+
     def _conv(self, node: ir.Node) -> None:
         inputs = [None if value is None else self.tape.tensor(value) for value in node.inputs]
         x, w, b = (*inputs, None)[:3]
@@ -107,12 +119,13 @@ class _Insertion:
         assert w is not None
         attributes = attribute_values(node)
         group = attributes.get("group", 1)
-        channels = sizes(x)[1]
+        n, channels, *_ = sizes(x)
         m, part, *kernel = sizes(w)
-        if group == 1:
-            if m % self.size or (channels % self.size and channels > self.size):
-                return
-        elif not (part == 1 and m == channels == group and m % self.size == 0):
+        outputs = self._whole(m)
+        taken = channels if channels < self.size else self._whole(channels)
+        if outputs is None or taken is None:
+            return
+        if group > 1 and not part == 1 < m == channels == group:
             return
         at = convolution.windows(
             x,
@@ -127,16 +140,16 @@ class _Insertion:
         pads = [*at.begin, *at.end]
         if not rules.can_transpose(kernel, at.dilations, pads):
             return
-        blocked = x
-        if channels % self.size == 0:
-            blocked = self._blocked(x)
+        blocked = x if channels < self.size else self._blocked(x)
+        _, _, *counts = sizes(self.tape.tensor(node.outputs[0]))
+        w = _with_zeros(w, outputs - m, 0 if group > 1 else taken - channels)
         (self.twins[node.outputs[0]],) = self._emit(
             "Conv",
-            [blocked, w, b],
-            [sizes(self.tape.tensor(node.outputs[0]))],
+            [blocked, w, None if b is None else _with_zeros(b, outputs - m)],
+            [(n, outputs, *counts)],
             block=self.size,
             dilations=list(at.dilations),
-            group=group,
+            group=1 if group == 1 else outputs,
             pads=pads,
             strides=list(at.strides),
         )
@@ -146,16 +159,18 @@ class _Insertion:
         if x is None:
             return
         channels = sizes(x)[1]
+        plain = sizes(self.tape.tensor(node.outputs[0]))[1]
         others = [self.tape.tensor(value) for value in node.inputs[1:] if value is not None]
         if not node.attributes.get_int("training_mode", 0):
             scale, bias, mean, var = others
             factor = scale / op.Sqrt(var + node.attributes.get_float("epsilon", 1e-5))
-            inputs = [x, factor, bias - mean * factor]
+            both = (factor, bias - mean * factor)
+            inputs = [x, *(_with_zeros(each, channels - plain) for each in both)]
             (self.twins[node.outputs[0]],) = self._emit("Affine", inputs, [sizes(x)])
             return
         y, *statistics = self._emit(
             "BatchNormalization",
-            [x, *others],
+            [x, *(_with_zeros(each, channels - plain) for each in others)],
             [sizes(x), *[(channels,)] * 2, sizes(x), (channels,)],
             block=self.size,
             momentum=node.attributes.get_float("momentum", 0.9),
@@ -164,6 +179,8 @@ class _Insertion:
         self.twins[node.outputs[0]] = y
         for old, new in zip(node.outputs[1:], statistics, strict=False):
             if old.name:
+                if channels != plain:
+                    new = op.Slice(new, [0], [plain], [0])
                 replace_value(self.tape, old, new)
 
     def _relu(self, node: ir.Node) -> None:
@@ -172,21 +189,36 @@ class _Insertion:
             exact = int(node.outputs[0] in self.unbounded)
             (self.twins[node.outputs[0]],) = self._emit("Relu", [x], [sizes(x)], exact=exact)
 
+    def _clip(self, node: ir.Node) -> None:
+        x, bounds = self._twin(node.inputs[0]), clip_bounds(node)
+        if x is not None and bounds is not None:
+            low, high = bounds
+            exact = int(node.outputs[0] in self.unbounded)
+            (self.twins[node.outputs[0]],) = self._emit(
+                "Clip", [x], [sizes(x)], low=low, high=high, exact=exact
+            )
+
     def _elementwise(self, node: ir.Node) -> None:
         xs = [self._twin(value) for value in node.inputs]
-        if any(x is None or sizes(x) != sizes(self.tape.tensor(node.outputs[0])) for x in xs):
+        n, channels, *spatial = sizes(self.tape.tensor(node.outputs[0]))
+        wanted = (n, -(-channels // self.size) * self.size, *spatial)
+        if any(x is None or sizes(x) != wanted for x in xs):
             return
         attributes = attribute_values(node)
         self.twins[node.outputs[0]] = getattr(op, node.op_type)(*xs, **attributes)
 
     def _concat(self, node: ir.Node) -> None:
         xs = [self._twin(value) for value in node.inputs]
-        if all(x is not None for x in xs) and node.attributes["axis"].as_int() in (1, -3):
+        padded = any(
+            value is None or x is None or self._is_padded(x, value)
+            for x, value in zip(xs, node.inputs, strict=True)
+        )
+        if not padded and node.attributes["axis"].as_int() in (1, -3):
             self.twins[node.outputs[0]] = op.Concat(*xs, axis=1)
 
     def _global_average_pool(self, node: ir.Node) -> None:
         x = self._twin(node.inputs[0])
-        if x is not None:
+        if x is not None and not self._is_padded(x, node.outputs[0]):
             n, channels, *_ = sizes(x)
             shape = (n, channels, 1, 1)
             (pooled,) = self._emit("GlobalAveragePool", [x], [shape], block=self.size)
@@ -205,7 +237,8 @@ class _Insertion:
         )
         if x is None or not tiles or len(node.outputs) > 1:
             return
-        shape = sizes(self.tape.tensor(node.outputs[0]))
+        n, _, *counts = sizes(self.tape.tensor(node.outputs[0]))
+        shape = (n, sizes(x)[1], *counts)
         # The largest of what Relu gives is what Relu gives of the largest, which are fewer.
         relu = x.value.producer()
         assert relu is not None
@@ -223,6 +256,14 @@ class _Insertion:
         if swap:
             (y,) = self._emit("Relu", [y], [shape], exact=exact)
         self.twins[node.outputs[0]] = y
+
+
+def _with_zeros(x: Tensor, *counts: int) -> Tensor:
+    """Returns a tensor with so many zeros more along each of its first axes."""
+    if not any(counts):
+        return x
+    behind = [*counts, *[0] * (len(sizes(x)) - len(counts))]
+    return op.Pad(x, [0] * len(behind) + behind)
 
 
 def _next(node: ir.Node) -> ir.Node | None:

@@ -17,7 +17,7 @@ from ortops.autodiff.rules.convolution import Windows
 from ortops.graph.tensor import Tensor, op
 from ortops.passes.blocked import kernels
 from ortops.passes.blocked.kernels import affine, channel_means, convolve, reshape, sizes
-from ortops.passes.finite import mask
+from ortops.passes.finite import equal_mask, mask
 
 __all__ = ["DOMAIN", "TABLE", "can_transpose", "enter", "leave"]
 
@@ -31,24 +31,29 @@ vjp = TABLE.vjp
 
 
 def enter(x: Tensor, size: int) -> Tensor:
-    """Puts (N, C, H, W) in the blocked layout; C is a multiple of the block."""
-    (result,) = kernels.emit(x.tape, DOMAIN, "Block", [x], [sizes(x)], block=size)
+    """Puts (N, C, H, W) in the blocked layout, with channels of zeros where C is none of blocks."""
+    n, channels, *spatial = sizes(x)
+    shape = (n, -(-channels // size) * size, *spatial)
+    (result,) = kernels.emit(x.tape, DOMAIN, "Block", [x], [shape], block=size)
     return result
 
 
-def leave(x: Tensor, size: int) -> Tensor:
-    """Takes (N, C, H, W) out of the blocked layout."""
-    (result,) = kernels.emit(x.tape, DOMAIN, "Unblock", [x], [sizes(x)], block=size)
+def leave(x: Tensor, size: int, channels: int | None = None) -> Tensor:
+    """Takes (N, C, H, W) out of the blocked layout, the first channels or all of them."""
+    n, count, *spatial = sizes(x)
+    kept = channels or count
+    shape = (n, kept, *spatial)
+    (result,) = kernels.emit(x.tape, DOMAIN, "Unblock", [x], [shape], block=size, channels=kept)
     return result
 
 
 @vjp("Block", domain=DOMAIN)
 def _block(g: Tensor, y: Tensor, x: Tensor, *, block: int) -> Cotangents:
-    return leave(g, block)
+    return leave(g, block, sizes(x)[1])
 
 
 @vjp("Unblock", domain=DOMAIN)
-def _unblock(g: Tensor, y: Tensor, x: Tensor, *, block: int) -> Cotangents:
+def _unblock(g: Tensor, y: Tensor, x: Tensor, *, block: int, channels: int) -> Cotangents:
     return enter(g, block)
 
 
@@ -57,6 +62,19 @@ def _relu(g: Tensor, y: Tensor, x: Tensor, *, exact: int) -> Cotangents:
     if exact:  # g may be infinite, and a product with 0 would be NaN
         return op.Where(y > 0, g, 0)
     return g * mask(y)
+
+
+@vjp("Clip", domain=DOMAIN)
+def _clip(
+    g: Tensor,
+    y: Tensor,
+    x: Tensor,
+    *,
+    exact: int,
+    low: float | None = None,
+    high: float | None = None,
+) -> Cotangents:
+    return op.Where(op.Equal(x, y), g, 0) if exact else g * equal_mask(x, y)
 
 
 @vjp("GlobalAveragePool", domain=DOMAIN)

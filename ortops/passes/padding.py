@@ -1,0 +1,75 @@
+"""Padding in front of convolutions, which exporters that compute it write as nodes of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from ortops.autodiff.gradient_node import is_bound
+from ortops.graph.edit import remove_unread
+from ortops.graph.tensor import constant_tensor
+from ortops.passes.draft import Draft, Pass
+
+__all__ = ["PADDING"]
+
+
+class _Padding(Pass):
+    """Lets convolutions pad with zeros themselves, and leaves out padding by nothing."""
+
+    def prepare(self, draft: Draft) -> None:
+        """Takes padding out of the forward pass."""
+        for node in list(draft.graph):
+            if node.op_type != "Pad" or node.domain or not draft.is_free(node):
+                continue
+            pads, x, (y,) = _zeros_around(node), node.inputs[0], node.outputs
+            users = [user for user, _ in y.uses()]
+            if pads is None or x is None or y.is_graph_output() or any(map(is_bound, users)):
+                continue
+            if not any(pads):
+                y.replace_all_uses_with(x)
+            elif all(draft.is_free(user) and _takes(user, y, pads) for user in users):
+                for user in users:
+                    _pad(user, pads)
+                    user.replace_input_with(0, x)
+            remove_unread([node])
+
+
+def _zeros_around(node: ir.Node) -> Sequence[int] | None:
+    """Returns the padding of all axes before and behind if it is known, not negative, and zeros."""
+    _, amounts, value, axes = (*node.inputs, None, None)[:4]
+    if node.attributes.get_string("mode", "constant") != "constant" or amounts is None:
+        return None
+    known = constant_tensor(amounts)
+    filler = None if value is None else constant_tensor(value)
+    if known is None or (value is not None and filler is None) or axes is not None:
+        return None
+    if filler is not None and filler.numpy().any():
+        return None
+    pads: list[int] = known.numpy().tolist()
+    return pads if min(pads, default=0) >= 0 else None
+
+
+def _takes(node: ir.Node, x: ir.Value, pads: Sequence[int]) -> bool:
+    """Whether a node is a convolution of x that can pad height, width … by itself."""
+    rank = len(pads) // 2
+    return (
+        (node.domain, node.op_type) == ("", "Conv")
+        and x not in node.inputs[1:]
+        and not any((*pads[:2], *pads[rank : rank + 2]))
+        and node.attributes.get_string("auto_pad", "NOTSET") in ("NOTSET", "VALID")
+    )
+
+
+def _pad(node: ir.Node, pads: Sequence[int]) -> None:
+    rank = len(pads) // 2
+    added = (*pads[2:rank], *pads[rank + 2 :])
+    own = node.attributes.get_ints("pads", (0,) * len(added))
+    if node.attributes.get_string("auto_pad", "NOTSET") == "VALID":
+        own = (0,) * len(added)
+    node.attributes.pop("auto_pad", None)
+    total = tuple(a + b for a, b in zip(own, added, strict=True))
+    node.attributes["pads"] = ir.AttrInt64s("pads", total)
+
+
+PADDING = _Padding("padding")
