@@ -28,9 +28,10 @@ from ortops.lowering import lower_prepared, prepare
 from ortops.optimizers import SGD, Optimizer, UpdateRule
 from ortops.training.builder import Plan, plan_training
 from ortops.training.groups import Groups
+from ortops.training.metadata import training_metadata
 from ortops.training.parameters import quantized, readers
 from ortops.training.preparation import BatchNormalization, prepare_for_training
-from ortops.training.step_graph import flatten, training_metadata
+from ortops.training.step_graph import flatten
 
 __all__ = ["Report", "check", "quiet"]
 

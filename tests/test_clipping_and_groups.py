@@ -25,7 +25,8 @@ from ortops.graph.external import detach
 from ortops.graph.tensor import Names, Tape
 from ortops.lowering import lower_optimizers
 from ortops.optimizers import SGD, Adam, AdamW, Custom, Momentum, Optimizer
-from ortops.training.step_graph import flatten, training_metadata
+from ortops.training.metadata import training_metadata
+from ortops.training.step_graph import flatten
 
 STEPS = 20
 WAYS = {

@@ -96,8 +96,9 @@ WITHIN = {
     "training": (
         *("history", "callback", "interruption", "position", "progress", "tables", "prefetch"),
         *("modes", "parameters", "preparation", "reach", "algorithm", "groups", "clipping"),
-        *("updates", "builder", "bfloat16", "step_graph", "feeds", "data", "initialization"),
-        *("state", "evaluation", "gradients", "fitting", "results", "session", "export"),
+        *("updates", "builder", "metadata", "bfloat16", "step_graph", "feeds", "data"),
+        *("initialization", "state", "given", "evaluation", "gradients", "fitting", "results"),
+        *("session", "export"),
     ),
 }
 """The files of a room, of which each imports from those before it."""

@@ -105,3 +105,15 @@ def test_maxima_alone_stay() -> None:
         tape.output(op.MaxPool(x, kernel_shape=[2, 2], strides=[2, 2]), "y")
     model = to_proto(finish(convert.to_ir(tape.model()), MAX_POOL))
     assert [node.op_type for node in model.graph.node] == ["MaxPool"]
+
+
+def test_quantized_graphs_keep_the_operator() -> None:
+    """onnxruntime's optimizer moves what quantizes behind a Slice, with a wrong type."""
+    with Tape(name="quantized") as tape:
+        x = tape.input("x", np.float32, ["batch", 2, 4, 4])
+        scale, zero = np.float32(0.1), np.uint8(128)
+        small = op.DequantizeLinear(op.QuantizeLinear(x, scale, zero), scale, zero)
+        y, places = op.MaxPool(small, outputs=2, kernel_shape=[2, 2], strides=[2, 2])
+        tape.output(op.Neg(y), "negated")
+        tape.output(places + 0, "places")
+    assert tells_places(to_proto(finish(convert.to_ir(tape.model()), MAX_POOL)))

@@ -20,7 +20,7 @@ from ortops import ModelError, TrainingSession, build_training_model, schedules
 from ortops.execution.settings import Settings
 from ortops.optimizers import SGD, Adam, Momentum
 from ortops.schedules import Schedule
-from ortops.training.step_graph import training_metadata
+from ortops.training.metadata import training_metadata
 
 STEPS = 24
 

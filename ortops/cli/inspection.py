@@ -12,8 +12,8 @@ import onnx
 from ortops.cli.streams import print_json, read_model
 from ortops.errors import OrtopsError
 from ortops.lowering import TRAINING_DOMAIN
+from ortops.training.metadata import training_metadata
 from ortops.training.session import TrainingSession
-from ortops.training.step_graph import training_metadata
 
 __all__ = ["inspect"]
 

@@ -41,6 +41,9 @@ def _compared(node: ir.Node, tape: Tape) -> Result:
     )
     if not tiled or not 1 < math.prod(kernel) <= _TAPS or not node.outputs[1].uses():
         return None
+    # onnxruntime's optimizer moves these to behind a Slice, and then gets their types wrong.
+    if any(other.op_type in ("QuantizeLinear", "DequantizeLinear") for other in node.graph or ()):
+        return None
     images = tape.tensor(x)
     largest = op.MaxPool(images, kernel_shape=kernel, strides=kernel)
     largest = largest.with_shape_of(tape.tensor(node.outputs[0]))

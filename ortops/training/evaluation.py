@@ -17,7 +17,7 @@ from ortops.execution.onnxruntime_sessions import errors_as_ours
 from ortops.metrics import StreamingMetric
 from ortops.training.data import rows
 from ortops.training.feeds import Inputs
-from ortops.training.step_graph import LossPart, PredictionNote, TrainingMetadata
+from ortops.training.metadata import LossPart, PredictionNote, TrainingMetadata
 
 __all__ = ["Evaluation", "Look", "look", "measure", "number_of", "numbers_of", "predict"]
 

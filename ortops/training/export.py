@@ -25,16 +25,10 @@ from ortops.graph.places import places
 from ortops.graph.safetensors import write_safetensors
 from ortops.graph.serialization import to_proto
 from ortops.lowering import Target, lower
+from ortops.training.metadata import TrainingMetadata, training_metadata
 from ortops.training.position import POSITION_KEY
 from ortops.training.results import write_values
-from ortops.training.step_graph import (
-    EvaluationModel,
-    TrainingMetadata,
-    evaluation_model,
-    flatten,
-    step_graph,
-    training_metadata,
-)
+from ortops.training.step_graph import EvaluationModel, evaluation_model, flatten, step_graph
 
 __all__ = ["FORMAT", "VERSION", "export_step"]
 

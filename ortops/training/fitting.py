@@ -23,10 +23,10 @@ from ortops.training.evaluation import number_of
 from ortops.training.gradients import Accumulation, Gradients
 from ortops.training.history import History
 from ortops.training.interruption import Interruption
+from ortops.training.metadata import TrainingMetadata
 from ortops.training.position import Begun, Call, Place, Position, Standing
 from ortops.training.progress import Progress
 from ortops.training.state import State
-from ortops.training.step_graph import TrainingMetadata
 from ortops.training.updates import SMALLEST_SCALE
 
 __all__ = ["Trainer", "Way", "check", "fit"]
@@ -85,14 +85,6 @@ class Differentiate(Protocol):
         """Returns them; see `ortops.TrainingSession.gradients`."""
 
 
-def _alone(ends: tuple[str, str]) -> tuple[str, str]:
-    return ends
-
-
-def _no_other(what: str, found: object) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Way:
     """How steps are made with the batches of the data set, by one process or several.
@@ -103,15 +95,16 @@ class Way:
         gradients: Computes the gradients of a batch.
         leads: Whether this process shows progress, and tells callbacks that write.
         agree: Is given why the training ends and the signal that ends it, each "" if nothing does,
-            and returns what holds for all processes. It waits for them.
+            and returns what holds for all processes. It waits for them. None for one process.
         same: Is given a name, and what is called so, and refuses that if a process has another.
+            None for one process.
     """
 
     step: Step
     gradients: Differentiate
     leads: bool = True
-    agree: Callable[[tuple[str, str]], tuple[str, str]] = _alone
-    same: Callable[[str, object], None] = _no_other
+    agree: Callable[[tuple[str, str]], tuple[str, str]] | None = None
+    same: Callable[[str, object], None] | None = None
 
 
 def fit(
@@ -149,10 +142,8 @@ def fit(
         position = Position(begun, Place())
     else:
         position.begun.call.check_same(call)
-    begun = position.begun
-    place = {"epoch": begun.epoch, "first_step": begun.first_step, "batch": position.place.batch}
-    given = (f"{name}={value}" for name, value in (asdict(call) | place).items())
-    way.same("the arguments of fit, and where it begins", ", ".join(given))
+    if way.same is not None:
+        _check_same(way.same, call, position)
     if position.begun.epoch > call.epochs:
         return History(position.begun.history)
     loop = _Loop(trainer, way, source, validation, metrics, schedule, callbacks, position)
@@ -323,10 +314,13 @@ class _Loop:
         self._ended()  # none leaves, with a signal that ends all, while others write
 
     def _ended(self) -> bool:
-        self.stopped, self.interruption.name = self.way.agree(
-            (self.stopped, self.interruption.name)
-        )
-        return bool(self.stopped or self.interruption.name)
+        if self.way.agree is None:
+            return bool(self.stopped or self.interruption.name)
+        stopped, signal = self.way.agree((self.stopped, self.interruption.name))
+        self.stopped = stopped
+        if signal:  # one that has come since is not to be forgotten
+            self.interruption.name = signal
+        return bool(stopped or signal)
 
     # -------------------------------------------------------------------------------- an epoch
 
@@ -341,7 +335,9 @@ class _Loop:
         with contextlib.ExitStack() as stack:
             if hasattr(batches, "close"):
                 stack.callback(batches.close)
-            agreed = self._of_all(batches, place.batch)
+            agreed: Iterator[Batch] = batches
+            if self.way.same is not None:
+                agreed = self._of_all(batches, self.way.same, place.batch)
             for batch in agreed:
                 if call.accumulate > 1:
                     others = itertools.islice(agreed, call.accumulate - 1)
@@ -356,12 +352,14 @@ class _Loop:
                 if self._ended():
                     return
 
-    def _of_all(self, batches: Iterator[Batch], done: int) -> Iterator[Batch]:
+    def _of_all(
+        self, batches: Iterator[Batch], same: Callable[[str, object], None], done: int
+    ) -> Iterator[Batch]:
         """Returns batches of which all processes have as many, with as many rows."""
         for number in itertools.count(done + 1):
             batch: Batch | None = next(batches, None)
             size = "none" if batch is None else rows(batch)
-            self.way.same(f"the rows of batch {number} of epoch {self.position.begun.epoch}", size)
+            same(f"the rows of batch {number} of epoch {self.position.begun.epoch}", size)
             if batch is None:
                 return
             yield batch
@@ -527,6 +525,14 @@ class _Loop:
 
 class _SignalCame(BaseException):
     """A signal came while an evaluation went on, which needs no end."""
+
+
+def _check_same(same: Callable[[str, object], None], call: Call, position: Position) -> None:
+    """Refuses arguments that other processes do not have."""
+    begun = position.begun
+    place = {"epoch": begun.epoch, "first_step": begun.first_step, "batch": position.place.batch}
+    given = (f"{name}={value}" for name, value in (asdict(call) | place).items())
+    same("the arguments of fit, and where it begins", ", ".join(given))
 
 
 def _say_how_to_go_on(trainer: Trainer, name: str) -> None:

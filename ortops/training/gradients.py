@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ortops.errors import OrtopsError, did_you_mean
 from ortops.execution.halves import Differentiated, Layout
 from ortops.training.evaluation import number_of
-from ortops.training.step_graph import LossPart
+from ortops.training.metadata import LossPart
 
 __all__ = ["Accumulation", "Gradients", "Summand", "check_gradients", "collect"]
 

@@ -22,7 +22,6 @@ from ortops import metrics as metric_functions
 from ortops.autodiff.rules import RULES
 from ortops.errors import (
     FeedError,
-    ModelError,
     OrtopsError,
     UnknownVariableError,
     did_you_mean,
@@ -52,19 +51,16 @@ from ortops.training.evaluation import (
 from ortops.training.feeds import Inputs
 from ortops.training.fitting import Way, fit
 from ortops.training.fitting import check as check_arguments
+from ortops.training.given import all_entries, computed, copy_to_memory, given_values, initializers
 from ortops.training.gradients import Gradients, check_gradients, collect
 from ortops.training.history import History
 from ortops.training.initialization import initial_values
+from ortops.training.metadata import LossPart, training_metadata
 from ortops.training.modes import write_inference_mode
 from ortops.training.position import POSITION_KEY, Call, Standing, read_position
 from ortops.training.results import write_back, write_values
-from ortops.training.state import State, check_master, is_rounded, masters
-from ortops.training.step_graph import (
-    LossPart,
-    evaluation_model,
-    flatten,
-    training_metadata,
-)
+from ortops.training.state import State, masters
+from ortops.training.step_graph import evaluation_model, flatten
 from ortops.uninterrupted import run_uninterrupted
 
 __all__ = ["TrainingSession"]
@@ -205,10 +201,10 @@ class TrainingSession:
         checkpoint: Checkpoint | None = None,
         settings: Settings | None = None,
     ) -> None:
-        self._proto, self._data = _copy_to_memory(model, entry)
+        self._proto, self._data = copy_to_memory(model, entry)
         self._options = sess_options
         self._providers = list(providers or ["CPUExecutionProvider"])
-        self._entries = _all_entries(self._proto) if entry is None else [entry]
+        self._entries = all_entries(self._proto) if entry is None else [entry]
         self.noted = training_metadata(self._proto)
         self._steps = [
             flatten(self._proto, self._data, number, counts=True) for number in self._entries
@@ -222,7 +218,9 @@ class TrainingSession:
         self._evaluations: dict[tuple[tuple[str, ...], bool], Evaluation] = {}
         self._lock = threading.RLock()
         self._wait_at_exit()
-        given = self._given_values()
+        given = given_values(
+            self._proto, self._data, self._steps, self._entries, self.noted.masters
+        )
         self._execution = Execution(
             self._steps,
             given,
@@ -1070,41 +1068,12 @@ class TrainingSession:
             return [by_source.get(name, name) for name in names]
         return checkpoint
 
-    def _given_values(self) -> _Values:
-        """Returns the values that the variables have in the model."""
-        wanted = {name for step in self._steps for name in (*step.variables, *step.updates)}
-        found: dict[str, Callable[[], Array]] = {}
-        graphs = [self._proto.graph]
-        graphs += [self._proto.training_info[number].algorithm for number in self._entries]
-        for tensor in (tensor for graph in graphs for tensor in graph.initializer):
-            if tensor.name in wanted:
-                read = functools.partial(external.array_of, tensor, self._data)
-                if tensor.name in found and not np.array_equal(found[tensor.name](), read()):
-                    raise ModelError(
-                        f"training_info: '{tensor.name}' has different values in several entries; "
-                        "name the variables of each entry differently"
-                    )
-                found[tensor.name] = read
-        for name, master in self.noted.masters.items():
-            if not {name, master} <= found.keys():
-                continue
-            value, wide = found[name](), found[master]()
-            check_master(name, value, master, wide)
-            if not is_rounded(value, wide):
-                logger.warning(
-                    "model: '%s' is not '%s' in %s, as if it was changed since; training goes on "
-                    "from '%s'",
-                    *(name, master, value.dtype, name),
-                )
-                found[master] = functools.partial(value.astype, np.float32)
-        return _Values(found)
-
     def _kept(self, given: Mapping[str, Array]) -> dict[str, Array]:
         """Returns the given values that `reset` needs: it computes others, like optimizer state.
 
         The data of these are then the present values.
         """
-        computed = _computed(self._proto, self._entries) & self._execution.variables.keys()
+        anew = computed(self._proto, self._entries) & self._execution.variables.keys()
         execution = weakref.ref(self._execution)  # models that are garbage refer to the tensors
 
         def present(name: str) -> Array:
@@ -1112,10 +1081,10 @@ class TrainingSession:
             assert alive is not None
             return alive.present(name)
 
-        for tensor in _initializers(self._proto):
+        for tensor in initializers(self._proto):
             later = functools.partial(present, tensor.name)
-            external.set_later(tensor, self._data, later if tensor.name in computed else None)
-        return {name: given[name] for name in given if name not in computed}
+            external.set_later(tensor, self._data, later if tensor.name in anew else None)
+        return {name: given[name] for name in given if name not in anew}
 
     @_alone
     def _assign(self, arrays: Mapping[str, Array], *, steps_made: int | None = None) -> None:
@@ -1274,55 +1243,6 @@ class TrainingSession:
         constants = external.move_to_inputs(model)
         session = InferenceSession(to_proto(model), self._options, self._providers, kernels="onnx")
         return Evaluation(session, inputs, found.parts, found.tensors, found.kinds, constants)
-
-
-class _Values(Mapping[str, Array]):
-    """Values that are read when they are asked for, so that not all of them take memory at once.
-
-    Args:
-        read: What returns them, by name.
-    """
-
-    def __init__(self, read: Mapping[str, Callable[[], Array]]) -> None:
-        self._read = read
-
-    def __getitem__(self, name: str) -> Array:
-        return self._read[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read)
-
-    def __len__(self) -> int:
-        return len(self._read)
-
-
-def _copy_to_memory(model: ModelLike, entry: int | None) -> tuple[onnx.ModelProto, external.Data]:
-    """Returns a light model and its data, which neither a file nor a caller can change.
-
-    Variables that `reset` computes are lent, until they have their values.
-    """
-    proto, folder = convert.load(model)
-    light, data = external.detach(proto, folder)
-    computed = _computed(light, _all_entries(light) if entry is None else [entry])
-    lent = [tensor for tensor in _initializers(light) if tensor.name in computed]
-    return light, external.copy_to_memory(data, lent)
-
-
-def _computed(proto: onnx.ModelProto, entries: Iterable[int]) -> set[str]:
-    """Returns the names of what the initialization of some entries computes."""
-    infos = [info for number, info in enumerate(proto.training_info) if number in list(entries)]
-    return {binding.key for info in infos for binding in info.initialization_binding}
-
-
-def _initializers(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yields the initializers of a model and of its algorithms."""
-    yield from proto.graph.initializer
-    for info in proto.training_info:
-        yield from info.algorithm.initializer
-
-
-def _all_entries(proto: onnx.ModelProto) -> list[int]:
-    return list(range(max(1, len(proto.training_info))))  # entry 0 of none is refused later
 
 
 def _shapes(feeds: Mapping[str, Array]) -> tuple[tuple[int, ...], ...]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ortops.errors import ModelError, OrtopsError, UnknownVariableError, did_you_mean
 from ortops.execution.execution import Execution
 from ortops.training.builder import METADATA_KEY
-from ortops.training.step_graph import TrainingMetadata
+from ortops.training.metadata import TrainingMetadata
 
 __all__ = ["State", "check_master", "is_rounded", "masters"]
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex, TypeAlias, TypeVar
+from typing import Any, Literal, SupportsIndex, TypeAlias
 
-import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx_ir as ir
@@ -43,7 +42,6 @@ from ortops.graph.edit import (
     remove_unread,
 )
 from ortops.graph.external import Data, detach
-from ortops.graph.limits import LIMITS
 from ortops.graph.serialization import BOUND_DOMAIN, name_tensors, to_proto
 from ortops.graph.shapes import may_be_equal
 from ortops.graph.tensor import Names, Tape, op
@@ -60,17 +58,16 @@ from ortops.lowering import (
 from ortops.optimizers import OPERATORS
 from ortops.training.bfloat16 import widen
 from ortops.training.builder import METADATA_KEY
+from ortops.training.metadata import LossPart, TrainingMetadata, training_metadata
 from ortops.training.modes import write_inference_mode
 
 __all__ = [
     "GRADIENTS_KEY",
     "STEP_GRAPH_KEY",
     "Part",
-    "TrainingMetadata",
     "evaluation_model",
     "flatten",
     "step_graph",
-    "training_metadata",
 ]
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -523,221 +520,6 @@ def _concatenate(proto: onnx.ModelProto, entry: int) -> onnx.ModelProto:
     typed = {value.name for value in graph.value_info}
     graph.value_info.extend(value for value in algorithm.value_info if value.name not in typed)
     return result
-
-
-@dataclass(frozen=True)
-class LossPart:
-    """A summand of the loss; see `ortops.losses.loss.Part`.
-
-    Attributes:
-        name: The tensor that is its value.
-        label: What people call it.
-        weight: What it is multiplied with.
-        count: The tensor that its sum was divided by; rows stand for it where there is none.
-        is_sum: Whether it is a sum.
-        couples_rows: Whether rows of a batch take part in each other's loss.
-    """
-
-    name: str = ""
-    label: str = ""
-    weight: float = 1.0
-    count: str = ""
-    is_sum: bool = False
-    couples_rows: bool = False
-
-
-@dataclass(frozen=True)
-class PredictionNote:
-    """What the loss looks at; see `ortops.losses.Prediction`.
-
-    Attributes:
-        tensor: The tensor.
-        kind: What its numbers are.
-        axis: The axis of the classes, or None.
-        target: The input that it is compared with.
-        ignored: The label that does not count, or None.
-        output: The tensor that the user named for it, which may be a Softmax behind it.
-    """
-
-    tensor: str = ""
-    kind: str = "logits"
-    axis: int | None = None
-    target: str = ""
-    ignored: int | None = None
-    output: str = ""
-
-
-@dataclass(frozen=True)
-class TrainingMetadata:
-    """What the builder wrote about a trainable model: which of its names play which part.
-
-    Attributes:
-        loss: The output of the algorithm that is the loss.
-        learning_rate: The initializer that is the learning rate.
-        step: The initializer that counts steps.
-        training_copies: Outputs of the algorithm → outputs of the inference graph that they are
-            the training-mode copies of.
-        losses: The summands of the loss.
-        prediction: What the loss looks at.
-        predictions: What each of several summands looks at.
-        dropouts: Tensors of the algorithm → what they are without Dropout.
-        masters: Parameters of 16 bits → the variables that are their float32 values.
-        loss_scale: The variable that the loss is multiplied by, where gradients are scaled.
-        good_steps: The variable that counts steps since that has changed.
-        seed: The variable that, with the steps, determines what Dropout drops.
-        schedule: The schedule in the graph, as text; empty for none.
-        scheduled_learning_rate: The output of the algorithm that is the learning rate of a step,
-            where there is a schedule; ``learning_rate`` is its peak.
-        clipping: How gradients are clipped, as text; empty if they are not.
-        averages: Parameters → the variables that are their averages over steps.
-        averaging: How these are made, as text; empty if there are none.
-        groups: Parameters → the settings of the optimizer that are their own, as text.
-    """
-
-    loss: str = ""
-    learning_rate: str = ""
-    step: str = ""
-    training_copies: Mapping[str, str] = field(default_factory=dict)
-    losses: Sequence[LossPart] = ()
-    prediction: PredictionNote = PredictionNote()
-    predictions: Sequence[PredictionNote] = ()
-    dropouts: Mapping[str, str] = field(default_factory=dict)
-    masters: Mapping[str, str] = field(default_factory=dict)
-    loss_scale: str = ""
-    good_steps: str = ""
-    seed: str = ""
-    schedule: str = ""
-    scheduled_learning_rate: str = ""
-    clipping: str = ""
-    averages: Mapping[str, str] = field(default_factory=dict)
-    averaging: str = ""
-    groups: Mapping[str, str] = field(default_factory=dict)
-
-    def refuse_second_schedule(self) -> None:
-        """Refuses a schedule beside the one that steps follow.
-
-        Raises:
-            OrtopsError: If there is one in the graph.
-        """
-        if self.schedule:
-            raise OrtopsError(
-                f"schedule: the model's steps follow one, {self.schedule}; set "
-                "session.learning_rate to rescale that, or build the model with a number as "
-                "learning rate"
-            )
-
-    def averaged(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Returns the values of variables, with averages in the place of parameters.
-
-        Args:
-            arrays: The value of each variable, by name.
-
-        Raises:
-            ModelError: If the training keeps no averages, or what the file calls one is none.
-        """
-        if not self.averages:
-            raise ModelError(
-                "ema: the training keeps no averages of its parameters; build the model with "
-                "ema_decay="
-            )
-        result = dict(arrays)
-        for name, average in self.averages.items():
-            if not {name, average} <= arrays.keys() or arrays[name].shape != arrays[average].shape:
-                raise ModelError(
-                    f"metadata_props '{METADATA_KEY}': its 'averages' has '{average}' for "
-                    f"'{name}'; variables of one shape are accepted"
-                )
-            with np.errstate(over="ignore"):
-                result[name] = arrays[average].astype(arrays[name].dtype)
-        return result
-
-
-_TEXT, _NAMES = "the name of a tensor", "an object of names of tensors"
-_STRING, _STRINGS = "a string", "an object of strings"
-_NOTED: Mapping[type, Mapping[str, str]] = {
-    TrainingMetadata: {
-        **dict.fromkeys(
-            ("loss", "learning_rate", "step", "loss_scale", "good_steps", "seed"), _TEXT
-        ),
-        "scheduled_learning_rate": _TEXT,
-        **dict.fromkeys(("training_copies", "dropouts", "masters", "averages"), _NAMES),
-        **dict.fromkeys(("schedule", "clipping", "averaging"), _STRING),
-        "groups": _STRINGS,
-    },
-    LossPart: {
-        **dict.fromkeys(("name", "label", "count"), _TEXT),
-        "weight": "a number",
-        **dict.fromkeys(("is_sum", "couples_rows"), "true or false"),
-    },
-    PredictionNote: {
-        **dict.fromkeys(("tensor", "kind", "target", "output"), _TEXT),
-        **dict.fromkeys(("axis", "ignored"), "an integer or null"),
-    },
-}
-"""What is accepted in a file."""
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _are_texts(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
-
-
-_FITS: Mapping[str, Callable[[Any], bool]] = {
-    **dict.fromkeys((_TEXT, _STRING), _is_text),
-    **dict.fromkeys((_NAMES, _STRINGS), _are_texts),
-    "a number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
-    "true or false": lambda value: isinstance(value, bool),
-    "an integer or null": lambda value: value is None or type(value) is int,
-}
-
-
-def training_metadata(proto: onnx.ModelProto) -> TrainingMetadata:
-    """Returns what the builder wrote about a trainable model; nothing for anybody else's.
-
-    Raises:
-        ModelError: If it is not what the builder writes.
-    """
-    text = next((e.value for e in proto.metadata_props if e.key == METADATA_KEY), "{}")
-    where, remedy = f"metadata_props '{METADATA_KEY}'", "give a JSON object, or remove it"
-    if len(text) > LIMITS.metadata_bytes:
-        raise ModelError(
-            f"{where}: it has {len(text):,} characters; {LIMITS.metadata_bytes:,} are accepted "
-            "(ortops.graph.limits.LIMITS.metadata_bytes)"
-        )
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{where}: {error}; {remedy}") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{where}: it is a {type(found).__name__}; {remedy}")
-    parts, predictions = (found.get(name, []) for name in ("losses", "predictions"))
-    for name, array in (("losses", parts), ("predictions", predictions)):
-        if not isinstance(array, list):
-            raise ModelError(f"{where}: its '{name}' is {array!r:.80}; an array is accepted")
-    return replace(
-        _read_note(TrainingMetadata, found, where),
-        losses=[_read_note(LossPart, part, where) for part in parts],
-        prediction=_read_note(PredictionNote, found.get("prediction", {}), where),
-        predictions=[_read_note(PredictionNote, each, where) for each in predictions],
-    )
-
-
-_Note = TypeVar("_Note", TrainingMetadata, LossPart, PredictionNote)
-
-
-def _read_note(kind: type[_Note], found: object, where: str) -> _Note:
-    """Returns a note from what stands in a file."""
-    if not isinstance(found, dict):
-        raise ModelError(f"{where}: it has {found!r:.80}; an object is accepted there")
-    known = {name: found[name] for name in _NOTED[kind] if name in found}
-    for name, value in known.items():
-        accepted = _NOTED[kind][name]
-        if not _FITS[accepted](value):
-            raise ModelError(f"{where}: its '{name}' is {value!r:.80}; {accepted} is accepted")
-    return kind(**known)
 
 
 def _learning_rates(graph: ir.Graph, proto: onnx.ModelProto) -> list[str]:

@@ -220,3 +220,23 @@ def test_a_process_that_is_told_to_end_does_so_by_itself() -> None:
     print("whole")
     """
     assert run_with(code) == "whole"
+
+
+def test_a_signal_that_comes_while_its_end_is_decided_is_not_forgotten() -> None:
+    """As while several processes agree: then it ends the training after the next step."""
+    code = """
+    from dataclasses import replace
+    session, asked = kind.open(), []
+    way = session._way()
+    def agree(ends):
+        asked.append(ends)
+        if len(asked) == 6:
+            signal.raise_signal(signal.SIGINT)
+        return ends
+    session._way = lambda: replace(way, agree=agree)
+    try:
+        session.fit(batches, **arguments)
+    except KeyboardInterrupt:
+        print(session.steps_done < 12, asked[5], asked[6])
+    """
+    assert run_with(code) == "True ('', '') ('', 'SIGINT')"

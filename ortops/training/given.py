@@ -1,0 +1,121 @@
+"""The values that variables have in a trainable model, before its first step."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from ortops.errors import ModelError
+from ortops.execution.step import Step
+from ortops.graph import convert, external
+from ortops.graph.convert import ModelLike
+from ortops.training.state import check_master, is_rounded
+
+__all__ = ["all_entries", "computed", "copy_to_memory", "given_values", "initializers"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+logger = logging.getLogger("ortops")
+
+
+def given_values(
+    proto: onnx.ModelProto,
+    data: external.Data,
+    steps: Sequence[Step],
+    entries: Sequence[int],
+    masters: Mapping[str, str],
+) -> Mapping[str, Array]:
+    """Returns the values that variables have in a model, read when they are asked for.
+
+    Args:
+        proto: The light model.
+        data: Its data.
+        steps: What has the variables.
+        entries: The training_info entries of the steps.
+        masters: Parameters of 16 bits → the variables that are their float32 values.
+
+    Raises:
+        ModelError: If entries have different values of a variable, or a master is none.
+    """
+    wanted = {name for step in steps for name in (*step.variables, *step.updates)}
+    found: dict[str, Callable[[], Array]] = {}
+    graphs = [proto.graph]
+    graphs += [proto.training_info[number].algorithm for number in entries]
+    for tensor in (tensor for graph in graphs for tensor in graph.initializer):
+        if tensor.name in wanted:
+            read = functools.partial(external.array_of, tensor, data)
+            if tensor.name in found and not np.array_equal(found[tensor.name](), read()):
+                raise ModelError(
+                    f"training_info: '{tensor.name}' has different values in several entries; "
+                    "name the variables of each entry differently"
+                )
+            found[tensor.name] = read
+    for name, master in masters.items():
+        if not {name, master} <= found.keys():
+            continue
+        value, wide = found[name](), found[master]()
+        check_master(name, value, master, wide)
+        if not is_rounded(value, wide):
+            logger.warning(
+                "model: '%s' is not '%s' in %s, as if it was changed since; training goes on "
+                "from '%s'",
+                *(name, master, value.dtype, name),
+            )
+            found[master] = functools.partial(value.astype, np.float32)
+    return _Values(found)
+
+
+class _Values(Mapping[str, Array]):
+    """Values that are read when they are asked for, so that not all of them take memory at once.
+
+    Args:
+        read: What returns them, by name.
+    """
+
+    def __init__(self, read: Mapping[str, Callable[[], Array]]) -> None:
+        self._read = read
+
+    def __getitem__(self, name: str) -> Array:
+        return self._read[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
+
+
+def copy_to_memory(model: ModelLike, entry: int | None) -> tuple[onnx.ModelProto, external.Data]:
+    """Returns a light model and its data, which neither a file nor a caller can change.
+
+    Variables that `reset` computes are lent, until they have their values.
+    """
+    proto, folder = convert.load(model)
+    light, data = external.detach(proto, folder)
+    anew = computed(light, all_entries(light) if entry is None else [entry])
+    lent = [tensor for tensor in initializers(light) if tensor.name in anew]
+    return light, external.copy_to_memory(data, lent)
+
+
+def computed(proto: onnx.ModelProto, entries: Iterable[int]) -> set[str]:
+    """Returns the names of what the initialization of some entries computes."""
+    infos = [info for number, info in enumerate(proto.training_info) if number in list(entries)]
+    return {binding.key for info in infos for binding in info.initialization_binding}
+
+
+def initializers(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Yields the initializers of a model and of its algorithms."""
+    yield from proto.graph.initializer
+    for info in proto.training_info:
+        yield from info.algorithm.initializer
+
+
+def all_entries(proto: onnx.ModelProto) -> list[int]:
+    """Returns the numbers of the training_info entries, in the order in which a step makes them."""
+    return list(range(max(1, len(proto.training_info))))  # entry 0 of none is refused later
