@@ -31,9 +31,10 @@ from training_models import (
 import ortops
 from benchmarks import works
 from benchmarks.task import OPTIMIZERS as HYPERPARAMETERS
+from models.mlp import mlp
 from ortops import TrainingSession, optimizers
 from ortops.errors import FeedError, OrtopsError
-from ortops.execution import packed, split
+from ortops.execution import packed, split, variant
 from ortops.execution.binding import Binding
 from ortops.execution.settings import Settings
 
@@ -502,3 +503,41 @@ def test_gradients_that_are_passed_on_are_let_go_of(monkeypatch: pytest.MonkeyPa
     assert not any(gradient() is not None for gradient in seen)
     for key in sessions[0].state:
         np.testing.assert_array_equal(*(session.state[key] for session in sessions))
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_frozen_weights_are_lent_to_onnxruntime(
+    asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where the options are the caller's; numbers are the same, and several steps in a run."""
+    net = mlp((64, 64, 10))
+    trained = [t.name for t in net.graph.initializer if list(t.dims) != [64, 64]]
+    model = ortops.build_training_model(
+        net,
+        loss="SoftmaxCrossEntropy",
+        optimizer="Adam",
+        trainable=trained,
+    )
+    rng = np.random.default_rng(0)
+    x = net.graph.input[0].name
+    batches = [
+        {x: rng.random((8, 64), np.float32), "labels": rng.integers(0, 10, 8)} for _ in range(3)
+    ]
+    options = onnxruntime.SessionOptions() if asked else None
+    found, sizes = [], []
+    made = variant.Sessions.open
+
+    def note(self: Any, proto: onnx.ModelProto, **arguments: Any) -> Any:
+        sizes.append(proto.ByteSize())
+        return made(self, proto, **arguments)
+
+    monkeypatch.setattr(variant.Sessions, "open", note)
+    for limit in (2**24, 0):
+        monkeypatch.setattr(variant, "_LENT", limit)
+        session = TrainingSession(model, sess_options=options)
+        losses = [session.step(batch)["loss"] for batch in batches]
+        losses += list(session.run_steps(batches))
+        found.append([*losses, *session.state.values()])
+    assert_same_arrays(dict(enumerate(found[1])), dict(enumerate(found[0])))
+    whole, lent = min(sizes[: len(sizes) // 2]), min(sizes[len(sizes) // 2 :])
+    assert (whole - lent > 16000) != asked

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+import numpy.typing as npt
 import onnx
 import onnxruntime
 
@@ -78,6 +79,14 @@ class Sessions:
                 f"'{self.device.kind}' device; 'onnx' is accepted there"
             )
 
+    @property
+    def lends(self) -> bool:
+        """Whether sessions take external initializers in memory, which makes fewer copies of them.
+
+        They need options of their own, and Python kernels a model that is whole.
+        """
+        return self._options is None and self._kernels == "onnx"
+
     def open(
         self,
         model: onnx.ModelProto,
@@ -85,6 +94,7 @@ class Sessions:
         spin: bool = True,
         optimize: bool = True,
         single_thread: bool = False,
+        lent: Mapping[str, npt.NDArray[Any]] | None = None,
     ) -> InferenceSession:
         """Opens a session.
 
@@ -93,6 +103,7 @@ class Sessions:
             spin: Whether threads may wait actively between runs.
             optimize: Whether onnxruntime may rewrite the model, which takes time.
             single_thread: Whether a run has one thread: those of the caller share the work.
+            lent: External initializers in memory, where `lends`; they have to outlive the session.
 
         Raises:
             UnsupportedError: If onnxruntime cannot load the model.
@@ -114,6 +125,9 @@ class Sessions:
                 options.add_session_config_entry(key, str(self._spin))
             if not spin:  # threads that wait for work would take the cores of the update
                 options.add_session_config_entry("session.force_spinning_stop", "1")
+            if lent:
+                values = [onnxruntime.OrtValue.ortvalue_from_numpy(a) for a in lent.values()]
+                options.add_external_initializers(list(lent), values)
         return InferenceSession(model, options, self._providers, kernels=self._kernels)
 
 

@@ -18,13 +18,15 @@ from ortops.execution.repetition import Repetition
 from ortops.execution.template import Template
 from ortops.graph import external
 from ortops.graph.tensor import Names, Tape
-from ortops.lowering import to_proto
 from ortops.passes.blocked import is_mostly_blocked
 from ortops.passes.order import put_last_results_first
 
 __all__ = ["Variant"]
 
 Array: TypeAlias = npt.NDArray[Any]
+_LENT = 2**24
+"""Bytes of constants, such as frozen weights, from which on onnxruntime is lent them."""
+
 Places: TypeAlias = dict[str, tuple[Packed, int]]
 """Inputs or outputs of a graph that hold a packed role: the packed updates, and its index."""
 
@@ -64,7 +66,11 @@ class Variant:
         if graph.outputs:
             # onnxruntime takes half as long as it is, where there is little left to optimize.
             optimize = not is_mostly_blocked(graph)
-            self._session = sessions.open(to_proto(model), spin=template.spins, optimize=optimize)
+            limit = _LENT if sessions.lends else None
+            proto, self._lent = external.move_out(model, limit)
+            self._session = sessions.open(
+                proto, spin=template.spins, optimize=optimize, lent=self._lent
+            )
         self._updates = template.updates(sessions)
 
     def bind(

@@ -473,18 +473,24 @@ def move_to_inputs(model: ir.Model) -> dict[str, npt.NDArray[Any]]:
     return arrays
 
 
-def move_out(model: ir.Model) -> tuple[onnx.ModelProto, dict[str, npt.NDArray[Any]]]:
-    """Serializes a model, without big initializers where it does not fit into one message.
+def move_out(
+    model: ir.Model, limit: int | None = None
+) -> tuple[onnx.ModelProto, dict[str, npt.NDArray[Any]]]:
+    """Serializes a model, without big initializers where they have more bytes than a limit.
+
+    Args:
+        model: The model.
+        limit: The limit; by default, what fits into one message.
 
     Returns:
         The model, and the arrays of external initializers that `add_external_initializers` takes.
-        There are none where the model fits.
+        There are none where the limit is kept.
     """
     graph = model.graph
     tensors = {n: t for n, v in graph.initializers.items() if (t := v.const_value) is not None}
     inside = [t for t in tensors.values() if not isinstance(t, ir.ExternalTensor)]
     arrays: dict[str, npt.NDArray[Any]] = {}
-    if sum(tensor.nbytes for tensor in inside) > MESSAGE_LIMIT:
+    if sum(tensor.nbytes for tensor in inside) > (MESSAGE_LIMIT if limit is None else limit):
         for name, tensor in tensors.items():
             array = None if isinstance(tensor, ir.ExternalTensor) else _native(tensor)
             if array is not None:
@@ -492,7 +498,10 @@ def move_out(model: ir.Model) -> tuple[onnx.ModelProto, dict[str, npt.NDArray[An
                 graph.initializers[name].const_value = ir.ExternalTensor(
                     _MEMORY, 0, array.nbytes, tensor.dtype, shape=ir.Shape(array.shape), name=name
                 )
-    return to_proto(model), arrays
+    proto = to_proto(model)
+    for name in arrays:
+        graph.initializers[name].const_value = tensors[name]
+    return proto, arrays
 
 
 def _native(tensor: ir.TensorProtocol) -> npt.NDArray[Any] | None:
