@@ -31,6 +31,7 @@ from ortops.execution.settings import Settings
 from ortops.execution.split import Group, Role
 from ortops.execution.translation import translate
 from ortops.optimizers import OPTIMIZERS
+from ortops.passes import scaled_sums
 
 WAYS = {
     "small": None,
@@ -485,3 +486,27 @@ def test_what_has_no_text() -> None:
     group = Group(formula, (Role(("a",), kind, True, False),), ((1,),), ())
     with pytest.raises(UnsupportedError, match="a tensor of type INT64 is read"):
         translate(group, in_place=True)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_signs_of_zeros_are_those_of_the_kernel_that_is_here(
+    blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A convolution makes 0 of -0 where GatedAdd leaves it."""
+    if blocks and scaled_sums.block_size() is None:
+        pytest.skip("onnxruntime has no blocked convolution kernels here")
+    if not blocks:
+        monkeypatch.setattr(scaled_sums, "block_size", lambda: None)
+    with ortops.Tape(name="scaled") as tape:
+        w = tape.initializer("w", np.full(512, -0.0, np.float32))
+        tape.output(tape.input("x", np.float32, ["batch", 512]) * w, "y")
+    model = ortops.build_training_model(
+        tape.model(), loss="MeanSquaredError", optimizer=optimizers.SGD(0.25)
+    )
+    zeros = np.zeros((2, 512), np.float32)
+    found = []
+    for kernels in ("onnx", "compiled"):
+        session = TrainingSession(model, kernels=kernels, settings=Settings(joined=0))
+        session.step({"x": zeros, "targets": zeros + 1})
+        found.append(session.parameters["w"].tobytes())
+    assert found[0] == found[1]

@@ -21,6 +21,7 @@ from ortops.execution.split import Group
 from ortops.graph.edit import describe
 from ortops.graph.tensor import constant_tensor
 from ortops.passes.scaled_sums import DOMAIN as SCALED_SUMS
+from ortops.passes.scaled_sums import adds_to_zero
 
 __all__ = ["Translation", "translate"]
 
@@ -245,10 +246,11 @@ def _where(node: ir.Node, operands: list[str]) -> str:
 
 
 def _scaled_sum(node: ir.Node, operands: list[str]) -> str:
-    """Y + factor · x: a convolution's kernel adds the product to 0 first."""
+    """Y + factor · x, as the kernel makes it that is here."""
     x, factor, y = operands
     sign = "-" if node.attributes["sign"].as_int() < 0 else ""
-    return f"{y} + (zero_float32 + {sign}{factor} * {x})"
+    product = f"{sign}{factor} * {x}"
+    return f"{y} + (zero_float32 + {product})" if adds_to_zero() else f"{y} + {product}"
 
 
 def _cast(node: ir.Node, operands: list[str]) -> str | list[str]:

@@ -20,7 +20,7 @@ from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor, op
 from ortops.passes.blocked.kernels import KERNEL_DOMAIN, block_size, convolve, emit, sizes
 from ortops.passes.rewrite import Result, pattern, rewrite
 
-__all__ = ["MULTIPLE", "arranged", "expand", "has_kernel", "insert", "overwrites"]
+__all__ = ["MULTIPLE", "adds_to_zero", "arranged", "expand", "has_kernel", "insert", "overwrites"]
 
 DOMAIN = "ortops.scaled_sums"
 """The private domain of a sum y + c · x."""
@@ -43,6 +43,11 @@ def arranged(size: int) -> tuple[int, int, int, int]:
 def has_kernel() -> bool:
     """Returns whether onnxruntime has a kernel that makes such a sum in one pass, here."""
     return block_size() is not None or _has_gated_add()
+
+
+def adds_to_zero() -> bool:
+    """Returns whether the kernel adds c · x to 0 before y, as a convolution does: -0 becomes 0."""
+    return block_size() is not None
 
 
 @functools.cache
