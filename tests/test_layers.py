@@ -94,9 +94,9 @@ WITHIN = {
         ),
     ),
     "training": (
-        *("history", "callback", "interruption", "position", "progress", "tables", "prefetch"),
-        *("modes", "parameters", "preparation", "reach", "algorithm", "groups", "clipping"),
-        *("updates", "builder", "metadata", "bfloat16", "step_graph", "feeds", "data"),
+        *("notes", "history", "callback", "interruption", "position", "progress", "tables"),
+        *("prefetch", "modes", "parameters", "preparation", "reach", "algorithm", "groups"),
+        *("clipping", "updates", "builder", "metadata", "bfloat16", "step_graph", "feeds", "data"),
         *("initialization", "state", "given", "evaluation", "gradients", "fitting", "results"),
         *("session", "export"),
     ),

@@ -26,6 +26,7 @@ from ortops.graph.safetensors import write_safetensors
 from ortops.graph.serialization import to_proto
 from ortops.lowering import Target, lower
 from ortops.training.metadata import TrainingMetadata, training_metadata
+from ortops.training.notes import remove_note
 from ortops.training.position import POSITION_KEY
 from ortops.training.results import write_values
 from ortops.training.step_graph import EvaluationModel, evaluation_model, flatten, step_graph
@@ -187,9 +188,7 @@ def _write_raw(proto: onnx.ModelProto, data: Data, arrays: Mapping[str, Array]) 
     """Makes the data of variables raw ones, and leaves out how far a `fit` is."""
     for graph in (proto.graph, *(info.algorithm for info in proto.training_info)):
         write_values(graph, data, arrays)
-    kept = [note for note in proto.metadata_props if note.key != POSITION_KEY]
-    del proto.metadata_props[:]
-    proto.metadata_props.extend(kept)
+    remove_note(proto, POSITION_KEY)
 
 
 def _evaluation(proto: onnx.ModelProto, data: Data, entry: int, step: Step) -> EvaluationModel:

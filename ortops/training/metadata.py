@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
@@ -12,12 +11,14 @@ import numpy.typing as npt
 import onnx
 
 from ortops.errors import ModelError, OrtopsError
-from ortops.graph.limits import LIMITS
 from ortops.training.builder import METADATA_KEY
+from ortops.training.notes import read_note, where
 
 __all__ = ["LossPart", "PredictionNote", "TrainingMetadata", "training_metadata"]
 
 Array: TypeAlias = npt.NDArray[Any]
+
+_WHERE = where(METADATA_KEY)
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class TrainingMetadata:
         for name, average in self.averages.items():
             if not {name, average} <= arrays.keys() or arrays[name].shape != arrays[average].shape:
                 raise ModelError(
-                    f"metadata_props '{METADATA_KEY}': its 'averages' has '{average}' for "
+                    f"{_WHERE}: its 'averages' has '{average}' for "
                     f"'{name}'; variables of one shape are accepted"
                 )
             with np.errstate(over="ignore"):
@@ -195,41 +196,29 @@ def training_metadata(proto: onnx.ModelProto) -> TrainingMetadata:
     Raises:
         ModelError: If it is not what the builder writes.
     """
-    text = next((e.value for e in proto.metadata_props if e.key == METADATA_KEY), "{}")
-    where, remedy = f"metadata_props '{METADATA_KEY}'", "give a JSON object, or remove it"
-    if len(text) > LIMITS.metadata_bytes:
-        raise ModelError(
-            f"{where}: it has {len(text):,} characters; {LIMITS.metadata_bytes:,} are accepted "
-            "(ortops.graph.limits.LIMITS.metadata_bytes)"
-        )
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{where}: {error}; {remedy}") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{where}: it is a {type(found).__name__}; {remedy}")
+    found = read_note(proto, METADATA_KEY, "give a JSON object, or remove it") or {}
     parts, predictions = (found.get(name, []) for name in ("losses", "predictions"))
     for name, array in (("losses", parts), ("predictions", predictions)):
         if not isinstance(array, list):
-            raise ModelError(f"{where}: its '{name}' is {array!r:.80}; an array is accepted")
+            raise ModelError(f"{_WHERE}: its '{name}' is {array!r:.80}; an array is accepted")
     return replace(
-        _read_note(TrainingMetadata, found, where),
-        losses=[_read_note(LossPart, part, where) for part in parts],
-        prediction=_read_note(PredictionNote, found.get("prediction", {}), where),
-        predictions=[_read_note(PredictionNote, each, where) for each in predictions],
+        _read_note(TrainingMetadata, found),
+        losses=[_read_note(LossPart, part) for part in parts],
+        prediction=_read_note(PredictionNote, found.get("prediction", {})),
+        predictions=[_read_note(PredictionNote, each) for each in predictions],
     )
 
 
 _Note = TypeVar("_Note", TrainingMetadata, LossPart, PredictionNote)
 
 
-def _read_note(kind: type[_Note], found: object, where: str) -> _Note:
+def _read_note(kind: type[_Note], found: object) -> _Note:
     """Returns a note from what stands in a file."""
     if not isinstance(found, dict):
-        raise ModelError(f"{where}: it has {found!r:.80}; an object is accepted there")
+        raise ModelError(f"{_WHERE}: it has {found!r:.80}; an object is accepted there")
     known = {name: found[name] for name in _NOTED[kind] if name in found}
     for name, value in known.items():
         accepted = _NOTED[kind][name]
         if not _FITS[accepted](value):
-            raise ModelError(f"{where}: its '{name}' is {value!r:.80}; {accepted} is accepted")
+            raise ModelError(f"{_WHERE}: its '{name}' is {value!r:.80}; {accepted} is accepted")
     return kind(**known)

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import onnx
 
 from ortops.errors import ModelError, OrtopsError
-from ortops.graph.limits import LIMITS
 from ortops.training.history import History
+from ortops.training.notes import read_note, where
 
 __all__ = ["POSITION_KEY", "Begun", "Call", "Place", "Position", "Standing", "read_position"]
 
 POSITION_KEY = "ortops.fit"
 """Where a trainable model's ``metadata_props`` has the position, as JSON."""
 
-_WHERE = f"metadata_props '{POSITION_KEY}'"
+_WHERE = where(POSITION_KEY)
 _REMEDY = "what TrainingSession.save writes is accepted, or nothing: remove it"
 
 
@@ -187,20 +187,9 @@ def read_position(proto: onnx.ModelProto) -> tuple[Position, int] | None:
     Raises:
         ModelError: If it is not what `Position.text` writes.
     """
-    text = next((e.value for e in proto.metadata_props if e.key == POSITION_KEY), None)
-    if text is None:
+    found = read_note(proto, POSITION_KEY, _REMEDY)
+    if found is None:
         return None
-    if len(text) > LIMITS.metadata_bytes:
-        raise ModelError(
-            f"{_WHERE}: it has {len(text):,} characters; {LIMITS.metadata_bytes:,} are accepted "
-            "(ortops.graph.limits.LIMITS.metadata_bytes)"
-        )
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{_WHERE}: {error}; {_REMEDY}") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{_WHERE}: it is a {type(found).__name__}; {_REMEDY}")
     for name, (accepted, fits) in _FIELDS.items():
         if name not in found or not fits(found[name]):
             shown = f"{found[name]!r:.80}" if name in found else "missing"

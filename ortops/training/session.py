@@ -57,6 +57,7 @@ from ortops.training.history import History
 from ortops.training.initialization import initial_values
 from ortops.training.metadata import LossPart, training_metadata
 from ortops.training.modes import write_inference_mode
+from ortops.training.notes import remove_note
 from ortops.training.position import POSITION_KEY, Call, Standing, read_position
 from ortops.training.results import write_back, write_values
 from ortops.training.state import State, masters
@@ -1123,9 +1124,7 @@ class TrainingSession:
     def _write_position(self, model: onnx.ModelProto) -> None:
         """Writes how far the training is that `fit` has begun, if there is one."""
         position = self.standing.position
-        entries = [entry for entry in model.metadata_props if entry.key != POSITION_KEY]
-        del model.metadata_props[:]
-        model.metadata_props.extend(entries)
+        remove_note(model, POSITION_KEY)
         if position is not None:
             text = position.text(self._execution.steps_made)
             if len(text) > LIMITS.metadata_bytes:
