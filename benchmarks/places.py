@@ -30,10 +30,11 @@ import onnxruntime
 import ortops
 from models import digits, lenet
 from ortops.graph.safetensors import write_safetensors
+from tests.c.trainer import LIBRARY, compile_trainer
+from tests.chromium import CHROMIUM, MODULES, WEB, page_of, run_page
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-WEB = ROOT / ".web"
 BEGIN, END = "<!-- places: begin -->", "<!-- places: end -->"
 ROUNDS, EPOCHS, ROWS = 5, 3, 64
 CPU = ["CPUExecutionProvider"]
@@ -126,8 +127,8 @@ def node(package: str) -> Start:
     """Returns what trains in Node, with the driver and a package of onnxruntime."""
 
     def start(folder: Path) -> Found:
-        script = ROOT / "tests" / "web" / "train.mjs"
-        found = json.loads(_run(["node", script, WEB, package, folder, folder, folder / "node"]))
+        arguments = [WEB, package, folder, folder, folder / "node"]
+        found = json.loads(_run(["node", MODULES / "train.mjs", *arguments]))
         return found["milliseconds"], found["accuracy"]
 
     return start
@@ -135,8 +136,6 @@ def node(package: str) -> Start:
 
 def chromium(folder: Path) -> Found:
     """Trains with the page, as a person would."""
-    from tests.chromium import run_page
-
     found, _ = run_page(folder, "test.html?ordered")
     return found["milliseconds"], found["accuracy"]
 
@@ -165,21 +164,14 @@ def prepare(folder: Path) -> dict[str, Start]:
         "Python, `TrainingSession`": python(in_a_session, sys.executable),
         "Python, a plain session of `step.onnx`": python(with_the_step_graph, sys.executable),
     }
-    library = next(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so.*"), None)
-    if library and shutil.which("cc"):
-        (folder / "libonnxruntime.so.1").symlink_to(library)
-        command = ["cc", "-std=c11", "-O2", f"-I{ROOT / 'tests' / 'c'}"]
-        command += [str(ROOT / "models" / "c" / "train.c"), str(folder / "libonnxruntime.so.1")]
-        _run([*command, f"-Wl,-rpath,{folder}", "-o", folder / "train"])
+    if LIBRARY and shutil.which("cc"):
+        compile_trainer(folder, "-O2")
         places["C, [models/c](models/c/README.md)"] = c
     if (WEB / "node_modules").exists() and shutil.which("node"):
         places["Node, onnxruntime-node"] = node("onnxruntime-node")
         places["Node, WebAssembly, one thread"] = node("onnxruntime-web")
-        if shutil.which("chromium"):
-            (folder / "ort").symlink_to(WEB / "node_modules" / "onnxruntime-web" / "dist")
-            shutil.copy(ROOT / "tests" / "web" / "page.mjs", folder)
-            script = "<!doctype html><body><script type=module src=page.mjs></script>"
-            (folder / "test.html").write_text(script, encoding="utf-8")
+        if CHROMIUM:
+            page_of(folder)
             places["Chromium, WebAssembly"] = chromium
     mpiexec = Path(sys.executable).parent / "mpiexec"
     if mpiexec.exists():

@@ -8,7 +8,7 @@ import numpy as np
 
 import ortops
 
-__all__ = ["BATCH", "session"]
+__all__ = ["BATCH", "Alone", "session"]
 
 BATCH = {"x": np.ones((1, 1), np.float32), "targets": np.ones((1, 1), np.float32)}
 """One row, which w = 1 fits."""
@@ -30,3 +30,20 @@ def session(**options: Any) -> ortops.TrainingSession:
         tape.output(x @ tape.initializer("w", np.zeros((1, 1), np.float32)), "y")
     settings = {"loss": "MeanSquaredError", "optimizer": ortops.optimizers.SGD(0.25), **options}
     return ortops.TrainingSession(ortops.build_training_model(tape.model(), **settings))
+
+
+class Alone:
+    """A communicator of one process, for `ortops.distributed.join`.
+
+    Example:
+        >>> ortops.distributed.join(session(), Alone()).size
+        1
+    """
+
+    rank, size = 0, 1
+
+    def sum(self, array: object) -> None:
+        """Leaves an array as it is."""
+
+    def broadcast(self, array: object) -> None:
+        """Leaves an array as it is."""

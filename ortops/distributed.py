@@ -102,12 +102,8 @@ def join(session: TrainingSession, communicator: Communicator | None = None) -> 
             `ortops.TrainingSession.gradients`).
 
     Example:
-        >>> class Nobody:
-        ...     rank, size = 0, 1
-        ...     def sum(self, array): ...
-        ...     def broadcast(self, array): ...
         >>> from models import line
-        >>> session = join(line.session(), Nobody())
+        >>> session = join(line.session(), line.Alone())
         >>> session.step(line.BATCH)["loss"]
         array(1., dtype=float32)
     """
@@ -146,12 +142,8 @@ class JoinedSession(TrainingSession):
         communicator: What the ranks talk through.
 
     Example:
-        >>> class Nobody:
-        ...     rank, size = 0, 1
-        ...     def sum(self, array): ...
-        ...     def broadcast(self, array): ...
         >>> from models import line
-        >>> session = JoinedSession(line.session(), Nobody())
+        >>> session = JoinedSession(line.session(), line.Alone())
         >>> session.fit(line.BATCH, progress=False)[0]["loss"], session.rank, session.size
         (1.0, 0, 1)
     """
@@ -276,12 +268,8 @@ class JoinedSession(TrainingSession):
         """Goes back to the start of the training, that of rank 0.
 
         Example:
-            >>> class Nobody:
-            ...     rank, size = 0, 1
-            ...     def sum(self, array): ...
-            ...     def broadcast(self, array): ...
             >>> from models import line
-            >>> session = join(line.session(), Nobody())
+            >>> session = join(line.session(), line.Alone())
             >>> _ = session.step(line.BATCH)
             >>> session.reset()
             >>> session.steps_done

@@ -227,6 +227,17 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         return run_uninterrupted(guarded)  # what a handler raised in a kernel would end the process
 
 
+def lend(options: onnxruntime.SessionOptions, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Lets options say where external initializers lie in memory.
+
+    Args:
+        options: Options for one session.
+        arrays: The data, by the names of initializers.
+    """
+    values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in arrays.values()]
+    options.add_external_initializers(list(arrays), values)
+
+
 @contextlib.contextmanager
 def _options_for(
     options: onnxruntime.SessionOptions | None,
@@ -251,8 +262,7 @@ def _options_for(
         return
     chosen = options or onnxruntime.SessionOptions()
     if arrays:
-        values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in arrays.values()]
-        chosen.add_external_initializers(list(arrays), values)
+        lend(chosen, arrays)
     if folder is None:
         yield chosen
         return

@@ -20,6 +20,24 @@ SWIFTSHADER = (
 )
 
 
+WEB = Path(__file__).parents[1] / ".web"
+"""Where scripts/web_environment puts the packages of npm."""
+
+MODULES = Path(__file__).parent / "web"
+"""What drives the page, and sessions in Node."""
+
+
+def page_of(folder: Path) -> Path:
+    """Puts onnxruntime-web, and what drives the page, beside it, as ``test.html``."""
+    shutil.copy(MODULES / "page.mjs", folder)
+    (folder / "test.html").write_text(
+        "<!doctype html><body><script type=module src=page.mjs></script>"
+    )
+    if not (folder / "ort").exists():
+        (folder / "ort").symlink_to(WEB / "node_modules" / "onnxruntime-web" / "dist")
+    return folder
+
+
 class _Handler(SimpleHTTPRequestHandler):
     """Serves files, isolated as threads of WebAssembly need it, and keeps what is posted."""
 

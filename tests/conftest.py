@@ -9,12 +9,12 @@ from collections.abc import Generator
 from pathlib import Path
 
 import hypothesis
-import onnxruntime
 import pytest
 from packaging.requirements import Requirement
 
 from ortops.passes import blocked, scaled_sums
 from ortops.passes.blocked import kernels
+from tests.c.trainer import LIBRARY
 
 # No deadline: how long an example takes depends on the machine, not on the code's correctness.
 hypothesis.settings.register_profile("default", deadline=None)
@@ -43,9 +43,6 @@ FETCHED = "models of others left out: not there (python scripts/fetch_models.py)
 JAVASCRIPT = "tests of the JavaScript driver left out: not there (./scripts/web_environment)"
 BROWSER = "tests of the page left out: Chromium is not there (./scripts/web_environment)"
 C = "tests of the trainer in C left out: no cc, or no libonnxruntime.so in onnxruntime's package"
-C_LIBRARY = next(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so.*"), None)
-"""The shared library of the installed onnxruntime, which has no header."""
-
 PACKAGES = Path(__file__).parents[1] / ".web" / "node_modules" / "onnxruntime-web"
 
 tests_left_out = pytest.StashKey[Counter[str]]()
@@ -78,7 +75,7 @@ def why_left_out(item: pytest.Item) -> str:
         return TORCH
     if item.get_closest_marker("sklearn") and is_missing("skl2onnx"):
         return SKLEARN
-    if item.get_closest_marker("c") and not (C_LIBRARY and shutil.which("cc")):
+    if item.get_closest_marker("c") and not (LIBRARY and shutil.which("cc")):
         return C
     in_page = item.get_closest_marker("browser")
     if in_page or item.get_closest_marker("javascript"):

@@ -17,7 +17,7 @@ from models import digits
 from models.lenet import lenet
 from ortops import TrainingSession, build_training_model, export_step
 from ortops.graph.safetensors import write_safetensors
-from tests.conftest import C_LIBRARY
+from tests.c.trainer import compile_trainer
 from tests.training_models import assert_same_arrays
 
 pytestmark = pytest.mark.c
@@ -28,23 +28,9 @@ BATCH, STEPS = 16, 12
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiles the trainer; with a stand-in where onnxruntime's header is not installed."""
-    assert C_LIBRARY is not None
-    folder = tmp_path_factory.mktemp("c")
-    (folder / "libonnxruntime.so.1").symlink_to(C_LIBRARY)
-    source = "#include <onnxruntime_c_api.h>"
-    installed = subprocess.run(["cc", "-E", "-"], input=source, capture_output=True, text=True)
-    include = [] if installed.returncode == 0 else [f"-I{ROOT / 'tests' / 'c'}"]
-    warnings = ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
-    subprocess.run(
-        [
-            *("cc", "-std=c11", "-O1", *warnings, *include),
-            *(ROOT / "models" / "c" / "train.c", folder / "libonnxruntime.so.1"),
-            *(f"-Wl,-rpath,{folder}", "-o", folder / "train"),
-        ],
-        check=True,
+    return compile_trainer(
+        tmp_path_factory.mktemp("c"), "-O1", "-Wall", "-Wextra", "-Wpedantic", "-Werror"
     )
-    return folder / "train"
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from chromium import SWIFTSHADER, run_page
+from chromium import MODULES, SWIFTSHADER, WEB, page_of, run_page
 from running import CPU
 from training_models import assert_same_arrays
 
@@ -21,8 +21,6 @@ from models.lenet import lenet
 from ortops import TrainingSession, build_training_model, export_step
 from ortops.graph.safetensors import read_safetensors, write_safetensors
 
-WEB = Path(__file__).parents[1] / ".web"
-MODULES = Path(__file__).parent / "web"
 EPOCHS, ROWS = 3, 64
 
 # Adam divides by the root of H: where a gradient is as small as its rounding error, the direction
@@ -110,17 +108,6 @@ def test_the_driver_refuses_what_is_wrong(trained: Trained) -> None:
     """The cases, and what their messages say, are in the script."""
     printed = node("refusals.mjs", WEB, trained.folder)
     assert printed == "26 cases\n"
-
-
-def page_of(folder: Path, packages: Path = WEB) -> Path:
-    """Puts onnxruntime-web and what drives the page beside it."""
-    shutil.copy(MODULES / "page.mjs", folder)
-    (folder / "test.html").write_text(
-        "<!doctype html><body><script type=module src=page.mjs></script>"
-    )
-    if not (folder / "ort").exists():
-        (folder / "ort").symlink_to(packages / "node_modules" / "onnxruntime-web" / "dist")
-    return folder
 
 
 @pytest.mark.browser

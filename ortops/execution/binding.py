@@ -126,9 +126,10 @@ class Binding:
 
     def update(self, feeds: Mapping[str, Array]) -> None:
         """Runs the packed updates."""
-        given, self._given = {**feeds, **self._given}, {}
+        if self._given:
+            feeds, self._given = {**feeds, **self._given}, {}
         for update in self._updates:
-            update(given)
+            update(feeds)
 
 
 def _copied(array: Array) -> Array:

@@ -8,6 +8,7 @@ process wrote is run; what is read from the folder is machine code.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -48,7 +49,7 @@ def check_numba() -> None:
         OrtopsError: If that is not possible.
     """
     try:
-        import numba  # noqa: F401
+        importlib.import_module("numba")
     except ImportError as error:
         raise OrtopsError(
             f"kernels is 'compiled', and numba cannot be imported ({error}); "

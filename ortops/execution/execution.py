@@ -28,7 +28,7 @@ from ortops.autodiff.registry import Rules
 from ortops.errors import OrtopsError, UnsupportedError
 from ortops.execution.forms import Form, Forms
 from ortops.execution.halves import Differentiated, Halves, Layout
-from ortops.execution.memory import DeviceArray, Memory, fetch, give_back, put
+from ortops.execution.memory import Memory, fetch, give_back, hold, put
 from ortops.execution.onnxruntime_sessions import Sessions, UpdateKernels
 from ortops.execution.packed import Variable
 from ortops.execution.settings import Settings
@@ -132,12 +132,8 @@ class Execution:
         for name in values:
             if name not in self.variables:
                 value = values[name]
-                first, second = (
-                    np.array(value, order="C") if device is None else DeviceArray(value, device)
-                    for _ in range(2)
-                )
-                if name not in self._updated_by:
-                    second = first
+                first = hold(value, device)
+                second = hold(value, device) if name in self._updated_by else first
                 self.variables[name] = Variable((first, second))
         self.assign(values)
         self._most_special = settings.shapes

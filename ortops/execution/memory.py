@@ -16,7 +16,17 @@ import onnxruntime
 
 from ortops.errors import KernelError, UnsupportedError
 
-__all__ = ["Device", "DeviceArray", "Memory", "device_of", "fetch", "give_back", "ort_value", "put"]
+__all__ = [
+    "Device",
+    "DeviceArray",
+    "Memory",
+    "device_of",
+    "fetch",
+    "give_back",
+    "hold",
+    "ort_value",
+    "put",
+]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -97,6 +107,15 @@ def device_of(providers: Sequence[Any]) -> Device | None:
             kind = _DEVICES.get(name)
             return None if kind is None else Device(kind, int(options.get("device_id", 0)))
     return None
+
+
+def hold(value: Array, device: Device | None) -> Memory:
+    """Returns memory of a device, or numpy's for None, that holds a copy of a value.
+
+    Raises:
+        UnsupportedError: If the device has no memory for it.
+    """
+    return np.array(value, order="C") if device is None else DeviceArray(value, device)
 
 
 def ort_value(memory: Memory) -> onnxruntime.OrtValue:

@@ -12,7 +12,7 @@ import onnxruntime
 
 from ortops.errors import KernelError, OrtopsError, UnsupportedError, is_raised_by
 from ortops.execution.memory import Device, device_of
-from ortops.inference import InferenceSession, Kernels
+from ortops.inference import InferenceSession, Kernels, lend
 
 __all__ = ["Sessions", "UpdateKernels", "errors_as_ours"]
 
@@ -126,8 +126,7 @@ class Sessions:
             if not spin:  # threads that wait for work would take the cores of the update
                 options.add_session_config_entry("session.force_spinning_stop", "1")
             if lent:
-                values = [onnxruntime.OrtValue.ortvalue_from_numpy(a) for a in lent.values()]
-                options.add_external_initializers(list(lent), values)
+                lend(options, lent)
         return InferenceSession(model, options, self._providers, kernels=self._kernels)
 
 

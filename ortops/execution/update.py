@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
@@ -23,7 +24,7 @@ Array: TypeAlias = npt.NDArray[Any]
 Work: TypeAlias = Callable[[Mapping[str, Array]], None]
 
 
-class SharedUpdate:
+class SharedUpdate(ABC):
     """A packed update, and the threads that share its chunks.
 
     Args:
@@ -73,9 +74,9 @@ class SharedUpdate:
             done.set_result(None)
             return done
 
+    @abstractmethod
     def _bind_rows(self, begin: int, end: int, scalars: Sequence[Array], turn: int) -> Work:
         """Binds some of the chunks to memory; returns what a thread runs."""
-        raise NotImplementedError
 
 
 class Update(SharedUpdate):
