@@ -19,13 +19,32 @@ import onnxruntime
 import pytest
 from domain_models import node
 from onnx import TensorProto, helper, numpy_helper
+from packaging.version import Version
 from running import REFUSALS, plain_session, run_session
 
 import ortops
 
-OPSET = 26
 FLOATS = ("float64", "float32", "float16", "bfloat16")  # the most exact first
 Arrays = dict[str, Any]
+
+
+def _session(model: onnx.ModelProto) -> onnxruntime.InferenceSession | None:
+    try:
+        # Small models: threads only get in each other's way. Refusals are expected: no log.
+        return plain_session(model, log_severity_level=4, intra_op_num_threads=1)
+    except REFUSALS:
+        return None
+
+
+def newest_opset() -> int:
+    """Returns the newest opset that both onnx and onnxruntime know."""
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "copy", [x], [y])
+    for opset in range(onnx.defs.onnx_opset_version(), 20, -1):
+        imports = [helper.make_opsetid("", opset)]
+        if _session(helper.make_model(graph, opset_imports=imports, ir_version=10)):
+            return opset
+    raise AssertionError("onnxruntime takes none of the opsets from 21 on")
 
 
 def by_name(reasons: Mapping[str, str]) -> dict[str, str]:
@@ -33,9 +52,10 @@ def by_name(reasons: Mapping[str, str]) -> dict[str, str]:
     return {f"test_{name}": why for why, names in reasons.items() for name in names.split()}
 
 
-NOT_RUN = by_name(
+OPSET = newest_opset()
+NEWER = by_name(
     {
-        "its attributes are newer than opset 26; what it expands to is checked": """
+        "its window is new; what it expands to is checked": """
         attention_local_window attention_bidirectional_window attention_local_window_default
         attention_local_window_rank1_boolean_mask attention_local_window_with_past
         attention_local_window_ext_cache_rank3_head_mask
@@ -43,17 +63,15 @@ NOT_RUN = by_name(
         attention_local_window_ext_cache_rank2_mask
         attention_local_window_ext_cache_float16_mask attention_3d_local_window
         attention_local_window_gqa_rank4_mask""",
-        "its mode is newer than opset 26": """
-        spacetodepth_dcr_mode_example spacetodepth_crd_mode_example""",
-        "the operator is newer than opset 26; what it expands to is checked": """
+        "the operator is of opset 27; what it expands to is checked": """
         causal_conv_with_state_basic causal_conv_with_state_with_bias
         causal_conv_with_state_with_past_state causal_conv_with_state_silu
         causal_conv_with_state_swish_alias causal_conv_with_state_decode_step
         causal_conv_with_state_kernel_size_one causal_conv_with_state_with_bias_and_past_state
         causal_conv_with_state_silu_with_past_state causal_conv_with_state_b1_c1_degenerate
         causal_conv_with_state_short_input_no_past_state causal_conv_with_state_fp16
-        causal_conv_with_state_silu_fp16 swiglu swiglu_alpha swiglu_float16""",
-        "LinearAttention is newer than opset 26": """
+        causal_conv_with_state_silu_fp16""",
+        "LinearAttention is of opset 27": """
         linear_attention_linear linear_attention_gated
         linear_attention_gated_per_head_decay linear_attention_delta
         linear_attention_gated_delta linear_attention_gated_delta_beta_scalar
@@ -61,29 +79,43 @@ NOT_RUN = by_name(
         linear_attention_decode_step linear_attention_prefill_with_past
         linear_attention_no_past_explicit_zeros linear_attention_explicit_scale
         linear_attention_fp16 linear_attention_linear_t1_no_past""",
+        "its mode is of opset 28": """
+        spacetodepth_dcr_mode_example spacetodepth_crd_mode_example""",
+        "its type is of opset 28, or 27": """
+        celu_float16 compress_bfloat16 einsum_batch_matmul_bfloat16 einsum_transpose_bfloat16
+        range_float16_type_positive_delta reversesequence_bfloat16
+        unique_bfloat16_sorted_without_axis""",
+        "floating point with fmod=0 is of opset 28": """
+        mod_float64_mixed_sign_fmod_0 mod_float32_mixed_sign_fmod_0
+        mod_float16_mixed_sign_fmod_0 mod_float_edge_cases_fmod_0_float16
+        mod_float_edge_cases_fmod_0_float32 mod_float_edge_cases_fmod_0_float64""",
+    }
+)
+"""Cases that onnxruntime runs from version 1.32 on, and what is new there."""
+
+NOT_RUN = by_name(
+    {
+        "onnxruntime has no kernel for Swish, which it expands to": """
+        swiglu swiglu_alpha swiglu_float16""",
         "onnxruntime has no kernel for the type": """
         attention_4d_causal_bf16 attention_4d_causal_bf16_expanded attention_4d_padded_kv_bf16
         attention_4d_padded_kv_bf16_expanded attention_4d_causal_padded_kv_bf16
         attention_4d_causal_padded_kv_bf16_expanded attention_4d_attn_mask_causal_bf16
         attention_4d_attn_mask_causal_bf16_expanded attention_3d_causal_bf16
-        attention_3d_causal_bf16_expanded celu_float16 celu_bfloat16 celu_bfloat16_expanded
-        compress_bfloat16 dequantizelinear_float4e2m1 einsum_batch_matmul_bfloat16
-        einsum_sum_bfloat16 einsum_transpose_bfloat16 onehot_with_bfloat16_values
-        pow_types_float32_uint64 pow_types_float32_uint32 range_float16_type_positive_delta
-        range_bfloat16_type_positive_delta reversesequence_bfloat16
-        unique_bfloat16_sorted_without_axis""",
+        attention_3d_causal_bf16_expanded celu_bfloat16_expanded dequantizelinear_float4e2m1
+        onehot_with_bfloat16_values pow_types_float32_uint64 pow_types_float32_uint32""",
+        "onnxruntime has no kernel for the type of which the gradient is made": """
+        celu_bfloat16 einsum_sum_bfloat16 range_bfloat16_type_positive_delta""",
         "onnxruntime has no layout 1; test_rules_recurrent.py has it": """
         gru_batchwise lstm_batchwise simple_rnn_batchwise""",
-        "onnxruntime takes floating point with fmod=1 only": """
-        mod_float64_mixed_sign_fmod_0 mod_float32_mixed_sign_fmod_0
-        mod_float16_mixed_sign_fmod_0 mod_float_edge_cases_fmod_0_float16
-        mod_float_edge_cases_fmod_0_float32 mod_float_edge_cases_fmod_0_float64""",
         "onnxruntime refuses a mask that is shorter than the keys": """
         attention_4d_diff_heads_mask4d_padded_kv""",
         "onnxruntime takes its optional sequence for a tensor": "loop16_seq_none",
     }
 )
-"""Cases that onnxruntime does not run, and why."""
+if Version(onnxruntime.__version__) < Version("1.32"):
+    NOT_RUN |= NEWER
+"""Cases that onnxruntime does not run, or of which it does not run the gradient, and why."""
 
 REFUSED = by_name(
     {
@@ -263,7 +295,7 @@ class Runner:
 
     def __init__(self, case: NodeCase, extra: Mapping[int, str] | None = None) -> None:
         self.case = case
-        for opset in (OPSET, 24, 21):  # onnxruntime lacks the newest version of some operators
+        for opset in (OPSET, 26, 24, 21):  # onnxruntime lacks the newest version of some operators
             model = at_opset(case.model, opset)
             for position, name in (extra or {}).items():
                 (only,) = model.graph.node
@@ -384,14 +416,6 @@ def _gradient_model(model: onnx.ModelProto, weights: Arrays, xs: list[str]) -> o
     result.opset_import.append(helper.make_opsetid("ai.onnx.preview.training", 1))
     graph.output.extend(helper.make_empty_tensor_value_info(f"d_{x}") for x in xs)
     return result
-
-
-def _session(model: onnx.ModelProto) -> onnxruntime.InferenceSession | None:
-    try:
-        # Small models: threads only get in each other's way. Refusals are expected: no log.
-        return plain_session(model, log_severity_level=4, intra_op_num_threads=1)
-    except REFUSALS:
-        return None
 
 
 def _run(session: onnxruntime.InferenceSession | None, feeds: Arrays) -> Arrays | None:

@@ -11,6 +11,7 @@ from onnx import TensorProto, helper
 from running import run
 
 import ortops
+from ortops.autodiff import expansion
 from ortops.autodiff.registry import Definition, Table
 from ortops.autodiff.rules import RULES
 from ortops.autodiff.rules.table import BUILT_IN
@@ -45,6 +46,49 @@ def test_function_body_at_another_opset_than_the_models() -> None:
         np.testing.assert_allclose(d, [[[0, 0, 8], [0, 0, 8]]], atol=1e-6)
         assert not lowered.functions
         assert {entry.domain for entry in lowered.opset_import} <= {"", "ai.onnx.preview.training"}
+
+
+def linear_attention(opset: int) -> onnx.ModelProto:
+    attention = helper.make_node(
+        "LinearAttention",
+        ["x", "x", "x"],
+        ["y", "state"],
+        q_num_heads=2,
+        kv_num_heads=2,
+        name="mix",
+    )
+    attention.attribute.append(helper.make_attribute("update_rule", "linear"))
+    nodes = [attention, node("Gradient", ["x"], ["d"], xs=["x"], y="y")]
+    return model(nodes, [value("x", [1, 3, 4])], ["d"], opset=opset)
+
+
+@pytest.mark.needs("onnx>=1.23")
+@pytest.mark.needs("onnxruntime>=1.32")
+def test_schemas_body_at_a_later_opset() -> None:
+    """The body of opset 27 casts, and Cast takes more types from opset 28 on."""
+    x = normal(1, 3, 4).astype(np.float32)
+    q, g = x[0].reshape(3, 2, 2).transpose(1, 0, 2), np.ones((2, 3, 2))
+    # y = scale · mask(q qᵀ) q, where token t sees those up to t
+    mask, scale = np.tril(np.ones((3, 3))), 1 / np.sqrt(2)
+    scores, from_above = mask * (q @ q.swapaxes(1, 2)), mask * (g @ q.swapaxes(1, 2))
+    d = scale * (scores.swapaxes(1, 2) @ g + from_above @ q + from_above.swapaxes(1, 2) @ q)
+    for opset in (27, 28):
+        (found,) = run(ortops.lower(linear_attention(opset)), {"x": x})
+        np.testing.assert_allclose(found[0], d.transpose(1, 0, 2).reshape(3, 4), rtol=1e-5)
+
+
+@pytest.mark.needs("onnx>=1.23")
+def test_schemas_body_of_operators_that_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = expansion._signature
+    monkeypatch.setattr(
+        expansion, "_signature", lambda name, opset: (before(name, opset), name == "Scan" and opset)
+    )
+    message = (
+        "LinearAttention node 'mix': it consists of operators of opset 27, of which Scan is "
+        "another in the model's opset 28; convert the model to opset 27"
+    )
+    with pytest.raises(ortops.errors.UnsupportedError, match=message):
+        ortops.lower(linear_attention(28))
 
 
 def twice_model(x_node: onnx.NodeProto) -> onnx.ModelProto:

@@ -82,12 +82,15 @@ NOT_COMPARED = by_name(
         "the scores shown are −∞ plus the mask, or −∞ in its place; Attention is compared": """
             attention_4d_with_past_and_present_qk_matmul_bias_3d_mask_causal_expanded
             attention_4d_with_past_and_present_qk_matmul_bias_4d_mask_causal_expanded""",
+        "the derivative with respect to an infinite modulus is NaN; PyTorch gives the quotient": """
+            mod_float_edge_cases_fmod_0_float16 mod_float_edge_cases_fmod_0_float32
+            mod_float_edge_cases_fmod_0_float64""",
     }
 )
 """Cases that PyTorch cannot judge, and why."""
 
 NO_FUNCTION = {
-    "LinearAttention": "onnxruntime has no kernel either",
+    "LinearAttention": "the reference implementation judges",
     "MelWeightMatrix": "its gradient is zero",
 }
 """Operators that PyTorch has no function for, and why that is no loss."""
@@ -177,7 +180,7 @@ def test_pytorch_has_no_such_form(name: str) -> None:
         compare(CASES[name])
 
 
-@node_cases.parametrized(NOT_COMPARED)
+@node_cases.parametrized([name for name in NOT_COMPARED if name not in NOT_RUN])
 def test_pytorch_cannot_judge(name: str) -> None:
     with pytest.raises(AssertionError):
         compare(CASES[name])

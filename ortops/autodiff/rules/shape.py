@@ -188,8 +188,10 @@ def center_crop_pad(
 
 
 @vjp("SpaceToDepth")
-def space_to_depth(g: Tensor, y: Tensor, x: Tensor, *, blocksize: int) -> Cotangents:
-    return op.DepthToSpace(g, blocksize=blocksize)
+def space_to_depth(
+    g: Tensor, y: Tensor, x: Tensor, *, blocksize: int, mode: str = "DCR"
+) -> Cotangents:
+    return op.DepthToSpace(g, blocksize=blocksize, mode=mode)
 
 
 @vjp("DepthToSpace")
