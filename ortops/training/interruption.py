@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import CodeType, FrameType
@@ -21,8 +22,9 @@ class Interruption:
     program's own stays, and what it raises arrives at once.
 
     Args:
-        code: The function that is interrupted. A handler that was left behind, because another
-            signal's raised while it was to be taken away, does nothing outside of it.
+        code: The function that is interrupted, one of whose variables this is. A handler that was
+            left behind, because another signal's raised while it was to be taken away, does nothing
+            outside of that call.
 
     Attributes:
         name: ``"SIGINT"``, ``"SIGTERM"`` or "" as long as neither has come.
@@ -40,7 +42,7 @@ class Interruption:
             return
         for name, default in _DEFAULTS.items():
             number = getattr(signal, name)
-            if signal.getsignal(number) is default:
+            if signal.getsignal(number) is default or self._was_left(signal.getsignal(number)):
                 self._taken.append(name)
                 signal.signal(number, self._note)
 
@@ -62,9 +64,18 @@ class Interruption:
             self.throw()
 
     def _is_watching(self, frame: FrameType | None) -> bool:
-        while frame is not None and frame.f_code is not self._code:
+        """Whether the call that has this is under way, and not only another one of the function."""
+        while frame is not None:
+            if frame.f_code is self._code and any(v is self for v in frame.f_locals.values()):
+                return True
             frame = frame.f_back
-        return frame is not None
+        return False
+
+    @staticmethod
+    def _was_left(handler: Any) -> bool:
+        """Whether a handler was left behind by a call that has ended."""
+        owner = getattr(handler, "__self__", None)
+        return isinstance(owner, Interruption) and not owner._is_watching(sys._getframe())
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:

@@ -30,6 +30,7 @@ import inspect
 import itertools
 import json
 import os
+import queue
 import random
 import signal
 import subprocess
@@ -315,6 +316,26 @@ class Try:
     problem: str = ""
 
 
+class _Sender:
+    """A thread that sends the main thread signals.
+
+    It is one for all tries: Python forgets threads that have ended in callbacks of weak references,
+    in the main thread, and what a handler raises in one of these is lost, whoever it was meant for.
+    """
+
+    def __init__(self) -> None:
+        self.orders: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
+        threading.Thread(target=self._send, daemon=True).start()
+
+    def _send(self) -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        while True:
+            delay, number = self.orders.get()
+            time.sleep(delay)
+            signal.pthread_kill(main, number)
+
+
 class Attacker:
     """Makes tries on sessions of one kind.
 
@@ -331,6 +352,7 @@ class Attacker:
         self._session = victim.open()
         self._done = 0
         self._install_handlers()
+        self._sender = _Sender()
         self._moments = {name: self._count_moments(name) for name in OPERATIONS}
         self._durations = {name: self._measure(name) for name in OPERATIONS}
 
@@ -416,9 +438,7 @@ class Attacker:
         if signal_name == "SIGALRM":
             signal.setitimer(signal.ITIMER_REAL, delay)
         else:
-            number, main = getattr(signal, signal_name), threading.main_thread().ident
-            assert main is not None
-            threading.Timer(delay, signal.pthread_kill, (main, number)).start()
+            self._sender.orders.put((delay, getattr(signal, signal_name)))
         operation.run(self._session)
         end = time.monotonic() + 10
         while time.monotonic() < end:  # the signal ends it

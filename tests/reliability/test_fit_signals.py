@@ -240,3 +240,41 @@ def test_a_signal_that_comes_while_its_end_is_decided_is_not_forgotten() -> None
         print(session.steps_done < 12, asked[5], asked[6])
     """
     assert run_with(code) == "True ('', '') ('', 'SIGINT')"
+
+
+def test_a_handler_that_was_left_behind_takes_no_signal_of_another_fit() -> None:
+    """An exception of another signal's handler may keep a call from taking its own away."""
+    run_code(
+        PRELUDE
+        + """
+    from ortops.training import fitting
+    from ortops.training.interruption import Interruption
+
+    class Left(Exception):
+        pass
+
+    def leave(self):
+        raise Left
+
+    release = Interruption.release
+    for number, expected in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)):
+        session = kind.open()
+        Interruption.release = leave
+        try:
+            session.fit(batches, **arguments)
+        except Left:
+            pass
+        Interruption.release = release
+        assert isinstance(signal.getsignal(number).__self__, Interruption)
+        session = kind.open()
+        send = Send(number)
+        try:
+            session.fit(batches, callbacks=[send], **arguments)
+        except expected:
+            pass
+        else:
+            raise AssertionError(f"{number} was lost")
+        assert send.ends == [(2, 5, 17, signal.Signals(number).name)], send.ends
+        assert not isinstance(getattr(signal.getsignal(number), "__self__", None), Interruption)
+    """
+    )
