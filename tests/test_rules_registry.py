@@ -14,7 +14,7 @@ from checked import RULES, ZERO_GRADIENT, checked
 
 from ortops.autodiff.registry import Definition, NestedRule, Rule, StructuralRule
 
-OPSET = 26
+OPSET = 28
 STANDARD = {
     op_type: rule
     for (domain, op_type), rule in RULES.items()

@@ -11,7 +11,9 @@ from ortops.graph.tensor import Tensor, op
 
 
 @vjp("Range")
-def arange(g: Tensor, y: Tensor, start: Tensor, limit: Tensor, delta: Tensor) -> Cotangents:
+def arange(
+    g: Tensor, y: Tensor, start: Tensor, limit: Tensor, delta: Tensor, *, stash_type: int = 1
+) -> Cotangents:
     steps = op.Range(0, op.Squeeze(op.Shape(y), [0]), 1).astype(
         g.dtype
     )  # y = start + delta · steps
