@@ -30,8 +30,8 @@ FLOORS = (
 
 WITHIN = {
     "graph": (
-        *("adapters", "files", "safetensors", "places", "limits", "serialization", "external"),
-        *("validation", "tensor", "edit", "folding", "shapes", "convert", "weights"),
+        *("adapters", "files", "safetensors", "places", "limits", "serialization", "held_file"),
+        *("external", "validation", "tensor", "edit", "folding", "shapes", "convert", "weights"),
     ),
     "optimizers": (
         *("optimizer", "gradient_descent", "squares", "moments", "variants", "sign", "layerwise"),

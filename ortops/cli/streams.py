@@ -14,7 +14,7 @@ import onnx
 
 from ortops.errors import OrtopsError
 from ortops.graph import convert
-from ortops.graph.external import attached, detach, save_model, serialize
+from ortops.graph.external import attached, save_model, serialize
 
 __all__ = [
     "describe_stream",
@@ -36,8 +36,7 @@ def read_model(path: str) -> onnx.ModelProto:
         ModelError: If it is no model.
         OSError: If it cannot be read.
     """
-    proto, folder = convert.load(sys.stdin.buffer.read() if path == "-" else path)
-    light, data = detach(proto, folder)
+    light, data, _ = convert.load_light(sys.stdin.buffer.read() if path == "-" else path)
     return attached(light, data)
 
 

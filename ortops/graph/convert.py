@@ -21,14 +21,23 @@ from onnx_ir.passes import common as passes
 
 from ortops.errors import ModelError, OrtopsError, UnsupportedError
 from ortops.graph.edit import all_nodes, describe, replace_value
-from ortops.graph.external import Data, detach, find, refer_to
+from ortops.graph.external import Data, detach, find, read_light, refer_to
 from ortops.graph.limits import LIMITS
 from ortops.graph.serialization import from_proto, to_proto
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.tensor import Names, Tape, op
 from ortops.graph.validation import validate
 
-__all__ = ["MINIMUM_OPSET", "ModelLike", "blame_model", "inline", "load", "to_ir", "upgrade"]
+__all__ = [
+    "MINIMUM_OPSET",
+    "ModelLike",
+    "blame_model",
+    "inline",
+    "load",
+    "load_light",
+    "to_ir",
+    "upgrade",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -72,12 +81,7 @@ def load(model: ModelLike) -> tuple[onnx.ModelProto, Path | None]:
     folder = None
     if isinstance(model, str | os.PathLike):
         path = Path(model)
-        try:
-            what, data = f"file '{path}'", path.read_bytes()
-        except OSError as error:
-            raise ModelError(
-                f"file '{path}': {error.strerror}; give the path of a model"
-            ) from error
+        what, data = f"file '{path}'", _readable(path, Path.read_bytes)
         folder = path.resolve().parent
     elif isinstance(model, bytes | bytearray | memoryview):
         what, data = f"{len(model)} bytes", bytes(model)
@@ -96,6 +100,43 @@ def load(model: ModelLike) -> tuple[onnx.ModelProto, Path | None]:
         raise ModelError(f"{what}: not an ONNX model (it has no graph); give a .onnx file")
     validate(proto, folder)
     return proto, folder
+
+
+def load_light(model: ModelLike) -> tuple[onnx.ModelProto, Data, Path | None]:
+    """Reads a model, and leaves the data of its big initializers where they are.
+
+    Args:
+        model: A model, its bytes or its path.
+
+    Returns:
+        A light model, its data (see `ortops.graph.external`), those of external files included, and
+        the folder of its file where there is one.
+
+    Raises:
+        ModelError: As `load` does.
+    """
+    if isinstance(model, str | os.PathLike):
+        path = Path(model)
+        read = _readable(path, read_light)
+        if read is not None and read[0].ir_version and read[0].HasField("graph"):
+            proto, folder = read[0], path.resolve().parent
+            validate(proto, folder)
+            light, data = detach(proto, folder)
+            return light, read[1] | data, folder
+    whole, folder_of_file = load(model)
+    return *detach(whole, folder_of_file), folder_of_file
+
+
+def _readable(path: Path, read: Callable[[Path], T]) -> T:
+    """Reads a file.
+
+    Raises:
+        ModelError: If it cannot be read.
+    """
+    try:
+        return read(path)
+    except OSError as error:
+        raise ModelError(f"file '{path}': {error.strerror}; give the path of a model") from error
 
 
 def blame_model(function: Callable[P, T]) -> Callable[P, T]:

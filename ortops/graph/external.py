@@ -37,6 +37,7 @@ from ortops.graph.files import (
     unique_sibling,
     write_atomically,
 )
+from ortops.graph.held_file import InFile, hold, read_message
 from ortops.graph.serialization import to_proto
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "let_go",
     "move_out",
     "move_to_inputs",
+    "read_light",
     "refer_to",
     "remove_model",
     "save_model",
@@ -183,18 +185,47 @@ def copy_tensor(
     if is_light(source) or (folder is None if external else not big):
         target.CopyFrom(source)
         return
-    location = f"{_LOCATION}{next(_numbers)}"
-    if external:
-        external_file(source, folder)
-    tensor = ir.serde.deserialize_tensor(source, folder or "")
-    data[location] = _read(tensor) if external else tensor
+    content = _external(source, folder) if external else ir.serde.deserialize_tensor(source)
     target.name, target.data_type = source.name, source.data_type
     target.dims.extend(source.dims)
     target.metadata_props.extend(source.metadata_props)
     if source.HasField("doc_string"):
         target.doc_string = source.doc_string
-    target.data_location = onnx.TensorProto.EXTERNAL
-    target.external_data.add(key="location", value=location)
+    _refer(target, data, content)
+
+
+def read_light(path: Path) -> tuple[onnx.ModelProto, Data] | None:
+    """Reads a model file as a light model, whose data stay in the file, which is held open.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The model and its data; None where protobuf has to read all of it (see
+        `ortops.graph.held_file.read_message`).
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    data = Data()
+
+    def detach_tensor(tensor: onnx.TensorProto, content: InFile) -> bool:
+        beside = tensor.data_location != onnx.TensorProto.DEFAULT or tensor.external_data
+        if beside or min(tensor.dims, default=0) < 0 or _size(tensor) != content.length:
+            return False
+        _refer(tensor, data, content)
+        return True
+
+    proto = read_message(path, _BIG, detach_tensor)
+    return None if proto is None else (proto, data)
+
+
+def _refer(tensor: onnx.TensorProto, data: Data, content: ir.TensorProtocol) -> None:
+    """Makes a tensor without data one whose data are kept beside the model."""
+    location = f"{_LOCATION}{next(_numbers)}"
+    data[location] = content
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value=location)
 
 
 def _inner_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
@@ -211,23 +242,33 @@ def _inner_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto
 def _load(tensor: onnx.TensorProto, folder: Path) -> None:
     """Reads the external data of a tensor into it."""
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
-        external_file(tensor, folder)
-        content = _read(ir.serde.deserialize_tensor(tensor, folder)).tobytes()
+        content = _external(tensor, folder).tobytes()
         tensor.ClearField("external_data")
         tensor.ClearField("data_location")
         tensor.raw_data = content
 
 
-def _read(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    """Returns an external tensor whose file has been mapped into memory."""
+def _external(tensor: onnx.TensorProto, folder: Path | None) -> ir.TensorProtocol:
+    """Returns the external data of a tensor, which stay in their file, or are mapped into memory.
+
+    Raises:
+        ModelError: If they cannot be read.
+    """
+    path = external_file(tensor, folder)
     try:
-        tensor.numpy()
+        file = hold(path)
+        if file is not None:
+            entries = {entry.key: entry.value for entry in tensor.external_data}
+            begin = int(entries.get("offset", "0"))
+            return InFile(file, (begin, begin + _size(tensor)), tensor)
+        mapped = ir.serde.deserialize_tensor(tensor, folder or "")
+        mapped.numpy()
     except (OSError, ValueError) as error:
         raise ModelError(
             f"initializer '{tensor.name}': its external data cannot be read: {error}; keep the "
             "files of a model together"
         ) from error
-    return tensor
+    return mapped
 
 
 def external_file(tensor: onnx.TensorProto, folder: Path | None) -> Path:
@@ -364,18 +405,24 @@ def set_later(
             content.content = ir.LazyTensor(lambda: ir.Tensor(array(), dtype=kind), kind, shape)
 
 
-def copy_to_memory(data: Data, but: Iterable[onnx.TensorProto] = ()) -> Data:
+def copy_to_memory(
+    data: Data, but: Iterable[onnx.TensorProto] = (), held: Iterable[onnx.TensorProto] = ()
+) -> Data:
     """Returns data that neither a file nor another model can change.
 
     Args:
         data: The data of a light model.
         but: Its tensors whose data are to be lent.
+        held: Those that may stay in a file that is held open: they are seldom read.
     """
-    lent = {_location(tensor) for tensor in but}
-    return {
-        location: Lent(tensor) if location in lent else _in_memory(tensor)
-        for location, tensor in data.items()
-    }
+    lent, seldom = ({_location(tensor) for tensor in tensors} for tensors in (but, held))
+
+    def kept(location: str, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+        if location in lent:
+            return Lent(tensor)
+        return tensor if location in seldom and isinstance(tensor, InFile) else _in_memory(tensor)
+
+    return {location: kept(location, tensor) for location, tensor in data.items()}
 
 
 def _in_memory(tensor: ir.TensorProtocol) -> ir.TensorProtocol:

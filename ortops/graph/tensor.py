@@ -238,7 +238,7 @@ class Tape:
         """
         array = np.asarray(array)
         value = _typed_value(self.names.unique(name), array.dtype, array.shape)
-        value.const_value = ir.tensor(array, name=value.name)
+        value.const_value = _stored(array, value.name)
         self.graph.register_initializer(value)
         return Tensor(self, value)
 
@@ -247,8 +247,7 @@ class Tape:
         array = np.asarray(array)
         key = (str(array.dtype), array.shape, array.tobytes())
         if key not in self._constants:
-            plain = array.dtype.kind in "biuf" and array.dtype.isbuiltin
-            tensor = ir.Tensor(array) if plain else ir.tensor(array)  # the latter looks longer
+            tensor = _stored(array)
             node = ir.Node("", "Constant", [], [ir.AttrTensor("value", tensor)])
             self.append(node)
             value = node.outputs[0]
@@ -1161,6 +1160,13 @@ def _array(given: object, dtype: np.dtype[Any] | None, where: str) -> Array:
     return converted
 
 
+def _stored(array: np.ndarray[Any, Any], name: str | None = None) -> ir.TensorProtocol:
+    """Returns an array as a tensor of onnx-ir."""
+    if array.dtype.kind in "biuf" and array.dtype.isbuiltin:
+        return ir.Tensor(array, name=name)
+    return ir.tensor(array, name=name)  # which looks longer at what it is given
+
+
 def _attribute(schema: onnx.defs.OpSchema, name: str, value: Any) -> ir.Attr:
     """Converts a Python value to the attribute type of the schema."""
     if name not in schema.attributes:
@@ -1177,7 +1183,7 @@ def _attribute(schema: onnx.defs.OpSchema, name: str, value: Any) -> ir.Attr:
         case ir.AttributeType.FLOATS:
             value = tuple(float(item) for item in value)
         case ir.AttributeType.TENSOR:
-            value = ir.tensor(np.asarray(value))
+            value = _stored(np.asarray(value))
         case _:
             pass
     return ir.Attr(name, kind, value)
@@ -1210,7 +1216,7 @@ def _inference_key(node: ir.Node, imports: Mapping[str, int]) -> tuple[object, .
             return None
         value = attribute.value
         if attribute.type == ir.AttributeType.TENSOR:
-            value = _content(attribute.as_tensor())
+            value = _content(cast(ir.TensorProtocol, value))
             if value is None:
                 return None
         key += [name, tuple(value) if isinstance(value, Sequence) else value]

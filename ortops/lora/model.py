@@ -50,13 +50,12 @@ def read_adapted(model: ModelLike) -> Adapted:
     Raises:
         ModelError: If it has none, or not what it says of it.
     """
-    proto, folder = convert.load(model)
-    adapter = adapter_of(proto.metadata_props)
+    light, data, _ = convert.load_light(model)
+    adapter = adapter_of(light.metadata_props)
     if adapter is None:
         raise ModelError(
             "model: it has no adapter; ortops.lora.add or ortops.lora.from_peft gives it one"
         )
-    light, data = external.detach(proto, folder)
     tensors = {tensor.name: tensor for tensor in light.graph.initializer}
     inputs = {value.name for value in light.graph.input}
     for name in adapter.parameters:

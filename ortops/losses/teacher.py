@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from ortops.autodiff.gradient_node import GRADIENT_DOMAINS
 from ortops.errors import ModelError
-from ortops.graph import convert, external
+from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, copy_node, describe, inner_graphs
 from ortops.graph.external import refer_to
@@ -45,7 +45,7 @@ def put_teacher(tape: Tape, model: ModelLike, find: Callable[[str], Tensor | Non
     Raises:
         ModelError: If it is not legal, or does not fit beside the student.
     """
-    light, data = external.detach(*convert.load(model))
+    light, data, _ = convert.load_light(model)
     work = convert.to_ir(light, None, data)
     convert.inline(work)
     work = convert.upgrade(work)

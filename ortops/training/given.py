@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,7 +17,7 @@ from ortops.graph import convert, external
 from ortops.graph.convert import ModelLike
 from ortops.training.state import check_master, is_rounded
 
-__all__ = ["all_entries", "computed", "copy_to_memory", "given_values", "initializers"]
+__all__ = ["Values", "all_entries", "computed", "copy_to_memory", "given_values", "initializers"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -30,7 +30,7 @@ def given_values(
     steps: Sequence[Step],
     entries: Sequence[int],
     masters: Mapping[str, str],
-) -> Mapping[str, Array]:
+) -> Values:
     """Returns the values that variables have in a model, read when they are asked for.
 
     Args:
@@ -68,10 +68,10 @@ def given_values(
                 *(name, master, value.dtype, name),
             )
             found[master] = functools.partial(value.astype, np.float32)
-    return _Values(found)
+    return Values(found)
 
 
-class _Values(Mapping[str, Array]):
+class Values(Mapping[str, Array]):
     """Values that are read when they are asked for, so that not all of them take memory at once.
 
     Args:
@@ -90,17 +90,27 @@ class _Values(Mapping[str, Array]):
     def __len__(self) -> int:
         return len(self._read)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._read
+
+    def without(self, names: Collection[str]) -> Values:
+        """Returns the values but for some."""
+        return Values({name: read for name, read in self._read.items() if name not in names})
+
 
 def copy_to_memory(model: ModelLike, entry: int | None) -> tuple[onnx.ModelProto, external.Data]:
     """Returns a light model and its data, which neither a file nor a caller can change.
 
-    Variables that `reset` computes are lent, until they have their values.
+    Variables that `reset` computes are lent, until they have their values. Others stay in the
+    model's file, if it has one: `reset` reads them again.
     """
-    proto, folder = convert.load(model)
-    light, data = external.detach(proto, folder)
-    anew = computed(light, all_entries(light) if entry is None else [entry])
+    light, data, _ = convert.load_light(model)
+    entries = all_entries(light) if entry is None else [entry]
+    anew = computed(light, entries)
     lent = [tensor for tensor in initializers(light) if tensor.name in anew]
-    return light, external.copy_to_memory(data, lent)
+    bound = {binding.key for info in light.training_info for binding in info.update_binding}
+    given = [tensor for tensor in initializers(light) if tensor.name in bound - anew]
+    return light, external.copy_to_memory(data, lent, given)
 
 
 def computed(proto: onnx.ModelProto, entries: Iterable[int]) -> set[str]:

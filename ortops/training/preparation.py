@@ -87,13 +87,12 @@ def prepare_for_training(
     for name in trainable or ():
         if not isinstance(name, str):
             raise ModelError(f"trainable: {name!r} is no string; names and patterns are accepted")
-    proto, folder = convert.load(model)
+    proto, found, _ = convert.load_light(model)
     if proto.training_info:
         raise ModelError(
             "model: it has training_info already; TrainingSession runs it, and "
             "TrainingSession.inference_model() gives the model without it"
         )
-    proto, found = external.detach(proto, folder)
     found = external.lend(found)
     data = found if data is None else data | found
     adapter = adapter_of(proto.metadata_props)

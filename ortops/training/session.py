@@ -51,7 +51,14 @@ from ortops.training.evaluation import (
 from ortops.training.feeds import Inputs
 from ortops.training.fitting import Way, fit
 from ortops.training.fitting import check as check_arguments
-from ortops.training.given import all_entries, computed, copy_to_memory, given_values, initializers
+from ortops.training.given import (
+    Values,
+    all_entries,
+    computed,
+    copy_to_memory,
+    given_values,
+    initializers,
+)
 from ortops.training.gradients import Gradients, check_gradients, collect
 from ortops.training.history import History
 from ortops.training.initialization import initial_values
@@ -1030,6 +1037,12 @@ class TrainingSession:
         All variables get, as the standard defines it, their values in the given model, and then
         those that the initialization graph computes (optimizer state, step, learning rate).
 
+        A session on a file holds it open and reads the values from it again, in place of a second
+        copy in memory. Another file may take its name meanwhile, as `save` makes it.
+
+        Raises:
+            ModelError: If the file itself was changed in place; the session is as it was.
+
         Example:
             >>> from models import line
             >>> session = line.session()
@@ -1069,7 +1082,7 @@ class TrainingSession:
             return [by_source.get(name, name) for name in names]
         return checkpoint
 
-    def _kept(self, given: Mapping[str, Array]) -> dict[str, Array]:
+    def _kept(self, given: Values) -> Mapping[str, Array]:
         """Returns the given values that `reset` needs: it computes others, like optimizer state.
 
         The data of these are then the present values.
@@ -1085,7 +1098,7 @@ class TrainingSession:
         for tensor in initializers(self._proto):
             later = functools.partial(present, tensor.name)
             external.set_later(tensor, self._data, later if tensor.name in anew else None)
-        return {name: given[name] for name in given if name not in anew}
+        return given.without(anew)
 
     @_alone
     def _assign(self, arrays: Mapping[str, Array], *, steps_made: int | None = None) -> None:
@@ -1215,7 +1228,7 @@ class TrainingSession:
         arrays = self.noted.averaged(self._arrays()) if ema else self._arrays()
         trained = {name: array for name, array in arrays.items() if name in own}
         if original is not None:
-            result, data = external.detach(*convert.load(original))
+            result, data, _ = convert.load_light(original)
             write_back(result, data, trained)
         else:
             model = convert.to_ir(self._proto)  # leaves training_info behind, and data beside
