@@ -57,7 +57,7 @@ class HeldFile:
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor)
+        weakref.finalize(self, os.close, descriptor).atexit = False  # for functions of atexit
 
     def status(self) -> os.stat_result:
         """Returns what the system knows of it."""
