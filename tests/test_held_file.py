@@ -120,6 +120,14 @@ def test_big_data_stay_in_the_file(name: str, tmp_path: Path) -> None:
     assert all(isinstance(content, held_file.InFile) for content in data.values())
 
 
+@needs_held_files
+def test_data_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_file, "_MOST", 1000)
+    path = tmp_path / "model.onnx"
+    path.write_bytes(trainable().SerializeToString())
+    assert whole(path) == trainable()
+
+
 def field(number: int, content: bytes) -> bytes:
     """Returns a field as protobuf writes it."""
     size, length = len(content), bytearray()

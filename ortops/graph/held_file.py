@@ -27,7 +27,8 @@ from ortops.errors import ModelError
 
 __all__ = ["HeldFile", "InFile", "hold", "read_message"]
 
-_BLOCK = 2**16  # bytes that are read at once
+_BLOCK = 2**16  # bytes of the fields of a file that are read at once
+_MOST = 2**30  # and of data; no system reads more than 2 GB
 _VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5  # wire types of protobuf
 _RAW_DATA = 9  # of a TensorProto
 
@@ -65,14 +66,13 @@ class HeldFile:
 
     def read(self, begin: int, end: int) -> bytes:
         """Returns the bytes of a place; fewer where the file has been cut short."""
-        content = os.pread(self._descriptor, end - begin, begin)
-        if len(content) < end - begin:  # one call reads at most 2 GB
-            parts = [content]
-            while parts[-1]:
-                begin += len(parts[-1])
-                parts.append(os.pread(self._descriptor, end - begin, begin))
-            content = b"".join(parts)
-        return content
+        parts: list[bytes] = []
+        while begin < end:
+            parts.append(os.pread(self._descriptor, min(end - begin, _MOST), begin))
+            if not parts[-1]:
+                break
+            begin += len(parts[-1])
+        return b"".join(parts)
 
 
 _held: weakref.WeakValueDictionary[tuple[int, int], HeldFile] = weakref.WeakValueDictionary()
