@@ -16,11 +16,22 @@ from typing import Any
 from benchmarks.task import OPTIMIZERS, UPDATE, Array, Task
 
 __all__ = [
-    *("COMPILERS", "LOWERED", "PEERS", "PYTHON", "RUN_STEPS", "STEP_GRAPH", "TORCH", "C"),
+    *(
+        "COMPILED",
+        "COMPILERS",
+        "LOWERED",
+        "PEERS",
+        "PYTHON",
+        "RUN_STEPS",
+        "STEP_GRAPH",
+        "TORCH",
+        "C",
+    ),
     *("Peer", "Step"),
 ]
 
 LOWERED = "ortops, standard operators"
+COMPILED = "ortops, compiled updates"
 PYTHON = "ortops, Python custom ops"
 RUN_STEPS = "ortops, run_steps"
 STEP_GRAPH = "ortops, step graph in onnxruntime"
@@ -111,6 +122,7 @@ class Peer:
 
 PEERS: Mapping[str, Peer] = {
     LOWERED: Peer("with_ortops", {"kernels": "onnx"}, "ortops", start=True),
+    COMPILED: Peer("with_ortops", {"kernels": "compiled"}, "numba", exported=False, start=True),
     PYTHON: Peer("with_ortops", {"kernels": "python"}, "ortops", exported=False),
     RUN_STEPS: Peer(
         "with_ortops",
