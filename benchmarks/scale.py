@@ -169,8 +169,6 @@ def largest(formula: Formula, way: Way, megabytes: float, batch: int) -> Point:
 
 def _write(point: Point, way: Way, path: str) -> None:
     """Writes a trainable file."""
-    import onnx
-
     import ortops
     from models.transformer import transformer
 
@@ -184,7 +182,7 @@ def _write(point: Point, way: Way, path: str) -> None:
         model, loss="SoftmaxCrossEntropy", optimizer=way.optimizer
     )
     del model
-    onnx.save_model(trainable, path, save_as_external_data=True, location="weights")
+    ortops.save_model(trainable, path)
 
 
 def _train(point: Point, way: Way, path: str) -> Measured:
