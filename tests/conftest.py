@@ -118,20 +118,24 @@ def pytest_configure(config: pytest.Config) -> None:
         leave_out_blocks(pytest.MonkeyPatch())
     config.stash[tests_left_out] = Counter()
     config.stash[files_left_out] = {}
+    config.pluginmanager.register(Importable())
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collect_file(
-    file_path: Path, parent: pytest.Collector
-) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
-    """Leaves out files that cannot be imported."""
-    collectors = yield
-    missing = [package for package in FILES.get(file_path.name, ()) if is_missing(package)]
-    if not missing:
-        return collectors
-    if file_path.name.startswith("test_"):
-        parent.config.stash[files_left_out][file_path.name] = missing
-    return [LeftOut.from_parent(parent, path=file_path)]
+class Importable:
+    """A plugin, as a conftest's own hook is not called for files outside of its folder."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collect_file(
+        self, file_path: Path, parent: pytest.Collector
+    ) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+        """Leaves out files that cannot be imported."""
+        collectors = yield
+        missing = [package for package in FILES.get(file_path.name, ()) if is_missing(package)]
+        if not missing:
+            return collectors
+        if file_path.name.startswith("test_"):
+            parent.config.stash[files_left_out][file_path.name] = missing
+        return [LeftOut.from_parent(parent, path=file_path)]
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m, so that only what was asked for is counted
