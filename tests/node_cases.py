@@ -295,7 +295,9 @@ class Runner:
 
     def __init__(self, case: NodeCase, extra: Mapping[int, str] | None = None) -> None:
         self.case = case
-        for opset in (OPSET, 26, 24, 21):  # onnxruntime lacks the newest version of some operators
+        for opset in sorted(
+            {OPSET, 26, 24, 21}, reverse=True
+        ):  # onnxruntime lacks the newest version of some operators
             model = at_opset(case.model, opset)
             for position, name in (extra or {}).items():
                 (only,) = model.graph.node

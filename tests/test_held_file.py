@@ -93,7 +93,7 @@ MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
 
 def whole(path: Path) -> onnx.ModelProto:
     """Returns what there is when the data are read after all."""
-    light, data, _ = convert.load_light(path)
+    light, data = convert.load_light(path)
     return external.attach(light, data)
 
 
@@ -113,7 +113,7 @@ def test_big_data_stay_in_the_file(name: str, tmp_path: Path) -> None:
     model = MODELS[name]()
     path = tmp_path / "model.onnx"
     path.write_bytes(model.SerializeToString())
-    _, data, _ = convert.load_light(path)
+    _, data = convert.load_light(path)
     graphs = [model.graph, *(info.algorithm for info in model.training_info)]
     big = [t for graph in graphs for t in graph.initializer if len(t.raw_data) > 1024]
     assert len(data) == len(big) > 0
@@ -226,7 +226,7 @@ def test_where_files_are_not_held_they_are_read_as_a_whole(
     monkeypatch.delattr(os, "pread")
     path = tmp_path / "model.onnx"
     path.write_bytes(trainable().SerializeToString())
-    light, data, _ = convert.load_light(path)
+    light, data = convert.load_light(path)
     assert not any(isinstance(content, held_file.InFile) for content in data.values())
     assert external.attach(light, data) == trainable()
     session = ortops.TrainingSession(path)

@@ -16,18 +16,8 @@ from typing import Any
 from benchmarks.task import OPTIMIZERS, UPDATE, Array, Task
 
 __all__ = [
-    *(
-        "COMPILED",
-        "COMPILERS",
-        "LOWERED",
-        "PEERS",
-        "PYTHON",
-        "RUN_STEPS",
-        "STEP_GRAPH",
-        "TORCH",
-        "C",
-    ),
-    *("Peer", "Step"),
+    *("COMPILED", "COMPILERS", "LOWERED", "PEERS", "PYTHON", "RUN_STEPS", "STEP_GRAPH"),
+    *("TORCH", "C", "Peer", "Step"),
 ]
 
 LOWERED = "ortops, standard operators"

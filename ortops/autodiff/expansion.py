@@ -11,7 +11,7 @@ backward pass computes it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import onnx
@@ -252,35 +252,27 @@ def _call_body(model: ir.Model, node: ir.Node) -> bool:
         )
     else:
         proto.CopyFrom(schema.function_body)
-    for entry in proto.opset_import:
-        if entry.domain == "" and entry.version != opset:
-            _check_same(node, proto, entry.version, opset)
-            entry.version = opset
     proto.domain, proto.name = EXPANDED_DOMAIN, node.op_type
     proto.overload = str(len(model.functions))
     function = ir.serde.deserialize_function(proto)
+    _check_same(node, function, opset)
+    function.opset_imports[""] = opset
     model.functions[function.identifier()] = function
     model.graph.opset_imports[EXPANDED_DOMAIN] = 1
     node.domain, node.overload = EXPANDED_DOMAIN, proto.overload
     return True
 
 
-def _check_same(node: ir.Node, body: onnx.FunctionProto, written: int, opset: int) -> None:
+def _check_same(node: ir.Node, body: ir.Function, opset: int) -> None:
     """Checks that the operators of a body are those of the model's opset, but for their types."""
-    for op_type in sorted({inner.op_type for inner in _nodes(body.node)}):
+    written = body.opset_imports[""]
+    for op_type in sorted({inner.op_type for inner in body.all_nodes()}):
         if _signature(op_type, written) != _signature(op_type, opset):
             raise UnsupportedError(
                 f"{describe(node)}: it consists of operators of opset {written}, of which "
                 f"{op_type} is another in the model's opset {opset}; convert the model to opset "
                 f"{written} with onnx.version_converter"
             )
-
-
-def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    for node in nodes:
-        yield node
-        for attribute in node.attribute:
-            yield from _nodes(attribute.g.node)
 
 
 def _signature(op_type: str, opset: int) -> Any:

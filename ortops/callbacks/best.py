@@ -271,7 +271,7 @@ class BestModel(Callback):
 
 def _state_of(file: Path, session: TrainingSession) -> dict[str, npt.NDArray[np.generic]]:
     """Returns the variables of a session as a file of it has them."""
-    proto, data, _ = convert.load_light(file)
+    proto, data = convert.load_light(file)
     graphs = [proto.graph, *(info.algorithm for info in proto.training_info)]
     tensors = {tensor.name: tensor for graph in graphs for tensor in graph.initializer}
     for name in session.state:

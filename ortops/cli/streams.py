@@ -36,7 +36,7 @@ def read_model(path: str) -> onnx.ModelProto:
         ModelError: If it is no model.
         OSError: If it cannot be read.
     """
-    light, data, _ = convert.load_light(sys.stdin.buffer.read() if path == "-" else path)
+    light, data = convert.load_light(sys.stdin.buffer.read() if path == "-" else path)
     return attached(light, data)
 
 

@@ -102,15 +102,14 @@ def load(model: ModelLike) -> tuple[onnx.ModelProto, Path | None]:
     return proto, folder
 
 
-def load_light(model: ModelLike) -> tuple[onnx.ModelProto, Data, Path | None]:
+def load_light(model: ModelLike) -> tuple[onnx.ModelProto, Data]:
     """Reads a model, and leaves the data of its big initializers where they are.
 
     Args:
         model: A model, its bytes or its path.
 
     Returns:
-        A light model, its data (see `ortops.graph.external`), those of external files included, and
-        the folder of its file where there is one.
+        A light model and its data (see `ortops.graph.external`), those of external files included.
 
     Raises:
         ModelError: As `load` does.
@@ -122,9 +121,8 @@ def load_light(model: ModelLike) -> tuple[onnx.ModelProto, Data, Path | None]:
             proto, folder = read[0], path.resolve().parent
             validate(proto, folder)
             light, data = detach(proto, folder)
-            return light, read[1] | data, folder
-    whole, folder_of_file = load(model)
-    return *detach(whole, folder_of_file), folder_of_file
+            return light, read[1] | data
+    return detach(*load(model))
 
 
 def _readable(path: Path, read: Callable[[Path], T]) -> T:

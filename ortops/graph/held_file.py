@@ -91,6 +91,7 @@ def hold(path: Path) -> HeldFile | None:
     Raises:
         OSError: If it cannot be opened.
     """
+    # Asked before it is opened: that of a pipe would wait for its writer.
     if not hasattr(os, "pread") or not stat.S_ISREG(path.stat().st_mode):
         return None
     opened = HeldFile(path, os.open(path, os.O_RDONLY))

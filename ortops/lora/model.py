@@ -50,7 +50,7 @@ def read_adapted(model: ModelLike) -> Adapted:
     Raises:
         ModelError: If it has none, or not what it says of it.
     """
-    light, data, _ = convert.load_light(model)
+    light, data = convert.load_light(model)
     adapter = adapter_of(light.metadata_props)
     if adapter is None:
         raise ModelError(

@@ -45,7 +45,7 @@ def put_teacher(tape: Tape, model: ModelLike, find: Callable[[str], Tensor | Non
     Raises:
         ModelError: If it is not legal, or does not fit beside the student.
     """
-    light, data, _ = convert.load_light(model)
+    light, data = convert.load_light(model)
     work = convert.to_ir(light, None, data)
     convert.inline(work)
     work = convert.upgrade(work)

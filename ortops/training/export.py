@@ -111,7 +111,7 @@ def export_step(
         >>> [feed["name"] for feed in step["step"]["feeds"]], step["variables"]["w"]["next"]
         (['x', 'targets'], 'w_new')
     """
-    proto, data, _ = convert.load_light(model)
+    proto, data = convert.load_light(model)
     step = flatten(proto, data, entry)
     noted = training_metadata(proto)
     arrays = _present(proto, data, step.variables)

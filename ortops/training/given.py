@@ -104,7 +104,7 @@ def copy_to_memory(model: ModelLike, entry: int | None) -> tuple[onnx.ModelProto
     Variables that `reset` computes are lent, until they have their values. Others stay in the
     model's file, if it has one: `reset` reads them again.
     """
-    light, data, _ = convert.load_light(model)
+    light, data = convert.load_light(model)
     entries = all_entries(light) if entry is None else [entry]
     anew = computed(light, entries)
     lent = [tensor for tensor in initializers(light) if tensor.name in anew]

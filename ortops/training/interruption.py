@@ -42,7 +42,8 @@ class Interruption:
             return
         for name, default in _DEFAULTS.items():
             number = getattr(signal, name)
-            if signal.getsignal(number) is default or self._was_left(signal.getsignal(number)):
+            present = signal.getsignal(number)
+            if present is default or self._was_left(present):
                 self._taken.append(name)
                 signal.signal(number, self._note)
 

@@ -87,7 +87,7 @@ def prepare_for_training(
     for name in trainable or ():
         if not isinstance(name, str):
             raise ModelError(f"trainable: {name!r} is no string; names and patterns are accepted")
-    proto, found, _ = convert.load_light(model)
+    proto, found = convert.load_light(model)
     if proto.training_info:
         raise ModelError(
             "model: it has training_info already; TrainingSession runs it, and "

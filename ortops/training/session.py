@@ -1228,7 +1228,7 @@ class TrainingSession:
         arrays = self.noted.averaged(self._arrays()) if ema else self._arrays()
         trained = {name: array for name, array in arrays.items() if name in own}
         if original is not None:
-            result, data, _ = convert.load_light(original)
+            result, data = convert.load_light(original)
             write_back(result, data, trained)
         else:
             model = convert.to_ir(self._proto)  # leaves training_info behind, and data beside
