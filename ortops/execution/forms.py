@@ -13,6 +13,7 @@ from ortops.execution.memory import Memory
 from ortops.execution.onnxruntime_sessions import Sessions
 from ortops.execution.template import Template
 from ortops.execution.variant import Variant
+from ortops.garbage_collection import collection_put_off
 from ortops.uninterrupted import run_uninterrupted
 
 __all__ = ["Form", "Forms"]
@@ -88,6 +89,7 @@ class Forms:
         return self._made[key]
 
     def _make(self, shapes: Mapping[str, tuple[int, ...]] | None, buffers: Buffers) -> Form:
+        @collection_put_off()
         def make() -> Form:
             variants = [Variant(template, shapes, self._sessions) for template in self._templates]
             bindings = [

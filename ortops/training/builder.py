@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from ortops import losses, optimizers
 from ortops.errors import ModelError
+from ortops.garbage_collection import collection_put_off
 from ortops.graph import convert, external
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import ancestor_nodes
@@ -48,6 +49,7 @@ logger = logging.getLogger("ortops")
 
 
 @convert.blame_model
+@collection_put_off()
 def build_training_model(
     model: ModelLike,
     *,

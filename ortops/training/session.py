@@ -30,6 +30,7 @@ from ortops.execution.execution import Execution
 from ortops.execution.memory import give_back
 from ortops.execution.onnxruntime_sessions import UpdateKernels
 from ortops.execution.settings import Settings
+from ortops.garbage_collection import collection_put_off
 from ortops.graph import convert, external
 from ortops.graph.convert import ModelLike
 from ortops.graph.limits import LIMITS
@@ -198,6 +199,7 @@ class TrainingSession:
     """
 
     @convert.blame_model
+    @collection_put_off()
     def __init__(
         self,
         model: ModelLike,

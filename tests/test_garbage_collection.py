@@ -1,0 +1,54 @@
+"""The collector waits while graphs are made, and goes on as it did before."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import ortops
+from models.mlp import mlp
+from ortops import OrtopsError, TrainingSession, build_training_model
+from ortops.garbage_collection import collection_put_off
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    enabled = gc.isenabled()
+    yield
+    (gc.enable if enabled else gc.disable)()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_it_goes_on_as_before(enabled: bool) -> None:
+    (gc.enable if enabled else gc.disable)()
+    with collection_put_off():
+        assert not gc.isenabled()
+        with collection_put_off():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled() == enabled
+    with pytest.raises(KeyError), collection_put_off():
+        raise KeyError
+    assert gc.isenabled() == enabled
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_while_a_model_is_built_and_opened(enabled: bool) -> None:
+    (gc.enable if enabled else gc.disable)()
+    found = []
+
+    def loss(prediction: ortops.Tensor, targets: ortops.Tensor) -> ortops.Tensor:
+        found.append(gc.isenabled())
+        return ortops.op.ReduceMean(abs(prediction - targets), keepdims=0)
+
+    session = TrainingSession(build_training_model(mlp((4, 3, 2)), loss=loss, optimizer="SGD"))
+    assert gc.isenabled() == enabled
+    session.step({"images": np.ones((2, 4), np.float32), "targets": np.ones((2, 2), np.float32)})
+    assert found == [False]
+    assert gc.isenabled() == enabled
+    with pytest.raises(OrtopsError):
+        build_training_model(b"no model", loss="L1", optimizer="SGD")
+    assert gc.isenabled() == enabled
