@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -316,3 +317,30 @@ def test_a_file_is_held_once_and_let_go(tmp_path: Path) -> None:
     del first, second
     gc.collect()
     assert held(path) == 0
+
+
+@needs_held_files
+def test_the_ends_of_data_are_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = np.arange(2000, dtype=np.float32).reshape(40, 50)
+    onnx.save(of_initializers(named(array)), tmp_path / "model.onnx")
+    found = external.read_light(tmp_path / "model.onnx")
+    assert found is not None
+    ((location, tensor),) = found[1].items()
+    lent = external.lend({location: tensor})[location]
+    read: list[int] = []
+    original = held_file.HeldFile.read
+    monkeypatch.setattr(
+        held_file.HeldFile,
+        "read",
+        lambda self, begin, end: read.append(end - begin) or original(self, begin, end),
+    )
+    wanted = array[0, 0].tobytes(), array[-1, -1].tobytes()
+    for each in (tensor, lent, external.refer_to(lent, "other")):
+        assert external.ends(each, 4) == wanted
+    assert read == [4] * 6
+    assert external.ends(tensor, 10**6) == (array.tobytes(),) * 2
+
+
+def test_the_ends_of_data_in_memory() -> None:
+    array = np.arange(6, dtype=np.float16).reshape(2, 3).T
+    assert external.ends(ir.tensor(array), 2) == (b"\0\0", np.float16(5).tobytes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -329,6 +330,28 @@ def test_tied_weights_are_shown() -> None:
         "table": ["Gather node 'Gather', input data", "MatMul node 'MatMul', input B"]
     }
     assert "table  FLOAT[5,4]  read by 2 nodes" in str(report)
+
+
+@pytest.mark.parametrize("from_file", [False, True], ids=["memory", "file"])
+@pytest.mark.parametrize("how", ["copy", "transposed copy", "same ends", "zeros"])
+def test_copies_of_a_weight_are_said(how: str, from_file: bool, tmp_path: Path) -> None:
+    table = RNG.normal(size=(40, 40)).astype(F)
+    other = {"copy": table, "transposed copy": table.T, "zeros": np.zeros_like(table)}.get(how)
+    if other is None:
+        other = table.copy()
+        other[1, 1] += 1
+    if how == "zeros":
+        table = np.zeros_like(table)
+    with Tape() as tape:
+        ids = tape.input("ids", np.int64, ["N"])
+        h = op.Gather(tape.initializer("table", table), ids)
+        tape.output(op.Tanh(h) @ tape.initializer("head", np.ascontiguousarray(other)), "y")
+    model: onnx.ModelProto | Path = tape.model()
+    if from_file:
+        onnx.save(model, tmp_path / "model.onnx")
+        model = tmp_path / "model.onnx"
+    said = f"'head' is a {how} of 'table', as of a weight that was tied; each is trained by itself"
+    assert (said in str(check(model))) == (how in ("copy", "transposed copy"))
 
 
 def test_quantized_weights_are_shown_and_refused() -> None:

@@ -365,8 +365,9 @@ def _move_unknown(model: ir.Model, domain: str, other: str) -> None:
 
     onnxruntime has operators of its own in the standard domain, which stop the version converter.
     """
+    is_known = functools.cache(onnx.defs.has)
     for node in all_nodes(model.graph):
-        if node.domain == domain and not onnx.defs.has(node.op_type):
+        if node.domain == domain and not is_known(node.op_type):
             node.domain = other
             model.graph.opset_imports.setdefault(other, 1)
     if domain:

@@ -52,11 +52,13 @@ __all__ = [
     "copy_to_memory",
     "data_size",
     "detach",
+    "ends",
     "external_file",
     "find",
     "is_light",
     "lend",
     "let_go",
+    "move_aside",
     "move_out",
     "move_to_inputs",
     "read_light",
@@ -360,9 +362,37 @@ def find(tensor: ir.TensorProtocol | None, data: Data) -> ir.TensorProtocol | No
     return data.get(os.fspath(tensor.location))
 
 
+class _Reference(ir.LazyTensor):
+    """A tensor with a name of its own that has the data of another.
+
+    Args:
+        content: The other.
+        name: The name.
+    """
+
+    def __init__(self, content: ir.TensorProtocol, name: str | None) -> None:
+        self.content = content
+        shape = ir.Shape(content.shape.numpy())
+        super().__init__(lambda: content, content.dtype, shape, name=name)
+
+
 def refer_to(tensor: ir.TensorProtocol, name: str | None) -> ir.TensorProtocol:
     """Returns a tensor with a name of its own that has the data of another."""
-    return ir.LazyTensor(lambda: tensor, tensor.dtype, ir.Shape(tensor.shape.numpy()), name=name)
+    return _Reference(tensor, name)
+
+
+def ends(tensor: ir.TensorProtocol, length: int) -> tuple[bytes, bytes]:
+    """Returns the first bytes of data and the last ones, so many of each.
+
+    Those of a file that is held are read from there; that it has changed is not seen.
+    """
+    content: ir.TensorProtocol | None = tensor
+    while isinstance(content, _Reference | Lent):
+        content = content.content
+    if isinstance(content, InFile):
+        return content.ends(length)
+    whole = np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8)
+    return whole[:length].tobytes(), whole[-length:].tobytes()
 
 
 def array_of(tensor: onnx.TensorProto, data: Data) -> npt.NDArray[Any]:
@@ -430,19 +460,35 @@ def _in_memory(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 
 
 def _copied(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if isinstance(_owner(array), bytes):  # which a message hands out as copies, and nobody changes
+        return array
+    return np.array(array, order="C")
+
+
+def _owner(array: npt.NDArray[Any]) -> object:
+    """Returns what holds the memory of an array."""
     owner: object = array
     while isinstance(owner, np.ndarray) and owner.base is not None:
         owner = owner.base
-    if isinstance(owner, bytes):  # which a message hands out as copies, and nobody can change
-        return array
-    return np.array(array, order="C")
+    return owner
+
+
+def _bytes(tensor: ir.TensorProtocol) -> bytes:
+    """Returns data as a message holds them, uncopied where they are bytes already."""
+    if tensor.dtype.bitwidth >= 8 and sys.byteorder == "little":
+        array = tensor.numpy()
+        owner = _owner(array)
+        whole = isinstance(owner, bytes) and len(owner) == array.nbytes
+        if isinstance(owner, bytes) and whole and array.flags.c_contiguous:
+            return owner
+    return tensor.tobytes()
 
 
 def attach(proto: onnx.ModelProto, data: Data) -> onnx.ModelProto:
     """Puts the data of a light model into it, in place, and returns it."""
     for tensor in _tensors(proto):
         if is_light(tensor):
-            content = data[_location(tensor)].tobytes()
+            content = _bytes(data[_location(tensor)])
             tensor.ClearField("external_data")
             tensor.ClearField("data_location")
             tensor.raw_data = content
@@ -549,6 +595,37 @@ def move_out(
     for name in arrays:
         graph.initializers[name].const_value = tensors[name]
     return proto, arrays
+
+
+def move_aside(model: ir.Model) -> tuple[onnx.ModelProto, Data]:
+    """Serializes a model as a light one, whose big initializers are not copied.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The light model, and its data.
+    """
+    initializers = model.graph.initializers
+    big = {
+        name: tensor
+        for name, value in initializers.items()
+        if (tensor := value.const_value) is not None
+        and tensor.dtype.value in ITEM_SIZES
+        and tensor.nbytes > _BIG
+        and not isinstance(tensor, ir.ExternalTensor)
+    }
+    data = Data()
+    for name, tensor in big.items():
+        location = f"{_LOCATION}{next(_numbers)}"
+        data[location] = tensor
+        initializers[name].const_value = ir.ExternalTensor(
+            location, None, None, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name
+        )
+    proto = to_proto(model)
+    for name, tensor in big.items():
+        initializers[name].const_value = tensor
+    return proto, data
 
 
 def _native(tensor: ir.TensorProtocol) -> npt.NDArray[Any] | None:

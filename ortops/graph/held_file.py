@@ -119,6 +119,13 @@ class InFile(ir.LazyTensor):
         kind = ir.DataType(tensor.data_type)
         super().__init__(read, kind, ir.Shape(tensor.dims), name=tensor.name)
         self.length = place[1] - place[0]
+        self._file, self._place = file, place
+
+    def ends(self, length: int) -> tuple[bytes, bytes]:
+        """Returns the first bytes and the last ones, so many of each; changes are not seen."""
+        begin, end = self._place
+        read = self._file.read
+        return read(begin, min(begin + length, end)), read(max(begin, end - length), end)
 
 
 def _read(

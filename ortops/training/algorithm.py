@@ -31,7 +31,7 @@ class Algorithm:
         variables: Its own initializers that are updated.
         constants: The others.
         updates: Name of an initializer → its next value.
-        initial: Name of an initializer → the value that it starts from.
+        initial: Name of an initializer → the value that it starts from: a scalar, or zeros.
     """
 
     tape: Tape
@@ -89,8 +89,14 @@ def write_algorithm(result: onnx.ModelProto, algorithm: Algorithm, kept: Sequenc
     outputs = {tensor.value for tensor in algorithm.outputs}
     needed = ancestor_nodes((*outputs, *(tensor.value for tensor in kept)), set())
     for tensor in (*algorithm.variables, *algorithm.constants):
-        assert tensor.value.const_value is not None
-        serialize.serialize_tensor_into(target.initializer.add(), tensor.value.const_value)
+        value = tensor.value.const_value
+        assert value is not None
+        if value.shape and tensor.name in algorithm.initial:  # bytes of zeros take no memory
+            kind, zeros = value.dtype, bytes(value.nbytes)
+            dims = value.shape.numpy()
+            target.initializer.add(name=tensor.name, data_type=kind, dims=dims, raw_data=zeros)
+        else:
+            serialize.serialize_tensor_into(target.initializer.add(), value)
     domains = {TRAINING_DOMAIN}
     for node in (node for node in algorithm.tape.nodes if node in needed):
         domains.update(inner.domain for graph in inner_graphs(node) for inner in all_nodes(graph))

@@ -18,6 +18,7 @@ import onnx_ir as ir
 
 from ortops.errors import ModelError, did_you_mean
 from ortops.graph.edit import ELEMENTWISE, describe, inner_graphs
+from ortops.graph.external import ends
 from ortops.graph.tensor import constant_tensor
 
 __all__ = [
@@ -503,27 +504,28 @@ def _quantized_hint(value: ir.Value) -> str:
 
 def _untied(trained: Mapping[str, ir.Value]) -> list[str]:
     """Returns what to say of matrices that are copies of each other, as exporters untie them."""
-    alike: dict[object, list[tuple[str, npt.NDArray[Any]]]] = {}
+    alike: dict[object, list[tuple[str, ir.TensorProtocol]]] = {}
     said = []
     for name, value in trained.items():
-        shape = () if value.const_value is None else tuple(value.const_value.shape.numpy())
-        if len(shape) != 2 or min(shape) < 2:
+        tensor = value.const_value
+        shape = () if tensor is None else tuple(tensor.shape.numpy())
+        if tensor is None or len(shape) != 2 or min(shape) < 2:
             continue
-        assert value.const_value is not None
-        array = value.const_value.numpy()
-        if array[0, 0] == array[-1, -1]:  # as in zeros and ones
+        first, last = ends(tensor, tensor.dtype.numpy().itemsize)
+        if first == last:  # as in zeros and ones
             continue
-        key = (*sorted(shape), value.dtype, array[0, 0].item(), array[-1, -1].item())
+        key = (*sorted(shape), tensor.dtype, first, last)
         for other, given in alike.setdefault(key, []):
-            if _same(given, array) or _same(given, array.T):
-                how = "copy" if _same(given, array) else "transposed copy"
+            one, array = given.numpy(), tensor.numpy()
+            if _same(one, array) or _same(one, array.T):
+                how = "copy" if _same(one, array) else "transposed copy"
                 said.append(
                     f"'{name}' is a {how} of '{other}', as of a weight that was tied; each is "
                     "trained by itself"
                 )
                 break
         else:
-            alike[key].append((name, array))
+            alike[key].append((name, tensor))
     return said
 
 

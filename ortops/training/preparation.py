@@ -16,7 +16,7 @@ from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, ancestor_nodes, read_inputs
 from ortops.graph.tensor import Names
 from ortops.graph.weights import Origin, lift, weights
-from ortops.lowering import prepare, to_proto
+from ortops.lowering import prepare
 from ortops.training.modes import is_batch_normalization
 from ortops.training.parameters import Choice, Places, choose, scopes
 
@@ -124,7 +124,8 @@ def prepare_for_training(
     lifted = {name: origin for name, origin in origins.items() if name in kept}
     _put_back(graph, origins.keys() - lifted.keys())
     if opset < convert.MINIMUM_OPSET:
-        result = to_proto(work)
+        result, moved = external.move_aside(work)
+        data |= moved
         if adapter is not None:  # whose files set inputs
             own = (graph.initializers.get(name) for name in adapter.parameters)
             result.graph.input.extend(ir.serde.serialize_value(v) for v in own if v is not None)
