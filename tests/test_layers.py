@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "ortops"
 
 FLOORS = (
-    ("errors", "deferred", "numbers", "uninterrupted"),
+    ("errors", "deferred", "garbage_collection", "numbers", "uninterrupted"),
     ("schedules",),
     ("graph",),
     ("autodiff",),
@@ -57,6 +57,8 @@ WITHIN = {
             "cross_entropy",
             "products",
             "padding",
+            "computed_sizes",
+            "gelu",
         ),
         *("max_pool", "rectified", "transposed", "recurrent", "blocked", "rounding", "webgpu"),
         *("scaled_sums", "__init__"),

@@ -6,6 +6,7 @@ order of nodes cannot be left out.
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import textwrap
@@ -115,7 +116,29 @@ def padded() -> onnx.ModelProto:
     return tape.model()
 
 
+def gelu() -> onnx.ModelProto:
+    """As exporters write it that have no Gelu yet."""
+    weights = np.random.default_rng(1).standard_normal((2, 6, 6)).astype(np.float32)
+    with Tape(name="gelu") as tape:
+        h = tape.input("x", np.float32, ["batch", 6]) @ tape.initializer("first", weights[0])
+        h = h * (op.Erf(h / math.sqrt(2)) + 1.0) * 0.5
+        tape.output(h @ tape.initializer("second", weights[1]), "logits")
+    return tape.model()
+
+
+def positions() -> onnx.ModelProto:
+    """As exporters write it: as many rows of a table as the batch has, which inference loses."""
+    weights = np.random.default_rng(1).standard_normal((2, 6, 6)).astype(np.float32)
+    with Tape(name="positions") as tape:
+        x = tape.input("x", np.float32, ["batch", 6])
+        table = op.Slice(tape.initializer("table", weights[0]), [0], op.Shape(x)[:1], [0])
+        tape.output((x + table) @ tape.initializer("weight", weights[1]), "logits")
+    return tape.model()
+
+
 CASES = {
+    "computed_sizes": Case(positions, {"x": (4, 6)}, "Shape", ""),
+    "gelu": Case(gelu, {"x": (4, 6)}, "Div", "Gelu"),
     "padding": Case(padded, {"x": (4, 2, 5, 4)}, "Pad", ""),
     "transposed": layers("MatMul", "FusedMatMul"),
     "row_sums": layers("ReduceSum", "FusedMatMul"),
@@ -161,6 +184,23 @@ def test_with_and_without(name: str) -> None:
     assert case.fewer or case.more
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
     assert len(set(wanted)) == len(wanted)  # the steps did change the weights
+
+
+def test_sizes_of_sequences_are_not_bound() -> None:
+    """Beside a batch's size there may be as many lengths as there are batches."""
+    with Tape(name="lengths") as tape:
+        x = tape.input("x", np.float32, ["batch", "length", 6])
+        table = tape.initializer("table", np.zeros((9, 6), np.float32))
+        weight = tape.initializer("weight", np.eye(6, dtype=np.float32))
+        rows = op.Slice(table, [0], op.Shape(x)[1:2], [0])
+        tape.output(op.ReduceMean((x + rows) @ weight, [1], keepdims=0), "logits")
+    model = build_training_model(tape.model(), loss="SoftmaxCrossEntropy", optimizer=SGD(0.1))
+    spy, rng = Spy(), np.random.default_rng(0)
+    session = TrainingSession(model, settings=spy.watching(Settings()))
+    for length in (3, 4, 5):
+        x = rng.standard_normal((2, length, 6), np.float32)
+        session.step({"x": x, "labels": np.array([1, 2])})
+    assert spy.rows("x") == [None]
 
 
 def test_without_any() -> None:

@@ -30,6 +30,7 @@ from ortops.graph.edit import (
     remove_unread,
     replace_value,
 )
+from ortops.graph.shapes import is_unknown
 from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor
 
 __all__ = ["can_be_taken_apart", "expand"]
@@ -143,12 +144,7 @@ def _replace(node: ir.Node, known: Definition, names: Names) -> None:
 def _is_known(value: ir.Value) -> bool:
     """Whether type and shape of a value are known, apart from what the sizes of inputs are."""
     shape = value.shape
-    return value.type is not None and shape is not None and not any(map(_is_unknown, shape))
-
-
-def _is_unknown(dim: int | ir.SymbolicDim) -> bool:
-    """Whether a dimension is unknown, or has a symbol that onnx made up for want of more."""
-    return not isinstance(dim, int) and (dim.value is None or dim.value.startswith("unk__"))
+    return value.type is not None and shape is not None and not any(map(is_unknown, shape))
 
 
 def _together(a: ir.Shape | None, b: ir.Shape | None) -> ir.Shape | None:

@@ -61,8 +61,8 @@ class Settings:
 
         Example:
             >>> settings = Settings().without("max_pool", "recurrent", "blocked", "scales")
-            >>> [each.name for each in settings.passes][:4]
-            ['padding', 'transposed', 'row_sums', 'transposes']
+            >>> [each.name for each in settings.passes][:5]
+            ['computed_sizes', 'padding', 'gelu', 'transposed', 'row_sums']
         """
         known = [each.name for each in self.passes]
         for name in names:

@@ -19,6 +19,7 @@ from ortops.graph.tensor import Names, Tape, Tensor, op, shape_of
 __all__ = [
     "expand_like",
     "infer_shapes",
+    "is_unknown",
     "map_sequences",
     "may_be_equal",
     "pad_axes",
@@ -234,6 +235,11 @@ def may_be_equal(a: ir.Shape | None, b: ir.Shape | None) -> bool:
     return len(a) == len(b) and all(
         p == q or not (isinstance(p, int) and isinstance(q, int)) for p, q in zip(a, b, strict=True)
     )
+
+
+def is_unknown(dim: int | ir.SymbolicDim) -> bool:
+    """Whether a dimension is unknown, or has a symbol that onnx made up for want of more."""
+    return not isinstance(dim, int) and (dim.value is None or dim.value.startswith("unk__"))
 
 
 def infer_shapes(model: ir.Model) -> None:

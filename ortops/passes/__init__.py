@@ -14,8 +14,10 @@ no model; `order` comes when everything else is done.
 from __future__ import annotations
 
 from ortops.passes.blocked import BLOCKED
+from ortops.passes.computed_sizes import COMPUTED_SIZES
 from ortops.passes.cross_entropy import CROSS_ENTROPY
 from ortops.passes.draft import Draft, Pass, Runtime
+from ortops.passes.gelu import GELU
 from ortops.passes.max_pool import MAX_POOL
 from ortops.passes.padding import PADDING
 from ortops.passes.products import ROW_SUMS, SCALES, TRANSPOSES
@@ -28,7 +30,9 @@ from ortops.passes.webgpu import WEBGPU
 __all__ = ["PASSES", "Draft", "Pass", "Runtime", "passes_for"]
 
 PASSES: tuple[Pass, ...] = (
+    COMPUTED_SIZES,
     PADDING,
+    GELU,
     TRANSPOSED,  # finished last: it takes products in the forms that the next three leave
     ROW_SUMS,
     SCALES,  # they go into products with transposed factors too

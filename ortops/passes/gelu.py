@@ -1,0 +1,139 @@
+"""Gelu, where an exporter wrote it in parts: only its operand is kept for the backward pass.
+
+It is x · (1 + erf(x / √2)) / 2, or with √(2 / π) · (x + 0.044715 · x³) under a tanh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TypeAlias
+
+import onnx_ir as ir
+
+from ortops.graph.tensor import Tape, constant_tensor, op
+from ortops.passes.draft import ONNXRUNTIME, Draft, Pass
+from ortops.passes.rewrite import Result, pattern, rewrite
+
+__all__ = ["GELU"]
+
+_PARTS = ("Add", "Div", "Erf", "Gelu", "Mul", "Pow", "Tanh")
+_CUBIC = 0.044715
+
+Product: TypeAlias = tuple[float, Counter[ir.Value]]
+"""A constant, and how often each value is a factor."""
+
+
+class _Gelu(Pass):
+    """Makes one node of the parts."""
+
+    def prepare(self, draft: Draft) -> None:
+        """Replaces them before gradients are taken, unless the user has a rule for one of them."""
+        nodes = [node for node in draft.graph if node.op_type in _PARTS and not node.domain]
+        named = {node.op_type for node in nodes}
+        free = all(map(draft.is_free, (*nodes, ir.Node("", "Gelu", []))))
+        if "Mul" in named and named & {"Erf", "Tanh"} and free:
+            rewrite(draft.graph, draft.names, _gelu)
+
+
+@pattern("Mul")
+def _gelu(node: ir.Node, tape: Tape) -> Result:
+    if node.outputs[0].dtype != ir.DataType.FLOAT:  # onnxruntime's kernel takes no other
+        return None
+    factor, values = _product(node.outputs[0], root=True)
+    if not _near(factor, 0.5) or sorted(values.values()) != [1, 1]:
+        return None
+    for x, other in (tuple(values), tuple(values)[::-1]):
+        squashed = _one_more(other)
+        inner = None if squashed is None else squashed.producer()
+        argument = None if inner is None or inner.domain else inner.inputs[0]
+        if inner is None or argument is None or not _is_part(argument):
+            continue
+        if inner.op_type == "Erf" and _is(_product(argument), math.sqrt(0.5), {x: 1}):
+            return op.Gelu(tape.tensor(x))
+        if inner.op_type == "Tanh" and _is_cubic(argument, x):
+            return op.Gelu(tape.tensor(x), approximate="tanh")
+    return None
+
+
+def _is_cubic(value: ir.Value, x: ir.Value) -> bool:
+    """Whether a value is √(2 / π) · (x + 0.044715 · x³), or x · √(2 / π) · (1 + 0.044715 · x²)."""
+    factor, values = _product(value)
+    if not _near(factor, math.sqrt(2 / math.pi)):
+        return False
+    power = values.pop(x, 0)
+    ((added, once),) = values.items() if len(values) == 1 else ((None, 0),)
+    node = None if added is None else added.producer()
+    if added is None or node is None or once != 1 or not _is_part(added):
+        return False
+    if power == 1:
+        rest = _one_more(added)
+        return rest is not None and _is(_product(rest), _CUBIC, {x: 2})
+    if power or node.op_type != "Add" or node.domain:
+        return False
+    return any(
+        first is x and second is not None and _is(_product(second), _CUBIC, {x: 3})
+        for first, second in (node.inputs, node.inputs[::-1])
+    )
+
+
+def _product(value: ir.Value, *, root: bool = False) -> Product:
+    """Takes a value apart into its factors.
+
+    Args:
+        value: The value.
+        root: Whether it may be read by anybody; others that are taken apart are read once.
+    """
+    if (constant := _number(value)) is not None:
+        return constant, Counter()
+    node = value.producer()
+    if node is None or node.domain or not (root or _is_part(value)):
+        return 1.0, Counter([value])
+    first, second = (*node.inputs, None, None)[:2]
+    if first is not None and second is not None:
+        if node.op_type == "Mul":
+            (a, left), (b, right) = _product(first), _product(second)
+            return a * b, left + right
+        number = _number(second)
+        if node.op_type == "Div" and number:
+            a, left = _product(first)
+            return a / number, left
+        if node.op_type == "Pow" and number in (2, 3):
+            return 1.0, Counter({first: int(number)})
+    return 1.0, Counter([value])
+
+
+def _one_more(value: ir.Value) -> ir.Value | None:
+    """Returns a where a value is a + 1, and both are read once."""
+    node = value.producer()
+    if node is None or node.domain or node.op_type != "Add" or not _is_part(value):
+        return None
+    for added, one in (node.inputs, node.inputs[::-1]):
+        if added is not None and one is not None and _number(one) == 1 and _is_part(added):
+            return added
+    return None
+
+
+def _is_part(value: ir.Value) -> bool:
+    """Whether nobody else needs a value."""
+    return len(value.uses()) == 1 and not value.is_graph_output()
+
+
+def _number(value: ir.Value) -> float | None:
+    """Returns the number that a value is, if it is one."""
+    tensor = constant_tensor(value)
+    if tensor is None or tensor.size != 1 or tensor.dtype == ir.DataType.STRING:
+        return None
+    return float(tensor.numpy().item())
+
+
+def _is(product: Product, factor: float, values: dict[ir.Value, int]) -> bool:
+    return _near(product[0], factor) and product[1] == values
+
+
+def _near(number: float, other: float) -> bool:
+    """Whether a number is another in float32."""
+    return math.isclose(number, other, rel_tol=1e-6)
+
+
+GELU = _Gelu("gelu", ONNXRUNTIME)
