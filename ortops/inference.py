@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy.typing as npt
+import onnx
 import onnxruntime
 
 from ortops import custom_ops
@@ -22,7 +23,7 @@ from ortops.graph.edit import all_nodes
 from ortops.lowering import has_domain, lower_ir, takes_python_kernel
 from ortops.uninterrupted import run_uninterrupted
 
-__all__ = ["InferenceSession", "Kernels"]
+__all__ = ["InferenceSession", "Kernels", "lend", "open_lowered"]
 
 Kernels: TypeAlias = Literal["python", "onnx"]
 """Whether optimizer nodes run as Python custom ops or as standard operators."""
@@ -121,10 +122,22 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         else:
             light, arrays = external.move_out(convert.to_ir(proto))
             source = external.serialize(light)
+        self._open(source, sess_options, folder, arrays, providers, provider_options, **kwargs)
+
+    def _open(
+        self,
+        source: str | bytes,
+        sess_options: onnxruntime.SessionOptions | None,
+        folder: Path | None,
+        arrays: Mapping[str, npt.NDArray[Any]],
+        *arguments: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Opens the session of onnxruntime; what that raises becomes an error of ours."""
         self._folder = folder
         with _options_for(sess_options, folder, arrays) as self._options:
             try:
-                super().__init__(source, self._options, providers, provider_options, **kwargs)
+                super().__init__(source, self._options, *arguments, **kwargs)
             except Exception as error:  # onnxruntime's classes have no common base of their own
                 if not is_raised_by(error, "onnxruntime", "ortops"):
                     raise
@@ -225,6 +238,27 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
                 return run(*args, **kwargs)
 
         return run_uninterrupted(guarded)  # what a handler raised in a kernel would end the process
+
+
+def open_lowered(
+    model: onnx.ModelProto,
+    sess_options: onnxruntime.SessionOptions | None,
+    providers: Sequence[Any],
+) -> InferenceSession:
+    """Opens a session for a model that ortops has lowered, which is not checked again.
+
+    Args:
+        model: The model, of less than 2 GB, without nodes of the training domain.
+        sess_options: As for onnxruntime.
+        providers: As for onnxruntime.
+
+    Raises:
+        UnsupportedError: If onnxruntime cannot load the model.
+    """
+    session = InferenceSession.__new__(InferenceSession)
+    session._kernel_nodes, session._kernels_on_other_threads = {}, False
+    session._open(external.serialize(model), sess_options, None, {}, providers, None)
+    return session
 
 
 def lend(options: onnxruntime.SessionOptions, arrays: Mapping[str, npt.NDArray[Any]]) -> None:

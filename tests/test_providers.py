@@ -16,6 +16,7 @@ from ortops import TrainingSession, build_training_model, optimizers
 from ortops.errors import UnsupportedError
 from ortops.execution import memory
 from ortops.execution.memory import Device, DeviceArray, device_of, fetch, put
+from ortops.execution.onnxruntime_sessions import Sessions
 from ortops.execution.settings import Settings
 from ortops.inference import InferenceSession
 from tests.training_models import assert_same_arrays, classifier, labelled
@@ -74,9 +75,8 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for module in ("binding", "execution"):
-        for name in ("fetch", "put"):
-            monkeypatch.setattr(f"ortops.execution.{module}.{name}", note(name))
+    for place in ("binding.fetch", "binding.put", "execution.fetch", "memory.put"):
+        monkeypatch.setattr(f"ortops.execution.{place}", note(place.rsplit(".", 1)[-1]))
     return found
 
 
@@ -168,13 +168,13 @@ def test_a_step_moves_no_variable(
 
 def test_graphs_for_a_device_have_no_forms_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[onnx.ModelProto] = []
-    made = InferenceSession.__init__
+    open_ = Sessions.open
 
-    def note(self: InferenceSession, model: Any, *arguments: Any, **more: Any) -> None:
+    def note(self: Sessions, model: onnx.ModelProto, **more: Any) -> InferenceSession:
         opened.append(model)
-        made(self, model, *arguments, **more)
+        return open_(self, model, **more)
 
-    monkeypatch.setattr(InferenceSession, "__init__", note)
+    monkeypatch.setattr(Sessions, "open", note)
     model, batch, arguments = MODELS["convolution"]
     trainable = build_training_model(model, loss="SoftmaxCrossEntropy", **arguments)
     TrainingSession(trainable, settings=ON_DEVICE).step(batch)

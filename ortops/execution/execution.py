@@ -28,7 +28,7 @@ from ortops.autodiff.registry import Rules
 from ortops.errors import OrtopsError, UnsupportedError
 from ortops.execution.forms import Form, Forms
 from ortops.execution.halves import Differentiated, Halves, Layout
-from ortops.execution.memory import Memory, fetch, give_back, hold, put
+from ortops.execution.memory import Memory, fetch, give_back, hold, put_all
 from ortops.execution.onnxruntime_sessions import Sessions, UpdateKernels
 from ortops.execution.packed import Variable
 from ortops.execution.settings import Settings
@@ -182,8 +182,7 @@ class Execution:
 
         def change() -> None:
             turn, made = self._position
-            for name, value in values.items():
-                put(self.variables[name].buffers[turn], value)
+            put_all({name: self.variables[name].buffers[turn] for name in values}, values)
             self._position = (turn, made if steps_made is None else steps_made)
             if values.keys() >= self.variables.keys():
                 self._failed = ""

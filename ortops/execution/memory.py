@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -26,6 +28,7 @@ __all__ = [
     "hold",
     "ort_value",
     "put",
+    "put_all",
 ]
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -37,6 +40,9 @@ _DEVICES = {
     "TensorrtExecutionProvider": "cuda",
 }
 """Providers with memory of their own that Python can write, and what onnxruntime calls it."""
+
+_SHARED = 2**20
+"""Elements from which on two threads write them sooner than one."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,37 @@ def put(memory: Memory, value: Array) -> None:
         raise KernelError(
             f"onnxruntime: a variable could not be written to its device: {str(error).strip()}"
         ) from error
+
+
+def put_all(targets: Mapping[str, Memory], values: Mapping[str, Array]) -> None:
+    """Writes values into memory, by name; two threads share the work where it is much.
+
+    Most of the time goes into memory that is touched for the first time.
+
+    Raises:
+        BaseException: What reading or writing one of them raised, the first of several.
+    """
+    pending = iter(list(targets))  # each thread takes the next one
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        for name in pending:
+            if failures:
+                break
+            try:
+                put(targets[name], values[name])
+            except BaseException as error:
+                failures.append(error)
+
+    helper = threading.Thread(target=work, name="ortops", daemon=True)
+    if sum(target.size for target in targets.values()) >= _SHARED:
+        with contextlib.suppress(RuntimeError):  # no new threads, at the end of the interpreter
+            helper.start()
+    work()
+    if helper.ident is not None:
+        helper.join()
+    if failures:
+        raise failures[0]
 
 
 def give_back() -> None:

@@ -12,7 +12,7 @@ import onnxruntime
 
 from ortops.errors import KernelError, OrtopsError, UnsupportedError, is_raised_by
 from ortops.execution.memory import Device, device_of
-from ortops.inference import InferenceSession, Kernels, lend
+from ortops.inference import InferenceSession, Kernels, lend, open_lowered
 
 __all__ = ["Sessions", "UpdateKernels", "errors_as_ours"]
 
@@ -127,7 +127,9 @@ class Sessions:
                 options.add_session_config_entry("session.force_spinning_stop", "1")
             if lent:
                 lend(options, lent)
-        return InferenceSession(model, options, self._providers, kernels=self._kernels)
+        if self._kernels == "python":
+            return InferenceSession(model, options, self._providers, kernels=self._kernels)
+        return open_lowered(model, options, self._providers)
 
 
 def _single_threaded(options: onnxruntime.SessionOptions | None) -> onnxruntime.SessionOptions:

@@ -102,27 +102,24 @@ class Packed:
                 continue
             value = self.group.formula.inputs[index]
             new = self.group.next_values.get(index)
-            first = np.empty(self.shape, role.dtype.numpy())  # `np.zeros` takes no huge pages
-            if role.updated:
-                first.fill(0)
-            else:  # no memory is taken before a step
-                self._fill_between(first)
-            second = first
+            first = second = self._array(role.dtype)
             safe = translation is not None or (new is not None and is_safe_in_place(value, new))
             if new is not None and not (in_place and safe):
-                second = first.copy()
+                second = self._array(role.dtype)
             self.arrays[index] = first, second
             if role.updated:
                 pairs = zip(self.views(index, 0), self.views(index, 1), strict=True)
                 self.variables |= zip(role.names, map(Variable, pairs), strict=True)
 
-    def _fill_between(self, array: Array) -> None:
-        """Writes zeros where no member lies."""
+    def _array(self, dtype: ir.DataType) -> Array:
+        """Returns an array with zeros where no member lies; elsewhere it takes no memory yet."""
+        array = np.empty(self.shape, dtype.numpy())  # `np.zeros` takes no huge pages
         flat, offset = array.reshape(-1), 0
         for shape, size in zip(self.group.shapes, self.sizes, strict=True):
             flat[offset + math.prod(shape) : offset + size] = 0
             offset += size
         flat[offset:] = 0
+        return array
 
     @property
     def in_place(self) -> bool:
