@@ -83,7 +83,7 @@ def initial_values(
     timer.start()
     try:
         with errors_as_ours():
-            arrays = session.run(values, {}, run_options)
+            computed = session.run_with_ort_values(values, {}, run_options)
     except Exception as error:
         if not ended.is_set():
             raise
@@ -94,8 +94,8 @@ def initial_values(
         ) from error
     finally:
         timer.cancel()
-    outputs = dict(zip(values, arrays, strict=True))
-    return {name: outputs[value] for name, value in names.items()}
+    outputs = dict(zip(values, computed, strict=True))
+    return {name: outputs[value].numpy() for name, value in names.items()}  # not copied
 
 
 @contextlib.contextmanager

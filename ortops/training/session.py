@@ -1053,14 +1053,15 @@ class TrainingSession:
             >>> session.steps_done, session.state["w"].item()
             (0, 0.0)
         """
-        arrays = dict(self._given)
-        state = self.state
+        given, state = dict(self._given), self.state  # read before anything is changed
+        arrays = {name: functools.partial(given.__getitem__, name) for name in given}
         for number in self._entries:
             found = run_uninterrupted(functools.partial(self._initial_values, number))
             for name, array in found.items():
                 if name in self._execution.variables:
-                    arrays[name] = state.check(name, array)
-        self._assign(arrays, steps_made=0)
+                    state.check(name, array)
+                    arrays[name] = functools.partial(state.check, name, array)  # one at a time
+        self._assign(Values(arrays), steps_made=0)
         self.standing.set(None)
 
     def _initial_values(self, number: int) -> dict[str, Array]:
