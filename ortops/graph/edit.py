@@ -245,8 +245,10 @@ def remove_unread(nodes: Sequence[ir.Node]) -> None:
         ):
             unread[node] = None
     by_graph: dict[Any, list[ir.Node]] = {}
-    for node in unread:
-        by_graph.setdefault(node.graph, []).append(node)
+    for node in unread:  # last comes the graph of the node that is first: inner graphs read of it
+        members = by_graph.pop(node.graph, [])
+        members.append(node)
+        by_graph[node.graph] = members
     for graph, members in by_graph.items():
         graph.remove(members, safe=True)  # at once: each call looks at all outputs of the graph
 
