@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 
@@ -17,6 +19,7 @@ from models.resnet import resnet
 from models.transformer import transformer
 from ortops import OrtopsError, Tape, TrainingSession, op
 from ortops.optimizers import SGD, Adam
+from ortops.passes.rematerialization import _Forward
 
 Array = np.ndarray[Any, Any]
 rng = np.random.default_rng(0)
@@ -123,6 +126,49 @@ def kept(model: onnx.ModelProto, chosen: Any, batch: dict[str, Array], path: Pat
         if described[name].elem_type == onnx.TensorProto.FLOAT
         and any(dim.dim_param for dim in described[name].shape.dim)
     }
+
+
+def chosen(widths: tuple[int, ...], count: int) -> list[str]:
+    """Returns what is chosen in an MLP of layers of these widths."""
+    found: list[str] = []
+    choose = _Forward.choose
+
+    def note(self: _Forward, wanted: int | str) -> set[ir.Value]:
+        values = choose(self, wanted)
+        found.extend(sorted(value.name or "" for value in values))
+        return values
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Forward, "choose", note)
+        TrainingSession(trainable(mlp(widths)), checkpoint=count).step(images(5, widths[0]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("widths", "layers"),
+    [
+        ((6, *[8] * 8, 10), {4, 5}),
+        ((6, 256, 256, *[8] * 6, 10), {1, 2}),
+        ((6, *[8] * 6, 256, 256, 10), {7, 8}),
+    ],
+)
+def test_as_much_memory_lies_on_both_sides(widths: tuple[int, ...], layers: set[int]) -> None:
+    (name,) = chosen(widths, 1)
+    assert layer_of(name) in layers
+
+
+def test_small_ones_are_chosen() -> None:
+    names = chosen((6, 64, 4, 64, 4, 64, 4, 64, 10), 2)
+    assert len(names) == 2
+    assert {layer_of(name) for name in names} < {2, 4, 6}
+
+
+def layer_of(name: str) -> int:
+    """Returns the number of the layer whose product, or Relu, a tensor is."""
+    gemm = re.fullmatch(r"fc(\d+)/Gemm_output", name)
+    relu = re.fullmatch(r"Relu(?:_(\d+))?_output", name)
+    assert gemm or relu
+    return int(gemm[1]) if gemm else int((relu and relu[1]) or 0) + 1
 
 
 def test_only_checkpoints_and_what_follows_the_last_is_kept(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ Zhang and Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from types import NoneType
@@ -138,16 +139,25 @@ class _Forward:
         self.values = [value for node in self.nodes for value in node.outputs if value in both]
 
     def choose(self, wanted: int | str) -> set[ir.Value]:
-        """Returns tensors that the forward pass goes through, evenly spread over its nodes.
+        """Returns tensors that the forward pass goes through, with as much memory between them.
+
+        Of those that lie close to where one should be, small ones are taken.
 
         Args:
             wanted: How many; "sqrt" for the square root of the number of such tensors.
         """
         places = self._narrow_places()
+        if not places:
+            return set()
+        kept = {value for value in self.values if is_float(value)}
+        sizes = [
+            sum(_size(value) for value in node.outputs if value in kept) for node in self.nodes
+        ]
+        before = list(itertools.accumulate(sizes))
         count = math.isqrt(len(places)) if isinstance(wanted, str) else wanted
-        ends = [len(self.nodes) * number / (count + 1) for number in range(1, count + 1)]
-        nearest = (min((abs(place - end), place) for place in places)[1] for end in ends)
-        return {places[place] for place in nearest} if places else set()
+        ends = [before[-1] * number / (count + 1) for number in range(1, count + 1)]
+        nearest = (min((abs(before[p] - end) + sizes[p], p) for p in places)[1] for end in ends)
+        return {places[place] for place in nearest}
 
     def _narrow_places(self) -> dict[int, ir.Value]:
         """Returns results that alone of all so far are read later, by their nodes' positions."""
@@ -255,6 +265,11 @@ class _Repetition:
             shape = op.Add(shape_of(x), op.Cast(nothing, to=ir.DataType.INT64))
             self._delayed[value] = op.Reshape(x, shape, allowzero=1).with_shape_of(x).value
         return self._delayed[value]
+
+
+def _size(value: ir.Value) -> int:
+    """Returns the number of elements, for each of the sizes that are not known."""
+    return math.prod(size for size in value.shape or () if isinstance(size, int))
 
 
 def _is_dear(value: ir.Value) -> bool:

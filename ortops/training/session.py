@@ -163,10 +163,10 @@ class TrainingSession:
             there was no such device, and tests have the CPU's memory in its place.
         checkpoint: Takes less memory for more time: of what the forward pass computes, only some
             tensors are kept for the backward pass, which computes again what it reads between them.
-            The names of these tensors are given, or how many are chosen, evenly spread, from those
-            that the whole forward pass goes through; ``"sqrt"`` stands for the square root of their
-            number, a good choice for a deep model. Numbers do not change, but for rounding. By
-            default everything is kept.
+            The names of these tensors are given, or how many are chosen from those that the whole
+            forward pass goes through: small ones, with as much memory between them. ``"sqrt"``
+            stands for the square root of their number, a good choice for a deep model. Numbers do
+            not change, but for rounding. By default everything is kept.
         settings: How steps are executed, for measurements and tests; numbers do not change, but for
             rounding.
 
