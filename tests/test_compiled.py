@@ -488,6 +488,7 @@ def test_what_has_no_text() -> None:
         translate(group, in_place=True)
 
 
+@compiled
 @pytest.mark.parametrize("blocks", [True, False])
 def test_signs_of_zeros_are_those_of_the_kernel_that_is_here(
     blocks: bool, monkeypatch: pytest.MonkeyPatch
