@@ -181,12 +181,14 @@ def put_all(targets: Mapping[str, Memory], values: Mapping[str, Array]) -> None:
             except BaseException as error:
                 failures.append(error)
 
-    helper = threading.Thread(target=work, name="ortops", daemon=True)
+    helpers: list[threading.Thread] = []
     if sum(target.size for target in targets.values()) >= _SHARED:
+        helper = threading.Thread(target=work, name="ortops", daemon=True)
         with contextlib.suppress(RuntimeError):  # no new threads, at the end of the interpreter
             helper.start()
+            helpers.append(helper)
     work()
-    if helper.ident is not None:
+    for helper in helpers:
         helper.join()
     if failures:
         raise failures[0]

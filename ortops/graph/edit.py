@@ -19,6 +19,7 @@ __all__ = [
     "copy_node",
     "dependent_values",
     "describe",
+    "has_one_reader",
     "inner_graphs",
     "is_float",
     "merge_equal_nodes",
@@ -59,6 +60,11 @@ def describe(node: ir.Node) -> str:
 def is_float(value: ir.Value) -> bool:
     """Whether a value carries floating-point numbers, as far as is known."""
     return value.dtype is None or value.dtype.is_floating_point()
+
+
+def has_one_reader(value: ir.Value) -> bool:
+    """Whether one node reads a value, once, and nobody else needs it."""
+    return len(value.uses()) == 1 and not value.is_graph_output()
 
 
 def attribute_value(attribute: ir.Attr) -> Any:

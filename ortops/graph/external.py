@@ -13,7 +13,7 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -588,13 +588,8 @@ def move_out(
             array = None if isinstance(tensor, ir.ExternalTensor) else _native(tensor)
             if array is not None:
                 arrays[name] = array
-                graph.initializers[name].const_value = ir.ExternalTensor(
-                    _MEMORY, 0, array.nbytes, tensor.dtype, shape=ir.Shape(array.shape), name=name
-                )
-    proto = to_proto(model)
-    for name in arrays:
-        graph.initializers[name].const_value = tensors[name]
-    return proto, arrays
+    places = {name: (_MEMORY, 0, array.nbytes) for name, array in arrays.items()}
+    return _without(model, places), arrays
 
 
 def move_aside(model: ir.Model) -> tuple[onnx.ModelProto, Data]:
@@ -606,26 +601,40 @@ def move_aside(model: ir.Model) -> tuple[onnx.ModelProto, Data]:
     Returns:
         The light model, and its data.
     """
-    initializers = model.graph.initializers
     big = {
         name: tensor
-        for name, value in initializers.items()
+        for name, value in model.graph.initializers.items()
         if (tensor := value.const_value) is not None
         and tensor.dtype.value in ITEM_SIZES
         and tensor.nbytes > _BIG
         and not isinstance(tensor, ir.ExternalTensor)
     }
-    data = Data()
-    for name, tensor in big.items():
-        location = f"{_LOCATION}{next(_numbers)}"
-        data[location] = tensor
+    places = {name: (f"{_LOCATION}{next(_numbers)}", None, None) for name in big}
+    return _without(model, places), {places[name][0]: tensor for name, tensor in big.items()}
+
+
+def _without(
+    model: ir.Model, places: Mapping[str, tuple[str, int | None, int | None]]
+) -> onnx.ModelProto:
+    """Serializes a model whose initializers say where their data are, in the place of the data.
+
+    Args:
+        model: The model.
+        places: Location, offset and length of those initializers, by name.
+    """
+    initializers = model.graph.initializers
+    tensors: dict[str, ir.TensorProtocol] = {}
+    for name, place in places.items():
+        tensor = initializers[name].const_value
+        assert tensor is not None
+        tensors[name] = tensor
         initializers[name].const_value = ir.ExternalTensor(
-            location, None, None, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name
+            *place, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name
         )
     proto = to_proto(model)
-    for name, tensor in big.items():
+    for name, tensor in tensors.items():
         initializers[name].const_value = tensor
-    return proto, data
+    return proto
 
 
 def _native(tensor: ir.TensorProtocol) -> npt.NDArray[Any] | None:

@@ -43,6 +43,7 @@ __all__ = [
     "Names",
     "Tape",
     "Tensor",
+    "constant_number",
     "constant_tensor",
     "numpy_dtype",
     "ones_like",
@@ -115,6 +116,14 @@ def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
     if value.is_graph_input():
         return None
     return None if VARIABLE in value.meta else ir.convenience.get_const_tensor(value)
+
+
+def constant_number(value: ir.Value) -> float | None:
+    """Returns the one number that a value is while the graph is built, or None."""
+    tensor = constant_tensor(value)
+    if tensor is None or tensor.size != 1 or tensor.dtype == ir.DataType.STRING:
+        return None
+    return float(tensor.numpy().item())
 
 
 class Names:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from ortops.autodiff.gradient_node import is_bound
 from ortops.autodiff.registry import Rules
-from ortops.graph.tensor import Tensor, constant_tensor, op
+from ortops.graph.tensor import Tensor, constant_number, op
 
 __all__ = ["clip_bounds", "equal_mask", "mask", "unbounded_values"]
 
@@ -63,9 +63,9 @@ def clip_bounds(node: ir.Node) -> tuple[float | None, float | None] | None:
     """Returns the bounds of a Clip, None for an absent one, if they are known and do not cross."""
     bounds: list[float | None] = []
     for value in (*node.inputs[1:], None, None)[:2]:
-        tensor = None if value is None else constant_tensor(value)
-        if value is not None and (tensor is None or tensor.size != 1):
+        number = None if value is None else constant_number(value)
+        if value is not None and number is None:
             return None
-        bounds.append(None if tensor is None else float(tensor.numpy().item()))
+        bounds.append(number)
     low, high = bounds
     return None if low is not None and high is not None and not low <= high else (low, high)

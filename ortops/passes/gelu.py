@@ -11,7 +11,8 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
-from ortops.graph.tensor import Tape, constant_tensor, op
+from ortops.graph.edit import has_one_reader
+from ortops.graph.tensor import Tape, constant_number, op
 from ortops.passes.draft import ONNXRUNTIME, Draft, Pass
 from ortops.passes.rewrite import Result, pattern, rewrite
 
@@ -47,7 +48,7 @@ def _gelu(node: ir.Node, tape: Tape) -> Result:
         squashed = _one_more(other)
         inner = None if squashed is None else squashed.producer()
         argument = None if inner is None or inner.domain else inner.inputs[0]
-        if inner is None or argument is None or not _is_part(argument):
+        if inner is None or argument is None or not has_one_reader(argument):
             continue
         if inner.op_type == "Erf" and _is(_product(argument), math.sqrt(0.5), {x: 1}):
             return op.Gelu(tape.tensor(x))
@@ -64,7 +65,7 @@ def _is_cubic(value: ir.Value, x: ir.Value) -> bool:
     power = values.pop(x, 0)
     ((added, once),) = values.items() if len(values) == 1 else ((None, 0),)
     node = None if added is None else added.producer()
-    if added is None or node is None or once != 1 or not _is_part(added):
+    if added is None or node is None or once != 1 or not has_one_reader(added):
         return False
     if power == 1:
         rest = _one_more(added)
@@ -84,17 +85,17 @@ def _product(value: ir.Value, *, root: bool = False) -> Product:
         value: The value.
         root: Whether it may be read by anybody; others that are taken apart are read once.
     """
-    if (constant := _number(value)) is not None:
+    if (constant := constant_number(value)) is not None:
         return constant, Counter()
     node = value.producer()
-    if node is None or node.domain or not (root or _is_part(value)):
+    if node is None or node.domain or not (root or has_one_reader(value)):
         return 1.0, Counter([value])
     first, second = (*node.inputs, None, None)[:2]
     if first is not None and second is not None:
         if node.op_type == "Mul":
             (a, left), (b, right) = _product(first), _product(second)
             return a * b, left + right
-        number = _number(second)
+        number = constant_number(second)
         if node.op_type == "Div" and number:
             a, left = _product(first)
             return a / number, left
@@ -106,25 +107,17 @@ def _product(value: ir.Value, *, root: bool = False) -> Product:
 def _one_more(value: ir.Value) -> ir.Value | None:
     """Returns a where a value is a + 1, and both are read once."""
     node = value.producer()
-    if node is None or node.domain or node.op_type != "Add" or not _is_part(value):
+    if node is None or node.domain or node.op_type != "Add" or not has_one_reader(value):
         return None
     for added, one in (node.inputs, node.inputs[::-1]):
-        if added is not None and one is not None and _number(one) == 1 and _is_part(added):
+        if (
+            added is not None
+            and one is not None
+            and constant_number(one) == 1
+            and has_one_reader(added)
+        ):
             return added
     return None
-
-
-def _is_part(value: ir.Value) -> bool:
-    """Whether nobody else needs a value."""
-    return len(value.uses()) == 1 and not value.is_graph_output()
-
-
-def _number(value: ir.Value) -> float | None:
-    """Returns the number that a value is, if it is one."""
-    tensor = constant_tensor(value)
-    if tensor is None or tensor.size != 1 or tensor.dtype == ir.DataType.STRING:
-        return None
-    return float(tensor.numpy().item())
 
 
 def _is(product: Product, factor: float, values: dict[ir.Value, int]) -> bool:

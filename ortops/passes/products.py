@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ortops.graph.tensor import Tape, Tensor, constant_tensor, op
+from ortops.graph.edit import has_one_reader
+from ortops.graph.tensor import Tape, Tensor, constant_number, constant_tensor, op
 from ortops.passes.draft import ANYWHERE, ONNXRUNTIME
 from ortops.passes.rewrite import PatternPass, Result, pattern
 
@@ -195,9 +196,9 @@ def _scale(node: ir.Node) -> tuple[ir.Value, float] | None:
     for x, other in (node.inputs, reversed(node.inputs)):
         if x is None or other is None or x.shape is None or other.shape is None:
             continue
-        constant = constant_tensor(other)
-        if constant is not None and constant.size == 1 and len(other.shape) <= len(x.shape):
-            return x, float(constant.numpy().item())
+        number = constant_number(other)
+        if number is not None and len(other.shape) <= len(x.shape):
+            return x, number
     return None
 
 
@@ -226,7 +227,7 @@ def _products_behind(value: ir.Value) -> list[ir.Node]:
 
 def _products_before(value: ir.Value | None) -> list[ir.Node]:
     """Returns the product that gives a value, in whatever shape; none if others read it too."""
-    while value is not None and len(value.uses()) == 1 and not value.is_graph_output():
+    while value is not None and has_one_reader(value):
         node = value.producer()
         if node is not None and _scales(node):
             return [node]

@@ -276,9 +276,7 @@ def _is_dear(value: ir.Value) -> bool:
     """Whether a value may take much memory: not a small one, no shape, and no mask."""
     if value.dtype in _CHEAP or not isinstance(value.type, ir.TensorType | NoneType):
         return False
-    sizes = [None] if value.shape is None else list(value.shape)
-    known = [size for size in sizes if isinstance(size, int)]
-    return len(known) < len(sizes) or math.prod(known) > _SMALL
+    return value.shape is None or not value.shape.is_static() or _size(value) > _SMALL
 
 
 def _is_repeatable(node: ir.Node) -> bool:

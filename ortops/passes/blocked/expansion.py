@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from ortops.graph.edit import attribute_values
+from ortops.graph.edit import attribute_values, has_one_reader
 from ortops.graph.tensor import Names, Tape, Tensor, op
 from ortops.passes.blocked import kernels
 from ortops.passes.blocked.kernels import KERNEL_DOMAIN, affine, sizes
@@ -178,8 +178,7 @@ def _convolution(value: ir.Value) -> ir.Node | None:
         conv is not None
         and (conv.domain, conv.op_type) == (KERNEL_DOMAIN, "Conv")
         and "activation" not in conv.attributes
-        and len(value.uses()) == 1
-        and not value.is_graph_output()
+        and has_one_reader(value)
     ):
         return conv
     return None

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from ortops.autodiff.gradient_node import is_bound
 from ortops.autodiff.rules import convolution
-from ortops.graph.edit import attribute_values, remove_unread, replace_value
+from ortops.graph.edit import attribute_values, has_one_reader, remove_unread, replace_value
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.passes.blocked import kernels, rules
 from ortops.passes.blocked.kernels import sizes
@@ -245,7 +245,7 @@ class _Insertion:
         before = relu.inputs[0]
         pooled = node.inputs[0]
         assert pooled is not None
-        alone = len(pooled.uses()) == 1 and not pooled.is_graph_output()
+        alone = has_one_reader(pooled)
         swap = relu.domain == DOMAIN and relu.op_type == "Relu" and alone
         if swap and before is not None:
             x = self.tape.tensor(before)
