@@ -22,8 +22,8 @@ from ortops.graph.adapters import adapter_of
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, describe, inner_graphs, is_float
 from ortops.graph.shapes import infer_shapes
+from ortops.graph.squashing import squashed
 from ortops.losses.compute import default_output
-from ortops.losses.squashing import squashed
 from ortops.lowering import lower_prepared, prepare
 from ortops.optimizers import SGD, Optimizer, UpdateRule
 from ortops.training.builder import Plan, plan_training

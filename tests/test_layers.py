@@ -32,6 +32,7 @@ WITHIN = {
     "graph": (
         *("adapters", "files", "safetensors", "places", "limits", "serialization", "held_file"),
         *("external", "validation", "tensor", "edit", "folding", "shapes", "convert", "weights"),
+        *("squashing", "labels"),
     ),
     "optimizers": (
         *("optimizer", "gradient_descent", "squares", "moments", "variants", "sign", "layerwise"),
@@ -64,7 +65,7 @@ WITHIN = {
         *("scaled_sums", "__init__"),
     ),
     "losses": (
-        *("squashing", "teacher", "loss", "compute", "classification", "regression"),
+        *("teacher", "loss", "compute", "classification", "regression"),
         *("similarity", "sequence", "segmentation", "distillation", "__init__"),
     ),
     "cli": (

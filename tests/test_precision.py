@@ -37,7 +37,7 @@ from ortops import (
 from ortops.check import check
 from ortops.execution.settings import Settings
 from ortops.optimizers import SGD, Adagrad, Adam, AdamW, Momentum, Optimizer
-from ortops.training.builder import METADATA_KEY
+from ortops.training.notes import METADATA_KEY
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 

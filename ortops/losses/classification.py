@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, TypeAlias
@@ -10,6 +9,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from ortops.errors import ModelError
+from ortops.graph.labels import Labels, note_labels
 from ortops.graph.tensor import Tensor, op, shape_of, zeros_like
 from ortops.losses.loss import (
     Loss,
@@ -26,7 +26,6 @@ from ortops.losses.loss import (
 )
 
 __all__ = [
-    "LABELS_KEY",
     "BinaryCrossEntropy",
     "BinaryCrossEntropyWithLogits",
     "ClassLoss",
@@ -39,9 +38,6 @@ __all__ = [
     "independent_classes",
     "safe_labels",
 ]
-
-LABELS_KEY = "ortops.labels"
-"""Where an input says, as JSON, how many classes its labels tell and which does not count."""
 
 Factors: TypeAlias = float | Sequence[Any]
 """A number, or nested sequences of them."""
@@ -125,12 +121,13 @@ class ClassLoss(Loss):
             None if prediction.shape is None else prediction.shape[self.class_axis(prediction)]
         )
         ignored = getattr(self, "ignore_index", None)
-        note = {
-            "classes": classes if isinstance(classes, int) else None,
-            "ignored": None if ignored is None else int(ignored),
-        }
-        notes = json.loads(labels.value.metadata_props.get(LABELS_KEY, "[]"))
-        labels.value.metadata_props[LABELS_KEY] = json.dumps([*notes, note])
+        note_labels(
+            labels.value,
+            Labels(
+                classes=classes if isinstance(classes, int) else None,
+                ignored=None if ignored is None else int(ignored),
+            ),
+        )
 
     def classes_second(self, prediction: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Brings the classes to axis 1: rows of the last axis become rows of the batch."""

@@ -15,9 +15,9 @@ import onnx_ir as ir
 from ortops.errors import ModelError, did_you_mean
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import attribute_values, copy_node, describe, is_float
+from ortops.graph.squashing import Squashed, squashed
 from ortops.graph.tensor import Dim, Tape, Tensor, op
 from ortops.losses.loss import Function, Loss, Part, Reads, Shape, softplus
-from ortops.losses.squashing import Squashed, squashed
 from ortops.losses.teacher import put_teacher
 
 __all__ = ["Computed", "Inputs", "Prediction", "compute", "default_output"]

@@ -28,6 +28,7 @@ from ortops.training.algorithm import Algorithm, write_algorithm
 from ortops.training.clipping import Clipping
 from ortops.training.groups import Groups, described, optimizers_of
 from ortops.training.modes import copy_in_training_mode, reveal
+from ortops.training.notes import METADATA_KEY
 from ortops.training.parameters import quantized
 from ortops.training.preparation import BatchNormalization, Prepared, prepare_for_training
 from ortops.training.reach import passed_through, reached
@@ -40,10 +41,7 @@ from ortops.training.updates import (
     wide,
 )
 
-__all__ = ["METADATA_KEY", "Plan", "build_training_model", "plan_training"]
-
-METADATA_KEY = "ortops.training"
-"""Where a trainable model says, as JSON, which of its names play which part."""
+__all__ = ["Plan", "build_training_model", "plan_training"]
 
 logger = logging.getLogger("ortops")
 

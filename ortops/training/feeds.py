@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +13,10 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 
-from ortops.errors import FeedError, ModelError, did_you_mean
+from ortops.errors import FeedError, did_you_mean
 from ortops.execution.step import Step
+from ortops.graph.labels import Labels, noted_labels
 from ortops.graph.tensor import numpy_dtype
-from ortops.losses.classification import LABELS_KEY
 from ortops.training import tables
 
 __all__ = ["Checked", "Feeds", "Input", "Inputs"]
@@ -230,33 +229,26 @@ def _survives(array: Array, result: Array) -> Array:
 _MOVING = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 
 
-@dataclass(frozen=True)
-class _Labels:
-    """An input of labels: how many classes there are, and the label that does not count."""
-
-    name: str
-    classes: int | None
-    ignored: int | None
-
-    def check(self, labels: Array) -> None:
-        if not labels.size:
-            raise FeedError(
-                f"feeds: '{self.name}' has shape {list(labels.shape)}, so that there is nothing to "
-                "compute a loss from; a batch has at least one row"
-            )
-        bits = 8 * labels.itemsize
-        largest = labels.view(f"u{labels.itemsize}").max()  # that of negative ones, if any
-        if largest < (self.classes or 2 ** (bits - 1)):
-            return
-        outside = labels < 0 if self.classes is None else (labels < 0) | (labels >= self.classes)
-        wrong = labels[outside & (labels != self.ignored)]
-        if wrong.size:
-            accepted = "0 and above" if self.classes is None else f"0 to {self.classes - 1}"
-            extra = "" if self.ignored is None else f", or {self.ignored}, which does not count"
-            raise FeedError(
-                f"feeds: '{self.name}' has the label {wrong.flat[0]}; {accepted} are "
-                f"accepted{extra}"
-            )
+def _check_labels(name: str, labels: Array, accepted: Labels) -> None:
+    """Refuses labels of an input that a loss does not accept."""
+    if not labels.size:
+        raise FeedError(
+            f"feeds: '{name}' has shape {list(labels.shape)}, so that there is nothing to compute "
+            "a loss from; a batch has at least one row"
+        )
+    classes, ignored = accepted.classes, accepted.ignored
+    bits = 8 * labels.itemsize
+    largest = labels.view(f"u{labels.itemsize}").max()  # that of negative ones, if any
+    if largest < (classes or 2 ** (bits - 1)):
+        return
+    outside = labels < 0 if classes is None else (labels < 0) | (labels >= classes)
+    wrong = labels[outside & (labels != ignored)]
+    if wrong.size:
+        those = "0 and above" if classes is None else f"0 to {classes - 1}"
+        extra = "" if ignored is None else f", or {ignored}, which does not count"
+        raise FeedError(
+            f"feeds: '{name}' has the label {wrong.flat[0]}; {those} are accepted{extra}"
+        )
 
 
 class Checked(dict[str, Array]):
@@ -282,7 +274,7 @@ class Inputs(dict[str, Input]):
     def __init__(self, steps: Iterable[Step], unread: Iterable[str]) -> None:
         super().__init__()
         self._unread = frozenset(unread)
-        self._labels: list[_Labels] = []
+        self._labels: list[tuple[str, Labels]] = []
         for step in steps:
             self._labels += [each for each in _labels(step) if each not in self._labels]
             for value in step.model.graph.inputs:
@@ -306,7 +298,7 @@ class Inputs(dict[str, Input]):
         chosen = set(names)
         result = Inputs((), self._unread | self.keys())
         result.update((name, value) for name, value in self.items() if name in chosen)
-        result._labels = [each for each in self._labels if each.name in chosen]
+        result._labels = [each for each in self._labels if each[0] in chosen]
         result._places = self._places
         return result
 
@@ -392,8 +384,8 @@ class Inputs(dict[str, Input]):
         for name, value in self.items():
             self._check_there(name, given)
             arrays[name] = value.fit(_read(given, name), sizes)
-        for labels in self._labels:
-            labels.check(arrays[labels.name])
+        for name, accepted in self._labels:
+            _check_labels(name, arrays[name], accepted)
         return Checked(arrays, self)
 
     def columns(self, data: Mapping[str, object]) -> dict[str, Any]:
@@ -477,27 +469,12 @@ def _unbound(value: ir.Value) -> str | None:
     return "strings" if dtype.kind == "O" else dtype.name
 
 
-def _noted(name: str, text: str) -> list[_Labels]:
-    """Returns what a loss noted of its labels (see `ClassLoss.note_labels`)."""
-    try:
-        numbers = [(note["classes"], note["ignored"]) for note in json.loads(text)]
-        fits = all(each is None or type(each) is int for pair in numbers for each in pair)
-    except (TypeError, ValueError, KeyError):
-        fits = False
-    if not fits:
-        raise ModelError(
-            f"input '{name}': its metadata '{LABELS_KEY}' is {text!r}; what "
-            "ortops.build_training_model writes is accepted"
-        )
-    return [_Labels(name, classes, ignored) for classes, ignored in numbers]
-
-
-def _labels(step: Step) -> list[_Labels]:
+def _labels(step: Step) -> list[tuple[str, Labels]]:
     """Returns the inputs that are labels, by what a loss noted and by what reads them."""
-    found: list[_Labels] = []
+    found: list[tuple[str, Labels]] = []
     for value in step.model.graph.inputs:
-        if value.name in step.feeds and LABELS_KEY in value.metadata_props:
-            found += _noted(value.name or "", value.metadata_props[LABELS_KEY])
+        if value.name in step.feeds:
+            found += [(value.name or "", labels) for labels in noted_labels(value)]
     for node in step.model.graph:
         if node.op_type not in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
             continue
@@ -510,5 +487,5 @@ def _labels(step: Step) -> list[_Labels]:
             classes = size if isinstance(size, int) else None
             ignored = node.attributes.get("ignore_index")
             limit = None if ignored is None else ignored.as_int()
-            found.append(_Labels(labels.name or "", classes, limit))
+            found.append((labels.name or "", Labels(classes, limit)))
     return found

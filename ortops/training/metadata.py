@@ -11,8 +11,7 @@ import numpy.typing as npt
 import onnx
 
 from ortops.errors import ModelError, OrtopsError
-from ortops.training.builder import METADATA_KEY
-from ortops.training.notes import read_note, where
+from ortops.training.notes import METADATA_KEY, read_note, where
 
 __all__ = ["LossPart", "PredictionNote", "TrainingMetadata", "training_metadata"]
 

@@ -10,7 +10,10 @@ import onnx
 from ortops.errors import ModelError
 from ortops.graph.limits import LIMITS
 
-__all__ = ["read_note", "remove_note", "where"]
+__all__ = ["METADATA_KEY", "read_note", "remove_note", "where"]
+
+METADATA_KEY = "ortops.training"
+"""Where a trainable model says, as JSON, which of its names play which part."""
 
 
 def where(key: str) -> str:

@@ -38,7 +38,6 @@ from ortops.inference import InferenceSession
 from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
 from ortops.metrics import Metric, StreamingMetric
 from ortops.passes.rematerialization import Checkpoint
-from ortops.training.builder import METADATA_KEY
 from ortops.training.callback import Callback
 from ortops.training.data import Data, Feeds, open_data, rows
 from ortops.training.evaluation import (
@@ -65,7 +64,7 @@ from ortops.training.history import History
 from ortops.training.initialization import initial_values
 from ortops.training.metadata import LossPart, training_metadata
 from ortops.training.modes import write_inference_mode
-from ortops.training.notes import remove_note
+from ortops.training.notes import METADATA_KEY, remove_note
 from ortops.training.position import POSITION_KEY, Call, Standing, read_position
 from ortops.training.results import write_back, write_values
 from ortops.training.state import State, masters

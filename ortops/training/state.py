@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from ortops.errors import ModelError, OrtopsError, UnknownVariableError, did_you_mean
 from ortops.execution.execution import Execution
-from ortops.training.builder import METADATA_KEY
 from ortops.training.metadata import TrainingMetadata
+from ortops.training.notes import METADATA_KEY
 
 __all__ = ["State", "check_master", "is_rounded", "masters"]
 

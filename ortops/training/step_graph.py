@@ -44,8 +44,8 @@ from ortops.graph.edit import (
 from ortops.graph.external import Data, detach
 from ortops.graph.serialization import BOUND_DOMAIN, name_tensors, to_proto
 from ortops.graph.shapes import may_be_equal
+from ortops.graph.squashing import squashed
 from ortops.graph.tensor import Names, Tape, op
-from ortops.losses.squashing import squashed
 from ortops.lowering import (
     TRAINING_DOMAIN,
     Target,
@@ -57,9 +57,9 @@ from ortops.lowering import (
 )
 from ortops.optimizers import OPERATORS
 from ortops.training.bfloat16 import widen
-from ortops.training.builder import METADATA_KEY
 from ortops.training.metadata import LossPart, TrainingMetadata, training_metadata
 from ortops.training.modes import write_inference_mode
+from ortops.training.notes import METADATA_KEY
 
 __all__ = [
     "GRADIENTS_KEY",
