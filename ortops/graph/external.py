@@ -653,14 +653,18 @@ def without_data(proto: onnx.ModelProto) -> onnx.ModelProto:
     if data_size(proto) <= MESSAGE_LIMIT:
         return proto
     result, _ = detach(proto)
-    graph = result.graph
+    light_to_inputs(result.graph)
+    return result
+
+
+def light_to_inputs(graph: onnx.GraphProto) -> None:
+    """Makes initializers whose data stand elsewhere inputs, in place, for tools that read data."""
     listed = {value.name for value in graph.input}
     for tensor in [tensor for tensor in graph.initializer if is_light(tensor)]:
         graph.initializer.remove(tensor)
         if tensor.name not in listed:
             value = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
             graph.input.append(value)
-    return result
 
 
 def save_model(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:

@@ -9,11 +9,13 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 import onnx_ir as ir
-from onnx_ir.passes import common as passes
 
 from ortops.errors import ModelError
 from ortops.graph.edit import all_nodes, inner_graphs
+from ortops.graph.external import light_to_inputs, move_aside
+from ortops.graph.serialization import is_map
 from ortops.graph.tensor import Names, Tape, Tensor, op, shape_of
 
 __all__ = [
@@ -265,13 +267,38 @@ def infer_shapes(model: ir.Model) -> None:
             unknown[node] = (_ML, node.op_type)
             node.op_type = "Hidden"
     try:
-        passes.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
+        light, _ = move_aside(model)
+        light_to_inputs(light.graph)
+        inferred = onnx.shape_inference.infer_shapes(light, data_prop=True)
+        _read_types(model.graph, inferred.graph)
     finally:
         for node, name in unknown.items():
             node.domain, node.op_type = name
             node.attributes.pop("to", None)
     _forget_symbols_of_elements(model.graph)
     _infer_rest(model.graph, Tape(model.graph, names=Names()))
+
+
+def _read_types(graph: ir.Graph, inferred: onnx.GraphProto) -> None:
+    """Gives the values of a graph the types and shapes that are in its serialized form."""
+    values = {value.name: value for value in _values(graph)}
+    for info in (*inferred.input, *inferred.output, *inferred.value_info):
+        value = values.get(info.name)
+        if value is None or is_map(info.type):
+            continue
+        kind = ir.serde.deserialize_type_proto_for_type(info.type)
+        shape = ir.serde.deserialize_type_proto_for_shape(info.type)
+        value.type = value.type if kind is None else kind
+        value.shape = value.shape if shape is None else shape
+    for node, other in zip(graph, inferred.node, strict=True):
+        for attribute in other.attribute:
+            if attribute.HasField("g"):
+                _read_types(node.attributes[attribute.name].as_graph(), attribute.g)
+
+
+def _values(graph: ir.Graph) -> list[ir.Value]:
+    """Returns the inputs of a graph and what its nodes make."""
+    return [*graph.inputs, *(value for node in graph for value in node.outputs)]
 
 
 def _forget_symbols_of_elements(graph: ir.Graph) -> None:
@@ -282,7 +309,7 @@ def _forget_symbols_of_elements(graph: ir.Graph) -> None:
         if value.shape is not None and not isinstance(value.type, ir.SequenceType)
         for dim in value.shape
     }
-    values = [*graph.inputs, *(value for node in graph for value in node.outputs)]
+    values = _values(graph)
     elements = {
         str(dim)
         for value in values
