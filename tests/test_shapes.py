@@ -168,3 +168,32 @@ def test_absent_outputs_get_no_shape() -> None:
     assert y is not None
     assert y[0] == 1
     assert [output.shape for output in node_of_lstm.outputs[:2]] == [None, None]
+
+
+def test_a_map_whose_type_nobody_knows_does_not_end_the_process() -> None:
+    """As onnx does at it."""
+    nodes = [
+        helper.make_node("Own", ["x"], ["map"], domain="own"),
+        helper.make_node(
+            "DictVectorizer", ["map"], ["y"], domain="ai.onnx.ml", int64_vocabulary=[1]
+        ),
+    ]
+    imports = [("ai.onnx.ml", 3), ("own", 1)]
+    work = to_ir(model(nodes, [value("x", [2])], ["y"], imports=imports))
+    infer_shapes(work)
+    assert [node.op_type for node in work.graph] == ["Own", "DictVectorizer"]
+    assert [output.type for output in work.graph.node(0).outputs] == [None]
+
+
+def test_nodes_are_inferred_one_by_one_where_onnx_refuses_the_model(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    own = helper.make_node("Own", ["x"], ["z"], domain="own")
+    made = model([own, helper.make_node("Relu", ["x"], ["y"])], [value("x", [2, 3])], ["y"])
+    work = to_ir(made)
+    assert "own" not in work.graph.opset_imports
+    infer_shapes(work)
+    (output,) = work.graph.outputs
+    assert output.shape == [2, 3]
+    assert "onnx infers no types of it as a whole: " in caplog.text
+    assert "No opset import for domain own" in caplog.text

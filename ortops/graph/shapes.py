@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, cast
@@ -31,6 +32,8 @@ __all__ = [
     "unbroadcast",
 ]
 
+logger = logging.getLogger("ortops")
+
 Array: TypeAlias = npt.NDArray[Any]
 
 _SMALL_IMAGE = 1024  # numbers: up to there, one sum is as exact, and faster (measured)
@@ -48,19 +51,8 @@ _NOT_INFERRED = {
 With the type of the output, where it has one of its own.
 """
 
-_OF_MAPS = ("CastMap", "DictVectorizer", "ZipMap")
-"""Operators of ai.onnx.ml at which onnx crashes, as onnx-ir does not tell it the types of maps, or
-infers a type that onnx-ir cannot read."""
-
-_MAKE_SEQUENCES = (
-    "Optional",
-    "SequenceConstruct",
-    "SequenceEmpty",
-    "SequenceErase",
-    "SequenceInsert",
-    "SequenceMap",
-    "SplitToSequence",
-)
+_OF_MAPS = ("CastMap", "DictVectorizer")
+"""Operators of ai.onnx.ml at which onnx crashes where it is not told the type of the map."""
 
 
 def size_of(x: Tensor, axes: Sequence[int]) -> int | Tensor:
@@ -267,10 +259,7 @@ def infer_shapes(model: ir.Model) -> None:
             unknown[node] = (_ML, node.op_type)
             node.op_type = "Hidden"
     try:
-        light, _ = move_aside(model)
-        light_to_inputs(light.graph)
-        inferred = onnx.shape_inference.infer_shapes(light, data_prop=True)
-        _read_types(model.graph, inferred.graph)
+        _infer_at_once(model)
     finally:
         for node, name in unknown.items():
             node.domain, node.op_type = name
@@ -279,11 +268,23 @@ def infer_shapes(model: ir.Model) -> None:
     _infer_rest(model.graph, Tape(model.graph, names=Names()))
 
 
+def _infer_at_once(model: ir.Model) -> None:
+    """Gives values the types and shapes that onnx infers for a whole model."""
+    light, _ = move_aside(model)
+    light_to_inputs(light.graph)
+    try:
+        inferred = onnx.shape_inference.infer_shapes(light, data_prop=True)
+    except Exception as error:  # onnx's have no common base; each node is still inferred alone
+        logger.warning("model: onnx infers no types of it as a whole: %s", str(error).strip())
+        return
+    _read_types(model.graph, inferred.graph)
+
+
 def _read_types(graph: ir.Graph, inferred: onnx.GraphProto) -> None:
     """Gives the values of a graph the types and shapes that are in its serialized form."""
-    values = {value.name: value for value in _values(graph)}
+    values = {value.name: value for value in _values(graph) if value.name}
     for info in (*inferred.input, *inferred.output, *inferred.value_info):
-        value = values.get(info.name)
+        value = values.get(info.name)  # onnx gives absent outputs one name
         if value is None or is_map(info.type):
             continue
         kind = ir.serde.deserialize_type_proto_for_type(info.type)
@@ -336,35 +337,13 @@ def _infer_rest(graph: ir.Graph, tape: Tape) -> None:
             continue
         for body in inner_graphs(node):
             _infer_rest(body, tape)
-        if (node.domain == "" and node.op_type in _MAKE_SEQUENCES) or any(
-            value is not None and not _is_tensor(value) for value in node.inputs
-        ):
-            _infer_again(node, tape)
-        elif any(value.shape is None and value.name for value in node.outputs):
-            _infer_again(node, tape, keep=True)
+        if any(value.shape is None and value.name for value in node.outputs):
+            with contextlib.suppress(ModelError):  # it may depend on what is not known
+                tape.infer(node)
 
 
 def _is_tensor(value: ir.Value) -> bool:
     return not isinstance(value.type, ir.SequenceType | ir.OptionalType)
-
-
-def _infer_again(node: ir.Node, tape: Tape, *, keep: bool = False) -> None:
-    """Gives outputs their types anew: onnx-ir's pass takes every new value for a tensor.
-
-    Args:
-        node: The node.
-        tape: A tape of the model's graph.
-        keep: Whether the types that are known stay, and the shapes.
-    """
-    found = [(value, value.type, value.shape) for value in node.outputs]
-    for value in node.outputs:
-        value.type = value.shape = None
-    with contextlib.suppress(ModelError):  # it may depend on what is not known
-        tape.infer(node)
-    for value, kind, shape in found:
-        if value.type is None or (keep and kind is not None):
-            value.type = kind
-            value.shape = shape if shape is not None or not keep else value.shape
 
 
 def _infer_if(node: ir.Node, tape: Tape) -> None:
