@@ -39,7 +39,8 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -316,6 +317,32 @@ class Try:
     problem: str = ""
 
 
+@dataclass(frozen=True)
+class Ignored:
+    """An exception that Python ignored, as it does in a callback of a weak reference.
+
+    What a handler raises there is lost, which is nobody's fault where the callback is one of
+    Python's own, as when it forgets a thread.
+
+    Attributes:
+        kind: Its class.
+        where: What was called.
+        in_package: Whether a function of the package was under way in it.
+    """
+
+    kind: type[BaseException] | None
+    where: str
+    in_package: bool
+
+    @classmethod
+    def read(cls, found: Any) -> Ignored:
+        """Returns what `sys.unraisablehook` is told."""
+        package = Path(ortops.__file__).parent
+        files = [Path(frame.filename) for frame in traceback.extract_tb(found.exc_traceback)]
+        ours = any(file.is_relative_to(package) for file in files)
+        return cls(found.exc_type, f"{found.object!r} {[file.name for file in files]}", ours)
+
+
 class _Sender:
     """A thread that sends the main thread signals.
 
@@ -352,6 +379,8 @@ class Attacker:
         self._session = victim.open()
         self._done = 0
         self._install_handlers()
+        self._ignored: list[Ignored] = []
+        sys.unraisablehook = lambda found: self._ignored.append(Ignored.read(found))
         self._sender = _Sender()
         self._moments = {name: self._count_moments(name) for name in OPERATIONS}
         self._durations = {name: self._measure(name) for name in OPERATIONS}
@@ -397,6 +426,7 @@ class Attacker:
         file = self._folder / "finally.onnx"
         file.unlink(missing_ok=True)
         caught: BaseException | None = None
+        self._ignored.clear()
         try:
             try:
                 if way == "moment":
@@ -408,7 +438,7 @@ class Attacker:
         except BaseException as error:
             caught = error
         try:
-            made.problem = _wrong_exception(signal_name, caught)
+            made.problem = _wrong_exception(signal_name, caught, self._ignored)
             self._check(operation, file)
         except Exception as error:
             made.problem += f"; {type(error).__name__}: {error}"
@@ -464,12 +494,24 @@ class Attacker:
         self._done = done + 1
 
 
-def _wrong_exception(signal_name: str, caught: BaseException | None) -> str:
-    """Returns what is wrong with what arrived, if anything is."""
+def _wrong_exception(
+    signal_name: str, caught: BaseException | None, ignored: Sequence[Ignored]
+) -> str:
+    """Returns what is wrong with what arrived, if anything is.
+
+    Args:
+        signal_name: A name in `SIGNALS`.
+        caught: What arrived.
+        ignored: What Python ignored meanwhile.
+    """
     expected = SIGNALS[signal_name][1]
     if type(caught) is expected:
         return ""
-    return f"{type(caught).__name__}({caught}) arrived in place of {expected.__name__}"
+    lost = [each for each in ignored if each.kind is expected]
+    if caught is None and lost and not any(each.in_package for each in lost):
+        return ""
+    where = "".join(f"; ignored in {each.where}" for each in lost)
+    return f"{type(caught).__name__}({caught}) arrived in place of {expected.__name__}{where}"
 
 
 @contextlib.contextmanager
