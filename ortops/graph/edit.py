@@ -48,6 +48,8 @@ ELEMENTWISE = frozenset(
 RANDOM = ("Bernoulli", "Dropout", "Multinomial", "Random")
 """Parts of the names of operators that compute something else each time."""
 
+_GRAPH, _GRAPHS = ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS
+
 # ---------------------------------------------------------------------------------------- reading
 
 
@@ -90,12 +92,11 @@ def all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
 def inner_graphs(node: ir.Node) -> list[ir.Graph]:
     """Returns the graphs inside a node: branches, or the body of a loop."""
     graphs: list[ir.Graph] = []
-    if not node.attributes:  # most have none, and this is asked often
-        return graphs
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
+    for attribute in node.attributes.data.values():  # asked often: the dict within is faster
+        kind = attribute.type
+        if kind == _GRAPH:
             graphs.append(attribute.as_graph())
-        elif attribute.type == ir.AttributeType.GRAPHS:
+        elif kind == _GRAPHS:
             graphs.extend(attribute.as_graphs())
     return graphs
 
