@@ -58,6 +58,7 @@ __all__ = [
     "is_light",
     "lend",
     "let_go",
+    "light_to_inputs",
     "move_aside",
     "move_out",
     "move_to_inputs",
