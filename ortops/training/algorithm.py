@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,13 +89,13 @@ def write_algorithm(result: onnx.ModelProto, algorithm: Algorithm, kept: Sequenc
     target.output.extend(serialize.serialize_value(tensor.value) for tensor in algorithm.outputs)
     outputs = {tensor.value for tensor in algorithm.outputs}
     needed = ancestor_nodes((*outputs, *(tensor.value for tensor in kept)), set())
+    zeros = functools.cache(bytes)  # they take no memory, and are read sooner the second time
     for tensor in (*algorithm.variables, *algorithm.constants):
         value = tensor.value.const_value
         assert value is not None
-        if value.shape and tensor.name in algorithm.initial:  # bytes of zeros take no memory
-            kind, zeros = value.dtype, bytes(value.nbytes)
-            dims = value.shape.numpy()
-            target.initializer.add(name=tensor.name, data_type=kind, dims=dims, raw_data=zeros)
+        if value.shape and tensor.name in algorithm.initial:
+            kind, dims, raw = value.dtype, value.shape.numpy(), zeros(value.nbytes)
+            target.initializer.add(name=tensor.name, data_type=kind, dims=dims, raw_data=raw)
         else:
             serialize.serialize_tensor_into(target.initializer.add(), value)
     domains = {TRAINING_DOMAIN}
