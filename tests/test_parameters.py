@@ -209,6 +209,30 @@ def test_frequencies_of_a_rotary_embedding_are_no_weights() -> None:
     assert trained(rotary(), trainable=["inv_freq"]) == {"inv_freq"}
 
 
+@pytest.mark.parametrize("opset", [20, 21])
+def test_frequencies_are_no_weights_where_a_file_tells_no_types(opset: int) -> None:
+    """They are told by the integers that they multiply with."""
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 10, opset_import: ["": {opset}]>
+        rotated (float[N, 7, 4] x) => (float[N, 7, 4] y)
+        <float[4] frequencies = {{1, 0.1, 0.01, 0.001}}, float[4] w = {{1, 2, 3, 4}}> {{
+            zero = Constant<value_int: int = 0>()
+            one = Constant<value_int: int = 1>()
+            seven = Constant<value_int: int = 7>()
+            positions = Range(zero, seven, one)
+            last = Constant<value_ints: ints = [1]>()
+            column = Unsqueeze(positions, last)
+            numbers = Cast<to = 1>(column)
+            angles = Mul(numbers, frequencies)
+            cosines = Cos(angles)
+            sines = Sin(angles)
+            turned = Mul(x, cosines)
+            both = Add(turned, sines)
+            y = Mul(both, w)
+        }}""")
+    assert trained(model) == {"w"}
+
+
 def test_a_sine_of_a_product_of_the_input_is_one_of_weights() -> None:
     with Tape() as tape:
         x = tape.input("x", F, ["N", 2])

@@ -14,6 +14,7 @@ from ortops.graph import convert, external
 from ortops.graph.adapters import adapter_of
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, ancestor_nodes, read_inputs
+from ortops.graph.shapes import infer_shapes
 from ortops.graph.tensor import Names
 from ortops.graph.weights import Origin, lift, weights
 from ortops.lowering import prepare
@@ -108,6 +109,8 @@ def prepare_for_training(
     places = scopes(work.graph.initializers.values())
     work = convert.upgrade(work)
     graph = work.graph
+    if any(value.type is None for node in all_nodes(graph) for value in node.outputs):
+        infer_shapes(work)  # what a weight is for may show by the types around it
     for value in list(graph.inputs):  # older files list initializers as inputs too
         if value.name in graph.initializers:
             graph.inputs.remove(value)
