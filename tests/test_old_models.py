@@ -721,3 +721,34 @@ def test_gradient(name: str) -> None:
         terms = gradient.astype(np.float64) * v
         scale = np.abs(terms).sum() + abs(expected) + 1e-3
         assert abs(terms.sum() - expected) <= tolerance * scale, (key, terms.sum(), expected)
+
+
+def test_operators_that_keep_their_form_only_take_more() -> None:
+    """Each of these was looked up: it takes more types, or an attribute more values."""
+    names = {schema.name for schema in onnx.defs.get_all_schemas() if not schema.domain}
+    found = {
+        name
+        for opset in range(17, 21)
+        for name in names
+        if convert._keeps_its_form(name, opset)
+        and len({onnx.defs.get_schema(name, each).since_version for each in (opset, 21)}) == 2
+    }
+    assert found == {
+        *("Cast", "CastLike", "Constant", "ConstantOfShape", "Equal", "Flatten", "Identity", "If"),
+        *("IsInf", "IsNaN", "Loop", "OptionalGetElement", "Pad", "ReduceMax", "ReduceMin"),
+        *("Reshape", "Resize", "Scan", "ScatterElements", "ScatterND", "Shape", "Size", "Squeeze"),
+        *("Transpose", "Unsqueeze"),
+    }
+    assert not convert._keeps_its_form("GroupNormalization", 20)  # scale and bias are of channels
+    assert not convert._keeps_its_form("Gelu", 19)
+    assert not convert._keeps_its_form("BiasGelu", 20)
+
+
+def test_what_the_converter_loses_stays_where_it_is_not_needed() -> None:
+    nodes = [n("Transpose", "x", "t", perm=[1, 0]), n("Relu", "t")]
+    old = model_of(Old(20, nodes, {"x": r(2, 3)}))
+    entry = old.graph.node[0].metadata_props.add()
+    entry.key, entry.value = "written", "by hand"
+    new = upgraded(old)
+    assert new.opset_import[0].version == 21
+    assert new.graph.node[0] == old.graph.node[0]

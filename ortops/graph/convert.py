@@ -57,6 +57,9 @@ _BIG = 1024  # initializers of more bytes are kept out of what goes through onnx
 
 _RESIZE_COORDINATES = 11  # the opset in which Resize got attributes for what it had done always
 
+_FORMS_TELL = 17
+"""The opset from which on operators that keep their form only take more than before."""
+
 _UNBATCHED_SCAN = 9  # the opset in which Scan lost its batch axis
 
 logger = logging.getLogger("ortops")
@@ -332,11 +335,14 @@ def _check_calls(model: ir.Model) -> None:
 def upgrade(model: ir.Model) -> ir.Model:
     """Converts a model to opset 21 where it is older, and logs that it did.
 
+    Where none of its operators has another form there, no more than the number is changed: onnx's
+    version converter takes its time, and loses the metadata of nodes.
+
     Args:
         model: A model without functions; not to be used afterwards if another is returned.
 
     Returns:
-        The model itself where it is new enough, else a new one.
+        The model itself, or a new one where the converter had to convert it.
 
     Raises:
         ModelError: If the version converter cannot convert it.
@@ -350,14 +356,44 @@ def upgrade(model: ir.Model) -> ir.Model:
                 f"Scan node '{node.name or node.outputs[0].name}': in opset {opset} it has a batch "
                 "axis, which the version converter drops; export the model at opset 9 or later"
             )
-    _move_unknown(model, "", _UNKNOWN_DOMAIN)
-    result = _convert(model)
-    _move_unknown(result, _UNKNOWN_DOMAIN, "")
-    if opset < _RESIZE_COORDINATES:
-        _keep_old_resize(result)
-    _keep_old_forms(result, opset)
+    model.ir_version = max(model.ir_version, 4)  # before 4, initializers had to be inputs
+    nodes = (node for node in all_nodes(model.graph) if node.domain == "")
+    if opset >= _FORMS_TELL and all(_keeps_its_form(node.op_type, opset) for node in nodes):
+        model.graph.opset_imports[""] = MINIMUM_OPSET
+    else:
+        _move_unknown(model, "", _UNKNOWN_DOMAIN)
+        model = _convert(model)
+        _move_unknown(model, _UNKNOWN_DOMAIN, "")
+        if opset < _RESIZE_COORDINATES:
+            _keep_old_resize(model)
+        _keep_old_forms(model, opset)
     logger.warning("the model was converted from opset %d to %d", opset, MINIMUM_OPSET)
-    return result
+    return model
+
+
+@functools.cache
+def _keeps_its_form(op_type: str, opset: int) -> bool:
+    """Whether an operator has the same inputs, outputs and attributes as in `MINIMUM_OPSET`.
+
+    The types that they take may be fewer.
+    """
+    try:
+        schemas = [onnx.defs.get_schema(op_type, each) for each in (opset, MINIMUM_OPSET)]
+    except onnx.defs.SchemaError:
+        return False
+    old, new = schemas
+    return old.since_version == new.since_version or _form(old) == _form(new)
+
+
+def _form(schema: onnx.defs.OpSchema) -> object:
+    """Returns what inputs, outputs and attributes of an operator are, but for types of tensors."""
+    return (
+        [(each.name, each.option, each.type_str) for each in (*schema.inputs, *schema.outputs)],
+        [
+            (name, each.type, each.required, each.default_value.SerializeToString())
+            for name, each in sorted(schema.attributes.items())
+        ],
+    )
 
 
 def _move_unknown(model: ir.Model, domain: str, other: str) -> None:
@@ -389,7 +425,6 @@ def _convert(model: ir.Model) -> ir.Model:
         value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
         if name not in listed:
             graph.inputs.append(value)
-    model.ir_version = max(model.ir_version, 4)  # before 4, initializers had to be inputs
     try:
         proto = onnx.version_converter.convert_version(to_proto(model), MINIMUM_OPSET)
     except Exception as error:  # the converter raises RuntimeError and classes of its own

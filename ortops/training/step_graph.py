@@ -508,6 +508,8 @@ def _concatenate(proto: onnx.ModelProto, entry: int) -> onnx.ModelProto:
                 "graph and algorithm together must not define a name twice"
             )
     graph = result.graph
+    for node in graph.node:
+        node.ClearField("metadata_props")  # the sources of nodes, at length, which no step reads
     graph.node.extend(algorithm.node)
     graph.initializer.extend(algorithm.initializer)
     graph.sparse_initializer.extend(algorithm.sparse_initializer)
