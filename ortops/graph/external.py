@@ -661,9 +661,12 @@ def without_data(proto: onnx.ModelProto) -> onnx.ModelProto:
 def light_to_inputs(graph: onnx.GraphProto) -> None:
     """Makes initializers whose data stand elsewhere inputs, in place, for tools that read data."""
     listed = {value.name for value in graph.input}
-    for tensor in [tensor for tensor in graph.initializer if is_light(tensor)]:
-        graph.initializer.remove(tensor)
-        if tensor.name not in listed:
+    tensors = list(graph.initializer)
+    del graph.initializer[:]  # at once: to remove one is to compare it with those before it
+    for tensor in tensors:
+        if not is_light(tensor):
+            graph.initializer.append(tensor)
+        elif tensor.name not in listed:
             value = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
             graph.input.append(value)
 

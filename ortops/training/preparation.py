@@ -109,7 +109,8 @@ def prepare_for_training(
     places = scopes(work.graph.initializers.values())
     work = convert.upgrade(work)
     graph = work.graph
-    if any(value.type is None for node in all_nodes(graph) for value in node.outputs):
+    made = (value for node in all_nodes(graph) for value in node.outputs if value.name)
+    if any(value.type is None for value in made):
         infer_shapes(work)  # what a weight is for may show by the types around it
     for value in list(graph.inputs):  # older files list initializers as inputs too
         if value.name in graph.initializers:
