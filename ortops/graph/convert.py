@@ -21,7 +21,7 @@ from onnx_ir.passes import common as passes
 
 from ortops.errors import ModelError, OrtopsError, UnsupportedError
 from ortops.graph.edit import all_nodes, describe, replace_value
-from ortops.graph.external import Data, detach, find, read_light, refer_to
+from ortops.graph.external import Data, detach, external_to_inputs, find, read_light, refer_to
 from ortops.graph.limits import LIMITS
 from ortops.graph.serialization import from_proto, to_proto
 from ortops.graph.shapes import infer_shapes
@@ -184,14 +184,7 @@ def _fault(proto: onnx.ModelProto) -> str | None:
     for candidate in candidates:
         graph = candidate.graph
         del candidate.training_info[:]
-        listed = {value.name for value in graph.input}
-        for tensor in [each for each in graph.initializer if each.external_data]:
-            graph.initializer.remove(tensor)  # whose data are elsewhere
-            if tensor.name not in listed:
-                value = onnx.helper.make_tensor_value_info(
-                    tensor.name, tensor.data_type, tensor.dims
-                )
-                graph.input.append(value)
+        external_to_inputs(graph)
         for value in [each for each in graph.output if not _has_rank(each)]:
             graph.output.remove(value)  # the checker wants a rank, and nobody else does
         try:

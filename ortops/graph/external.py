@@ -54,11 +54,11 @@ __all__ = [
     "detach",
     "ends",
     "external_file",
+    "external_to_inputs",
     "find",
     "is_light",
     "lend",
     "let_go",
-    "light_to_inputs",
     "move_aside",
     "move_out",
     "move_to_inputs",
@@ -654,17 +654,17 @@ def without_data(proto: onnx.ModelProto) -> onnx.ModelProto:
     if data_size(proto) <= MESSAGE_LIMIT:
         return proto
     result, _ = detach(proto)
-    light_to_inputs(result.graph)
+    external_to_inputs(result.graph)
     return result
 
 
-def light_to_inputs(graph: onnx.GraphProto) -> None:
+def external_to_inputs(graph: onnx.GraphProto) -> None:
     """Makes initializers whose data stand elsewhere inputs, in place, for tools that read data."""
     listed = {value.name for value in graph.input}
     tensors = list(graph.initializer)
     del graph.initializer[:]  # at once: to remove one is to compare it with those before it
     for tensor in tensors:
-        if not is_light(tensor):
+        if not tensor.external_data:
             graph.initializer.append(tensor)
         elif tensor.name not in listed:
             value = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)

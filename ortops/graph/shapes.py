@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from ortops.errors import ModelError
 from ortops.graph.edit import all_nodes, inner_graphs
-from ortops.graph.external import light_to_inputs, move_aside
+from ortops.graph.external import external_to_inputs, move_aside
 from ortops.graph.serialization import is_map
 from ortops.graph.tensor import Names, Tape, Tensor, op, shape_of
 
@@ -271,7 +271,7 @@ def infer_shapes(model: ir.Model) -> None:
 def _infer_at_once(model: ir.Model) -> None:
     """Gives values the types and shapes that onnx infers for a whole model."""
     light, _ = move_aside(model)
-    light_to_inputs(light.graph)
+    external_to_inputs(light.graph)
     try:
         inferred = onnx.shape_inference.infer_shapes(light, data_prop=True)
     except Exception as error:  # onnx's have no common base; each node is still inferred alone
