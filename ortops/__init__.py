@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ortops.deferred import import_without
-
 if TYPE_CHECKING:
     from ortops import (
         callbacks,
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
     from ortops.callbacks.rate_finder import find_learning_rate
     from ortops.custom_ops import register_custom_ops
     from ortops.errors import (
+        ArgumentError,
         DivergedError,
         FeedError,
         KernelError,
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArgumentError",
     "DivergedError",
     "FeedError",
     "InferenceSession",
@@ -81,6 +81,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "ArgumentError": "ortops.errors",
     "DivergedError": "ortops.errors",
     "FeedError": "ortops.errors",
     "InferenceSession": "ortops.inference",
@@ -118,10 +119,6 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'ortops' has no attribute {name!r}")
     module = _MODULES[name]
-    if module != "ortops.errors":
-        # onnx-ir computes symbolic dimensions with sympy, which takes longer to import than the
-        # rest together. Nothing here computes with symbols.
-        import_without("onnx_ir", "sympy")
     if module == "ortops":  # a submodule
         return importlib.import_module(f"ortops.{name}")
     found: Any = getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""What a training of a model would do, and what stands in the way."""
+"""Reports what training a model would do, and what prevents it."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class Report:
-    """What `check` found.
+    """The result of `check`.
 
     Attributes:
         opset: The model's opset.
-        converted_to: The opset that it is converted to before it is differentiated, or None.
-        parameters: What would be trained, by name, with types and shapes as text.
-        readers: The nodes that read each parameter; a tied one has several.
-        parameter_count: How many numbers the parameters hold.
+        converted_to: The opset that the model is converted to for training, or None.
+        parameters: The parameters that would be trained, by name, with types and shapes as text.
+        readers: The nodes that read each parameter; several if it is tied.
+        parameter_count: The total number of elements of the parameters.
         reasons: The other floating-point initializers, and why they would not be trained.
-        quantized: Weights of integers, and what reads them.
-        inputs: Floating-point inputs from which a gradient path leads to an output.
-        other_inputs: Inputs from which none does.
-        outputs: The model's outputs, and what is known of them.
-        adapter: What adapter the model has from `ortops.lora`, as text; empty for none.
-        loss: The loss that this is about: the given one, or one that fits.
-        fitting: Losses of `ortops.losses` that fit the output that they would look at.
-        schedule: The schedule of the learning rate, as text; empty for none.
-        clipping: How gradients would be clipped, as text; empty if they would not.
-        averaging: How averages of parameters would be made, as text; empty if they would not.
-        groups: The parameters that have settings of the optimizer of their own, and which.
-        said: What would be chosen for the user, a sentence each.
-        problems: What stands in the way: operators without a rule, node by node, and other reasons
-            why `ortops.build_training_model` or `ortops.TrainingSession` would refuse the model.
+        quantized: Integer weights, and the nodes that read them.
+        inputs: Floating-point inputs that an output depends on differentiably.
+        other_inputs: The other inputs.
+        outputs: The model's outputs, with types, shapes and what computes them.
+        adapter: The adapter from `ortops.lora`, as text; empty if there is none.
+        loss: The loss of this report: the given one, or one that fits.
+        fitting: Losses of `ortops.losses` that fit the output they would read.
+        schedule: The learning-rate schedule, as text; empty if there is none.
+        clipping: The gradient clipping, as text; empty if there is none.
+        averaging: The averaging of parameters, as text; empty if there is none.
+        groups: The parameters with optimizer settings of their own, and these settings.
+        said: Automatic choices, one sentence each.
+        problems: Why the model cannot be trained: nodes without a gradient rule, and other reasons
+            why `ortops.build_training_model` or `ortops.TrainingSession` would reject the model.
     """
 
     opset: int
@@ -91,57 +91,55 @@ class Report:
         return list(self.reasons)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns what JSON can hold."""
+        """Returns the report as a JSON-serializable dictionary."""
         return asdict(self)
 
     def __str__(self) -> str:
         lines = [f"opset {self.opset}"]
         if self.converted_to is not None:
-            lines[0] += f", converted to {self.converted_to} before it is differentiated"
+            lines[0] += f", converted to {self.converted_to} for training"
         lines += [f"output {name}: {what}" for name, what in self.outputs.items()]
         if self.adapter:
             lines.append(f"adapter (ortops.lora): {self.adapter}")
         if self.fitting:
             lines.append(f"losses that fit: {', '.join(self.fitting)}")
         if self.loss:
-            lines.append(f"with loss {self.loss}:")
-        count = f"{self.parameter_count:,} numbers in all"
-        lines.append(f"{len(self.parameters)} parameters are trained, {count}")
+            lines.append(f"loss of this report: {self.loss}")
+        lines.append(
+            f"trainable parameters: {self.parameter_count:,} in {len(self.parameters)} tensors"
+        )
         for name, kind in self.parameters.items():
             by = self.readers[name]
             parts = [kind, f"read by {len(by)} nodes" if by[1:] else "", self.groups.get(name, "")]
             lines.append("  ".join(["", name, *(part for part in parts if part)]))
         for title, text in (
             ("learning rate", self.schedule),
-            ("gradients are clipped", self.clipping),
-            ("parameters are averaged", self.averaging),
+            ("gradient clipping", self.clipping),
+            ("parameter averaging", self.averaging),
         ):
             if text:
                 lines.append(f"{title}: {text}")
-        lines += _listed("not trained", self.reasons)
-        lines += _listed("quantized", self.quantized)
+        lines += _listed("floating-point initializers that are not trained", self.reasons)
+        lines += _listed("quantized weights, which are not trained", self.quantized)
         for title, names in (
-            ("inputs with a gradient", self.inputs),
-            ("inputs without one", self.other_inputs),
+            ("differentiable inputs", self.inputs),
+            ("other inputs", self.other_inputs),
         ):
             if names:
                 lines.append(f"{title}: {', '.join(names)}")
         lines += self.said
         if self.problems:
-            lines.append(f"{len(self.problems)} problems:")
-            lines += [f"  {problem}" for problem in self.problems]
+            lines += [f"problems: {len(self.problems)}", *(f"  {each}" for each in self.problems)]
         else:
-            lines.append("nothing stands in the way of training")
+            lines.append("no problems: ready to train")
         return "\n".join(lines)
 
 
 def _listed(title: str, reasons: dict[str, str]) -> list[str]:
-    """Returns lines of names and reasons; of many, the first of each kind."""
+    """Returns lines of names and reasons: a title, and the first of them."""
     if not reasons:
         return []
-    lines = [f"{len(reasons)} floating-point initializers are not trained"]
-    if title == "quantized":
-        lines = [f"{len(reasons)} weights are quantized, and not trained"]
+    lines = [f"{title}: {len(reasons)}"]
     lines += [f"  {name} {reason}" for name, reason in list(reasons.items())[:_SHOWN]]
     if len(reasons) > _SHOWN:
         lines.append(f"  and {len(reasons) - _SHOWN} more (--json lists all)")
@@ -150,7 +148,7 @@ def _listed(title: str, reasons: dict[str, str]) -> list[str]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps warnings of ortops' logger back."""
+    """Suppresses warnings of ortops' logger."""
     logger = logging.getLogger("ortops")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -174,31 +172,31 @@ def check(
     ema_decay: float | None = None,
     groups: Groups | None = None,
 ) -> Report:
-    """Tells what a training of a model would do.
+    """Reports what training a model would do, and what prevents it.
 
-    It makes the plan that `ortops.build_training_model` writes, and differentiates it. Of a model
-    that is trainable already it tells what its algorithm trains.
+    Makes the plan that `ortops.build_training_model` would write, and differentiates it. For a
+    model that is already trainable, reports the parameters that its algorithm trains.
 
     Args:
         model: A ModelProto, its bytes, or its path; not changed.
         loss: As for `ortops.build_training_model`; by default one that fits the first
             floating-point output.
-        trainable: As there.
-        inputs: As there.
-        batch_normalization: As there.
-        optimizer: As there; by default plain SGD. What a model that is trainable already has of
-            schedule, clipping, averages and groups is told where none of these is given.
-        clip_norm: As there.
-        clip_value: As there.
-        ema_decay: As there.
-        groups: As there.
+        trainable: As for `ortops.build_training_model`.
+        inputs: As for `ortops.build_training_model`.
+        batch_normalization: As for `ortops.build_training_model`.
+        optimizer: As for `ortops.build_training_model`; by default plain SGD. If none of
+            ``optimizer``, ``clip_norm``, ``clip_value``, ``ema_decay`` and ``groups`` is given, the
+            report describes those of a model that is already trainable.
+        clip_norm: As for `ortops.build_training_model`.
+        clip_value: As for `ortops.build_training_model`.
+        ema_decay: As for `ortops.build_training_model`.
+        groups: As for `ortops.build_training_model`.
 
     Returns:
-        A report; ``str(report)`` is what ``ortops check`` prints.
+        A report; ``ortops check`` prints ``str(report)``.
 
     Raises:
-        ModelError: If it is not a legal model, or it cannot be converted to an opset that rules
-            are written for.
+        ModelError: If the model is invalid, or cannot be converted to a supported opset.
 
     Example:
         >>> import numpy as np
@@ -210,52 +208,20 @@ def check(
         opset 21
         output y: FLOAT[batch,3]
         losses that fit: MeanSquaredError, L1, SoftmaxCrossEntropy, BinaryCrossEntropyWithLogits
-        with loss MeanSquaredError:
-        1 parameters are trained, 6 numbers in all
+        loss of this report: MeanSquaredError
+        trainable parameters: 6 in 1 tensors
           w  FLOAT[2,3]
-        inputs with a gradient: x
-        nothing stands in the way of training
+        differentiable inputs: x
+        no problems: ready to train
     """
     proto, folder = convert.load(model)
-    work = convert.to_ir(proto, folder)
-    opset = work.graph.opset_imports[""]
-    with quiet():  # what the plan says again
-        work = prepare(work)
-    refused = _take_apart(work)
-    graph = work.graph
-    given = {value.name for value in proto.graph.initializer}
-    graph_inputs = [value for value in graph.inputs if value.name not in given]
-    initializers = [value for name, value in graph.initializers.items() if name in given]
-    floats = [value for value in (*graph_inputs, *initializers) if is_float(value)]
-    reached: set[ir.Value] = set()
-    for value in graph.outputs:
-        if is_float(value):
-            reached |= RULES.ancestors(value)
-    active = RULES.active_values(graph, floats)
-    adapter = adapter_of(proto.metadata_props)
-    report = Report(
-        opset=opset,
-        converted_to=None if opset >= convert.MINIMUM_OPSET else convert.MINIMUM_OPSET,
-        quantized=quantized(initializers),
-        inputs=[v.name or "" for v in graph_inputs if v in floats and v in reached],
-        other_inputs=[v.name or "" for v in graph_inputs if v not in floats or v not in reached],
-        outputs={value.name or "": _kind(value) for value in graph.outputs},
-        adapter="" if adapter is None else str(adapter),
-        problems=refused
-        or [
-            _problem(node)
-            for node in graph
-            if not reached.isdisjoint(node.outputs) and not active.isdisjoint(node.outputs)
-            for node in _with_inner(node)
-            if not _is_differentiable(node)
-        ],
-    )
+    report = _inference_report(proto, convert.to_ir(proto, folder))
     light, data = external.detach(proto, folder)
-    noted: dict[str, Any] = {}
+    existing: dict[str, Any] = {}
     if (optimizer, clip_norm, clip_value, ema_decay, groups) == (None,) * 5:
         found = training_metadata(proto)
-        noted = {name: getattr(found, name) for name in ("schedule", "clipping", "averaging")}
-        noted["groups"] = dict(found.groups)
+        existing = {name: getattr(found, name) for name in ("schedule", "clipping", "averaging")}
+        existing["groups"] = dict(found.groups)
     try:
         prepared = prepare_for_training(
             light, _trained(light, trainable), batch_normalization, data=data
@@ -287,14 +253,55 @@ def check(
         reasons=dict(plan.reasons),
         loss=chosen if isinstance(chosen, str) else _name(chosen),
         fitting=fitting,
-        **(noted | plan.notes),
+        **(existing | plan.notes),
         said=list(plan.said),
         problems=report.problems or _failures(plan),
     )
 
 
+def _inference_report(proto: onnx.ModelProto, work: ir.Model) -> Report:
+    """Returns the part of the report that does not depend on a training algorithm.
+
+    Args:
+        proto: The model.
+        work: The same model; changed.
+    """
+    opset = work.graph.opset_imports[""]
+    with quiet():  # making the plan logs the same messages
+        work = prepare(work)
+    refused = _expand(work)
+    graph = work.graph
+    given = {value.name for value in proto.graph.initializer}
+    graph_inputs = [value for value in graph.inputs if value.name not in given]
+    initializers = [value for name, value in graph.initializers.items() if name in given]
+    floats = [value for value in (*graph_inputs, *initializers) if is_float(value)]
+    reached: set[ir.Value] = set()
+    for value in graph.outputs:
+        if is_float(value):
+            reached |= RULES.ancestors(value)
+    active = RULES.active_values(graph, floats)
+    adapter = adapter_of(proto.metadata_props)
+    return Report(
+        opset=opset,
+        converted_to=None if opset >= convert.MINIMUM_OPSET else convert.MINIMUM_OPSET,
+        quantized=quantized(initializers),
+        inputs=[v.name or "" for v in graph_inputs if v in floats and v in reached],
+        other_inputs=[v.name or "" for v in graph_inputs if v not in floats or v not in reached],
+        outputs={value.name or "": _kind(value) for value in graph.outputs},
+        adapter="" if adapter is None else str(adapter),
+        problems=refused
+        or [
+            _problem(node)
+            for node in graph
+            if not reached.isdisjoint(node.outputs) and not active.isdisjoint(node.outputs)
+            for node in _with_inner(node)
+            if not _is_differentiable(node)
+        ],
+    )
+
+
 def _trained(proto: onnx.ModelProto, trainable: Sequence[str] | None) -> Sequence[str] | None:
-    """Takes away, in place, the training_info of a model; returns what it trains."""
+    """Removes the training_info of a model, in place; returns the parameters to train."""
     names = {tensor.name for tensor in proto.graph.initializer}
     statistics = {
         name
@@ -309,24 +316,24 @@ def _trained(proto: onnx.ModelProto, trainable: Sequence[str] | None) -> Sequenc
 
 
 def _kind(value: ir.Value) -> str:
-    """Returns what is known of an output, as text."""
+    """Returns the type and shape of an output, and the activation that computes it, as text."""
     node = value.producer()
     if node is not None and (node.domain, node.op_type) == ("ai.onnx.ml", "ZipMap"):
         mapped = node.inputs[0]
         assert mapped is not None
-        return f"maps of '{mapped.name}', {_kind(mapped)}"
+        return f"maps from '{mapped.name}', {_kind(mapped)}"
     found = squashed(value)
     shape = "" if value.shape is None else str(value.shape)
     text = f"{value.dtype}{shape}" if isinstance(value.type, ir.TensorType) else str(value.type)
     if found is None:
         return text
-    source = f", of '{found.logits.name}'" if found.logits is not None else ""
+    source = f" of '{found.logits.name}'" if found.logits is not None else ""
     what = "log-probabilities" if found.kind == "log_softmax" else "probabilities"
-    return f"{text}, {what} by {describe(found.node)}{source}"
+    return f"{text}, {what} from {describe(found.node)}{source}"
 
 
 def _fitting(output: ir.Value) -> list[str]:
-    """Returns losses that fit an output, the likeliest first."""
+    """Returns losses that fit an output, the most likely first."""
     found = squashed(output)
     numbers = ["MeanSquaredError", "L1"]
     axis = 1 if found is None or found.axis is None else found.axis
@@ -345,11 +352,11 @@ def _name(loss: object) -> str:
     return name if isinstance(name, str) else type(loss).__name__
 
 
-def _take_apart(work: ir.Model) -> list[str]:
-    """Lowers, in place, the training domain, and takes apart what has a definition and no rule.
+def _expand(work: ir.Model) -> list[str]:
+    """Lowers the training domain and expands operators that have a definition but no rule.
 
     Returns:
-        What cannot be.
+        The error, if that is not possible.
     """
     try:
         lower_prepared(work)
@@ -373,7 +380,7 @@ def _with_inner(node: ir.Node) -> Iterator[ir.Node]:
 
 
 def _is_differentiable(node: ir.Node) -> bool:
-    """Whether a node has a rule that takes all its attributes, or passes no gradient by nature."""
+    """Whether a node has a rule that supports all its attributes, or never passes a gradient."""
     rule = RULES.find(node)
     if isinstance(rule, ZeroRule | StructuralRule):
         return True
@@ -389,13 +396,11 @@ def _problem(node: ir.Node) -> str:
         return f"{describe(node)}: there is no gradient rule for {node.op_type}{where}"
     assert not isinstance(rule, ZeroRule | StructuralRule)
     unknown = sorted(set(node.attributes) - rule.attributes)
-    return (
-        f"{describe(node)}: the gradient rule does not take attribute '{unknown[0]}' into account"
-    )
+    return f"{describe(node)}: the gradient rule does not support the attribute '{unknown[0]}'"
 
 
 def _failures(plan: Plan) -> list[str]:
-    """Differentiates a plan and returns what goes wrong."""
+    """Differentiates a plan and returns the error, if there is one."""
     try:
         light, data = external.detach(plan.write())
         lower_prepared(flatten(light, data).model)

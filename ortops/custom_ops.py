@@ -1,24 +1,25 @@
 """Adagrad, Adam and Momentum as Python custom ops of stock onnxruntime.
 
-`register_custom_ops` makes the optimizer operators of ai.onnx.preview.training known to a
-session through onnxruntime-extensions. The kernels run the update rules of `ortops.optimizers`.
+`register_custom_ops` registers the optimizer operators of ai.onnx.preview.training for a session
+through onnxruntime-extensions. The kernels run the update rules of `ortops.optimizers`.
 
-What the platform imposes, and what is done about it:
+Limitations of the platform, and how they are handled:
 
-* A Python op has one arity and fixed types, so there is a kernel for one-tensor nodes with every
-  attribute written out, in the four combinations of float and double for R and X.
-  `ortops.InferenceSession` brings any legal model into this form first.
-* Registering another op in a domain breaks the sessions that already run, so the whole domain is
-  registered at once, when the first session needs it.
-* Float attributes reach a kernel as text of six significant digits. A node for which
-  `survives_as_text` does not hold must not be left to these kernels.
-* An exception that leaves a Python op ends the process. None leaves a kernel here: the outputs
-  become NaN and the error is remembered for the run that it belongs to (`errors_of_run`,
-  `take_errors`). A plain `onnxruntime.InferenceSession` shows only the NaN.
+* A Python op has a fixed number and fixed types of inputs. There is a kernel for one-tensor nodes
+  with all attributes, for each of the four combinations of float and double for R and X.
+  `ortops.InferenceSession` converts any valid model to this form first.
+* Registering another op in a domain breaks running sessions, so the whole domain is registered
+  when the first session needs it.
+* Float attributes are passed to a kernel as text with six significant digits. A node for which
+  `survives_as_text` is False must not run on these kernels.
+* An exception that escapes from a Python op terminates the process. Kernels therefore catch every
+  exception, set their outputs to NaN, and record the error for the run that it belongs to
+  (`errors_of_run`, `take_errors`). A plain `onnxruntime.InferenceSession` shows only the NaN.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import traceback
@@ -34,7 +35,7 @@ import numpy.typing as npt
 
 from ortops.errors import KernelError
 from ortops.optimizers import OPERATORS
-from ortops.uninterrupted import run_uninterrupted
+from ortops.uninterrupted import finished_at_exit, run_uninterrupted, wait_for_threads
 
 __all__ = [
     "DOMAIN",
@@ -49,7 +50,7 @@ __all__ = [
 DOMAIN = "ai.onnx.preview.training"
 
 DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
-"""The element types that R and the tensors of a node may have, each on its own."""
+"""The element types that R and the tensors of a node may have, independently of each other."""
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -58,26 +59,27 @@ _PROTOBUF = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
 Nodes: TypeAlias = Mapping[str, Sequence[str]]
 """The names of a model's nodes by operator."""
 
-# Elements that a rule works on at a time: its inputs and temporaries stay in a core's cache.
+# The number of elements that a rule processes at a time, so that its temporaries stay in the cache.
 _BLOCK = 2**17
 
 _registration = threading.Lock()
 _registered: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+@finished_at_exit
 def register_custom_ops(sess_options: Any) -> None:
-    """Makes sessions with these options run Adagrad, Adam and Momentum nodes.
+    """Registers Python kernels for Adagrad, Adam and Momentum nodes on session options.
 
-    The nodes must have one tensor to optimize and every attribute written out; step graphs that
-    ortops writes have. `ortops.InferenceSession` takes any legal node.
+    Each node must have a single tensor to optimize and all attributes, as in the step graphs that
+    ortops writes. `ortops.InferenceSession` accepts any valid node.
 
-    A plain `onnxruntime.InferenceSession` cannot raise what goes wrong in a kernel: where one
-    fails, for example because shapes differ, the outputs are NaN, and `take_errors` tells why.
-    Nor can it be interrupted by Ctrl-C: an interrupt raised while Python runs inside it ends the
-    process. `ortops.InferenceSession` raises both; around a plain session use `errors_of_run`.
+    A plain `onnxruntime.InferenceSession` cannot raise the errors of a kernel. If a kernel fails,
+    for example because shapes differ, the outputs are NaN, and `take_errors` returns the reason.
+    Nor can it be interrupted by Ctrl-C: a KeyboardInterrupt raised in a kernel terminates the
+    process. `ortops.InferenceSession` raises both; with a plain session, use `errors_of_run`.
 
-    The first call imports onnxruntime_extensions. Calling twice with the same options, or from
-    several threads, is harmless.
+    The first call imports onnxruntime_extensions. It is safe to call this several times with the
+    same options, or from several threads.
 
     Args:
         sess_options: An `onnxruntime.SessionOptions`.
@@ -89,19 +91,19 @@ def register_custom_ops(sess_options: Any) -> None:
     """
     with _registration:
         if sess_options not in _registered:
-            # Whole: a library with some of the kernels could not get the others later.
+            # All kernels in one library, because none can be added to it later.
             sess_options.register_custom_ops_library(run_uninterrupted(_library))
             _registered.add(sess_options)
 
 
 def survives_as_text(value: float) -> bool:
-    """Tells whether a kernel gets a float attribute as it is in the file.
+    """Whether six significant digits preserve a float attribute, so that a kernel can receive it.
 
     Args:
-        value: The attribute; its float32 value counts.
+        value: The attribute, which is rounded to float32.
 
     Returns:
-        Whether six significant digits give the same float32 again.
+        Whether text with six significant digits converts to the same float32.
 
     Example:
         >>> survives_as_text(0.999), survives_as_text(0.9999999)
@@ -113,19 +115,23 @@ def survives_as_text(value: float) -> bool:
 
 
 def _library() -> str:
-    """Registers the domain's kernels if that has not been done; returns the library's path."""
-    with _environment_as_it_is():
+    """Registers the domain's kernels unless they already are; returns the library's path."""
+    with _unchanged_environment():
         import onnxruntime_extensions as extensions
 
+    # Atexit handlers run in reverse order, and this one must run before the extension's, which
+    # removes the kernels.
+    atexit.unregister(wait_for_threads)
+    atexit.register(wait_for_threads)
     _keep_freed_memory()
-    # The mark is kept there, not here, so that it outlives a reload of this module.
+    # The flag is an attribute of the extension, so that it survives a reload of this module.
     if not getattr(extensions, "_has_ortops_kernels", False):
         for other in extensions._ocos.Opdef._odlist.values():
             if other.op_type.startswith(f"{DOMAIN}::"):
                 raise KernelError(
-                    f"{other.op_type}: other code has registered a Python kernel for it, and a "
-                    "process can have one; leave that registration out, or run optimizer nodes as "
-                    'standard operators with kernels="onnx"'
+                    f"{other.op_type}: other code has already registered a Python kernel, and "
+                    "there can be only one per process; remove that registration, or run optimizer "
+                    'nodes as standard operators with kernels="onnx"'
                 )
         extensions._has_ortops_kernels = True
         types = {
@@ -158,8 +164,8 @@ def _library() -> str:
 
 
 @contextmanager
-def _environment_as_it_is() -> Iterator[None]:
-    """Undoes what the extension does to the environment: child processes got a slow protobuf."""
+def _unchanged_environment() -> Iterator[None]:
+    """Undoes the extension's change to the environment, which slows protobuf in child processes."""
     before = os.environ.get(_PROTOBUF)
     try:
         yield
@@ -171,11 +177,11 @@ def _environment_as_it_is() -> Iterator[None]:
 
 
 def _keep_freed_memory() -> None:
-    """Makes the C library keep the memory of a kernel's temporaries for the next ones.
+    """Makes the C library reuse the memory of a kernel's temporaries.
 
-    glibc returns big blocks to the system, to get them back page by page, as zeros, which takes
-    longer than the kernels themselves. It keeps blocks up to the size of the largest that was ever
-    freed, if that is at most 32 MiB. This one is never touched, so it costs nothing.
+    By default, glibc returns large blocks to the system and gets them back page by page, zeroed,
+    which takes longer than the kernels themselves. It keeps blocks up to the size of the largest
+    one ever freed, if that is at most 32 MiB. This array is never accessed, so it costs nothing.
     """
     np.empty(2**25 - 2**16, np.uint8)
 
@@ -184,9 +190,9 @@ def _keep_freed_memory() -> None:
 
 
 class _Output:
-    """An array on its way out of a kernel, without the list that the extension would make of it.
+    """The result of a kernel, which the extension reads without converting it to a list.
 
-    The extension asks for ``shape`` and ``flatten().tolist()`` and then reads a buffer.
+    The extension reads ``shape`` and ``flatten().tolist()``, which may return a buffer.
     """
 
     def __init__(self, array: Array) -> None:
@@ -201,7 +207,7 @@ class _Output:
 
 
 def _kernel(name: str) -> Callable[..., tuple[_Output, ...]]:
-    """Returns the kernel of an operator, out of which no exception comes."""
+    """Returns the kernel of an operator, which never raises."""
 
     def kernel(r: Array, t: Array, *tensors: Array, **attributes: Any) -> tuple[_Output, ...]:
         try:
@@ -218,12 +224,12 @@ def _kernel(name: str) -> Callable[..., tuple[_Output, ...]]:
 def _update(
     name: str, r: Array, t: Array, tensors: tuple[Array, ...], attributes: dict[str, Any]
 ) -> tuple[Array, ...]:
-    """Applies the rule of an operator, in place: the extension hands over private copies."""
+    """Applies the rule of an operator in place; the extension passes copies of the tensors."""
     x, _, *states = tensors
     if r.shape or t.shape or any(array.shape != x.shape for array in tensors):
         raise KernelError(
-            f"the shapes do not fit: {_shapes(name, r, t, tensors)};"
-            " R and T must be scalars (0-d) and the others of one shape"
+            f"shape mismatch: {_shapes(name, r, t, tensors)};"
+            " R and T must be scalars (0-d), and all other shapes equal"
         )
     rule = OPERATORS[name].rule
     exact = {
@@ -232,7 +238,7 @@ def _update(
     }
     flat = [array.reshape(-1) for array in tensors]
     targets = [flat[0], *flat[2:]]
-    with np.errstate(all="ignore"):  # inf and NaN are values here, as in any other kernel
+    with np.errstate(all="ignore"):  # inf and NaN are regular values, as in any other kernel
         for start in range(0, x.size, _BLOCK):
             block = slice(start, start + _BLOCK)
             results = rule(r, t, *(array[block] for array in flat), **exact)
@@ -254,14 +260,14 @@ def _shapes(name: str, r: Array, t: Array, tensors: tuple[Array, ...]) -> str:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What went wrong in a kernel."""
+    """An error in a kernel."""
 
     operator: str
     shapes: str
     error: BaseException
 
     def to_exception(self, nodes: Nodes) -> BaseException:
-        """Returns what a run raises: a KernelError, or a request to stop as it is."""
+        """Returns the exception to raise: a KernelError, or KeyboardInterrupt and the like."""
         if not isinstance(self.error, Exception):
             return self.error
         names = [repr(name) for name in nodes.get(self.operator, ())]
@@ -271,12 +277,12 @@ class _Failure:
         elif names:
             where = f"{self.operator} node (one of {shown})"
         else:
-            where = f"{self.operator} node (its name is not known)"
+            where = f"{self.operator} node (name unknown)"
         if isinstance(self.error, KernelError):
             return KernelError(f"{where}: {self.error}")
         exception = KernelError(
             f"{where}: the update rule raised {type(self.error).__name__}: {self.error},"
-            f" with {self.shapes}; the outputs of this run are not valid"
+            f" for {self.shapes}; the outputs of this run are invalid"
         )
         exception.__cause__ = self.error
         return exception
@@ -289,10 +295,10 @@ _anywhere: set[ErrorRecorder] = set()
 
 
 def _remember(failure: _Failure) -> None:
-    """Gives a failure to the run that it belongs to, or, if that cannot be told, to all of them."""
+    """Records a failure for the run that it belongs to, or, if that is unknown, for all runs."""
     error = failure.error
     if error.__traceback__ is not None:
-        # The kernel's frame and those below it would keep the tensors alive.
+        # The frames of the kernel and its callees would keep the tensors alive.
         error = error.with_traceback(error.__traceback__.tb_next)
         traceback.clear_frames(error.__traceback__)
     with _errors:
@@ -307,15 +313,15 @@ def _remember(failure: _Failure) -> None:
 
 
 class ErrorRecorder:
-    """Collects what goes wrong in the kernels of one run.
+    """Collects the errors of the kernels of one run.
 
     onnxruntime runs kernels on the thread that calls ``run``, except in parallel execution mode
-    and in ``run_async``. There a kernel cannot know its run: an error then reaches every recorder
-    that listens ``anywhere``, among them that of its run.
+    and in ``run_async``. In these cases the run that a kernel belongs to is unknown, and an error
+    is reported to every recorder with ``anywhere=True``.
 
     Args:
         nodes: The names of the model's nodes by operator, for messages.
-        anywhere: Whether kernels may run on other threads than the one that calls `start`.
+        anywhere: Whether kernels may run on threads other than the one that calls `start`.
 
     Example:
         >>> recorder = ErrorRecorder({"Adam": ["update"]})
@@ -332,7 +338,7 @@ class ErrorRecorder:
         self._outer: ErrorRecorder | None = None
 
     def start(self) -> None:
-        """Begins to listen. A recorder serves one run."""
+        """Starts recording. A recorder can be used for one run only."""
         with _errors:
             if self.anywhere:
                 _anywhere.add(self)
@@ -342,11 +348,11 @@ class ErrorRecorder:
                 _by_thread[self._thread] = self
 
     def finish(self) -> BaseException | None:
-        """Stops listening.
+        """Stops recording.
 
         Returns:
-            The first error, for the caller to raise, or None. It is a KernelError, or what asked
-            the program to stop while a kernel ran (KeyboardInterrupt, SystemExit).
+            The first error, for the caller to raise, or None. It is a KernelError, or a
+            KeyboardInterrupt or SystemExit that was raised while a kernel ran.
         """
         with _errors:
             if self.anywhere:
@@ -366,18 +372,18 @@ class ErrorRecorder:
 
 @contextmanager
 def errors_of_run(nodes: Nodes | None = None, *, anywhere: bool = False) -> Iterator[None]:
-    """Raises, after the block, what went wrong in the kernels that ran in it.
+    """Raises errors of kernels that ran in a ``with`` block at the end of the block.
 
-    What a signal handler raises in a kernel, Ctrl-C's too, ends the process: the extension runs
-    Python code of its own around it. `ortops.InferenceSession` runs kernels in another thread,
-    where no handler runs.
+    An exception raised by a signal handler during a kernel, including Ctrl-C, terminates the
+    process, because the extension runs its own Python code around the kernel.
+    `ortops.InferenceSession` runs kernels in another thread, where signal handlers do not run.
 
     Args:
         nodes: The names of the model's nodes by operator, for messages.
-        anywhere: Whether kernels may run on other threads: in parallel execution mode.
+        anywhere: Whether kernels may run on other threads, as in parallel execution mode.
 
     Raises:
-        KernelError: A kernel failed.
+        KernelError: If a kernel failed.
 
     Example:
         >>> with errors_of_run({"Adam": ["update"]}):
@@ -394,10 +400,10 @@ def errors_of_run(nodes: Nodes | None = None, *, anywhere: bool = False) -> Iter
 
 
 def take_errors() -> list[BaseException]:
-    """Returns what went wrong in kernels of plain sessions since the last call, and forgets it.
+    """Returns and clears the errors of kernels in plain sessions since the last call.
 
-    A plain `onnxruntime.InferenceSession` shows a failed kernel as outputs that are NaN. The last
-    16 errors are kept.
+    In a plain `onnxruntime.InferenceSession`, a failed kernel only sets its outputs to NaN. The
+    last 16 errors are kept.
 
     Example:
         >>> take_errors()

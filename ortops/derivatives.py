@@ -1,7 +1,7 @@
-"""Derivatives as a tool of their own: a model in, a model out that has its derivatives too.
+"""Derivatives of a model: functions that return the model with additional derivative outputs.
 
-Each function takes a model and returns a new one, whose outputs are the model's own and then the
-derivatives, and whose inputs are the model's own and then the seeds:
+Each function takes a model and returns a new one. The derivatives are appended to its outputs, and
+the seeds to its inputs:
 
 ========  ==============  ================  ============  ========================================
 function  inputs          outputs           shaped like   which are
@@ -13,12 +13,12 @@ hvp       ``seed_<x>``    ``hvp_<x>``       x             Σ over x' of ∂² su
 jacobian                  ``d_<y>_d_<x>``   y, then x     ∂y / ∂x
 ========  ==============  ================  ============  ========================================
 
-A seed has the shape and dtype of its tensor. A name that is taken gets a number behind it, as in
-``seed_x_1``. By default y is the first floating-point output, and x are all floating-point inputs;
-others are chosen by name, several of each.
+A seed has the shape and dtype of its tensor. A name that is already used gets a numeric suffix, as
+in ``seed_x_1``. By default, y is the first floating-point output and x are all floating-point
+inputs; pass names to select one or more other tensors.
 
-What these functions emit are nodes of the domain's Gradient beside standard ones, or only standard
-ones with ``lowered=True``. Both can be given to these functions again, trained and served.
+The returned models contain Gradient nodes in addition to standard nodes, or only standard nodes
+with ``lowered=True``. Both can be differentiated again, trained and served.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 
+from ortops.arguments import whole_number
 from ortops.autodiff.grad import grad, of_shape
-from ortops.errors import ModelError, did_you_mean
+from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import is_float
@@ -51,7 +51,7 @@ from ortops.lowering import infer_types, lower_ir, normalize
 __all__ = ["gradient", "hvp", "jacobian", "jvp", "vjp"]
 
 Formula: TypeAlias = Callable[..., Sequence[Tensor]]
-"""Derivatives on a tape from seeds."""
+"""Emits derivatives on a tape, given the seeds."""
 
 _SEEDS = "seeds"
 
@@ -64,27 +64,28 @@ def gradient(
     y: str | Sequence[str] | None = None,
     lowered: bool = False,
 ) -> onnx.ModelProto:
-    """Returns a model that puts out the gradient of an output too.
+    """Returns a model that also outputs the gradient of an output.
 
     Args:
-        model: A ModelProto, its bytes or its path; not changed. One below opset 21 is converted to
-            it, and a message says so; functions are inlined.
-        xs: The names of the tensors that it is differentiated with respect to: inputs,
-            initializers, or tensors between, none of which is computed from another. All
-            floating-point inputs that have no default by default.
-        y: The name of the tensor that is differentiated, which counts as the sum of its elements,
-            or several names; the first floating-point output by default.
-        lowered: Whether the result has standard nodes only, as `ortops.lower` makes them, rather
-            than nodes of the domain's Gradient.
+        model: A ModelProto, its bytes or its path; it is not modified. A model with an opset below
+            21 is converted to opset 21, which is logged. Functions are inlined.
+        xs: The names of the tensors to differentiate with respect to: inputs, initializers or
+            intermediate tensors, which must not depend on each other. By default, all
+            floating-point inputs without a default value.
+        y: The name of the tensor to differentiate, or several names; a tensor stands for the sum of
+            its elements. By default, the first floating-point output.
+        lowered: Whether to lower the result to standard nodes (see `ortops.lower`) instead of
+            keeping Gradient nodes.
 
     Returns:
         A new model with an output ``d_<y>_d_<x>`` for each y and x, of the shape and dtype of x.
         External data stay external, relative to the folder of the given file.
 
     Raises:
-        ModelError: If the model is not legal, has no such tensor, or one of another type, or if an
-            x is computed from another.
-        UnsupportedError: With ``lowered``, if an operator between has no gradient.
+        ArgumentError: If ``xs`` or ``y`` are not names of tensors.
+        ModelError: If the model is invalid, if a tensor does not exist or is not floating-point,
+            or if an x depends on another.
+        UnsupportedError: With ``lowered``, if an operator between x and y has no gradient.
 
     Example:
         >>> from models import mlp
@@ -92,12 +93,12 @@ def gradient(
         >>> [value.name for value in model.graph.output]
         ['logits', 'd_logits_d_images']
     """
-    scene = _Scene(model, xs, y)
-    with scene.tape:
-        for each in scene.ys:
-            for x, slope in zip(scene.xs, grad(each, scene.xs), strict=True):
-                scene.put_out(slope, f"d_{each.name}_d_{x.name}")
-    return scene.write(lowered)
+    builder = _Builder(model, xs, y)
+    with builder.tape:
+        for each in builder.ys:
+            for x, slope in zip(builder.xs, grad(each, builder.xs), strict=True):
+                builder.put_out(slope, f"d_{each.name}_d_{x.name}")
+    return builder.write(lowered)
 
 
 @convert.blame_model
@@ -109,15 +110,15 @@ def vjp(
     seeds: int | bool | None = None,
     lowered: bool = False,
 ) -> onnx.ModelProto:
-    """Returns a model that puts out vector-Jacobian products too: reverse mode.
+    """Returns a model that also outputs vector-Jacobian products (reverse mode).
 
     Args:
         model: See `gradient`.
         xs: See `gradient`.
         y: See `gradient`.
-        seeds: How many seeds one run takes, True for any number: the input and the outputs then
-            have a leading axis for them, and all share one forward pass; a run has at least one.
-            By default it is one, without that axis.
+        seeds: The number of seeds per run, or True for any number of at least one. Seeds and
+            products then have a leading axis, and share one forward pass. By default, there is one
+            seed, without that axis.
         lowered: See `gradient`.
 
     Returns:
@@ -125,7 +126,8 @@ def vjp(
         their shapes and dtypes.
 
     Raises:
-        ModelError: See `gradient`; or if ``seeds`` is no positive number.
+        ArgumentError: See `gradient`; or if ``seeds`` is not a positive integer or a boolean.
+        ModelError: See `gradient`.
         UnsupportedError: See `gradient`.
 
     Example:
@@ -135,15 +137,15 @@ def vjp(
         >>> [onnx.helper.printable_value_info(value) for value in ends]
         ['%seed_logits[FLOAT, 3xbatchx2]', '%vjp_images[FLOAT, 3xbatchx4]']
     """
-    scene = _Scene(model, xs, y, seeds)
+    builder = _Builder(model, xs, y, seeds)
 
     def pulled_back(tape: Tape, *seeds: Tensor) -> Sequence[Tensor]:
-        return grad(_dot(tape, scene.ys, seeds, scene.ys), [_on(tape, x) for x in scene.xs])
+        return grad(_dot(tape, builder.ys, seeds, builder.ys), [_on(tape, x) for x in builder.xs])
 
-    with scene.tape:
-        for x, product in zip(scene.xs, scene.for_seeds(scene.ys, pulled_back), strict=True):
-            scene.put_out(product, f"vjp_{x.name}")
-    return scene.write(lowered)
+    with builder.tape:
+        for x, product in zip(builder.xs, builder.for_seeds(builder.ys, pulled_back), strict=True):
+            builder.put_out(product, f"vjp_{x.name}")
+    return builder.write(lowered)
 
 
 @convert.blame_model
@@ -155,11 +157,12 @@ def jvp(
     seeds: int | bool | None = None,
     lowered: bool = False,
 ) -> onnx.ModelProto:
-    """Returns a model that puts out Jacobian-vector products too: what forward mode computes.
+    """Returns a model that also outputs Jacobian-vector products (forward mode).
 
-    A vector-Jacobian product is linear in its vector, and the transpose of that linear map is the
-    map wanted, so it is differentiated once more, by its vector. Nothing of the backward pass is
-    left when that is lowered, but for what the map itself reads.
+    They are computed by reverse mode applied twice: a vector-Jacobian product is linear in its
+    vector, and its transpose, obtained by differentiating with respect to that vector, is the
+    Jacobian-vector product. After lowering, only those parts of the backward pass remain that the
+    product reads.
 
     Args:
         model: See `gradient`.
@@ -173,7 +176,8 @@ def jvp(
         their shapes and dtypes.
 
     Raises:
-        ModelError: See `vjp`.
+        ArgumentError: See `vjp`.
+        ModelError: See `gradient`.
         UnsupportedError: See `gradient`.
 
     Example:
@@ -182,17 +186,19 @@ def jvp(
         >>> [value.name for value in (*model.graph.input, *model.graph.output)]
         ['images', 'seed_images', 'logits', 'jvp_logits']
     """
-    scene = _Scene(model, xs, y, seeds)
-    with scene.tape:
-        vectors = [op.Identity(zeros_like(each)).with_shape_of(each) for each in scene.ys]
-        products = grad(_dot(scene.tape, scene.ys, vectors, scene.ys), scene.xs)
+    builder = _Builder(model, xs, y, seeds)
+    with builder.tape:
+        vectors = [op.Identity(zeros_like(each)).with_shape_of(each) for each in builder.ys]
+        products = grad(_dot(builder.tape, builder.ys, vectors, builder.ys), builder.xs)
 
         def pushed_forward(tape: Tape, *seeds: Tensor) -> Sequence[Tensor]:
-            return grad(_dot(tape, products, seeds, scene.xs), [_on(tape, v) for v in vectors])
+            return grad(_dot(tape, products, seeds, builder.xs), [_on(tape, v) for v in vectors])
 
-        for each, product in zip(scene.ys, scene.for_seeds(scene.xs, pushed_forward), strict=True):
-            scene.put_out(product, f"jvp_{each.name}")
-    return scene.write(lowered)
+        for each, product in zip(
+            builder.ys, builder.for_seeds(builder.xs, pushed_forward), strict=True
+        ):
+            builder.put_out(product, f"jvp_{each.name}")
+    return builder.write(lowered)
 
 
 @convert.blame_model
@@ -204,12 +210,12 @@ def hvp(
     seeds: int | bool | None = None,
     lowered: bool = False,
 ) -> onnx.ModelProto:
-    """Returns a model that puts out products of a Hessian and vectors too.
+    """Returns a model that also outputs Hessian-vector products.
 
     Args:
         model: See `gradient`.
         xs: See `gradient`.
-        y: See `gradient`. The Hessian is that of their sum, by all xs together.
+        y: See `gradient`. The Hessian of the sum of all ys with respect to all xs is used.
         seeds: See `vjp`.
         lowered: See `gradient`.
 
@@ -218,7 +224,8 @@ def hvp(
         and dtype.
 
     Raises:
-        ModelError: See `vjp`.
+        ArgumentError: See `vjp`.
+        ModelError: See `gradient`.
         UnsupportedError: See `gradient`.
 
     Example:
@@ -227,16 +234,16 @@ def hvp(
         >>> [value.name for value in (*model.graph.input, *model.graph.output)]
         ['images', 'seed_images', 'logits', 'hvp_images']
     """
-    scene = _Scene(model, xs, y, seeds)
-    with scene.tape:
-        slopes = grad(_total([each.sum() for each in scene.ys]), scene.xs)
+    builder = _Builder(model, xs, y, seeds)
+    with builder.tape:
+        slopes = grad(_total([each.sum() for each in builder.ys]), builder.xs)
 
         def product(tape: Tape, *seeds: Tensor) -> Sequence[Tensor]:
-            return grad(_dot(tape, slopes, seeds, scene.xs), [_on(tape, x) for x in scene.xs])
+            return grad(_dot(tape, slopes, seeds, builder.xs), [_on(tape, x) for x in builder.xs])
 
-        for x, result in zip(scene.xs, scene.for_seeds(scene.xs, product), strict=True):
-            scene.put_out(result, f"hvp_{x.name}")
-    return scene.write(lowered)
+        for x, result in zip(builder.xs, builder.for_seeds(builder.xs, product), strict=True):
+            builder.put_out(result, f"hvp_{x.name}")
+    return builder.write(lowered)
 
 
 @convert.blame_model
@@ -247,10 +254,10 @@ def jacobian(
     y: str | Sequence[str] | None = None,
     lowered: bool = False,
 ) -> onnx.ModelProto:
-    """Returns a model that puts out the Jacobian of an output too.
+    """Returns a model that also outputs the Jacobian of an output.
 
-    It has a row for each element of y, of which there is at least one: as many backward passes,
-    which share one forward pass. The Jacobian of `gradient` is the Hessian.
+    It runs one backward pass for each element of y, which must not be empty; all of them share one
+    forward pass. The Jacobian of a `gradient` is the Hessian.
 
     Args:
         model: See `gradient`.
@@ -262,6 +269,7 @@ def jacobian(
         A new model with an output ``d_<y>_d_<x>`` for each y and x, of shape y.shape + x.shape.
 
     Raises:
+        ArgumentError: See `gradient`.
         ModelError: See `gradient`.
         UnsupportedError: See `gradient`.
 
@@ -271,16 +279,18 @@ def jacobian(
         >>> onnx.helper.printable_value_info(model.graph.output[-1])
         '%d_logits_d_images[FLOAT, batchx2xbatchx4]'
     """
-    scene = _Scene(model, xs, y)
-    with scene.tape:
-        for each in scene.ys:
-            for x, result in zip(scene.xs, _jacobians(scene.tape, each, scene.xs), strict=True):
-                scene.put_out(result, f"d_{each.name}_d_{x.name}")
-    return scene.write(lowered)
+    builder = _Builder(model, xs, y)
+    with builder.tape:
+        for each in builder.ys:
+            for x, result in zip(
+                builder.xs, _jacobians(builder.tape, each, builder.xs), strict=True
+            ):
+                builder.put_out(result, f"d_{each.name}_d_{x.name}")
+    return builder.write(lowered)
 
 
 def _jacobians(tape: Tape, y: Tensor, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns the Jacobians of y by each x: the gradients of all its elements."""
+    """Returns the Jacobians of y with respect to each x: the gradients of all elements of y."""
     if y.shape == ():
         return grad(y, xs)
     elements = op.Reshape(y, [-1])
@@ -300,8 +310,8 @@ def _jacobians(tape: Tape, y: Tensor, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     return results
 
 
-class _Scene:
-    """A model that derivatives are added to.
+class _Builder:
+    """Adds derivatives to a model.
 
     Args:
         model: See `gradient`.
@@ -310,9 +320,9 @@ class _Scene:
         seeds: See `vjp`.
 
     Attributes:
-        tape: Where nodes go.
-        xs: The tensors that are differentiated with respect to.
-        ys: The tensors that are differentiated.
+        tape: The tape for new nodes.
+        xs: The tensors to differentiate with respect to.
+        ys: The tensors to differentiate.
     """
 
     def __init__(
@@ -324,12 +334,8 @@ class _Scene:
     ) -> None:
         if seeds is False:
             seeds = None
-        if seeds is not None and (not isinstance(seeds, int | np.integer) or seeds < 1):
-            raise ModelError(
-                f"seeds is {seeds!r}; a number from 1 on is accepted, True for any number of "
-                "seeds, None for one without an axis"
-            )
-        self._seeds = seeds if seeds is None or seeds is True else int(seeds)
+        what = "seeds (a number, True or None)"
+        self._seeds = seeds if seeds is None or seeds is True else whole_number(what, seeds, 1)
         self._proto, folder = convert.load(model)
         self._model = normalize(convert.to_ir(self._proto, folder))
         infer_types(self._model)
@@ -342,11 +348,11 @@ class _Scene:
         self.xs = [self.tape.tensor(value) for value in self._xs(xs)]
 
     def put_out(self, tensor: Tensor, name: str) -> None:
-        """Makes a tensor an output, under the name or one with a number behind it."""
+        """Makes a tensor an output, with a numeric suffix if the name is already used."""
         self.tape.output(tensor, name)
 
     def for_seeds(self, likes: Sequence[Tensor], formula: Formula) -> Sequence[Tensor]:
-        """Returns derivatives for seeds, which become inputs, each with the shape of a tensor."""
+        """Adds a seed input for each tensor, and returns the derivatives for these seeds."""
         axis: list[Dim] = []
         if self._seeds is True:
             axis = [self._symbol()]
@@ -370,12 +376,12 @@ class _Scene:
             for entry in list(result.opset_import):
                 if entry.domain == BOUND_DOMAIN:
                     result.opset_import.remove(entry)
-        for info in self._proto.training_info:  # one by one: `extend` takes none of 2 GB
+        for info in self._proto.training_info:  # one by one: `extend` fails for messages of 2 GB
             result.training_info.add().CopyFrom(info)
         return result
 
     def _symbol(self) -> str:
-        """Returns a symbol that no size of the model has."""
+        """Returns a name for a symbolic dimension that the model does not use."""
         taken = Names()
         for value in (*self.tape.graph.inputs, *(each.value for each in (*self.xs, *self.ys))):
             for dim in value.shape or ():
@@ -390,8 +396,8 @@ class _Scene:
         if value is None:
             listed = ", ".join(f"'{v.name}' ({v.type or 'unknown'})" for v in graph.outputs)
             raise ModelError(
-                f"y: the model has no floating-point output, but {listed}; name another tensor "
-                "in y="
+                f"y: the model has no floating-point output, only {listed}; pass the name of "
+                "another tensor as y="
             )
         return [self._checked("y", value)]
 
@@ -404,8 +410,8 @@ class _Scene:
         if not found:
             listed = ", ".join(f"'{v.name}' ({v.type or 'unknown'})" for v in inputs) or "none"
             raise ModelError(
-                f"xs: the model has no floating-point input, but {listed}; name other tensors in "
-                "xs=, such as what an embedding puts out"
+                f"xs: the model has no floating-point input, only {listed}; pass names of other "
+                "tensors as xs=, for example the output of an embedding"
             )
         return found
 
@@ -416,23 +422,23 @@ class _Scene:
         values += [value for node in graph for value in node.outputs]
         known = {value.name: value for value in values if value.name}
         if not isinstance(names, Iterable):
-            raise ModelError(f"{role} is {names!r}; names of tensors are accepted")
+            raise ArgumentError(f"{role} must be one or more names of tensors, got {names!r}")
         named = [names] if isinstance(names, str) else list(names)
         if not named:
-            raise ModelError(f"{role} is empty; name at least one tensor, or leave it out")
+            raise ArgumentError(f"{role} is empty; name at least one tensor, or omit {role}")
         for name in named:
             if not isinstance(name, str):
-                raise ModelError(f"{role}: {name!r} is no string; names of tensors are accepted")
+                raise ArgumentError(f"{role} must be one or more names of tensors, got {name!r}")
             if name not in known:
                 raise ModelError(
                     f"{role}: the main graph has no tensor '{name}'; {did_you_mean(name, known)}"
                 )
             if named.count(name) > 1:
-                raise ModelError(f"{role}: '{name}' is named twice; name it once")
+                raise ArgumentError(f"{role}: '{name}' is listed twice; list it once")
         return [self._checked(role, known[name]) for name in named]
 
     def _checked(self, role: str, value: ir.Value) -> ir.Value:
-        """Returns a tensor that has a derivative."""
+        """Returns a tensor, if it is floating-point."""
         kind = value.type
         if kind is None:
             raise ModelError(
@@ -440,21 +446,20 @@ class _Scene:
             )
         if not isinstance(kind, ir.TensorType) or not is_float(value):
             raise ModelError(
-                f"{role}: tensor '{value.name}' is of type {kind}; a floating-point tensor is "
-                "accepted"
+                f"{role}: tensor '{value.name}' must be a floating-point tensor, got type {kind}"
             )
         return value
 
 
 def _on(tape: Tape, tensor: Tensor) -> Tensor:
-    """Returns a tensor as nodes on a tape, which may be of a graph inside, read it."""
+    """Returns a tensor for use on a tape, which may belong to a subgraph."""
     return tape.tensor(tensor.value)
 
 
 def _dot(
     tape: Tape, tensors: Sequence[Tensor], weights: Sequence[Tensor], likes: Sequence[Tensor]
 ) -> Tensor:
-    """Returns Σ tensors · weights, a number; both have the shapes of ``likes``."""
+    """Returns the scalar Σ tensors · weights; both have the shapes of ``likes``."""
     terms = [
         (_on(tape, tensor) * of_shape(weight, _on(tape, like))).sum()
         for tensor, weight, like in zip(tensors, weights, likes, strict=True)
@@ -463,22 +468,22 @@ def _dot(
 
 
 def _total(numbers: Sequence[Tensor]) -> Tensor:
-    """Returns the sum of scalars, which may be of several types."""
+    """Returns the sum of scalars, which may have different types."""
     first = numbers[0]
     return functools.reduce(operator.add, [number.astype(first.dtype) for number in numbers])
 
 
 def _for_each(tape: Tape, sequences: Sequence[Tensor], formula: Formula) -> Sequence[Tensor]:
-    """Emits a Scan: what a formula makes of each slice of some tensors, along their first axis.
+    """Emits a Scan that applies a formula to each slice of some tensors along the first axis.
 
     Args:
-        tape: Where the node goes.
+        tape: The tape for the node.
         sequences: The tensors, of equal length.
-        formula: Takes the tape of the body and a slice of each; what else it reads comes from
-            outside, computed once.
+        formula: A function of the tape of the body and a slice of each tensor. Other tensors that
+            it reads come from the outer graph and are computed once.
 
     Returns:
-        Its results, each with a leading axis.
+        The results, each with a leading axis.
     """
     imports = dict(tape.graph.opset_imports)
     body = Tape(ir.Graph([], [], nodes=[], opset_imports=imports, name="each"), names=tape.names)

@@ -5,32 +5,33 @@ ortops.distributed.join(session)``, and is started by MPI::
 
     mpiexec -n 2 python -m mpi4py train.py
 
-``-m mpi4py`` ends all processes when one of them fails. Each process, which MPI calls a rank, runs
-the same script, holds all variables, and computes gradients of its rows; these are added up, and
-each rank makes the same update of them.
+``-m mpi4py`` ends all processes at once when one of them fails. Each process, which MPI calls a
+rank, runs the same script, holds all variables, and computes gradients of its rows; these are added
+up, and each rank makes the same update of them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import itertools
 import logging
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 
-from ortops.errors import FeedError, ModelError, OrtopsError, UnsupportedError
+from ortops.arguments import number
+from ortops.errors import ArgumentError, FeedError, ModelError, OrtopsError, UnsupportedError
 from ortops.graph import external
+from ortops.mpi import MPI
 from ortops.training.data import rows
 from ortops.training.feeds import Checked
-from ortops.training.fitting import Way
-from ortops.training.gradients import Accumulation, Gradients, Summand
+from ortops.training.fitting import Shared, Way
+from ortops.training.gradients import Accumulation, Gradients
 from ortops.training.position import POSITION_KEY
 from ortops.training.session import TrainingSession
 
@@ -40,7 +41,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 logger = logging.getLogger("ortops")
 
-_ENDS = ("stopped", "SIGINT", "SIGTERM")
+_ENDS = ("stopped", "SIGINT", "SIGTERM", "SIGHUP")
 
 
 class Communicator(Protocol):
@@ -82,7 +83,12 @@ class Communicator(Protocol):
         """
 
 
-def join(session: TrainingSession, communicator: Communicator | None = None) -> JoinedSession:
+def join(
+    session: TrainingSession,
+    communicator: Communicator | None = None,
+    *,
+    timeout: float | None = None,
+) -> JoinedSession:
     """Joins the sessions of several processes to one that trains on the batches of all.
 
     All ranks call it with a session of the same model, and go on with what it returns: the same
@@ -93,11 +99,13 @@ def join(session: TrainingSession, communicator: Communicator | None = None) -> 
         session: The session.
         communicator: What the ranks talk through; all processes of MPI by default, which needs
             mpi4py and an MPI (``pip install ortops[distributed]`` has one).
+        timeout: How many seconds a rank waits for the others in MPI before it raises an
+            OrtopsError; None for as long as it takes. Another communicator has a limit of its own.
 
     Raises:
         ModelError: If ranks have different models, or are at different points of `fit`.
-        OrtopsError: If mpi4py is needed and not installed, the session is joined already, or the
-            communicator is none.
+        OrtopsError: If mpi4py is needed and not installed, the session is joined already, or an
+            argument is not accepted.
         UnsupportedError: If there are several ranks and the algorithm has no gradients (see
             `ortops.TrainingSession.gradients`).
 
@@ -111,7 +119,13 @@ def join(session: TrainingSession, communicator: Communicator | None = None) -> 
         raise OrtopsError(f"join: {session!r:.80} was given; a TrainingSession is accepted")
     if isinstance(session, JoinedSession):
         raise OrtopsError("join: the session is joined already; join each one once")
-    return JoinedSession(session, _MPI() if communicator is None else communicator)
+    if timeout is not None:
+        timeout = number("join: timeout", timeout, above=0)
+        if communicator is not None:
+            raise ArgumentError(
+                "join: timeout is for MPI; set it in the communicator that is given"
+            )
+    return JoinedSession(session, MPI(timeout) if communicator is None else communicator)
 
 
 class JoinedSession(TrainingSession):
@@ -131,8 +145,10 @@ class JoinedSession(TrainingSession):
     - Dropout draws differently in each rank.
     - Only rank 0 writes with `save`, shows progress, and calls callbacks that write or save. All
       other callbacks, `evaluate` and `predict` run in each rank, on all the data.
-    - A rank that gets SIGINT or SIGTERM in `fit` ends it in all of them, after the same step, and
-      none leaves `fit` before rank 0 has written.
+    - A rank that gets SIGINT, SIGTERM or SIGHUP in `fit` ends it in all of them, after the same
+      step, and none leaves `fit` before rank 0 has written.
+    - All ranks make the same calls, as often. One that waits in MPI for a rank that has ended, or
+      longer than ``timeout``, raises an OrtopsError; its session stands at a whole step.
     - All raise an error where ranks differ in what was set since the last step (in `state`,
       `parameters` or `learning_rate`), in arguments of `fit` that say which rows a step sees, or
       in the rows of a batch. Other values of the first batch of a `fit` are said in a warning.
@@ -162,7 +178,6 @@ class JoinedSession(TrainingSession):
             )
         self.__dict__ = session.__dict__  # the same memory and the same lock
         session.__class__ = JoinedSession  # what still has it trains together, too
-        self._wait_at_exit()
         self._communicator = communicator
         self._size = size
         self._warned = False
@@ -288,17 +303,25 @@ class JoinedSession(TrainingSession):
             gradients: Those of the part, changed in place.
             count: How many rows of the batch are in the part; with 0 the gradients do not count.
         """
-        for name in gradients.statistics:
+        if not count:
+            self._clear(gradients, None)
+        exact = not self._differs(gradients)
+        self._add_up(Accumulation(gradients, exact=exact, shared=True), count)
+
+    def _add_up(self, total: Accumulation, count: int) -> Gradients:
+        """Returns the gradients of a batch.
+
+        Args:
+            total: Those of this rank's parts.
+            count: How many rows of the batch are in them.
+        """
+        statistics = total.statistics
+        for name in statistics:
             if name not in self._execution.variables:
                 raise UnsupportedError(
                     f"join: the update reads '{name}' of the batch, of which each rank has another "
                     "part; train it in one process, or let the update read gradients only"
                 )
-        if not count:
-            gradients.count = 0.0
-            gradients.summands = [_without_rows(each) for each in gradients.summands]
-        total = Accumulation(gradients, exact=not self._differs(gradients))
-        statistics = gradients.statistics
         carried = [array.astype(np.float64).ravel() * count for array in statistics.values()]
         if not count:
             carried = [np.zeros_like(array) for array in carried]  # and no NaN of it
@@ -312,7 +335,15 @@ class JoinedSession(TrainingSession):
             mean = np.rint(mean) if array.dtype.kind in "iub" else mean
             statistics[name] = mean.astype(array.dtype)
             begin += array.size
-        total.result()
+        return total.result()
+
+    def _clear(self, gradients: Gradients, after: Gradients | None) -> None:
+        """Makes gradients count as nothing: of a row that only stands in for a part of none."""
+        gradients.count = 0.0
+        gradients.summands = [replace(s, value=0.0, count=0.0) for s in gradients.summands]
+        before = self.state if after is None else after.statistics
+        statistics = gradients.statistics
+        statistics |= {name: before[name] for name in statistics if name in before}
 
     def _differs(self, gradients: Gradients) -> bool:
         """Whether the step differs from one of the joined batch, which rank 0 says once."""
@@ -372,18 +403,9 @@ class JoinedSession(TrainingSession):
         outputs: Sequence[str] | None,
         after: Gradients | None,
     ) -> Gradients:
-        return self._gradients_of(feeds, rows(feeds), outputs, after)
-
-    def _gradients_of(
-        self,
-        feeds: Mapping[str, Array],
-        count: int,
-        outputs: Sequence[str] | None,
-        after: Gradients | None,
-    ) -> Gradients:
         found = super()._gradients(feeds, outputs, after)
         if self._size > 1:
-            self._all_reduce(found, count)
+            self._all_reduce(found, rows(feeds))
         return found
 
     def _several_steps(self, feeds: Mapping[str, Array], count: int) -> Array:
@@ -406,13 +428,26 @@ class JoinedSession(TrainingSession):
         ) -> object:
             return self._step_of(*self._part(batch), outputs, note)
 
+        count = 0  # rows of this rank since the last update
+
         def gradients(
             feeds: Mapping[str, Array], *, outputs: Sequence[str], after: Gradients | None
         ) -> Gradients:
-            return self._gradients_of(*self._part(feeds), outputs, after)
+            nonlocal count
+            part, size = self._part(feeds)
+            found = TrainingSession._gradients(self, part, outputs, after)
+            if not size:
+                self._clear(found, after)
+            count = size if after is None else count + size
+            return found
+
+        def add_up(total: Accumulation) -> Gradients:
+            self._differs(total.gradients)
+            return self._add_up(total, count)
 
         self._compared = False
-        return Way(step, gradients, leads=not self._rank, agree=self._agree, same=self._same)
+        shared = Shared(self._agree, self._same, add_up)
+        return Way(step, gradients, self._counts(), leads=not self._rank, shared=shared)
 
     def _same(self, what: str, found: object) -> None:
         """Refuses what is not the same in all ranks."""
@@ -476,16 +511,17 @@ class JoinedSession(TrainingSession):
         taken = {name: batch[name][part] if name in sampled else batch[name] for name in batch}
         return Checked(taken, batch.by), end - begin
 
-    def _agree(self, ends: tuple[str, str]) -> tuple[str, str]:
-        """Returns whether the training ends in any rank, and by which signal."""
-        stopped, signal = ends
-        found = np.array([bool(stopped), *(signal == each for each in _ENDS[1:])], np.float64)
-        found = np.concatenate([found, self._mark_of_assigned()])
-        self._communicator.sum(found)
-        found, mark = found[: len(_ENDS)], found[len(_ENDS) :]
-        self._check_assigned(mark)
-        others = next((n for n, f in zip(_ENDS[1:], found[1:], strict=True) if f), "")
-        return stopped or ("another rank has stopped" if found[0] else ""), signal or others
+    def _agree(self, stopped: str, signal: str, found: object) -> tuple[str, str, bool]:
+        """See `ortops.training.fitting.Shared`."""
+        ends = np.array([bool(stopped), *(signal == each for each in _ENDS[1:])], np.float64)
+        marks = [_mark(_digest(found)), self._mark_of_assigned()]
+        sums = np.concatenate([ends, *marks])
+        self._communicator.sum(sums)
+        ends, mark, assigned = np.split(sums, [len(_ENDS), len(_ENDS) + marks[0].size])
+        self._check_assigned(assigned)
+        others = next((n for n, e in zip(_ENDS[1:], ends[1:], strict=True) if e), "")
+        stopped = stopped or ("another rank has stopped" if ends[0] else "")
+        return stopped, signal or others, _is_of_all(mark, self._size)
 
     def _write(self, path: str | os.PathLike[str]) -> None:
         if not self._rank:
@@ -516,34 +552,3 @@ def _is_of_all(mark: Array, size: int) -> bool:
     """Whether all ranks have the same digest, by the sum of what `_mark` returned."""
     words, squares = mark[:5], mark[5:]
     return bool((words * words == size * squares).all())
-
-
-def _without_rows(summand: Summand) -> Summand:
-    return Summand(summand.name, 0.0, summand.weight, 0.0, summand.is_sum, summand.couples_rows)
-
-
-class _MPI:
-    """All processes of MPI, through mpi4py."""
-
-    def __init__(self) -> None:
-        try:
-            self._module = importlib.import_module("mpi4py.MPI")
-        except ImportError as error:
-            raise OrtopsError(
-                f"join: mpi4py cannot be imported ({error}); pip install ortops[distributed], or "
-                "give a communicator"
-            ) from error
-        self._world = self._module.COMM_WORLD
-        self.rank, self.size = int(self._world.rank), int(self._world.size)
-        if self.size > 1 and "mpi4py.run" not in sys.modules:
-            logger.warning(
-                "join: the program was not started by `python -m mpi4py`, so that the other ranks "
-                "wait forever when one fails; use mpiexec -n %d python -m mpi4py …",
-                self.size,
-            )
-
-    def sum(self, array: Array) -> None:
-        self._world.Allreduce(self._module.IN_PLACE, array)
-
-    def broadcast(self, array: Array) -> None:
-        self._world.Bcast(array)

@@ -1,7 +1,8 @@
 """The exceptions that ortops raises.
 
-Every message has the form ``<op> node '<name>': <what is wrong, with the value>; <what is accepted
-or how to fix it>``. A node without a name goes by its first output.
+Every message says what is wrong, with the value, and what to do about it: ``epochs must be an
+integer >= 1, got 0``, ``Conv node 'c1': no gradient for auto_pad='SAME_UPPER' with dynamic sizes;
+export with explicit pads``. A node without a name is called by its first output.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "ArgumentError",
     "DivergedError",
     "FeedError",
     "KernelError",
@@ -35,15 +37,31 @@ class OrtopsError(Exception):
     """
 
 
+class ArgumentError(OrtopsError, ValueError):
+    """An argument is wrong whatever the model is.
+
+    Example:
+        >>> from ortops.arguments import whole_number
+        >>> try:
+        ...     whole_number("epochs", 0, minimum=1)
+        ... except ValueError as error:
+        ...     print(f"{type(error).__name__}: {error}")
+        ArgumentError: epochs must be an integer >= 1, got 0
+    """
+
+
 class ModelError(OrtopsError, ValueError):
     """The model, or what was asked of it, is not legal.
 
     Example:
         >>> import ortops
-        >>> ortops.optimizers.Adam(learning_rate=-1.0)
+        >>> from onnx.parser import parse_model
+        >>> model = parse_model('<ir_version: 10, opset_import: ["": 21]> '
+        ...     "m (float[2] x) => (float[2] y) { y = Relu (x) }")
+        >>> ortops.derivatives.gradient(model, xs="z")
         Traceback (most recent call last):
         ...
-        ortops.errors.ModelError: optimizer Adam: learning_rate is -1.0; a number >= 0 is accepted
+        ortops.errors.ModelError: xs: the main graph has no tensor 'z'; known names: 'x', 'y'
     """
 
 

@@ -1,7 +1,7 @@
-"""Python's collector of cyclic garbage, which waits while graphs are made.
+"""Pausing Python's cyclic garbage collector while graphs are built.
 
-Graphs are hundreds of thousands of objects that stay. The collector looks at all of them again and
-again as their number grows, which takes a sixth of the time.
+Graphs consist of hundreds of thousands of long-lived objects. The collector would traverse all of
+them repeatedly as their number grows, which takes a sixth of the time.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ __all__ = ["collection_put_off"]
 
 @contextlib.contextmanager
 def collection_put_off() -> Iterator[None]:
-    """Puts collection off, for all threads, and lets it go on as it did before.
+    """Pauses garbage collection in all threads, and restores its previous state afterwards.
 
-    Of several that overlap, the first that ends may turn it on again for the others.
+    If several such blocks overlap, the first to end may re-enable collection for the others.
     """
     enabled = gc.isenabled()
     try:

@@ -1,4 +1,4 @@
-"""InferenceSession: an onnxruntime session that runs the training domain too."""
+"""InferenceSession: an onnxruntime session that also runs the training domain."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ import onnx
 import onnxruntime
 
 from ortops import custom_ops
-from ortops.errors import KernelError, ModelError, OrtopsError, UnsupportedError, is_raised_by
-from ortops.graph import convert, external
-from ortops.graph.convert import ModelLike
-from ortops.graph.edit import all_nodes
-from ortops.lowering import has_domain, lower_ir, takes_python_kernel
-from ortops.uninterrupted import run_uninterrupted
+from ortops.arguments import choice
+from ortops.errors import KernelError, ModelError, UnsupportedError, is_raised_by
+from ortops.graph.loading import ModelLike, blame_model, is_file, load
+from ortops.graph.messages import has_domain
+from ortops.uninterrupted import finished_at_exit, run_uninterrupted
 
 __all__ = ["InferenceSession", "Kernels", "lend", "open_lowered"]
 
 Kernels: TypeAlias = Literal["python", "onnx"]
-"""Whether optimizer nodes run as Python custom ops or as standard operators."""
+"""How optimizer nodes run: as Python custom ops, or as standard operators."""
 
 _alive: weakref.WeakSet[InferenceSession] = weakref.WeakSet()
 
 
 def _keep_forever() -> None:
-    """Lets a forked child never free the sessions of its parent.
+    """Prevents a forked child from freeing the sessions of its parent.
 
-    onnxruntime would wait for the end of their threads, which the child does not have.
+    onnxruntime would wait for their threads, which do not exist in the child.
     """
     for session in _alive:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(session._sess))
@@ -52,24 +51,26 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     """An `onnxruntime.InferenceSession` that runs models with nodes of the training domain.
 
     Gradient nodes run as standard operators. Adagrad, Adam and Momentum nodes run as Python custom
-    ops or as standard operators, with equal numbers up to rounding; those that a custom op cannot
-    take (attributes with more than 6 digits) always run as standard operators. A model without
-    such nodes is passed to onnxruntime as it is.
+    ops or as standard operators; the results are equal up to rounding. Nodes with attributes of
+    more than 6 significant digits always run as standard operators, because custom ops do not
+    support them. A model without such nodes is passed to onnxruntime unchanged.
 
     Args:
-        path_or_bytes: A path, bytes, or a ModelProto, which may be of more than 2 GB; not changed.
-        sess_options: As for onnxruntime. The library of Python custom ops is registered
-            on it where it is needed.
-        providers: As for onnxruntime; the CPU by default.
+        path_or_bytes: A path, bytes, or a ModelProto, which may exceed 2 GB; it is not modified.
+        sess_options: As for onnxruntime. The library of Python custom ops is registered on them if
+            it is needed.
+        providers: As for onnxruntime; by default, the CPU.
         provider_options: As for onnxruntime.
         kernels: ``"python"`` or ``"onnx"``, for optimizer nodes.
         **kwargs: As for onnxruntime.
 
     Raises:
-        ModelError: If the model, or a node of the domain in it, is not legal, or it is a ModelProto
-            of 2 GB or more and ``sess_options`` are given, which cannot refer to its data.
-        KernelError: If other code has registered Python kernels for the domain, or
-            onnxruntime-extensions' library on the same ``sess_options``.
+        ArgumentError: If ``kernels`` is neither.
+        ModelError: If the model, or a node of the domain in it, is invalid; or if it is a
+            ModelProto of 2 GB or more and ``sess_options`` are given, which cannot refer to its
+            data.
+        KernelError: If other code has registered Python kernels for the domain, or the library of
+            onnxruntime-extensions on the same ``sess_options``.
         UnsupportedError: If an operator that a gradient passes through has no rule.
 
     Example:
@@ -82,7 +83,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         [array([2., 6.], dtype=float32)]
     """
 
-    @convert.blame_model
+    @blame_model
+    @finished_at_exit
     def __init__(
         self,
         path_or_bytes: ModelLike,
@@ -93,37 +95,51 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         kernels: Kernels = "python",
         **kwargs: Any,
     ) -> None:
-        if kernels not in ("python", "onnx"):
-            raise OrtopsError(f"kernels is {kernels!r}; 'python' and 'onnx' are accepted")
-        proto, folder = convert.load(path_or_bytes)
+        choice("kernels", kernels, ("python", "onnx"))
+        proto, folder = load(path_or_bytes)
         self._kernel_nodes: dict[str, list[str]] = {}
         self._kernels_on_other_threads = False
         arrays: dict[str, npt.NDArray[Any]] = {}
         source: str | bytes
         if has_domain(proto):
-            keep = takes_python_kernel if kernels == "python" else None
-            in_memory = lower_ir(convert.to_ir(proto, folder), keep=keep)
-            for node in all_nodes(in_memory.graph):
-                if node.domain == custom_ops.DOMAIN:
-                    self._kernel_nodes.setdefault(node.op_type, []).append(node.name or "")
-            lowered, arrays = external.move_out(in_memory)
+            lowered, arrays = self._lower(proto, folder, kernels)
             if has_domain(lowered):
                 sess_options = sess_options or onnxruntime.SessionOptions()
                 custom_ops.register_custom_ops(sess_options)
                 parallel = onnxruntime.ExecutionMode.ORT_PARALLEL
                 self._kernels_on_other_threads = sess_options.execution_mode == parallel
-            if not any(tensor.external_data for tensor in lowered.graph.initializer):
-                folder = None
-            source = external.serialize(lowered)
-        elif isinstance(path_or_bytes, str | os.PathLike):
+            folder = folder if _has_external_data(lowered) else None
+            source = _message(lowered)
+        elif isinstance(path_or_bytes, str | os.PathLike) and is_file(path_or_bytes):
             source, folder = os.fspath(path_or_bytes), None
-        elif external.data_size(proto) <= external.MESSAGE_LIMIT:
-            source = external.serialize(proto)
+        elif isinstance(path_or_bytes, bytes | bytearray | memoryview):
+            source = bytes(path_or_bytes)
         else:
-            light, arrays = external.move_out(convert.to_ir(proto))
-            source = external.serialize(light)
+            folder = folder if _has_external_data(proto) else None
+            source, arrays = _serialized(proto)
         self._open(source, sess_options, folder, arrays, providers, provider_options, **kwargs)
 
+    def _lower(
+        self, proto: onnx.ModelProto, folder: Path | None, kernels: Kernels
+    ) -> tuple[onnx.ModelProto, dict[str, npt.NDArray[Any]]]:
+        """Lowers a model, and notes which nodes have Python kernels.
+
+        Returns:
+            The model, and external initializers in memory.
+        """
+        # Not imported for a model that has no such nodes: onnx-ir takes longer than the rest.
+        from ortops.graph import convert, external
+        from ortops.graph.edit import all_nodes
+        from ortops.lowering import lower_ir, takes_python_kernel
+
+        keep = takes_python_kernel if kernels == "python" else None
+        lowered = lower_ir(convert.to_ir(proto, folder), keep=keep)
+        for node in all_nodes(lowered.graph):
+            if node.domain == custom_ops.DOMAIN:
+                self._kernel_nodes.setdefault(node.op_type, []).append(node.name or "")
+        return external.move_out(lowered)
+
+    @finished_at_exit
     def _open(
         self,
         source: str | bytes,
@@ -133,32 +149,33 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         *arguments: Any,
         **kwargs: Any,
     ) -> None:
-        """Opens the session of onnxruntime; what that raises becomes an error of ours."""
+        """Opens the onnxruntime session, and converts its exceptions to those of ortops."""
         self._folder = folder
         with _options_for(sess_options, folder, arrays) as self._options:
             try:
                 super().__init__(source, self._options, *arguments, **kwargs)
-            except Exception as error:  # onnxruntime's classes have no common base of their own
+            except Exception as error:  # onnxruntime's exceptions have no common base class
                 if not is_raised_by(error, "onnxruntime", "ortops"):
                     raise
                 if _CONFLICT in str(error):
                     raise KernelError(
-                        "sess_options: onnxruntime-extensions' library is registered on them "
-                        "already, and ortops registers it with its kernels; leave the first "
-                        'registration out, or give kernels="onnx"'
+                        "sess_options: the library of onnxruntime-extensions is already registered "
+                        "on them, but ortops must register it with its own kernels; remove that "
+                        'registration, or use kernels="onnx"'
                     ) from error
                 if "support for domain ai.onnx is till opset" in str(error):
                     raise UnsupportedError(
-                        f"model: {str(error).strip()} It needs a newer onnxruntime, and "
-                        f"{onnxruntime.__version__} is installed; upgrade it, or convert the model "
-                        "down with onnx.version_converter"
+                        f"model: {str(error).strip()} It needs a newer version than onnxruntime "
+                        f"{onnxruntime.__version__}; upgrade onnxruntime, or convert the model to "
+                        "an older opset with onnx.version_converter"
                     ) from error
                 raise UnsupportedError(
                     f"onnxruntime: {str(error).strip()}; change the type of that node's tensors, "
-                    "or choose other providers"
+                    "or use other providers"
                 ) from error
         _alive.add(self)
 
+    @finished_at_exit
     def set_providers(self, *args: Any, **kwargs: Any) -> None:
         """As `onnxruntime.InferenceSession.set_providers`."""
         with _options_for(self._options, self._folder, {}):
@@ -198,13 +215,13 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
     ) -> Any:
         """As `onnxruntime.InferenceSession.run_async`.
 
-        Where a Python kernel failed, the callback gets the message as its error, and no results.
+        If a Python kernel fails, the callback is called with the error message and no results.
         """
         if not self._kernel_nodes:
             return super().run_async(output_names, input_feed, callback, user_data, run_options)
         recorder = custom_ops.ErrorRecorder(self._kernel_nodes, anywhere=True)
 
-        held = [input_feed]  # onnxruntime does not keep the arrays of a run that it has begun
+        held = [input_feed]  # onnxruntime does not keep the arrays of a pending run alive
 
         def checked(results: Any, data: Any, message: str) -> None:
             held.clear()
@@ -221,6 +238,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             recorder.finish()
             raise
 
+    @finished_at_exit
     def _guarded(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -228,8 +246,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             return run(*args, **kwargs)
         if sys.is_finalizing():
             raise KernelError(
-                "session: Python kernels cannot run at the very exit of the interpreter; run it "
-                'before, for example in a function of atexit, or give kernels="onnx"'
+                "session: Python kernels cannot run during interpreter shutdown; run the session "
+                'earlier, for example in an atexit handler, or use kernels="onnx"'
             )
         anywhere = self._kernels_on_other_threads
 
@@ -237,7 +255,27 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             with custom_ops.errors_of_run(self._kernel_nodes, anywhere=anywhere):
                 return run(*args, **kwargs)
 
-        return run_uninterrupted(guarded)  # what a handler raised in a kernel would end the process
+        return run_uninterrupted(guarded)  # an exception from a signal handler would be fatal
+
+
+def _serialized(proto: onnx.ModelProto) -> tuple[bytes, dict[str, npt.NDArray[Any]]]:
+    """Returns the bytes of a model, and the arrays that exceed their size limit, by name."""
+    from ortops.graph import convert, external
+
+    if external.data_size(proto) <= external.MESSAGE_LIMIT:
+        return external.serialize(proto), {}
+    light, arrays = external.move_out(convert.to_ir(proto))
+    return external.serialize(light), arrays
+
+
+def _message(proto: onnx.ModelProto) -> bytes:
+    from ortops.graph import external
+
+    return external.serialize(proto)
+
+
+def _has_external_data(proto: onnx.ModelProto) -> bool:
+    return any(tensor.external_data for tensor in proto.graph.initializer)
 
 
 def open_lowered(
@@ -245,10 +283,10 @@ def open_lowered(
     sess_options: onnxruntime.SessionOptions | None,
     providers: Sequence[Any],
 ) -> InferenceSession:
-    """Opens a session for a model that ortops has lowered, which is not checked again.
+    """Opens a session for a model that ortops has lowered, without checking it again.
 
     Args:
-        model: The model, of less than 2 GB, without nodes of the training domain.
+        model: The model, smaller than 2 GB, without nodes of the training domain.
         sess_options: As for onnxruntime.
         providers: As for onnxruntime.
 
@@ -257,16 +295,16 @@ def open_lowered(
     """
     session = InferenceSession.__new__(InferenceSession)
     session._kernel_nodes, session._kernels_on_other_threads = {}, False
-    session._open(external.serialize(model), sess_options, None, {}, providers, None)
+    session._open(_message(model), sess_options, None, {}, providers, None)
     return session
 
 
 def lend(options: onnxruntime.SessionOptions, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Lets options say where external initializers lie in memory.
+    """Adds in-memory data of external initializers to session options.
 
     Args:
-        options: Options for one session.
-        arrays: The data, by the names of initializers.
+        options: The options of one session.
+        arrays: The data by initializer name.
     """
     values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in arrays.values()]
     options.add_external_initializers(list(arrays), values)
@@ -278,18 +316,17 @@ def _options_for(
     folder: Path | None,
     arrays: Mapping[str, npt.NDArray[Any]],
 ) -> Iterator[onnxruntime.SessionOptions | None]:
-    """Gives options that say where the data of a model are; those of the caller only meanwhile.
+    """Yields options that refer to a model's external data; the caller's are restored afterwards.
 
     Args:
-        options: The caller's.
+        options: The options of the caller.
         folder: The folder of external data.
         arrays: External data in memory.
     """
     if arrays and options is not None:
         raise ModelError(
-            "model: it is a ModelProto of 2 GB or more, whose data can be given to onnxruntime "
-            "only with options of their own; leave out sess_options, or write the model with "
-            "ortops.save_model and give the path"
+            "model: sess_options cannot be used with a ModelProto of 2 GB or more; omit "
+            "sess_options, or save the model with ortops.save_model and pass the path"
         )
     if folder is None and not arrays:
         yield options
@@ -302,8 +339,8 @@ def _options_for(
         return
     try:
         before = chosen.get_session_config_entry(_FOLDER_KEY)
-    except RuntimeError:  # onnxruntime's own, where there is no such entry
-        before = ""  # means the same; an entry cannot be removed
+    except RuntimeError:  # raised by onnxruntime for a missing entry
+        before = ""  # equivalent to a missing entry, which cannot be restored
     chosen.add_session_config_entry(_FOLDER_KEY, str(folder))
     try:
         yield chosen

@@ -1,6 +1,6 @@
-"""Lowering: a model with nodes of the training domain → a model of standard operators.
+"""Lowering: converts models with nodes of the training domain to standard operators.
 
-A Gradient node becomes its backward graph, an optimizer node the nodes that its update rule emits.
+A Gradient node becomes its backward graph. An optimizer node becomes the nodes of its update rule.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from ortops import custom_ops
+from ortops.arguments import choice
 from ortops.autodiff.expansion import expand
 from ortops.autodiff.gradient_node import (
     GRADIENT_DOMAINS,
@@ -27,10 +28,11 @@ from ortops.autodiff.gradient_node import (
 )
 from ortops.autodiff.registry import Rules
 from ortops.autodiff.rules import RULES
-from ortops.errors import ModelError, OrtopsError, did_you_mean
+from ortops.errors import ModelError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, ancestor_nodes, describe, remove_unread, replace_value
+from ortops.graph.messages import has_domain
 from ortops.graph.serialization import BOUND_DOMAIN, to_proto
 from ortops.graph.shapes import infer_shapes, may_be_equal
 from ortops.graph.tensor import Names, Tape, Tensor, op, shape_of
@@ -57,7 +59,7 @@ __all__ = [
 TRAINING_DOMAIN = custom_ops.DOMAIN
 
 Target: TypeAlias = Literal["onnxruntime", "webgpu"]
-"""What is to run a graph; None in its place is anything that has the standard's operators."""
+"""The runtime for which a graph is made; None means any that implements the ONNX standard."""
 
 _RUNTIMES: Mapping[str | None, Runtime] = {
     None: "any",
@@ -66,31 +68,30 @@ _RUNTIMES: Mapping[str | None, Runtime] = {
 }
 
 Keep = Callable[[ir.Node], bool]
-"""Tells whether a one-tensor optimizer node with all its attributes stays as it is."""
+"""Whether a one-tensor optimizer node with all its attributes is kept."""
 
 
 @convert.blame_model
 def lower(model: ModelLike, *, target: Target | None = None) -> onnx.ModelProto:
-    """Returns a model in which no node of the training domain is left.
+    """Returns an equivalent model without nodes of the training domain.
 
-    Gradient nodes become the backward graph, which shares the values of the forward pass; Adagrad,
-    Adam and Momentum nodes become the nodes of their update rules. What only led to a gradient and
-    is no longer read is removed. Names of inputs and outputs,
-    initializers, metadata and training_info are kept. A model without such nodes comes back
-    unchanged, so lowering twice is lowering once.
+    Gradient nodes become the backward graph, which shares the values of the forward pass. Adagrad,
+    Adam and Momentum nodes become the nodes of their update rules. Nodes whose results are no
+    longer used are removed. Names of inputs and outputs, initializers, metadata and training_info
+    are kept. A model without nodes of the domain is returned unchanged, so lowering is idempotent.
 
     Args:
-        model: A ModelProto, its bytes, or the path of its file; not changed.
-        target: What is to run the result. By default that has standard operators only;
-            ``"onnxruntime"`` also takes operators of ``com.microsoft`` that every build of
-            onnxruntime has on its CPU provider. Numbers differ by rounding only.
+        model: A ModelProto, its bytes, or the path of its file; it is not modified.
+        target: The runtime for which to lower. By default the result has only standard operators.
+            With ``"onnxruntime"`` it may also contain operators of ``com.microsoft`` that the CPU
+            provider of every onnxruntime build supports. The results differ only by rounding.
 
     Returns:
         A new model. External data stay external, relative to the folder of the given file.
 
     Raises:
-        ModelError: If the model, or a node of the domain in it, is not legal.
-        OrtopsError: If there is no such target.
+        ArgumentError: If the target is unknown.
+        ModelError: If the model, or a node of the domain in it, is invalid.
         UnsupportedError: If an operator that a gradient passes through has no rule.
 
     Example:
@@ -116,7 +117,7 @@ def lower(model: ModelLike, *, target: Target | None = None) -> onnx.ModelProto:
         result.CopyFrom(proto)
         return result
     result = to_proto(lower_ir(convert.to_ir(proto, folder), target=target))
-    for info in proto.training_info:  # one by one: `extend` takes none of 2 GB
+    for info in proto.training_info:  # one by one: `extend` fails for messages of 2 GB
         result.training_info.add().CopyFrom(info)
     return result
 
@@ -127,23 +128,23 @@ def lower_ir(
     """Lowers a model.
 
     Args:
-        model: The model; not to be used afterwards.
-        keep: Asked for each optimizer node, split into one-tensor nodes with every attribute
-            written out, whether it stays; none does by default.
+        model: The model; do not use it afterwards.
+        keep: A predicate that decides which optimizer nodes are kept, after they have been split
+            into one-tensor nodes with all attributes; by default, none.
         target: See `lower`.
 
     Returns:
         The lowered model.
 
     Raises:
-        ModelError: If the model, or a node of the domain in it, is not legal.
+        ModelError: If the model, or a node of the domain in it, is invalid.
         UnsupportedError: If an operator that a gradient passes through has no rule.
     """
     return lowered_for(prepare(model), target, keep=keep)
 
 
 def lowered_for(model: ir.Model, target: Target | None, *, keep: Keep | None = None) -> ir.Model:
-    """Lowers a model that `prepare` returned, in place, for what is to run it.
+    """Lowers a model that `prepare` returned, in place, for a target.
 
     Args:
         model: The model.
@@ -154,7 +155,7 @@ def lowered_for(model: ir.Model, target: Target | None, *, keep: Keep | None = N
         The model.
 
     Raises:
-        OrtopsError: If there is no such target.
+        ArgumentError: If the target is unknown.
     """
     model = lower_prepared(model, keep=keep, passes=passes_for(_runtime(target)))
     put_last_results_first(model.graph)
@@ -162,11 +163,8 @@ def lowered_for(model: ir.Model, target: Target | None, *, keep: Keep | None = N
 
 
 def _runtime(target: Target | None) -> Runtime:
-    """Returns what runs a graph that is made for a target."""
-    if not isinstance(target, str | None) or target not in _RUNTIMES:
-        known = ", ".join(map(repr, _RUNTIMES))
-        raise OrtopsError(f"target is {target!r}; one of {known} is accepted")
-    return _RUNTIMES[target]
+    """Returns the runtime of a target."""
+    return _RUNTIMES[choice("target", target, _RUNTIMES)]
 
 
 def lower_prepared(
@@ -184,8 +182,8 @@ def lower_prepared(
     Args:
         model: The model.
         keep: See `lower_ir`.
-        rules: How cotangents pass through nodes.
-        passes: What makes the result fast; see `ortops.passes`.
+        rules: The gradient rules.
+        passes: The optimization passes; see `ortops.passes`.
         sizes: See `ortops.passes.Draft`.
         feeds: See `ortops.passes.Draft`.
         shown: See `ortops.passes.Draft`.
@@ -198,15 +196,14 @@ def lower_prepared(
     for each in passes:
         each.prepare(draft)
     gradients = bound_nodes(graph)
-    # What only led to a y is dead once the Gradient node is gone.
+    # Nodes that only compute a y are dead once the Gradient node is removed.
     removable = ancestor_nodes((Bound.of(node).y for node in gradients), set())
     pending = gradients[::-1]
     while pending:
         emitted = lower_gradient(pending.pop(), draft.names, draft.rules)
         removable.update(emitted)
-        pending += [
-            node for node in reversed(emitted) if is_bound(node)
-        ]  # of rules that ask for one
+        # Rules may emit Gradient nodes themselves.
+        pending += [node for node in reversed(emitted) if is_bound(node)]
     removable.update(lower_optimizers(graph, draft.names, keep))
     remove_unread([node for node in all_nodes(graph) if node in removable])
     _fix_imports(graph)
@@ -216,18 +213,18 @@ def lower_prepared(
 
 
 def prepare(model: ir.Model, rules: Rules = RULES) -> ir.Model:
-    """Brings a model with nodes of the training domain into the form that lowering works on.
+    """Converts a model with nodes of the training domain to the form that lowering requires.
 
-    Gradient nodes are bound, functions inlined, the opset is 21 or later, nodes are in topological
-    order, types and shapes are inferred, and what gradients pass through has a rule or is taken
-    apart.
+    Gradient nodes are bound, functions are inlined, the opset is 21 or later, nodes are in
+    topological order, and types and shapes are inferred. Operators without a gradient rule are
+    expanded where gradients pass through them.
 
     Args:
-        model: The model; not to be used afterwards.
+        model: The model; do not use it afterwards.
         rules: The rules.
 
     Raises:
-        ModelError: If the model, or a node of the domain in it, is not legal.
+        ModelError: If the model, or a node of the domain in it, is invalid.
     """
     model = normalize(model)
     mark_variables(model.graph)
@@ -240,16 +237,16 @@ def prepare(model: ir.Model, rules: Rules = RULES) -> ir.Model:
 
 
 def normalize(model: ir.Model) -> ir.Model:
-    """Brings a model into the form that `Tape` and `infer_types` can go on with.
+    """Converts a model to the form that `Tape` and `infer_types` require.
 
-    Gradient nodes are bound, functions inlined, the opset is 21 or later, and nodes are in
+    Gradient nodes are bound, functions are inlined, the opset is 21 or later, and nodes are in
     topological order.
 
     Args:
-        model: The model; not to be used afterwards.
+        model: The model; do not use it afterwards.
 
     Raises:
-        ModelError: If the model, or a node of the domain in it, is not legal.
+        ModelError: If the model, or a node of the domain in it, is invalid.
     """
     _check_nodes(model)
     _drop_domain_functions(model)
@@ -268,11 +265,11 @@ def normalize(model: ir.Model) -> ir.Model:
 
 
 def lower_optimizers(graph: ir.Graph, names: Names, keep: Keep | None = None) -> list[ir.Node]:
-    """Replaces optimizer nodes by one-tensor nodes that stay, or by the nodes of their rules.
+    """Replaces optimizer nodes by one-tensor nodes that are kept, or by the nodes of their rules.
 
     Args:
-        graph: A prepared graph; changed in place.
-        names: The names taken in the model.
+        graph: A prepared graph; it is modified in place.
+        names: The names used in the model.
         keep: See `lower_ir`.
 
     Returns:
@@ -285,7 +282,7 @@ def lower_optimizers(graph: ir.Graph, names: Names, keep: Keep | None = None) ->
         if new is not None:
             emitted += new
             replaced.append(node)
-    remove_unread(replaced)  # at once: each removal looks at all outputs of the graph
+    remove_unread(replaced)  # in one call, because each scans all outputs of the graph
     return emitted
 
 
@@ -297,28 +294,8 @@ def _optimizer_nodes(graph: ir.Graph) -> list[ir.Node]:
     ]
 
 
-def has_domain(proto: onnx.ModelProto) -> bool:
-    """Whether a model has nodes, or functions, of the training domain."""
-
-    def in_graph(nodes: object) -> bool:
-        return any(
-            node.domain in GRADIENT_DOMAINS
-            or any(
-                in_graph(graph.node)
-                for attribute in node.attribute
-                for graph in (*attribute.graphs, attribute.g)
-            )
-            for node in nodes  # type: ignore[attr-defined]
-        )
-
-    return in_graph(proto.graph.node) or any(
-        function.domain in GRADIENT_DOMAINS or in_graph(function.node)
-        for function in proto.functions
-    )
-
-
 def infer_types(model: ir.Model) -> None:
-    """Infers types and shapes; a gradient has those of its x, which onnx does not know."""
+    """Infers types and shapes, including those of gradients, which onnx cannot infer."""
     gradients = bound_nodes(model.graph)
     changed = True
     while changed:  # once more for each order of differentiation
@@ -329,7 +306,7 @@ def infer_types(model: ir.Model) -> None:
 
 
 def _check_nodes(model: ir.Model) -> None:
-    """Refuses nodes of the training domain that are not legal, as far as can be told early."""
+    """Rejects invalid nodes of the training domain, as far as possible without types."""
     known = [*OPERATORS, "Gradient"]
     graphs = (model.graph, *(function.graph for function in model.functions.values()))
     for graph in graphs:
@@ -347,14 +324,14 @@ def _check_nodes(model: ir.Model) -> None:
                 groups = _OptimizerNode.of(node).groups
                 given = len(node.outputs)
                 while given and not node.outputs[given - 1].name:
-                    given -= 1  # an absent output at the end is one that is not listed
+                    given -= 1  # trailing absent outputs may also be omitted
                 node.resize_outputs(len(groups) * (len(groups[0]) - 1))
                 for output in node.outputs[given:]:  # onnx's own inference fails without them
                     output.name = names.unique(f"{node.op_type}_unread")
 
 
 def _drop_domain_functions(model: ir.Model) -> None:
-    """Drops bodies that stand in for the domain's operators, whose meaning is known here."""
+    """Removes function bodies for the domain's operators, which ortops lowers itself."""
     for identifier in list(model.functions):
         if identifier[0] in GRADIENT_DOMAINS:
             del model.functions[identifier]
@@ -366,12 +343,12 @@ def _drop_domain_functions(model: ir.Model) -> None:
 
 @dataclass(frozen=True)
 class _OptimizerNode:
-    """What a legal optimizer node says.
+    """The inputs and attributes of a valid optimizer node.
 
     Attributes:
         r: The learning rate.
         t: The number of updates so far.
-        groups: For each optimized tensor (X, G, *states).
+        groups: For each optimized tensor, (X, G, *states).
         attributes: All attributes, defaults included.
     """
 
@@ -382,7 +359,7 @@ class _OptimizerNode:
 
     @classmethod
     def of(cls, node: ir.Node) -> _OptimizerNode:
-        """Reads a node that `_check_attributes` and `_check_arity` have let pass."""
+        """Reads a node that has passed `_check_attributes` and `_check_arity`."""
         operator = OPERATORS[node.op_type]
         r, t, *rest = (value for value in node.inputs if value is not None)
         count = len(rest) // (2 + len(operator.states))
@@ -392,18 +369,18 @@ class _OptimizerNode:
 
 
 def _lower_optimizer(node: ir.Node, names: Names, keep: Keep | None) -> list[ir.Node] | None:
-    """Puts one-tensor nodes that stay, or those of its rule, in the place of an optimizer node.
+    """Replaces an optimizer node by one-tensor nodes that are kept, or by the nodes of its rule.
 
     Returns:
-        The standard nodes among them; None if the node itself stays.
+        The new standard nodes, or None if the node itself is kept.
     """
     operator = OPERATORS[node.op_type]
     update = _OptimizerNode.of(node)
     r, t, groups, attributes = update.r, update.t, update.groups, update.attributes
-    if len(groups) == 1 and keep is not None:  # it is a one-tensor node already
+    if len(groups) == 1 and keep is not None:  # already a one-tensor node
         _write_out(node, update)
         if keep(node):
-            for output in node.outputs:  # a Python op cannot leave one out
+            for output in node.outputs:  # Python ops cannot have absent outputs
                 output.name = output.name or names.unique(f"{node.op_type}_unread")
             return None
     graph = node.graph
@@ -436,7 +413,7 @@ def _lower_optimizer(node: ir.Node, names: Names, keep: Keep | None) -> list[ir.
 
 
 def _write_out(node: ir.Node, update: _OptimizerNode) -> None:
-    """Writes into a one-tensor node what follows from its inputs and from defaults."""
+    """Sets all attributes, and the types and shapes of the outputs, of a one-tensor node."""
     for attribute in ir.convenience.convert_attributes(update.attributes):
         node.attributes[attribute.name] = attribute
     (group,) = update.groups
@@ -445,14 +422,14 @@ def _write_out(node: ir.Node, update: _OptimizerNode) -> None:
 
 
 def _of_shape(tensor: Tensor, x: Tensor) -> Tensor:
-    """Returns a tensor in the shape of another, at which a run fails rather than broadcasts."""
+    """Reshapes a tensor like another, so that a mismatch fails instead of broadcasting."""
     if tensor.shape is not None and tensor.shape == x.shape and None not in tensor.shape:
         return tensor
     return op.Reshape(tensor, shape_of(x), allowzero=1)
 
 
 def _check_attributes(node: ir.Node) -> None:
-    """Refuses an optimizer node whose attributes are not legal."""
+    """Rejects an optimizer node with invalid attributes."""
     where = describe(node)
     operator = OPERATORS[node.op_type]
     kinds = {float: ir.AttributeType.FLOAT, str: ir.AttributeType.STRING}
@@ -465,77 +442,77 @@ def _check_attributes(node: ir.Node) -> None:
         kind = kinds[operator.attribute_types[name]]
         if attribute.type != kind:
             raise ModelError(
-                f"{where}: attribute '{name}' is of type {attribute.type.name}; it is of type "
-                f"{kind.name}"
+                f"{where}: attribute '{name}' must be of type {kind.name}, got "
+                f"{attribute.type.name}"
             )
     for name in operator.required:
         if name not in node.attributes:
-            raise ModelError(f"{where}: attribute '{name}' is missing; it is required")
+            raise ModelError(f"{where}: missing required attribute '{name}'")
     mode = node.attributes.get_string("mode", "standard")
     if mode not in ("standard", "nesterov"):
-        raise ModelError(f"{where}: mode is '{mode}'; 'standard' and 'nesterov' are accepted")
+        raise ModelError(f"{where}: mode must be 'standard' or 'nesterov', got '{mode}'")
 
 
 def _check_arity(node: ir.Node) -> None:
-    """Refuses an optimizer node with a number of inputs or outputs that is not legal."""
+    """Rejects an optimizer node with an invalid number of inputs or outputs."""
     where = describe(node)
     states = OPERATORS[node.op_type].states
     size = 2 + len(states)
     given = len(node.inputs)
     if None in node.inputs:
         raise ModelError(
-            f"{where}: input {node.inputs.index(None)} is absent (''); all are required"
+            f"{where}: input {node.inputs.index(None)} is missing (''); all inputs are required"
         )
     if given < 2 + size or (given - 2) % size:
         raise ModelError(
-            f"{where}: {given} inputs; it takes R, T and then, for n tensors, n each of "
-            f"{', '.join(('X', 'G', *states))}: 2 + {size}n inputs"
+            f"{where}: expected 2 + {size}n inputs for n tensors (R, T, then n each of "
+            f"{', '.join(('X', 'G', *states))}), got {given}"
         )
     count = (given - 2) // size
     if len(node.outputs) > count * (size - 1):
         raise ModelError(
-            f"{where}: {len(node.outputs)} outputs for {count} optimized tensors; there are at "
-            f"most {count * (size - 1)}: n each of X_new"
-            + "".join(f", {state}_new" for state in states)
+            f"{where}: expected at most {count * (size - 1)} outputs for {count} optimized tensors "
+            f"({count} each of {', '.join(f'{name}_new' for name in ('X', *states))}), got "
+            f"{len(node.outputs)}"
         )
 
 
 def _check_tensors(node: ir.Node) -> None:
-    """Refuses an optimizer node whose inputs are of types or shapes that are not legal."""
+    """Rejects an optimizer node whose inputs have invalid types or shapes."""
     where = describe(node)
     update = _OptimizerNode.of(node)
     names = ("X", "G", *OPERATORS[node.op_type].states)
     for name, value in (("R", update.r), ("T", update.t)):
         if value.shape is not None and len(value.shape) != 0:
-            raise ModelError(f"{where}: {name} has shape {value.shape}; a scalar (0-d) is accepted")
+            raise ModelError(f"{where}: {name} must be a scalar (0-d), got shape {value.shape}")
     floats = (None, ir.DataType.FLOAT, ir.DataType.DOUBLE)
     if update.t.dtype not in (None, ir.DataType.INT64):
-        raise ModelError(f"{where}: T is of type {update.t.dtype}; INT64 is accepted")
+        raise ModelError(f"{where}: T must be of type INT64, got {update.t.dtype}")
     if update.r.dtype not in floats:
-        raise ModelError(f"{where}: R is of type {update.r.dtype}; FLOAT and DOUBLE are accepted")
+        raise ModelError(f"{where}: R must be of type FLOAT or DOUBLE, got {update.r.dtype}")
     for group in update.groups:
         for name, value in zip(names, group, strict=True):
             if value.dtype not in floats:
                 raise ModelError(
-                    f"{where}: {name} '{value.name}' is of type {value.dtype}; FLOAT and DOUBLE "
-                    "are accepted"
+                    f"{where}: {name} '{value.name}' must be of type FLOAT or DOUBLE, got "
+                    f"{value.dtype}"
                 )
             if not may_be_equal(group[0].shape, value.shape):
                 raise ModelError(
-                    f"{where}: {name} '{value.name}' has shape {value.shape} and X "
-                    f"'{group[0].name}' has shape {group[0].shape}; the shapes of a group "
-                    f"({', '.join(names)}) must be equal"
+                    f"{where}: {name} '{value.name}' has shape {value.shape}, but X "
+                    f"'{group[0].name}' has shape {group[0].shape}; {', '.join(names)} must have "
+                    "equal shapes"
                 )
     types = {value.dtype for group in update.groups for value in group} - {None}
     if len(types) > 1:
         raise ModelError(
-            f"{where}: tensors of {' and '.join(sorted(map(str, types)))} in one node; all are of "
-            "one type"
+            f"{where}: all tensors must have the same type, got "
+            f"{' and '.join(sorted(map(str, types)))}"
         )
 
 
 def _fix_imports(graph: ir.Graph) -> None:
-    """Leaves the operator set imports that the nodes use."""
+    """Makes the opset imports of ortops' domains match the nodes."""
     used = {node.domain for node in all_nodes(graph)} | {""}
     for domain in (*GRADIENT_DOMAINS, BOUND_DOMAIN):
         if domain in used:
@@ -545,9 +522,9 @@ def _fix_imports(graph: ir.Graph) -> None:
 
 
 def takes_python_kernel(node: ir.Node) -> bool:
-    """Whether a one-tensor optimizer node can run on its Python custom op.
+    """Whether a one-tensor optimizer node can run as a Python custom op.
 
-    A custom op has fixed types, and gets its attributes as text with 6 significant digits.
+    Custom ops have fixed types and receive attributes as text with 6 significant digits.
     """
     typed = all(value is not None and value.dtype is not None for value in node.inputs)
     return typed and all(

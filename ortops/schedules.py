@@ -1,31 +1,30 @@
-"""Schedules: the learning rate of a step as a formula of the steps before it.
+"""Learning-rate schedules: the learning rate as a function of the number of completed steps.
 
-A schedule is part of the graph that makes a step. So it is followed wherever the file is driven
-from, and a training that was saved and resumed goes on in the midst of it. The rate of a step is
-the state ``learning_rate``, the peak, times the factor of the schedule at the number of finished
-steps ``n``. To set ``session.learning_rate`` therefore rescales what is left of the schedule.
+A schedule is part of the training graph, so every program that runs the file follows it, and
+resumed training continues in the middle of it. The learning rate of a step is the state
+``learning_rate`` (the peak) times the factor of the schedule after ``n`` completed steps. Setting
+``session.learning_rate`` therefore rescales the rest of the schedule.
 
-A formula is written once: numpy arrays compute, `ortops.Tensor` emits nodes. One of your own is
+The same formula computes on numpy arrays and emits nodes for `ortops.Tensor`. A custom schedule is
 ``Schedule(peak, factor)`` with a function of ``n``.
 
-With ``warmup=w`` the factor rises from 0 as ``n / w`` before the first ``w`` steps are done, and
-the schedule begins after that, with ``n - w`` in place of ``n``. Where a schedule has ``steps``,
-these are all steps, the warm-up included, and it stays at its end afterwards.
+With ``warmup=w`` the factor rises from 0 as ``n / w`` during the first ``w`` steps. The schedule
+starts after the warm-up, with ``n - w`` in place of ``n``. In schedules with ``steps``, this is the
+total number of steps, including the warm-up; after these steps the factor stays at its last value.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from numbers import Integral
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ortops.errors import ModelError
-from ortops.numbers import real
+from ortops.arguments import function, number, whole_number
+from ortops.errors import ArgumentError
 
 __all__ = [
     "Schedule",
@@ -45,14 +44,14 @@ class Schedule:
     """A learning rate that changes from step to step.
 
     Attributes:
-        peak: What the factor multiplies: the learning rate that a session shows and sets; finite,
-            not negative.
-        factor: Gives the factor of a step from the number of finished steps, 0-d float64, a numpy
-            array or a Tensor; it computes with what both share, so that it runs in the graph.
-        description: What it is, as text; the name of the function by default.
+        peak: The learning rate that the factor multiplies, which sessions show and set; finite and
+            non-negative.
+        factor: A function from the number of completed steps, 0-d float64, to the factor. It is
+            called with numpy arrays and with Tensors, so it may use only what both support.
+        description: A textual description; by default, the name of the function.
 
     Raises:
-        ModelError: If the peak is outside its range, or the factor is no function.
+        ArgumentError: If the peak is out of range, or the factor is not a function.
 
     Example:
         >>> def inverse_root(n):
@@ -67,23 +66,20 @@ class Schedule:
     description: str = ""
 
     def __post_init__(self) -> None:
-        """Makes the peak a float and refuses what cannot be a schedule."""
-        if not callable(self.factor):
-            raise ModelError(
-                f"schedule: factor is {self.factor!r}; a function of the number of finished steps "
-                "is accepted"
-            )
+        """Converts the peak to float and checks the arguments."""
+        function("Schedule: factor", self.factor, "a function of the number of completed steps")
         if not self.description:
             name = getattr(self.factor, "__name__", type(self.factor).__name__)
             object.__setattr__(self, "description", str(name))
-        peak = _number(self.description, "peak", self.peak, 0.0, _LARGEST, "a finite number >= 0")
-        object.__setattr__(self, "peak", peak)
+        shown = f"schedule {self.description}: peak"
+        object.__setattr__(self, "peak", number(shown, self.peak, minimum=0, maximum=_LARGEST))
 
     def __call__(self, finished_steps: npt.ArrayLike) -> Any:
-        """Returns the learning rate after a number of finished steps, 0 for that of the first step.
+        """Returns the learning rate after a number of completed steps (0 for the first step).
 
         Args:
-            finished_steps: The number; for a plot an array of them, which gives an array.
+            finished_steps: The number of completed steps, or an array of them, for example to plot
+                the schedule.
 
         Example:
             >>> cosine(0.1, steps=10)(5)
@@ -95,37 +91,37 @@ class Schedule:
 
 
 def constant(peak: float, *, warmup: int = 0) -> Schedule:
-    """Stays at the peak: ``f = 1``.
+    """Constant learning rate: ``f = 1``.
 
     Args:
         peak: The learning rate.
-        warmup: Steps in which the rate rises from 0.
+        warmup: The number of warm-up steps, in which the learning rate rises from 0.
 
     Raises:
-        ModelError: If an argument is outside its range.
+        ArgumentError: If an argument is out of range.
 
     Source:
-        The warm-up is that of Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in
-        1 Hour", 2017, section 2.2, from 0 on.
+        The warm-up follows Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in
+        1 Hour", 2017, section 2.2, but starts from 0.
 
     Example:
         >>> constant(0.5, warmup=2)([0, 1, 2, 3]).tolist()
         [0.0, 0.25, 0.5, 0.5]
     """
-    return _schedule("constant", peak, lambda n, xp: xp.ones_like(n), warmup)
+    return _schedule("constant", peak, _Formula(_constant), warmup)
 
 
 def step(peak: float, *, every: int, factor: float = 0.1, warmup: int = 0) -> Schedule:
-    """Falls in steps: ``f = factor ^ ⌊n / every⌋``, as PyTorch's ``StepLR``.
+    """Step decay: ``f = factor ^ ⌊n / every⌋``, like PyTorch's ``StepLR``.
 
     Args:
-        peak: The learning rate at the beginning.
-        every: After how many steps it falls.
-        factor: What it is multiplied by then, in (0, 1].
-        warmup: Steps in which the rate rises from 0.
+        peak: The initial learning rate.
+        every: The number of steps between decays.
+        factor: The decay factor, in (0, 1].
+        warmup: The number of warm-up steps, in which the learning rate rises from 0.
 
     Raises:
-        ModelError: If an argument is outside its range.
+        ArgumentError: If an argument is out of range.
 
     Source:
         He et al., "Deep Residual Learning for Image Recognition", 2016, section 3.4.
@@ -134,29 +130,24 @@ def step(peak: float, *, every: int, factor: float = 0.1, warmup: int = 0) -> Sc
         >>> step(1.0, every=2, factor=0.5)([0, 1, 2, 3, 4]).tolist()
         [1.0, 1.0, 0.5, 0.5, 0.25]
     """
-    every = _steps("step", "every", every)
-    factor = _share("step", "factor", factor, least=_TINY)
-    return _schedule(
-        "step",
-        peak,
-        lambda n, xp: factor ** xp.floor(n / every),
-        warmup,
-        every=every,
-        factor=factor,
-    )
+    every = _count("step", "every", every, 1)
+    factor = _decay_factor("step", factor)
+    formula = _Formula(_step, (every, factor))
+    return _schedule("step", peak, formula, warmup, every=every, factor=factor)
 
 
 def exponential(peak: float, *, factor: float, every: int = 1, warmup: int = 0) -> Schedule:
-    """Falls steadily: ``f = factor ^ (n / every)``; PyTorch's ``ExponentialLR`` with ``every=1``.
+    """Exponential decay: ``f = factor ^ (n / every)``, like PyTorch's ``ExponentialLR``.
 
     Args:
-        peak: The learning rate at the beginning.
-        factor: What it is multiplied by in ``every`` steps, in (0, 1].
-        every: How many steps that takes.
-        warmup: Steps in which the rate rises from 0.
+        peak: The initial learning rate.
+        factor: The decay factor per ``every`` steps, in (0, 1].
+        every: The number of steps in which the learning rate is multiplied by ``factor``; 1 in
+            PyTorch.
+        warmup: The number of warm-up steps, in which the learning rate rises from 0.
 
     Raises:
-        ModelError: If an argument is outside its range.
+        ArgumentError: If an argument is out of range.
 
     Source:
         Bottou, "Stochastic Gradient Descent Tricks", 2012, on decreasing gains; the form is
@@ -166,29 +157,28 @@ def exponential(peak: float, *, factor: float, every: int = 1, warmup: int = 0) 
         >>> exponential(1.0, factor=0.25, every=2)([0, 1, 2, 4]).tolist()
         [1.0, 0.5, 0.25, 0.0625]
     """
-    every = _steps("exponential", "every", every)
-    factor = _share("exponential", "factor", factor, least=_TINY)
-    return _schedule(
-        "exponential", peak, lambda n, xp: factor ** (n / every), warmup, factor=factor, every=every
-    )
+    every = _count("exponential", "every", every, 1)
+    factor = _decay_factor("exponential", factor)
+    formula = _Formula(_exponential, (every, factor))
+    return _schedule("exponential", peak, formula, warmup, factor=factor, every=every)
 
 
 def polynomial(
     peak: float, *, steps: int, power: float = 1.0, end: float = 0.0, warmup: int = 0
 ) -> Schedule:
-    """Falls by a power of what is left: ``f = end + (1 - end) · (1 - n / steps) ^ power``.
+    """Polynomial decay: ``f = end + (1 - end) · (1 - n / steps) ^ power``.
 
-    With ``end=0`` it is PyTorch's ``PolynomialLR``.
+    With ``end=0`` it equals PyTorch's ``PolynomialLR``.
 
     Args:
-        peak: The learning rate at the beginning.
-        steps: The steps of the training.
-        power: The power, > 0; 1 falls linearly.
+        peak: The initial learning rate.
+        steps: The total number of training steps.
+        power: The exponent, positive; 1 gives linear decay.
         end: The factor after the last step, in [0, 1].
-        warmup: Steps in which the rate rises from 0.
+        warmup: The number of warm-up steps, in which the learning rate rises from 0.
 
     Raises:
-        ModelError: If an argument is outside its range.
+        ArgumentError: If an argument is out of range.
 
     Source:
         Chen et al., "DeepLab", 2017, section 4.1 (the "poly" policy).
@@ -197,26 +187,27 @@ def polynomial(
         >>> polynomial(1.0, steps=4, power=2)([0, 2, 4, 9]).tolist()
         [1.0, 0.25, 0.0, 0.0]
     """
-    return _polynomial("polynomial", peak, steps, power, end, warmup)
+    return _falling("polynomial", peak, steps, power, end, warmup)
 
 
 def cosine(
     peak: float, *, steps: int, end: float = 0.0, restarts: int = 0, warmup: int = 0
 ) -> Schedule:
-    """Falls by half a cosine: ``f = end + (1 - end) · (1 + cos(π · n / steps)) / 2``.
+    """Cosine annealing: ``f = end + (1 - end) · (1 + cos(π · n / steps)) / 2``.
 
-    With ``restarts=k`` it does so ``k + 1`` times, in periods of ``steps / (k + 1)``, each from the
-    peak on. One period is PyTorch's ``CosineAnnealingLR``, several ``CosineAnnealingWarmRestarts``.
+    With ``restarts=k`` there are ``k + 1`` periods of ``steps / (k + 1)`` steps, each starting from
+    the peak. One period equals PyTorch's ``CosineAnnealingLR``, several equal
+    ``CosineAnnealingWarmRestarts``.
 
     Args:
-        peak: The learning rate at the beginning.
-        steps: The steps of the training.
+        peak: The initial learning rate.
+        steps: The total number of training steps.
         end: The factor after the last step, in [0, 1].
-        restarts: How often it goes back to the peak.
-        warmup: Steps in which the rate rises from 0, once.
+        restarts: The number of warm restarts.
+        warmup: The number of warm-up steps, in which the learning rate rises from 0, once.
 
     Raises:
-        ModelError: If an argument is outside its range.
+        ArgumentError: If an argument is out of range.
 
     Source:
         Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", 2017.
@@ -227,31 +218,32 @@ def cosine(
         >>> cosine(1.0, steps=8, restarts=1)([0, 2, 4, 6, 8]).round(6).tolist()
         [1.0, 0.5, 1.0, 0.5, 0.0]
     """
-    return _cosine("cosine", peak, steps, end, restarts, warmup)
+    return _waving("cosine", peak, steps, end, restarts, warmup)
 
 
 def one_cycle(
     peak: float, *, steps: int, rise: float = 0.3, start: float = 0.04, end: float = 4e-6
 ) -> Schedule:
-    """Rises to the peak and falls to almost nothing, both by half a cosine.
+    """The 1cycle policy: cosine annealing up to the peak, then down to almost 0.
 
     With ``u = rise · steps - 1`` and ``d = steps - 1``::
 
         f = start + (1 - start) · (1 - cos(π · n / u)) / 2            n ≤ u
         f = end + (1 - end) · (1 + cos(π · (n - u) / (d - u))) / 2    after that
 
-    It is PyTorch's ``OneCycleLR``, with ``start = 1 / div_factor`` and
-    ``end = start / final_div_factor``, but for the momentum, which stays as it is.
+    It equals PyTorch's ``OneCycleLR`` with ``start = 1 / div_factor`` and
+    ``end = start / final_div_factor``, except that the momentum is not changed.
 
     Args:
         peak: The highest learning rate.
-        steps: The steps of the training.
-        rise: The share of them in which it rises, in (0, 1); more than one step.
+        steps: The total number of training steps.
+        rise: The fraction of the steps in which the learning rate rises, in (0, 1); more than one
+            step.
         start: The factor of the first step, in [0, 1].
         end: The factor of the last step, in [0, 1].
 
     Raises:
-        ModelError: If an argument is outside its range.
+        ArgumentError: If an argument is out of range.
 
     Source:
         Smith and Topin, "Super-Convergence: Very Fast Training of Neural Networks Using Large
@@ -261,37 +253,32 @@ def one_cycle(
         >>> one_cycle(1.0, steps=11, rise=6 / 11, start=0.2, end=0.0)([0, 5, 10]).tolist()
         [0.2, 1.0, 0.0]
     """
-    steps = _steps("one_cycle", "steps", steps)
-    rise = _share("one_cycle", "rise", rise)
-    start = _share("one_cycle", "start", start)
-    end = _share("one_cycle", "end", end)
+    steps = _count("one_cycle", "steps", steps, 1)
+    rise = _fraction("one_cycle", "rise", rise)
+    start = _fraction("one_cycle", "start", start)
+    end = _fraction("one_cycle", "end", end)
     top, last = rise * steps - 1, steps - 1
     if not 0 < top < last:
-        raise ModelError(
-            f"schedule one_cycle: rise is {rise!r}, {rise * steps:g} of {steps} steps; more than "
-            "one step and fewer than all are accepted"
+        raise ArgumentError(
+            f"schedule one_cycle: rise must cover more than 1 and fewer than {steps} steps, got "
+            f"{rise!r} ({rise * steps:g} steps)"
         )
 
-    def factor(n: Any, xp: Any) -> Any:
-        up = start + (1.0 - start) * (1.0 - xp.cos(math.pi * n / top)) / 2.0
-        share = (xp.minimum(n, float(last)) - top) / (last - top)
-        down = end + (1.0 - end) * (1.0 + xp.cos(math.pi * share)) / 2.0
-        return xp.where(n <= top, up, down)
-
-    return _schedule("one_cycle", peak, factor, 0, steps=steps, rise=rise, start=start, end=end)
+    formula = _Formula(_one_cycle, (top, last, start, end))
+    return _schedule("one_cycle", peak, formula, 0, steps=steps, rise=rise, start=start, end=end)
 
 
 def warmup_cosine(peak: float, *, steps: int, warmup: int, end: float = 0.0) -> Schedule:
-    """Rises linearly from 0 in ``warmup`` steps, then falls by half a cosine (see `cosine`).
+    """Linear warm-up from 0 in ``warmup`` steps, then cosine annealing (see `cosine`).
 
     Args:
         peak: The highest learning rate.
-        steps: The steps of the training, those of the warm-up included.
-        warmup: Steps in which the rate rises.
+        steps: The total number of training steps, including the warm-up.
+        warmup: The number of warm-up steps.
         end: The factor after the last step, in [0, 1].
 
     Raises:
-        ModelError: If an argument is outside its range.
+        ArgumentError: If an argument is out of range.
 
     Source:
         ``get_cosine_schedule_with_warmup`` of Hugging Face's transformers, and
@@ -301,20 +288,20 @@ def warmup_cosine(peak: float, *, steps: int, warmup: int, end: float = 0.0) -> 
         >>> warmup_cosine(1.0, steps=8, warmup=4)([0, 1, 4, 6, 8]).round(6).tolist()
         [0.0, 0.25, 1.0, 0.5, 0.0]
     """
-    return _cosine("warmup_cosine", peak, steps, end, 0, warmup)
+    return _waving("warmup_cosine", peak, steps, end, 0, warmup)
 
 
 def warmup_linear(peak: float, *, steps: int, warmup: int, end: float = 0.0) -> Schedule:
-    """Rises linearly from 0 in ``warmup`` steps, then falls linearly (see `polynomial`).
+    """Linear warm-up from 0 in ``warmup`` steps, then linear decay (see `polynomial`).
 
     Args:
         peak: The highest learning rate.
-        steps: The steps of the training, those of the warm-up included.
-        warmup: Steps in which the rate rises.
+        steps: The total number of training steps, including the warm-up.
+        warmup: The number of warm-up steps.
         end: The factor after the last step, in [0, 1].
 
     Raises:
-        ModelError: If an argument is outside its range.
+        ArgumentError: If an argument is out of range.
 
     Source:
         Devlin et al., "BERT", 2019, appendix A.2; ``get_linear_schedule_with_warmup`` of Hugging
@@ -324,95 +311,114 @@ def warmup_linear(peak: float, *, steps: int, warmup: int, end: float = 0.0) -> 
         >>> warmup_linear(1.0, steps=6, warmup=2)([0, 1, 2, 4, 6]).tolist()
         [0.0, 0.5, 1.0, 0.5, 0.0]
     """
-    return _polynomial("warmup_linear", peak, steps, 1.0, end, warmup)
+    return _falling("warmup_linear", peak, steps, 1.0, end, warmup)
 
 
-_TINY = float(np.finfo(np.float64).tiny)
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def _polynomial(
-    name: str, peak: float, steps: int, power: float, end: float, warmup: int
-) -> Schedule:
+@dataclass(frozen=True)
+class _Formula:
+    """The factor of a schedule: a formula with its arguments, after a warm-up.
+
+    It is a class because pickle does not support nested functions.
+
+    Attributes:
+        of: Computes the factor from the number of steps after the warm-up, an array namespace, and
+            the arguments.
+        arguments: The arguments.
+        warmup: The number of warm-up steps, in which the factor rises from 0.
+    """
+
+    of: Callable[..., Any]
+    arguments: tuple[float, ...] = ()
+    warmup: int = 0
+
+    def __call__(self, n: Any) -> Any:
+        xp = n.__array_namespace__()
+        if not self.warmup:
+            return self.of(n, xp, *self.arguments)
+        after = self.of(xp.maximum(n - self.warmup, 0.0), xp, *self.arguments)
+        return xp.where(n < self.warmup, n / self.warmup, after)
+
+
+def _constant(n: Any, xp: Any) -> Any:
+    return xp.ones_like(n)
+
+
+def _step(n: Any, xp: Any, every: int, factor: float) -> Any:
+    return factor ** xp.floor(n / every)
+
+
+def _exponential(n: Any, _: Any, every: int, factor: float) -> Any:
+    return factor ** (n / every)
+
+
+def _polynomial(n: Any, xp: Any, length: int, power: float, end: float) -> Any:
+    left = 1.0 - xp.minimum(n, float(length)) / length
+    return end + (1.0 - end) * left**power
+
+
+def _cosine(n: Any, xp: Any, length: int, cycles: int, end: float) -> Any:
+    periods = n * float(cycles) / length
+    share = xp.where(n < length, periods - xp.floor(periods), 1.0)
+    return end + (1.0 - end) * (1.0 + xp.cos(math.pi * share)) / 2.0
+
+
+def _one_cycle(n: Any, xp: Any, top: float, last: int, start: float, end: float) -> Any:
+    up = start + (1.0 - start) * (1.0 - xp.cos(math.pi * n / top)) / 2.0
+    share = (xp.minimum(n, float(last)) - top) / (last - top)
+    down = end + (1.0 - end) * (1.0 + xp.cos(math.pi * share)) / 2.0
+    return xp.where(n <= top, up, down)
+
+
+def _falling(name: str, peak: float, steps: int, power: float, end: float, warmup: int) -> Schedule:
+    """Returns a schedule with polynomial decay."""
     steps, warmup = _lengths(name, steps, warmup)
-    length = steps - warmup
-    power = _number(name, "power", power, _TINY, _LARGEST, "a finite number > 0")
-    end = _share(name, "end", end)
-
-    def factor(n: Any, xp: Any) -> Any:
-        left = 1.0 - xp.minimum(n, float(length)) / length
-        return end + (1.0 - end) * left**power
-
+    power = number(f"schedule {name}: power", power, above=0)
+    end = _fraction(name, "end", end)
     own = {"power": power} if name == "polynomial" else {}
-    return _schedule(name, peak, factor, warmup, steps=steps, **own, end=end)
+    formula = _Formula(_polynomial, (steps - warmup, power, end))
+    return _schedule(name, peak, formula, warmup, steps=steps, **own, end=end)
 
 
-def _cosine(name: str, peak: float, steps: int, end: float, restarts: int, warmup: int) -> Schedule:
+def _waving(name: str, peak: float, steps: int, end: float, restarts: int, warmup: int) -> Schedule:
+    """Returns a schedule with cosine annealing."""
     steps, warmup = _lengths(name, steps, warmup)
     restarts = _count(name, "restarts", restarts)
-    length, cycles = steps - warmup, restarts + 1
-    end = _share(name, "end", end)
-
-    def factor(n: Any, xp: Any) -> Any:
-        periods = n * float(cycles) / length
-        share = xp.where(n < length, periods - xp.floor(periods), 1.0)
-        return end + (1.0 - end) * (1.0 + xp.cos(math.pi * share)) / 2.0
-
+    end = _fraction(name, "end", end)
     own = {"restarts": restarts} if name == "cosine" else {}
-    return _schedule(name, peak, factor, warmup, steps=steps, **own, end=end)
+    formula = _Formula(_cosine, (steps - warmup, restarts + 1, end))
+    return _schedule(name, peak, formula, warmup, steps=steps, **own, end=end)
 
 
 def _schedule(
-    name: str,
-    peak: float,
-    formula: Callable[[Any, Any], Any],
-    warmup: int,
-    **arguments: object,
+    name: str, peak: float, formula: _Formula, warmup: int, **arguments: object
 ) -> Schedule:
-    """Returns the schedule of a formula of the steps after a warm-up, and an array namespace."""
+    """Returns a schedule with a warm-up, whose description lists its arguments."""
     warmup = _count(name, "warmup", warmup)
-
-    def factor(n: Any) -> Any:
-        xp = n.__array_namespace__()
-        if not warmup:
-            return formula(n, xp)
-        return xp.where(n < warmup, n / warmup, formula(xp.maximum(n - warmup, 0.0), xp))
-
     given = arguments | ({"warmup": warmup} if warmup else {})
     text = ", ".join(f"{key}={value!r}" for key, value in given.items())
-    return Schedule(peak, factor, f"{name}({text})")
+    return Schedule(peak, replace(formula, warmup=warmup), f"{name}({text})")
 
 
 def _lengths(name: str, steps: int, warmup: int) -> tuple[int, int]:
-    """Returns the number of steps, and of those of the warm-up."""
-    steps, first = _steps(name, "steps", steps), _count(name, "warmup", warmup)
+    """Returns the total number of steps and the number of warm-up steps."""
+    steps, first = _count(name, "steps", steps, 1), _count(name, "warmup", warmup)
     if first >= steps:
-        raise ModelError(
-            f"schedule {name}: warmup is {warmup!r}, of {steps} steps; fewer than all are accepted"
+        raise ArgumentError(
+            f"schedule {name}: warmup must be less than steps ({steps}), got {warmup!r}"
         )
     return steps, first
 
 
-def _steps(name: str, argument: str, value: Any) -> int:
-    return _count(name, argument, value, 1)
+def _count(name: str, argument: str, value: Any, minimum: int = 0) -> int:
+    return whole_number(f"schedule {name}: {argument}", value, minimum, 2**63 - 1)  # int64 nodes
 
 
-def _count(name: str, argument: str, value: Any, least: int = 0) -> int:
-    """Returns a count as an integer of Python, which a Tensor divides as numpy's would not be."""
-    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
-    if not is_integer or not least <= value < 2**63:
-        what = "an integer > 0" if least else "an integer >= 0"
-        raise ModelError(f"schedule {name}: {argument} is {value!r}; {what} is accepted")
-    return int(value)
+def _fraction(name: str, argument: str, value: Any) -> float:
+    return number(f"schedule {name}: {argument}", value, minimum=0, maximum=1)
 
 
-def _share(name: str, argument: str, value: Any, *, least: float = 0.0) -> float:
-    what = "a number in [0, 1]" if not least else "a number in (0, 1]"
-    return _number(name, argument, value, least, 1.0, what)
-
-
-def _number(name: str, argument: str, value: Any, least: float, most: float, what: str) -> float:
-    number = real(value)
-    if not least <= number <= most:
-        raise ModelError(f"schedule {name}: {argument} is {value!r}; {what} is accepted")
-    return number
+def _decay_factor(name: str, value: Any) -> float:
+    return number(f"schedule {name}: factor", value, above=0, maximum=1)

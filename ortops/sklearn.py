@@ -16,6 +16,7 @@ from ortops.errors import FeedError, ModelError, OrtopsError
 from ortops.graph.convert import ModelLike
 from ortops.graph.external import serialize
 from ortops.losses import LossLike
+from ortops.numbers import cast_numbers, is_numeric
 from ortops.optimizers import Optimizer, UpdateRule
 from ortops.training.builder import build_training_model
 from ortops.training.session import TrainingSession
@@ -115,15 +116,7 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn carries no typ
     def _shaped(self, X: Array) -> Array:
         """Returns rows as the model takes them: of its type, and reshaped where it has images."""
         wanted = self.session_.inputs[self._input]
-        with np.errstate(over="ignore", invalid="ignore"):
-            array = np.asarray(X if wanted.dtype is None else X.astype(wanted.dtype))
-        if X.dtype.kind == "f":
-            lost = ~np.isfinite(array) if array.dtype.kind not in "biu" else array != X
-            if lost.any():
-                raise FeedError(
-                    f"X: it has the value {X[lost].flat[0]}, which {array.dtype} does not hold; "
-                    f"input '{self._input}' of the model takes such"
-                )
+        array = self._typed("X", X, self._input)
         dims = () if wanted.dims is None else wanted.dims[1:]
         sizes = tuple(dim for dim in dims if isinstance(dim, int))
         if wanted.dims is not None and len(sizes) == len(dims) and array.shape[1:] != sizes:
@@ -134,6 +127,27 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn carries no typ
                 )
             array = array.reshape(-1, *sizes)
         return array
+
+    def _typed(self, what: str, given: Array, name: str) -> Array:
+        """Returns what was given in the type of an input.
+
+        Raises:
+            FeedError: If it has values that this type does not hold, or no numbers.
+            TypeError: If it has objects that are no numbers, as scikit-learn's estimators say it.
+        """
+        array = given.astype(np.float64) if given.dtype == object else given
+        if not is_numeric(array.dtype):
+            raise FeedError(f"{what} must have numbers, got values of type {given.dtype}")
+        wanted = self.session_.inputs[name].dtype
+        if wanted is None:
+            return array
+        result, lost = cast_numbers(array, wanted)
+        if lost is not None:
+            raise FeedError(
+                f"{what} has the value {lost}, which does not fit {wanted}, the type of input "
+                f"'{name}'; scale or clip {what}, or use a model whose input has another type"
+            )
+        return result
 
     def _outputs(self, X: Array) -> Array:
         """Returns what the loss looks at."""
@@ -470,8 +484,7 @@ class OnnxRegressor(RegressorMixin, _Onnx):  # type: ignore[misc]
             self._is_flat = y.ndim == 1
             self._begin(int(np.prod(X.shape[1:])), 1 if y.ndim == 1 else y.shape[1])
         wanted = self.session_.inputs[self._target]
-        with np.errstate(over="ignore"):
-            targets = y if wanted.dtype is None else y.astype(wanted.dtype)
+        targets = self._typed("y", y, self._target)
         if wanted.dims is not None and targets.ndim == 1 and len(wanted.dims) == 2:
             targets = targets[:, None]
         elif wanted.dims is not None and len(wanted.dims) == 1 and targets.shape[1:] == (1,):

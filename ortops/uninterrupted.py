@@ -1,25 +1,43 @@
-"""Changes that are whole, whatever a signal handler raises.
+"""Changes that are whole, whatever a signal handler raises, and also when Python exits.
 
 Python runs signal handlers in the main thread, between any two of its bytecodes, so anything that
 a handler raises may leave two lines of ours apart. What must not be cut in two runs in a thread of
 its own, where no handler runs, while the main thread waits for it. An exception of a handler comes
 out of the wait, unchanged and at once; the change goes on to its end, and `Whole.settle` waits for
 that.
+
+When the interpreter shuts down, it ends every thread that asks for the GIL again. In a thread that
+returns from onnxruntime, this unwinds C++ functions that do not allow it, and the process aborts.
+So `wait_for_threads` runs at exit. It lets the thread above and all blocks under `finished_at_exit`
+finish.
 """
 
 from __future__ import annotations
 
 import _thread
+import atexit
+import contextlib
+import logging
 import os
 import queue
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["Whole", "run_uninterrupted"]
+__all__ = ["Whole", "finished_at_exit", "run_uninterrupted", "wait_for_threads"]
 
 _T = TypeVar("_T")
+
+EXIT_SECONDS = 60.0
+"""How many seconds the exit of Python waits for threads that are inside onnxruntime."""
+
+_QUIET_SECONDS = 1.0  # for which it waits without saying so
+_POLL_SECONDS = 0.005
+
+logger = logging.getLogger("ortops")
 
 
 class _Worker:
@@ -39,14 +57,114 @@ _worker: _Worker | None = None
 _forked = False
 
 
-def _forget_worker() -> None:
-    """Leaves a child process without the thread that only its parent has."""
+def _forget_threads() -> None:
+    """Leaves a child process without the threads that only its parent has."""
     global _worker, _forked
     _worker, _forked = None, True
+    _inside.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_worker)
+    os.register_at_fork(after_in_child=_forget_threads)
+
+
+# --------------------------------------------------------------------------------------- at exit
+
+_inside: dict[int, int] = {}  # by daemon thread, in how many nested blocks it is
+_exiting = False
+
+
+class _FinishedAtExit(contextlib.ContextDecorator):
+    """A context manager and decorator for code that enters onnxruntime, see `finished_at_exit`."""
+
+    def __enter__(self) -> None:
+        if _ends_with_python():
+            thread = threading.get_ident()
+            _inside[thread] = _inside.get(thread, 0) + 1
+            if _exiting and _inside[thread] == 1:
+                del _inside[thread]
+                threading.Event().wait()  # it never goes on
+
+    def __exit__(self, *_: object) -> None:
+        thread = threading.get_ident()
+        if thread in _inside:
+            _inside[thread] -= 1
+            if not _inside[thread]:
+                del _inside[thread]
+
+
+finished_at_exit = _FinishedAtExit()
+"""Makes the exit of Python wait for a block, or a function, that runs in a daemon thread.
+
+Once the exit has begun, daemon threads no longer enter such blocks: they stop there. Put the
+outermost block around all locks that the main thread may want at exit. Other threads are not
+affected: Python itself waits for them.
+"""
+
+
+def _ends_with_python() -> bool:
+    """Whether this is a daemon thread of the program."""
+    thread = threading.get_ident()
+    if thread == threading.main_thread().ident:
+        return False
+    if _worker is not None and thread == _worker.thread.ident:  # waited for as such
+        return False
+    return threading.current_thread().daemon
+
+
+def wait_for_threads() -> None:
+    """Waits until no daemon thread is inside onnxruntime, for at most `EXIT_SECONDS`.
+
+    Python calls it at exit. Threads that need longer go on, and the process may abort then; a
+    warning says so. A second Ctrl-C, during the wait, ends the process at once, as SIGINT does in
+    a process that does not handle it.
+    """
+    global _exiting
+    _exiting = True
+    begin = time.monotonic()
+    done = _thread.allocate_lock()
+    if _worker is not None:
+        done.acquire()
+        _worker.calls.put(done.release)
+    raised: BaseException | None = None
+    said = False
+    while (done.locked() or _inside) and (waited := time.monotonic() - begin) < EXIT_SECONDS:
+        try:
+            if waited > _QUIET_SECONDS and not said:
+                said = True
+                logger.warning(
+                    "waiting up to %g s for onnxruntime to finish in another thread; press Ctrl-C "
+                    "to end the process at once",
+                    EXIT_SECONDS,
+                )
+            time.sleep(_POLL_SECONDS)
+        except KeyboardInterrupt:
+            _end_by_interrupt()
+        except BaseException as error:  # of another signal's handler
+            raised = error
+    if done.locked() or _inside:
+        logger.warning(
+            "onnxruntime has not finished in another thread after %g s; Python exits without "
+            "waiting any longer, which may abort the process",
+            EXIT_SECONDS,
+        )
+    if raised is not None:
+        raise raised
+
+
+def _end_by_interrupt() -> None:
+    """Ends the process as Ctrl-C does where nothing handles it: with the same exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGINT)
+
+
+atexit.register(wait_for_threads)
+
+
+# --------------------------------------------------------------------------------------- changes
 
 
 def _inline_only() -> bool:

@@ -56,6 +56,8 @@ def problems(wheel: dict[str, bytes], direct: dict[str, bytes], sdist: set[str])
     wanted = {"LICENSE", "README.md", "pyproject.toml", "tests/conftest.py"}
     if missing := wanted - sdist:
         found.append(f"the sdist lacks {sorted(missing)}")
+    if extra := {name for name in sdist if name.startswith("tests/golden")}:
+        found.append(f"the sdist has {sorted(extra)}")
     return found
 
 

@@ -100,16 +100,18 @@ TEXT = """\
 
 # Operators with a gradient
 
-{count} operators have a gradient, {standard} of them in the standard domain. Gradients are of
-any order, unless the table says otherwise: whatever a rule emits has a rule. Tests check {second}
-operators to the second order and {third}, every elementwise one among them, to the third.
-Sizes may be unknown; where a rule needs a rank that is unknown, an error names the tensor.
+{count} operators have a gradient, {standard} of them in the standard domain. Gradients are of any
+order unless the table says otherwise. Tests check {second} operators to the second order and
+{third} to the third, including all elementwise ones. Sizes may be unknown; if a rule needs a rank
+that is unknown, an error names the tensor.
 
-The derivative is zero, wherever it exists, of {zero}, and of these of ai.onnx.ml: {elsewhere}.
-Refused, with the reason, is a gradient through {refused}.
+In the tables, "rule" means that ortops has a formula for the gradient. "definition" means that the
+operator is replaced by simpler ones, which are then differentiated. "gradient to" lists the inputs
+that get a gradient, and "orders" the orders that tests check.
 
-A rule is the formula of a gradient. A definition says what an operator stands for, and that is
-differentiated. The tables tell which inputs have a gradient, and the orders that tests check.
+These operators have a zero derivative wherever it exists: {zero}; and of ai.onnx.ml: {elsewhere}.
+
+A gradient through these operators is rejected with an error: {refused}.
 
 {tables}
 """

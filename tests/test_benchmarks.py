@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from benchmarks.report import Goal, Report
 from benchmarks.start import Start
 from benchmarks.task import BATCHES, OPTIMIZERS, Task
 from benchmarks.works import DEPTH_WORKS, DEPTHS, WORKS, Export, TrainingStep, Update
+from scripts import speed_table
 
 UPDATE = "update of 1e6 parameters"
 MODEL = "MLP 784-128-10, batch 32"
@@ -313,11 +314,93 @@ def test_every_target_of_a_step_is_a_goal() -> None:
     assert Goal("", "", "", [2.0, 3.0, 1.0], 2.0).met
 
 
-def test_a_plot_of_starts_alone(tmp_path: Path) -> None:
+def results_of(folder: Path, works: Iterable[str], factors: dict[str, float]) -> Path:
+    """Writes the results of a run in which peers take some factors of 10 ms, 2 s and 400 MB."""
+    starts = {peer: factor for peer, factor in factors.items() if peer != "torch.compile"}
+    made = Report(
+        "Adam",
+        Effort(),
+        times={w: {p: Result([0.01 * f], [2.0], [2.0]) for p, f in factors.items()} for w in works},
+        starts={w: {p: [Start(2 * f, 400 * f)] for p, f in starts.items()} for w in works},
+    )
+    made.write(folder)
+    return folder / "results.json"
+
+
+PEERS_OF_PLOT = {LOWERED: 0.5, TORCH: 1.0, "torch.compile": 0.8, "JAX": 6.0}
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Any]:
+    """Draws results, and returns matplotlib's figure."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+
+    def draw(results: Path) -> Any:
+        file = results.parent / "a.png"
+        plot.write(results, file)
+        assert file.read_bytes().startswith(b"\x89PNG")
+        (figure,) = figures
+        return figure
+
+    return draw
+
+
+def test_a_plot_shows_what_was_measured(tmp_path: Path, drawn: Callable[[Path], Any]) -> None:
+    figure = drawn(results_of(tmp_path, [MODEL, UPDATE], PEERS_OF_PLOT))
+    shown = [each.get_text() for each in figure.findobj(lambda part: hasattr(part, "get_text"))]
+    assert {"5 ms", "10 ms", "8 ms", "60 ms"} <= set(shown)
+    assert {"1.0 s", "2.0 s", "12.0 s", "200 MB", "400 MB", "2400 MB"} <= set(shown)
+    assert {"ortops", "torch eager", "torch.compile", "JAX"} <= set(shown)
+    assert "MLP 784-128-10\nbatch 32" in shown
+    assert not any("update" in text for text in shown)
+
+
+def test_a_bar_that_is_cut_has_a_mark(tmp_path: Path, drawn: Callable[[Path], Any]) -> None:
+    for axis in drawn(results_of(tmp_path, [MODEL], PEERS_OF_PLOT)).axes:
+        widths = sorted(bar.get_width() for bar in axis.patches)
+        assert widths[-2:] == pytest.approx([1.0, plot.LIMIT])  # JAX takes 6 times as long
+        assert len([line for line in axis.lines if line.get_linestyle() == "-"]) == 1
+
+
+def test_the_chart_has_each_network_once() -> None:
+    shown = plot.charted(WORKS)
+    assert [name for name in shown if name.startswith("BERT")] == [
+        "BERT 6 layers d 384, 16×64, dynamo's file"
+    ]
+    assert not any(isinstance(WORKS[name], Update) for name in shown)
+    assert plot.charted(["BERT 6 layers d 384, 16×64, TorchScript's file"]) != []
+
+
+def test_without_pytorch_there_is_no_chart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
-    starts = {LOWERED: [Start(1.0, 90.0)], TORCH: [Start(4.0, 100.0)]}
-    plot.write(Report("Adam", Effort(), starts={MODEL: starts}), tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    plot.write(results_of(tmp_path, [MODEL], {LOWERED: 1.0, "JAX": 2.0}), tmp_path / "a.png")
+    assert not (tmp_path / "a.png").exists()
+    assert "no training step was measured with torch eager" in capsys.readouterr().err
+
+
+def test_tables_of_the_documentation_have_milliseconds_and_a_direction(tmp_path: Path) -> None:
+    file = results_of(tmp_path, [MODEL], PEERS_OF_PLOT)
+    results = json.loads(file.read_text(encoding="utf-8"))
+    results["versions"] = dict.fromkeys(speed_table.SHOWN, "1.0")
+    short, long = ("\n".join(of(results)) for of in (speed_table.short, speed_table.long))
+    assert "Below 1, ortops is faster or smaller" in short
+    (row,) = rows_of(short, "fastest peer")
+    assert row == [MODEL, "5 ms", "8 ms (torch.compile)", "0.62", "0.50", "0.50"]
+    (row,) = rows_of(long, "torch.compile")
+    assert row == [MODEL, "5 ms", "", "10 ms", "8 ms", "60 ms", "", "0.62 (0.6)", "torch.compile"]
+    assert "| 1.00 s | 2.00 s | 12.00 s | 0.50 (0.3) |" in long
+    assert "| 200 MB | 400 MB | 2400 MB | 0.50 (0.6) |" in long
+
+
+def test_an_update_without_a_goal_is_in_the_tables(tmp_path: Path) -> None:
+    results = json.loads(results_of(tmp_path, [UPDATE], {LOWERED: 4.0, C: 1.0}).read_text())
+    results["versions"] = dict.fromkeys(speed_table.SHOWN, "1.0")
+    (row,) = rows_of("\n".join(speed_table.long(results)), "torch.compile")
+    assert row == [UPDATE, "40 ms", "", "", "", "", "10 ms", "4.00", C]
 
 
 # ------------------------------------------------------------------------------------------ parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -645,8 +646,8 @@ def test_rules_that_return_something_else(rule: Any, message: str) -> None:
     [
         ({"loss": "SoftmaxCrosEntropy"}, "loss 'SoftmaxCrosEntropy' is not known; did you mean"),
         ({"loss": 3}, "loss is 3; one of ortops.losses, its name, or a function of Tensors"),
-        ({"optimizer": "adam"}, "optimizer 'adam' is not known; did you mean 'Adam'?"),
-        ({"optimizer": 0.1}, "optimizer is 0.1; one of ortops.optimizers, its name, or"),
+        ({"optimizer": "adam"}, "unknown optimizer 'adam'; did you mean 'Adam'?"),
+        ({"optimizer": 0.1}, "optimizer must be one of ortops.optimizers, the name of one, or"),
         (
             {"loss": lambda y, targets: y - targets},
             "loss <lambda>: it is of shape ['batch', 2]; it must be a scalar, so reduce it",
@@ -667,7 +668,7 @@ def test_rules_that_return_something_else(rule: Any, message: str) -> None:
 def test_bad_losses_and_optimizers(settings: dict[str, Any], message: str) -> None:
     model = affine()
     before = model.SerializeToString(deterministic=True)
-    with pytest.raises(ModelError) as raised:
+    with pytest.raises((ortops.ArgumentError, ModelError)) as raised:
         build(model, **settings)
     assert message in str(raised.value)
     assert model.SerializeToString(deterministic=True) == before
@@ -946,6 +947,23 @@ def test_a_model_that_has_a_gradient_inside_is_trained_through_it() -> None:
                 for sign in (-1, 1)
             )
             assert moved[index] == pytest.approx((high - low) / 2e-6, rel=1e-3, abs=2e-5)
+
+
+@pytest.mark.parametrize("outputs", [None, ["slope"]])
+def test_a_gradient_inside_is_predicted(outputs: list[str] | None, tmp_path: Path) -> None:
+    trainable = build(
+        forces(), loss=lambda slope: squared_slope(slope, slope * 0.0), optimizer="SGD"
+    )
+    session = TrainingSession(trainable)
+    w, v = (session.state[name].astype(np.float64) for name in ("w", "v"))
+    x = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    wanted = ((1 - np.tanh(x @ w) ** 2) * v[:, 0]) @ w.T
+    found = session.predict({"x": x}, outputs=outputs)
+    np.testing.assert_allclose(found["slope"], wanted, rtol=1e-5, atol=1e-6)
+    ortops.export_step(trainable, tmp_path)
+    evaluate = json.loads((tmp_path / "step.json").read_text())["evaluate"]
+    shown = [output.name for output in onnx.load(tmp_path / "evaluate.onnx").graph.output]
+    assert evaluate["outputs"]["slope"] in shown
 
 
 def test_a_gradient_inside_gets_a_training_copy_too() -> None:

@@ -18,7 +18,7 @@ import onnxruntime
 import pytest
 from training_models import Arrays, affine, affine_batch, assert_same_arrays, classifier, labelled
 
-from ortops import ModelError, OrtopsError, TrainingSession, build_training_model
+from ortops import DivergedError, ModelError, OrtopsError, TrainingSession, build_training_model
 from ortops.callbacks import (
     BestModel,
     Callback,
@@ -178,6 +178,19 @@ def test_restore_best_goes_back_to_the_end_of_the_best_epoch(kept: str, tmp_path
     assert_same_arrays(dict(TrainingSession(tmp_path / "end.onnx").state), dict(other.state))
 
 
+def test_the_name_of_a_file_tells_the_step_that_was_restored(tmp_path: Path) -> None:
+    session, data, held = overfitting()
+    end = Checkpoint(tmp_path / "{step}.onnx", keep=2)  # called before the best state is restored
+    early = EarlyStopping(3, restore_best=True)
+    history = session.fit(data, epochs=100, validation=held, callbacks=[end, early], **QUIET)
+    best, last = history[early.best_epoch - 1]["steps"], history[-1]["steps"]
+    assert best < last
+    assert names(tmp_path) == sorted(f"{step:g}.onnx" for step in (best, last))
+    for step in (best, last):
+        assert TrainingSession(tmp_path / f"{step:g}.onnx").steps_done == step
+    assert end.latest == tmp_path / f"{best:g}.onnx"
+
+
 def test_a_file_of_another_training_is_not_restored(tmp_path: Path) -> None:
     class Replacing(Callback):
         def on_epoch(self, record: Record, session: Any) -> None:
@@ -187,6 +200,24 @@ def test_a_file_of_another_training_is_not_restored(tmp_path: Path) -> None:
     early = EarlyStopping(1, restore_best=tmp_path / "best.onnx")
     with pytest.raises(ModelError, match=r"the file '.*best.onnx' has no '.*', so that it is of a"):
         session.fit(data, epochs=9, validation=held, callbacks=[early, Replacing()], **QUIET)
+
+
+def test_the_file_of_another_run_of_the_same_model_is_not_restored(tmp_path: Path) -> None:
+    file = tmp_path / "best.onnx"
+    session, data, held = overfitting()
+    options: dict[str, Any] = {"epochs": 9, "validation": held, **QUIET}
+    early = EarlyStopping(9, restore_best=file)
+    last = Checkpoint(tmp_path / "last.onnx")
+    with pytest.raises(InterruptedFitError):
+        session.fit(data, callbacks=[early, last, Breaking(26)], **options)
+    other, *_ = overfitting()
+    other.fit(data, callbacks=[EarlyStopping(9, restore_best=file)], **(options | {"seed": 1}))
+    state = dict(TrainingSession(tmp_path / "last.onnx").state)
+    resumed = TrainingSession(tmp_path / "last.onnx")
+    callbacks = [EarlyStopping(9, restore_best=file), last, Callback()]
+    with pytest.raises(ModelError, match=r"best.onnx' does not contain epoch 3, the best epoch of"):
+        resumed.fit(data, callbacks=callbacks, resume=True, **options)
+    assert_same_arrays(dict(resumed.state), state)
 
 
 def test_without_restore_best_the_session_stays_at_the_last_epoch() -> None:
@@ -201,6 +232,56 @@ def test_each_fit_begins_anew() -> None:
     callback = EarlyStopping(1, "loss")
     assert stopped_after(callback, "loss", [1, 2])[0] == 2
     assert stopped_after(callback, "loss", [4, 3, 2])[0] == 0
+
+
+def test_more_epochs_than_early_stopping_has_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A training that early stopping has ended goes on only with more patience."""
+    file = tmp_path / "last.onnx"
+    session, data, held = overfitting()
+    options: dict[str, Any] = {"validation": held, "resume": True, **QUIET}
+    first = session.fit(data, epochs=50, callbacks=[EarlyStopping(3), Checkpoint(file)], **options)
+    assert len(first) == 6
+    session = TrainingSession(file)
+    callbacks = [EarlyStopping(3), Checkpoint(file)]
+    history = session.fit(data, epochs=60, callbacks=callbacks, **options)
+    assert history == first
+    assert "fit: stopped before the first step: EarlyStopping: validation_loss has" in caplog.text
+    session = TrainingSession(file)
+    history = session.fit(
+        data, epochs=60, callbacks=[EarlyStopping(5), Checkpoint(file)], **options
+    )
+    other, *_ = overfitting()
+    expected = other.fit(data, epochs=60, callbacks=[EarlyStopping(5)], **options)
+    assert len(expected) == 8
+    assert history == expected
+    assert_same_arrays(dict(session.state), dict(other.state))
+
+
+@pytest.mark.parametrize("kept", ["memory", "file"])
+def test_a_prolonged_training_goes_on_from_the_best_epoch_that_was_restored(
+    kept: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    session, data, held = overfitting()
+    where = True if kept == "memory" else tmp_path / "best.onnx"
+    options: dict[str, Any] = {"validation": held, **QUIET}
+    callbacks = [EarlyStopping(50, restore_best=where), Checkpoint(tmp_path / "last.onnx")]
+    session.fit(data, epochs=5, callbacks=callbacks, **options)
+    best = callbacks[0]
+    assert isinstance(best, EarlyStopping)
+    assert best.best_epoch == 3
+    restored = dict(session.state)
+    if kept == "file":
+        session = TrainingSession(tmp_path / "last.onnx")
+    history = session.fit(data, epochs=7, callbacks=callbacks, resume=True, **options)
+    assert "continues from the state of its best epoch, 3, which restore_best" in caplog.text
+    assert len(history) == 7
+    losses = history.columns["validation_loss"]
+    assert best.best == min(losses)
+    if best.best_epoch == 3:
+        assert_same_arrays(dict(session.state), restored)
+    assert session.evaluate(held)["loss"] == pytest.approx(min(losses))
 
 
 # ------------------------------------------------------------------------------ best model
@@ -238,6 +319,21 @@ def test_best_model_keeps_the_best_of_all_fits(tmp_path: Path) -> None:
     session.fit(data, epochs=2, callbacks=[best], **QUIET)  # not as far as before
     assert (tmp_path / "best.onnx").read_bytes() == content
     assert best.best == number
+
+
+def test_best_model_of_a_resumed_fit_says_if_its_file_is_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    session, data, held = overfitting()
+    options: dict[str, Any] = {"epochs": 6, "validation": held, **QUIET}
+    callbacks = [BestModel(tmp_path / "best.onnx"), Breaking(22)]
+    with pytest.raises(InterruptedFitError):
+        session.fit(data, callbacks=callbacks, **options)
+    assert "BestModel" not in caplog.text
+    others = [BestModel(tmp_path / "other.onnx"), Breaking(0)]
+    session.fit(data, callbacks=others, resume=True, **options)
+    assert f"BestModel: there is no '{tmp_path / 'other.onnx'}' yet; it will be" in caplog.text
+    assert "better than epoch 3" in caplog.text
 
 
 # ------------------------------------------------------------------------------ checkpoints
@@ -314,6 +410,126 @@ def test_data_beside_a_removed_checkpoint_go_with_it(
     assert TrainingSession(tmp_path / "3.onnx").steps_done == 3
 
 
+INTERRUPTED_AT = 8
+
+
+def interrupted(path: Path, **options: Any) -> Arrays:
+    """Trains with checkpoints every 3 steps until an error comes in step 8; returns the data."""
+    data = affine_batch(20)  # 5 steps in an epoch
+    callbacks = [Checkpoint(path, every=3, **options), Breaking(INTERRUPTED_AT)]
+    with pytest.raises(InterruptedFitError):
+        affine_session().fit(data, epochs=4, callbacks=callbacks, **QUIET)
+    return data
+
+
+def resume(file: Path, data: Arrays, *callbacks: Callback) -> None:
+    TrainingSession(file).fit(
+        data, epochs=4, callbacks=[*callbacks, Callback()], resume=True, **QUIET
+    )
+
+
+def write_others(folder: Path, *files: str) -> None:
+    """Writes the checkpoints of somebody else's training of the same model."""
+    other = affine_session(0.01)
+    other.fit(affine_batch(20), epochs=1, callbacks=[Checkpoint(folder / "other.onnx")], **QUIET)
+    for file in files:
+        (folder / file).write_bytes((folder / "other.onnx").read_bytes())
+    (folder / "other.onnx").unlink()
+
+
+def test_a_resumed_checkpoint_removes_no_file_under_another_path(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    data = interrupted(first / "{step}.onnx", keep=2)
+    assert names(first) == ["3.onnx", "6.onnx"]
+    write_others(second, "3.onnx", "6.onnx")
+    before = (second / "3.onnx").read_bytes()
+    resume(first / "6.onnx", data, Checkpoint(second / "{step}.onnx", every=5, keep=2))
+    assert names(first) == ["3.onnx", "6.onnx"]
+    assert names(second) == ["16.onnx", "20.onnx", "3.onnx", "6.onnx"]
+    assert (second / "3.onnx").read_bytes() == (second / "6.onnx").read_bytes() == before
+
+
+def test_a_resumed_checkpoint_removes_no_file_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    data = interrupted(Path("{step}.onnx"), keep=2)
+    monkeypatch.chdir(tmp_path / "second")
+    write_others(Path(), "3.onnx")
+    Path("6.onnx").write_text("notes")
+    resume(Path("../first/6.onnx"), data, Checkpoint("{step}.onnx", every=5, keep=2))
+    assert names(tmp_path / "first") == ["3.onnx", "6.onnx"]
+    assert names(Path()) == ["16.onnx", "20.onnx", "3.onnx", "6.onnx"]
+    said = "Checkpoint: '6.onnx' is not the file that this callback wrote, so keep= does not remove"
+    assert said in caplog.text
+
+
+def test_checkpoints_that_were_moved_together_are_still_removed(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    data = interrupted(tmp_path / "first" / "{step}.onnx", keep=2)
+    (tmp_path / "first").rename(tmp_path / "moved")
+    callback = Checkpoint(tmp_path / "moved" / "{step}.onnx", every=5, keep=2)
+    resume(tmp_path / "moved" / "6.onnx", data, callback)
+    assert names(tmp_path / "moved") == ["16.onnx", "20.onnx"]
+
+
+def test_a_checkpoint_removes_no_file_that_took_the_place_of_its_own(tmp_path: Path) -> None:
+    class Replacing(Callback):
+        def on_step(self, record: Record, session: Any) -> None:
+            if record.step == 3:
+                write_others(tmp_path, "1.onnx", "2.onnx")
+
+    callbacks = [Checkpoint(tmp_path / "{step}.onnx", every=1, keep=2), Replacing()]
+    affine_session().fit(affine_batch(20), epochs=1, callbacks=callbacks, **QUIET)
+    assert names(tmp_path) == ["1.onnx", "2.onnx", "4.onnx", "5.onnx"]
+
+
+def test_two_checkpoints_remove_their_own_files(tmp_path: Path) -> None:
+    for folder in ("often", "seldom"):
+        (tmp_path / folder).mkdir()
+
+    def both() -> list[Callback]:
+        return [
+            Checkpoint(tmp_path / "often" / "{step}.onnx", every=1, keep=2),
+            Checkpoint(tmp_path / "seldom" / "{step}.onnx", every=3, keep=2),
+        ]
+
+    data = affine_batch(20)
+    with pytest.raises(InterruptedFitError):
+        affine_session().fit(data, epochs=4, callbacks=[*both(), Breaking(8)], **QUIET)
+    assert names(tmp_path / "often") == ["6.onnx", "7.onnx"]
+    assert names(tmp_path / "seldom") == ["3.onnx", "6.onnx"]
+    resume(tmp_path / "often" / "7.onnx", data, *both())
+    assert names(tmp_path / "often") == ["19.onnx", "20.onnx"]
+    assert names(tmp_path / "seldom") == ["18.onnx", "20.onnx"]
+
+
+def test_two_checkpoints_under_the_same_names(tmp_path: Path) -> None:
+    path = tmp_path / "{step}.onnx"
+    callbacks = [Checkpoint(path, every=1, keep=1), Checkpoint(path, every=2, keep=2)]
+    affine_session().fit(affine_batch(20), epochs=1, callbacks=callbacks, **QUIET)
+    assert names(tmp_path) == ["4.onnx", "5.onnx"]
+
+
+def test_files_of_a_checkpoint_without_keep_stay(tmp_path: Path) -> None:
+    data = interrupted(tmp_path / "{step}.onnx")
+    resume(tmp_path / "6.onnx", data, Checkpoint(tmp_path / "{step}.onnx", every=5, keep=1))
+    assert names(tmp_path) == ["20.onnx", "3.onnx", "6.onnx"]
+
+
+def test_a_checkpoint_of_an_older_version_keeps_what_it_cannot_tell(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback = Checkpoint(tmp_path / "{step}.onnx", keep=1)
+    callback.restore({"step": 6, "written": [[3, 1], [6, 2]]})
+    assert "Checkpoint: keep= does not remove files that an older version of ortops" in caplog.text
+    assert callback.state()["written"] == []
+
+
 @pytest.mark.parametrize(
     ("state", "message"),
     [
@@ -321,6 +537,8 @@ def test_data_beside_a_removed_checkpoint_go_with_it(
         ({"step": -1, "written": []}, r"has -1 for its 'step'; an integer of at least 0"),
         ({"step": 1, "written": "x"}, r"has 'x' for its 'written'; a list of pairs of a step and"),
         ({"step": 1, "written": [["../a", 1]]}, r"a list of pairs of a step and an epoch"),
+        ({"step": 1, "written": [], "marks": 3}, r"has 3 for its 'marks'; a list of strings of 16"),
+        ({"step": 1, "written": [[1, 1]], "marks": [""]}, r"has \[''\] for its 'marks'; a list of"),
     ],
 )
 def test_a_checkpoint_does_not_trust_a_file(state: dict[str, Any], message: str) -> None:
@@ -342,6 +560,21 @@ def test_csv_log_is_the_history(tmp_path: Path) -> None:
     assert [row.pop("epoch") for row in rows] == ["1", "2", "3", "4"]
     assert [{name: float(cell) for name, cell in row.items()} for row in rows] == history
     assert "validation_accuracy" in rows[0]
+
+
+def test_names_are_no_formulas_in_a_table(tmp_path: Path) -> None:
+    log, session = CSVLog(tmp_path / "log.csv"), affine_session()
+    for epoch, values in enumerate(({"=A1": -0.5}, {"=A1": -0.25, "@B\r": 3.0}), 1):
+        (record,) = records("loss", [-1.25])
+        record.epoch, record.values = epoch, record.values | values
+        log.on_epoch(record, session)
+    with log.path.open(newline="", encoding="utf-8") as stream:
+        rows = list(csv.reader(stream))
+    assert rows == [
+        ["epoch", "loss", "'=A1", "'@B\r"],
+        ["1", "-1.25", "-0.5", ""],
+        ["2", "-1.25", "-0.25", "3.0"],
+    ]
 
 
 @pytest.mark.parametrize("append", [False, True])
@@ -395,6 +628,222 @@ def test_numbers_that_are_not_finite(tmp_path: Path) -> None:
     )
     values = [json.loads(line)["validation_loss"] for line in lines.path.read_text().splitlines()]
     assert values == [None, None, None]
+
+
+def strict(text: str) -> Any:
+    """Returns what a JSON text stands for, which no NaN of Python's may be in."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def narrow(outputs: Any, targets: Any) -> Any:
+    return np.float32(0.1)
+
+
+def whole(outputs: Any, targets: Any) -> Any:
+    return np.int64(3)
+
+
+def undefined(outputs: Any, targets: Any) -> Any:
+    return np.float32("nan")
+
+
+class Adding(Callback):
+    """Adds numbers of numpy to what fit tells, and to its state."""
+
+    def on_step(self, record: Record, session: Any) -> None:
+        record.values["half"] = np.float16(0.5)  # type: ignore[assignment]
+
+    def on_epoch(self, record: Record, session: Any) -> None:
+        record.values["third"] = np.float32(1 / 3)  # type: ignore[assignment]
+        record.values["count"] = np.array(7)  # type: ignore[assignment]
+        record.values["none"] = np.float32("inf")  # type: ignore[assignment]
+
+    def state(self) -> dict[str, Any]:
+        return {"best": np.float32(0.5), "seen": [np.int64(3), np.array(2.5)], "ok": np.True_}
+
+
+def test_numbers_of_numpy_reach_all_files(tmp_path: Path) -> None:
+    data = affine_batch(8)
+    adding = Adding()
+    callbacks = [
+        Checkpoint(tmp_path / "a.onnx"),
+        CSVLog(tmp_path / "log.csv"),
+        adding,
+        JSONLines(tmp_path / "log.jsonl", every=1),
+        EarlyStopping(9, "validation_narrow", restore_best=tmp_path / "best.onnx"),
+    ]
+    metrics = [narrow, whole, undefined]
+    options: dict[str, Any] = {"validation": data, "metrics": metrics, **QUIET}
+    history = affine_session().fit(data, epochs=2, callbacks=callbacks, **options)
+    third, tenth = float(np.float32(1 / 3)), float(np.float32(0.1))
+    assert history.columns["validation_narrow"] == [tenth, tenth]
+    assert {type(value) for entry in history for value in entry.values()} == {int, float}
+    step, *_, epoch = map(strict, (tmp_path / "log.jsonl").read_text().splitlines())
+    assert step["half"] == 0.5
+    assert (epoch["third"], epoch["count"], epoch["none"]) == (third, 7, None)
+    assert (epoch["validation_whole"], epoch["validation_undefined"]) == (3, None)
+    found = TrainingSession(tmp_path / "a.onnx")
+    assert found.history.columns["third"] == [third, third]
+    assert found.history.columns["validation_narrow"] == [tenth, tenth]
+    states = [saved["state"] for saved in saved_states(tmp_path / "a.onnx", "Adding")]
+    assert states == [{"best": 0.5, "seen": [3, 2.5], "ok": True}]
+
+
+def saved_states(file: Path, kind: str) -> list[Any]:
+    """Returns the states of the callbacks of a class in a file."""
+    props = {entry.key: entry.value for entry in onnx.load(file).metadata_props}
+    return [
+        saved for saved in json.loads(props["ortops.fit"])["callbacks"] if saved["class"] == kind
+    ]
+
+
+@pytest.mark.parametrize("event", ["on_begin", "on_step", "on_epoch"])
+def test_what_is_not_a_number_is_refused_by_the_name_of_the_callback(
+    event: str, tmp_path: Path
+) -> None:
+    class Noting(Callback):
+        def note(self, record: Record, session: Any) -> None:
+            record.values["note"] = "mine"  # type: ignore[assignment]
+
+    setattr(Noting, event, Noting.note)
+    session = affine_session()
+    message = r"callback Noting: record.values\['note'\] must be a number, got 'mine'"
+    with pytest.raises(OrtopsError, match=message):
+        session.fit(affine_batch(8), epochs=2, callbacks=[Noting()], **QUIET)
+    session.save(tmp_path / "a.onnx")  # it can be saved, and what it was up to then is there
+    assert TrainingSession(tmp_path / "a.onnx").steps_done == session.steps_done
+
+
+# -------------------------------------------------------------------------- order and ends
+
+
+class Counting(Callback):
+    """Counts the epochs that it was told of."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def on_epoch(self, record: Record, session: Any) -> None:
+        self.epochs += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"epochs": self.epochs}
+
+
+class Saving(Counting):
+    """Saves in the method that comes with the epoch, as before there was another for it."""
+
+    saves = True
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_epoch(self, record: Record, session: Any) -> None:
+        super().on_epoch(record, session)
+        session.save(self.path)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 3, 4])
+def test_a_saved_epoch_is_one_that_all_callbacks_have_seen(first: int, tmp_path: Path) -> None:
+    data = affine_batch(8)
+    files = {
+        "early": lambda path: EarlyStopping(9, "loss", restore_best=path),
+        "best": lambda path: BestModel(path, "loss"),
+        "last": Checkpoint,
+        "mine": Saving,
+    }
+    given = [Counting(), *(make(tmp_path / f"{name}.onnx") for name, make in files.items())]
+    turned = [*given[first:], *given[:first]]
+    session = affine_session(1e-3)
+    with pytest.raises(InterruptedFitError):  # so that no file is written at the end
+        session.fit(data, epochs=9, callbacks=[*turned, Breaking(5)], **QUIET)
+    assert session.steps_done == 5  # the first one of the third epoch
+    for name in files:
+        file = tmp_path / f"{name}.onnx"
+        assert TrainingSession(file).steps_done == 4
+        assert [saved["state"] for saved in saved_states(file, "Counting")] == [{"epochs": 2}]
+        assert [saved["state"] for saved in saved_states(file, "Saving")] == [{"epochs": 2}]
+        checkpoint = saved_states(file, "Checkpoint")[0]["state"]
+        assert checkpoint["step"] == 4
+
+
+class Order(Callback):
+    """Writes down what it is told."""
+
+    def __init__(self, name: str, told: list[str], *, fails: str = "") -> None:
+        self.name, self.told, self.fails = name, told, fails
+
+    def note(self, event: str) -> None:
+        self.told.append(f"{self.name} {event}")
+        if event == self.fails:
+            raise InterruptedFitError(self.name)
+
+    def on_begin(self, record: Record, session: Any) -> None:
+        self.note("begin")
+
+    def on_step(self, record: Record, session: Any) -> None:
+        self.note("step")
+
+    def on_epoch(self, record: Record, session: Any) -> None:
+        self.note("epoch")
+
+    def on_end(self, record: Record, session: Any) -> None:
+        self.note("end")
+
+    def on_save(self, record: Record, session: Any) -> None:
+        self.note("save")
+
+    def on_close(self) -> None:
+        self.note("close")
+
+
+def test_all_are_told_before_any_saves_and_all_are_closed() -> None:
+    told: list[str] = []
+    callbacks = [Order("a", told), Order("b", told)]
+    affine_session().fit(affine_batch(4), epochs=1, callbacks=callbacks, **QUIET)
+    events = [
+        f"{name} {each}"
+        for e in ("begin", "step", "epoch", "end")
+        for each in (e, "save")
+        for name in "ab"
+    ]
+    assert told == [*events, "a close", "b close"]
+
+
+@pytest.mark.parametrize("event", ["begin", "step", "epoch", "end", "save", "close"])
+@pytest.mark.parametrize("who", ["a", "b"])
+def test_all_are_closed_once_if_one_fails(who: str, event: str) -> None:
+    told: list[str] = []
+    callbacks = [Order(name, told, fails=event if name == who else "") for name in "ab"]
+    with pytest.raises(InterruptedFitError, match=who):
+        affine_session().fit(affine_batch(4), epochs=1, callbacks=callbacks, **QUIET)
+    assert told[-2:] == ["a close", "b close"]
+    assert [each.split()[1] for each in told].count("close") == 2
+    assert sum("end" in each for each in told) <= 2
+
+
+def test_all_are_closed_after_an_interruption_and_bad_data() -> None:
+    told: list[str] = []
+
+    class Signal(Callback):
+        def on_step(self, record: Record, session: Any) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    callbacks = [Order("a", told), Signal()]
+    with pytest.raises(KeyboardInterrupt):
+        affine_session().fit(affine_batch(8), callbacks=callbacks, **QUIET)
+    assert told[-3:] == ["a end", "a save", "a close"]
+    told.clear()
+    data = affine_batch(8)
+    data["x"][5, 0] = np.nan
+    with pytest.raises(DivergedError):
+        affine_session().fit(data, shuffle=False, callbacks=[Order("a", told)], **QUIET)
+    assert told == ["a begin", "a save", "a step", "a save", "a close"]
 
 
 # --------------------------------------------------------------------------------- resuming
@@ -597,6 +1046,32 @@ def test_a_log_that_has_become_shorter_is_said(
     assert log.path.read_text() == "epoch,loss\n2,1.0\n"
 
 
+@pytest.mark.parametrize("kind", [CSVLog, JSONLines])
+def test_a_resumed_log_does_not_cut_off_rows_of_another_file(kind: Any, tmp_path: Path) -> None:
+    data = affine_batch(20)
+    path, others = tmp_path / "log", tmp_path / "other"
+    callbacks = [kind(path), Checkpoint(tmp_path / "a.onnx", every=7), Breaking(12)]
+    with pytest.raises(InterruptedFitError):
+        affine_session().fit(data, epochs=4, callbacks=callbacks, **QUIET)
+    content = b"notes of many months\n" * 100
+    others.write_bytes(content)
+    session = TrainingSession(tmp_path / "a.onnx")
+    before = dict(session.state)
+    options: dict[str, Any] = {"epochs": 4, "resume": True, **QUIET}
+    message = rf"{kind.__name__}: '.*other' is not the file that this training wrote, and"
+    with pytest.raises(OrtopsError, match=message):
+        session.fit(
+            data, callbacks=[kind(others), Checkpoint(tmp_path / "b.onnx"), Callback()], **options
+        )
+    assert others.read_bytes() == content
+    assert_same_arrays(dict(session.state), before)
+    session.fit(
+        data, callbacks=[kind(path), Checkpoint(tmp_path / "b.onnx"), Callback()], **options
+    )
+    lines = path.read_text().splitlines()
+    assert len(lines) == 4 + (kind is CSVLog)  # with the row of the second epoch once
+
+
 # ------------------------------------------------------------------------------ TensorBoard
 
 
@@ -639,6 +1114,28 @@ def test_tensorboard_has_the_numbers_of_steps_and_epochs(tmp_path: Path) -> None
     expected = [(row["step"], row["loss"]) for row in rows if row["event"] == "step"]
     assert found["step/loss"] == expected
     assert [step for step, _ in expected] == [2, 4, 7, 9]
+
+
+@pytest.mark.optional("tensorboardX", "tensorboard")
+def test_tensorboard_closes_its_file_if_fit_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tensorboardX
+
+    closed = []
+
+    class Writer(tensorboardX.SummaryWriter):  # type: ignore[misc]
+        def close(self) -> None:
+            closed.append(self.logdir)
+            super().close()
+
+    monkeypatch.setattr(tensorboardX, "SummaryWriter", Writer)
+    with pytest.raises(InterruptedFitError):
+        affine_session().fit(
+            affine_batch(20), callbacks=[TensorBoard(tmp_path), Breaking(3)], **QUIET
+        )
+    assert closed == [str(tmp_path)]
+    assert [step for step, _ in scalars(events(tmp_path))["step/loss"]] == [1, 2, 3]
 
 
 @pytest.mark.optional("tensorboardX", "tensorboard")
@@ -760,6 +1257,7 @@ def test_drawing_takes_a_fifth_of_the_time(tmp_path: Path, monkeypatch: pytest.M
     [
         (lambda: EarlyStopping(0), r"EarlyStopping: patience is 0; an integer of at least 1"),
         (lambda: EarlyStopping(2.5), r"EarlyStopping: patience is 2.5; an integer"),
+        (lambda: EarlyStopping(np.array([3])), r"patience is array\(\[3\]\); an integer of at lea"),
         (lambda: EarlyStopping(monitor=""), r"monitor is ''; the name of a number of an epoch"),
         (lambda: EarlyStopping(mode="up"), r"mode is 'up'; 'auto', 'max' or 'min' is accepted"),
         (lambda: EarlyStopping(minimum_change=-1), r"minimum_change is -1; a finite number >= 0"),

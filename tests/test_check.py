@@ -61,7 +61,7 @@ def test_report():
 def test_conversion_is_told():
     report = check(network(opset=13))
     assert (report.opset, report.converted_to) == (13, 21)
-    assert "opset 13, converted to 21 before it is differentiated" in str(report)
+    assert "opset 13, converted to 21 for training" in str(report)
 
 
 def test_operator_without_a_rule_is_named():
@@ -211,18 +211,18 @@ def test_the_report_as_text():
         str(check(classifier()))
         == """\
 opset 21
-output y: FLOAT[N,2], probabilities by Softmax node 'Softmax', of 'logits'
+output y: FLOAT[N,2], probabilities from Softmax node 'Softmax' of 'logits'
 losses that fit: SoftmaxCrossEntropy, MeanSquaredError, L1
-with loss SoftmaxCrossEntropy:
-3 parameters are trained, 21 numbers in all
+loss of this report: SoftmaxCrossEntropy
+trainable parameters: 21 in 3 tensors
   w  FLOAT[4,3]
   b  FLOAT[3]
   v  FLOAT[3,2]
-1 floating-point initializers are not trained
+floating-point initializers that are not trained: 1
   low is the min of Clip node 'Clip'
-inputs with a gradient: x
+differentiable inputs: x
 loss SoftmaxCrossEntropy reads 'logits', the logits before Softmax node 'Softmax', not 'y'
-nothing stands in the way of training"""
+no problems: ready to train"""
     )
 
 
@@ -283,7 +283,7 @@ def test_json_of_files_and_folders(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", stdin)
     assert main(["check", "-", "--loss", "MeanSquaredError", "--trainable", "v"]) == 0
     printed = capsys.readouterr().out
-    assert "with loss MeanSquaredError:" in printed
+    assert "loss of this report: MeanSquaredError" in printed
     assert "  w is not named in trainable" in printed
 
 
@@ -292,9 +292,7 @@ def test_a_folder_without_models(folder, tmp_path, capsys):
     (tmp_path / folder / "inner.onnx").mkdir(parents=True)
     assert main(["check", str(tmp_path / folder)]) == 2
     said = capsys.readouterr().err
-    assert said == (
-        f"ortops: folder '{tmp_path / folder}': there is no .onnx file in it; give a model\n"
-    )
+    assert said == (f"ortops: folder '{tmp_path / folder}' contains no .onnx file; give a model\n")
 
 
 def test_files_are_told_apart(tmp_path, capsys):

@@ -17,7 +17,7 @@ from models.lstm import lstm
 from models.mlp import mlp
 from models.resnet import resnet
 from models.transformer import transformer
-from ortops import OrtopsError, Tape, TrainingSession, op
+from ortops import ArgumentError, ModelError, Tape, TrainingSession, op
 from ortops.optimizers import SGD, Adam
 from ortops.passes.rematerialization import _Forward
 
@@ -86,6 +86,28 @@ def test_numbers_stay_the_same(name: str, chosen: Any) -> None:
 def test_names() -> None:
     model, batch = MODELS["transformer"]
     same(model, batch, ["encoder.layers.1/Add_1_output", "encoder.layers.3/Add_output"])
+
+
+def test_names_of_the_model_behind_what_training_changes(tmp_path: Path) -> None:
+    """What is behind Dropout has another name in a training step than in the model."""
+    model, batch = MODELS["transformer with dropout"]
+    name = "encoder.layers.1/Add_1_output"
+    assert name in {output for node in model.graph.node for output in node.output}
+    same(model, batch, [name])
+    assert kept(model, [name], batch, tmp_path / "step.onnx") == kept(
+        model, [f"{name}_training"], batch, tmp_path / "step.onnx"
+    )
+
+
+def test_names_in_a_part_that_is_not_trained() -> None:
+    """Nothing before them is computed again; the layers behind them are, as ever."""
+    model = ortops.build_training_model(
+        mlp((6, *[5] * 8, 10)),
+        loss="SoftmaxCrossEntropy",
+        optimizer=SGD(0.1),
+        trainable=["fc6.*", "fc7.*", "fc8.*", "fc9.*"],
+    )
+    same(model, images(5, 6), ["Relu_2_output", "Relu_6_output"])
 
 
 def test_kernels_in_python() -> None:
@@ -227,19 +249,19 @@ def test_random_numbers_are_not_drawn_again(randomly: Any) -> None:
 
 def test_an_unknown_name() -> None:
     message = r"checkpoint: the forward pass computes no tensor 'Relu_outpt' .*did you mean"
-    with pytest.raises(OrtopsError, match=message):
+    with pytest.raises(ModelError, match=message):
         TrainingSession(deep(), checkpoint=["Relu_outpt"])
 
 
 @pytest.mark.parametrize("parameter", ["fc1.weight", "loss_new", ""])
 def test_a_name_of_no_result_of_the_forward_pass(parameter: str) -> None:
-    with pytest.raises(OrtopsError, match=f"computes no tensor '{parameter}'"):
+    with pytest.raises(ModelError, match=f"computes no tensor '{parameter}'"):
         TrainingSession(deep(), checkpoint=[parameter])
 
 
 @pytest.mark.parametrize("given", [0, -1, True, "all", "Relu_output", [], ["y", 3], 1.5])
 def test_what_is_no_choice(given: Any) -> None:
-    with pytest.raises(OrtopsError, match="a list of names of tensors to keep"):
+    with pytest.raises(ArgumentError, match=r"must be a list of names of tensors to keep.*got"):
         TrainingSession(deep(), checkpoint=given)
 
 

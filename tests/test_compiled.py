@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -450,7 +452,7 @@ def test_without_what_is_kept(
     assert {"w1", "w1.V"} <= set(assert_same_bits(model, batches()).compiled)
     warnings = [r.message for r in caplog.records if r.levelname == "WARNING"]
     expected = {
-        "no folder": "kernels: compiled updates cannot be kept in '",
+        "no folder": "kernels: compiled updates are not cached ('",
         "torn": "is compiled again, its code cannot be read (",
         "no child": "kernels: a process that compiles updates failed (",
     }
@@ -458,26 +460,236 @@ def test_without_what_is_kept(
     assert expected[harm] in warnings[0]
 
 
+posix = pytest.mark.skipif(os.name == "nt", reason="Windows has no modes and owners like POSIX")
+root = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away"
+)
+STRANGER = 54321
+ORIGINAL_FOLDER = compilation.folder
+
+
+class Planted:
+    """What somebody else puts into the cache: reading it writes a file."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.trace,)
+
+
+@pytest.fixture(scope="module")
+def momentum(tmp_path_factory: pytest.TempPathFactory) -> tuple[onnx.ModelProto, Path]:
+    """A model, and a cache that has the code of its update."""
+    folder = tmp_path_factory.mktemp("momentum") / "ortops"
+    model = build(classifier(), optimizers.Momentum(0.1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compilation, "folder", lambda: folder)
+        TrainingSession(model, kernels="compiled")
+    return model, folder
+
+
+@pytest.fixture
+def planted(
+    momentum: tuple[onnx.ModelProto, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[onnx.ModelProto, Path, Path]:
+    """A model, a cache in which somebody planted code, and the file that this code writes."""
+    model, filled = momentum
+    folder, trace = tmp_path / "ortops", tmp_path / "trace"
+    shutil.copytree(filled, folder)
+    (index,) = (folder / "__pycache__").glob("*.nbi")
+    index.write_bytes(pickle.dumps(Planted(trace)))
+    monkeypatch.setattr(compilation, "folder", lambda: folder)
+    return model, folder, trace
+
+
+def assert_compiled_without_cache(
+    model: onnx.ModelProto, caplog: pytest.LogCaptureFixture, why: str
+) -> None:
+    assert {"w1", "w1.V"} <= set(TrainingSession(model, kernels="compiled").compiled)
+    (warning,) = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert warning.startswith("kernels: compiled updates are not cached (")
+    assert why in warning
+
+
 @compiled
-@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no modes of files on Windows")
-def test_a_folder_that_others_may_write_is_not_used(
+@posix
+def test_planted_code_would_be_run(planted: tuple[onnx.ModelProto, Path, Path]) -> None:
+    """What the tests below keep from happening does happen in a folder that only the user has."""
+    model, _, trace = planted
+    TrainingSession(model, kernels="compiled")
+    assert trace.exists()
+
+
+@compiled
+@posix
+@pytest.mark.parametrize("mode", [0o770, 0o1777])
+@pytest.mark.parametrize("what", [".", "__pycache__"])
+def test_a_folder_that_others_may_write_to_is_not_used(
+    what: str,
+    mode: int,
+    planted: tuple[onnx.ModelProto, Path, Path],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, folder, trace = planted
+    (folder / what).chmod(mode)
+    assert_compiled_without_cache(model, caplog, f"others may write to '{folder / what}'")
+    assert not trace.exists()
+
+
+@compiled
+@posix
+@pytest.mark.parametrize("name", ["*.py", "*.done", "__pycache__/*.nbi", "__pycache__/*.nbc"])
+@pytest.mark.parametrize("how", ["writable", "link", pytest.param("stranger's", marks=root)])
+def test_a_file_that_others_may_have_written_is_not_used(
+    name: str,
+    how: str,
+    planted: tuple[onnx.ModelProto, Path, Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, folder, trace = planted
+    (file,) = folder.glob(name)
+    if how == "writable":
+        file.chmod(0o620)
+        why = f"others may write to '{file}'"
+    elif how == "link":
+        file.symlink_to(file.rename(tmp_path / "elsewhere"))
+        why = f"'{file}' is not a regular file"
+    else:
+        os.chown(file, STRANGER, -1)
+        why = f"'{file}' belongs to another user"
+    assert_compiled_without_cache(model, caplog, why)
+    assert not trace.exists()
+
+
+@compiled
+@posix
+@pytest.mark.parametrize("what", [".", "__pycache__"])
+@pytest.mark.parametrize("how", ["link", pytest.param("stranger's", marks=root)])
+def test_a_folder_of_others_is_not_used(
+    what: str,
+    how: str,
+    planted: tuple[onnx.ModelProto, Path, Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, folder, trace = planted
+    place = folder / what
+    if how == "link":
+        place.symlink_to(place.rename(tmp_path / "elsewhere"))
+        why = f"'{place}' is not a folder, or is a symbolic link to one"
+    else:
+        os.chown(place, STRANGER, -1)
+        why = f"'{place}' belongs to another user"
+    assert_compiled_without_cache(model, caplog, why)
+    assert not trace.exists()
+
+
+@compiled
+@posix
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+@pytest.mark.parametrize("behind_a_link", [False, True])
+def test_parents_that_others_may_write_to_need_the_sticky_bit(
+    behind_a_link: bool,
+    mode: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "own").mkdir()
+    (tmp_path / "link").symlink_to(shared / "own")
+    shared.chmod(mode)
+    name = "link/ortops" if behind_a_link else "shared/own/ortops"
+    monkeypatch.setattr(compilation, "folder", lambda: tmp_path / name)
+    model = build(classifier(), optimizers.Momentum(0.1))
+    if mode == 0o777:
+        assert_compiled_without_cache(model, caplog, f"others may write to '{shared}'")
+    else:
+        TrainingSession(model, kernels="compiled")
+        assert list((tmp_path / name / "__pycache__").glob("*.nbc"))
+        assert not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
+@compiled
+@posix
+def test_numbas_own_folder_is_checked_as_well(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = tmp_path / "ortops"
-    folder.mkdir()
-    folder.chmod(0o777)
-    monkeypatch.setattr(compilation, "folder", lambda: folder)
-    assert TrainingSession(build(classifier(), "SGD"), kernels="compiled").compiled
-    assert any("others may write in '" in message for message in caplog.messages)
-    assert not list(folder.iterdir())
+    import numba
+
+    shared = tmp_path / "numba"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(shared))
+    monkeypatch.setattr(compilation, "folder", lambda: tmp_path / "ortops")
+    model = build(classifier(), optimizers.Momentum(0.1))
+    assert_compiled_without_cache(model, caplog, f"others may write to '{shared}'")
+    assert not [path for path in shared.rglob("*") if path.is_file()]
 
 
-def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@compiled
+@posix
+def test_a_lax_umask_does_not_spoil_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compilation, "folder", lambda: tmp_path / "cache" / "ortops")
+    monkeypatch.setattr(sys, "frozen", True, raising=False)  # no child process is made
+    before = os.umask(0)
+    try:
+        TrainingSession(build(classifier(), optimizers.Momentum(0.1)), kernels="compiled")
+    finally:
+        os.umask(before)
+    made = list((tmp_path / "cache").rglob("*"))
+    assert {path.suffix for path in made} == {"", ".py", ".nbi", ".nbc"}
+    assert not [path for path in (tmp_path / "cache", *made) if path.stat().st_mode & 0o022]
+
+
+@compiled
+@pytest.mark.parametrize("harm", ["no home", "relative", "not writable"])
+def test_without_a_home_folder(
+    harm: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in containers that run with a user number that has no entry in /etc/passwd."""
+
+    def home() -> Path:
+        if harm == "no home":
+            raise RuntimeError("Could not determine home directory.")
+        return Path("home") if harm == "relative" else Path("/proc/nowhere")
+
+    monkeypatch.setattr(compilation, "folder", ORIGINAL_FOLDER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("LOCALAPPDATA", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    why = {
+        "no home": "the user has no home folder",
+        "relative": "the home folder 'home' is not an absolute path",
+        "not writable": "/proc/nowhere",
+    }
+    compilation._warn_uncached.cache_clear()
+    model = build(classifier(), optimizers.Momentum(0.1))
+    assert_compiled_without_cache(model, caplog, why[harm])
+    TrainingSession(model, kernels="compiled")  # which does not say it again
+    assert_compiled_without_cache(model, caplog, why[harm])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("given", ["absolute", "relative"])
+def test_the_folder(given: str, tmp_path: Path) -> None:
+    cache = str(tmp_path) if given == "absolute" else "cache"  # relative ones are ignored
+    expected = tmp_path / ("ortops" if given == "absolute" else ".cache/ortops")
     code = "from ortops.execution.compilation import folder; print(folder())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(tmp_path / "ortops")
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "XDG_CACHE_HOME": cache, "HOME": str(tmp_path), "LOCALAPPDATA": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == str(expected)
 
 
 def test_what_has_no_text() -> None:

@@ -273,9 +273,8 @@ def test_a_plain_session_shows_nan_and_the_error_can_be_taken() -> None:
     (error,) = take_errors()
     assert isinstance(error, KernelError)
     assert str(error) == (
-        "Adam node (its name is not known): the update rule raised ZeroDivisionError: x is"
-        " negative, with R (), T (), X (3,), G (3,), V (3,), H (3,); the outputs of this run are"
-        " not valid"
+        "Adam node (name unknown): the update rule raised ZeroDivisionError: x is negative,"
+        " for R (), T (), X (3,), G (3,), V (3,), H (3,); the outputs of this run are invalid"
     )
     assert isinstance(error.__cause__, ZeroDivisionError)
     assert np.isfinite(session.run(None, adam_feeds())[0]).all()
@@ -318,7 +317,7 @@ def test_shapes_that_differ_at_run_time(wrong: dict[str, Any], shapes: str) -> N
     feeds = adam_feeds()
     feeds |= {name: np.ones(shape, np.float32) for name, shape in wrong.items()}
     session = session_of("Adam", SETTINGS["Adam"][0])
-    message = f"the shapes do not fit: .*{shapes}; R and T must be scalars"
+    message = f"shape mismatch: .*{shapes}; R and T must be scalars"
     with pytest.raises(KernelError, match=message), errors_of_run():
         session.run(None, feeds)
     with errors_of_run():

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -177,17 +177,6 @@ class Samples:
 def test_forms_of_rows(form: str, tmp_path: Path) -> None:
     arrays = affine_batch(ROWS)
     check_rows(FORMS[form](arrays, tmp_path), arrays, affine_inputs())
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_session_takes_all_forms(form: str, tmp_path: Path) -> None:
-    arrays = affine_batch(ROWS)
-    data = FORMS[form](arrays, tmp_path)
-    expected, session = session_of(), session_of()
-    wanted = expected.fit(arrays, epochs=2, batch_size=SIZE, progress=False)
-    assert session.fit(data, epochs=2, batch_size=SIZE, progress=False) == wanted
-    assert_same_arrays(dict(session.state), dict(expected.state))
-    assert session.evaluate(data, batch_size=SIZE) == expected.evaluate(arrays, batch_size=SIZE)
 
 
 @settings(max_examples=60, deadline=None)
@@ -426,6 +415,154 @@ def test_a_loader_may_fill_the_same_memory_again(prefetch: int) -> None:
         assert number == 3
 
 
+class OneBuffer:
+    """Gives items by number, all in the same memory, as Keras sequences and datasets may do."""
+
+    def __init__(self, items: Sequence[Arrays], kind: Any = dict) -> None:
+        self.items, self.kind = items, kind
+        self.memory = {name: np.empty_like(array) for name, array in items[0].items()}
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, place: int) -> Any:
+        filled = {}
+        for name, values in self.items[place].items():
+            filled[name] = self.memory[name][: len(values)]
+            filled[name][:] = values
+        return filled if self.kind is dict else self.kind(filled.values())
+
+
+class OneBufferList(OneBuffer, list[Any]):
+    """A list whose items are read when they are asked for."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class OneBufferArray(Stored):
+    """An array in a file that is read into the same memory each time."""
+
+    memory = np.empty((ROWS, 3), np.float32)
+
+    def __getitem__(self, places: Any) -> np.ndarray:
+        found = self.memory[: len(self.values[places]), : self.values.shape[1]]
+        found[:] = super().__getitem__(places)
+        return found
+
+
+class OneBufferMapping(Mapping[str, Any]):
+    """A batch whose arrays are read into the same memory when they are asked for."""
+
+    memory = np.empty((ROWS, 3), np.float32)
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.arrays)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        values = self.arrays[name]
+        self.memory[:] = -1
+        found = self.memory.reshape(-1)[: values.size].reshape(values.shape)
+        found[:] = values
+        return found
+
+
+def rows_of(arrays: Arrays) -> list[Arrays]:
+    count = len(next(iter(arrays.values())))
+    return [{name: array[row] for name, array in arrays.items()} for row in range(count)]
+
+
+REFILLED: dict[str, Callable[[Arrays], Any]] = {
+    "a sequence of batches": lambda a: OneBuffer(cut(a)),
+    "a sequence of tuples": lambda a: OneBuffer(cut(a), tuple),
+    "a list": lambda a: OneBufferList(cut(a)),
+    "a list of mappings": lambda a: [OneBufferMapping(batch) for batch in cut(a)],
+    "a loader": lambda a: Loader(refilled()),  # type: ignore[arg-type]
+    "a generator": lambda a: refilled(),
+    "a function": lambda a: refilled,
+    "samples": lambda a: OneBuffer(rows_of(a)),
+    "samples in tuples": lambda a: OneBuffer(rows_of(a), tuple),
+    "samples in mappings": lambda a: Numbered([OneBufferMapping(row) for row in rows_of(a)]),
+    "arrays in files": lambda a: {name: OneBufferArray(array) for name, array in a.items()},
+}
+"""Forms of data in which reading a batch, or a part of one, overwrites what was read before."""
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+@pytest.mark.parametrize("form", REFILLED)
+def test_what_is_read_next_overwrites_no_batch(form: str, prefetch: int) -> None:
+    data = affine_batch(ROWS)
+    expected = cut(data)
+    source = open_data(REFILLED[form](data), affine_inputs(), batch_size=SIZE, prefetch=prefetch)
+    batches = source.epoch()
+    found = []
+    for batch in batches:
+        time.sleep(0.002 * bool(prefetch))  # the thread is ahead
+        assert_same_arrays(batch, expected[len(found)])
+        found.append(batch)
+    assert len(found) == len(expected)
+    if prefetch:  # they may also be kept
+        assert_batches(found, expected)
+
+
+@pytest.mark.parametrize("form", ["samples", "samples in tuples", "arrays in files"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_shuffled_rows_that_are_read_into_the_same_memory(form: str, prefetch: int) -> None:
+    data = affine_batch(ROWS)
+    source = open_data(REFILLED[form](data), affine_inputs(), batch_size=SIZE, prefetch=prefetch)
+    places = np.random.default_rng(7).permutation(ROWS)
+    assert_batches(source.epoch(order=np.random.default_rng(7)), cut(data, places))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("form", REFILLED)
+def test_sessions_see_what_was_read(form: str, accumulate: int, prefetch: int) -> None:
+    """In each place where several batches may be held at once."""
+    data = affine_batch(ROWS)
+    make = functools.partial(REFILLED[form], data)
+    options: dict[str, Any] = {"batch_size": SIZE, "shuffle": False, "progress": False}
+    options["accumulate"] = accumulate
+    expected, session = session_of(), session_of()
+    history = expected.fit(cut(data), **options)
+    assert session.fit(make(), prefetch=prefetch, **options) == history
+    assert_same_arrays(dict(session.state), dict(expected.state))
+    metrics: list[Any] = ["mean_absolute_error", lambda outputs, targets: outputs[0, 0]]
+    found = session.evaluate(make(), batch_size=SIZE, metrics=metrics)
+    assert found == expected.evaluate(cut(data), metrics=metrics)
+    predicted = session.predict(make(), batch_size=SIZE, outputs=["x", "y"])
+    assert_same_arrays(predicted, expected.predict(cut(data), outputs=["x", "y"]))
+    np.testing.assert_array_equal(predicted["x"], data["x"])
+
+
+@pytest.mark.parametrize("form", ["a sequence of batches", "a list", "a list of mappings"])
+def test_several_steps_see_what_was_read(form: str) -> None:
+    data = affine_batch(ROWS)
+    expected, session = session_of(), session_of()
+    batches = REFILLED[form](data)
+    found = session.run_steps(batches[place] for place in range(len(batches)))
+    np.testing.assert_array_equal(found, expected.run_steps(cut(data)))
+
+
+def test_two_generators_that_fill_the_same_memory() -> None:
+    """One for training and one for validation: each gives its first batch before the first step."""
+    data, held_out = affine_batch(SIZE), affine_batch(SIZE, seed=1)
+    memory = OneBuffer([data, held_out])
+
+    def generate(place: int) -> Iterator[Arrays]:
+        yield memory[place]
+
+    expected, session = session_of(), session_of()
+    wanted = expected.fit([data], validation=[held_out], progress=False)
+    assert session.fit(generate(0), validation=generate(1), progress=False) == wanted
+
+
 def test_a_generator_is_refused_before_the_first_step() -> None:
     session = session_of()
     before = dict(session.state)
@@ -490,10 +627,22 @@ def test_data_that_are_none(data: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["batch_size", "prefetch"])
-@pytest.mark.parametrize("number", [-1, 2.5, "3"])
+@pytest.mark.parametrize("number", [-1, 2.5, "3", True, np.array([2]), np.array([2, 3])])
 def test_numbers_that_are_no_counts(what: Any, number: Any) -> None:
-    with pytest.raises(FeedError, match=f"{what} is {number!r}; an integer of at least [01] is"):
+    with pytest.raises(FeedError) as raised:
         open_data(affine_batch(), affine_inputs(), **{what: number})
+    assert str(raised.value).startswith(f"{what} is {number!r}; an integer of at least ")
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.int64])
+def test_counts_of_numpy_do_not_overflow(kind: Any) -> None:
+    data = affine_batch(300)
+    source = open_data(data, affine_inputs(), batch_size=kind(100), prefetch=kind(2))
+    assert source.batches == 3
+    found = [batch["x"] for batch in source.epoch()]
+    assert_same_arrays(
+        dict(enumerate(found)), {n: data["x"][100 * n : 100 * n + 100] for n in range(3)}
+    )
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ import ortops
 from ortops import TrainingSession
 from ortops.callbacks import Callback, Checkpoint, CSVLog, EarlyStopping
 from ortops.distributed import JoinedSession, join
-from ortops.errors import DivergedError, FeedError, ModelError, OrtopsError
+from ortops.errors import ArgumentError, DivergedError, FeedError, ModelError, OrtopsError
 
 ROOT = Path(__file__).parents[1]
 ROUNDING = 2e-6
@@ -163,6 +163,96 @@ def test_fit_is_that_of_one_process(options: Any, accumulate: int, size: int) ->
     for session, other in zip(sessions[1:], histories[1:], strict=True):
         assert_same_arrays(dict(session.state), dict(sessions[0].state))
         assert losses(other) == losses(histories[0])
+
+
+def test_accumulated_batches_are_exchanged_once() -> None:
+    """However many make an update, it takes as many exchanges as one batch does."""
+    model = build(classifier(), optimizer=SGD)
+    data = labelled((6,), rows=64)
+
+    def work(communicator: Thread) -> list[int]:
+        calls = []
+        for accumulate in (1, 2, 16):
+            session = join(TrainingSession(model), communicator)
+            before = communicator.calls
+            size = 32 // accumulate
+            session.fit(data, batch_size=size, accumulate=accumulate, epochs=3, progress=False)
+            assert session.steps_done == 6
+            calls.append(communicator.calls - before)
+        return calls
+
+    for first, *others in in_ranks(work):
+        assert others == [first, first]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_ranks_and_batches_without_labels(accumulate: int, size: int) -> None:
+    """Parts count as much as they have labels, and those without any not at all."""
+    loss = ortops.losses.SoftmaxCrossEntropy(ignore_index=-100, weights=(1.0, 2.0, 0.5))
+    model = build(classifier(), loss=loss, optimizer=SGD)
+    data = labelled((6,), rows=42)
+    labels = data["labels"]
+    labels[:4] = labels[9:12] = labels[18:24] = -100  # some parts, and a batch as a whole
+    labels[36:38] = -100
+    options: dict[str, Any] = {"batch_size": 6, "accumulate": accumulate, "shuffle": False}
+    alone = TrainingSession(model)
+    history = alone.fit(data, progress=False, epochs=2, **options)
+    sessions, histories = fit_joined(model, data, size, epochs=2, **options)
+    for session, other in zip(sessions, histories, strict=True):
+        assert_near(session, alone)
+        np.testing.assert_allclose(losses(other), losses(history), rtol=ROUNDING)
+
+
+def test_running_statistics_of_accumulated_batches_are_averaged_by_rows() -> None:
+    """Each rank's own go on from part to part; in the last batch, rank 0 has no row."""
+    model = build(normalizing(), optimizer=SGD, seed=5)
+    whole = labelled((1, 4, 4), rows=13)
+    cuts = {0: [slice(0, 3), slice(6, 9)], 1: [slice(3, 6), slice(9, 12), slice(12, 13)]}
+
+    def work(communicator: Thread) -> Arrays:
+        session = join(TrainingSession(model), communicator)
+        options: dict[str, Any] = {"batch_size": 6, "accumulate": 3, "shuffle": False}
+        session.fit(whole, progress=False, **options)
+        assert session.steps_done == 1
+        return dict(session.state)
+
+    first, second = in_ranks(work)
+    assert_same_arrays(first, second)
+    chains = []
+    for rank, parts in cuts.items():
+        session = TrainingSession(model)
+        session.state["seed"] = 5 + rank
+        last = None
+        for cut in parts:
+            last = session.gradients({n: a[cut] for n, a in whole.items()}, after=last)
+        assert last is not None
+        chains.append(last.statistics)
+    for name in ("bn.mean", "bn.var"):
+        expected = (chains[0][name] * 6.0 + chains[1][name] * 7.0) / 13
+        np.testing.assert_allclose(first[name], expected, rtol=ROUNDING)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("counted", [[[2, 4, 3], [2, 4, 3]], [[2, 4, 4], [4, 2, 4]]])
+def test_parts_that_do_not_add_up_are_refused_in_all_ranks(
+    counted: list[list[int]], accumulate: int
+) -> None:
+    """Also in a rank whose own part does, or whose parts do together."""
+    counting = ortops.losses.SoftmaxCrossEntropy("logits", ignore_index=-1, target="some")
+    model = build(classifier(), loss=counting + ortops.losses.SoftmaxCrossEntropy("logits"))
+    data = labelled((6,), rows=24)
+    parts = [number for batch in counted for number in batch]  # labels that count, of 4 each
+    marks = [number < count for count in parts for number in range(4)]
+    data["some"] = np.where(marks, data["labels"], -1)
+
+    def work(communicator: Thread) -> None:
+        session = join(TrainingSession(model), communicator)
+        options: dict[str, Any] = {"batch_size": 12, "accumulate": accumulate, "shuffle": False}
+        session.fit(data, progress=False, **options)
+
+    for said in raised_in_all(work, 3):
+        assert "so that gradients of parts of a batch do not add up; give the parts equal" in said
 
 
 def test_a_step_against_formulas_in_numpy() -> None:
@@ -499,31 +589,36 @@ def test_parts_that_do_not_add_up_are_refused() -> None:
         fit_joined(model, data, batch_size=8, shuffle=False)
 
 
-def test_a_loss_that_is_no_number_ends_all() -> None:
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loss_that_is_no_number_ends_all(accumulate: int) -> None:
     """In the rank whose rows have it, and in the other."""
     model = build(classifier())
-    data = labelled((6,), rows=8)
+    data = labelled((6,), rows=16)
     data["x"][7] = np.nan
-    raised = []
 
-    def work(communicator: Thread) -> None:
+    def work(communicator: Thread) -> str:
         session = join(TrainingSession(model), communicator)
+        options: dict[str, Any] = {"batch_size": 8, "accumulate": accumulate, "shuffle": False}
         with pytest.raises(DivergedError) as error:
-            session.fit(data, batch_size=8, shuffle=False, progress=False)
-        raised.append(str(error.value))
+            session.fit(data, progress=False, **options)
+        assert session.steps_done == (1 if accumulate == 1 else 0)
+        return str(error.value)
 
-    in_ranks(work)
-    assert len(raised) == 2
-    assert all("loss: it is nan in step 1" in message for message in raised)
+    first, second = in_ranks(work)
+    assert "loss: it is nan in step 1 (batch 1 of epoch 1); in the batch 'x' has 6 of 48" in second
+    if accumulate == 1:
+        assert first == second
+    else:
+        assert "(batches up to batch 2 of epoch 1); the part of this process is finite" in first
 
 
 def test_labels_that_do_not_count_in_any_rank_change_nothing() -> None:
-    """The loss is 0 / 0, and its gradient zeros, as in one process."""
+    """The loss is 0, and so is its gradient, as in one process."""
     loss = ortops.losses.SoftmaxCrossEntropy(ignore_index=2)
     model = build(classifier(), loss=loss, optimizer=ortops.optimizers.SGD(0.1))
     data = labelled((6,), rows=8) | {"labels": np.full(8, 2)}
     before = TrainingSession(model).parameters
-    options: dict[str, Any] = {"batch_size": 4, "accumulate": 2, "stop_on_nan": False}
+    options: dict[str, Any] = {"batch_size": 4, "accumulate": 2}
     alone = TrainingSession(model)
     alone.fit(data, progress=False, **options)
     sessions, _ = fit_joined(model, data, **options)
@@ -819,11 +914,13 @@ np.savez(f"{folder}/rank{session.rank}.npz", **session.state)
 """
 
 
-def run_mpi(folder: Path, how: str = "") -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
+def run_mpi(
+    folder: Path, how: str = "", *, script: str = SCRIPT, ranks: int = 2, runner: bool = True
+) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(script, encoding="utf-8")
     mpiexec = Path(sys.executable).parent / "mpiexec"
-    command = [mpiexec if mpiexec.exists() else "mpiexec", "-n", "2", sys.executable]
-    command += ["-m", "mpi4py", folder / "train.py", folder, how]
+    command: list[Any] = [mpiexec if mpiexec.exists() else "mpiexec", "-n", str(ranks)]
+    command += [sys.executable, *["-m", "mpi4py"] * runner, folder / "train.py", folder, how]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=120, check=False
@@ -868,3 +965,118 @@ def test_processes_of_mpi(tmp_path: Path) -> None:
         assert result.returncode == 0, result.stderr
         for rank in (0, 1):
             assert_same_arrays(dict(np.load(folder / f"rank{rank}.npz")), expected)
+
+
+UNEVEN = """
+import os, signal, sys, threading, time
+import numpy as np
+import ortops
+
+folder, how = sys.argv[1:]
+data = dict(np.load(f"{folder}/data.npz"))
+session = ortops.TrainingSession(f"{folder}/model.onnx")
+timeout = 1 if "late" in how else None
+session = ortops.distributed.join(session, timeout=timeout)
+
+def say(*words):
+    with open(f"{folder}/rank{session.rank}.txt", "a", encoding="utf-8") as file:
+        print(*words, file=file)
+
+def catching(make):
+    try:
+        make()
+    except ortops.OrtopsError as error:
+        say("raised", error)
+
+def batches():
+    for number in range(8):
+        if number == 3 and session.rank == 1:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            time.sleep(1000)
+        yield {name: array[number * 2 : number * 2 + 2] for name, array in data.items()}
+
+if how == "blocked":
+    try:
+        session.fit(batches, progress=False)
+    except SystemExit as error:
+        say("left fit after step", session.steps_done, "with", error.code)
+    raise SystemExit(0)
+
+for _ in range(2):
+    session.step(data)
+if session.rank != 1:
+    catching(lambda: session.fit(data, progress=False) if "fit" in how else session.step(data))
+    catching(lambda: session.step(data))
+elif "fails" in how:
+    raise RuntimeError("rank 1 fails")
+elif "late" in how:
+    time.sleep(3)
+say("has made", session.steps_done)
+"""
+
+
+@pytest.fixture
+def uneven(tmp_path: Path) -> Path:
+    onnx.save(build(classifier(), optimizer=SGD), tmp_path / "model.onnx")
+    np.savez(tmp_path / "data.npz", **labelled((6,), rows=16))  # type: ignore[arg-type]
+    return tmp_path
+
+
+SAME_CALLS = "all ranks must make the same calls of `step`, `run_steps`, `gradients` and `fit`, as"
+
+
+@pytest.mark.slow
+@pytest.mark.needs("mpi4py>=4.1")
+@pytest.mark.parametrize("how", ["ends", "ends, fit", "fails"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_does_not_wait_for_one_that_has_ended(uneven: Path, how: str, ranks: int) -> None:
+    """Whether that made fewer steps, or failed; the session stands at a whole step."""
+    result = run_mpi(uneven, how, script=UNEVEN, ranks=ranks, runner=False)
+    assert (result.returncode != 0) == (how == "fails"), result.stderr
+    assert ("RuntimeError: rank 1 fails" in result.stderr) == (how == "fails")
+    said = said_by(uneven)
+    assert said.pop(1) == ([] if how == "fails" else ["has made 2"])
+    for rank, (first, second, last) in said.items():
+        start = f"raised join: rank 1 has ended, and rank {rank} waits for it; {SAME_CALLS}"
+        assert first.startswith(start)
+        assert second.startswith("raised join: an earlier exchange of the ranks was cut off, so ")
+        assert last == "has made 2"
+
+
+def said_by(folder: Path) -> dict[int, list[str]]:
+    files = {rank: folder / f"rank{rank}.txt" for rank in range(3)}
+    said = {n: f.read_text("utf-8").splitlines() for n, f in files.items() if f.exists()}
+    return {1: [], **said}
+
+
+@pytest.mark.slow
+@pytest.mark.needs("mpi4py>=4.1")
+def test_a_rank_waits_no_longer_than_it_is_to(uneven: Path) -> None:
+    result = run_mpi(uneven, "late", script=UNEVEN)
+    assert result.returncode == 0, result.stderr
+    said = said_by(uneven)
+    assert said[1] == ["has made 2"]
+    start = f"raised join: rank 0 has waited 1 s for the other ranks; {SAME_CALLS} often and in the"
+    assert said[0][0].startswith(start)
+    assert said[0][1].startswith("raised join: an earlier exchange of the ranks was cut off")
+    assert said[0][2] == "has made 2"
+
+
+@pytest.mark.slow
+@pytest.mark.needs("mpi4py>=4.1")
+def test_a_rank_that_waits_for_data_hears_signals(uneven: Path) -> None:
+    """It ends `fit` in all ranks, after the same step."""
+    result = run_mpi(uneven, "blocked", script=UNEVEN)
+    assert result.returncode == 0, result.stderr
+    assert said_by(uneven) == {rank: ["left fit after step 3 with 143"] for rank in (0, 1)}
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "1", True])
+def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
+    session = TrainingSession(build(classifier()))
+    with pytest.raises(ArgumentError, match=r"join: timeout must be a finite number > 0, got "):
+        join(session, timeout=timeout)
+    with pytest.raises(
+        ArgumentError, match=r"join: timeout is for MPI; set it in the communicator"
+    ):
+        join(session, Thread(Room(1), 0), timeout=1)

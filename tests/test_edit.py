@@ -34,6 +34,28 @@ def test_what_only_an_unread_node_of_an_inner_graph_reads() -> None:
     assert operators(graph) == ["If", "Exp", "Identity"]
 
 
+def test_what_only_the_branch_of_an_unread_node_reads() -> None:
+    """An input, an initializer and the result of a node."""
+    text = """
+    <ir_version: 10, opset_import: ["" : 21]>
+    captured (float[4] x, float[4] kept, bool c) => (float[4] y)
+    <float[4] w = {1, 2, 3, 4}>
+    {
+        result = Neg (x)
+        nobody_reads = If (c) <
+            then_branch = one () => (float[4] a) { a = Add (result, w) },
+            else_branch = two () => (float[4] b) { b = Identity (x) }
+        >
+        y = Abs (kept)
+    }
+    """
+    graph = ir.from_proto(onnx.parser.parse_model(text)).graph
+    prune(graph)
+    assert operators(graph) == ["Abs"]
+    assert [value.name for value in graph.inputs] == ["kept"]
+    assert not graph.initializers
+
+
 def test_nodes_of_the_main_graph_alone() -> None:
     graph = ir.from_proto(onnx.parser.parse_model(MODEL)).graph
     prune(graph)

@@ -84,8 +84,8 @@ def test_schemas_body_of_operators_that_have_changed(monkeypatch: pytest.MonkeyP
         expansion, "_signature", lambda name, opset: (before(name, opset), name == "Scan" and opset)
     )
     message = (
-        "LinearAttention node 'mix': it consists of operators of opset 27, of which Scan is "
-        "another in the model's opset 28; convert the model to opset 27"
+        "LinearAttention node 'mix': its function body uses Scan of opset 27, which "
+        "differs from that of the model's opset 28; convert the model to opset 27"
     )
     with pytest.raises(ortops.errors.UnsupportedError, match=message):
         ortops.lower(linear_attention(28))

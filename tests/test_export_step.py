@@ -17,6 +17,7 @@ from test_step_graph import MODELS
 from training_models import Arrays, assert_same_arrays, names
 
 from ortops import (
+    ArgumentError,
     ModelError,
     OrtopsError,
     Tape,
@@ -297,6 +298,60 @@ def test_the_model_is_not_changed_and_files_are_those_of_its_path(tmp_path: Path
     )
 
 
+def kept(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "step.json", "index.html"])
+def test_files_of_others_are_not_replaced(tmp_path: Path, name: str, capsys: Any) -> None:
+    onnx.save(trainable(), tmp_path / "trained.onnx")
+    (tmp_path / name).write_bytes(b"{}")
+    before = kept(tmp_path)
+    with pytest.raises(OrtopsError, match=f"{name}' is not a file that an export"):
+        export_step(trainable(), tmp_path, web=True)
+    command = ["export-step", str(tmp_path / "trained.onnx"), str(tmp_path), "--web"]
+    assert main(command) == 1
+    assert "--force on the command line" in capsys.readouterr().err
+    assert kept(tmp_path) == before
+    assert main([*command, "--force"]) == 0
+    assert kept(tmp_path)[name] != b"{}"
+    Driver(tmp_path)
+
+
+def test_the_model_is_not_replaced_by_what_is_exported(tmp_path: Path) -> None:
+    onnx.save(trainable(), tmp_path / "model.onnx")
+    before = kept(tmp_path)
+    with pytest.raises(OrtopsError, match=r"model.onnx' is not a file that an export"):
+        export_step(trainable(optimizer="SGD"), tmp_path)
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / "model.onnx").symlink_to(tmp_path / "model.onnx")
+    with pytest.raises(OrtopsError, match=r"model.onnx' is not a file that an export"):
+        export_step(trainable(optimizer="SGD"), tmp_path / "step")
+    assert (tmp_path / "model.onnx").read_bytes() == before["model.onnx"]
+
+
+def test_an_export_replaces_an_earlier_one(tmp_path: Path) -> None:
+    export_step(trainable(), tmp_path, web=True)
+    export_step(trainable(optimizer="SGD"), tmp_path, web=True)
+    assert "optimizer" not in {
+        each["role"] for each in Driver(tmp_path).about["variables"].values()
+    }
+    export_step(tmp_path / "model.onnx", tmp_path, target="onnxruntime")
+    (tmp_path / "step.json").unlink()  # as if that had been interrupted
+    export_step(tmp_path / "model.onnx", tmp_path, target="onnxruntime")
+    (tmp_path / "model.onnx").write_bytes(b"trained elsewhere")
+    with pytest.raises(OrtopsError, match="or it was changed since"):
+        export_step(trainable(), tmp_path)
+    assert (tmp_path / "model.onnx").read_bytes() == b"trained elsewhere"
+
+
+def test_nothing_is_written_where_a_type_has_no_name(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("ortops.graph.safetensors._NAMES", {})
+    with pytest.raises(UnsupportedError, match="for which safetensors has no name"):
+        export_step(trainable(), tmp_path)
+    assert not kept(tmp_path)
+
+
 def test_a_model_that_is_not_trainable_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="it has no training_info; make it trainable"):
         export_step(MODELS["affine"][0](), tmp_path / "folder")
@@ -362,7 +417,9 @@ def test_what_there_is_not_is_refused() -> None:
     given = trainable()
     with pytest.raises(OrtopsError, match="part is 'update'; 'gradients', 'apply' or None is acc"):
         step_graph(given, part="update")  # type: ignore[arg-type]
-    with pytest.raises(OrtopsError, match="target is 'tpu'; one of None, 'onnxruntime', 'webgpu'"):
+    with pytest.raises(
+        ArgumentError, match="target must be None, 'onnxruntime' or 'webgpu', got 'tpu'"
+    ):
         step_graph(given, target="tpu")  # type: ignore[arg-type]
 
 

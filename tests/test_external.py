@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 from running import plain_session, run
@@ -327,7 +328,9 @@ def test_a_big_model_with_gradients_is_run_and_lowered(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small_limit")
 def test_a_big_model_in_memory_takes_no_options() -> None:
-    with pytest.raises(ortops.ModelError, match="leave out sess_options, or write the model with"):
+    with pytest.raises(
+        ortops.ModelError, match=r"omit sess_options, or save the model with ortops\.save"
+    ):
         ortops.InferenceSession(layers(), onnxruntime.SessionOptions())
 
 
@@ -413,3 +416,9 @@ def test_more_than_2_gb_in_fact(tmp_path: Path) -> None:
         del resumed
         (outputs,) = run(folder / "inference.onnx", {"x": data["x"]})
         np.testing.assert_allclose(outputs, hidden @ state["head"], rtol=1e-3, atol=1e-4)
+
+
+def test_elements_are_as_big_as_onnx_ir_says() -> None:
+    unsized = {ir.DataType.UNDEFINED, ir.DataType.STRING}
+    known = {kind.value: kind.itemsize for kind in ir.DataType if kind not in unsized}
+    assert known.items() <= external.ITEM_SIZES.items()  # an older onnx-ir knows fewer

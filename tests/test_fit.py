@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import re
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,21 +55,6 @@ def cut(data: Arrays, size: int) -> list[Arrays]:
 
 
 # ----------------------------------------------------------------------------- what it computes
-
-
-def test_is_a_loop_of_steps() -> None:
-    data = affine_batch(10)
-    by_hand, fitted = affine_session(), affine_session()
-    wanted = []
-    for _ in range(3):
-        total = 0.0
-        for batch in cut(data, 4):  # 4, 4 and the 2 that are left
-            total += float(by_hand.step(batch)["loss"]) * len(batch["x"])
-        wanted.append(total / 10)
-    history = fitted.fit(data, epochs=3, batch_size=4, shuffle=False, progress=False)
-    assert [entry["loss"] for entry in history] == pytest.approx(wanted, rel=1e-12)
-    assert_same_arrays(dict(fitted.state), dict(by_hand.state))
-    assert fitted.steps_done == 9
 
 
 def test_sees_every_row_once_in_each_epoch_in_another_order() -> None:
@@ -133,32 +118,6 @@ def test_learns() -> None:
 
 
 # -------------------------------------------------------------------------- kinds of data
-
-
-class Loader:
-    """Batches that can be iterated over once for each epoch, as a data loader's can."""
-
-    def __init__(self, batches: list[Arrays]) -> None:
-        self.batches = batches
-        self.epochs = 0
-
-    def __iter__(self) -> Iterator[Arrays]:
-        self.epochs += 1
-        return iter(self.batches)
-
-
-def test_iterables_of_batches() -> None:
-    data = affine_batch(10)
-    batches = cut(data, 4)
-    expected = affine_session()
-    history = expected.fit(data, epochs=2, batch_size=4, shuffle=False, progress=False)
-    loader = Loader(batches)
-    for given in (batches, tuple(batches), loader):
-        session = affine_session()
-        assert session.fit(given, epochs=2, progress=False) == history
-        assert_same_arrays(dict(session.state), dict(expected.state))
-        assert session.evaluate(given) == expected.evaluate(data, batch_size=4)
-    assert loader.epochs == 3
 
 
 def test_an_iterator_serves_one_epoch() -> None:
@@ -345,19 +304,6 @@ def test_a_metric_needs_one_input_to_compare_with() -> None:
         session.evaluate(data, metrics=["accuracy"])
 
 
-def test_a_schedule_sets_the_rate_of_each_epoch() -> None:
-    session = affine_session()
-    shares: list[float] = []
-
-    def schedule(done: float) -> float:
-        shares.append(done)
-        return 0.5 * (1 - done)
-
-    session.fit(affine_batch(), epochs=4, schedule=schedule, progress=False)
-    assert shares == [0, 0.25, 0.5, 0.75]
-    assert session.learning_rate == 0.125
-
-
 # -------------------------------------------------------------------------- foreign models
 
 
@@ -448,6 +394,24 @@ def test_a_terminal_without_unicode() -> None:
         r"\repoch 1/1  #{12}\.{12}  2/4  loss 1\.0000  \d+\.\d s\n",
         stream.getvalue().split("left")[-1],
     )
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_stream_that_takes_nothing_more_does_not_end_the_training(
+    live: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Closed(io.StringIO):
+        def isatty(self) -> bool:
+            return live
+
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("sys.stderr", Closed())
+    monkeypatch.setattr("ortops.training.progress._INTERVAL", 0.0)
+    session = affine_session()
+    session.fit([affine_batch()] * 3, epochs=2)
+    assert session.steps_done == 6
 
 
 def test_batches_of_unknown_number_are_counted() -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from pathlib import Path
 from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import numpy as np
 import onnx
 import pytest
-from test_precision import half
 from training_models import (
     Arrays,
     affine,
@@ -36,25 +34,18 @@ BATCHES = 4
 STEPS = EPOCHS * BATCHES
 
 
-class StoppedError(Exception):
-    """What ends a training from the outside."""
-
-
 class StopAt(Callback):
-    """Ends a training after a step, in one of the ways in which it may end.
+    """Ends a training after a step.
 
     Args:
         step: The number of batches after which it ends.
-        way: ``"stop"`` or ``"error"``.
     """
 
-    def __init__(self, step: int, way: str = "stop") -> None:
-        self.step, self.way = step, way
+    def __init__(self, step: int) -> None:
+        self.step = step
 
     def on_step(self, record: Record, session: Any) -> None:
         if (record.epoch - 1) * BATCHES + record.batch >= self.step:
-            if self.way == "error":
-                raise StoppedError
             record.stop("the test says so")
 
 
@@ -97,20 +88,15 @@ def whole(model: onnx.ModelProto, data: Any, **settings: Any) -> tuple[TrainingS
 
 
 def in_parts(
-    model: onnx.ModelProto, data: Any, stops: list[int], path: Path, way: str, **settings: Any
+    model: onnx.ModelProto, data: Any, stop: int, path: Path, **settings: Any
 ) -> tuple[TrainingSession, Any]:
-    """Trains with a new session of the saved file after each stop."""
-    onnx.save(model, path)
-    begun = TrainingSession(path)
-    for stop in stops:
-        try:
-            begun.fit(data, resume=True, **arguments(callbacks=[StopAt(stop, way)], **settings))
-        except StoppedError:
-            assert way == "error"
-        begun.save(path)
-        begun = TrainingSession(path)
-    history = begun.fit(data, resume=True, **arguments(callbacks=[StopAt(STEPS + 1)], **settings))
-    return begun, history
+    """Trains until a stop, and then in a new session of the saved file."""
+    begun = TrainingSession(model)
+    begun.fit(data, **arguments(callbacks=[StopAt(stop)], **settings))
+    begun.save(path)
+    resumed = TrainingSession(path)
+    callbacks = [StopAt(STEPS + 1)]
+    return resumed, resumed.fit(data, resume=True, **arguments(callbacks=callbacks, **settings))
 
 
 def assert_same(found: tuple[TrainingSession, Any], expected: tuple[TrainingSession, Any]) -> None:
@@ -120,81 +106,6 @@ def assert_same(found: tuple[TrainingSession, Any], expected: tuple[TrainingSess
 
 
 # ------------------------------------------------------------------------------ the same weights
-
-
-@pytest.mark.parametrize("optimizer", list(ortops.optimizers.OPTIMIZERS))
-@hypothesis.settings(max_examples=3)
-@hypothesis.given(
-    stops=st.sets(st.integers(1, STEPS), min_size=1, max_size=3),
-    way=st.sampled_from(["stop", "error"]),
-)
-def test_any_stop_with_any_optimizer(
-    tmp_path_factory: pytest.TempPathFactory, optimizer: str, way: str, stops: set[int]
-) -> None:
-    model = trainable(optimizer=optimizer)
-    path = tmp_path_factory.mktemp("resumed") / "saved.onnx"
-    found = in_parts(model, rows(), sorted(stops), path, way)
-    assert_same(found, whole(model, rows()))
-
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "no shuffling": {"fit": {"shuffle": False}},
-    "validation": {"fit": {"validation": labelled((6,), rows=7), "metrics": ["accuracy"]}},
-    "schedule of epochs": {"fit": {"schedule": lambda done: 0.1 * (1 - done)}},
-    "schedule": {
-        "model": {"optimizer": Adam(schedules.warmup_cosine(0.01, steps=STEPS, warmup=3))}
-    },
-    "average": {"model": {"ema_decay": 0.9}},
-    "clipping": {"model": {"clip_norm": 0.1}},
-}
-"""What a training may have besides."""
-
-
-@pytest.mark.parametrize("name", list(SETTINGS))
-@hypothesis.settings(max_examples=3)
-@hypothesis.given(stops=st.sets(st.integers(1, STEPS), min_size=1, max_size=3))
-def test_any_stop_with_whatever_else_is_set(
-    tmp_path_factory: pytest.TempPathFactory, name: str, stops: set[int]
-) -> None:
-    settings = SETTINGS[name].get("fit", {})
-    model = trainable(**SETTINGS[name].get("model", {}))
-    path = tmp_path_factory.mktemp("resumed") / "saved.onnx"
-    found = in_parts(model, rows(), sorted(stops), path, "stop", **settings)
-    assert_same(found, whole(model, rows(), **settings))
-
-
-@pytest.mark.parametrize("stop", [1, 4, 6])
-def test_running_statistics(stop: int, tmp_path: Path) -> None:
-    data = labelled((1, 4, 4), rows=ROWS)
-    settings: dict[str, Any] = {"loss": "SoftmaxCrossEntropy", "optimizer": "Adam"}
-    model = build_training_model(normalizing(), **settings)
-    assert_same(in_parts(model, data, [stop], tmp_path / "saved.onnx", "stop"), whole(model, data))
-
-
-@pytest.mark.parametrize("stop", [1, 2, 5, 9])
-def test_steps_that_float16_skips_are_batches(stop: int, tmp_path: Path) -> None:
-    """The first scale of the loss is too large, and is halved until it is not."""
-    data = labelled((1, 4, 4), rows=ROWS)
-    data["x"] = data["x"].astype(np.float16)
-    first = TrainingSession(
-        build_training_model(half(normalizing()), loss="SoftmaxCrossEntropy", optimizer="Adam")
-    )
-    first.state["loss_scale"] = 2.0**24
-    model = first.model()
-    expected = whole(model, data)
-    skipped = STEPS - expected[0].steps_done
-    assert 1 < skipped < STEPS
-    assert_same(in_parts(model, data, [stop], tmp_path / "saved.onnx", "stop"), expected)
-
-
-@pytest.mark.parametrize("stop", [1, 4, 7])
-def test_batches_that_are_given(stop: int, tmp_path: Path) -> None:
-    data = rows()
-    batches = [{n: a[at : at + BATCH] for n, a in data.items()} for at in range(0, ROWS, BATCH)]
-    expected = whole(trainable(), batches)
-    for given in (batches, lambda: iter(batches)):
-        found = in_parts(trainable(), given, [stop], tmp_path / "saved.onnx", "stop")
-        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("stop", [2, 4, 5])
@@ -210,19 +121,10 @@ def test_without_a_step_counter(stop: int, tmp_path: Path) -> None:
     ]
     model = foreign(algorithm, outputs=outputs, updates={"w": "w_next"})
     data = {"x": np.arange(8, dtype=np.float32).reshape(4, 2)}
-    found = in_parts(model, data, [stop], tmp_path / "saved.onnx", "stop", batch_size=1)
+    found = in_parts(model, data, stop, tmp_path / "saved.onnx", batch_size=1)
     expected = whole(model, data, batch_size=1)
     assert_same(found, expected)
     assert found[0].steps_done == expected[0].steps_done == STEPS
-
-
-def test_a_session_goes_on_without_a_file() -> None:
-    session = TrainingSession(trainable())
-    for stop in (3, 4, 9):
-        session.fit(rows(), resume=True, **arguments(callbacks=[StopAt(stop)]))
-        assert session.steps_done == stop
-    history = session.fit(rows(), resume=True, **arguments(callbacks=[StopAt(99)]))
-    assert_same((session, history), whole(trainable(), rows()))
 
 
 def test_a_file_that_a_callback_saved_in_the_middle(tmp_path: Path) -> None:
@@ -292,7 +194,6 @@ def test_n_more_epochs_or_those_that_were_begun() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"epochs": 4}, "begun with epochs=3, and 4 is given; give the same"),
         ({"batch_size": 5}, "begun with batch_size=6, and 5 is given"),
         ({"shuffle": False}, "begun with shuffle=True, and False is given"),
         ({"seed": 6}, "begun with seed=5, and 6 is given"),
@@ -311,6 +212,204 @@ def test_other_arguments_are_refused(given: dict[str, Any], message: str) -> Non
     assert_same_arrays(dict(session.state), before)
     session.fit(rows(), resume=True, **arguments(callbacks=[Counting()]))
     assert session.steps_done == STEPS
+
+
+PROLONGED: dict[str, dict[str, Any]] = {
+    "nothing else": {},
+    "batches that are added up": {"accumulate": 2},
+    "no shuffling": {"shuffle": False},
+    "validation": {"validation": labelled((6,), rows=7), "metrics": ["accuracy"]},
+}
+
+
+@pytest.mark.parametrize("begun", [1, 2])
+@pytest.mark.parametrize("name", list(PROLONGED))
+def test_a_finished_training_is_prolonged(begun: int, name: str, tmp_path: Path) -> None:
+    settings, path = PROLONGED[name], tmp_path / "saved.onnx"
+    first = TrainingSession(trainable())
+    first.fit(rows(), **arguments(epochs=begun, **settings))
+    first.save(path)
+    expected = whole(trainable(), rows(), **settings)
+    for session in (first, TrainingSession(path)):
+        history = session.fit(rows(), resume=True, **arguments(**settings))
+        assert_same((session, history), expected)
+        assert session.fit(rows(), resume=True, **arguments(**settings)) == history
+
+
+@pytest.mark.parametrize("stop", [1, 4, 6])
+@pytest.mark.parametrize("begun", [2, 9])
+def test_another_number_of_epochs_in_the_middle_of_one(
+    begun: int, stop: int, tmp_path: Path
+) -> None:
+    first = TrainingSession(trainable())
+    first.fit(rows(), **arguments(epochs=begun, callbacks=[StopAt(stop)]))
+    first.save(tmp_path / "saved.onnx")
+    session = TrainingSession(tmp_path / "saved.onnx")
+    history = session.fit(rows(), resume=True, **arguments(callbacks=[StopAt(STEPS + 1)]))
+    assert_same((session, history), whole(trainable(), rows()))
+    assert session.standing.position is not None
+    assert session.standing.position.begun.call.epochs == EPOCHS
+
+
+@pytest.mark.parametrize(
+    ("stop", "least", "message"),
+    [
+        (
+            6,
+            2,
+            "has finished 1 of 9 epochs and is in epoch 2; leave out resume=True to start",
+        ),
+        (8, 2, "has finished 2 of 9 epochs; leave out resume=True to start a new training"),
+        (1, 1, "has finished 0 of 9 epochs and is in epoch 1; leave out"),
+    ],
+)
+def test_no_fewer_epochs_than_were_begun(stop: int, least: int, message: str) -> None:
+    class StopAfter(Callback):
+        """Ends a training after an epoch, where that is a whole one."""
+
+        def on_epoch(self, record: Record, session: Any) -> None:
+            if record.step >= stop:
+                record.stop("the test says so")
+
+    session = TrainingSession(trainable())
+    callback = StopAfter() if stop % BATCHES == 0 else StopAt(stop)
+    session.fit(rows(), **arguments(epochs=9, callbacks=[callback]))
+    assert session.steps_done == stop
+    before = dict(session.state)
+    settings = arguments(epochs=least - 1, callbacks=[callback])
+    with pytest.raises(OrtopsError) as raised:
+        session.fit(rows(), resume=True, **settings)
+    assert f"epochs must be an integer >= {least}, got {least - 1}: the training" in str(
+        raised.value
+    )
+    assert message in str(raised.value)
+    assert_same_arrays(dict(session.state), before)
+    kind: Any = StopAfter if stop % BATCHES == 0 else StopAt
+    callback = kind() if stop % BATCHES == 0 else kind(99)
+    history = session.fit(rows(), resume=True, **arguments(epochs=least, callbacks=[callback]))
+    assert len(history) == least
+    assert session.steps_done == least * BATCHES
+
+
+def test_a_shorter_training_is_told_its_end(tmp_path: Path) -> None:
+    """The epochs are over before the first step: callbacks are told so, and can save it."""
+    told = []
+
+    class End(Callback):
+        def on_begin(self, record: Record, session: Any) -> None:
+            told.append(("begin", record.epoch, record.epochs, record.batch))
+
+        def on_end(self, record: Record, session: Any) -> None:
+            told.append(("end", record.epoch, record.epochs, record.batch))
+
+    class StopAfterTwo(Callback):
+        def on_epoch(self, record: Record, session: Any) -> None:
+            if record.epoch == 2:
+                record.stop("the test says so")
+
+    session = TrainingSession(trainable())
+    stopped = [StopAfterTwo()]
+    history = session.fit(rows(), **arguments(epochs=9, callbacks=stopped))
+    settings = arguments(epochs=2, callbacks=[*stopped, End()])
+    assert session.fit(rows(), resume=True, **settings) == history
+    assert told == [("begin", 2, 2, 0), ("end", 2, 2, 0)]
+    session.save(tmp_path / "saved.onnx")
+    resumed = TrainingSession(tmp_path / "saved.onnx")
+    assert resumed.fit(rows(), resume=True, **settings) == history
+    assert len(told) == 2  # it was over already
+
+
+def test_a_schedule_of_epochs_sees_the_new_number_of_them() -> None:
+    seen: list[float] = []
+
+    def schedule(done: float) -> float:
+        seen.append(done)
+        return 0.1 * (1 - done)
+
+    session = TrainingSession(trainable())
+    session.fit(rows(), **arguments(epochs=2, schedule=schedule))
+    history = session.fit(rows(), resume=True, **arguments(epochs=4, schedule=schedule))
+    assert seen == [0.0, 0.5, 0.5, 0.75]
+    np.testing.assert_allclose(history.columns["learning_rate"], [0.1, 0.05, 0.05, 0.025])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "accumulate", "said"),
+    [
+        (
+            schedules.cosine(0.01, steps=8, end=0.1),
+            1,
+            "cosine(steps=8, restarts=0, end=0.1), ends ",
+        ),
+        (
+            schedules.warmup_linear(0.01, steps=8, warmup=2),
+            1,
+            "ends after 8 steps; later steps keep its",
+        ),
+        (schedules.one_cycle(0.01, steps=8), 1, "ends after 8 steps"),
+        (schedules.cosine(0.01, steps=STEPS), 1, ""),
+        (schedules.cosine(0.01, steps=6), 2, ""),
+        (schedules.cosine(0.01, steps=5), 2, "ends after 5 steps"),
+        (schedules.exponential(0.01, factor=0.5), 1, ""),
+        (schedules.constant(0.01), 1, ""),
+        (0.01, 1, ""),
+    ],
+    ids=lambda value: getattr(value, "description", None),
+)
+def test_a_schedule_in_the_graph_holds_its_last_rate(
+    schedule: Any, accumulate: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = TrainingSession(trainable(optimizer=Adam(schedule)))
+    session.fit(rows(), **arguments(epochs=2, accumulate=accumulate))
+    assert "ends after" not in caplog.text
+    history = session.fit(rows(), resume=True, **arguments(accumulate=accumulate))
+    found = [
+        r.getMessage() for r in caplog.records if "fit: the model's schedule, " in r.getMessage()
+    ]
+    assert len(found) == bool(said)
+    assert said in "".join(found)
+    if "end=0.1" in said:
+        assert history[-1]["learning_rate"] == pytest.approx(0.001)
+    if accumulate == 1:
+        expected = whole(trainable(optimizer=Adam(schedule)), rows())
+        assert_same((session, history), expected)
+
+
+@pytest.mark.parametrize("change", ["learning rate", "variable", "nothing"])
+def test_the_message_after_an_interruption_names_no_file_of_another_state(
+    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Interrupting(Callback):
+        def on_step(self, record: Record, session: Any) -> None:
+            if record.step == 3:
+                session.save(tmp_path / "saved.onnx")
+                if change == "learning rate":
+                    session.learning_rate = 0.5
+                elif change == "variable":
+                    session.state = {n: a for n, a in session.state.items() if n != "step"}
+                signal.raise_signal(signal.SIGINT)
+
+    session = TrainingSession(trainable())
+    with pytest.raises(KeyboardInterrupt):
+        session.fit(rows(), **arguments(callbacks=[Interrupting()]))
+    assert "fit: SIGINT ended it after step 3; " in caplog.text
+    assert ("saved.onnx" in caplog.text) == (change == "nothing")
+
+
+def test_a_new_fit_is_in_no_file_of_an_earlier_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Interrupting(Callback):
+        def on_begin(self, record: Record, session: Any) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    session = TrainingSession(trainable())
+    session.fit(rows(), **arguments())
+    session.save(tmp_path / "saved.onnx")
+    with pytest.raises(KeyboardInterrupt):
+        session.fit(rows(), **arguments(epochs=5, callbacks=[Interrupting()]))
+    assert f"fit: SIGINT ended it after step {STEPS}; " in caplog.text
+    assert "saved.onnx" not in caplog.text
 
 
 def test_what_is_no_callback() -> None:
@@ -334,6 +433,14 @@ def test_a_stop_ends_before_validation_and_tells_the_end() -> None:
 
 
 # ----------------------------------------------------------------------------------- in the file
+
+
+def nested(levels: int) -> Any:
+    """Returns a list in a list in a list …"""
+    found: list[Any] = []
+    for _ in range(levels - 1):
+        found = [found]
+    return found
 
 
 def position_in(model: onnx.ModelProto) -> Any:
@@ -374,8 +481,16 @@ def test_the_file_says_what_was_begun() -> None:
     ("text", "message"),
     [
         ("{", "metadata_props 'ortops.fit': Expecting property name"),
-        ("[" * 100_000, "metadata_props 'ortops.fit': "),
-        ("[]", "it is a list; what TrainingSession.save writes is accepted"),
+        (
+            "[" * 100_000,
+            "metadata_props 'ortops.fit': nested 100,000 levels deep, the limit is 100",
+        ),
+        (
+            {"callbacks": nested(900)},
+            "metadata_props 'ortops.fit': nested 901 levels deep, the lim",
+        ),
+        ({"seconds": nested(900)}, "metadata_props 'ortops.fit': nested 901 levels deep, the lim"),
+        ("[]", "must be an object, got a list; what TrainingSession.save writes is accepted"),
         ({"epoch": 0}, "its 'epoch' is 0; an integer >= 1 is accepted"),
         ({"epoch": True}, "its 'epoch' is True; an integer >= 1 is accepted"),
         ({"batch": -1}, "its 'batch' is -1; an integer >= 0 is accepted"),
@@ -416,16 +531,47 @@ def test_a_position_without_a_field_is_refused() -> None:
         TrainingSession(model)
 
 
-def test_a_state_that_is_no_json_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.ones(2), r"array\(\[1., 1.\]\) is a ndarray; return dicts, lists, strings, numbers"),
+        (Callback(), "is a Callback; return dicts"),
+        (nested(97), "nested 101 levels deep, the limit is 100"),
+        (nested(100_000), "; return dicts, lists"),
+        (10**5000, "; return dicts, lists"),
+    ],
+    ids=["array", "object", "nested", "nested deeply", "huge"],
+)
+def test_a_state_that_is_no_json_is_refused_when_it_is_saved(
+    value: Any, message: str, tmp_path: Path
+) -> None:
     class Odd(Callback):
         def state(self) -> dict[str, Any]:
-            return {"best": np.float32(1)}
+            return {"best": value}
 
     session = TrainingSession(trainable())
-    session.fit(rows(), **arguments(callbacks=[Odd()]))
-    with pytest.raises(OrtopsError, match="a state of one cannot be saved: Object of type float32"):
+    session.fit(rows(), **arguments(callbacks=[Callback(), Odd()]))
+    with pytest.raises(OrtopsError, match=f"callback Odd: its state cannot be saved: .*{message}"):
         session.save(tmp_path / "saved.onnx")
     assert not (tmp_path / "saved.onnx").exists()
+
+
+def test_a_state_as_deep_as_files_may_be_is_read_again() -> None:
+    class Deep(Callback):
+        state_of: Any = nested(96)
+
+        def state(self) -> dict[str, Any]:
+            return {"best": self.state_of}
+
+        def restore(self, state: dict[str, Any]) -> None:
+            self.state_of = state["best"]
+
+    session = TrainingSession(trainable())
+    session.fit(rows(), **arguments(callbacks=[Deep(), StopAt(3)]))
+    resumed, deep = TrainingSession(session.model()), Deep()
+    deep.state_of = None
+    resumed.fit(rows(), resume=True, **arguments(callbacks=[deep, StopAt(99)]))
+    assert deep.state_of == nested(96)
 
 
 def test_a_position_that_could_not_be_read_is_left_out(
@@ -451,38 +597,6 @@ def test_a_loss_that_is_no_number_is_kept() -> None:
 
 
 # ------------------------------------------------------------------------------- accumulated
-
-
-@pytest.mark.parametrize("optimizer", ["Adam", "SGD", "Adagrad"])
-@pytest.mark.parametrize("loss", ["SoftmaxCrossEntropy", "mean and weights"])
-def test_accumulated_batches_are_the_joined_batch(loss: str, optimizer: str) -> None:
-    """Windows of 12 and 8 rows, as 6 + 6 and 6 + 2: the short one weighs by its rows."""
-    chosen: Any = "SoftmaxCrossEntropy"
-    data = rows()
-    if loss != chosen:  # rows that do not count: each part is divided by another number
-        chosen = ortops.losses.SoftmaxCrossEntropy(ignore_index=-100)
-        data["labels"] = np.where(np.arange(ROWS) % 3 == 1, -100, data["labels"])
-    model = build_training_model(classifier(), loss=chosen, optimizer=optimizer)
-    joined, parts = TrainingSession(model), TrainingSession(model)
-    expected = joined.fit(data, epochs=3, batch_size=12, seed=1, progress=False)
-    found = parts.fit(data, epochs=3, batch_size=6, seed=1, accumulate=2, progress=False)
-    assert parts.steps_done == joined.steps_done == 6
-    for name, array in joined.state.items():
-        np.testing.assert_allclose(parts.state[name], array, rtol=2e-4, atol=2e-6, err_msg=name)
-    np.testing.assert_allclose(found.columns["loss"], expected.columns["loss"], rtol=1e-5)
-
-
-@pytest.mark.parametrize("stop", [1, 3, 4, 5])
-@pytest.mark.parametrize("kind", ["Dropout", "BatchNormalization"])
-def test_accumulated_batches_go_on_at_whole_steps(kind: str, stop: int, tmp_path: Path) -> None:
-    model, data = trainable(ema_decay=0.5), rows()
-    if kind == "BatchNormalization":
-        data = labelled((1, 4, 4), rows=ROWS)
-        model = build_training_model(normalizing(), loss="SoftmaxCrossEntropy", optimizer="Adam")
-    found = in_parts(model, data, [stop], tmp_path / "saved.onnx", "stop", accumulate=3)
-    expected = whole(model, data, accumulate=3)
-    assert_same(found, expected)
-    assert found[0].steps_done == 2 * EPOCHS
 
 
 def test_running_statistics_see_each_batch_in_turn(caplog: pytest.LogCaptureFixture) -> None:
@@ -525,31 +639,72 @@ def test_accumulate_is_a_count(number: Any) -> None:
         session.fit(rows(), accumulate=number, progress=False)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        ("state", r"save: 'callbacks' of fit is \[.*5.*could not be read again; an array of objec"),
-        ("entry", r"save: 'history' of fit is .*'mine'.*; an array of objects of numbers is accep"),
-    ],
-)
-def test_what_no_session_would_open_is_not_written(
-    spoil: str, message: str, tmp_path: Path
-) -> None:
+def test_what_no_session_would_open_is_not_written(tmp_path: Path) -> None:
     class Odd(Callback):
-        def on_epoch(self, record: Record, session: TrainingSession) -> None:
-            if spoil == "entry":
-                record.values["note"] = "mine"  # type: ignore[assignment]
-
         def state(self) -> Any:
-            return 5 if spoil == "state" else {}
+            return 5
 
     session = TrainingSession(trainable())
     session.fit(rows(), **arguments(callbacks=[Odd()]))
+    with pytest.raises(OrtopsError, match="callback Odd: `state` must return a dict, got 5"):
+        session.save(tmp_path / "a.onnx")
+    session.fit(rows(), **arguments())
+    session.history[0]["note"] = "mine"  # type: ignore[assignment]
+    message = "save: the history must have numbers by name, got 'note': 'mine' in epoch 1"
     with pytest.raises(OrtopsError, match=message):
         session.save(tmp_path / "a.onnx")
     assert list(tmp_path.iterdir()) == []
-    session.reset()
+    del session.history[0]["note"]
     session.save(tmp_path / "a.onnx")
+
+
+def test_a_file_has_entries_as_they_are_when_it_is_saved(tmp_path: Path) -> None:
+    """Each entry is made text once, and again if a callback has changed it."""
+
+    class Late(Callback):
+        def on_epoch(self, record: Record, session: Any) -> None:
+            session.save(tmp_path / f"{record.epoch}.onnx")
+            if record.epoch > 1:
+                record.history[-2]["next"] = record.values["loss"]
+
+    session = TrainingSession(trainable())
+    history = session.fit(rows(), **arguments(epochs=5, callbacks=[Late()]))
+    losses = history.columns["loss"]
+    for epoch in range(1, 6):
+        found = TrainingSession(tmp_path / f"{epoch}.onnx").history
+        assert found.columns["loss"] == losses[:epoch]
+        known = [entry["next"] for entry in found if "next" in entry]
+        assert known == losses[1 : epoch - 1]
+
+
+def test_a_history_belongs_to_who_has_it() -> None:
+    session = TrainingSession(trainable())
+    history = session.fit(rows(), **arguments())
+    history.clear()
+    session.history.clear()
+    assert len(session.history) == EPOCHS
+    session.fit(rows(), resume=True, **arguments(epochs=EPOCHS + 1)).clear()
+    assert len(session.history) == EPOCHS + 1
+
+
+@pytest.mark.parametrize("entries", [10, 100])
+def test_a_save_serializes_no_entry_twice(
+    entries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    plain = ortops.training.position._plain_entry
+    monkeypatch.setattr(
+        "ortops.training.position._plain_entry", lambda *given: made.append(1) or plain(*given)
+    )
+
+    class Saving(Callback):
+        def on_epoch(self, record: Record, session: Any) -> None:
+            session.save(tmp_path / "a.onnx")
+
+    session = TrainingSession(trainable())
+    session.fit(rows(), **arguments(epochs=entries, callbacks=[Saving()]))
+    assert len(made) == entries
+    assert len(TrainingSession(tmp_path / "a.onnx").history) == entries
 
 
 def test_numbers_that_a_callback_adds_to_the_history_are_saved(tmp_path: Path) -> None:

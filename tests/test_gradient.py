@@ -251,11 +251,17 @@ def test_through_a_model_local_function():
 BAD = {
     "no inputs for zs": (
         {"xs": ["a"], "y": "y", "zs": ["b"], "fed": ["a"]},
-        "Gradient node 'gradient': 1 inputs for 1 names in xs and 1 in zs; the inputs are",
+        (
+            "expected one input for each of the 1 names in xs, then for "
+            "each of the 1 names in zs, got 1"
+        ),
     ),
     "more outputs than xs": (
         {"xs": ["a"], "y": "y", "outputs": ["da", "db"]},
-        "Gradient node 'gradient': 2 outputs for 1 names in xs; there is one output",
+        (
+            "Gradient node 'gradient': expected at most one output for each of "
+            "the 1 names in xs, got 2 outputs"
+        ),
     ),
     "empty xs": (
         {"xs": ["a"], "y": "y", "outputs": [], "fed": []},
@@ -263,19 +269,19 @@ BAD = {
     ),
     "unknown x": (
         {"xs": ["product_"], "y": "y", "fed": ["a"], "outputs": ["d"]},
-        "Gradient node 'gradient': xs names 'product_', which is no tensor of the graph;",
+        "Gradient node 'gradient': the graph has no tensor 'product_', which is listed in xs;",
     ),
     "unknown y": (
         {"xs": ["a"], "y": "why"},
-        "Gradient node 'gradient': y names 'why', which is no tensor of the graph;",
+        "Gradient node 'gradient': the graph has no tensor 'why', which is listed in y;",
     ),
     "unknown z": (
         {"xs": ["a"], "y": "y", "zs": ["bb"], "fed": ["a", "b"]},
-        "zs names 'bb', which is no tensor of the graph;",
+        "the graph has no tensor 'bb', which is listed in zs;",
     ),
     "x computed from another": (
         {"xs": ["a", "y"], "y": "y"},
-        "'y' is computed from 'a', and both are in xs and zs; the tensors named",
+        "'y' is computed from 'a', and both are listed in xs and zs; these tensors must not",
     ),
     "x listed twice": (
         {"xs": ["a", "a"], "y": "y", "outputs": ["d1", "d2"]},
@@ -283,15 +289,15 @@ BAD = {
     ),
     "integer x": (
         {"xs": ["i"], "y": "y"},
-        "x 'i' is a tensor of INT64; only floating-point tensors can be in xs",
+        "x 'i' must be a floating-point tensor, got a tensor of INT64; list it in zs",
     ),
     "fed value of another type": (
         {"xs": ["a"], "y": "y", "fed": ["i"]},
-        "'i' of type INT64 is fed for 'a' of type FLOAT; the types must be equal",
+        "'i' is fed for 'a' and must have its type FLOAT, got INT64",
     ),
     "fed value of another shape": (
         {"xs": ["a"], "y": "y", "fed": ["vector"]},
-        "'vector' of shape [3] is fed for 'a' of shape []; the shapes must be equal",
+        "'vector' is fed for 'a' and must have its shape [], got [3]",
     ),
 }
 
@@ -322,11 +328,11 @@ def attribute_model(**attributes):
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        ({"xs": ["a"]}, "attribute 'y' is missing; it is required"),
-        ({"y": "y"}, "attribute 'xs' is missing; it is required"),
-        ({"xs": ["a"], "y": "y", "ys": ["y"]}, "unknown attribute 'ys'; it has xs, zs and y"),
-        ({"xs": "a", "y": "y"}, "attribute 'xs' is of type STRING; it is of type STRINGS"),
-        ({"xs": ["a"], "y": 1}, "attribute 'y' is of type INT; it is of type STRING"),
+        ({"xs": ["a"]}, "missing required attribute 'y'"),
+        ({"y": "y"}, "missing required attribute 'xs'"),
+        ({"xs": ["a"], "y": "y", "ys": ["y"]}, "unknown attribute 'ys'; Gradient has xs, zs and y"),
+        ({"xs": "a", "y": "y"}, "attribute 'xs' must be of type STRINGS, got STRING"),
+        ({"xs": ["a"], "y": 1}, "attribute 'y' must be of type STRING, got INT"),
     ],
 )
 def test_bad_attributes(attributes, message):
@@ -340,7 +346,7 @@ def test_empty_xs():
     proto = attribute_model(xs=["a"], y="y")
     gradient = proto.graph.node[-1]
     gradient.attribute[0].CopyFrom(empty)
-    with pytest.raises(ortops.ModelError, match="xs is empty; name at least one tensor in it"):
+    with pytest.raises(ortops.ModelError, match="xs is empty; name at least one tensor"):
         ortops.lower(proto)
 
 
@@ -362,7 +368,10 @@ def test_operator_without_a_rule():
 def test_node_without_a_name_goes_by_its_output():
     gradient = node("Gradient", ["a"], ["slope"], xs=["nothing"], y="y")
     proto = model([*PRODUCT, gradient], [value("a"), value("b")], ["slope"])
-    with pytest.raises(ortops.ModelError, match="Gradient node 'slope': xs names 'nothing'"):
+    with pytest.raises(
+        ortops.ModelError,
+        match="'slope': the graph has no tensor 'nothing', which is listed in xs",
+    ):
         ortops.lower(proto)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from onnx import TensorProto, helper
 from test_precision import BFLOAT16, batch, half, reshaped
@@ -98,7 +99,7 @@ def assert_step_is_apply_of_gradients(
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, normalized], ids=str)
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, normalized], ids=[*OPTIMIZERS, "normalized"])
 def test_apply_of_gradients_is_a_step(optimizer: Any, way: str) -> None:
     model = build(classifier(dropout=0.3), optimizer=optimizer)
     batches = [labelled((6,), seed=seed) for seed in range(STEPS)]
@@ -109,6 +110,30 @@ def test_apply_of_gradients_is_a_step(optimizer: Any, way: str) -> None:
 def test_of_batch_normalization(way: str) -> None:
     batches = [labelled((1, 4, 4), seed=seed, rows=5 + seed % 3) for seed in range(STEPS)]
     assert_step_is_apply_of_gradients(build(normalizing()), batches, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_of_branches(way: str) -> None:
+    """Both branches read the batch and a weight from outside."""
+    text = """
+    <ir_version: 10, opset_import: ["" : 21]>
+    branching (float[batch, 3] x) => (float[batch, 3] y)
+    <float[3] w = {0.5, -1, 2}>
+    {
+        total = ReduceSum <keepdims = 0> (w)
+        zero = Constant <value = float {0}> ()
+        is_positive = Greater (total, zero)
+        y = If (is_positive) <
+            then_branch = one () => (float[batch, 3] a) { a = Mul (x, w) },
+            else_branch = two () => (float[batch, 3] b) { b = Add (x, w) }
+        >
+    }
+    """
+    model = build(onnx.parser.parse_model(text), loss="MeanSquaredError")
+    rng = np.random.default_rng(1)
+    drawn = rng.normal(size=(STEPS, 2, 4, 3)).astype(np.float32)
+    batches = [{"x": x, "targets": targets} for x, targets in drawn]
+    assert_step_is_apply_of_gradients(model, batches, way)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -380,6 +405,22 @@ def test_gradients_that_overflow_skip_a_step(way: str) -> None:
     session = TrainingSession(model, **WAYS[way])
     before = dict(session.state)
     session.apply({"w": np.full((3, 2), np.inf), "b": np.zeros(2)})
+    assert float(session.state["loss_scale"]) == 2.0**15
+    assert session.steps_done == 0
+    np.testing.assert_array_equal(session.state["w.master"], before["w.master"])
+
+
+def test_parts_of_a_batch_whose_gradients_overflow_skip_a_step() -> None:
+    """The sum of an infinite gradient and its opposite is NaN, which numpy would warn of."""
+    session = TrainingSession(build(half(affine()), loss="MeanSquaredError"))
+    before = dict(session.state)
+    x = np.ones((2, 3), np.float16)
+    parts = [{"x": x, "targets": np.full((2, 2), sign * 3e38, np.float32)} for sign in (1, -1)]
+    total = Accumulation(session.gradients(parts[0]))
+    total.add(session.gradients(parts[1]))
+    joined = total.result()
+    assert np.isnan(joined["b"]).all()
+    session.apply(joined)
     assert float(session.state["loss_scale"]) == 2.0**15
     assert session.steps_done == 0
     np.testing.assert_array_equal(session.state["w.master"], before["w.master"])

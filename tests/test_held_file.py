@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gc
 import os
+import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -17,6 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import ortops
 from models.mlp import mlp
+from ortops.check import check
 from ortops.graph import convert, external, held_file
 
 needs_held_files = pytest.mark.skipif(
@@ -202,6 +208,30 @@ def test_a_graph_in_several_parts_is_joined(tmp_path: Path) -> None:
     assert isinstance(found, bytes)
 
 
+@needs_held_files
+@pytest.mark.parametrize(
+    "content",
+    [field(14, b"") * 10_000, bytes(100_000), field(7, field(5, field(4, b"") * 10_000))],
+    ids=["fields of a model", "zeros", "fields of a tensor"],
+)
+def test_no_more_fields_than_a_model_has_are_walked(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """protobuf is a hundred times as fast, where nothing is won."""
+    monkeypatch.setattr(held_file, "_MOST_FIELDS", 100)
+    walked = 0
+    original = held_file._Walk._varint_at
+
+    def count(self: held_file._Walk, at: int) -> tuple[int, int]:
+        nonlocal walked
+        walked += 1
+        return original(self, at)
+
+    monkeypatch.setattr(held_file._Walk, "_varint_at", count)
+    compare(of_initializers(named(DATA)).SerializeToString() + content, tmp_path / "model.onnx")
+    assert 0 < walked <= 210
+
+
 @pytest.mark.slow
 def test_damaged_files_are_read_as_protobuf_reads_them(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
@@ -317,6 +347,238 @@ def test_a_file_is_held_once_and_let_go(tmp_path: Path) -> None:
     del first, second
     gc.collect()
     assert held(path) == 0
+
+
+@needs_held_files
+@pytest.mark.parametrize("beside", [False, True], ids=["inside", "beside"])
+def test_a_change_before_the_first_read_is_seen(beside: bool, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(trainable(), path, save_as_external_data=beside, location="model.data")
+    file = tmp_path / "model.data" if beside else path
+    light, data = convert.load_light(path)
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # of the same length
+    with pytest.raises(ortops.errors.ModelError, match="have changed since"):
+        external.attach(light, data)
+
+
+@needs_held_files
+def test_a_new_time_of_data_that_were_read_is_no_change(tmp_path: Path) -> None:
+    session, file = opened(tmp_path, beside=True)
+    os.utime(file, ns=(0, 0))
+    session.reset()
+
+
+@needs_held_files
+def test_a_change_while_a_file_is_read_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(trainable().SerializeToString())
+    copy = held_file._Walk.copy
+
+    def copy_slowly(self: object, *arguments: object) -> bytes:
+        path.write_bytes(path.read_bytes())
+        return copy(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(held_file._Walk, "copy", copy_slowly)
+    with pytest.raises(ortops.errors.ModelError, match="it was changed while it was read"):
+        ortops.TrainingSession(path)
+
+
+# ------------------------------------------------------------------- many files of external data
+
+LAYERS = 30
+
+
+def chain(size: int = 20) -> onnx.ModelProto:
+    """Returns x W₀ W₁ …, a product with as many matrices as there are layers."""
+    with ortops.Tape(name="chain") as tape:
+        x = tape.input("x", np.float32, ["batch", size])
+        for number in range(LAYERS):
+            weight = np.eye(size, dtype=np.float32) * (1 + number % 2)
+            x = x @ tape.initializer(f"w{number}", weight)
+        tape.output(x, "y")
+    return tape.model()
+
+
+def trainable_chain() -> onnx.ModelProto:
+    return ortops.build_training_model(chain(), loss="MeanSquaredError", optimizer="SGD")
+
+
+def with_slope(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a model that also puts out the gradient of the sum of y with respect to x."""
+    domain = "ai.onnx.preview.training"
+    model.graph.node.append(
+        helper.make_node("Gradient", ["x"], ["slope"], domain=domain, xs=["x"], y="y")
+    )
+    shape = model.graph.input[0].type.tensor_type.shape
+    dims = [dim.dim_value or dim.dim_param for dim in shape.dim]
+    model.graph.output.append(helper.make_tensor_value_info("slope", TensorProto.FLOAT, dims))
+    model.opset_import.append(helper.make_opsetid(domain, 1))
+    return model
+
+
+def in_a_file_each(model: onnx.ModelProto, folder: Path) -> Path:
+    """Writes a model as torch's older exporter does where it has 2 GB; returns its path."""
+    folder.mkdir()
+    onnx.save(
+        model,
+        folder / "model.onnx",
+        save_as_external_data=True,
+        all_tensors_to_one_file=False,
+        size_threshold=0,
+    )
+    return folder / "model.onnx"
+
+
+def open_files(folder: Path) -> int:
+    """Returns how many files of a folder this process has open."""
+    found = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found += link.readlink().parent == folder
+    return found
+
+
+WORK: dict[str, Callable[[Path], object]] = {
+    "train": lambda path: ortops.TrainingSession(path).step(CHAIN_BATCH),
+    "build": lambda path: ortops.build_training_model(path, loss="Huber", optimizer="Adam"),
+    "check": check,
+    "add adapters": lambda path: ortops.lora.add(path, rank=2),
+    "write weights back": lambda path: ortops.TrainingSession(trainable_chain()).inference_model(
+        path
+    ),
+    "free the batch": ortops.surgery.free_batch,
+}
+"""What reads many files, given the path of a model."""
+
+CHAIN_BATCH = {"x": np.ones((2, 20), np.float32), "targets": np.ones((2, 20), np.float32)}
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/fd").exists(), reason="open files are listed in /proc"
+)
+
+
+@needs_proc
+@pytest.mark.parametrize("work", WORK)
+def test_a_model_in_many_files_takes_few_descriptors(
+    work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_file, "_MOST_OPEN", 5)
+    model = trainable_chain() if work == "train" else chain()
+    path = in_a_file_each(model, tmp_path / "model")
+    most = 0
+    original = held_file.HeldFile.read
+
+    def read(self: held_file.HeldFile, begin: int, end: int) -> bytes:
+        nonlocal most
+        content = original(self, begin, end)
+        most = max(most, open_files(path.parent))
+        return content
+
+    monkeypatch.setattr(held_file.HeldFile, "read", read)
+    WORK[work](path)
+    assert 1 <= most <= 6  # the model's own file and the others
+
+
+@needs_proc
+@pytest.mark.parametrize("in_one", [False, True], ids=["a file each", "one file"])
+@pytest.mark.parametrize("use", [ortops.lower, ortops.InferenceSession], ids=["lower", "run"])
+def test_external_tensors_keep_no_file_open(
+    use: Callable[[Path], object], in_one: bool, tmp_path: Path
+) -> None:
+    model = with_slope(chain(4))  # small tensors, which are looked at
+    path = tmp_path / "model" / "model.onnx"
+    if in_one:
+        path.parent.mkdir()
+        onnx.save(model, path, save_as_external_data=True, location="data", size_threshold=0)
+    else:
+        in_a_file_each(model, path.parent)
+    found = use(path)
+    gc.collect()
+    assert open_files(path.parent) == 0
+    if isinstance(found, ortops.InferenceSession):
+        (slope,) = found.run(["slope"], {"x": np.ones((1, 4), np.float32)})
+        np.testing.assert_array_equal(slope, np.full((1, 4), 2.0 ** (LAYERS // 2)))
+
+
+@needs_held_files
+def test_reset_reads_files_that_were_closed_or_says_that_they_were_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_file, "_MOST_OPEN", 5)
+    path = in_a_file_each(trainable_chain(), tmp_path / "model")
+    session = ortops.TrainingSession(path)
+    before = {name: np.array(array) for name, array in session.state.items()}
+    session.step(CHAIN_BATCH)
+    session.reset()
+    for name, array in session.state.items():
+        np.testing.assert_array_equal(array, before[name])
+    for number in range(LAYERS):
+        new = tmp_path / "new"
+        new.write_bytes(np.zeros((20, 20), np.float32).tobytes())
+        new.replace(path.with_name(f"w{number}"))
+    with pytest.raises(ortops.errors.ModelError, match="another file has taken its place"):
+        session.reset()
+    for name, array in session.state.items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+@needs_held_files
+def test_a_process_with_few_descriptors_reads_models_of_many_external_tensors(
+    tmp_path: Path,
+) -> None:
+    path = in_a_file_each(trainable_chain(), tmp_path / "model")
+    in_one = tmp_path / "gradient.onnx"
+    onnx.save(
+        with_slope(chain(4)), in_one, save_as_external_data=True, location="data", size_threshold=0
+    )
+    program = f"""
+        import os, resource, sys
+        import numpy as np, ortops
+        batch = dict.fromkeys(["x", "targets"], np.ones((2, 20), np.float32))
+        ortops.TrainingSession({os.fspath(path)!r}).step(batch)  # what else is opened is now
+        number = os.open(os.devnull, os.O_RDONLY)
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (number + 25, hard))
+        session = ortops.TrainingSession({os.fspath(path)!r})
+        session.step(batch)
+        session.reset()
+        ortops.lower({os.fspath(in_one)!r})
+        for _ in range(25):
+            os.open(os.devnull, os.O_RDONLY)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True
+    )
+    assert "OSError" in done.stderr.splitlines()[-1], done.stderr  # in the last line of it
+
+
+@needs_held_files
+@pytest.mark.parametrize("beside", [False, True], ids=["inside", "beside"])
+def test_too_many_open_files_are_called_so(
+    beside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(trainable(), path, save_as_external_data=beside, location="model.data")
+    refused = "model.data" if beside else "model.onnx"
+    original = os.open
+
+    def refuse(given: Path, *arguments: Any, **named: Any) -> int:
+        if Path(given).name == refused:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), os.fspath(given))
+        return original(given, *arguments, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ortops.errors.ModelError, match="raise the limit on open files"):
+        ortops.TrainingSession(path)
+
+
+def test_external_data_that_are_missing_are_named_by_a_model_in_memory(tmp_path: Path) -> None:
+    path = in_a_file_each(chain(), tmp_path / "model")
+    model = onnx.load(path, load_external_data=False)
+    with pytest.raises(ortops.errors.ModelError, match="'w0': its external data cannot be read"):
+        ortops.build_training_model(model, loss="Huber", optimizer="SGD")
 
 
 @needs_held_files

@@ -110,6 +110,14 @@ def test_the_driver_refuses_what_is_wrong(trained: Trained) -> None:
     assert printed == "26 cases\n"
 
 
+@pytest.mark.javascript
+def test_nothing_is_left_on_a_device(trained: Trained) -> None:
+    """On a device that counts what is there; the cases are in the script."""
+    printed = node("device.mjs", WEB, trained.folder)
+    floats = [array for array in trained.session.state.values() if array.dtype == np.float32]
+    assert printed == f"{len(floats) - 1} variables\n"  # the learning rate is read at once
+
+
 @pytest.mark.browser
 def test_the_page_trains_as_python_does(trained: Trained) -> None:
     report, posted = run_page(page_of(trained.folder), "test.html?ordered")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import json
 import logging
 import warnings
 from pathlib import Path
@@ -25,7 +24,7 @@ import pytest
 import safetensors.numpy
 import torch
 import transformers
-from lora_models import outputs, values
+from lora_models import outputs, random_adapter, values, with_values
 from torch import nn
 
 import ortops
@@ -186,7 +185,8 @@ def test_a_decoder(tmp_path: Path) -> None:
     saved[whole[0]] = saved[whole[0]] + 1
     safetensors.numpy.save_file(saved, file)
     with pytest.raises(
-        UnsupportedError, match=r"' is a weight of the base, other than the model's"
+        UnsupportedError,
+        match=r"' is not a LoRA matrix, or is a weight of the base that differs from the model's",
     ):
         lora.from_peft(base, tmp_path)
 
@@ -220,15 +220,53 @@ def test_an_adapter_that_began_here(tmp_path: Path) -> None:
     (y,) = outputs(base, {"x": IDS})
     for _ in range(5):
         session.step({"x": IDS, "targets": TARGETS})
-    with pytest.raises(ModelError, match=r"prefix: it is 'bert.', and layer 'model.encoder.*' has"):
+    with pytest.raises(
+        ModelError, match=r"prefix: layer 'model.encoder.*' does not start with 'bert.'"
+    ):
         lora.to_peft(session.inference_model(), tmp_path, prefix="bert.")
     lora.to_peft(session.inference_model(), tmp_path, prefix="model.")
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert len(config["target_modules"]) == 6
     module.model = peft.PeftModel.from_pretrained(module.model, tmp_path).eval()
+    assert len(wrapped_layers(module.model)) == 6
     (expected,) = outputs(session.inference_model(), {"x": IDS})
     np.testing.assert_allclose(computed(module, IDS), expected, atol=1e-4)
     assert abs(expected - y).max() > 0.1
+
+
+def wrapped_layers(model: nn.Module) -> set[str]:
+    """Returns the names of the layers that PEFT has put an adapter into."""
+    return {
+        name.removeprefix("base_model.model.")
+        for name, module in model.named_modules()
+        if isinstance(module, peft.tuners.lora.LoraLayer)
+    }
+
+
+class Nested(nn.Module):
+    """Layers whose names end alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc1, self.afc1 = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.block = nn.Module()
+        self.block.fc1, self.block.fc1x = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.fc1, self.afc1, self.block.fc1, self.block.fc1x):
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("targets", [["fc1"], ["block.fc1"], ["afc1", "block.fc1x"]])
+def test_peft_adapts_the_same_layers_and_no_others(targets: list[str], tmp_path: Path) -> None:
+    module, x = Nested().eval(), np.random.default_rng(1).standard_normal((2, 6), np.float32)
+    base = exported(module, torch.from_numpy(x), "dynamo")
+    model = lora.add(base, rank=2, targets=targets)
+    model = with_values(model, random_adapter(model))
+    lora.to_peft(model, tmp_path)
+    wrapped = peft.PeftModel.from_pretrained(module, tmp_path).eval()
+    assert wrapped_layers(wrapped) == set(targets)
+    np.testing.assert_allclose(computed(wrapped, x), outputs(model, {"x": x})[0], atol=1e-5)
 
 
 def test_layers_that_the_model_does_not_have(tmp_path: Path) -> None:
@@ -243,12 +281,21 @@ def test_layers_that_the_model_does_not_have(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"use_dora": True}, r"use_dora is true, and DoRA's magnitudes are no product of two"),
-        ({"bias": "lora_only"}, r"its bias is 'lora_only', so that biases of the base were traine"),
-        ({"modules_to_save": ["pooler"]}, r"its modules_to_save are \['pooler'\], whole layers be"),
-        ({"lora_bias": True}, r"its lora_bias is True, which is more than plain LoRA; train witho"),
-        ({"init_lora_weights": "pissa"}, r"its init_lora_weights is 'pissa', which changes the we"),
-        ({"layer_replication": [[0, 1]]}, r"its layer_replication is .*, which is more than plain"),
+        ({"use_dora": True}, r"DoRA is not supported \(use_dora is true\); train"),
+        ({"bias": "lora_only"}, r"bias must be 'none', got 'lora_only'; train without the biases"),
+        (
+            {"modules_to_save": ["pooler"]},
+            r"modules_to_save is not supported, got \['pooler'\]; merge",
+        ),
+        (
+            {"lora_bias": True},
+            r"the setting lora_bias=True is not supported, as it is not plain LoRA; train witho",
+        ),
+        ({"init_lora_weights": "pissa"}, r"init_lora_weights 'pissa' changes the we"),
+        (
+            {"layer_replication": [[0, 1]]},
+            r"the setting layer_replication=.* is not supported, as it is not plain",
+        ),
     ],
 )
 def test_more_than_plain_lora_is_refused(

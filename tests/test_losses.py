@@ -336,3 +336,24 @@ def test_losses_that_do_not_fit(loss: Any, shape: tuple[Any, ...], message: str)
         build_training_model(model, loss=loss, optimizer="SGD")
     assert message in str(raised.value)
     assert model.SerializeToString(deterministic=True) == before
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (losses.SoftmaxCrossEntropy(weights=[1, 1e39, 1]), "weights has 1e+39, which does not fit"),
+        (losses.BinaryCrossEntropy(weights=[1e39, 1, 1]), "weights has 1e+39, which does not fit"),
+        (
+            losses.BinaryCrossEntropyWithLogits(positive_weight=[1e39, 1, 1]),
+            "positive_weight has 1e+39, which does not fit float32, the type of the prediction",
+        ),
+        (losses.Huber(delta=1e39), "beside a tensor of float32, which cannot hold it"),
+    ],
+)
+def test_numbers_of_a_loss_that_do_not_fit_the_prediction(loss: Any, message: str) -> None:
+    with Tape() as tape:
+        x = tape.input("x", np.float32, ["N", 3])
+        tape.output(x * tape.initializer("w", np.ones(3, np.float32)), "y")
+    with pytest.raises(ModelError) as raised:
+        build_training_model(tape.model(), loss=loss, optimizer="SGD")
+    assert message in str(raised.value)

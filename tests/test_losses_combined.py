@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,40 @@ def test_summands_share_the_target_of_one_tensor() -> None:
     assert {"loss", "loss_box", "loss_box_1"} <= set(found)
 
 
+def test_summands_share_the_target_of_an_output_of_16_bits() -> None:
+    """Each of them reads the output in float32."""
+    with Tape() as tape:
+        x = tape.input("x", np.float16, ["batch", 4])
+        tape.output(x @ tape.initializer("u", U.astype(np.float16)), "box")
+    loss = losses.MeanSquaredError() + 0.5 * losses.L1()
+    session = TrainingSession(build_training_model(tape.model(), loss=loss, optimizer=SGD(0.1)))
+    assert set(session.inputs) == {"x", "targets"}
+    x16, u16 = X.astype(np.float16), U.astype(np.float16)
+    distance = x16.astype(F) @ u16.astype(F) - BOXES
+    found = session.step({"x": x16, "targets": BOXES})
+    assert float(found["loss"]) == pytest.approx(
+        (distance**2).mean() + 0.5 * np.abs(distance).mean(), rel=2e-3
+    )
+
+
+def test_summands_share_the_labels_of_one_output_that_they_read_in_two_ways() -> None:
+    """One reads the logits before the Softmax, the other one the probabilities behind it."""
+    with Tape() as tape:
+        x = tape.input("x", F, ["batch", 4])
+        tape.output(op.Softmax(x @ tape.initializer("v", V), axis=1), "shares")
+    loss = losses.SoftmaxCrossEntropy() + losses.Hinge()
+    session = TrainingSession(build_training_model(tape.model(), loss=loss, optimizer=SGD(0.1)))
+    assert set(session.inputs) == {"x", "labels"}
+    z = (X @ V).astype(np.float64)
+    shares = np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)
+    rows = np.arange(len(X))
+    margins = np.maximum(0, 1 - shares[rows, LABELS][:, None] + shares)
+    margins[rows, LABELS] = 0
+    expected = cross_entropy(X @ V, LABELS).mean() + margins.sum(axis=1).mean() / 3
+    found = session.step({"x": X, "labels": LABELS})
+    assert float(found["loss"]) == pytest.approx(expected, rel=1e-5)
+
+
 def test_targets_of_two_tensors_are_named() -> None:
     expected = "loss L1: 'targets' is the target of another loss .*; name each with target="
     with pytest.raises(ModelError, match=expected):
@@ -123,6 +158,29 @@ def test_weights_are_numbers() -> None:
 def test_a_sum_of_one() -> None:
     found = trainer(3.0 * losses.L1("box")).step({"x": X, "targets": BOXES})
     assert float(found["loss"]) == pytest.approx(3 * np.abs(X @ U - BOXES).mean(), rel=1e-5)
+
+
+def test_a_weight_counts_once_wherever_the_loss_is_told() -> None:
+    """Also in files of older versions, whose note has the weight beside the weighted loss."""
+    model = trainer(3.0 * losses.L1("box")).model()
+    old = onnx.ModelProto()
+    old.CopyFrom(model)
+    (entry,) = (each for each in old.metadata_props if each.key == "ortops.training")
+    note = json.loads(entry.value)
+    (part,) = note["losses"]
+    assert part["weight"] == 1
+    part["weight"] = 3.0
+    entry.value = json.dumps(note)
+    feeds = {"x": X, "targets": BOXES}
+    for given in (model, old):
+        session = TrainingSession(given)
+        expected = 3 * np.abs(X @ U - BOXES).mean()
+        gradients = session.gradients(feeds)
+        assert session.evaluate(feeds)["loss"] == pytest.approx(expected, rel=1e-5)
+        assert gradients.summands[0].weight * gradients.summands[0].value == pytest.approx(
+            expected, rel=1e-5
+        )
+        assert float(session.step(feeds)["loss"]) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -509,14 +509,6 @@ def test_embeddings_that_are_equal_or_0() -> None:
         assert all(np.all(np.isfinite(gradient)) for gradient in gradients.values())
 
 
-def test_nothing_counts_in_focal_loss() -> None:
-    value, gradients = loss_and_gradients(
-        losses.Focal(multiclass=True, ignore_index=7), {"y": Y}, {"labels": np.full(6, 7)}
-    )
-    assert np.isnan(value)
-    np.testing.assert_array_equal(gradients["y"], 0)
-
-
 # ----------------------------------------------------------------------------------------- CTC
 
 
@@ -685,6 +677,14 @@ BAD: list[tuple[Callable[[], losses.Loss], str]] = [
     ),
     (lambda: losses.CTC(blank=-1), "CTC: blank is -1; the number of a class is accepted"),
     (
+        lambda: losses.CTC(input_lengths=[3]),
+        "CTC: input_lengths must be the name of an input, got [3]",
+    ),
+    (
+        lambda: losses.CTC(target_lengths=""),
+        "CTC: target_lengths must be the name of an input, got ''",
+    ),
+    (
         lambda: losses.Focal(gamma=-1),
         "Focal: gamma is -1; a finite number of at least 0 is accepted",
     ),
@@ -707,6 +707,10 @@ BAD: list[tuple[Callable[[], losses.Loss], str]] = [
     (
         lambda: losses.Dice(smooth=-1),
         "Dice: smooth is -1; a finite number of at least 0 is accepted",
+    ),
+    (
+        lambda: losses.Distillation(teacher=["logits"]),
+        "Distillation: teacher must be the name of an input, got ['logits']",
     ),
     (
         lambda: losses.Distillation(temperature=0),

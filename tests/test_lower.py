@@ -239,11 +239,11 @@ BAD = {
     ),
     "unknown mode": (
         update_model("Momentum", **{**MOMENTUM, "mode": "heavy"}),
-        "Momentum node 'update': mode is 'heavy'; 'standard' and 'nesterov' are accepted",
+        "Momentum node 'update': mode must be 'standard' or 'nesterov', got 'heavy'",
     ),
     "missing required attribute": (
         update_model("Momentum", **{k: v for k, v in MOMENTUM.items() if k != "beta"}),
-        "Momentum node 'update': attribute 'beta' is missing; it is required",
+        "Momentum node 'update': missing required attribute 'beta'",
     ),
     "unknown attribute": (
         update_model(epsilonn=1.0),
@@ -251,54 +251,58 @@ BAD = {
     ),
     "attribute of the wrong type": (
         update_model(alpha=1),
-        "Adam node 'update': attribute 'alpha' is of type INT; it is of type FLOAT",
+        "Adam node 'update': attribute 'alpha' must be of type FLOAT, got INT",
     ),
     "too few inputs": (
         update_model(inputs=list("RTXGV")),
-        "Adam node 'update': 5 inputs; it takes R, T and then, for n tensors, n each of X, G, V, H",
+        "expected 2 + 4n inputs for n tensors (R, T, then n each of X, G, V, H), got 5",
     ),
     "no tensors": (
         update_model(inputs=list("RT"), outputs=["X_new"]),
-        "Adam node 'update': 2 inputs; it takes R, T and then",
+        "Adam node 'update': expected 2 + 4n inputs for n tensors (R, T, then n each of",
     ),
     "absent input": (
         update_model(inputs=["R", "T", "X", "", "V", "H"]),
-        "Adam node 'update': input 3 is absent (''); all are required",
+        "Adam node 'update': input 3 is missing (''); all inputs are required",
     ),
     "too many outputs": (
         update_model(outputs=["a", "b", "c", "d"]),
         (
-            "Adam node 'update': 4 outputs for 1 optimized tensors; there are at most 3: n each of "
-            "X_new, V_new, H_new"
+            "Adam node 'update': expected at most 3 outputs for 1 "
+            "optimized tensors (1 each of X_new, "
+            "V_new, H_new), got 4"
         ),
     ),
     "R not a scalar": (
         update_model(shapes={"R": [1]}),
-        "Adam node 'update': R has shape [1]; a scalar (0-d) is accepted",
+        "Adam node 'update': R must be a scalar (0-d), got shape [1]",
     ),
     "T not a scalar": (
         update_model(shapes={"T": [2]}),
-        "Adam node 'update': T has shape [2]; a scalar (0-d) is accepted",
+        "Adam node 'update': T must be a scalar (0-d), got shape [2]",
     ),
     "T of the wrong type": (
         update_model(types={"T": TensorProto.INT32}),
-        "Adam node 'update': T is of type INT32; INT64 is accepted",
+        "Adam node 'update': T must be of type INT64, got INT32",
     ),
     "R of the wrong type": (
         update_model(types={"R": TensorProto.FLOAT16}),
-        "Adam node 'update': R is of type FLOAT16; FLOAT and DOUBLE are accepted",
+        "Adam node 'update': R must be of type FLOAT or DOUBLE, got FLOAT16",
     ),
     "tensor of the wrong type": (
         update_model(types=dict.fromkeys("XGVH", TensorProto.INT64)),
-        "Adam node 'update': X 'X' is of type INT64; FLOAT and DOUBLE are accepted",
+        "Adam node 'update': X 'X' must be of type FLOAT or DOUBLE, got INT64",
     ),
     "shapes within a group": (
         update_model(shapes={"G": [4]}),
-        "Adam node 'update': G 'G' has shape [4] and X 'X' has shape [3]; the shapes of a group",
+        (
+            "Adam node 'update': G 'G' has shape [4], but X 'X' has shape "
+            "[3]; X, G, V, H must have equal"
+        ),
     ),
     "types within a group": (
         update_model(types={"G": TensorProto.DOUBLE}),
-        "Adam node 'update': tensors of DOUBLE and FLOAT in one node; all are of one type",
+        "Adam node 'update': all tensors must have the same type, got DOUBLE and FLOAT",
     ),
     "types of two groups": (
         update_model(
@@ -306,7 +310,7 @@ BAD = {
             outputs=["a", "b"],
             types=dict.fromkeys(["X2", "G2", "V2", "H2"], TensorProto.DOUBLE),
         ),
-        "Adam node 'update': tensors of DOUBLE and FLOAT in one node; all are of one type",
+        "Adam node 'update': all tensors must have the same type, got DOUBLE and FLOAT",
     ),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models import line
 from ortops import (
     ModelError,
     OrtopsError,
@@ -516,7 +518,15 @@ def test_outputs_that_do_not_fit() -> None:
         ),
         (
             lambda: AUC(bins=1),
-            "metric 'auc': bins is 1; None or an integer of at least 2 is accepted",
+            "metric 'auc': bins must be None or an integer from 2 to 2147483647, got 1",
+        ),
+        (
+            lambda: AUC(bins=2**63),
+            f"metric 'auc': bins must be None or an integer from 2 to 2147483647, got {2**63}",
+        ),
+        (
+            lambda: EditDistance(input_lengths=[3]),  # type: ignore[arg-type]
+            "metric 'edit_distance': input_lengths must be the name of an input, got [3]",
         ),
         (lambda: Accuracy(output=3), "metric 'accuracy_3': output is 3; a name is accepted"),  # type: ignore[arg-type]
         (lambda: Accuracy(axis=0.5), "metric 'accuracy': axis is 0.5; an integer is accepted"),  # type: ignore[arg-type]
@@ -643,6 +653,81 @@ def test_metrics_of_any_output() -> None:
     )
     by_target = session.evaluate(DATA, metrics=[MeanSquaredError(target="targets")])
     assert by_target["mean_squared_error"] == pytest.approx(found["loss_boxes"], rel=1e-5)
+
+
+class Constant(StreamingMetric):
+    """Has the same result for all data.
+
+    Args:
+        value: The result.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        super().__init__()
+
+    def update(self, outputs: Array, targets: Array) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def result(self) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (np.float32(0.1), float(np.float32(0.1))),
+        (np.float16(2), 2.0),
+        (np.int64(7), 7.0),
+        (np.bool_(True), 1.0),
+        (True, 1.0),
+        (3, 3.0),
+        (np.array(0.25), 0.25),
+        (np.array([0.25]), 0.25),
+        (Fraction(1, 4), 0.25),
+        (np.float32("nan"), math.nan),
+        (-np.float64("inf"), -math.inf),
+    ],
+    ids=repr,
+)
+def test_results_are_floats_of_python(result: Any, expected: float) -> None:
+    session, batch = line.session(), line.BATCH
+    for metric in (Constant(result), lambda outputs, targets: result):
+        (found,) = [
+            value
+            for name, value in session.evaluate(batch, metrics=[metric]).items()
+            if name != "loss"
+        ]
+        assert type(found) is float
+        assert found == expected or (math.isnan(found) and math.isnan(expected))
+
+
+@pytest.mark.parametrize(
+    "result",
+    [None, "0.5", np.array("0.5"), 1j, np.complex64(1), [0.5], {}, 10**400, np.ma.masked],
+    ids=repr,
+)
+def test_a_result_that_is_not_a_number_is_refused_by_the_name_of_the_metric(result: Any) -> None:
+    def mine(outputs: Array, targets: Array) -> Any:
+        return result
+
+    session = line.session()
+    with pytest.raises(OrtopsError, match="metric 'constant': the result must be a number, got"):
+        session.evaluate(line.BATCH, metrics=[Constant(result)])
+    with pytest.raises(OrtopsError, match="metric 'mine': the result must be a number, got"):
+        session.evaluate(line.BATCH, metrics=[mine])
+    with pytest.raises(OrtopsError, match="metric 'mine': the result must be a number, got"):
+        session.evaluate(line.BATCH, metrics=[in_the_form_of_scikit_learn(mine)])
+
+
+def in_the_form_of_scikit_learn(function: Any) -> Any:
+    """Returns a metric of scikit-learn's form."""
+
+    def mine(y_true: Array, y_pred: Array) -> Any:
+        return function(y_pred, y_true)
+
+    return mine
 
 
 def test_a_session_leaves_metrics_alone() -> None:

@@ -452,19 +452,18 @@ def test_resuming_is_exact(kind: int, tmp_path: Path) -> None:
 
 
 def test_every_float16_number_is_resumed(caplog: pytest.LogCaptureFixture) -> None:
-    """onnxruntime and numpy round alike, also to subnormal numbers and to infinity."""
+    """onnxruntime and numpy round alike, also to subnormal numbers."""
     rng = np.random.default_rng(0)
     numbers = np.ldexp(rng.normal(size=(64, 64)), rng.integers(-30, 18, (64, 64)))
     with Tape(name="numbers") as tape:
         x = tape.input("x", np.float16, ["batch", 64])
         tape.output(x @ tape.initializer("w", np.zeros((64, 64), np.float16)), "y")
     session = TrainingSession(build(tape.model(), optimizer=SGD(0.0)))
-    session.state["w.master"] = numbers
-    before = session.state["w"]
-    assert np.isinf(before).any()
-    assert (np.abs(before) < np.finfo(np.float16).smallest_normal).any()
+    with pytest.raises(OrtopsError, match=r"'w' cannot be set to .*, which does not fit float16"):
+        session.state["w.master"] = numbers
     session.state["w.master"] = np.clip(numbers, -6e4, 6e4)
     before = session.state["w"]
+    assert (np.abs(before) < np.finfo(np.float16).smallest_normal).any()
     zeros = {"x": np.zeros((1, 64), np.float16), "targets": np.zeros((1, 64), np.float32)}
     session.step(zeros)
     assert session.steps_done == 1

@@ -1,18 +1,26 @@
 """What holds for the repository as a whole."""
 
+import contextlib
 import functools
 import importlib
 import inspect
+import io
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
 import conftest
+import onnx
 import pytest
 from packaging.version import Version
+
+from models import mlp
+from ortops.cli import main
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -53,33 +61,60 @@ MACHINE_SPECIFIC = re.compile(
 
 
 class Block(NamedTuple):
-    """A Python example of a Markdown file and the line that its code starts on."""
+    """An example of a Markdown file and the line that its code starts on."""
 
     line: int
     code: str
+    language: str = "python"
 
 
-def python_blocks(markdown: str) -> list[Block]:
-    """Return the ```python blocks, but for those right below ``<!-- not run: reason -->``."""
+LANGUAGES = ("python", "console")
+
+
+def examples(markdown: str) -> list[Block]:
+    """Return the Python and console blocks, except those below ``<!-- not run: reason -->``."""
     blocks = []
     lines = markdown.splitlines()
     start = None
     for number, line in enumerate(lines):
         if start is None and line.startswith("```"):
             above = lines[number - 1] if number else ""
-            is_run = line.strip() == "```python" and not re.match(r"<!-- not run: \w", above)
+            language = line.strip().removeprefix("```")
+            is_run = language in LANGUAGES and not re.match(r"<!-- not run: \w", above)
             start = number + 1
         elif start is not None and line.strip() == "```":
             if is_run:
-                blocks.append(Block(start + 1, "\n".join(lines[start:number])))
+                blocks.append(Block(start + 1, "\n".join(lines[start:number]), language))
             start = None
     return blocks
 
 
 def run_block(block: Block, page: Path = README) -> None:
     """Execute an example; a traceback shows the lines of its page."""
+    if block.language == "console":
+        for call, shown in commands(block.code):
+            run_command(call, shown)
+        return
     code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
     exec(code, {"__name__": "__main__"})
+
+
+def commands(console: str) -> list[tuple[str, str]]:
+    """Return the calls of ortops in a console block, and what the page says that they print."""
+    found = []
+    for part in re.split(r"^\$ ", console, flags=re.MULTILINE)[1:]:
+        call, shown = re.fullmatch(r"((?:.*\\\n)*.*)\n?([\s\S]*)", part).groups()
+        if call.startswith("ortops "):
+            found.append((call.replace("\\\n", " "), shown.strip()))
+    return found
+
+
+def run_command(call: str, shown: str) -> None:
+    """Call ortops; where a page shows what it prints, that is what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        status = main(shlex.split(call, comments=True)[1:])
+    assert status == 0, call
+    assert not shown or printed.getvalue().strip() == shown
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +172,16 @@ def test_no_file_depends_on_one_machine(tracked):
         file = ROOT / path
         if file.suffix in {".gz", ".npz", ".onnx", ".png"} or not file.exists():
             continue
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-            if MACHINE_SPECIFIC.search(line):
-                found.append(f"{path}:{number}: {line}")
+        if file.suffix == ".zip":
+            with zipfile.ZipFile(file) as archive:
+                names = archive.namelist()
+                texts = {f"{path}/{name}": archive.read(name).decode("latin-1") for name in names}
+        else:
+            texts = {path: file.read_text(encoding="utf-8")}
+        for name, text in texts.items():
+            for number, line in enumerate(text.splitlines(), 1):
+                if MACHINE_SPECIFIC.search(line):
+                    found.append(f"{name}:{number}: {line}")
     assert not found
 
 
@@ -181,6 +223,54 @@ def test_import_is_light():
     assert run.stdout.split() == []
 
 
+def test_what_is_lowered_runs_without_the_libraries_that_lower(tmp_path):
+    """Of onnx-ir and sympy, the import takes longer than that of everything else together."""
+    script = """
+import sys
+import onnx
+import ortops
+
+graph = onnx.parser.parse_graph("g (float[2] x) => (float[2] y) { y = Mul (x, x) }")
+model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)])
+model.ir_version = 10
+onnx.save(model, sys.argv[1])
+for source in (sys.argv[1], model.SerializeToString()):
+    (y,) = ortops.InferenceSession(source).run(None, {"x": [2.0, 3.0]})
+    assert y.tolist() == [4.0, 9.0]
+print(*sorted({"onnx_ir", "sympy", "onnxruntime_extensions"} & set(sys.modules)))
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "model.onnx")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
+
+
+def test_no_module_stands_in_for_another_while_ortops_is_imported():
+    """What another thread imports meanwhile is the module itself, and stays so."""
+    script = """
+import importlib.machinery, sys
+
+class Watch:
+    seen = {}
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        cls.seen.update(sys.modules)
+
+sys.meta_path.insert(0, Watch)
+import ortops
+for name in ortops.__all__:
+    getattr(ortops, name)
+found = importlib.machinery.PathFinder.find_spec
+unlike = {name for name, each in Watch.seen.items() if sys.modules.get(name) is not each}
+bare = {name for name, each in Watch.seen.items() if getattr(each, "__spec__", None) is None}
+print(*sorted(unlike | {name for name in bare if "." not in name and found(name)}))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == []
+
+
 MARKDOWN = """\
 Text.
 
@@ -203,35 +293,78 @@ fourth = 4
 
 assert False
 ```
+
+```console
+$ ortops --version
+```
 """
 
 
-def test_python_blocks_of_markdown():
-    assert python_blocks(MARKDOWN) == [
+def test_examples_of_markdown():
+    assert examples(MARKDOWN) == [
         Block(4, "first = 1"),
         Block(18, "fourth = 4\n\nassert False"),
+        Block(24, "$ ortops --version", "console"),
     ]
 
 
 def test_failing_block_names_its_line():
     with pytest.raises(AssertionError) as failure:
-        run_block(python_blocks(MARKDOWN)[1])
+        run_block(examples(MARKDOWN)[1])
     assert failure.traceback[-1].lineno + 1 == 20
 
 
-PAGES_WITH_BLOCKS = [page for page in PAGES if python_blocks(page.read_text(encoding="utf-8"))]
+CONSOLE = """\
+$ pip install .    # not a call of ortops
+$ ortops check a.onnx \\
+    --json
+[]
+done
+
+$ ortops eval a.onnx   # a comment
+"""
+
+
+def test_commands_of_a_console_block():
+    assert commands(CONSOLE) == [
+        ("ortops check a.onnx      --json", "[]\ndone"),
+        ("ortops eval a.onnx   # a comment", ""),
+    ]
+
+
+def test_a_page_that_shows_another_output_fails(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    onnx.save(mlp.mlp((4, 2)), "mlp.onnx")
+    run_command("ortops check mlp.onnx", "")
+    with pytest.raises(AssertionError):
+        run_command("ortops check mlp.onnx", "opset 3")
+    with pytest.raises(AssertionError, match="ortops check"):
+        run_command("ortops check missing.onnx", "")
+
+
+PAGES_WITH_EXAMPLES = [page for page in PAGES if examples(page.read_text(encoding="utf-8"))]
 
 
 def test_the_readme_and_pages_have_examples():
-    assert README in PAGES_WITH_BLOCKS
-    assert len(PAGES_WITH_BLOCKS) > 4
+    assert README in PAGES_WITH_EXAMPLES
+    assert len(PAGES_WITH_EXAMPLES) > 4
 
 
-@pytest.mark.parametrize("page", PAGES_WITH_BLOCKS, ids=lambda page: page.stem)
-def test_python_blocks_run(page, tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", PAGES_WITH_EXAMPLES, ids=lambda page: page.stem)
+def test_examples_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for block in python_blocks(page.read_text(encoding="utf-8")):
+    for block in examples(page.read_text(encoding="utf-8")):
         run_block(block, page)
+
+
+USER_PAGES = [README, *sorted((ROOT / "ortops" / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.stem)
+def test_examples_need_nothing_but_the_package(page):
+    """`models` is a folder of a clone, and not installed."""
+    found = [block.code for block in examples(page.read_text(encoding="utf-8"))]
+    assert not [code for code in found if re.search(r"^(from|import) models\b", code, re.MULTILINE)]
 
 
 @pytest.mark.parametrize("script", ["operator_table.py", "reference.py"])

@@ -278,6 +278,90 @@ def test_far_from_zero(op: str, attributes: Mapping[str, Any], expected: Sequenc
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-12)
 
 
+# Functions that have a limit where a part of them overflows, and their derivatives in float64
+
+op = ortops.op
+SATURATED = single(-MAX, -1e5, -1000, -100, -89, -30, 0, 30, 89, 100, 1000, 1e5, MAX)
+
+
+def logistic(x: np.ndarray, order: int = 1) -> np.ndarray:
+    """Returns a derivative of the logistic function, from numbers that do not overflow."""
+    small = np.exp(-abs(x))
+    bell = small / (1 + small) ** 2
+    return bell if order == 1 else bell * np.sign(-x) * (1 - small) / (1 + small)
+
+
+LIMITS: dict[str, tuple[Any, Any]] = {
+    "Reciprocal": (lambda x: op.Reciprocal(1 + op.Exp(-x)), logistic),
+    "Div": (lambda x: 1 / (1 + op.Exp(-x)), logistic),
+    "Neg outside": (lambda x: 1 - 1 / (op.Exp(x) + 1), logistic),
+    "power": (lambda x: (1 + op.Exp(-x)) ** -1.0, logistic),
+    "power of e": (lambda x: 1 / (1 + op.Pow(np.float32(np.e), -x)), logistic),
+    "of a scale": (lambda x: 1 / (1 + op.Exp(x * -0.5)), lambda x: 0.5 * logistic(x / 2)),
+    "Tanh": (lambda x: 2 / (1 + op.Exp(-2 * x)) - 1, lambda x: 4 * logistic(2 * x)),
+    "sech": (
+        lambda x: 1 / op.Cosh(x),
+        lambda x: -2 * np.sign(x) * (e := np.exp(-abs(x))) * (1 - e * e) / (1 + e * e) ** 2,
+    ),
+    "Sinh": (
+        lambda x: 1 / (1 + op.Sinh(abs(x))),
+        lambda x: -2 * np.sign(x) * (e := np.exp(-abs(x))) * (1 + e * e) / (2 * e + 1 - e * e) ** 2,
+    ),
+    "Gompertz": (
+        lambda x: op.Exp(-op.Exp(-x)),
+        lambda x: np.exp(-x - np.exp(np.minimum(-x, 700))) * (x > -700),
+    ),
+    "Lorentz": (lambda x: 1 / (1 + x**4.0), lambda x: -4 * x**3 / (1 + x**4) ** 2),
+    "Softplus": (lambda x: op.Softplus(x), lambda x: 1 / (1 + np.exp(np.minimum(-x, 700)))),
+    "stable Softplus": (
+        lambda x: op.Max(x, 0.0) + op.Log(1 + op.Exp(-abs(x))),
+        lambda x: 1 / (1 + np.exp(np.minimum(-x, 700))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_limits_behind_an_overflow(name: str) -> None:
+    function, derivative = LIMITS[name]
+    with ortops.Tape() as tape:
+        x = tape.input("x", np.float32, ["n"])
+        y = function(x)
+        tape.output(ortops.grad(op.ReduceSum(y), x), "dx")
+    (found,) = run(ortops.lower(tape.model()), {"x": SATURATED})
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        expected = np.nan_to_num(derivative(SATURATED.astype(np.float64)), nan=0.0)
+    np.testing.assert_allclose(found, expected, rtol=3e-5, atol=1e-12)
+
+
+def test_limits_of_second_order() -> None:
+    with ortops.Tape() as tape:
+        x = tape.input("x", np.float32, ["n"])
+        slope = ortops.grad(op.ReduceSum(op.Reciprocal(1 + op.Exp(-x))), x)
+        tape.output(ortops.grad(op.ReduceSum(slope), x), "ddx")
+    (found,) = run(ortops.lower(tape.model()), {"x": SATURATED})
+    expected = logistic(SATURATED.astype(np.float64), order=2)
+    np.testing.assert_allclose(found, expected, rtol=3e-5, atol=1e-12)
+
+
+def test_a_cotangent_of_zero_is_differentiated() -> None:
+    """(e^x - 1)² is flat at 0, and bent: its second derivative is 2 there."""
+    with ortops.Tape() as tape:
+        x = tape.input("x", np.float32, ["n"])
+        part = op.Exp(x) - 1
+        slope = ortops.grad(op.ReduceSum(part * part), x)
+        tape.output(slope, "dx")
+        tape.output(ortops.grad(op.ReduceSum(slope), x), "ddx")
+    first, second = run(ortops.lower(tape.model()), {"x": single(0)})
+    assert (first.tolist(), second.tolist()) == ([0], [2])
+
+
+@pytest.mark.parametrize("op_type", ["Exp", "Cosh", "Sinh"])
+def test_an_infinite_slope_is_not_hidden(op_type: str) -> None:
+    (found,) = gradients(op_type, [single(100, 1)])
+    assert np.isinf(found[0])
+    assert np.isfinite(found[1])
+
+
 def test_an_exponent_that_is_differentiated_is_no_constant() -> None:
     """∂²(x^n)/∂x∂n = x^(n−1) · (1 + n · ln x), though n is an initializer that holds 2."""
     shown = [helper.make_tensor_value_info("x", onnx.TensorProto.DOUBLE, [3])]

@@ -154,6 +154,6 @@ def test_einsum_that_broadcasts_a_letter_is_refused() -> None:
     case = Case("Einsum", [normal(1, 3), normal(2, 3, seed=1)], {"equation": "ij,ij->ij"})
     with pytest.raises(
         ortops.UnsupportedError,
-        match=r"Einsum node 'under_test': in 'ij,ij->ij', 'i' stands for sizes \[1, 2\]; use Sq",
+        match=r"Einsum node 'under_test': in 'ij,ij->ij', 'i' has sizes \[1, 2\]; squeeze",
     ):
         lowered(case, symbolic=False)

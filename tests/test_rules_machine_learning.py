@@ -597,8 +597,9 @@ def test_outputs_that_are_maps(opset: int) -> None:
 
 def test_the_gradient_of_maps_is_refused() -> None:
     message = (
-        r"Gradient node 'gradient': y 'maps' is a sequence of maps, which ZipMap node 'zipmap' "
-        r"makes; name the tensor that it makes them of, 'scores'"
+        r"Gradient node 'gradient': y 'maps' is a sequence of maps, "
+        r"created by ZipMap node 'zipmap'; "
+        r"use the tensor 'scores'"
     )
     with pytest.raises(ortops.ModelError, match=message):
         ortops.lower(zip_map(21, y="maps"))
@@ -612,8 +613,8 @@ def test_the_gradient_to_maps_is_refused() -> None:
     words = map_type(TensorProto.STRING, TensorProto.FLOAT)
     proto = whole(nodes, [described("words", words)], ["d"])
     message = (
-        r"Gradient node 'gradient': x 'words' is a map; only floating-point tensors can be in xs "
-        r"\(put it in zs\)"
+        r"Gradient node 'gradient': x 'words' must be a floating-point tensor, got a map; "
+        r"list it in zs instead"
     )
     with pytest.raises(ortops.ModelError, match=message):
         ortops.lower(proto)
@@ -676,7 +677,8 @@ REFUSED = [
         ),
         (
             r"TreeEnsembleRegressor node 'treeensembleregressor': trees are piecewise constant, .*"
-            r"tells nothing; take the gradient of a smooth model, or cut the graph behind the node "
+            r"carries no information; take the gradient of a smooth model, or "
+            r"cut the graph behind the node "
             r".*\(asked for by Gradient node 'd'\)"
         ),
     ),
@@ -724,8 +726,8 @@ REFUSED = [
             one_class=1,
         ),
         (
-            r"SVMRegressor node 'svmregressor': one_class is 1, so the output is a sign, which is "
-            r"piecewise constant; 0 has a gradient"
+            r"SVMRegressor node 'svmregressor': no gradient for one_class=1, whose output is a "
+            r"sign and piecewise constant; use one_class=0"
         ),
     ),
     (
@@ -739,8 +741,8 @@ REFUSED = [
             post_transform="PROBIT",
         ),
         (
-            r"LinearClassifier node 'linearclassifier': post_transform is 'PROBIT' of one score "
-            r"for two classes; LOGISTIC has a gradient"
+            r"LinearClassifier node 'linearclassifier': no gradient for post_transform 'PROBIT' "
+            r"with one score for two classes; use LOGISTIC"
         ),
     ),
 ]
@@ -815,19 +817,28 @@ def straight_through(
     [
         (
             ml("Normalizer", ["x"], ["y"], norm="L3"),
-            r"Normalizer node 'normalizer': norm is 'L3'; MAX, L1 and L2 are accepted",
+            r"Normalizer node 'normalizer': norm must be MAX, L1 or L2, got 'L3'",
         ),
         (
             ml("LinearRegressor", ["x"], ["y"], coefficients=[1.0, 2.0], post_transform="EXP"),
-            r"LinearRegressor node 'linearregressor': post_transform is 'EXP'; NONE, LOGISTIC",
+            (
+                r"LinearRegressor node 'linearregressor': post_transform must "
+                r"be NONE, LOGISTIC, .* got 'EXP'"
+            ),
         ),
         (
             ml("LinearRegressor", ["x"], ["y"], coefficients=[1.0, 2.0, 3.0], targets=2),
-            r"LinearRegressor node 'linearregressor': there are 3 coefficients for 2 scores; give",
+            (
+                r"LinearRegressor node 'linearregressor': the number of coefficients must be a "
+                r"multiple of the 2 scores, got 3"
+            ),
         ),
         (
             ml("FeatureVectorizer", ["x", "x"], ["y"], inputdimensions=[2]),
-            r"FeatureVectorizer node 'featurevectorizer': inputdimensions has 1 sizes for 2 inputs",
+            (
+                r"FeatureVectorizer node 'featurevectorizer': inputdimensions must have one size "
+                r"for each of the 2 inputs, got 1"
+            ),
         ),
         (
             ml(
@@ -841,7 +852,10 @@ def straight_through(
                 coefficients=[1.0],
                 rho=[0.0],
             ),
-            r"SVMRegressor node 'svmregressor': kernel_type is 'COSINE'; LINEAR, POLY, RBF",
+            (
+                r"SVMRegressor node 'svmregressor': kernel_type must be LINEAR, "
+                r"POLY, RBF or SIGMOID, got 'COSINE'"
+            ),
         ),
     ],
     ids=lambda each: getattr(each, "op_type", None),

@@ -258,15 +258,16 @@ REFUSED = [
     (
         case("", (2, 3, 4, 6), sizes=[2, 3, 8, 12], mode="linear",
              keep_aspect_ratio_policy="not_larger"),
-        ("keep_aspect_ratio_policy 'not_larger' in mode 'linear' for axes [0, 1, 2, 3], of which "
-         "onnxruntime resizes none before 1; name the axes to resize in the attribute axes"),
+        ("no gradient for keep_aspect_ratio_policy 'not_larger' in mode 'linear' for axes "
+         "[0, 1, 2, 3], because "
+         "onnxruntime resizes no axis before 1; list the axes to resize in the attribute axes"),
     ),
     (
         case("", (2, 3, 4, 6), sizes=[8, 12], axes=[2, 3], mode="cubic", antialias=1,
              coordinate_transformation_mode="tf_crop_and_resize", roi=[0, 0, 1, 1],
              keep_aspect_ratio_policy="not_smaller"),
-        ("keep_aspect_ratio_policy 'not_smaller' with antialias and tf_crop_and_resize; use the "
-         "policy 'stretch'"),
+        ("no gradient for keep_aspect_ratio_policy 'not_smaller' with antialias and "
+         "tf_crop_and_resize; use the policy 'stretch'"),
     ),
 ]  # fmt: skip
 

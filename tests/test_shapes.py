@@ -155,6 +155,50 @@ def test_the_type_behind_a_scaler_is_float32() -> None:
     assert sorted(kept.attributes) == ["offset", "scale"]
 
 
+def sizes_of(model: onnx.ModelProto) -> dict[str, list[int]]:
+    found = to_ir(model)
+    infer_shapes(found)
+    values = (value for node in found.graph for value in node.outputs)
+    return {v.name or "": list(v.shape.numpy()) for v in values if v.shape is not None}
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("counted", [0, 1])
+@pytest.mark.parametrize("opset", [11, 19, 21, 22])
+def test_windows_in_the_padding_do_not_count(opset: int, counted: int, recorded: bool) -> None:
+    """On the first axis a last window would start behind the input; on the second one reaches out.
+
+    Poolings behind each other: the sizes of the second follow from those of the first.
+    """
+    given = {"kernel_shape": [2, 3], "strides": [2, 2], "ceil_mode": 1}
+    if opset >= 19:
+        given["count_include_pad"] = counted
+    nodes = [
+        helper.make_node("AveragePool", ["x"], ["a"], name="a", pads=[1, 0, 1, 0], **given),
+        helper.make_node("AveragePool", ["a"], ["b"], name="b", pads=[1, 1, 1, 1], **given),
+        helper.make_node("Identity", ["b"], ["c"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "pools",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 2, 3, 6])],
+        [helper.make_tensor_value_info("c", TensorProto.FLOAT, None)],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+    if recorded:
+        model = onnx.shape_inference.infer_shapes(model)
+    x = np.ones((1, 2, 3, 6), np.float32)
+    expected = [1, 2, 2, 3], [1, 2, 2, 2]
+    symbolic = onnx.ModelProto()
+    symbolic.CopyFrom(model)
+    for dim in symbolic.graph.input[0].type.tensor_type.shape.dim:
+        dim.dim_param = f"d{dim.dim_value}"
+    del symbolic.graph.value_info[:]
+    symbolic.graph.output[0].type.tensor_type.ClearField("shape")
+    assert list(run(symbolic, {"x": x})[0].shape) == expected[1]  # as onnxruntime counts
+    assert sizes_of(model) == {"a": expected[0], "b": expected[1], "c": expected[1]}
+
+
 def test_absent_outputs_get_no_shape() -> None:
     """onnx gives them all one name."""
     lstm = helper.make_node("LSTM", ["x", "w", "r"], ["", "", "y"], hidden_size=2)

@@ -952,8 +952,8 @@ def test_maps_are_told_by_what_they_hold() -> None:
     model = skl2onnx.to_onnx(estimator("descent").fit(x, labels), x[:1])
     report = check(model)
     what = report.outputs["output_probability"]
-    assert what.startswith("maps of 'probabilities', FLOAT[")
-    assert what.endswith("probabilities by Concat node 'Concat', of 'score'")
+    assert what.startswith("maps from 'probabilities', FLOAT[")
+    assert what.endswith("probabilities from Concat node 'Concat' of 'score'")
     assert report.loss == "SoftmaxCrossEntropy"
     one = skl2onnx.to_onnx(estimator("logistic").fit(x, labels), x[:1])
     assert check(one).loss == "SoftmaxCrossEntropy"

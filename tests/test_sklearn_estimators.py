@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 
 import numpy as np
@@ -17,6 +18,7 @@ from sklearn.utils.estimator_checks import check_estimator
 
 import ortops
 from models import mlp
+from ortops import callbacks, losses, optimizers, schedules
 from ortops.sklearn import OnnxClassifier, OnnxRegressor
 
 # pandas is not asked for, and scikit-learn says so of checks with tables.
@@ -213,8 +215,122 @@ def test_classes_are_checked():
         begun.partial_fit(X, y, classes=[0, 1, 2, 3])
 
 
-def test_values_that_the_model_s_type_does_not_hold_are_refused():
+def typed_model(kind: str, size: int = 1) -> onnx.ModelProto:
+    """A linear model of inputs of some type."""
+    with ortops.Tape(name="typed") as tape:
+        x = tape.input("x", kind, ["batch", 2])
+        w = tape.initializer("w", np.full((2, size), 0.5, np.float32))
+        tape.output(x.astype(np.float32) @ w, "y")
+    return tape.model()
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "given"),
+    [
+        ("uint8", 300, "int64"),
+        ("uint8", -1, "int64"),
+        ("uint8", 2, "bool"),  # fits
+        ("int8", 200, "uint8"),
+        ("int32", 2**31, "int64"),
+        ("int64", 2**63, "uint64"),
+        ("int64", 2.0**63, "float32"),
+        ("int64", 2.5, "float64"),
+        ("bool", 2, "int64"),
+        ("bool", 0.5, "float64"),
+        ("float16", 70000, "int32"),
+        ("float16", 70000.0, "float32"),
+        ("float32", 1e300, "float64"),
+        ("uint8", 300, "object"),
+    ],
+)
+@pytest.mark.parametrize("estimator", [OnnxClassifier, OnnxRegressor])
+def test_values_that_do_not_fit_the_model_s_type_are_refused(estimator, kind, value, given):
+    size = 2 if estimator is OnnxClassifier else 1
+    X, y = np.array([[0, 1], [1, 0], [1, 1], [0, 0]]), np.array([0, 1, 1, 0])
+    fitted = estimator(typed_model(kind, size), epochs=1).fit(X, y)
+    wrong = X.astype(given)
+    if given == "bool":
+        np.testing.assert_array_equal(fitted.predict(wrong), fitted.predict(X))
+        return
+    wrong[2, 1] = value
+    shown = f"{np.array(value, 'float64' if given == 'object' else given)[()]}"
+    told = f"X has the value {shown}, which does not fit {kind}, the type of input 'x'; scale or"
+    for use in (fitted.predict, lambda X: fitted.fit(X, y), lambda X: fitted.partial_fit(X, y)):
+        with pytest.raises(ortops.FeedError) as refused:
+            use(wrong)
+        assert str(refused.value).startswith(told)
+
+
+def test_numbers_are_rounded_to_the_model_s_precision():
+    X = np.array([[0.1, 2**24 + 1], [1e-60, -3.7]])
+    fitted = OnnxRegressor(typed_model("float32"), epochs=1).fit(X, [0.0, 1.0])
+    np.testing.assert_array_equal(fitted.predict(X), fitted.predict(X.astype(np.float32)))
+
+
+@pytest.mark.parametrize(
+    ("y", "told"),
+    [
+        (
+            [0.0, 1e300],
+            r"y has the value 1e\+300, which does not fit float32, the type of input 't",
+        ),
+        (
+            np.array(["2020-01-01", "2020-01-02"], "M8[D]"),
+            "y must have numbers, got values of type",
+        ),
+    ],
+)
+def test_targets_that_do_not_fit_are_refused(y, told):
+    X = np.zeros((2, 2))
+    with pytest.raises(ortops.FeedError, match=told):
+        OnnxRegressor(typed_model("float32"), epochs=1).fit(X, y)
+
+
+@pytest.mark.parametrize("X", [np.array([["1", "2"], ["3", "4"]]), np.zeros((2, 2), "M8[s]")])
+def test_what_has_no_numbers_is_refused(X):
+    with pytest.raises(ortops.FeedError, match="X must have numbers, got values of type"):
+        OnnxClassifier(typed_model("float32", 2), epochs=1).fit(X, [0, 1])
+
+
+def log_model(features: int, outputs: int) -> onnx.ModelProto:
+    return mlp.mlp((features, 4, outputs))
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        lambda: callbacks.EarlyStopping(monitor="loss", patience=3),
+        lambda: callbacks.BestModel("best.onnx", monitor="loss"),
+        lambda: callbacks.Checkpoint("checkpoint.onnx"),
+        lambda: callbacks.CSVLog("log.csv"),
+        lambda: callbacks.JSONLines("log.jsonl"),
+    ],
+    ids=["EarlyStopping", "BestModel", "Checkpoint", "CSVLog", "JSONLines"],
+)
+def test_pickles_and_clones_with_everything(callback, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     X, y = load_iris(return_X_y=True)
-    fitted = OnnxClassifier(small_mlp, epochs=1).fit(X, y)
-    with pytest.raises(ortops.FeedError, match=r"X: it has the value 1e\+300, which float32 does"):
-        fitted.predict(np.full((1, 4), 1e300))
+    estimator = OnnxClassifier(
+        log_model,
+        loss=losses.SoftmaxCrossEntropy(label_smoothing=0.1),
+        optimizer=optimizers.AdamW(schedules.warmup_cosine(0.02, steps=30, warmup=3)),
+        callbacks=[callback()],
+        epochs=2,
+    )
+    expected = estimator.fit(X, y).predict_proba(X)
+    for duplicate in (lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy):
+        found = duplicate(estimator)
+        np.testing.assert_array_equal(found.predict_proba(X), expected)
+        for other in (duplicate(clone(estimator)), clone(found)):
+            assert not hasattr(other, "session_")
+            np.testing.assert_array_equal(other.fit(X, y).predict_proba(X), expected)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.int64])
+def test_counts_may_be_integers_of_numpy(kind):
+    X, y = np.zeros((300, 2), np.float32), np.arange(300.0)
+    found = OnnxRegressor(
+        typed_model("float32"), epochs=kind(2), batch_size=kind(100), seed=kind(3)
+    ).fit(X, y)
+    plain = OnnxRegressor(typed_model("float32"), epochs=2, batch_size=100, seed=3).fit(X, y)
+    assert [entry["loss"] for entry in found.history_] == [e["loss"] for e in plain.history_]

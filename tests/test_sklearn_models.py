@@ -352,11 +352,49 @@ def test_what_is_refused(name: str) -> None:
         ortops.build_training_model(proto, loss="MeanSquaredError", optimizer="SGD")
 
 
+def test_a_classifier_of_one_vs_rest_is_trained_where_it_is_sure() -> None:
+    """1 / (1 + exp(-score)) overflows inside, and the probabilities are normalized.
+
+    The oracle is -log p of the label in float64 without any overflow, where p > the smallest number
+    of float32: ortops takes no logarithm of less.
+    """
+    model = fitted("SGDClassifier-3")
+    proto = converted(model, NARROW, zipmap=False)
+    loss = ortops.losses.NegativeLogLikelihood(output="probabilities")
+    trainable = ortops.build_training_model(proto, loss=loss, optimizer="SGD")
+    session = ortops.TrainingSession(trainable)
+    x, _, _, labels = data()
+    x = (200 * x).astype(np.float32)
+    weights, bias = (session.state[name].astype(np.float64) for name in ("coef", "intercept"))
+    some = (x @ weights + bias).max(axis=1) > -80  # the model says 1/3 where all overflow
+    x, labels = x[some], labels[some]
+    labels = np.where(np.arange(len(x)) % 2, labels, (labels + 1) % 3)  # it is wrong, and sure
+    score = x @ weights + bias
+    assert (np.abs(score) > 89).mean() > 0.3  # where exp overflows
+    small = np.exp(-abs(score))
+    rest, p = small / (1 + small), np.where(score > 0, 1 / (1 + small), small / (1 + small))
+    rest = np.where(score > 0, rest, 1 / (1 + small))  # 1 - p
+    total = p.sum(axis=1, keepdims=True)
+    chosen = np.take_along_axis(p, labels[:, None], 1) / total
+    counts = chosen > float(np.finfo(np.float32).tiny)
+    assert 0.2 < counts.mean() < 1
+    slope = np.where(counts, p * rest / total - rest * np.eye(3)[labels], 0) / len(x)
+
+    found = session.gradients({"x": x, "labels": labels})
+    np.testing.assert_allclose(found["coef"], x.T @ slope, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found["intercept"].ravel(), slope.sum(axis=0), rtol=1e-4, atol=1e-6)
+    for _ in range(10):
+        assert np.isfinite(session.step({"x": x, "labels": labels})["loss"])
+    assert all(np.isfinite(array).all() for array in session.parameters.values())
+
+
 def test_the_maps_themselves_are_no_tensor() -> None:
     proto = with_gradient(converted(fitted("LogisticRegression-3"), NARROW, zipmap=True))
     (ask,) = (each for each in proto.graph.node if each.op_type == "Gradient")
     ask.attribute[1].s = b"output_probability"
     assert ask.attribute[1].name == "y"
-    message = r"Gradient node 'ask': y 'output_probability' is a sequence of maps, which ZipMap"
+    message = (
+        r"Gradient node 'ask': y 'output_probability' is a sequence of maps, created by ZipMap"
+    )
     with pytest.raises(ortops.ModelError, match=message):
         ortops.lower(proto)

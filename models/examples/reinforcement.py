@@ -1,10 +1,11 @@
 """Reinforcement learning: a network learns to balance a pole on a cart by trial and error.
 
-Sixteen poles are played at a time by stock onnxruntime, until each falls or has stood for 500 steps
-(10 s). The loss, REINFORCE, is a function with inputs of its own: what was done, and how much more
-than on average came after it. A step of ortops follows each round of play.
+Stock onnxruntime plays sixteen games at a time. A game ends when the pole falls, or after 500 steps
+(10 s). The loss, REINFORCE, is a function with inputs of its own: the actions, and how much better
+than average the rest of each game was. Each round of games is followed by a training step.
 
-The poles stand for 26 steps at first, and for all 500 in the last of forty rounds.
+The pole stays up for 26 steps before training, and for 500 (the maximum) in the last of forty
+rounds.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Reverse-mode differentiation of a graph: the sweep.
+"""Reverse-mode differentiation of a graph.
 
-It walks a graph backwards and applies the rule of each node, which is an argument: it knows no
-operator by name.
+It traverses a graph backwards and applies the gradient rule of each node. The rules are an
+argument; this module does not refer to any operator by name.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ __all__ = ["Site", "add_cotangents", "backward", "emit_definition"]
 
 @dataclass(frozen=True)
 class Site:
-    """A node that cotangents are to pass through, and what a rule may need there.
+    """A node to propagate cotangents through, with the context that its rule may need.
 
     Attributes:
-        tape: Where the nodes of the backward pass go.
+        tape: The tape for the nodes of the backward pass.
         node: The node.
-        g: The cotangents of its outputs, None where none flows.
-        active: The values whose cotangents are wanted, or lead to such.
-        asked_by: What wants them, for messages.
+        g: The cotangents of its outputs, or None.
+        active: The values whose cotangents are needed.
+        asked_by: The node that requests the gradient, for messages.
         rules: The rules.
     """
 
@@ -63,24 +63,24 @@ def backward(
     cut: Iterable[ir.Value] = (),
     asked_by: str,
 ) -> list[Tensor | None]:
-    """Emits the nodes that carry cotangents of some values back to others.
+    """Emits the nodes that propagate cotangents back through a graph.
 
     Args:
-        tape: Where the nodes go.
-        nodes: The nodes of the graph, in topological order, that come before the tape's place.
-        seeds: The differentiated values, with their cotangents.
-        xs: The values whose cotangents are wanted; the graph is cut there.
-        rules: How they pass through nodes.
-        cut: Further values at which the graph is cut, that is held constant.
-        asked_by: What wants them, for names and messages.
+        tape: The tape for the nodes.
+        nodes: The nodes of the graph before the tape's position, in topological order.
+        seeds: The values to differentiate, with their cotangents.
+        xs: The values whose cotangents to compute; the graph is cut there.
+        rules: The gradient rules.
+        cut: Further values at which to cut the graph, that is, to treat as constant.
+        asked_by: The node that requests the gradient, for names and messages.
 
     Returns:
-        A cotangent for each of ``xs``; None where none flows.
+        A cotangent for each of ``xs``, or None if y does not depend on it.
 
     Raises:
-        UnsupportedError: If a node between ``xs`` and ``y`` has no rule, or an attribute that its
-            rule does not know.
-        OrtopsError: If a rule does not return what it should.
+        UnsupportedError: If a node between ``xs`` and ``y`` has no rule, or has an attribute that
+            its rule does not support.
+        OrtopsError: If a rule returns the wrong number or types of cotangents.
     """
     stops = {*xs, *cut}
     path = nodes_between(nodes, stops, seeds)
@@ -104,14 +104,14 @@ def backward(
 
 
 def add_cotangents(a: Tensor, b: Tensor) -> Tensor:
-    """Adds two cotangents of one value; those of a sequence are sequences."""
+    """Adds two cotangents of one value; the cotangents of a sequence are sequences."""
     if isinstance(a.value.type, ir.SequenceType):
         return map_sequences(operator.add, a, b)
     return a + b
 
 
 def _pass(at: Site) -> list[tuple[ir.Value, Tensor]]:
-    """Returns the cotangents that a node passes to the active ones of the values that it reads."""
+    """Returns the cotangents of those inputs of a node that are active."""
     node = at.node
     rule = at.rules.find(node)
     match rule:
@@ -121,9 +121,9 @@ def _pass(at: Site) -> list[tuple[ir.Value, Tensor]]:
                 raise UnsupportedError(f"{describe(node)}: {reason} (asked for by {at.asked_by})")
             where = f" of domain '{node.domain}'" if node.domain else ""
             raise UnsupportedError(
-                f"{describe(node)}: there is no gradient rule for {node.op_type}{where}, which "
-                f"lies between xs and y of {at.asked_by}; add one with @ortops.vjp, or cut the "
-                "graph there by naming another tensor in xs"
+                f"{describe(node)}: there is no gradient rule for {node.op_type}{where}, which is "
+                f"between xs and y of {at.asked_by}; add a rule with @ortops.vjp, or cut the graph "
+                "there by using another tensor in xs"
             )
         case ZeroRule():
             return []
@@ -143,19 +143,19 @@ def _pass(at: Site) -> list[tuple[ir.Value, Tensor]]:
 
 
 def _attributes(at: Site, rule: Rule | Definition) -> dict[str, Any]:
-    """Returns the attributes of a node, or refuses one that the rule does not know."""
+    """Returns the attributes of a node, all of which the rule must support."""
     attributes = attribute_values(at.node)
     if unknown := sorted(set(attributes) - rule.attributes):
         raise UnsupportedError(
-            f"{describe(at.node)}: the gradient rule does not take attribute '{unknown[0]}' = "
-            f"{attributes[unknown[0]]!r} into account (asked for by {at.asked_by}); remove it, or "
+            f"{describe(at.node)}: the gradient rule does not support attribute '{unknown[0]}' = "
+            f"{attributes[unknown[0]]!r} (asked for by {at.asked_by}); remove the attribute, or "
             "replace the rule with @ortops.vjp"
         )
     return attributes
 
 
 def _through_rule(at: Site, rule: Rule, attributes: Mapping[str, Any]) -> Cotangents:
-    """Applies a formula."""
+    """Applies a gradient rule."""
     tape, node, g = at.tape, at.node, at.g
     for index in rule.needs:
         _require_output(tape, node, index)
@@ -175,7 +175,7 @@ def _through_rule(at: Site, rule: Rule, attributes: Mapping[str, Any]) -> Cotang
 
 
 def _through_definition(at: Site, rule: Definition, attributes: Mapping[str, Any]) -> Cotangents:
-    """Computes what a node stands for, and differentiates that."""
+    """Emits the definition of a node, and differentiates that."""
     tape, node = at.tape, at.node
     start = len(tape.nodes)
     inputs = [_tensor(tape, value) for value in node.inputs]
@@ -189,7 +189,7 @@ def _through_definition(at: Site, rule: Definition, attributes: Mapping[str, Any
     xs = [value for value in given if at.rules.carries_cotangent(value)]
     made = tape.nodes[start:]
     found = backward(tape, made, seeds, xs, at.rules, cut=given, asked_by=describe(node))
-    # A tensor that is an input twice gets its cotangent once: pop.
+    # `pop`, because a tensor that is an input twice must get its cotangent once.
     left = dict(zip(xs, found, strict=True))
     return tuple(None if value is None else left.pop(value, None) for value in node.inputs)
 
@@ -201,17 +201,17 @@ def emit_definition(
     inputs: Sequence[Tensor | None],
     attributes: Mapping[str, Any],
 ) -> tuple[Tensor | None, ...]:
-    """Emits what a node stands for; errors name the node.
+    """Emits the definition of a node; errors name the node.
 
     Args:
-        tape: Where to.
+        tape: The tape for the nodes.
         node: The node.
         definition: Its definition.
-        inputs: Its inputs, or what stands for them.
+        inputs: Its inputs, or replacements for them.
         attributes: Its attributes.
 
     Returns:
-        Its outputs, None for those that the definition cannot give.
+        Its outputs, with None for those that the definition does not support.
     """
     try:
         with tape:
@@ -222,17 +222,17 @@ def emit_definition(
 
 
 def _one_each(returned: Cotangents, at: Site) -> list[Tensor | None]:
-    """Returns a cotangent for each input of a node; refuses one too many, or an active one left."""
+    """Returns a cotangent for each input; rejects extra ones, and missing ones that are needed."""
     given = list(returned) if isinstance(returned, tuple | list) else [returned]
     node = at.node
     count = len(node.inputs)
     left = [value for value in node.inputs[len(given) :] if value is not None]
     forgotten = next((value for value in left if value in at.active), None)
     if forgotten is not None or any(cotangent is not None for cotangent in given[count:]):
-        reason = f", and '{forgotten.name}' has one" if forgotten is not None else ""
+        reason = f", but '{forgotten.name}' needs one" if forgotten is not None else ""
         raise OrtopsError(
-            f"{describe(node)}: its gradient rule {_name(at)} returned {len(given)} cotangents for "
-            f"{count} inputs{reason}; it must return one for each, None where none flows"
+            f"{describe(node)}: gradient rule {_name(at)} returned {len(given)} cotangents for "
+            f"{count} inputs{reason}; it must return one for each input, None for no gradient"
         )
     return (given + [None] * count)[:count]
 
@@ -243,22 +243,22 @@ def _name(at: Site) -> str:
 
 
 def _real(x: Tensor, at: Site) -> Tensor:
-    """Returns x, in the type of its cotangent where it is a quantized tensor."""
+    """Returns x, converted to the type of its cotangent if it is a quantized tensor."""
     if not at.rules.is_quantized(x.value):
         return x
     return x.astype(next(part.dtype for part in at.g if part is not None))
 
 
 def _fit(cotangent: Tensor, value: ir.Value, rule: Rule | Definition, at: Site) -> Tensor:
-    """Gives a cotangent its primal's shape, and checks its type."""
+    """Sets the shape of a cotangent to that of its primal, and checks its type."""
     primal = at.tape.tensor(value)
     dtypes = (cotangent.value.dtype, value.dtype)
     if dtypes[0] != dtypes[1] and None not in dtypes and not at.rules.is_quantized(value):
         raise OrtopsError(
-            f"{describe(at.node)}: its gradient rule {_name(at)} returned {cotangent.dtype} for "
-            f"the {primal.dtype} input '{primal.name}'; a cotangent has the type of its input"
+            f"{describe(at.node)}: gradient rule {_name(at)} returned {cotangent.dtype} for "
+            f"input '{primal.name}'; its cotangent must have the input's type {primal.dtype}"
         )
-    if cotangent.value.type is None:  # behind an operator that onnx does not know
+    if cotangent.value.type is None:  # computed by an operator that onnx does not know
         cotangent.value.type = value.type
     if isinstance(rule, Rule) and rule.elementwise:
         return unbroadcast(cotangent, primal)
@@ -269,7 +269,7 @@ def _fit(cotangent: Tensor, value: ir.Value, rule: Rule | Definition, at: Site) 
 
 
 def _require_output(tape: Tape, node: ir.Node, index: int) -> None:
-    """Gives a forward node an optional output that it was written without."""
+    """Adds an optional output to a forward node that was exported without it."""
     if len(node.outputs) <= index:
         node.resize_outputs(index + 1)
     value = node.outputs[index]

@@ -1,11 +1,11 @@
-"""Taking operators apart that have no gradient rule of their own.
+"""Expansion of operators that have no gradient rule.
 
-Fused operators and those that ONNX itself defines as functions are differentiated by what they
-stand for: where a gradient passes through such a node, the nodes of its definition come in its
-place. The forward pass then computes, once, just what the backward pass reads. A definition is
-written with `op`, for operators of any domain, or is the function body of ONNX's schema. One that
-holds only up to rounding, or is slower than the operator, leaves the forward pass alone: the
-backward pass computes it.
+Fused operators, and operators that ONNX defines as functions, are differentiated through their
+definitions: a node that a gradient passes through is replaced with the nodes of its definition, so
+that the forward pass computes the intermediate results for the backward pass. A definition is
+written with `op`, for operators of any domain, or is the function body in the ONNX schema. If a
+definition is only equal up to rounding, or slower than the operator, the forward pass keeps the
+operator, and the backward pass computes the definition.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from ortops.graph.edit import (
 from ortops.graph.shapes import is_unknown
 from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor
 
-__all__ = ["can_be_taken_apart", "expand"]
+__all__ = ["can_be_expanded", "expand"]
 
 EXPANDED_DOMAIN = "ortops.expanded"
 """The private domain of nodes that are about to be replaced by a schema's function body."""
 
 
-def can_be_taken_apart(node: ir.Node, rules: Rules) -> bool:
-    """Whether a node gives way to what it stands for: a definition, or its function body in ONNX.
+def can_be_expanded(node: ir.Node, rules: Rules) -> bool:
+    """Whether a node can be replaced with a definition, or with its function body in ONNX.
 
-    One with a rule does not.
+    This is False for nodes with a gradient rule.
     """
     if is_bound(node):
         return False
@@ -64,24 +64,24 @@ def _schema(op_type: str, domain: str, opset: int | None) -> Any:  # onnx's type
 
 
 def expand(model: ir.Model, rules: Rules, *, everywhere: bool = False) -> bool:
-    """Takes apart, in place, the nodes without a rule that gradients are to pass through.
+    """Expands, in place, the nodes without a gradient rule that gradients pass through.
 
-    Types and shapes behind operators that onnx does not know are found at the same time.
+    It also infers types and shapes for operators that onnx does not know.
 
     Args:
         model: A model with bound Gradient nodes, in topological order, with types inferred.
         rules: The rules.
-        everywhere: Whether gradients are taken to pass through all nodes.
+        everywhere: Whether to assume that gradients pass through all nodes.
 
     Returns:
-        Whether anything was changed, so that types are to be inferred again.
+        Whether anything was changed, so that types must be inferred again.
 
     Raises:
-        UnsupportedError: If a definition does not cover what such a node asks for.
+        UnsupportedError: If a definition does not support an attribute or output of such a node.
     """
     graph = model.graph
     nodes = all_nodes(graph) if everywhere else _nodes_on_paths(graph)
-    chosen = {node for node in nodes if can_be_taken_apart(node, rules)}
+    chosen = {node for node in nodes if can_be_expanded(node, rules)}
     unknown = any(
         rules.definition(node) is not None or rules.refusal(node) is not None
         for node in all_nodes(graph)
@@ -107,7 +107,7 @@ def expand(model: ir.Model, rules: Rules, *, everywhere: bool = False) -> bool:
 
 
 def _nodes_on_paths(graph: ir.Graph) -> Iterator[ir.Node]:
-    """Yields the nodes between xs and y of a Gradient node, those in graphs inside included."""
+    """Yields the nodes between xs and y of Gradient nodes, including those in subgraphs."""
     gradients = bound_nodes(graph)
     nodes = list(all_nodes(graph)) if gradients else []
     path = {node for each in gradients for node in Bound.of(each).path(nodes)}
@@ -118,7 +118,7 @@ def _nodes_on_paths(graph: ir.Graph) -> Iterator[ir.Node]:
 
 
 def _replace(node: ir.Node, known: Definition, names: Names) -> None:
-    """Puts the nodes of a definition in the place of a node."""
+    """Replaces a node with the nodes of its definition."""
     graph = node.graph
     assert isinstance(graph, ir.Graph)
     tape = Tape(graph, before=node, names=names)
@@ -131,9 +131,8 @@ def _replace(node: ir.Node, known: Definition, names: Names) -> None:
         result = results[index] if index < len(results) else None
         if result is None:
             raise UnsupportedError(
-                f"{describe(node)}: output {index} '{output.name}' cannot be given where a "
-                "gradient passes through the node; cut the graph there by naming another tensor "
-                "in xs"
+                f"{describe(node)}: output {index} '{output.name}' is not available if a gradient "
+                "passes through the node; cut the graph there by using another tensor in xs"
             )
         result.value.shape = _together(output.shape, result.value.shape)
         replace_value(tape, output, result)
@@ -142,13 +141,13 @@ def _replace(node: ir.Node, known: Definition, names: Names) -> None:
 
 
 def _is_known(value: ir.Value) -> bool:
-    """Whether type and shape of a value are known, apart from what the sizes of inputs are."""
+    """Whether the type and the shape of a value are known, apart from symbolic sizes of inputs."""
     shape = value.shape
     return value.type is not None and shape is not None and not any(map(is_unknown, shape))
 
 
 def _together(a: ir.Shape | None, b: ir.Shape | None) -> ir.Shape | None:
-    """Returns what two descriptions of a shape say together; sizes go before symbols."""
+    """Merges two descriptions of a shape; sizes take precedence over symbols."""
     if a is None or b is None:
         return a if b is None else b
     if len(a) != len(b):
@@ -168,20 +167,20 @@ def _apply(
     if unknown := sorted(set(attributes) - known.attributes):
         raise UnsupportedError(
             f"{describe(node)}: there is no gradient for attribute '{unknown[0]}' = "
-            f"{attributes[unknown[0]]!r}; remove it, or add a rule with @ortops.vjp"
+            f"{attributes[unknown[0]]!r}; remove the attribute, or add a rule with @ortops.vjp"
         )
     return emit_definition(tape, node, known, inputs, attributes)
 
 
 def _infer(node: ir.Node, known: Definition | None, names: Names) -> None:
-    """Gives the outputs of a node types and shapes, where they can be told."""
+    """Infers the types and shapes of a node's outputs, if possible."""
     graph = node.graph
     assert isinstance(graph, ir.Graph)
     if known is None:
         before = [output.shape for output in node.outputs]
         for output in node.outputs:
             output.shape = None
-        with contextlib.suppress(ModelError):  # an operator that nothing is known of
+        with contextlib.suppress(ModelError):  # an unknown operator
             Tape(graph, before=node, names=names).infer(node)
         for output, shape in zip(node.outputs, before, strict=True):
             output.shape = _together(shape, output.shape)
@@ -207,7 +206,7 @@ def _infer(node: ir.Node, known: Definition | None, names: Names) -> None:
         inputs.append(scratch.tensor(copy))
     try:
         results = _apply(scratch, node, known, inputs)
-    except (ModelError, UnsupportedError):  # not on a path that a gradient takes
+    except (ModelError, UnsupportedError):  # matters only if a gradient passes through the node
         return
     for output, result in zip(node.outputs, results, strict=False):
         if result is not None and output.name:
@@ -216,10 +215,10 @@ def _infer(node: ir.Node, known: Definition | None, names: Names) -> None:
 
 
 def _call_body(model: ir.Model, node: ir.Node) -> bool:
-    """Turns a node into a call of a function that has the body from its schema.
+    """Converts a node to a call of a function with the body from its schema.
 
     Raises:
-        UnsupportedError: If the body is of another opset, in which an operator of it was another.
+        UnsupportedError: If the body is for another opset, in which one of its operators differs.
     """
     assert node.graph is not None
     opset = node.graph.opset_imports[""]
@@ -260,19 +259,19 @@ def _call_body(model: ir.Model, node: ir.Node) -> bool:
 
 
 def _check_same(node: ir.Node, body: ir.Function, opset: int) -> None:
-    """Checks that the operators of a body are those of the model's opset, but for their types."""
+    """Checks that the operators of a body are the same in the model's opset, except for types."""
     written = body.opset_imports[""]
     for op_type in sorted({inner.op_type for inner in body.all_nodes()}):
         if _signature(op_type, written) != _signature(op_type, opset):
             raise UnsupportedError(
-                f"{describe(node)}: it consists of operators of opset {written}, of which "
-                f"{op_type} is another in the model's opset {opset}; convert the model to opset "
+                f"{describe(node)}: its function body uses {op_type} of opset {written}, which "
+                f"differs from that of the model's opset {opset}; convert the model to opset "
                 f"{written} with onnx.version_converter"
             )
 
 
 def _signature(op_type: str, opset: int) -> Any:
-    """Returns what an operator takes and gives: names of inputs and outputs, and attributes."""
+    """Returns the names of an operator's inputs and outputs, and its attributes."""
     schema = _schema(op_type, "", opset)
     attributes = {
         name: each.default_value.SerializeToString() for name, each in schema.attributes.items()

@@ -1,4 +1,4 @@
-"""Gradients of Tensors: a Gradient node for tensors under construction."""
+"""Gradients of Tensors: emits a Gradient node while a graph is being built."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops.autodiff.gradient_node import Bound, check
-from ortops.errors import ModelError
+from ortops.errors import ArgumentError, ModelError
 from ortops.graph.edit import describe, is_float, remove_node
 from ortops.graph.shapes import may_be_equal
 from ortops.graph.tensor import Tensor, op, shape_of
@@ -26,28 +26,29 @@ def grad(
 def grad(
     y: Tensor, xs: Tensor | Sequence[Tensor], *, seed: Tensor | npt.ArrayLike | None = None
 ) -> Tensor | tuple[Tensor, ...]:
-    """Returns the gradient of a tensor with respect to others of its graph.
+    """Returns the gradient of a tensor with respect to other tensors of its graph.
 
-    It emits a Gradient node of the domain ai.onnx.preview.training, which `ortops.lower`,
-    `ortops.InferenceSession` and trainings turn into standard operators. What it returns are
-    Tensors like others, so gradients of gradients are called for in the same way.
+    It emits a Gradient node of the domain ai.onnx.preview.training, which is lowered to standard
+    operators by `ortops.lower`, by `ortops.InferenceSession` and in training. The results are
+    Tensors, which can be differentiated again.
 
     Args:
-        y: What is differentiated: a floating-point tensor of any shape, which counts as the sum of
-            its elements.
-        xs: What it is differentiated with respect to: inputs, initializers or tensors between, of
-            floating-point numbers, none of which is computed from another. y is held to depend on
-            nothing but these, and on what they do not reach.
-        seed: Weights of the elements of y, of its shape and dtype, so that the result is that of
-            sum(seed · y): a vector-Jacobian product. All are 1 by default.
+        y: The tensor to differentiate: a floating-point tensor of any shape, which stands for the
+            sum of its elements.
+        xs: The tensors to differentiate with respect to: floating-point inputs, initializers or
+            intermediate tensors, which must not depend on each other. They are treated as
+            independent variables, and all other tensors that do not depend on them as constants.
+        seed: Weights of the elements of y, of the shape and dtype of y. The result is then the
+            gradient of sum(seed · y), a vector-Jacobian product. By default, all weights are 1.
 
     Returns:
-        A Tensor of the shape and dtype of each x: one where ``xs`` is a Tensor, else a tuple. It
-        is zero where y does not depend on x.
+        The gradient with respect to x, of its shape and dtype: a Tensor if ``xs`` is a Tensor, and
+        a tuple of them otherwise. It is zero if y does not depend on x.
 
     Raises:
-        ModelError: If these are not floating-point tensors of one graph, an x is given twice or is
-            computed from another, or the seed is not like y.
+        ArgumentError: If y or xs are not Tensors, or an x is given twice.
+        ModelError: If they are not floating-point tensors of one graph, an x depends on another,
+            or the shape or dtype of the seed differs from that of y.
 
     Source: the schema of ai.onnx.preview.training's Gradient.
 
@@ -63,27 +64,27 @@ def grad(
         ['Gradient', 'Neg']
     """
     if not isinstance(xs, Tensor | Iterable):
-        raise ModelError(f"grad: xs is {xs!r}; a Tensor is accepted, or a sequence of them")
+        raise ArgumentError(f"grad: xs must be a Tensor or a sequence of Tensors, got {xs!r}")
     several = not isinstance(xs, Tensor)
     tensors = list(xs) if not isinstance(xs, Tensor) else [xs]
     for role, tensor in [("y", y), *(("x", x) for x in tensors)]:
         if not isinstance(tensor, Tensor):
-            raise ModelError(f"grad: {role} is {tensor!r}; a Tensor is accepted")
+            raise ArgumentError(f"grad: {role} must be a Tensor, got {tensor!r}")
         if tensor.tape.graph is not y.tape.graph:
             raise ModelError(
-                f"grad: {role} {tensor!r} is on another tape than y {y!r}; tensors of one graph "
-                "are accepted"
+                f"grad: {role} {tensor!r} is on a different tape than y {y!r}; all tensors must "
+                "belong to one graph"
             )
         if not is_float(tensor.value):
-            raise ModelError(
-                f"grad: {role} {tensor!r} has no derivative; floating-point tensors are accepted"
-            )
+            raise ModelError(f"grad: {role} must be a floating-point tensor, got {tensor!r}")
     values = [x.value for x in tensors]
     if not values:
-        raise ModelError("grad: xs is empty; give at least one Tensor")
+        raise ArgumentError("grad: xs is empty; pass at least one Tensor")
     for x in tensors:
         if values.count(x.value) > 1:
-            raise ModelError(f"grad: x {x!r} is given {values.count(x.value)} times; give it once")
+            raise ArgumentError(
+                f"grad: x {x!r} is listed {values.count(x.value)} times; list it once"
+            )
     tape = y.tape
     if seed is not None:
         y = _weighted(y, seed)
@@ -101,28 +102,26 @@ def grad(
 
 
 def _weighted(y: Tensor, seed: object) -> Tensor:
-    """Returns y times a seed, which is like it."""
+    """Returns y times a seed of the same shape and dtype."""
     if not isinstance(seed, Tensor):
         try:
             array = seed if isinstance(seed, np.ndarray | np.generic) else np.asarray(seed, y.dtype)
         except (TypeError, ValueError) as error:
-            raise ModelError(
-                f"grad: seed is {seed!r}; numbers like y {y!r} are accepted"
-            ) from error
+            raise ModelError(f"grad: seed must be numbers like y {y!r}, got {seed!r}") from error
         seed = y.tape.constant(array)
     if seed.tape.graph is not y.tape.graph:
         raise ModelError(
-            f"grad: seed {seed!r} is on another tape than y {y!r}; tensors of one graph are "
-            "accepted"
+            f"grad: seed {seed!r} is on a different tape than y {y!r}; all tensors must belong to "
+            "one graph"
         )
     same_type = None in (seed.value.dtype, y.value.dtype) or seed.value.dtype == y.value.dtype
     if not same_type or not may_be_equal(seed.value.shape, y.value.shape):
-        raise ModelError(f"grad: seed {seed!r} is not like y {y!r}; it has its shape and dtype")
+        raise ModelError(f"grad: seed must have the shape and dtype of y {y!r}, got {seed!r}")
     return y * of_shape(seed, y)
 
 
 def of_shape(x: Tensor, like: Tensor) -> Tensor:
-    """Returns x in the shape of another tensor, at which a run fails rather than broadcasts."""
+    """Reshapes x like another tensor, so that a mismatch fails instead of broadcasting."""
     shape = like.shape
     if shape is not None and x.shape == shape and all(isinstance(dim, int) for dim in shape):
         return x

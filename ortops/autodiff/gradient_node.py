@@ -1,8 +1,8 @@
-"""The Gradient node: names to values, replay at other values, and its lowering.
+"""The Gradient node: binding of names to values, evaluation at other values, and lowering.
 
-A Gradient node names the tensors that it differentiates in attributes. `bind` turns the names into
-inputs of a node of a private domain, so that inlining, renaming and opset conversion keep them
-right; `Bound` reads such a node, and `lower_gradient` replaces it with the backward graph.
+A Gradient node refers to tensors by name, in its attributes. `bind` converts these names to inputs
+of a node in a private domain, so that they stay correct under inlining, renaming and opset
+conversion. `Bound` reads such a node, and `lower_gradient` replaces it with the backward graph.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from ortops.graph.edit import (
     replace_value,
     take_place,
 )
-from ortops.graph.serialization import BOUND_DOMAIN, GRADIENT_DOMAIN, map_types
+from ortops.graph.messages import DOMAINS
+from ortops.graph.serialization import BOUND_DOMAIN, map_types
 from ortops.graph.shapes import may_be_equal
 from ortops.graph.tensor import VARIABLE, Names, Tape, Tensor, ones_like, op, zeros_like
 
@@ -49,22 +50,22 @@ __all__ = [
     "name_attributes",
 ]
 
-GRADIENT_DOMAINS = (GRADIENT_DOMAIN, "ai.onnx.preview")
-"""The specification's domain, and the one that an exporter writes for it."""
+GRADIENT_DOMAINS = DOMAINS
+"""The domain in the specification, and the one that some exporters write instead."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What a bound Gradient node says.
+    """A bound Gradient node.
 
-    Its inputs are the values that it is fed, then the tensors that they are fed for, then y.
+    Its inputs are the fed values, then the tensors that they replace, then y.
 
     Attributes:
         node: The node.
-        fed: The values at which it differentiates: those for xs, then those for zs.
-        xs: The tensors that it differentiates with respect to.
+        fed: The values at which to evaluate the gradient: first for xs, then for zs.
+        xs: The tensors to differentiate with respect to.
         zs: Further tensors that y is a function of.
-        y: What it differentiates.
+        y: The tensor to differentiate.
     """
 
     node: ir.Node
@@ -93,7 +94,7 @@ class Bound:
         y: ir.Value,
         **arguments: Any,
     ) -> Bound:
-        """Returns a new node, without a place.
+        """Returns a new node that belongs to no graph.
 
         Args:
             fed: See `Bound`.
@@ -114,7 +115,7 @@ class Bound:
 
     @property
     def wanted(self) -> tuple[ir.Value, ...]:
-        """The xs whose gradients the node has outputs for."""
+        """The xs for whose gradients the node has outputs."""
         return self.xs[: len(self.node.outputs)]
 
     def path(self, nodes: Iterable[ir.Node], rules: Rules | None = None) -> list[ir.Node]:
@@ -122,7 +123,7 @@ class Bound:
 
         Args:
             nodes: The nodes of the graph, in topological order.
-            rules: Where they are given, only nodes count through which a cotangent flows.
+            rules: If given, only nodes through which a cotangent flows are included.
         """
         between = nodes_between(nodes, self.named, self.y)
         if rules is None:
@@ -138,17 +139,17 @@ def is_bound(node: ir.Node) -> bool:
 
 
 def bound_nodes(graph: ir.Graph) -> list[ir.Node]:
-    """Returns the bound Gradient nodes of a graph and of the graphs inside it."""
+    """Returns the bound Gradient nodes of a graph and its subgraphs."""
     return [node for node in all_nodes(graph) if is_bound(node)]
 
 
 def is_gradient(node: ir.Node) -> bool:
-    """Whether a node is a Gradient node as the specification writes it."""
+    """Whether a node is a Gradient node in the form of the specification."""
     return node.op_type == "Gradient" and node.domain in GRADIENT_DOMAINS
 
 
 def is_of_higher_order(graph: ir.Graph) -> bool:
-    """Whether a gradient is taken of what another gradient is part of."""
+    """Whether a gradient is differentiated again."""
     return any(
         is_bound(other)
         for node in bound_nodes(graph)
@@ -157,9 +158,9 @@ def is_of_higher_order(graph: ir.Graph) -> bool:
 
 
 def mark_variables(graph: ir.Graph) -> None:
-    """Marks what Gradient nodes differentiate with respect to.
+    """Marks the tensors that Gradient nodes differentiate with respect to.
 
-    Built into a rule as the constant that it is now, it would be missing from the next order.
+    Otherwise a rule might treat such a tensor as a constant, and higher orders would miss it.
     """
     for node in bound_nodes(graph):
         for value in Bound.of(node).xs:
@@ -167,17 +168,17 @@ def mark_variables(graph: ir.Graph) -> None:
 
 
 def bind(graph: ir.Graph, outer: Mapping[str, ir.Value] | None = None) -> bool:
-    """Turns the names in the Gradient nodes of a graph and its sub-graphs into inputs.
+    """Converts the names in the Gradient nodes of a graph and its subgraphs to inputs.
 
     Args:
-        graph: The graph; changed in place.
-        outer: The values of the graphs around it.
+        graph: The graph; it is modified in place.
+        outer: The values of the outer graphs.
 
     Returns:
-        Whether there was one.
+        Whether there were any Gradient nodes.
 
     Raises:
-        ModelError: If a Gradient node is not legal.
+        ModelError: If a Gradient node is invalid.
     """
     scope = dict(outer or {})
     scope.update({value.name: value for value in graph.inputs if value.name})
@@ -200,18 +201,18 @@ def _bind_node(node: ir.Node, scope: MutableMapping[str, ir.Value]) -> None:
     names = [*xs, *zs]
     fed = list(node.inputs)
     if not xs:
-        raise ModelError(f"{where}: xs is empty; name at least one tensor in it")
+        raise ModelError(f"{where}: xs is empty; name at least one tensor")
     if len(fed) != len(names):
         raise ModelError(
-            f"{where}: {len(fed)} inputs for {len(xs)} names in xs and {len(zs)} in zs; the inputs "
-            "are the values of xs, then those of zs, in that order"
+            f"{where}: expected one input for each of the {len(xs)} names in xs, then for each of "
+            f"the {len(zs)} names in zs, got {len(fed)} inputs"
         )
     if any(value is None for value in fed):
-        raise ModelError(f"{where}: an input is absent (''); every x and z needs a value")
+        raise ModelError(f"{where}: an input is missing (''); every x and z needs a value")
     if len(node.outputs) > len(xs):
         raise ModelError(
-            f"{where}: {len(node.outputs)} outputs for {len(xs)} names in xs; there is one output "
-            "for each x"
+            f"{where}: expected at most one output for each of the {len(xs)} names in xs, got "
+            f"{len(node.outputs)} outputs"
         )
     for name, count in Counter(names).items():
         if count > 1:
@@ -223,7 +224,7 @@ def _bind_node(node: ir.Node, scope: MutableMapping[str, ir.Value]) -> None:
         for name in listed:
             if name not in scope or (name in own and name):
                 raise ModelError(
-                    f"{where}: {kind} names '{name}', which is no tensor of the graph; "
+                    f"{where}: the graph has no tensor '{name}', which is listed in {kind}; "
                     + did_you_mean(name, [n for n in scope if n not in own])
                 )
     assert isinstance(node.graph, ir.Graph)
@@ -265,25 +266,25 @@ def _read_attributes(node: ir.Node) -> tuple[list[str], list[str], str]:
     }
     for name, attribute in node.attributes.items():
         if name not in kinds:
-            raise ModelError(f"{where}: unknown attribute '{name}'; it has xs, zs and y")
+            raise ModelError(f"{where}: unknown attribute '{name}'; Gradient has xs, zs and y")
         empty = name == "zs" and not attribute.value
         if attribute.type != kinds[name] and not empty:
             raise ModelError(
-                f"{where}: attribute '{name}' is of type {attribute.type.name}; it is of type "
-                f"{kinds[name].name}"
+                f"{where}: attribute '{name}' must be of type {kinds[name].name}, got "
+                f"{attribute.type.name}"
             )
     for name in ("xs", "y"):
         if name not in node.attributes:
-            raise ModelError(f"{where}: attribute '{name}' is missing; it is required")
+            raise ModelError(f"{where}: missing required attribute '{name}'")
     zs = node.attributes["zs"].value if "zs" in node.attributes else ()
     return list(node.attributes["xs"].as_strings()), list(zs), node.attributes["y"].as_string()
 
 
 def infer_outputs(node: ir.Node) -> bool:
-    """Gives the outputs of a bound Gradient node the types and shapes of its xs.
+    """Sets the types and shapes of the outputs of a bound Gradient node to those of its xs.
 
     Returns:
-        Whether that told anything new.
+        Whether any of them was unknown before.
     """
     changed = False
     for x, output in zip(Bound.of(node).wanted, node.outputs, strict=True):
@@ -296,19 +297,19 @@ def infer_outputs(node: ir.Node) -> bool:
 def lower_gradient(node: ir.Node, names: Names, rules: Rules) -> list[ir.Node]:
     """Replaces a bound Gradient node with the nodes that compute its outputs.
 
-    Where the inputs are the tensors named in xs and zs, the forward pass is shared; where they are
-    others, the part of the graph that depends on them is repeated at their values.
+    If the inputs are the tensors named in xs and zs, the forward pass is shared. If they are
+    others, the dependent part of the graph is evaluated again at their values.
 
     Args:
-        node: A node that `bind` has seen; it is removed.
-        names: The names taken in the model.
-        rules: How cotangents pass through nodes.
+        node: A bound node; it is removed.
+        names: The names used in the model.
+        rules: The gradient rules.
 
     Returns:
         The nodes that were emitted.
 
     Raises:
-        ModelError: If the node is not legal.
+        ModelError: If the node is invalid.
         UnsupportedError: If a node between xs and y has no rule.
     """
     graph = node.graph
@@ -359,12 +360,12 @@ def _seeds(
     cut: Collection[ir.Value],
     rules: Rules,
 ) -> dict[ir.Value, Tensor]:
-    """Returns the tensors that the backward pass starts from, with their cotangents.
+    """Returns the tensors from which the backward pass starts, with their cotangents.
 
-    These are ones for y, but it begins behind sums, and at a for a · b where b is held constant:
-    so that vector-Jacobian products, which are written like that, cost nothing more, and a sum of
-    products with a tensor does not need that tensor. It goes back along no tensor that several
-    nodes read, or the ways through them could be very many.
+    That is y with a cotangent of ones. The pass skips sums, and continues with cotangent b at a
+    for a · b if b is constant. So vector-Jacobian products, which are written in this form, have no
+    overhead, and a weighted sum does not need the value of the weighted tensor. Tensors with
+    several consumers are not skipped, because the number of paths could grow exponentially.
     """
     seeds: dict[ir.Value, Tensor] = {}
     active: set[ir.Value] | None = None
@@ -406,7 +407,7 @@ def _have_one_shape(node: ir.Node) -> bool:
 
 
 def _before(graph: ir.Graph, node: ir.Node, y: ir.Value) -> Sequence[ir.Node]:
-    """Returns the nodes before one, those of the graphs around that y is computed by included."""
+    """Returns the nodes before a node, including those of outer graphs that y depends on."""
     ancestors = ancestor_nodes(y, set())
     graphs = {other.graph for other in ancestors}
     around = [outer for outer in graphs if isinstance(outer, ir.Graph) and outer is not graph]
@@ -420,42 +421,42 @@ def _before(graph: ir.Graph, node: ir.Node, y: ir.Value) -> Sequence[ir.Node]:
 
 
 def check(where: str, bound: Bound) -> None:
-    """Checks what can be told of a Gradient node once types and shapes are known.
+    """Checks a Gradient node once types and shapes are known.
 
     Args:
         where: The node, for messages.
-        bound: What it says.
+        bound: The bound node.
 
     Raises:
-        ModelError: If y is a sequence of maps, an x has no floating-point numbers, what is fed for
-            a tensor has another type or shape, or a named tensor is computed from another.
+        ModelError: If y is a sequence of maps, if an x is not floating-point, if a fed value has a
+            different type or shape than its tensor, or if a named tensor depends on another.
     """
     maker = bound.y.producer()
     if maker is not None and (maker.domain, maker.op_type) == ("ai.onnx.ml", "ZipMap"):
         (tensor,) = read_inputs(maker)
         raise ModelError(
-            f"{where}: y '{bound.y.name}' is a sequence of maps, which {describe(maker)} makes; "
-            f"name the tensor that it makes them of, '{tensor.name}'"
+            f"{where}: y '{bound.y.name}' is a sequence of maps, created by {describe(maker)}; use "
+            f"the tensor '{tensor.name}', which the maps are created from, instead"
         )
     for value in bound.xs:
         is_map = value.graph is not None and value.name in map_types(value.graph)
         if is_map or not is_float(value):
             kind = "map" if is_map else f"tensor of {value.dtype}"
             raise ModelError(
-                f"{where}: x '{value.name}' is a {kind}; only floating-point tensors can be in xs "
-                "(put it in zs)"
+                f"{where}: x '{value.name}' must be a floating-point tensor, got a {kind}; list it "
+                "in zs instead"
             )
     named = bound.named
     for old, new in zip(named, bound.fed, strict=True):
         if None not in (old.dtype, new.dtype) and old.dtype != new.dtype:
             raise ModelError(
-                f"{where}: '{new.name}' of type {new.dtype} is fed for '{old.name}' of type "
-                f"{old.dtype}; the types must be equal"
+                f"{where}: '{new.name}' is fed for '{old.name}' and must have its type "
+                f"{old.dtype}, got {new.dtype}"
             )
         if not may_be_equal(old.shape, new.shape):
             raise ModelError(
-                f"{where}: '{new.name}' of shape {new.shape} is fed for '{old.name}' of shape "
-                f"{old.shape}; the shapes must be equal"
+                f"{where}: '{new.name}' is fed for '{old.name}' and must have its shape "
+                f"{old.shape}, got {new.shape}"
             )
     for value in named:
         nodes = ancestor_nodes(value, set())
@@ -463,15 +464,15 @@ def check(where: str, bound: Bound) -> None:
         for other in named if nodes else ():
             if other in read and other is not value:
                 raise ModelError(
-                    f"{where}: '{value.name}' is computed from '{other.name}', and both are in xs "
-                    "and zs; the tensors named there must be independent of each other"
+                    f"{where}: '{value.name}' is computed from '{other.name}', and both are listed "
+                    "in xs and zs; these tensors must not depend on each other"
                 )
 
 
 def _replay(
     tape: Tape, nodes: Sequence[ir.Node], bound: Bound, replaced: Mapping[ir.Value, ir.Value]
 ) -> dict[ir.Value, ir.Value]:
-    """Repeats the nodes between replaced values and y; returns old values → new ones."""
+    """Copies the nodes between replaced values and y; returns a map from old to new values."""
     path = nodes_between(nodes, bound.named, bound.y)
     changed = dependent_values(path, replaced)
     copies = dict(replaced)

@@ -1,7 +1,7 @@
-"""Rules by operator: how cotangents pass through it, or what it stands for.
+"""Registry of gradient rules and definitions by operator.
 
-A `Table` is filled with decorators. `Rules` looks a node up in several tables, the topmost first:
-those of passes, then the user's, then ortops' own.
+A `Table` is filled with decorators. `Rules` looks up a node in several tables in order: first
+those of passes, then the user's, then the built-in one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ __all__ = [
 ]
 
 Cotangents: TypeAlias = Tensor | tuple[Tensor | None, ...] | None
-"""What a rule returns: a cotangent for each input, None where none flows; one alone stands for
-itself."""
+"""The return type of a rule: a cotangent or None for each input; a single one needs no tuple."""
 
 Function: TypeAlias = Callable[..., Any]
 Key: TypeAlias = tuple[str, str]
@@ -43,18 +42,18 @@ _F = TypeVar("_F", bound=Function)
 
 @dataclass(frozen=True)
 class Rule:
-    """The formula of a gradient.
+    """A gradient rule.
 
     Attributes:
         function: ``(g, y, *inputs, **attributes)`` → cotangents of the inputs.
-        elementwise: Whether each input was broadcast to the output's shape, so that its cotangent
-            is to be summed back.
-        needs: Indices of optional outputs that the rule reads; the forward node gets them.
-        attributes: The names of the attributes that the rule takes into account.
-        quantizes: Whether the first output, though of integers, carries a cotangent: that of the
-            real numbers before rounding.
-        limits: What it does not do, for the table of operators.
-        when: Tells of a node whether the rule takes it; one that it declines gets the next rule.
+        elementwise: Whether inputs are broadcast to the output's shape, so that cotangents must be
+            summed over the broadcast axes.
+        needs: Indices of optional outputs that the rule reads; they are added to the forward node.
+        attributes: The names of the attributes that the rule supports.
+        quantizes: Whether the first output has a cotangent although its type is integer: the
+            cotangent of the real numbers before rounding.
+        limits: Limitations, for the table of operators.
+        when: A predicate of the nodes that the rule supports; for others the next rule is tried.
     """
 
     function: Function
@@ -68,20 +67,20 @@ class Rule:
 
 @dataclass(frozen=True)
 class NestedRule(Rule):
-    """A rule that differentiates what it emits itself.
+    """A rule that differentiates nodes that it emits.
 
-    Its function gets the `Rules` to do so with before anything else.
+    Its function has an additional first parameter, the `Rules`.
     """
 
 
 @dataclass(frozen=True)
 class StructuralRule:
-    """A rule for nodes with graphs inside, which works on the node itself.
+    """A rule for nodes with subgraphs, which works on the node itself.
 
     Attributes:
-        function: Takes an `ortops.autodiff.backward.Site`; returns a cotangent for each value that
-            it has one for, of those that the node reads.
-        limits: What it does not do, for the table of operators.
+        function: ``(ortops.autodiff.backward.Site)`` → cotangents by value, for values that the
+            node reads.
+        limits: Limitations, for the table of operators.
     """
 
     function: Function
@@ -90,20 +89,20 @@ class StructuralRule:
 
 @dataclass(frozen=True)
 class ZeroRule:
-    """The derivative is exactly zero wherever it exists: no cotangent passes."""
+    """The derivative is exactly zero wherever it exists, so no cotangent is propagated."""
 
 
 @dataclass(frozen=True)
 class Definition:
-    """What an operator stands for, which is differentiated in its place.
+    """The definition of an operator by other operators, which is differentiated instead.
 
     Attributes:
-        function: ``(*inputs, **attributes)`` → the outputs, None for those that it cannot give.
-        attributes: The names of the attributes that the definition takes into account.
-        keep: Whether the operator stays in the forward pass, and only the backward pass computes
-            what the definition says.
+        function: ``(*inputs, **attributes)`` → the outputs, None for those that are not supported.
+        attributes: The names of the attributes that the definition supports.
+        keep: Whether the forward pass keeps the operator, and only the backward pass computes the
+            definition.
         quantizes: With ``keep``: see `Rule`.
-        limits: What it does not do, for the table of operators.
+        limits: Limitations, for the table of operators.
     """
 
     function: Function
@@ -117,13 +116,13 @@ AnyRule: TypeAlias = Rule | StructuralRule | ZeroRule | Definition
 
 
 class Table:
-    """Rules by operator. A later one takes the place of an earlier one.
+    """Rules by operator. A new rule replaces an earlier one.
 
     Attributes:
         rules: The rules by (domain, operator).
-        rearranging: Operators that only move elements, so that quantized numbers that pass through
-            still carry a cotangent.
-        refusals: Why there is no rule, for operators for which that can be told, and what to do.
+        rearranging: Operators that only move elements, so that quantized tensors keep their
+            cotangents.
+        refusals: For operators without a rule, the reason and the remedy, if known.
     """
 
     def __init__(self) -> None:
@@ -143,19 +142,19 @@ class Table:
     ) -> Callable[[_F], _F]:
         """Registers the vector-Jacobian product of one or more operators.
 
-        The decorated function gets the cotangent ``g`` of the output and the output ``y`` (tuples
-        of them for an operator that can have several outputs, with None for those that are absent),
-        then the inputs in ONNX order (None where absent), and the attributes as keywords, whose
-        defaults are ONNX's own. It returns a cotangent for each input, None where none flows.
+        The decorated function is called with the cotangent ``g`` of the output and the output
+        ``y`` (tuples for an operator that can have several outputs, with None for absent ones),
+        then the inputs in ONNX order (None if absent), and the attributes as keyword arguments,
+        whose defaults must be those of ONNX. It returns a cotangent or None for each input.
 
         Args:
             *op_types: The operators.
             domain: Their domain.
-            elementwise: Whether cotangents are to be summed over the axes of broadcasting.
+            elementwise: Whether to sum cotangents over broadcast axes.
             needs: Indices of optional outputs that the forward node must have.
-            quantizes: Whether the first output carries a cotangent though it is of integers.
-            limits: What the rule does not do, for the table of operators.
-            when: Tells of a node whether the rule takes it; all by default.
+            quantizes: Whether the first output has a cotangent although its type is integer.
+            limits: Limitations, for the table of operators.
+            when: A predicate of the nodes that the rule supports; by default, all nodes.
 
         Example:
             >>> table = Table()
@@ -176,7 +175,7 @@ class Table:
     def nested_vjp(
         self, *op_types: str, domain: str = "", needs: Sequence[int] = (), limits: str = ""
     ) -> Callable[[_F], _F]:
-        """Registers a rule that differentiates what it emits; see `NestedRule` and `vjp`."""
+        """Registers a rule that differentiates nodes that it emits; see `NestedRule` and `vjp`."""
 
         def register(function: _F) -> _F:
             names = _attributes(function)
@@ -186,7 +185,7 @@ class Table:
         return register
 
     def structural(self, op_type: str, *, limits: str = "") -> Callable[[_F], _F]:
-        """Registers the rule of an operator with graphs inside; see `StructuralRule`."""
+        """Registers the rule of an operator with subgraphs; see `StructuralRule`."""
 
         def register(function: _F) -> _F:
             return self._add((op_type,), "", StructuralRule(function, limits), function)
@@ -199,11 +198,11 @@ class Table:
             self.rules[domain, op_type] = ZeroRule()
 
     def rearranges(self, *op_types: str) -> None:
-        """Registers operators that quantized numbers pass through; see `rearranging`."""
+        """Registers operators that only move elements; see `rearranging`."""
         self.rearranging.update(("", op_type) for op_type in op_types)
 
     def refuses(self, *op_types: str, domain: str = "", reason: str) -> None:
-        """Registers why operators have no rule, and what to do; see `refusals`."""
+        """Registers the reason why operators have no rule, and the remedy; see `refusals`."""
         for op_type in op_types:
             self.refusals[domain, op_type] = reason
 
@@ -215,21 +214,21 @@ class Table:
         quantizes: bool = False,
         limits: str = "",
     ) -> Callable[[_F], _F]:
-        """Registers what one or more operators stand for.
+        """Registers the definition of one or more operators.
 
-        The decorated function gets the inputs as Tensors in ONNX order (None where absent) and the
-        attributes as keywords, and returns the output, or a tuple of outputs with None for those
-        that it cannot give. It may raise `UnsupportedError` with a reason; the node's name is put
-        before it.
+        The decorated function is called with the inputs as Tensors in ONNX order (None if absent)
+        and the attributes as keyword arguments. It returns the output, or a tuple of outputs with
+        None for unsupported ones. It may raise `UnsupportedError`; the node's name is prepended to
+        the message.
 
         Args:
             *op_types: The operators.
             domain: Their domain.
-            keep: Whether the operator stays in the forward pass, and only the backward pass
-                computes what the definition says.
-            quantizes: With ``keep``, whether the first output carries a cotangent though it is of
-                integers.
-            limits: What it does not do, for the table of operators.
+            keep: Whether the forward pass keeps the operator, and only the backward pass computes
+                the definition.
+            quantizes: With ``keep``, whether the first output has a cotangent although its type is
+                integer.
+            limits: Limitations, for the table of operators.
 
         Example:
             >>> from ortops import op
@@ -254,7 +253,7 @@ class Table:
 
 
 def _attributes(function: Function) -> frozenset[str]:
-    """Returns the names of the attributes that a function takes: its keyword-only parameters."""
+    """Returns the names of the attributes that a function supports: keyword-only parameters."""
     parameters = inspect.signature(function).parameters.values()
     return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
@@ -263,7 +262,7 @@ USER = Table()
 """The user's own rules."""
 
 vjp = USER.vjp
-"""Registers a rule of the user's own; see `Table.vjp`."""
+"""Registers a custom gradient rule; see `Table.vjp`."""
 
 _NEVER_QUANTIZED = frozenset(
     {
@@ -279,17 +278,17 @@ _NEVER_QUANTIZED = frozenset(
 
 
 class Rules:
-    """What is known of operators: several tables, of which the first that has a rule decides.
+    """Rules from several tables; the first table with a rule takes precedence.
 
     Args:
-        *tables: The tables, the topmost first; ortops' own is the last.
+        *tables: The tables in order of precedence; the built-in one is last.
     """
 
     def __init__(self, *tables: Table) -> None:
         self.tables = tables
 
     def below(self, table: Table) -> Rules:
-        """Returns these rules under another table."""
+        """Returns these rules with another table that takes precedence."""
         return Rules(table, *self.tables)
 
     def find(self, node: ir.Node) -> AnyRule | None:
@@ -303,31 +302,31 @@ class Rules:
         return None
 
     def definition(self, node: ir.Node) -> Definition | None:
-        """Returns what a node stands for, whatever rule it has; None where that is unknown."""
+        """Returns the definition of a node, even if it also has a rule; None if there is none."""
         key = (node.domain, node.op_type)
         found = (table.rules.get(key) for table in self.tables)
         return next((rule for rule in found if isinstance(rule, Definition)), None)
 
     def refusal(self, node: ir.Node) -> str | None:
-        """Returns why a node has no rule, where that can be told."""
+        """Returns the reason why a node has no rule, if known."""
         key = (node.domain, node.op_type)
         return next((t.refusals[key] for t in self.tables if key in t.refusals), None)
 
     def is_overridden(self, node: ir.Node) -> bool:
-        """Whether a rule of ortops' own has to give way to another one."""
+        """Whether another rule takes precedence over the built-in one."""
         return any((node.domain, node.op_type) in table.rules for table in self.tables[:-1])
 
     def is_zero(self, node: ir.Node) -> bool:
-        """Whether nothing flows through a node: its derivative is zero wherever it exists."""
+        """Whether the derivative of a node is zero wherever it exists."""
         return isinstance(self.find(node), ZeroRule)
 
     def rearranges(self, node: ir.Node) -> bool:
-        """Whether a node only moves elements, which may be quantized numbers."""
+        """Whether a node only moves elements, which may be quantized."""
         key = (node.domain, node.op_type)
         return any(key in table.rearranging for table in self.tables)
 
     def is_quantized(self, value: ir.Value) -> bool:
-        """Whether a value is what a rule with ``quantizes`` made, possibly in another order."""
+        """Whether a value is a quantized tensor, possibly rearranged."""
         pending, seen = [value], {value}
         while pending:
             value = pending.pop()
@@ -344,15 +343,15 @@ class Rules:
         return False
 
     def carries_cotangent(self, value: ir.Value) -> bool:
-        """Whether a cotangent can flow through a value, as far as is known."""
+        """Whether a value can have a cotangent, as far as is known."""
         return is_float(value) or self.is_quantized(value)
 
     def active_values(self, nodes: Iterable[ir.Node], sources: Iterable[ir.Value]) -> set[ir.Value]:
-        """Returns the values to which a path leads from others along which a cotangent can flow.
+        """Returns the values that depend on others through paths that propagate cotangents.
 
         Args:
             nodes: Nodes in topological order.
-            sources: The values to start from, which count too; what computes them is not followed.
+            sources: The values to start from, which are included.
         """
         reached = set(sources)
         for node in nodes:
@@ -361,7 +360,7 @@ class Rules:
         return reached
 
     def ancestors(self, y: ir.Value) -> set[ir.Value]:
-        """Returns the values from which a path leads to y along which a cotangent can flow."""
+        """Returns the values that y depends on through paths that propagate cotangents."""
         found, pending = {y}, [y]
         while pending:
             node = pending.pop().producer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,9 +23,12 @@ from ortops.callbacks.monitor import (
 from ortops.errors import ModelError, OrtopsError
 from ortops.graph import convert, external
 from ortops.training.callback import Callback, Record
+from ortops.training.position import read_position
 from ortops.training.session import TrainingSession
 
 __all__ = ["BestModel", "EarlyStopping"]
+
+logger = logging.getLogger("ortops")
 
 
 class EarlyStopping(Callback):
@@ -89,6 +93,7 @@ class EarlyStopping(Callback):
         self._keeps = restore_best is True
         self._file = None if isinstance(restore_best, bool) else Path(restore_best)
         self._kept: tuple[int, dict[str, npt.NDArray[Any]]] | None = None  # the epoch and its state
+        self._due = False  # whether `on_save` has to keep the state
         self._waited = 0
         self._reason = ""  # why it has ended fit
         self._restored = False
@@ -111,38 +116,54 @@ class EarlyStopping(Callback):
         """
         if self._file:
             check_path("EarlyStopping", self._file)
-        if begins_anew(record):
-            self._reason, self._restored = "", False
         self._monitor.forget()
         self._waited = 0
         for epoch, values in enumerate(record.history, 1):
             self._waited = 0 if self._monitor.improves(epoch, values) else self._waited + 1
+        if self._waited < self.patience:  # it may be another one than before
+            self._reason = ""
         if self._reason:
             record.stop(self._reason)
-        if not self.best_epoch:
-            self._kept = None
-        elif self._restored:
-            return
-        elif self.best_epoch == len(record.history) and not record.batch:
-            self._keep(session)
-        elif self._keeps and (self._kept is None or self._kept[0] != self.best_epoch):
-            raise OrtopsError(
-                f"EarlyStopping: the best state, of epoch {self.best_epoch}, was in the memory of "
-                "the session that fit began with, by restore_best=True; go on with "
-                "restore_best=False, or begin with the path of a file for it"
+            if self._restored:
+                return
+        is_last = self.best_epoch == len(record.history) and not record.batch
+        self._due = bool(self.best_epoch) and is_last
+        if begins_anew(record) or not self.best_epoch:
+            self._kept, self._restored = None, False
+        elif not self._due:
+            self._check_kept(session)
+        self._restored = False
+
+    def _check_kept(self, session: TrainingSession) -> None:
+        """Looks whether the state of the best epoch is there, for the end of a resumed fit."""
+        if self._restored:
+            logger.warning(
+                "EarlyStopping: training continues from the state of its best epoch, %d, which "
+                "restore_best has restored",
+                self.best_epoch,
             )
-        elif self._file and not self._file.is_file():
+        if self._keeps and (self._kept is None or self._kept[0] != self.best_epoch):
+            self._due = self._restored
+            if not self._restored:
+                raise OrtopsError(
+                    f"EarlyStopping: the best state, of epoch {self.best_epoch}, was in the memory "
+                    "of the session that fit began with, by restore_best=True; go on with "
+                    "restore_best=False, or begin with the path of a file for it"
+                )
+        if self._file and not self._file.is_file():
             raise OrtopsError(
                 f"EarlyStopping: there is no file '{self._file}', which restore_best has for the "
                 f"best state, of epoch {self.best_epoch}; bring it back, or go on with "
                 "restore_best=False"
             )
+        if self._file:  # what was written after the position that fit goes on from comes again
+            self._read_file(session, or_later=True)
 
     def on_epoch(self, record: Record, session: TrainingSession) -> None:
         """Ends fit if this epoch and those before have not improved."""
-        if self._monitor.improves(record.epoch, record.values):
+        self._due = self._monitor.improves(record.epoch, record.values)
+        if self._due:
             self._waited = 0
-            self._keep(session)
             return
         self._waited += 1
         if self._waited >= self.patience:
@@ -159,7 +180,7 @@ class EarlyStopping(Callback):
         if record.interrupted or self._restored or not self.best_epoch:
             return
         if self._file:
-            session.state = _state_of(self._file, session)
+            session.state = self._read_file(session)
         elif self._kept is not None:
             session.state = self._kept[1]
         self._restored = True
@@ -173,11 +194,49 @@ class EarlyStopping(Callback):
         self._reason = str(state.get("reason", ""))
         self._restored = state.get("restored") is True
 
-    def _keep(self, session: TrainingSession) -> None:
+    def on_save(self, record: Record, session: TrainingSession) -> None:
+        """Keeps the state of the best epoch, in memory or in the file."""
+        if not self._due:
+            return
+        self._due = False
         if self._keeps:
             self._kept = self.best_epoch, dict(session.state)
         if self._file:
             session.save(self._file)
+
+    def _read_file(
+        self, session: TrainingSession, *, or_later: bool = False
+    ) -> dict[str, npt.NDArray[np.generic]]:
+        """Returns the variables of a session as they are in the file of the best epoch.
+
+        Args:
+            session: The session.
+            or_later: Whether the file may also be that of a later epoch.
+
+        Raises:
+            ModelError: If the file is not of that epoch of this training.
+        """
+        assert self._file is not None
+        proto, data = convert.load_light(self._file)
+        graphs = [proto.graph, *(info.algorithm for info in proto.training_info)]
+        tensors = {tensor.name: tensor for graph in graphs for tensor in graph.initializer}
+        for name in session.state:
+            if name not in tensors:
+                raise ModelError(
+                    f"EarlyStopping: the file '{self._file}' has no '{name}', so that it is of "
+                    "another training; the session stays at its last epoch"
+                )
+        found = read_position(proto)
+        epochs = found[0].begun.history if found else None  # None where it would be too long
+        if epochs is not None:
+            fits = len(epochs) == self.best_epoch or (or_later and len(epochs) > self.best_epoch)
+            if not fits or epochs[self.best_epoch - 1].get(self._monitor.name) != self.best:
+                raise ModelError(
+                    f"EarlyStopping: the file '{self._file}' does not contain epoch "
+                    f"{self.best_epoch}, the best epoch of this training; bring that file back, or "
+                    "use restore_best=False"
+                )
+        return {name: external.array_of(tensors[name], data) for name in session.state}
 
 
 class BestModel(Callback):
@@ -223,6 +282,7 @@ class BestModel(Callback):
         self._monitor = Monitor("BestModel", monitor, mode, minimum_change)
         self._inference = inference
         self._before: float | None = None  # the best of earlier fits
+        self._due = False  # whether `on_save` has to write
 
     def __repr__(self) -> str:
         mode = "max" if self._monitor.is_more_better else "min"
@@ -241,18 +301,27 @@ class BestModel(Callback):
     def on_begin(self, record: Record, session: TrainingSession) -> None:
         """Looks whether the file can be written, and at the epochs a resumed fit has behind it."""
         check_path("BestModel", self.path)
-        self._before = self.best
+        self._before, self._due = self.best, False
         for epoch, values in enumerate(record.history, 1):
             improved = self._monitor.improves(epoch, values)
             if improved and epoch == len(record.history) and not record.batch:
-                self._write(session)  # the process may have ended just before that
+                self._due = True  # the process may have ended before the file was written
+        if record.history and self.best_epoch and not self._due and not self.path.exists():
+            logger.warning(
+                "BestModel: there is no '%s' yet; it will be written when an epoch is better "
+                "than epoch %d, the best epoch so far",
+                *(self.path, self.best_epoch),
+            )
 
     def on_epoch(self, record: Record, session: TrainingSession) -> None:
-        """Writes the file if the epoch is the best."""
-        if self._monitor.improves(record.epoch, record.values):
-            self._write(session)
+        """Looks whether the epoch is the best."""
+        self._due = self._monitor.improves(record.epoch, record.values)
 
-    def _write(self, session: TrainingSession) -> None:
+    def on_save(self, record: Record, session: TrainingSession) -> None:
+        """Writes the file if the epoch is the best."""
+        if not self._due:
+            return
+        self._due = False
         if self._inference:
             external.save_model(session.inference_model(), self.path)
         else:
@@ -267,17 +336,3 @@ class BestModel(Callback):
         self._monitor.forget()
         if state.get("best") is not None:
             self._monitor.best = remembered("BestModel", state, "best")
-
-
-def _state_of(file: Path, session: TrainingSession) -> dict[str, npt.NDArray[np.generic]]:
-    """Returns the variables of a session as a file of it has them."""
-    proto, data = convert.load_light(file)
-    graphs = [proto.graph, *(info.algorithm for info in proto.training_info)]
-    tensors = {tensor.name: tensor for graph in graphs for tensor in graph.initializer}
-    for name in session.state:
-        if name not in tensors:
-            raise ModelError(
-                f"EarlyStopping: the file '{file}' has no '{name}', so that it is of another "
-                "training; the session stays at its last epoch"
-            )
-    return {name: external.array_of(tensors[name], data) for name in session.state}

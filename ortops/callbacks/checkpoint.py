@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
+import secrets
 import string
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ortops.callbacks.monitor import (
     begins_anew,
@@ -18,18 +21,21 @@ from ortops.callbacks.monitor import (
     remembered,
 )
 from ortops.errors import ModelError, OrtopsError
-from ortops.graph import external
+from ortops.graph import convert, external
 from ortops.training.callback import Callback, Record
+from ortops.training.position import POSITION_KEY
 from ortops.training.session import TrainingSession
 
 __all__ = ["Checkpoint"]
+
+logger = logging.getLogger("ortops")
 
 
 class Checkpoint(Callback):
     """Saves the session from time to time, so that `fit` can be resumed: ``fit(…, resume=True)``.
 
     It saves after each epoch, or after every so many steps or minutes where that is given; and when
-    fit ends, also by Ctrl-C or SIGTERM. Each file is a trainable model (see
+    fit ends, also by a signal. Each file is a trainable model (see
     `ortops.TrainingSession.save`), which at any time is there as a whole.
 
     Args:
@@ -37,8 +43,9 @@ class Checkpoint(Callback):
             of the epoch, also as in ``{step:06d}``; without one, each save replaces the one before.
         every: After how many steps to save.
         minutes: After how many minutes to save.
-        keep: How many of the files that it wrote are kept, the last ones; all by default. No file
-            of anybody else is removed.
+        keep: How many of the files that it wrote are kept, the last ones; all by default. A file is
+            only removed if what it says of itself shows that this training wrote it with ``keep``,
+            under that name; a fit that is resumed goes on so.
 
     Attributes:
         latest: The file that it wrote last, or None.
@@ -73,7 +80,10 @@ class Checkpoint(Callback):
                 "{epoch} into its name"
             )
         self.latest: Path | None = None
-        self._written: list[tuple[int, int]] = []  # step and epoch, which make the name
+        self._written: list[_Written] = []  # what `keep` may remove
+        self._mark = ""  # of the file that is being written
+        self._due: _Written | None = None  # what `on_save` writes
+        self._before: list[_Written] = []  # `_written` without it
         self._step = 0
         self._time = time.monotonic()
 
@@ -91,31 +101,54 @@ class Checkpoint(Callback):
             self._step = session.steps_done
 
     def on_step(self, record: Record, session: TrainingSession) -> None:
-        """Saves when it is time."""
+        """Asks for a save when it is time."""
         steps = self.every is not None and session.steps_done - self._step >= self.every
         passed = time.monotonic() - self._time
         if steps or (self.minutes is not None and passed >= 60 * self.minutes):
-            self._save(record, session)
+            self._ask(record, session)
 
     def on_epoch(self, record: Record, session: TrainingSession) -> None:
-        """Saves, unless steps or minutes were given."""
+        """Asks for a save, unless steps or minutes were given."""
         if self.every is None and self.minutes is None:
-            self._save(record, session)
+            self._ask(record, session)
 
     def on_end(self, record: Record, session: TrainingSession) -> None:
-        """Saves the end of the training, or where it was interrupted."""
-        self._save(record, session)
+        """Asks for a save of the end of the training, or of where it was interrupted."""
+        self._ask(record, session)
 
-    def _save(self, record: Record, session: TrainingSession) -> None:
-        made = session.steps_done, record.epoch
-        file = self._file(*made)
-        # What the file tells of this callback is that it has been written.
-        self._written = [old for old in self._written if self._file(*old) != file] + [made]
-        self._step, self._time = session.steps_done, time.monotonic()
-        session.save(file)
+    def _ask(self, record: Record, session: TrainingSession) -> None:
+        """Notes that a file is written, as all files of this moment are to say."""
+        self._due = _Written(session.steps_done, record.epoch, secrets.token_hex(8))
+        self._before = self._written
+        self._note(self._due)
+        self._step, self._time = self._due.step, time.monotonic()
+
+    def _note(self, made: _Written) -> None:
+        """Notes a file as the last one, in place of another of its name."""
+        if self.keep is not None:
+            file = self._file(made.step, made.epoch)
+            others = [old for old in self._written if self._file(old.step, old.epoch) != file]
+            self._written = [*others, made]
+
+    def on_save(self, record: Record, session: TrainingSession) -> None:
+        """Saves, if it is time, and removes what is more than ``keep`` files."""
+        if self._due is None:
+            return
+        made, self._due = self._due, None
+        if session.steps_done != made.step:  # a later callback has restored another state
+            self._written = self._before
+            made = made._replace(step=session.steps_done)
+            self._note(made)
+            self._step = made.step
+        file, self._mark = self._file(made.step, made.epoch), made.mark
+        try:
+            session.save(file)
+        finally:
+            self._mark = ""
         self.latest = file
         while self.keep is not None and len(self._written) > self.keep:
-            external.remove_model(self._file(*self._written[0]))
+            oldest = self._written[0]
+            _remove(self._file(oldest.step, oldest.epoch), oldest.mark)
             self._written.pop(0)
 
     def _file(self, step: int, epoch: int) -> Path:
@@ -123,18 +156,67 @@ class Checkpoint(Callback):
 
     def state(self) -> dict[str, Any]:
         """Returns what was written when, for the file."""
-        return {"step": self._step, "written": [list(made) for made in self._written]}
+        return {
+            "step": self._step,
+            "mark": self._mark,
+            "written": [[made.step, made.epoch] for made in self._written],
+            "marks": [made.mark for made in self._written],
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on counting from the save that fit is resumed from, or from the one before it."""
         self._step = int(remembered("Checkpoint", state, "step", whole=True))
-        written = state.get("written")
-        if not isinstance(written, list) or not all(_is_made(made) for made in written):
-            raise ModelError(
-                f"Checkpoint: the file that fit goes on from has {written!r} for its 'written'; "
-                "a list of pairs of a step and an epoch is accepted"
+        written, marks = state.get("written"), state.get("marks", [])
+        for name, value, fits, accepted in (
+            ("written", written, _is_made, "pairs of a step and an epoch"),
+            ("marks", marks, _is_mark, "strings of 16 hexadecimal digits"),
+        ):
+            if not isinstance(value, list) or not all(map(fits, value)):
+                raise ModelError(
+                    f"Checkpoint: the file that fit goes on from has {value!r:.80} for its "
+                    f"'{name}'; a list of {accepted} is accepted"
+                )
+        assert isinstance(written, list)
+        if len(marks) < len(written) and self.keep is not None:  # an older version wrote none
+            logger.warning(
+                "Checkpoint: keep= does not remove files that an older version of ortops wrote in "
+                "this training"
             )
-        self._written = [(made[0], made[1]) for made in written]
+        pairs = zip(written, marks, strict=False)
+        self._written = [_Written(step, epoch, mark) for (step, epoch), mark in pairs]
+
+
+class _Written(NamedTuple):
+    """A file that was written.
+
+    Attributes:
+        step: The step in its name.
+        epoch: The epoch in its name.
+        mark: What its own metadata have for the mark, and no other file has.
+    """
+
+    step: int
+    epoch: int
+    mark: str
+
+
+def _remove(file: Path, mark: str) -> None:
+    """Removes a file with a mark; one that has taken its place is not ours."""
+    if not file.exists():
+        return
+    try:
+        model, _ = convert.load_light(file)
+        notes = [note.value for note in model.metadata_props if note.key == POSITION_KEY]
+    except (OSError, OrtopsError):
+        notes = []
+    if any(f'"mark": "{mark}"' in note for note in notes):
+        external.remove_model(file)
+    else:
+        logger.warning(
+            "Checkpoint: '%s' is not the file that this callback wrote, so keep= does not remove "
+            "it",
+            file,
+        )
 
 
 def _is_made(made: object) -> bool:
@@ -144,6 +226,10 @@ def _is_made(made: object) -> bool:
         and len(made) == 2
         and all(type(number) is int and number >= 0 for number in made)
     )
+
+
+def _is_mark(mark: object) -> bool:
+    return isinstance(mark, str) and re.fullmatch("[0-9a-f]{16}", mark) is not None
 
 
 def _check_placeholders(path: str) -> bool:

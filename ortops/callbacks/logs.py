@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import logging
 import math
 import os
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,9 +19,11 @@ from ortops.callbacks.monitor import (
     path_of,
     remembered,
 )
+from ortops.errors import OrtopsError
 from ortops.graph.files import write_atomically
 from ortops.training.callback import Callback, Record
 from ortops.training.session import TrainingSession
+from ortops.training.tables import as_cell, csv_text
 
 __all__ = ["CSVLog", "JSONLines", "TensorBoard"]
 
@@ -41,41 +43,66 @@ class _Log(Callback):
         self.path = path_of(type(self).__name__, path)
         self._append = append
         self._size = 0  # bytes of the rows so far
+        self._last = (0, 0)  # bytes of the last row, and their checksum
 
     def on_begin(self, record: Record, session: TrainingSession) -> None:
         """Empties the file, or cuts off what comes again."""
         check_path(type(self).__name__, self.path)
         present = self.path.stat().st_size if self.path.exists() else 0
         if begins_anew(record):
-            self._size = present if self._append else 0
+            self._size, self._last = present if self._append else 0, (0, 0)
         elif present < self._size:
             logger.warning(
                 "%s: '%s' has %d bytes, and had %d where fit goes on from; rows are missing",
                 *(type(self).__name__, self.path, present, self._size),
             )
-            self._size = present
+            self._size, self._last = present, (0, 0)
+        elif self._is_foreign():
+            raise OrtopsError(
+                f"{type(self).__name__}: '{self.path}' is not the file that this training wrote, "
+                "and resuming would cut off its rows; give another path, or remove the file"
+            )
         if present > self._size:
             os.truncate(self.path, self._size)
 
+    def _is_foreign(self) -> bool:
+        """Whether the last row is not the one that was written there."""
+        length, checksum = self._last
+        if not length:
+            return False
+        with self.path.open("rb") as stream:
+            stream.seek(self._size - length)
+            return zlib.crc32(stream.read(length)) != checksum
+
     def _write(self, row: str) -> None:
+        content = row.encode()
         with self.path.open("ab") as stream:
-            stream.write(row.encode())
+            stream.write(content)
         self._size = self.path.stat().st_size
+        self._last = len(content), zlib.crc32(content)
 
     def state(self) -> dict[str, Any]:
-        """Returns how long the file is, for the file of the model."""
-        return {"bytes": self._size}
+        """Returns how long the file is and what its last row is, for the file of the model."""
+        length, checksum = self._last
+        return {"bytes": self._size, "row": length, "checksum": checksum}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes up how long the file was."""
-        self._size = int(remembered(type(self).__name__, state, "bytes", whole=True))
+        """Takes up how long the file was, and what its last row was."""
+        numbers = {"row": 0, "checksum": 0, **state}  # an older version wrote no more than bytes
+        self._size, length, checksum = (
+            int(remembered(type(self).__name__, numbers, name, whole=True))
+            for name in ("bytes", "row", "checksum")
+        )
+        self._last = min(length, self._size), checksum
 
 
 class CSVLog(_Log):
     """Writes a row for each epoch into a CSV file: what the history of the training has.
 
     A new fit begins the file anew; one that is resumed goes on behind the rows of its position.
-    Numbers are written in full; those that are not finite are ``nan``, ``inf`` and ``-inf``.
+    Numbers are written in full; those that are not finite are ``nan``, ``inf`` and ``-inf``. A name
+    that a spreadsheet would take for a formula, as it begins with ``=``, ``+``, ``-`` or ``@``,
+    gets an apostrophe before it.
 
     Args:
         path: The file.
@@ -96,7 +123,7 @@ class CSVLog(_Log):
 
     def on_epoch(self, record: Record, session: TrainingSession) -> None:
         """Writes the row of an epoch."""
-        row = {"epoch": record.epoch, **record.values}
+        row = {as_cell(name): n for name, n in {"epoch": record.epoch, **record.values}.items()}
         columns = self._columns()
         added = [name for name in row if name not in columns]
         if added and columns:  # an earlier fit had less to tell
@@ -114,12 +141,8 @@ class CSVLog(_Log):
 
 
 def _csv(columns: list[str], rows: list[dict[str, Any]], *, header: bool) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
-    if header:
-        writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    cells = ([row.get(name, "") for name in columns] for row in rows)
+    return csv_text([columns, *cells] if header else cells)
 
 
 class JSONLines(_Log):
@@ -214,8 +237,8 @@ class TensorBoard(Callback):
         self._add("epoch", record)
         self._writer.flush()
 
-    def on_end(self, record: Record, session: TrainingSession) -> None:
-        """Closes the file."""
+    def on_close(self) -> None:
+        """Closes the file, also where the training has failed."""
         self._close()
 
     def _add(self, group: str, record: Record) -> None:

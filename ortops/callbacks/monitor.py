@@ -8,9 +8,10 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ortops.errors import ModelError, OrtopsError
+from ortops.numbers import integer
 from ortops.training.callback import Record
 
 __all__ = [
@@ -130,9 +131,10 @@ def check_count(who: str, what: str, value: object) -> int:
     Raises:
         OrtopsError: If it is none.
     """
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or int(value) < 1:
-        raise OrtopsError(f"{who}: {what} is {value!r}; an integer of at least 1 is accepted")
-    return int(value)
+    number = integer(value)
+    if number is None or number < 1:
+        raise OrtopsError(f"{who}: {what} is {value!r:.80}; an integer of at least 1 is accepted")
+    return number
 
 
 def check_number(who: str, what: str, value: object, *, zero: bool = False) -> None:

@@ -1,16 +1,22 @@
-"""The command ``ortops``: `parser` says what it takes, each other file what some of it does."""
+"""The command ``ortops``. `parser` defines its arguments; the other modules implement them."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Sequence
 
 from ortops import __version__
 from ortops.cli.parser import make_parser
-from ortops.deferred import import_without
-from ortops.errors import OrtopsError
+from ortops.cli.standard_streams import (
+    ReaderGoneError,
+    describe_error,
+    flush_streams,
+    open_closed_descriptors,
+    say,
+)
 
 __all__ = ["main"]
 
@@ -19,41 +25,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-        arguments: What stands behind ``ortops``; the command line's by default.
+        arguments: The arguments after ``ortops``; by default those of the command line.
 
     Returns:
-        0; 1 if something was refused or failed; 130 after Ctrl-C. Of ``check``, 1 if something
-        stands in the way of a training, and 2 if a file cannot be read.
+        The exit status: 0 success, 1 error, 130 after Ctrl-C. ``check`` returns 1 if it finds
+        problems, and 2 if it cannot read a model.
+
+    Raises:
+        SystemExit: With status 2 for a usage error, and 0 after printing help.
     """
+    if arguments is None:
+        open_closed_descriptors()
     given = sys.argv[1:] if arguments is None else list(arguments)
-    options = make_parser(__version__).parse_args(given, argparse.Namespace(given=given))
-    module, name = options.run.split(".")
+    options = argparse.Namespace(given=given, debug=False)
     try:
-        import_without("onnx_ir", "sympy")
-        run: Callable[..., int] = getattr(importlib.import_module(f"ortops.cli.{module}"), name)
-        status = run(options)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        status = _run(options)
+        flush_streams()
         return status
+    except ReaderGoneError:
+        return 1
     except KeyboardInterrupt:
         if options.debug:
             raise
         return 130
-    except BrokenPipeError:  # whoever read, as `head` does, has enough
-        importlib.import_module("ortops.cli.streams").leave_standard_output()
-        return 1
     except Exception as error:
         if options.debug:
             raise
-        print(f"ortops: {_told(error)}", file=sys.stderr)
+        say(f"ortops: {describe_error(error)}")
         return 1
+    finally:
+        with contextlib.suppress(OSError, ReaderGoneError):
+            flush_streams()
 
 
-def _told(error: Exception) -> str:
-    """Returns what a user is told of an error."""
-    if isinstance(error, OrtopsError | OSError):
-        return str(error)
-    if isinstance(error, MemoryError):
-        return f"the memory does not suffice: {error or 'nothing is left'}; give less data at once"
-    kind = type(error).__name__
-    return f"{kind}: {error}; ortops should have said more: report it with what --debug shows"
+def _run(options: argparse.Namespace) -> int:
+    try:
+        make_parser(__version__).parse_args(options.given, options)
+    except SystemExit:
+        flush_streams()
+        raise
+    module, name = options.run.split(".")
+    run: Callable[..., int] = getattr(importlib.import_module(f"ortops.cli.{module}"), name)
+    return run(options)

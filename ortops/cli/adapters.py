@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import onnx
 
 from ortops import lora as lora_models
+from ortops.cli.outputs import check_outputs, check_writable
+from ortops.cli.standard_streams import say
 from ortops.cli.streams import describe_stream, read_model, write_model
 from ortops.training.session import TrainingSession
 
@@ -17,6 +18,9 @@ __all__ = ["lora"]
 
 def lora(options: argparse.Namespace) -> int:
     """Adds, merges or exports an adapter."""
+    check_outputs({"model": options.model}, {"output": options.output}, force=options.force)
+    if options.action != "export":  # export may write a folder
+        check_writable({"output": options.output})
     model = read_model(options.model)
     if options.action == "add":
         alpha = 2.0 * options.rank if options.alpha is None else options.alpha
@@ -28,7 +32,7 @@ def lora(options: argparse.Namespace) -> int:
         lora_models.save_adapter(_trained(model), options.output)
     else:
         lora_models.to_peft(_trained(model), options.output)
-    print(f"wrote {describe_stream(options.output)}", file=sys.stderr)
+    say(f"wrote {describe_stream(options.output)}")
     return 0
 
 

@@ -1,9 +1,9 @@
-"""Reads what a command line says like a call: ``AdamW(weight_decay=0.1)``."""
+"""Parses options written as calls, such as ``AdamW(weight_decay=0.1)``."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +14,12 @@ __all__ = ["Call", "make", "read_call"]
 
 @dataclass(frozen=True)
 class Call:
-    """A name with arguments, which are numbers, strings, booleans, None or lists of these.
+    """A name with arguments: numbers, strings, booleans, None, or lists of these.
 
     Attributes:
         name: The name.
-        arguments: Those by position.
-        keywords: Those by name.
+        arguments: The positional arguments.
+        keywords: The keyword arguments.
     """
 
     name: str
@@ -28,14 +28,14 @@ class Call:
 
 
 def read_call(text: str, option: str) -> Call:
-    """Reads a call; nothing in it is run.
+    """Parses a call without running anything.
 
     Args:
-        text: A name, or a name with arguments in brackets.
-        option: The option that it was given for, for the message.
+        text: A name, or a name with arguments in parentheses.
+        option: The option that the text was given for, named in messages.
 
     Raises:
-        OrtopsError: If it is something else.
+        OrtopsError: If the text is not a call.
 
     Example:
         >>> read_call("AdamW(weight_decay=0.1)", "--optimizer")
@@ -49,26 +49,40 @@ def read_call(text: str, option: str) -> Call:
             values = tuple(ast.literal_eval(argument) for argument in found.args)
             named = {str(k.arg): ast.literal_eval(k.value) for k in found.keywords if k.arg}
             if len(named) == len(found.keywords):
+                _check_values([*values, *named.values()], option)
                 return Call(found.func.id, values, named)
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         pass
     raise OrtopsError(
-        f"{option}: {text!r} was given; a name is accepted, or a name with arguments such as "
-        "'Adam(alpha=0.95)'"
+        f"{option} must be a name, or a name with arguments such as 'Adam(alpha=0.95)', got "
+        f"{text!r:.200}"
     )
 
 
+def _check_values(values: Iterable[Any], option: str) -> None:
+    """Rejects values that a model file cannot store."""
+    for value in values:
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise OrtopsError(f"{option}: an integer must fit in 64 bits")
+        if isinstance(value, str) and not value.isascii():
+            value.encode()  # raises a ValueError for what UTF-8 cannot encode
+        if isinstance(value, list | tuple | set):
+            _check_values(value, option)
+        if isinstance(value, dict):
+            _check_values([*value.keys(), *value.values()], option)
+
+
 def make(call: Call, known: Mapping[str, Any], option: str, **more: Any) -> Any:
-    """Makes what a call says.
+    """Evaluates a call.
 
     Args:
         call: The call.
-        known: What there is, by name.
-        option: The option that it was given for, for the message.
-        **more: Further arguments; those of the call go before them.
+        known: The functions and classes that may be called, by name.
+        option: The option that the call was given for, named in messages.
+        **more: Further arguments; those of the call take precedence.
 
     Raises:
-        OrtopsError: If there is nothing of that name, or it does not take the arguments.
+        OrtopsError: If the name is unknown, or the arguments do not match.
     """
     if call.name not in known:
         hint = did_you_mean(call.name, known)
@@ -77,4 +91,4 @@ def make(call: Call, known: Mapping[str, Any], option: str, **more: Any) -> Any:
         return known[call.name](*call.arguments, **{**more, **call.keywords})
     except TypeError as error:
         why = str(error).split(".")[-1]  # without the class in front
-        raise OrtopsError(f"{option}: {call.name}: {why}; see ortops' reference") from error
+        raise OrtopsError(f"{option}: {call.name}: {why}; see the reference of ortops") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,46 +10,50 @@ from ortops import losses
 from ortops.check import check as check_model
 from ortops.check import quiet
 from ortops.cli.calls import make, read_call
-from ortops.cli.streams import print_json
+from ortops.cli.standard_streams import describe_error, print_text, say
+from ortops.cli.streams import print_json, source
 from ortops.errors import OrtopsError
 
 __all__ = ["check"]
 
 
 def check(options: argparse.Namespace) -> int:
-    """Tells what a training would do with models, and what stands in the way."""
+    """Reports what training would do with each model, and what prevents it."""
     found: list[dict[str, Any]] = []
     worst = 0
     files = [file for given in options.models for file in _files(given)]
     for file in files:
         try:
             if file != "-" and Path(file).is_dir():
-                raise OrtopsError(f"folder '{file}': there is no .onnx file in it; give a model")
-            with quiet():  # the report says it all
+                raise OrtopsError(f"folder '{file}' contains no .onnx file; give a model")
+            with quiet():  # the report contains these messages
                 report = check_model(
-                    sys.stdin.buffer.read() if file == "-" else file,
+                    source(file),
                     loss=_loss(options.loss),
                     trainable=options.trainable,
                     batch_normalization=options.batch_normalization,
                 )
         except (OrtopsError, OSError) as error:
             worst = 2
-            found.append({"file": file, "error": str(error)})
+            found.append({"file": file, "error": describe_error(error)})
             if not options.json:
-                print(f"ortops: {error}", file=sys.stderr)
+                say(f"ortops: {describe_error(error)}")
             continue
         worst = max(worst, 1 if report.problems else 0)
         found.append({"file": file, **report.as_dict()})
         if not options.json:
-            print(*([f"{file}:"] if len(files) > 1 else []), report, sep="\n")
+            print_text(f"{file}:\n{report}" if len(files) > 1 else str(report))
     if options.json:
         print_json(found)
     return worst
 
 
 def _files(given: str) -> list[str]:
-    """Returns the files that an argument means; a folder without any stands for itself."""
-    if given == "-" or not Path(given).is_dir():
+    """Returns the models in a folder, or the argument itself if it is not one or has no models."""
+    try:
+        if given == "-" or not Path(given).is_dir():
+            return [given]
+    except OSError:  # reported when the file is read
         return [given]
     found = (path for path in Path(given).rglob("*.onnx") if not path.is_dir())
     return sorted(map(str, found)) or [given]

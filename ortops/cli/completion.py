@@ -6,18 +6,19 @@ import argparse
 
 from ortops import __version__
 from ortops.cli.parser import make_parser
+from ortops.cli.standard_streams import print_text
 from ortops.errors import OrtopsError
 
 __all__ = ["print_completion"]
 
 
 def print_completion(options: argparse.Namespace) -> int:
-    """Prints a shell's completion of the command."""
+    """Prints a shell completion script."""
     try:
         import shtab
     except ImportError as error:
         raise OrtopsError(
-            "completion: shtab is not installed, which writes it; install ortops[completion]"
+            "completion needs the package shtab; pip install ortops[completion]"
         ) from error
-    print(shtab.complete(make_parser(__version__), shell=options.shell))
+    print_text(shtab.complete(make_parser(__version__), shell=options.shell))
     return 0

@@ -1,4 +1,4 @@
-"""Options of `ortops train` in a TOML file."""
+"""Reads and writes the options of `ortops train` as TOML files."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from ortops.graph.files import write_atomically
 
 __all__ = ["dumps", "read_options", "write_options"]
 
-_NOT_KEPT = ("command", "run", "given", "config", "write_config", "debug", "resume")
+_NOT_KEPT = ("command", "run", "given", "config", "write_config", "debug", "resume", "force")
 
 
 def read_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Fills options that were not given from the file that ``--config`` names.
+    """Fills in options missing from the command line from the file given as ``--config``.
 
     Args:
         options: The options of ``train``; changed in place.
-        parser: Reads what the file says as if it had been given.
+        parser: The parser that checks the options of the file.
 
     Raises:
-        OrtopsError: If the file is no TOML, or has an option that there is not, or a value that it
-            does not take.
+        OrtopsError: If the file is not valid TOML, or has an unknown option or an invalid value.
         OSError: If it cannot be read.
     """
     path = options.config
@@ -36,6 +35,10 @@ def read_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -
         found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise OrtopsError(f"--config '{path}': {error}; give a TOML file") from error
+    except ValueError as error:  # Python converts at most 4300 digits
+        raise OrtopsError(f"--config '{path}': a number in it has too many digits") from error
+    except RecursionError as error:
+        raise OrtopsError(f"--config '{path}': its values are nested too deeply") from error
     known = [name.replace("_", "-") for name in vars(options) if name not in _NOT_KEPT]
     for key in found:
         if key not in known:
@@ -43,41 +46,57 @@ def read_options(options: argparse.Namespace, parser: argparse.ArgumentParser) -
                 f"--config '{path}': there is no option '{key}'; {did_you_mean(key, known)}"
             )
     model = found.pop("model", None)
+    if model is not None and not isinstance(model, str):
+        raise OrtopsError(f"--config '{path}': 'model' must be a string, the path of a file")
     arguments = [word for key, value in found.items() for word in _arguments(key, value, path)]
-    arguments += [] if model is None else ["--", str(model)]
-    told = io.StringIO()
+    arguments += [] if model is None else ["--", model]
+    usage = io.StringIO()
     try:
-        with contextlib.redirect_stderr(told):
+        with contextlib.redirect_stderr(usage):
             read = parser.parse_args(["train", *arguments])
     except SystemExit as error:
-        why = told.getvalue().strip().rpartition(" error: ")[2]
+        why = usage.getvalue().strip().rpartition(" error: ")[2]
         raise OrtopsError(f"--config '{path}': {why}; see ortops train --help") from error
+    for key, value in found.items():
+        if isinstance(value, list) and not isinstance(getattr(read, key.replace("-", "_")), list):
+            raise OrtopsError(f"--config '{path}': '{key}' must be a single value, not an array")
     for name, value in vars(read).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
 
 
 def _arguments(key: str, value: Any, path: str) -> list[str]:
-    """Returns what would be given on a command line."""
+    """Returns an option as it would be written on the command line."""
     if isinstance(value, bool):
         return [f"--{key}" if value else f"--no-{key}"]
-    if isinstance(value, str | int | float):
-        return [f"--{key}={value}"]
-    if isinstance(value, list) and all(type(one) in (str, int, float) for one in value):
-        return [f"--{key}={one}" for one in value]
-    raise OrtopsError(
-        f"--config '{path}': '{key}' is {value!r}; a number, a string, a boolean or an array of "
-        "numbers or strings is accepted"
-    )
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        raise OrtopsError(f"--config '{path}': '{key}' must not be an empty array")
+    if not all(type(one) in (str, int, float) for one in values):
+        raise OrtopsError(
+            f"--config '{path}': '{key}' must be a number, a string, a boolean, or an array of "
+            "numbers or strings"
+        )
+    if any(isinstance(one, int) and not -(2**63) <= one < 2**63 for one in values):
+        raise OrtopsError(f"--config '{path}': '{key}' must fit in 64 bits")
+    return [f"--{key}={one}" for one in values]
 
 
 def write_options(options: argparse.Namespace, path: str) -> None:
-    """Writes the options that were given to a TOML file, from which `--config` reads them."""
+    """Writes the given options to a TOML file that `--config` can read."""
     given = {
         name.replace("_", "-"): value
         for name, value in vars(options).items()
         if name not in _NOT_KEPT and value is not None
     }
+    for name, value in given.items():
+        try:
+            dumps({name: value}).encode()
+        except UnicodeEncodeError as error:
+            raise OrtopsError(
+                f"--write-config '{path}': TOML must be UTF-8, and '{name}' is {value!r:.200}; "
+                "rename the file"
+            ) from error
     write_atomically(path, dumps(given).encode())
 
 
@@ -98,5 +117,5 @@ def _dumped(value: Any) -> str:
         return f"[{', '.join(map(_dumped, value))}]"
     if isinstance(value, float):
         return repr(value)  # TOML has inf and nan
-    # JSON's other values are TOML's, but for a character and pairs of escapes.
+    # JSON and TOML strings are the same except for this character and surrogate escapes.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,27 +1,34 @@
-"""Data sets in files: arrays, tables with named columns, folders of images by class."""
+"""Reads data sets from files: arrays, tables with named columns, and folders of images by class."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import importlib
 import io
 import json
-import sys
-import zipfile
-import zlib
-from collections.abc import Collection, Mapping, Sequence
+import math
+import re
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 
+from ortops.cli.archive import check_size, open_regular, read_arrays
+from ortops.cli.standard_streams import standard_input
 from ortops.errors import FeedError, OrtopsError, did_you_mean
+from ortops.graph.json_text import read_json
+from ortops.numbers import cast_numbers
 from ortops.training import tables
 
 __all__ = [
     "CLASSES_KEY",
+    "IMAGES",
     "Classes",
     "DataFile",
     "Wanted",
@@ -38,20 +45,35 @@ Array: TypeAlias = npt.NDArray[Any]
 Classes: TypeAlias = dict[str, list[str]]
 
 CLASSES_KEY = "ortops.classes"
-"""Where a file says, as JSON, which names the numbers of labels stand for, by input."""
+"""The metadata key under which a model stores the class names of its labels as JSON, by input."""
 
-_IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+_SHOWN = 20  # the most names in a message
+
+_INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0")
+"""The names that pandas gives to an index written as a column."""
+
+_PARQUET_SIZES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4}
+"""The bytes per value of a Parquet type, where they are not 8."""
+
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
+"""The image formats that are read, whatever the extension of the file."""
+
+_OF_SYSTEMS = ("Thumbs.db", "desktop.ini")
+"""Files that operating systems put into folders."""
+
+IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+"""The extensions of image files."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """An input that data are for.
+    """An input that a data set fills.
 
     Attributes:
         name: Its name.
         dtype: Its element type.
-        dims: Its sizes; None where one is not known, or all of them are not.
-        is_target: Whether the loss compares outputs with it.
+        dims: Its shape, with None for unknown sizes; None if the rank is unknown.
+        is_target: Whether it is a target of the loss.
     """
 
     name: str
@@ -65,11 +87,10 @@ class DataFile:
     """A data set.
 
     Attributes:
-        arrays: An array for each input, all of one length.
-        classes: For inputs whose values were names, these names in the order of the numbers that
-            stand for them.
-        said: What was chosen for the user, a sentence each.
-        files: Of a folder of images the names in it, in the order of the rows.
+        arrays: An array for each input, all with the same number of rows.
+        classes: For inputs given as class names, these names in the order of their numbers.
+        said: The automatic choices that were made, one sentence each.
+        files: For a folder of images, the file names in the order of the rows.
     """
 
     arrays: dict[str, Array]
@@ -79,11 +100,11 @@ class DataFile:
 
 
 def wanted_inputs(model: onnx.ModelProto, *, only_model: bool = False) -> list[Wanted]:
-    """Returns the inputs that a data set fills: the model's, and those of its loss.
+    """Returns the inputs that a data set fills: those of the model and those of its loss.
 
     Args:
         model: A model, trainable or not.
-        only_model: Whether those of the loss are left out.
+        only_model: Whether to omit the inputs of the loss.
     """
     given = {tensor.name for tensor in model.graph.initializer}
     found = [_wanted(value) for value in model.graph.input if value.name not in given]
@@ -117,21 +138,21 @@ def read_data(
 ) -> DataFile:
     """Reads a data set.
 
-    Floats get the precision of the input that they are for.
+    Floats are converted to the precision of their input.
 
     Args:
         path: An ``.npz``, ``.csv`` or ``.parquet`` file, a folder of images, or ``-``.
-        inputs: The inputs that are to be filled.
-        columns: ``input=column,column`` for inputs that are made of columns of other names.
-        classes: Names that numbers stand for in the model's file, by input.
-        scale: What the numbers of images are divided by.
-        mean: What is subtracted from each channel then.
-        deviation: What each channel is divided by then.
-        ignored: Columns that are no part of an input unless they are named.
+        inputs: The inputs to fill.
+        columns: ``input=column,column`` for inputs formed from columns of other names.
+        classes: The class names stored in the model, by input.
+        scale: The divisor of image pixels.
+        mean: The value then subtracted from each channel.
+        deviation: The value that each channel is then divided by.
+        ignored: Columns that do not become part of an input unless they are named.
 
     Raises:
         FeedError: If the data do not fit the inputs.
-        OrtopsError: If a file of this kind cannot be read.
+        OrtopsError: If the file format is not supported.
     """
     found = _read(path, inputs, columns, classes or {}, (scale, mean, deviation), ignored)
     for wanted in inputs:
@@ -141,15 +162,13 @@ def read_data(
 
 def _rounded(array: Array, wanted: Wanted, path: str) -> Array:
     """Returns floats in the precision of an input."""
-    if array.dtype.kind != "f" or array.dtype == wanted.dtype or wanted.dtype.kind in "iub":
+    if array.dtype.kind != "f" or wanted.dtype.kind in "iubO":
         return array
-    with np.errstate(over="ignore"):
-        result = array.astype(wanted.dtype)
-    lost = np.isfinite(array) & ~np.isfinite(result)
-    if lost.any():
+    result, lost = cast_numbers(array, wanted.dtype)
+    if lost is not None:
         raise FeedError(
-            f"data '{path}': input '{wanted.name}' is given {array[lost].flat[0]}, which "
-            f"{wanted.dtype} does not hold"
+            f"data '{path}': input '{wanted.name}' has the value {lost}, which is out of range for "
+            f"{wanted.dtype}"
         )
     return result
 
@@ -165,56 +184,61 @@ def _read(
     suffix = Path(path).suffix.lower()
     if path != "-" and Path(path).is_dir():
         if columns:
-            raise OrtopsError("--columns: a folder of images has no columns; leave it out")
+            raise OrtopsError("--columns: a folder of images has no columns; omit --columns")
         scale, mean, deviation = pixels
-        pictures = _Pictures(scale or 1.0, mean, deviation)
+        pictures = _Pictures(1.0 if scale is None else scale, mean, deviation, [])
         return _read_folder(Path(path), inputs, classes, pictures)
-    if any(pixels):
-        raise OrtopsError(f"--scale, --mean, --deviation: '{path}' is no folder of images")
+    if any(option is not None for option in pixels):
+        raise OrtopsError(
+            f"--scale, --mean, --deviation: '{path}' is not a folder of images; omit these options"
+        )
     if path == "-":
-        stream = io.TextIOWrapper(sys.stdin.buffer, "utf-8-sig", newline="")
-        table = _csv_columns(stream, "standard input")
+        piped = io.TextIOWrapper(standard_input(), "utf-8-sig", newline="")
+        table = _csv_columns(piped, "standard input")
         return _from_table(table, inputs, columns, classes, "standard input", ignored)
     if suffix == ".npz":
         return _read_npz(path, inputs, columns)
     if suffix == ".csv":
-        with Path(path).open(newline="", encoding="utf-8-sig") as stream:
+        with io.TextIOWrapper(open_regular(path), "utf-8-sig", newline="") as stream:
+            check_size(f"data '{path}'", Path(path).stat().st_size)
             table = _csv_columns(stream, path)
         return _from_table(table, inputs, columns, classes, path, ignored)
     if suffix == ".parquet":
-        return _from_table(_parquet_columns(path), inputs, columns, classes, path, ignored)
+        with open_regular(path) as file:
+            parquet = _ParquetColumns(file, path)
+            return _from_table(parquet, inputs, columns, classes, path, ignored)
     raise OrtopsError(
-        f"data '{path}': a file of this kind is not read; an .npz, .csv or .parquet file, a folder "
-        "of images or - is accepted"
+        f"data '{path}': unsupported file format; give an .npz, .csv or .parquet file, a folder of "
+        "images, or -"
     )
 
 
 def sampled(inputs: Sequence[Wanted]) -> list[str]:
-    """Returns the inputs that have a row for each sample; the others are the same for all."""
+    """Returns the inputs with one row per sample; the others are shared by all samples."""
     free = [one.name for one in inputs if one.dims is None or one.dims[:1] == (None,)]
     return free or [one.name for one in inputs if one.dims]
 
 
 def rows_of(data: DataFile, inputs: Sequence[Wanted]) -> int:
-    """Returns how many rows a data set has.
+    """Returns the number of rows of a data set.
 
     Raises:
-        FeedError: If its arrays differ in that.
+        FeedError: If its arrays have different numbers of rows.
     """
     shapes: dict[str, tuple[int, ...]] = {name: data.arrays[name].shape for name in sampled(inputs)}
     lengths = {name: shape[0] if shape else None for name, shape in shapes.items()}
     found = next(iter(lengths.values()), None)
     if found is None or set(lengths.values()) != {found}:
         shown = ", ".join(f"'{name}' {length or 'none'}" for name, length in lengths.items())
-        raise FeedError(f"data: the arrays have no common number of rows ({shown}); give one")
+        raise FeedError(f"data: the arrays must have the same number of rows, got {shown}")
     return found
 
 
 def read_classes(model: onnx.ModelProto) -> Classes:
-    """Returns the names that a model notes for the numbers of labels, by input."""
+    """Returns the class names stored in a model, by input."""
     text = next((entry.value for entry in model.metadata_props if entry.key == CLASSES_KEY), "{}")
     try:
-        found = json.loads(text)
+        found = read_json(text)
     except ValueError:
         found = None
     fits = isinstance(found, dict) and all(
@@ -223,14 +247,14 @@ def read_classes(model: onnx.ModelProto) -> Classes:
     )
     if not fits:
         raise OrtopsError(
-            f"metadata_props '{CLASSES_KEY}': it is {text!r:.80}; an object of arrays of names is "
-            "accepted"
+            f"metadata_props '{CLASSES_KEY}' must be a JSON object of arrays of names, got "
+            f"{text!r:.80}"
         )
     return dict(found or {})
 
 
 def note(model: onnx.ModelProto, key: str, value: object) -> None:
-    """Writes something into the metadata of a model, as JSON."""
+    """Writes a value to the metadata of a model as JSON."""
     entry = next((entry for entry in model.metadata_props if entry.key == key), None)
     entry = entry or model.metadata_props.add(key=key)
     entry.value = json.dumps(value)
@@ -240,40 +264,25 @@ def note(model: onnx.ModelProto, key: str, value: object) -> None:
 
 
 def _read_npz(path: str, inputs: Sequence[Wanted], columns: Sequence[str] | None) -> DataFile:
-    try:
-        with Path(path).open("rb") as stream:
-            if not zipfile.is_zipfile(stream):
-                raise ValueError("it is no archive of arrays")
-        with np.load(path, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
-    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise FeedError(f"data '{path}': {error}; give what numpy.savez has written") from error
     chosen = _chosen(columns, inputs)
-    found = {}
-    for name in (wanted.name for wanted in inputs):
-        stored_name = ",".join(chosen.get(name, [name]))
-        if stored_name not in arrays:
-            raise FeedError(
-                f"data '{path}': it has no array '{stored_name}', which is for input '{name}'; "
-                + did_you_mean(stored_name, arrays)
-            )
-        found[name] = arrays[stored_name]
-    return DataFile(found)
+    stored = {one.name: ",".join(chosen.get(one.name, [one.name])) for one in inputs}
+    arrays = read_arrays(path, list(dict.fromkeys(stored.values())))
+    return DataFile({name: arrays[other] for name, other in stored.items()})
 
 
 def _chosen(columns: Sequence[str] | None, inputs: Sequence[Wanted]) -> dict[str, list[str]]:
-    """Returns the columns that were chosen for inputs."""
+    """Returns the columns given for each input."""
     known = [wanted.name for wanted in inputs]
     found: dict[str, list[str]] = {}
     for text in columns or ():
         name, equals, listed = text.partition("=")
         if not equals or not listed:
-            raise OrtopsError(f"--columns: {text!r} was given; INPUT=COLUMN,COLUMN is accepted")
+            raise OrtopsError(f"--columns must have the form INPUT=COLUMN,COLUMN, got {text!r}")
         if name not in known:
             raise OrtopsError(f"--columns: there is no input '{name}'; {did_you_mean(name, known)}")
         if name in found:
             raise OrtopsError(
-                f"--columns: input '{name}' is named twice; say {name}=COLUMN,COLUMN once"
+                f"--columns: input '{name}' is given twice; give {name}=COLUMN,COLUMN once"
             )
         found[name] = listed.split(",")
     return found
@@ -286,51 +295,113 @@ def _csv_columns(stream: io.TextIOBase, path: str) -> dict[str, list[str]]:
     try:
         return _csv_table(stream, path)
     except UnicodeDecodeError as error:
-        raise FeedError(f"data '{path}': {error}; save it in UTF-8") from error
+        raise FeedError(f"data '{path}': {error}; save it as UTF-8") from error
     except csv.Error as error:
         raise FeedError(f"data '{path}': {error}; give comma-separated values") from error
 
 
 def _csv_table(stream: io.TextIOBase, path: str) -> dict[str, list[str]]:
-    rows = csv.reader(stream)
+    rows = csv.reader(stream, strict=True)  # otherwise an unclosed quote swallows the rest
     header = next(rows, None)
     if not header:
-        raise FeedError(f"data '{path}': it is empty; a line of column names comes first")
-    if len(set(header)) != len(header):
-        raise FeedError(f"data '{path}': its column names {header} are not all different")
+        raise FeedError(f"data '{path}' is empty; its first line must name the columns")
+    _check_names(header, path)
+    others = [mark for mark in ";\t|" if mark in header[0]] if len(header) == 1 else []
+    if others:
+        raise FeedError(
+            f"data '{path}': its first line names a single column, {header[0]!r:.80}; if "
+            f"{others[0]!r} separates columns, save it with commas"
+        )
     table: list[list[str]] = []
-    for number, row in enumerate(rows, start=2):
+    for row in rows:
         if not row:
             continue
         if len(row) != len(header):
             raise FeedError(
-                f"data '{path}': line {number} has {len(row)} columns, and the first line names "
-                f"{len(header)}"
+                f"data '{path}': line {rows.line_num} has {len(row)} columns, but the first line "
+                f"names {len(header)}"
+            )
+        if any("\0" in cell for cell in row):
+            raise FeedError(
+                f"data '{path}': line {rows.line_num} has a NUL character, so the file is probably "
+                "not UTF-8; save it as UTF-8"
             )
         table.append(row)
     return {name: [row[i] for row in table] for i, name in enumerate(header)}
 
 
-def _parquet_columns(path: str) -> dict[str, Any]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise OrtopsError(
-            f"data '{path}': pyarrow is not installed, which reads .parquet files; install "
-            "ortops[tables]"
-        ) from error
-    try:
-        table = parquet.read_table(path)
-    except pyarrow.ArrowInvalid as error:
-        raise FeedError(f"data '{path}': {error}; give a Parquet file") from error
-    found = {}
-    for name in table.column_names:
-        column = table[name]
-        if pyarrow.types.is_dictionary(column.type):  # categories of pandas
-            column = column.cast(column.type.value_type)
-        found[name] = column
-    return found
+def _check_names(names: Sequence[str], path: str) -> None:
+    """Rejects duplicate column names."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise FeedError(f"data '{path}' has two columns '{name!s:.80}'; rename one of them")
+        if "\0" in name:
+            raise FeedError(
+                f"data '{path}': a column name has a NUL character, so the file is probably not "
+                "UTF-8; save it as UTF-8"
+            )
+        seen.add(name)
+
+
+class _ParquetColumns(Mapping[str, Any]):
+    """The columns of a Parquet file, each read on access."""
+
+    def __init__(self, file: BinaryIO, path: str) -> None:
+        try:
+            import pyarrow
+            from pyarrow import parquet
+        except ImportError as error:
+            raise OrtopsError(
+                f"data '{path}': reading .parquet files needs the package pyarrow; pip install "
+                "ortops[tables]"
+            ) from error
+        self._types: Any = pyarrow.types
+        self._broken = (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError)
+        self._path = path
+        with self._named():
+            self._file = parquet.ParquetFile(file)
+            self._names = list(self._file.schema_arrow.names)
+        _check_names(self._names, path)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Adds the file name to errors of pyarrow."""
+        try:
+            yield
+        except FeedError:
+            raise
+        except self._broken as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # an error of the operating system, not of a corrupt file
+            why = str(error).strip().split("\n")[0][:200] or type(error).__name__
+            raise FeedError(f"data '{self._path}': {why}; give a Parquet file") from error
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        with self._named():
+            check_size(f"data '{self._path}': column '{name}'", self._size(name))
+            column = self._file.read(columns=[name])[name]
+            if self._types.is_dictionary(column.type):  # categories of pandas
+                column = column.cast(column.type.value_type)
+        return column
+
+    def _size(self, name: str) -> int:
+        """Returns the size of a column in bytes, as a few bytes may encode many values."""
+        metadata, size = self._file.metadata, 0
+        groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+        for group in groups:
+            for part in (group.column(number) for number in range(group.num_columns)):
+                if part.path_in_schema == name or part.path_in_schema.startswith(f"{name}."):
+                    size += part.num_values * _PARQUET_SIZES.get(part.physical_type, 8)
+        return size
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _from_table(
@@ -341,7 +412,11 @@ def _from_table(
     path: str,
     ignored: Collection[str],
 ) -> DataFile:
-    """Makes arrays of columns: those that were chosen, those of an input's name, and the others."""
+    """Forms arrays from columns.
+
+    An input gets the columns chosen for it, else the column of its name. A single remaining input
+    gets all remaining columns.
+    """
     found = DataFile({})
     chosen = _chosen(columns, inputs)
     for wanted in inputs:
@@ -349,16 +424,20 @@ def _from_table(
             chosen[wanted.name] = [wanted.name]
     taken = {name for names in chosen.values() for name in names}
     rest = [name for name in table if name not in taken and name not in ignored]
+    indices = [name for name in rest if not name or _INDEX.fullmatch(name)]
+    rest = [name for name in rest if name not in indices]
     open_inputs = [wanted for wanted in inputs if wanted.name not in chosen]
     if len(open_inputs) == 1 and rest and not open_inputs[0].is_target:
         name = open_inputs[0].name
         chosen[name] = rest
-        found.said.append(f"input '{name}' is made of the columns {', '.join(rest)}")
+        found.said.append(f"input '{name}' is formed from the columns {_listed(rest)}")
+        if indices:
+            found.said.append("an unnamed column is ignored, as it looks like a row index")
     for wanted in inputs:
         if wanted.name not in chosen:
             raise FeedError(
-                f"data '{path}': no column is called '{wanted.name}', as an input is; say "
-                f"--columns {wanted.name}=COLUMN,… (its columns are {', '.join(table)})"
+                f"data '{path}' has no column for input '{wanted.name}'; give "
+                f"--columns {wanted.name}=COLUMN,… (the columns are {_listed(list(table))})"
             )
         for name in chosen[wanted.name]:
             if name not in table:
@@ -378,12 +457,12 @@ def _made_of(
     path: str,
     found: DataFile,
 ) -> Array:
-    """Returns the array of an input that some columns make."""
+    """Returns the array of an input that is formed from columns."""
     arrays = [_numbers(name, values, wanted, classes, path, found) for name, values in columns]
     if len(arrays) > 1 and any(array.ndim > 1 for array in arrays):
         raise FeedError(
-            f"data '{path}': a row of column '{columns[0][0]}' or of another that make input "
-            f"'{wanted.name}' has several numbers; make the input of one such column"
+            f"data '{path}': columns with several numbers per row cannot be combined to input "
+            f"'{wanted.name}' ('{columns[0][0]}' and others); give it a single such column"
         )
     rank = None if wanted.dims is None else len(wanted.dims)
     if len(arrays) == 1 and (arrays[0].ndim > 1 or rank != 2):
@@ -406,34 +485,35 @@ def _numbers(
     path: str,
     found: DataFile,
 ) -> Array:
-    """Returns a column as numbers: those of class names where they are for labels."""
-    if not isinstance(values, list):  # of arrow
+    """Returns a column as numbers; class names of labels become their numbers."""
+    if not isinstance(values, list):  # a column of pyarrow
         try:
             array = tables.dense(values)
-        except ValueError as error:
+        except (ValueError, TypeError, NotImplementedError) as error:
             raise FeedError(
                 f"data '{path}': column '{name}': {error}; fill or drop them"
             ) from error
+        if array.dtype.kind in "mMV":  # times would become integers of some unit
+            raise FeedError(
+                f"data '{path}': column '{name}' must be numeric, got type {array.dtype}"
+            )
         if array.dtype.kind in "biuf":
             return _whole(array) if wanted.dtype.kind in "iub" else array
         values = array.tolist()
     whole = wanted.dtype.kind in "iub"
     numbers = [_number(value, whole=whole) for value in values]
     if None not in numbers:
-        try:
-            return np.array(numbers, wanted.dtype if whole else np.float64)
-        except OverflowError as error:
-            raise FeedError(
-                f"data '{path}': column '{name}' has a number that {wanted.dtype} does not hold, "
-                f"which input '{wanted.name}' takes"
-            ) from error
+        if not whole:
+            return np.array(numbers, np.float64)
+        return _integers(numbers, wanted, f"data '{path}': column '{name}'")
     names = classes.get(wanted.name)
     row, value = next((i, v) for i, v in enumerate(values) if numbers[i] is None)
     are_names = whole and all(isinstance(one, str) and one for one in values)
     if not are_names or (names is None and _number(value, whole=False) is not None):
         raise FeedError(
-            f"data '{path}': row {row + 1} of column '{name}' is {value!r}; input '{wanted.name}' "
-            f"takes {'integers, or names of classes' if whole else 'numbers'}"
+            f"data '{path}': row {row + 1} of column '{name}' must be "
+            f"{'an integer or a class name' if whole else 'a number'} for input '{wanted.name}', "
+            f"got {value!r:.80}"
         )
     if names is None:
         names = sorted(set(values))
@@ -443,7 +523,10 @@ def _numbers(
 
 
 def _whole(array: Array) -> Array:
-    """Returns floats as integers where all of them are, as where a table had missing values."""
+    """Returns floats as integers if all are whole numbers.
+
+    pandas stores integers as floats where values are missing.
+    """
     if array.dtype.kind != "f" or not (np.abs(array) < 2**53).all():
         return array
     integers = array.astype(np.int64)
@@ -451,34 +534,62 @@ def _whole(array: Array) -> Array:
 
 
 def _number(value: Any, *, whole: bool) -> int | float | None:
-    """Returns what a text says, or None if that is no number, or no integer where one is needed."""
+    """Returns a cell as a number; None if it is not one, or not an integer where one is needed."""
+    is_text = isinstance(value, str)
+    if is_text and "_" in value:  # Python reads 1_2 as 12
+        return None
     try:
-        if not whole:
-            return float(value)
-        return int(value)
-    except (TypeError, ValueError, OverflowError):
+        if whole and is_text:
+            return int(value)
+    except ValueError:  # it may be 3.0
         pass
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
-    return int(number) if whole and number.is_integer() else None
+    if whole:
+        integer = int(value if not is_text else number) if number.is_integer() else None
+        return integer if is_text or integer == value else None
+    if is_text and math.isinf(number) and "inf" not in value.lower():  # 1e999
+        return None
+    return number
+
+
+def _integers(numbers: Sequence[Any], wanted: Wanted, where: str) -> Array:
+    """Returns integers converted to the type of an input."""
+    for kind in (np.int64, np.uint64):
+        try:
+            result, lost = cast_numbers(np.array(numbers, kind), wanted.dtype)
+        except OverflowError:
+            continue
+        if lost is None:
+            return result
+        break
+    raise FeedError(
+        f"{where} has a number out of range for {wanted.dtype}, the type of input '{wanted.name}'"
+    )
 
 
 def _numbered(names: Sequence[str]) -> str:
-    return ", ".join(f"{number} {name}" for number, name in enumerate(names))
+    return _listed([f"{number} {name}" for number, name in enumerate(names)])
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Returns names for a message; only the first ones if there are many."""
+    shown = ", ".join(f"{name!s:.80}" for name in names[:_SHOWN])
+    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _places(values: Sequence[str], names: Sequence[str], wanted: Wanted, where: str) -> Array:
-    """Returns the numbers that stand for names of classes."""
+    """Returns the numbers of class names."""
     number_of = {name: number for number, name in enumerate(names)}
     for value in values:
         if value not in number_of:
             raise FeedError(
-                f"{where} has the class '{value}', which the training did not have; "
+                f"{where} has the class '{value}', which is unknown to the model; "
                 + did_you_mean(value, names)
             )
-    return np.array([number_of[value] for value in values], wanted.dtype)
+    return _integers([number_of[value] for value in values], wanted, where)
 
 
 # ---------------------------------------------------------------------------------- images
@@ -486,59 +597,97 @@ def _places(values: Sequence[str], names: Sequence[str], wanted: Wanted, where: 
 
 @dataclass(frozen=True)
 class _Pictures:
-    """How images become numbers."""
+    """Converts images to arrays.
+
+    Attributes:
+        scale: The divisor of pixels.
+        mean: The value then subtracted from each channel.
+        deviation: The value that each channel is then divided by.
+        warned: Collects Pillow's warnings about images that it could read.
+    """
 
     scale: float
     mean: Sequence[float] | None
     deviation: Sequence[float] | None
+    warned: list[str]
 
-    def array(self, path: Path, wanted: Wanted) -> Array:
-        """Returns an image as an input takes it: resized, channels where the model has them."""
-        try:
-            from PIL import Image, ImageOps
-        except ImportError as error:
-            raise OrtopsError(
-                f"data '{path.parent.parent}': Pillow is not installed, which reads images; "
-                "install ortops[images]"
-            ) from error
-        channels, height, width, first = _layout(wanted)
+    def check(self, wanted: Wanted) -> None:
+        """Rejects settings that do not fit an input."""
+        channels = _layout(wanted)[0]
         for option, given in (("mean", self.mean), ("deviation", self.deviation)):
             if len(given or ()) not in (0, 1, channels):
+                counts = " or ".join(map(str, sorted({1, channels})))
                 raise OrtopsError(
-                    f"--{option} has {len(given or ())} numbers; one, or one for each channel of "
-                    f"input '{wanted.name}', which has {channels}, is accepted"
+                    f"--{option} must have {counts} numbers, as input '{wanted.name}' has "
+                    f"{channels} channels, got {len(given or ())}"
                 )
-        try:
-            with Image.open(path) as opened:
-                if opened.mode.startswith(("I", "F")):  # Pillow cuts these off at 255
-                    raise ValueError(f"its pixels have more than 8 bits (mode {opened.mode})")
-                upright = ImageOps.exif_transpose(opened)
-                image = upright.convert("L" if channels == 1 else "RGB")
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise FeedError(f"data '{path}': {error}; remove it or mend it") from error
+        numbers = [("scale", self.scale), *(("deviation", each) for each in self.deviation or ())]
+        for option, number in numbers:
+            if not math.isfinite(number) or number == 0:
+                raise OrtopsError(f"--{option} must be a finite number other than 0, got {number}")
+        if not all(math.isfinite(number) for number in self.mean or ()):
+            raise OrtopsError(f"--mean must have finite numbers, got {list(self.mean or ())}")
+        if wanted.dtype.kind in "iu" and (self.scale != 1 or self.mean or self.deviation):
+            raise OrtopsError(
+                f"--scale, --mean, --deviation: input '{wanted.name}' takes unscaled pixels "
+                f"({wanted.dtype}); omit these options"
+            )
+
+    def array(self, path: Path, wanted: Wanted) -> Array:
+        """Returns an image as an array for an input: resized, with its channels in order."""
+        from PIL import Image
+
+        channels, height, width, first = _layout(wanted)
+        image = self._opened(path, "L" if channels == 1 else "RGB")
         if height and width and image.size != (width, height):
             image = image.resize((width, height), Image.Resampling.BILINEAR)
-        pixels = np.asarray(image)
-        if wanted.dtype.kind in "iu":
-            if self.scale != 1 or self.mean or self.deviation:
-                raise OrtopsError(
-                    f"--scale, --mean, --deviation: input '{wanted.name}' takes {wanted.dtype}, so "
-                    "images are given as they are; leave these out"
-                )
-            numbers = pixels.astype(wanted.dtype)
-        else:
-            exact = pixels.astype(np.float64) / self.scale
+        exact = np.asarray(image)
+        if wanted.dtype.kind not in "iu":
+            exact = exact.astype(np.float64) / self.scale
             exact = (exact - np.array(self.mean or 0.0)) / np.array(self.deviation or 1.0)
-            numbers = exact.astype(wanted.dtype)
+        numbers, lost = cast_numbers(exact, wanted.dtype)
+        if lost is not None:
+            raise FeedError(
+                f"data '{path}' has the value {lost}, out of range for {wanted.dtype}, the type of "
+                f"input '{wanted.name}'"
+            )
         if numbers.ndim == 2 and wanted.dims is not None and len(wanted.dims) == 4:
             numbers = numbers[..., None]
         if first and numbers.ndim == 3:
             numbers = np.moveaxis(numbers, -1, 0)
         return numbers
 
+    def _opened(self, path: Path, mode: str) -> Any:
+        """Returns an image in its EXIF orientation; adds the file name to errors of Pillow."""
+        from PIL import Image, ImageOps, UnidentifiedImageError
+
+        # A link within the folder leads to a file there (see `_image_files`).
+        file = open_regular(path.resolve(), link=False)
+        with file as stream, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            try:
+                # Pillow detects the format by content, and some formats run other programs.
+                with Image.open(stream, formats=_FORMATS) as opened:
+                    if opened.mode.startswith(("I", "F")):  # Pillow clips these at 255
+                        raise ValueError(f"its pixels have more than 8 bits (mode {opened.mode})")
+                    opened.load()
+                    image = ImageOps.exif_transpose(opened).convert(mode)
+            except MemoryError:
+                raise
+            except Exception as error:  # a corrupt file may raise anything
+                why = str(error).strip().split("\n")[0][:200] or type(error).__name__
+                if isinstance(error, UnidentifiedImageError):
+                    why = f"it is not an image of a known format ({', '.join(_FORMATS)})"
+                raise FeedError(f"data '{path}': {why}; repair or remove it") from error
+        caught = [each for each in caught if issubclass(each.category, UserWarning)]
+        if caught:
+            self.warned.append(f"data '{path}': {caught[0].message}")
+        return image
+
 
 def _layout(wanted: Wanted) -> tuple[int, int | None, int | None, bool]:
-    """Returns channels, height and width of an input, and whether channels come first."""
+    """Returns the channels, height and width of an input, and whether channels come first."""
     dims = wanted.dims
     if dims is not None and len(dims) == 4 and dims[1] in (1, 3):
         return dims[1], dims[2], dims[3], True
@@ -548,9 +697,52 @@ def _layout(wanted: Wanted) -> tuple[int, int | None, int | None, bool]:
         return 1, dims[1], dims[2], False
     shown = "unknown" if dims is None else str([dim or "?" for dim in dims])
     raise FeedError(
-        f"input '{wanted.name}': its shape is {shown}; images are read for [batch, 1 or 3, height, "
-        "width], [batch, height, width, 1 or 3] and [batch, height, width]"
+        f"input '{wanted.name}': images need an input of shape [batch, 1 or 3, height, width], "
+        f"[batch, height, width, 1 or 3] or [batch, height, width], got {shown}"
     )
+
+
+def _leads_into(link: Path, folder: Path) -> bool:
+    try:
+        return link.resolve().is_relative_to(folder)
+    except (OSError, RuntimeError):  # a link to itself
+        return False
+
+
+def _image_files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Returns the images in a folder and its subfolders, and the other files; no hidden ones.
+
+    Raises:
+        FeedError: If a link leads to a folder or out of the folder.
+        OSError: If a folder cannot be read.
+    """
+    found: list[Path] = []
+    others: list[Path] = []
+    left = [folder]
+    whole = folder.resolve()
+    while left:
+        within = left.pop()
+        for entry in within.iterdir():
+            if entry.name.startswith("."):
+                continue
+            is_link = entry.is_symlink()
+            if entry.is_dir():
+                if is_link:
+                    raise FeedError(
+                        f"data '{entry}' is a symbolic link to a folder, which is not followed; "
+                        "replace it with the folder itself"
+                    )
+                left.append(entry)
+            elif entry.suffix.lower() in IMAGES:
+                if is_link and not _leads_into(entry, whole):
+                    raise FeedError(
+                        f"data '{entry}' is a symbolic link to a file outside '{folder}'; replace "
+                        "it with the file itself"
+                    )
+                found.append(entry)
+            elif entry.name not in _OF_SYSTEMS:
+                others.append(entry)
+    return sorted(found), sorted(others)
 
 
 def _read_folder(
@@ -559,32 +751,32 @@ def _read_folder(
     classes: Mapping[str, Sequence[str]],
     pictures: _Pictures,
 ) -> DataFile:
-    """Reads a folder that has a folder of images for each class, or images alone."""
+    """Reads a folder with one subfolder of images per class, or, without labels, any images."""
     images = [wanted for wanted in inputs if not wanted.is_target]
     labels = [wanted for wanted in inputs if wanted.is_target]
     if len(images) != 1 or len(labels) > 1:
         listed = ", ".join(wanted.name for wanted in inputs)
         raise FeedError(
-            f"data '{folder}': a folder of images fills one input of the model and one of the "
-            f"loss; there are {listed}"
+            f"data '{folder}': a folder of images fills one input of the model and one target of "
+            f"the loss, but the inputs are {listed}; give an .npz file"
         )
-    files = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in _IMAGES
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
+    files, others = _image_files(folder)
     if not files:
-        raise FeedError(f"data '{folder}': there is no image in it; {', '.join(_IMAGES)} are read")
+        raise FeedError(f"data '{folder}' contains no images ({', '.join(IMAGES)})")
     found = DataFile({}, files=[path.relative_to(folder).as_posix() for path in files])
+    if others:
+        found.said.append(
+            f"{len(others)} files in '{folder}', such as '{others[0].relative_to(folder)}', are "
+            f"ignored, as they have no extension of an image ({', '.join(IMAGES)})"
+        )
     if labels:
         target = labels[0].name
         by_class = []
         for path in files:
             if path.parent == folder:
                 raise FeedError(
-                    f"data '{folder}': '{path.name}' lies in no folder of a class; put the images "
-                    "of each class into a folder called like it"
+                    f"data '{folder}': '{path.name}' is not in the subfolder of a class; move the "
+                    "images of each class to a subfolder named after it"
                 )
             by_class.append(path.relative_to(folder).parts[0])
         names = classes.get(target)
@@ -593,11 +785,33 @@ def _read_folder(
             found.said.append(f"the folders of '{folder}' are classes: {_numbered(names)}")
         found.classes[target] = list(names)
         found.arrays[target] = _places(by_class, names, labels[0], f"data '{folder}': it")
-    arrays = [pictures.array(path, images[0]) for path in files]
-    if len({array.shape for array in arrays}) > 1:
-        raise FeedError(
-            f"data '{folder}': the images have different sizes, and input '{images[0].name}' has "
-            "none of its own; make them of one size"
+    found.arrays[images[0].name] = _stacked(folder, files, images[0], pictures)
+    if pictures.warned:
+        more = len(pictures.warned) - 1
+        found.said.append(
+            pictures.warned[0] + (f"; Pillow warned about {more} more images" if more else "")
         )
-    found.arrays[images[0].name] = np.stack(arrays)
     return found
+
+
+def _stacked(folder: Path, files: Sequence[Path], wanted: Wanted, pictures: _Pictures) -> Array:
+    """Returns images as one array."""
+    try:
+        importlib.import_module("PIL.Image")
+    except ImportError as error:
+        raise OrtopsError(
+            f"data '{folder}': reading images needs the package Pillow; pip install ortops[images]"
+        ) from error
+    pictures.check(wanted)
+    first = pictures.array(files[0], wanted)
+    check_size(f"data '{folder}'", first.nbytes * len(files))
+    result = np.empty((len(files), *first.shape), first.dtype)
+    for number, file in enumerate(files):
+        array = pictures.array(file, wanted) if number else first
+        if array.shape != first.shape:
+            raise FeedError(
+                f"data '{folder}': the images differ in size, and input '{wanted.name}' has no "
+                "fixed size to resize them to; resize them to one size"
+            )
+        result[number] = array
+    return result

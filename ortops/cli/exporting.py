@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 
@@ -11,7 +10,9 @@ import onnx
 
 from ortops import lora
 from ortops.cli.data import CLASSES_KEY, note, read_classes
-from ortops.cli.streams import describe_stream, print_bytes, read_model, write_model
+from ortops.cli.outputs import check_outputs, check_writable
+from ortops.cli.standard_streams import print_bytes, say
+from ortops.cli.streams import describe_stream, read_model, source, write_model
 from ortops.errors import OrtopsError
 from ortops.graph.external import attached, detach, serialize
 from ortops.graph.external import write_model as write_in_place
@@ -24,10 +25,15 @@ __all__ = ["export", "export_step", "lower"]
 
 
 def export(options: argparse.Namespace) -> int:
-    """Writes the model that was trained."""
+    """Writes the trained model for inference."""
+    read = {"model": options.model, "--original": options.original}
+    check_outputs(read, {"output": options.output}, force=options.force)
+    check_writable({"output": options.output})
     model = read_model(options.model)
     if not model.training_info:
-        raise OrtopsError(f"'{options.model}' has no training in it, so there is nothing to export")
+        raise OrtopsError(
+            f"'{options.model}' is not a trainable file; give one written by ortops build or train"
+        )
     result = TrainingSession(model).inference_model(
         None if options.original is None else read_model(options.original), ema=options.ema
     )
@@ -36,26 +42,33 @@ def export(options: argparse.Namespace) -> int:
     if options.quantize:
         result = _quantized(result)
     classes = read_classes(model)
-    if classes:  # the original did not know them
+    if classes:  # which the original file does not have
         note(result, CLASSES_KEY, classes)
     write_model(result, options.output)
-    print(f"wrote {describe_stream(options.output)}", file=sys.stderr)
+    say(f"wrote {describe_stream(options.output)}")
     return 0
 
 
 def export_step(options: argparse.Namespace) -> int:
     """Writes a training step for other languages."""
     model = read_model(options.model)
-    write_step(model, options.folder, web=options.web, entry=options.entry, target=options.target)
-    print(f"wrote {options.folder}", file=sys.stderr)
+    write_step(
+        model,
+        options.folder,
+        web=options.web,
+        entry=options.entry,
+        target=options.target,
+        overwrite=options.force,
+    )
+    say(f"wrote {options.folder}")
     return 0
 
 
 def _quantized(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns a model whose weights are rounded to 8 bits by onnxruntime's tool."""
+    """Returns a model with weights quantized to 8 bits by onnxruntime."""
     from onnxruntime.quantization import quantize_dynamic
 
-    del model.graph.value_info[:]  # the tool transposes weights and believes what is said of them
+    del model.graph.value_info[:]  # the tool transposes weights but not their recorded shapes
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "quantized.onnx")
         quantize_dynamic(model, path)
@@ -63,11 +76,13 @@ def _quantized(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def lower(options: argparse.Namespace) -> int:
-    """Replaces the domain's nodes by standard operators."""
+    """Replaces nodes of the training domain with standard operators."""
+    check_outputs({"model": options.model}, {"output": options.output}, force=options.force)
+    check_writable({"output": options.output})
     target = None if options.output == "-" else destination(options.output)
-    model = lower_model(sys.stdin.buffer.read() if options.model == "-" else options.model)
+    model = lower_model(source(options.model))
     folder = Path(options.model).resolve().parent
-    moved = target is None or target.parent != folder  # external data are found from there
+    moved = target is None or target.parent != folder  # external data paths are relative to it
     light, data = detach(model, folder if moved else None)
     if options.output == "-":
         print_bytes(serialize(attached(light, data)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx
 
+from ortops.cli.standard_streams import print_text
 from ortops.cli.streams import print_json, read_model
 from ortops.errors import OrtopsError
 from ortops.lowering import TRAINING_DOMAIN
@@ -19,18 +20,17 @@ __all__ = ["inspect"]
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Tells what is in a file."""
+    """Prints a description of a model or trainable file."""
     found = _found(read_model(options.model))
     if options.json:
         print_json(found)
     else:
-        for line in _lines(found):
-            print(line)
+        print_text("\n".join(_lines(found)))
     return 0
 
 
 def _found(model: onnx.ModelProto) -> dict[str, Any]:
-    """Returns what is in a model, as JSON can hold it."""
+    """Returns a JSON-serializable description of a model."""
     graph = model.graph
     given = {tensor.name for tensor in graph.initializer}
     found: dict[str, Any] = {
@@ -67,7 +67,7 @@ def _found(model: onnx.ModelProto) -> dict[str, Any]:
 
 
 def _learning_rate(session: TrainingSession) -> float | None:
-    """Returns the learning rate, or None where a file of others does not say which number it is."""
+    """Returns the learning rate, or None if a file from another tool does not name it."""
     try:
         return session.learning_rate
     except OrtopsError:
@@ -75,16 +75,16 @@ def _learning_rate(session: TrainingSession) -> float | None:
 
 
 def _position(session: TrainingSession) -> str:
-    """Returns how far the last `fit` is, in words."""
+    """Returns a sentence on how far the last `fit` got."""
     position = session.standing.position
     if position is None:
         return ""
     epochs, epoch = position.begun.call.epochs, position.begun.epoch
     if epoch > epochs:
-        return f"the last training has made its {epochs} epochs"
+        return f"the last training finished its {epochs} epochs"
     batches = position.begun.call.batches
     done = f"{position.place.batch} of {batches if batches else '?'} batches"
-    return f"the last training is in epoch {epoch} of {epochs} ({done}); --resume goes on with it"
+    return f"the last training stopped in epoch {epoch} of {epochs} ({done}); --resume continues it"
 
 
 def _typed(value: onnx.ValueInfoProto) -> str:
@@ -105,18 +105,18 @@ def _lines(found: dict[str, Any]) -> list[str]:
     lines += [f"input {name}: {kind}" for name, kind in found["inputs"].items()]
     lines += [f"output {name}: {kind}" for name, kind in found["outputs"].items()]
     if not found["trainable"]:
-        return [*lines, "no training is in it; ortops build writes a trainable file"]
-    lines += [f"input {name} of the loss: {kind}" for name, kind in found["loss_inputs"].items()]
-    lines.append(f"minimizes {' + '.join(found['losses']) or 'a loss of its own'}")
+        return [*lines, "not trainable; ortops build writes a trainable file"]
+    lines += [f"loss input {name}: {kind}" for name, kind in found["loss_inputs"].items()]
+    lines.append(f"loss: {' + '.join(found['losses']) or 'custom'}")
     if found["updates"]:
         updates = ", ".join(f"{name} × {count}" for name, count in found["updates"].items())
-        lines.append(f"updates by {updates}")
+        lines.append(f"updates: {updates}")
     if found["learning_rate"] is not None:
         rate = f"learning rate {found['learning_rate']:g}"
         lines.append(rate + (f", times {found['schedule']}" if found["schedule"] else ""))
-    lines.append(f"{found['parameter_count']:,} numbers are trained:")
+    lines.append(f"{found['parameter_count']:,} trainable parameters:")
     lines += [f"  {name} {shape}" for name, shape in found["parameters"].items()]
-    lines.append(f"{found['step']} steps are done")
+    lines.append(f"{found['step']} steps done")
     if found["position"]:
         lines.append(found["position"])
     for number, epoch in enumerate(found["history"], start=1):

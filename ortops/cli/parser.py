@@ -1,4 +1,4 @@
-"""What the command line takes; nothing else is imported for `--help`."""
+"""The argument parser of the command line. Imports nothing else, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import argparse
 import math
 import textwrap
 from collections.abc import Callable
+from typing import Any
 
 __all__ = ["make_parser"]
 
 _LOSS = "a loss with its arguments, such as 'SoftmaxCrossEntropy(label_smoothing=0.1)'"
 _OPTIMIZER = "an optimizer with its arguments, such as 'AdamW(weight_decay=0.1)'"
 _DATA = (
-    "an .npz, .csv or .parquet file, a folder with a folder of images for each class, or - for "
+    "an .npz, .csv or .parquet file, a folder with one subfolder of images per class, or - for "
     "CSV on standard input"
 )
-_EXIT = "Ends with 0, with 1 where something was refused or failed, with 2 where the call is wrong."
+_EXIT = "Exit status: 0 success, 1 error, 2 usage error."
+_EXIT_OF_CHECK = "Exit status: 0 no problems, 1 problems found, 2 unreadable model or usage error."
 
 _EXAMPLES = {
     "": """
@@ -74,22 +76,39 @@ _EXAMPLES = {
 _Command = Callable[..., argparse.ArgumentParser]
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that rejects empty arguments: most often a shell variable that is not set."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.register("type", None, _text)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses arguments; rejects ``--option=--``, which argparse turns into an empty list."""
+        found, left = super().parse_known_args(args, namespace)
+        for name, value in vars(found).items():
+            if value == [] and name != "given":
+                self.error(f"argument --{name.replace('_', '-')}: expected one argument")
+        return found, left
+
+
 def make_parser(version: str) -> argparse.ArgumentParser:
     """Returns the parser.
 
-    What a call stands for is `run` of what it returns: ``module.function`` of this package.
+    The parsed options name the function to call as `run`: ``module.function`` of this package.
 
     Args:
-        version: What ``--version`` prints.
+        version: The version that ``--version`` prints.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ortops",
-        description="Training for stock onnxruntime.",
+        description="Train ONNX models with stock onnxruntime.",
         epilog=_epilog(""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ortops {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands.type = str  # the parser of each command checks its own arguments
 
     def command(name: str, run: str, summary: str) -> argparse.ArgumentParser:
         made = commands.add_parser(
@@ -100,7 +119,7 @@ def make_parser(version: str) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         made.set_defaults(run=run)
-        made.add_argument("--debug", action="store_true", help="show a traceback of errors")
+        made.add_argument("--debug", action="store_true", help="show the traceback of an error")
         return made
 
     _add_check(command)
@@ -110,27 +129,43 @@ def make_parser(version: str) -> argparse.ArgumentParser:
     _add_predict(command)
     _add_export(command)
     _add_export_step(command)
-    lower = command("lower", "exporting.lower", "replace Gradient, Adam, … by standard operators")
+    lower = command("lower", "exporting.lower", "replace Gradient, Adam, … with standard operators")
     lower.add_argument("model", help="an .onnx file")
-    lower.add_argument("output", help="the file to write; - is standard output")
-    inspect = command("inspect", "inspection.inspect", "tell what is in a trainable file")
+    lower.add_argument("output", help="the file to write, or - for standard output")
+    _add_force(lower)
+    inspect = command("inspect", "inspection.inspect", "describe a model or trainable file")
     inspect.add_argument("model", help="an .onnx file, or - for standard input")
-    inspect.add_argument("--json", action="store_true", help="print an object")
+    inspect.add_argument("--json", action="store_true", help="print a JSON object")
     _add_lora(command)
     completion = command(
-        "completion", "completion.print_completion", "print a shell's completion of this command"
+        "completion", "completion.print_completion", "print a shell completion script"
     )
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     return parser
+
+
+def _text(text: str) -> str:
+    """Returns a name, path or pattern."""
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    if "\0" in text:
+        raise argparse.ArgumentTypeError(f"must not contain a null character, got {text!r:.80}")
+    return text
 
 
 def _count(text: str) -> int:
     return _whole_number(text, least=1)
 
 
-def _whole_number(text: str, least: int = 0) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer of at least {least}")
+def _rank(text: str) -> int:
+    return _whole_number(text, least=1, bits=31)
+
+
+def _whole_number(text: str, least: int = 0, bits: int = 63) -> int:
+    if not text.isdecimal() or (len(text) < 20 and int(text) < least):
+        raise argparse.ArgumentTypeError(f"must be an integer >= {least}, got {text!r:.80}")
+    if len(text.lstrip("0")) > 19 or int(text) >= 2**bits:
+        raise argparse.ArgumentTypeError(f"must be an integer < 2**{bits}, got {text!r:.80}")
     return int(text)
 
 
@@ -140,7 +175,7 @@ def _divisor(text: str) -> float:
     except ValueError:
         number = 0.0
     if not number or not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number to divide by")
+        raise argparse.ArgumentTypeError(f"must be a finite number other than 0, got {text!r:.80}")
     return number
 
 
@@ -151,220 +186,261 @@ def _epilog(command: str) -> str:
 
 def _add_check(command: _Command) -> None:
     parser = command(
-        "check", "checking.check", "tell what a training would do, and what stands in the way"
+        "check", "checking.check", "report what training would do, and what prevents it"
     )
-    parser.epilog = str(parser.epilog).replace(
-        _EXIT, "Ends with 1 if something stands in the way, with 2 if no model can be read, else 0."
-    )
-    parser.add_argument(
-        "models", nargs="+", help="an .onnx file, a folder of them, or - for standard input"
-    )
-    parser.add_argument("--loss", help=_LOSS)
-    parser.add_argument(
-        "--trainable", action="append", metavar="PATTERN", help="what to train; may be repeated"
-    )
-    parser.add_argument(
-        "--batch-normalization", choices=("auto", "train", "frozen"), default="auto"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print an array with an object for each file"
-    )
-
-
-def _add_algorithm(parser: argparse.ArgumentParser) -> None:
-    """Adds what `build` and `train` share."""
-    group = parser.add_argument_group("the training")
-    group.add_argument("--loss", help=_LOSS)
-    group.add_argument("--optimizer", help=f"{_OPTIMIZER}; Adam by default")
-    group.add_argument(
-        "--learning-rate",
-        metavar="RATE",
-        help="a number, or a schedule such as 'warmup_cosine(3e-4, steps=1000, warmup=100)'",
-    )
-    group.add_argument(
+    add = parser.add_argument
+    parser.epilog = str(parser.epilog).replace(_EXIT, _EXIT_OF_CHECK)
+    add("models", nargs="+", help="an .onnx file, a folder of them, or - for standard input")
+    add("--loss", help=_LOSS)
+    add(
         "--trainable",
         action="append",
         metavar="PATTERN",
-        help="what to train: names of weights, patterns, scopes of nodes; may be repeated",
+        help="names or patterns of the weights to train; may be repeated",
     )
-    group.add_argument("--batch-normalization", choices=("auto", "train", "frozen"))
-    group.add_argument(
-        "--clip-norm", type=float, metavar="N", help="the largest norm of all gradients together"
+    add("--batch-normalization", choices=("auto", "train", "frozen"), default="auto")
+    add("--json", action="store_true", help="print a JSON array with one object per file")
+
+
+def _add_algorithm(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that `build` and `train` share."""
+    group = parser.add_argument_group("training algorithm")
+    add = group.add_argument
+    add("--loss", help=_LOSS)
+    add("--optimizer", help=f"{_OPTIMIZER} (default: Adam)")
+    add(
+        "--learning-rate",
+        metavar="RATE",
+        help="a number, or a schedule such as 'warmup_cosine(3e-4, steps=1000, warmup=100)'; with "
+        "`train`, steps defaults to the number of updates",
     )
-    group.add_argument(
-        "--clip-value", type=float, metavar="N", help="the largest absolute value of a gradient"
+    add(
+        "--trainable",
+        action="append",
+        metavar="PATTERN",
+        help="which weights to train: their names, patterns, or scopes of nodes; may be repeated",
     )
-    group.add_argument(
-        "--ema-decay", type=float, metavar="D", help="keep averages of the weights, such as 0.999"
+    add(
+        "--batch-normalization",
+        choices=("auto", "train", "frozen"),
+        help="how to run BatchNormalization: with the statistics of each batch, or frozen "
+        "(default: auto)",
     )
-    group.add_argument(
-        "--seed", type=_whole_number, metavar="N", help="of Dropout and the order; 0"
+    add("--clip-norm", type=float, metavar="N", help="clip the global norm of the gradients to N")
+    add("--clip-value", type=float, metavar="N", help="clip each gradient element to [-N, N]")
+    add(
+        "--ema-decay",
+        type=float,
+        metavar="D",
+        help="keep an exponential moving average of the weights with this decay, such as 0.999",
+    )
+    add(
+        "--seed", type=_whole_number, metavar="N", help="seed of Dropout and shuffling (default: 0)"
     )
 
 
 def _add_build(command: _Command) -> None:
     parser = command("build", "training.build", "write a trainable file")
-    parser.add_argument("model", help="an .onnx file, or - for standard input")
-    parser.add_argument("output", help="the trainable file to write; - is standard output")
+    add = parser.add_argument
+    add("model", help="an .onnx file, or - for standard input")
+    add("output", help="the trainable file to write, or - for standard output")
+    _add_force(parser)
     _add_algorithm(parser)
 
 
+def _add_force(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--force", action="store_true", help="allow the output to overwrite an input file"
+    )
+
+
 def _add_data(parser: argparse.ArgumentParser, *, batch: int = 256) -> None:
-    group = parser.add_argument_group("the data")
-    group.add_argument("--data", metavar="DATA", help=_DATA)
-    group.add_argument(
+    group = parser.add_argument_group("data")
+    add = group.add_argument
+    add("--data", metavar="DATA", help=_DATA)
+    add(
         "--columns",
         action="extend",
         nargs="+",
         metavar="INPUT=COLUMNS",
-        help="which columns of a table an input is made of, as in points=x,y labels=kind; by "
-        "default those of its name, and for a single other input all the others",
+        help="the table columns that form an input, as in points=x,y labels=kind; by default the "
+        "column of the same name; a single remaining input gets all remaining columns",
     )
-    group.add_argument(
-        "--scale", type=_divisor, metavar="N", help="divide the numbers of images by this; 1"
-    )
-    group.add_argument(
+    add("--scale", type=_divisor, metavar="N", help="divide image pixels by this (default: 1)")
+    add(
         "--mean",
         type=float,
         action="extend",
         nargs="+",
         metavar="M",
-        help="subtract this from each channel then",
+        help="then subtract this from each channel",
     )
-    group.add_argument(
+    add(
         "--deviation",
         type=_divisor,
         action="extend",
         nargs="+",
         metavar="D",
-        help="divide each channel by this then",
+        help="then divide each channel by this",
     )
-    group.add_argument("--batch-size", type=_count, metavar="N", help=f"rows in a batch; {batch}")
+    add("--batch-size", type=_count, metavar="N", help=f"rows per batch (default: {batch})")
 
 
 def _add_train(command: _Command) -> None:
     parser = command("train", "training.train", "train a model on a data set")
     parser.add_argument(
-        "model",
-        nargs="?",
-        help="an .onnx file: a model, or a trainable file, whose training goes on",
+        "model", nargs="?", help="an .onnx file: a model, or a trainable file to continue training"
     )
     parser.add_argument(
-        "--save", metavar="FILE", help="the trainable file to write; <model>-trained.onnx"
+        "--save", metavar="FILE", help="the trainable file to write (default: <model>-trained.onnx)"
     )
     _add_algorithm(parser)
     _add_data(parser, batch=32)
-    group = parser.add_argument_group("the course of it")
-    group.add_argument("--epochs", type=_count, metavar="N", help="passes over the data; 1")
-    group.add_argument(
-        "--accumulate", type=_count, metavar="K", help="make one update of K batches; 1"
+    group = parser.add_argument_group("training loop")
+    add = group.add_argument
+    add("--epochs", type=_count, metavar="N", help="passes over the data (default: 1)")
+    add(
+        "--accumulate",
+        type=_count,
+        metavar="K",
+        help="accumulate gradients over K batches per update (default: 1)",
     )
-    group.add_argument(
+    add(
         "--validation",
         metavar="DATA",
-        help="data to evaluate after each epoch, or the share of the data to set aside, as 0.1",
+        help="data to evaluate after each epoch, or the fraction of --data to hold out, such as "
+        "0.1",
     )
-    group.add_argument(
-        "--metrics", action="extend", nargs="+", metavar="METRIC", help="such as accuracy"
+    add(
+        "--metrics",
+        action="extend",
+        nargs="+",
+        metavar="METRIC",
+        help="metrics to compute, such as accuracy",
     )
-    group.add_argument(
-        "--early-stopping",
+    add(
+        "--early-stopping", type=_count, metavar="N", help="stop after N epochs without improvement"
+    )
+    add(
+        "--monitor",
+        metavar="NAME",
+        help="the value that --early-stopping and --best watch (default: validation_loss, or loss "
+        "without validation data)",
+    )
+    add("--best", metavar="FILE", help="write the best model here")
+    add(
+        "--checkpoint-steps",
         type=_count,
         metavar="N",
-        help="stop after N epochs without a better one",
+        help="save every N steps (default: after each epoch)",
     )
-    group.add_argument(
-        "--monitor", metavar="NAME", help="what is to get better; validation_loss, or else loss"
+    add("--resume", action="store_true", help="resume an interrupted training")
+    _add_reports(group)
+
+
+def _add_reports(group: argparse._ArgumentGroup) -> None:
+    """Adds the options of `train` for logs, progress and configuration files."""
+    add = group.add_argument
+    add("--log", metavar="FILE", help="a .csv or .jsonl file for losses and metrics")
+    add("--plot", metavar="FILE", help="a .png file for a plot of the loss")
+    add("--tensorboard", metavar="FOLDER", help="write TensorBoard events here")
+    _add_force(group)
+    add("--quiet", action=argparse.BooleanOptionalAction, help="do not show progress")
+    add(
+        "--config",
+        metavar="FILE",
+        help="a TOML file with these options; options on the command line take precedence",
     )
-    group.add_argument("--best", metavar="FILE", help="write the best model here")
-    group.add_argument(
-        "--checkpoint-steps", type=_count, metavar="N", help="save every N steps; else each epoch"
-    )
-    group.add_argument(
-        "--resume", action="store_true", help="go on with what an interrupted call has begun"
-    )
-    group.add_argument("--log", metavar="FILE", help="a .csv or .jsonl file to write numbers to")
-    group.add_argument("--plot", metavar="FILE", help="a .png file to draw the loss into")
-    group.add_argument("--tensorboard", metavar="FOLDER", help="write TensorBoard's events here")
-    group.add_argument("--quiet", action=argparse.BooleanOptionalAction, help="show no progress")
-    group.add_argument(
-        "--config", metavar="FILE", help="a TOML file with these options; those given here win"
-    )
-    group.add_argument(
-        "--write-config", metavar="FILE", help="write the options to a TOML file, and train"
-    )
+    add("--write-config", metavar="FILE", help="write the options to a TOML file, then train")
 
 
 def _add_eval(command: _Command) -> None:
-    parser = command("eval", "training.evaluate", "compute loss and metrics of a data set")
-    parser.add_argument("model", help="a trainable file, or with --loss any .onnx file")
-    parser.add_argument("--loss", help=f"for a file that has none: {_LOSS}")
-    parser.add_argument("--metrics", nargs="+", metavar="METRIC", help="such as accuracy")
-    parser.add_argument("--ema", action="store_true", help="evaluate the averaged weights")
-    parser.add_argument("--json", action="store_true", help="print an object")
+    parser = command("eval", "training.evaluate", "compute loss and metrics on a data set")
+    add = parser.add_argument
+    add("model", help="a trainable file, or with --loss any .onnx file")
+    add("--loss", help=f"for a file without a loss: {_LOSS}")
+    add("--metrics", nargs="+", metavar="METRIC", help="metrics to compute, such as accuracy")
+    add("--ema", action="store_true", help="evaluate the averaged weights")
+    add("--json", action="store_true", help="print a JSON object")
     _add_data(parser)
 
 
 def _add_predict(command: _Command) -> None:
     parser = command("predict", "prediction.predict", "run a model on a data set")
-    parser.add_argument("model", help="an .onnx file")
-    parser.add_argument(
-        "--output", required=True, metavar="FILE", help="an .npz or .csv file; - prints CSV"
-    )
-    parser.add_argument("--outputs", nargs="+", metavar="NAME", help="which outputs; all")
+    add = parser.add_argument
+    add("model", help="an .onnx file")
+    add("--output", required=True, metavar="FILE", help="an .npz or .csv file, or - to print CSV")
+    add("--outputs", nargs="+", metavar="NAME", help="the outputs to write (default: all)")
+    _add_force(parser)
     _add_data(parser)
 
 
 def _add_export(command: _Command) -> None:
-    parser = command("export", "exporting.export", "write the model that was trained")
-    parser.add_argument("model", help="a trainable file")
-    parser.add_argument("output", help="the file to write; - is standard output")
-    parser.add_argument(
-        "--original", metavar="FILE", help="write the weights into a copy of this file"
-    )
-    parser.add_argument("--ema", action="store_true", help="export the averaged weights")
-    parser.add_argument("--merge-lora", action="store_true", help="fold the adapter into weights")
-    parser.add_argument(
+    parser = command("export", "exporting.export", "write the trained model for inference")
+    add = parser.add_argument
+    add("model", help="a trainable file")
+    add("output", help="the file to write, or - for standard output")
+    add("--original", metavar="FILE", help="write the weights into a copy of this file")
+    add("--ema", action="store_true", help="export the averaged weights")
+    add("--merge-lora", action="store_true", help="merge the adapter into the weights")
+    add(
         "--quantize",
         action="store_true",
         help="quantize weights to 8 bits with onnxruntime's dynamic quantization",
     )
+    _add_force(parser)
 
 
 def _add_export_step(command: _Command) -> None:
     parser = command(
         "export-step", "exporting.export_step", "write a training step for other languages"
     )
-    parser.add_argument("model", help="a trainable file, or - for standard input")
-    parser.add_argument("folder", help="where the files go; it is made if need be")
-    parser.add_argument(
-        "--web", action="store_true", help="write a driver in JavaScript and a page, too"
+    add = parser.add_argument
+    add("model", help="a trainable file, or - for standard input")
+    add("folder", help="the output folder; created if it does not exist")
+    add("--web", action="store_true", help="also write a JavaScript driver and a web page")
+    add(
+        "--entry",
+        type=_whole_number,
+        default=0,
+        metavar="N",
+        help="the index of the training_info entry (default: 0)",
     )
-    parser.add_argument(
-        "--entry", type=int, default=0, metavar="N", help="which training_info entry; 0"
+    add(
+        "--target",
+        choices=("onnxruntime", "webgpu"),
+        help="the runtime to optimize for (default: any runtime)",
     )
-    parser.add_argument(
-        "--target", choices=("onnxruntime", "webgpu"), help="what is to run it; any by default"
-    )
+    add("--force", action="store_true", help="overwrite files that ortops did not write")
 
 
 def _add_lora(command: _Command) -> None:
-    parser = command("lora", "adapters.lora", "add, merge and export adapters")
+    parser = command("lora", "adapters.lora", "add, merge and export LoRA adapters")
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
-    add = actions.add_parser("add", help="put an adapter beside the weights of a model")
+    actions.type = str
+    add = actions.add_parser("add", help="add an adapter to a model")
     add.add_argument("model", help="an .onnx file")
-    add.add_argument("output", help="the file to write; - is standard output")
-    add.add_argument("--rank", type=_count, default=8, metavar="N", help="8 by default")
-    add.add_argument("--alpha", type=float, metavar="A", help="twice the rank by default")
-    add.add_argument("--targets", nargs="+", metavar="PATTERN", help="which layers; all")
-    merge = actions.add_parser("merge", help="fold an adapter into the weights")
-    merge.add_argument("model", help="an .onnx file with an adapter, trainable or not")
-    merge.add_argument("output", help="the file to write; - is standard output")
-    merge.add_argument(
-        "--dequantize", action="store_true", help="make quantized weights floats, to merge into"
+    add.add_argument("output", help="the file to write, or - for standard output")
+    add.add_argument(
+        "--rank", type=_rank, default=8, metavar="N", help="the adapter's rank (default: 8)"
     )
-    export = actions.add_parser("export", help="write an adapter alone")
+    add.add_argument(
+        "--alpha", type=float, metavar="A", help="the scaling's numerator (default: twice the rank)"
+    )
+    add.add_argument(
+        "--targets", nargs="+", metavar="PATTERN", help="the layers to adapt (default: all)"
+    )
+    merge = actions.add_parser("merge", help="merge an adapter into the weights")
+    merge.add_argument("model", help="an .onnx file with an adapter, trainable or not")
+    merge.add_argument("output", help="the file to write, or - for standard output")
+    merge.add_argument(
+        "--dequantize", action="store_true", help="convert quantized weights to floats and merge"
+    )
+    export = actions.add_parser("export", help="write only the adapter")
     export.add_argument("model", help="an .onnx file with an adapter, trainable or not")
-    export.add_argument("output", help="an .onnx_adapter file, or else a folder as PEFT writes it")
+    export.add_argument("output", help="an .onnx_adapter file, or a folder for PEFT's format")
     for action in (add, merge, export):
-        action.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
+        _add_force(action)
+        action.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )

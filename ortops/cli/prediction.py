@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import io
-import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +12,23 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ortops.cli.data import read_classes, read_data, rows_of, sampled, wanted_inputs
+from ortops.cli.data import (
+    DataFile,
+    Wanted,
+    read_classes,
+    read_data,
+    rows_of,
+    sampled,
+    wanted_inputs,
+)
+from ortops.cli.outputs import check_outputs, check_writable
+from ortops.cli.standard_streams import print_bytes, say
 from ortops.cli.streams import read_model
-from ortops.errors import OrtopsError, did_you_mean
+from ortops.errors import FeedError, OrtopsError, did_you_mean
 from ortops.graph.files import write_atomically
 from ortops.inference import InferenceSession
 from ortops.training.feeds import Input
+from ortops.training.tables import csv_text
 
 __all__ = ["predict"]
 
@@ -32,7 +41,10 @@ def predict(options: argparse.Namespace) -> int:
         raise OrtopsError("--data is missing; see ortops predict --help")
     suffix = Path(options.output).suffix.lower()
     if options.output != "-" and suffix not in (".npz", ".csv"):
-        raise OrtopsError(f"--output is '{options.output}'; an .npz or .csv file or - is accepted")
+        raise OrtopsError(f"--output must be an .npz or .csv file or -, got '{options.output}'")
+    read = {"model": options.model, "--data": options.data}
+    check_outputs(read, {"--output": options.output}, force=options.force)
+    check_writable({"--output": options.output})
     model = read_model(options.model)
     inputs = wanted_inputs(model, only_model=True)
     classes = read_classes(model)
@@ -48,16 +60,39 @@ def predict(options: argparse.Namespace) -> int:
         deviation=options.deviation,
     )
     for sentence in data.said:
-        print(sentence, file=sys.stderr)
-    session = InferenceSession(model)
+        say(sentence)
+    arrays = _outputs(InferenceSession(model), data, inputs, options)
+    if suffix == ".npz":
+        files = {"file": np.array(data.files)} if data.files else {}
+        write_atomically(options.output, _archive(files | arrays))
+        return 0
+    fed = {one.name for one in inputs}
+    names = [names for name, names in classes.items() if name not in fed]
+    content = _table(arrays, data.files, names[0] if len(names) == 1 else [])
+    if options.output == "-":
+        print_bytes(content)
+    else:
+        write_atomically(options.output, content)
+    return 0
+
+
+def _outputs(
+    session: InferenceSession,
+    data: DataFile,
+    inputs: Sequence[Wanted],
+    options: argparse.Namespace,
+) -> dict[str, Array]:
+    """Returns the requested outputs for all rows, computed batch by batch."""
     known = [value.name for value in session.get_outputs()]
-    wanted = options.outputs or known
+    wanted = list(dict.fromkeys(options.outputs or known))
     for name in wanted:
         if name not in known:
             raise OrtopsError(f"--outputs: there is no '{name}'; {did_you_mean(name, known)}")
     cut = sampled(inputs)
     takes = {one.name: Input(one.name, one.dtype, one.dims) for one in inputs}
     size = rows_of(data, inputs)
+    if not size:
+        raise FeedError(f"data '{options.data}' has no rows; give at least one")
     batch = options.batch_size or 256
     pieces: dict[str, list[Array]] = {name: [] for name in wanted}
     for start in range(0, size, batch):
@@ -69,25 +104,15 @@ def predict(options: argparse.Namespace) -> int:
         for name, found in zip(wanted, session.run(wanted, feeds), strict=True):
             if not isinstance(found, np.ndarray) or not found.ndim or len(found) != rows:
                 raise OrtopsError(
-                    f"--outputs: '{name}' has no row for each row of the data; name others"
+                    f"--outputs: '{name}' does not have one row per row of the data; choose other "
+                    "outputs"
                 )
             pieces[name].append(found)
-    arrays = {name: np.concatenate(found) for name, found in pieces.items() if found}
-    if suffix == ".npz":
-        files = {"file": np.array(data.files)} if data.files else {}
-        write_atomically(options.output, _archive(files | arrays))
-        return 0
-    names = [names for name, names in classes.items() if name not in takes]
-    text = _table(arrays, data.files, names[0] if len(names) == 1 else [])
-    if options.output == "-":
-        sys.stdout.write(text)
-    else:
-        write_atomically(options.output, text.encode())
-    return 0
+    return {name: np.concatenate(found) for name, found in pieces.items() if found}
 
 
 def _archive(arrays: dict[str, Array]) -> bytes:
-    """Returns what `numpy.savez` would write, which takes no array called ``file``."""
+    """Returns arrays as an .npz file; `numpy.savez` cannot write an array named ``file``."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
         for name, array in arrays.items():
@@ -96,13 +121,16 @@ def _archive(arrays: dict[str, Array]) -> bytes:
     return stream.getvalue()
 
 
-def _table(arrays: dict[str, Array], files: Sequence[str], classes: Sequence[str]) -> str:
-    """Returns arrays as CSV: a column for each number of a row, called by the class if it has one.
+def _table(arrays: dict[str, Array], files: Sequence[str], classes: Sequence[str]) -> bytes:
+    """Returns arrays as CSV, with one column per element of a row.
+
+    Columns are named after the classes where there is one per class. File names that are not UTF-8
+    keep their bytes. Text that a spreadsheet would read as a formula is preceded by an apostrophe.
 
     Args:
         arrays: The arrays.
-        files: The file of each row, if they are of files.
-        classes: The names of classes, if they are known.
+        files: The file of each row, if the data are files.
+        classes: The names of the classes, if known.
     """
     header: list[str] = ["file"] if files else []
     columns: list[Any] = [files] if files else []
@@ -112,8 +140,11 @@ def _table(arrays: dict[str, Array], files: Sequence[str], classes: Sequence[str
         each = classes if array.ndim == 2 and count == len(classes) else range(count)
         header += [name] if array.ndim == 1 else [f"{name}_{one}" for one in each]
         columns += list(flat.T)
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(zip(*columns, strict=True))
-    return stream.getvalue()
+    return _encoded(csv_text([header, *zip(*columns, strict=True)]))
+
+
+def _encoded(text: str) -> bytes:
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # a model may name its classes with any characters
+        return text.encode("utf-8", "backslashreplace")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
-import math
+import os
 import shlex
-import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,30 +28,39 @@ from ortops.cli.data import (
     sampled,
     wanted_inputs,
 )
+from ortops.cli.outputs import check_outputs, check_writable
 from ortops.cli.parser import make_parser
+from ortops.cli.standard_streams import print_text, say
 from ortops.cli.streams import describe_stream, print_json, read_model, write_model
 from ortops.errors import OrtopsError
+from ortops.graph.json_text import read_json
 from ortops.training.builder import build_training_model
 from ortops.training.session import TrainingSession
 
 __all__ = ["build", "evaluate", "train"]
 
+Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
+
 OPTIONS_KEY = "ortops.train"
-"""Where a file says, as JSON, with which options its training was begun."""
+"""The metadata key under which a file records, as JSON, the options its training started with."""
 
 _ALGORITHM = (
     *("loss", "optimizer", "learning_rate", "trainable", "batch_normalization"),
     *("clip_norm", "clip_value", "ema_decay"),
 )
 
+_REPLACED = ("--best", "--plot", "--write-config")
+
 _BATCH_SIZE, _ANY_STEPS = 32, 2**31
 
 
 def build(options: argparse.Namespace) -> int:
     """Writes a trainable file."""
+    check_outputs({"model": options.model}, {"output": options.output}, force=options.force)
+    check_writable({"output": options.output})
     model = read_model(options.model)
     write_model(_build(model, options), options.output)
-    _say(f"wrote {describe_stream(options.output)}")
+    say(f"wrote {describe_stream(options.output)}")
     return 0
 
 
@@ -61,83 +68,167 @@ def train(options: argparse.Namespace) -> int:
     """Trains a model."""
     if options.config:
         configuration.read_options(options, make_parser(""))
+    save = _save_path(options)
+    _check_files(options, save)
+    resumes = options.resume and Path(save).exists()
+    if options.resume and not resumes:
+        say(f"there is no '{save}' to resume from; starting a new training")
+    model = read_model(save if resumes else options.model)
+    trainable = bool(model.training_info)
+    _check_algorithm(model, options, save, resumes=resumes)
+    if options.write_config:
+        configuration.write_options(options, options.write_config)
+    model, training, validation = _prepare(model, options)
+    if not resumes:
+        note(model, OPTIONS_KEY, _given(options))
+    session = TrainingSession(model)
+    if trainable and not resumes and options.learning_rate is not None:
+        session.learning_rate = _number(options)
+    before = session.steps_done
+    _fit(session, training, validation, options, save, resumes=resumes)
+    if resumes and session.steps_done == before:
+        say(
+            f"the training in '{save}' is already finished; to train further, give a larger "
+            f"--epochs, or run ortops train {_quoted(save)} … without --resume"
+        )
+        return 0
+    session.save(save)
+    say(f"wrote {save}")
+    return 0
+
+
+def _save_path(options: argparse.Namespace) -> str:
+    """Returns the path of the trainable file to write."""
     for name in ("model", "data"):
         if not getattr(options, name):
             raise OrtopsError(
                 f"{'--' * (name == 'data')}{name} is missing; see ortops train --help"
             )
     if "-" in (options.model, options.save) and (options.save or "-") == "-":
-        raise OrtopsError("--save: a training is saved as it goes on; give a file to write")
-    save = options.save or f"{Path(options.model).stem.removesuffix('-trained')}-trained.onnx"
-    if options.write_config:
-        configuration.write_options(options, options.write_config)
-    resumes = options.resume and Path(save).exists()
-    model = read_model(save if resumes else options.model)
+        raise OrtopsError("--save must be a file, as checkpoints are saved to it during training")
+    return options.save or f"{Path(options.model).stem.removesuffix('-trained')}-trained.onnx"
+
+
+def _check_algorithm(
+    model: onnx.ModelProto, options: argparse.Namespace, save: str, *, resumes: bool
+) -> None:
+    """Rejects options that do not fit the model, or the training that it continues."""
+    if model.training_info:
+        if resumes:
+            _check_same(model, options, save)
+        else:
+            _refuse_algorithm(options)
+        return
+    if resumes:
+        raise OrtopsError(
+            f"--resume: '{save}' is not a trainable file; omit --resume to start a new training, "
+            "or give another --save"
+        )
+    _require_loss(model, options)
+    # A trainable file may be continued in place; an inference model must not be lost.
+    check_outputs({"model": options.model}, {"--save": save}, force=options.force)
+
+
+def _prepare(
+    model: onnx.ModelProto, options: argparse.Namespace
+) -> tuple[onnx.ModelProto, Arrays, Arrays | None]:
+    """Returns the trainable model, the training data and the validation data."""
     trainable = bool(model.training_info)
     if not trainable:
-        _require_loss(model, options)
-    elif resumes:
-        _check_same(model, options, save)
-    else:
-        _refuse_algorithm(options)
-    epochs = options.epochs or 1
-    batch_size = options.batch_size or _BATCH_SIZE
-    if not trainable:
-        with quiet():  # it is built again, when the data have told how many steps there are
+        with quiet():  # it is built again below, once the data give the number of steps
             inputs = wanted_inputs(_build(model, options, steps=_ANY_STEPS))
     else:
         inputs = wanted_inputs(model)
     data = _read(options, options.data, inputs, read_classes(model))
     size = rows_of(data, inputs)
     training, validation = _parts(data, options, inputs, size, read_classes(model))
-    size = rows_of(DataFile(training), inputs)
     if not trainable:
-        model = _build(model, options, steps=epochs * math.ceil(size / batch_size))
+        size = rows_of(DataFile(training), inputs)
+        batches = -(-size // (options.batch_size or _BATCH_SIZE))
+        updates = -(-batches // (options.accumulate or 1))  # the last one may be of fewer batches
+        model = _build(model, options, steps=(options.epochs or 1) * updates)
     _note_classes(model, data)
-    if not resumes:
-        note(model, OPTIONS_KEY, _given(options))
-    session = TrainingSession(model)
-    if trainable and not resumes and options.learning_rate is not None:
-        session.learning_rate = _number(options)
+    return model, training, validation
+
+
+def _fit(
+    session: TrainingSession,
+    training: Arrays,
+    validation: Arrays | None,
+    options: argparse.Namespace,
+    save: str,
+    *,
+    resumes: bool,
+) -> None:
     kept = [metric(text) for text in options.metrics or ()]
     checkpoint = callbacks.Checkpoint(_literal(save), every=options.checkpoint_steps)
-    called = [*_callbacks(options, bool(validation)), checkpoint]
     try:
         session.fit(
             training,
-            epochs=epochs,
-            batch_size=batch_size,
+            epochs=options.epochs or 1,
+            batch_size=options.batch_size or _BATCH_SIZE,
             seed=options.seed or 0,
             accumulate=options.accumulate or 1,
             validation=validation,
             metrics=kept,
             progress=not options.quiet,
-            callbacks=called,
-            resume=options.resume,
+            callbacks=[*_callbacks(options, bool(validation)), checkpoint],
+            resume=resumes,
         )
     except (KeyboardInterrupt, SystemExit):
         if checkpoint.latest is not None:
-            _say(f"interrupted after step {session.steps_done}; saved in {save}. Go on with:")
-            _say(f"  {_resuming(options.given)}")
+            say(f"interrupted after step {session.steps_done}; saved in {save}. Resume with:")
+            say(f"  {_resuming(options.given)}")
         raise
-    session.save(save)
-    _say(f"wrote {save}")
-    return 0
+
+
+def _check_files(options: argparse.Namespace, save: str) -> None:
+    """Rejects outputs that are also inputs.
+
+    Whether `save` may replace the model depends on the model (see `_check_algorithm`).
+    """
+    data = {"--data": options.data, "--validation": _validation_file(options)}
+    others = {
+        "--best": options.best,
+        "--log": options.log,
+        "--plot": options.plot,
+        "--tensorboard": options.tensorboard,
+        "--write-config": options.write_config,
+    }
+    for name, path in others.items():
+        if path == "-":
+            raise OrtopsError(f"{name} must be the path of a file, got '-'")
+    read = {"model": options.model, **data, "--config": options.config}
+    check_outputs(read, others, force=options.force)
+    check_outputs({**data, "--config": options.config}, {"--save": save}, force=options.force)
+    check_outputs({}, {"--save": save, **others})
+    check_writable({"--save": save, **{name: others[name] for name in _REPLACED}})
+
+
+def _validation_file(options: argparse.Namespace) -> str | None:
+    """Returns the path of the validation data; None if they are a fraction of the training data."""
+    given: str | None = options.validation
+    try:
+        float(given or "")
+    except ValueError:
+        return given
+    return None
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """Prints loss and metrics of a data set."""
+    """Prints the loss and metrics on a data set."""
+    check_outputs({"model": options.model, "--data": options.data}, {})
     model = read_model(options.model)
     if not options.data:
         raise OrtopsError("--data is missing; see ortops eval --help")
     if not model.training_info:
         if not options.loss:
             raise OrtopsError(
-                f"'{options.model}' has no loss; give --loss, such as --loss SoftmaxCrossEntropy"
+                f"'{options.model}' has no loss; give one, such as --loss SoftmaxCrossEntropy"
             )
         model = build_training_model(model, loss=_loss(options.loss), optimizer="SGD")
     elif options.loss:
-        raise OrtopsError(f"--loss: '{options.model}' has a loss of its own; leave it out")
+        raise OrtopsError(f"--loss: '{options.model}' already has a loss; omit --loss")
     data = _read(options, options.data, wanted_inputs(model), read_classes(model))
     found = TrainingSession(model).evaluate(
         data.arrays,
@@ -150,24 +241,24 @@ def evaluate(options: argparse.Namespace) -> int:
     else:
         width = max(map(len, found))
         for name, value in found.items():
-            print(f"{name:<{width}}  {value:.6g}")
+            print_text(f"{name:<{width}}  {value:.6g}")
     return 0
 
 
 def _build(
     model: onnx.ModelProto, options: argparse.Namespace, *, steps: int | None = None
 ) -> onnx.ModelProto:
-    """Returns the trainable model that options ask for.
+    """Returns a trainable model built with the given options.
 
     Args:
         model: The model.
         options: The options.
-        steps: How many a schedule takes that does not say it.
+        steps: The default number of steps of a learning-rate schedule.
     """
     if model.training_info:
         raise OrtopsError(
-            f"'{options.model}' is trainable already; ortops train goes on with it, and ortops "
-            "export takes the training out of it"
+            f"'{options.model}' is already trainable; continue with ortops train, or write its "
+            "inference model with ortops export"
         )
     _require_loss(model, options)
     optimizer = read_call(options.optimizer or "Adam", "--optimizer")
@@ -191,51 +282,52 @@ def _build(
 def _require_loss(model: onnx.ModelProto, options: argparse.Namespace) -> None:
     if not options.loss:
         raise OrtopsError(
-            f"'{options.model}' has no training in it, so a loss is needed: --loss, such as "
-            f"--loss SoftmaxCrossEntropy; `ortops check {options.model}` tells which fit"
+            f"'{options.model}' is not a trainable file and needs a loss, such as "
+            f"--loss SoftmaxCrossEntropy; `ortops check {options.model}` lists losses that fit"
         )
 
 
 def _refuse_algorithm(options: argparse.Namespace) -> None:
-    """Refuses what a file that is trainable says itself."""
+    """Rejects options that a trainable file already determines."""
     given = [name for name in _given(options) if name != "learning_rate"]
     if given:
+        option = f"--{given[0].replace('_', '-')}"
         raise OrtopsError(
-            f"--{given[0].replace('_', '-')}: '{options.model}' is trainable, and says that "
-            "itself; leave it out, or begin with the model that it was made of"
+            f"{option}: '{options.model}' is trainable and already determines this; omit {option}, "
+            "or start from the inference model"
         )
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options that say how a training computes."""
+    """Returns the options that define the training algorithm."""
     found = {name: getattr(options, name) for name in _ALGORITHM}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _check_same(model: onnx.ModelProto, options: argparse.Namespace, save: str) -> None:
-    """Refuses to go on with options that the training was not begun with."""
+    """Rejects resuming with options that differ from those the training started with."""
     text = next((e.value for e in model.metadata_props if e.key == OPTIONS_KEY), "")
     try:
-        begun = json.loads(text)
-    except ValueError:  # it was begun by something else
+        begun = read_json(text)
+    except ValueError:  # the file was not written by `ortops train`
         return
     for name, value in _given(options).items():
         if isinstance(begun, dict) and begun.get(name) != value:
             raise OrtopsError(
-                f"--{name.replace('_', '-')} is {value!r}, and the training in '{save}' was begun "
-                + (f"with {begun[name]!r}" if name in begun else "without it")
-                + "; give the same, or leave out --resume to begin another one"
+                f"--{name.replace('_', '-')} is {value!r}, but the training in '{save}' started "
+                + (f"with {begun[name]!r:.200}" if name in begun else "without it")
+                + "; give the same value, or omit --resume to start a new training"
             )
 
 
 def _number(options: argparse.Namespace) -> float:
-    """Returns the learning rate for a file that is trainable."""
+    """Returns the learning rate for a trainable file."""
     try:
         return float(options.learning_rate)
     except ValueError as error:
         raise OrtopsError(
-            f"--learning-rate is '{options.learning_rate}', and '{options.model}' is trainable; a "
-            "number is accepted, for a schedule begin with the model that it was made of"
+            f"--learning-rate must be a number, got '{options.learning_rate}', as "
+            f"'{options.model}' is trainable; for a schedule, start from the inference model"
         ) from error
 
 
@@ -245,14 +337,14 @@ def _loss(text: str) -> losses.Loss:
 
 
 def metric(text: str) -> metrics.Metric:
-    """Returns the metric that a command line names: a name, or a name with arguments."""
+    """Returns the metric given on the command line: a name, or a name with arguments."""
     call = read_call(text, "--metrics")
     made: metrics.Metric = make(call, metrics.METRICS, "--metrics")
     return made
 
 
 def _rate(text: str, steps: int | None) -> float | schedules.Schedule:
-    """Returns a learning rate or a schedule, which by default takes the steps of the training."""
+    """Returns a learning rate or a schedule, by default over all steps of the training."""
     try:
         return float(text)
     except ValueError:
@@ -278,14 +370,14 @@ def _read(options: argparse.Namespace, path: str, inputs: Any, classes: Classes)
         deviation=options.deviation,
     )
     for sentence in data.said:
-        _say(sentence)
+        say(sentence)
     return data
 
 
 def _parts(
     data: DataFile, options: argparse.Namespace, inputs: Any, size: int, classes: Classes
-) -> tuple[dict[str, npt.NDArray[Any]], dict[str, npt.NDArray[Any]] | None]:
-    """Returns the data to train on, and those to validate with."""
+) -> tuple[Arrays, Arrays | None]:
+    """Returns the training data and the validation data."""
     if options.validation is None:
         return data.arrays, None
     try:
@@ -296,17 +388,17 @@ def _parts(
         ).arrays
     if not 0 < share < 1:
         raise OrtopsError(
-            f"--validation is {share:g}; a share between 0 and 1, or data, is accepted"
+            f"--validation must be a fraction between 0 and 1 or a data set, got {share:g}"
         )
     order = np.random.default_rng(options.seed or 0).permutation(size)
     count = round(size * share)
     if not 0 < count < size:
         raise OrtopsError(
-            f"--validation is {share:g}, which sets aside {count} of {size} rows; leave some of "
-            "both"
+            f"--validation {share:g} holds out {count} of {size} rows; choose a fraction that "
+            "leaves rows for both training and validation"
         )
     aside, rest = order[:count], order[count:]
-    _say(f"set aside {count} of {size} rows for validation")
+    say(f"held out {count} of {size} rows for validation")
     names = sampled(inputs)
     return (
         data.arrays | {name: data.arrays[name][rest] for name in names},
@@ -315,12 +407,12 @@ def _parts(
 
 
 def _literal(path: str) -> str:
-    """Returns a path in which `Checkpoint` fills nothing in."""
+    """Returns a path with its braces escaped, which `Checkpoint` would fill in."""
     return path.replace("{", "{{").replace("}", "}}")
 
 
 def _callbacks(options: argparse.Namespace, validated: bool) -> list[Any]:
-    """Returns the callbacks that options ask for."""
+    """Returns the callbacks for the given options."""
     monitor = options.monitor or ("validation_loss" if validated else "loss")
     found: list[Any] = []
     if options.early_stopping is not None:
@@ -331,7 +423,7 @@ def _callbacks(options: argparse.Namespace, validated: bool) -> list[Any]:
         suffix = Path(options.log).suffix
         kinds = {".csv": callbacks.CSVLog, ".jsonl": callbacks.JSONLines}
         if suffix not in kinds:
-            raise OrtopsError(f"--log is '{options.log}'; a .csv or .jsonl file is accepted")
+            raise OrtopsError(f"--log must be a .csv or .jsonl file, got '{options.log}'")
         found.append(kinds[suffix](options.log))
     if options.plot:
         found.append(callbacks.LossPlot(options.plot))
@@ -341,16 +433,25 @@ def _callbacks(options: argparse.Namespace, validated: bool) -> list[Any]:
 
 
 def _note_classes(model: onnx.ModelProto, data: DataFile) -> None:
-    """Writes down which names the numbers of labels stand for."""
+    """Records the class names of labels in the model."""
     if data.classes:
         note(model, CLASSES_KEY, read_classes(model) | data.classes)
 
 
 def _resuming(given: list[str]) -> str:
-    """Returns the command that goes on where this one was interrupted."""
+    """Returns the command that resumes this one."""
     resume = [] if "--resume" in given else ["--resume"]
-    return shlex.join(["ortops", given[0], *resume, *given[1:]])
+    return " ".join(map(_quoted, ["ortops", given[0], *resume, *given[1:]]))
 
 
-def _say(sentence: str) -> None:
-    print(sentence, file=sys.stderr)
+def _quoted(word: str) -> str:
+    """Returns a word quoted for a shell, with unprintable bytes escaped."""
+    if word.isprintable():
+        return shlex.quote(word)
+    return "$'" + "".join(_escaped(character) for character in word) + "'"
+
+
+def _escaped(character: str) -> str:
+    if character.isprintable() and character not in "'\\":
+        return character
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(character))

@@ -136,6 +136,7 @@ class Execution:
                 second = hold(value, device) if name in self._updated_by else first
                 self.variables[name] = Variable((first, second))
         self.assign(values)
+        self._shown = [name for step in steps for name in step.outputs]
         self._most_special = settings.shapes
         self._forms = Forms(self._templates, self._sessions, settings.shapes)
         if not self._forms.gain:
@@ -211,7 +212,7 @@ class Execution:
 
         Args:
             feeds: The batch, checked.
-            wanted: The outputs to return; all by default.
+            wanted: The outputs to return, counts that vary included; all others by default.
             note: Called with them when they are known and the step is not made yet.
 
         Raises:
@@ -224,13 +225,14 @@ class Execution:
         if not self._begun:  # the model may be freed since
             give_back()
             self._begun = True
+        wanted = self._shown if wanted is None else wanted
         return self._run(self._forms.of(_shapes(feeds), self._buffers_of), feeds, wanted, note)
 
     def _run(
         self,
         form: Form,
         feeds: Mapping[str, Array],
-        wanted: Sequence[str] | None,
+        wanted: Sequence[str],
         note: Callable[[Mapping[str, Array]], object] | None = None,
     ) -> dict[str, Array]:
         """Changes the variables as a step does."""

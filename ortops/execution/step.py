@@ -25,7 +25,10 @@ class Step:
         parameters: What Gradient nodes differentiate with respect to, and updates change.
         scale: The variable that the loss is multiplied with; empty where there is none.
         seed: The variable that tells what Dropout drops; empty where nothing does.
-        counts: Further outputs, which a step does not compute but its gradients come with.
+        counts: Further outputs: what the summands of the loss were divided by. Gradients of a step
+            come with them.
+        varying: Those of them that depend on what is fed, and not on its shapes only, as where
+            labels are ignored. A step computes them, too, for those who ask for them.
     """
 
     model: ir.Model
@@ -39,3 +42,4 @@ class Step:
     scale: str = ""
     seed: str = ""
     counts: Sequence[str] = ()
+    varying: Sequence[str] = ()

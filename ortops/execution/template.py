@@ -80,7 +80,7 @@ class Template:
         fold(graph)
         self._settled = settled(graph, step.updates)
         self._updates: list[SharedUpdate] = []
-        self._counts = step.counts
+        self._dropped = [name for name in step.counts if name not in step.varying]
         shown = [*step.outputs, *step.counts]
         groups: list[Group] = []
         self.left: dict[str, str] = dict(step.updates)
@@ -151,8 +151,8 @@ class Template:
             shapes: The shapes of feeds that it is made for; None for any.
         """
         model = self.step.model.clone()
-        if self._counts:
-            kept = [v for v in model.graph.outputs if v.name not in self._counts]
+        if self._dropped:
+            kept = [v for v in model.graph.outputs if v.name not in self._dropped]
             inputs = list(model.graph.inputs)
             model.graph.outputs.clear()
             model.graph.outputs.extend(kept)
@@ -169,7 +169,7 @@ class Template:
             passes=self._passes,
             sizes=sizes,
             feeds=self.step.feeds,
-            shown=self.step.outputs,
+            shown=[*self.step.outputs, *self.step.varying],
         )
 
     def updates(self, sessions: Sessions) -> list[SharedUpdate]:
@@ -218,11 +218,11 @@ class Template:
         gradients, apply = copy.copy(self), copy.copy(self)
         fetched = [name for label, name in halves.carried.items() if label not in step.updates]
         gradients.step = replace(
-            step, model=halves.gradients, outputs=[*shown, *fetched], updates={}
+            step, model=halves.gradients, outputs=[*shown, *fetched], updates={}, varying=()
         )
         gradients.packed, gradients.left, gradients._updates = [], {}, []
         taken = [*halves.given.values(), *halves.carried.values(), *halves.fed]
-        apply.step = replace(step, model=halves.apply, feeds=taken, outputs=[], loss="")
-        gradients._counts = apply._counts = ()
+        apply.step = replace(step, model=halves.apply, feeds=taken, outputs=[], loss="", varying=())
+        gradients._dropped = apply._dropped = []
         apply.gains = False
         return gradients, apply, halves

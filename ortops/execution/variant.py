@@ -124,7 +124,7 @@ class Variant:
                 written.setdefault(step.loss, np.zeros((), value.dtype.numpy()))
         cut_off = all(update.may_be_cut_off for update in self._updates)
         passed = [name for update in self._updates for name in update.packed.passed]
-        shown = step.outputs
+        shown = [*step.outputs, *step.varying]
         return Binding(self._session, read, written, shown, copies, updates, cut_off, anew, passed)
 
     @functools.cached_property

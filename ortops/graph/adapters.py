@@ -1,25 +1,33 @@
-"""What a model says, in its metadata, of the low-rank adapter that `ortops.lora` gave it."""
+"""The metadata with which a model describes the adapter that `ortops.lora` added to it."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Protocol
+import sys
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeAlias
 
 from ortops.errors import ModelError
+from ortops.graph.notes import Entry, read_note, where
 
-__all__ = ["METADATA_KEY", "Adapter", "Module", "adapter_of", "scaling", "value_for"]
+__all__ = [
+    "METADATA_KEY",
+    "Adapter",
+    "Module",
+    "adapter_of",
+    "ends_with",
+    "is_alpha",
+    "is_rank",
+    "scaling",
+]
 
 METADATA_KEY = "ortops.lora"
-"""Where a model describes its adapter."""
+"""The metadata key of an adapter's description."""
 
-
-class _Entry(Protocol):
-    key: str
-    value: str
+_REMEDY = "remove the entry to use the model without an adapter"
 
 
 @dataclass(frozen=True)
@@ -29,12 +37,11 @@ class Module:
     Attributes:
         kind: ``"linear"``, ``"convolution"`` or ``"embedding"``.
         a: The name of A, [in, rank] and the kernel of a convolution.
-        b: The name of B, [rank, out] and a one for each axis of a kernel; it holds the scaling.
+        b: The name of B, [rank, out] and 1 for each axis of a kernel; it includes the scaling.
         rank: The rank.
-        alpha: What scales the product, before it is divided by the rank.
-        tensors: What the layer computes by itself, and with the adapter; a pair for each node that
-            the layer is computed by.
-        peft: What PEFT calls the layer; empty where that was never told.
+        alpha: The numerator of the scaling.
+        tensors: For each node of the layer, the names of its output without and with the adapter.
+        peft: The layer's name in PEFT; empty if unknown.
     """
 
     kind: str
@@ -51,13 +58,13 @@ class Adapter:
     """A low-rank adapter: layers y = W x become y = W x + scaling · B A x.
 
     Attributes:
-        rank: The rank where ``rank_pattern`` gives no other.
-        alpha: The same for ``alpha_pattern``.
-        rslora: Whether the scaling is alpha / √rank, in place of alpha / rank.
-        fingerprint: What tells the base from others (see `ortops.lora.save_adapter`).
+        rank: The rank of layers that ``rank_pattern`` does not match.
+        alpha: The alpha of layers that ``alpha_pattern`` does not match.
+        rslora: Whether the scaling is alpha / √rank instead of alpha / rank.
+        fingerprint: Identifies the base (see `ortops.lora.fingerprints`).
         modules: The layers, by name.
-        rank_pattern: Ranks of layers, by regular expressions of their names (see `value_for`).
-        alpha_pattern: Alphas likewise.
+        rank_pattern: Ranks of layers, by regular expressions of their names, as in PEFT.
+        alpha_pattern: Alphas of layers, likewise.
     """
 
     rank: int
@@ -74,8 +81,24 @@ class Adapter:
         return [name for module in self.modules.values() for name in (module.a, module.b)]
 
     def scaling(self, module: Module) -> float:
-        """Returns what B was multiplied by."""
+        """Returns the scaling that B includes."""
         return scaling(module.rank, module.alpha, rslora=self.rslora)
+
+    def refuse_missing(self, known: Container[str]) -> None:
+        """Rejects an adapter with missing A or B.
+
+        Args:
+            known: The names of the model's tensors that may be one.
+
+        Raises:
+            ModelError: If one is missing.
+        """
+        for name in self.parameters:
+            if name not in known:
+                raise ModelError(
+                    f"model: '{name}' of its adapter must be both an input and an initializer; "
+                    "restore what ortops.lora.add created"
+                )
 
     def dumps(self) -> str:
         """Returns the JSON."""
@@ -84,58 +107,149 @@ class Adapter:
     def __str__(self) -> str:
         ranks = sorted({module.rank for module in self.modules.values()})
         alphas = sorted({module.alpha for module in self.modules.values()})
-        told = (", ".join(f"{number:g}" for number in numbers) for numbers in (ranks, alphas))
-        rank, alpha = told
+        rank, alpha = (", ".join(f"{each:g}" for each in numbers) for numbers in (ranks, alphas))
         return f"rank {rank}, alpha {alpha}, on {len(self.modules)} layers"
 
 
 def scaling(rank: int, alpha: float, *, rslora: bool) -> float:
-    """Returns what the product of B and A is multiplied by.
+    """Returns the factor of the product B A.
 
     Source: alpha / rank in LoRA, arXiv:2106.09685; alpha / √rank in rsLoRA, arXiv:2312.03732.
     """
     return alpha / math.sqrt(rank) if rslora else alpha / rank
 
 
-def value_for(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """Returns the rank or alpha of a layer, as PEFT finds it.
-
-    Args:
-        patterns: Numbers by regular expressions, of which the first one goes that matches the name
-            or what stands in it behind a dot.
-        module: The name of the layer.
-        default: What is returned where none matches.
-
-    Raises:
-        ModelError: If a pattern is no regular expression.
-    """
-    for pattern, number in patterns.items():
-        try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return number
-        except re.error as error:
-            raise ModelError(f"pattern '{pattern}': {error}; give a regular expression") from error
-    return default
+def is_rank(value: object) -> bool:
+    """Whether a value read from JSON is a valid rank."""
+    return type(value) is int and 1 <= value < 2**31
 
 
-def adapter_of(metadata: Iterable[_Entry]) -> Adapter | None:
-    """Returns the adapter that the metadata of a model describe, if there is one.
+def is_alpha(value: object) -> bool:
+    """Whether a value read from JSON is a valid alpha: a finite number other than 0."""
+    return type(value) in (int, float) and 0 < abs(value) <= sys.float_info.max  # type: ignore[arg-type]
+
+
+def adapter_of(metadata: Iterable[Entry]) -> Adapter | None:
+    """Returns the adapter described in the metadata of a model; None if there is none.
 
     Args:
         metadata: The ``metadata_props`` of a ModelProto.
 
     Raises:
-        ModelError: If they do not describe one as `ortops.lora` does.
+        ModelError: If the description is invalid.
     """
-    text = next((entry.value for entry in metadata if entry.key == METADATA_KEY), None)
-    if text is None:
+    found = read_note(metadata, METADATA_KEY, _REMEDY)
+    if found is None:
         return None
-    try:
-        given = json.loads(text)
-        modules = {str(name): Module(**module) for name, module in given.pop("modules").items()}
-        return Adapter(modules=modules, **given)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"model: its metadata_props '{METADATA_KEY}' are not what ortops.lora writes "
-            f"({error}); remove them, and the model is one without an adapter"
-        ) from error
+    _check(found, Adapter, "")
+    modules = {}
+    for name, module in found["modules"].items():
+        _check(module, Module, f"modules {name!r:.80}: ")
+        modules[name] = Module(**module)
+        _check_names(name, modules[name])
+    totals = {total for module in modules.values() for _, total in module.tensors}
+    bases = set[str]()
+    for name, module in modules.items():
+        for base, _ in module.tensors:  # branches may share the names of other tensors, not these
+            if base in bases or base in totals:
+                place = f"modules {name!r:.80}: 'tensors'"
+                raise _refused(place, "start with unique names", base)
+            bases.add(base)
+    return Adapter(**(found | {"modules": modules}))
+
+
+def _check(found: object, kind: type[Adapter | Module], place: str) -> None:
+    """Rejects what is not an object with the fields of a class."""
+    if not isinstance(found, dict):
+        raise _refused(place.rstrip(": "), "be an object", found)
+    known = {each.name for each in fields(kind)}
+    for name in found.keys() - known:
+        raise _refused(
+            place + f"{name!r:.80}", f"not be present; known names are {', '.join(sorted(known))}"
+        )
+    for name in known:
+        accepted, fits = _FIELDS[name]
+        if name not in found and name not in _ADDED_LATER:
+            raise _refused(place + f"'{name}'", f"be {accepted}")
+        if name in found and not fits(found[name]):
+            raise _refused(place + f"'{name}'", f"be {accepted}", found[name])
+
+
+def _check_names(name: str, module: Module) -> None:
+    """Rejects names other than those that `ortops.lora` gives to a layer."""
+    place = f"modules {name!r:.80}: "
+    for field_name, expected in (("a", f"{name}.lora_A.weight"), ("b", f"{name}.lora_B.weight")):
+        found = getattr(module, field_name)
+        if found != expected:
+            raise _refused(f"{place}'{field_name}'", f"be {expected!r:.80}", found)
+    plain = re.sub(r"_[0-9]+$", "", name)  # the suffix distinguishes layers of the same name
+    if module.peft and not any(ends_with(each, module.peft) for each in (name, plain)):
+        raise _refused(f"{place}'peft'", "be a name that ends like the layer's name", module.peft)
+
+
+def ends_with(module: str, other: str) -> bool:
+    """Whether two layer names are the same except for a prefix of one of them."""
+    return module == other or module.endswith(f".{other}") or other.endswith(f".{module}")
+
+
+_NOTHING = object()
+
+
+def _refused(what: str, must: str, value: object = _NOTHING) -> ModelError:
+    got = "" if value is _NOTHING else f", got {value!r:.80}"
+    subject = f"{what} must {must}{got}" if what else f"it must {must}{got}"
+    return ModelError(f"{where(METADATA_KEY)}: {subject}; {_REMEDY}")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _are(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Returns a test for objects whose values all pass the given test."""
+    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
+
+
+def _are_pairs(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and value != []
+        and all(isinstance(p, list) and len(p) == 2 and all(map(_is_name, p)) for p in value)
+    )
+
+
+_Field: TypeAlias = tuple[str, Callable[[Any], bool]]
+_KINDS = ("linear", "convolution", "embedding")
+_RANK: _Field = ("an integer >= 1", is_rank)
+_ALPHA: _Field = ("a finite number other than 0", is_alpha)
+_NAME: _Field = ("the name of a tensor", _is_name)
+_FINGERPRINT = re.compile(r"(?:[0-9]{1,3}:)?[0-9a-f]{32}")
+
+_FIELDS: Mapping[str, _Field] = {
+    "rank": _RANK,
+    "alpha": _ALPHA,
+    "rslora": ("true or false", lambda value: isinstance(value, bool)),
+    "fingerprint": (
+        "a fingerprint of 32 hexadecimal digits",
+        lambda value: isinstance(value, str) and _FINGERPRINT.fullmatch(value) is not None,
+    ),
+    "modules": (
+        "an object of at least one layer",
+        lambda value: isinstance(value, dict) and value != {},
+    ),
+    "rank_pattern": ("an object of integers >= 1", _are(is_rank)),
+    "alpha_pattern": ("an object of finite numbers other than 0", _are(is_alpha)),
+    "kind": (f"one of {', '.join(_KINDS)}", lambda value: value in _KINDS),
+    "a": _NAME,
+    "b": _NAME,
+    "tensors": ("an array of pairs of names", _are_pairs),
+    "peft": ("a string", _is_text),
+}
+"""The requirement of each field, as text and as a test."""
+
+_ADDED_LATER = ("rank_pattern", "alpha_pattern", "peft")
+"""Fields that older files lack."""

@@ -12,17 +12,24 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any
 
-import google.protobuf.message
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from ortops.errors import ModelError, OrtopsError, UnsupportedError
+from ortops.errors import ModelError, UnsupportedError
 from ortops.graph.edit import all_nodes, describe, replace_value
-from ortops.graph.external import Data, detach, external_to_inputs, find, read_light, refer_to
+from ortops.graph.external import (
+    Data,
+    detach,
+    find,
+    read_light,
+    read_on_demand,
+    refer_to,
+)
 from ortops.graph.limits import LIMITS
+from ortops.graph.loading import ModelLike, blame_model, is_file, load, readable
 from ortops.graph.serialization import from_proto, to_proto
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.tensor import Names, Tape, op
@@ -33,19 +40,12 @@ __all__ = [
     "ModelLike",
     "blame_model",
     "inline",
+    "is_file",
     "load",
     "load_light",
     "to_ir",
     "upgrade",
 ]
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-ModelLike: TypeAlias = onnx.ModelProto | bytes | str | os.PathLike[str]
-"""A model, its serialized bytes, or the path of its file."""
-
-_KINDS = (onnx.ModelProto, bytes, str, os.PathLike)
 
 MINIMUM_OPSET = 21
 """The oldest version of the default operator set that rules emit nodes for."""
@@ -65,46 +65,6 @@ _UNBATCHED_SCAN = 9  # the opset in which Scan lost its batch axis
 logger = logging.getLogger("ortops")
 
 
-def load(model: ModelLike) -> tuple[onnx.ModelProto, Path | None]:
-    """Reads a model.
-
-    Args:
-        model: A model, its bytes or its path. External data stay where they are.
-
-    Returns:
-        The model, which is the argument itself if it was a ModelProto, and the folder of its file
-        where there is one.
-
-    Raises:
-        ModelError: If it is not an ONNX model, or asks for more than `ortops.graph.limits` accept.
-    """
-    if isinstance(model, onnx.ModelProto):
-        validate(model)
-        return model, None
-    folder = None
-    if isinstance(model, str | os.PathLike):
-        path = Path(model)
-        what, data = f"file '{path}'", _readable(path, Path.read_bytes)
-        folder = path.resolve().parent
-    elif isinstance(model, bytes | bytearray | memoryview):
-        what, data = f"{len(model)} bytes", bytes(model)
-    else:
-        raise ModelError(
-            f"model: {type(model).__name__} was given; give a ModelProto, bytes, or a path"
-        )
-    proto = onnx.ModelProto()
-    try:
-        proto.ParseFromString(data)
-    except UnicodeDecodeError as error:  # by protobuf in plain Python, which looks at names here
-        raise ModelError(f"{what}: a name in it is not UTF-8 ({error}); write it anew") from error
-    except google.protobuf.message.DecodeError as error:
-        raise ModelError(f"{what}: not an ONNX model ({error}); give a .onnx file") from error
-    if not proto.ir_version or not proto.HasField("graph"):
-        raise ModelError(f"{what}: not an ONNX model (it has no graph); give a .onnx file")
-    validate(proto, folder)
-    return proto, folder
-
-
 def load_light(model: ModelLike) -> tuple[onnx.ModelProto, Data]:
     """Reads a model, and leaves the data of its big initializers where they are.
 
@@ -119,84 +79,13 @@ def load_light(model: ModelLike) -> tuple[onnx.ModelProto, Data]:
     """
     if isinstance(model, str | os.PathLike):
         path = Path(model)
-        read = _readable(path, read_light)
+        read = readable(path, read_light)
         if read is not None and read[0].ir_version and read[0].HasField("graph"):
             proto, folder = read[0], path.resolve().parent
             validate(proto, folder)
             light, data = detach(proto, folder)
             return light, read[1] | data
     return detach(*load(model))
-
-
-def _readable(path: Path, read: Callable[[Path], T]) -> T:
-    """Reads a file.
-
-    Raises:
-        ModelError: If it cannot be read.
-    """
-    try:
-        return read(path)
-    except OSError as error:
-        raise ModelError(f"file '{path}': {error.strerror}; give the path of a model") from error
-
-
-def blame_model(function: Callable[P, T]) -> Callable[P, T]:
-    """Makes what goes wrong in a function because its model is illegal an error that says so.
-
-    A model that contradicts the standard may fail in any line. Where that has happened, onnx's
-    checker tells whether it is so; what fails with a legal model comes out as it is, because it is
-    a mistake in ortops.
-
-    Args:
-        function: A function of a model, or a method of one.
-
-    Returns:
-        The function, which also raises ModelError.
-    """
-
-    @functools.wraps(function)
-    def blaming(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except (OrtopsError, OSError, MemoryError):
-            raise
-        except Exception as error:
-            given = (*args[:2], kwargs.get("model"), kwargs.get("path_or_bytes"))
-            models = (each for each in given if isinstance(each, _KINDS))
-            fault = next((_fault(load(model)[0]) for model in models), None)
-            if fault is None:
-                raise
-            raise ModelError(f"model: {fault}; check it with onnx.checker.check_model") from error
-
-    return blaming
-
-
-def _fault(proto: onnx.ModelProto) -> str | None:
-    """Returns what onnx's checker finds wrong with a model, or with one of its algorithms."""
-    light, _ = detach(proto)
-    candidates = [light]
-    for info in light.training_info:
-        joined = onnx.ModelProto()
-        joined.CopyFrom(light)
-        for field in ("node", "initializer", "input", "output", "value_info"):
-            getattr(joined.graph, field).extend(getattr(info.algorithm, field))
-        candidates.append(joined)
-    for candidate in candidates:
-        graph = candidate.graph
-        del candidate.training_info[:]
-        external_to_inputs(graph)
-        for value in [each for each in graph.output if not _has_rank(each)]:
-            graph.output.remove(value)  # the checker wants a rank, and nobody else does
-        try:
-            onnx.checker.check_model(candidate, full_check=True)
-        except Exception as error:  # whatever it is, the checker has refused the model
-            return str(error).strip()
-    return None
-
-
-def _has_rank(value: onnx.ValueInfoProto) -> bool:
-    kind = value.type
-    return bool(kind.WhichOneof("value") != "tensor_type" or kind.tensor_type.HasField("shape"))
 
 
 def to_ir(
@@ -237,7 +126,8 @@ def to_ir(
         if content is not None:
             value.const_value = refer_to(content, value.name)
     if folder is not None:
-        ir.external_data.set_base_dir(model.graph, folder)
+        ir.external_data.set_base_dir(model.graph, folder)  # of tensors in attributes
+    read_on_demand(model, folder)
     for node in all_nodes(model.graph):
         if node.domain == _ONNXRUNTIME:  # which runs models that do not import its operators
             model.graph.opset_imports.setdefault(node.domain, 1)
@@ -325,7 +215,7 @@ def _check_calls(model: ir.Model) -> None:
         )
 
 
-def upgrade(model: ir.Model) -> ir.Model:
+def upgrade(model: ir.Model, *, quietly: bool = False) -> ir.Model:
     """Converts a model to opset 21 where it is older, and logs that it did.
 
     Where none of its operators has another form there, no more than the number is changed: onnx's
@@ -333,6 +223,7 @@ def upgrade(model: ir.Model) -> ir.Model:
 
     Args:
         model: A model without functions; not to be used afterwards if another is returned.
+        quietly: Whether to log nothing.
 
     Returns:
         The model itself, or a new one where the converter had to convert it.
@@ -360,7 +251,8 @@ def upgrade(model: ir.Model) -> ir.Model:
         if opset < _RESIZE_COORDINATES:
             _keep_old_resize(model)
         _keep_old_forms(model, opset)
-    logger.warning("the model was converted from opset %d to %d", opset, MINIMUM_OPSET)
+    if not quietly:
+        logger.warning("the model was converted from opset %d to %d", opset, MINIMUM_OPSET)
     return model
 
 

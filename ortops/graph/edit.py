@@ -240,24 +240,44 @@ def remove_node(node: ir.Node) -> None:
     while node.inputs:
         node.resize_inputs(len(node.inputs) - 1)
     node.graph.remove(node, safe=True)
+    _detach_inner_graphs(node)
 
 
 def remove_unread(nodes: Sequence[ir.Node]) -> None:
-    """Removes nodes, given in topological order, whose outputs nobody reads."""
+    """Removes nodes, given in topological order, whose outputs nobody reads.
+
+    Nodes in the graphs inside an unread node do not count as readers.
+    """
     unread: dict[ir.Node, None] = {}
+    gone: set[ir.Node] = set()  # the unread nodes, and what is in the graphs inside them
     for node in reversed(nodes):
         if node.graph is not None and not any(
-            value.is_graph_output() or any(user not in unread for user, _ in value.uses())
+            value.is_graph_output() or any(user not in gone for user, _ in value.uses())
             for value in node.outputs
         ):
             unread[node] = None
+            gone.add(node)
+            for inner in inner_graphs(node):
+                gone.update(all_nodes(inner))
     by_graph: dict[Any, list[ir.Node]] = {}
     for node in unread:  # last comes the graph of the node that is first: inner graphs read of it
         members = by_graph.pop(node.graph, [])
         members.append(node)
         by_graph[node.graph] = members
     for graph, members in by_graph.items():
+        for node in members:
+            _detach_inner_graphs(node)
         graph.remove(members, safe=True)  # at once: each call looks at all outputs of the graph
+
+
+def _detach_inner_graphs(node: ir.Node) -> None:
+    """Makes the graphs inside a node, which is removed, read nothing from outside."""
+    for graph in inner_graphs(node):
+        for child in graph:
+            _detach_inner_graphs(child)
+            for index in range(len(child.inputs)):
+                child.replace_input_with(index, None)
+        graph.outputs.clear()
 
 
 def prune(graph: ir.Graph) -> None:

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import os
-import secrets
-import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -31,6 +28,7 @@ from ortops.graph.files import (
     move,
     naming,
     new_file,
+    remedy,
     remove_free,
     remove_litter,
     siblings,
@@ -38,6 +36,19 @@ from ortops.graph.files import (
     write_atomically,
 )
 from ortops.graph.held_file import InFile, hold, read_message
+from ortops.graph.messages import (
+    BIG,
+    ITEM_SIZES,
+    LOCATION,
+    copy_model,
+    data_size,
+    external_file,
+    external_to_inputs,
+    initializers,
+    is_light,
+    location_of,
+    size_of,
+)
 from ortops.graph.serialization import to_proto
 
 __all__ = [
@@ -63,6 +74,7 @@ __all__ = [
     "move_out",
     "move_to_inputs",
     "read_light",
+    "read_on_demand",
     "refer_to",
     "remove_model",
     "save_model",
@@ -79,16 +91,11 @@ MESSAGE_LIMIT = 2**31 - 2**24
 Data: TypeAlias = dict[str, ir.TensorProtocol]
 """The data of tensors, by the location that stands in the tensors of a light model."""
 
-_BIG = 1024  # tensors of more bytes are kept beside the model
-_LOCATION = f"ortops.detached/{secrets.token_hex(16)}/"  # no file can name another's data
 _MEMORY = "ortops.memory"  # the location of what `add_external_initializers` gives
 _DATA = ".data"  # how the names of data files end
 _BLOCK = 2**20  # bytes of a model file that are searched at once
 _ALIGNMENT = 4096  # of data in a file, so that they can be mapped into memory
 _numbers = itertools.count()
-_NO_SIZE = (ir.DataType.UNDEFINED, ir.DataType.STRING)
-ITEM_SIZES = {kind.value: kind.itemsize for kind in ir.DataType if kind not in _NO_SIZE}
-"""How many bytes an element takes, by the number of its type; strings have no such size."""
 
 
 class Lent(ir.LazyTensor):
@@ -139,34 +146,12 @@ def detach(proto: onnx.ModelProto, folder: Path | None = None) -> tuple[onnx.Mod
         ModelError: If external data cannot be read.
     """
     result, data = onnx.ModelProto(), Data()
-    _copy(proto, result, data, folder)
+    copy_model(proto, result, lambda source, target: copy_tensor(source, target, data, folder))
     if folder is not None:
         nodes = (result.graph.node, *(function.node for function in result.functions))
         for tensor in itertools.chain.from_iterable(map(_inner_tensors, nodes)):
             _load(tensor, folder)
     return result, data
-
-
-def _copy(source: Any, target: Any, data: Data, folder: Path | None) -> None:
-    """Copies a message field by field, so that big tensors are met before they are copied."""
-    for field, value in source.ListFields():
-        name = field.name
-        if name in ("graph", "algorithm", "initialization"):
-            part = getattr(target, name)
-            part.SetInParent()
-            _copy(value, part, data, folder)
-        elif name == "training_info":
-            for info in value:
-                _copy(info, target.training_info.add(), data, folder)
-        elif name == "initializer":
-            for tensor in value:
-                copy_tensor(tensor, target.initializer.add(), data, folder)
-        elif field.is_repeated:
-            getattr(target, name).extend(value)
-        elif field.message_type is not None:
-            getattr(target, name).CopyFrom(value)
-        else:
-            setattr(target, name, value)
 
 
 def copy_tensor(
@@ -184,7 +169,7 @@ def copy_tensor(
         ModelError: If external data cannot be read.
     """
     external = source.data_location == onnx.TensorProto.EXTERNAL
-    big = source.data_type != onnx.TensorProto.STRING and _size(source) > _BIG
+    big = source.data_type != onnx.TensorProto.STRING and size_of(source) > BIG
     if is_light(source) or (folder is None if external else not big):
         target.CopyFrom(source)
         return
@@ -214,18 +199,18 @@ def read_light(path: Path) -> tuple[onnx.ModelProto, Data] | None:
 
     def detach_tensor(tensor: onnx.TensorProto, content: InFile) -> bool:
         beside = tensor.data_location != onnx.TensorProto.DEFAULT or tensor.external_data
-        if beside or min(tensor.dims, default=0) < 0 or _size(tensor) != content.length:
+        if beside or min(tensor.dims, default=0) < 0 or size_of(tensor) != content.length:
             return False
         _refer(tensor, data, content)
         return True
 
-    proto = read_message(path, _BIG, detach_tensor)
+    proto = read_message(path, BIG, detach_tensor)
     return None if proto is None else (proto, data)
 
 
 def _refer(tensor: onnx.TensorProto, data: Data, content: ir.TensorProtocol) -> None:
     """Makes a tensor without data one whose data are kept beside the model."""
-    location = f"{_LOCATION}{next(_numbers)}"
+    location = f"{LOCATION}{next(_numbers)}"
     data[location] = content
     tensor.data_location = onnx.TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value=location)
@@ -259,101 +244,90 @@ def _external(tensor: onnx.TensorProto, folder: Path | None) -> ir.TensorProtoco
     """
     path = external_file(tensor, folder)
     try:
-        file = hold(path)
+        file = hold(path, stays_open=False)
         if file is not None:
             entries = {entry.key: entry.value for entry in tensor.external_data}
             begin = int(entries.get("offset", "0"))
-            return InFile(file, (begin, begin + _size(tensor)), tensor)
+            return InFile(file, (begin, begin + size_of(tensor)), tensor)
         mapped = ir.serde.deserialize_tensor(tensor, folder or "")
         mapped.numpy()
     except (OSError, ValueError) as error:
+        keep = "keep the files of a model together"
+        told = remedy(error, keep) if isinstance(error, OSError) else keep
         raise ModelError(
-            f"initializer '{tensor.name}': its external data cannot be read: {error}; keep the "
-            "files of a model together"
+            f"initializer '{tensor.name}': its external data cannot be read: {error}; {told}"
         ) from error
     return mapped
 
 
-def external_file(tensor: onnx.TensorProto, folder: Path | None) -> Path:
-    """Returns the file of a tensor's external data, which need not be there.
+class _External(ir.ExternalTensor):
+    """An external tensor whose data are read when they are asked for.
 
-    What onnx refuses is refused: a file that is not below the model's folder, or whose way leads
-    over a link, or which has several names, may be anybody's; a pipe or a device may never end.
+    onnx-ir maps the file into memory for each tensor that was once read, and keeps that and a
+    descriptor of the file.
 
     Args:
-        tensor: A tensor with external data.
-        folder: The folder of the model; the working directory where it has none.
-
-    Raises:
-        ModelError: If its location, offset or length is not legal, or contradicts the file.
+        tensor: The tensor.
+        folder: The folder of its file; the working directory where there is none.
     """
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    location = entries.get("location", "")
-    where = f"initializer '{tensor.name}': its external data '{location!s:.200}'"
-    path = Path(location)
-    absolute = path.is_absolute() or path.drive or location.startswith(("/", "\\"))
-    if absolute or not path.parts or ".." in path.parts or "\0" in location:
-        raise ModelError(
-            f"{where} lie outside the model's folder; a path relative to it, without '..', is "
-            "accepted"
+
+    __slots__ = ("_content", "_folder")
+
+    def __init__(self, tensor: ir.ExternalTensor, folder: Path | None) -> None:
+        super().__init__(
+            tensor.location,
+            tensor.offset,
+            tensor.length,
+            tensor.dtype,
+            shape=ir.Shape(tensor.shape.numpy()),
+            name=tensor.name,
+            doc_string=tensor.doc_string,
+            metadata_props=tensor.metadata_props,
+            base_dir=folder or "",
         )
-    if tensor.data_type not in ITEM_SIZES:
-        raise ModelError(f"{where} are strings; those are kept in the model")
-    offset = _count(entries.get("offset", "0"), "offset", where)
-    size = _size(tensor)
-    length = _count(entries.get("length", str(size)), "length", where)
-    if length != size:
-        raise ModelError(
-            f"{where} take {length} bytes, and its dimensions {list(tensor.dims)} claim {size}; "
-            "they must agree"
-        )
-    file = folder or Path()
-    try:
-        for part in path.parts:
-            file /= part
-            found = file.lstat()
-            if stat.S_ISLNK(found.st_mode):
-                raise ModelError(
-                    f"{where} are reached through the link '{file}'; put the file itself there"
-                )
-    except FileNotFoundError:
-        return (folder or Path()) / path
-    except OSError as error:
-        raise ModelError(
-            f"{where} cannot be read: {error.strerror}; keep the files of a model together"
-        ) from error
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
-        raise ModelError(f"{where} are no regular file with one name; put a copy of the data there")
-    if offset + length > found.st_size:
-        raise ModelError(
-            f"{where} end at byte {offset + length}, and the file has {found.st_size}; keep the "
-            "files of a model together"
-        )
-    return file
+        self._folder = folder
+        self._content: ir.TensorProtocol | None = None
+
+    @property
+    def content(self) -> ir.TensorProtocol:
+        """The data, which stay in the file.
+
+        Raises:
+            ModelError: If they cannot be read.
+        """
+        if self._content is None:
+            self._content = _external(ir.serde.serialize_tensor(self), self._folder)
+        return self._content
+
+    def numpy(self) -> npt.NDArray[Any]:
+        return self.content.numpy()
+
+    def tobytes(self) -> bytes:
+        return self.content.tobytes()
+
+    def tofile(self, file: Any) -> None:
+        file.write(self.tobytes())
+
+    def __array__(self, dtype: Any = None) -> npt.NDArray[Any]:
+        return np.asarray(self.numpy(), dtype)
 
 
-def _count(text: str, what: str, where: str) -> int:
-    """Returns a number of bytes that stands in a file as text."""
-    if not text.isascii() or not text.isdigit() or len(text) > 19:  # 2⁶³ has 19 digits
-        raise ModelError(f"{where}: its {what} is '{text!s:.40}'; a number of bytes is accepted")
-    return int(text)
+def read_on_demand(model: ir.Model, folder: Path | None) -> None:
+    """Lets the external initializers of a model be read when they are asked for, in place.
+
+    Args:
+        model: The model. Data that are kept beside it are no external ones.
+        folder: The folder of its file, where it has one.
+    """
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if isinstance(tensor, ir.ExternalTensor) and not _is_light(tensor):
+                value.const_value = _External(tensor, folder)
 
 
-def _size(tensor: onnx.TensorProto) -> int:
-    """Returns how many bytes the data of a tensor take; to look at them would copy them."""
-    if tensor.data_type not in ITEM_SIZES:  # strings, or a type that is refused later
-        return 0
-    size: float = math.prod(tensor.dims) * ITEM_SIZES[tensor.data_type]
-    return math.ceil(size)
-
-
-def _location(tensor: onnx.TensorProto) -> str:
-    return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
-
-
-def is_light(tensor: onnx.TensorProto) -> bool:
-    """Whether the data of a tensor are kept beside the model."""
-    return _location(tensor).startswith(_LOCATION)
+def _is_light(tensor: ir.ExternalTensor) -> bool:
+    return os.fspath(tensor.location).startswith(LOCATION)
 
 
 def find(tensor: ir.TensorProtocol | None, data: Data) -> ir.TensorProtocol | None:
@@ -388,7 +362,7 @@ def ends(tensor: ir.TensorProtocol, length: int) -> tuple[bytes, bytes]:
     Those of a file that is held are read from there; that it has changed is not seen.
     """
     content: ir.TensorProtocol | None = tensor
-    while isinstance(content, _Reference | Lent):
+    while isinstance(content, _Reference | Lent | _External):
         content = content.content
     if isinstance(content, InFile):
         return content.ends(length)
@@ -399,10 +373,10 @@ def ends(tensor: ir.TensorProtocol, length: int) -> tuple[bytes, bytes]:
 def array_of(tensor: onnx.TensorProto, data: Data) -> npt.NDArray[Any]:
     """Returns the value of a tensor of a light model."""
     if is_light(tensor):
-        return data[_location(tensor)].numpy()
+        return data[location_of(tensor)].numpy()
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
         raise ModelError(
-            f"initializer '{tensor.name}': its data are in the file '{_location(tensor)}', whose "
+            f"initializer '{tensor.name}': its data are in the file '{location_of(tensor)}', whose "
             "folder a model in memory does not tell; give the path of the model"
         )
     return onnx.numpy_helper.to_array(tensor)
@@ -412,7 +386,7 @@ def set_array(tensor: onnx.TensorProto, data: Data, array: npt.NDArray[Any]) -> 
     """Sets the value of a tensor of a light model; an array that is kept beside is not copied."""
     if is_light(tensor):
         kind = ir.DataType(tensor.data_type)
-        data[_location(tensor)] = ir.Tensor(array, dtype=kind, name=tensor.name)
+        data[location_of(tensor)] = ir.Tensor(array, dtype=kind, name=tensor.name)
     else:
         tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
 
@@ -427,7 +401,7 @@ def set_later(
         data: The data of its model.
         array: The function; None for a copy of the data.
     """
-    content = data.get(_location(tensor))
+    content = data.get(location_of(tensor))
     if isinstance(content, Lent) and content.content is not None:
         kind, shape = content.dtype, content.shape
         if array is None:
@@ -446,7 +420,7 @@ def copy_to_memory(
         but: Its tensors whose data are to be lent.
         held: Those that may stay in a file that is held open: they are seldom read.
     """
-    lent, seldom = ({_location(tensor) for tensor in tensors} for tensors in (but, held))
+    lent, seldom = ({location_of(tensor) for tensor in tensors} for tensors in (but, held))
 
     def kept(location: str, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
         if location in lent:
@@ -487,9 +461,9 @@ def _bytes(tensor: ir.TensorProtocol) -> bytes:
 
 def attach(proto: onnx.ModelProto, data: Data) -> onnx.ModelProto:
     """Puts the data of a light model into it, in place, and returns it."""
-    for tensor in _tensors(proto):
+    for tensor in initializers(proto):
         if is_light(tensor):
-            content = _bytes(data[_location(tensor)])
+            content = _bytes(data[location_of(tensor)])
             tensor.ClearField("external_data")
             tensor.ClearField("data_location")
             tensor.raw_data = content
@@ -501,26 +475,6 @@ def attached(proto: onnx.ModelProto, data: Data) -> onnx.ModelProto:
     result = onnx.ModelProto()
     result.CopyFrom(proto)
     return attach(result, data)
-
-
-def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yields the initializers of a model that may be kept beside it."""
-    yield from proto.graph.initializer
-    for info in proto.training_info:
-        yield from info.algorithm.initializer
-        yield from info.initialization.initializer
-
-
-def data_size(proto: onnx.ModelProto) -> int:
-    """Returns how many bytes the initializers in a model take, or would take if it were not light.
-
-    External data do not count.
-    """
-    return sum(
-        _size(tensor)
-        for tensor in _tensors(proto)
-        if tensor.data_location != onnx.TensorProto.EXTERNAL or is_light(tensor)
-    )
 
 
 def serialize(proto: onnx.ModelProto) -> bytes:
@@ -607,10 +561,10 @@ def move_aside(model: ir.Model) -> tuple[onnx.ModelProto, Data]:
         for name, value in model.graph.initializers.items()
         if (tensor := value.const_value) is not None
         and tensor.dtype.value in ITEM_SIZES
-        and tensor.nbytes > _BIG
+        and tensor.nbytes > BIG
         and not isinstance(tensor, ir.ExternalTensor)
     }
-    places = {name: (f"{_LOCATION}{next(_numbers)}", None, None) for name in big}
+    places = {name: (f"{LOCATION}{next(_numbers)}", None, None) for name in big}
     return _without(model, places), {places[name][0]: tensor for name, tensor in big.items()}
 
 
@@ -640,7 +594,7 @@ def _without(
 
 def _native(tensor: ir.TensorProtocol) -> npt.NDArray[Any] | None:
     """Returns a big tensor as an array that can be lent to onnxruntime, or None."""
-    if tensor.nbytes <= _BIG or tensor.dtype.numpy().type.__module__ != "numpy":
+    if tensor.nbytes <= BIG or tensor.dtype.numpy().type.__module__ != "numpy":
         return None  # onnxruntime takes no arrays of types that numpy itself has not
     return np.require(tensor.numpy(), requirements=["C", "A"])
 
@@ -656,19 +610,6 @@ def without_data(proto: onnx.ModelProto) -> onnx.ModelProto:
     result, _ = detach(proto)
     external_to_inputs(result.graph)
     return result
-
-
-def external_to_inputs(graph: onnx.GraphProto) -> None:
-    """Makes initializers whose data stand elsewhere inputs, in place, for tools that read data."""
-    listed = {value.name for value in graph.input}
-    tensors = list(graph.initializer)
-    del graph.initializer[:]  # at once: to remove one is to compare it with those before it
-    for tensor in tensors:
-        if not tensor.external_data:
-            graph.initializer.append(tensor)
-        elif tensor.name not in listed:
-            value = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
-            graph.input.append(value)
 
 
 def save_model(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
@@ -741,8 +682,8 @@ def _write_in_two(
     file, temporary = unique_sibling(target, _DATA), unique_sibling(target, TEMPORARY)
     model = onnx.ModelProto()
     model.CopyFrom(proto)
-    light = [tensor for tensor in _tensors(model) if is_light(tensor)]
-    contents = [data[_location(tensor)] for tensor in light]
+    light = [tensor for tensor in initializers(model) if is_light(tensor)]
+    contents = [data[location_of(tensor)] for tensor in light]
     offset = 0
     for tensor, content in zip(light, contents, strict=True):
         offset = -(-offset // _ALIGNMENT) * _ALIGNMENT

@@ -1,4 +1,4 @@
-"""Writing files that are never half written, and leave nothing behind."""
+"""Writing files that are never half written, and leave nothing behind; what errors of them mean."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ __all__ = [
     "move",
     "naming",
     "new_file",
+    "remedy",
     "remove_free",
     "remove_litter",
     "siblings",
@@ -160,11 +161,26 @@ def siblings(target: Path, suffix: str) -> list[Path]:
         target: The file that they belong to.
         suffix: What their names end with.
     """
-    name = re.compile(rf"{re.escape(_stem(target, suffix))}\.[0-9a-f]{{16}}{re.escape(suffix)}")
+    begin = f"{_stem(target, suffix)}."
+    name = re.compile(rf"{re.escape(begin)}[0-9a-f]{{16}}{re.escape(suffix)}")
     try:
-        return [entry for entry in target.parent.iterdir() if name.fullmatch(entry.name)]
+        with os.scandir(target.parent) as entries:  # which makes no Path of each of many files
+            names = [entry.name for entry in entries if entry.name.startswith(begin)]
     except OSError:  # a folder may be written, but not read
         return []
+    return [target.parent / each for each in names if name.fullmatch(each)]
+
+
+def remedy(error: OSError, otherwise: str) -> str:
+    """Returns what to do about an error of the system.
+
+    Args:
+        error: The error.
+        otherwise: What to do if it is not that too many files are open.
+    """
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "close files, or raise the limit on open files (ulimit -n)"
+    return otherwise
 
 
 def remove_litter(target: Path) -> None:

@@ -3,20 +3,28 @@
 protobuf reads a message as a whole: then the bytes of the file are in memory twice, and a third
 time when the data of a tensor are looked at. Here the fields of the file are walked, and big data
 are left out of the message. The file is held open, so that they can be read at any time; another
-file may take its name. That the file itself has not changed is proven by checksums.
+file may take its name. Of files with external data, of which there may be more than a process can
+open, the last ones that were read are held open, and the others opened again when they are read.
+
+That a file has not changed is told by its identity (device, inode, size and time) when data of it
+are read for the first time, and from then on by the checksum of these.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import os
 import stat
 import sys
+import threading
+import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import google.protobuf.message
 import numpy as np
@@ -24,11 +32,22 @@ import onnx
 import onnx_ir as ir
 
 from ortops.errors import ModelError
+from ortops.graph.files import remedy
+
+resource: Any
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 __all__ = ["HeldFile", "InFile", "hold", "read_message"]
 
 _BLOCK = 2**16  # bytes of the fields of a file that are read at once
 _MOST = 2**30  # and of data; no system reads more than 2 GB
+_MOST_FIELDS = 10**6  # of a file that are walked; protobuf reads one that has more
+_MESSAGE = 2**31 - 1  # bytes of a message that protobuf reads
+_MOST_OPEN = 256  # files of data; fewer where the system lets a process open few
+_TICK = 20_000_000  # nanoseconds that are more than a tick of the clock of files
 _VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5  # wire types of protobuf
 _RAW_DATA = 9  # of a TensorProto
 
@@ -48,41 +67,156 @@ class _NotWalkedError(Exception):
 
 
 class HeldFile:
-    """A file that is held open as long as this object is there.
+    """A file that is read as it was when it was opened, for as long as this object is there.
 
     Args:
         path: The file.
         descriptor: What it is opened as; closed in the end.
+        stays_open: Whether it stays open for all that time, so that another file may take its name.
+            If not, it is closed while it is not read and too many others are open. Then it is
+            opened again by its path, and refused if another file has that name.
     """
 
-    def __init__(self, path: Path, descriptor: int) -> None:
+    def __init__(self, path: Path, descriptor: int, *, stays_open: bool) -> None:
         self.path = path
-        self._descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor).atexit = False  # for functions of atexit
+        self._absolute = path.absolute()
+        self._descriptors = [descriptor]  # of which there is one or none
+        self._readers = 0
+        self._identity = _identity(os.fstat(descriptor))
+        if not stays_open:
+            _closable[id(self)] = weakref.ref(self)
+        finalizer = weakref.finalize(self, _forget, id(self), self._descriptors)
+        finalizer.atexit = False  # for functions of atexit
 
-    def status(self) -> os.stat_result:
-        """Returns what the system knows of it."""
-        return os.fstat(self._descriptor)
+    @property
+    def identity(self) -> tuple[int, ...]:
+        """Device, inode, size and time of the last change, as they were when it was opened."""
+        return self._identity
+
+    @property
+    def size(self) -> int:
+        """How many bytes it had when it was opened."""
+        return self._identity[2]
+
+    def is_as_opened(self) -> bool:
+        """Whether it has not been written to since it was opened, as far as the system notes it."""
+        with self._descriptor() as descriptor:
+            return _identity(os.fstat(descriptor)) == self._identity
 
     def read(self, begin: int, end: int) -> bytes:
-        """Returns the bytes of a place; fewer where the file has been cut short."""
+        """Returns the bytes of a place; fewer where the file has been cut short.
+
+        Raises:
+            ModelError: If it was closed since, and another file has taken its name.
+            OSError: If it cannot be read.
+        """
         parts: list[bytes] = []
-        while begin < end:
-            parts.append(os.pread(self._descriptor, min(end - begin, _MOST), begin))
-            if not parts[-1]:
-                break
-            begin += len(parts[-1])
+        with self._descriptor() as descriptor:
+            while begin < end:
+                parts.append(os.pread(descriptor, min(end - begin, _MOST), begin))
+                if not parts[-1]:
+                    break
+                begin += len(parts[-1])
         return b"".join(parts)
 
+    @contextlib.contextmanager
+    def _descriptor(self) -> Iterator[int]:
+        """Gives the descriptor, which is not closed meanwhile."""
+        with _lock:
+            self._readers += 1
+        try:
+            with _lock:
+                if not self._descriptors:
+                    self._open_again()
+                elif id(self) in _closable:  # the last one is closed last
+                    _closable[id(self)] = _closable.pop(id(self))
+                (descriptor,) = self._descriptors
+            yield descriptor
+        finally:
+            with _lock:
+                self._readers -= 1
 
-_held: weakref.WeakValueDictionary[tuple[int, int], HeldFile] = weakref.WeakValueDictionary()
+    def _open_again(self) -> None:
+        descriptor = _open(self._absolute)
+        found = _identity(os.fstat(descriptor))
+        if found[:2] != self._identity[:2]:
+            os.close(descriptor)
+            raise ModelError(
+                f"file '{self.path}': another file has taken its place since it was opened, and it "
+                "could not be held open, because there are too many files of data; open the model "
+                "again"
+            )
+        self._descriptors.append(descriptor)
+        _closable[id(self)] = weakref.ref(self)
+
+    def close_if_unread(self) -> None:
+        """Closes it, to be opened again, unless somebody is reading it; `_lock` is held."""
+        if not self._readers:
+            _forget(id(self), self._descriptors)
 
 
-def hold(path: Path) -> HeldFile | None:
+_lock = threading.RLock()  # of the descriptors of all files; finalizers run under it and without it
+_closable: dict[int, weakref.ref[HeldFile]] = {}  # open files that may be closed, the oldest first
+
+
+def _free_lock() -> None:
+    """Lets a forked child read although another thread of its parent was just reading."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_free_lock)
+
+
+def _identity(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _forget(key: int, descriptors: list[int]) -> None:
+    """Closes a file's descriptor, if it has one."""
+    _closable.pop(key, None)
+    with contextlib.suppress(IndexError):
+        os.close(descriptors.pop())  # `pop` is atomic, so that nobody closes it twice
+
+
+def _open(path: Path) -> int:
+    """Opens a file, and closes others if there are too many; `_lock` is held."""
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)  # no waiting
+    _close_all_but(_most_open() - 1)
+    try:
+        return os.open(path, flags)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE) or not _closable:
+            raise
+        _close_all_but(0)
+        return os.open(path, flags)
+
+
+def _close_all_but(most: int) -> None:
+    for reference in list(_closable.values())[: max(0, len(_closable) - most)]:
+        file = reference()
+        if file is not None:
+            file.close_if_unread()
+
+
+def _most_open() -> int:
+    """Returns how many files that may be closed are open at a time."""
+    if resource is None:
+        return _MOST_OPEN
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_OPEN if limit == resource.RLIM_INFINITY else min(_MOST_OPEN, max(1, limit // 4))
+
+
+_held: weakref.WeakValueDictionary[tuple[object, ...], HeldFile] = weakref.WeakValueDictionary()
+
+
+def hold(path: Path, *, stays_open: bool) -> HeldFile | None:
     """Opens a file once for all who read it as it is now.
 
     Args:
         path: The file.
+        stays_open: See `HeldFile`.
 
     Returns:
         The file; None where it is none that can be read at any place and held: a pipe, or any on
@@ -91,14 +225,28 @@ def hold(path: Path) -> HeldFile | None:
     Raises:
         OSError: If it cannot be opened.
     """
-    # Asked before it is opened: that of a pipe would wait for its writer.
+    # Asked before it is opened, which may have effects where it is a device.
     if not hasattr(os, "pread") or not stat.S_ISREG(path.stat().st_mode):
         return None
-    opened = HeldFile(path, os.open(path, os.O_RDONLY))
-    found = opened.status()
+    with _lock:
+        descriptor = _open(path)
+    found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
         return None
-    return _held.setdefault((found.st_dev, found.st_ino), opened)
+    _wait_for_clock(found)
+    opened = HeldFile(path, descriptor, stays_open=stays_open)
+    return _held.setdefault((*opened.identity, stays_open), opened)
+
+
+def _wait_for_clock(found: os.stat_result) -> None:
+    """Waits, after a change of a file, until the next change has a later time.
+
+    The times of files come from a clock that ticks every few milliseconds.
+    """
+    age = time.time_ns() - found.st_mtime_ns
+    if 0 <= age < _TICK:
+        time.sleep((_TICK - age) / 1e9)
 
 
 class InFile(ir.LazyTensor):
@@ -122,7 +270,11 @@ class InFile(ir.LazyTensor):
         self._file, self._place = file, place
 
     def ends(self, length: int) -> tuple[bytes, bytes]:
-        """Returns the first bytes and the last ones, so many of each; changes are not seen."""
+        """Returns the first bytes and the last ones, so many of each; changes are not seen.
+
+        Raises:
+            ModelError: If another file has taken the place of this one.
+        """
         begin, end = self._place
         read = self._file.read
         return read(begin, min(begin + length, end)), read(max(begin, end - length), end)
@@ -131,15 +283,22 @@ class InFile(ir.LazyTensor):
 def _read(
     file: HeldFile, place: Place, tensor: onnx.TensorProto, checksums: list[int]
 ) -> ir.TensorProtocol:
-    content = file.read(*place)
-    found = zlib.crc32(content)
-    if not checksums:
-        checksums.append(found)
-    if found != checksums[0] or len(content) != place[1] - place[0]:
+    try:
+        content = file.read(*place)
+        found = zlib.crc32(content)
+        is_same = found == checksums[0] if checksums else file.is_as_opened()
+    except OSError as error:
+        raise ModelError(
+            f"initializer '{tensor.name}': its data in file '{file.path}' cannot be read: "
+            f"{error.strerror}; {remedy(error, 'keep the files of a model in use')}"
+        ) from error
+    if not is_same or len(content) != place[1] - place[0]:
         raise ModelError(
             f"initializer '{tensor.name}': its data in file '{file.path}' have changed since it "
             "was opened; put a new file in the place of one in use, as ortops.save_model does"
         )
+    if not checksums:
+        checksums.append(found)
     kind = ir.DataType(tensor.data_type)
     if kind.bitwidth >= 8 and sys.byteorder == "little":
         array = np.frombuffer(content, kind.numpy()).reshape(tensor.dims)
@@ -164,18 +323,23 @@ def read_message(path: Path, big: int, detach: Detach) -> onnx.ModelProto | None
         it is not as it should be.
 
     Raises:
+        ModelError: If it was written to meanwhile.
         OSError: If it cannot be read.
     """
-    file = hold(path)
+    file = hold(path, stays_open=True)
     if file is None:
         return None
     try:
         model = onnx.ModelProto()
-        whole = (0, file.status().st_size)
-        model.ParseFromString(_Walk(file, big, detach).copy(whole, _MODEL))
-        return model
+        model.ParseFromString(_Walk(file, big, detach).copy((0, file.size), _MODEL))
     except (_NotWalkedError, ValueError, google.protobuf.message.DecodeError):
         return None
+    if not file.is_as_opened():
+        raise ModelError(
+            f"file '{path}': it was changed while it was read; put a new file in the place of one "
+            "in use, as ortops.save_model does"
+        )
+    return model
 
 
 class _Walk:
@@ -185,6 +349,7 @@ class _Walk:
         self.file = file
         self._big, self._detach = big, detach
         self._block, self._begin = b"", 0
+        self._fields_left, self._bytes_left = _MOST_FIELDS, _MESSAGE
 
     def copy(self, place: Place, tree: Tree) -> bytes:
         """Returns the bytes of a message, without what is left out of it."""
@@ -196,34 +361,46 @@ class _Walk:
             inner = tree[number]
             part = self._tensor(content) if inner is None else self.copy(content, inner)
             tag = _varint(number << 3 | _LENGTH)
-            parts += [self.file.read(copied, begin), tag, _varint(len(part)), part]
+            parts += [self._read(copied, begin), tag, _varint(len(part)), part]
             copied = content[1]
-        parts.append(self.file.read(copied, end))
+        parts.append(self._read(copied, end))
         return b"".join(parts)
 
     def _tensor(self, place: Place) -> bytes:
         """Returns the bytes of a tensor, whose raw data are left out if they are big."""
-        rest, copied, raw = b"", place[0], []
+        rest, copied = b"", place[0]
+        raw: list[Place] = []
         for number, begin, content in self._fields(place):
             if number == _RAW_DATA:
-                rest += self.file.read(copied, begin)
+                if raw:  # the last one counts
+                    raise _NotWalkedError
+                rest += self._read(copied, begin)
                 copied = content[1]
                 raw.append(content)
-        rest += self.file.read(copied, place[1])
         if not raw or raw[0][1] - raw[0][0] <= self._big:
-            return self.file.read(*place)
+            return self._read(*place)
+        rest += self._read(copied, place[1])
         tensor = onnx.TensorProto()
         tensor.ParseFromString(rest)
-        if len(raw) > 1 or not self._detach(tensor, InFile(self.file, raw[0], tensor)):
+        if not self._detach(tensor, InFile(self.file, raw[0], tensor)):
             raise _NotWalkedError
         return bytes(tensor.SerializeToString())
+
+    def _read(self, begin: int, end: int) -> bytes:
+        self._bytes_left -= end - begin
+        if self._bytes_left < 0:
+            raise _NotWalkedError
+        return self.file.read(begin, end)
 
     def _fields(self, place: Place) -> Iterator[tuple[int, int, Place]]:
         """Yields the number of each field, where it begins, and where its content is."""
         at, end = place
         while at < end:
             begin = at
+            self._fields_left -= 1
             tag, at = self._varint_at(at)
+            if not tag >> 3 or self._fields_left < 0:
+                raise _NotWalkedError
             wire = tag & 7
             length = 0
             if wire == _VARINT:

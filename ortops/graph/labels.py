@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 import onnx_ir as ir
 
 from ortops.errors import ModelError
+from ortops.graph.json_text import read_json
 
 __all__ = ["Labels", "note_labels", "noted_labels"]
 
@@ -29,7 +30,7 @@ class Labels:
 
 def note_labels(value: ir.Value, labels: Labels) -> None:
     """Notes what a loss accepts, beside what other losses of the same input do."""
-    notes = json.loads(value.metadata_props.get(_KEY, "[]"))
+    notes = [asdict(each) for each in noted_labels(value)]
     value.metadata_props[_KEY] = json.dumps([*notes, asdict(labels)])
 
 
@@ -41,9 +42,9 @@ def noted_labels(value: ir.Value) -> list[Labels]:
     """
     text = value.metadata_props.get(_KEY, "[]")
     try:
-        found = [Labels(note["classes"], note["ignored"]) for note in json.loads(text)]
+        found = [Labels(note["classes"], note["ignored"]) for note in read_json(text)]
         fits = all(
-            number is None or type(number) is int
+            number is None or (type(number) is int and abs(number) < 2**63)
             for labels in found
             for number in (labels.classes, labels.ignored)
         )
@@ -51,7 +52,7 @@ def noted_labels(value: ir.Value) -> list[Labels]:
         fits = False
     if not fits:
         raise ModelError(
-            f"input '{value.name}': its metadata '{_KEY}' is {text!r}; what "
+            f"input '{value.name}': its metadata '{_KEY}' is {text!r:.80}; what "
             "ortops.build_training_model writes is accepted"
         )
     return found

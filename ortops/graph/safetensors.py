@@ -18,8 +18,9 @@ import onnx_ir as ir
 
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph.files import write_atomically
+from ortops.graph.json_text import read_json
 
-__all__ = ["read_safetensors", "write_safetensors"]
+__all__ = ["dump_safetensors", "read_safetensors", "write_safetensors"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -47,6 +48,15 @@ def write_safetensors(path: str | os.PathLike[str], arrays: Mapping[str, Array])
     Raises:
         UnsupportedError: If the format has no name for a type.
     """
+    write_atomically(path, dump_safetensors(arrays))
+
+
+def dump_safetensors(arrays: Mapping[str, Array]) -> bytes:
+    """Returns the content of a file of arrays.
+
+    Raises:
+        UnsupportedError: If the format has no name for a type.
+    """
     header: dict[str, Any] = {}
     contents, end = [], 0
     for name, array in arrays.items():
@@ -65,7 +75,7 @@ def write_safetensors(path: str | os.PathLike[str], arrays: Mapping[str, Array])
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    write_atomically(path, b"".join((len(text).to_bytes(8, "little"), text, *contents)))
+    return b"".join((len(text).to_bytes(8, "little"), text, *contents))
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Array]:
@@ -78,7 +88,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Array]:
     size = int.from_bytes(content[:8], "little")
     found: dict[str, Array] = {}
     try:
-        header = json.loads(content[8 : 8 + size])
+        header = read_json(content[8 : 8 + size])
         header.pop("__metadata__", None)
         data = memoryview(content)[8 + size :]
         for name, entry in header.items():
@@ -91,6 +101,6 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Array]:
                 raise ValueError(f"'{name}' lies at bytes {begin} to {end} of {len(data)}")
             little = np.frombuffer(data[begin:end], dtype.newbyteorder("<"))
             found[name] = little.astype(dtype).reshape(shape)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"file '{path}': no safetensors ({error}); give such a file") from error
     return found

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from ortops.errors import ModelError
 from ortops.graph.edit import all_nodes, inner_graphs
 from ortops.graph.external import external_to_inputs, move_aside
+from ortops.graph.pooling import is_miscounted, without_ceil_mode
 from ortops.graph.serialization import is_map
 from ortops.graph.tensor import Names, Tape, Tensor, op, shape_of
 
@@ -259,13 +260,47 @@ def infer_shapes(model: ir.Model) -> None:
             unknown[node] = (_ML, node.op_type)
             node.op_type = "Hidden"
     try:
-        _infer_at_once(model)
+        _infer_with_pools(model)
     finally:
         for node, name in unknown.items():
             node.domain, node.op_type = name
             node.attributes.pop("to", None)
     _forget_symbols_of_elements(model.graph)
     _infer_rest(model.graph, Tape(model.graph, names=Names()))
+
+
+def _infer_with_pools(model: ir.Model) -> None:
+    """Infers a whole model, where poolings with ceil_mode have the sizes that onnxruntime gives.
+
+    Those that onnx counts otherwise are written without ceil_mode, as then both count alike.
+    """
+    version = model.opset_imports.get("", 0)
+    borrowed: dict[ir.Node, list[ir.Attr]] = {}  # for the time of the pass: it computes otherwise
+    declared = {value: value.shape for value in model.graph.outputs}
+    try:
+        while True:
+            _infer_at_once(model)
+            wrong = (node for node in all_nodes(model.graph) if is_miscounted(node, version))
+            first = next(wrong, None)  # the sizes of others may follow from its own
+            if first is None:
+                break
+            pads, is_same = without_ceil_mode(first)
+            if not is_same:
+                borrowed[first] = list(first.attributes.values())
+            first.attributes.add(ir.AttrInt64s("pads", pads))
+            first.attributes.add(ir.AttrInt64("ceil_mode", 0))
+            first.attributes.pop("auto_pad", None)
+            for node in all_nodes(model.graph):
+                for value in node.outputs:
+                    value.shape = None
+    finally:
+        for node, attributes in borrowed.items():
+            node.attributes.clear()
+            for attribute in attributes:
+                node.attributes.add(attribute)
+    for value, shape in declared.items():
+        if value.shape is None:
+            value.shape = shape
 
 
 def _infer_at_once(model: ir.Model) -> None:

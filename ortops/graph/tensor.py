@@ -33,7 +33,9 @@ import onnx_ir as ir
 
 from ortops.errors import ModelError, OrtopsError
 from ortops.graph.external import without_data
+from ortops.graph.pooling import pooled_sizes
 from ortops.graph.serialization import GRADIENT_DOMAIN, is_map, name_tensors
+from ortops.numbers import cast_numbers, is_numeric
 
 __all__ = [
     "DEFAULT_OPSET",
@@ -485,6 +487,15 @@ class Tape:
                 # A symbol would say that all elements, and what is computed of them, agree.
                 dims = tuple(dim if isinstance(dim, int) else None for dim in dims)
             found.append((kind, dims))
+        sizes = pooled_sizes(node)
+        if sizes is not None:
+            found = [
+                (
+                    kind,
+                    dims and (*dims[:2], *(a or b for a, b in zip(sizes, dims[2:], strict=True))),
+                )
+                for kind, dims in found
+            ]
         return tuple(found)
 
 
@@ -1151,7 +1162,7 @@ def _known_dtype(given: object) -> np.dtype[Any] | None:
 
 
 def _array(given: object, dtype: np.dtype[Any] | None, where: str) -> Array:
-    """Returns Python numbers as an array of a dtype; integers and booleans must hold them."""
+    """Returns Python numbers as an array of a dtype, which must hold them; floats are rounded."""
     array = np.asarray(given)
     if array.size == 0 and dtype is None:
         return array.astype(np.int64)
@@ -1159,9 +1170,10 @@ def _array(given: object, dtype: np.dtype[Any] | None, where: str) -> Array:
         return array.astype(np.float32)  # ONNX's default for numbers without a type
     if dtype is None:
         return array
-    with np.errstate(invalid="ignore"):
-        converted = array.astype(dtype)
-    if dtype.kind in "biu" and (converted != array).any():
+    if not is_numeric(array.dtype):
+        return array.astype(dtype)
+    converted, lost = cast_numbers(array, dtype)
+    if lost is not None:
         raise ModelError(
             f"{where}: {given!r} beside a tensor of {dtype}, which cannot hold it; cast the tensor "
             "with .astype, or give a number of its type"

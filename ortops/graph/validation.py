@@ -9,8 +9,8 @@ from pathlib import Path
 import onnx
 
 from ortops.errors import ModelError
-from ortops.graph.external import ITEM_SIZES, external_file, is_light
 from ortops.graph.limits import LIMITS
+from ortops.graph.messages import ITEM_SIZES, external_file, is_light
 
 __all__ = ["validate"]
 

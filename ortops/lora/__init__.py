@@ -1,7 +1,7 @@
-"""Low-rank adapters, LoRA: a few numbers to train beside weights that stay as they are.
+"""LoRA: low-rank adapters, which are trained while the weights of the base stay frozen.
 
 Each function takes a model and returns a new one, or writes files. `ortops.build_training_model`
-trains the adapter of a model that has one. What was chosen is said by the logger ``ortops``.
+trains only the adapter if a model has one. Automatic choices are logged to the logger ``ortops``.
 """
 
 from ortops.lora.addition import add

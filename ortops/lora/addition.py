@@ -1,4 +1,4 @@
-"""Low-rank matrices beside the weights of a model."""
+"""Adds a low-rank adapter to a model."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ortops.errors import ModelError, did_you_mean
+from ortops.arguments import boolean, number, whole_number
+from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph import convert, external
-from ortops.graph.adapters import METADATA_KEY, Adapter, Module, adapter_of, scaling, value_for
+from ortops.graph.adapters import METADATA_KEY, Adapter, Module, adapter_of, scaling
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import take_place
 from ortops.graph.serialization import to_proto
 from ortops.graph.tensor import Names
-from ortops.lora.model import Array, fingerprint, refuse_training
+from ortops.lora.fingerprints import fingerprint
+from ortops.lora.model import Array, refuse_training
+from ortops.lora.patterns import Patterns
 from ortops.lora.targets import Target, chosen
 
 __all__ = ["Base", "Layer", "add", "attach", "read_base"]
 
-_INITIALIZERS_MAY_BE_INPUTS_OR_NOT = 4  # the IR version since which they need not be
+_INITIALIZERS_MAY_BE_INPUTS_OR_NOT = 4  # the first IR version with initializers beside inputs
 
 logger = logging.getLogger("ortops")
 
@@ -40,47 +44,50 @@ def add(
     alpha_pattern: Mapping[str, float] | None = None,
     seed: int = 0,
 ) -> onnx.ModelProto:
-    """Returns a model with a low-rank adapter, LoRA, which computes the same until it is trained.
+    """Returns a model with a low-rank adapter (LoRA). Its outputs are the same until it is trained.
 
-    A layer y = W x becomes y = W x + scaling · B A x, by nodes beside the one that computes W x,
-    which stays as it is: quantized weights (MatMulNBits, DequantizeLinear) stay quantized. A and B
-    are inputs that have a default: initializers of the same name, so that the model runs with and
-    without onnxruntime's adapter files. They are called ``<layer>.lora_A.weight``, of shape
-    [in, rank], and ``<layer>.lora_B.weight``, [rank, out]: PEFT's, transposed, with the scaling in
-    B. Those of convolutions are [in, rank, *kernel] and [rank, out, 1, …]; those of embeddings
-    [words, rank] and [rank, size]. `ortops.build_training_model` trains them alone by default.
+    A layer y = W x becomes y = W x + scaling · B A x. The node that computes W x does not change,
+    so quantized weights (MatMulNBits, DequantizeLinear) stay quantized. A and B are inputs with
+    default values (initializers of the same name), so that the model runs with and without
+    onnxruntime's adapter files. They are named ``<layer>.lora_A.weight``, of shape [in, rank], and
+    ``<layer>.lora_B.weight``, of shape [rank, out]. These are PEFT's matrices, transposed, with the
+    scaling multiplied into B. For convolutions the shapes are [in, rank, *kernel] and
+    [rank, out, 1, …], for embeddings [words, rank] and [rank, size]. By default,
+    `ortops.build_training_model` trains only A and B.
 
-    A layer is called as torch's exporters tell, by the scope of the node, or by the name of the
-    weight. Each layer that reads a weight has an adapter of its own, also where weights are tied;
-    nodes of one layer that read the same weight share one.
+    A layer is named after the scope of its node, as written by PyTorch's exporters, or else after
+    its weight. Each layer gets its own adapter, also where weights are tied. Nodes of one layer
+    that read the same weight share an adapter.
 
-    Where QuantizeLinear and DequantizeLinear round what the node computes, the adapter's part is
-    added behind them.
+    If the output of a node is quantized by QuantizeLinear and DequantizeLinear, the adapter's
+    output is added after them.
 
     Args:
         model: An inference model: a ModelProto, its bytes, or its path; not changed.
-        rank: The rank, 1 or more.
-        alpha: Times 1 / rank it is the scaling.
-        targets: What gets an adapter: names of weights, patterns of names, or (patterns of) the
-            layers and scopes of the nodes that read them, as ``trainable=`` of
-            `ortops.build_training_model`. By default every matrix that is the second operand of
-            MatMul, Gemm, Conv or MatMulNBits; Gather's, embeddings, only where they are named.
-        rslora: Whether the scaling is alpha / √rank.
-        rank_pattern: Other ranks, by regular expressions of layers, as in PEFT: one matches a name
-            or what stands in it behind a dot, and each has to mean a layer.
-        alpha_pattern: Other alphas likewise.
-        seed: Of the first A: the same seed, the same numbers.
+        rank: The rank, at least 1.
+        alpha: The numerator of the scaling, alpha / rank.
+        targets: The layers to adapt: names or patterns of weights, or of the layers and scopes of
+            the nodes that read them, like ``trainable=`` of `ortops.build_training_model`. By
+            default every weight that is the second operand of MatMul, Gemm, Conv or MatMulNBits.
+            Embeddings (Gather) are adapted only if they are named.
+        rslora: Whether to use the scaling alpha / √rank (rsLoRA).
+        rank_pattern: Ranks of particular layers, by regular expressions as in PEFT. An expression
+            matches a layer's full name or the part after one of its dots, and must match at least
+            one layer.
+        alpha_pattern: Alphas of particular layers, likewise.
+        seed: The seed of the random initial values.
 
     Returns:
-        A new model, of the same opset. External data stay external, relative to the folder of the
-        given file. A starts uniform in ±1/√(numbers that go in) and B from zeros; A of embeddings
-        starts from zeros and B from normal numbers, as in PEFT.
+        A new model of the same opset. External data stay external, relative to the folder of the
+        given file. As in PEFT, A is initialized uniformly in ±1/√(number of inputs) and B to zeros;
+        for embeddings, A is initialized to zeros and B from a normal distribution.
 
     Raises:
-        ModelError: If the model has an adapter or training_info already, or a target means
-            or a pattern means nothing, or a number is not legal.
-        UnsupportedError: If a target means what takes no adapter: convolutions with groups,
-            operators of integers, recurrent layers, bfloat16.
+        ArgumentError: If a number, flag or type of an argument is invalid.
+        ModelError: If the model already has an adapter or training_info, or a target or pattern
+            matches nothing.
+        UnsupportedError: If a target cannot have an adapter: grouped convolutions, integer
+            operators, recurrent layers, bfloat16.
 
     Source: arXiv:2106.09685 (LoRA); arXiv:2312.03732 (rsLoRA).
 
@@ -90,47 +97,51 @@ def add(
         >>> {tensor.name: list(tensor.dims) for tensor in adapted.graph.initializer[-2:]}
         {'fc1.lora_A.weight': [4, 2], 'fc1.lora_B.weight': [2, 16]}
     """
-    patterns = {"rank_pattern": rank_pattern or {}, "alpha_pattern": alpha_pattern or {}}
-    for name, pattern in patterns.items():
-        if not isinstance(pattern, Mapping):
-            raise ModelError(
-                f"{name}: it is {pattern!r}; numbers by patterns of layers are accepted"
-            )
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
-        raise ModelError(f"seed: it is {seed!r}; a whole number from 0 on is accepted")
-    ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
-    for name, number in (("rank", rank), *((f"rank_pattern '{p}'", r) for p, r in ranks.items())):
-        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 1:
-            raise ModelError(f"{name}: it is {number!r}; a whole number from 1 on is accepted")
-    given = (("alpha", alpha), *((f"alpha_pattern '{p}'", each) for p, each in alphas.items()))
-    for name, each in given:
-        is_number = isinstance(each, int | float | np.number) and not isinstance(each, bool)
-        if not is_number or not math.isfinite(each) or each <= 0:
-            raise ModelError(f"{name}: it is {each!r}; a number greater than 0 is accepted")
+    rslora, seed = boolean("rslora", rslora), whole_number("seed", seed, 0)
+    rank, alpha = whole_number("rank", rank, 1), number("alpha", alpha, above=0)
+    ranks = {
+        p: whole_number(f"rank_pattern {p!r:.80}", each, 1)
+        for p, each in _pattern("rank_pattern", rank_pattern).items()
+    }
+    alphas = {
+        p: number(f"alpha_pattern {p!r:.80}", each, above=0)
+        for p, each in _pattern("alpha_pattern", alpha_pattern).items()
+    }
     base = read_base(model)
     found = chosen(base.work, targets)
     layers_found = dict.fromkeys(target.module for target in found)
-    for name, pattern in patterns.items():
-        for expression in pattern:
-            if not any(value_for({expression: 1}, module, 0) for module in layers_found):
-                raise ModelError(
-                    f"{name}: '{expression}' means no layer that gets an adapter; "
-                    f"{did_you_mean(str(expression), layers_found)}"
-                )
+    by_rank, by_alpha = Patterns(ranks, "rank_pattern"), Patterns(alphas, "alpha_pattern")
+    for name, each_by in (("rank_pattern", by_rank), ("alpha_pattern", by_alpha)):
+        unused = each_by.without_layer(layers_found)
+        if unused is not None:
+            raise ModelError(
+                f"{name}: '{unused}' matches no layer that gets an adapter; "
+                f"{did_you_mean(unused, layers_found)}"
+            )
     generator = np.random.default_rng(seed)
     layers: dict[object, Layer] = {}
     for target in found:
         key = (target.module, target.weight, target.kind, target.sizes)
         layer = layers.get(key)
         if layer is None:
-            r = int(value_for(ranks, target.module, rank))
-            own = float(value_for(alphas, target.module, alpha))
+            r = int(by_rank.value_for(target.module, rank))
+            own = float(by_alpha.value_for(target.module, alpha))
             a, b = _first(target, r, scaling(r, own, rslora=rslora), generator)
             layer = layers[key] = Layer(target.module, r, own, a, b)
         layer.targets.append(target)
-    ranks, alphas = {p: int(r) for p, r in ranks.items()}, {p: float(a) for p, a in alphas.items()}
-    described = Adapter(int(rank), float(alpha), rslora, "", {}, ranks, alphas)
+    described = Adapter(rank, alpha, rslora, "", {}, ranks, alphas)
     return attach(base, list(layers.values()), described)
+
+
+def _pattern(name: str, value: object) -> Mapping[str, Any]:
+    """Returns an argument that maps patterns of layers to numbers."""
+    if not isinstance(value or {}, Mapping):
+        raise ArgumentError(f"{name} must map patterns of layers to numbers, got {value!r:.80}")
+    found: Mapping[Any, Any] = value or {}  # type: ignore[assignment]
+    for text in found:
+        if not isinstance(text, str):
+            raise ArgumentError(f"{name}: patterns must be strings, got {text!r:.80}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -139,7 +150,7 @@ class Base:
 
     Attributes:
         work: The model, to be changed.
-        fingerprint: What tells it from others.
+        fingerprint: Its fingerprint (see `ortops.lora.fingerprints`).
     """
 
     work: ir.Model
@@ -154,10 +165,10 @@ class Layer:
         module: Its name.
         rank: The rank.
         alpha: The alpha.
-        a: The numbers of A, as `add` tells their shape.
-        b: The numbers of B, with the scaling.
-        targets: The nodes that compute it.
-        peft: What PEFT calls the layer.
+        a: The values of A, in the shape that `add` documents.
+        b: The values of B, multiplied by the scaling.
+        targets: The nodes of the layer.
+        peft: The layer's name in PEFT.
     """
 
     module: str
@@ -170,28 +181,28 @@ class Layer:
 
 
 def read_base(model: ModelLike) -> Base:
-    """Reads a model that is to get an adapter; the model is not changed.
+    """Reads a model that is to get an adapter, without changing it.
 
     Raises:
-        ModelError: If it has one already, or training_info.
+        ModelError: If it already has an adapter or training_info.
     """
     proto, folder = convert.load(model)
     if adapter_of(proto.metadata_props) is not None:
         raise ModelError(
-            "model: it has an adapter already; fold it into the weights with ortops.lora.merge, or "
-            "give the model without it"
+            "model: it already has an adapter; merge it with ortops.lora.merge, or give the model "
+            "without it"
         )
     refuse_training(proto)
     return Base(convert.to_ir(proto, folder), fingerprint(*external.detach(proto, folder)))
 
 
 def attach(base: Base, layers: Sequence[Layer], adapter: Adapter) -> onnx.ModelProto:
-    """Returns a model with adapters of given numbers.
+    """Returns a model with an adapter of given values.
 
     Args:
         base: The model; not to be used afterwards.
         layers: The layers.
-        adapter: What is said of all of them.
+        adapter: The settings that all layers share.
     """
     work = base.work
     names = Names(work.graph)
@@ -213,12 +224,12 @@ def attach(base: Base, layers: Sequence[Layer], adapter: Adapter) -> onnx.ModelP
     work.metadata_props[METADATA_KEY] = described.dumps()
     work.ir_version = max(work.ir_version, _INITIALIZERS_MAY_BE_INPUTS_OR_NOT)
     count = sum(layer.a.size + layer.b.size for layer in layers)
-    logger.warning("an adapter of %s was added: %s numbers to train", described, f"{count:,}")
+    logger.warning("added an adapter of %s: %s trainable parameters", described, f"{count:,}")
     return to_proto(work)
 
 
 def _unique(module: str, names: Names) -> str:
-    """Returns the name of a layer, with a number behind it if its A or B would not be unique."""
+    """Returns the name of a layer, with a number appended if its A or B would not be unique."""
     candidate, number = module, 1
     while any(not names.is_free(f"{candidate}.lora_{which}.weight") for which in "AB"):
         candidate, number = f"{module}_{number}", number + 1
@@ -228,7 +239,7 @@ def _unique(module: str, names: Names) -> str:
 
 
 def _parameter(graph: ir.Graph, name: str, array: Array) -> ir.Value:
-    """Adds an input that has a default value."""
+    """Adds an input with a default value."""
     tensor = ir.tensor(array, name=name)
     kind, shape = ir.TensorType(tensor.dtype), ir.Shape(array.shape)
     value = ir.Value(name=name, type=kind, shape=shape, const_value=tensor)
@@ -240,7 +251,7 @@ def _parameter(graph: ir.Graph, name: str, array: Array) -> ir.Value:
 def _first(
     target: Target, rank: int, scale: float, generator: np.random.Generator
 ) -> tuple[Array, Array]:
-    """Returns the first A and B, as PEFT initializes them."""
+    """Returns the initial A and B, as in PEFT."""
     (into, out), kernel = target.sizes, target.kernel
     dtype = target.dtype.numpy()
     if target.kind == "embedding":
@@ -252,10 +263,10 @@ def _first(
 
 
 def _place(target: Target, a: ir.Value, b: ir.Value, module: str, names: Names) -> list[str]:
-    """Adds what an adapter computes to what a node computes.
+    """Adds the output of an adapter to the output of a node.
 
     Returns:
-        The names of what is computed without the adapter, and with it.
+        The names of the output without the adapter, and with it.
     """
     node, nodes = target.node, list[ir.Node]()
 
@@ -294,7 +305,7 @@ def _place(target: Target, a: ir.Value, b: ir.Value, module: str, names: Names) 
 
 
 def _rounded(value: ir.Value) -> ir.Value:
-    """Returns what becomes of a value that is only quantized and dequantized, else itself."""
+    """Returns a value after QuantizeLinear and DequantizeLinear, if nothing else reads it."""
     rounded = value
     for op_type in ("QuantizeLinear", "DequantizeLinear"):
         uses = rounded.uses()

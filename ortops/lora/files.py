@@ -1,11 +1,10 @@
-"""Adapters in onnxruntime's files, which `onnxruntime.RunOptions.add_active_adapter` takes."""
+"""Saves and loads adapters in onnxruntime's format, for `RunOptions.add_active_adapter`."""
 
 from __future__ import annotations
 
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,21 +15,23 @@ from ortops.errors import ModelError, did_you_mean
 from ortops.graph import convert, external
 from ortops.graph.convert import ModelLike
 from ortops.graph.files import write_atomically
-from ortops.lora.model import Array, check_base, read_adapted
+from ortops.lora.adapter_file import read_adapter_file
+from ortops.lora.fingerprints import first_fingerprint
+from ortops.lora.model import check_base, read_adapted, refuse_not_finite
 
 __all__ = ["load_adapter", "save_adapter"]
 
 _ADAPTER_VERSION = 1
-_GIVEN_BY_OTHERS = 2**16  # other writers count versions of a model; a digest is never so small
+_GIVEN_BY_OTHERS = 2**16  # other tools number their model versions; a digest is never this small
 
 logger = logging.getLogger("ortops")
 
 
 @convert.blame_model
 def save_adapter(model: ModelLike, path: str | os.PathLike[str]) -> None:
-    """Writes the adapter of a model as a file of onnxruntime, ``.onnx_adapter``.
+    """Writes the adapter of a model to an ``.onnx_adapter`` file of onnxruntime.
 
-    Stock onnxruntime runs the model with it, one of many in turn on one session::
+    Stock onnxruntime applies it per run, so one session can serve many adapters::
 
         adapter = onnxruntime.LoraAdapter()
         adapter.Load("french.onnx_adapter")
@@ -38,14 +39,15 @@ def save_adapter(model: ModelLike, path: str | os.PathLike[str]) -> None:
         options.add_active_adapter(adapter)
         session.run(None, feeds, options)
 
-    The file's model version is a digest of the base: of its inputs, outputs and weights.
+    The model version in the file is a digest of the base's nodes, inputs, outputs and weights.
 
     Args:
         model: A model with an adapter, trained or not: a ModelProto, its bytes, or its path.
-        path: The file. At any time there is the old one or the new one, whole.
+        path: The file. It is replaced atomically.
 
     Raises:
-        ModelError: If the model has no adapter, or its other weights have changed since it got it.
+        ModelError: If the model has no adapter, its base has changed since the adapter was added,
+            or the adapter's values are not finite.
         OSError: If the file cannot be written.
 
     Example:
@@ -60,10 +62,11 @@ def save_adapter(model: ModelLike, path: str | os.PathLike[str]) -> None:
         ['fc1.lora_A.weight', 'fc1.lora_B.weight']
     """
     adapted = read_adapted(model)
-    check_base(adapted)
+    fingerprint = check_base(adapted)
+    refuse_not_finite(adapted.parameters, "model")
     form = onnxruntime.AdapterFormat()
     form.set_adapter_version(_ADAPTER_VERSION)
-    form.set_model_version(_version(adapted.adapter.fingerprint))
+    form.set_model_version(_version(fingerprint))
     arrays = {name: np.ascontiguousarray(a) for name, a in adapted.parameters.items()}
     form.set_parameters(  # which share the arrays' memory
         {name: onnxruntime.OrtValue.ortvalue_from_numpy(a) for name, a in arrays.items()}
@@ -76,20 +79,21 @@ def save_adapter(model: ModelLike, path: str | os.PathLike[str]) -> None:
 
 @convert.blame_model
 def load_adapter(model: ModelLike, path: str | os.PathLike[str]) -> onnx.ModelProto:
-    """Returns a model whose adapter has the numbers of a file of onnxruntime.
+    """Returns a model whose adapter has the values of an ``.onnx_adapter`` file of onnxruntime.
 
     Args:
         model: A model with an adapter of the same layers and ranks: a ModelProto, its bytes, or its
             path; not changed.
-        path: A file that `save_adapter` wrote, or another that has the same names and shapes; of
-            one that other tools wrote it is not known for which base, and a message says so.
+        path: A file written by `save_adapter`, or by another tool with the same names and shapes.
+            Files of other tools do not identify their base; a warning is logged.
 
     Returns:
         A new model. External data stay external, relative to the folder of the given file.
 
     Raises:
-        ModelError: If the file is no adapter, or one of another base, or names or shapes differ;
-            or if the model has no adapter, or its other weights have changed since it got it.
+        ModelError: If the file is not an adapter, belongs to another base, has other names or
+            shapes, or has values that are not finite; or if the model has no adapter, or its base
+            has changed since the adapter was added.
 
     Example:
         >>> import tempfile
@@ -102,37 +106,45 @@ def load_adapter(model: ModelLike, path: str | os.PathLike[str]) -> onnx.ModelPr
         True
     """
     adapted = read_adapted(model)
-    check_base(adapted)
-    given, version = _read(path)
+    fingerprint = check_base(adapted)
+    given, version = read_adapter_file(Path(path))
     where = f"file '{os.fspath(path)}'"
     if version < _GIVEN_BY_OTHERS:
         logger.warning(
-            "%s does not say which base it is for (its model version is %d); names and shapes fit",
+            "%s does not identify its base (its model version is %d); its names and shapes match",
             where,
             version,
         )
-    elif version != _version(adapted.adapter.fingerprint):
-        raise ModelError(
-            f"{where}: it is an adapter of another base, whose inputs, outputs or weights differ; "
-            "give the model that it was trained with"
+    elif version != _version(fingerprint):
+        first = first_fingerprint(adapted.proto, adapted.data, adapted.adapter.parameters)
+        if version != _version(first):
+            raise ModelError(
+                f"{where}: the adapter belongs to another base, with other nodes, inputs, outputs "
+                "or weights; give the model that it was trained with"
+            )
+        logger.warning(
+            "%s was written by an earlier version of ortops, which did not record how the layers "
+            "of its base are connected; inputs, outputs and weights match",
+            where,
         )
     known = adapted.parameters
     for name in given.keys() - known.keys():
         raise ModelError(
-            f"{where}: the model's adapter has no '{name}'; {did_you_mean(name, known)}"
+            f"{where}: the model's adapter has no '{name:.200}'; {did_you_mean(name, known)}"
         )
     for name, array in known.items():
         if name not in given:
             raise ModelError(
-                f"{where}: it has no '{name}', which the model's adapter has; add the adapter to "
-                "the same targets"
+                f"{where}: '{name}' of the model's adapter is missing; add the adapter to the same "
+                "targets"
             )
         found = given[name]
         if (found.dtype, found.shape) != (array.dtype, array.shape):
             raise ModelError(
-                f"{where}: its '{name}' is {found.dtype}{list(found.shape)}, and the model's "
-                f"{array.dtype}{list(array.shape)}; add the adapter with the same rank"
+                f"{where}: '{name}' must be {array.dtype}{list(array.shape)} as in the model, got "
+                f"{found.dtype}{list(found.shape)}; add the adapter with the same rank"
             )
+    refuse_not_finite(given, where)
     proto, _ = convert.load(model)
     light, data = external.detach(proto)
     for tensor in light.graph.initializer:
@@ -142,24 +154,5 @@ def load_adapter(model: ModelLike, path: str | os.PathLike[str]) -> onnx.ModelPr
 
 
 def _version(fingerprint: str) -> int:
-    """Returns the base's digest as a version: a positive int32 that no count reaches."""
-    return _GIVEN_BY_OTHERS + int(fingerprint, 16) % (2**31 - _GIVEN_BY_OTHERS)
-
-
-def _read(path: str | os.PathLike[str]) -> tuple[Mapping[str, Array], int]:
-    """Returns the tensors of an adapter file, and its model version."""
-    file = Path(path)
-    try:
-        with file.open("rb"):
-            pass
-    except OSError as error:
-        raise ModelError(f"file '{file}': {error.strerror}; give the path of an adapter") from error
-    try:
-        form = onnxruntime.AdapterFormat.read_adapter(str(file))
-        arrays = {name: value.numpy().copy() for name, value in form.get_parameters().items()}
-    except Exception as error:  # onnxruntime has no common class for what it finds wrong
-        raise ModelError(
-            f"file '{file}': not an adapter of onnxruntime ({error}); give one that "
-            "ortops.lora.save_adapter wrote"
-        ) from error
-    return arrays, form.get_model_version()
+    """Returns the base's digest as a positive int32 above the versions of other tools."""
+    return _GIVEN_BY_OTHERS + int(fingerprint.rpartition(":")[2], 16) % (2**31 - _GIVEN_BY_OTHERS)

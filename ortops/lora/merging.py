@@ -1,4 +1,4 @@
-"""An adapter folded into the weights that it stands beside."""
+"""Merges an adapter into the weights of its base."""
 
 from __future__ import annotations
 
@@ -16,34 +16,37 @@ from ortops.graph.convert import ModelLike
 from ortops.graph.edit import describe, remove_node, take_place
 from ortops.graph.serialization import to_proto
 from ortops.graph.tensor import Names
-from ortops.lora.model import Array, read_adapted, refuse_training
+from ortops.lora.model import Array, read_adapted, refuse_not_finite, refuse_training
+from ortops.lora.removal import remove_adapter
 from ortops.lora.targets import steps_to_weight
 from ortops.surgery.reading import drop_unread
 from ortops.training.parameters import readers
+from ortops.uninterrupted import finished_at_exit
 
 __all__ = ["merge"]
 
 
 @convert.blame_model
 def merge(model: ModelLike, *, dequantize: bool = False) -> onnx.ModelProto:
-    """Returns a model in which the weights have learned what the adapter has: W + scaling · B A.
+    """Returns a model with its adapter merged into the weights: W + scaling · B A.
 
     Args:
-        model: A model that `add` or `from_peft` gave an adapter: a ModelProto, its bytes, or its
+        model: A model with an adapter from `add` or `from_peft`: a ModelProto, its bytes, or its
             path; not changed.
-        dequantize: Whether quantized weights become floating-point ones. They are refused
-            otherwise, as to quantize the sum anew would lose a part of what the adapter has
-            learned.
+        dequantize: Whether to convert quantized weights to floating point. Otherwise quantized
+            weights are an error, as quantizing the sum again would lose part of what the adapter
+            has learned.
 
     Returns:
-        A new model without adapter, of the same opset, with the names of the base. A weight that
-        other layers read too stays for these, and the layer gets one of its own,
+        A new model without an adapter, of the same opset, with the names of the base. If other
+        layers share a weight, they keep it, and the merged layer gets a new one,
         ``<layer>.weight``. External data stay external, relative to the folder of the given file.
 
     Raises:
-        ModelError: If the model has no adapter, or its nodes were changed, or it has training_info.
-        UnsupportedError: If a weight is quantized and ``dequantize`` is false, or what a layer
-            computes is rounded to integers.
+        ModelError: If the model has no adapter, the adapter's nodes were changed or its values are
+            not finite, or the model has training_info.
+        UnsupportedError: If a weight is quantized and ``dequantize`` is false, or the output of a
+            layer is quantized.
 
     Example:
         >>> from models import mlp
@@ -55,24 +58,21 @@ def merge(model: ModelLike, *, dequantize: bool = False) -> onnx.ModelProto:
     """
     adapted = read_adapted(model)
     refuse_training(adapted.proto)
+    refuse_not_finite(adapted.parameters, "model")
     proto, folder = convert.load(model)
     work = convert.to_ir(proto, folder)
-    graph = work.graph
-    names = Names(graph)
-    values = {v.name: v for inner in (graph, *graph.subgraphs()) for n in inner for v in n.outputs}
-    for name, module in adapted.adapter.modules.items():
-        nodes = [_remove(values, name, *pair) for pair in module.tensors]
+    names = Names(work.graph)
+    for name, values in remove_adapter(work, adapted.adapter).items():
+        module = adapted.adapter.modules[name]
+        nodes = [_node(value, name) for value in values]
         delta = _product(module, adapted.parameters[module.a], adapted.parameters[module.b])
         _fold(work, names, name, nodes, delta, dequantize)
-        for parameter in (module.a, module.b):
-            value = graph.initializers.pop(parameter)
-            graph.inputs.remove(value)
     del work.metadata_props[METADATA_KEY]
     return to_proto(work)
 
 
 def _product(module: Module, a: Array, b: Array) -> Array:
-    """Returns what is added to a weight: [in, out], or [out, in, *kernel] of a convolution."""
+    """Returns the update of a weight: [in, out], or [out, in, *kernel] for a convolution."""
     dtype = np.promote_types(a.dtype, np.float32)
     a, b = a.astype(dtype), b.astype(dtype)
     if module.kind == "convolution":
@@ -81,32 +81,15 @@ def _product(module: Module, a: Array, b: Array) -> Array:
     return a @ b
 
 
-def _remove(values: dict[str | None, ir.Value], layer: str, base: str, total: str) -> ir.Node:
-    """Removes what computes the adapter's part of a tensor; returns the node of the base."""
-    y, added = values.get(base), values.get(total)
-    node = None if added is None else added.producer()
-    adds = node is not None and node.op_type == "Add" and node.inputs[0] is y
-    if y is None or added is None or node is None or not adds:
-        raise ModelError(
-            f"model: layer '{layer}' has no node that adds its adapter to '{base}' any more; merge "
-            "the model before other tools rewrite it"
-        )
-    pending = [node.inputs[1]]
-    take_place(added, y)
-    remove_node(node)
-    while pending:
-        value = pending.pop()
-        maker = None if value is None else value.producer()
-        if maker is not None and not any(v.uses() or v.is_graph_output() for v in maker.outputs):
-            pending += maker.inputs
-            remove_node(maker)
-    producer = y.producer()
+def _node(value: ir.Value, layer: str) -> ir.Node:
+    """Returns the node of the base that computes a tensor."""
+    producer = value.producer()
     assert producer is not None
     if producer.op_type == "DequantizeLinear":
         raise UnsupportedError(
-            f"{describe(producer)}: it and QuantizeLinear round what layer '{layer}' computes, and "
-            "its adapter's part is added behind them; keep the adapter, or merge it into the float "
-            "model and quantize that"
+            f"{describe(producer)}: the output of layer '{layer}' is quantized before the adapter "
+            "is added, so the adapter cannot be merged; keep it, or merge it into the float model "
+            "and quantize that"
         )
     return producer
 
@@ -119,14 +102,14 @@ def _fold(
     delta: Array,
     dequantize: bool,
 ) -> None:
-    """Adds to the weight of nodes, which they share."""
+    """Adds an update to the weight that nodes share."""
     node = nodes[0]
     index = 0 if node.op_type == "Gather" else 1
     found = steps_to_weight(node.inputs[index])
     if found is None:
         raise ModelError(
-            f"{describe(node)}: its weight is no constant any more; merge the model before other "
-            "tools rewrite it"
+            f"{describe(node)}: its weight is no longer a constant; merge the adapter before other "
+            "tools rewrite the model"
         )
     source, steps = found
     is_quantized = node.op_type == "MatMulNBits" or any(
@@ -134,15 +117,14 @@ def _fold(
     )
     if is_quantized and not dequantize:
         raise UnsupportedError(
-            f"{describe(node)}: its weight '{source.name}' is quantized, and would be rounded "
-            "anew; keep the adapter beside it, or make the weight floating-point (dequantize=True)"
+            f"{describe(node)}: its weight '{source.name}' is quantized, and merging would round "
+            "it again; keep the adapter, or convert the weight to floating point (dequantize=True)"
         )
     if node.op_type == "Gemm":
         alpha = node.attributes.get_float("alpha", 1.0)
         if alpha == 0:
             raise UnsupportedError(
-                f"{describe(node)}: its alpha is 0, so that its weight has no effect; keep the "
-                "adapter beside it"
+                f"{describe(node)}: its weight has no effect, as its alpha is 0; keep the adapter"
             )
         delta = delta / delta.dtype.type(alpha)
         delta = delta.T if node.attributes.get_int("transB", 0) == 1 else delta
@@ -155,10 +137,10 @@ def _fold(
                 delta = np.transpose(delta, np.argsort(axes))
         tensor = ir.convenience.get_const_tensor(source)
         assert tensor is not None
-        _set(source, _sum(tensor.numpy(), delta))
+        _set(source, _sum(layer, tensor.numpy(), delta))
         return
     old = [each.inputs[index] for each in nodes]
-    weight = _sum(_evaluated(work, node, index, steps), delta)
+    weight = _sum(layer, _evaluated(work, node, index, steps), delta)
     value = ir.Value(name=names.unique(f"{layer}.weight"), const_value=ir.tensor(weight))
     work.graph.register_initializer(value)
     for each in nodes:
@@ -171,7 +153,12 @@ def _fold(
         _drop(unread)
 
 
-def _sum(weight: Array, delta: Array) -> Array:
+def _sum(layer: str, weight: Array, delta: Array) -> Array:
+    if weight.shape != delta.shape:
+        raise ModelError(
+            f"model: the product of A and B of layer '{layer}' has shape {list(delta.shape)}, but "
+            f"the layer's weight has {list(weight.shape)}; add the adapter again"
+        )
     dtype = np.promote_types(weight.dtype, np.float32)
     total: Array = weight.astype(dtype) + delta.astype(dtype)
     return total.astype(weight.dtype)
@@ -189,7 +176,7 @@ def _set(source: ir.Value, array: Array) -> None:
 
 
 def _drop(value: ir.Value | None) -> None:
-    """Removes a value that nobody reads any more, and what only it was computed from."""
+    """Removes an unused value, and the nodes and constants that only it needed."""
     if value is None or value.uses():
         return
     node = value.producer()
@@ -202,8 +189,9 @@ def _drop(value: ir.Value | None) -> None:
             _drop(each)
 
 
+@finished_at_exit
 def _evaluated(work: ir.Model, node: ir.Node, index: int, steps: Sequence[ir.Node]) -> Array:
-    """Returns the weight that a node multiplies by, computed by onnxruntime."""
+    """Returns the dequantized weight of a node, computed by onnxruntime."""
     weight = node.inputs[index]
     assert weight is not None
     nodes = [ir.serde.serialize_node(step) for step in steps]
@@ -212,7 +200,7 @@ def _evaluated(work: ir.Model, node: ir.Node, index: int, steps: Sequence[ir.Nod
     if node.op_type == "MatMulNBits":
         product = ir.serde.serialize_node(node)
         attributes = [a for a in product.attribute if a.name != "accuracy_level"]
-        del product.attribute[:], product.input[5:]  # products of integers, and the bias
+        del product.attribute[:], product.input[5:]  # without integer products and the bias
         product.attribute.extend(attributes)
         product.input[0], product.output[0], result = "identity", "product", "product"
         nodes.append(product)
@@ -231,8 +219,8 @@ def _evaluated(work: ir.Model, node: ir.Node, index: int, steps: Sequence[ir.Nod
         tensor = ir.convenience.get_const_tensor(value)
         if tensor is None:
             raise UnsupportedError(
-                f"{describe(node)}: '{value.name}', by which its weight is dequantized, is no "
-                "constant; keep the adapter beside it"
+                f"{describe(node)}: '{value.name}', which its weight is dequantized with, is not a "
+                "constant; keep the adapter"
             )
         if value is weight and not nodes:
             return np.asarray(tensor.numpy())
@@ -251,7 +239,7 @@ def _evaluated(work: ir.Model, node: ir.Node, index: int, steps: Sequence[ir.Nod
 
 
 def _to_product(node: ir.Node, weight: ir.Value, names: Names) -> None:
-    """Puts MatMul, and Add where there is a bias, in the place of a MatMulNBits node."""
+    """Replaces a MatMulNBits node with MatMul, and Add if it has a bias."""
     bias = node.inputs[5] if len(node.inputs) > 5 else None
     product = ir.Node("", "MatMul", [node.inputs[0], weight], name=node.name)
     nodes = [product]

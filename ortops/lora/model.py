@@ -1,11 +1,12 @@
-"""A model with its adapter: what is read of it, and what tells its base from others."""
+"""Reads a model with an adapter, and checks the adapter and its base."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-from collections.abc import Callable, Collection, Mapping
+import contextlib
+import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,24 +18,36 @@ from ortops.graph import convert, external
 from ortops.graph.adapters import Adapter, adapter_of
 from ortops.graph.convert import ModelLike
 from ortops.graph.external import Data
-from ortops.graph.weights import weights
+from ortops.lora.fingerprints import (
+    FINGERPRINT_VERSION,
+    fingerprint,
+    first_fingerprint,
+    version_of,
+)
 
-__all__ = ["Adapted", "Array", "check_base", "fingerprint", "read_adapted", "refuse_training"]
+__all__ = [
+    "Adapted",
+    "Array",
+    "check_base",
+    "read_adapted",
+    "refuse_irregular",
+    "refuse_not_finite",
+    "refuse_training",
+]
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_CHANGES_FORM = {"Resize", "Upsample"}
-"""Operators whose settings a conversion to a newer opset makes initializers."""
+_FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE)
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """A light model that has an adapter.
+    """A light model with an adapter.
 
     Attributes:
         proto: The light model.
         data: Its data.
-        adapter: What it says of its adapter.
+        adapter: The description of its adapter.
         parameters: All A and B, by name.
     """
 
@@ -45,92 +58,102 @@ class Adapted:
 
 
 def read_adapted(model: ModelLike) -> Adapted:
-    """Reads a model that has an adapter; the model is not changed.
+    """Reads a model with an adapter, without changing it.
 
     Raises:
-        ModelError: If it has none, or not what it says of it.
+        ModelError: If it has no adapter, or the adapter does not match its description.
     """
     light, data = convert.load_light(model)
     adapter = adapter_of(light.metadata_props)
     if adapter is None:
         raise ModelError(
-            "model: it has no adapter; ortops.lora.add or ortops.lora.from_peft gives it one"
+            "model: it has no adapter; add one with ortops.lora.add or ortops.lora.from_peft"
         )
     tensors = {tensor.name: tensor for tensor in light.graph.initializer}
-    inputs = {value.name for value in light.graph.input}
+    adapter.refuse_missing(tensors.keys() & {value.name for value in light.graph.input})
     for name in adapter.parameters:
-        if name not in tensors or name not in inputs:
+        if tensors[name].data_type not in _FLOATS:
             raise ModelError(
-                f"model: '{name}' of its adapter is not an input and an initializer any more; "
-                "keep both, as ortops.lora.add made them"
+                f"model: '{name}' of its adapter must be of type FLOAT, FLOAT16 or DOUBLE, got "
+                f"data_type {tensors[name].data_type}; restore what ortops.lora.add created"
             )
     parameters = {name: external.array_of(tensors[name], data) for name in adapter.parameters}
+    for name, module in adapter.modules.items():
+        a, b = parameters[module.a], parameters[module.b]
+        axes = a.ndim == b.ndim and (a.ndim > 2 if module.kind == "convolution" else a.ndim == 2)
+        if not axes or not a.shape[1] == module.rank == b.shape[0]:
+            raise ModelError(
+                f"model: the shapes of A {list(a.shape)} and B {list(b.shape)} of layer '{name}' "
+                f"do not fit a {module.kind} adapter of rank {module.rank}; restore what "
+                "ortops.lora.add created"
+            )
     return Adapted(light, data, adapter, parameters)
 
 
-def refuse_training(proto: onnx.ModelProto) -> None:
-    """Refuses a model that has a training algorithm, which would no longer fit it."""
-    if proto.training_info:
-        raise ModelError(
-            "model: it has training_info, which fits the model as it is; take "
-            "TrainingSession.inference_model(), which has none"
-        )
-
-
-def check_base(adapted: Adapted) -> None:
-    """Refuses an adapter whose base is another by now.
-
-    Raises:
-        ModelError: If inputs, outputs or weights of the base have changed since it got the adapter.
-    """
-    found = fingerprint(adapted.proto, adapted.data, adapted.adapter.parameters)
-    if found != adapted.adapter.fingerprint:
-        raise ModelError(
-            "model: its inputs, outputs or other weights are not those that the adapter was added "
-            "to, so the adapter alone does not tell what was learned; save the whole model, or "
-            "train the adapter alone (trainable=None) and give it as it was"
-        )
-
-
-def fingerprint(proto: onnx.ModelProto, data: Data, left_out: Collection[str] = ()) -> str:
-    """Returns what tells a model from others: a digest of its inputs, outputs and weights.
-
-    Of each weight its name, type, shape, numbers and readers count, so it is the same before and
-    after a conversion to a newer opset, and before and after a training of an adapter.
+def refuse_not_finite(arrays: Mapping[str, Array], where: str) -> None:
+    """Rejects NaN and infinite values in A and B, which would spread to all outputs.
 
     Args:
-        proto: A light model.
-        data: Its data.
-        left_out: The names of the adapter's weights.
+        arrays: A and B by name.
+        where: The file or model that they are in, as named in messages.
+    """
+    for name, array in arrays.items():
+        if not np.isfinite(array).all():
+            raise ModelError(
+                f"{where}: '{name}' has NaN or infinite values; give an adapter whose training did "
+                "not diverge"
+            )
+
+
+def refuse_irregular(file: Path, remedy: str) -> None:
+    """Rejects what is not a regular file: pipes and devices may have no end.
 
     Raises:
-        ModelError: If external data cannot be read.
+        ModelError: If the file is missing, unreadable or not regular.
     """
-    digest = hashlib.blake2b(digest_size=16)
+    try:
+        regular = stat.S_ISREG(file.stat().st_mode)
+        with file.open("rb") if regular else contextlib.nullcontext():
+            pass
+    except OSError as error:
+        raise ModelError(f"file '{file}': {error.strerror}; {remedy}") from error
+    if not regular:
+        raise ModelError(f"file '{file}': it is not a regular file; {remedy}")
 
-    def say(*texts: object) -> None:
-        digest.update(("\0".join(map(str, texts)) + "\n").encode())
 
-    graph = proto.graph
-    initializers = {tensor.name: tensor for tensor in graph.initializer}
-    say("inputs", *(value.name for value in graph.input if value.name not in initializers))
-    say("outputs", *(value.name for value in graph.output))
-    readers: dict[str, set[str]] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, set()).add(node.op_type)
-    contents: dict[str, Callable[[], Array]]
-    contents = {name: weight.array for name, weight in weights(proto, data).items() if weight.shape}
-    for name, tensor in initializers.items():
-        if name not in contents and tensor.dims and tensor.data_type != onnx.TensorProto.STRING:
-            kind = tensor.data_type
-            if kind not in (onnx.TensorProto.INT64, onnx.TensorProto.BOOL):  # sizes and axes
-                contents[name] = functools.partial(external.array_of, tensor, data)
-    for name in sorted(contents.keys() - set(left_out)):
-        by = readers.get(name, set())
-        if by and by <= _CHANGES_FORM:
-            continue
-        array = contents[name]()
-        say(name, array.dtype, array.shape, *sorted(by))
-        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
+def refuse_training(proto: onnx.ModelProto) -> None:
+    """Rejects a model with a training algorithm, which would no longer fit the changed model."""
+    if proto.training_info:
+        raise ModelError(
+            "model: it has training_info, which would no longer fit the changed model; give "
+            "TrainingSession.inference_model()"
+        )
+
+
+def check_base(adapted: Adapted) -> str:
+    """Checks that the base has not changed since its adapter was added.
+
+    Returns:
+        The fingerprint of the base.
+
+    Raises:
+        ModelError: If the base computes something else now.
+    """
+    stored = adapted.adapter.fingerprint
+    version = version_of(stored)
+    if version > FINGERPRINT_VERSION:
+        raise ModelError(
+            f"model: the fingerprint '{stored}' of its base has version {version}, but this ortops "
+            f"knows versions up to {FINGERPRINT_VERSION}; update ortops"
+        )
+    current = fingerprint(adapted.proto, adapted.data, adapted.adapter)
+    found = current
+    if version == 1:
+        found = first_fingerprint(adapted.proto, adapted.data, adapted.adapter.parameters)
+    if found != stored:
+        raise ModelError(
+            "model: its nodes, inputs, outputs or base weights have changed since the adapter was "
+            "added, so a file of the adapter alone would be incomplete; save the whole model, or "
+            "train only the adapter (trainable=None)"
+        )
+    return current

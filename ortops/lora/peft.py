@@ -1,4 +1,4 @@
-"""Adapters in PEFT's folders: adapter_model.safetensors and adapter_config.json.
+"""Reads and writes adapters in PEFT's format: adapter_model.safetensors and adapter_config.json.
 
 Source: the checkpoint format in PEFT's documentation, and PEFT 0.21's LoraConfig.
 """
@@ -6,7 +6,6 @@ Source: the checkpoint format in PEFT's documentation, and PEFT 0.21's LoraConfi
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -19,11 +18,20 @@ import onnx_ir as ir
 
 from ortops.errors import ModelError, UnsupportedError, did_you_mean
 from ortops.graph import convert
-from ortops.graph.adapters import Adapter, Module, scaling, value_for
+from ortops.graph.adapters import Adapter, Module, ends_with, is_alpha, is_rank, scaling
 from ortops.graph.convert import ModelLike
 from ortops.graph.files import write_atomically
+from ortops.graph.json_text import read_json
+from ortops.graph.limits import LIMITS
 from ortops.lora.addition import Layer, attach, read_base
-from ortops.lora.model import Array, check_base, read_adapted
+from ortops.lora.model import (
+    Array,
+    check_base,
+    read_adapted,
+    refuse_irregular,
+    refuse_not_finite,
+)
+from ortops.lora.patterns import Patterns
 from ortops.lora.targets import Target, targets
 
 __all__ = ["from_peft", "to_peft"]
@@ -39,30 +47,31 @@ _WITHOUT_EFFECT = {
     *("task_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias"),
     *("init_lora_weights", "corda_config", "lora_ga_config"),
 }
-"""Settings that say which layers have an adapter, how it was trained, or what is read here."""
+"""Settings that are read here, or that do not affect what a trained adapter computes."""
 
 _SAME_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Ways to start A and B that leave the base's weights as they are."""
+"""Initializations of A and B that do not change the weights of the base."""
 
 _TYPES: Mapping[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 
 
 @convert.blame_model
 def to_peft(model: ModelLike, folder: str | os.PathLike[str], *, prefix: str = "") -> None:
-    """Writes the adapter of a model as PEFT does, so that ``PeftModel.from_pretrained`` loads it.
+    """Writes the adapter of a model in PEFT's format, for ``PeftModel.from_pretrained``.
 
     Needs the package safetensors (``pip install ortops[lora]``).
 
     Args:
         model: A model with an adapter: a ModelProto, its bytes, or its path.
-        folder: The folder, made where it is missing.
-        prefix: What the layers' names begin with that PyTorch's do not have, as ``"model."`` if
-            the exported module had what PEFT wraps as its attribute ``model``. Layers that
-            `from_peft` read have PEFT's names anyway.
+        folder: The folder; created if it does not exist.
+        prefix: A prefix to remove from the layers' names, such as ``"model."`` if the module that
+            PEFT wraps was the attribute ``model`` of the exported module. Layers read by
+            `from_peft` keep their names from PEFT.
 
     Raises:
-        ModelError: If the model has no adapter, its other weights have changed since it got it, or
-            a layer's name does not begin with the prefix.
+        ModelError: If the model has no adapter, its base has changed since the adapter was added,
+            the adapter's values are not finite, a layer's name does not start with the prefix, or
+            safetensors is not installed.
         OSError: If a file cannot be written.
 
     Example:
@@ -77,27 +86,38 @@ def to_peft(model: ModelLike, folder: str | os.PathLike[str], *, prefix: str = "
     """
     adapted = read_adapted(model)
     check_base(adapted)
+    refuse_not_finite(adapted.parameters, "model")
     adapter = adapted.adapter
     tensors: dict[str, Array] = {}
     modules: dict[str, Module] = {}
     for name, module in adapter.modules.items():
         if not module.peft and not name.startswith(prefix):
             raise ModelError(
-                f"prefix: it is '{prefix}', and layer '{name}' has another; give what all layers "
-                "begin with"
+                f"prefix: layer '{name}' does not start with '{prefix}'; give a prefix that all "
+                "layers share"
             )
         layer = module.peft or name.removeprefix(prefix)
         modules[layer] = module
         a, b = (adapted.parameters[n].swapaxes(0, 1) for n in (module.a, module.b))
-        b = (b / b.dtype.type(adapter.scaling(module))).astype(b.dtype)
+        b = _unscaled(layer, b, adapter.scaling(module))
         key_a, key_b = _keys(layer, module.kind)
         tensors |= {key_a: np.ascontiguousarray(a), key_b: np.ascontiguousarray(b)}
     if len(modules) < len(adapter.modules):
         raise ModelError(
-            "model: two of its layers have one name in PEFT; merge the model, or add the adapter "
-            "anew"
+            "model: two of its layers have the same name in PEFT; merge the adapter, or add it "
+            "again"
         )
-    config = {
+    content = _safetensors().numpy.save(tensors, {"format": "pt"})
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    write_atomically(target / _WEIGHTS, content)
+    config = json.dumps(_written_config(adapter, modules), indent=2)
+    write_atomically(target / _CONFIG, f"{config}\n".encode())
+
+
+def _written_config(adapter: Adapter, modules: Mapping[str, Module]) -> dict[str, Any]:
+    """Returns the settings of an adapter, given its layers by their names in PEFT."""
+    return {
         "peft_type": "LORA",
         "base_model_name_or_path": None,
         "task_type": None,
@@ -109,7 +129,8 @@ def to_peft(model: ModelLike, folder: str | os.PathLike[str], *, prefix: str = "
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "target_modules": sorted(modules),
+        # PEFT matches an expression with full names, but the entries of a list with suffixes too.
+        "target_modules": "|".join(re.escape(name) for name in sorted(modules)),
         "rank_pattern": {
             f"^{re.escape(name)}": module.rank
             for name, module in modules.items()
@@ -121,19 +142,14 @@ def to_peft(model: ModelLike, folder: str | os.PathLike[str], *, prefix: str = "
             if module.alpha != adapter.alpha
         },
     }
-    content = _safetensors().numpy.save(tensors, {"format": "pt"})
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    write_atomically(target / _WEIGHTS, content)
-    write_atomically(target / _CONFIG, (json.dumps(config, indent=2) + "\n").encode())
 
 
 @convert.blame_model
 def from_peft(model: ModelLike, folder: str | os.PathLike[str]) -> onnx.ModelProto:
-    """Returns a model with the adapter of a folder that PEFT wrote.
+    """Returns a model with an adapter from a folder in PEFT's format.
 
-    A layer is found by its name, or by what its name ends with: ``encoder.layer.0.query`` of PEFT
-    is ``model.encoder.layer.0.query`` of the model. Needs the package safetensors
+    Layers are matched by name or by the end of their name: ``encoder.layer.0.query`` in PEFT
+    matches ``model.encoder.layer.0.query`` in the model. Needs the package safetensors
     (``pip install ortops[lora]``).
 
     Args:
@@ -141,13 +157,15 @@ def from_peft(model: ModelLike, folder: str | os.PathLike[str]) -> onnx.ModelPro
         folder: A folder with ``adapter_model.safetensors`` and ``adapter_config.json``.
 
     Returns:
-        A new model, as of `ortops.lora.add`, with A and B in the type that the layers compute in.
+        A new model, as from `ortops.lora.add`, with A and B in the type that their layers compute
+        in.
 
     Raises:
-        ModelError: If there is no such folder, the model has no layer of a name, several fit, or a
-            shape is another.
-        UnsupportedError: If the adapter is none of plain LoRA: DoRA, trained biases, saved modules,
-            starts that change the base, or a layer that takes no adapter.
+        ModelError: If a file is missing or invalid, a layer of the adapter matches no layer of the
+            model or several, a shape differs, a value is not finite, or safetensors is not
+            installed.
+        UnsupportedError: If the adapter is not plain LoRA (DoRA, trained biases, saved modules,
+            initializations that change the base), or a layer cannot have an adapter.
 
     Example:
         >>> import tempfile
@@ -162,9 +180,10 @@ def from_peft(model: ModelLike, folder: str | os.PathLike[str]) -> onnx.ModelPro
     """
     path = Path(folder)
     config = _config(path / _CONFIG)
-    patterns = (_mapping(config, "rank_pattern"), _mapping(config, "alpha_pattern"))
-    rank, alpha = int(config.get("r", 8)), float(config.get("lora_alpha", 8))
-    rslora = bool(config.get("use_rslora", False))
+    given = {name: config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
+    ranks, alphas = (Patterns(numbers, name) for name, numbers in given.items())
+    rank, alpha = config.get("r", 8), float(config.get("lora_alpha", 8))
+    rslora = config.get("use_rslora") or False
     base = read_base(model)
     everything = targets(base.work)
     pairs = _pairs(_tensors(path / _WEIGHTS), everything)
@@ -174,40 +193,53 @@ def from_peft(model: ModelLike, folder: str | os.PathLike[str]) -> onnx.ModelPro
         for other in layers:
             if other.targets[0] is found[0]:
                 raise ModelError(
-                    f"layer '{peft}': the model's '{found[0].module}' is '{other.peft}' too; "
+                    f"layer '{peft}': the model's '{found[0].module}' also matches '{other.peft}'; "
                     "export the module that PEFT wraps, so that the names are the same"
                 )
-        r = int(a.shape[0])
-        if r != int(value_for(patterns[0], peft, rank)):
+        r = a.shape[0] if a.ndim else 0
+        expected_rank = ranks.value_for(peft, rank)
+        if r != expected_rank:
             raise ModelError(
-                f"layer '{peft}': its rank is {r}, and {_CONFIG} says "
-                f"{value_for(patterns[0], peft, rank):g}; they must agree"
+                f"layer '{peft}': its rank must be {expected_rank} as in {_CONFIG}, got {r}; "
+                "write the adapter again"
             )
-        own = float(value_for(patterns[1], peft, alpha))
+        own = float(alphas.value_for(peft, alpha))
         target = found[0]
         (into, out), kernel = target.sizes, target.kernel
         expected = ((r, into, *kernel), (out, r, *(1 for _ in kernel)))
         if (a.shape, b.shape) != expected:
             raise ModelError(
-                f"layer '{peft}': A {list(a.shape)} and B {list(b.shape)} do not fit, as "
-                f"'{target.weight.name}' takes {into} numbers and gives {out}: "
-                f"{list(expected[0])} and {list(expected[1])} are accepted"
+                f"layer '{peft}': A and B must have shapes {list(expected[0])} and "
+                f"{list(expected[1])} to fit '{target.weight.name}', got {list(a.shape)} and "
+                f"{list(b.shape)}; give the model that the adapter was trained with"
             )
-        dtype = target.dtype.numpy()
-        scale = scaling(r, own, rslora=rslora)
-        scaled = b.astype(np.promote_types(b.dtype, np.float32)) * scale
-        layer = Layer(
-            found[0].module,
-            r,
-            own,
-            np.ascontiguousarray(a.swapaxes(0, 1).astype(dtype)),
-            np.ascontiguousarray(scaled.swapaxes(0, 1).astype(dtype)),
-            found,
-            peft,
-        )
-        layers.append(layer)
+        refuse_not_finite({"A": a, "B": b}, f"layer '{peft}'")
+        dtype, scale = target.dtype.numpy(), scaling(r, own, rslora=rslora)
+        with np.errstate(over="ignore"):
+            scaled = b.astype(np.promote_types(b.dtype, np.float32)) * scale
+            a, b = (np.ascontiguousarray(v.swapaxes(0, 1).astype(dtype)) for v in (a, scaled))
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            raise ModelError(
+                f"layer '{peft}': A, or B times {scale:g}, overflows {dtype}, the type that the "
+                "model computes in; give a model of a wider type"
+            )
+        layers.append(Layer(target.module, r, own, a, b, found, peft))
     layers.sort(key=lambda layer: everything.index(layer.targets[0]))  # files have no order
-    return attach(base, layers, Adapter(rank, alpha, rslora, "", {}, *patterns))
+    return attach(base, layers, Adapter(rank, alpha, rslora, "", {}, **given))
+
+
+def _unscaled(layer: str, b: Array, scale: float) -> Array:
+    """Returns B without the scaling, which PEFT applies itself."""
+    wide = b.astype(np.float64)
+    with np.errstate(all="ignore"):
+        result = (wide / scale).astype(b.dtype)
+        error = abs(result.astype(np.float64) * scale - wide).max(initial=0)
+    if not error <= 1e-2 * abs(wide).max(initial=0):
+        raise ModelError(
+            f"layer '{layer}': dividing B by its scaling {scale:g} loses precision in {b.dtype}; "
+            "add the adapter with an alpha close to the rank"
+        )
+    return result
 
 
 def _keys(layer: str, kind: str) -> tuple[str, str]:
@@ -221,7 +253,7 @@ def _keys(layer: str, kind: str) -> tuple[str, str]:
 
 
 def _short(number: float) -> float:
-    """Returns a whole number as such, which is how PEFT writes an alpha."""
+    """Returns a whole number as an int, as PEFT writes an alpha."""
     return int(number) if float(number).is_integer() else number
 
 
@@ -231,101 +263,118 @@ def _safetensors() -> Any:
         import safetensors.numpy
     except ImportError as error:
         raise ModelError(
-            "safetensors: the package is not installed, and PEFT's weights are files of it; "
-            "pip install ortops[lora]"
+            "PEFT's weight files need the package safetensors; pip install ortops[lora]"
         ) from error
     return safetensors
 
 
+def _content(file: Path, remedy: str) -> bytes:
+    refuse_irregular(file, remedy)
+    return file.read_bytes()
+
+
 def _config(file: Path) -> dict[str, Any]:
-    """Reads the settings, and refuses what is more than low-rank matrices."""
-    try:
-        config = json.loads(file.read_bytes())
-    except OSError as error:
+    """Reads the settings; rejects what is not plain LoRA."""
+    content = _content(file, "give a folder written by PEFT")
+    if len(content) > LIMITS.metadata_bytes:
         raise ModelError(
-            f"file '{file}': {error.strerror}; give a folder that PEFT wrote"
-        ) from error
+            f"file '{file}' must have at most {LIMITS.metadata_bytes:,} bytes, got "
+            f"{len(content):,}; raise ortops.graph.limits.LIMITS.metadata_bytes"
+        )
+    try:
+        config = read_json(content)
     except ValueError as error:
         raise ModelError(
-            f"file '{file}': not JSON ({error}); give a folder that PEFT wrote"
+            f"file '{file}': not JSON ({error}); give a folder written by PEFT"
         ) from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise UnsupportedError(f"file '{file}': its peft_type is {kind!r}; 'LORA' is accepted")
+        raise UnsupportedError(f"file '{file}': peft_type must be 'LORA', got {kind!r:.80}")
+    _refuse_more_than_lora(file, config)
+    _check_numbers(file, config)
+    return config
+
+
+def _refuse_more_than_lora(file: Path, config: Mapping[str, Any]) -> None:
     if config.get("use_dora"):
         raise UnsupportedError(
-            f"file '{file}': use_dora is true, and DoRA's magnitudes are no product of two "
-            "matrices; train with use_dora=False"
+            f"file '{file}': DoRA is not supported (use_dora is true); train with use_dora=False"
         )
     if config.get("bias", "none") != "none":
         raise UnsupportedError(
-            f"file '{file}': its bias is {config['bias']!r}, so that biases of the base were "
-            "trained too; 'none' is accepted"
+            f"file '{file}': bias must be 'none', got {config['bias']!r:.80}; train without the "
+            "biases of the base"
         )
     if config.get("modules_to_save"):
         raise UnsupportedError(
-            f"file '{file}': its modules_to_save are {config['modules_to_save']}, whole layers "
-            "beside the adapter; merge them in PyTorch and export that"
+            f"file '{file}': modules_to_save is not supported, got "
+            f"{config['modules_to_save']!r:.80}; merge the adapter in PyTorch and export the result"
         )
     if config.get("init_lora_weights") not in _SAME_BASE:
         raise UnsupportedError(
-            f"file '{file}': its init_lora_weights is {config['init_lora_weights']!r}, which "
-            "changes the weights of the base; convert the adapter in PEFT, by the argument "
+            f"file '{file}': init_lora_weights {config['init_lora_weights']!r:.80} changes the "
+            "weights of the base; convert the adapter in PEFT with the argument "
             "path_initial_model_for_weight_conversion of save_pretrained"
         )
     for name, value in config.items():
         if value and name not in _WITHOUT_EFFECT:
             raise UnsupportedError(
-                f"file '{file}': its {name} is {value!r}, which is more than plain LoRA; train "
-                "without it"
+                f"file '{file}': the setting {name:.80}={value!r:.80} is not supported, as it is "
+                "not plain LoRA; train without it"
             )
-    numbers = [(name, config[name]) for name in ("r", "lora_alpha") if name in config]
-    for name in ("rank_pattern", "alpha_pattern"):
-        patterns = config.get(name) or {}
-        if not isinstance(patterns, dict):
-            raise ModelError(
-                f"file '{file}': its {name} is {patterns!r}; numbers by patterns are accepted"
-            )
-        numbers += [(f"{name} '{pattern}'", number) for pattern, number in patterns.items()]
-    for name, number in numbers:
-        is_number = isinstance(number, int | float) and not isinstance(number, bool)
-        if not is_number or not math.isfinite(number) or number == 0:
-            raise ModelError(
-                f"file '{file}': its {name} is {number!r}; a number other than 0 is accepted"
-            )
-    return config
 
 
-def _mapping(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return dict(config.get(name) or {})
+def _check_numbers(file: Path, config: Mapping[str, Any]) -> None:
+    if type(config.get("use_rslora") or False) is not bool:
+        raise ModelError(
+            f"file '{file}': use_rslora must be true or false, got {config['use_rslora']!r:.80}"
+        )
+    for name, pattern, is_legal, accepted in (
+        ("r", "rank_pattern", is_rank, "an integer >= 1"),
+        ("lora_alpha", "alpha_pattern", is_alpha, "a finite number other than 0"),
+    ):
+        numbers = config.get(pattern) or {}
+        if not isinstance(numbers, dict):
+            raise ModelError(
+                f"file '{file}': {pattern} must be an object of numbers, got {numbers!r:.80}"
+            )
+        given = {f"{pattern} {key!r:.80}": number for key, number in numbers.items()}
+        if name in config:
+            given[name] = config[name]
+        for what, number in given.items():
+            if not is_legal(number):
+                raise ModelError(f"file '{file}': {what} must be {accepted}, got {number!r:.80}")
 
 
 def _tensors(file: Path) -> dict[str, Array]:
     package = _safetensors()
     try:
-        entries = package.deserialize(file.read_bytes())
-    except OSError as error:
-        raise ModelError(
-            f"file '{file}': {error.strerror}; save the adapter in PEFT with "
-            "safe_serialization=True"
-        ) from error
+        entries = package.deserialize(
+            _content(file, "save the adapter in PEFT with safe_serialization=True")
+        )
     except package.SafetensorError as error:
         raise ModelError(
-            f"file '{file}': not a safetensors file ({error}); write it anew"
+            f"file '{file}': not a safetensors file ({error}); write the adapter again"
         ) from error
     return {name: _array(file, name, entry) for name, entry in entries}
 
 
 def _array(file: Path, name: str, entry: Mapping[str, Any]) -> Array:
-    kind = entry["dtype"]
-    if kind == "BF16":  # the upper half of a float32, which numpy does not have
-        half = np.frombuffer(entry["data"], "<u2").astype(np.uint32)
-        return (half << 16).view(np.float32).reshape(entry["shape"])
-    if kind not in _TYPES:
+    kind, shape = entry["dtype"], entry["shape"]
+    if kind not in (*_TYPES, "BF16"):
         raise UnsupportedError(
-            f"file '{file}': '{name}' is of type {kind}; F16, BF16, F32 and F64 are accepted"
+            f"file '{file}': '{name}' must be of type F16, BF16, F32 or F64, got {kind}"
         )
-    return np.frombuffer(entry["data"], _TYPES[kind]).reshape(entry["shape"])
+    try:
+        if kind == "BF16":  # numpy lacks it; it is the upper half of a float32
+            half = np.frombuffer(entry["data"], "<u2").astype(np.uint32)
+            return (half << 16).view(np.float32).reshape(shape)
+        return np.frombuffer(entry["data"], _TYPES[kind]).reshape(shape)
+    except ValueError as error:  # beside an axis of size 0, another may exceed numpy's limit
+        raise ModelError(
+            f"file '{file}': '{name}' has an invalid shape {shape} ({error}); write the adapter "
+            "again"
+        ) from error
 
 
 def _pairs(
@@ -341,56 +390,59 @@ def _pairs(
             continue
         if match is None:
             raise UnsupportedError(
-                f"file '{_WEIGHTS}': '{key}' is a weight of the base, other than the model's, or "
-                "none of LoRA; A and B alone are accepted (save_embedding_layers=False)"
+                f"file '{_WEIGHTS}': '{key}' is not a LoRA matrix, or is a weight of the base that "
+                "differs from the model's; save only A and B (save_embedding_layers=False)"
             )
-        found.setdefault(match[1], {})[match[2]] = array
+        parts = found.setdefault(match[1], {})
+        if match[2] in parts:
+            raise ModelError(
+                f"file '{_WEIGHTS}': layer '{match[1]}' has a second {match[2]}, '{key}'; write "
+                "the adapter again"
+            )
+        parts[match[2]] = array
     for layer, parts in found.items():
         if len(parts) < 2:
             raise ModelError(
                 f"file '{_WEIGHTS}': layer '{layer}' has no {'B' if 'A' in parts else 'A'}; write "
-                "the adapter anew"
+                "the adapter again"
             )
     if not found:
-        raise ModelError(f"file '{_WEIGHTS}': it has no tensors; write the adapter anew")
+        raise ModelError(f"file '{_WEIGHTS}': it has no tensors; write the adapter again")
     return {layer: (parts["A"], parts["B"]) for layer, parts in found.items()}
 
 
 def _is_of_base(key: str, array: Array, everything: Sequence[Target]) -> bool:
-    """Whether a tensor is the model's own; PEFT writes embeddings of the base too."""
+    """Whether a tensor is a weight of the model: PEFT also saves embeddings of the base."""
     match = re.fullmatch(r"base_model\.model\.(.+?)(?:\.base_layer)?\.weight", key)
     if match is None:
         return False
     for target in everything:
         tensor = ir.convenience.get_const_tensor(target.weight)
-        if tensor is not None and _ends_with(target.module, match[1]):
+        if tensor is not None and ends_with(target.module, match[1]):
             found = tensor.numpy()
             if np.array_equal(found, array) or np.array_equal(found.T, array):
                 return True
     return False
 
 
-def _ends_with(module: str, other: str) -> bool:
-    """Whether two names of layers are one, but for what stands before it."""
-    return module == other or module.endswith(f".{other}") or other.endswith(f".{module}")
-
-
 def _find(everything: Sequence[Target], peft: str) -> list[Target]:
-    """Returns the nodes of a layer of PEFT's."""
+    """Returns the nodes of the layer with a given name in PEFT."""
     exact = [t for t in everything if t.module == peft]
-    fitting = exact or [t for t in everything if _ends_with(t.module, peft)]
+    fitting = exact or [t for t in everything if ends_with(t.module, peft)]
     if not fitting:
         raise ModelError(
-            f"layer '{peft}': the model has no product or embedding of it; "
+            f"layer '{peft}': the model has no such layer; "
             f"{did_you_mean(peft, dict.fromkeys(t.module for t in everything))}"
         )
     several = {(t.module, t.weight) for t in fitting}
     if len(several) > 1:
         names = ", ".join(f"'{t.module}' ({t.weight.name})" for t in fitting)
         raise ModelError(
-            f"layer '{peft}': several of the model may be it: {names}; export the module that PEFT "
-            "wraps, so that the names are the same"
+            f"layer '{peft}' matches several layers of the model: {names}; export the module that "
+            "PEFT wraps, so that the names are the same"
         )
     if fitting[0].refused:
-        raise UnsupportedError(f"{fitting[0].refused}; PEFT's layer '{peft}' needs it")
+        raise UnsupportedError(
+            f"{fitting[0].refused}, but PEFT's layer '{peft}' has one; train without this layer"
+        )
     return fitting

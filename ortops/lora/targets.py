@@ -1,8 +1,7 @@
-"""Which nodes get an adapter: products with a matrix that is a weight."""
+"""Chooses the nodes that get an adapter: those that multiply by a weight matrix."""
 
 from __future__ import annotations
 
-import ast
 import fnmatch
 import logging
 from collections.abc import Iterable, Sequence
@@ -10,9 +9,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from ortops.errors import ModelError, UnsupportedError, did_you_mean
+from ortops.errors import ArgumentError, ModelError, UnsupportedError, did_you_mean
 from ortops.graph.edit import all_nodes, describe
-from ortops.training.parameters import Places, matches, scopes_of, why_not
+from ortops.training.parameters import Places, matches, names_in, scopes_of, why_not
 
 __all__ = ["Target", "chosen", "steps_to_weight", "targets"]
 
@@ -21,7 +20,7 @@ _MICROSOFT = "com.microsoft"
 logger = logging.getLogger("ortops")
 
 _INDICES = {"Conv": 1, "Gather": 0, "Gemm": 1, "MatMul": 1, "MatMulNBits": 1}
-"""Which input the weight is, by operator."""
+"""The index of the weight among the inputs, by operator."""
 
 _REFUSED = {
     **dict.fromkeys(("ConvTranspose", "DeformConv", "FusedConv", "FusedGemm", "FusedMatMul"), 1),
@@ -37,19 +36,19 @@ _KINDS = {"Conv": "convolution", "Gather": "embedding"}
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A node whose weight an adapter can stand beside.
+    """A node with a weight that an adapter may be added to.
 
     Attributes:
         node: The node.
         kind: See `ortops.graph.adapters.Module`.
-        weight: The initializer, or the output of the Constant node, with the weight's numbers.
-        index: Which input of the node the weight is.
-        sizes: How many numbers go in, and how many come out.
-        kernel: The sizes of a convolution's kernel.
+        weight: The initializer, or the output of the Constant node, with the weight's values.
+        index: The index of the weight among the node's inputs.
+        sizes: The number of input and output features.
+        kernel: The shape of a convolution's kernel.
         dtype: The type that the node computes in.
-        module: The layer's name as its exporter tells it.
-        refused: Why the node gets none after all.
-        is_default: Whether it gets one if nothing is named.
+        module: The name of the layer that the exporter wrote.
+        refused: The reason why the node cannot have an adapter; empty if it can.
+        is_default: Whether it gets an adapter if no targets are given.
     """
 
     node: ir.Node
@@ -64,7 +63,7 @@ class Target:
     is_default: bool = True
 
     def is_meant(self, pattern: str) -> bool:
-        """Whether a pattern means the node, by the weight, the layer or a scope."""
+        """Whether a pattern matches the node's weight, layer or scopes."""
         name = self.weight.name or ""
         return fnmatch.fnmatchcase(self.module, pattern) or matches(
             pattern, name, Places((scopes_of(self.node),))
@@ -72,7 +71,7 @@ class Target:
 
 
 def targets(work: ir.Model) -> list[Target]:
-    """Returns the nodes that read a weight as products do, those with a reason against it too."""
+    """Returns the nodes that multiply by a weight, including those that cannot have an adapter."""
     found = (_target(node) for node in all_nodes(work.graph))
     return [target for target in found if target is not None]
 
@@ -86,62 +85,62 @@ def chosen(work: ir.Model, patterns: str | Sequence[str] | None) -> list[Target]
             Gemm, Conv and MatMulNBits whose matrix is a weight.
 
     Raises:
-        ModelError: If a pattern means nothing, or there is nothing.
-        UnsupportedError: If a pattern means only nodes that get no adapter.
+        ArgumentError: If the patterns are not strings.
+        ModelError: If a pattern matches nothing, or no node can have an adapter.
+        UnsupportedError: If a pattern matches only nodes that cannot have an adapter.
     """
     everything = targets(work)
     if patterns is None:
         default = [t for t in everything if t.is_default and not t.refused]
         reasons = [t.refused for t in everything if t.refused]
         if default:
-            _say(reasons)
+            _log_refused(reasons)
             return default
         if reasons:
-            raise UnsupportedError(f"{reasons[0]}; nothing else in the model takes an adapter")
-        inside = "; its functions may hold some: inline them with onnx.inliner" * bool(
+            raise UnsupportedError(f"{reasons[0]}; no other node of the model can have an adapter")
+        inside = "; inline the model's functions with onnx.inliner and try again" * bool(
             work.functions
         )
         raise ModelError(
-            "model: it has no MatMul, Gemm, Conv or MatMulNBits node that reads a weight as its "
-            f"second operand, which an adapter needs{inside}"
+            "model: an adapter needs a MatMul, Gemm, Conv or MatMulNBits node whose second operand "
+            f"is a weight, and the model has none{inside}"
         )
     if not isinstance(patterns, Iterable):
-        raise ModelError(f"targets: it is {patterns!r}; names and patterns are accepted")
+        raise ArgumentError(f"targets must be names or patterns, got {patterns!r:.80}")
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     if not patterns:
-        raise ModelError("targets: nothing is named; name at least one weight or layer")
+        raise ArgumentError("targets must name at least one weight or layer, got an empty list")
     result: dict[Target, None] = {}
     left: dict[str, None] = {}
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise ModelError(f"targets: {pattern!r} is no string; names and patterns are accepted")
+            raise ArgumentError(f"targets must be names or patterns, got {pattern!r:.80}")
         meant = [target for target in everything if target.is_meant(pattern)]
         if not meant:
             known = [n for t in everything for n in (t.module, t.weight.name or "")]
             raise ModelError(
-                f"targets: '{pattern}' means no weight of a MatMul, Gemm, Conv, Gather or "
+                f"targets: '{pattern}' matches no weight of a MatMul, Gemm, Conv, Gather or "
                 f"MatMulNBits node; {did_you_mean(pattern, dict.fromkeys(known))}"
             )
         taken = [target for target in meant if not target.refused]
         if not taken:
-            raise UnsupportedError(f"{meant[0].refused}; leave '{pattern}' out of targets")
+            raise UnsupportedError(f"{meant[0].refused}; remove '{pattern}' from targets")
         result.update(dict.fromkeys(taken))
         left.update(dict.fromkeys(target.refused for target in meant if target.refused))
-    _say(list(left))
+    _log_refused(list(left))
     return [target for target in everything if target in result]
 
 
-def _say(reasons: Sequence[str]) -> None:
-    """Says which layers get no adapter."""
+def _log_refused(reasons: Sequence[str]) -> None:
     if reasons:
         logger.warning("%d layers get no adapter, such as %s", len(reasons), reasons[0])
 
 
 def steps_to_weight(value: ir.Value | None) -> tuple[ir.Value, list[ir.Node]] | None:
-    """Returns where the numbers of a weight stand, and what is done to them, the first step first.
+    """Returns the constant that stores a weight, and the nodes between it and a value, in order.
 
     Returns:
-        None if the value is not a weight that is only moved, cast or dequantized.
+        None if the value is not a weight that is only transposed, cast or dequantized.
     """
     steps: list[ir.Node] = []
     while value is not None:
@@ -174,7 +173,7 @@ def _target(node: ir.Node) -> Target | None:
         return None
     refused, sizes, kernel, is_default = "", (0, 0), tuple[int, ...](), kind != "Gather"
     if kind in _REFUSED:
-        refused = "adapters stand beside MatMul, Gemm, Conv, Gather and MatMulNBits"
+        refused = "only MatMul, Gemm, Conv, Gather and MatMulNBits can have an adapter"
     elif kind == "MatMulNBits":
         sizes = (node.attributes["K"].as_int(), node.attributes["N"].as_int())
         scales = node.inputs[2]
@@ -185,13 +184,13 @@ def _target(node: ir.Node) -> Target | None:
             return None
         sizes, kernel = (shape[1], shape[0]), shape[2:]
         if group != 1:
-            refused = f"its group is {group}, and an adapter would mix the groups; 1 is accepted"
+            refused = f"an adapter needs group=1, got {group}"
     elif len(shape) != 2:
         if kind == "Gather" or len(shape) < 2:
             return None
-        refused = f"its weight '{weight.name}' is {list(shape)}; a matrix is accepted"
+        refused = f"an adapter needs a matrix, but weight '{weight.name}' is {list(shape)}"
     elif kind == "MatMul" and index == 0:
-        refused = f"its weight '{weight.name}' is the left factor; a right one is accepted"
+        refused = f"an adapter needs a right factor, but weight '{weight.name}' is the left one"
     elif kind == "Gather" and node.attributes.get_int("axis", 0) != 0:
         return None
     else:
@@ -200,7 +199,7 @@ def _target(node: ir.Node) -> Target | None:
     if not refused and dtype not in _FLOATS:
         if not dtype.is_floating_point():
             return None
-        refused = f"it computes in {dtype}; FLOAT, FLOAT16 and DOUBLE are accepted"
+        refused = f"an adapter needs FLOAT, FLOAT16 or DOUBLE, but the node computes in {dtype}"
     if weight.dtype is not None and weight.dtype.is_floating_point() and why_not(weight):
         is_default = False
     return Target(
@@ -220,7 +219,7 @@ def _target(node: ir.Node) -> Target | None:
 def _effective(
     weight: ir.Value, steps: Sequence[ir.Node]
 ) -> tuple[tuple[int, ...] | None, ir.DataType | None]:
-    """Returns the shape and the type of a weight behind what is done to it."""
+    """Returns the shape and the type of a weight after the nodes that transform it."""
     tensor = ir.convenience.get_const_tensor(weight)
     if tensor is None:
         return None, None
@@ -241,19 +240,14 @@ def _effective(
 
 
 def _module(node: ir.Node, weight: ir.Value) -> str:
-    """Returns the name of the layer that a node comes from.
+    """Returns the name of the layer that a node was exported from.
 
-    It is in the metadata of torch's newer exporter, and in the names that the older one gives to
-    nodes; else the weight is called after it.
+    PyTorch's newer exporter stores it in the metadata, the older one in the names of nodes.
+    Otherwise it is taken from the name of the weight.
     """
-    text = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
-    if text.startswith("["):
-        try:
-            names = ast.literal_eval(text)
-        except (SyntaxError, ValueError):
-            names = []
-        if len(names) > 1 and names[-2]:
-            return str(names[-2])
+    names = names_in(node.metadata_props.get("pkg.torch.onnx.name_scopes", ""))
+    if len(names) > 1 and names[-2]:
+        return names[-2]
     around = (node.name or "").strip("/").rpartition("/")[0].replace("/", ".")
     name = weight.name or ""
     if name.endswith(".weight") and (len(weight.uses()) == 1 or not around):

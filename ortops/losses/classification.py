@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from ortops.errors import ModelError
 from ortops.graph.labels import Labels, note_labels
@@ -20,10 +21,13 @@ from ortops.losses.loss import (
     check_number,
     check_numbers,
     count_type,
+    mean_of,
     mean_or_sum,
     softplus,
+    unless_empty,
     weighted_mean,
 )
+from ortops.numbers import cast_numbers
 
 __all__ = [
     "BinaryCrossEntropy",
@@ -150,9 +154,9 @@ class ClassLoss(Loss):
             classes_second: The prediction, with the classes at axis 1.
 
         Raises:
-            ModelError: If there are not as many as classes.
+            ModelError: If there are not as many as classes, or one does not fit their type.
         """
-        array = np.asarray(getattr(self, argument), classes_second.dtype)
+        array = _in_type(self, argument, classes_second.dtype)
         classes = classes_second.shape[1] if classes_second.shape else None
         if isinstance(classes, int) and array.shape != (classes,):
             raise ModelError(
@@ -198,6 +202,12 @@ class _Likelihood(ClassLoss):
             return op.Size(labels).astype(dtype)
         return op.ReduceSum(each, keepdims=0)
 
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether the loss may be a mean of nothing, as labels may not count."""
+        some_count = self.ignore_index is not None or self.weights is not None
+        return some_count and self.reduction != "sum"
+
 
 @dataclass(frozen=True)
 class SoftmaxCrossEntropy(_Likelihood):
@@ -213,8 +223,8 @@ class SoftmaxCrossEntropy(_Likelihood):
         target: See `Loss`.
         reduction: See `Loss`.
         axis: See `ClassLoss`; -1 for a language model's (batch, sequence, vocabulary).
-        ignore_index: A label that does not count.
-        weights: A weight for each class; the average is weighted too.
+        ignore_index: A label that does not count. Where none counts, the loss is 0.
+        weights: A weight for each class; the average is weighted too, and 0 where all weights are.
         label_smoothing: The share of each label that is spread over all classes, in [0, 1].
 
     Source:
@@ -248,6 +258,8 @@ class SoftmaxCrossEntropy(_Likelihood):
             logits, labels, weights, ignore_index=self.ignore_index, reduction=self.reduction
         )
         count = self.count(labels, weights, count_type(logits))
+        if self.may_be_empty:
+            loss = unless_empty(loss, count)
         if self.label_smoothing:
             log_p = op.LogSoftmax(logits, axis=1)
             if weights is not None:
@@ -255,7 +267,8 @@ class SoftmaxCrossEntropy(_Likelihood):
             spread = -op.ReduceMean(log_p, [1], keepdims=0)
             if self.ignore_index is not None:
                 spread = op.Where(op.Equal(labels, self.ignore_index), 0.0, spread)
-            smooth = op.ReduceSum(spread.astype(count.dtype), keepdims=0) / count
+            total = op.ReduceSum(spread.astype(count.dtype), keepdims=0)
+            smooth = mean_of(total, count) if self.may_be_empty else total / count
             smooth = smooth.astype(loss.dtype)
             loss = (1 - self.label_smoothing) * loss + self.label_smoothing * smooth
         return loss, count
@@ -274,8 +287,8 @@ class NegativeLogLikelihood(_Likelihood):
         target: See `Loss`.
         reduction: See `Loss`.
         axis: See `ClassLoss`.
-        ignore_index: A label that does not count.
-        weights: A weight for each class; the average is weighted too.
+        ignore_index: A label that does not count. Where none counts, the loss is 0.
+        weights: A weight for each class; the average is weighted too, and 0 where all weights are.
 
     Source:
         Schema of NegativeLogLikelihoodLoss, ai.onnx version 13; the same as torch.nn.NLLLoss.
@@ -297,7 +310,8 @@ class NegativeLogLikelihood(_Likelihood):
         loss = op.NegativeLogLikelihoodLoss(
             x, labels, weights, ignore_index=self.ignore_index, reduction=self.reduction
         )
-        return loss, self.count(labels, weights, count_type(x))
+        count = self.count(labels, weights, count_type(x))
+        return unless_empty(loss, count) if self.may_be_empty else loss, count
 
 
 @dataclass(frozen=True)
@@ -398,9 +412,20 @@ def _bounded_log(p: Tensor) -> Tensor:
     return op.Where(op.Less(p, least), -100.0, op.Log(op.Max(p, least)))
 
 
+def _in_type(loss: Loss, argument: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Returns an argument that holds numbers in the type of a prediction."""
+    array, lost = cast_numbers(np.asarray(getattr(loss, argument)), dtype)
+    if lost is not None:
+        raise ModelError(
+            f"loss {loss.name}: {argument} has {lost}, which does not fit {dtype}, the type of the "
+            "prediction; give smaller numbers"
+        )
+    return array
+
+
 def _factors(loss: Loss, argument: str, prediction: Tensor) -> Any:
     """Returns factors as an array; refuses those that would broaden the losses."""
-    array = np.asarray(getattr(loss, argument), prediction.dtype)
+    array = _in_type(loss, argument, prediction.dtype)
     shape = prediction.shape
     if shape is not None:
         pairs = zip(reversed(array.shape), reversed(shape), strict=False)
@@ -486,7 +511,8 @@ class Focal(ClassLoss):
             ``multiclass``, a factor for each class.
         multiclass: Whether classes exclude each other; by default they do where a Softmax ends the
             model.
-        ignore_index: A label that does not count; with ``multiclass`` only.
+        ignore_index: A label that does not count; with ``multiclass`` only. Where none counts, the
+            loss is 0.
 
     Source:
         Lin et al., 2017 (arXiv:1708.02002); for targets between 0 and 1 as

@@ -17,7 +17,7 @@ from ortops.graph.convert import ModelLike
 from ortops.graph.edit import attribute_values, copy_node, describe, is_float
 from ortops.graph.squashing import Squashed, squashed
 from ortops.graph.tensor import Dim, Tape, Tensor, op
-from ortops.losses.loss import Function, Loss, Part, Reads, Shape, softplus
+from ortops.losses.loss import Function, Loss, Part, Reads, Shape, mean_of, softplus
 from ortops.losses.teacher import put_teacher
 
 __all__ = ["Computed", "Inputs", "Prediction", "compute", "default_output"]
@@ -95,6 +95,8 @@ class _Scene:
         outputs: The model's outputs.
         declared: The inputs of the user's own.
         own: Returns the tensor of the model that one of the training step stands for.
+        added: The inputs that losses added, by name, each with the name of the model's tensor that
+            it is compared with.
     """
 
     tape: Tape
@@ -103,7 +105,7 @@ class _Scene:
     outputs: Sequence[ir.Value]
     declared: Inputs
     own: Callable[[ir.Value], ir.Value]
-    added: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    added: dict[str, tuple[Tensor, str]] = field(default_factory=dict)
     owners: dict[str, Loss] = field(default_factory=dict)
     constants: list[Tensor] = field(default_factory=list)
     predictions: dict[int, tuple[Loss | None, Prediction]] = field(default_factory=dict)
@@ -292,10 +294,11 @@ class _Scene:
 
     def input(self, loss: Loss, name: str, dtype: Any, shape: Shape, like: Tensor) -> Tensor:
         """See `ortops.losses.loss.Sources`."""
+        _, looked_at = self.predictions.get(id(loss), (loss, None))
+        compared = self._name(like.value) if looked_at is None else looked_at.output
         if name in self.added:
-            tensor, owner = self.added[name]
-            same = owner is not None and owner.value is like.value
-            if not same and loss.target != name and name not in self.declared:
+            tensor, other = self.added[name]
+            if other != compared and loss.target != name and name not in self.declared:
                 raise ModelError(
                     f"loss {loss.name}: '{name}' is the target of another loss "
                     f"({self.owners[name].name}); name each with target="
@@ -312,9 +315,8 @@ class _Scene:
                     f"inputs: '{name}' is declared with {tensor.ndim} dimensions; loss {loss.name} "
                     f"compares it with '{like.name}', so {len(shape)} are accepted: {list(shape)}"
                 )
-            self.added[name] = (tensor, like)
+            self.added[name] = (tensor, compared)
             self.owners[name] = loss
-        _, looked_at = self.predictions.get(id(loss), (loss, None))
         if looked_at is not None and looked_at.target is None:
             self.predictions[id(loss)] = (loss, replace(looked_at, target=tensor.name))
         return tensor
@@ -358,7 +360,8 @@ def compute(
     of integers (the shape of what the first parameter stands for, without axis 1) or like it. The
     first parameter may have a name of its own, and is the default output then. A parameter of
     another name that has a default keeps it. The function returns a scalar, or a pair of a sum and
-    a count; then the loss is their quotient, and parts of a batch add up exactly.
+    a count; then the loss is their quotient, or 0 where the count is 0, and parts of a batch add up
+    exactly.
 
     A tensor of float16 or bfloat16 is read in float32, and so are targets.
 
@@ -451,7 +454,7 @@ def _call(loss: Function, scene: _Scene) -> Part:
             if parameter == "labels":
                 dtype, shape = np.dtype(np.int64), _without_classes(shape)
             argument = scene.declare(parameter, dtype, shape)
-            scene.added[parameter] = (argument, looked_at)
+            scene.added[parameter] = (argument, scene._name(looked_at.value))
         elif number == 0:
             argument = _wide(looked_at)
         elif details.default is not inspect.Parameter.empty:
@@ -484,7 +487,7 @@ def _call(loss: Function, scene: _Scene) -> Part:
                 "Tensors, the sum and the count"
             )
         count = _scalar(count, name).astype(total.dtype)
-        return Part(name, 1.0, _scalar(total, name) / count, count)
+        return Part(name, 1.0, mean_of(_scalar(total, name), count), count)
     if not isinstance(returned, Tensor):
         raise ModelError(f"loss {name}: it returned {returned!r}; it must return a Tensor")
     return Part(name, 1.0, _scalar(returned, name), None)

@@ -64,6 +64,10 @@ class Distillation(ClassLoss):
     def __post_init__(self) -> None:
         """Checks what was given."""
         super().__post_init__()
+        if self.teacher is not None and not (isinstance(self.teacher, str) and self.teacher):
+            raise ModelError(
+                f"loss {self.name}: teacher must be the name of an input, got {self.teacher!r:.80}"
+            )
         check_number(self, "temperature", "a finite number above 0", lambda x: 0 < x < np.inf)
         check_number(self, "alpha", "a number in [0, 1)", lambda x: 0 <= x < 1)
         if self.target is not None and self.alpha == 0:

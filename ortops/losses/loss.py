@@ -22,8 +22,10 @@ __all__ = [
     "check_number",
     "check_numbers",
     "count_type",
+    "mean_of",
     "mean_or_sum",
     "softplus",
+    "unless_empty",
     "weighted_mean",
 ]
 
@@ -90,7 +92,8 @@ class Part:
         weight: The number that it is multiplied with.
         value: The scalar.
         count: What it was divided by, so that parts of a batch add up: value · count of each part,
-            divided by the sum of the counts. None where rows stand for that.
+            divided by the sum of the counts. Where it is 0, as no label counts, so is the value.
+            None where rows stand for that.
         is_sum: Whether the value is a sum, and adds up as it is.
         couples_rows: Whether rows of a batch take part in each other's loss, so that the loss of a
             batch is not the average of those of its parts.
@@ -311,8 +314,28 @@ def weighted_mean(elements: Tensor, weights: Tensor, reduction: str) -> Terms:
         return mean_or_sum(elements, "sum")
     wide = count_type(elements)
     count = op.ReduceSum(weights.astype(wide), keepdims=0)
-    mean = op.ReduceSum(elements.astype(wide), keepdims=0) / count
+    mean = mean_of(op.ReduceSum(elements.astype(wide), keepdims=0), count)
     return mean.astype(elements.dtype), count
+
+
+def mean_of(total: Tensor, count: Tensor) -> Tensor:
+    """Returns a sum divided by a count; 0, with gradient 0, where the count is 0.
+
+    Args:
+        total: A scalar.
+        count: A scalar of the same type.
+    """
+    return unless_empty(total / op.Where(op.Equal(count, 0), 1, count), count)
+
+
+def unless_empty(mean: Tensor, count: Tensor) -> Tensor:
+    """Returns a mean; 0, with gradient 0, where its count is 0, so that it would be NaN.
+
+    Args:
+        mean: A scalar.
+        count: A scalar.
+    """
+    return op.Where(op.Equal(count, 0), 0, mean)
 
 
 def count_type(x: Tensor) -> np.dtype[Any]:

@@ -44,7 +44,8 @@ class Dice(ClassLoss):
         squared: Whether probabilities and targets are squared in the denominator, as in the paper.
         per_sample: Whether each row has a D of its own.
         multiclass: Whether classes exclude each other.
-        ignore_index: A label that does not count; with ``multiclass`` only.
+        ignore_index: A label that does not count; with ``multiclass`` only. A batch without others,
+            and with ``per_sample`` a row, does not count either: its loss is 0.
 
     Source:
         Milletari et al., 2016 (arXiv:1606.04797).
@@ -91,11 +92,19 @@ class Dice(ClassLoss):
         return self, independent_classes(self, sources, "give multiclass=True")
 
     def terms(self, prediction: Tensor, target: Tensor) -> Terms:
-        """Emits the loss, and the number of rows."""
+        """Emits the loss, and the number of rows that count."""
         value, _ = mean_or_sum(self.elements(prediction, target), self.reduction)
         if self.reduction == "sum":
             return value, value.tape.constant(np.array(1, value.dtype))
-        return value, op.Squeeze(op.Shape(prediction, start=0, end=1)).astype(count_type(value))
+        rows = op.Squeeze(op.Shape(prediction, start=0, end=1)).astype(count_type(value))
+        if self.ignore_index is None:
+            return value, rows
+        counts = op.Not(self._is_empty(op.Equal(target, self.ignore_index))).astype(rows.dtype)
+        if not self.per_sample:
+            return value, rows * counts
+        count = op.ReduceSum(counts, keepdims=0)
+        share = rows / op.Where(op.Equal(count, 0), 1, count)
+        return value * share.astype(value.dtype), count  # rows that do not count have loss 0
 
     def elements(self, prediction: Tensor, target: Tensor) -> Tensor:
         """Emits Σ (p − t)² / (Σ p² + Σ t² + smooth) for each class, which is 1 − D."""
@@ -106,7 +115,7 @@ class Dice(ClassLoss):
                 "with per_sample=True a tensor of shape (N, C, d1, …) is accepted"
             )
         p = op.Softmax(prediction, axis=axis) if self.multiclass else op.Sigmoid(prediction)
-        t = target
+        t, counted = target, None
         if self.multiclass:
             labels, counted = safe_labels(target, self.ignore_index)
             t = self._one_hot(labels, prediction, axis)
@@ -120,7 +129,15 @@ class Dice(ClassLoss):
         else:  # p + t − 2 p t, which would cancel
             apart, sizes = p * (1 - t) + t * (1 - p), p + t
         total = op.ReduceSum(sizes, over, keepdims=0) + self.smooth
+        if counted is not None and self.smooth == 0:
+            empty = self._is_empty(op.Not(counted))
+            total = op.Where(op.Unsqueeze(empty, [1]) if self.per_sample else empty, 1, total)
         return op.ReduceSum(apart, over, keepdims=0) / total
+
+    def _is_empty(self, ignored: Tensor) -> Tensor:
+        """Returns whether all labels are ignored, of each row with ``per_sample``, else of all."""
+        axes = list(range(1, ignored.ndim)) if self.per_sample else list(range(ignored.ndim))
+        return op.Equal(op.ReduceMin(ignored.astype(np.int32), axes, keepdims=0), 1)
 
     def _one_hot(self, labels: Tensor, prediction: Tensor, axis: int) -> Tensor:
         classes = op.Squeeze(op.Shape(prediction, start=axis, end=axis + 1))

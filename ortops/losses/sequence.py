@@ -72,6 +72,12 @@ class CTC(Loss):
             raise ModelError(
                 f"loss {self.name}: blank is {self.blank!r}; the number of a class is accepted"
             )
+        for argument in ("input_lengths", "target_lengths"):
+            value = getattr(self, argument)
+            if not isinstance(value, str) or not value:
+                raise ModelError(
+                    f"loss {self.name}: {argument} must be the name of an input, got {value!r:.80}"
+                )
 
     @property
     def default_target(self) -> str:

@@ -14,6 +14,7 @@ from ortops.errors import OrtopsError
 from ortops.metrics.metric import (
     Array,
     StreamingMetric,
+    as_number,
     class_rows,
     probabilities,
     yes_border,
@@ -176,7 +177,7 @@ class Function(StreamingMetric):
                 for name, parameter in self._parameters.items()
                 if name in both and parameter.kind is inspect.Parameter.POSITIONAL_ONLY
             ]
-            return float(self.function(*positional, **both))
+            return as_number(self, self.function(*positional, **both))
         known = {"kind": self.kind, "ignored": self.ignored}
         asked = {
             name: value
@@ -188,8 +189,8 @@ class Function(StreamingMetric):
         named = {"outputs": outputs, "targets": targets}
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         if all(n in self._parameters and self._parameters[n].kind in by_name for n in named):
-            return float(self.function(**named, **asked))
-        return float(self.function(outputs, targets, **asked))
+            return as_number(self, self.function(**named, **asked))
+        return as_number(self, self.function(outputs, targets, **asked))
 
     def _joined(self, which: str) -> Array:
         parts = self._outputs if which == "outputs" else self._targets

@@ -12,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops.errors import OrtopsError
+from ortops.numbers import plain
 
 __all__ = [
     "Array",
     "StreamingMetric",
+    "as_number",
     "class_rows",
     "has_classes",
     "log_probabilities",
@@ -153,6 +155,22 @@ class StreamingMetric:
     def counts(self, targets: Array) -> Any:
         """Returns which targets count: a mask, or an index of all."""
         return ... if self.ignored is None else targets != self.ignored
+
+
+def as_number(metric: StreamingMetric, value: object) -> float:
+    """Returns the result of a metric as a Python float.
+
+    Args:
+        metric: The metric.
+        value: What its `StreamingMetric.result`, or its function, returned.
+
+    Raises:
+        OrtopsError: If that is not a number.
+    """
+    found = plain(value)
+    if found is None:
+        raise metric.wrong(f"the result must be a number, got {value!r:.80}")
+    return float(found)
 
 
 def _is_integer(value: object) -> bool:

@@ -9,8 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops.metrics.metric import Array, StreamingMetric, class_rows, has_classes, probabilities
+from ortops.numbers import integer
 
 __all__ = ["AUC"]
+
+_MOST_BINS = 2**31 - 1
 
 
 @dataclass
@@ -48,8 +51,11 @@ class AUC(StreamingMetric):
         super().__post_init__()
         if self.average not in ("macro", "weighted"):
             raise self.wrong(f"average is {self.average!r}; 'macro' and 'weighted' are accepted")
-        if self.bins is not None and (not isinstance(self.bins, int | np.integer) or self.bins < 2):
-            raise self.wrong(f"bins is {self.bins!r}; None or an integer of at least 2 is accepted")
+        count = 2 if self.bins is None else integer(self.bins)
+        if count is None or not 2 <= count <= _MOST_BINS:
+            raise self.wrong(
+                f"bins must be None or an integer from 2 to {_MOST_BINS}, got {self.bins!r:.80}"
+            )
 
     def reset(self) -> None:
         """See `StreamingMetric`."""

@@ -81,6 +81,14 @@ class EditDistance(StreamingMetric):
     input_lengths: str = "input_lengths"
     target_lengths: str = "target_lengths"
 
+    def __post_init__(self) -> None:
+        """Checks what was given, and begins."""
+        super().__post_init__()
+        for argument in ("input_lengths", "target_lengths"):
+            value = getattr(self, argument)
+            if not isinstance(value, str) or not value:
+                raise self.wrong(f"{argument} must be the name of an input, got {value!r:.80}")
+
     @property
     def inputs(self) -> Mapping[str, str]:
         """The lengths."""

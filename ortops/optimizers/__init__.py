@@ -1,33 +1,31 @@
-"""Optimizers: every update rule once, as a function on arrays, and the constructors users name.
+"""Optimizers: update rules as functions on arrays, and the classes that users configure.
 
 An update rule is a function ``rule(r, t, x, g, *state, *, attributes) -> (x_new, *state_new)`` in
 the notation of the specification (`ai.onnx.preview.training`): ``r`` is the learning rate (0-d,
 float32 or float64), ``t`` the update count (0-d int64), ``x`` the parameter, ``g`` its gradient,
-and every state tensor has the dtype of ``x`` and the shape that `Optimizer.state_shapes` tells,
-mostly that of ``x``. Keyword-only parameters are attributes. Given numpy arrays a rule computes;
-given `ortops.Tensor` it emits ONNX nodes. There is no second implementation.
+and every state tensor has the dtype of ``x`` and the shape given by `Optimizer.state_shapes`,
+usually the shape of ``x``. Keyword-only parameters are attributes. The same function computes on
+numpy arrays and emits ONNX nodes for `ortops.Tensor` arguments.
 
-Precision: scalar coefficients are computed in float64, then tensor arithmetic and results are in
-the dtype of ``x``, also when ``r`` has another one. A term whose coefficient is exactly 0 is left
-out.
+Precision: scalar coefficients are computed in float64. Tensor arithmetic and results have the
+dtype of ``x``, even if ``r`` has another one. Terms whose coefficient is exactly 0 are omitted.
 
-Attributes are float32 in an ONNX file: 0.9 there means 0.8999999761581421. A rule uses the Python
-float that it is given; `Optimizer.attributes` holds the float32 values, so that a file, a kernel
-and a graph of nodes compute with the same numbers.
+Attributes are float32 in an ONNX file, where 0.9 is 0.8999999761581421. A rule uses the Python
+floats that it is called with; `Optimizer.attributes` holds the float32 values, so that the file,
+the Python kernel and the lowered graph compute with the same numbers.
 
 Names: ``norm_coefficient`` is L2 regularization, which is added to the gradient; ``weight_decay``
-is apart from the gradient, as in AdamW.
+is decoupled from the gradient, as in AdamW.
 
-To add an optimizer, write its rule and an `Optimizer` subclass in a file of this folder, and name
-them here; nothing else needs to know it. For one of your own, hand a rule to ``optimizer=``
-instead (see `Custom`).
+To add an optimizer, write its rule and an `Optimizer` subclass in a file of this folder, and
+export them here. To use a custom optimizer, pass an update rule as ``optimizer=`` (see `Custom`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ortops.errors import ModelError, did_you_mean
+from ortops.errors import ArgumentError, did_you_mean
 from ortops.optimizers.factored import Adafactor, adafactor, adafactor_unfactored
 from ortops.optimizers.gradient_descent import SGD, Momentum, momentum, sgd
 from ortops.optimizers.layerwise import LAMB, lamb
@@ -97,18 +95,18 @@ OPTIMIZERS: Mapping[str, type[Optimizer]] = {
         *(Lion, LAMB, Adafactor, Muon),
     )
 }
-"""The constructors above, by the names that stand for their defaults."""
+"""The optimizer classes by name; a name selects an optimizer with its defaults."""
 
 
 def resolve(optimizer: str | Optimizer | type[Optimizer] | UpdateRule) -> Optimizer:
-    """Turns what a user may give as ``optimizer=`` into an `Optimizer`.
+    """Converts an ``optimizer=`` argument to an `Optimizer`.
 
     Args:
-        optimizer: An optimizer, its class or the name of its class (both stand for the defaults),
-            or an update rule of the user's own (see `Custom`).
+        optimizer: An optimizer; a class or the name of one, for its defaults; or a custom update
+            rule (see `Custom`).
 
     Raises:
-        ModelError: There is no optimizer of that name, or the value is none of these.
+        ArgumentError: If there is no optimizer of that name, or the value has another type.
 
     Example:
         >>> resolve("Adagrad")
@@ -116,20 +114,20 @@ def resolve(optimizer: str | Optimizer | type[Optimizer] | UpdateRule) -> Optimi
         >>> resolve("Adan")
         Traceback (most recent call last):
         ...
-        ortops.errors.ModelError: optimizer 'Adan' is not known; did you mean 'Adam'?
+        ortops.errors.ArgumentError: unknown optimizer 'Adan'; did you mean 'Adam'?
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
     if isinstance(optimizer, str):
         if optimizer not in OPTIMIZERS:
             hint = did_you_mean(optimizer, OPTIMIZERS)
-            raise ModelError(f"optimizer {optimizer!r} is not known; {hint}")
+            raise ArgumentError(f"unknown optimizer {optimizer!r}; {hint}")
         return OPTIMIZERS[optimizer]()  # type: ignore[call-arg]  # every subclass has a default
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
         return optimizer()  # type: ignore[call-arg]
     if callable(optimizer):
         return Custom(optimizer)
-    raise ModelError(
-        f"optimizer is {optimizer!r}; one of ortops.optimizers, its name, or an update function"
-        " (r, t, x, g, *state) is accepted"
+    raise ArgumentError(
+        "optimizer must be one of ortops.optimizers, the name of one, or an update function"
+        f" (r, t, x, g, *state), got {optimizer!r}"
     )

@@ -1,4 +1,4 @@
-"""Mean squares of matrices kept as a row and a column: Adafactor."""
+"""Factored second moments, kept as row and column means: Adafactor."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def adafactor(
     relative_step: bool = True,
     scale_parameter: bool = True,
 ) -> Arrays:
-    """One Adafactor update of matrices, as PyTorch makes it.
+    """One Adafactor update of a matrix, as in PyTorch.
 
-    The running mean H of the squared gradient is known by its means along the last two axes only.
+    Of the running mean H of the squared gradient, only the means along the last two axes are kept.
     With ``w = T^beta2_decay`` and the root mean square ``RMS``::
 
         ROW_new    = (1 - w) · ROW + w · mean(G², axis -1)
@@ -60,20 +60,20 @@ def adafactor(
         g: Gradient, like ``x``.
         row: Means of each row, like ``x`` with a last axis of 1.
         column: Means of each column, like ``x`` with 1 in the axis before the last.
-        beta2_decay: Power of ``t`` that a new square is weighted with.
-        epsilon1: The least mean of a matrix, and the least root.
-        epsilon2: The least root mean square of the parameter.
-        clipping_threshold: The largest root mean square of the step before the learning rate.
+        beta2_decay: Exponent of ``t`` in the weight of a new squared gradient.
+        epsilon1: Lower bound of the mean square and of the root.
+        epsilon2: Lower bound of the parameter's root mean square.
+        clipping_threshold: Upper bound of the update's root mean square, before the learning rate.
         weight_decay: Decay per unit of learning rate.
-        relative_step: Whether the learning rate is at most 1 / √T.
-        scale_parameter: Whether steps are in proportion to the parameter.
+        relative_step: Whether to limit the learning rate to 1 / √T.
+        scale_parameter: Whether to scale updates by the parameter's root mean square.
 
     Returns:
-        ``(x_new, row_new, column_new)``, like their old values.
+        ``(x_new, row_new, column_new)``, each like its old value.
 
     Source:
         Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018
-        (algorithms 4 to 6), without momentum. The domain has no operator for it.
+        (algorithms 4 to 6), without momentum. There is no ONNX operator for it.
 
     Example:
         >>> x, g = np.float64([[1, 1], [1, 1]]), np.float64([[1, 2], [2, 4]])
@@ -110,7 +110,7 @@ def adafactor_unfactored(
     relative_step: bool = True,
     scale_parameter: bool = True,
 ) -> Arrays:
-    """One Adafactor update of anything else: `adafactor`, but the mean square is kept as it is.
+    """One Adafactor update of any other parameter: `adafactor` with an unfactored mean square.
 
     ::
 
@@ -122,13 +122,13 @@ def adafactor_unfactored(
         x: Parameter of static shape, float32 or float64.
         g: Gradient, like ``x``.
         h: Running mean of the squared gradient, like ``x``.
-        beta2_decay: See `adafactor`, as for all that follow.
-        epsilon1: The least root.
-        epsilon2: The least root mean square of the parameter.
-        clipping_threshold: The largest root mean square of the step before the learning rate.
+        beta2_decay: Exponent of ``t`` in the weight of a new squared gradient.
+        epsilon1: Lower bound of the root.
+        epsilon2: Lower bound of the parameter's root mean square.
+        clipping_threshold: Upper bound of the update's root mean square, before the learning rate.
         weight_decay: Decay per unit of learning rate.
-        relative_step: Whether the learning rate is at most 1 / √T.
-        scale_parameter: Whether steps are in proportion to the parameter.
+        relative_step: Whether to limit the learning rate to 1 / √T.
+        scale_parameter: Whether to scale updates by the parameter's root mean square.
 
     Returns:
         ``(x_new, h_new)``, like ``x``.
@@ -149,12 +149,12 @@ def adafactor_unfactored(
 
 
 def _root_mean_square(x: Any) -> Any:
-    """Returns the root of the mean of squares, 0-d float64; 0 where there are none."""
+    """Returns the root mean square, 0-d float64; 0 for an empty tensor."""
     return norm(x) / math.sqrt(max(math.prod(x.shape), 1))
 
 
 def _averaged(t: Any, mean: Any, new: Any, beta2_decay: float) -> Any:
-    """Returns the running mean with a new value, which weighs less and less."""
+    """Returns the running mean updated with a new value, whose weight decreases with ``t``."""
     weight = t.__array_namespace__().maximum(t, 1).astype(np.float64) ** beta2_decay
     return (1.0 - weight).astype(mean.dtype) * mean + weight.astype(mean.dtype) * new
 
@@ -172,7 +172,7 @@ def _stepped(
     relative_step: bool,
     scale_parameter: bool,
 ) -> Any:
-    """Returns the next value of a parameter by the mean square of its gradient."""
+    """Returns the updated parameter, given the running mean of its squared gradient."""
     xp = x.__array_namespace__()
     step = g / xp.sqrt(xp.maximum(square, epsilon1 * epsilon1))
     rate = r.astype(np.float64)
@@ -188,24 +188,25 @@ def _stepped(
 class Adafactor(Optimizer):
     """Adafactor as in PyTorch; see `adafactor` for the formulae. T is 1 in the first update.
 
-    Parameters of rank 2 and more keep the squares of their gradients as means of rows and columns
-    (`adafactor`), others as they are (`adafactor_unfactored`). Without ``relative_step`` and
-    ``scale_parameter`` the learning rate is a given one, as for other optimizers.
+    For parameters of rank 2 or more it keeps row and column means of the squared gradients
+    (`adafactor`), for others the squared gradients themselves (`adafactor_unfactored`). Without
+    ``relative_step`` and ``scale_parameter`` the learning rate is absolute, as in other optimizers.
 
     Args:
-        learning_rate: R, with ``relative_step`` the largest rate; finite, not negative.
-        beta2_decay: Power of T that a new square is weighted with; not positive.
-        epsilon1: The least mean of a matrix, and the least root; positive, and its square too.
-        epsilon2: The least root mean square of a parameter; positive.
-        clipping_threshold: The largest root mean square of a step before the learning rate;
+        learning_rate: Learning rate (R), the upper bound with ``relative_step``; finite,
+            non-negative.
+        beta2_decay: Exponent of T in the weight of a new squared gradient; non-positive.
+        epsilon1: Lower bound of the mean square and of the root; in [2⁻⁶³, 2⁶³).
+        epsilon2: Lower bound of the parameter's root mean square; positive.
+        clipping_threshold: Upper bound of the update's root mean square, before the learning rate;
             positive (PyTorch's ``d``).
-        weight_decay: Decay per unit of learning rate; not negative.
-        relative_step: Whether the learning rate is at most 1 / √T.
-        scale_parameter: Whether steps are in proportion to the root mean square of the parameter.
-        factored: Whether parameters of rank 2 and more are factored.
+        weight_decay: Decay per unit of learning rate; non-negative.
+        relative_step: Whether to limit the learning rate to 1 / √T.
+        scale_parameter: Whether to scale updates by the parameter's root mean square.
+        factored: Whether to factor the second moments of parameters of rank 2 or more.
 
     Raises:
-        ModelError: A value is outside its range, also when only its float32 value is.
+        ArgumentError: If a value is out of range, before or after rounding to float32.
 
     Example:
         >>> optimizer = Adafactor()
@@ -228,14 +229,11 @@ class Adafactor(Optimizer):
     first_step: ClassVar[int] = 1
 
     def of(self, shape: Sequence[int]) -> Adafactor:
-        """Returns the optimizer of a parameter: one that is not factored if it is no matrix.
-
-        Nor is one that is empty.
-        """
+        """Returns the optimizer for a parameter: unfactored for vectors and empty tensors."""
         return self if len(shape) > 1 and 0 not in shape else replace(self, factored=False)
 
     def state_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of each state tensor of a parameter of that shape."""
+        """Returns the shape of each state tensor of a parameter with the given shape."""
         if not self.factored:
             return super().state_shapes(shape)
         *outer, rows, columns = shape
@@ -247,7 +245,7 @@ class Adafactor(Optimizer):
         return adafactor if self.factored else adafactor_unfactored
 
     def _check(self) -> None:
-        self._require("beta2_decay", self.beta2_decay <= 0, "a number <= 0")
-        self._require_float32("epsilon1", 2.0**-63, 2.0**63, "a number in [2^-63, 2^63)")
-        self._require_positive("epsilon2", "clipping_threshold")
-        self._require_not_negative("weight_decay")
+        self._require("beta2_decay", maximum=0)
+        self._require("epsilon1", minimum=2.0**-63, below=2.0**63)  # its square is a float32, too
+        self._require("epsilon2", "clipping_threshold", above=0)
+        self._require("weight_decay", minimum=0)

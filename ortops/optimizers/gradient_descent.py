@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from ortops.errors import ModelError
+from ortops.arguments import choice, number
+from ortops.errors import ArgumentError
 from ortops.optimizers.optimizer import (
     OPERATORS,
     Arrays,
@@ -24,6 +25,8 @@ __all__ = ["SGD", "Momentum", "momentum", "sgd"]
 
 Mode: TypeAlias = Literal["standard", "nesterov"]
 
+MODES: tuple[Mode, ...] = get_args(Mode)
+
 
 def momentum(
     r: Any,
@@ -37,7 +40,7 @@ def momentum(
     beta: float,
     mode: Mode,
 ) -> Arrays:
-    """One update of stochastic gradient descent with (Nesterov's) momentum.
+    """One update of stochastic gradient descent with (Nesterov) momentum.
 
     With ``G = norm_coefficient · X + G``::
 
@@ -45,8 +48,8 @@ def momentum(
         X_new = X - R · V_new                        mode "standard"
         X_new = X - R · (G + alpha · V_new)          mode "nesterov"
 
-    ``beta`` is ``1 - dampening`` of PyTorch, and like there it does not count in the first update
-    (``t = 0``); with ``beta = 1`` both agree.
+    ``beta`` corresponds to PyTorch's ``1 - dampening`` and, like there, does not apply to the
+    first update (``t = 0``).
 
     Args:
         r: Learning rate, 0-d, float32 or float64.
@@ -63,7 +66,7 @@ def momentum(
         ``(x_new, v_new)``, like ``x``.
 
     Raises:
-        ModelError: ``mode`` is another string.
+        ArgumentError: If ``mode`` is neither.
 
     Source:
         Schema of `Momentum` in ai.onnx.preview.training, version 1 (its attributes have no
@@ -78,8 +81,7 @@ def momentum(
         >>> momentum(r, t, x, g, v, **settings, mode="nesterov")
         (array(-1.), array(4.))
     """
-    if mode not in ("standard", "nesterov"):
-        raise ModelError(f"Momentum: mode is {mode!r}; 'standard' or 'nesterov' is accepted")
+    choice("Momentum: mode", mode, MODES)
     xp = x.__array_namespace__()
     r = r.astype(x.dtype)
     g = regularized(g, x, norm_coefficient)
@@ -104,7 +106,7 @@ def sgd(r: Any, t: Any, x: Any, g: Any, *, norm_coefficient: float = 0.0) -> Arr
 
     Args:
         r: Learning rate, 0-d, float32 or float64.
-        t: Update count, 0-d int64; not looked at.
+        t: Update count, 0-d int64; ignored.
         x: Parameter, any shape, float32 or float64.
         g: Gradient, like ``x``.
         norm_coefficient: L2 regularization, added to the gradient.
@@ -126,25 +128,25 @@ def sgd(r: Any, t: Any, x: Any, g: Any, *, norm_coefficient: float = 0.0) -> Arr
 
 @dataclass(frozen=True)
 class Momentum(Optimizer):
-    """Gradient descent with (Nesterov's) momentum; see `momentum` for the formulae.
+    """Gradient descent with (Nesterov) momentum; see `momentum` for the formulae.
 
-    With ``beta = 1`` it is PyTorch's SGD with ``momentum = alpha``. ``beta`` is ``1 - dampening``;
-    T is 0 in the first update, in which ``beta`` does not count, as in PyTorch.
+    It equals PyTorch's SGD with ``momentum = alpha`` and ``dampening = 1 - beta``. T is 0 in the
+    first update, to which ``beta`` does not apply, as in PyTorch.
 
     Args:
-        learning_rate: R; finite, not negative.
+        learning_rate: Learning rate (R); finite, non-negative.
         alpha: Decay of the momentum, in [0, 1).
-        beta: Weight of the gradient from the second update on; not negative.
+        beta: Weight of the gradient from the second update on; non-negative.
         mode: ``"standard"`` or ``"nesterov"``.
         norm_coefficient: L2 regularization, added to the gradient.
 
     Raises:
-        ModelError: A value is outside its range, also when only its float32 value is.
+        ArgumentError: If a value is out of range, before or after rounding to float32.
 
     Example:
         >>> x, g, zero = np.array([1.0]), np.array([0.5]), np.zeros(1)
         >>> x_new, *_ = Momentum().update(np.float64(0.1), np.int64(0), x, g, zero)
-        >>> x_new.round(4).tolist()  # in the first step that of SGD
+        >>> x_new.round(4).tolist()  # the first step equals SGD's
         [0.95]
     """
 
@@ -156,7 +158,7 @@ class Momentum(Optimizer):
 
     @property
     def operator(self) -> str:
-        """The domain's operator, Momentum."""
+        """The ONNX operator, Momentum."""
         return "Momentum"
 
     @property
@@ -166,27 +168,27 @@ class Momentum(Optimizer):
 
     def _check(self) -> None:
         self._require_decays("alpha")
-        self._require_not_negative("beta")
-        self._require("mode", self.mode in ("standard", "nesterov"), "'standard' or 'nesterov'")
+        self._require("beta", minimum=0)
+        choice(self._shown("mode"), self.mode, MODES)
 
 
 @dataclass(frozen=True)
 class SGD(Optimizer):
-    """Stochastic gradient descent with the settings of PyTorch's SGD, whose formulae it follows.
+    """Stochastic gradient descent with the settings and formulae of PyTorch's SGD.
 
-    Plain, it is `sgd`, without state or operator. With ``momentum`` it is `momentum`, which is the
-    domain's Momentum in a file: ``alpha`` is ``momentum``, ``beta`` is ``1 - dampening``.
+    Without momentum the update is `sgd`, which has no state and no ONNX operator. With momentum it
+    is the ONNX operator Momentum with ``alpha = momentum`` and ``beta = 1 - dampening``.
 
     Args:
-        learning_rate: R; finite, not negative.
+        learning_rate: Learning rate (R); finite, non-negative.
         norm_coefficient: L2 regularization, added to the gradient (PyTorch's ``weight_decay``).
         momentum: Decay of the momentum, in [0, 1); 0 for none.
-        dampening: How much less than 1 a gradient counts in the momentum, from the second update
-            on; in [0, 1], and only with momentum.
-        nesterov: Whether the momentum is Nesterov's; only with momentum, and without dampening.
+        dampening: Dampening of the gradient in the momentum from the second update on, in [0, 1];
+            requires momentum.
+        nesterov: Whether to use Nesterov momentum; requires momentum and no dampening.
 
     Raises:
-        ModelError: A value is outside its range, or does not fit the others.
+        ArgumentError: If a value is out of range, or contradicts another one.
 
     Example:
         >>> SGD(momentum=0.5, nesterov=True).operator_attributes
@@ -201,7 +203,7 @@ class SGD(Optimizer):
 
     @property
     def operator(self) -> str | None:
-        """The domain's operator, Momentum; None without momentum."""
+        """The ONNX operator, Momentum; None without momentum."""
         return "Momentum" if self.momentum else None
 
     @property
@@ -211,7 +213,7 @@ class SGD(Optimizer):
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The rule's keyword arguments, floats rounded to float32 as in an ONNX file."""
+        """The keyword arguments of the rule, floats rounded to float32 as in an ONNX file."""
         common = {"norm_coefficient": as_float32(self.norm_coefficient)}
         if not self.momentum:
             return common
@@ -223,9 +225,11 @@ class SGD(Optimizer):
 
     def _check(self) -> None:
         self._require_decays("momentum")
-        self._require("dampening", 0 <= self.dampening <= 1, "a number in [0, 1]")
-        if not self.momentum:
-            self._require("dampening", not self.dampening, "0 without momentum")
-            self._require("nesterov", not self.nesterov, "False without momentum")
-        if self.dampening:
-            self._require("nesterov", not self.nesterov, "False with dampening")
+        number(self._shown("dampening"), self.dampening, minimum=0, maximum=1)
+        if self.dampening and not self.momentum:
+            raise ArgumentError(
+                f"optimizer SGD: dampening must be 0 without momentum, got {self.dampening!r}"
+            )
+        if self.nesterov and (self.dampening or not self.momentum):
+            condition = "with dampening" if self.momentum else "without momentum"
+            raise ArgumentError(f"optimizer SGD: nesterov must be False {condition}, got True")

@@ -1,4 +1,4 @@
-"""Steps as long as the parameter says: LAMB."""
+"""Layer-wise adaptive learning rates: LAMB."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lamb(
     epsilon: float = 1e-6,
     weight_decay: float = 0.0,
 ) -> Arrays:
-    """One LAMB update: Adam's direction, of a length in proportion to that of the parameter.
+    """One LAMB update: Adam's direction, scaled by the norm of the parameter.
 
     ::
 
@@ -50,20 +50,20 @@ def lamb(
         h: Running mean of the squared gradient, like ``x``.
         beta1: Decay of ``v``.
         beta2: Decay of ``h``.
-        epsilon: Added to the corrected root, so that it is not 0.
-        weight_decay: Weight of the parameter in the direction.
+        epsilon: Added to the bias-corrected root for numerical stability.
+        weight_decay: Weight of the parameter in the direction (decoupled weight decay).
 
     Returns:
         ``(x_new, v_new, h_new)``, like ``x``.
 
     Source:
         You and others, "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes",
-        2020 (algorithm 2), as in optax. The domain has no operator for it.
+        2020 (algorithm 2), as in optax. There is no ONNX operator for it.
 
     Example:
         >>> x, g, zero = np.float64([3, 4]), np.float64([1, -1]), np.zeros(2)
         >>> x_new, *_ = lamb(np.float64(0.2), np.int64(1), x, g, zero, zero)
-        >>> x_new.round(4).tolist()  # moves by a fifth of its length, 5
+        >>> x_new.round(4).tolist()  # moves by 0.2 · ‖x‖, that is 1
         [2.2929, 4.7071]
     """
     xp = x.__array_namespace__()
@@ -86,14 +86,14 @@ class LAMB(Optimizer):
     """LAMB as in optax; see `lamb` for the formulae. T is 1 in the first update.
 
     Args:
-        learning_rate: R; finite, not negative.
+        learning_rate: Learning rate (R); finite, non-negative.
         beta1: Decay of the mean gradient, in [0, 1).
         beta2: Decay of the mean squared gradient, in [0, 1).
         epsilon: Added to the corrected root; positive.
-        weight_decay: Weight of the parameter in the direction; not negative.
+        weight_decay: Weight of the parameter in the direction; non-negative.
 
     Raises:
-        ModelError: A value is outside its range, also when only its float32 value is.
+        ArgumentError: If a value is out of range, before or after rounding to float32.
 
     Example:
         >>> x, g, zero = np.array([1.0]), np.array([0.5]), np.zeros(1)
@@ -118,5 +118,5 @@ class LAMB(Optimizer):
 
     def _check(self) -> None:
         self._require_decays("beta1", "beta2")
-        self._require_positive("epsilon")
-        self._require_not_negative("weight_decay")
+        self._require("epsilon", above=0)
+        self._require("weight_decay", minimum=0)

@@ -1,4 +1,4 @@
-"""Adam and its kin: running means of the gradient and of its square."""
+"""Adam, AdamW and AMSGrad: running means of the gradient and of its square."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def adam(
         R'    = T > 0 ? R · √(1 - beta^T) / (1 - alpha^T) : R
         X_new = (1 - norm_coefficient_post) · (X - R' · V_new / (√H_new + epsilon))
 
-    ``epsilon`` is added to the root *before* bias correction, so it weighs more in early steps
-    than PyTorch's, which is added after (`adam_after_correction`). At
-    ``t = 0`` nothing is corrected; training starts at ``t = 1`` (see `Adam`).
+    ``epsilon`` is added to the root *before* bias correction, so it matters more in early steps
+    than in PyTorch, which adds it after bias correction (`adam_after_correction`). There is no
+    bias correction at ``t = 0``; training starts at ``t = 1`` (see `Adam`).
 
     Args:
         r: Learning rate, 0-d, float32 or float64.
@@ -70,7 +70,7 @@ def adam(
         norm_coefficient_post: Shrinks the parameter after the update.
         alpha: Decay of ``v`` (beta1 in the paper).
         beta: Decay of ``h`` (beta2 in the paper).
-        epsilon: Added to the root, so that it is not 0.
+        epsilon: Added to the root for numerical stability.
 
     Returns:
         ``(x_new, v_new, h_new)``, like ``x``.
@@ -107,7 +107,7 @@ def adam_after_correction(
     beta: float = 0.999,
     epsilon: float = 1e-8,
 ) -> Arrays:
-    """One Adam update as PyTorch makes it: `adam`, but ``epsilon`` is added after bias correction.
+    """One Adam update as in PyTorch: `adam` with ``epsilon`` added after bias correction.
 
     With ``G = norm_coefficient · X + G``::
 
@@ -116,7 +116,7 @@ def adam_after_correction(
         X_new = X - R / (1 - alpha^T) · V_new / (√(H_new / (1 - beta^T)) + epsilon)
         X_new = (1 - norm_coefficient_post) · X_new
 
-    It is computed as `adam` with ``epsilon · √(1 - beta^T)``, which is the same.
+    It is computed as `adam` with ``epsilon · √(1 - beta^T)``, which is equivalent.
 
     Args:
         r: Learning rate, 0-d, float32 or float64.
@@ -129,14 +129,14 @@ def adam_after_correction(
         norm_coefficient_post: Shrinks the parameter after the update.
         alpha: Decay of ``v`` (beta1 in the paper).
         beta: Decay of ``h`` (beta2 in the paper).
-        epsilon: Added to the corrected root, so that it is not 0.
+        epsilon: Added to the bias-corrected root for numerical stability.
 
     Returns:
         ``(x_new, v_new, h_new)``, like ``x``.
 
     Source:
-        Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015 (algorithm 1). The
-        domain's operator cannot say it.
+        Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015 (algorithm 1). The ONNX
+        operator cannot express it.
 
     Example:
         >>> x, g, zero = np.float64([1, 2]), np.float64([3, -4]), np.zeros(2)
@@ -165,10 +165,10 @@ def _adam(
     *,
     after: bool,
 ) -> Arrays:
-    """Makes an Adam update; ``after`` tells whether ``epsilon`` is added after bias correction."""
+    """One Adam update, which adds ``epsilon`` before or after bias correction."""
     xp = x.__array_namespace__()
     r = r.astype(np.float64)
-    count = xp.maximum(t, 1).astype(np.float64)  # at t = 0 the branch not taken would be 0 / 0
+    count = xp.maximum(t, 1).astype(np.float64)  # avoids 0 / 0 at t = 0 in the unused branch
     root = xp.sqrt(1.0 - beta**count)
     corrected = r * root / (1.0 - alpha**count)
     r = xp.where(t > 0, corrected, r).astype(x.dtype)
@@ -202,8 +202,8 @@ def adamw(
 
         X_new = adam(R, T, (1 - R · weight_decay) · X, G, V, H)
 
-    As in PyTorch the decay follows the learning rate. ``epsilon`` is added before bias correction,
-    which PyTorch does after it (see `adam`, and `adamw_after_correction`).
+    As in PyTorch, the decay is proportional to the learning rate. ``epsilon`` is added before bias
+    correction; PyTorch adds it after (see `adam` and `adamw_after_correction`).
 
     Args:
         r: Learning rate, 0-d, float32 or float64.
@@ -214,14 +214,14 @@ def adamw(
         h: Running mean of the squared gradient, like ``x``.
         alpha: Decay of ``v`` (beta1 in the paper).
         beta: Decay of ``h`` (beta2 in the paper).
-        epsilon: Added to the root, so that it is not 0.
+        epsilon: Added to the root for numerical stability.
         weight_decay: Decay per unit of learning rate.
 
     Returns:
         ``(x_new, v_new, h_new)``, like ``x``.
 
     Source:
-        Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019. The domain has no
+        Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019. There is no ONNX
         operator for it.
 
     Example:
@@ -247,7 +247,7 @@ def adamw_after_correction(
     epsilon: float = 1e-8,
     weight_decay: float = 0.01,
 ) -> Arrays:
-    """One AdamW update as PyTorch makes it: ``epsilon`` is added after bias correction.
+    """One AdamW update as in PyTorch: ``epsilon`` is added after bias correction.
 
     ::
 
@@ -262,7 +262,7 @@ def adamw_after_correction(
         h: Running mean of the squared gradient, like ``x``.
         alpha: Decay of ``v`` (beta1 in the paper).
         beta: Decay of ``h`` (beta2 in the paper).
-        epsilon: Added to the corrected root, so that it is not 0.
+        epsilon: Added to the bias-corrected root for numerical stability.
         weight_decay: Decay per unit of learning rate.
 
     Returns:
@@ -286,30 +286,30 @@ def adamw_after_correction(
 class Adam(Optimizer):
     """Adam as the ONNX specification defines it; see `adam` for the formulae.
 
-    Next to PyTorch's Adam: ``epsilon`` is added before bias correction, unless
-    ``epsilon_after_correction`` is set. T is 1 in the first update, so the first update is
-    bias-corrected (the specification's T = 0 would not be).
+    Unlike PyTorch, it adds ``epsilon`` before bias correction, unless ``epsilon_after_correction``
+    is set. T is 1 in the first update, so that it is bias-corrected; the specification's T = 0
+    would not be.
 
     Args:
-        learning_rate: R; finite, not negative.
+        learning_rate: Learning rate (R); finite, non-negative.
         alpha: Decay of the mean gradient (beta1), in [0, 1).
         beta: Decay of the mean squared gradient (beta2), in [0, 1).
         epsilon: Positive. The specification's own default is 1e-6.
         norm_coefficient: L2 regularization, added to the gradient.
         norm_coefficient_post: Shrinks parameters after each update, not scaled by R.
-        epsilon_after_correction: Whether ``epsilon`` is added after bias correction, as in PyTorch.
-            The domain's operator cannot say that, so a file has standard nodes in its place.
+        epsilon_after_correction: Whether to add ``epsilon`` after bias correction, as PyTorch does.
+            The ONNX operator cannot express that, so files contain standard nodes instead.
 
     Raises:
-        ModelError: A value is outside its range, also when only its float32 value is.
+        ArgumentError: If a value is out of range, before or after rounding to float32.
 
     Example:
         >>> Adam(learning_rate=0.01).epsilon
         1e-08
-        >>> Adam(alpha=1.5)
+        >>> Adam(epsilon=0)
         Traceback (most recent call last):
         ...
-        ortops.errors.ModelError: optimizer Adam: alpha is 1.5; a number in [0, 1) is accepted
+        ortops.errors.ArgumentError: optimizer Adam: epsilon must be a finite number > 0, got 0.0
     """
 
     learning_rate: float | Schedule = 1e-3
@@ -324,7 +324,7 @@ class Adam(Optimizer):
 
     @property
     def operator(self) -> str | None:
-        """The domain's operator, Adam; None where ``epsilon`` is added after bias correction."""
+        """The ONNX operator, Adam; None where ``epsilon`` is added after bias correction."""
         return None if self.epsilon_after_correction else "Adam"
 
     @property
@@ -334,28 +334,28 @@ class Adam(Optimizer):
 
     def _check(self) -> None:
         self._require_decays("alpha", "beta")
-        self._require_positive("epsilon")
+        self._require("epsilon", above=0)
 
 
 @dataclass(frozen=True)
 class AdamW(Optimizer):
     """Adam with decoupled weight decay; see `adamw` for the formulae.
 
-    In a file it is a shrink by learning rate times weight decay, then the domain's Adam. The decay
-    follows the learning rate, as in PyTorch; ``epsilon`` is added before bias correction, unlike
-    there, unless ``epsilon_after_correction`` is set. T is 1 in the first update.
+    In a file it is weight decay in standard nodes, followed by the ONNX operator Adam. As in
+    PyTorch, the decay is proportional to the learning rate. Unlike PyTorch, it adds ``epsilon``
+    before bias correction, unless ``epsilon_after_correction`` is set. T is 1 in the first update.
 
     Args:
-        learning_rate: R; finite, not negative.
+        learning_rate: Learning rate (R); finite, non-negative.
         alpha: Decay of the mean gradient (beta1), in [0, 1).
         beta: Decay of the mean squared gradient (beta2), in [0, 1).
         epsilon: Positive.
-        weight_decay: Decay per unit of learning rate; not negative.
-        epsilon_after_correction: Whether ``epsilon`` is added after bias correction, as in PyTorch,
-            in standard nodes.
+        weight_decay: Decay per unit of learning rate; non-negative.
+        epsilon_after_correction: Whether to add ``epsilon`` after bias correction, as PyTorch does,
+            with standard nodes in the file.
 
     Raises:
-        ModelError: A value is outside its range, also when only its float32 value is.
+        ArgumentError: If a value is out of range, before or after rounding to float32.
 
     Example:
         >>> x, g, zero = np.array([1.0]), np.array([0.5]), np.zeros(1)
@@ -376,7 +376,7 @@ class AdamW(Optimizer):
 
     @property
     def operator(self) -> str | None:
-        """The domain's operator, Adam; None where ``epsilon`` is added after bias correction."""
+        """The ONNX operator, Adam; None where ``epsilon`` is added after bias correction."""
         return None if self.epsilon_after_correction else "Adam"
 
     @property
@@ -386,8 +386,8 @@ class AdamW(Optimizer):
 
     def _check(self) -> None:
         self._require_decays("alpha", "beta")
-        self._require_positive("epsilon")
-        self._require_not_negative("weight_decay")
+        self._require("epsilon", above=0)
+        self._require("weight_decay", minimum=0)
 
     def before_operator(self, r: Any, x: Any) -> Any:
         """Returns the parameter shrunk by learning rate times weight decay."""
@@ -409,7 +409,7 @@ def amsgrad(
     norm_coefficient: float = 0.0,
     weight_decay: float = 0.0,
 ) -> Arrays:
-    """One AMSGrad update, as PyTorch makes it: Adam whose divisor never falls.
+    """One AMSGrad update, as in PyTorch: Adam with a non-decreasing second moment.
 
     With ``X = (1 - R · weight_decay) · X``, then ``G = norm_coefficient · X + G``::
 
@@ -425,10 +425,10 @@ def amsgrad(
         g: Gradient, like ``x``.
         v: Running mean of the gradient, like ``x``.
         h: Running mean of the squared gradient, like ``x``.
-        m: The largest that ``h`` has been, like ``x``.
+        m: Maximum of ``h`` so far, like ``x``.
         alpha: Decay of ``v`` (beta1 in the paper).
         beta: Decay of ``h`` (beta2 in the paper).
-        epsilon: Added to the corrected root, so that it is not 0.
+        epsilon: Added to the bias-corrected root for numerical stability.
         norm_coefficient: L2 regularization, added to the gradient.
         weight_decay: Decay per unit of learning rate, as in `adamw`.
 
@@ -437,7 +437,7 @@ def amsgrad(
 
     Source:
         Reddi, Kale and Kumar, "On the Convergence of Adam and Beyond", 2018; with bias correction,
-        as in PyTorch. The domain has no operator for it.
+        as in PyTorch. There is no ONNX operator for it.
 
     Example:
         >>> x, g, v, h, m = np.float64([[1], [2], [0], [0], [16]])
@@ -463,15 +463,15 @@ class AMSGrad(Optimizer):
     """PyTorch's Adam or AdamW with ``amsgrad=True``; see `amsgrad` for the formulae.
 
     Args:
-        learning_rate: R; finite, not negative.
+        learning_rate: Learning rate (R); finite, non-negative.
         alpha: Decay of the mean gradient (beta1), in [0, 1).
         beta: Decay of the mean squared gradient (beta2), in [0, 1).
         epsilon: Added to the corrected root; positive.
         norm_coefficient: L2 regularization, added to the gradient.
-        weight_decay: Decay per unit of learning rate; not negative.
+        weight_decay: Decay per unit of learning rate; non-negative.
 
     Raises:
-        ModelError: A value is outside its range, also when only its float32 value is.
+        ArgumentError: If a value is out of range, before or after rounding to float32.
 
     Example:
         >>> x, g, zero = np.array([1.0]), np.array([0.5]), np.zeros(1)
@@ -496,5 +496,5 @@ class AMSGrad(Optimizer):
 
     def _check(self) -> None:
         self._require_decays("alpha", "beta")
-        self._require_positive("epsilon")
-        self._require_not_negative("weight_decay")
+        self._require("epsilon", above=0)
+        self._require("weight_decay", minimum=0)

@@ -1,19 +1,17 @@
-"""What optimizers are made of: the base class, the domain's operators, rules of one's own."""
+"""The base class of optimizers, the ONNX optimizer operators, and custom update rules."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from numbers import Real
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from ortops.errors import ModelError
-from ortops.numbers import real
+from ortops.arguments import boolean, number
+from ortops.errors import ArgumentError
 from ortops.schedules import Schedule
 
 __all__ = [
@@ -34,7 +32,7 @@ UpdateRule: TypeAlias = Callable[..., Any]
 """``(r, t, x, g, *state, *, attributes) -> (x_new, *state_new)`` on numpy arrays or Tensors."""
 
 Arrays: TypeAlias = tuple[Any, ...]
-"""``(x_new, *state_new)``, arrays of the kind that the rule was given."""
+"""``(x_new, *state_new)``, arrays of the same kind as the rule's arguments."""
 
 
 def regularized(g: Any, x: Any, norm_coefficient: float) -> Any:
@@ -50,19 +48,19 @@ def shrunk(r: Any, x: Any, weight_decay: float) -> Any:
 
 
 def norm(x: Any) -> Any:
-    """Returns the root of the sum of squares, 0-d float64."""
-    (x,) = arrays(x)  # a scalar of numpy 2.0 has no namespace
+    """Returns the L2 norm, 0-d float64."""
+    (x,) = arrays(x)  # scalars of numpy 2.0 have no __array_namespace__
     xp = x.__array_namespace__()
     return xp.sqrt(xp.sum(x * x).astype(np.float64))
 
 
 def arrays(*values: Any) -> Arrays:
-    """Returns the values; numpy's scalars, which 0-d arithmetic decays to, are arrays again."""
+    """Returns the values with numpy scalars, which 0-d arithmetic returns, as arrays."""
     return tuple(np.asarray(value) if isinstance(value, np.generic) else value for value in values)
 
 
 def as_float32(value: Any) -> Any:
-    """Returns the value that a float has as an ONNX attribute; anything else as it is."""
+    """Returns a float rounded to float32, as in an ONNX attribute; anything else unchanged."""
     if not isinstance(value, float):
         return value
     with np.errstate(over="ignore"):
@@ -71,13 +69,13 @@ def as_float32(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Operator:
-    """What a node of an optimizer operator of ai.onnx.preview.training takes.
+    """The signature of an optimizer operator of ai.onnx.preview.training.
 
-    All of it is read from the signature of the update rule; the tests compare it with the schema.
+    It is derived from the signature of the update rule; the tests compare it with the schema.
 
     Attributes:
-        rule: The update rule. Inputs of a node are R, T, then for n parameters all X, all G and all
-            of each state; outputs are all X_new and all of each new state.
+        rule: The update rule. A node's inputs are R and T, then, for n parameters, n each of X, G
+            and every state; its outputs are n each of X_new and every new state.
 
     Example:
         >>> from ortops.optimizers import OPERATORS
@@ -89,7 +87,7 @@ class Operator:
 
     @functools.cached_property
     def states(self) -> tuple[str, ...]:
-        """Names of the state tensors in the notation of the specification.
+        """The names of the state tensors in the notation of the specification.
 
         Example:
             >>> from ortops.optimizers import OPERATORS
@@ -100,7 +98,7 @@ class Operator:
 
     @functools.cached_property
     def attribute_types(self) -> dict[str, type]:
-        """Every attribute that a node may have, and its type: `float` or `str`."""
+        """All attributes of the operator with their types, `float` or `str`."""
         annotations = inspect.get_annotations(self.rule, eval_str=True)
         return {
             name: float if annotations[name] is float else str for name in _keyword_only(self.rule)
@@ -108,7 +106,7 @@ class Operator:
 
     @functools.cached_property
     def defaults(self) -> dict[str, float | str]:
-        """The attributes that a node may leave out, with the values they have then (float32)."""
+        """The optional attributes with their default values (float32)."""
         return {
             name: as_float32(parameter.default)
             for name, parameter in _keyword_only(self.rule).items()
@@ -117,11 +115,11 @@ class Operator:
 
     @functools.cached_property
     def required(self) -> tuple[str, ...]:
-        """The attributes that a node must have."""
+        """The required attributes."""
         return tuple(name for name in self.attribute_types if name not in self.defaults)
 
 
-@functools.lru_cache(maxsize=64)  # asked for each parameter of a model
+@functools.lru_cache(maxsize=64)  # called for each parameter of a model
 def _parameters(rule: UpdateRule) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(rule).parameters
 
@@ -142,15 +140,15 @@ def _states(rule: UpdateRule) -> tuple[str, ...]:
 
 
 OPERATORS: dict[str, Operator] = {}
-"""The optimizer operators that ai.onnx.preview.training has, by ``op_type``."""
+"""The optimizer operators of ai.onnx.preview.training, by ``op_type``."""
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What a trainable model needs to know about its optimizer. Use one of the subclasses.
+    """The base class of optimizers. Use one of the subclasses.
 
-    For each parameter a builder emits the domain's node where there is one, and the rule where
-    there is none::
+    For each parameter a builder emits the ONNX operator if the optimizer has one, and the nodes of
+    the update rule otherwise::
 
         if optimizer.operator is None:
             x_new, *state_new = optimizer.update(r, t, x, g, *state)
@@ -159,8 +157,8 @@ class Optimizer:
             # a node optimizer.operator(r, t, x, g, *state) with optimizer.operator_attributes
 
     Attributes:
-        learning_rate: R at the start of training, finite and not negative; or a schedule of it.
-        first_step: T in the first update.
+        learning_rate: The initial learning rate (R), finite and non-negative; or a schedule.
+        first_step: The value of T in the first update.
 
     Example:
         >>> from ortops.optimizers import Adam
@@ -174,43 +172,39 @@ class Optimizer:
     first_step: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        """Makes numbers floats and refuses values outside their range."""
+        """Converts numbers to float and rejects values that are out of range."""
         for each in fields(self):
             if isinstance(getattr(self, each.name), Schedule) and each.name == "learning_rate":
                 continue
             if isinstance(each.default, bool):
-                is_bool = isinstance(getattr(self, each.name), bool)
-                self._require(each.name, is_bool, "True or False")
+                shown = self._shown(each.name)
+                object.__setattr__(self, each.name, boolean(shown, getattr(self, each.name)))
             if isinstance(each.default, float):
-                value: Any = getattr(self, each.name)
-                is_number = isinstance(value, Real) and not isinstance(value, bool)
-                self._require(each.name, is_number, "a number")
-                is_finite = math.isfinite(as_float32(real(value)))
-                self._require(each.name, is_finite, "a finite float32")
-                object.__setattr__(self, each.name, float(value))
-        self._require("learning_rate", self.peak >= 0, "a number >= 0")
+                self._require(each.name)
+        if self.schedule is None:
+            self._require("learning_rate", minimum=0)
         self._check()
 
     @property
     def peak(self) -> float:
-        """The learning rate that a schedule's factor multiplies; without one, the learning rate."""
+        """The peak learning rate of the schedule; without a schedule, the learning rate."""
         rate = self.learning_rate
         return rate.peak if isinstance(rate, Schedule) else rate
 
     @property
     def schedule(self) -> Schedule | None:
-        """The schedule of the learning rate, if there is one."""
+        """The learning-rate schedule, or None."""
         return self.learning_rate if isinstance(self.learning_rate, Schedule) else None
 
     def of(self, shape: Sequence[int]) -> Optimizer:
-        """Returns the optimizer that updates a parameter of a shape: this one, by default.
+        """Returns the optimizer for parameters of a given shape: by default, this one.
 
-        Its `first_step` is this one's.
+        Its `first_step` is the same.
         """
         return self
 
     def state_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of each state tensor of a parameter: the parameter's, by default.
+        """Returns the shape of each state tensor: by default, the shape of the parameter.
 
         Example:
             >>> from ortops.optimizers import Adam
@@ -221,7 +215,7 @@ class Optimizer:
 
     @property
     def operator(self) -> str | None:
-        """The ``op_type`` of the domain's operator that makes the update, or None."""
+        """The ``op_type`` of the ONNX operator for this update, or None."""
         return None
 
     @property
@@ -232,35 +226,31 @@ class Optimizer:
     def _check(self) -> None:
         """Checks the attributes; called after the learning rate has been checked."""
 
-    def _require(self, name: str, accepted: bool, what: str) -> None:
-        if not accepted:
-            value = getattr(self, name)
-            raise ModelError(f"optimizer {self.name}: {name} is {value!r}; {what} is accepted")
+    def _shown(self, name: str) -> str:
+        """Returns what messages call an attribute."""
+        return f"optimizer {self.name}: {name}"
 
-    def _require_float32(self, name: str, low: float, high: float, what: str) -> None:
-        """Requires ``low <= value < high`` of the float32 value, the one that is computed with."""
-        self._require(name, low <= as_float32(getattr(self, name)) < high, what)
+    def _require(self, *names: str, **bounds: float) -> None:
+        """Makes attributes floats and checks their range (see `number`).
+
+        Updates compute with the values in float32, so these must be in range too.
+        """
+        for name in names:
+            value = number(self._shown(name), getattr(self, name), **bounds)
+            number(f"{self._shown(name)}={value!r} in float32", as_float32(value), **bounds)
+            object.__setattr__(self, name, value)
 
     def _require_decays(self, *names: str) -> None:
-        for name in names:
-            self._require_float32(name, 0, 1, "a number in [0, 1)")
-
-    def _require_positive(self, *names: str) -> None:
-        for name in names:
-            self._require(name, as_float32(getattr(self, name)) > 0, "a number > 0")
-
-    def _require_not_negative(self, *names: str) -> None:
-        for name in names:
-            self._require(name, getattr(self, name) >= 0, "a number >= 0")
+        self._require(*names, minimum=0, below=1)
 
     @property
     def name(self) -> str:
-        """The constructor's name, which as a string stands for its defaults."""
+        """The class name, which users can pass as a string to get the defaults."""
         return type(self).__name__
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Names of the state tensors, each of which starts as zeros of the parameter's dtype.
+        """The names of the state tensors, which start as zeros of the parameter's dtype.
 
         Example:
             >>> from ortops.optimizers import SGD, Adam
@@ -271,7 +261,7 @@ class Optimizer:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The rule's keyword arguments, floats rounded to float32 as in an ONNX file.
+        """The keyword arguments of the rule, floats rounded to float32 as in an ONNX file.
 
         Example:
             >>> from ortops.optimizers import Adagrad
@@ -282,7 +272,7 @@ class Optimizer:
 
     @property
     def operator_attributes(self) -> dict[str, Any]:
-        """All attributes for the domain's node, defaults written out; empty without an operator."""
+        """All attributes of the ONNX node, defaults included; empty without an operator."""
         if self.operator is None:
             return {}
         operator, own = OPERATORS[self.operator], self.attributes
@@ -292,7 +282,7 @@ class Optimizer:
         }
 
     def before_operator(self, r: Any, x: Any) -> Any:
-        """Returns the parameter as the domain's operator shall get it: here, unchanged.
+        """Returns the parameter as passed to the ONNX operator: by default, unchanged.
 
         Args:
             r: Learning rate, 0-d, float32 or float64.
@@ -313,20 +303,20 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Custom(Optimizer):
-    """An update rule of the user's own, with its learning rate. T counts from 0.
+    """A custom update rule with its learning rate. T counts from 0.
 
-    The rule gets Tensors and is built into the graph, so it must stay with what Tensors and numpy
-    arrays share: arithmetic, comparison, ``.astype``, ``x.__array_namespace__()``. Its first four
-    parameters are r, t, x, g; the positional ones after them are states, whose names are theirs in
-    upper case; keyword-only ones are attributes, which are given by their defaults (use
-    `functools.partial` for other values). It returns ``(x_new, *state_new)``.
+    The rule is called with Tensors and becomes part of the graph, so it may use only what Tensors
+    and numpy arrays share: arithmetic, comparison, ``.astype``, ``x.__array_namespace__()``. Its
+    first four parameters are r, t, x, g. Further positional parameters are states, named after
+    them in upper case. Keyword-only parameters are attributes; their defaults are their values
+    (use `functools.partial` to change them). The rule returns ``(x_new, *state_new)``.
 
     Args:
         function: The update rule.
-        learning_rate: R; finite, not negative.
+        learning_rate: Learning rate (R); finite, non-negative.
 
     Raises:
-        ModelError: The function's parameters do not fit.
+        ArgumentError: If the function does not have the parameters of an update rule.
 
     Example:
         >>> def sign_momentum(r, t, x, g, v, *, alpha=0.9):
@@ -349,12 +339,12 @@ class Custom(Optimizer):
     @property
     def name(self) -> str:
         """The function's name."""
-        function = getattr(self.function, "func", self.function)  # of a functools.partial
+        function = getattr(self.function, "func", self.function)  # unwraps a functools.partial
         return str(getattr(function, "__name__", type(function).__name__))
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """The rule's keyword arguments: the defaults in its signature, as they are."""
+        """The keyword arguments of the rule: the defaults in its signature, not rounded."""
         return {name: p.default for name, p in _keyword_only(self.function).items()}
 
     def _check(self) -> None:
@@ -366,19 +356,19 @@ class Custom(Optimizer):
             inspect.Parameter.VAR_POSITIONAL,
             inspect.Parameter.VAR_KEYWORD,
         } & set(kinds):
-            raise ModelError(
-                f"{shown}: the parameters do not fit; an update rule takes"
-                " (r, t, x, g, *one for each state, then attributes as keyword-only parameters)"
+            raise ArgumentError(
+                f"{shown}: wrong signature; an update rule must have the parameters r, t, x and g,"
+                " then one for each state, then keyword-only ones for attributes"
             )
         for name, parameter in parameters.items():
             has_default = parameter.default is not inspect.Parameter.empty
             if name in keyword_only and not has_default:
-                raise ModelError(
+                raise ArgumentError(
                     f"{shown}: attribute {name!r} has no value; give the parameter a default,"
-                    " or the function a value with functools.partial"
+                    " or bind a value with functools.partial"
                 )
             if name not in keyword_only and has_default:
-                raise ModelError(
-                    f"{shown}: parameter {name!r} has a default, which an input of an update rule"
-                    " cannot have; make it an attribute by putting '*' before it"
+                raise ArgumentError(
+                    f"{shown}: parameter {name!r} has a default, but only attributes can have"
+                    " one; make it keyword-only by putting '*' before it"
                 )

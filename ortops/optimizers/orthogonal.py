@@ -1,14 +1,15 @@
-"""Orthogonal steps for matrices: Muon."""
+"""Orthogonalized updates for matrices: Muon."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from ortops.arguments import choice, whole_number
 from ortops.optimizers.moments import AdamW
 from ortops.optimizers.optimizer import (
     Arrays,
@@ -25,7 +26,7 @@ __all__ = ["Muon", "muon"]
 Adjustment: TypeAlias = Literal["match_rms_adamw", "original"]
 
 _NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
-"""Of the quintic polynomial that brings singular values from 0 to 1 near 1 in a few steps."""
+"""Coefficients of the quintic polynomial that moves singular values in (0, 1] close to 1."""
 
 
 def muon(
@@ -42,7 +43,7 @@ def muon(
     adjustment: Adjustment = "match_rms_adamw",
     epsilon: float = 1e-7,
 ) -> Arrays:
-    """One Muon update of a matrix: the momentum with all its singular values brought near 1.
+    """One Muon update of a matrix: the momentum with all singular values close to 1.
 
     With ``a, b, c = 3.4445, -4.775, 2.0315``::
 
@@ -50,32 +51,32 @@ def muon(
         O     = nesterov ? momentum · V_new + (1 - momentum) · G : V_new
         O     = O / max(‖O‖, epsilon), transposed if it has more rows than columns
         O     = a · O + (b · O Oᵀ + c · (O Oᵀ)²) O                  ``steps`` times
-        X_new = (1 - R · weight_decay) · X - R · s · O              O as it lay before
+        X_new = (1 - R · weight_decay) · X - R · s · O              O transposed back
 
-    where ``s`` is ``0.2 · √max(rows, columns)`` for ``"match_rms_adamw"``, which makes steps about
-    as long as those of AdamW, and ``√max(1, rows / columns)`` for ``"original"``. These are
+    where ``s`` is ``0.2 · √max(rows, columns)`` for ``"match_rms_adamw"``, which gives updates
+    about the same size as AdamW's, and ``√max(1, rows / columns)`` for ``"original"``. These are
     PyTorch's formulae, computed in the dtype of ``x``; PyTorch rounds ``O`` to bfloat16.
 
     Args:
         r: Learning rate, 0-d, float32 or float64.
-        t: Update count, 0-d int64; not looked at.
+        t: Update count, 0-d int64; ignored.
         x: Parameter, a matrix of static shape that is not empty, float32 or float64.
         g: Gradient, like ``x``.
         v: Running mean of the gradient, like ``x``.
         momentum: Decay of ``v``.
-        nesterov: Whether the present gradient counts once more.
+        nesterov: Whether to use Nesterov momentum.
         weight_decay: Decay per unit of learning rate.
-        steps: How often the polynomial is applied.
-        adjustment: How steps are scaled by the shape.
-        epsilon: The least norm that is brought to 1.
+        steps: Number of Newton-Schulz iterations.
+        adjustment: How updates are scaled according to the shape.
+        epsilon: Lower bound of the norm that ``O`` is divided by.
 
     Returns:
         ``(x_new, v_new)``, like ``x``.
 
     Source:
         Jordan and others, "Muon: An optimizer for hidden layers in neural networks", 2024; the
-        scale ``"match_rms_adamw"``: Liu and others, "Muon is Scalable for LLM Training", 2025. The
-        domain has no operator for it.
+        scale ``"match_rms_adamw"``: Liu and others, "Muon is Scalable for LLM Training", 2025.
+        There is no ONNX operator for it.
 
     Example:
         >>> x, g = np.zeros((2, 2)), np.float64([[0, 3], [-2, 0]])
@@ -95,11 +96,11 @@ def muon(
 
 
 def _orthogonalized(x: Any, steps: int, epsilon: float) -> Any:
-    """Returns the orthogonal matrix near one, by Newton and Schulz's iteration."""
+    """Returns the nearest (semi-)orthogonal matrix, approximated by Newton-Schulz iterations."""
     xp = x.__array_namespace__()
     a, b, c = _NEWTON_SCHULZ
     rows, columns = x.shape
-    y = x.mT if rows > columns else x  # so that products are of the smaller size
+    y = x.mT if rows > columns else x  # makes the Gram matrix the smaller one
     y = y / xp.maximum(norm(y), epsilon).astype(y.dtype)
     for _ in range(steps):
         gram = y @ y.mT
@@ -109,27 +110,27 @@ def _orthogonalized(x: Any, steps: int, epsilon: float) -> Any:
 
 @dataclass(frozen=True)
 class Muon(Optimizer):
-    """Muon for matrices, AdamW for every other parameter; see `muon` for the formulae.
+    """Muon for matrices, AdamW for all other parameters; see `muon` for the formulae.
 
-    The defaults are PyTorch's, but for ``adjustment``: here one learning rate serves both. AdamW is
-    PyTorch's, too (`adamw_after_correction`). Embeddings and the last layer are matrices, which
-    those who proposed Muon leave to AdamW.
+    The defaults are PyTorch's, except for ``adjustment``, so that one learning rate suits both.
+    AdamW is PyTorch's, too (`adamw_after_correction`). The authors of Muon recommend AdamW for
+    embeddings and the last layer, which are matrices, too.
 
     Args:
-        learning_rate: R of both; finite, not negative.
-        weight_decay: Decay per unit of learning rate, of both; not negative.
+        learning_rate: Learning rate (R) of both; finite, non-negative.
+        weight_decay: Decay per unit of learning rate, of both; non-negative.
         momentum: Decay of the mean gradient of a matrix, in [0, 1).
-        nesterov: Whether the present gradient counts once more.
-        steps: How often the polynomial is applied, from 1 to 99.
-        adjustment: How steps of a matrix are scaled by its shape, ``"match_rms_adamw"`` or
-            ``"original"``.
-        epsilon: The least norm of a matrix that is brought to 1; positive.
+        nesterov: Whether to use Nesterov momentum.
+        steps: Number of Newton-Schulz iterations, 1 to 99.
+        adjustment: How the update of a matrix is scaled according to its shape,
+            ``"match_rms_adamw"`` or ``"original"``.
+        epsilon: Lower bound of the norm that the momentum is divided by; positive.
         beta1: AdamW's decay of the mean gradient, in [0, 1).
         beta2: AdamW's decay of the mean squared gradient, in [0, 1).
         adamw_epsilon: AdamW's epsilon; positive.
 
     Raises:
-        ModelError: A value is outside its range, also when only its float32 value is.
+        ArgumentError: If a value is out of range, before or after rounding to float32.
 
     Example:
         >>> optimizer = Muon()
@@ -153,7 +154,7 @@ class Muon(Optimizer):
     first_step: ClassVar[int] = 1
 
     def of(self, shape: Sequence[int]) -> Optimizer:
-        """Returns the optimizer of a parameter: this one for a matrix that is not empty."""
+        """Returns the optimizer for a parameter: this one for non-empty matrices, else AdamW."""
         if len(shape) == 2 and 0 not in shape:
             return self
         return AdamW(
@@ -172,9 +173,7 @@ class Muon(Optimizer):
 
     def _check(self) -> None:
         self._require_decays("momentum", "beta1", "beta2")
-        self._require_positive("epsilon", "adamw_epsilon")
-        self._require_not_negative("weight_decay")
-        is_count = isinstance(self.steps, int) and not isinstance(self.steps, bool)
-        self._require("steps", is_count and 1 <= self.steps <= 99, "an integer from 1 to 99")
-        accepted = ("match_rms_adamw", "original")
-        self._require("adjustment", self.adjustment in accepted, "'match_rms_adamw' or 'original'")
+        self._require("epsilon", "adamw_epsilon", above=0)
+        self._require("weight_decay", minimum=0)
+        object.__setattr__(self, "steps", whole_number(self._shown("steps"), self.steps, 1, 99))
+        choice(self._shown("adjustment"), self.adjustment, get_args(Adjustment))

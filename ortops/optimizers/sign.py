@@ -1,4 +1,4 @@
-"""Steps by the sign of the momentum: Lion."""
+"""Updates by the sign of the momentum: Lion."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lion(
     beta2: float = 0.99,
     weight_decay: float = 1e-3,
 ) -> Arrays:
-    """One Lion update: every element moves by the learning rate, up or down.
+    """One Lion update: every element changes by plus or minus the learning rate.
 
     ::
 
@@ -37,11 +37,11 @@ def lion(
 
     Args:
         r: Learning rate, 0-d, float32 or float64.
-        t: Update count, 0-d int64; not looked at.
+        t: Update count, 0-d int64; ignored.
         x: Parameter, any shape, float32 or float64.
         g: Gradient, like ``x``.
         v: Momentum, like ``x``.
-        beta1: Weight of the momentum beside the present gradient in the step.
+        beta1: Weight of the momentum in the update; the gradient has ``1 - beta1``.
         beta2: Decay of the momentum.
         weight_decay: Decay per unit of learning rate.
 
@@ -50,7 +50,7 @@ def lion(
 
     Source:
         Chen and others, "Symbolic Discovery of Optimization Algorithms", 2023 (algorithm 2), as in
-        optax. The domain has no operator for it.
+        optax. There is no ONNX operator for it.
 
     Example:
         >>> import numpy as np
@@ -69,17 +69,17 @@ def lion(
 class Lion(Optimizer):
     """Lion as in optax; see `lion` for the formulae.
 
-    Every step has the length of the learning rate, which is to be some 3 to 10 times smaller than
-    for AdamW, and ``weight_decay`` that much larger.
+    Every element moves by the learning rate. Use one 3 to 10 times smaller than for AdamW, and a
+    ``weight_decay`` larger by the same factor.
 
     Args:
-        learning_rate: R; finite, not negative.
-        beta1: Weight of the momentum in the step, in [0, 1).
+        learning_rate: Learning rate (R); finite, non-negative.
+        beta1: Weight of the momentum in the update, in [0, 1).
         beta2: Decay of the momentum, in [0, 1).
-        weight_decay: Decay per unit of learning rate; not negative.
+        weight_decay: Decay per unit of learning rate; non-negative.
 
     Raises:
-        ModelError: A value is outside its range, also when only its float32 value is.
+        ArgumentError: If a value is out of range, before or after rounding to float32.
 
     Example:
         >>> import numpy as np
@@ -101,4 +101,4 @@ class Lion(Optimizer):
 
     def _check(self) -> None:
         self._require_decays("beta1", "beta2")
-        self._require_not_negative("weight_decay")
+        self._require("weight_decay", minimum=0)

@@ -1,4 +1,4 @@
-"""Steps divided by the root of squared gradients: Adagrad, RMSprop, Adadelta."""
+"""Updates divided by the root of squared gradients: Adagrad, RMSprop, Adadelta."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def adagrad(
     decay_factor: float = 0.0,
     epsilon: float = 1e-6,
 ) -> Arrays:
-    """One Adagrad update: a step per element that shrinks with the gradients seen so far.
+    """One Adagrad update: per-element steps that shrink with the gradients seen so far.
 
     With ``G = norm_coefficient · X + G``::
 
@@ -42,13 +42,13 @@ def adagrad(
 
     Args:
         r: Learning rate, 0-d, float32 or float64.
-        t: Updates made before this one, 0-d int64; only ``decay_factor`` looks at it.
+        t: Updates made before this one, 0-d int64; only used with ``decay_factor``.
         x: Parameter, any shape, float32 or float64.
         g: Gradient, like ``x``.
         h: Sum of squared gradients, like ``x``.
         norm_coefficient: L2 regularization, added to the gradient.
         decay_factor: How fast the learning rate falls with ``t``.
-        epsilon: Added to the root, so that it is not 0.
+        epsilon: Added to the root for numerical stability.
 
     Returns:
         ``(x_new, h_new)``, like ``x``.
@@ -80,18 +80,18 @@ OPERATORS["Adagrad"] = Operator(adagrad)
 class Adagrad(Optimizer):
     """Adagrad as the ONNX specification defines it; see `adagrad` for the formulae.
 
-    With the same settings it is PyTorch's Adagrad: ``decay_factor`` is its ``lr_decay``,
-    ``norm_coefficient`` its ``weight_decay``, T is 0 in the first update. ``epsilon`` is 1e-6 here
-    and 1e-10 there.
+    It equals PyTorch's Adagrad with ``decay_factor`` as ``lr_decay`` and ``norm_coefficient`` as
+    ``weight_decay``. T is 0 in the first update. The default of ``epsilon`` is 1e-6; PyTorch's is
+    1e-10.
 
     Args:
-        learning_rate: R; finite, not negative.
+        learning_rate: Learning rate (R); finite, non-negative.
         epsilon: Positive.
-        decay_factor: Not negative.
+        decay_factor: Decay of the learning rate with T; non-negative.
         norm_coefficient: L2 regularization, added to the gradient.
 
     Raises:
-        ModelError: A value is outside its range, also when only its float32 value is.
+        ArgumentError: If a value is out of range, before or after rounding to float32.
 
     Example:
         >>> x, g, zero = np.array([1.0]), np.array([0.5]), np.zeros(1)
@@ -107,7 +107,7 @@ class Adagrad(Optimizer):
 
     @property
     def operator(self) -> str:
-        """The domain's operator, Adagrad."""
+        """The ONNX operator, Adagrad."""
         return "Adagrad"
 
     @property
@@ -116,8 +116,8 @@ class Adagrad(Optimizer):
         return adagrad
 
     def _check(self) -> None:
-        self._require_positive("epsilon")
-        self._require_not_negative("decay_factor")
+        self._require("epsilon", above=0)
+        self._require("decay_factor", minimum=0)
 
 
 def rmsprop(
@@ -133,7 +133,7 @@ def rmsprop(
     centered: bool = False,
     norm_coefficient: float = 0.0,
 ) -> Arrays:
-    """One RMSprop update, as PyTorch makes it: Adagrad that forgets.
+    """One RMSprop update, as in PyTorch: Adagrad with a running mean.
 
     With ``G = norm_coefficient · X + G``::
 
@@ -143,28 +143,28 @@ def rmsprop(
         V_new = momentum · V + D                     if momentum > 0
         X_new = X - R · V_new                        or R · D without momentum
 
-    Where rounding makes ``H_new - A_new²`` negative, it counts as 0.
+    If ``H_new - A_new²`` is negative because of rounding, it is replaced by 0.
 
     Args:
         r: Learning rate, 0-d, float32 or float64.
-        t: Update count, 0-d int64; not looked at.
+        t: Update count, 0-d int64; ignored.
         x: Parameter, any shape, float32 or float64.
         g: Gradient, like ``x``.
         h: Running mean of the squared gradient, like ``x``.
         *more: ``a``, the running mean of the gradient, if ``centered``; then ``v``, the momentum,
             if ``momentum`` is not 0; like ``x``.
         rho: Decay of the running means (PyTorch's ``alpha``).
-        epsilon: Added to the root, so that it is not 0.
+        epsilon: Added to the root for numerical stability.
         momentum: Decay of the momentum, 0 for none.
-        centered: Whether steps are divided by the deviation from the mean gradient.
+        centered: Whether to divide by the standard deviation of the gradient.
         norm_coefficient: L2 regularization, added to the gradient.
 
     Returns:
-        ``(x_new, h_new)``, then ``a_new`` and ``v_new`` where they are; like ``x``.
+        ``(x_new, h_new)``, followed by ``a_new`` and ``v_new`` if present; like ``x``.
 
     Source:
         Tieleman and Hinton, lecture 6.5 of "Neural Networks for Machine Learning", 2012; centered:
-        Graves, "Generating Sequences With Recurrent Neural Networks", 2013. The domain has no
+        Graves, "Generating Sequences With Recurrent Neural Networks", 2013. There is no ONNX
         operator for it.
 
     Example:
@@ -199,7 +199,7 @@ def adadelta(
     epsilon: float = 1e-6,
     norm_coefficient: float = 0.0,
 ) -> Arrays:
-    """One Adadelta update: steps of the size that recent steps had.
+    """One Adadelta update: steps of the same size as recent steps.
 
     With ``G = norm_coefficient · X + G``::
 
@@ -210,13 +210,13 @@ def adadelta(
 
     Args:
         r: Learning rate, 0-d, float32 or float64; 1 in the paper.
-        t: Update count, 0-d int64; not looked at.
+        t: Update count, 0-d int64; ignored.
         x: Parameter, any shape, float32 or float64.
         g: Gradient, like ``x``.
         h: Running mean of the squared gradient, like ``x``.
         d: Running mean of the squared step, like ``x``.
         rho: Decay of the running means.
-        epsilon: Added under the roots: it lets the first step be made.
+        epsilon: Added under the roots; without it the first step would be 0.
         norm_coefficient: L2 regularization, added to the gradient.
 
     Returns:
@@ -224,7 +224,7 @@ def adadelta(
 
     Source:
         Zeiler, "ADADELTA: An Adaptive Learning Rate Method", 2012; with a learning rate, as in
-        PyTorch. The domain has no operator for it.
+        PyTorch. There is no ONNX operator for it.
 
     Example:
         >>> one, zero = np.float64([1]), np.zeros(1)
@@ -246,15 +246,15 @@ class RMSprop(Optimizer):
     """RMSprop as in PyTorch; see `rmsprop` for the formulae.
 
     Args:
-        learning_rate: R; finite, not negative.
+        learning_rate: Learning rate (R); finite, non-negative.
         rho: Decay of the mean squared gradient, in [0, 1) (PyTorch's ``alpha``).
         epsilon: Added to the root; positive.
         momentum: Decay of the momentum, in [0, 1); 0 for none.
-        centered: Whether steps are divided by the deviation from the mean gradient.
+        centered: Whether to divide by the standard deviation of the gradient.
         norm_coefficient: L2 regularization, added to the gradient (PyTorch's ``weight_decay``).
 
     Raises:
-        ModelError: A value is outside its range, also when only its float32 value is.
+        ArgumentError: If a value is out of range, before or after rounding to float32.
 
     Example:
         >>> RMSprop().states, RMSprop(centered=True, momentum=0.9).states
@@ -275,13 +275,13 @@ class RMSprop(Optimizer):
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Names of the state tensors: H, with A if centered, and V with momentum."""
+        """The names of the state tensors: H, then A if centered, then V with momentum."""
         more = {"A": self.centered, "V": as_float32(self.momentum)}
         return "H", *(name for name, is_there in more.items() if is_there)
 
     def _check(self) -> None:
         self._require_decays("rho", "momentum")
-        self._require_positive("epsilon")
+        self._require("epsilon", above=0)
 
 
 @dataclass(frozen=True)
@@ -289,18 +289,18 @@ class Adadelta(Optimizer):
     """Adadelta as in PyTorch; see `adadelta` for the formulae.
 
     Args:
-        learning_rate: R; finite, not negative.
+        learning_rate: Learning rate (R); finite, non-negative.
         rho: Decay of the running means, in [0, 1).
         epsilon: Added under the roots; positive.
         norm_coefficient: L2 regularization, added to the gradient (PyTorch's ``weight_decay``).
 
     Raises:
-        ModelError: A value is outside its range, also when only its float32 value is.
+        ArgumentError: If a value is out of range, before or after rounding to float32.
 
     Example:
         >>> x, g, zero = np.array([1.0]), np.array([0.5]), np.zeros(1)
         >>> x_new, *_ = Adadelta().update(np.float64(0.1), np.int64(0), x, g, zero, zero)
-        >>> x_new.round(4).tolist()  # a small step: nothing is known of steps yet
+        >>> x_new.round(4).tolist()  # a small step: there is no history of steps yet
         [0.9997]
     """
 
@@ -316,4 +316,4 @@ class Adadelta(Optimizer):
 
     def _check(self) -> None:
         self._require_decays("rho")
-        self._require_positive("epsilon")
+        self._require("epsilon", above=0)

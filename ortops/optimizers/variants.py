@@ -36,7 +36,7 @@ def nadam(
     norm_coefficient: float = 0.0,
     weight_decay: float = 0.0,
 ) -> Arrays:
-    """One NAdam update, as PyTorch makes it: Adam with Nesterov's momentum.
+    """One NAdam update, as in PyTorch: Adam with Nesterov momentum.
 
     With ``X = (1 - R · weight_decay) · X``, then ``G = norm_coefficient · X + G``, and
     ``m(i) = beta1 · (1 - 0.96^(i · momentum_decay) / 2)``, ``M(i) = m(1) · m(2) · … · m(i)``::
@@ -55,9 +55,9 @@ def nadam(
         g: Gradient, like ``x``.
         v: Running mean of the gradient, like ``x``.
         h: Running mean of the squared gradient, like ``x``.
-        beta1: Decay of ``v``, and what the momentum ``m`` rises to.
+        beta1: Decay of ``v``, and the limit of the momentum ``m``.
         beta2: Decay of ``h``.
-        epsilon: Added to the corrected root, so that it is not 0.
+        epsilon: Added to the bias-corrected root for numerical stability.
         momentum_decay: How fast the momentum rises from half of ``beta1``.
         norm_coefficient: L2 regularization, added to the gradient.
         weight_decay: Decay per unit of learning rate, as in `adamw`.
@@ -66,7 +66,7 @@ def nadam(
         ``(x_new, v_new, h_new)``, like ``x``.
 
     Source:
-        Dozat, "Incorporating Nesterov Momentum into Adam", 2016. The domain has no operator for it.
+        Dozat, "Incorporating Nesterov Momentum into Adam", 2016. There is no ONNX operator for it.
 
     Example:
         >>> x, g, zero = np.float64([1]), np.float64([3]), np.zeros(1)
@@ -100,7 +100,7 @@ _TERMS = np.arange(1.0, 49.0)  # the last is below 2^-48
 
 
 def _warming_product(count: Any, beta1: float, momentum_decay: float) -> Any:
-    """Returns the product of NAdam's momenta m(1) … m(count), 0-d float64.
+    """Returns the product m(1) · … · m(count) of NAdam's momentum schedule, 0-d float64.
 
     Its logarithm is ``count · log(beta1)`` and the sum over i of ``log(1 - q^i / 2)``, where ``q``
     is ``0.96^momentum_decay``. With ``log(1 - z) = -Σ z^k / k`` the sum over i is geometric::
@@ -111,7 +111,7 @@ def _warming_product(count: Any, beta1: float, momentum_decay: float) -> Any:
         return (0.5 * beta1) ** count
     slope = math.log(0.96) * momentum_decay * _TERMS  # of the logarithm of q^k
     weights = np.exp(slope) / (_TERMS * 2.0**_TERMS * -np.expm1(slope))
-    (count,) = arrays(count)  # a scalar of numpy 2.0 has no namespace
+    (count,) = arrays(count)  # scalars of numpy 2.0 have no __array_namespace__
     xp = count.__array_namespace__()
     half = xp.tanh(0.5 * slope * count)
     risen = -2.0 * half / (1.0 - half)  # 1 - exp(slope · count), which would cancel
@@ -132,11 +132,11 @@ def radam(
     norm_coefficient: float = 0.0,
     weight_decay: float = 0.0,
 ) -> Arrays:
-    """One RAdam update, as PyTorch makes it: Adam once the mean square is known well enough.
+    """One RAdam update, as in PyTorch: Adam once the variance of the mean square is small enough.
 
-    With ``X = (1 - R · weight_decay) · X``, then ``G = norm_coefficient · X + G``, and the number
-    of gradients that ``h`` is a mean of, ``n = N - 2 · T · beta2^T / (1 - beta2^T)``, at most
-    ``N = 2 / (1 - beta2) - 1``::
+    With ``X = (1 - R · weight_decay) · X``, then ``G = norm_coefficient · X + G``, and the
+    effective number of gradients in ``h``, ``n = N - 2 · T · beta2^T / (1 - beta2^T)``, which is
+    at most ``N = 2 / (1 - beta2) - 1``::
 
         V_new = beta1 · V + (1 - beta1) · G
         H_new = beta2 · H + (1 - beta2) · G²
@@ -155,7 +155,7 @@ def radam(
         h: Running mean of the squared gradient, like ``x``.
         beta1: Decay of ``v``.
         beta2: Decay of ``h``.
-        epsilon: Added to the root, so that it is not 0.
+        epsilon: Added to the root for numerical stability.
         norm_coefficient: L2 regularization, added to the gradient.
         weight_decay: Decay per unit of learning rate, as in `adamw`.
 
@@ -164,11 +164,11 @@ def radam(
 
     Source:
         Liu, Jiang, He, Chen, Liu, Gao and Han, "On the Variance of the Adaptive Learning Rate and
-        Beyond", 2020. The domain has no operator for it.
+        Beyond", 2020. There is no ONNX operator for it.
 
     Example:
         >>> x, g, zero = np.float64([1]), np.float64([3]), np.zeros(1)
-        >>> radam(np.float64(0.1), np.int64(1), x, g, zero, zero)[0].round(9)  # plain at first
+        >>> radam(np.float64(0.1), np.int64(1), x, g, zero, zero)[0].round(9)  # SGD at first
         array([0.7])
     """
     xp = x.__array_namespace__()
@@ -204,7 +204,7 @@ def adamax(
     epsilon: float = 1e-8,
     norm_coefficient: float = 0.0,
 ) -> Arrays:
-    """One Adamax update, as PyTorch makes it: Adam with the largest gradient as its divisor.
+    """One Adamax update, as in PyTorch: Adam divided by the infinity norm of past gradients.
 
     With ``G = norm_coefficient · X + G``::
 
@@ -218,7 +218,7 @@ def adamax(
         x: Parameter, any shape, float32 or float64.
         g: Gradient, like ``x``.
         v: Running mean of the gradient, like ``x``.
-        u: The largest gradient, which fades; like ``x``.
+        u: Exponentially decaying maximum of the gradient's magnitude, like ``x``.
         beta1: Decay of ``v``.
         beta2: Decay of ``u``.
         epsilon: Added to the gradient's magnitude, so that ``u`` is not 0.
@@ -251,22 +251,22 @@ class NAdam(Optimizer):
     """NAdam as in PyTorch; see `nadam` for the formulae. T is 1 in the first update.
 
     Args:
-        learning_rate: R; finite, not negative.
+        learning_rate: Learning rate (R); finite, non-negative.
         beta1: Decay of the mean gradient, in [0, 1).
         beta2: Decay of the mean squared gradient, in [0, 1).
         epsilon: Added to the corrected root; positive.
-        momentum_decay: How fast the momentum rises from half of ``beta1``; not negative.
+        momentum_decay: How fast the momentum rises from half of ``beta1``; non-negative.
         norm_coefficient: L2 regularization, added to the gradient (PyTorch's ``weight_decay``).
-        weight_decay: Decay per unit of learning rate; not negative (PyTorch's ``weight_decay`` with
+        weight_decay: Decay per unit of learning rate; non-negative (PyTorch's ``weight_decay`` with
             ``decoupled_weight_decay=True``).
 
     Raises:
-        ModelError: A value is outside its range, also when only its float32 value is.
+        ArgumentError: If a value is out of range, before or after rounding to float32.
 
     Example:
         >>> x, g, zero = np.array([1.0]), np.array([0.5]), np.zeros(1)
         >>> x_new, *_ = NAdam().update(np.float64(0.1), np.int64(1), x, g, zero, zero)
-        >>> x_new.round(4).tolist()  # Adam's 0.9, and a look ahead
+        >>> x_new.round(4).tolist()  # Adam's 0.9 and Nesterov's look-ahead
         [0.8944]
     """
 
@@ -287,8 +287,8 @@ class NAdam(Optimizer):
 
     def _check(self) -> None:
         self._require_decays("beta1", "beta2")
-        self._require_positive("epsilon")
-        self._require_not_negative("momentum_decay", "weight_decay")
+        self._require("epsilon", above=0)
+        self._require("momentum_decay", "weight_decay", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -296,21 +296,21 @@ class RAdam(Optimizer):
     """RAdam as in PyTorch; see `radam` for the formulae. T is 1 in the first update.
 
     Args:
-        learning_rate: R; finite, not negative.
+        learning_rate: Learning rate (R); finite, non-negative.
         beta1: Decay of the mean gradient, in [0, 1).
         beta2: Decay of the mean squared gradient, in [0, 1).
         epsilon: Added to the root, before bias correction; positive.
         norm_coefficient: L2 regularization, added to the gradient (PyTorch's ``weight_decay``).
-        weight_decay: Decay per unit of learning rate; not negative (PyTorch's ``weight_decay`` with
+        weight_decay: Decay per unit of learning rate; non-negative (PyTorch's ``weight_decay`` with
             ``decoupled_weight_decay=True``).
 
     Raises:
-        ModelError: A value is outside its range, also when only its float32 value is.
+        ArgumentError: If a value is out of range, before or after rounding to float32.
 
     Example:
         >>> x, g, zero = np.array([1.0]), np.array([0.5]), np.zeros(1)
         >>> x_new, *_ = RAdam().update(np.float64(0.1), np.int64(1), x, g, zero, zero)
-        >>> x_new.round(4).tolist()  # SGD, until the variance is known
+        >>> x_new.round(4).tolist()  # SGD until the variance is small enough
         [0.95]
     """
 
@@ -330,8 +330,8 @@ class RAdam(Optimizer):
 
     def _check(self) -> None:
         self._require_decays("beta1", "beta2")
-        self._require_positive("epsilon")
-        self._require_not_negative("weight_decay")
+        self._require("epsilon", above=0)
+        self._require("weight_decay", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -339,14 +339,14 @@ class Adamax(Optimizer):
     """Adamax as in PyTorch; see `adamax` for the formulae. T is 1 in the first update.
 
     Args:
-        learning_rate: R; finite, not negative.
+        learning_rate: Learning rate (R); finite, non-negative.
         beta1: Decay of the mean gradient, in [0, 1).
-        beta2: Decay of the largest gradient, in [0, 1).
+        beta2: Decay of the maximum of the gradient's magnitude, in [0, 1).
         epsilon: Added to the gradient's magnitude; positive.
         norm_coefficient: L2 regularization, added to the gradient (PyTorch's ``weight_decay``).
 
     Raises:
-        ModelError: A value is outside its range, also when only its float32 value is.
+        ArgumentError: If a value is out of range, before or after rounding to float32.
 
     Example:
         >>> x, g, zero = np.array([1.0]), np.array([0.5]), np.zeros(1)
@@ -370,4 +370,4 @@ class Adamax(Optimizer):
 
     def _check(self) -> None:
         self._require_decays("beta1", "beta2")
-        self._require_positive("epsilon")
+        self._require("epsilon", above=0)

@@ -1,14 +1,13 @@
-"""Passes: what makes a training step fast, beyond what onnxruntime does by itself.
+"""Graph optimization passes for training steps, in addition to those of onnxruntime.
 
-A pass works on a `Draft`: before gradients are taken (`Pass.prepare`), after that (`Pass.finish`),
-or both. `PASSES` is the list of them. They are prepared in its order and finished in the reverse
-one, so each encloses those that follow it. Each says what it makes graphs for (`Pass.serves`). The
-numbers stay the same without any of them, but for rounding; one of them, `rounding`, is for that
-and not for speed.
+A pass works on a `Draft` before differentiation (`Pass.prepare`), after it (`Pass.finish`), or
+both. `PASSES` lists all passes. `prepare` runs in this order and `finish` in reverse order, so each
+pass encloses those that follow it. `Pass.serves` lists the runtimes that a pass is for. Passes
+change results only by rounding; the purpose of `rounding` is accuracy, that of all others speed.
 
-Three more files help where a list of passes does not: `rematerialization` is a pass that is made
-for the tensors that a user wants to keep; `scaled_sums` works on the formula of an update, which is
-no model; `order` comes when everything else is done.
+Three more files are not in the list: `rematerialization` is a pass that is created for the tensors
+that a user wants to keep; `scaled_sums` works on the formula of an update instead of a model;
+`order` runs after everything else.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ PASSES: tuple[Pass, ...] = (
 
 
 def passes_for(runtime: Runtime) -> list[Pass]:
-    """Returns the passes for what runs a graph.
+    """Returns the passes for a runtime.
 
     Example:
         >>> [each.name for each in passes_for("any")]

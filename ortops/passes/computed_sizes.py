@@ -1,7 +1,7 @@
-"""Graphs that compute their sizes, as older exporters write them, made for those of a batch.
+"""Specialization of graphs that compute sizes at run time, as older exporters write them.
 
-Between Shape and Reshape, inference loses the symbols of a model's inputs. Rules that do not know a
-size write nodes that ask for it at run time, and must keep what they ask.
+Between Shape and Reshape, shape inference loses the symbolic dimensions of the inputs. If a size is
+unknown, rules emit nodes that read it at run time, and must keep the tensors that they read.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ __all__ = ["COMPUTED_SIZES"]
 
 
 class _ComputedSizes(Pass):
-    """Says where known sizes tell more than the symbols of the inputs do.
+    """Requests graphs for known sizes if these provide more than the inputs' symbolic dimensions.
 
-    Nothing is left to do then: before gradients are taken, what sizes make constant is folded.
+    There is nothing else to do, because constants are folded before differentiation.
     """
 
     def gains(self, model: ir.Model, sizes: Mapping[str, int] | None) -> bool:
-        """Whether tensors have sizes that no input has, and some are computed from shapes.
+        """Whether shapes are read at run time, and some sizes are unknown.
 
-        Inputs that have more than one symbol, such as a length beside that of the batch, take more
-        shapes than are worth graphs of their own.
+        With more than one symbolic dimension, such as batch size and sequence length, there would
+        be too many different shapes for separate graphs.
         """
         if not any(node.op_type == "Shape" and not node.domain for node in model.graph):
             return False

@@ -1,7 +1,7 @@
-"""Losses of class numbers, in few nodes.
+"""Cross-entropy losses with integer labels, in few nodes.
 
-onnxruntime has no kernel for these losses, and takes them apart into a dozen nodes that cover every
-case. The common case, no weights and all labels counted, needs less than half of them.
+onnxruntime has no kernels for these losses, and expands them to a dozen nodes that cover all cases.
+The common case, without weights and ignore_index, needs less than half of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What passes are, and what they work on."""
+"""The base class of passes, and the draft that they work on."""
 
 from __future__ import annotations
 
@@ -17,33 +17,32 @@ from ortops.passes.finite import unbounded_values
 __all__ = ["ANYWHERE", "ONNXRUNTIME", "SESSION", "Draft", "Pass", "Runtime"]
 
 Runtime: TypeAlias = Literal["any", "onnxruntime", "webgpu", "session"]
-"""What runs a graph: whatever knows the standard's operators, a build of onnxruntime with its CPU
-provider, one with the WebGPU provider, or a TrainingSession on this machine's CPU."""
+"""What runs a graph: any runtime that implements the ONNX standard, onnxruntime with the CPU
+provider, onnxruntime with the WebGPU provider, or a TrainingSession on this machine's CPU."""
 
 SESSION: frozenset[Runtime] = frozenset({"session"})
-"""For a graph that no other machine gets."""
+"""For graphs that run only on this machine."""
 
 ONNXRUNTIME: frozenset[Runtime] = SESSION | {"onnxruntime"}
 """For operators or kernels that onnxruntime's CPU provider has on any machine."""
 
 ANYWHERE: frozenset[Runtime] = ONNXRUNTIME | {"any"}
-"""For standard operators that are no slower elsewhere."""
+"""For standard operators that are not slower on other runtimes."""
 
 
 @dataclass
 class Draft:
-    """A model on its way to what onnxruntime runs.
+    """A model that is being optimized.
 
     Attributes:
         model: The model.
-        names: The names taken in it.
-        given: The rules that were asked for: ortops' own, and over them the user's.
-        sizes: The sizes of symbols in the shapes of inputs; None where they may change.
-        feeds: The inputs that a batch fills.
-        shown: The outputs for people: the loss, and the model's own.
-        rules: The rules in force: those of passes over the given ones.
-        pinned: Names of tensors that are outputs while passes are at work, so that these leave
-            them alone.
+        names: The names used in it.
+        given: The rules without those of passes: the user's, then the built-in ones.
+        sizes: The sizes of the inputs' symbolic dimensions; None if they may change.
+        feeds: The inputs that are fed with a batch.
+        shown: The outputs that are shown to users: the loss, and the outputs of the model.
+        rules: The active rules: those of passes, then the given ones.
+        pinned: Names of tensors that are temporarily outputs, so that passes do not change them.
     """
 
     model: ir.Model
@@ -64,21 +63,21 @@ class Draft:
         return self.model.graph
 
     def add_rules(self, table: Table) -> None:
-        """Puts a table of rules over those in force."""
+        """Adds a table of rules that takes precedence over the active ones."""
         self.rules = self.rules.below(table)
 
     def is_free(self, node: ir.Node) -> bool:
-        """Whether a pass may choose how a node is differentiated: the user has no rule for it."""
+        """Whether a pass may choose the gradient rule of a node, because there is no user rule."""
         return not self.given.is_overridden(node)
 
     @functools.cached_property
     def is_of_first_order(self) -> bool:
-        """Whether no gradient is taken of a gradient. It tells of the model before any pass."""
+        """Whether the model before any pass has no gradients of higher order."""
         return not is_of_higher_order(self.graph)
 
     @functools.cached_property
     def unbounded(self) -> set[ir.Value]:
-        """The values whose cotangents may be infinite. It tells of the model before any pass."""
+        """The values of the model before any pass whose cotangents may be infinite."""
         return unbounded_values(self.graph, self.given)
 
     def pin(self, names: Collection[str]) -> None:
@@ -90,18 +89,18 @@ class Draft:
         self.pinned += [value.name or "" for value in added]
 
     def unpin(self) -> None:
-        """Makes the pinned tensors no outputs any more."""
+        """Undoes `pin`."""
         for value in [value for value in self.graph.outputs if value.name in self.pinned]:
             self.graph.outputs.remove(value)
         self.pinned.clear()
 
 
 class Pass:
-    """Makes a model faster, or smaller, and leaves its numbers as they are but for rounding.
+    """Makes a model faster or smaller, without changing its results except for rounding.
 
     Args:
-        name: What it is called where it is left out.
-        serves: What it makes graphs for.
+        name: The name by which it can be disabled.
+        serves: The runtimes that it is for.
     """
 
     def __init__(self, name: str, serves: Collection[Runtime] = SESSION) -> None:
@@ -109,11 +108,11 @@ class Pass:
         self.serves = frozenset(serves)
 
     def gains(self, model: ir.Model, sizes: Mapping[str, int] | None) -> bool:
-        """Whether it makes a prepared model faster if that is lowered for known sizes only.
+        """Whether the pass is more effective if the model is lowered for known sizes.
 
         Args:
-            model: The model.
-            sizes: The sizes by symbol; None for those that suit best.
+            model: The prepared model.
+            sizes: The sizes by symbol; None for the best case.
         """
         return False
 
@@ -121,7 +120,7 @@ class Pass:
         """Works on a prepared model: Gradient nodes are bound, types and shapes inferred."""
 
     def finish(self, draft: Draft) -> None:
-        """Works on a lowered model. What was prepared last is finished first."""
+        """Works on a lowered model. The pass that was prepared last is finished first."""
 
     def __repr__(self) -> str:
         return f"<pass {self.name}>"

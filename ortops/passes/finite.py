@@ -1,6 +1,6 @@
-"""Where cotangents are finite, so that a product with a mask does what a choice does.
+"""Detection of finite cotangents, for which multiplication by a mask can replace Where.
 
-Where is exact whatever the cotangent is. A product takes less time, but infinity times 0 is NaN.
+Where is exact for all cotangents. A product is faster, but infinity times 0 is NaN.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ortops.graph.tensor import Tensor, constant_number, op
 
 __all__ = ["clip_bounds", "equal_mask", "mask", "unbounded_values"]
 
-# The largest number, so that the product with any positive normal one is at least 1.
+# The largest float32, so that its product with any positive normal number is at least 1.
 _STEEP = float(np.finfo(np.float32).max)
 
 _FINITE = frozenset(
@@ -29,19 +29,19 @@ _FINITE = frozenset(
         *("Squeeze", "Sub", "Sum", "Tanh", "Transpose", "Unsqueeze", "Where"),
     }
 )
-"""Operators through which a finite cotangent stays finite, unlike through a root of zero."""
+"""Operators whose gradients keep finite cotangents finite, unlike that of a root at zero."""
 
 
 def unbounded_values(graph: ir.Graph, rules: Rules) -> set[ir.Value]:
-    """Returns the values behind which there are operators that may make a cotangent infinite.
+    """Returns the values whose cotangents may be infinite because of operators that follow.
 
     Args:
         graph: A prepared graph.
-        rules: The rules; of those that are not ortops' own nothing is known.
+        rules: The rules; custom ones are assumed to return infinite cotangents.
     """
     found: set[ir.Value] = set()
     for node in reversed(list(graph)):
-        if is_bound(node):  # which is not a part of the forward pass
+        if is_bound(node):  # not part of the forward pass
             continue
         bounded = node.op_type in _FINITE and not (node.domain or rules.is_overridden(node))
         if not bounded or not found.isdisjoint(node.outputs):

@@ -1,4 +1,4 @@
-"""Gelu, where an exporter wrote it in parts: only its operand is kept for the backward pass.
+"""Fusion of Gelu that was exported in parts, so that the backward pass keeps only its input.
 
 It is x · (1 + erf(x / √2)) / 2, or with √(2 / π) · (x + 0.044715 · x³) under a tanh.
 """
@@ -26,10 +26,10 @@ Product: TypeAlias = tuple[float, Counter[ir.Value]]
 
 
 class _Gelu(Pass):
-    """Makes one node of the parts."""
+    """Fuses the nodes of a Gelu to one node."""
 
     def prepare(self, draft: Draft) -> None:
-        """Replaces them before gradients are taken, unless the user has a rule for one of them."""
+        """Fuses nodes before differentiation, unless the user has a rule for one of them."""
         nodes = [node for node in draft.graph if node.op_type in _PARTS and not node.domain]
         named = {node.op_type for node in nodes}
         free = all(map(draft.is_free, (*nodes, ir.Node("", "Gelu", []))))
@@ -79,11 +79,11 @@ def _is_cubic(value: ir.Value, x: ir.Value) -> bool:
 
 
 def _product(value: ir.Value, *, root: bool = False) -> Product:
-    """Takes a value apart into its factors.
+    """Splits a value into its factors.
 
     Args:
         value: The value.
-        root: Whether it may be read by anybody; others that are taken apart are read once.
+        root: Whether the value may have several consumers; intermediate products must have one.
     """
     if (constant := constant_number(value)) is not None:
         return constant, Counter()
@@ -105,7 +105,7 @@ def _product(value: ir.Value, *, root: bool = False) -> Product:
 
 
 def _one_more(value: ir.Value) -> ir.Value | None:
-    """Returns a where a value is a + 1, and both are read once."""
+    """Returns a if the value is a + 1 and both have one consumer."""
     node = value.producer()
     if node is None or node.domain or node.op_type != "Add" or not has_one_reader(value):
         return None
@@ -125,7 +125,7 @@ def _is(product: Product, factor: float, values: dict[ir.Value, int]) -> bool:
 
 
 def _near(number: float, other: float) -> bool:
-    """Whether a number is another in float32."""
+    """Whether two numbers are equal in float32."""
     return math.isclose(number, other, rel_tol=1e-6)
 
 

@@ -1,8 +1,8 @@
-"""MaxPool: the places of the maxima, found by comparing.
+"""MaxPool: indices of the maxima, found by comparison.
 
-The gradient needs to know where each maximum is. onnxruntime's kernel that tells takes ten times as
-long as the one that gives the maxima alone, and it is the slowest node of a small network. Looking
-for each maximum among the elements of its window takes less than half of that.
+The gradient needs the index of each maximum. The onnxruntime kernel that returns indices takes ten
+times as long as the kernel for the maxima alone, and is the slowest node of a small network.
+Comparing each maximum with the elements of its window takes less than half of that time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TAPS = 16  # elements of the largest windows: each is compared
 
 @pattern("MaxPool")
 def _compared(node: ir.Node, tape: Tape) -> Result:
-    """Replaces the kernel that tells the places, where windows tile images of known size."""
+    """Replaces MaxPool with indices, if the windows tile images of known size."""
     x = node.inputs[0]
     if x is None or x.dtype != ir.DataType.FLOAT or x.shape is None or len(node.outputs) < 2:
         return None
@@ -54,7 +54,7 @@ def _compared(node: ir.Node, tape: Tape) -> Result:
 def _places(
     x: Tensor, largest: Tensor, channels: int, height: int, width: int, rows: int, columns: int
 ) -> Tensor:
-    """Returns the place of each maximum among all elements; of equal ones the first counts."""
+    """Returns the flat index of each maximum; the first one in case of ties."""
     windows = (channels, height // rows, width // columns)
     offsets = [row * width + column for row in range(rows) for column in range(columns)]
     seen = []

@@ -1,4 +1,4 @@
-"""The order of a graph's nodes, which tells onnxruntime when to run what."""
+"""The order of a graph's nodes, which determines the execution order in onnxruntime."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["put_last_results_first"]
 
 
 def put_last_results_first(graph: ir.Graph) -> None:
-    """Moves the nodes that nobody reads to the end, the last of them first.
+    """Moves nodes without consumers to the end, in reverse order.
 
-    onnxruntime runs what the last node needs, then what the last but one needs, and so on. The last
-    gradients to be known are those of the first layer: with these at the end of the graph it would
-    compute all cotangents before it used the first of them, and keep them all.
+    onnxruntime first runs the nodes that the last node depends on, then those of the last but one,
+    and so on. The gradients of the first layer are available last. With these at the end of the
+    graph, it would compute and keep all cotangents before using the first one.
 
     Args:
-        graph: The graph; changed in place.
+        graph: The graph; it is modified in place.
     """
     read_inside = {value for inner in graph.subgraphs() for value in inner.outputs}
     unread = [

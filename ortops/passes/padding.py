@@ -1,4 +1,4 @@
-"""Padding in front of convolutions, which exporters that compute it write as nodes of its own."""
+"""Fusion of Pad nodes before convolutions, as some exporters write them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["PADDING"]
 
 
 class _Padding(Pass):
-    """Lets convolutions pad with zeros themselves, and leaves out padding by nothing."""
+    """Fuses zero padding into convolutions, and removes empty padding."""
 
     def prepare(self, draft: Draft) -> None:
-        """Takes padding out of the forward pass."""
+        """Removes Pad nodes from the forward pass."""
         for node in list(draft.graph):
             if node.op_type != "Pad" or node.domain or not draft.is_free(node):
                 continue
@@ -36,7 +36,7 @@ class _Padding(Pass):
 
 
 def _zeros_around(node: ir.Node) -> Sequence[int] | None:
-    """Returns the padding of all axes before and behind if it is known, not negative, and zeros."""
+    """Returns the pads of all axes, if they are known, non-negative and filled with zeros."""
     _, amounts, value, axes = (*node.inputs, None, None)[:4]
     if node.attributes.get_string("mode", "constant") != "constant" or amounts is None:
         return None
@@ -51,7 +51,7 @@ def _zeros_around(node: ir.Node) -> Sequence[int] | None:
 
 
 def _takes(node: ir.Node, x: ir.Value, pads: Sequence[int]) -> bool:
-    """Whether a node is a convolution of x that can pad height, width … by itself."""
+    """Whether a node is a convolution of x that supports these pads of spatial axes."""
     rank = len(pads) // 2
     return (
         (node.domain, node.op_type) == ("", "Conv")

@@ -1,7 +1,6 @@
-"""Relu and Clip: their gradients are products with masks.
+"""Relu and Clip: gradients as products with masks.
 
-The rules of the public graph choose, by Where, between the cotangent and 0, which takes longer (see
-`ortops.passes.finite`).
+The rules of the public graph use Where, which is slower (see `ortops.passes.finite`).
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ __all__ = ["RECTIFIED"]
 
 
 class _Rectified(Pass):
-    """Chooses the rules for Relu and Clip nodes of float32 whose cotangents are finite."""
+    """Selects the rules for float32 Relu and Clip nodes with finite cotangents."""
 
     def prepare(self, draft: Draft) -> None:
-        """Adds a rule that takes such nodes, unless a gradient of a gradient is asked for."""
+        """Adds rules for such nodes, unless there are gradients of higher order."""
         chosen = {node for node in draft.graph if _is_chosen(node) and draft.is_free(node)}
         if not chosen or not draft.is_of_first_order:
             return

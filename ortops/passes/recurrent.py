@@ -1,13 +1,13 @@
-"""LSTM, GRU and RNN: the forward pass keeps its gates.
+"""LSTM, GRU and RNN: keeps the gates of the forward pass for the backward pass.
 
-The operators put out states only, so their rules have to compute the gates once more. Here, before
-gradients are taken, a Scan that puts out what the backward pass needs replaces the operator, and
-with it a node that stands for both: it passes the outputs on, and its rule reads what the Scan has
-put out. Once gradients are taken that node goes. There is one for each direction.
+The operators return only states, so their gradient rules must recompute the gates. Before
+differentiation, this pass replaces each operator with a Scan that also outputs what the backward
+pass needs, and a placeholder node that passes the results on and whose rule reads these outputs.
+After differentiation, the placeholder is removed. There is one for each direction.
 
-All tensors of a step have the batch last. The product of a step, R · h, then has the large matrix
-on its left, where onnxruntime's kernel reads it as it is; on the right it would be copied in each
-step, into the order that the kernel wants.
+All tensors of a step have the batch axis last. The product of a step, R · h, then has the large
+matrix on its left, where onnxruntime's kernel reads it directly; as the right factor it would be
+packed again in each step.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _SAMPLES = {"LSTM": 8, "GRU": 8, "RNN": 4}
 class _Recurrent(Pass):
     """Keeps the gates of LSTM, GRU and RNN nodes that a gradient passes through.
 
-    Nodes of float32 with the usual activations, and without sequence lengths, peepholes, clipping
-    or coupled gates, take part, unless a gradient of higher order is asked for. The result is for
-    onnxruntime's CPU provider; others have faster kernels for the operators than for Scan.
+    It supports float32 nodes with the default activations, without sequence lengths, peepholes,
+    clipping or coupled gates, and gradients of first order. The result is for onnxruntime's CPU
+    provider; other providers have faster kernels for the operators than for Scan.
     """
 
     def gains(self, model: ir.Model, sizes: Mapping[str, int] | None) -> bool:
-        """Whether batches are so small that operators should stay, which only known sizes tell."""
+        """Whether batches may be so small that operators should be kept, which depends on sizes."""
         return any(
             _is_usual(node)
             and _symbol(node) is not None
@@ -64,7 +64,7 @@ class _Recurrent(Pass):
         )
 
     def prepare(self, draft: Draft) -> None:
-        """Replaces the operator by Scans, and by nodes that stand for them."""
+        """Replaces the operator with Scans and placeholder nodes."""
         usual = [node for node in draft.graph if _is_usual(node) and draft.is_free(node)]
         if not usual or not draft.is_of_first_order:
             return
@@ -79,7 +79,7 @@ class _Recurrent(Pass):
                 _insert(node, draft)
 
     def finish(self, draft: Draft) -> None:
-        """Removes the nodes that stand for an operator."""
+        """Removes the placeholder nodes."""
         found = [node for node in draft.graph if node.domain == DOMAIN]
         for node in found:
             for old, new in zip(node.outputs, node.inputs[_read(node) :], strict=False):
@@ -93,7 +93,7 @@ RECURRENT = _Recurrent("recurrent", ANYWHERE)
 
 
 def _read(node: ir.Node) -> int:
-    """Returns how many inputs a node that stands for an operator has of it: x, w, r, b, states."""
+    """Returns the number of a placeholder's inputs from the operator: x, w, r, b, states."""
     return 6 if node.op_type == "LSTM" else 5
 
 
@@ -132,7 +132,7 @@ def _is_small(node: ir.Node, sizes: Mapping[str, int]) -> bool:
 
 
 def _parts(x: Tensor, count: int) -> list[Tensor]:
-    """Splits a tensor by its first axis, which is that of the directions."""
+    """Splits a tensor by its first axis, the direction."""
     pieces = [x] if count == 1 else op.Split(x, axis=0, num_outputs=count)
     return [op.Squeeze(piece, [0]) for piece in pieces]
 
@@ -227,7 +227,7 @@ class _Direction:
     backwards: bool
 
     def biases(self) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the bias of w, and that of r."""
+        """Returns the biases of w and r."""
         if self.b is None:
             return None, None
         of_w, of_r = op.Split(self.b, axis=0, num_outputs=2)
@@ -262,7 +262,7 @@ class _Direction:
         saved: Sequence[Tensor],
         **attributes: int,
     ) -> list[Tensor]:
-        """Emits the node that stands for the operator.
+        """Emits the placeholder node.
 
         Args:
             operator: Its name.
@@ -272,7 +272,7 @@ class _Direction:
             **attributes: What its rule has to know.
 
         Returns:
-            What stands for the results.
+            The outputs of the placeholder, which replace the results.
         """
         inputs = (self.x, self.w, self.r, self.b, *states, *results, *saved)
         attributes["backwards"] = int(self.backwards)
@@ -290,7 +290,7 @@ class _Direction:
 
 
 def _inside(x: Tensor, outer: Tensor) -> Tensor:
-    """Returns a tensor of the graph around that of another tensor, to be read there."""
+    """Returns a tensor of the outer graph for use in the graph of another tensor."""
     return x.tape.tensor(outer.value)
 
 
@@ -305,7 +305,7 @@ def _halves(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
 
 
 def _of_products(x: Tensor, w: Tensor, da: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the cotangents of x and w, and of a bias, by that of w · x + bias, in columns."""
+    """Returns the cotangents of x, w and the bias, given that of w · x + bias, in columns."""
     dx = op.Reshape(op.Gemm(da, w, transA=1), op.Shape(x), allowzero=1)
     return dx, op.Gemm(da, op.Flatten(x, axis=2)), op.ReduceSum(da, [1], keepdims=0)
 

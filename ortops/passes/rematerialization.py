@@ -1,9 +1,9 @@
-"""Checkpoints: what the backward pass reads is computed again from a few tensors that are kept.
+"""Activation checkpointing: trades compute for memory by recomputing activations.
 
-A training step keeps what its forward pass computes until the backward pass has read it. With
-checkpoints only some tensors are kept. When the backward pass gets to what lies before one of them,
-the nodes between it and the one before are repeated. A step then takes about a third longer, and
-with n layers and √n checkpoints it holds the results of about 2·√n layers instead of n (Chen, Xu,
+Normally, a training step keeps all activations of the forward pass until the backward pass has read
+them. With checkpointing it keeps only some tensors, and the backward pass recomputes the
+activations between two of them when it reaches them. A step takes about a third longer. With n
+layers and √n checkpoints, it holds the activations of about 2·√n layers instead of n (Chen, Xu,
 Zhang and Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016).
 """
 
@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 
 import onnx_ir as ir
 
-from ortops.errors import OrtopsError, did_you_mean
+from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph.edit import (
     RANDOM,
     ancestor_nodes,
@@ -34,66 +34,67 @@ from ortops.passes.draft import Draft, Pass
 __all__ = ["Checkpoint", "Rematerialization", "check", "computed_names", "names_in"]
 
 Checkpoint: TypeAlias = Sequence[str] | int | Literal["sqrt"]
-"""Names of the tensors to keep, or how many to choose."""
+"""The names of the tensors to keep, or the number of tensors to choose."""
 
 _KNOWN_DOMAINS = ("", "com.microsoft", "com.microsoft.nchwc", "ai.onnx.ml")
 
-_CHEAP = (ir.DataType.BOOL, ir.DataType.STRING)  # a mask takes a quarter of what it masks
+_CHEAP = (ir.DataType.BOOL, ir.DataType.STRING)  # a mask takes a quarter of the memory of its data
 
-_SMALL = 4096  # elements that are cheap to keep
+_SMALL = 4096  # the number of elements that are cheap to keep
 
 
 def check(checkpoint: Checkpoint, known: Iterable[str]) -> None:
-    """Refuses what is no choice of checkpoints.
+    """Checks a choice of checkpoints.
 
     Args:
-        checkpoint: What a caller gave.
+        checkpoint: The argument.
         known: The tensors that can be kept; see `computed_names`.
 
     Raises:
-        OrtopsError: If it is neither names of such tensors, nor a positive integer, nor "sqrt".
+        ArgumentError: If it is neither names of tensors, nor a positive integer, nor "sqrt".
+        ModelError: If the model computes no such tensor.
     """
     if isinstance(checkpoint, int):
-        accepted = checkpoint > 0 and checkpoint is not True
+        valid = checkpoint > 0 and checkpoint is not True
     elif isinstance(checkpoint, str):
-        accepted = checkpoint == "sqrt"
+        valid = checkpoint == "sqrt"
     else:
         names = names_in(checkpoint)
-        accepted = names != [] and names == list(checkpoint)
-    if not accepted:
-        raise OrtopsError(
-            f"checkpoint is {checkpoint!r}; a list of names of tensors to keep, the number of "
-            "them, or 'sqrt' is accepted"
+        valid = names != [] and names == list(checkpoint)
+    if not valid:
+        raise ArgumentError(
+            "checkpoint must be a list of names of tensors to keep, the number of tensors to keep "
+            f"(an integer >= 1), or 'sqrt', got {checkpoint!r}"
         )
     known = list(known)
     for name in names_in(checkpoint):
         if name not in known:
-            raise OrtopsError(
+            raise ModelError(
                 f"checkpoint: the forward pass computes no tensor '{name}' from the batch; "
                 + did_you_mean(name, known)
             )
 
 
 def names_in(checkpoint: object) -> list[str]:
-    """Returns the names of the tensors to keep; none where they are to be chosen."""
+    """Returns the names of the tensors to keep; none if they are chosen automatically."""
     if isinstance(checkpoint, str) or not isinstance(checkpoint, Collection):
         return []
     return [name for name in checkpoint if isinstance(name, str)]
 
 
 def computed_names(graph: ir.Graph, feeds: Collection[str], shown: Collection[str]) -> list[str]:
-    """Returns the names of what a step's forward pass computes from batch and variables."""
-    return [value.name or "" for value in _Forward(graph, feeds, shown).values]
+    """Returns the names of the tensors that the forward pass computes from the batch."""
+    return [value.name or "" for value in _Forward(graph, feeds, shown).from_batch]
 
 
 class Rematerialization(Pass):
-    """Lets the backward pass read repeated values, where they come before a checkpoint.
+    """Makes the backward pass read recomputed activations.
 
-    What cannot be repeated, or is cheap to keep, is kept: random numbers, masks, small tensors of
-    known size, and what an operator of an unknown domain computes.
+    Tensors that cannot be recomputed, or are cheap to keep, are kept: random numbers, masks, small
+    tensors of known size, and the results of operators of unknown domains.
 
     Args:
-        checkpoint: What is kept. Names that the graph has not are not looked at.
+        checkpoint: The tensors to keep. Unknown names are ignored.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -101,7 +102,7 @@ class Rematerialization(Pass):
         self.checkpoint = checkpoint
 
     def prepare(self, draft: Draft) -> None:
-        """Pins what is to be kept, so that whatever rewrites the graph leaves it alone."""
+        """Pins the tensors to keep, so that other passes do not change them."""
         draft.pin(names_in(self.checkpoint))
 
     def finish(self, draft: Draft) -> None:
@@ -111,7 +112,7 @@ class Rematerialization(Pass):
         if isinstance(self.checkpoint, int | str):
             kept = forward.choose(self.checkpoint)
         else:
-            kept = {value for value in forward.values if value.name in self.checkpoint}
+            kept = {value for value in forward.from_batch if value.name in self.checkpoint}
         _Repetition(draft.graph, draft.names, forward, kept).run()
 
 
@@ -126,6 +127,7 @@ class _Forward:
     Attributes:
         nodes: Its nodes, in topological order.
         batch: What depends on the batch, the inputs that it fills included.
+        from_batch: The results of nodes that depend on the batch, in the order of the nodes.
         values: The results of nodes that depend on both the batch and variables, in the order of
             the nodes. What depends on the batch alone, like a mask that all layers read, is kept.
     """
@@ -136,7 +138,9 @@ class _Forward:
         self.batch = dependent_values(self.nodes, self.feeds)
         variables = [value for value in graph.inputs if value.name not in feeds]
         both = self.batch & dependent_values(self.nodes, variables)
-        self.values = [value for node in self.nodes for value in node.outputs if value in both]
+        results = [value for node in self.nodes for value in node.outputs]
+        self.from_batch = [value for value in results if value in self.batch]
+        self.values = [value for value in results if value in both]
 
     def choose(self, wanted: int | str) -> set[ir.Value]:
         """Returns tensors that the forward pass goes through, with as much memory between them.

@@ -1,4 +1,4 @@
-"""Patterns: functions that say what comes in the place of a node, and the walk that asks them."""
+"""Rewrite patterns: functions that return a replacement for a node, and their application."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Result: TypeAlias = Tensor | Sequence[Tensor] | None
 
 @dataclass(frozen=True)
 class Pattern:
-    """What comes in the place of nodes of some operators.
+    """A rewrite pattern for nodes of some operators.
 
     Attributes:
-        function: ``(node, tape)`` → what comes in the place of the node's outputs, emitted on the
-            tape or there already, or None.
+        function: ``(node, tape)`` → replacements for the node's outputs, emitted on the tape or
+            existing already; or None to keep the node.
         op_types: The operators.
         domain: Their domain.
     """
@@ -37,20 +37,20 @@ class Pattern:
 def pattern(
     *op_types: str, domain: str = ""
 ) -> Callable[[Callable[[ir.Node, Tape], Result]], Pattern]:
-    """Makes a function a pattern for some operators; see `Pattern`."""
+    """Decorates a function as a pattern for some operators; see `Pattern`."""
     return lambda function: Pattern(function, frozenset(op_types), domain)
 
 
 def rewrite(graph: ir.Graph, names: Names, *patterns: Pattern) -> None:
-    """Walks through a graph once and puts what patterns say in the place of its nodes.
+    """Traverses a graph once and replaces the nodes that match patterns.
 
-    New nodes stand in front of the node that they replace, are named after it, and are not asked
-    about again. What nobody reads in the end is removed, where there was one to ask about.
+    New nodes are inserted before the node that they replace, are named after it, and are not
+    matched again. If any node is a candidate, unused nodes are removed in the end.
 
     Args:
-        graph: A lowered graph; changed in place.
-        names: The names taken in it.
-        *patterns: The first one that has an answer is taken.
+        graph: A lowered graph; it is modified in place.
+        names: The names used in it.
+        *patterns: The patterns; the first one that matches is applied.
     """
     by_operator: dict[tuple[str, str], list[Pattern]] = {}
     for each in patterns:

@@ -1,4 +1,4 @@
-"""Nodes of a model that onnxruntime's kernels round more than float32 needs, taken apart."""
+"""Expansion of nodes whose onnxruntime kernels are less accurate than float32 allows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ROUNDING"]
 
 
 class _Rounding(Pass):
-    """Replaces such nodes, but in loops, where each node counts."""
+    """Replaces such nodes, except in loops, where the overhead of additional nodes matters."""
 
     def finish(self, draft: Draft) -> None:
         """Rewrites the graph and the branches of If."""
@@ -25,22 +25,22 @@ class _Rounding(Pass):
 
 @pattern("Sigmoid")
 def _sigmoid(node: ir.Node, tape: Tape) -> Result:
-    """Keeps the digits of small values.
+    """Keeps the precision of small values.
 
-    The kernel is right to 3e-8 of 1: 1e-5 has three digits, and what is below 4e-8 is 0. A model
-    that ends in a Sigmoid and is sure of its answers has a gradient of such values only.
+    The kernel has an absolute error of 3e-8: 1e-5 has three correct digits, and values below 4e-8
+    are 0. The gradient of a confident model that ends in a Sigmoid consists of such values.
     """
     x = node.inputs[0]
     if x is None or x.dtype != ir.DataType.FLOAT:
         return None
     if any(user.op_type == "Mul" and x in user.inputs for user, _ in node.outputs[0].uses()):
-        return None  # in x · Sigmoid(x), small values do not count
+        return None  # in x · Sigmoid(x), small values do not matter
     return op.Reciprocal(1 + op.Exp(-tape.tensor(x)))  # 1 / ∞ = 0 where Exp overflows
 
 
 @pattern("ReduceMean")
 def _mean(node: ir.Node, tape: Tape) -> Result:
-    """Takes the mean along the last of several axes first, as `ortops.graph.shapes.sum_along`."""
+    """Reduces the last of several axes first, like `ortops.graph.shapes.sum_along`."""
     x, axes = (*node.inputs, None)[:2]
     chosen = constant_tensor(axes) if axes is not None else None
     if x is None or x.shape is None or chosen is None or chosen.size < 2:

@@ -1,10 +1,11 @@
-"""Sums y + c · x of long tensors in one pass over memory.
+"""Sums y + c · x of large tensors in one pass over memory.
 
-As standard operators they take two passes, one for the product. onnxruntime's convolution kernels
+With standard operators they take two passes, one for the product. onnxruntime's convolution kernels
 in the blocked layout (see `ortops.passes.blocked.kernels`) need only one: they convolve each
-channel with a single weight, c, and add that to y, in its memory if the result is bound to it. The
-numbers may be in any order, because all of them are scaled alike. On machines without these kernels
-onnxruntime's GatedAdd does it, from version 1.31 on; it rounds as the standard operators do.
+channel with a single weight, c, and add the result to y, in place if the result is bound to the
+memory of y. The elements may be in any order, because all of them are scaled by the same number. On
+machines without these kernels, onnxruntime's GatedAdd is used, from version 1.31 on; it rounds like
+the standard operators.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _has_gated_add() -> bool:
 
 
 def insert(formula: ir.Graph, updated: Container[ir.Value]) -> None:
-    """Makes of the sums in an update's formula single nodes, which only `expand` understands.
+    """Fuses the sums in an update's formula to single nodes, which `expand` replaces later.
 
     A running mean p of q, a · p + (1 - a) · q, becomes p + (1 - a) · (q - p), which scales once.
     The next value of a mean that is infinite is NaN then: no training comes back from there.

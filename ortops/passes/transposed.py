@@ -1,9 +1,8 @@
 """Dense layers computed transposed: features along the first axis, samples along the last.
 
-Where the sizes of a batch are known. onnxruntime copies the right factor of a product into an order
-of its own. In x · Wᵀ that is the weights; in W · xᵀ, which holds the same numbers, it is the
-samples, the smaller of the two in a small batch. And the left factor of a weight's gradient, dyᵀ ·
-x, is then there as it is needed.
+This requires known batch sizes. onnxruntime packs the right factor of a product. In x · Wᵀ these
+are the weights; in the equivalent W · xᵀ these are the samples, which are fewer in a small batch.
+In addition, the left factor of a weight's gradient, dyᵀ · x, needs no transpose.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _PRODUCTS = ("Attention", "Conv", "ConvTranspose", "Einsum", "Gemm", "GRU", "LST
 
 
 class _Transposed(Pass):
-    """Computes activations of dense layers, and their cotangents, transposed where that pays.
+    """Computes activations of dense layers, and their cotangents, transposed if that is faster.
 
-    These are matrices with many features for each sample, which products give, and what is computed
-    from them element by element, where nothing but products reads it.
+    These are results of matrix products with many features per sample, and elementwise functions
+    of them, which are read only by products.
     """
 
     def gains(self, model: ir.Model, sizes: Mapping[str, int] | None) -> bool:

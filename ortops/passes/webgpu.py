@@ -1,7 +1,7 @@
-"""What onnxruntime's WebGPU provider needs: no float64, and no operators that it has only in part.
+"""Adaptation to onnxruntime's WebGPU provider: no float64, and no partially supported operators.
 
-Its MaxPool gives no indices and its BatchNormalization does not train. A build for the web that has
-the provider has no kernel at all for a Cast to float64, so such a graph does not load.
+Its MaxPool does not return indices, and its BatchNormalization has no training mode. Web builds
+with this provider have no kernel for a Cast to float64, so such a graph cannot be loaded.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _TYPES = ("dtype", "output_dtype", "stash_type", "to")
 
 
 class _WebGPU(Pass):
-    """Says in float32 and plain operators what the provider does not have."""
+    """Replaces unsupported types and operators with float32 and basic operators."""
 
     def prepare(self, draft: Draft) -> None:
-        """Refuses float64 tensors of the model's own, and adds a rule for MaxPool."""
+        """Rejects float64 tensors of the model, and adds a rule for MaxPool."""
         for value in (*draft.graph.inputs, *draft.graph.outputs):
             if value.dtype == _WIDE:
                 raise UnsupportedError(
-                    f"tensor '{value.name}' is float64, which WebGPU does not have; give a model "
-                    "of float32"
+                    f"tensor '{value.name}' is float64, which WebGPU does not support; use a "
+                    "float32 model"
                 )
         table = Table()
         table.vjp("MaxPool", when=draft.is_free)(_max_pool)
         draft.add_rules(table)
 
     def finish(self, draft: Draft) -> None:
-        """Takes BatchNormalization apart, and makes what is computed in float64 float32."""
+        """Expands BatchNormalization, and replaces float64 computations with float32."""
         graphs = [draft.graph]
         for graph in graphs:
             rewrite(graph, draft.names, _batch_normalization)
@@ -69,10 +69,10 @@ def _max_pool(
     storage_order: int = 0,
     strides: Sequence[int] | None = None,
 ) -> Cotangents:
-    """Compares the elements of each window, which a Conv lays side by side, with its maximum.
+    """Compares the elements of each window, collected by a Conv, with its maximum.
 
-    Of equal elements the first one counts, as in ortops' other rule. What is infinite or NaN makes
-    the elements that share a window with it NaN.
+    In case of ties the first element is used, as in the standard rule. Infinite or NaN elements
+    make the other elements of their windows NaN.
     """
     at = windows(
         x, kernel_shape, strides=strides, dilations=dilations, pads=pads, auto_pad=auto_pad
@@ -80,9 +80,9 @@ def _max_pool(
     if ceil_mode or isinstance(at.begin, Tensor) or isinstance(at.end, Tensor):
         node = y[0].value.producer()
         raise UnsupportedError(
-            f"{describe(node) if node else 'MaxPool'}: WebGPU gives no indices of maxima, and its "
-            "gradient without them needs windows that are known, with ceil_mode 0; write the "
-            "padding as pads"
+            f"{describe(node) if node else 'MaxPool'}: WebGPU does not support indices of maxima, "
+            "and the gradient without them requires explicit pads and ceil_mode=0; export the "
+            "model with explicit pads"
         )
     size = math.prod(kernel_shape)
     taps = np.eye(size, dtype=x.dtype).reshape(size, 1, *kernel_shape)
@@ -103,7 +103,7 @@ def _max_pool(
     dtype = x.dtype
     order = np.arange(size, 0, -1, dtype=dtype).reshape(1, size, *(1,) * at.rank)
     score = op.Equal(elements(images), as_images(y[0])).astype(dtype) * order
-    if at.is_padded:  # zeros that the Conv adds are no elements
+    if at.is_padded:  # zeros added by the Conv do not count
         score = score * elements(op.Mul(images, 0) + 1)
     first = op.ReduceMax(score, [1], keepdims=1)
     hits = op.And(op.Equal(score, first), op.Greater(score, 0)).astype(dtype)
@@ -113,7 +113,7 @@ def _max_pool(
 
 @pattern("BatchNormalization")
 def _batch_normalization(node: ir.Node, tape: Tape) -> Result:
-    """Normalizes with the batch's own mean and variance, as the schema says of training mode."""
+    """Normalizes with the mean and variance of the batch, as specified for training mode."""
     if not node.attributes.get_int("training_mode", 0):
         return None
     x, scale, bias, mean, variance = (tape.tensor(v) for v in node.inputs if v is not None)
@@ -137,7 +137,7 @@ def _batch_normalization(node: ir.Node, tape: Tape) -> Result:
 
 
 def _narrow(value: ir.Value) -> None:
-    """Makes a value float32 if it is float64."""
+    """Converts a value from float64 to float32."""
     if value.dtype == _WIDE:
         value.type = ir.TensorType(_NARROW)
     if value.const_value is not None and value.const_value.dtype == _WIDE:
@@ -160,8 +160,8 @@ def _narrow_tensor(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
         array = wide.astype(np.float32)
     if not np.array_equal(np.isfinite(array), np.isfinite(wide)):
         raise UnsupportedError(
-            f"constant '{tensor.name}' does not fit into float32, and WebGPU has no float64; scale "
-            "the model"
+            f"constant '{tensor.name}' is out of range for float32, and WebGPU does not support "
+            "float64; rescale the model"
         )
     return ir.Tensor(array, name=tensor.name)
 

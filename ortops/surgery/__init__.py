@@ -1,6 +1,6 @@
-"""Changes to a model before it is trained: another head, a free batch, a tensor put out.
+"""Prepares models for training: a new head, a dynamic batch size, another output.
 
-Each function takes a model and returns a new one. What it did is said by the logger ``ortops``.
+Each function takes a model and returns a new one. It logs its changes to the logger ``ortops``.
 """
 
 from ortops.surgery.batch import free_batch

@@ -1,4 +1,4 @@
-"""A batch of any size, shown to work by runs."""
+"""Gives a model a dynamic batch size, and verifies it by running the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 
-from ortops.errors import ModelError, UnsupportedError, did_you_mean, is_raised_by
+from ortops.errors import (
+    ArgumentError,
+    ModelError,
+    UnsupportedError,
+    did_you_mean,
+    is_raised_by,
+)
 from ortops.graph import convert, external
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import describe, read_inputs
@@ -27,21 +33,22 @@ from ortops.surgery.reading import (
     read,
     refuse_training,
 )
+from ortops.uninterrupted import finished_at_exit
 
 __all__ = ["free_batch"]
 
 _ROWS, _MORE_ROWS = 3, 2
-"""How many rows run through the nodes one by one, and how many more through the whole model."""
+"""The number of rows run through each node, and of further rows run through the whole model."""
 
 _UNKNOWN_SIZES = (32, 16, 64, 8, 128, 224, 640, 2)
-"""What axes of unknown size are tried with, until the model runs."""
+"""The sizes to try for axes of unknown size, until the model runs."""
 
 _STATES = {"GRU": 2, "LSTM": 2, "RNN": 2}
-"""Recurrent operators: their inputs from the fourth on are one for each row, weights are not."""
+"""Recurrent operators: their inputs from the fourth on have one entry per row, unlike weights."""
 
 _FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
-_SMALL = 2**24  # bytes of constants that onnxruntime is told as such: some operators want that
+_SMALL = 2**24  # bytes; smaller constants become initializers, which some operators require
 
 Run: TypeAlias = Callable[[Mapping[str, Array]], list[Array]]
 
@@ -53,31 +60,33 @@ def free_batch(
     dimension: str = "batch",
     inputs: Iterable[str] | Mapping[str, int] | None = None,
 ) -> onnx.ModelProto:
-    """Returns a model that takes batches of any size where it took one of a fixed size.
+    """Returns a model with a dynamic batch size, made from one with a fixed batch size.
 
-    Random rows are run through the model, node by node: each alone, as the model is, and all
-    together. Where a node then does not give what it gave for each row, a constant in it that holds
-    the batch is replaced: the shape of Reshape, Expand and Resize, and what the rows meet that is
-    there once for each of the old batch, such as initial states. If that does not help, the model
-    is refused and the node named. In the end the new model's outputs of more rows are compared with
-    those of each row alone, so what is returned is known to work.
+    Random rows are run through the model node by node, each row alone and all rows as one batch. If
+    the outputs of a node differ, a constant of the node that depends on the batch size is replaced:
+    the shape of Reshape, Expand and Resize, or a constant repeated for each row, such as an initial
+    state. If the outputs still differ, the model is rejected with an error that names the node.
+    Finally, the outputs of the new model for a larger batch are compared with those of its rows, so
+    the returned model is known to work.
 
     Args:
         model: A ModelProto, its bytes, or its path; not changed.
-        dimension: The name of the batch's axis in the shapes of inputs and outputs.
-        inputs: The inputs that have the batch on axis 0, or on which axis each has it. By default
-            those whose axis 0 is as long as the first input's or, where that has a name, that have
-            an axis of this name. Such an axis counts as 1: nodes may still be written for that.
+        dimension: The name of the batch axis in the shapes of inputs and outputs.
+        inputs: The inputs with the batch on axis 0, or a mapping from inputs to their batch axes.
+            By default, the inputs whose axis 0 has the size of the first input's axis 0; or, if
+            that axis has a name, those with an axis of this name. A named axis counts as size 1, as
+            nodes may still have been exported for this size.
 
     Returns:
-        A new model, of the same opset. External data stay external, relative to the folder of the
+        A new model of the same opset. External data stay external, relative to the folder of the
         given file.
 
     Raises:
-        ModelError: If there is no such input, the sizes of the batch differ, or the model has
+        ArgumentError: If ``inputs`` is empty.
+        ModelError: If there is no such input, the batch sizes differ, or the model has
             training_info.
-        UnsupportedError: If onnxruntime does not run the model on random inputs, or the outputs for
-            a batch are not those of its rows.
+        UnsupportedError: If onnxruntime cannot run the model on random inputs, or the outputs for
+            a batch differ from those of its rows.
 
     Example:
         >>> from ortops import Tape
@@ -96,8 +105,8 @@ def free_batch(
         for place, dim in enumerate(value.shape or ()):
             if getattr(dim, "value", None) == dimension and axes.get(value) != place:
                 raise ModelError(
-                    f"dimension '{dimension}': axis {place} of input '{value.name}' has that name; "
-                    "give another, or name all inputs that have the batch, each with its axis "
+                    f"dimension '{dimension}' is already the name of axis {place} of input "
+                    f"'{value.name}'; give another name, or all inputs with their batch axes "
                     "(inputs=)"
                 )
     original = _open(proto, folder)
@@ -114,15 +123,15 @@ def free_batch(
 def _batched(
     graph: ir.Graph, inputs: Iterable[str] | Mapping[str, int] | None
 ) -> tuple[dict[ir.Value, int], int]:
-    """Returns which axis of which inputs is the batch, and how long it is."""
+    """Returns the batch axes of the inputs, and the batch size."""
     fed = {v.name or "": v for v in graph.inputs if v.name not in graph.initializers}
     if not fed:
-        raise ModelError("model: it has no inputs; free_batch needs one that has the batch")
+        raise ModelError("model: it has no inputs; free_batch needs one with a batch axis")
     for value in fed.values():
         if not isinstance(value.type, ir.TensorType) or value.shape is None:
             raise UnsupportedError(
-                f"input '{value.name}': it is {value.type} of shape {value.shape}; tensors with a "
-                "known number of axes are accepted"
+                f"input '{value.name}' must be a tensor of known rank, got {value.type} of shape "
+                f"{value.shape}"
             )
     if inputs is None:
         first = next(iter(fed.values()))
@@ -133,22 +142,23 @@ def _batched(
         places = given if isinstance(given, Mapping) else dict.fromkeys(given, 0)
         for name in places:
             if name not in fed:
-                raise ModelError(f"input '{name}': the model has none; {did_you_mean(name, fed)}")
+                raise ModelError(f"the model has no input '{name}'; {did_you_mean(name, fed)}")
         if not places:
-            raise ModelError("inputs is empty; name those that have the batch")
+            raise ArgumentError("inputs must name at least one input with a batch axis, got none")
         axes = {fed[name]: place for name, place in places.items()}
         size = _axis_size(*next(iter(axes.items())))
     for value, place in axes.items():
         if _axis_size(value, place) != size:
             raise ModelError(
-                f"input '{value.name}': its axis {place} is {_axis_size(value, place)} and that of "
-                f"'{next(iter(axes)).name}' is {size}; name inputs with one batch (inputs=)"
+                f"input '{value.name}': its axis {place} has size {_axis_size(value, place)}, but "
+                f"the batch axis of '{next(iter(axes)).name}' has size {size}; name inputs with "
+                "the same batch size (inputs=)"
             )
     return axes, size
 
 
 def _batch_axis(value: ir.Value, first: ir.Value) -> int | None:
-    """Returns where an input has the batch of the first one: on axis 0, or where its name is."""
+    """Returns the batch axis of an input: axis 0, or the axis with the name of the first batch."""
     assert first.shape is not None
     assert value.shape is not None
     batch, dims = first.shape[0], list(value.shape)
@@ -162,17 +172,18 @@ def _axis_size(value: ir.Value, axis: int) -> int:
     if shape is None or not 0 <= axis < len(shape):
         raise ModelError(
             f"input '{value.name}': its shape {dimensions(value)} has no axis {axis}; name the "
-            "inputs that have the batch, and its axis in each (inputs=)"
+            "inputs with a batch, and their batch axes (inputs=)"
         )
     size = shape[axis]
     return size if isinstance(size, int) else 1
 
 
+@finished_at_exit
 def _open(proto: onnx.ModelProto, folder: Path | None = None) -> Run:
     """Returns a function that runs a model in stock onnxruntime.
 
     Raises:
-        _CannotRunError: If onnxruntime does not load it.
+        _CannotRunError: If onnxruntime cannot load it.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
@@ -184,6 +195,7 @@ def _open(proto: onnx.ModelProto, folder: Path | None = None) -> Run:
         )
     names = {value.name for value in session.get_inputs()}
 
+    @finished_at_exit
     def run(feeds: Mapping[str, Array]) -> list[Array]:
         with _Refusals():
             found: list[Array] = session.run(
@@ -195,11 +207,11 @@ def _open(proto: onnx.ModelProto, folder: Path | None = None) -> Run:
 
 
 class _CannotRunError(UnsupportedError):
-    """onnxruntime refuses a model or its inputs."""
+    """onnxruntime cannot run a model, or rejects its inputs."""
 
 
 class _Refusals:
-    """Makes what onnxruntime raises a `_CannotRunError`."""
+    """Converts errors of onnxruntime to a `_CannotRunError`."""
 
     def __enter__(self) -> None:
         pass
@@ -208,15 +220,19 @@ class _Refusals:
         if isinstance(error, Exception) and is_raised_by(error, "onnxruntime"):
             text = " ".join(str(error).split())
             raise _CannotRunError(
-                f"model: onnxruntime does not run it ({text[:300]}), and what cannot be run cannot "
-                "be shown to work with another batch; give a model that runs"
+                f"model: onnxruntime cannot run it ({text[:300]}), so a dynamic batch cannot be "
+                "verified; give a model that runs"
             ) from error
 
 
 def _drawn(
     graph: ir.Graph, axes: Mapping[ir.Value, int], batch: int, run: Run
 ) -> tuple[list[dict[str, Array]], dict[str, Array]]:
-    """Returns random rows, each repeated to a batch, and inputs that have none; the model runs."""
+    """Returns random rows, each repeated to a batch, and random inputs without a batch.
+
+    Raises:
+        _CannotRunError: If the model cannot run on any of them.
+    """
     refusal: _CannotRunError | None = None
     for size, numbers in itertools.product(_UNKNOWN_SIZES, ((0, 2), (1, 2))):
         generator = np.random.default_rng(0)
@@ -250,11 +266,11 @@ def _drawn(
 def _random(
     value: ir.Value, shape: Sequence[int], generator: np.random.Generator, numbers: tuple[int, int]
 ) -> Array:
-    """Returns numbers for an input: normal ones, or whole ones that are legal in most places."""
+    """Returns values for an input: normal floats, or small integers, which are mostly valid."""
     if value.dtype is None or value.dtype.numpy().kind not in "biuf":
         raise UnsupportedError(
-            f"input '{value.name}': random values of {value.dtype} cannot be drawn, so a free "
-            "batch cannot be verified; numbers and booleans are accepted"
+            f"input '{value.name}' must be numeric or boolean, got {value.dtype}, for which a "
+            "dynamic batch cannot be verified with random values"
         )
     dtype = value.dtype.numpy()
     if dtype.kind == "f":
@@ -265,15 +281,15 @@ def _random(
 
 @dataclass
 class _Traced:
-    """A value in the runs of each row alone, and in that of all rows.
+    """A value in the runs of each row alone, and in the run of all rows as one batch.
 
     Attributes:
-        rows: What it is for each row; one array where that does not depend on the row.
-        new: What it is for all rows together.
-        axis: The axis on which ``new`` has the rows one behind the other, or None.
-        outer: How many numbers of what is merged with the batch on that axis lie before it.
-        sizes: Whether it depends on the size of the batch otherwise, as what Shape gives.
-        source: An input without a batch that it depends on, though not on the batch.
+        rows: Its array for each row; a single array if it does not depend on the row.
+        new: Its array for all rows together.
+        axis: The axis along which ``new`` concatenates the rows, or None.
+        outer: If that axis merges the batch with others, the size of those before the batch.
+        sizes: Whether it depends on the batch size in another way, such as the output of Shape.
+        source: For a value that does not depend on the batch, an input that it depends on.
     """
 
     rows: list[Array]
@@ -285,17 +301,17 @@ class _Traced:
 
     @property
     def same(self) -> bool:
-        """Whether it has nothing to do with the batch."""
+        """Whether it does not depend on the batch."""
         return self.axis is None and not self.sizes
 
 
 @dataclass
 class _Repair:
-    """What a node may read in place of what holds the old batch.
+    """A replacement for constants of a node that depend on the old batch size.
 
     Attributes:
-        arrays: The values in the run of all rows.
-        write: Writes it into the graph, and tells what.
+        arrays: The replacements in the run of all rows.
+        write: Writes the replacement to the graph, and returns a description of it.
     """
 
     arrays: dict[ir.Value, Array] = field(default_factory=dict)
@@ -303,14 +319,14 @@ class _Repair:
 
 
 class _Freeing:
-    """Runs rows through a model, alone and together, and repairs what parts them.
+    """Runs rows through a model, alone and as one batch, and repairs nodes where these differ.
 
     Args:
         work: The model, changed in place.
-        axes: Which axis of which inputs is the batch.
-        batch: How long it is.
-        alone: The inputs of rows, each repeated to a batch.
-        fixed: The inputs that have no batch.
+        axes: The batch axes of the inputs.
+        batch: The fixed batch size.
+        alone: The inputs of each row, repeated to a batch.
+        fixed: The inputs without a batch.
     """
 
     def __init__(
@@ -327,7 +343,7 @@ class _Freeing:
         self._names = Names(work.graph)
         self._size: ir.Value | None = None
         self._values: dict[ir.Value, _Traced] = {}
-        self._merged: dict[ir.Value, tuple[int, int, int]] = {}  # axis, what is before, its length
+        self._merged: dict[ir.Value, tuple[int, int, int]] = {}  # axis, `outer`, size of the axis
         self._uneven: dict[ir.Value, list[bool]] = {}
         self._functions = list(ir.to_proto(work).functions) if work.functions else []
         self._unread = {
@@ -345,7 +361,7 @@ class _Freeing:
     # ------------------------------------------------------------------------------------- tracing
 
     def _stacked(self, rows: list[Array], axis: int, outer: int) -> _Traced:
-        """Returns the rows behind each other: the first of each repeated batch."""
+        """Returns the concatenation of the rows: the first row of each repeated batch."""
         shape = rows[0].shape
         parts = (*shape[:axis], outer, self._batch, shape[axis] // outer // self._batch)
         parts += shape[axis + 1 :]
@@ -354,7 +370,7 @@ class _Freeing:
         return _Traced(rows, new, axis, outer)
 
     def _related(self, rows: list[Array], new: Array) -> _Traced | None:
-        """Returns how what all rows give follows from what each gives, or None if it does not."""
+        """Relates the result for all rows to those of each row; returns None if they differ."""
         first = rows[0]
         if any(row.shape != first.shape for row in rows) or new.dtype != first.dtype:
             return None
@@ -379,14 +395,14 @@ class _Freeing:
             array = constant(value)
             if array is None:
                 raise UnsupportedError(
-                    f"value '{value.name}': no node before its readers computes it; nodes must be "
-                    "in topological order"
+                    f"value '{value.name}' is read before a node computes it; sort the nodes "
+                    "topologically"
                 )
             return _Traced([array], array)
         return self._values[value]
 
     def _keep(self, value: ir.Value, traced: _Traced) -> None:
-        """Records a value; its arrays are dropped when it has been read for the last time."""
+        """Records a value; its arrays are freed after the last node has read them."""
         self._values[value] = traced
         if traced.axis is not None:
             self._merged[value] = (traced.axis, traced.outer, traced.rows[0].shape[traced.axis])
@@ -397,10 +413,10 @@ class _Freeing:
             self._uneven[value] = []
 
     def follow(self, node: ir.Node) -> None:
-        """Runs a node on each row and on all, and repairs it where these part.
+        """Runs a node on each row and on all rows, and repairs it if the results differ.
 
         Raises:
-            UnsupportedError: If it cannot be run, or repaired.
+            UnsupportedError: If it cannot be run or repaired.
         """
         taken = dict.fromkeys(read_inputs(node))
         outputs = [value for value in node.outputs if value.name]
@@ -433,14 +449,14 @@ class _Freeing:
             again = run({v.name or "": a for v, a in feeds[0].items()})
         except _CannotRunError as error:
             raise UnsupportedError(
-                f"{describe(node)}: onnxruntime does not run it alone ({_cause(error)}), so a free "
-                "batch cannot be verified; export the model with a dynamic batch"
+                f"{describe(node)}: onnxruntime cannot run it alone ({_cause(error)}), so a "
+                "dynamic batch cannot be verified; export the model with a dynamic batch"
             ) from error
         pairs = zip(found[0], again, strict=True)
         if any(isinstance(a, np.ndarray) and not _equal(a, b) for a, b in pairs):
             raise UnsupportedError(
-                f"{describe(node)}: it gives other numbers in each run, so a free batch cannot be "
-                "verified; replace it by its expected value, or leave it out"
+                f"{describe(node)}: its output is random, so a dynamic batch cannot be verified; "
+                "replace it with its expected value, or remove it"
             )
         return found
 
@@ -450,8 +466,8 @@ class _Freeing:
         for value, array in arrays.items():
             if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
                 raise UnsupportedError(
-                    f"{describe(node)}: it reads '{value.name}', which is no tensor of numbers, so "
-                    "a free batch cannot be verified; export the model with a dynamic batch"
+                    f"{describe(node)}: its input '{value.name}' is not a numeric tensor, so a "
+                    "dynamic batch cannot be verified; export the model with a dynamic batch"
                 )
             if constant(value) is not None and array.nbytes <= _SMALL:
                 constants.append(onnx.numpy_helper.from_array(array, value.name))
@@ -476,7 +492,7 @@ class _Freeing:
     def _repaired(
         self, node: ir.Node, given: Mapping[ir.Value, _Traced], rows: list[list[Array]]
     ) -> list[_Traced]:
-        """Returns the outputs of a node that gives for all rows what it gives for each."""
+        """Returns the outputs of a node, repaired so that a batch gives the results of its rows."""
         why = ""
         found: list[tuple[tuple[bool, int, bool], _Repair, list[_Traced]]] = []
         for repair in (_Repair(), *self._repairs(node, given, rows)):
@@ -484,7 +500,7 @@ class _Freeing:
             try:
                 new = self._session(node, arrays)({v.name or "": a for v, a in arrays.items()})
             except _CannotRunError as error:
-                why = why or f"onnxruntime refuses them ({_cause(error)})"
+                why = why or f"onnxruntime rejects it ({_cause(error)})"
                 continue
             outputs = [
                 self._judged(node, given, [each[place] for each in rows], array)
@@ -493,22 +509,22 @@ class _Freeing:
             traced = [each for each in outputs if each is not None]
             if len(traced) == len(outputs):
                 found.append((self._order(node, given, traced[0]), repair, traced))
-                if node.op_type != "Reshape":  # others have one meaning that fits
+                if node.op_type != "Reshape":  # only Reshape may have several interpretations
                     break
             shapes = [(each.shape, rows[0][place].shape) for place, each in enumerate(new)]
             parted = next((i for i, each in enumerate(outputs) if each is None), 0)
             why = why or (
-                f"it gives {list(shapes[parted][0])} which is not what it gives for each row, "
-                f"{list(shapes[parted][1])}"
+                f"its result {list(shapes[parted][0])} does not match the results of the rows, "
+                f"{list(shapes[parted][1])} each"
             )
         if not found:
             fed = next((traced.source for traced in given.values() if traced.source), "")
             if fed:
-                why += f" (input '{fed}', which it depends on too, has no batch: see inputs=)"
+                why += f" (it also depends on input '{fed}', which has no batch: see inputs=)"
             raise UnsupportedError(
-                f"{describe(node)}: of {self._count} rows in place of a batch of {self._batch}, "
-                f"{why}; shapes of Reshape, Expand and Resize and constant states are repaired, "
-                "for others export the model with a dynamic batch"
+                f"{describe(node)}: with a batch of {self._count} rows instead of {self._batch}, "
+                f"{why}; only shapes of Reshape, Expand and Resize and constant states can be "
+                "repaired, so export the model with a dynamic batch"
             )
         _, repair, outputs_of_it = min(found, key=lambda each: each[0])
         if repair.write is not None:
@@ -530,10 +546,10 @@ class _Freeing:
     def _order(
         self, node: ir.Node, given: Mapping[ir.Value, _Traced], traced: _Traced
     ) -> tuple[bool, int, bool]:
-        """Returns what makes a meaning of a Reshape less likely, the worst first.
+        """Returns a sort key of an interpretation of Reshape, the most likely one first.
 
-        A batch is hardly ever merged with the last axis, which has the features, seldom lies
-        behind something else on its axis, and mostly stays on the axis where it was.
+        A batch is hardly ever merged with the last axis, which has the features, is rarely the
+        inner part of a merged axis, and mostly stays on its axis.
         """
         if traced.axis is None or node.inputs[0] is None:
             return (False, 0, False)
@@ -571,7 +587,7 @@ class _Freeing:
             yield from self._expansions(node, wanted, given)
             return
         places = dict.fromkeys(t.axis for t in given.values() if t.axis is not None)
-        if not places:  # what is repeated meets a size only, as in Expand
+        if not places:  # a repeated constant meets only a size, as in Expand
             places = dict.fromkeys(range(max((given[v].new.ndim for v in own), default=0)))
         for axis in places:
             fitting = {
@@ -586,7 +602,7 @@ class _Freeing:
     def _expansions(
         self, node: ir.Node, axes: dict[ir.Value, int], given: Mapping[ir.Value, _Traced]
     ) -> Iterator[_Repair]:
-        """Yields, if all rows of constants are one, constants with as many of it as are needed."""
+        """Yields constants repeated to the new batch size, if all their rows are equal."""
         firsts = {value: given[value].new.take([0], axis) for value, axis in axes.items()}
         if axes and all(
             given[value].new.shape[axis] == self._batch
@@ -599,7 +615,7 @@ class _Freeing:
     # ------------------------------------------------------------------------------------- writing
 
     def _batch_size(self) -> ir.Value:
-        """Returns the size of the batch, as a vector of one number."""
+        """Returns the batch size as a vector of one element."""
         if self._size is None:
             value, axis = next(iter(self._axes.items()))
             tape = Tape(self._graph, before=next(iter(self._graph)), names=self._names)
@@ -610,7 +626,7 @@ class _Freeing:
     def _sizes(
         self, tape: Tape, before: Sequence[int], factor: int, behind: Sequence[int]
     ) -> Tensor:
-        """Returns a shape with a multiple of the batch in it."""
+        """Returns a shape with a multiple of the batch size in it."""
         size = tape.tensor(self._batch_size())
         parts: list[object] = [list(before)] if before else []
         parts.append(size * factor if factor > 1 else size)
@@ -651,16 +667,16 @@ class _Freeing:
             assert replaced is not None
             drop_unread(replaced)
             factor = size // self._batch
-            told = [str(each) for each in shape]
-            told[place] = f"{factor} × batch" if factor > 1 else "batch"
-            return f"{shape} → [{', '.join(told)}]"
+            sizes_shown = [str(each) for each in shape]
+            sizes_shown[place] = f"{factor} × batch" if factor > 1 else "batch"
+            return f"{shape} → [{', '.join(sizes_shown)}]"
 
         return write
 
     def _write_expansions(
         self, node: ir.Node, axes: Mapping[ir.Value, int], firsts: Mapping[ir.Value, Array]
     ) -> str:
-        told = []
+        written = []
         for value, axis in axes.items():
             tape = Tape(self._graph, before=node, names=self._names)
             tape.scope = "free_batch/"
@@ -672,16 +688,20 @@ class _Freeing:
                 if each is value:
                     node.replace_input_with(index, expanded)
             drop_unread(value)
-            told.append(f"'{value.name}' is repeated along axis {axis}")
-        return ", ".join(told)
+            written.append(f"'{value.name}' is repeated along axis {axis}")
+        return ", ".join(written)
 
     def name_axes(self, dimension: str) -> None:
-        """Writes the batch into the shapes of values, and refuses outputs that have none."""
+        """Writes the batch to the shapes of values.
+
+        Raises:
+            UnsupportedError: If an output depends on the batch size, but has no batch axis.
+        """
         for value in self._graph.outputs:
             if not value.is_graph_input() and value in self._uneven:
                 raise UnsupportedError(
-                    f"output '{value.name}': it depends on the size of the batch and has no row "
-                    "for each; leave it out"
+                    f"output '{value.name}' depends on the batch size but has no batch axis; "
+                    "remove it"
                 )
         for value, (axis, outer, size) in self._merged.items():
             whole = outer == 1 and size == self._batch
@@ -710,7 +730,7 @@ class _Freeing:
         alone: Sequence[Mapping[str, Array]],
         fixed: Mapping[str, Array],
     ) -> None:
-        """Runs the whole models, and refuses the new one if it does not agree with the old one.
+        """Compares the outputs of the original and the new model.
 
         Raises:
             UnsupportedError: If an output differs.
@@ -730,12 +750,12 @@ class _Freeing:
                 wanted = expected[0]
             if not _equal(wanted, new[place], 1e-3):
                 raise UnsupportedError(
-                    f"output '{value.name}': of {len(alone)} rows it is not what it is of each, "
-                    f"although every node agreed with {self._count}; export the model with a "
-                    "dynamic batch"
+                    f"output '{value.name}' of a batch of {len(alone)} rows differs from those of "
+                    f"the rows, although every node agreed for {self._count} rows; export the "
+                    "model with a dynamic batch"
                 )
         logger.warning(
-            "the batch of %d is free, and %d rows give what each gives alone: %s",
+            "made the batch size of %d dynamic, verified with %d rows: %s",
             self._batch,
             len(alone),
             "; ".join(self._told),

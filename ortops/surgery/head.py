@@ -1,4 +1,4 @@
-"""Another number of classes."""
+"""Replaces the classification head of a model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from ortops.arguments import whole_number
 from ortops.errors import ModelError, UnsupportedError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
@@ -48,7 +49,7 @@ _SAME_SHAPE = {*ELEMENTWISE, "Dropout", "Hardmax", "LogSoftmax", "Softmax"}
 _POOLS = ("AveragePool", "GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool", "LpPool", "MaxPool")
 
 _OF_NUMBERS = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
-"""What may happen to the numbers of classes, as of ArgMax: nothing that looks them up."""
+"""Operators that class indices, such as ArgMax's, may pass through without a lookup."""
 
 _PRIMES = (10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079, 10091, 10093, 10099, 10103)
 
@@ -57,28 +58,29 @@ _PRIMES = (10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079, 10091, 10093,
 def replace_head(
     model: ModelLike, *, classes: int, output: str | None = None, seed: int = 0
 ) -> onnx.ModelProto:
-    """Returns a model whose classifier tells another number of classes.
+    """Returns a model whose classifier has a new number of classes.
 
     The classifier is the last Gemm, MatMul, Conv, FusedGemm, FusedMatMul or FusedConv before an
-    output whose weight is an initializer or a Constant node. Its weight becomes new random numbers,
-    uniform in ±1/√(numbers that an output is computed from), as PyTorch initializes a Linear; its
-    bias, where it has one, becomes zeros. What follows is corrected: shapes of values and outputs,
-    and the constants of Reshape, Expand and Resize. The other weights stay as they are.
+    output whose weight is an initializer or a Constant node. Its weight is initialized uniformly in
+    ±1/√fan_in, as in PyTorch's Linear, and its bias, if there is one, to zeros. The shapes of later
+    values and outputs, and the constants of Reshape, Expand and Resize, are adapted. All other
+    weights are unchanged.
 
     Args:
         model: A ModelProto, its bytes, or its path; not changed.
-        classes: How many classes there are from now on.
-        output: The output that tells the classes; the first floating-point one by default.
-        seed: Of the new weight: the same seed, the same numbers.
+        classes: The new number of classes.
+        output: The output with the class scores; by default the first floating-point one.
+        seed: The seed of the new weight.
 
     Returns:
-        A new model, of the same opset. External data stay external, relative to the folder of the
+        A new model of the same opset. External data stay external, relative to the folder of the
         given file.
 
     Raises:
+        ArgumentError: If ``classes`` is not a positive integer.
         ModelError: If there is no such output or no classifier, or the model has training_info.
-        UnsupportedError: If the weight has another reader or is quantized, or an operator behind
-            it depends on the number of classes in a way that cannot be corrected.
+        UnsupportedError: If the weight has another reader or is quantized, or a later operator
+            depends on the number of classes in a way that cannot be adapted.
 
     Example:
         >>> from models import mlp
@@ -86,20 +88,19 @@ def replace_head(
         >>> [dim.dim_value for dim in model.graph.output[0].type.tensor_type.shape.dim]
         [0, 5]
     """
-    if isinstance(classes, bool) or not isinstance(classes, int | np.integer) or classes < 1:
-        raise ModelError(f"replace_head: classes is {classes!r}; a whole number from 1 on is taken")
+    classes = whole_number("replace_head: classes", classes, 1)
     work, proto, folder = read(model)
     refuse_training(proto, "replace the head")
     known = inferred(proto, folder)
     chosen = _classified(work.graph, known, output)
-    change = _find_head(work, known, chosen, int(classes))
+    change = _find_head(work, known, chosen, classes)
     for node in work.graph:
         if node is not change.head:
             change.follow(node)
     if chosen not in change.axes:
         raise UnsupportedError(
-            f"{describe(change.head)}: it is the last layer before output '{chosen.name}', which "
-            "does not hold its classes; name the output that does (output=)"
+            f"{describe(change.head)}: it is the last layer before output '{chosen.name}', but "
+            "this output does not have its classes; choose another output (output=)"
         )
     change.apply(np.random.default_rng(seed))
     result: onnx.ModelProto = ir.to_proto(work)
@@ -107,7 +108,7 @@ def replace_head(
 
 
 def _integers(node: ir.Node, name: str, index: int) -> list[int] | None:
-    """Returns what newer operators take as a constant input and older ones as an attribute."""
+    """Returns integers that are an attribute in older opsets and an input in newer ones."""
     if name in node.attributes:
         found = node.attributes[name]
         return [found.as_int()] if found.type == ir.AttributeType.INT else list(found.as_ints())
@@ -116,21 +117,21 @@ def _integers(node: ir.Node, name: str, index: int) -> list[int] | None:
 
 
 def _classified(graph: ir.Graph, known: Mapping[str, ir.Value], name: str | None) -> ir.Value:
-    """Returns the output that tells the classes."""
+    """Returns the output with the class scores."""
     names = [value.name or "" for value in graph.outputs]
     if name is not None:
         if name not in names:
-            raise ModelError(f"output '{name}': the model has none; {did_you_mean(name, names)}")
+            raise ModelError(f"the model has no output '{name}'; {did_you_mean(name, names)}")
         return graph.outputs[names.index(name)]
     for value in graph.outputs:
         kind = known.get(value.name or "", value).dtype
         if kind is None or kind.is_floating_point():
             return value
-    raise ModelError(f"model: none of its outputs {names} is floating-point; name one (output=)")
+    raise ModelError(f"model: it has no floating-point output, only {names}; choose one (output=)")
 
 
 def _chain(value: ir.Value | None) -> list[ir.Value]:
-    """Returns a value and what it is a view of, up to an initializer or Constant; else nothing."""
+    """Returns a value and the values it is a view of, up to a constant; empty if there is none."""
     found = []
     while value is not None:
         found.append(value)
@@ -152,7 +153,7 @@ def _is_dequantized(value: ir.Value | None) -> bool:
 
 
 def _inside(work: ir.Model, node: ir.Node) -> Iterator[ir.Node]:
-    """Yields the nodes of the function that a node calls, and of the graphs inside it."""
+    """Yields the nodes of the function that a node calls, and of its subgraphs."""
     function = work.functions.get(node.op_identifier())
     yield from function.all_nodes() if function is not None else ()
     for graph in inner_graphs(node):
@@ -162,7 +163,7 @@ def _inside(work: ir.Model, node: ir.Node) -> Iterator[ir.Node]:
 def _find_head(
     work: ir.Model, known: Mapping[str, ir.Value], chosen: ir.Value, classes: int
 ) -> _Change:
-    """Finds the last layer with a constant weight that an output is computed by."""
+    """Finds the last layer with a constant weight before an output."""
     ancestors = ancestor_nodes(chosen, set())
     for node in reversed(list(work.graph)):
         if node not in ancestors:
@@ -176,42 +177,42 @@ def _find_head(
             )
         if node.domain.startswith("ai.onnx.ml"):
             raise UnsupportedError(
-                f"{describe(node)}: an operator of ai.onnx.ml, which has tables of its classes, "
-                "computes the output; models that end in Gemm, MatMul or Conv are accepted, and "
-                "ortops.surgery cannot rewrite these tables"
+                f"{describe(node)}: ortops.surgery cannot change the class tables of an operator "
+                "of ai.onnx.ml; give a model that ends in Gemm, MatMul or Conv"
             )
         if node.op_type in _OTHER_LAYERS and any(_chain(value) for value in node.inputs[1:]):
             raise UnsupportedError(
-                f"{describe(node)}: it is the last layer before output '{chosen.name}'; "
-                f"{', '.join(_LAYERS)} are accepted as a head"
+                f"{describe(node)}: the head before output '{chosen.name}' must be one of "
+                f"{', '.join(_LAYERS)}, got {node.op_type}; choose another output (output=)"
             )
         if any(each.op_type in _LAYERS for each in _inside(work, node)):
             raise UnsupportedError(
-                f"{describe(node)}: the last layer before output '{chosen.name}' may be inside it; "
-                "inline functions with onnx.inliner.inline_local_functions, and branches by hand"
+                f"{describe(node)}: the last layer before output '{chosen.name}' may be inside "
+                "this node; inline functions with onnx.inliner.inline_local_functions, and "
+                "subgraphs by hand"
             )
         if node.op_type in _LAYERS:
             sides = [index for index in (0, 1) if _chain(node.inputs[index])]
             if len(sides) == 1:
                 return _Change(work, known, node, sides[0], classes)
     raise ModelError(
-        f"output '{chosen.name}': no {', '.join(_LAYERS)} with a constant weight computes it; name "
-        "the output of a classifier (output=)"
+        f"output '{chosen.name}': there is no {', '.join(_LAYERS)} with a constant weight before "
+        "it; choose the output of a classifier (output=)"
     )
 
 
 class _Change:
-    """The new head, and where its classes go.
+    """The new head, and the values that depend on the number of classes.
 
     Args:
         work: The model, changed by `apply`.
         known: The values with inferred types and shapes.
         head: The classifier.
-        side: Which of its inputs is the weight.
+        side: The index of the weight among its inputs.
         classes: The new number of classes.
 
     Attributes:
-        axes: The axis of each value that has one number for each class.
+        axes: The class axis of each value that has one.
     """
 
     def __init__(
@@ -247,25 +248,25 @@ class _Change:
             raise self._refusal(head, f"it adds '{head.inputs[3].name}' to the classes")
 
     def _orientation(self, weight: ir.Value, side: int) -> tuple[int, int]:
-        """Returns which axis of the weight has the classes, and which of the head's output."""
+        """Returns the class axis of the weight, and that of the head's output."""
         head, given, rank = self.head, self.head.inputs[1 - side], len(self._shape(weight))
         if head.op_type in ("Conv", "FusedConv"):
             group = head.attributes.get_int("group", 1)
             if side == 0 or group != 1:
                 raise UnsupportedError(
-                    f"{describe(head)}: its group is {group}, so a class is computed from few "
-                    "channels; a head with group=1 and a constant weight is accepted"
+                    f"{describe(head)}: a head must have group=1 and a constant weight, got "
+                    f"group={group}; choose another output (output=)"
                 )
             return 0, 1
         if any(head.attributes.get_int(name, 0) for name in ("transBatchA", "transBatchB")):
             raise UnsupportedError(
-                f"{describe(head)}: it swaps batch axes (transBatchA, transBatchB); a head without "
-                "is accepted"
+                f"{describe(head)}: a head must not transpose batch axes (transBatchA, "
+                "transBatchB); choose another output (output=)"
             )
         if rank < 2:
             raise UnsupportedError(
-                f"{describe(head)}: its weight {self._told(weight)} has one axis, so it computes "
-                "one number; a weight [inputs, classes] is accepted"
+                f"{describe(head)}: its weight must have shape [inputs, classes], got "
+                f"{self._told(weight)}; choose another output (output=)"
             )
         transposed = head.attributes.get_int("transB" if side else "transA", 0)
         columns = rank - 1 if side != transposed else rank - 2
@@ -273,7 +274,7 @@ class _Change:
             return columns, 1 if side else 0
         assert given is not None
         taken = len(self._shape(given))
-        if taken == 1:  # a vector, whose axis is summed over
+        if taken == 1:  # the axis of a vector is summed over
             return columns, rank - 2
         return columns, max(taken, rank) - (1 if side else 2)
 
@@ -283,14 +284,14 @@ class _Change:
         return self._known.get(value.name or "", value)
 
     def _shape(self, value: ir.Value) -> list[int]:
-        """Returns the sizes of a value, with large primes for those that are not known."""
+        """Returns the sizes of a value, with large primes in place of unknown ones."""
         shape = self._value(value).shape
         if shape is None:
             raise UnsupportedError(
-                f"{describe(self.head)}: how many axes '{value.name}' has is not known; give the "
-                "model shapes with onnx.shape_inference or onnxruntime's symbolic_shape_infer"
+                f"{describe(self.head)}: the rank of '{value.name}' is unknown; infer the model's "
+                "shapes with onnx.shape_inference or onnxruntime's symbolic_shape_infer"
             )
-        primes = iter(_PRIMES)  # as many as there may be axes
+        primes = iter(_PRIMES)  # enough for the highest possible rank
         symbols: dict[str, int] = {}
         return [
             dim if isinstance(dim, int) else symbols.setdefault(dim.value or str(p), p)
@@ -303,8 +304,8 @@ class _Change:
     def _refusal(self, node: ir.Node, what: str) -> UnsupportedError:
         return UnsupportedError(
             f"{describe(node)}: {what}, which depends on the {self.old} classes of "
-            f"{describe(self.head)} in a way that cannot be corrected; end the model before it "
-            "(ortops.surgery.name_output), or give another output (output=)"
+            f"{describe(self.head)} in a way that cannot be adapted; end the model before this "
+            "node (ortops.surgery.name_output), or choose another output (output=)"
         )
 
     # ----------------------------------------------------------------------------------- following
@@ -315,10 +316,10 @@ class _Change:
         self._biases.append((value, axis))
 
     def follow(self, node: ir.Node) -> None:
-        """Finds what a node makes of the classes.
+        """Finds the class axis of a node's outputs.
 
         Raises:
-            UnsupportedError: If it is not known to work with another number of them.
+            UnsupportedError: If the node may not work with another number of classes.
         """
         read = set(read_inputs(node))
         carried = [value for value in node.inputs if value in self.axes]
@@ -326,7 +327,7 @@ class _Change:
             return
         if read & self._numbers:
             if node.op_type not in _OF_NUMBERS or carried:
-                raise self._refusal(node, "it looks up the number of a class")
+                raise self._refusal(node, "it looks up a class index")
             self._numbers.update(node.outputs)
             return
         standard = node.domain in ("", "com.microsoft")
@@ -342,7 +343,7 @@ class _Change:
         if kind == "Shape":
             return
         if carried != [node.inputs[0]] and kind != "Concat":
-            raise self._refusal(node, "it takes the classes as a second operand")
+            raise self._refusal(node, "it reads the classes as a second operand")
         if kind.startswith("Reduce") or kind in ("ArgMax", "ArgMin", "TopK"):
             self._reduce(node, axis, rank)
         elif kind == "Transpose":
@@ -361,13 +362,13 @@ class _Change:
         elif kind in ("Concat", "Gather", "Slice", "Split"):
             self._select(node, axis, rank, carried)
         else:
-            raise self._refusal(node, "it computes with all classes")
+            raise self._refusal(node, "it mixes the classes")
 
     def _elementwise(self, node: ir.Node, carried: Sequence[ir.Value]) -> int:
         ranks = {value: len(self._shape(value)) for value in node.inputs if value is not None}
         behind = {ranks[value] - self.axes[value] for value in carried}
         if len(behind) > 1:
-            raise self._refusal(node, "it joins the classes with themselves")
+            raise self._refusal(node, "it combines different class axes")
         distance = behind.pop()
         for value, rank in ranks.items():
             size = self._shape(value)[rank - distance] if rank >= distance else 1
@@ -384,7 +385,9 @@ class _Change:
             if rank >= distance and is_bias:
                 self._add_bias(node, value, rank - distance)
             elif size != 1:
-                raise self._refusal(node, f"it takes '{value.name}' {self._told(value)} to them")
+                raise self._refusal(
+                    node, f"it combines the classes with '{value.name}' {self._told(value)}"
+                )
         return max(ranks.values()) - distance
 
     def _reduce(self, node: ir.Node, axis: int, rank: int) -> None:
@@ -397,7 +400,7 @@ class _Change:
             count = _integers(node, "k", 1)
             if count is None or count[0] > self._classes:
                 wanted = "a computed number" if count is None else str(count[0])
-                raise self._refusal(node, f"it takes the best {wanted} of {self._classes} classes")
+                raise self._refusal(node, f"it selects the top {wanted} of {self._classes} classes")
             self._numbers.add(numbers)
             return
         if node.op_type in ("ArgMax", "ArgMin"):
@@ -427,7 +430,7 @@ class _Change:
             axes = [place for place, size in enumerate(shape) if size == 1]
         places = {each % rank for each in axes}
         if axis in places:
-            raise self._refusal(node, "it drops the axis of the classes")
+            raise self._refusal(node, "it removes the class axis")
         return axis - sum(each < axis for each in places)
 
     def _input(self, node: ir.Node) -> ir.Value:
@@ -464,7 +467,7 @@ class _Change:
         ]
         if len(places) != 1:
             what = "it" if shape is None else f"its shape {shape}"
-            raise self._refusal(node, f"{what} merges their axis with others, or drops it")
+            raise self._refusal(node, f"{what} merges the class axis with others, or removes it")
         place = places[0]
         if shape is not None and shape[place] == self.old:
             shape[place] = self._classes
@@ -486,7 +489,7 @@ class _Change:
 
     def _resize(self, node: ir.Node, axis: int) -> None:
         if "axes" in node.attributes:
-            raise self._refusal(node, "it names its axes")
+            raise self._refusal(node, "it has the attribute axes")
         index = 1 if node.op_type == "Upsample" or len(node.inputs) == 2 else 2
         scales = constant(node.inputs[index]) if len(node.inputs) > index else None
         sizes = constant(node.inputs[3]) if len(node.inputs) > 3 else None
@@ -495,7 +498,7 @@ class _Change:
             sizes[axis] = self._classes
             self._constants.append((node, 3, sizes))
         elif scales is None or not scales.size or scales[axis] != 1:
-            raise self._refusal(node, "it may resize the axis of the classes")
+            raise self._refusal(node, "it may resize the class axis")
         self.axes[node.outputs[0]] = axis
 
     def _select(self, node: ir.Node, axis: int, rank: int, carried: Sequence[ir.Value]) -> None:
@@ -506,15 +509,15 @@ class _Change:
                 starts = _integers(node, "starts", 1)
                 axes = None if starts is None else list(range(len(starts)))
             if axes is None:
-                raise self._refusal(node, "it may take some of the classes")
+                raise self._refusal(node, "it may select some of the classes")
         else:
             axes = [node.attributes.get_int("axis", 0)]
         if axis in {each % rank for each in axes}:
-            raise self._refusal(node, "it takes some of the classes, or joins them with others")
+            raise self._refusal(node, "it selects some of the classes, or appends others")
         if kind == "Concat" and (
             len(carried) != len(node.inputs) or {self.axes[value] for value in carried} != {axis}
         ):
-            raise self._refusal(node, "it joins the classes with those of other layers")
+            raise self._refusal(node, "it concatenates the classes with outputs of other layers")
         if kind == "Gather" and axes[0] % rank < axis:
             assert node.inputs[1] is not None
             axis += len(self._shape(node.inputs[1])) - 1
@@ -529,8 +532,8 @@ class _Change:
         assert old is not None
         if old.dtype.type not in (np.float16, np.float32, np.float64):
             raise UnsupportedError(
-                f"{describe(self.head)}: its weight '{root.name}' is of {old.dtype}; float16, "
-                "float32 and float64 are accepted"
+                f"{describe(self.head)}: its weight '{root.name}' must be float16, float32 or "
+                f"float64, got {old.dtype}"
             )
         shape = [*old.shape]
         shape[columns] = self._classes
@@ -540,7 +543,7 @@ class _Change:
         else:
             fan_in = math.prod(taken[-2:]) // self.old
         bound = 1 / math.sqrt(max(fan_in, 1))
-        told = [f"weight '{root.name}' {list(old.shape)} → {shape} uniform in ±{bound:.3g}"]
+        changes = [f"weight '{root.name}' {list(old.shape)} → {shape} uniform in ±{bound:.3g}"]
         biases = [self._root(value, axis) for value, axis in self._biases]
         self._set(root, generator.uniform(-bound, bound, shape).astype(old.dtype))
         for value, axis in biases:
@@ -548,7 +551,7 @@ class _Change:
             assert array is not None
             shape = [*array.shape]
             shape[axis] = self._classes
-            told.append(f"bias '{value.name}' {list(array.shape)} → {shape} zeros")
+            changes.append(f"bias '{value.name}' {list(array.shape)} → {shape} zeros")
             self._set(value, np.zeros(shape, array.dtype))
         names = Names(self._work.graph)
         for node, index, array in self._constants:
@@ -557,7 +560,7 @@ class _Change:
             node.replace_input_with(index, tape.constant(array).value)
             assert replaced is not None
             drop_unread(replaced)
-            told.append(f"{describe(node)} {array.tolist()}")
+            changes.append(f"{describe(node)} {array.tolist()}")
         for value, axis in self.axes.items():
             before = dimensions(value)
             if value.shape is not None and isinstance(value.shape[axis], int):
@@ -565,37 +568,37 @@ class _Change:
                 dims[axis] = self._classes
                 value.shape = ir.Shape(dims)
             if value.is_graph_output():
-                told.append(f"output '{value.name}' {before} → {dimensions(value)}")
+                changes.append(f"output '{value.name}' {before} → {dimensions(value)}")
         logger.warning(
-            "%s: %d classes became %d: %s",
+            "%s: changed from %d to %d classes: %s",
             describe(self.head),
             self.old,
             self._classes,
-            "; ".join(told),
+            "; ".join(changes),
         )
 
     def _root(self, value: ir.Value, axis: int) -> tuple[ir.Value, int]:
-        """Returns what holds a weight, and which axis of it an axis of the weight is."""
+        """Returns the constant that stores a weight, and the axis of it that an axis maps to."""
         chain = _chain(value)
         for each in chain:
             readers = list(dict.fromkeys(node for node, _ in each.uses()))
             if each.is_graph_output():
                 raise UnsupportedError(
-                    f"{describe(self.head)}: its weight '{each.name}' is an output of the model "
-                    "too; a weight of the head alone is accepted"
+                    f"{describe(self.head)}: its weight '{each.name}' is also an output of the "
+                    "model, but only the head may use it; remove the output"
                 )
             if len(each.uses()) > 1:
                 other = next((node for node in readers if node is not self.head), self.head)
                 raise UnsupportedError(
-                    f"{describe(self.head)}: its weight '{each.name}' is read by "
-                    f"{describe(other)} too, as where embeddings are tied; a weight of the head "
-                    "alone is accepted"
+                    f"{describe(self.head)}: its weight '{each.name}' is also read by "
+                    f"{describe(other)}, such as a tied embedding, but only the head may use it; "
+                    "export the model with untied weights"
                 )
             node = None if each is chain[-1] else each.producer()
             if node is not None and node.op_type == "Transpose":
                 rank = len(self._shape(each))
                 axis = node.attributes.get_ints("perm", list(reversed(range(rank))))[axis]
-        for each in chain:  # what is behind a Transpose has its shapes inferred anew
+        for each in chain:  # values between the constant and the head are inferred again
             if not each.is_initializer():
                 each.shape = None
         return chain[-1], axis

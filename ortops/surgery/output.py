@@ -1,4 +1,4 @@
-"""A tensor that is put out."""
+"""Makes a tensor an output of a model."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ __all__ = ["name_output"]
 
 @convert.blame_model
 def name_output(model: ModelLike, tensor: str, *, name: str | None = None) -> onnx.ModelProto:
-    """Returns a model that puts out one more of its tensors.
+    """Returns a model with one of its tensors as an additional output.
 
     Args:
         model: A ModelProto, its bytes, or its path; not changed.
-        tensor: The name of a tensor of the main graph. Nothing is done where it is an output.
-        name: The name of the output, if not the tensor's own.
+        tensor: The name of a tensor of the main graph. If it already is an output, the model is
+            returned unchanged.
+        name: The name of the output; by default that of the tensor.
 
     Returns:
-        A new model, of the same opset, with the tensor as its last output, of the type and shape
-        that are known. External data stay external, relative to the folder of the given file.
+        A new model of the same opset, with the tensor as its last output and with its type and
+        shape as far as they are known. External data stay external, relative to the folder of the
+        given file.
 
     Raises:
-        ModelError: If there is no such tensor, or the new name is taken.
-        UnsupportedError: If the tensor is inside a graph or function of a node.
+        ModelError: If there is no such tensor, or the new name is already used.
+        UnsupportedError: If the tensor is inside a subgraph or a function.
 
     Example:
         >>> from models import mlp
@@ -57,7 +59,9 @@ def name_output(model: ModelLike, tensor: str, *, name: str | None = None) -> on
     for each in algorithm_names(proto):
         taken.take(each)
     if name is not None and name != tensor and taken.unique(name) != name:
-        raise ModelError(f"name '{name}': the model has a tensor or node of it; give another")
+        raise ModelError(
+            f"name '{name}' is already used by a tensor or node of the model; give another"
+        )
     known = inferred(proto, folder).get(tensor, value)
     if name not in (None, tensor):
         node = ir.Node("", "Identity", [value], name=taken.unique(f"{name}/Identity"))
@@ -70,7 +74,7 @@ def name_output(model: ModelLike, tensor: str, *, name: str | None = None) -> on
         "tensor '%s' is output '%s': %s %s", tensor, value.name, value.type, dimensions(value)
     )
     result: onnx.ModelProto = ir.to_proto(work)
-    for info in proto.training_info:  # one by one: `extend` takes none of 2 GB
+    for info in proto.training_info:  # one by one, as `extend` fails for messages of 2 GB
         result.training_info.add().CopyFrom(info)
     return result
 
@@ -82,13 +86,13 @@ def _missing(work: ir.Model, tensor: str, values: Iterable[str]) -> ModelError |
             found += [value for each in inner for value in each.outputs]
             if any(value.name == tensor for value in found):
                 return UnsupportedError(
-                    f"{describe(node)}: tensor '{tensor}' is inside its graph '{inner.name}', "
-                    "which has it once for each run, or not at all; name an output of the node"
+                    f"{describe(node)}: tensor '{tensor}' is inside its subgraph '{inner.name}', "
+                    "which may run many times or never; name an output of the node instead"
                 )
     for function in work.functions.values():
         if any(v.name == tensor for node in function.all_nodes() for v in node.outputs):
             return UnsupportedError(
-                f"function '{function.name}': tensor '{tensor}' is inside it; replace the calls by "
-                "the body with onnx.inliner.inline_local_functions"
+                f"tensor '{tensor}' is inside the function '{function.name}'; inline it with "
+                "onnx.inliner.inline_local_functions"
             )
-    return ModelError(f"tensor '{tensor}': the model has none; {did_you_mean(tensor, values)}")
+    return ModelError(f"the model has no tensor '{tensor}'; {did_you_mean(tensor, values)}")

@@ -1,4 +1,4 @@
-"""What the functions of surgery have in common: reading a model, and its constants."""
+"""Helpers shared by the functions of surgery: reading a model and its constants."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ _LIKE_INPUTS = (
     *("BiasGelu", "BiasSplitGelu", "FastGelu", "FusedConv", "FusedGemm", "FusedMatMul", "Gelu"),
     *("QuickGelu", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"),
 )
-"""onnxruntime's operators whose output has as many axes as an input; onnx does not know them."""
+"""onnxruntime's operators whose output has the rank of an input; onnx cannot infer their shapes."""
 
 
 def read(model: ModelLike) -> tuple[ir.Model, onnx.ModelProto, Path | None]:
-    """Returns a model to change, the message it was read from, and the folder of its file."""
+    """Returns a model to change, the proto that it was read from, and the folder of its file."""
     proto, folder = convert.load(model)
     return convert.to_ir(proto, folder), proto, folder
 
 
 def refuse_training(proto: onnx.ModelProto, what: str) -> None:
-    """Refuses a model that has a training algorithm already."""
+    """Rejects a model that already has a training algorithm."""
     if proto.training_info:
         raise ModelError(
-            f"model: it has {len(proto.training_info)} training_info, which fits the model as it "
-            f"is; {what} before build_training_model"
+            "model: it has training_info, which would no longer fit the changed model; "
+            f"{what} before build_training_model"
         )
 
 
 def inferred(proto: onnx.ModelProto, folder: Path | None) -> dict[str, ir.Value]:
-    """Returns the values of the main graph by name, with types and shapes as far as onnx knows."""
+    """Returns the values of the main graph by name, with inferred types and shapes."""
     model = convert.to_ir(proto, folder)
     graph = model.graph
     infer_shapes(model)
@@ -65,7 +65,7 @@ def inferred(proto: onnx.ModelProto, folder: Path | None) -> dict[str, ir.Value]
 
 
 def _infer_ranks(graph: ir.Graph) -> bool:
-    """Gives outputs as many axes as they are known to have, where onnx does not."""
+    """Infers ranks of outputs that onnx cannot infer; returns whether there were any."""
     found = False
     for node in graph:
         shapes = [value.shape for value in node.inputs[:2] if value is not None]
@@ -84,18 +84,18 @@ def _infer_ranks(graph: ir.Graph) -> bool:
 
 
 def constant(value: ir.Value | None) -> Array | None:
-    """Returns what an initializer or a Constant node holds, else None."""
+    """Returns the array of an initializer or Constant node; None for other values."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return None if tensor is None else tensor.numpy()
 
 
 def dimensions(value: ir.Value) -> str:
-    """Returns the shape of a value as messages say it."""
+    """Returns the shape of a value for messages."""
     return "[…]" if value.shape is None else f"[{', '.join(str(dim) for dim in value.shape)}]"
 
 
 def drop_unread(value: ir.Value) -> None:
-    """Removes a constant that nobody reads any more."""
+    """Removes a constant if it is unused."""
     node, graph = value.producer(), value.graph
     if value.uses() or value.is_graph_output():
         return

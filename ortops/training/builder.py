@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 import onnx
@@ -22,7 +22,7 @@ from ortops.graph.edit import ancestor_nodes
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.losses import LossLike
 from ortops.lowering import has_domain
-from ortops.numbers import real
+from ortops.numbers import integer, real
 from ortops.optimizers import Optimizer, UpdateRule
 from ortops.training.algorithm import Algorithm, write_algorithm
 from ortops.training.clipping import Clipping
@@ -297,6 +297,9 @@ def plan_training(
     """
     clipping = Clipping(clip_norm, clip_value)
     _check_decay(ema_decay)
+    whole_seed = integer(seed)
+    if whole_seed is None or not -(2**63) <= whole_seed < 2**63:
+        raise ModelError(f"seed is {seed!r:.80}; an integer of 64 bits is accepted")
     chosen_loss, chosen_optimizer = losses.resolve(loss), optimizers.resolve(optimizer)
     graph, names, visible = prepared.graph, prepared.names, prepared.visible
     nodes = list(graph)
@@ -310,9 +313,7 @@ def plan_training(
 
         @functools.cache
         def first_seed() -> Tensor:
-            if not isinstance(seed, SupportsIndex) or not -(2**63) <= int(seed) < 2**63:
-                raise ModelError(f"seed is {seed!r}; an integer of 64 bits is accepted")
-            return algorithm.variable("seed", np.array(seed, np.int64))
+            return algorithm.variable("seed", np.array(whole_seed, np.int64))
 
         training = copy_in_training_mode(
             tape, nodes, visible, step, first_seed, prepared.frozen.__contains__
@@ -457,7 +458,7 @@ def _with_names(computed: losses.Computed, graph: ir.Graph) -> losses.Computed:
     value = _named(computed.value, "loss", graph)
     if len(computed.parts) == 1:
         (part,) = computed.parts
-        return replace(computed, value=value, parts=[replace(part, value=value)])
+        return replace(computed, value=value, parts=[replace(part, value=value, weight=1.0)])
     parts = [
         replace(part, value=_named(part.value, f"loss_{part.label}", graph))
         for part in computed.parts

@@ -27,8 +27,8 @@ class Record:
         samples: How many rows of the epoch are done.
         seconds: The time since the training began; that of interrupted calls counts.
         history: The entries of the finished epochs.
-        interrupted: ``"SIGINT"`` or ``"SIGTERM"`` in `Callback.on_end`, if such a signal ended the
-            training; else "".
+        interrupted: ``"SIGINT"``, ``"SIGTERM"`` or ``"SIGHUP"`` in `Callback.on_end`, if such a
+            signal ended the training; else "".
         stopped: Why the training is to end, if `stop` was called.
 
     Example:
@@ -71,9 +71,13 @@ class Callback:
     Subclass it and define what you need. The session may be read, evaluated, saved and changed;
     what is raised ends the training and reaches the caller of `fit`.
 
+    Of each event, first all callbacks are told, in the order in which they were given, and then
+    `on_save` of each is called. A callback that saves the session does so there: the file also
+    holds the `state` of all callbacks, and by then all of them have seen the event.
+
     Attributes:
-        saves: Whether it saves the session. Such callbacks are called after the others, so that
-            what they save is what all have seen.
+        saves: Whether it saves the session. One that does so in another method than `on_save` is
+            told after all others.
         writes: Whether it writes or shows something. Where several processes train together (see
             `ortops.distributed`), only the first one calls it, as one that saves; so it changes
             nothing in the session.
@@ -98,6 +102,12 @@ class Callback:
 
     def on_end(self, record: Record, session: Any) -> None:
         """Is called when training ends: it is done, was stopped, or interrupted by a signal."""
+
+    def on_save(self, record: Record, session: Any) -> None:
+        """Is called after each of the methods above, once all callbacks have been told."""
+
+    def on_close(self) -> None:
+        """Is called once when `fit` returns or raises, after anything else: close files here."""
 
     def state(self) -> dict[str, Any]:
         """Returns what has to be restored when the training is resumed, as JSON has it."""

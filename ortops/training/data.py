@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops.errors import FeedError
+from ortops.numbers import integer
 from ortops.training import tables
 from ortops.training.feeds import Checked, Feeds, Inputs
 from ortops.training.prefetch import Prefetcher
@@ -39,7 +40,8 @@ class Source:
     batches: int | None
     prefetch: int
     _read: _Read
-    _refills: bool = False
+    _keeps: bool = False
+    """Whether a batch stays as it is while later ones are read: none of them fills its memory."""
 
     def epoch(
         self, number: int = 1, *, order: np.random.Generator | None = None, start: int = 0
@@ -61,11 +63,8 @@ class Source:
         batches = self._read(number, order, start)
         if not self.prefetch:
             return batches
-        if self._refills:  # a loader may fill the same memory again
-            batches = (
-                Checked({name: array.copy() for name, array in batch.items()}, batch.by)
-                for batch in batches
-            )
+        if not self._keeps:
+            batches = (_copied(batch) for batch in batches)
         return Prefetcher(batches, self.prefetch)
 
 
@@ -73,6 +72,9 @@ def open_data(
     data: Data, inputs: Inputs, *, batch_size: int = 32, epochs: int = 1, prefetch: int = 0
 ) -> Source:
     """Returns a data set as batches, whatever form it has.
+
+    Each read may fill the same memory again: what is still needed of a read is copied before the
+    next one.
 
     Args:
         data: A source, which is returned as it is, or one of
@@ -103,8 +105,8 @@ def open_data(
     """
     if isinstance(data, Source):
         return data
-    _check_count("batch_size", batch_size, 1)
-    _check_count("prefetch", prefetch, 0)
+    batch_size = _count("batch_size", batch_size, 1)
+    prefetch = _count("prefetch", prefetch, 0)
     if isinstance(data, Mapping) or tables.is_table(data) or _is_arrays(data):
         if tables.is_stored_table(data):
             return _stored_table(data, inputs, batch_size, prefetch)
@@ -145,9 +147,16 @@ def rows(feeds: Mapping[str, npt.NDArray[Any]]) -> int:
     return next((shape[0] for shape in shapes.values() if shape[0]), 1)
 
 
-def _check_count(what: str, number: int, least: int) -> None:
-    if not hasattr(number, "__index__") or number < least:
-        raise FeedError(f"{what} is {number!r}; an integer of at least {least} is accepted")
+def _count(what: str, given: object, least: int) -> int:
+    number = integer(given)
+    if number is None or number < least:
+        raise FeedError(f"{what} is {given!r:.80}; an integer of at least {least} is accepted")
+    return number
+
+
+def _copied(batch: Checked) -> Checked:
+    """Returns a batch in memory of its own; that of the given one may be filled again."""
+    return Checked({name: array.copy() for name, array in batch.items()}, batch.by)
 
 
 def _is_arrays(data: object) -> bool:
@@ -171,6 +180,8 @@ def _cut(
     inputs: Inputs,
     batch_size: int,
     prefetch: int,
+    *,
+    keeps: bool,
 ) -> Source:
     """Returns a data set of rows.
 
@@ -181,6 +192,7 @@ def _cut(
         inputs: See `open_data`.
         batch_size: See `open_data`.
         prefetch: See `open_data`.
+        keeps: Whether what ``read`` gave stays as it is when it is called again.
     """
     for name in names:
         fixed = inputs.fixed_rows(name)
@@ -201,7 +213,7 @@ def _cut(
             part = slice(batch * batch_size, min((batch + 1) * batch_size, size))
             yield inputs.check(read(part if places is None else places[part]))
 
-    return Source(size, -(-size // batch_size), prefetch, epoch)
+    return Source(size, -(-size // batch_size), prefetch, epoch, keeps)
 
 
 def _arrays(data: Mapping[str, Any], inputs: Inputs, batch_size: int, prefetch: int) -> Source:
@@ -220,7 +232,8 @@ def _arrays(data: Mapping[str, Any], inputs: Inputs, batch_size: int, prefetch: 
                 "batch; give a list of batches"
             )
         if not own or own == (fixed,):
-            constants[name] = arrays.pop(name)
+            array = arrays.pop(name)
+            constants[name] = tables.take(array, slice(None)) if own else array
     lengths = {name: array.shape[0] for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"'{name}' {length}" for name, length in lengths.items())
@@ -229,7 +242,7 @@ def _arrays(data: Mapping[str, Any], inputs: Inputs, batch_size: int, prefetch: 
     def read(places: Places) -> dict[str, Any]:
         return {name: tables.take(array, places) for name, array in arrays.items()} | constants
 
-    return _cut(read, size, arrays, inputs, batch_size, prefetch)
+    return _cut(read, size, arrays, inputs, batch_size, prefetch, keeps=True)
 
 
 def _stored_table(data: Any, inputs: Inputs, batch_size: int, prefetch: int) -> Source:
@@ -244,7 +257,8 @@ def _stored_table(data: Any, inputs: Inputs, batch_size: int, prefetch: int) -> 
         part = data[places if isinstance(places, slice) else places.tolist()]
         return inputs.as_columns({name: part[name] for name in wanted})
 
-    return _cut(read, len(data), inputs, inputs, batch_size, prefetch)
+    # A transform that the user gave the data set may fill the same memory again.
+    return _cut(read, len(data), inputs, inputs, batch_size, prefetch, keeps=False)
 
 
 def _samples(data: Any, inputs: Inputs, batch_size: int, prefetch: int) -> Source:
@@ -254,17 +268,20 @@ def _samples(data: Any, inputs: Inputs, batch_size: int, prefetch: int) -> Sourc
 
     def read(places: Places) -> dict[str, Any]:
         numbers = range(places.start, places.stop) if isinstance(places, slice) else places.tolist()
-        samples = {number: inputs.named(data[number]) for number in numbers}
-        names = next(iter(samples.values())).keys()
-        for number, sample in samples.items():
-            if sample.keys() != names:
+        columns: dict[str, list[Any]] = {}
+        for number in numbers:
+            sample = inputs.sample(data[number])
+            columns = columns or {name: [] for name in sample}
+            if sample.keys() != columns.keys():
                 raise FeedError(
                     f"data: sample {number} has {_listed(sample)}, and sample {numbers[0]} has "
-                    f"{_listed(names)}; give the same in all"
+                    f"{_listed(columns)}; give the same in all"
                 )
-        return {name: [sample[name] for sample in samples.values()] for name in names}
+            for name, value in sample.items():
+                columns[name].append(value)
+        return columns
 
-    return _cut(read, size, inputs, inputs, batch_size, prefetch)
+    return _cut(read, size, inputs, inputs, batch_size, prefetch, keeps=True)
 
 
 def _is_batch(item: object, inputs: Inputs) -> bool:
@@ -302,7 +319,7 @@ def _iterable(data: Iterable[Any], inputs: Inputs, epochs: int, prefetch: int) -
                 f"data: {type(data).__name__} can be gone through once, and there are {epochs} "
                 "epochs; give arrays, a list, or a function that returns a new one for each epoch"
             )
-        first = list(itertools.islice(data, epochs))
+        first = [_copied(inputs.check(batch)) for batch in itertools.islice(data, epochs)]
         if len(first) < epochs:
             raise _nothing()
         given = itertools.chain(first, data)
@@ -317,7 +334,7 @@ def _iterable(data: Iterable[Any], inputs: Inputs, epochs: int, prefetch: int) -
             raise _nothing()
         _check_start(start, done)
 
-    return Source(None, _length(data), prefetch, epoch, True)
+    return Source(None, _length(data), prefetch, epoch)
 
 
 def _length(data: object) -> int | None:
@@ -348,7 +365,7 @@ def _function(
             number, order=order, start=start
         )
 
-    return Source(None, None, prefetch, epoch, True)
+    return Source(None, None, prefetch, epoch)
 
 
 def _stream(data: Any, inputs: Inputs, batch_size: int) -> Callable[[], Iterator[dict[str, Any]]]:

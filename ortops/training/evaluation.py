@@ -15,6 +15,7 @@ from ortops.errors import OrtopsError, did_you_mean
 from ortops.execution.memory import ort_value
 from ortops.execution.onnxruntime_sessions import errors_as_ours
 from ortops.metrics import StreamingMetric
+from ortops.metrics.metric import as_number
 from ortops.training.data import rows
 from ortops.training.feeds import Inputs
 from ortops.training.metadata import LossPart, PredictionNote, TrainingMetadata
@@ -183,7 +184,7 @@ def measure(
         looks: What to compute besides the loss, by name.
 
     Raises:
-        OrtopsError: If a metric has the name of a loss.
+        OrtopsError: If a metric has the name of a loss, or its result is not a number.
     """
     totals = [Total(part) for part in evaluation.parts]
     metrics = {name: each.begin(evaluation.kinds) for name, each in looks.items()}
@@ -200,10 +201,12 @@ def measure(
             note = looks[name].note
             more = {key: batch[other] for key, other in metric.inputs.items() if other in batch}
             metric.update(found[evaluation.tensors[note.tensor]], batch[note.target], **more)
-    result = {"loss": sum(total.part.weight * total.average for total in totals)}
+    counted = [total for total in totals if total.part.is_sum or total.count]
+    values = [total.part.weight * total.average for total in counted]
+    result = {"loss": sum(values) if values else math.nan}
     if len(totals) > 1:
         result |= {total.part.name: total.average for total in totals}
-    return result | {name: metric.result() for name, metric in metrics.items()}
+    return result | {name: as_number(metric, metric.result()) for name, metric in metrics.items()}
 
 
 def predict(
@@ -236,7 +239,8 @@ def predict(
                     f"{list(array.shape)} for another, which cannot be joined; give batches of one "
                     "shape, or predict each by itself"
                 )
-            parts[name].append(array)
+            is_fed = any(np.may_share_memory(array, fed) for fed in batch.values())
+            parts[name].append(array.copy() if is_fed else array)  # it may be filled again
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
 

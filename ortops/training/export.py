@@ -21,8 +21,9 @@ from ortops.graph.convert import ModelLike
 from ortops.graph.edit import merge_equal_nodes
 from ortops.graph.external import Data
 from ortops.graph.files import write_atomically
+from ortops.graph.json_text import read_json
 from ortops.graph.places import places
-from ortops.graph.safetensors import write_safetensors
+from ortops.graph.safetensors import dump_safetensors
 from ortops.graph.serialization import to_proto
 from ortops.lowering import Target, lower
 from ortops.training.metadata import TrainingMetadata, training_metadata
@@ -38,6 +39,7 @@ Array: TypeAlias = npt.NDArray[Any]
 FORMAT, VERSION = "ortops.step", 1
 """What ``step.json`` says that it is."""
 
+_DESCRIPTION = "step.json"
 _WEB_FILES = ("ortops.mjs", "ortops.d.mts", "index.html")
 
 
@@ -49,6 +51,7 @@ def export_step(
     *,
     entry: int = 0,
     target: Target | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Writes a training step for a program in any language that has onnxruntime.
 
@@ -85,13 +88,16 @@ def export_step(
 
     Args:
         model: A trainable model.
-        folder: The folder, which is made if need be. Files of these names are replaced.
+        folder: The folder, which is made if need be. Files of an earlier export are replaced.
         web: Whether to write a driver in JavaScript and a page that trains, too.
         entry: Which of several training_info entries; each is exported to a folder of its own.
         target: What the step is lowered for (see `ortops.step_graph`).
+        overwrite: Whether files of these names that no export wrote, or that were changed since,
+            are replaced, too.
 
     Raises:
         ModelError: If the model is not trainable, not legal, or of 2 GB and more.
+        OrtopsError: If the folder has such a file, and ``overwrite`` is False.
         OSError: If a file cannot be written.
         UnsupportedError: If safetensors has no name for the type of a variable.
 
@@ -122,26 +128,17 @@ def export_step(
         "model.onnx": external.serialize(whole),
         "step.onnx": _step_message(whole, entry, target),
         "evaluate.onnx": to_proto(evaluation.step.model).SerializeToString(),
+        "state.safetensors": dump_safetensors(arrays),
     }
-    where = Path(folder)
-    where.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        write_atomically(where / name, content)
-    write_safetensors(where / "state.safetensors", arrays)
-    files["state.safetensors"] = (where / "state.safetensors").read_bytes()
-    if web:
-        for name in _WEB_FILES:
-            write_atomically(where / name, (resources.files("ortops") / "web" / name).read_bytes())
+    source = resources.files("ortops") / "web"
+    page = {name: (source / name).read_bytes() for name in (_WEB_FILES if web else ())}
     spots = places(files["model.onnx"])
     graph_names = {tensor.name for tensor in proto.graph.initializer}
     described = {
         "format": FORMAT,
         "version": VERSION,
         "target": target,
-        "files": {
-            name: {"bytes": len(content), "crc32": zlib.crc32(content)}
-            for name, content in files.items()
-        },
+        "files": {name: _describe_file(content) for name, content in files.items()},
         "step": {
             "feeds": _feeds(step),
             "outputs": list(step.outputs),
@@ -161,7 +158,47 @@ def export_step(
             for name, array in arrays.items()
         },
     }
-    write_atomically(where / "step.json", json.dumps(described, indent=1).encode())
+    files |= page
+    files[_DESCRIPTION] = json.dumps(described, indent=1).encode()  # written last
+    where = Path(folder)
+    if not overwrite:
+        _refuse_others(where, files)
+    where.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        write_atomically(where / name, content)
+
+
+def _refuse_others(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Refuses to replace files that no export wrote, or that were changed since."""
+    written = _written(folder / _DESCRIPTION)
+    for name, content in files.items():
+        path = folder / name
+        if not path.exists():
+            continue
+        present = path.read_bytes()
+        if present == content or written.get(name) == _describe_file(present):
+            continue
+        raise OrtopsError(
+            f"export_step: '{path}' is not a file that an export to this folder wrote, or it was "
+            "changed since; give another folder, or overwrite=True (--force on the command line) "
+            "to replace it"
+        )
+
+
+def _written(description: Path) -> dict[str, Any]:
+    """Returns which files an earlier export wrote, with their lengths and checksums."""
+    try:
+        content = description.read_bytes()
+        found = read_json(content)
+        if found["format"] == FORMAT:
+            return {**found["files"], description.name: _describe_file(content)}
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        pass
+    return {}
+
+
+def _describe_file(content: bytes) -> dict[str, int]:
+    return {"bytes": len(content), "crc32": zlib.crc32(content)}
 
 
 def _step_message(whole: onnx.ModelProto, entry: int, target: Target | None) -> bytes:

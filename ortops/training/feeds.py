@@ -19,7 +19,7 @@ from ortops.graph.labels import Labels, noted_labels
 from ortops.graph.tensor import numpy_dtype
 from ortops.training import tables
 
-__all__ = ["Checked", "Feeds", "Input", "Inputs"]
+__all__ = ["Checked", "Feeds", "Input", "Inputs", "to_array"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -57,18 +57,7 @@ class Input:
         Raises:
             FeedError: If it is no array, or has values that its type cannot hold.
         """
-        if type(given) is np.ndarray:
-            return given
-        try:
-            plain = _plain(given)
-            array = np.asarray(plain)
-        except MemoryError:
-            raise
-        except Exception as error:  # whatever has an __array__ may raise anything
-            why = str(error).strip().split("\n")[0] or type(error).__name__
-            raise FeedError(
-                f"feeds: '{self.name}' is no array: {why}; give a numpy array"
-            ) from error
+        array, plain = _opened_array(f"feeds: '{self.name}'", given)
         return self._typed(array, plain) if isinstance(plain, list | float) else array
 
     def fit(self, given: object, sizes: dict[str, tuple[int, str]]) -> Array:
@@ -159,6 +148,33 @@ class Input:
                         f"feeds: '{dim}' is {known} in '{teller}' and {size} in '{self.name}'; it "
                         "must be the same in all inputs"
                     )
+
+
+def to_array(what: str, given: object) -> Array:
+    """Returns anything with values as an array: its own memory, where it has an array's.
+
+    Args:
+        what: What it is, for messages.
+        given: An array of any library, an OrtValue, numbers in lists.
+
+    Raises:
+        FeedError: If it is no array, or has values that are missing.
+    """
+    return _opened_array(what, given)[0]
+
+
+def _opened_array(what: str, given: object) -> tuple[Array, Any]:
+    """Returns what was given as an array, and what numpy made that of."""
+    if type(given) is np.ndarray:
+        return given, given
+    try:
+        plain = _plain(given)
+        return np.asarray(plain), plain
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever has an __array__ may raise anything
+        why = str(error).strip().split("\n")[0] or type(error).__name__
+        raise FeedError(f"{what} is no array: {why}; give a numpy array") from error
 
 
 def _plain(given: Any) -> Any:
@@ -381,12 +397,30 @@ class Inputs(dict[str, Input]):
         self._check_names(given)
         sizes: dict[str, tuple[int, str]] = {}
         arrays = {}
+        # A mapping that reads what it is asked for may read it into the same memory each time.
+        holds = getattr(type(given), "__getitem__", None) is dict.__getitem__
         for name, value in self.items():
             self._check_there(name, given)
-            arrays[name] = value.fit(_read(given, name), sizes)
+            array = value.fit(_read(given, name), sizes)
+            arrays[name] = array if holds else array.copy()
         for name, accepted in self._labels:
             _check_labels(name, arrays[name], accepted)
         return Checked(arrays, self)
+
+    def sample(self, feeds: object) -> dict[str, Array | None]:
+        """Returns a sample by name, in memory of its own: the next may be read into the same.
+
+        Args:
+            feeds: See `named`. What no step reads is None in the result.
+
+        Raises:
+            FeedError: If something in it is not an array.
+        """
+        given = self.named(feeds)
+        return {
+            name: self[name].array(_read(given, name)).copy() if name in self else None
+            for name in given
+        }
 
     def columns(self, data: Mapping[str, object]) -> dict[str, Any]:
         """Returns a data set as arrays, from which batches are cut.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import functools
 import logging
 import math
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, SupportsIndex, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from ortops import metrics as metric_functions
 from ortops.errors import DivergedError, OrtopsError
 from ortops.metrics import Metric, StreamingMetric
+from ortops.numbers import integer, plain
 from ortops.training.callback import Callback, Record
 from ortops.training.data import Data, Source, rows
 from ortops.training.evaluation import number_of
@@ -24,12 +26,13 @@ from ortops.training.gradients import Accumulation, Gradients
 from ortops.training.history import History
 from ortops.training.interruption import Interruption
 from ortops.training.metadata import TrainingMetadata
-from ortops.training.position import Begun, Call, Place, Position, Standing
+from ortops.training.position import Begun, Call, Entries, Place, Position, Standing
+from ortops.training.prefetch import Prefetcher
 from ortops.training.progress import Progress
 from ortops.training.state import State
 from ortops.training.updates import SMALLEST_SCALE
 
-__all__ = ["Trainer", "Way", "check", "fit"]
+__all__ = ["Shared", "Trainer", "Way", "check", "fit"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Batch: TypeAlias = Mapping[str, Array]
@@ -86,25 +89,41 @@ class Differentiate(Protocol):
 
 
 @dataclass(frozen=True)
+class Shared:
+    """What several processes do together. All call the same in the same order, and wait.
+
+    Attributes:
+        agree: Is given why the training ends, the signal that ends it, each "" if nothing does, and
+            what all processes should have. Returns what ends it in any of them, and whether they
+            have the same.
+        same: Is given a name, and what is called so, and refuses that if a process has another.
+        add_up: Returns the gradients of a whole batch, given those of this process's parts.
+    """
+
+    agree: Callable[[str, str, object], tuple[str, str, bool]]
+    same: Callable[[str, object], None]
+    add_up: Callable[[Accumulation], Gradients]
+
+
+@dataclass(frozen=True)
 class Way:
     """How steps are made with the batches of the data set, by one process or several.
 
     Attributes:
         step: Makes a step with a batch. It calls its last argument with the outputs that the other
             one names once they are known, before anything changes.
-        gradients: Computes the gradients of a batch.
+        gradients: Computes the gradients of a batch, of this process's part of it.
+        counts: For the loss, and each of its parts, the output that tells how much of a batch
+            counts; "" where all does.
         leads: Whether this process shows progress, and tells callbacks that write.
-        agree: Is given why the training ends and the signal that ends it, each "" if nothing does,
-            and returns what holds for all processes. It waits for them. None for one process.
-        same: Is given a name, and what is called so, and refuses that if a process has another.
-            None for one process.
+        shared: What several processes do together; None for one process.
     """
 
     step: Step
     gradients: Differentiate
+    counts: Sequence[str]
     leads: bool = True
-    agree: Callable[[tuple[str, str]], tuple[str, str]] | None = None
-    same: Callable[[str, object], None] | None = None
+    shared: Shared | None = None
 
 
 def fit(
@@ -134,31 +153,37 @@ def fit(
         callbacks: What is told of the training.
         progress: Whether to show it.
         stop_on_nan: Whether to stop at a loss that is no number.
-        resume: Whether to go on from the session's position, if it has one.
+        resume: Whether to go on from the session's position, if it has one. The number of epochs
+            may be another than it was.
     """
-    position = trainer.standing.position if resume else None
-    if position is None:
-        begun = Begun(call, 1, trainer.steps_done, History(), list)
+    standing = trainer.standing.position if resume else None
+    if standing is None:
+        begun = Begun(call, 1, trainer.steps_done, Entries(History()), finished=0, states=list)
         position = Position(begun, Place())
     else:
-        position.begun.call.check_same(call)
-    if way.same is not None:
-        _check_same(way.same, call, position)
-    if position.begun.epoch > call.epochs:
-        return History(position.begun.history)
+        position = standing.resumed(call)
+        position.place.check_sums(len(trainer.loss_names()))
+    if way.shared is not None:
+        _check_same(way.shared, call, position)
+    ended = standing is None or standing.begun.epoch > standing.begun.call.epochs
+    if ended and position.begun.epoch > call.epochs:
+        return position.begun.history
     loop = _Loop(trainer, way, source, validation, metrics, schedule, callbacks, position)
+    if standing is not None and call.epochs > standing.begun.call.epochs and way.leads:
+        _say_if_schedule_ends(trainer, position)
     loop.progress, loop.stop_on_nan = progress and way.leads, stop_on_nan
     interruption = loop.interruption
     try:
         interruption.watch()
-        loop.run()
+        with loop.closing():
+            loop.run()
     finally:
         interruption.release()
     if interruption.name:
         if way.leads:
             _say_how_to_go_on(trainer, interruption.name)
         interruption.throw()
-    return loop.history
+    return History(loop.history)
 
 
 def check(
@@ -182,10 +207,12 @@ def check(
         schedule: Gives the learning rate of an epoch.
         callbacks: What is told of the training.
     """
-    for what, (number, least) in numbers.items():
-        is_integer = isinstance(number, SupportsIndex) and not isinstance(number, bool)
-        if not is_integer or int(cast(SupportsIndex, number)) < least:
-            raise OrtopsError(f"{what} is {number!r}; an integer of at least {least} is accepted")
+    for what, (given, least) in numbers.items():
+        number = integer(given)
+        if number is None or number < least:
+            raise OrtopsError(
+                f"{what} is {given!r:.80}; an integer of at least {least} is accepted"
+            )
     for what, value in switches.items():
         if not isinstance(value, bool | np.bool_):
             raise OrtopsError(f"{what} is {value!r:.80}; True or False is accepted")
@@ -246,24 +273,31 @@ class _Loop:
         self.validation = validation
         self.metrics = metrics
         self.schedule = schedule
-        told = [each for each in callbacks if way.leads or not (each.saves or each.writes)]
-        self.callbacks = sorted(told, key=lambda each: each.saves)
+        called = [each for each in callbacks if way.leads or not (each.saves or each.writes)]
+        self.callbacks = sorted(
+            called, key=lambda each: each.saves and not _defines(each, "on_save")
+        )
         self.position = position
-        self.history = History(position.begun.history)
+        self.entries = Entries(position.begun.history)
+        self.history = self.entries.history
         self.interruption = Interruption(fit.__code__)
         self.stopped = ""
         self._done = Place()
         self._names = trainer.loss_names()
         rate = trainer.noted.scheduled_learning_rate
-        self._outputs = [*self._names, rate] if rate else self._names
         self._rate = rate
-        self._on_step = [
-            each for each in self.callbacks if type(each).on_step is not Callback.on_step
-        ]
+        self._counts = way.counts if any(way.counts) else []
+        told = [name for name in (rate, *self._counts) if name]
+        self._outputs = [*self._names, *told]
+        self._shares = {part.name: part.weight for part in trainer.noted.losses}
+        self._on_step = [each for each in self.callbacks if _defines(each, "on_step")]
+        self._on_save = [each for each in self.callbacks if _defines(each, "on_save")]
+        self._on_save_of_step = [each for each in self._on_step if _defines(each, "on_save")]
         self._losses: list[float] = []
         self._said = False
         self._zeros = (0.0,) * len(self._names)
         self._clock = time.perf_counter() - position.place.seconds
+        self._began = sum(entry.get("seconds", 0.0) for entry in self.history)  # the epoch
         self._restore(callbacks)
 
     def _restore(self, callbacks: Sequence[Callback]) -> None:
@@ -282,7 +316,10 @@ class _Loop:
                 )
         given = list(callbacks)
         begun = self.position.begun._replace(
-            states=lambda: [{"class": type(each).__name__, "state": each.state()} for each in given]
+            entries=self.entries,
+            states=lambda: [
+                {"class": type(each).__name__, "state": each.state()} for each in given
+            ],
         )
         self.position = self.position._replace(begun=begun)
 
@@ -290,6 +327,8 @@ class _Loop:
         """Trains until all epochs are done, or something ends it before."""
         self.trainer.standing.set(self.position)
         self._tell("on_begin", self._averages())
+        if self.stopped and self.way.leads:
+            logger.warning("fit: stopped before the first step: %s", self.stopped)
         epochs = self.position.begun.call.epochs
         while self.position.begun.epoch <= epochs and not self._ended():
             bar = self._bar() if self.progress else None
@@ -314,13 +353,22 @@ class _Loop:
         self._ended()  # none leaves, with a signal that ends all, while others write
 
     def _ended(self) -> bool:
-        if self.way.agree is None:
-            return bool(self.stopped or self.interruption.name)
-        stopped, signal = self.way.agree((self.stopped, self.interruption.name))
+        ended, _ = self._agree(None)
+        return ended
+
+    def _agree(self, found: object) -> tuple[bool, bool]:
+        """Returns whether the training ends, and whether all processes have the same of something.
+
+        Args:
+            found: What they should have.
+        """
+        if self.way.shared is None:
+            return bool(self.stopped or self.interruption.name), True
+        stopped, signal, alike = self.way.shared.agree(self.stopped, self.interruption.name, found)
         self.stopped = stopped
         if signal:  # one that has come since is not to be forgotten
             self.interruption.name = signal
-        return bool(stopped or signal)
+        return bool(stopped or signal), alike
 
     # -------------------------------------------------------------------------------- an epoch
 
@@ -333,17 +381,9 @@ class _Loop:
         order = np.random.default_rng((call.seed, begun.first_step)) if call.shuffle else None
         batches = self.source.epoch(begun.epoch, order=order, start=place.batch)
         with contextlib.ExitStack() as stack:
-            if hasattr(batches, "close"):
-                stack.callback(batches.close)
-            agreed: Iterator[Batch] = batches
-            if self.way.same is not None:
-                agreed = self._of_all(batches, self.way.same, place.batch)
-            for batch in agreed:
-                if call.accumulate > 1:
-                    others = itertools.islice(agreed, call.accumulate - 1)
-                    self._make_joined_update(itertools.chain([batch], others))
-                else:
-                    self._make_update(batch)
+            stack.callback(self._close, batches)
+            make = self._make_joined_update if call.accumulate > 1 else self._make_update
+            while make(batches):
                 if bar:
                     place = self.position.place
                     bar.update(place.batch, place.samples, self._averages)
@@ -352,48 +392,103 @@ class _Loop:
                 if self._ended():
                     return
 
-    def _of_all(
-        self, batches: Iterator[Batch], same: Callable[[str, object], None], done: int
-    ) -> Iterator[Batch]:
-        """Returns batches of which all processes have as many, with as many rows."""
-        for number in itertools.count(done + 1):
-            batch: Batch | None = next(batches, None)
-            size = "none" if batch is None else rows(batch)
-            same(f"the rows of batch {number} of epoch {self.position.begun.epoch}", size)
-            if batch is None:
-                return
-            yield batch
+    def _close(self, batches: Iterator[Batch]) -> None:
+        """Ends what gives batches; after a signal without waiting for one that is being read."""
+        if isinstance(batches, Prefetcher):
+            batches.close(wait=not self.interruption.name)
+        elif hasattr(batches, "close"):
+            batches.close()
 
-    def _make_update(self, batch: Batch) -> None:
-        """Makes a step; its position is that after the batch, once it is made."""
+    def _read(self, batches: Iterator[Batch]) -> Batch | None:
+        """Returns the next batch; None at the end of the epoch, or where a signal came.
+
+        A signal does not wait for the data: the session stands at a whole step.
+        """
+        return self.interruption.at_once(functools.partial(next, batches, None))
+
+    def _goes_on(self, sizes: Sequence[int]) -> bool:
+        """Whether an update is made of batches that were read.
+
+        It is not at the end of the epoch, nor where a signal has come to any process since the last
+        update.
+
+        Args:
+            sizes: How many rows they have; other batches in another process are refused.
+        """
+        shared = self.way.shared
+        if shared is None:
+            return bool(sizes)
+        ended, alike = self._agree(list(sizes))
+        begun, place = self.position
+        if not ended and not alike:
+            missing = begun.call.accumulate - len(sizes)
+            for number, size in enumerate([*sizes, *["none"] * missing], place.batch + 1):
+                shared.same(f"the rows of batch {number} of epoch {begun.epoch}", size)
+        return bool(sizes) and not ended
+
+    def _make_update(self, batches: Iterator[Batch]) -> bool:
+        """Makes a step with the next batch; its position is that after the batch, once it is made.
+
+        Returns:
+            Whether there was one.
+        """
         before = self.position.place
-        size = rows(batch)
+        batch = self._read(batches)
+        size = 0 if batch is None else rows(batch)
+        if not self._goes_on([size] if batch is not None else []):
+            return False
+        assert batch is not None
         self.way.step(batch, self._outputs, lambda found: self._prepare(before, 1, size, found))
         if self.stop_on_nan:
             where = f"batch {before.batch + 1} of epoch {self.position.begun.epoch}"
             _check_progress(self.trainer, self._losses[0], batch, where)
+        return True
 
-    def _make_joined_update(self, batches: Iterable[Batch]) -> None:
-        """Makes a step with the gradients of several batches, as if they were one."""
+    def _make_joined_update(self, batches: Iterator[Batch]) -> bool:
+        """Makes a step with the gradients of the next batches, as if they were one.
+
+        Returns:
+            Whether there were any, and no signal came between them.
+        """
         begun, before = self.position
-        total, last = None, None
-        count = size = 0
-        for batch in batches:
+        shared = self.way.shared
+        total: Accumulation | None = None
+        last: Gradients | None = None
+        wrong: DivergedError | None = None
+        sizes: list[int] = []
+        read: Batch = {}
+        where = ""
+        while len(sizes) < begun.call.accumulate:
+            batch = self._read(batches)
+            if batch is None:
+                break
             last = self.way.gradients(batch, outputs=self._outputs, after=last)
-            count, size = count + 1, size + rows(batch)
-            where = f"batch {before.batch + count} of epoch {begun.epoch}"
-            if self.stop_on_nan and not math.isfinite(last.loss):
-                raise _diverged(self.trainer, last.loss, batch, where, made=False)
+            sizes.append(rows(batch))
+            where = f"batch {before.batch + len(sizes)} of epoch {begun.epoch}"
+            if self.stop_on_nan and last.count and not math.isfinite(last.loss):
+                wrong = wrong or _diverged(self.trainer, last.loss, batch, where, made=False)
+                if shared is None:
+                    raise wrong
             if total is None:
-                total = Accumulation(last, exact=not self._differs(last))
+                exact = not self._differs(last)
+                total = Accumulation(last, exact=exact, shared=shared is not None)
             else:
                 total.add(last)
+            read = batch
+        if len(sizes) < begun.call.accumulate and shared is None and self.interruption.name:
+            return False
+        if not self._goes_on(sizes):
+            return False
         assert total is not None
-        joined = total.result()
-        self._prepare(before, count, size, joined.outputs)
+        joined = total.result() if shared is None else shared.add_up(total)
+        if self.stop_on_nan and shared is not None and not math.isfinite(joined.loss):
+            where = f"batches up to {where}"
+            raise wrong or _diverged(self.trainer, joined.loss, None, where, made=False)
+        self._prepare(before, len(sizes), sum(sizes), joined.outputs)
         self.trainer.apply(joined)
         if self.stop_on_nan:
-            _check_progress(self.trainer, self._losses[0], batch, where)
+            _check_progress(self.trainer, self._losses[0], read, where)
+        return True
 
     def _differs(self, gradients: Gradients) -> bool:
         """Whether the step differs from that of the joined batch, which is said once."""
@@ -413,16 +508,56 @@ class _Loop:
     def _prepare(self, before: Place, count: int, size: int, found: Mapping[str, Array]) -> None:
         """Says what the position is after the batches whose step is made next."""
         self._losses = [number_of(found[name]) for name in self._names]
-        totals = zip(before.totals or self._zeros, self._losses, strict=True)
+        added: Sequence[float] = [size] * len(self._names)
+        weights: tuple[float, ...] = ()
+        units: tuple[float, ...] = ()
+        if self._counts:
+            added, units = self._weigh(before, size, found)
+            sums = zip(before.weights or (before.samples,) * len(added), added, strict=True)
+            weights = tuple([float(weight + more) for weight, more in sums])
+        summands = zip(before.totals or self._zeros, self._losses, added, strict=True)
         place = Place(
             before.batch + count,
             before.samples + size,
-            tuple([total + loss * size for total, loss in totals]),
+            tuple([total + loss * weight for total, loss, weight in summands]),
             float(found[self._rate]) if self._rate else None,
             time.perf_counter() - self._clock,
+            weights,
+            units,
         )
         self.position = Position(self.position.begun, place)
         self.trainer.standing.prepare(self.position)
+
+    def _weigh(
+        self, before: Place, size: int, found: Mapping[str, Array]
+    ) -> tuple[Sequence[float], tuple[float, ...]]:
+        """Returns the weights that the losses of some rows have in the averages of the epoch.
+
+        A loss weighs what it was divided by, such as the labels that are not ignored, in units
+        that make it the number of rows where all labels count.
+
+        Args:
+            before: The place before them.
+            size: How many rows they are.
+            found: The losses and counts.
+
+        Returns:
+            The weights, and the units.
+        """
+        weights, units = [], []
+        for number, unit in enumerate(before.units or self._zeros):
+            name, weight = self._counts[number], float(size)
+            if name:
+                count = number_of(found[name])
+                unit = unit or count / size
+                weight = count / unit if count else 0.0
+            if not weight:
+                self._losses[number] = 0.0  # in files of older versions it is 0 / 0
+            weights.append(weight)
+            units.append(unit)
+        if any(weight != size for weight in weights[1:]):
+            weights[0] = 0.0  # the sum's average is not one over rows, but that of its summands
+        return weights, tuple(units)
 
     def _finish_epoch(self) -> dict[str, float] | None:
         """Evaluates, and moves on to the next epoch.
@@ -433,45 +568,47 @@ class _Loop:
         begun, place = self.position
         entry = self._averages()
         if self.validation is not None:
-            with contextlib.suppress(_SignalCame), self._signals_at_once():
-                measured = self.trainer.evaluate(
-                    self.validation, batch_size=begun.call.batch_size, metrics=self.metrics
+            measured = self.interruption.at_once(
+                functools.partial(
+                    self.trainer.evaluate,
+                    self.validation,
+                    batch_size=begun.call.batch_size,
+                    metrics=self.metrics,
                 )
-                entry |= {f"validation_{name}": value for name, value in measured.items()}
+            )
+            entry |= {f"validation_{name}": value for name, value in (measured or {}).items()}
         if self._ended():  # in all processes, whether or not each of them evaluates
             return None
         seconds = time.perf_counter() - self._clock
         entry |= self._present_rate()
         entry["steps"] = self.trainer.steps_done
-        entry["seconds"] = seconds - sum(entry.get("seconds", 0.0) for entry in self.history)
+        entry["seconds"], self._began = seconds - self._began, seconds
         self.history.append(entry)
         begun = begun._replace(
             epoch=begun.epoch + 1,
             first_step=self.trainer.steps_done,
-            history=History(self.history),
+            entries=self.entries,
+            finished=len(self.history),
         )
         self._done = place
         self.position = Position(begun, Place(rate=place.rate, seconds=seconds))
         self.trainer.standing.set(self.position)
         return entry
 
-    @contextlib.contextmanager
-    def _signals_at_once(self) -> Iterator[None]:
-        try:
-            with self.interruption.at_once():
-                yield
-        except (KeyboardInterrupt, SystemExit) as error:
-            if not self.interruption.name:
-                raise
-            raise _SignalCame from error
-
     def _averages(self) -> dict[str, float]:
-        """Returns the losses of the epoch so far."""
+        """Returns the losses of the epoch so far; NaN where none of its labels counts."""
         place = self.position.place
         names = ["loss", *self._names[1:]]
         if not place.samples:
             return {}
-        return {n: total / place.samples for n, total in zip(names, place.totals, strict=True)}
+        weights: Sequence[float] = place.weights or [place.samples] * len(names)
+        pairs = zip(place.totals, weights, strict=True)
+        values = [total / weight if weight else math.nan for total, weight in pairs]
+        if len(names) > 1 and weights[0] != place.samples:
+            parts = zip(names[1:], values[1:], weights[1:], strict=True)
+            summands = [self._shares[name] * value for name, value, weight in parts if weight]
+            values[0] = sum(summands) if summands else math.nan
+        return dict(zip(names, values, strict=True))
 
     def _present_rate(self) -> dict[str, float]:
         """Returns the learning rate of the last step, if there is one."""
@@ -497,13 +634,29 @@ class _Loop:
         record = self._record(values)
         for callback in self._on_step:
             callback.on_step(record, self.trainer)
-        self.stopped = self.stopped or record.stopped
+            _make_plain(record.values, callback)
+        self._save(record, self._on_save_of_step)
 
     def _tell(self, event: str, values: dict[str, float], *, finished: bool = False) -> None:
         record = self._record(values, finished=finished)
         for callback in self.callbacks:
             getattr(callback, event)(record, self.trainer)
+            _make_plain(record.values, callback)
+        self._save(record, self._on_save)
+
+    def _save(self, record: Record, callbacks: Sequence[Callback]) -> None:
+        """Lets callbacks save the session, now that all have seen an event."""
+        for callback in callbacks:
+            callback.on_save(record, self.trainer)
         self.stopped = self.stopped or record.stopped
+
+    @contextlib.contextmanager
+    def closing(self) -> Iterator[None]:
+        """Closes all callbacks at the end, whatever is raised, by one of them too."""
+        with contextlib.ExitStack() as stack:
+            for callback in reversed(self.callbacks):
+                stack.callback(callback.on_close)
+            yield
 
     def _record(self, values: dict[str, float], *, finished: bool = False) -> Record:
         begun, place = self.position
@@ -523,16 +676,50 @@ class _Loop:
         )
 
 
-class _SignalCame(BaseException):
-    """A signal came while an evaluation went on, which needs no end."""
+def _defines(callback: Callback, method: str) -> bool:
+    """Whether a callback has a method of its own, which is not that of `Callback`."""
+    return getattr(type(callback), method) is not getattr(Callback, method)
 
 
-def _check_same(same: Callable[[str, object], None], call: Call, position: Position) -> None:
+def _make_plain(values: dict[str, float], callback: Callback) -> None:
+    """Makes the numbers that a callback has put into a record Python's, as files take no others."""
+    for name, value in values.items():
+        if type(value) is not float:
+            found = plain(value)
+            if found is None:
+                del values[name]  # or no file could be written of the session from now on
+                raise OrtopsError(
+                    f"callback {type(callback).__name__}: record.values[{name!r}] must be a "
+                    f"number, got {value!r:.80}"
+                )
+            values[name] = found
+
+
+def _check_same(shared: Shared, call: Call, position: Position) -> None:
     """Refuses arguments that other processes do not have."""
     begun = position.begun
     place = {"epoch": begun.epoch, "first_step": begun.first_step, "batch": position.place.batch}
     given = (f"{name}={value}" for name, value in (asdict(call) | place).items())
-    same("the arguments of fit, and where it begins", ", ".join(given))
+    shared.same("the arguments of fit, and where it begins", ", ".join(given))
+
+
+def _say_if_schedule_ends(trainer: Trainer, position: Position) -> None:
+    """Says if the epochs of a training make more steps than the schedule in its graph has."""
+    schedule = trainer.noted.schedule
+    planned = re.search(r"[(, ]steps=(\d+)", schedule)
+    call, place = position.begun.call, position.place
+    if planned is None:  # it goes on for ever
+        return
+    epochs = call.epochs - position.begun.epoch + 1
+    if call.batches is not None:
+        whole, done = (-(-batches // call.accumulate) for batches in (call.batches, place.batch))
+        if trainer.steps_done + epochs * whole - done <= int(planned[1]):
+            return
+    logger.warning(
+        "fit: the model's schedule, %s, ends after %s steps; later steps keep its final learning "
+        "rate, which may be 0",
+        *(schedule, planned[1]),
+    )
 
 
 def _say_how_to_go_on(trainer: Trainer, name: str) -> None:
@@ -564,11 +751,19 @@ def _check_progress(trainer: Trainer, loss: float, feeds: Batch, place: str) -> 
 
 
 def _diverged(
-    trainer: Trainer, loss: float, feeds: Batch, place: str, *, made: bool = True
+    trainer: Trainer, loss: float, feeds: Batch | None, place: str, *, made: bool = True
 ) -> DivergedError:
-    """Returns the error of a loss that is no number, with what to look at."""
+    """Returns the error of a loss that is no number, with what to look at.
+
+    Args:
+        trainer: The session.
+        loss: The loss.
+        feeds: The batch; None if another process has what is wrong.
+        place: Which batch it is.
+        made: Whether the step was made.
+    """
     wrong = []
-    for name, array in feeds.items():
+    for name, array in (feeds or {}).items():
         if array.dtype.kind not in "fc":
             continue
         places = np.argwhere(~np.isfinite(array))
@@ -580,6 +775,8 @@ def _diverged(
             )
     if wrong:
         look = f"in the batch {', '.join(wrong)}: clean the data"
+    elif feeds is None:
+        look = "the part of this process is finite; the error of another process says what is wrong"
     else:
         try:
             rate = f" ({trainer.learning_rate:g})"

@@ -12,7 +12,9 @@ import numpy.typing as npt
 
 from ortops.errors import OrtopsError, did_you_mean
 from ortops.execution.halves import Differentiated, Layout
+from ortops.numbers import cast_numbers
 from ortops.training.evaluation import number_of
+from ortops.training.feeds import to_array
 from ortops.training.metadata import LossPart
 
 __all__ = ["Accumulation", "Gradients", "Summand", "check_gradients", "collect"]
@@ -29,8 +31,10 @@ class Summand:
         value: Its value, before it is multiplied by its weight.
         weight: What it is multiplied by in the loss.
         count: What its sum was divided by; the rows of the batch where it tells none, 1 for a sum.
+            Where it is 0, as all labels are ignored, so is the value.
         is_sum: Whether it is a sum.
         couples_rows: Whether rows of a batch take part in each other's loss.
+        counter: The output that the count is, if there is one.
     """
 
     name: str
@@ -39,6 +43,7 @@ class Summand:
     count: float
     is_sum: bool
     couples_rows: bool
+    counter: str = ""
 
 
 class Gradients(Mapping[str, Array]):
@@ -134,6 +139,8 @@ class Accumulation:
         first: The gradients of the first part; taken over, so not to be applied by themselves.
         exact: Whether gradients that do not add up are refused. Otherwise each part is weighted
             with its count all the same, as an estimate.
+        shared: Whether several processes have parts, so that only `reduce`, in all of them, can
+            tell whether these add up.
 
     Raises:
         OrtopsError: If they do not add up (see `Gradients.not_additive`).
@@ -157,7 +164,7 @@ class Accumulation:
         (6.0, 3.0, -4.0)
     """
 
-    def __init__(self, first: Gradients, *, exact: bool = True) -> None:
+    def __init__(self, first: Gradients, *, exact: bool = True, shared: bool = False) -> None:
         if exact and first.not_additive:
             raise OrtopsError(
                 f"gradients: {first.not_additive}, so that gradients of parts of a batch do not "
@@ -165,11 +172,14 @@ class Accumulation:
             )
         self._total = first
         self._exact = exact
-        self._counts = [s.count for s in first.summands]
+        self._shared = shared
+        self._parts = [[s.count for s in first.summands]]
+        self._counts = self._parts[0]
         self._sums = [_times(s.value, s.count) for s in first.summands]
         self._weigh(first)
 
     @staticmethod
+    @np.errstate(over="ignore", invalid="ignore")  # steps with infinite gradients are skipped
     def _weigh(gradients: Gradients) -> None:
         for flat in gradients.flat:
             if gradients.count:
@@ -185,10 +195,10 @@ class Accumulation:
                 the one cannot be weighted with the other.
         """
         total = self._total
-        whole = next((i for i, s in enumerate(total.summands) if not s.is_sum), 0)
+        whole = self._whole
         for summand, count in zip(gradients.summands, self._counts, strict=True):
             before = self._counts[whole]
-            fits = math.isclose(summand.count * before, count * gradients.count)
+            fits = self._shared or math.isclose(summand.count * before, count * gradients.count)
             if self._exact and summand.weight and not fits:
                 raise OrtopsError(
                     f"gradients: loss '{summand.name}' is divided by {summand.count:g} where "
@@ -197,11 +207,12 @@ class Accumulation:
                     "up; give the whole batch at once"
                 )
         self._weigh(gradients)
-        for flat, more in zip(total.flat, gradients.flat, strict=True):
-            flat += more
-        self._counts = [
-            count + s.count for count, s in zip(self._counts, gradients.summands, strict=True)
-        ]
+        with np.errstate(over="ignore", invalid="ignore"):
+            for flat, more in zip(total.flat, gradients.flat, strict=True):
+                flat += more
+        part = [s.count for s in gradients.summands]
+        self._parts.append(part)
+        self._counts = [sum(pair) for pair in zip(self._counts, part, strict=True)]
         self._sums = [
             value + _times(s.value, s.count)
             for value, s in zip(self._sums, gradients.summands, strict=True)
@@ -221,7 +232,7 @@ class Accumulation:
             Their sums.
 
         Raises:
-            OrtopsError: As `add`, in at least two of the processes.
+            OrtopsError: As `add`, in all of the processes.
         """
         total = self._total
         for flat in total.flat:
@@ -229,21 +240,49 @@ class Accumulation:
         numbers = np.array([*self._counts, *self._sums, *more], np.float64)
         sum_over(numbers)
         size = len(self._counts)
-        before, self._counts = self._counts, numbers[:size].tolist()
+        self._counts = numbers[:size].tolist()
         self._sums = numbers[size : 2 * size].tolist()
-        whole = next((i for i, s in enumerate(total.summands) if not s.is_sum), 0)
-        own = before[whole], self._counts[whole]
-        for summand, count, all_count in zip(total.summands, before, self._counts, strict=True):
-            fits = summand.is_sum or math.isclose(count * own[1], all_count * own[0])
-            if self._exact and summand.weight and not fits:
-                raise OrtopsError(
-                    f"gradients: loss '{summand.name}' is divided by {count:g} of {all_count:g} "
-                    f"here, where '{total.summands[whole].name}' is by {own[0]:g} of {own[1]:g}, "
-                    "so that gradients of parts of a batch do not add up; give the parts equal "
-                    "shares of what the losses count, or the whole batch to one process"
-                )
+        if self._exact and sum(not s.is_sum and s.weight != 0 for s in total.summands) > 1:
+            self._check_shares(sum_over)
         total.loss = math.nan
         return numbers[2 * size :]
+
+    @property
+    def gradients(self) -> Gradients:
+        """The gradients of the first part, which those of others are added to."""
+        return self._total
+
+    @property
+    def statistics(self) -> dict[str, Array]:
+        """The running statistics after the last part."""
+        return self._total.statistics
+
+    @property
+    def _whole(self) -> int:
+        """The summand with whose count gradients are weighted."""
+        return next((i for i, s in enumerate(self._total.summands) if not s.is_sum), 0)
+
+    def _check_shares(self, sum_over: Callable[[Array], object]) -> None:
+        """Refuses parts of which the means of a sum count other shares, in all processes alike."""
+        wrong = ""
+        whole, summands = self._whole, self._total.summands
+        name, all_own = summands[whole].name, self._counts[whole]
+        for part in self._parts:
+            for summand, count, all_count in zip(summands, part, self._counts, strict=True):
+                fits = math.isclose(count * all_own, all_count * part[whole])
+                if summand.weight and not summand.is_sum and not fits:
+                    wrong = (
+                        f"loss '{summand.name}' is divided by {count:g} of {all_count:g} here, "
+                        f"where '{name}' is by {part[whole]:g} of {all_own:g}"
+                    )
+        found = np.array([bool(wrong)], np.float64)
+        sum_over(found)
+        if found[0]:
+            wrong = wrong or f"losses are divided by other shares than '{name}' in another process"
+            raise OrtopsError(
+                f"gradients: {wrong}, so that gradients of parts of a batch do not add up; give "
+                "the parts equal shares of what the losses count, or the whole batch to one process"
+            )
 
     def result(self) -> Gradients:
         """Returns the gradients of the batch, with its loss; nothing can be added afterwards.
@@ -255,7 +294,7 @@ class Accumulation:
         summands = []
         for summand, own, value in zip(total.summands, self._counts, self._sums, strict=True):
             if not summand.is_sum:
-                value, count = (value / own if own else math.nan), count or own
+                value, count = (value / own if own else 0.0), count or own
             summands.append(replace(summand, value=value, count=1.0 if summand.is_sum else own))
         means = [s for s in total.summands if not s.is_sum]
         if means and count:  # gradients of a mean of nothing are zeros, as in one batch
@@ -264,9 +303,9 @@ class Accumulation:
         total.count = count if means else 1.0
         total.summands = summands
         for summand in summands:
-            if summand.name in total.outputs:
-                old = total.outputs[summand.name]
-                total.outputs[summand.name] = np.full_like(old, summand.value)
+            numbers = {summand.name: summand.value, summand.counter: summand.count}
+            for name in numbers.keys() & total.outputs.keys():
+                total.outputs[name] = np.full_like(total.outputs[name], numbers[name])
         if len(summands) != 1 or total._loss != summands[0].name:
             total.loss = sum(s.weight * s.value for s in summands)
         return total
@@ -306,7 +345,15 @@ def collect(
         value = number_of(outputs[each.name])
         count = 1.0 if each.is_sum else count
         summands.append(
-            Summand(each.name, value, each.weight, count, each.is_sum, each.couples_rows)
+            Summand(
+                each.name,
+                value,
+                each.weight,
+                count,
+                each.is_sum,
+                each.couples_rows,
+                each.count,
+            )
         )
     return Gradients(replace(found, outputs=kept), loss, summands, couples=couples, part=part)
 
@@ -345,13 +392,13 @@ def check_array(
     Raises:
         OrtopsError: If its type or shape is another.
     """
-    try:
-        array = np.asarray(given)
-    except ValueError as error:
-        raise OrtopsError(f"gradients: '{name}' is no array: {error}") from error
+    array = to_array(f"gradients: '{name}'", given)
     if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
         raise OrtopsError(
             f"gradients: '{name}' is {array.dtype}{list(array.shape)}; {dtype}{list(shape)} is "
             "accepted"
         )
-    return np.require(array, dtype, ["C", "A"])
+    converted, lost = cast_numbers(array, dtype)
+    if lost is not None:
+        raise OrtopsError(f"gradients: '{name}' has the value {lost}, which does not fit {dtype}")
+    return np.require(converted, requirements=["C", "A"])

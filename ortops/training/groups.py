@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from ortops.errors import ModelError, did_you_mean
+from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.numbers import real
 from ortops.optimizers import Custom, Optimizer
 from ortops.training.parameters import Places, matches
@@ -147,5 +147,5 @@ def _with(optimizer: Optimizer, settings: Mapping[str, Any]) -> Optimizer:
         function = functools.partial(optimizer.function, **own) if own else optimizer.function
         rate = settings.get("learning_rate", optimizer.learning_rate)
         return replace(optimizer, function=function, learning_rate=rate)
-    except ModelError as error:
+    except (ArgumentError, ModelError) as error:
         raise ModelError(f"groups: {error}") from error

@@ -21,10 +21,27 @@ from ortops.graph.external import ITEM_SIZES, Data
 from ortops.graph.limits import LIMITS
 from ortops.graph.shapes import infer_shapes, may_be_equal
 from ortops.inference import InferenceSession
+from ortops.lowering import has_domain, lower
+from ortops.training.apart import run_apart
 
 __all__ = ["initial_values"]
 
 Array: TypeAlias = npt.NDArray[Any]
+
+_SHORT = frozenset(
+    {
+        *("Constant", "ConstantOfShape", "EyeLike", "Range"),
+        *("Bernoulli", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
+        *("Cast", "CastLike", "Concat", "Expand", "Flatten", "Identity", "Reshape", "Shape"),
+        *("Size", "Slice", "Squeeze", "Transpose", "Unsqueeze", "Where"),
+        *("Abs", "Ceil", "Clip", "Cos", "Erf", "Exp", "Floor", "Log", "Neg", "Reciprocal"),
+        *("Round", "Sigmoid", "Sign", "Sin", "Sqrt", "Tanh"),
+        *("Add", "Div", "Max", "Min", "Mod", "Mul", "Pow", "Sub"),
+        *("And", "Equal", "Greater", "Less", "Not", "Or"),
+        *("ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum"),
+    }
+)
+"""Operators that take no more time than reading their inputs and writing their outputs does."""
 
 
 @convert.blame_model
@@ -68,17 +85,47 @@ def initial_values(
             f"training_info entry {entry}: its initialization has an input "
             f"'{model.graph.input[0].name}'; nothing is fed to it, so make it an initializer"
         )
-    _check_sizes(convert.to_ir(model, None, data), names, variables, entry)
+    what = f"training_info entry {entry}: its initialization"
+    is_short = _check_sizes(_without_claims(model), data, names, variables, entry)
     values = list(dict.fromkeys(names.values()))
+    whole = external.attach(model, data)
+    if is_short or math.isinf(LIMITS.initialization_seconds):
+        outputs = _run_here(whole, values, what, options, providers)
+    else:
+        standard = lower(whole) if has_domain(whole) else whole
+        found = run_apart(
+            external.serialize(standard),
+            values,
+            what=what,
+            seconds=LIMITS.initialization_seconds,
+            memory=_memory(variables),
+        )
+        outputs = dict(zip(values, found, strict=True))
+    return {name: outputs[value] for name, value in names.items()}
+
+
+def _memory(variables: Mapping[str, Array]) -> int:
+    """Returns how many bytes an initialization may take in all."""
+    return max(LIMITS.initialization_memory, 8 * sum(array.nbytes for array in variables.values()))
+
+
+def _run_here(
+    model: onnx.ModelProto,
+    values: Sequence[str],
+    what: str,
+    options: onnxruntime.SessionOptions | None,
+    providers: Sequence[Any],
+) -> dict[str, Array]:
+    """Returns values of a graph whose operators are short; it can be ended between two of them."""
     with _unoptimized(options) as chosen:
-        session = InferenceSession(external.attach(model, data), chosen, providers, kernels="onnx")
+        session = InferenceSession(model, chosen, providers, kernels="onnx")
     run_options, ended = onnxruntime.RunOptions(), threading.Event()
 
     def stop() -> None:
         ended.set()
         run_options.terminate = True
 
-    timer = threading.Timer(LIMITS.initialization_seconds, stop)
+    timer = threading.Timer(min(LIMITS.initialization_seconds, threading.TIMEOUT_MAX), stop)
     timer.daemon = True
     timer.start()
     try:
@@ -88,14 +135,12 @@ def initial_values(
         if not ended.is_set():
             raise
         raise ModelError(
-            f"training_info entry {entry}: its initialization has not ended after "
-            f"{LIMITS.initialization_seconds:g} s; correct its loops, or allow more time "
-            "(ortops.graph.limits.LIMITS.initialization_seconds)"
+            f"{what} has not ended after {LIMITS.initialization_seconds:g} s; correct its graph, "
+            "or allow more time (ortops.graph.limits.LIMITS.initialization_seconds)"
         ) from error
     finally:
         timer.cancel()
-    outputs = dict(zip(values, computed, strict=True))
-    return {name: outputs[value].numpy() for name, value in names.items()}  # not copied
+    return {value: found.numpy() for value, found in zip(values, computed, strict=True)}
 
 
 @contextlib.contextmanager
@@ -112,10 +157,33 @@ def _unoptimized(
         chosen.graph_optimization_level = level
 
 
+def _without_claims(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a copy of a light model that does not say which shapes its values have."""
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    del result.graph.value_info[:]
+    for output in result.graph.output:
+        output.type.tensor_type.ClearField("shape")
+    for function in result.functions:
+        del function.value_info[:]
+    return result
+
+
 def _check_sizes(
-    model: ir.Model, names: Mapping[str, str], variables: Mapping[str, Array], entry: int
-) -> None:
-    """Refuses values of other shapes than the variables', and tensors that do not fit in memory."""
+    proto: onnx.ModelProto,
+    data: Data,
+    names: Mapping[str, str],
+    variables: Mapping[str, Array],
+    entry: int,
+) -> bool:
+    """Refuses values of other shapes than the variables', and tensors that do not fit in memory.
+
+    Returns:
+        Whether each node is known to take a short time, and all of them together little memory.
+    """
+    model = convert.to_ir(proto, None, data)
+    named_alike = any(not function.domain for function in model.functions.values())
+    is_short = not named_alike and all(map(_is_short, all_nodes(model.graph)))
     convert.inline(model)
     infer_shapes(model)
     outputs = {value.name: value for value in model.graph.outputs}
@@ -130,20 +198,29 @@ def _check_sizes(
                 "its shape"
             )
     most = max([LIMITS.initialization_bytes, *(array.nbytes for array in variables.values())])
+    total = 0
     for node in all_nodes(model.graph):
         for value in node.outputs:
-            size = _size(value)
+            size, is_known = _size(value)
             if size > most:
                 raise ModelError(
                     f"{describe(node)}: in the initialization of training_info entry {entry}, its "
                     f"output takes {size:,} bytes; {most:,} are accepted "
                     "(ortops.graph.limits.LIMITS.initialization_bytes)"
                 )
+            total += size
+            is_short = is_short and is_known
+    return is_short and total <= _memory(variables)
 
 
-def _size(value: ir.Value) -> int:
-    """Returns how many bytes a value takes, as far as is known; 0 where nothing is."""
+def _is_short(node: ir.Node) -> bool:
+    return node.domain == "" and node.op_type in _SHORT
+
+
+def _size(value: ir.Value) -> tuple[int, bool]:
+    """Returns how many bytes a value takes at least, and whether it takes no more."""
     if value.shape is None or value.dtype is None:
-        return 0
+        return 0, False
     known = [dim for dim in value.shape if isinstance(dim, int)]
-    return math.ceil(math.prod(known) * ITEM_SIZES.get(value.dtype.value, 1))
+    item = ITEM_SIZES.get(value.dtype.value)
+    return math.ceil(math.prod(known) * (item or 1)), len(known) == len(value.shape) and bool(item)

@@ -1,22 +1,27 @@
-"""SIGINT and SIGTERM end a training after a step, in place of somewhere in it."""
+"""SIGINT, SIGTERM and SIGHUP end a training after a step, in place of somewhere in it."""
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["Interruption"]
 
 _DEFAULTS: dict[str, Any] = {"SIGINT": signal.default_int_handler, "SIGTERM": signal.SIG_DFL}
+if hasattr(signal, "SIGHUP"):  # Windows has none
+    _DEFAULTS["SIGHUP"] = signal.SIG_DFL
+_Result = TypeVar("_Result")
+_STATUSES = {"SIGTERM": 143, "SIGHUP": 129}
 
 
 class Interruption:
-    """Notes the first SIGINT or SIGTERM, and takes its hands off then: the next one is as ever.
+    """Notes the first SIGINT, SIGTERM or SIGHUP; the next signal does what it always does.
+
+    What is run by `at_once` ends when the signal comes.
 
     Only where the process has Python's own handlers, and in the main thread: a handler of the
     program's own stays, and what it raises arrives at once.
@@ -27,7 +32,7 @@ class Interruption:
             outside of that call.
 
     Attributes:
-        name: ``"SIGINT"``, ``"SIGTERM"`` or "" as long as neither has come.
+        name: ``"SIGINT"``, ``"SIGTERM"``, ``"SIGHUP"`` or "" as long as none has come.
     """
 
     def __init__(self, code: CodeType) -> None:
@@ -78,24 +83,37 @@ class Interruption:
         owner = getattr(handler, "__self__", None)
         return isinstance(owner, Interruption) and not owner._is_watching(sys._getframe())
 
-    @contextlib.contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Lets a signal end what changes nothing at any moment, as `throw` does."""
-        self._at_once = True
+    def at_once(self, work: Callable[[], _Result]) -> _Result | None:
+        """Calls a function that a signal may end at any moment, as it changes nothing.
+
+        The handler raises what `throw` does. Code of the user's in between may catch that, or make
+        another exception of it: the result is the same.
+
+        Args:
+            work: The function.
+
+        Returns:
+            What it returns; None if a signal came, before or while it ran.
+        """
         try:
-            if self.name:
-                self.throw()
-            yield
-        finally:
-            self._at_once = False
+            try:
+                self._at_once = True
+                found = None if self.name else work()
+            finally:
+                self._at_once = False
+        except BaseException:
+            if not self.name:
+                raise
+        return None if self.name else found
 
     def throw(self) -> None:
         """Raises what the signal that came stands for.
 
         Raises:
             KeyboardInterrupt: For SIGINT.
-            SystemExit: For SIGTERM, with the status 143, which is what shells call such an end.
+            SystemExit: For SIGTERM and SIGHUP, with the status that shells give such an end: 143
+                and 129.
         """
-        if self.name == "SIGTERM":
-            raise SystemExit(128 + signal.SIGTERM)
-        raise KeyboardInterrupt
+        if self.name == "SIGINT":
+            raise KeyboardInterrupt
+        raise SystemExit(_STATUSES[self.name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
@@ -11,6 +12,7 @@ import numpy.typing as npt
 import onnx
 
 from ortops.errors import ModelError, OrtopsError
+from ortops.numbers import real
 from ortops.training.notes import METADATA_KEY, read_note, where
 
 __all__ = ["LossPart", "PredictionNote", "TrainingMetadata", "training_metadata"]
@@ -161,12 +163,12 @@ _NOTED: Mapping[type, Mapping[str, str]] = {
     },
     LossPart: {
         **dict.fromkeys(("name", "label", "count"), _TEXT),
-        "weight": "a number",
+        "weight": "a finite number",
         **dict.fromkeys(("is_sum", "couples_rows"), "true or false"),
     },
     PredictionNote: {
         **dict.fromkeys(("tensor", "kind", "target", "output"), _TEXT),
-        **dict.fromkeys(("axis", "ignored"), "an integer or null"),
+        **dict.fromkeys(("axis", "ignored"), "an integer of 64 bits or null"),
     },
 }
 """What is accepted in a file."""
@@ -180,12 +182,16 @@ def _are_texts(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
 
 
+def _is_integer_or_null(value: object) -> bool:
+    return value is None or (type(value) is int and -(2**63) <= value < 2**63)
+
+
 _FITS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys((_TEXT, _STRING), _is_text),
     **dict.fromkeys((_NAMES, _STRINGS), _are_texts),
-    "a number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "a finite number": lambda value: math.isfinite(real(value)),
     "true or false": lambda value: isinstance(value, bool),
-    "an integer or null": lambda value: value is None or type(value) is int,
+    "an integer of 64 bits or null": _is_integer_or_null,
 }
 
 
@@ -195,14 +201,18 @@ def training_metadata(proto: onnx.ModelProto) -> TrainingMetadata:
     Raises:
         ModelError: If it is not what the builder writes.
     """
-    found = read_note(proto, METADATA_KEY, "give a JSON object, or remove it") or {}
+    found = read_note(proto.metadata_props, METADATA_KEY, "give a JSON object, or remove it") or {}
     parts, predictions = (found.get(name, []) for name in ("losses", "predictions"))
     for name, array in (("losses", parts), ("predictions", predictions)):
         if not isinstance(array, list):
             raise ModelError(f"{_WHERE}: its '{name}' is {array!r:.80}; an array is accepted")
+    noted = _read_note(TrainingMetadata, found)
+    losses = [_read_note(LossPart, part) for part in parts]
+    if len(losses) == 1 and losses[0].name == noted.loss:  # its weight is in its value
+        losses = [replace(losses[0], weight=1.0)]
     return replace(
-        _read_note(TrainingMetadata, found),
-        losses=[_read_note(LossPart, part) for part in parts],
+        noted,
+        losses=losses,
         prediction=_read_note(PredictionNote, found.get("prediction", {})),
         predictions=[_read_note(PredictionNote, each) for each in predictions],
     )

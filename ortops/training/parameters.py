@@ -27,6 +27,7 @@ __all__ = [
     "Reader",
     "choose",
     "matches",
+    "names_in",
     "quantized",
     "readers",
     "scopes",
@@ -318,12 +319,18 @@ def scopes_of(node: ir.Node) -> frozenset[str]:
             found.add(parts.rsplit(".", 1)[0])
     for key in _NAMES_OF_SCOPES:
         text = node.metadata_props.get(key, "")
-        try:
-            names = ast.literal_eval(text) if text.startswith("[") else text.split("/")
-        except (SyntaxError, ValueError):
-            continue
-        found.update(str(name).split(":")[0].strip() for name in names)
+        names = names_in(text) if text.startswith("[") else text.split("/")
+        found.update(name.split(":")[0].strip() for name in names)
     return frozenset(found - {""})
+
+
+def names_in(text: str) -> list[str]:
+    """Returns the strings in a list as Python writes it; none if that is not what the text is."""
+    try:
+        found = ast.literal_eval(text)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):  # the last two of deep nesting
+        return []
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
 
 
 def matches(pattern: str, name: str, places: Places) -> bool:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import onnx
 
 from ortops.errors import ModelError, OrtopsError
+from ortops.graph.json_text import read_json
+from ortops.numbers import plain
 from ortops.training.history import History
 from ortops.training.notes import read_note, where
 
@@ -45,16 +48,17 @@ class Call:
     rows: int | None
     batches: int | None
 
-    def check_same(self, given: Call) -> None:
-        """Refuses to go on with other arguments.
+    def resumed(self, given: Call) -> Call:
+        """Returns this call with the number of epochs of the one that goes on with it.
 
         Raises:
-            OrtopsError: If one differs; what is not known of the data is not compared.
+            OrtopsError: If an argument differs that says which rows a step sees. What is not known
+                of the data is not compared.
         """
         for name, begun in asdict(self).items():
             now = getattr(given, name)
             data = name in ("rows", "batches")
-            if begun == now or (data and None in (begun, now)):
+            if name == "epochs" or begun == now or (data and None in (begun, now)):
                 continue
             what = f"data of {begun} {name}" if data else f"{name}={begun}"
             raise OrtopsError(
@@ -62,6 +66,7 @@ class Call:
                 f"{'are' if data else 'is'} given; give the same, or leave out resume=True to "
                 "begin another one"
             )
+        return self if given.epochs == self.epochs else replace(self, epochs=given.epochs)
 
 
 class Place(NamedTuple):
@@ -73,6 +78,10 @@ class Place(NamedTuple):
         totals: For the loss and each of its parts the sum over these rows; empty before the first.
         rate: The learning rate of the last step, if it is one of a schedule.
         seconds: The time since the training began.
+        weights: For the loss and each of its parts the number of rows, those whose labels do not
+            count left out; empty where all count. The totals are sums over these rows.
+        units: For the loss and each of its parts how many labels stand for a row; 0 as long as
+            that is not known. Empty like the weights.
     """
 
     batch: int = 0
@@ -80,6 +89,25 @@ class Place(NamedTuple):
     totals: tuple[float, ...] = ()
     rate: float | None = None
     seconds: float = 0.0
+    weights: tuple[float, ...] = ()
+    units: tuple[float, ...] = ()
+
+    def check_sums(self, count: int) -> None:
+        """Checks that there is a sum for each loss of the session.
+
+        Args:
+            count: The number of losses.
+
+        Raises:
+            ModelError: If there are more or fewer sums.
+        """
+        for name in _TUPLES:
+            found = len(getattr(self, name))
+            if found not in (0, count):
+                raise ModelError(
+                    f"{_WHERE}: '{name}' must have one number for each loss, {count} in all, got "
+                    f"{found}"
+                )
 
 
 class Begun(NamedTuple):
@@ -89,15 +117,22 @@ class Begun(NamedTuple):
         call: What `fit` was given.
         epoch: The epoch, from 1; one more than there are when all is done.
         first_step: How many steps were made before it, which with the seed determines its order.
-        history: The entries of the epochs before it.
+        entries: The entries of all epochs so far, which later positions share.
+        finished: How many of them are those of the epochs before it.
         states: Returns the callbacks' classes and states.
     """
 
     call: Call
     epoch: int
     first_step: int
-    history: History
+    entries: Entries
+    finished: int
     states: Callable[[], Sequence[Mapping[str, Any]]]
+
+    @property
+    def history(self) -> History:
+        """The entries of the epochs before it, in a list of its own."""
+        return History(self.entries.history[: self.finished])
 
 
 class Position(NamedTuple):
@@ -111,6 +146,26 @@ class Position(NamedTuple):
     begun: Begun
     place: Place
 
+    def resumed(self, given: Call) -> Position:
+        """Returns the position with the number of epochs of the call that goes on with it.
+
+        Raises:
+            OrtopsError: If the call differs in more than that (see `Call.resumed`), or has fewer
+                epochs than were begun.
+        """
+        begun, epoch = self.begun, self.begun.epoch
+        call = begun.call.resumed(given)
+        under_way = self.place.batch > 0
+        least = max(1, epoch - 1 + under_way)
+        if call.epochs < least:
+            where = f" and is in epoch {epoch}" if under_way else ""
+            raise OrtopsError(
+                f"fit: epochs must be an integer >= {least}, got {call.epochs}: the training to "
+                f"resume has finished {epoch - 1} of {begun.call.epochs} epochs{where}; leave out "
+                "resume=True to start a new training"
+            )
+        return self._replace(begun=begun._replace(call=call))
+
     def text(self, steps: int) -> str:
         """Returns the position as JSON (numbers that are not finite as Python writes them).
 
@@ -121,34 +176,102 @@ class Position(NamedTuple):
             OrtopsError: If the state of a callback has no JSON, or `read_position` would refuse
                 what a callback has made of it or of the history.
         """
-        begun = self.begun
+        begun, states = self.begun, []
         found = {
             **asdict(begun.call),
             "epoch": begun.epoch,
             "first_step": begun.first_step,
             **self.place._asdict(),
-            "totals": list(self.place.totals),
+            **{name: list(getattr(self.place, name)) for name in _TUPLES},
             "steps": steps,
-            "history": list(begun.history),
-            "callbacks": list(begun.states()),
         }
-        for name, (accepted, fits) in _FIELDS.items():
-            if not fits(found[name]):
+        for saved in begun.states():
+            if not _is_state(saved):
                 raise OrtopsError(
-                    f"save: '{name}' of fit is {found[name]!r:.200}, which could not be read "
-                    f"again; {accepted} is accepted"
+                    f"callback {saved['class']}: `state` must return a dict, got "
+                    f"{saved['state']!r:.80}"
                 )
-        return _dumps(found)
+            states.append(_state_text(saved))
+        for name, value in found.items():
+            accepted, fits = _FIELDS[name]
+            if not fits(value):
+                raise OrtopsError(
+                    f"save: '{name}' of fit is {value!r:.200}, which could not be read again; "
+                    f"{accepted} is accepted"
+                )
+        entries = begun.entries.text(begun.finished)
+        # The history is text already, so that a save takes no longer as epochs add up.
+        written = {name: value for name, value in found.items() if value or name not in _OPTIONAL}
+        head = json.dumps(written).removesuffix("}")
+        return f'{head}, "history": [{entries}], "callbacks": [{", ".join(states)}]}}'
 
 
-def _dumps(found: dict[str, Any]) -> str:
+class Entries:
+    """The entries of epochs, of which each is made text only once.
+
+    Args:
+        history: The entries; further ones are appended as epochs end.
+    """
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self._done: tuple[list[dict[str, float]], str] = ([], "")  # copies, and their JSON
+
+    def text(self, count: int) -> str:
+        """Returns the first entries as JSON objects, separated by commas.
+
+        Args:
+            count: How many.
+
+        Raises:
+            OrtopsError: If one has something else than numbers, or numbers that no file holds.
+        """
+        copies, text = self._done
+        entries = self.history[:count]
+        if entries[: len(copies)] != copies:  # a callback has changed one, or removed it
+            copies, text = [], ""
+        rest = enumerate(entries[len(copies) :], len(copies) + 1)
+        added = [_plain_entry(entry, epoch) for epoch, entry in rest]
+        if added:
+            new = json.dumps(added)[1:-1]
+            copies, text = [*copies, *added], f"{text}, {new}" if text else new
+            self._done = copies, text
+        return text
+
+
+def _plain_entry(entry: Mapping[str, Any], epoch: int) -> dict[str, float]:
+    """Returns an entry of the history with numbers of Python."""
+    found: dict[str, float] = {}
+    for name, value in entry.items():
+        number = plain(value)
+        if number is None or not isinstance(name, str):
+            raise OrtopsError(
+                f"save: the history must have numbers by name, got {name!r}: {value!r:.80} in "
+                f"epoch {epoch}"
+            )
+        found[name] = number
+    return found
+
+
+def _state_text(saved: Mapping[str, Any]) -> str:
+    """Returns the class and state of a callback as JSON."""
     try:
-        return json.dumps(found)
+        text = json.dumps(saved, default=_number)
+        read_json(f"[[{text}]]")  # as deep as in the file
     except (TypeError, ValueError, RecursionError) as error:
         raise OrtopsError(
-            f"callbacks: a state of one cannot be saved: {error}; return dicts, lists, texts, "
-            "numbers of Python, true, false and None from `state`"
+            f"callback {saved['class']}: its state cannot be saved: {error}; return dicts, lists, "
+            "strings, numbers, True, False and None from `state`"
         ) from error
+    return text
+
+
+def _number(value: object) -> bool | int | float:
+    """Returns what is written for a number that is not one of Python's."""
+    found = bool(value) if isinstance(value, np.bool_) else plain(value)
+    if found is None:
+        raise TypeError(f"{value!r:.80} is a {type(value).__name__}")
+    return found
 
 
 class Standing:
@@ -187,19 +310,33 @@ def read_position(proto: onnx.ModelProto) -> tuple[Position, int] | None:
     Raises:
         ModelError: If it is not what `Position.text` writes.
     """
-    found = read_note(proto, POSITION_KEY, _REMEDY)
+    found = read_note(proto.metadata_props, POSITION_KEY, _REMEDY)
     if found is None:
         return None
+    found = {**_OPTIONAL, **found}
     for name, (accepted, fits) in _FIELDS.items():
         if name not in found or not fits(found[name]):
             shown = f"{found[name]!r:.80}" if name in found else "missing"
             raise ModelError(f"{_WHERE}: its '{name}' is {shown}; {accepted} is accepted")
     call = Call(**{field.name: found[field.name] for field in fields(Call)})
     states = found["callbacks"]
-    history = History(found["history"])
-    begun = Begun(call, found["epoch"], found["first_step"], history, lambda: states)
+    entries = Entries(History(found["history"]))
+    begun = Begun(
+        call,
+        found["epoch"],
+        found["first_step"],
+        entries,
+        finished=len(entries.history),
+        states=lambda: states,
+    )
     place = Place(**{name: found[name] for name in Place._fields})
-    return Position(begun, place._replace(totals=tuple(place.totals))), found["steps"]
+    totals, weights, units = (tuple(found[name]) for name in _TUPLES)
+    place = place._replace(totals=totals, weights=weights, units=units)
+    return Position(begun, place), found["steps"]
+
+
+_TUPLES = ("totals", "weights", "units")
+_OPTIONAL: Mapping[str, list[float]] = {"weights": [], "units": []}
 
 
 def _is_count(value: object, least: int = 0) -> bool:
@@ -236,7 +373,7 @@ _FIELDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "seed": ("an integer >= 0", lambda value: type(value) is int and value >= 0),
     **dict.fromkeys(("rows", "batches"), _KNOWN_COUNT),
     "shuffle": ("true or false", lambda value: isinstance(value, bool)),
-    "totals": ("an array of numbers", _is_row),
+    **dict.fromkeys(("totals", "weights", "units"), ("an array of numbers", _is_row)),
     "rate": ("a number or null", lambda value: value is None or _is_number(value)),
     "seconds": ("a number >= 0", lambda value: _is_number(value) and 0 <= value < math.inf),
     "history": (

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 __all__ = ["Prefetcher"]
 
 _T = TypeVar("_T")
 
 _PATIENCE = 5.0
-"""Seconds that `close` waits for the item that is being fetched."""
+"""Seconds that `close`, and the exit of Python, wait for the item that is being fetched."""
+
+
+_LONGEST_WAIT = 0.5
+"""Seconds after which a wait starts again: on Windows, Ctrl-C does not interrupt a wait itself."""
 
 
 class _Fetching(Generic[_T]):
@@ -61,6 +68,22 @@ class _Fetching(Generic[_T]):
         self.free.release()
 
 
+_running: weakref.WeakKeyDictionary[threading.Thread, _Fetching[Any]] = weakref.WeakKeyDictionary()
+
+
+def _end_all() -> None:
+    """Ends all threads when Python exits, which would abort where they are inside C++ code."""
+    running = list(_running.items())
+    for _, fetching in running:
+        fetching.stop()
+    end = time.monotonic() + _PATIENCE
+    for thread, _ in running:
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+atexit.register(_end_all)
+
+
 class Prefetcher(Iterator[_T]):
     """Yields the items of an iterator, which a thread of its own fetches some ahead, in order.
 
@@ -84,11 +107,12 @@ class Prefetcher(Iterator[_T]):
         )
         self._stop = weakref.finalize(self, self._fetching.stop)
         self._thread.start()
+        _running[self._thread] = self._fetching
 
     def __next__(self) -> _T:
         if self._ended:
             raise StopIteration
-        item, error = self._fetching.fetched.get()
+        item, error = self._next()
         if error is not None:
             self.close()
             if isinstance(error, StopIteration):
@@ -97,8 +121,20 @@ class Prefetcher(Iterator[_T]):
         self._fetching.free.release()
         return item  # type: ignore[return-value]
 
-    def close(self) -> None:
-        """Ends the thread; an item that is being fetched is waited for, for some seconds."""
+    def _next(self) -> tuple[_T | None, BaseException | None]:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._fetching.fetched.get(timeout=_LONGEST_WAIT)
+
+    def close(self, *, wait: bool = True) -> None:
+        """Ends the thread.
+
+        Args:
+            wait: Whether to wait, for some seconds, for an item that is being fetched. Otherwise
+                the thread ends by itself when it has the item.
+        """
         self._ended = True
         self._stop()
-        self._thread.join(_PATIENCE)
+        if wait:
+            self._thread.join(_PATIENCE)
+        _running.pop(self._thread, None)  # not waited for again at exit, if it still runs

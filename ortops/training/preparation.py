@@ -99,6 +99,7 @@ def prepare_for_training(
     adapter = adapter_of(proto.metadata_props)
     is_default = trainable is None
     if adapter is not None and trainable is None:
+        adapter.refuse_missing({tensor.name for tensor in proto.graph.initializer})
         trainable = adapter.parameters
     named = set(trainable or ())
     wanted = {name for name, w in weights(proto, data).items() if w.shape or name in named}

@@ -20,6 +20,9 @@ _HIDDEN = frozenset(("learning_rate", "steps", "seconds"))
 class Progress:
     """A line per epoch: where somebody watches it moves, elsewhere it is written at the end.
 
+    Where the stream cannot be written any more, because the terminal was closed or the disk is
+    full, nothing is shown and the training goes on.
+
     Args:
         epoch: The number of the epoch, from 1.
         epochs: How many there are.
@@ -42,7 +45,7 @@ class Progress:
         self.batches = batches
         self.done, self.first = done, done
         self.samples, self.first_sample = samples, samples
-        self.stream = sys.stderr if stream is None else stream
+        self.stream: TextIO | None = sys.stderr if stream is None else stream
         self.live = self.stream is not None and self.stream.isatty()
         self.cell = None if self.live or stream is not None else _new_cell()
         self.start = time.perf_counter()
@@ -67,8 +70,7 @@ class Progress:
     def abandon(self) -> None:
         """Ends the line where it is, because the training does."""
         if self.live and self.drawn:
-            self.stream.write("\n")
-            self.stream.flush()
+            self._write("\n")
 
     def finish(self, values: Mapping[str, float]) -> None:
         """Shows the end of the epoch."""
@@ -102,7 +104,7 @@ class Progress:
 
     def _columns(self) -> int:
         """Returns how wide a line may be."""
-        if not self.live:
+        if self.stream is None or not self.live:
             return sys.maxsize
         try:
             return os.get_terminal_size(self.stream.fileno()).columns or 80
@@ -113,14 +115,22 @@ class Progress:
         if self.cell is not None:
             self.cell.update(_Text(line))
             return
+        try:
+            self._write(f"\r\x1b[2K{line}{end}" if self.live else line + end)
+        except UnicodeEncodeError:  # a terminal without Unicode
+            plain = line.replace("█", "#").replace("░", ".")
+            self._write(f"\r{plain}{end}" if self.live else plain + end)
+
+    def _write(self, text: str) -> None:
         if self.stream is None:  # a program without standard error
             return
         try:
-            self.stream.write(f"\r\x1b[2K{line}{end}" if self.live else line + end)
-        except UnicodeEncodeError:  # a terminal without Unicode
-            plain = line.replace("█", "#").replace("░", ".")
-            self.stream.write(f"\r{plain}{end}" if self.live else plain + end)
-        self.stream.flush()
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError as error:
+            if error.errno is None:  # not the system's; a signal handler may raise TimeoutError
+                raise
+            self.stream, self.live = None, False
 
 
 class _Text:

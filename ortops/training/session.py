@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import itertools
 import logging
@@ -69,7 +68,7 @@ from ortops.training.position import POSITION_KEY, Call, Standing, read_position
 from ortops.training.results import write_back, write_values
 from ortops.training.state import State, masters
 from ortops.training.step_graph import evaluation_model, flatten
-from ortops.uninterrupted import run_uninterrupted
+from ortops.uninterrupted import finished_at_exit, run_uninterrupted
 
 __all__ = ["TrainingSession"]
 
@@ -111,7 +110,7 @@ def _holding(*, alone: bool) -> Callable[[_Method], _Method]:
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
         def call(self: TrainingSession, *args: Any, **kwargs: Any) -> Any:
-            with self._lock:
+            with finished_at_exit, self._lock:
                 before = self._under_way
                 try:  # nothing that a handler raises comes between these lines and the `finally`
                     if before and alone:
@@ -128,18 +127,6 @@ def _holding(*, alone: bool) -> Callable[[_Method], _Method]:
         return cast(_Method, call)
 
     return decorate
-
-
-_alive: weakref.WeakSet[TrainingSession] = weakref.WeakSet()
-
-
-def _hold_all() -> None:
-    """Lets other threads wait: to be cut off in onnxruntime by the end of Python ends in an abort.
-
-    The main thread may go on.
-    """
-    for session in list(_alive):
-        session._lock.acquire(timeout=60)
 
 
 _alone, _together = _holding(alone=True), _holding(alone=False)
@@ -198,6 +185,7 @@ class TrainingSession:
     """
 
     @convert.blame_model
+    @finished_at_exit
     @collection_put_off()
     def __init__(
         self,
@@ -226,7 +214,6 @@ class TrainingSession:
         self._said_to_lower = False
         self._evaluations: dict[tuple[tuple[str, ...], bool], Evaluation] = {}
         self._lock = threading.RLock()
-        self._wait_at_exit()
         given = given_values(
             self._proto, self._data, self._steps, self._entries, self.noted.masters
         )
@@ -244,13 +231,11 @@ class TrainingSession:
         give_back()
         execution = self._execution  # and not the session, which would never be free
         self.standing = Standing(lambda: execution.steps_made)
-        self._saved = ("", -1)
+        self._saved: tuple[str, int, Call | None] | None = None
         if found := read_position(self._proto):
             position, steps_made = found
             self._assign({}, steps_made=steps_made)
             self.standing.set(position)
-        atexit.unregister(_hold_all)  # it runs before what was registered earlier, and so before
-        atexit.register(_hold_all)  # the extension for Python kernels takes itself apart
 
     @property
     def compiled(self) -> tuple[str, ...]:
@@ -267,10 +252,6 @@ class TrainingSession:
             ()
         """
         return self._execution.compiled
-
-    def _wait_at_exit(self) -> None:
-        """Lets other threads that use this object wait when Python ends."""
-        _alive.add(self)
 
     # ------------------------------------------------------------------------------- training
 
@@ -527,7 +508,7 @@ class TrainingSession:
             )
         loss = self._loss()
         losses: list[Array] = []
-        with self._lock:
+        with finished_at_exit, self._lock:
             at_once = _STEPS_IN_A_RUN if self._execution.repeatable else 1
             checked: Iterator[dict[str, Array]] = (self._inputs.check(feeds) for feeds in batches)
             if at_once > 1:  # copies: what gives the batches may fill the same memory again
@@ -568,33 +549,38 @@ class TrainingSession:
         after the session was saved, goes on with ``resume=True``, in the middle of an epoch too, as
         if it had never stopped: `save` writes how far it is beside the weights. `reset` forgets it.
 
-        SIGINT (Ctrl-C) and SIGTERM end the training after the step that is being made; then the
-        callbacks are told of its end, a message says how to go on, and KeyboardInterrupt or
-        SystemExit (of status 143) is raised. A second signal does at once what it always does. All
-        this where `fit` runs in the main thread and the program has no handler of its own, which
-        else is called as ever: what it raises arrives at once, and leaves a whole step.
+        SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) end the training after the step that
+        is being made, and at once while `fit` waits for data or evaluates; then the callbacks are
+        told of its end, a message says how to go on, and KeyboardInterrupt or SystemExit (of status
+        143 or 129) is raised. Batches that were accumulated for a step that is not made are read
+        again by ``resume=True``. A second signal does at once what it always does. All this where
+        `fit` runs in the main thread and the program has no handler of its own, which else is
+        called as ever: what it raises arrives at once, and leaves a whole step.
 
         Args:
             data: In any form that `ortops.training.data.open_data` takes: an array for each input,
                 a tuple of arrays, a table, samples, an iterable of batches (a list, or anything
                 that can be iterated over once for each epoch), or a function that returns one.
             epochs: How many times to go through the data, with ``resume=True`` the begun times
-                included.
+                included: a larger number than before prolongs the training.
             batch_size: Rows in a batch, where rows are given.
             shuffle: Whether to shuffle the rows before each epoch, where rows are given.
             seed: Determines the order.
             validation: A data set to evaluate after each epoch.
             metrics: What to compute on it besides the loss (see `ortops.metrics`).
-            schedule: Gives the learning rate of an epoch from the share of epochs that are done
+            schedule: Gives the learning rate of an epoch from the share of ``epochs`` that are done
                 (0 in the first); without it the learning rate stays as it is, or follows the
                 schedule in the model's graph.
             callbacks: What is told of each step, each epoch and the end (see `ortops.callbacks`).
             accumulate: How many batches make one step, that of all their rows. At the end of an
                 epoch it may be fewer.
             prefetch: How many batches a thread reads ahead.
-            resume: Whether to finish what a call with the same arguments began. It begins where
-                nothing was begun, and where all was done it returns the history at once. Batches of
-                an iterable that were seen are read again and left out.
+            resume: Whether to go on with what an earlier call began. What determines the rows of a
+                step has to be the same: ``seed``, ``shuffle``, ``batch_size``, ``accumulate`` and
+                the number of rows and batches. ``epochs`` may be another, at least as many as were
+                begun; a schedule in the model's graph keeps its last rate once its steps are over.
+                It begins where nothing was begun, and where all was done it returns the history at
+                once. Batches of an iterable that were seen are read again and left out.
             progress: Whether to show a line for each epoch on standard error: in a terminal and in
                 a notebook it moves, elsewhere it is written when the epoch is done.
             stop_on_nan: Whether to stop at a loss that is NaN or infinite. A step that float16 has
@@ -603,7 +589,8 @@ class TrainingSession:
 
         Returns:
             For each epoch a dict: ``loss`` is the average over its rows, as is ``loss_<name>`` of
-            each summand of a sum of losses; ``validation_loss`` and ``validation_<metric>`` are
+            each summand of a sum of losses (where labels are ignored or weighted, over those that
+            count, and NaN if none does); ``validation_loss`` and ``validation_<metric>`` are
             those of the validation data; ``learning_rate``, ``steps`` and ``seconds`` say what it
             took (see `ortops.training.history.History`).
 
@@ -614,7 +601,7 @@ class TrainingSession:
             KernelError: If a kernel failed.
             OrtopsError: If an argument is not accepted, or is not that of the training to resume.
             KeyboardInterrupt: After SIGINT.
-            SystemExit: After SIGTERM.
+            SystemExit: After SIGTERM or SIGHUP.
 
         Example:
             >>> import ortops
@@ -648,13 +635,14 @@ class TrainingSession:
             schedule=schedule,
             callbacks=callbacks,
         )
+        epochs = int(epochs)
         source = open_data(
             data, self._inputs, batch_size=batch_size, epochs=epochs, prefetch=prefetch
         )
         if validation is not None:
             validation = open_data(validation, self._inputs, batch_size=batch_size, epochs=epochs)
         call = Call(
-            epochs=int(epochs),
+            epochs=epochs,
             batch_size=int(batch_size),
             shuffle=bool(shuffle),
             seed=int(seed),
@@ -678,7 +666,14 @@ class TrainingSession:
 
     def _way(self) -> Way:
         """Returns how `fit` makes steps."""
-        return Way(self._step, self.gradients)
+        return Way(self._step, self._gradients, self._counts())
+
+    def _counts(self) -> list[str]:
+        """Returns, for each of `loss_names`, the output that tells how much counts, if one does."""
+        varying = {name for step in self._steps for name in step.varying}
+        counts = {p.name: p.count for p in self.noted.losses if not p.is_sum and p.count in varying}
+        loss, *parts = self.loss_names()
+        return ["" if parts else counts.get(loss, ""), *(counts.get(name, "") for name in parts)]
 
     @property
     def inputs(self) -> Inputs:
@@ -703,11 +698,13 @@ class TrainingSession:
             [1.0, 0.25]
         """
         position = self.standing.position
-        return History() if position is None else History(position.begun.history)
+        return History() if position is None else position.begun.history
 
     @property
     def saved_in(self) -> str:
         """The file that the present state was saved in last; "" if it was not saved.
+
+        A step, a variable that is set and a new `fit` each make another state of it.
 
         Example:
             >>> import tempfile
@@ -721,8 +718,17 @@ class TrainingSession:
             >>> session.saved_in
             ''
         """
-        path, steps = self._saved
-        return path if steps == self._execution.steps_made else ""
+        saved = self._saved
+        if saved is None:
+            return ""
+        path, steps, call = saved
+        is_present = steps == self._execution.steps_made and call is self._begun_call()
+        return path if is_present else ""
+
+    def _begun_call(self) -> Call | None:
+        """Returns what the last `fit` was given, if there was one."""
+        position = self.standing.position
+        return None if position is None else position.begun.call
 
     def evaluate(
         self,
@@ -747,8 +753,8 @@ class TrainingSession:
 
         Returns:
             ``loss``, as if all batches were one (averaged over the rows, for a function of one's
-            own that returns no count); where it is a sum of losses, each as ``loss_<name>``; and
-            the metrics by name.
+            own that returns no count; NaN if no label counts); where it is a sum of losses, each as
+            ``loss_<name>``; and the metrics by name.
 
         Raises:
             FeedError: If the data do not fit the model.
@@ -958,7 +964,7 @@ class TrainingSession:
             {'w': array([[0.5]], dtype=float32)}
         """
         trained = self._trained()
-        with self._lock:
+        with finished_at_exit, self._lock:
             return {name: self._execution.present(v).copy() for name, v in trained.items()}
 
     @parameters.setter
@@ -1027,7 +1033,7 @@ class TrainingSession:
             5
         """
         counter = self.noted.step
-        with self._lock:
+        with finished_at_exit, self._lock:
             if counter not in self._execution.variables:
                 return self._execution.steps_made
             return int(self._execution.present(counter))
@@ -1077,12 +1083,17 @@ class TrainingSession:
 
     def _training_copies(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
         """Returns checkpoints that the training-mode copies of tensors stand in for."""
-        copies = self.noted.training_copies
-        by_source = {source: copy for copy, source in copies.items()}
-        if isinstance(checkpoint, list | tuple):
-            names: list[str] = list(checkpoint)
-            return [by_source.get(name, name) for name in names]
-        return checkpoint
+        if not isinstance(checkpoint, list | tuple):
+            return checkpoint
+        nodes = (node for info in self._proto.training_info for node in info.algorithm.node)
+        computed = {name for node in nodes for name in node.output}
+        shown = {source: copy for copy, source in self.noted.training_copies.items()}
+
+        def copy_of(name: str) -> str:
+            copy = shown.get(name, f"{name}_training")  # as `copy_in_training_mode` calls it
+            return copy if copy in computed else name
+
+        return [copy_of(name) for name in checkpoint]
 
     def _kept(self, given: Values) -> Mapping[str, Array]:
         """Returns the given values that `reset` needs: it computes others, like optimizer state.
@@ -1104,6 +1115,7 @@ class TrainingSession:
 
     @_alone
     def _assign(self, arrays: Mapping[str, Array], *, steps_made: int | None = None) -> None:
+        self._saved = None  # first: at no moment is a file named that has other values
         self._execution.assign(arrays, steps_made=steps_made)
 
     # ---------------------------------------------------------------------------------- files
@@ -1119,7 +1131,7 @@ class TrainingSession:
             >>> other.steps_done, other.state["w"].item()
             (1, 0.5)
         """
-        with self._lock:
+        with finished_at_exit, self._lock:
             return external.attach(*self._light_model())
 
     def _light_model(self) -> tuple[onnx.ModelProto, external.Data]:
@@ -1196,7 +1208,7 @@ class TrainingSession:
     def _write(self, path: str | os.PathLike[str]) -> None:
         steps_made = self._execution.steps_made
         external.write_model(path, *self._light_model())
-        self._saved = (os.fspath(path), steps_made)
+        self._saved = (os.fspath(path), steps_made, self._begun_call())
 
     def inference_model(
         self, original: ModelLike | None = None, *, ema: bool = False
@@ -1222,7 +1234,7 @@ class TrainingSession:
             >>> plain.run(None, {"x": np.array([[4]], np.float32)})
             [array([[2.]], dtype=float32)]
         """
-        with self._lock:
+        with finished_at_exit, self._lock:
             return self._inference_model(original, ema)
 
     def _inference_model(self, original: ModelLike | None, ema: bool) -> onnx.ModelProto:

@@ -11,8 +11,11 @@ import numpy.typing as npt
 
 from ortops.errors import ModelError, OrtopsError, UnknownVariableError, did_you_mean
 from ortops.execution.execution import Execution
+from ortops.numbers import cast_numbers
+from ortops.training.feeds import to_array
 from ortops.training.metadata import TrainingMetadata
 from ortops.training.notes import METADATA_KEY
+from ortops.uninterrupted import finished_at_exit
 
 __all__ = ["State", "check_master", "is_rounded", "masters"]
 
@@ -43,7 +46,7 @@ class State(MutableMapping[str, Array]):
 
     def __getitem__(self, name: str) -> Array:
         self._known(name)
-        with self._lock:
+        with finished_at_exit, self._lock:
             return self._execution.present(name).copy()
 
     def __setitem__(self, name: str, array: npt.ArrayLike) -> None:
@@ -72,20 +75,17 @@ class State(MutableMapping[str, Array]):
         """
         self._known(name)
         present, _ = self._execution.variables[name].buffers
-        given = np.asarray(array)
+        given = to_array(f"state '{name}'", array)
         fits = np.can_cast(given.dtype, present.dtype, "same_kind")
         if not fits or given.shape != present.shape:
             raise OrtopsError(
                 f"state '{name}': {given.dtype}{list(given.shape)} was given; "
                 f"{present.dtype}{list(present.shape)} is accepted"
             )
-        with np.errstate(over="ignore"):
-            result = np.ascontiguousarray(given, present.dtype).reshape(present.shape).copy()
-        if _is_overflown(given, result):
-            raise OrtopsError(
-                f"state '{name}': a number of {given.dtype} was given that is too large for "
-                f"{present.dtype}"
-            )
+        converted, lost = cast_numbers(given, present.dtype)
+        if lost is not None:
+            raise _misfit(name, lost, present.dtype)
+        result = np.ascontiguousarray(converted).reshape(present.shape).copy()
         if name == self._noted.loss_scale and not 0 < result < np.inf:
             raise OrtopsError(
                 f"state '{name}': {result} was given; a finite number > 0 is accepted"
@@ -102,7 +102,9 @@ class State(MutableMapping[str, Array]):
         for name, master in masters(self._noted, self._execution.variables).items():
             narrow = self._execution.variables[name].buffers[0].dtype
             if name not in arrays and master in arrays:
-                result[name] = rounded(arrays[master], narrow)
+                result[name], lost = cast_numbers(arrays[master], narrow)
+                if lost is not None:
+                    raise _misfit(name, lost, narrow)
             elif name in arrays and master not in arrays:
                 result[master] = arrays[name].astype(np.float32)
             elif name in arrays and not is_rounded(arrays[name], arrays[master]):
@@ -138,18 +140,8 @@ def is_rounded(parameter: Array, master: Array) -> bool:
     return np.array_equal(parameter.view(np.uint16), expected.view(np.uint16))
 
 
-def _is_overflown(given: Array, result: Array) -> bool:
-    """Whether a finite number became another one, or infinite, in a narrower type."""
-    if given.dtype == result.dtype:
-        return False
-    if result.dtype.kind in "iu":
-        limits = np.iinfo(result.dtype)
-        return given.size > 0 and not limits.min <= int(given.min()) <= int(given.max()) <= (
-            limits.max
-        )
-    if given.dtype.kind != "f" or result.dtype.kind not in "fV":
-        return False
-    return bool((np.isinf(result.astype(np.float64)) & np.isfinite(given)).any())
+def _misfit(name: str, value: object, dtype: np.dtype[Any]) -> OrtopsError:
+    return OrtopsError(f"state '{name}' cannot be set to {value}, which does not fit {dtype}")
 
 
 def check_master(name: str, parameter: Array, master: str, array: Array) -> None:

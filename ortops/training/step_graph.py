@@ -38,6 +38,7 @@ from ortops.graph.edit import (
     is_float,
     nodes_between,
     prune,
+    read_inputs,
     remove_defaults,
     remove_unread,
 )
@@ -281,6 +282,7 @@ def flatten(
         scale=noted.loss_scale if noted.loss_scale in variables else "",
         seed=noted.seed if noted.seed in variables else "",
         counts=[value.name or "" for value in divided],
+        varying=[value.name or "" for value in divided if _reads_values(value)],
     )
 
 
@@ -296,6 +298,20 @@ def _counts(graph: ir.Graph, noted: TrainingMetadata) -> list[ir.Value]:
     """Returns what parts of the loss were divided by, as far as that is noted."""
     names = {part.count for part in noted.losses if part.count}
     return [value for node in graph for value in node.outputs if value.name in names]
+
+
+def _reads_values(value: ir.Value) -> bool:
+    """Whether a tensor depends on values that are fed, and not on their shapes only."""
+    sized = {v for node in ancestor_nodes(value, set()) if _is_size(node) for v in node.outputs}
+    return any(
+        read.producer() is None and read.is_graph_input() and not read.is_initializer()
+        for node in ancestor_nodes(value, sized)
+        for read in read_inputs(node)
+    )
+
+
+def _is_size(node: ir.Node) -> bool:
+    return not node.domain and node.op_type in ("Shape", "Size")
 
 
 @dataclass(frozen=True)
@@ -368,8 +384,9 @@ def evaluation_model(
     remove_defaults(graph, step.variables)
     feeds = [v.name or "" for v in graph.inputs if v.name not in step.variables]
     outputs = [value.name or "" for value in graph.outputs]
-    made = Step(lower_prepared(model), {}, [], step.variables, feeds, outputs, "")
     names = {name: value.name or "" for name, value in found.items()}
+    # This replaces the outputs of Gradient nodes, so that values that were found lose their names.
+    made = Step(lower_prepared(model), {}, [], step.variables, feeds, outputs, "")
     return EvaluationModel(made, parts, names, {n: kind for n, kind in kinds.items() if kind})
 
 

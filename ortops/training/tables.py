@@ -1,16 +1,23 @@
-"""Tables and arrays of other libraries, known by what they can do: none of them is imported."""
+"""Tables and arrays of other libraries, known by what they can do: none of them is imported.
+
+And cells of the tables that ortops writes.
+"""
 
 from __future__ import annotations
 
+import csv
 import functools
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "as_cell",
     "columns",
+    "csv_text",
     "dense",
     "is_array",
     "is_lazy",
@@ -22,6 +29,49 @@ __all__ = [
 
 Array: TypeAlias = npt.NDArray[Any]
 Places: TypeAlias = slice | npt.NDArray[np.integer[Any]]
+
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+"""How text begins that spreadsheets take for a formula."""
+
+
+def as_cell(value: Any) -> Any:
+    """Returns what stands for a value in a cell of a CSV file.
+
+    A spreadsheet that opens the file would run text such as ``=HYPERLINK(…)``, which may come from
+    whoever named a file, a class or an output. An apostrophe before it makes it text.
+
+    Args:
+        value: The value. Numbers, also as text, stay as they are.
+
+    Example:
+        >>> as_cell("=1+1"), as_cell("-1.5"), as_cell(-1.5), as_cell("cat")
+        ("'=1+1", '-1.5', -1.5, 'cat')
+    """
+    if not isinstance(value, str) or not value.startswith(_FORMULA):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
+
+
+def csv_text(rows: Iterable[Iterable[Any]]) -> str:
+    """Returns rows as comma-separated values, lines that end with a newline.
+
+    Args:
+        rows: The rows; text goes through `as_cell`.
+    """
+    stream = io.StringIO()
+    plain = csv.writer(stream, lineterminator="\n")
+    quoted = csv.writer(stream, lineterminator="\n", quoting=csv.QUOTE_ALL)
+    for row in rows:
+        cells = [as_cell(value) for value in row]
+        # Before Python 3.13, the module does not see that this, too, ends a line for readers.
+        returns = any(isinstance(cell, str) and "\r" in cell for cell in cells)
+        (quoted if returns else plain).writerow(cells)
+    return stream.getvalue()
 
 
 def is_table(data: object) -> bool:
@@ -91,7 +141,7 @@ def is_lazy(data: object) -> bool:
 
 
 def take(array: Any, places: Places) -> Any:
-    """Returns rows of an array.
+    """Returns rows of an array: a view of one of numpy, else in memory of their own.
 
     Args:
         array: Of numpy, or a lazy one (see `is_lazy`).
@@ -100,7 +150,7 @@ def take(array: Any, places: Places) -> Any:
     if isinstance(array, np.ndarray):
         return array[places]
     if isinstance(places, slice):
-        return _in_memory(array[places])
+        return _in_memory(array[places]).copy()  # the next read may fill the same memory
     ascending = np.argsort(places)  # HDF5 reads in no other order
     rows = _in_memory(getattr(array, "oindex", array)[places[ascending]])
     back = np.empty_like(ascending)

@@ -36,7 +36,10 @@ export type Source = string | URL | Record<string, string | Uint8Array | ArrayBu
 export interface Options {
   /** Whether variables stay on the GPU from step to step (execution provider `webgpu`). */
   gpuState?: boolean;
-  /** Options of `ort.InferenceSession.create`, such as `{executionProviders: ["webgpu"]}`. */
+  /**
+   * Options of `ort.InferenceSession.create`, such as `{executionProviders: ["webgpu"]}`; all but
+   * `preferredOutputLocation`, which `gpuState` decides.
+   */
   sessionOptions?: Record<string, any>;
 }
 
@@ -118,7 +121,10 @@ export class TrainingSession {
   /** Returns the present state as a safetensors file. */
   saveState(): Promise<Uint8Array>;
 
-  /** Frees the memory of onnxruntime's sessions; nothing else may be called afterwards. */
+  /**
+   * Frees the memory of onnxruntime's sessions, and of the variables on the GPU. Calls afterwards are
+   * refused.
+   */
   release(): Promise<void>;
 }
 

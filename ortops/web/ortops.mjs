@@ -28,6 +28,13 @@ const TYPES = Object.fromEntries(Object.entries(SAFETENSORS).map(([type, name]) 
 const count = (dims) => dims.reduce((product, dim) => product * dim, 1);
 const bytesOf = (array) => new Uint8Array(array.buffer, array.byteOffset, array.byteLength);
 
+/** Frees tensors that lie on a device, which the garbage collector does not do. */
+const free = (tensors) => {
+  for (const tensor of new Set(tensors)) {
+    if (["gpu-buffer", "ml-tensor", "texture"].includes(tensor.location)) tensor.dispose();
+  }
+};
+
 /** A training that a folder of `ortops export-step` describes. See `ortops.d.mts`. */
 export class TrainingSession {
   #ort;
@@ -39,9 +46,16 @@ export class TrainingSession {
   #evaluate = null;
   #state;
   #busy = "";
+  #released = false;
 
   /** Opens a training. */
   static async create(ort, source, { gpuState = false, sessionOptions = {} } = {}) {
+    if (sessionOptions.preferredOutputLocation !== undefined) {
+      throw new Error(
+        "sessionOptions.preferredOutputLocation is decided by the driver; leave it out, and set " +
+          "gpuState: true to keep the variables on the GPU",
+      );
+    }
     const about = JSON.parse(new TextDecoder().decode(await read(source, "step.json")));
     if (about.format !== FORMAT || about.version !== VERSION) {
       throw new Error(
@@ -77,6 +91,8 @@ export class TrainingSession {
     const options = { ...sessionOptions };
     if (gpuState) options.preferredOutputLocation = session.#locations();
     session.#step = await ort.InferenceSession.create(files["step.onnx"], options);
+    delete files["step.onnx"]; // nobody reads them again
+    delete files["state.safetensors"];
     return session;
   }
 
@@ -91,18 +107,16 @@ export class TrainingSession {
     return this.#alone("step", async () => {
       const inputs = this.#inputs(this.#step, step.feeds, feeds);
       const found = await this.#step.run(inputs);
-      const old = new Set();
-      for (const [name, { next }] of Object.entries(variables)) {
-        if (next === null) continue;
-        old.add(this.#state[name]);
-        this.#state[name] = found[next];
-      }
-      const kept = new Set([...Object.values(this.#state), ...step.outputs.map((n) => found[n])]);
-      for (const tensor of old) {
-        if (tensor.location === "gpu-buffer" && !kept.has(tensor)) tensor.dispose();
-      }
       const shown = Object.fromEntries(step.outputs.map((name) => [name, found[name]]));
-      return step.loss === null ? shown : { ...shown, loss: numberOf(found[step.loss]) };
+      try {
+        if (step.loss !== null) shown.loss = numberOf(found[step.loss]);
+      } catch (error) {
+        free(Object.values(found));
+        throw error;
+      }
+      const changed = Object.entries(variables).filter(([, { next }]) => next !== null);
+      this.#replace(Object.fromEntries(changed.map(([name, { next }]) => [name, found[next]])));
+      return shown;
     });
   }
 
@@ -139,7 +153,7 @@ export class TrainingSession {
       }
       return [name, tensor];
     });
-    Object.assign(this.#state, Object.fromEntries(set));
+    this.#replace(Object.fromEntries(set));
   }
 
   /** Copies of the variables, by name. */
@@ -167,10 +181,11 @@ export class TrainingSession {
         const { type, shape } = variables[name];
         return [name, this.#checked({ name, type, shape }, value, "variable")];
       });
-      // A copy: what is given stays the caller's.
-      for (const [name, { type, data, dims }] of set) {
-        this.#state[name] = this.#tensor(name, type, data.slice(), dims);
-      }
+      // Copies: what is given stays the caller's.
+      const copies = set.map(([name, { type, data, dims }]) => [
+        name, this.#tensor(name, type, data.slice(), dims),
+      ]);
+      this.#replace(Object.fromEntries(copies));
     });
   }
 
@@ -199,16 +214,19 @@ export class TrainingSession {
   /** Frees the memory of onnxruntime's sessions. */
   async release() {
     return this.#alone("release", async () => {
-      await this.#step.release();
-      await this.#evaluate?.release();
-      for (const tensor of Object.values(this.#state)) {
-        if (tensor.location === "gpu-buffer") tensor.dispose();
+      this.#released = true;
+      free(Object.values(this.#state));
+      try {
+        await this.#step.release();
+      } finally {
+        await this.#evaluate?.release();
       }
     });
   }
 
   // A second call would read the variables that the first one is about to replace.
   async #alone(name, run) {
+    this.#refuseReleased(name);
     if (this.#busy) {
       throw new Error(`${name}: '${this.#busy}' has not finished; await it first`);
     }
@@ -220,7 +238,12 @@ export class TrainingSession {
     }
   }
 
+  #refuseReleased(name) {
+    if (this.#released) throw new Error(`${name}: the session was released; create another one`);
+  }
+
   #learningRates() {
+    this.#refuseReleased("learningRate");
     const { learning_rates: rates } = this.#about;
     if (rates.length === 0) {
       throw new Error("learningRate: the training has none in a variable; set what it uses");
@@ -243,23 +266,40 @@ export class TrainingSession {
     return new this.#ort.Tensor(type, convert(name, type, data), dims);
   }
 
-  // What is fetched is on the CPU; so are integers, of which the GPU's provider has few kernels.
+  // Sets variables, and frees what they were.
+  #replace(tensors) {
+    const old = Object.keys(tensors).map((name) => this.#state[name]);
+    Object.assign(this.#state, tensors);
+    const kept = new Set(Object.values(this.#state));
+    free(old.filter((tensor) => !kept.has(tensor)));
+  }
+
+  // What is fetched is on the CPU; so are integers, of which the GPU's provider has few kernels, and
+  // learning rates, which are read and set without waiting.
   #locations() {
+    const { learning_rates: rates } = this.#about;
     const places = Object.fromEntries(this.#about.step.outputs.map((name) => [name, "cpu"]));
-    for (const { next, type } of Object.values(this.#about.variables)) {
+    for (const [name, { next, type }] of Object.entries(this.#about.variables)) {
       if (next !== null && !(next in places)) {
-        places[next] = type === "float32" || type === "float16" ? "gpu-buffer" : "cpu";
+        const isKept = ["float32", "float16"].includes(type) && !rates.includes(name);
+        places[next] = isKept ? "gpu-buffer" : "cpu";
       }
     }
     return places;
   }
 
+  // The variables go on from the CPU: a tensor that was downloaded is not on the device any more,
+  // and unless `getData` is told to release its buffer, nothing does.
   async #download() {
-    const entries = Object.entries(this.#state).map(async ([name, tensor]) => {
-      const data = (await tensor.getData()).slice();
-      return [name, new this.#ort.Tensor(tensor.type, data, tensor.dims)];
-    });
-    return Object.fromEntries(await Promise.all(entries));
+    const tensors = [...new Set(Object.values(this.#state))];
+    const downloads = await Promise.allSettled(tensors.map((tensor) => tensor.getData(true)));
+    const failed = downloads.find(({ status }) => status === "rejected");
+    if (failed) throw failed.reason;
+    const data = new Map(tensors.map((tensor, index) => [tensor, downloads[index].value]));
+    const entries = Object.entries(this.#state).map(([name, tensor]) => [
+      name, new this.#ort.Tensor(tensor.type, data.get(tensor).slice(), tensor.dims),
+    ]);
+    return Object.fromEntries(entries);
   }
 
   #inputs(session, described, feeds) {

@@ -568,7 +568,10 @@ def run_python(arguments: list[str], *, timeout: float = 60) -> subprocess.Compl
     A process that does not end in time is killed; its return code is that of SIGKILL.
     """
     path = os.pathsep.join(
-        [str(TESTS.parents[1]), str(TESTS), *filter(None, [os.getenv("PYTHONPATH")])]
+        [
+            *map(str, (TESTS.parents[1], TESTS.parent, TESTS)),
+            *filter(None, [os.getenv("PYTHONPATH")]),
+        ]
     )
     command = [sys.executable, "-X", "faulthandler", *arguments]
     with tempfile.TemporaryDirectory() as folder:

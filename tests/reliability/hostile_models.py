@@ -130,6 +130,63 @@ def constant(name: str, array: object) -> onnx.NodeProto:
     return node("Constant", [], [name], value=numpy_helper.from_array(np.asarray(array)))
 
 
+def long_operator(op_type: str = "MatMul") -> onnx.ModelProto:
+    """Returns a model whose initialization has an operator that takes seconds."""
+    return with_initial(
+        [
+            constant("sizes", np.array([6000, 6000])),
+            node("ConstantOfShape", ["sizes"], ["a"]),
+            node(op_type, ["a", "a"], ["b"]),
+            node("Size", ["b"], ["start"]),
+        ]
+    )
+
+
+def long_function() -> onnx.ModelProto:
+    """Returns that model with a function of the operator's name, which does not replace it."""
+    model = long_operator("Gemm")
+    body = [node("Add", ["a", "b"], ["c"])]
+    opsets = [helper.make_opsetid("", 21)]
+    model.functions.append(helper.make_function("", "Gemm", ["a", "b"], ["c"], body, opsets))
+    return model
+
+
+def unending_operator() -> onnx.ModelProto:
+    """Returns a model whose initialization has an operator that takes hours."""
+    count = 3_000_000
+    return with_initial(
+        [
+            constant("box_sizes", np.array([1, count, 4])),
+            constant("score_sizes", np.array([1, 1, count])),
+            constant("most", np.int64(count)),
+            constant("overlap", np.float32(0.5)),
+            node("ConstantOfShape", ["box_sizes"], ["boxes"]),
+            node("ConstantOfShape", ["score_sizes"], ["scores"]),
+            node("NonMaxSuppression", ["boxes", "scores", "most", "overlap"], ["chosen"]),
+            node("Size", ["chosen"], ["start"]),
+        ]
+    )
+
+
+def unknown_size() -> onnx.ModelProto:
+    """Returns a model whose initialization takes 5 GiB, which only shows when it runs."""
+    return with_initial(
+        [
+            constant("parts", np.full(1000, 1_342_178)),
+            node("ReduceSum", ["parts"], ["size"], keepdims=1),
+            node("ConstantOfShape", ["size"], ["all"]),
+            node("Size", ["all"], ["start"]),
+        ]
+    )
+
+
+def wrong_size() -> onnx.ModelProto:
+    """Returns that model, which says that it takes four bytes."""
+    model = unknown_size()
+    model.training_info[0].initialization.value_info.append(value("all", (1,)))
+    return model
+
+
 def endless() -> onnx.ModelProto:
     body = helper.make_graph(
         [node("Identity", ["condition"], ["again"]), node("Add", ["s", "s"], ["next"])],
@@ -428,7 +485,7 @@ REFUSED: dict[str, tuple[Callable[[], onnx.ModelProto | bytes], str]] = {
     ),
     "Gradient without y": (
         lambda: model_of([node("Gradient", ["x"], ["dx"], domain=TRAINING_DOMAIN, xs=["x"])]),
-        "attribute 'y' is missing",
+        "missing required attribute 'y'",
     ),
     "Gradient of a number": (
         lambda: attribute(forces(), "y", type=FLOAT, f=1.0),
@@ -436,7 +493,7 @@ REFUSED: dict[str, tuple[Callable[[], onnx.ModelProto | bytes], str]] = {
     ),
     "Gradient of itself": (
         lambda: model_of([gradient(["x"], "dx", ["dx"])], ["dx"]),
-        "y names 'dx'",
+        "has no tensor 'dx', which is listed in y",
     ),
     "Gradient of a name that is no text": (
         lambda: attribute(forces(), "y", type=STRING, s=b"\xff\xfe"),
@@ -510,6 +567,16 @@ REFUSED: dict[str, tuple[Callable[[], onnx.ModelProto | bytes], str]] = {
             lambda m: m.training_info[0].initialization.input.append(value("given", (), 7)),
         ),
         "has an input 'given'",
+    ),
+    "initialization with a long operator": (long_operator, "has not ended after"),
+    "initialization with a long function": (long_function, "has not ended after"),
+    "initialization of sizes that are not known": (
+        unknown_size,
+        "takes more than 4,294,967,296 bytes of memory",
+    ),
+    "initialization of sizes that are lies": (
+        wrong_size,
+        "takes more than 4,294,967,296 bytes of memory",
     ),
     "initialization that fails": (
         lambda: with_initial(

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
+import signal
+import sys
+import textwrap
 from collections.abc import Callable
 
 import pytest
-from attacks import KINDS, SOAK, VICTIMS, run_code
+from attacks import KINDS, SOAK, VICTIMS, run_code, run_python
 
 from ortops import OrtopsError, TrainingSession
 
@@ -96,6 +100,138 @@ def test_a_daemon_that_steps_neither_holds_up_the_end_nor_aborts_it(victim: str)
     """
     for _ in range(SOAK):  # it aborts only where the end meets a run of onnxruntime
         assert run_with(victim, code) == "begun"
+
+
+# ------------------------------------------------------------- threads that are in onnxruntime
+
+SLOW_END = """
+    import os, signal, sys, threading, time
+    import numpy as np
+    import onnxruntime
+    import ortops
+    from ortops import op
+
+    class Slow:
+        def __del__(self, sleep=time.sleep):
+            sleep(0.5)  # threads that return from onnxruntime now are ended
+
+    slow = Slow()
+
+    with ortops.Tape(name="model") as tape:
+        x = tape.input("x", np.float32, ["batch", 8])
+        w = tape.initializer("w", np.zeros((8, 12), np.float32))
+        constant = folded = tape.initializer("c", np.full((800, 800), 1e-3, np.float32))
+        for _ in range(4):
+            folded = folded @ constant
+        tape.output(x @ w + op.ReduceMean(folded, keepdims=0), "y")
+    inference = tape.model()
+    model = ortops.build_training_model(
+        inference, loss="MeanSquaredError", optimizer="SGD", trainable=["w"]
+    )
+    batch = {"x": np.ones((2, 8), np.float32), "targets": np.ones((2, 12), np.float32)}
+
+    def interrupt_after(seconds):
+        def interrupt():
+            for delay in (seconds, 10):  # the first is lost where Python ignores exceptions
+                time.sleep(delay)
+                os.kill(os.getpid(), signal.SIGINT)
+        threading.Thread(target=interrupt, daemon=True).start()
+"""
+"""What makes threads that are cut off in onnxruntime likely.
+
+Sessions of the models spend most of their time on constants, in onnxruntime, and the program ends
+slowly.
+"""
+
+MAKING = {
+    "training session": "ortops.TrainingSession(model)",
+    "inference session": "ortops.InferenceSession(inference)",
+    "evaluation": "ortops.TrainingSession(model).evaluate(batch)",
+    "initial values": "ortops.TrainingSession(model).reset()",
+}
+"""What makes sessions of onnxruntime."""
+
+interrupts = pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no SIGINT")
+
+
+@interrupts
+@pytest.mark.parametrize("what", MAKING)
+def test_ctrl_c_while_a_session_is_made_ends_the_process_as_elsewhere(what: str) -> None:
+    """With KeyboardInterrupt and the status of SIGINT, not by an abort."""
+    rng = random.Random(what)
+    for _ in range(4 * SOAK):
+        code = f"""
+    interrupt_after({rng.uniform(0.01, 0.3)})
+    while True:
+        {MAKING[what]}
+    """
+        done = run_python(["-c", textwrap.dedent(SLOW_END + code)])
+        assert done.returncode == -signal.SIGINT, done.stderr
+        assert "KeyboardInterrupt" in done.stderr
+
+
+@pytest.mark.parametrize("what", MAKING)
+def test_a_daemon_that_makes_sessions_neither_holds_up_the_end_nor_aborts_it(what: str) -> None:
+    code = f"""
+    begun = threading.Event()
+
+    def work():
+        while True:
+            {MAKING[what]}
+            begun.set()
+
+    threading.Thread(target=work, daemon=True).start()
+    assert begun.wait(30)
+    print("begun")
+    """
+    for _ in range(SOAK):
+        assert run_code(SLOW_END + code).strip() == "begun"
+
+
+def test_a_thread_that_fetches_batches_by_onnxruntime_does_not_abort_the_end() -> None:
+    code = """
+    from ortops.training.prefetch import Prefetcher
+
+    def batches():
+        while True:
+            yield onnxruntime.InferenceSession(inference.SerializeToString())
+
+    fetched = Prefetcher(batches(), 100_000)
+    next(fetched)
+    print("begun")
+    """
+    for _ in range(SOAK):
+        assert run_code(SLOW_END + code).strip() == "begun"
+
+
+ENDLESS = """
+    from ortops import uninterrupted
+
+    uninterrupted.EXIT_SECONDS = {limit}
+    interrupt_after(0.2)
+    try:
+        uninterrupted.run_uninterrupted(lambda: time.sleep(1000))
+    except KeyboardInterrupt:
+        {then}
+"""
+
+
+@interrupts
+def test_exit_waits_for_a_thread_no_longer_than_it_says() -> None:
+    code = textwrap.dedent(SLOW_END + ENDLESS.format(limit=1.5, then="print('interrupted')"))
+    done = run_python(["-c", code])
+    assert (done.returncode, done.stdout.strip()) == (0, "interrupted")
+    assert "waiting up to 1.5 s" in done.stderr
+    assert "has not finished in another thread after 1.5 s" in done.stderr
+
+
+@interrupts
+def test_a_second_ctrl_c_ends_the_wait() -> None:
+    code = textwrap.dedent(SLOW_END + ENDLESS.format(limit=1000, then="interrupt_after(0.5)"))
+    assert run_python(["-c", code]).returncode == -signal.SIGINT
+
+
+# ----------------------------------------------------------------------------------- copies
 
 
 def pickled(session: TrainingSession) -> TrainingSession:

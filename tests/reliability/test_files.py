@@ -434,7 +434,7 @@ def test_lower_into_a_pipe_that_nobody_reads(tmp_path: Path) -> None:
         command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False
     )
     os.close(writer)
-    assert (ended.returncode, ended.stderr) == (1, "ortops: [Errno 32] Broken pipe\n")
+    assert (ended.returncode, ended.stderr) == (1, "ortops: standard output: Broken pipe\n")
 
 
 def test_lower_where_standard_output_is_closed(
@@ -443,7 +443,7 @@ def test_lower_where_standard_output_is_closed(
     onnx.save(marked(1), tmp_path / "model.onnx")
     monkeypatch.setattr(sys, "stdout", None)
     assert cli.main(["lower", str(tmp_path / "model.onnx"), "-"]) == 1
-    assert capsys.readouterr().err == "ortops: [Errno 9] Bad file descriptor: '-'\n"
+    assert capsys.readouterr().err == "ortops: standard output: it is closed\n"
 
 
 # ------------------------------------------------------------------ disks, folders and names
@@ -519,15 +519,25 @@ def test_a_folder_that_cannot_be_written(limit: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "path", "number"),
+    ("make", "path", "number", "said"),
     [
-        (lambda: Path("a").symlink_to("b") or Path("b").symlink_to("a"), "a", errno.ELOOP),
-        (lambda: Path("a").symlink_to("a"), "a/model.onnx", errno.ELOOP),
-        (lambda: Path("folder").mkdir(), "folder", errno.EISDIR),
-        (lambda: None, "missing/model.onnx", errno.ENOENT),
-        (lambda: Path("a").symlink_to("missing/model.onnx"), "a", errno.ENOENT),
-        (lambda: Path("file").touch(), "file/model.onnx", errno.ENOTDIR),
-        (lambda: None, "n" * 256, errno.ENAMETOOLONG),
+        (
+            lambda: Path("a").symlink_to("b") or Path("b").symlink_to("a"),
+            "a",
+            errno.ELOOP,
+            "a: ",
+        ),
+        (lambda: Path("a").symlink_to("a"), "a/model.onnx", errno.ELOOP, "no folder '.*/a'"),
+        (lambda: Path("folder").mkdir(), "folder", errno.EISDIR, "'folder' is a folder"),
+        (lambda: None, "missing/model.onnx", errno.ENOENT, "no folder '.*/missing'"),
+        (
+            lambda: Path("a").symlink_to("missing/model.onnx"),
+            "a",
+            errno.ENOENT,
+            "no folder '.*/missing'",
+        ),
+        (lambda: Path("file").touch(), "file/model.onnx", errno.ENOTDIR, "no folder '.*/file'"),
+        (lambda: None, "n" * 256, errno.ENAMETOOLONG, "n" * 256),
     ],
     ids=["loop", "loop above", "folder", "no folder", "dangling", "file above", "long name"],
 )
@@ -535,6 +545,7 @@ def test_errors_name_the_path(
     make: Callable[[], object],
     path: str,
     number: int,
+    said: str,
     limit: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -549,7 +560,7 @@ def test_errors_name_the_path(
     assert names_in(tmp_path) == before
     onnx.save(marked(1), "source.onnx")
     assert cli.main(["lower", "source.onnx", path]) == 1
-    assert capsys.readouterr().err == f"ortops: [Errno {number}] {os.strerror(number)}: {path!r}\n"
+    assert re.fullmatch(f"ortops: .*{said}.*\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("path", ["a\0b", b"model.onnx", 3, None], ids=repr)

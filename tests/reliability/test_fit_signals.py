@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end `fit` after a step, and what was begun goes on from there."""
+"""SIGINT, SIGTERM and SIGHUP end `fit` after a step, and what was begun goes on from there."""
 
 from __future__ import annotations
 
@@ -52,16 +52,26 @@ def run_with(code: str) -> str:
     return run_code(PRELUDE + code).strip()
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("SIGINT", "SIGTERM"),
+        pytest.param(
+            "SIGHUP",
+            marks=pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGHUP"),
+        ),
+    ],
+)
 def test_a_signal_ends_it_after_the_step(name: str) -> None:
     code = """
     number, session, send = signal.NAME, kind.open(), Send(signal.NAME)
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.NAME)
+    before = [signal.getsignal(each) for each in numbers]
     try:
         session.fit(batches, callbacks=[Save(), send], **arguments)
     except (KeyboardInterrupt, SystemExit) as error:
         print(type(error).__name__, getattr(error, "code", ""))
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert [signal.getsignal(each) for each in numbers] == before
     assert send.ends == [(2, 5, 17, "NAME")]
     assert session.steps_done == int(attacks.read("saved.onnx")["step"]) == 17
     assert said == [
@@ -72,7 +82,8 @@ def test_a_signal_ends_it_after_the_step(name: str) -> None:
     check_resumed(session)
     """
     shown = run_with(code.replace("NAME", name))
-    assert shown == {"SIGINT": "KeyboardInterrupt", "SIGTERM": "SystemExit 143"}[name]
+    statuses = {"SIGTERM": "SystemExit 143", "SIGHUP": "SystemExit 129"}
+    assert shown == statuses.get(name, "KeyboardInterrupt")
 
 
 def test_without_a_file_the_message_says_how_to_get_one() -> None:
@@ -128,6 +139,167 @@ def test_a_signal_does_not_wait_for_an_evaluation() -> None:
     assert session.steps_done == 24
     """
     assert run_with(code) == "[1]"
+
+
+BLOCKED = """
+    import ctypes, threading
+
+    def in_python():
+        time.sleep(1000)
+
+    def in_c():
+        ctypes.CDLL(None).sleep(1000)
+
+    def in_a_lock():
+        threading.Event().wait()
+
+    def in_a_read():
+        os.read(os.pipe()[0], 1)
+
+    def kill(number, session, steps):  # when all that is there has been trained on
+        def wait():
+            while session.steps_done < steps:
+                time.sleep(0.001)
+            time.sleep(0.05)
+            os.kill(os.getpid(), number)
+        threading.Thread(target=wait, daemon=True).start()
+
+    def blocking(block, last=5):  # batches of an epoch, of which the second never ends
+        def generate(epoch):
+            for number, batch in enumerate(batches):
+                if epoch == 2 and number == last:
+                    block()
+                yield batch
+        return generate
+
+    class Blocking:
+        def __init__(self, block):
+            self.block, self.read = block, 0
+        def __len__(self):
+            return len(batches)
+        def __getitem__(self, number):
+            self.read += 1
+            if self.read == 1 + 12 + 6:  # one is read to see what it is
+                self.block()
+            return batches[number]
+
+    def ends(data, *, name="SIGINT", steps=17, place=(2, 5), **more):
+        session, send = kind.open(), Send(None, times=0)
+        kill(getattr(signal, name), session, steps)
+        try:
+            session.fit(data, callbacks=[send], **arguments, **more)
+        except (KeyboardInterrupt, SystemExit) as error:
+            assert type(error) is {"SIGINT": KeyboardInterrupt}.get(name, SystemExit)
+        else:
+            raise AssertionError("it did not end")
+        assert send.ends == [(*place, steps, name)], send.ends
+        assert said[-1].startswith(f"fit: {name} ended it after step {steps}; "), said
+        return session
+"""
+
+WAYS = ["in_python", "in_c", "in_a_lock", "in_a_read"]
+
+
+def run_blocked(code: str) -> None:
+    run_code(PRELUDE + BLOCKED + code)
+
+
+@pytest.mark.parametrize("block", WAYS)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_signal_does_not_wait_for_data(block: str, prefetch: int) -> None:
+    """The next batch never comes; the session stands at a whole step, and goes on from it."""
+    run_blocked(
+        f"""
+    for name in ("SIGINT", "SIGTERM"):
+        check_resumed(ends(blocking({block}), name=name, prefetch={prefetch}))
+    check_resumed(ends(Blocking({block}), prefetch={prefetch}))
+    """
+    )
+
+
+def test_a_signal_does_not_wait_for_the_first_batch() -> None:
+    """Of the first epoch, and of a later one."""
+    run_blocked(
+        """
+    def never():
+        in_python()
+        yield
+    for prefetch in (0, 2):
+        check_resumed(ends(lambda: never(), steps=0, place=(1, 0), prefetch=prefetch))
+        check_resumed(ends(blocking(in_python, 0), steps=12, place=(1, 12), prefetch=prefetch))
+    """
+    )
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_signal_does_not_wait_for_the_data_of_an_evaluation(prefetch: int) -> None:
+    run_blocked(
+        f"""
+    def held_out():
+        yield batches[0]
+        in_c()
+    session = ends(
+        lambda: iter(batches), steps=12, place=(1, 12), validation=held_out, prefetch={prefetch})
+    assert session.history == []
+    check_resumed(session)
+    """
+    )
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_signal_between_accumulated_batches(prefetch: int) -> None:
+    """What was read since the last step is read again."""
+    run_blocked(
+        f"""
+    session = ends(blocking(in_python, 8), steps=6, place=(2, 6), accumulate=3, prefetch={prefetch})
+    whole = kind.open()
+    expected = whole.fit(batches, accumulate=3, **arguments)
+    assert session.fit(batches, accumulate=3, resume=True, **arguments) == expected
+    assert session.steps_done == 8
+    for name, array in whole.state.items():
+        assert session.state[name].tobytes() == array.tobytes(), name
+    """
+    )
+
+
+@pytest.mark.parametrize(
+    "reaction", ["pass", "return", "raise RuntimeError('reading was cut off')", "raise KeyError"]
+)
+def test_data_that_catch_what_a_signal_raises(reaction: str) -> None:
+    """Whatever they make of it, no batch that came after the signal is trained on."""
+    run_blocked(
+        f"""
+    def generate(epoch):
+        for number, batch in enumerate(batches):
+            try:
+                if epoch == 2 and number == 5:
+                    in_python()
+            except BaseException:
+                {reaction}
+            yield batch
+    check_resumed(ends(generate))
+    """
+    )
+
+
+def test_an_error_of_the_data_is_raised_as_ever() -> None:
+    run_blocked(
+        """
+    class Mine(BaseException):
+        pass
+    def generate():
+        yield batches[0]
+        raise error
+    for error in (Mine(), KeyboardInterrupt(), SystemExit(3), ValueError()):
+        for prefetch in (0, 2):
+            session, send = kind.open(), Send(None, times=0)
+            try:
+                session.fit(generate, callbacks=[send], prefetch=prefetch, **arguments)
+            except BaseException as found:
+                assert found is error
+            assert session.steps_done == 1 and send.ends == [] and said == []
+    """
+    )
 
 
 def test_a_handler_of_the_program_stays_its_own() -> None:
@@ -228,20 +400,22 @@ def test_a_signal_that_comes_while_its_end_is_decided_is_not_forgotten() -> None
     """As while several processes agree: then it ends the training after the next step."""
     code = """
     from dataclasses import replace
+    from ortops.training.fitting import Shared
     session, asked = kind.open(), []
     way = session._way()
-    def agree(ends):
-        asked.append(ends)
+    def agree(stopped, name, found):
+        asked.append(name)
         if len(asked) == 6:
             signal.raise_signal(signal.SIGINT)
-        return ends
-    session._way = lambda: replace(way, agree=agree)
+        return stopped, name, True
+    shared = Shared(agree, lambda what, found: None, lambda total: total.result())
+    session._way = lambda: replace(way, shared=shared)
     try:
         session.fit(batches, **arguments)
     except KeyboardInterrupt:
-        print(session.steps_done < 12, asked[5], asked[6])
+        print(session.steps_done < 12, asked[5:])
     """
-    assert run_with(code) == "True ('', '') ('', 'SIGINT')"
+    assert run_with(code).startswith("True ['', 'SIGINT'")
 
 
 def test_a_handler_that_was_left_behind_takes_no_signal_of_another_fit() -> None:

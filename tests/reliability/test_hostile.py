@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,16 +24,20 @@ from hostile_models import (
     control_flow,
     external,
     power,
+    unending_operator,
     with_initial,
     with_tensor,
 )
 from hostile_run import quiet
+from onnx import helper
 from training_models import affine, forces
 
 import ortops
 from ortops import lowering
 from ortops.check import check
+from ortops.graph import loading
 from ortops.graph.limits import LIMITS
+from ortops.training import apart, initialization
 
 RUN = Path(__file__).with_name("hostile_run.py")
 SECONDS = 60  # that a case may take; none takes more than a few
@@ -274,6 +280,82 @@ def test_external_data_are_a_file_below_the_models_folder(
             act(path)
 
 
+PATHS: dict[str, Callable[[Path], object]] = {
+    "lower": ortops.lower,
+    "infer": infer,
+    "check": check,
+    "build": lambda path: ortops.build_training_model(path, loss="Huber", optimizer="SGD"),
+    "train": ortops.TrainingSession,
+}
+"""What reads a model, given its path."""
+
+unix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such files")
+
+
+def written_to_a_pipe(model: onnx.ModelProto, path: Path) -> threading.Thread:
+    """Makes a pipe, and returns the thread that writes a model to it, once."""
+    os.mkfifo(path)
+    content = model.SerializeToString()
+    writer = threading.Thread(target=path.write_bytes, args=(content,), daemon=True)
+    writer.start()
+    return writer
+
+
+@unix
+@pytest.mark.parametrize("act", PATHS)
+def test_a_model_comes_through_a_pipe(act: str, tmp_path: Path) -> None:
+    writer = written_to_a_pipe(
+        trainable_of() if act == "train" else affine(), tmp_path / "model.onnx"
+    )
+    PATHS[act](tmp_path / "model.onnx")
+    writer.join()
+
+
+@unix
+def test_an_illegal_model_that_comes_through_a_pipe_is_refused(tmp_path: Path) -> None:
+    model = trainable_of()
+    model.training_info[0].algorithm.node[0].input[0] = "nothing"
+    written_to_a_pipe(model, tmp_path / "model.onnx")
+    with pytest.raises(ortops.ModelError):
+        ortops.TrainingSession(tmp_path / "model.onnx")
+
+
+@unix
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/null"])
+@pytest.mark.parametrize("act", PATHS)
+def test_a_device_is_no_model(act: str, device: str, tmp_path: Path) -> None:
+    for path in (Path(device), tmp_path / "model.onnx"):
+        if path != Path(device):
+            path.symlink_to(device)
+        with pytest.raises(ortops.ModelError, match="it is a device"):
+            PATHS[act](path)
+
+
+@pytest.mark.parametrize("act", PATHS)
+def test_a_file_of_2_gb_is_no_model(act: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    with path.open("wb") as stream:
+        stream.truncate(2**31)  # it takes no room
+    with pytest.raises(ortops.ModelError, match="it has 2 GB or more"):
+        PATHS[act](path)
+
+
+@unix
+def test_a_pipe_without_end_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_MESSAGE", 2**20)
+    path = tmp_path / "model.onnx"
+    os.mkfifo(path)
+
+    def write() -> None:
+        with contextlib.suppress(BrokenPipeError), path.open("wb") as stream:
+            while True:
+                stream.write(bytes(2**16))
+
+    threading.Thread(target=write, daemon=True).start()
+    with pytest.raises(ortops.ModelError, match="it has 2 GB or more"):
+        ortops.lower(path)
+
+
 def test_external_data_below_the_models_folder_are_read(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     (tmp_path / "below").mkdir()
@@ -335,6 +417,65 @@ def test_what_an_initialization_computes_is_taken(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(LIMITS, "initialization_bytes", 8000)
     session.reset()
     assert session.steps_done == 1000
+
+
+def test_an_initialization_is_ended_in_the_midst_of_an_operator(tmp_path: Path) -> None:
+    (tmp_path / "0.onnx").write_bytes(unending_operator().SerializeToString())
+    assert not outcomes(tmp_path, ["0"])
+
+
+def orthogonal() -> tuple[onnx.ModelProto, np.ndarray[Any, Any]]:
+    """Returns a model whose initialization has a matrix product, and the start of its variable."""
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(3, 5)).astype(np.float32), rng.normal(size=(5, 2)).astype(np.float32)
+    nodes = [constant("a", a), constant("b", b), helper.make_node("MatMul", ["a", "b"], ["start"])]
+    model = with_initial(nodes, helper.make_tensor_value_info("start", 1, [3, 2]), "w")
+    (weight,) = [tensor for tensor in model.graph.initializer if tensor.name == "w"]
+    assert list(weight.dims) == [3, 2]
+    return model, a @ b
+
+
+def test_an_initialization_in_another_process_gives_the_same_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, expected = orthogonal()
+    session = ortops.TrainingSession(model)
+    session.reset()
+    np.testing.assert_allclose(session.state["w"], expected, rtol=1e-6)
+    monkeypatch.setattr(LIMITS, "initialization_seconds", math.inf)
+    monkeypatch.setattr(initialization, "run_apart", None)  # in this process, where it is trusted
+    session.state["w"] = np.zeros((3, 2), np.float32)
+    session.reset()
+    np.testing.assert_allclose(session.state["w"], expected, rtol=1e-6)
+
+
+def test_models_of_ours_are_initialized_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initialization, "run_apart", None)
+    for optimizer in (*ortops.optimizers.OPTIMIZERS, "SGD"):
+        model = ortops.build_training_model(
+            affine(), loss="MeanSquaredError", optimizer=optimizer, ema_decay=0.9
+        )
+        ortops.TrainingSession(model).reset()
+
+
+def test_an_initialization_whose_process_dies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = ortops.TrainingSession(orthogonal()[0])
+    session.state["w"] = np.ones((3, 2), np.float32)
+    child = apart._CHILD.replace("session.run(names, {})", "os.abort()")
+    monkeypatch.setattr(apart, "_CHILD", f"import os\n{child}")
+    with pytest.raises(ortops.ModelError, match=r"initialization failed: .* ended with status"):
+        session.reset()
+    np.testing.assert_array_equal(session.state["w"], np.ones((3, 2)))
+
+
+def test_an_initialization_that_no_process_can_run_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = ortops.TrainingSession(orthogonal()[0])
+    for executable, message in (("", "has none"), ("/nowhere/python", "none can be started")):
+        monkeypatch.setattr(sys, "executable", executable)
+        with pytest.raises(ortops.UnsupportedError, match=message):
+            session.reset()
 
 
 def test_options_stay_as_they_were() -> None:

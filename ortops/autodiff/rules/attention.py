@@ -89,7 +89,7 @@ def attention(
 def _heads(x: Tensor, count: int | None) -> Tensor:
     """Splits the last axis of (batch, length, hidden) into heads: (batch, head, length, size)."""
     if not count:
-        raise UnsupportedError("the number of heads is not given; inputs of rank 3 need it")
+        raise UnsupportedError("missing number of heads, which inputs of rank 3 require")
     width = size_of(x, [2])
     size = width // count if isinstance(width, int) else -1
     return op.Transpose(op.Reshape(x, [0, 0, count, size]), perm=[0, 2, 1, 3])
@@ -262,13 +262,12 @@ def multi_head_attention(
 ) -> Cotangents:
     if past_sequence_length is not None or cache_indirection is not None:
         raise UnsupportedError(
-            "past_sequence_length or cache_indirection is given; caches that are concatenated have "
-            "a gradient"
+            "no gradient with past_sequence_length or cache_indirection; use a concatenated cache"
         )
     if bias is not None and (key is None or value is None):
         raise UnsupportedError(
-            "bias is given where queries, keys and values are packed; without it, or where they "
-            "are separate, there is a gradient"
+            "no gradient for bias with packed queries, keys and values; remove the bias, or use "
+            "separate inputs"
         )
     if key is None:
         q, k, v = (_unpack(query, index) for index in range(3))
@@ -315,8 +314,8 @@ def _masked_attention(
             sizes = [x.shape[0] if x.shape is not None else None for x in (mask, q)]
             if all(isinstance(size, int) for size in sizes) and sizes[0] != sizes[1]:
                 raise UnsupportedError(
-                    f"the mask has shape {mask.shape}; one length for each sample, (batch, keys), "
-                    "(batch, queries, keys) and (batch, 1, queries, keys) have a gradient"
+                    f"no gradient for a mask of shape {mask.shape}; use one length per sample, or "
+                    "shape (batch, keys), (batch, queries, keys) or (batch, 1, queries, keys)"
                 )
             seen = op.Less(_range(q, total), op.Reshape(mask.astype(np.int64), [-1, 1, 1, 1]))
         else:
@@ -357,8 +356,9 @@ def packed_attention(
 ) -> Cotangents:
     if do_rotary or past_present_share_buffer or past_sequence_length is not None:
         raise UnsupportedError(
-            f"do_rotary is {do_rotary}, past_present_share_buffer {past_present_share_buffer}; 0 "
-            "and a cache that is concatenated have a gradient"
+            f"no gradient for do_rotary={do_rotary} with "
+            f"past_present_share_buffer={past_present_share_buffer}; use 0 for both, and a "
+            "concatenated cache"
         )
     projected = op.MatMul(x, weights)
     return attend_projected(
@@ -457,8 +457,8 @@ def group_query_attention(
         or any(x is not None for x in others)
     ):
         raise UnsupportedError(
-            "a quantized or sliding cache, a smooth softmax, a head sink or normalized queries are "
-            "asked for; the operator without them has a gradient"
+            "no gradient with a quantized or sliding cache, smooth softmax, a head sink or "
+            "normalized queries; use the operator without them"
         )
     if key is None or value is None:  # queries, keys and values side by side
         heads = _heads(query, num_heads + 2 * kv_num_heads)
@@ -549,7 +549,8 @@ def rotary_embedding_at(
 ) -> Cotangents:
     if is_packed_batching or scale != 1:
         raise UnsupportedError(
-            f"is_packed_batching is {is_packed_batching} and scale {scale}; 0 and 1 have a gradient"
+            f"no gradient for is_packed_batching={is_packed_batching} with scale={scale}; use 0 "
+            "and 1"
         )
     if position_ids.ndim == 1:  # the position of the first token; the same for each sample
         length = size_of(x, [1 if x.ndim == 3 else 2])

@@ -63,8 +63,8 @@ def loop(at: Site) -> Cotangents:
     for value in (*body.inputs, *body.outputs):
         if isinstance(value.type, ir.OptionalType):
             raise UnsupportedError(
-                f"{describe(node)}: '{value.name}' of its body is an optional (asked for by "
-                f"{at.asked_by}); tensors and sequences that a loop carries have a gradient"
+                f"{describe(node)}: no gradient for the optional '{value.name}' in its body (asked "
+                f"for by {at.asked_by}); use tensors or sequences as loop-carried values"
             )
     starts = [value for value in node.inputs[2:] if value is not None]
     states = [index for index, value in enumerate(starts) if is_float(value)]
@@ -169,8 +169,8 @@ def sequence_map(at: Site) -> Cotangents:
     for value in captured:
         if _is_sequence(value):
             raise UnsupportedError(
-                f"{describe(node)}: its body reads the sequence '{value.name}' (asked for by "
-                f"{at.asked_by}); sequences that are inputs of the node have a gradient"
+                f"{describe(node)}: no gradient for the outer sequence '{value.name}' that its "
+                f"body reads (asked for by {at.asked_by}); make it an input of the node"
             )
     slopes = [
         (output, part) for output, part in zip(body.outputs, g, strict=True) if part is not None

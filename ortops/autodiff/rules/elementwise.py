@@ -7,11 +7,25 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from ortops.autodiff.registry import Cotangents
 from ortops.autodiff.rules._compare import equal
 from ortops.autodiff.rules.table import vjp
 from ortops.graph.edit import is_float
 from ortops.graph.tensor import Tensor, op
+
+
+def _times_slope(g: Tensor, slope: Tensor) -> Tensor:
+    """Returns g · slope, and 0 where the slope overflowed while the cotangent is 0.
+
+    A function that has a limit as e^x overflows, like 1 / (1 + e^x), is flat there, and its part of
+    the cotangent is 0, but 0 · ∞ is NaN. An infinite product stays, so that nobody overlooks it.
+    """
+    zero = g.tape.constant(np.array(0, g.dtype))
+    is_flat = op.And(abs(slope) >= math.inf, equal(g, zero))
+    return g * op.Where(is_flat, 0, slope)
+
 
 # Arithmetic
 
@@ -43,7 +57,7 @@ def power(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Cotangents:
     if is_float(b.value):
         # x^0 = 1 and 0^y = 0 (y > 0) are constant, though log 0 is not finite.
         flat = op.And(op.Equal(a, 0), b >= 0)
-        db = (g * y * op.Log(op.Where(flat, 1, a))).astype(b.dtype)
+        db = (_times_slope(g, y) * op.Log(op.Where(flat, 1, a))).astype(b.dtype)
     return _base_cotangent(g, a, b), db
 
 
@@ -61,7 +75,10 @@ def _base_cotangent(g: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
     if constant is None or (constant == 0).any():
         # 0 · 0^(−1) is not a number, and the derivative of x^0 is 0.
         a = op.Where(op.And(op.Equal(a, 0), op.Equal(b, 0)), 1, a)
-    return g * (exponents * op.Pow(a, exponents - 1))
+    slope = exponents * op.Pow(a, exponents - 1)
+    if constant is not None and ((constant >= 0) & (constant <= 2)).all():
+        return g * slope  # which overflows at 0 only, where it is a pole
+    return _times_slope(g, slope)
 
 
 @vjp("Neg")
@@ -108,7 +125,7 @@ def sqrt(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
 
 @vjp("Exp")
 def exp(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return g * y
+    return _times_slope(g, y)
 
 
 @vjp("Log")
@@ -153,12 +170,12 @@ def atan(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
 
 @vjp("Sinh")
 def sinh(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return g * op.Cosh(x)
+    return _times_slope(g, op.Cosh(x))
 
 
 @vjp("Cosh")
 def cosh(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return g * op.Sinh(x)
+    return _times_slope(g, op.Sinh(x))
 
 
 @vjp("Tanh")

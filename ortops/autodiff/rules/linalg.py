@@ -146,9 +146,9 @@ def _refuse_broadcast(y: Tensor, equation: str, sizes: Mapping[str, set[Dim]]) -
         if letter in equation and len(known) > 1:
             node = y.value.producer()
             raise UnsupportedError(
-                f"{describe(node) if node else 'Einsum'}: in '{equation}', '{letter}' stands for "
-                f"sizes {known}; use Squeeze and leave the letter out where it is 1, or an "
-                "ellipsis, which may be broadcast"
+                f"{describe(node) if node else 'Einsum'}: in '{equation}', '{letter}' has sizes "
+                f"{known}; squeeze axes of size 1 and omit their letter, or use an ellipsis, which "
+                "supports broadcasting"
             )
 
 

@@ -118,6 +118,8 @@ def _slope(
         else:
             count = size_of(labels, range(labels.ndim))
             total = count.astype(wide) if isinstance(count, Tensor) else count
+        if each is not None or counted is not None:
+            total = op.Where(op.Equal(total, 0), 1, total)  # of nothing the gradient is 0
         g = (g.astype(wide) / total).astype(g.dtype)
     slope = g if each is None else g * each
     if counted is not None:

@@ -36,8 +36,9 @@ refuses(
     "TreeEnsembleClassifier",
     "TreeEnsembleRegressor",
     domain=ML,
-    reason="trees are piecewise constant, so their gradient is zero wherever it exists and tells "
-    "nothing; take the gradient of a smooth model, or cut the graph behind the node by naming its "
+    reason="trees are piecewise constant, so their gradient is zero wherever it exists and carries "
+    "no information; take the gradient of a smooth model, or cut the graph "
+    "behind the node by naming its "
     "output in xs",
 )
 
@@ -73,7 +74,7 @@ def normalizer(x: Tensor, *, norm: str = "MAX") -> Cotangents:
     elif norm == "L2":
         size = op.ReduceSum(x * x, [-1])
     else:
-        raise ModelError(f"norm is '{norm}'; MAX, L1 and L2 are accepted")
+        raise ModelError(f"norm must be MAX, L1 or L2, got '{norm}'")
     size = op.Where(op.Equal(size, 0), 1, size)  # rows of zeros stay as they are
     return (x / (op.Sqrt(size) if norm == "L2" else size)).astype(np.float32)
 
@@ -110,8 +111,8 @@ def feature_vectorizer(*xs: Tensor, inputdimensions: Sequence[int] = ()) -> Cota
     if inputdimensions:
         if len(inputdimensions) != len(rows):
             raise ModelError(
-                f"inputdimensions has {len(inputdimensions)} sizes for {len(rows)} inputs; give "
-                "one for each"
+                f"inputdimensions must have one size for each of the {len(rows)} inputs, got "
+                f"{len(inputdimensions)} sizes"
             )
         rows = [_columns(row, count) for row, count in zip(rows, inputdimensions, strict=True)]
     return op.Concat(*(row.astype(np.float32) for row in rows), axis=1)
@@ -169,8 +170,8 @@ def linear_classifier(
     if rows == 1 and classes == 2:
         if post_transform == "PROBIT":  # onnxruntime reads the scores that it has overwritten
             raise UnsupportedError(
-                "post_transform is 'PROBIT' of one score for two classes; LOGISTIC has a gradient, "
-                "and so has PROBIT with a score for each class"
+                "no gradient for post_transform 'PROBIT' with one score for two classes; use "
+                "LOGISTIC, or PROBIT with one score per class"
             )
         logistic = post_transform == "LOGISTIC"
         other = -scores if logistic else 1 - scores
@@ -195,7 +196,8 @@ def svm_regressor(
 ) -> Cotangents:
     if one_class:
         raise UnsupportedError(
-            "one_class is 1, so the output is a sign, which is piecewise constant; 0 has a gradient"
+            "no gradient for one_class=1, whose output is a sign and piecewise constant; use "
+            "one_class=0"
         )
     x = _matrix(x)
     if not n_supports:
@@ -213,7 +215,7 @@ def svm_regressor(
     elif kernel_type == "SIGMOID":
         kernel = op.Tanh(products * gamma + offset)
     else:
-        raise ModelError(f"kernel_type is '{kernel_type}'; LINEAR, POLY, RBF, SIGMOID are accepted")
+        raise ModelError(f"kernel_type must be LINEAR, POLY, RBF or SIGMOID, got '{kernel_type}'")
     return _linear(kernel, coefficients, rho[:1], 1)
 
 
@@ -228,8 +230,8 @@ def _linear(
     """Returns the scores, one for each row of coefficients."""
     if not coefficients or len(coefficients) % rows:
         raise ModelError(
-            f"there are {len(coefficients)} coefficients for {rows} scores; give as many for each "
-            "score as there are features"
+            f"the number of coefficients must be a multiple of the {rows} scores, got "
+            f"{len(coefficients)}; each score needs one coefficient per feature"
         )
     weights = np.array(coefficients, np.float32).reshape(rows, -1)
     bias = np.array(intercepts, np.float32) if intercepts else None
@@ -248,8 +250,8 @@ def _transformed(scores: Tensor, post_transform: str, *, single: bool = False) -
         return _probit(scores)
     if post_transform not in ("NONE", "LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO"):
         raise ModelError(
-            f"post_transform is '{post_transform}'; NONE, LOGISTIC, SOFTMAX, SOFTMAX_ZERO and "
-            "PROBIT are accepted"
+            "post_transform must be NONE, LOGISTIC, SOFTMAX, SOFTMAX_ZERO or PROBIT, got "
+            f"'{post_transform}'"
         )
     if single or post_transform == "NONE":
         return scores

@@ -68,8 +68,8 @@ def _activate(x: Tensor, activation: str, parameters: Sequence[float]) -> Tensor
     given = dict(zip(names.get(activation, ()), parameters, strict=False))
     if activation not in (*names, "Relu", "Sigmoid", "Softplus", "Softsign", "Tanh"):
         raise UnsupportedError(
-            f"activation is '{activation}'; Clip, Elu, HardSigmoid, LeakyRelu, Relu, Sigmoid, "
-            "Softplus, Softsign, Tanh and ThresholdedRelu have a gradient"
+            f"no gradient for activation '{activation}'; use Clip, Elu, HardSigmoid, LeakyRelu, "
+            "Relu, Sigmoid, Softplus, Softsign, Tanh or ThresholdedRelu"
         )
     return cast(Tensor, getattr(op, activation)(x, **given))
 
@@ -333,7 +333,7 @@ def matmul_bnb4(
     transB: int = 1,
 ) -> Cotangents:
     if not transB:
-        raise UnsupportedError("transB is 0; 1 has a gradient")
+        raise UnsupportedError("no gradient for transB=0; use transB=1")
     table = (_NORMAL_FOUR_BITS if quant_type else _FOUR_BITS).astype(absmax.dtype)
     # The first of two numbers is in the upper bits.
     pairs = op.BitShift(op.Unsqueeze(b, [-1]), np.array([4, 0], np.uint8), direction="RIGHT")
@@ -364,7 +364,7 @@ def gather_block_quantized(
     quantize_axis: int = 1,
 ) -> Cotangents:
     if is_float(data.value):
-        raise UnsupportedError(f"data is of {data.dtype}; integers have a gradient")
+        raise UnsupportedError(f"no gradient for data of type {data.dtype}; use an integer type")
     if data.dtype == np.uint8:  # numbers side by side in bytes, about half of their range
         data = _in_bytes(data, bits)
         if zero_points is None:
@@ -398,11 +398,11 @@ def _blocks(
 ) -> tuple[Tensor, Tensor]:
     """Returns the weights of (row, block, place in it), not yet scaled, and (row, block) scales."""
     if bits not in (2, 4, 8):
-        raise UnsupportedError(f"bits is {bits}; 2, 4 and 8 have a gradient")
+        raise UnsupportedError(f"no gradient for bits={bits}; use 2, 4 or 8")
     if g_idx is not None or prepacked:
         given = "g_idx is given" if g_idx is not None else f"weight_prepacked is {prepacked}"
         raise UnsupportedError(
-            f"{given}; weights in order, not packed any further, have a gradient"
+            f"no gradient for {given}; use weights in their original order, without prepacking"
         )
     scale = op.Reshape(scales, [n, -1, 1])
     numbers = op.Reshape(_unpack(b, bits), [n, -1, block_size]).astype(scales.dtype)

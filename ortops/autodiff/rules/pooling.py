@@ -202,10 +202,21 @@ def max_pool(
     at = windows(
         x, kernel_shape, strides=strides, dilations=dilations, pads=pads, auto_pad=auto_pad
     )
+    if _may_miss(x, at):  # onnxruntime tells a place in another channel then
+        counts = _counts(g[0], x, at, include_pad=False)
+        return _scattered(op.Where(counts > 0, g[0], np.array(0, g[0].dtype)), indices, x, add=True)
     if _tiles(x, at) and g[0].dtype == np.float32:  # the one type that MaxUnpool has a kernel for
         dx = op.MaxUnpool(g[0], indices, kernel_shape=kernel_shape, strides=at.strides)
         return dx.with_shape_of(x)
     return _scattered(g[0], indices, x, add=True)
+
+
+def _may_miss(x: Tensor, at: Windows) -> bool:
+    """Whether a window may lie around all elements: the input is shorter than its dilation."""
+    return at.is_padded and any(
+        dilation > 1 and (size is None or size < dilation)
+        for size, dilation in zip(static_sizes(x, at.rank), at.dilations, strict=True)
+    )
 
 
 def _tiles(x: Tensor, at: Windows) -> bool:

@@ -409,8 +409,8 @@ def qattention(
 ) -> Cotangents:
     if do_rotary or past_present_share_buffer:
         raise UnsupportedError(
-            f"do_rotary is {do_rotary}, past_present_share_buffer {past_present_share_buffer}; 0 "
-            "has a gradient"
+            f"no gradient for do_rotary={do_rotary} with "
+            f"past_present_share_buffer={past_present_share_buffer}; use 0 for both"
         )
     projected = matmul_integer_to_float(
         x, weights, x_scale, weight_scale, x_zero_point, weight_zero_point, bias

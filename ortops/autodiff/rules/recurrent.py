@@ -515,11 +515,11 @@ def _sweeps(
     inputs: Sequence[MaybeTensor],
     attributes: _Attributes,
 ) -> list[_Sweep]:
-    """Takes the inputs, outputs and cotangents of a node apart by direction."""
+    """Splits the inputs, outputs and cotangents of a node by direction."""
     direction = attributes.direction
     if direction not in ("forward", "reverse", "bidirectional"):
         raise UnsupportedError(
-            f"{asked_by}: direction is '{direction}'; forward, reverse and bidirectional exist"
+            f"{asked_by}: direction must be forward, reverse or bidirectional, got '{direction}'"
         )
     count = 2 if direction == "bidirectional" else 1
     activations = _activations(asked_by, count, each, attributes)
@@ -533,40 +533,25 @@ def _sweeps(
     size = units if isinstance(units, int) else None
     zero = op.ConstantOfShape([size_of(x, [1]), units], value=np.zeros(1, x.dtype))
     zero = zero.with_shape([batch, size])
-    valid = last = nonempty = None
-    if lengths is not None:
-        lengths = op.Cast(lengths, to=ir.DataType.INT64)
-        time = op.Unsqueeze(op.Range(0, size_of(x, [0]), 1), [1])
-        valid = op.Unsqueeze(time < lengths, [2]).with_shape([steps, batch, 1])
-        last = op.Unsqueeze(op.Equal(time, lengths - 1), [2]).with_shape([steps, batch, 1])
-        nonempty = op.Unsqueeze(lengths > 0, [1])
-
-    def parts(z: MaybeTensor, rank: int, order: Sequence[int] | None = None) -> list[MaybeTensor]:
-        """Splits a tensor by direction."""
-        if z is None:
-            return [None] * count
-        z = _ranked(z, rank)
-        if order is not None:
-            z = op.Transpose(z, perm=order)
-        axis = 1 if rank == 4 else 0
-        pieces = [z] if count == 1 else op.Split(z, axis=axis, num_outputs=2)
-        return [op.Squeeze(piece, [axis]) for piece in pieces]
+    valid, last, nonempty = (None, None, None) if lengths is None else _masks(x, lengths)
 
     def states(z: MaybeTensor, *, final: bool = False) -> list[Tensor]:
-        """Splits a state by direction, zeros if it is absent."""
+        """Splits a state by direction; zeros if it is absent."""
         pieces = [
             zero if piece is None else piece.with_shape([batch, size])
-            for piece in parts(z, 3, state_order)
+            for piece in _by_direction(z, 3, count, state_order)
         ]
         if final and z is not None and nonempty is not None:
             pieces = [op.Where(nonempty, piece, 0) for piece in pieces]
         return pieces
 
     dy, dh, dc = (*g, None, None)[:3]
-    w_parts, r_parts, b_parts, p_parts = parts(w, 3), parts(r, 3), parts(b, 2), parts(p, 2)
+    w_parts, r_parts = _by_direction(w, 3, count), _by_direction(r, 3, count)
+    b_parts, p_parts = _by_direction(b, 2, count), _by_direction(p, 2, count)
     h_parts, c_parts = states(h), states(c)
     dh_parts, dc_parts = states(dh, final=True), states(dc, final=True)
-    y_parts, dy_parts = parts(y[0], 4, y_order), parts(dy, 4, y_order)
+    y_parts = _by_direction(y[0], 4, count, y_order)
+    dy_parts = _by_direction(dy, 4, count, y_order)
     sweeps = []
     for index in range(count):
         bias, dy_part = b_parts[index], dy_parts[index]
@@ -598,23 +583,54 @@ def _sweeps(
     return sweeps
 
 
+def _masks(x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns masks of valid steps, of last steps, and of non-empty sequences.
+
+    Args:
+        x: The input, (steps, batch, features).
+        lengths: The lengths of the sequences.
+    """
+    steps, batch = cast(tuple[Dim, ...], x.shape)[:2]
+    lengths = op.Cast(lengths, to=ir.DataType.INT64)
+    time = op.Unsqueeze(op.Range(0, size_of(x, [0]), 1), [1])
+    valid = op.Unsqueeze(time < lengths, [2]).with_shape([steps, batch, 1])
+    last = op.Unsqueeze(op.Equal(time, lengths - 1), [2]).with_shape([steps, batch, 1])
+    return valid, last, op.Unsqueeze(lengths > 0, [1])
+
+
+def _by_direction(
+    z: MaybeTensor, rank: int, count: int, order: Sequence[int] | None = None
+) -> list[MaybeTensor]:
+    """Splits a tensor by direction, after a permutation of its axes."""
+    if z is None:
+        return [None] * count
+    z = _ranked(z, rank)
+    if order is not None:
+        z = op.Transpose(z, perm=order)
+    axis = 1 if rank == 4 else 0
+    pieces = [z] if count == 1 else op.Split(z, axis=axis, num_outputs=2)
+    return [op.Squeeze(piece, [axis]) for piece in pieces]
+
+
 def _activations(
     asked_by: str, directions: int, each: int, attributes: _Attributes
 ) -> list[Sequence[_Activation]]:
-    """Returns the activations of each direction; they use up alpha and beta in their order."""
+    """Returns the activations of each direction, which consume alpha and beta in order."""
     alphas = list(attributes.activation_alpha or ())
     betas = list(attributes.activation_beta or ())
     found: list[_Activation] = []
     names = attributes.activations[: each * directions]
     if len(names) < each * directions:
         raise UnsupportedError(
-            f"{asked_by}: activations are {list(names)}; direction {attributes.direction} takes "
-            f"{each * directions}"
+            f"{asked_by}: direction {attributes.direction} requires {each * directions} "
+            f"activations, got {list(names)}"
         )
     for name in names:
         if name not in _ACTIVATIONS:
             known = ", ".join(_ACTIVATIONS)
-            raise UnsupportedError(f"{asked_by}: activation is '{name}'; {known} have a gradient")
+            raise UnsupportedError(
+                f"{asked_by}: no gradient for activation '{name}'; use one of {known}"
+            )
         alpha = beta = 0.0
         if name in _ALPHA:
             alpha = alphas.pop(0) if alphas else _ALPHA[name]
@@ -625,12 +641,12 @@ def _activations(
 
 
 def _ranked(x: Tensor, rank: int) -> Tensor:
-    """Records the rank that the operator prescribes, where nothing is known."""
+    """Sets the rank that the operator requires, if the shape is unknown."""
     return x if x.shape is not None else x.with_shape([None] * rank)
 
 
 def _inside(x: Tensor, outer: Tensor) -> Tensor:
-    """Returns a tensor of the graph around that of another tensor, to be read there."""
+    """Returns a tensor of the outer graph for use in the graph of another tensor."""
     return x.tape.tensor(outer.value)
 
 

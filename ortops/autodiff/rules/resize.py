@@ -152,13 +152,13 @@ def _check_policy(y: Tensor, call: _Resizing) -> None:
     name = describe(node) if node else "Resize"
     if min(call.axes) < call.outer:
         raise UnsupportedError(
-            f"{name}: keep_aspect_ratio_policy '{call.policy}' in mode "
-            f"'{call.attributes['mode']}' for axes {list(call.axes)}, of which onnxruntime "
-            f"resizes none before {call.outer}; name the axes to resize in the attribute axes"
+            f"{name}: no gradient for keep_aspect_ratio_policy '{call.policy}' in mode "
+            f"'{call.attributes['mode']}' for axes {list(call.axes)}, because onnxruntime resizes "
+            f"no axis before {call.outer}; list the axes to resize in the attribute axes"
         )
     if cropped and "antialias" in call.attributes:
         raise UnsupportedError(
-            f"{name}: keep_aspect_ratio_policy '{call.policy}' with antialias and "
+            f"{name}: no gradient for keep_aspect_ratio_policy '{call.policy}' with antialias and "
             "tf_crop_and_resize; use the policy 'stretch'"
         )
 

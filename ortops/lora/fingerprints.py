@@ -1,0 +1,271 @@
+"""Fingerprints, which identify the base of an adapter.
+
+A fingerprint is a digest of what a model computes: its nodes, their attributes and inputs, and its
+weights. It is written ``2:<digest>``. The first version of ortops with adapters wrote a digest of
+only inputs, outputs and weights, without a version number; these are still recognized.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+
+from ortops.errors import ModelError
+from ortops.graph import convert, external
+from ortops.graph.adapters import Adapter
+from ortops.graph.external import Data
+from ortops.graph.weights import lift, weights
+from ortops.lora.removal import remove_adapter
+from ortops.training.modes import write_inference_mode
+
+__all__ = ["FINGERPRINT_VERSION", "fingerprint", "first_fingerprint", "version_of"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+FINGERPRINT_VERSION = 2
+"""The version of new fingerprints."""
+
+_CHANGES_FORM = {"Resize", "Upsample"}
+"""Operators with attributes that a conversion to a newer opset turns into initializers."""
+
+
+def version_of(fingerprint: str) -> int:
+    """Returns the version of a fingerprint."""
+    version, colon, _ = fingerprint.rpartition(":")
+    return int(version) if colon else 1
+
+
+def fingerprint(proto: onnx.ModelProto, data: Data, adapter: Adapter | None = None) -> str:
+    """Returns the fingerprint of a model without its adapter.
+
+    It covers the names of inputs and outputs and all that contributes to the outputs: operators,
+    attributes, connections, values, and the names of matrices, from which adapters get their names.
+    It is computed in the form that models have in training: functions inlined, older models
+    converted to opset 21, and in inference mode. It is therefore the same before and after training
+    of the adapter. Initializers and Constant nodes are equivalent.
+
+    Args:
+        proto: A light model.
+        data: Its data.
+        adapter: Its adapter.
+
+    Raises:
+        ModelError: If external data cannot be read, or nodes of the adapter are missing.
+    """
+    model = _trained_form(proto, data, adapter)
+    names = {tensor.name for tensor in proto.graph.initializer}
+    return f"{FINGERPRINT_VERSION}:{_Digest(names).of_model(model).hex()}"
+
+
+def _trained_form(proto: onnx.ModelProto, data: Data, adapter: Adapter | None) -> ir.Model:
+    """Returns a model as `ortops.training.preparation` makes it, without its adapter."""
+
+    def read() -> ir.Model:
+        model = convert.to_ir(lifted, None, own)
+        if adapter is not None:
+            remove_adapter(model, adapter)
+        convert.inline(model)
+        return model
+
+    own = dict(data)
+    lifted, _ = lift(proto, own, {name for name, each in weights(proto, own).items() if each.shape})
+    model = read()
+    try:
+        model = convert.upgrade(model, quietly=True)
+    except MemoryError:
+        raise
+    except Exception:  # a model that cannot be converted cannot be trained: use it unconverted
+        model = read()
+    write_inference_mode(model)
+    model.graph.sort()
+    return model
+
+
+class _Digest:
+    """Digests of the values of a model: each covers the node that computes it and its inputs.
+
+    Args:
+        names: The initializers whose names are part of the digest.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._found: dict[ir.Value, bytes] = {}
+
+    def of_model(self, model: ir.Model) -> bytes:
+        graph = model.graph
+        inputs = [value for value in graph.inputs if value.name not in graph.initializers]
+        for value in inputs:
+            self._found[value] = _hash("input", value.name)
+        outputs = self._of_graph(model, graph, 0)
+        return _hash(
+            "model",
+            len(inputs),
+            *(value.name for value in inputs),
+            *itertools.chain(*((v.name, o) for v, o in zip(graph.outputs, outputs, strict=True))),
+        )
+
+    def _of_graph(self, model: ir.Model, graph: ir.Graph, depth: int) -> list[bytes]:
+        """Returns the digests of a graph's outputs."""
+        for name, value in graph.initializers.items():
+            if value.const_value is not None:
+                is_named = depth == 0 and name in self._names and len(value.const_value.shape) > 1
+                content = _of_tensor(value.const_value)
+                self._found[value] = _hash("weight", name, content) if is_named else content
+        for node in graph:
+            self._of_node(model, node, depth)
+        return [self._of_value(value) for value in graph.outputs]
+
+    def _of_value(self, value: ir.Value | None) -> bytes:
+        if value is None:
+            return b""
+        return self._found.get(value) or _hash("unknown", value.name)
+
+    def _of_node(self, model: ir.Model, node: ir.Node, depth: int) -> None:
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        if node.op_type == "Constant" and not domain:
+            tensor = ir.convenience.get_const_tensor(node.outputs[0])
+            if tensor is not None:
+                self._found[node.outputs[0]] = _of_tensor(tensor)
+                return
+        if node.op_type in ("Identity", "Dropout") and not domain:
+            self._found[node.outputs[0]] = self._of_value(node.inputs[0])
+            return
+        read = [self._of_value(value) for value in node.inputs]
+        while read and not read[-1]:
+            read.pop()
+        version = model.graph.opset_imports.get(node.domain, 1)
+        attributes = [
+            part
+            for name, attribute in sorted(node.attributes.items())
+            for part in (name, self._of_attribute(model, attribute, depth))
+            if not _is_default(attribute, node.op_type, domain, version)
+        ]
+        parts = len(node.outputs) if node.op_type == "Split" else ""
+        kind = (domain, node.op_type, node.overload, parts)
+        digest = _hash("node", *kind, len(attributes), *attributes, *read)
+        for index, value in enumerate(node.outputs):
+            self._found[value] = _hash("output", digest, index)
+
+    def _of_attribute(self, model: ir.Model, attribute: ir.Attr, depth: int) -> bytes:
+        match attribute.type:
+            case ir.AttributeType.GRAPH:
+                return self._of_inner(model, [attribute.as_graph()], depth)
+            case ir.AttributeType.GRAPHS:
+                return self._of_inner(model, attribute.as_graphs(), depth)
+            case ir.AttributeType.TENSOR:
+                return _of_tensor(attribute.as_tensor())
+            case ir.AttributeType.TENSORS:
+                return _hash("tensors", *map(_of_tensor, attribute.as_tensors()))
+        return _hash("attribute", _message(attribute).SerializeToString(deterministic=True))
+
+    def _of_inner(self, model: ir.Model, graphs: Sequence[ir.Graph], depth: int) -> bytes:
+        digests = []
+        for graph in graphs:
+            for index, value in enumerate(graph.inputs):
+                self._found[value] = _hash("formal", depth, index)
+            digests.append(_hash("graph", *self._of_graph(model, graph, depth + 1)))
+        return _hash("graphs", *digests)
+
+
+def _message(attribute: ir.Attr) -> onnx.AttributeProto:
+    message: onnx.AttributeProto = ir.to_proto(attribute)
+    message.ClearField("doc_string")
+    return message
+
+
+def _is_default(attribute: ir.Attr, op_type: str, domain: str, version: int) -> bool:
+    """Whether an attribute has its default value."""
+    default = _defaults(op_type, domain, version).get(attribute.name)
+    return default is not None and default == _message(attribute)
+
+
+@functools.lru_cache
+def _defaults(op_type: str, domain: str, version: int) -> dict[str, onnx.AttributeProto]:
+    try:
+        schema = onnx.defs.get_schema(op_type, version, domain)
+    except onnx.defs.SchemaError:
+        return {}
+    return {name: attribute.default_value for name, attribute in schema.attributes.items()}
+
+
+def _of_tensor(tensor: ir.TensorProtocol) -> bytes:
+    if isinstance(tensor, ir.ExternalTensor):
+        raise ModelError(
+            f"initializer '{tensor.name}': its data are in the external file '{tensor.location}', "
+            "which a model in memory cannot locate; give the path of the model"
+        )
+    if tensor.dtype == ir.DataType.STRING:
+        return _hash("strings", *tensor.shape, *tensor.numpy().reshape(-1).tolist())
+    digest = _started("tensor", tensor.dtype.name, *tensor.shape)
+    digest.update(_bytes(tensor.numpy()))
+    return bytes(digest.digest())
+
+
+def _bytes(array: Array) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _started(*parts: object) -> Any:
+    """Returns a digest of parts, each preceded by its length."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        content = part if isinstance(part, bytes) else str(part).encode(errors="surrogatepass")
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest
+
+
+def _hash(*parts: object) -> bytes:
+    return bytes(_started(*parts).digest())
+
+
+def first_fingerprint(proto: onnx.ModelProto, data: Data, left_out: Collection[str] = ()) -> str:
+    """Returns the first version of fingerprints: a digest of inputs, outputs and weights.
+
+    It covers the name, type, shape, values and readers of each weight. It is therefore the same
+    before and after a conversion to a newer opset, and before and after training of an adapter.
+
+    Args:
+        proto: A light model.
+        data: Its data.
+        left_out: The names of the adapter's weights, which are not covered.
+
+    Raises:
+        ModelError: If external data cannot be read.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+
+    def add(*texts: object) -> None:
+        digest.update(("\0".join(map(str, texts)) + "\n").encode())
+
+    graph = proto.graph
+    initializers = {tensor.name: tensor for tensor in graph.initializer}
+    add("inputs", *(value.name for value in graph.input if value.name not in initializers))
+    add("outputs", *(value.name for value in graph.output))
+    readers: dict[str, set[str]] = {}
+    for node in graph.node:
+        for name in node.input:
+            readers.setdefault(name, set()).add(node.op_type)
+    contents: dict[str, Callable[[], Array]]
+    contents = {name: weight.array for name, weight in weights(proto, data).items() if weight.shape}
+    for name, tensor in initializers.items():
+        if name not in contents and tensor.dims and tensor.data_type != onnx.TensorProto.STRING:
+            kind = tensor.data_type
+            if kind not in (onnx.TensorProto.INT64, onnx.TensorProto.BOOL):  # sizes and axes
+                contents[name] = functools.partial(external.array_of, tensor, data)
+    for name in sorted(contents.keys() - set(left_out)):
+        by = readers.get(name, set())
+        if by and by <= _CHANGES_FORM:
+            continue
+        array = contents[name]()
+        add(name, array.dtype, array.shape, *sorted(by))
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()

@@ -1,0 +1,89 @@
+"""Removes an adapter from a model."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from ortops.errors import ModelError
+from ortops.graph.adapters import Adapter, Module
+from ortops.graph.edit import remove_node, take_place
+
+__all__ = ["remove_adapter"]
+
+_FACTORS = {"linear": ("MatMul", 1), "embedding": ("Gather", 0), "convolution": ("Conv", 1)}
+"""The operator that reads A, and the index of that input, by the kind of a layer."""
+
+
+def remove_adapter(work: ir.Model, adapter: Adapter) -> dict[str, list[ir.Value]]:
+    """Removes the nodes, inputs and initializers of an adapter, in place.
+
+    Returns:
+        The outputs of each layer without the adapter, under their original names.
+
+    Raises:
+        ModelError: If the nodes differ from those that `ortops.lora.add` adds.
+    """
+    graph = work.graph
+    values = {v.name: v for inner in (graph, *graph.subgraphs()) for n in inner for v in n.outputs}
+    found = {
+        name: [_remove(values, name, module, *pair) for pair in module.tensors]
+        for name, module in adapter.modules.items()
+    }
+    for name, module in adapter.modules.items():
+        for parameter in (module.a, module.b):
+            value = graph.initializers.pop(parameter)
+            if value.uses() or value.is_graph_output():
+                raise _refused(name, f"'{parameter}' has other readers")
+            graph.inputs.remove(value)
+    return found
+
+
+def _refused(layer: str, what: str) -> ModelError:
+    return ModelError(
+        f"model: the adapter of layer '{layer}' was changed: {what}; give the model as ortops.lora "
+        "created it"
+    )
+
+
+def _remove(
+    values: dict[str | None, ir.Value], layer: str, module: Module, base: str, total: str
+) -> ir.Value:
+    """Removes the nodes that compute the adapter's part of a tensor; returns the base's part."""
+    y = values.get(base)  # this name is unique, while branches may share the name `total`
+    readers = () if y is None else (use.node for use in y.uses() if use.idx == 0)
+    adds = (node for node in readers if node.op_type == "Add" and node.outputs[0].name == total)
+    node = next(adds, None)
+    if y is None or node is None:
+        raise _refused(layer, f"no node adds the adapter to '{base}'")
+    if _parameters(node.inputs[1], module.kind) != [module.a, module.b]:
+        raise _refused(layer, f"'{base}' is not added to the {module.kind} product of its A and B")
+    pending = [node.inputs[1]]
+    take_place(node.outputs[0], y)
+    remove_node(node)
+    while pending:
+        value = pending.pop()
+        maker = None if value is None else value.producer()
+        if maker is not None and not any(v.uses() or v.is_graph_output() for v in maker.outputs):
+            pending += maker.inputs
+            remove_node(maker)
+    return y
+
+
+def _parameters(delta: ir.Value | None, kind: str) -> list[str | None]:
+    """Returns the names of A and B whose product is added; nothing if the nodes do not match."""
+    operator, index = _FACTORS[kind]
+    second = "MatMul" if kind == "embedding" else operator
+    last = _producer(delta, second)
+    first = _producer(last.inputs[0], operator) if last else None
+    if last is None or first is None:
+        return []
+    factors = [first.inputs[index], last.inputs[1]]
+    if kind == "convolution":
+        swaps = [_producer(factor, "Transpose") for factor in factors]
+        factors = [None if swap is None else swap.inputs[0] for swap in swaps]
+    return [None if factor is None else factor.name for factor in factors]
+
+
+def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    node = None if value is None else value.producer()
+    return node if node is not None and node.op_type == op_type else None

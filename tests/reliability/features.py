@@ -1,0 +1,534 @@
+"""The features of `TrainingSession.fit` as axes, and random draws from their product.
+
+A `Draw` has one value of each feature. `RULES` lists the combinations that ortops refuses by design
+or that mean nothing, with the reason. `draws` makes as many draws as wanted from a seed: the first
+ones are chosen so that every legal pair of values of two axes occurs, the rest are independent.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ortops.optimizers import OPTIMIZERS
+
+ROWS = 10
+"""Rows in a data set."""
+
+
+def _installed(package: str, *values: str) -> tuple[str, ...]:
+    """Returns values that need an optional package, or nothing where it is missing."""
+    return values if importlib.util.find_spec(package) is not None else ()
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One combination of features. The defaults are the simplest values.
+
+    Attributes:
+        model: What is trained; see `feature_models.MODELS`.
+        dropout: Whether it has a Dropout layer.
+        opset: Its opset.
+        fixed: Whether its batch dimension is fixed at `batch_size`.
+        source: How it is given to `build_training_model`.
+        file: How the trainable model is given to `TrainingSession`.
+        loss: The loss; see `feature_models.LOSSES`.
+        optimizer: The optimizer.
+        rate: The learning rate: a number, a schedule of `ortops.schedules`, or one set by epoch.
+        clip: Which gradients are clipped.
+        ema: Whether averages of the parameters are kept.
+        groups: Whether some parameters have settings of their own.
+        trainable: Which parameters are trained.
+        batch_normalization: Which BatchNormalization layers use statistics of the batch.
+        kernels: What computes updates.
+        recompute: What is recomputed in the backward pass.
+        data: The form of the training data; see `feature_models.in_form`.
+        batch_size: Rows in a batch.
+        epochs: Epochs.
+        shuffle: Whether rows are shuffled.
+        prefetch: Batches that a thread reads ahead.
+        accumulate: Batches that make one step.
+        validation: The form of the validation data, "" for none.
+        metrics: Whether a metric is computed on it.
+        callbacks: Which callbacks there are; see `feature_checks.callbacks_of`.
+        progress: Whether progress is shown.
+        stop_on_nan: Whether a loss that is NaN stops the training.
+        end: What interrupts the training.
+        stop: After how many steps it does.
+        twice: Whether it is interrupted again one step later.
+        goes_on: What the interrupted training is resumed from.
+        moved: Whether its data have another form then.
+        longer: Whether it was begun with fewer epochs than it has in the end.
+        reference: How the reference makes its steps.
+        also: What is checked besides.
+        seed: Determines weights, data and order.
+    """
+
+    model: str = "affine"
+    dropout: bool = False
+    opset: int = 21
+    fixed: bool = False
+    source: str = "model"
+    file: str = "model"
+    loss: str = "MeanSquaredError"
+    optimizer: str = "SGD"
+    rate: str = "number"
+    clip: str = ""
+    ema: bool = False
+    groups: bool = False
+    trainable: str = "all"
+    batch_normalization: str = "auto"
+    kernels: str = "onnx"
+    recompute: Any = None
+    data: str = "list of batches"
+    batch_size: int = 5
+    epochs: int = 1
+    shuffle: bool = False
+    prefetch: int = 0
+    accumulate: int = 1
+    validation: str = ""
+    metrics: bool = False
+    callbacks: str = ""
+    progress: bool = False
+    stop_on_nan: bool = True
+    end: str = ""
+    stop: int = 1
+    twice: bool = False
+    goes_on: str = "session"
+    moved: bool = False
+    longer: bool = False
+    reference: str = "step"
+    also: str = ""
+    seed: int = 0
+
+    def __repr__(self) -> str:
+        """Returns Python that makes it, without the simplest values."""
+        given = (
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        )
+        return f"Draw({', '.join(given)})"
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the data are rows, which ortops cuts and shuffles, and not batches."""
+        return self.data not in BATCH_FORMS
+
+
+ROW_FORMS = (
+    *("dict", "tuple", "lists", "strided", "memory map", "file of arrays", "stored", "records"),
+    *("function of rows", "samples", "samples by name", "refilled samples", "stored table"),
+    "single array",
+    *_installed("pandas", "pandas"),
+    *_installed("pyarrow", "pyarrow"),
+    *_installed("scipy", "sparse"),
+)
+"""Forms of data as rows."""
+
+BATCH_FORMS = (
+    *("list of batches", "tuple of batches", "list of tuples", "loader", "refilled loader"),
+    *("generator", "generator of an epoch", "iterator", "sequence", "refilled sequence"),
+)
+"""Forms of data as batches."""
+
+AXES: Mapping[str, tuple[Any, ...]] = {
+    "model": (
+        *("affine", "double", "classifier", "convolutional", "tokens", "tagger", "branching"),
+        *("half", "half overflowing", "lora"),
+    ),
+    "dropout": (False, True),
+    "opset": (21, 13, 17, 22),
+    "fixed": (False, True),
+    "source": ("model", "bytes", "path", "external"),
+    "file": ("model", "bytes", "path", "external"),
+    "loss": (
+        *("MeanSquaredError", "Huber", "L1", "SoftmaxCrossEntropy", "smoothed", "ignoring"),
+        *("weighted", "sum of losses", "sum of classes", "summed", "function"),
+    ),
+    "optimizer": tuple(OPTIMIZERS),
+    "rate": (
+        *("number", "by epoch", "constant", "step", "exponential", "polynomial", "cosine"),
+        *("one_cycle", "warmup_cosine", "warmup_linear"),
+    ),
+    "clip": ("", "norm", "value", "both"),
+    "ema": (False, True),
+    "groups": (False, True),
+    "trainable": ("all", "some"),
+    "batch_normalization": ("auto", "train", "frozen"),
+    "kernels": ("onnx", "python", *_installed("numba", "compiled")),
+    "recompute": (None, "sqrt", 1, ("hidden",)),
+    "data": (*BATCH_FORMS, *ROW_FORMS),
+    "batch_size": (5, 4, 1, 16),
+    "epochs": (1, 2, 3),
+    "shuffle": (False, True),
+    "prefetch": (0, 1, 2, 3),
+    "accumulate": (1, 2, 3, 4),
+    "validation": ("", "dict", "same"),
+    "metrics": (False, True),
+    "callbacks": (
+        *("", "user", "Checkpoint", "Checkpoint every", "EarlyStopping", "restore_best"),
+        *("restore_best in memory", "BestModel", "CSVLog", "JSONLines", "all"),
+    ),
+    "progress": (False, True),
+    "stop_on_nan": (True, False),
+    "end": ("", "stop", "error", "KeyboardInterrupt", "SIGINT", "SIGTERM", "killed"),
+    "stop": (1, 2, 3, 5),
+    "twice": (False, True),
+    "goes_on": ("session", "file", "model", "bytes"),
+    "moved": (False, True),
+    "longer": (False, True),
+    "reference": ("step", "run_steps", "reduce", "gradients", "fit"),
+    "also": (
+        *("", "evaluate", "predict", "serve", "one big batch", "step graph", "lower", "reset"),
+        *("reopen", "resume again", "plain kernels"),
+    ),
+}
+"""The values of each feature, the simplest one first."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination of values that is not drawn.
+
+    Attributes:
+        reason: Why it is refused, or means nothing.
+        forbids: Whether a combination is such, by the values of the axes that it names.
+    """
+
+    reason: str
+    forbids: Callable[..., bool]
+
+    @functools.cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that it looks at."""
+        return tuple(inspect.signature(self.forbids).parameters)
+
+
+WITHOUT_LABELS = ("MeanSquaredError", "Huber", "L1", "summed", "sum of losses")
+"""Losses that compare with numbers."""
+
+EXPORTED = tuple(
+    f"{kind} of torch{exporter}"
+    for kind in ("convolutional", "tokens")
+    for exporter in ("", " by dynamo")
+)
+"""Models that PyTorch exports, by its older exporter and by its newer one."""
+
+NORMALIZING = ("convolutional", "half overflowing", *EXPORTED[:2])
+"""Models with BatchNormalization."""
+
+RESTORING = ("restore_best", "restore_best in memory", "all")
+"""Callbacks with which the session goes back to an earlier state."""
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "an iterator serves one epoch",
+        lambda data, epochs: data == "iterator" and epochs > 1,
+    ),
+    Rule(
+        "a model with a fixed batch takes no smaller batch at the end",
+        lambda fixed, batch_size: fixed and ROWS % batch_size != 0,
+    ),
+    Rule(
+        "one array is the data set of a model with one input and a loss that adds none",
+        lambda data, loss: data == "single array" and loss != "function",
+    ),
+    Rule(
+        "'tokens' has two inputs",
+        lambda data, model: data == "single array" and model == "tokens",
+    ),
+    Rule(
+        "of an exported model the opset is the exporter's choice",
+        lambda model, opset: model in EXPORTED and opset != 21,
+    ),
+    Rule(
+        "of an exported model the names of tensors are the exporter's choice",
+        lambda model, recompute: model in EXPORTED and recompute == ("hidden",),
+    ),
+    Rule(
+        "scipy has sparse matrices of two dimensions, and none of float16",
+        lambda data, model: (
+            data == "sparse"
+            and model not in ("affine", "double", "classifier", "lora", "branching")
+        ),
+    ),
+    Rule(
+        "summands that are divided by different counts do not add up over parts of a batch",
+        lambda loss, accumulate: loss == "sum of classes" and accumulate > 1,
+    ),
+    Rule(
+        "metrics are computed on validation data",
+        lambda metrics, validation: metrics and not validation,
+    ),
+    Rule(
+        "a metric needs an input to compare with",
+        lambda metrics, loss: metrics and loss == "function",
+    ),
+    Rule(
+        "an iterator that was gone through serves no validation",
+        lambda data, validation: data == "iterator" and validation == "same",
+    ),
+    Rule(
+        "steps of several batches are made by fit, or by hand with gradients",
+        lambda accumulate, reference: (
+            accumulate > 1 and reference in ("step", "run_steps", "reduce")
+        ),
+    ),
+    Rule(
+        "run_steps does not tell which of its steps overflowed",
+        lambda reference, model, callbacks: (
+            reference == "run_steps"
+            and model == "half overflowing"
+            and callbacks in ("user", "Checkpoint", "Checkpoint every", "all")
+        ),
+    ),
+    Rule(
+        "run_steps returns the loss alone, and not its summands",
+        lambda reference, loss: reference == "run_steps" and loss == "sum of classes",
+    ),
+    Rule(
+        "without an interruption nothing is resumed",
+        lambda end, stop: not end and stop > 1,
+    ),
+    Rule(
+        "without an interruption there is no second one",
+        lambda end, twice: not end and twice,
+    ),
+    Rule(
+        "without an interruption the data stay as they are",
+        lambda end, moved: not end and moved,
+    ),
+    Rule(
+        "an epoch has other batches in no other form",
+        lambda data, moved: data == "generator of an epoch" and moved,
+    ),
+    Rule(
+        "without an interruption the session stays as it is",
+        lambda end, goes_on: not end and goes_on != "session",
+    ),
+    Rule(
+        "an iterator serves one epoch, so that its training cannot get longer",
+        lambda data, longer: data == "iterator" and longer,
+    ),
+    Rule(
+        "one epoch cannot be begun as fewer",
+        lambda longer, epochs: longer and epochs == 1,
+    ),
+    Rule(
+        "a learning rate by epoch depends on the number of epochs",
+        lambda longer, rate: longer and rate == "by epoch",
+    ),
+    Rule(
+        "the best state is already restored at the end of the fewer epochs",
+        lambda longer, callbacks: longer and callbacks in RESTORING,
+    ),
+    Rule(
+        "a killed training leaves nothing but its file",
+        lambda end, goes_on: end == "killed" and goes_on != "file",
+    ),
+    Rule(
+        "a best state in memory is lost with its session",
+        lambda callbacks, goes_on: callbacks == "restore_best in memory" and goes_on != "session",
+    ),
+    Rule(
+        "a best state in memory is lost with its process",
+        lambda callbacks, end: callbacks == "restore_best in memory" and end == "killed",
+    ),
+    Rule(
+        "with a single array there is nothing to compare outputs with",
+        lambda data, metrics: data == "single array" and metrics,
+    ),
+    Rule(
+        "when a callback stops the training, the best state is restored, as at its end",
+        lambda callbacks, end: callbacks in RESTORING and end == "stop",
+    ),
+    Rule(
+        "Dropout drops other elements in parts of a batch",
+        lambda also, dropout: also == "one big batch" and dropout,
+    ),
+    Rule(
+        "rows take part in each other's loss through BatchNormalization",
+        lambda also, model, batch_normalization: (
+            also == "one big batch" and model in NORMALIZING and batch_normalization != "frozen"
+        ),
+    ),
+    Rule(
+        "its summands are divided by different counts, which do not add up over parts",
+        lambda also, loss: also == "one big batch" and loss == "sum of classes",
+    ),
+    Rule(
+        "reset goes back to the model that the session was opened on",
+        lambda also, goes_on: also == "reset" and goes_on != "session",
+    ),
+    Rule(
+        "reset goes back to the file that a killed training went on from",
+        lambda also, end: also == "reset" and end == "killed",
+    ),
+    Rule(
+        "reset computes the scale of the loss anew, which is smaller than that in the file",
+        lambda also, model: also == "reset" and model == "half overflowing",
+    ),
+    Rule(
+        "a batch of fixed size has no parts",
+        lambda also, fixed: also == "one big batch" and fixed,
+    ),
+    Rule(
+        "a step that overflows changes nothing",
+        lambda also, model: also == "one big batch" and model == "half overflowing",
+    ),
+)
+
+
+def _forbidden(values: Mapping[str, Any], axis: str) -> bool:
+    """Whether a rule that looks at an axis forbids values of some axes."""
+    return any(
+        rule.forbids(*(values[name] for name in rule.axes))
+        for rule in _rules_of()[axis]
+        if all(name in values for name in rule.axes)
+    )
+
+
+@functools.cache
+def _rules_of() -> dict[str, list[Rule]]:
+    return {axis: [rule for rule in RULES if axis in rule.axes] for axis in AXES}
+
+
+def is_legal(draw: Draw) -> bool:
+    """Whether no rule forbids a draw."""
+    values = {axis: getattr(draw, axis) for axis in AXES}
+    return not any(_forbidden(values, axis) for axis in AXES)
+
+
+# ----------------------------------------------------------------------------------------- draws
+
+
+TRIES = 100
+"""How often a draw with given values is tried."""
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+"""Two axes, in their order, each with a value."""
+
+
+def _completed(
+    rng: random.Random, given: Mapping[str, Any], missing: Mapping[str, Mapping[Any, set[Any]]]
+) -> dict[str, Any]:
+    for _ in range(TRIES):
+        values = complete(rng, given, missing)
+        if values is not None:
+            return values
+    raise ValueError(f"no legal draw has {given}; add a rule that says why")
+
+
+def complete(
+    rng: random.Random, chosen: Mapping[str, Any], missing: Mapping[str, Mapping[Any, set[Any]]]
+) -> dict[str, Any] | None:
+    """Chooses a legal value for each axis.
+
+    Args:
+        rng: What is random.
+        chosen: Values that are given.
+        missing: For each axis and value the pairs that are to occur: the values that have not been
+            beside it. A value with the most of these is chosen.
+
+    Returns:
+        The values; None where these choices left none for an axis.
+    """
+    values = dict(chosen)
+    others = [axis for axis in AXES if axis not in values]
+    rng.shuffle(others)
+    for axis in others:
+        options = list(AXES[axis])
+        rng.shuffle(options)
+        if missing:
+            taken = set(values.items())
+            options.sort(key=lambda value: -len(missing[axis][value] & taken))
+        for value in options:
+            values[axis] = value
+            if not _forbidden(values, axis):
+                break
+        else:
+            return None
+    return values
+
+
+def legal_pairs() -> set[Pair]:
+    """Returns the pairs of values of two axes that no rule of these two axes forbids."""
+    return {
+        ((first, one), (second, other))
+        for first, second in itertools.combinations(AXES, 2)
+        for one in AXES[first]
+        for other in AXES[second]
+        if not _forbidden({first: one, second: other}, first)
+        and not _forbidden({first: one}, first)
+        and not _forbidden({second: other}, second)
+    }
+
+
+def draws_of(seed: int, count: int, **given: Any) -> Iterator[Draw]:
+    """Yields independent draws that have given values.
+
+    Args:
+        seed: Determines them.
+        count: How many.
+        **given: The values, by axis.
+    """
+    rng = random.Random(f"{seed} {given}")
+    for number in range(count):
+        yield Draw(**_completed(rng, given, {}), seed=number)
+
+
+def draws(seed: int, count: int) -> Iterator[Draw]:
+    """Yields draws: first such that all pairs occur, then independent ones.
+
+    Args:
+        seed: Determines them.
+        count: How many.
+    """
+    rng = random.Random(seed)
+    missing: dict[str, dict[Any, set[Any]]] = {
+        axis: {value: set() for value in values} for axis, values in AXES.items()
+    }
+    left = sorted(legal_pairs(), key=repr)
+    rng.shuffle(left)
+    for one, other in left:
+        missing[one[0]][one[1]].add(other)
+        missing[other[0]][other[1]].add(one)
+    for number in range(count):
+        while left and left[-1][1] not in missing[left[-1][0][0]][left[-1][0][1]]:
+            left.pop()
+        values = _completed(rng, dict(left[-1]) if left else {}, missing if left else {})
+        for one, other in itertools.combinations(values.items(), 2):
+            missing[one[0]][one[1]].discard(other)
+            missing[other[0]][other[1]].discard(one)
+        yield Draw(**values, seed=number)
+
+
+def pairs_of(draw: Draw) -> set[Pair]:
+    """Returns the pairs of values that a draw has."""
+    return set(itertools.combinations(((axis, getattr(draw, axis)) for axis in AXES), 2))
+
+
+def shrink(draw: Draw, fails: Callable[[Draw], bool]) -> Draw:
+    """Returns the simplest draw near one that fails which fails, too.
+
+    Args:
+        draw: One that fails.
+        fails: Whether a draw fails in the same way.
+    """
+    before = None
+    while draw != before:
+        before = draw
+        for axis, values in {**AXES, "seed": (0, draw.seed)}.items():
+            for value in values[: values.index(getattr(draw, axis))]:
+                simpler = replace(draw, **{axis: value})
+                if is_legal(simpler) and fails(simpler):
+                    draw = simpler
+                    break
+    return draw

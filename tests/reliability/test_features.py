@@ -1,0 +1,114 @@
+"""Any combination of features of `fit`: equal bits in every form of data, and after every stop.
+
+Which features there are, and which combinations mean nothing, says `features`; what has to hold,
+`feature_checks`. ORTOPS_FEATURES_DRAWS says how many combinations are drawn, and
+ORTOPS_FEATURES_SEED which ones. A failure shows the simplest combination that fails:
+
+    PYTHONPATH=tests:tests/reliability python -c "from feature_checks import *; check(Draw(…))"
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import pytest
+from attacks import SOAK
+from feature_checks import check, failure_of, failures_of
+from features import EXPORTED, Draw, draws, draws_of, is_legal, legal_pairs, pairs_of
+
+from ortops import OrtopsError, TrainingSession
+
+DRAWS = int(os.environ.get("ORTOPS_FEATURES_DRAWS", "500" if SOAK == 1 else str(1000 * SOAK)))
+"""How many combinations are drawn."""
+
+SEED = int(os.environ.get("ORTOPS_FEATURES_SEED", "0"))
+"""Determines which ones."""
+
+AT_ONCE = 100
+"""How many combinations a test has."""
+
+
+@functools.cache
+def drawn(seed: int) -> list[Draw]:
+    return list(draws(seed, DRAWS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [SEED])
+@pytest.mark.parametrize("first", range(0, DRAWS, AT_ONCE))
+def test_any_combination_of_features(seed: int, first: int) -> None:
+    failures = failures_of(drawn(seed)[first : first + AT_ONCE], timeout=20 * AT_ONCE)
+    shown = "\n".join(map(str, failures))
+    assert not failures, f"ORTOPS_FEATURES_SEED={seed}, {len(failures)} failed:\n{shown}"
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.parametrize("seed", [SEED])
+@pytest.mark.parametrize("model", EXPORTED)
+def test_any_combination_with_a_model_of_torch(model: str, seed: int) -> None:
+    for draw in draws_of(seed, 6 * SOAK, model=model):
+        failure = failure_of(draw)
+        assert failure is None, f"ORTOPS_FEATURES_SEED={seed}\n{failure}"
+
+
+def test_every_pair_of_values_is_drawn() -> None:
+    missing = legal_pairs()
+    for draw in draws(SEED, 500):
+        missing -= pairs_of(draw)
+    assert not missing
+
+
+REFUSED = [
+    (Draw(data="iterator", epochs=2), "can be gone through once"),
+    (Draw(data="dict", fixed=True, batch_size=4), "the model's batch is fixed at 4"),
+    (Draw(data="single array"), "without names, and there are 2 inputs"),
+    (
+        Draw(loss="sum of classes", accumulate=4, batch_size=1, reference="fit"),
+        "so that gradients of parts of a batch do not add up",
+    ),
+    (Draw(metrics=True), "is computed from validation data"),
+    (Draw(metrics=True, validation="dict", loss="function"), "0 inputs of its own"),
+    (
+        Draw(callbacks="restore_best in memory", epochs=2, end="error", stop=3, goes_on="file"),
+        "was in the memory of the session that fit began with",
+    ),
+]
+"""Combinations that ortops refuses, with what it says."""
+
+
+@pytest.mark.parametrize(("draw", "message"), REFUSED, ids=repr)
+def test_what_cannot_be_combined_is_refused(draw: Draw, message: str) -> None:
+    assert not is_legal(draw)
+    with pytest.raises(OrtopsError, match=message):
+        check(draw)
+
+
+def test_a_failure_shows_the_simplest_combination(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here fit shuffles in another order where a thread reads two batches ahead, or more."""
+    fit = TrainingSession.fit
+
+    def broken(self: TrainingSession, data: Any, **given: Any) -> Any:
+        given["seed"] += given["prefetch"] >= 2
+        return fit(self, data, **given)
+
+    monkeypatch.setattr(TrainingSession, "fit", broken)
+    failure = failure_of(
+        Draw(
+            model="classifier",
+            loss="Huber",
+            optimizer="Adam",
+            data="tuple",
+            batch_size=4,
+            epochs=2,
+            shuffle=True,
+            prefetch=3,
+            callbacks="CSVLog",
+            end="error",
+        )
+    )
+    assert failure is not None
+    assert failure.draw == "Draw(data='dict', shuffle=True, prefetch=2)"
+    assert failure.problem.startswith("AssertionError: history: loss of epoch 1 is ")
