@@ -146,7 +146,8 @@ def _measure(
         save()
     print(report.markdown())
     if output is not None:
-        plot.write(report, output / "results.png")
+        report.write(output)
+        plot.write(output / "results.json", output / "results.png")
     wrong = report.disagreements()
     for message in wrong:
         print(message, file=sys.stderr)

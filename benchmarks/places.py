@@ -4,7 +4,7 @@ Each place is a program of its own that makes three epochs. They take turns; a p
 had is left out::
 
     python -m benchmarks.places            # a Markdown table
-    python -m benchmarks.places --write    # into README.md, too
+    python -m benchmarks.places --write    # into ortops/docs/speed.md as well
 
 Chromium and Node need ``scripts/web_environment``, C needs ``cc``, MPI ``pip install
 ortops[distributed]``.
@@ -34,7 +34,7 @@ from tests.c.trainer import LIBRARY, compile_trainer
 from tests.chromium import CHROMIUM, MODULES, WEB, page_of, run_page
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
+PAGE = ROOT / "ortops" / "docs" / "speed.md"
 BEGIN, END = "<!-- places: begin -->", "<!-- places: end -->"
 ROUNDS, EPOCHS, ROWS = 5, 3, 64
 CPU = ["CPUExecutionProvider"]
@@ -166,7 +166,7 @@ def prepare(folder: Path) -> dict[str, Start]:
     }
     if LIBRARY and shutil.which("cc"):
         compile_trainer(folder, "-O2")
-        places["C, [models/c](models/c/README.md)"] = c
+        places["C, `models/c` of a clone"] = c
     if (WEB / "node_modules").exists() and shutil.which("node"):
         places["Node, onnxruntime-node"] = node("onnxruntime-node")
         places["Node, WebAssembly, one thread"] = node("onnxruntime-web")
@@ -191,7 +191,7 @@ def table() -> str:
             found.setdefault(place, []).append(start(Path(name)))
     first, *_ = found.values()
     unit = statistics.median(milliseconds for milliseconds, _ in first)
-    lines = ["| where | accuracy | ms a step | to Python |", "| --- | --- | --- | --- |"]
+    lines = ["| where | accuracy | ms per step | relative to Python |", "| --- | --- | --- | --- |"]
     for place, each in found.items():
         milliseconds = statistics.median(taken for taken, _ in each)
         (reached,) = {round(reached, 3) for _, reached in each}
@@ -218,9 +218,9 @@ def main() -> None:
     found = table()
     print(found)
     if "--write" in sys.argv:
-        text = README.read_text(encoding="utf-8")
+        text = PAGE.read_text(encoding="utf-8")
         before, after = text.split(BEGIN)[0], text.split(END)[1]
-        README.write_text(f"{before}{BEGIN}\n{found}\n{END}{after}", encoding="utf-8")
+        PAGE.write_text(f"{before}{BEGIN}\n{found}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,125 +1,187 @@
-"""The results as a picture."""
+"""The results as one chart: a step, a start and the memory of ortops, PyTorch and JAX.
+
+``python -m benchmarks.plot results/results.json speed.png`` draws the figures of an earlier run.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.peers import PEERS, TORCH
-from benchmarks.report import START_TARGET, Report, reference
-from benchmarks.works import WORKS
+from benchmarks.peers import LOWERED, TORCH
+from benchmarks.works import WORKS, Export, Update
 
-__all__ = ["write"]
+__all__ = ["LIMIT", "SERIES", "Medians", "charted", "medians", "write"]
+
+Medians = Mapping[str, Mapping[str, float]]
+"""The median of what was measured, by work and peer."""
+
+SERIES = {
+    LOWERED: ("ortops", "#0072b2"),
+    TORCH: ("torch eager", "#e69f00"),
+    "torch.compile": ("torch.compile", "#cc79a7"),
+    "JAX": ("JAX", "#009e73"),
+}
+"""The peers in the chart: what the legend calls them, and colors that most people tell apart."""
+
+LIMIT = 2.0
+"""Where longer bars are cut, with a mark: in units of the bar of PyTorch."""
+
+_INK, _FAINT, _PAPER = "#1f2328", "#6e7781", "#ffffff"
 
 
-def write(report: Report, path: Path) -> None:
-    """Writes a PNG: time, start and memory as ratios, with the targets as lines.
+class _Panel(NamedTuple):
+    """One part of the chart.
+
+    Attributes:
+        title: What is above it.
+        values: What was measured.
+        label: Writes a value with its unit.
+    """
+
+    title: str
+    values: Medians
+    label: Callable[[float], str]
+
+
+def medians(results: Mapping[str, Any]) -> dict[str, Medians]:
+    """Returns the medians of what ``results.json`` holds.
 
     Args:
-        report: What was measured.
-        path: The file. Without matplotlib nothing is written, and a message says so.
+        results: The content of ``results.json``.
+
+    Returns:
+        The seconds of a ``"step"``, the seconds of a ``"start"`` and the megabytes of ``"memory"``.
+    """
+    times, starts = results["times"], results["starts"]
+    return {
+        "step": _each(times, lambda found: found["seconds"]),
+        "start": _each(starts, lambda found: [each["seconds"] for each in found]),
+        "memory": _each(starts, lambda found: [each["megabytes"] for each in found]),
+    }
+
+
+def _each(
+    measured: Mapping[str, Mapping[str, Any]], values: Callable[[Any], Iterable[float]]
+) -> Medians:
+    return {
+        work: {peer: statistics.median(values(found)) for peer, found in by_peer.items()}
+        for work, by_peer in measured.items()
+    }
+
+
+def charted(measured: Iterable[str]) -> list[str]:
+    """Returns the works that the chart shows: training steps, each network once.
+
+    Where the file of a network was written by several exporters, the last one counts.
+
+    Args:
+        measured: Names of `WORKS`.
+    """
+    of_network: dict[str, str] = {}
+    names = set(measured)
+    for name, work in WORKS.items():
+        if name in names and not isinstance(work, Update):
+            of_network[work.name if isinstance(work, Export) else name] = name
+    return list(of_network.values())
+
+
+def write(results: Path, path: Path) -> None:
+    """Draws the chart.
+
+    Each bar is relative to that of PyTorch without compilation, so that works of very different
+    size fit into one chart; the figure at its end is what was measured.
+
+    Args:
+        results: ``results.json``, as `benchmarks.report.Report.write` writes it.
+        path: The PNG file. Without matplotlib nothing is written, and a message says so.
     """
     if importlib.util.find_spec("matplotlib") is None:
         print(f"{path.name}: matplotlib is not installed; no plot", file=sys.stderr)
         return
+    found = medians(json.loads(results.read_text(encoding="utf-8")))
+    panels = [
+        _Panel("training step", found["step"], _time),
+        _Panel("process start to end of first step", found["start"], _time),
+        _Panel("peak memory", found["memory"], _memory),
+    ]
+    works = charted(work for panel in panels for work, by in panel.values.items() if TORCH in by)
+    panels = [panel for panel in panels if any(work in panel.values for work in works)]
+    if not panels:
+        print(f"{path.name}: no training step was measured with {TORCH}; no plot", file=sys.stderr)
+        return
     from matplotlib import pyplot
 
-    panels = _panels(report)
-    if not panels:
-        return
-    rows = [work for work in WORKS if any(work in ratios for _, ratios, _ in panels)]
+    height = 1.5 + 0.72 * len(works)
     figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(2 + 4.5 * len(panels), 1 + len(rows)), squeeze=False, sharey=True
+        1, len(panels), figsize=(9, height), squeeze=False, sharey=True, facecolor=_PAPER
     )
-    for axis, (title, ratios, targets) in zip(axes[0], panels, strict=True):
-        _bars(axis, rows, ratios, targets)
-        axis.set_title(title)
-    axes[0][0].set_yticks(
-        [row + 0.4 for row in range(len(rows))], [work.replace(", ", ",\n", 1) for work in rows]
+    for axis, panel in zip(axes[0], panels, strict=True):
+        _draw(axis, works, panel)
+    axes[0][0].set_yticks(range(len(works)), [_name(work) for work in works], fontsize=8.5)
+    axes[0][0].set_ylim(len(works) - 0.45, -0.55)
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for _, color in SERIES.values()]
+    names = [name for name, _ in SERIES.values()]
+    figure.legend(handles, names, loc="outside upper center", ncols=len(SERIES), frameon=False)
+    note = (
+        f"Relative to {TORCH}: shorter is better. A slash marks a bar that is cut. "
+        "Start and memory of torch.compile: not measured."
     )
-    axes[0][0].set_ylim(len(rows) - 0.1, -0.1)
-    handles = {}
-    for axis in axes[0]:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
-    figure.set_layout_engine("constrained")
-    figure.savefig(path, dpi=120)
+    figure.supxlabel(note, fontsize=8, color=_FAINT)
+    figure.set_layout_engine("constrained", w_pad=0.08)
+    figure.savefig(path, dpi=200, facecolor=_PAPER)
     pyplot.close(figure)
 
 
-Ratios = Mapping[str, Mapping[str, Sequence[float]]]
-"""By work and peer, in each round."""
+def _draw(axis: Any, works: list[str], panel: _Panel) -> None:
+    """Draws the bars of one panel."""
+    thick = 0.8 / len(SERIES)
+    for row, work in enumerate(works):
+        by_peer = panel.values.get(work, {})
+        if TORCH not in by_peer:
+            continue
+        for place, (peer, (_, color)) in enumerate(SERIES.items()):
+            if peer not in by_peer:
+                continue
+            middle = row + (place - (len(SERIES) - 1) / 2) * thick
+            ratio = by_peer[peer] / by_peer[TORCH]
+            length = min(ratio, LIMIT)
+            axis.barh(middle, length, thick * 0.9, color=color)
+            if ratio > LIMIT:
+                slash = ([LIMIT * 0.93, LIMIT * 0.96], [middle + thick / 2, middle - thick / 2])
+                axis.plot(*slash, color=_PAPER, linewidth=2.5, solid_capstyle="butt")
+            text = panel.label(by_peer[peer])
+            axis.text(length + 0.03, middle, text, va="center", fontsize=7.5, color=_INK)
+    axis.axvline(1, color=_FAINT, linewidth=0.7, linestyle=":", zorder=0)
+    axis.set_xlim(0, LIMIT * 1.22)
+    axis.set_xticks([0, 0.5, 1, 1.5, 2], ["0", "0.5", "1", "1.5", "2"], fontsize=8, color=_FAINT)
+    axis.set_title(panel.title, fontsize=9.5, color=_INK)
+    axis.tick_params(length=0)
+    axis.spines[["top", "right", "bottom"]].set_visible(False)
+    axis.spines["left"].set_color(_FAINT)
 
 
-def _panels(report: Report) -> list[tuple[str, Ratios, Mapping[str, float]]]:
-    """Returns title, ratios and targets of each picture."""
-    panels: list[tuple[str, Ratios, Mapping[str, float]]] = []
-    steps = {
-        work: {peer: result.ratios(by_peer[against]) for peer, result in by_peer.items()}
-        for work, by_peer in report.times.items()
-        if (against := reference(work, by_peer))
-    }
-    if steps:
-        targets = {work: WORKS[work].target for work in steps}
-        shown = {work: target for work, target in targets.items() if target is not None}
-        panels.append(("time of a step / best peer's (update: C)", steps, shown))
-
-    def starts(of: Callable[[Any], float]) -> Ratios:
-        return {
-            work: {
-                peer: [of(a) / of(b) for a, b in zip(each, by_peer[TORCH], strict=True)]
-                for peer, each in by_peer.items()
-            }
-            for work, by_peer in report.starts.items()
-            if TORCH in by_peer
-        }
-
-    for title, of, aims in (
-        ("start to first step's end / torch eager's", _seconds, dict.fromkeys(WORKS, START_TARGET)),
-        (
-            "peak memory / torch eager's",
-            _megabytes,
-            {w: it.memory_target for w, it in WORKS.items()},
-        ),
-    ):
-        if ratios := starts(of):
-            panels.append((title, ratios, {work: aims[work] for work in ratios}))
-    return panels
+def _name(work: str) -> str:
+    """Breaks the name of a work into two lines; who wrote the file is left out."""
+    first, _, rest = work.partition(", ")
+    parts = [part for part in rest.split(", ") if part and not part.endswith("'s file")]
+    return f"{first}\n{', '.join(parts)}" if parts else first
 
 
-def _seconds(start: Any) -> float:
-    return float(start.seconds)
+def _time(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{1000 * seconds:.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.2g} ms"
 
 
-def _megabytes(start: Any) -> float:
-    return float(start.megabytes)
+def _memory(megabytes: float) -> str:
+    return f"{megabytes:.0f} MB"
 
 
-def _bars(axis: Any, rows: Sequence[str], ratios: Ratios, targets: Mapping[str, float]) -> None:
-    colors = {peer: f"C{number}" for number, peer in enumerate(PEERS)}
-    for row, by_peer in ((rows.index(work), by_peer) for work, by_peer in ratios.items()):
-        height = 0.8 / len(by_peer)
-        for i, (peer, values) in enumerate(by_peer.items()):
-            middle = statistics.median(values)
-            axis.barh(
-                row + (i + 0.5) * height,
-                middle,
-                height,
-                xerr=[[middle - min(values)], [max(values) - middle]],
-                label=peer,
-                color=colors[peer],
-                error_kw={"elinewidth": 0.7},
-            )
-        if rows[row] in targets:
-            axis.vlines(targets[rows[row]], row, row + 0.8, color="black", label="target")
-    axis.axvline(1, color="grey", linewidth=0.5)
-    longest = max(
-        statistics.median(each) for by_peer in ratios.values() for each in by_peer.values()
-    )
-    # A peer that takes ten times as long says no more than one that takes four.
-    axis.set_xlim(0, min(4, 1.2 * longest))
+if __name__ == "__main__":
+    write(*map(Path, sys.argv[1:3]))
