@@ -489,7 +489,7 @@ REFUSED: dict[str, tuple[Callable[[], onnx.ModelProto | bytes], str]] = {
     ),
     "Gradient of a number": (
         lambda: attribute(forces(), "y", type=FLOAT, f=1.0),
-        "is of type FLOAT",
+        "must be of type STRING, got FLOAT",
     ),
     "Gradient of itself": (
         lambda: model_of([gradient(["x"], "dx", ["dx"])], ["dx"]),
@@ -527,11 +527,11 @@ REFUSED: dict[str, tuple[Callable[[], onnx.ModelProto | bytes], str]] = {
         "reads 'none'",
     ),
     "metadata that are no JSON": (lambda: with_metadata("{"), "metadata_props"),
-    "metadata that are a list": (lambda: with_metadata("[]"), "it is a list"),
+    "metadata that are a list": (lambda: with_metadata("[]"), "must be an object, got a list"),
     "metadata that are deep": (lambda: with_metadata("[" * 10**5), "metadata_props"),
     "metadata that are deep objects": (lambda: with_metadata('{"a":' * 10**5), "metadata_props"),
     "metadata with a huge number": (lambda: with_metadata("1" * 10**5), "metadata_props"),
-    "metadata that are huge": (lambda: with_metadata(" " * (2**24 + 1)), "are accepted"),
+    "metadata that are huge": (lambda: with_metadata(" " * (2**24 + 1)), "must have at most"),
     "copies that are a list": (lambda: parts_of(training_copies=[1]), "training_copies"),
     "copies of numbers": (lambda: parts_of(training_copies={"a": 1}), "training_copies"),
     "loss that is a list": (lambda: parts_of(loss=[]), "loss"),
