@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from ortops.autodiff.grad import grad
     from ortops.autodiff.registry import vjp
+    from ortops.building.builder import build_training_model
     from ortops.callbacks.rate_finder import find_learning_rate
     from ortops.custom_ops import register_custom_ops
     from ortops.errors import (
@@ -40,10 +41,9 @@ if TYPE_CHECKING:
     from ortops.graph.tensor import Tape, Tensor, op
     from ortops.inference import InferenceSession
     from ortops.lowering import lower
-    from ortops.training.builder import build_training_model
+    from ortops.trainable.step_graph import step_graph
     from ortops.training.export import export_step
     from ortops.training.session import TrainingSession
-    from ortops.training.step_graph import step_graph
 
 __version__ = "0.1.0"
 
@@ -92,7 +92,7 @@ _MODULES = {
     "Tensor": "ortops.graph.tensor",
     "TrainingSession": "ortops.training.session",
     "UnsupportedError": "ortops.errors",
-    "build_training_model": "ortops.training.builder",
+    "build_training_model": "ortops.building.builder",
     "callbacks": "ortops",
     "derivatives": "ortops",
     "distributed": "ortops",
@@ -109,7 +109,7 @@ _MODULES = {
     "save_model": "ortops.graph.external",
     "schedules": "ortops",
     "sklearn": "ortops",
-    "step_graph": "ortops.training.step_graph",
+    "step_graph": "ortops.trainable.step_graph",
     "surgery": "ortops",
     "vjp": "ortops.autodiff.registry",
 }

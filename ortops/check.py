@@ -16,6 +16,10 @@ from ortops import losses
 from ortops.autodiff.expansion import expand
 from ortops.autodiff.registry import StructuralRule, ZeroRule
 from ortops.autodiff.rules import RULES
+from ortops.building.builder import Plan, plan_training
+from ortops.building.groups import Groups
+from ortops.building.parameters import quantized, readers
+from ortops.building.preparation import BatchNormalization, prepare_for_training
 from ortops.errors import OrtopsError
 from ortops.graph import convert, external
 from ortops.graph.adapters import adapter_of
@@ -26,12 +30,8 @@ from ortops.graph.squashing import squashed
 from ortops.losses.compute import default_output
 from ortops.lowering import lower_prepared, prepare
 from ortops.optimizers import SGD, Optimizer, UpdateRule
-from ortops.training.builder import Plan, plan_training
-from ortops.training.groups import Groups
-from ortops.training.metadata import training_metadata
-from ortops.training.parameters import quantized, readers
-from ortops.training.preparation import BatchNormalization, prepare_for_training
-from ortops.training.step_graph import flatten
+from ortops.trainable.metadata import training_metadata
+from ortops.trainable.step_graph import flatten
 
 __all__ = ["Report", "check", "quiet"]
 

@@ -30,7 +30,7 @@ from ortops.graph import external
 from ortops.mpi import MPI
 from ortops.training.data import rows
 from ortops.training.feeds import Checked
-from ortops.training.fitting import Shared, Way
+from ortops.training.fitting import Shared, StepStrategy
 from ortops.training.gradients import Accumulation, Gradients
 from ortops.training.position import POSITION_KEY
 from ortops.training.session import TrainingSession
@@ -184,7 +184,7 @@ class JoinedSession(TrainingSession):
         self._compared = False  # whether a batch of this `fit` is that of the other ranks
         self._assigned: dict[str, bytes] = {}  # what was set since the last step, as digests
         if size > 1:
-            self._execution.halves()  # refuses what has no gradients
+            self._execution.split_step()  # refuses what has no gradients
             self._rank = rank
             self._check_same()
             self._take_state()
@@ -201,12 +201,12 @@ class JoinedSession(TrainingSession):
 
     def _check_same(self) -> None:
         """Refuses ranks whose sessions differ in more than the values of variables."""
-        position = self.standing.position
+        position = self.resume_state.position
         begun = position and (
-            position.begun.call,
-            position.begun.epoch,
-            position.begun.first_step,
-            position.place.batch,
+            position.epoch_state.call,
+            position.epoch_state.epoch,
+            position.epoch_state.first_step,
+            position.progress.batch,
         )
         for what, digest in (
             ("another model", self._model_digest()),
@@ -417,9 +417,9 @@ class JoinedSession(TrainingSession):
 
     # ------------------------------------------------------------------------------------- fit
 
-    def _way(self) -> Way:
+    def _step_strategy(self) -> StepStrategy:
         if self._size == 1:
-            return super()._way()
+            return super()._step_strategy()
 
         def step(
             batch: Mapping[str, Array],
@@ -447,7 +447,7 @@ class JoinedSession(TrainingSession):
 
         self._compared = False
         shared = Shared(self._agree, self._same, add_up)
-        return Way(step, gradients, self._counts(), leads=not self._rank, shared=shared)
+        return StepStrategy(step, gradients, self._counts(), leads=not self._rank, shared=shared)
 
     def _same(self, what: str, found: object) -> None:
         """Refuses what is not the same in all ranks."""

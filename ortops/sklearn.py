@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
+from ortops.building.builder import build_training_model
 from ortops.errors import FeedError, ModelError, OrtopsError
 from ortops.graph.convert import ModelLike
 from ortops.graph.external import serialize
 from ortops.losses import LossLike
 from ortops.numbers import cast_numbers, is_numeric
 from ortops.optimizers import Optimizer, UpdateRule
-from ortops.training.builder import build_training_model
 from ortops.training.session import TrainingSession
 
 try:
@@ -151,7 +151,7 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn carries no typ
 
     def _outputs(self, X: Array) -> Array:
         """Returns what the loss looks at."""
-        name = self.session_.noted.prediction.tensor
+        name = self.session_.metadata.prediction.tensor
         found = self.session_.predict({self._input: self._shaped(X)}, outputs=name)
         assert isinstance(found, np.ndarray)
         return found
@@ -341,7 +341,7 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
         """
         check_is_fitted(self, "session_")
         X = validate_data(self, X, reset=False, allow_nd=True, dtype=None)
-        noted = self.session_.noted.prediction
+        noted = self.session_.metadata.prediction
         values = self._outputs(X).astype(np.float64)
         single = values.ndim == 1 or values.shape[1:] == (1,)
         if noted.kind == "values":

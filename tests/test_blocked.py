@@ -26,7 +26,7 @@ from ortops.lowering import prepare, to_proto
 from ortops.optimizers import SGD
 from ortops.passes.blocked import BLOCKED
 from ortops.passes.blocked.kernels import KERNEL_DOMAIN, block_size
-from ortops.training.step_graph import flatten
+from ortops.trainable.step_graph import flatten
 from tests.gradient_models import Build, with_gradients
 from tests.spies import lowered, lowered_ir
 

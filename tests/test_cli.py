@@ -431,7 +431,7 @@ def test_early_stopping(folder):
 def test_a_schedule_takes_the_steps_of_the_training(folder):
     more = ["--learning-rate", "warmup_cosine(0.1, warmup=2)", "--epochs", "3"]
     assert train(*more, "--save", "trained.onnx") == 0
-    schedule = ortops.TrainingSession("trained.onnx").noted.schedule
+    schedule = ortops.TrainingSession("trained.onnx").metadata.schedule
     assert "steps=12" in schedule.replace(" ", "")
 
 

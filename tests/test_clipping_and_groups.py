@@ -25,8 +25,8 @@ from ortops.graph.external import detach
 from ortops.graph.tensor import Names, Tape
 from ortops.lowering import lower_optimizers
 from ortops.optimizers import SGD, Adam, AdamW, Custom, Momentum, Optimizer
-from ortops.training.metadata import training_metadata
-from ortops.training.step_graph import flatten
+from ortops.trainable.metadata import training_metadata
+from ortops.trainable.step_graph import flatten
 
 STEPS = 20
 WAYS = {
@@ -379,7 +379,7 @@ def test_bfloat16_has_averages_in_float32() -> None:
         average = (average + session.state["w.master"]) / 2
     np.testing.assert_allclose(session.state["w.ema"], average, rtol=1e-6)
     assert session.state["w.ema"].dtype == np.float32
-    averaged = session.noted.averaged(dict(session.state))["w"]
+    averaged = session.metadata.averaged(dict(session.state))["w"]
     np.testing.assert_array_equal(averaged, session.state["w.ema"].astype(dtype))
 
 

@@ -30,8 +30,8 @@ from ortops import (
     step_graph,
 )
 from ortops.cli import main
+from ortops.graph.byte_spans import byte_spans
 from ortops.graph.edit import merge_equal_nodes
-from ortops.graph.places import places
 from ortops.graph.safetensors import read_safetensors, write_safetensors
 from ortops.graph.serialization import from_proto, to_proto
 from ortops.optimizers import Adam
@@ -464,6 +464,6 @@ def test_places_skip_what_is_no_raw_data() -> None:
     graph.initializer.add(name="floats", data_type=1, dims=[2], float_data=[1.0, 2.0])
     graph.initializer.add(name="raw", data_type=1, dims=[1], raw_data=b"\1\2\3\4")
     message = onnx.ModelProto(ir_version=10, graph=graph).SerializeToString()
-    ((offset, length),) = places(message)["raw"]
+    ((offset, length),) = byte_spans(message)["raw"]
     assert message[offset : offset + length] == b"\1\2\3\4"
-    assert "floats" not in places(message)
+    assert "floats" not in byte_spans(message)

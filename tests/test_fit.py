@@ -30,7 +30,7 @@ from ortops.metrics import accuracy, mean_absolute_error
 from ortops.optimizers import SGD, Adam
 from ortops.training.callback import Callback, Record
 from ortops.training.history import History
-from ortops.training.progress import Progress
+from ortops.training.progress_bar import ProgressBar
 
 
 def affine_session(rate: float = 0.1, **settings: Any) -> TrainingSession:
@@ -370,7 +370,7 @@ def test_a_file_gets_one_line_per_epoch(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_terminal_sees_the_bar_move(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setattr("ortops.training.progress._INTERVAL", 0.0)
+    monkeypatch.setattr("ortops.training.progress_bar._INTERVAL", 0.0)
     monkeypatch.setenv("COLUMNS", "120")
     affine_session().fit(affine_batch(12), epochs=2, batch_size=3)
     drawn = stream.getvalue()
@@ -387,7 +387,7 @@ def test_a_terminal_sees_the_bar_move(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_terminal_without_unicode() -> None:
     stream = AsciiTerminal()
-    bar = Progress(1, 1, 4, stream=stream)
+    bar = ProgressBar(1, 1, 4, stream=stream)
     bar.update(2, 0, dict)
     bar.finish({"loss": 1.0})
     assert re.fullmatch(
@@ -408,7 +408,7 @@ def test_a_stream_that_takes_nothing_more_does_not_end_the_training(
             raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr("sys.stderr", Closed())
-    monkeypatch.setattr("ortops.training.progress._INTERVAL", 0.0)
+    monkeypatch.setattr("ortops.training.progress_bar._INTERVAL", 0.0)
     session = affine_session()
     session.fit([affine_batch()] * 3, epochs=2)
     assert session.steps_done == 6
@@ -416,7 +416,7 @@ def test_a_stream_that_takes_nothing_more_does_not_end_the_training(
 
 def test_batches_of_unknown_number_are_counted() -> None:
     stream = io.StringIO()
-    bar = Progress(2, 3, None, stream=stream)
+    bar = ProgressBar(2, 3, None, stream=stream)
     bar.update(7, 0, dict)
     bar.finish({"loss": 0.5})
     assert re.fullmatch(r"epoch 2/3  7  loss 0\.5000  \d+\.\d s\n", stream.getvalue())
@@ -430,7 +430,7 @@ def test_no_progress_when_not_wanted(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_line_that_was_begun_is_ended_when_a_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setattr("ortops.training.progress._INTERVAL", 0.0)
+    monkeypatch.setattr("ortops.training.progress_bar._INTERVAL", 0.0)
     batches = [affine_batch(), {"x": affine_batch()["x"]}]
     with pytest.raises(FeedError):
         affine_session().fit(batches)
@@ -445,9 +445,9 @@ def drawn_lines(stream: io.StringIO) -> list[str]:
 @pytest.mark.parametrize("columns", [30, 50, 80, 200])
 def test_a_line_that_moves_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setattr("ortops.training.progress._INTERVAL", 0.0)
+    monkeypatch.setattr("ortops.training.progress_bar._INTERVAL", 0.0)
     stream = Terminal()
-    bar = Progress(1, 10, 40, stream=stream)
+    bar = ProgressBar(1, 10, 40, stream=stream)
     for done in (1, 20, 40):
         bar.update(done, 32 * done, lambda: {"loss": 0.5, "loss_of_something": 1.0})
     lines = drawn_lines(stream)
@@ -470,7 +470,7 @@ def test_time_that_is_left(seconds: float, shown: str, monkeypatch: pytest.Monke
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setenv("COLUMNS", "120")
     stream = Terminal()
-    bar = Progress(1, 1, 8, done=2, stream=stream)  # two were done before
+    bar = ProgressBar(1, 1, 8, done=2, stream=stream)  # two were done before
     now[0] += seconds
     bar.update(5, 50, dict)
     assert drawn_lines(stream)[0].endswith(f"  {shown} left")
@@ -480,7 +480,7 @@ def test_it_is_drawn_ten_times_a_second_at_most(monkeypatch: pytest.MonkeyPatch)
     now = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     stream = Terminal()
-    bar = Progress(1, 1, 1000, stream=stream)
+    bar = ProgressBar(1, 1, 1000, stream=stream)
     for done in range(1, 1001):
         now[0] += 0.004
         bar.update(done, done, dict)
@@ -510,7 +510,7 @@ def test_a_notebook_draws_in_one_cell(
     monkeypatch.setitem(sys.modules, "IPython", module)  # type: ignore[arg-type]
     display_module: Any = types.SimpleNamespace(display=display)
     monkeypatch.setitem(sys.modules, "IPython.display", display_module)
-    monkeypatch.setattr("ortops.training.progress._INTERVAL", 0.0)
+    monkeypatch.setattr("ortops.training.progress_bar._INTERVAL", 0.0)
     affine_session().fit(affine_batch(12), epochs=2, batch_size=3)
     assert capsys.readouterr() == ("", "")
     assert len(cells) == 2
@@ -525,7 +525,7 @@ def test_the_line_of_a_stopped_epoch_is_ended(monkeypatch: pytest.MonkeyPatch) -
 
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setattr("ortops.training.progress._INTERVAL", 0.0)
+    monkeypatch.setattr("ortops.training.progress_bar._INTERVAL", 0.0)
     affine_session().fit(affine_batch(12), batch_size=3, callbacks=[Stop()])
     assert stream.getvalue().endswith("\n")
     assert len(drawn_lines(stream)) == 1

@@ -247,8 +247,8 @@ def test_another_number_of_epochs_in_the_middle_of_one(
     session = TrainingSession(tmp_path / "saved.onnx")
     history = session.fit(rows(), resume=True, **arguments(callbacks=[StopAt(STEPS + 1)]))
     assert_same((session, history), whole(trainable(), rows()))
-    assert session.standing.position is not None
-    assert session.standing.position.begun.call.epochs == EPOCHS
+    assert session.resume_state.position is not None
+    assert session.resume_state.position.epoch_state.call.epochs == EPOCHS
 
 
 @pytest.mark.parametrize(

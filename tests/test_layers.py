@@ -21,6 +21,8 @@ FLOORS = (
     ("lowering",),
     ("inference", "derivatives"),
     ("execution",),
+    ("trainable",),
+    ("building",),
     ("training",),
     ("callbacks", "check", "distributed", "lora", "sklearn"),
     ("__init__",),
@@ -31,7 +33,7 @@ FLOORS = (
 
 WITHIN = {
     "graph": (
-        *("limits", "json_text", "notes", "files", "safetensors", "places", "adapters"),
+        *("limits", "json_text", "json_metadata", "files", "safetensors", "byte_spans", "adapters"),
         *("messages", "validation", "loading", "serialization", "held_file", "external", "pooling"),
         *("tensor", "edit", "folding", "shapes", "convert", "weights", "squashing", "labels"),
     ),
@@ -97,25 +99,22 @@ WITHIN = {
             "template",
             "binding",
             "variant",
-            "forms",
-            "halves",
+            "shape_cache",
+            "split_step",
             "execution",
         ),
     ),
+    "trainable": (
+        *("metadata", "training_mode", "bfloat16", "step_graph", "child_process"),
+        *("initialization", "write_back"),
+    ),
+    "building": (
+        *("parameters", "preparation", "reachability", "algorithm", "groups", "clipping"),
+        *("updates", "builder"),
+    ),
     "training": (
-        *("notes", "history", "callback", "interruption", "position", "progress", "tables"),
-        *("prefetch", "modes", "parameters", "preparation", "reach", "algorithm", "groups"),
-        *("clipping", "updates", "builder", "metadata", "bfloat16", "step_graph", "feeds", "data"),
-        *(
-            "apart",
-            "initialization",
-            "state",
-            "given",
-            "evaluation",
-            "gradients",
-            "fitting",
-            "results",
-        ),
+        *("history", "callback", "interruption", "position", "progress_bar", "tables", "prefetch"),
+        *("feeds", "data", "state", "initial_values", "evaluation", "gradients", "fitting"),
         *("session", "export"),
     ),
 }

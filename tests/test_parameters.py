@@ -13,9 +13,9 @@ from onnx import TensorProto, helper, numpy_helper
 from running import run
 
 from ortops import ModelError, Tape, Tensor, TrainingSession, build_training_model, op
+from ortops.building.parameters import SETTINGS
 from ortops.check import check
 from ortops.optimizers import AdamW
-from ortops.training.parameters import SETTINGS
 
 F = np.float32
 RNG = np.random.default_rng(2)

@@ -37,7 +37,7 @@ from ortops import (
 from ortops.check import check
 from ortops.execution.settings import Settings
 from ortops.optimizers import SGD, Adagrad, Adam, AdamW, Momentum, Optimizer
-from ortops.training.notes import METADATA_KEY
+from ortops.trainable.metadata import METADATA_KEY
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -523,7 +523,7 @@ def test_updates_of_masters_are_packed_and_in_place(kind: int) -> None:
     names = [
         name for name in variables if name.endswith((".weight", ".bias", ".master", ".V", ".H"))
     ]
-    assert len(names) == 4 * len(session.noted.masters) == 16
+    assert len(names) == 4 * len(session.metadata.masters) == 16
     for name in names:
         first, second = variables[name].buffers
         assert first is second or np.shares_memory(first, second), name

@@ -22,7 +22,7 @@ from ortops import ArgumentError, ModelError, TrainingSession, build_training_mo
 from ortops.execution.settings import Settings
 from ortops.optimizers import SGD, Adam, Momentum
 from ortops.schedules import Schedule
-from ortops.training.metadata import training_metadata
+from ortops.trainable.metadata import training_metadata
 
 STEPS = 24
 

@@ -11,7 +11,7 @@ from ortops.graph.edit import remove_defaults
 from ortops.graph.external import detach
 from ortops.graph.tensor import Names, constant_tensor
 from ortops.lowering import lower_optimizers
-from ortops.training.step_graph import flatten
+from ortops.trainable.step_graph import flatten
 
 
 def _split(optimizer: object) -> tuple[list[Group], dict[str, str]]:

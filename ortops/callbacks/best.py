@@ -227,7 +227,7 @@ class EarlyStopping(Callback):
                     "another training; the session stays at its last epoch"
                 )
         found = read_position(proto)
-        epochs = found[0].begun.history if found else None  # None where it would be too long
+        epochs = found[0].epoch_state.history if found else None  # None where it would be too long
         if epochs is not None:
             fits = len(epochs) == self.best_epoch or (or_later and len(epochs) > self.best_epoch)
             if not fits or epochs[self.best_epoch - 1].get(self._monitor.name) != self.best:

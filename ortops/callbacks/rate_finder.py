@@ -144,7 +144,7 @@ def find_learning_rate(
         raise OrtopsError(f"find_learning_rate: steps is {steps}; at least 10 make a curve")
     if path is not None:
         check_picture("find_learning_rate", path)
-    if session.noted.scheduled_learning_rate:
+    if session.metadata.scheduled_learning_rate:
         raise OrtopsError(
             "find_learning_rate: the learning rate follows a schedule of the model, so that each "
             "step would have another than is tried; build the model with a number as learning_rate "

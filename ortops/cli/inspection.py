@@ -13,7 +13,7 @@ from ortops.cli.standard_streams import print_text
 from ortops.cli.streams import print_json, read_model
 from ortops.errors import OrtopsError
 from ortops.lowering import TRAINING_DOMAIN
-from ortops.training.metadata import training_metadata
+from ortops.trainable.metadata import training_metadata
 from ortops.training.session import TrainingSession
 
 __all__ = ["inspect"]
@@ -44,22 +44,22 @@ def _found(model: onnx.ModelProto) -> dict[str, Any]:
     if not model.training_info:
         return found
     algorithm = model.training_info[0].algorithm
-    noted = training_metadata(model)
+    metadata = training_metadata(model)
     session = TrainingSession(model)
     updates = Counter(n.op_type for n in algorithm.node if n.domain == TRAINING_DOMAIN)
     updates.pop("Gradient", None)
     parameters = {name: list(array.shape) for name, array in session.parameters.items()}
     found |= {
         "loss_inputs": {value.name: _typed(value) for value in algorithm.input},
-        "losses": [part.label for part in noted.losses],
+        "losses": [part.label for part in metadata.losses],
         "updates": dict(updates),
         "parameters": parameters,
         "parameter_count": sum(math.prod(shape) for shape in parameters.values()),
         "state": sorted(set(session.state) - set(parameters)),
         "step": session.steps_done,
         "learning_rate": _learning_rate(session),
-        "schedule": noted.schedule,
-        "averages": bool(noted.averages),
+        "schedule": metadata.schedule,
+        "averages": bool(metadata.averages),
         "history": list(session.history),
         "position": _position(session),
     }
@@ -76,14 +76,14 @@ def _learning_rate(session: TrainingSession) -> float | None:
 
 def _position(session: TrainingSession) -> str:
     """Returns a sentence on how far the last `fit` got."""
-    position = session.standing.position
+    position = session.resume_state.position
     if position is None:
         return ""
-    epochs, epoch = position.begun.call.epochs, position.begun.epoch
+    epochs, epoch = position.epoch_state.call.epochs, position.epoch_state.epoch
     if epoch > epochs:
         return f"the last training finished its {epochs} epochs"
-    batches = position.begun.call.batches
-    done = f"{position.place.batch} of {batches if batches else '?'} batches"
+    batches = position.epoch_state.call.batches
+    done = f"{position.progress.batch} of {batches if batches else '?'} batches"
     return f"the last training stopped in epoch {epoch} of {epochs} ({done}); --resume continues it"
 
 

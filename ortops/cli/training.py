@@ -14,6 +14,7 @@ import numpy.typing as npt
 import onnx
 
 from ortops import callbacks, losses, metrics, optimizers, schedules
+from ortops.building.builder import build_training_model
 from ortops.check import quiet
 from ortops.cli import configuration
 from ortops.cli.calls import make, read_call
@@ -34,7 +35,6 @@ from ortops.cli.standard_streams import print_text, say
 from ortops.cli.streams import describe_stream, print_json, read_model, write_model
 from ortops.errors import OrtopsError
 from ortops.graph.json_text import read_json
-from ortops.training.builder import build_training_model
 from ortops.training.session import TrainingSession
 
 __all__ = ["build", "evaluate", "train"]

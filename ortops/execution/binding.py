@@ -30,13 +30,13 @@ class Binding:
         shown: The outputs that a caller may want.
         copies: Memory that is written, and other that gets the same values.
         updates: What runs the packed updates.
-        may_be_cut_off: Whether nothing is lost where the updates are not made to their end.
+        interruptible: Whether nothing is lost where the updates are not made to their end.
         anew: Inputs that a run may be given: variables, then they have their values by default, and
             big feeds, which are let go of after it.
         passed: Outputs in onnxruntime's memory, which the updates are given and let go of.
 
     Attributes:
-        may_be_cut_off: As given.
+        interruptible: As given.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Binding:
         shown: Sequence[str],
         copies: Sequence[tuple[Memory, Memory]],
         updates: Sequence[Callable[[Mapping[str, Array]], None]],
-        may_be_cut_off: bool,
+        interruptible: bool,
         anew: Collection[str] = (),
         passed: Sequence[str] = (),
     ) -> None:
@@ -57,7 +57,7 @@ class Binding:
         self._shown = shown
         self._copies = copies
         self._updates = updates
-        self.may_be_cut_off = may_be_cut_off
+        self.interruptible = interruptible
         self._passed = passed
         self._given: Mapping[str, Array] = {}
         inputs = [] if session is None else session.get_inputs()

@@ -26,12 +26,12 @@ import onnxruntime
 
 from ortops.autodiff.registry import Rules
 from ortops.errors import OrtopsError, UnsupportedError
-from ortops.execution.forms import Form, Forms
-from ortops.execution.halves import Differentiated, Halves, Layout
 from ortops.execution.memory import Memory, fetch, give_back, hold, put_all
 from ortops.execution.onnxruntime_sessions import Sessions, UpdateKernels
 from ortops.execution.packed import Variable
 from ortops.execution.settings import Settings
+from ortops.execution.shape_cache import CachedStep, ShapeCache
+from ortops.execution.split_step import Differentiated, Layout, SplitStep
 from ortops.execution.step import Step
 from ortops.execution.template import Template
 from ortops.passes.rematerialization import Checkpoint, check, computed_names
@@ -84,7 +84,7 @@ class Execution:
         self._failed = ""
         self._process = os.getpid()
         self._begun = False
-        self._halves: Halves | None = None
+        self._split_step: SplitStep | None = None
         self.variables: dict[str, Variable] = {}
         self._updated_by: dict[str, int] = {}
         if checkpoint is not None:
@@ -138,9 +138,9 @@ class Execution:
         self.assign(values)
         self._shown = [name for step in steps for name in step.outputs]
         self._most_special = settings.shapes
-        self._forms = Forms(self._templates, self._sessions, settings.shapes)
-        if not self._forms.gain:
-            self._forms.of({}, self._buffers_of)
+        self._cache = ShapeCache(self._templates, self._sessions, settings.shapes)
+        if not self._cache.gain:
+            self._cache.of({}, self._buffers_of)
 
     def _say_what_is_compiled(self) -> None:
         standard = {n: why for template in self._templates for n, why in template.standard.items()}
@@ -226,11 +226,11 @@ class Execution:
             give_back()
             self._begun = True
         wanted = self._shown if wanted is None else wanted
-        return self._run(self._forms.of(_shapes(feeds), self._buffers_of), feeds, wanted, note)
+        return self._run(self._cache.of(_shapes(feeds), self._buffers_of), feeds, wanted, note)
 
     def _run(
         self,
-        form: Form,
+        cached: CachedStep,
         feeds: Mapping[str, Array],
         wanted: Sequence[str],
         note: Callable[[Mapping[str, Array]], object] | None = None,
@@ -238,10 +238,10 @@ class Execution:
         """Changes the variables as a step does."""
         turn, made = self._position
         shown: dict[str, Array] = {}
-        *before, last = (turns[turn] for turns in form.bindings)
+        *before, last = (turns[turn] for turns in cached.bindings)
         for part in before:
             shown |= part.differentiate(feeds, wanted)
-            if part.may_be_cut_off:
+            if part.interruptible:
                 part.update(feeds)
             else:
                 self._whole.change(functools.partial(part.update, feeds))
@@ -261,25 +261,25 @@ class Execution:
                 raise
             self._position = (1 - turn, made + 1)
 
-        if last.may_be_cut_off:  # all that the step wrote lies where nobody reads it yet
+        if last.interruptible:  # all that the step wrote lies where nobody reads it yet
             last.update(feeds)
             self._position = (1 - turn, made + 1)
         else:
             self._whole.change(finish)
         return shown
 
-    def halves(self) -> Halves:
+    def split_step(self) -> SplitStep:
         """Returns the step cut in two behind its gradients, made when it is first asked for.
 
         Raises:
             UnsupportedError: If a step has several parts, no gradients, or several of a parameter.
         """
         # Not to be cut in two: other libraries wrap what a handler raises in them.
-        if self._halves is None:
-            self._halves = run_uninterrupted(self._cut)
-        return self._halves
+        if self._split_step is None:
+            self._split_step = run_uninterrupted(self._cut)
+        return self._split_step
 
-    def _cut(self) -> Halves:
+    def _cut(self) -> SplitStep:
         if len(self._templates) != 1:
             raise UnsupportedError(
                 f"gradients: a step runs {len(self._templates)} training_info entries, of which "
@@ -288,11 +288,11 @@ class Execution:
         (template,) = self._templates
         gradients, apply, names = template.cut()
         anew = [*names.carried, template.step.seed]
-        return Halves(
+        return SplitStep(
             names,
             Layout({name: self.variables[name].buffers[0] for name in names.given}),
-            Forms([gradients], self._sessions, self._most_special, anew),
-            Forms([apply], self._sessions, 0, apply.step.feeds),
+            ShapeCache([gradients], self._sessions, self._most_special, anew),
+            ShapeCache([apply], self._sessions, 0, apply.step.feeds),
         )
 
     def gradients(
@@ -311,19 +311,19 @@ class Execution:
         Raises:
             KernelError: If the run failed.
             OrtopsError: In a child process, or where an update failed before.
-            UnsupportedError: See `halves`.
+            UnsupportedError: See `split_step`.
         """
         self.check_process()
         self._check_variables()
-        halves = self.halves()
+        split_step = self.split_step()
         turn, _ = self._position
-        names = halves.names
-        flat, found = halves.layout.zeros()
+        names = split_step.names
+        flat, found = split_step.layout.zeros()
         carried = {n: np.empty_like(self.present(n)) for n in names.carried if n in self.variables}
         into = {names.given[name]: array for name, array in found.items()}
         into |= {names.carried[name]: array for name, array in carried.items()}
         fetched = {name: label for label, name in names.carried.items() if name not in into}
-        (turns,) = halves.gradients.of(_shapes(feeds), self._buffers_of).bindings
+        (turns,) = split_step.gradients.of(_shapes(feeds), self._buffers_of).bindings
         binding = turns[turn]
         shown = binding.differentiate({**feeds, **(instead or {})}, [*wanted, *fetched], into)
         carried |= {label: shown.pop(name) for name, label in fetched.items()}
@@ -340,16 +340,16 @@ class Execution:
         Raises:
             KernelError: As in `step`.
             OrtopsError: As in `step`.
-            UnsupportedError: See `halves`.
+            UnsupportedError: See `split_step`.
         """
         self.check_process()
         self._check_variables()
-        halves = self.halves()
-        names = halves.names
+        split_step = self.split_step()
+        names = split_step.names
         feeds = {names.given[name]: array for name, array in gradients.items()}
         for label, name in (*names.carried.items(), *zip(names.fed, names.fed, strict=True)):
             feeds[name] = carried[label] if label in carried else self.present(label)
-        self._run(halves.apply.of({}, self._buffers_of), feeds, ())
+        self._run(split_step.apply.of({}, self._buffers_of), feeds, ())
 
     @property
     def repeatable(self) -> bool:
@@ -374,7 +374,7 @@ class Execution:
         self._check_variables()
         turn, made = self._position
         shapes = {name: array.shape[1:] for name, array in feeds.items()}
-        (variant,) = self._forms.of(shapes, self._buffers_of).variants
+        (variant,) = self._cache.of(shapes, self._buffers_of).variants
         losses = variant.repetition.run(self._buffers_of(0, turn), turn, feeds)
         self._position = (1 - turn, made + count)
         return losses

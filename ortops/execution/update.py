@@ -39,7 +39,7 @@ class SharedUpdate(ABC):
         self._by_chunk = bool(packed.given)
 
     @property
-    def may_be_cut_off(self) -> bool:
+    def interruptible(self) -> bool:
         """Whether nothing is lost where an exception of a signal handler ends a run too early.
 
         Then it writes nothing that a step reads before that is made, and no thread goes on.
@@ -166,7 +166,7 @@ class CompiledUpdate(SharedUpdate):
         self._function = function
 
     @property
-    def may_be_cut_off(self) -> bool:
+    def interruptible(self) -> bool:
         """As in `SharedUpdate`; the code itself is never interrupted, but what calls it may be."""
         return self._threads == 1 and not self.packed.in_place
 

@@ -27,7 +27,7 @@ Array: TypeAlias = npt.NDArray[Any]
 _LENT = 2**24
 """Bytes of constants, such as frozen weights, from which on onnxruntime is lent them."""
 
-Places: TypeAlias = dict[str, tuple[Packed, int]]
+SlicesByName: TypeAlias = dict[str, tuple[Packed, int]]
 """Inputs or outputs of a graph that hold a packed role: the packed updates, and its index."""
 
 
@@ -50,8 +50,8 @@ class Variant:
         self._sessions = sessions
         model = template.lowered(shapes)
         graph = self._graph = model.graph
-        self._inputs: Places = {}
-        self._outputs: Places = {}
+        self._inputs: SlicesByName = {}
+        self._outputs: SlicesByName = {}
         if any(packed.joined for packed in template.packed):
             self._inputs, self._outputs = _join(graph, template.packed)
         put_last_results_first(graph)
@@ -122,10 +122,12 @@ class Variant:
         for value in self._graph.outputs:
             if value.name == step.loss and value.dtype is not None and _is_scalar(value):
                 written.setdefault(step.loss, np.zeros((), value.dtype.numpy()))
-        cut_off = all(update.may_be_cut_off for update in self._updates)
+        interruptible = all(update.interruptible for update in self._updates)
         passed = [name for update in self._updates for name in update.packed.passed]
         shown = [*step.outputs, *step.varying]
-        return Binding(self._session, read, written, shown, copies, updates, cut_off, anew, passed)
+        return Binding(
+            self._session, read, written, shown, copies, updates, interruptible, anew, passed
+        )
 
     @functools.cached_property
     def repetition(self) -> Repetition:
@@ -139,14 +141,14 @@ def _is_scalar(value: ir.Value) -> bool:
     return value.shape is not None and not value.shape
 
 
-def _join(graph: ir.Graph, all_packed: list[Packed]) -> tuple[Places, Places]:
+def _join(graph: ir.Graph, all_packed: list[Packed]) -> tuple[SlicesByName, SlicesByName]:
     """Puts packed updates into the graph of gradients, those that are joined.
 
     Returns:
         Its inputs and its outputs that hold packed roles, in the same order.
     """
-    taken_in: Places = {}
-    put_out: Places = {}
+    taken_in: SlicesByName = {}
+    put_out: SlicesByName = {}
     outputs = {value.name: value for value in graph.outputs}
     values = {**{value.name: value for value in graph.inputs}, **outputs}
     tape = Tape(graph, names=Names(graph))

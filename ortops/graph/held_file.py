@@ -56,7 +56,7 @@ _GRAPH: Tree = {5: None}
 _MODEL: Tree = {7: _GRAPH, 20: {1: _GRAPH, 2: _GRAPH}}
 """The numbers of the fields on the way to initializers: in the graph, and in training_info."""
 
-Place: TypeAlias = tuple[int, int]
+ByteSpan: TypeAlias = tuple[int, int]
 """Where something begins and ends in a file, in bytes."""
 Detach: TypeAlias = Callable[[onnx.TensorProto, "InFile"], bool]
 """Makes a tensor refer to its data in a file, if they are as many as it claims."""
@@ -254,20 +254,20 @@ class InFile(ir.LazyTensor):
 
     Args:
         file: The file.
-        place: Where they are.
+        span: Where they are.
         tensor: The message that has their type, shape and name.
 
     Attributes:
         length: How many bytes they are.
     """
 
-    def __init__(self, file: HeldFile, place: Place, tensor: onnx.TensorProto) -> None:
+    def __init__(self, file: HeldFile, span: ByteSpan, tensor: onnx.TensorProto) -> None:
         bare = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-        read = functools.partial(_read, file, place, bare, [])
+        read = functools.partial(_read, file, span, bare, [])
         kind = ir.DataType(tensor.data_type)
         super().__init__(read, kind, ir.Shape(tensor.dims), name=tensor.name)
-        self.length = place[1] - place[0]
-        self._file, self._place = file, place
+        self.length = span[1] - span[0]
+        self._file, self._place = file, span
 
     def ends(self, length: int) -> tuple[bytes, bytes]:
         """Returns the first bytes and the last ones, so many of each; changes are not seen.
@@ -281,10 +281,10 @@ class InFile(ir.LazyTensor):
 
 
 def _read(
-    file: HeldFile, place: Place, tensor: onnx.TensorProto, checksums: list[int]
+    file: HeldFile, span: ByteSpan, tensor: onnx.TensorProto, checksums: list[int]
 ) -> ir.TensorProtocol:
     try:
-        content = file.read(*place)
+        content = file.read(*span)
         found = zlib.crc32(content)
         is_same = found == checksums[0] if checksums else file.is_as_opened()
     except OSError as error:
@@ -292,7 +292,7 @@ def _read(
             f"initializer '{tensor.name}': its data in file '{file.path}' cannot be read: "
             f"{error.strerror}; {remedy(error, 'keep the files of a model in use')}"
         ) from error
-    if not is_same or len(content) != place[1] - place[0]:
+    if not is_same or len(content) != span[1] - span[0]:
         raise ModelError(
             f"initializer '{tensor.name}': its data in file '{file.path}' have changed since it "
             "was opened; put a new file in the place of one in use, as ortops.save_model does"
@@ -351,11 +351,11 @@ class _Walk:
         self._block, self._begin = b"", 0
         self._fields_left, self._bytes_left = _MOST_FIELDS, _MESSAGE
 
-    def copy(self, place: Place, tree: Tree) -> bytes:
+    def copy(self, span: ByteSpan, tree: Tree) -> bytes:
         """Returns the bytes of a message, without what is left out of it."""
         parts: list[bytes] = []
-        copied, end = place
-        for number, begin, content in self._fields(place):
+        copied, end = span
+        for number, begin, content in self._fields(span):
             if number not in tree or content[1] - content[0] <= self._big:
                 continue
             inner = tree[number]
@@ -366,11 +366,11 @@ class _Walk:
         parts.append(self._read(copied, end))
         return b"".join(parts)
 
-    def _tensor(self, place: Place) -> bytes:
+    def _tensor(self, span: ByteSpan) -> bytes:
         """Returns the bytes of a tensor, whose raw data are left out if they are big."""
-        rest, copied = b"", place[0]
-        raw: list[Place] = []
-        for number, begin, content in self._fields(place):
+        rest, copied = b"", span[0]
+        raw: list[ByteSpan] = []
+        for number, begin, content in self._fields(span):
             if number == _RAW_DATA:
                 if raw:  # the last one counts
                     raise _NotWalkedError
@@ -378,8 +378,8 @@ class _Walk:
                 copied = content[1]
                 raw.append(content)
         if not raw or raw[0][1] - raw[0][0] <= self._big:
-            return self._read(*place)
-        rest += self._read(copied, place[1])
+            return self._read(*span)
+        rest += self._read(copied, span[1])
         tensor = onnx.TensorProto()
         tensor.ParseFromString(rest)
         if not self._detach(tensor, InFile(self.file, raw[0], tensor)):
@@ -392,9 +392,9 @@ class _Walk:
             raise _NotWalkedError
         return self.file.read(begin, end)
 
-    def _fields(self, place: Place) -> Iterator[tuple[int, int, Place]]:
+    def _fields(self, span: ByteSpan) -> Iterator[tuple[int, int, ByteSpan]]:
         """Yields the number of each field, where it begins, and where its content is."""
-        at, end = place
+        at, end = span
         while at < end:
             begin = at
             self._fields_left -= 1

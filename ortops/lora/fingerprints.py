@@ -24,7 +24,7 @@ from ortops.graph.adapters import Adapter
 from ortops.graph.external import Data
 from ortops.graph.weights import lift, weights
 from ortops.lora.removal import remove_adapter
-from ortops.training.modes import write_inference_mode
+from ortops.trainable.training_mode import write_inference_mode
 
 __all__ = ["FINGERPRINT_VERSION", "fingerprint", "first_fingerprint", "version_of"]
 
@@ -66,7 +66,7 @@ def fingerprint(proto: onnx.ModelProto, data: Data, adapter: Adapter | None = No
 
 
 def _trained_form(proto: onnx.ModelProto, data: Data, adapter: Adapter | None) -> ir.Model:
-    """Returns a model as `ortops.training.preparation` makes it, without its adapter."""
+    """Returns a model as `ortops.building.preparation` makes it, without its adapter."""
 
     def read() -> ir.Model:
         model = convert.to_ir(lifted, None, own)

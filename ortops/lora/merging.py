@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 
+from ortops.building.parameters import readers
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph import convert, external
 from ortops.graph.adapters import METADATA_KEY, Module
@@ -20,7 +21,6 @@ from ortops.lora.model import Array, read_adapted, refuse_not_finite, refuse_tra
 from ortops.lora.removal import remove_adapter
 from ortops.lora.targets import steps_to_weight
 from ortops.surgery.reading import drop_unread
-from ortops.training.parameters import readers
 from ortops.uninterrupted import finished_at_exit
 
 __all__ = ["merge"]

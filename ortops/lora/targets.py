@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from ortops.building.parameters import ScopeNames, matches, names_in, scopes_of, why_not
 from ortops.errors import ArgumentError, ModelError, UnsupportedError, did_you_mean
 from ortops.graph.edit import all_nodes, describe
-from ortops.training.parameters import Places, matches, names_in, scopes_of, why_not
 
 __all__ = ["Target", "chosen", "steps_to_weight", "targets"]
 
@@ -66,7 +66,7 @@ class Target:
         """Whether a pattern matches the node's weight, layer or scopes."""
         name = self.weight.name or ""
         return fnmatch.fnmatchcase(self.module, pattern) or matches(
-            pattern, name, Places((scopes_of(self.node),))
+            pattern, name, ScopeNames((scopes_of(self.node),))
         )
 
 

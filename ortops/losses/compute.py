@@ -395,7 +395,7 @@ def compute(
         for part in parts[1:]:
             value = value + part.weight * part.value
     for part in parts:
-        if part.couples_rows:
+        if part.batch_coupled:
             scene.say(
                 f"loss {part.label} couples the rows of a batch: the loss of a batch is not the "
                 "average of those of its parts"
@@ -558,7 +558,7 @@ def _checked_part(part: Part) -> Part:
         raise ModelError(
             f"loss {part.label}: it is of type {value.dtype}; it must be floating-point"
         )
-    return Part(part.label, part.weight, value, part.count, part.is_sum, part.couples_rows)
+    return Part(part.label, part.weight, value, part.count, part.is_sum, part.batch_coupled)
 
 
 def _parameters(loss: Function, name: str) -> Mapping[str, inspect.Parameter]:

@@ -95,7 +95,7 @@ class Part:
             divided by the sum of the counts. Where it is 0, as no label counts, so is the value.
             None where rows stand for that.
         is_sum: Whether the value is a sum, and adds up as it is.
-        couples_rows: Whether rows of a batch take part in each other's loss, so that the loss of a
+        batch_coupled: Whether rows of a batch take part in each other's loss, so that the loss of a
             batch is not the average of those of its parts.
     """
 
@@ -104,7 +104,7 @@ class Part:
     value: Tensor
     count: Tensor | None
     is_sum: bool = False
-    couples_rows: bool = False
+    batch_coupled: bool = False
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class Combined(Loss):
                 part.value,
                 part.count,
                 part.is_sum,
-                part.couples_rows,
+                part.batch_coupled,
             )
             for weight, loss in self.summands
             for part in loss.parts(sources)

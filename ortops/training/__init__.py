@@ -1,1 +1,1 @@
-"""Building trainable models, and running them."""
+"""Running a trainable model: sessions, data, `fit`."""

@@ -16,7 +16,7 @@ from ortops.numbers import integer
 from ortops.training import tables
 from ortops.training.feeds import Checked, Feeds, Inputs
 from ortops.training.prefetch import Prefetcher
-from ortops.training.tables import Places
+from ortops.training.tables import RowIndex
 
 __all__ = ["Data", "Feeds", "Source", "open_data", "rows"]
 
@@ -174,7 +174,7 @@ def _iterates(data: object) -> bool:
 
 
 def _cut(
-    read: Callable[[Places], Feeds],
+    read: Callable[[RowIndex], Feeds],
     size: int,
     names: Iterable[str],
     inputs: Inputs,
@@ -206,12 +206,12 @@ def _cut(
         raise FeedError("data: there is no batch in it; give at least one row")
 
     def epoch(_: int, order: np.random.Generator | None, start: int) -> Iterator[Checked]:
-        places = None if order is None else order.permutation(size)
+        rows = None if order is None else order.permutation(size)
         count = -(-size // batch_size)
         _check_start(start, count)
         for batch in range(start, count):
             part = slice(batch * batch_size, min((batch + 1) * batch_size, size))
-            yield inputs.check(read(part if places is None else places[part]))
+            yield inputs.check(read(part if rows is None else rows[part]))
 
     return Source(size, -(-size // batch_size), prefetch, epoch, keeps)
 
@@ -239,8 +239,8 @@ def _arrays(data: Mapping[str, Any], inputs: Inputs, batch_size: int, prefetch: 
         shown = ", ".join(f"'{name}' {length}" for name, length in lengths.items())
         raise FeedError(f"data: the arrays have different lengths ({shown}); they must have one")
 
-    def read(places: Places) -> dict[str, Any]:
-        return {name: tables.take(array, places) for name, array in arrays.items()} | constants
+    def read(rows: RowIndex) -> dict[str, Any]:
+        return {name: tables.take(array, rows) for name, array in arrays.items()} | constants
 
     return _cut(read, size, arrays, inputs, batch_size, prefetch, keeps=True)
 
@@ -253,8 +253,8 @@ def _stored_table(data: Any, inputs: Inputs, batch_size: int, prefetch: int) -> 
         if all(tables.is_numeric(arrow[:1][name]) for name in wanted):
             data = arrow
 
-    def read(places: Places) -> Mapping[str, Any]:
-        part = data[places if isinstance(places, slice) else places.tolist()]
+    def read(rows: RowIndex) -> Mapping[str, Any]:
+        part = data[rows if isinstance(rows, slice) else rows.tolist()]
         return inputs.as_columns({name: part[name] for name in wanted})
 
     # A transform that the user gave the data set may fill the same memory again.
@@ -266,8 +266,8 @@ def _samples(data: Any, inputs: Inputs, batch_size: int, prefetch: int) -> Sourc
     if size and _is_batch(data[0], inputs):
         return _batch_list(data, inputs, prefetch)
 
-    def read(places: Places) -> dict[str, Any]:
-        numbers = range(places.start, places.stop) if isinstance(places, slice) else places.tolist()
+    def read(rows: RowIndex) -> dict[str, Any]:
+        numbers = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
         columns: dict[str, list[Any]] = {}
         for number in numbers:
             sample = inputs.sample(data[number])

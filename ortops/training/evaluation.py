@@ -16,11 +16,19 @@ from ortops.execution.memory import ort_value
 from ortops.execution.onnxruntime_sessions import errors_as_ours
 from ortops.metrics import StreamingMetric
 from ortops.metrics.metric import as_number
+from ortops.trainable.metadata import LossPart, PredictionNote, TrainingMetadata
 from ortops.training.data import rows
 from ortops.training.feeds import Inputs
-from ortops.training.metadata import LossPart, PredictionNote, TrainingMetadata
 
-__all__ = ["Evaluation", "Look", "look", "measure", "number_of", "numbers_of", "predict"]
+__all__ = [
+    "Evaluation",
+    "MetricBinding",
+    "bind_metric",
+    "measure",
+    "number_of",
+    "numbers_of",
+    "predict",
+]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -55,7 +63,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Look:
+class MetricBinding:
     """What a metric compares.
 
     Attributes:
@@ -81,18 +89,18 @@ class Look:
         return self.metric.begun(note.kind, note.axis, note.ignored)
 
 
-def look(
+def bind_metric(
     metric: StreamingMetric,
-    noted: TrainingMetadata,
+    metadata: TrainingMetadata,
     output: str,
     inputs: Collection[str],
     own: Collection[str],
-) -> Look:
+) -> MetricBinding:
     """Finds out what a metric compares.
 
     Args:
         metric: The metric.
-        noted: What the builder wrote.
+        metadata: What the builder wrote.
         output: The tensor to look at where it wrote nothing.
         inputs: The inputs of a step.
         own: Those of the model.
@@ -100,8 +108,8 @@ def look(
     Raises:
         OrtopsError: If there is no such input, or none that outputs are compared with.
     """
-    first = noted.prediction
-    notes = [first, *noted.predictions]
+    first = metadata.prediction
+    notes = [first, *metadata.predictions]
     if metric.output is not None:
         notes = [each for each in notes if metric.output in (each.tensor, each.output)]
     fitting = [each for each in notes if metric.target in (None, each.target)]
@@ -112,7 +120,7 @@ def look(
         note = replace(note, ignored=None)
     added = [name for name in inputs if name not in own]
     if not target:
-        targets = {each.target for each in (first, *noted.predictions)} - {""}
+        targets = {each.target for each in (first, *metadata.predictions)} - {""}
         candidates = list(targets) if first.tensor else added
         if len(candidates) == 1:
             (target,) = candidates
@@ -128,7 +136,7 @@ def look(
         )
     if target not in inputs:
         raise metric.wrong(f"there is no input '{target}'; {did_you_mean(target, inputs)}")
-    return Look(metric, replace(note, tensor=tensor, target=target), known)
+    return MetricBinding(metric, replace(note, tensor=tensor, target=target), known)
 
 
 @dataclass
@@ -173,7 +181,7 @@ def measure(
     data: Iterable[Mapping[str, Array]],
     evaluation: Evaluation,
     run: Run,
-    looks: Mapping[str, Look],
+    bindings: Mapping[str, MetricBinding],
 ) -> dict[str, float]:
     """Computes the loss and metrics of a data set, batch by batch.
 
@@ -181,13 +189,13 @@ def measure(
         data: Its batches, checked.
         evaluation: What computes them.
         run: Runs it.
-        looks: What to compute besides the loss, by name.
+        bindings: What to compute besides the loss, by name.
 
     Raises:
         OrtopsError: If a metric has the name of a loss, or its result is not a number.
     """
     totals = [Total(part) for part in evaluation.parts]
-    metrics = {name: each.begin(evaluation.kinds) for name, each in looks.items()}
+    metrics = {name: each.begin(evaluation.kinds) for name, each in bindings.items()}
     for total in totals:
         if total.part.name in metrics:
             raise metrics[total.part.name].wrong(
@@ -198,7 +206,7 @@ def measure(
         for total in totals:
             total.add(found, rows(batch))
         for name, metric in metrics.items():
-            note = looks[name].note
+            note = bindings[name].note
             more = {key: batch[other] for key, other in metric.inputs.items() if other in batch}
             metric.update(found[evaluation.tensors[note.tensor]], batch[note.target], **more)
     counted = [total for total in totals if total.part.is_sum or total.count]

@@ -17,20 +17,20 @@ import onnx_ir as ir
 from ortops.errors import OrtopsError
 from ortops.execution.step import Step
 from ortops.graph import convert, external
+from ortops.graph.byte_spans import byte_spans
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import merge_equal_nodes
 from ortops.graph.external import Data
 from ortops.graph.files import write_atomically
+from ortops.graph.json_metadata import remove_note
 from ortops.graph.json_text import read_json
-from ortops.graph.places import places
 from ortops.graph.safetensors import dump_safetensors
 from ortops.graph.serialization import to_proto
 from ortops.lowering import Target, lower
-from ortops.training.metadata import TrainingMetadata, training_metadata
-from ortops.training.notes import remove_note
+from ortops.trainable.metadata import TrainingMetadata, training_metadata
+from ortops.trainable.step_graph import EvaluationModel, evaluation_model, flatten, step_graph
+from ortops.trainable.write_back import write_values
 from ortops.training.position import POSITION_KEY
-from ortops.training.results import write_values
-from ortops.training.step_graph import EvaluationModel, evaluation_model, flatten, step_graph
 
 __all__ = ["FORMAT", "VERSION", "export_step"]
 
@@ -119,7 +119,7 @@ def export_step(
     """
     proto, data = convert.load_light(model)
     step = flatten(proto, data, entry)
-    noted = training_metadata(proto)
+    metadata = training_metadata(proto)
     arrays = _present(proto, data, step.variables)
     _write_raw(proto, data, arrays)
     whole = external.attached(proto, data)
@@ -132,7 +132,7 @@ def export_step(
     }
     source = resources.files("ortops") / "web"
     page = {name: (source / name).read_bytes() for name in (_WEB_FILES if web else ())}
-    spots = places(files["model.onnx"])
+    spans = byte_spans(files["model.onnx"])
     graph_names = {tensor.name for tensor in proto.graph.initializer}
     described = {
         "format": FORMAT,
@@ -146,14 +146,14 @@ def export_step(
         },
         "evaluate": _describe_evaluation(evaluation),
         "learning_rates": list(step.learning_rates),
-        "counter": noted.step if noted.step in step.variables else None,
+        "counter": metadata.step if metadata.step in step.variables else None,
         "variables": {
             name: {
                 "type": array.dtype.name,
                 "shape": list(array.shape),
                 "next": step.updates.get(name),
-                **_role(name, step, noted, graph_names),
-                "places": [list(place) for place in spots.get(name, ())],
+                **_role(name, step, metadata, graph_names),
+                "places": [list(span) for span in spans.get(name, ())],
             }
             for name, array in arrays.items()
         },
@@ -233,11 +233,11 @@ def _evaluation(proto: onnx.ModelProto, data: Data, entry: int, step: Step) -> E
     return evaluation_model(proto, data, entry, step, outputs, loss=bool(step.loss))
 
 
-def _role(name: str, step: Step, noted: TrainingMetadata, own: set[str]) -> dict[str, str]:
+def _role(name: str, step: Step, metadata: TrainingMetadata, own: set[str]) -> dict[str, str]:
     """Returns which part a variable plays, and of what."""
-    scalars = {noted.step: "step", noted.seed: "seed", noted.loss_scale: "loss_scale"}
-    scalars |= {noted.good_steps: "good_steps"}
-    for role, names in (("master", noted.masters), ("average", noted.averages)):
+    scalars = {metadata.step: "step", metadata.seed: "seed", metadata.loss_scale: "loss_scale"}
+    scalars |= {metadata.good_steps: "good_steps"}
+    for role, names in (("master", metadata.masters), ("average", metadata.averages)):
         for parameter, variable in names.items():
             if name == variable:
                 return {"role": role, "of": parameter}

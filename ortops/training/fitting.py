@@ -16,23 +16,30 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops import metrics as metric_functions
+from ortops.building.updates import SMALLEST_SCALE
 from ortops.errors import DivergedError, OrtopsError
 from ortops.metrics import Metric, StreamingMetric
 from ortops.numbers import integer, plain
+from ortops.trainable.metadata import TrainingMetadata
 from ortops.training.callback import Callback, Record
 from ortops.training.data import Data, Source, rows
 from ortops.training.evaluation import number_of
 from ortops.training.gradients import Accumulation, Gradients
 from ortops.training.history import History
 from ortops.training.interruption import Interruption
-from ortops.training.metadata import TrainingMetadata
-from ortops.training.position import Begun, Call, Entries, Place, Position, Standing
+from ortops.training.position import (
+    Entries,
+    EpochState,
+    FitArguments,
+    Position,
+    Progress,
+    ResumeState,
+)
 from ortops.training.prefetch import Prefetcher
-from ortops.training.progress import Progress
+from ortops.training.progress_bar import ProgressBar
 from ortops.training.state import State
-from ortops.training.updates import SMALLEST_SCALE
 
-__all__ = ["Shared", "Trainer", "Way", "check", "fit"]
+__all__ = ["Shared", "StepStrategy", "Trainer", "check", "fit"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Batch: TypeAlias = Mapping[str, Array]
@@ -46,10 +53,10 @@ class Trainer(Protocol):
     """What the loop needs of a session."""
 
     learning_rate: float
-    standing: Standing
+    resume_state: ResumeState
 
     @property
-    def noted(self) -> TrainingMetadata:
+    def metadata(self) -> TrainingMetadata:
         """What the builder wrote about the model."""
 
     @property
@@ -106,7 +113,7 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Way:
+class StepStrategy:
     """How steps are made with the batches of the data set, by one process or several.
 
     Attributes:
@@ -128,10 +135,10 @@ class Way:
 
 def fit(
     trainer: Trainer,
-    way: Way,
+    strategy: StepStrategy,
     source: Source,
     *,
-    call: Call,
+    call: FitArguments,
     validation: Source | None,
     metrics: Sequence[str | Metric],
     schedule: Callable[[float], float] | None,
@@ -144,7 +151,7 @@ def fit(
 
     Args:
         trainer: The session.
-        way: How steps are made.
+        strategy: How steps are made.
         source: The data.
         call: What the order of the rows depends on.
         validation: The validation data.
@@ -156,22 +163,31 @@ def fit(
         resume: Whether to go on from the session's position, if it has one. The number of epochs
             may be another than it was.
     """
-    standing = trainer.standing.position if resume else None
-    if standing is None:
-        begun = Begun(call, 1, trainer.steps_done, Entries(History()), finished=0, states=list)
-        position = Position(begun, Place())
+    resume_state = trainer.resume_state.position if resume else None
+    if resume_state is None:
+        epoch_state = EpochState(
+            call, 1, trainer.steps_done, Entries(History()), finished=0, states=list
+        )
+        position = Position(epoch_state, Progress())
     else:
-        position = standing.resumed(call)
-        position.place.check_sums(len(trainer.loss_names()))
-    if way.shared is not None:
-        _check_same(way.shared, call, position)
-    ended = standing is None or standing.begun.epoch > standing.begun.call.epochs
-    if ended and position.begun.epoch > call.epochs:
-        return position.begun.history
-    loop = _Loop(trainer, way, source, validation, metrics, schedule, callbacks, position)
-    if standing is not None and call.epochs > standing.begun.call.epochs and way.leads:
+        position = resume_state.resumed(call)
+        position.progress.check_sums(len(trainer.loss_names()))
+    if strategy.shared is not None:
+        _check_same(strategy.shared, call, position)
+    ended = (
+        resume_state is None
+        or resume_state.epoch_state.epoch > resume_state.epoch_state.call.epochs
+    )
+    if ended and position.epoch_state.epoch > call.epochs:
+        return position.epoch_state.history
+    loop = _Loop(trainer, strategy, source, validation, metrics, schedule, callbacks, position)
+    if (
+        resume_state is not None
+        and call.epochs > resume_state.epoch_state.call.epochs
+        and strategy.leads
+    ):
         _say_if_schedule_ends(trainer, position)
-    loop.progress, loop.stop_on_nan = progress and way.leads, stop_on_nan
+    loop.progress, loop.stop_on_nan = progress and strategy.leads, stop_on_nan
     interruption = loop.interruption
     try:
         interruption.watch()
@@ -180,7 +196,7 @@ def fit(
     finally:
         interruption.release()
     if interruption.name:
-        if way.leads:
+        if strategy.leads:
             _say_how_to_go_on(trainer, interruption.name)
         interruption.throw()
     return History(loop.history)
@@ -239,7 +255,7 @@ def check(
             )
         trainer.target(chosen)
     if schedule is not None:
-        trainer.noted.refuse_second_schedule()
+        trainer.metadata.refuse_second_schedule()
 
 
 class _Loop:
@@ -259,7 +275,7 @@ class _Loop:
     def __init__(
         self,
         trainer: Trainer,
-        way: Way,
+        strategy: StepStrategy,
         source: Source,
         validation: Source | None,
         metrics: Sequence[str | Metric],
@@ -268,42 +284,42 @@ class _Loop:
         position: Position,
     ) -> None:
         self.trainer = trainer
-        self.way = way
+        self.strategy = strategy
         self.source = source
         self.validation = validation
         self.metrics = metrics
         self.schedule = schedule
-        called = [each for each in callbacks if way.leads or not (each.saves or each.writes)]
+        called = [each for each in callbacks if strategy.leads or not (each.saves or each.writes)]
         self.callbacks = sorted(
             called, key=lambda each: each.saves and not _defines(each, "on_save")
         )
         self.position = position
-        self.entries = Entries(position.begun.history)
+        self.entries = Entries(position.epoch_state.history)
         self.history = self.entries.history
         self.interruption = Interruption(fit.__code__)
         self.stopped = ""
-        self._done = Place()
+        self._done = Progress()
         self._names = trainer.loss_names()
-        rate = trainer.noted.scheduled_learning_rate
+        rate = trainer.metadata.scheduled_learning_rate
         self._rate = rate
-        self._counts = way.counts if any(way.counts) else []
+        self._counts = strategy.counts if any(strategy.counts) else []
         told = [name for name in (rate, *self._counts) if name]
         self._outputs = [*self._names, *told]
-        self._shares = {part.name: part.weight for part in trainer.noted.losses}
+        self._shares = {part.name: part.weight for part in trainer.metadata.losses}
         self._on_step = [each for each in self.callbacks if _defines(each, "on_step")]
         self._on_save = [each for each in self.callbacks if _defines(each, "on_save")]
         self._on_save_of_step = [each for each in self._on_step if _defines(each, "on_save")]
         self._losses: list[float] = []
         self._said = False
         self._zeros = (0.0,) * len(self._names)
-        self._clock = time.perf_counter() - position.place.seconds
+        self._clock = time.perf_counter() - position.progress.seconds
         self._began = sum(entry.get("seconds", 0.0) for entry in self.history)  # the epoch
         self._restore(callbacks)
 
     def _restore(self, callbacks: Sequence[Callback]) -> None:
         """Gives the callbacks what they knew, and says where their states are from now on."""
         left = list(callbacks)
-        for saved in self.position.begun.states():
+        for saved in self.position.epoch_state.states():
             name, state = saved["class"], saved["state"]
             taker = next((each for each in left if type(each).__name__ == name), None)
             if taker is not None:
@@ -315,22 +331,22 @@ class _Loop:
                     "is not given; give one, or leave out resume=True to begin another training"
                 )
         given = list(callbacks)
-        begun = self.position.begun._replace(
+        epoch_state = self.position.epoch_state._replace(
             entries=self.entries,
             states=lambda: [
                 {"class": type(each).__name__, "state": each.state()} for each in given
             ],
         )
-        self.position = self.position._replace(begun=begun)
+        self.position = self.position._replace(epoch_state=epoch_state)
 
     def run(self) -> None:
         """Trains until all epochs are done, or something ends it before."""
-        self.trainer.standing.set(self.position)
+        self.trainer.resume_state.set(self.position)
         self._tell("on_begin", self._averages())
-        if self.stopped and self.way.leads:
+        if self.stopped and self.strategy.leads:
             logger.warning("fit: stopped before the first step: %s", self.stopped)
-        epochs = self.position.begun.call.epochs
-        while self.position.begun.epoch <= epochs and not self._ended():
+        epochs = self.position.epoch_state.call.epochs
+        while self.position.epoch_state.epoch <= epochs and not self._ended():
             bar = self._bar() if self.progress else None
             entry = None
             try:
@@ -346,8 +362,8 @@ class _Loop:
                 bar.finish(entry)
             self._tell("on_epoch", entry, finished=True)
         self._ended()  # what callbacks of other processes have written is there
-        place = self.position.place
-        between = bool(self.history) and not place.batch
+        progress = self.position.progress
+        between = bool(self.history) and not progress.batch
         last = self.history[-1] if between else self._averages()
         self._tell("on_end", dict(last), finished=between)
         self._ended()  # none leaves, with a signal that ends all, while others write
@@ -362,9 +378,11 @@ class _Loop:
         Args:
             found: What they should have.
         """
-        if self.way.shared is None:
+        if self.strategy.shared is None:
             return bool(self.stopped or self.interruption.name), True
-        stopped, signal, alike = self.way.shared.agree(self.stopped, self.interruption.name, found)
+        stopped, signal, alike = self.strategy.shared.agree(
+            self.stopped, self.interruption.name, found
+        )
         self.stopped = stopped
         if signal:  # one that has come since is not to be forgotten
             self.interruption.name = signal
@@ -372,21 +390,21 @@ class _Loop:
 
     # -------------------------------------------------------------------------------- an epoch
 
-    def _train(self, bar: Progress | None) -> None:
+    def _train(self, bar: ProgressBar | None) -> None:
         """Goes through what is left of an epoch."""
-        begun, place = self.position
-        call = begun.call
-        if self.schedule is not None and not place.batch:
-            self.trainer.learning_rate = self.schedule((begun.epoch - 1) / call.epochs)
-        order = np.random.default_rng((call.seed, begun.first_step)) if call.shuffle else None
-        batches = self.source.epoch(begun.epoch, order=order, start=place.batch)
+        epoch_state, progress = self.position
+        call = epoch_state.call
+        if self.schedule is not None and not progress.batch:
+            self.trainer.learning_rate = self.schedule((epoch_state.epoch - 1) / call.epochs)
+        order = np.random.default_rng((call.seed, epoch_state.first_step)) if call.shuffle else None
+        batches = self.source.epoch(epoch_state.epoch, order=order, start=progress.batch)
         with contextlib.ExitStack() as stack:
             stack.callback(self._close, batches)
             make = self._make_joined_update if call.accumulate > 1 else self._make_update
             while make(batches):
                 if bar:
-                    place = self.position.place
-                    bar.update(place.batch, place.samples, self._averages)
+                    progress = self.position.progress
+                    bar.update(progress.batch, progress.samples, self._averages)
                 if self._on_step:
                     self._tell_step()
                 if self._ended():
@@ -415,15 +433,15 @@ class _Loop:
         Args:
             sizes: How many rows they have; other batches in another process are refused.
         """
-        shared = self.way.shared
+        shared = self.strategy.shared
         if shared is None:
             return bool(sizes)
         ended, alike = self._agree(list(sizes))
-        begun, place = self.position
+        epoch_state, progress = self.position
         if not ended and not alike:
-            missing = begun.call.accumulate - len(sizes)
-            for number, size in enumerate([*sizes, *["none"] * missing], place.batch + 1):
-                shared.same(f"the rows of batch {number} of epoch {begun.epoch}", size)
+            missing = epoch_state.call.accumulate - len(sizes)
+            for number, size in enumerate([*sizes, *["none"] * missing], progress.batch + 1):
+                shared.same(f"the rows of batch {number} of epoch {epoch_state.epoch}", size)
         return bool(sizes) and not ended
 
     def _make_update(self, batches: Iterator[Batch]) -> bool:
@@ -432,16 +450,18 @@ class _Loop:
         Returns:
             Whether there was one.
         """
-        before = self.position.place
+        before = self.position.progress
         batch = self._read(batches)
         size = 0 if batch is None else rows(batch)
         if not self._goes_on([size] if batch is not None else []):
             return False
         assert batch is not None
-        self.way.step(batch, self._outputs, lambda found: self._prepare(before, 1, size, found))
+        self.strategy.step(
+            batch, self._outputs, lambda found: self._prepare(before, 1, size, found)
+        )
         if self.stop_on_nan:
-            where = f"batch {before.batch + 1} of epoch {self.position.begun.epoch}"
-            _check_progress(self.trainer, self._losses[0], batch, where)
+            where = f"batch {before.batch + 1} of epoch {self.position.epoch_state.epoch}"
+            _check_loss(self.trainer, self._losses[0], batch, where)
         return True
 
     def _make_joined_update(self, batches: Iterator[Batch]) -> bool:
@@ -450,21 +470,21 @@ class _Loop:
         Returns:
             Whether there were any, and no signal came between them.
         """
-        begun, before = self.position
-        shared = self.way.shared
+        epoch_state, before = self.position
+        shared = self.strategy.shared
         total: Accumulation | None = None
         last: Gradients | None = None
         wrong: DivergedError | None = None
         sizes: list[int] = []
         read: Batch = {}
         where = ""
-        while len(sizes) < begun.call.accumulate:
+        while len(sizes) < epoch_state.call.accumulate:
             batch = self._read(batches)
             if batch is None:
                 break
-            last = self.way.gradients(batch, outputs=self._outputs, after=last)
+            last = self.strategy.gradients(batch, outputs=self._outputs, after=last)
             sizes.append(rows(batch))
-            where = f"batch {before.batch + len(sizes)} of epoch {begun.epoch}"
+            where = f"batch {before.batch + len(sizes)} of epoch {epoch_state.epoch}"
             if self.stop_on_nan and last.count and not math.isfinite(last.loss):
                 wrong = wrong or _diverged(self.trainer, last.loss, batch, where, made=False)
                 if shared is None:
@@ -475,7 +495,7 @@ class _Loop:
             else:
                 total.add(last)
             read = batch
-        if len(sizes) < begun.call.accumulate and shared is None and self.interruption.name:
+        if len(sizes) < epoch_state.call.accumulate and shared is None and self.interruption.name:
             return False
         if not self._goes_on(sizes):
             return False
@@ -487,7 +507,7 @@ class _Loop:
         self._prepare(before, len(sizes), sum(sizes), joined.outputs)
         self.trainer.apply(joined)
         if self.stop_on_nan:
-            _check_progress(self.trainer, self._losses[0], read, where)
+            _check_loss(self.trainer, self._losses[0], read, where)
         return True
 
     def _differs(self, gradients: Gradients) -> bool:
@@ -497,15 +517,15 @@ class _Loop:
             return False
         if not self._said:
             self._said = True
-            log = logger.warning if self.way.leads else logger.debug
+            log = logger.warning if self.strategy.leads else logger.debug
             log(
                 "fit: accumulate=%d: %s, so that a step is not that of one batch of all rows",
-                self.position.begun.call.accumulate,
+                self.position.epoch_state.call.accumulate,
                 gradients.not_additive,
             )
         return True
 
-    def _prepare(self, before: Place, count: int, size: int, found: Mapping[str, Array]) -> None:
+    def _prepare(self, before: Progress, count: int, size: int, found: Mapping[str, Array]) -> None:
         """Says what the position is after the batches whose step is made next."""
         self._losses = [number_of(found[name]) for name in self._names]
         added: Sequence[float] = [size] * len(self._names)
@@ -516,7 +536,7 @@ class _Loop:
             sums = zip(before.weights or (before.samples,) * len(added), added, strict=True)
             weights = tuple([float(weight + more) for weight, more in sums])
         summands = zip(before.totals or self._zeros, self._losses, added, strict=True)
-        place = Place(
+        progress = Progress(
             before.batch + count,
             before.samples + size,
             tuple([total + loss * weight for total, loss, weight in summands]),
@@ -525,11 +545,11 @@ class _Loop:
             weights,
             units,
         )
-        self.position = Position(self.position.begun, place)
-        self.trainer.standing.prepare(self.position)
+        self.position = Position(self.position.epoch_state, progress)
+        self.trainer.resume_state.prepare(self.position)
 
     def _weigh(
-        self, before: Place, size: int, found: Mapping[str, Array]
+        self, before: Progress, size: int, found: Mapping[str, Array]
     ) -> tuple[Sequence[float], tuple[float, ...]]:
         """Returns the weights that the losses of some rows have in the averages of the epoch.
 
@@ -565,14 +585,14 @@ class _Loop:
         Returns:
             The entry of the history; None if a signal came before there is one.
         """
-        begun, place = self.position
+        epoch_state, progress = self.position
         entry = self._averages()
         if self.validation is not None:
             measured = self.interruption.at_once(
                 functools.partial(
                     self.trainer.evaluate,
                     self.validation,
-                    batch_size=begun.call.batch_size,
+                    batch_size=epoch_state.call.batch_size,
                     metrics=self.metrics,
                 )
             )
@@ -584,27 +604,27 @@ class _Loop:
         entry["steps"] = self.trainer.steps_done
         entry["seconds"], self._began = seconds - self._began, seconds
         self.history.append(entry)
-        begun = begun._replace(
-            epoch=begun.epoch + 1,
+        epoch_state = epoch_state._replace(
+            epoch=epoch_state.epoch + 1,
             first_step=self.trainer.steps_done,
             entries=self.entries,
             finished=len(self.history),
         )
-        self._done = place
-        self.position = Position(begun, Place(rate=place.rate, seconds=seconds))
-        self.trainer.standing.set(self.position)
+        self._done = progress
+        self.position = Position(epoch_state, Progress(rate=progress.rate, seconds=seconds))
+        self.trainer.resume_state.set(self.position)
         return entry
 
     def _averages(self) -> dict[str, float]:
         """Returns the losses of the epoch so far; NaN where none of its labels counts."""
-        place = self.position.place
+        progress = self.position.progress
         names = ["loss", *self._names[1:]]
-        if not place.samples:
+        if not progress.samples:
             return {}
-        weights: Sequence[float] = place.weights or [place.samples] * len(names)
-        pairs = zip(place.totals, weights, strict=True)
+        weights: Sequence[float] = progress.weights or [progress.samples] * len(names)
+        pairs = zip(progress.totals, weights, strict=True)
         values = [total / weight if weight else math.nan for total, weight in pairs]
-        if len(names) > 1 and weights[0] != place.samples:
+        if len(names) > 1 and weights[0] != progress.samples:
             parts = zip(names[1:], values[1:], weights[1:], strict=True)
             summands = [self._shares[name] * value for name, value, weight in parts if weight]
             values[0] = sum(summands) if summands else math.nan
@@ -612,7 +632,7 @@ class _Loop:
 
     def _present_rate(self) -> dict[str, float]:
         """Returns the learning rate of the last step, if there is one."""
-        rate = self.position.place.rate
+        rate = self.position.progress.rate
         if rate is None:
             try:
                 rate = self.trainer.learning_rate
@@ -620,10 +640,14 @@ class _Loop:
                 return {}
         return {"learning_rate": rate}
 
-    def _bar(self) -> Progress:
-        begun, place = self.position
-        return Progress(
-            begun.epoch, begun.call.epochs, self.source.batches, place.batch, place.samples
+    def _bar(self) -> ProgressBar:
+        epoch_state, progress = self.position
+        return ProgressBar(
+            epoch_state.epoch,
+            epoch_state.call.epochs,
+            self.source.batches,
+            progress.batch,
+            progress.samples,
         )
 
     # ------------------------------------------------------------------------------- callbacks
@@ -659,17 +683,17 @@ class _Loop:
             yield
 
     def _record(self, values: dict[str, float], *, finished: bool = False) -> Record:
-        begun, place = self.position
+        epoch_state, progress = self.position
         if finished:
-            begun, place = begun._replace(epoch=begun.epoch - 1), self._done
+            epoch_state, progress = epoch_state._replace(epoch=epoch_state.epoch - 1), self._done
         return Record(
-            epoch=min(begun.epoch, begun.call.epochs),
-            epochs=begun.call.epochs,
-            batch=place.batch,
+            epoch=min(epoch_state.epoch, epoch_state.call.epochs),
+            epochs=epoch_state.call.epochs,
+            batch=progress.batch,
             batches=self.source.batches,
             step=self.trainer.steps_done,
             values=values,
-            samples=place.samples,
+            samples=progress.samples,
             seconds=time.perf_counter() - self._clock,
             history=self.history,
             interrupted=self.interruption.name,
@@ -695,24 +719,28 @@ def _make_plain(values: dict[str, float], callback: Callback) -> None:
             values[name] = found
 
 
-def _check_same(shared: Shared, call: Call, position: Position) -> None:
+def _check_same(shared: Shared, call: FitArguments, position: Position) -> None:
     """Refuses arguments that other processes do not have."""
-    begun = position.begun
-    place = {"epoch": begun.epoch, "first_step": begun.first_step, "batch": position.place.batch}
-    given = (f"{name}={value}" for name, value in (asdict(call) | place).items())
+    epoch_state = position.epoch_state
+    progress = {
+        "epoch": epoch_state.epoch,
+        "first_step": epoch_state.first_step,
+        "batch": position.progress.batch,
+    }
+    given = (f"{name}={value}" for name, value in (asdict(call) | progress).items())
     shared.same("the arguments of fit, and where it begins", ", ".join(given))
 
 
 def _say_if_schedule_ends(trainer: Trainer, position: Position) -> None:
     """Says if the epochs of a training make more steps than the schedule in its graph has."""
-    schedule = trainer.noted.schedule
+    schedule = trainer.metadata.schedule
     planned = re.search(r"[(, ]steps=(\d+)", schedule)
-    call, place = position.begun.call, position.place
+    call, progress = position.epoch_state.call, position.progress
     if planned is None:  # it goes on for ever
         return
-    epochs = call.epochs - position.begun.epoch + 1
+    epochs = call.epochs - position.epoch_state.epoch + 1
     if call.batches is not None:
-        whole, done = (-(-batches // call.accumulate) for batches in (call.batches, place.batch))
+        whole, done = (-(-batches // call.accumulate) for batches in (call.batches, progress.batch))
         if trainer.steps_done + epochs * whole - done <= int(planned[1]):
             return
     logger.warning(
@@ -731,27 +759,30 @@ def _say_how_to_go_on(trainer: Trainer, name: str) -> None:
     logger.warning("fit: %s ended it after step %d; %s", name, trainer.steps_done, how)
 
 
-def _check_progress(trainer: Trainer, loss: float, feeds: Batch, place: str) -> None:
+def _check_loss(trainer: Trainer, loss: float, feeds: Batch, where: str) -> None:
     """Refuses to go on after a loss that is no number, or where no step can be made."""
     if not math.isfinite(loss):
-        raise _diverged(trainer, loss, feeds, place)
-    noted = trainer.noted
-    if not noted.loss_scale or not {noted.loss_scale, noted.good_steps} <= trainer.state.keys():
+        raise _diverged(trainer, loss, feeds, where)
+    metadata = trainer.metadata
+    if (
+        not metadata.loss_scale
+        or not {metadata.loss_scale, metadata.good_steps} <= trainer.state.keys()
+    ):
         return
-    scale = float(trainer.state[noted.loss_scale])
-    good_steps = int(trainer.state[noted.good_steps])
+    scale = float(trainer.state[metadata.loss_scale])
+    good_steps = int(trainer.state[metadata.good_steps])
     if scale <= SMALLEST_SCALE and not good_steps:
         raise DivergedError(
-            f"gradients: they are infinite or NaN after step {trainer.steps_done} ({place}), "
+            f"gradients: they are infinite or NaN after step {trainer.steps_done} ({where}), "
             f"down to the smallest scale of the loss, {scale:g}, so that steps change "
             "nothing; look at logarithms, divisions, roots and powers in the model and the "
-            f"loss, then set state['{noted.loss_scale}']. stop_on_nan=False goes on all "
+            f"loss, then set state['{metadata.loss_scale}']. stop_on_nan=False goes on all "
             "the same"
         )
 
 
 def _diverged(
-    trainer: Trainer, loss: float, feeds: Batch | None, place: str, *, made: bool = True
+    trainer: Trainer, loss: float, feeds: Batch | None, where: str, *, made: bool = True
 ) -> DivergedError:
     """Returns the error of a loss that is no number, with what to look at.
 
@@ -759,7 +790,7 @@ def _diverged(
         trainer: The session.
         loss: The loss.
         feeds: The batch; None if another process has what is wrong.
-        place: Which batch it is.
+        where: Which batch it is.
         made: Whether the step was made.
     """
     wrong = []
@@ -788,11 +819,11 @@ def _diverged(
         )
     if not made:
         return DivergedError(
-            f"loss: it is {loss} in step {trainer.steps_done + 1} ({place}); {look}. That step has "
+            f"loss: it is {loss} in step {trainer.steps_done + 1} ({where}); {look}. That step has "
             "not been made. stop_on_nan=False goes on all the same"
         )
     return DivergedError(
-        f"loss: it is {loss} in step {trainer.steps_done} ({place}); {look}. The session is in "
+        f"loss: it is {loss} in step {trainer.steps_done} ({where}); {look}. The session is in "
         "the state after this step; the weights of before are there only if they were saved. "
         "stop_on_nan=False goes on all the same"
     )

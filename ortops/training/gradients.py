@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops.errors import OrtopsError, did_you_mean
-from ortops.execution.halves import Differentiated, Layout
+from ortops.execution.split_step import Differentiated, Layout
 from ortops.numbers import cast_numbers
+from ortops.trainable.metadata import LossPart
 from ortops.training.evaluation import number_of
 from ortops.training.feeds import to_array
-from ortops.training.metadata import LossPart
 
 __all__ = ["Accumulation", "Gradients", "Summand", "check_gradients", "collect"]
 
@@ -33,7 +33,7 @@ class Summand:
         count: What its sum was divided by; the rows of the batch where it tells none, 1 for a sum.
             Where it is 0, as all labels are ignored, so is the value.
         is_sum: Whether it is a sum.
-        couples_rows: Whether rows of a batch take part in each other's loss.
+        batch_coupled: Whether rows of a batch take part in each other's loss.
         counter: The output that the count is, if there is one.
     """
 
@@ -42,7 +42,7 @@ class Summand:
     weight: float
     count: float
     is_sum: bool
-    couples_rows: bool
+    batch_coupled: bool
     counter: str = ""
 
 
@@ -123,7 +123,7 @@ class Gradients(Mapping[str, Array]):
         if self._couples:
             return self._couples
         for summand in self.summands:
-            if summand.couples_rows:
+            if summand.batch_coupled:
                 return f"loss '{summand.name}' lets rows of a batch take part in each other's loss"
         if len({summand.is_sum for summand in self.summands if summand.weight}) > 1:
             return "the loss is a sum of losses of which some are means and some are sums"

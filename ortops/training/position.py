@@ -12,12 +12,20 @@ import numpy as np
 import onnx
 
 from ortops.errors import ModelError, OrtopsError
+from ortops.graph.json_metadata import read_note, where
 from ortops.graph.json_text import read_json
 from ortops.numbers import plain
 from ortops.training.history import History
-from ortops.training.notes import read_note, where
 
-__all__ = ["POSITION_KEY", "Begun", "Call", "Place", "Position", "Standing", "read_position"]
+__all__ = [
+    "POSITION_KEY",
+    "EpochState",
+    "FitArguments",
+    "Position",
+    "Progress",
+    "ResumeState",
+    "read_position",
+]
 
 POSITION_KEY = "ortops.fit"
 """Where a trainable model's ``metadata_props`` has the position, as JSON."""
@@ -27,7 +35,7 @@ _REMEDY = "what TrainingSession.save writes is accepted, or nothing: remove it"
 
 
 @dataclass(frozen=True)
-class Call:
+class FitArguments:
     """What a call of `fit` was given that says which rows its steps see.
 
     Attributes:
@@ -48,7 +56,7 @@ class Call:
     rows: int | None
     batches: int | None
 
-    def resumed(self, given: Call) -> Call:
+    def resumed(self, given: FitArguments) -> FitArguments:
         """Returns this call with the number of epochs of the one that goes on with it.
 
         Raises:
@@ -69,7 +77,7 @@ class Call:
         return self if given.epochs == self.epochs else replace(self, epochs=given.epochs)
 
 
-class Place(NamedTuple):
+class Progress(NamedTuple):
     """What changes with every update.
 
     Attributes:
@@ -110,7 +118,7 @@ class Place(NamedTuple):
                 )
 
 
-class Begun(NamedTuple):
+class EpochState(NamedTuple):
     """What changes with every epoch.
 
     Attributes:
@@ -122,7 +130,7 @@ class Begun(NamedTuple):
         states: Returns the callbacks' classes and states.
     """
 
-    call: Call
+    call: FitArguments
     epoch: int
     first_step: int
     entries: Entries
@@ -139,32 +147,32 @@ class Position(NamedTuple):
     """How far a training is, always at a whole update.
 
     Attributes:
-        begun: What changes with every epoch.
-        place: What changes with every update.
+        epoch_state: What changes with every epoch.
+        progress: What changes with every update.
     """
 
-    begun: Begun
-    place: Place
+    epoch_state: EpochState
+    progress: Progress
 
-    def resumed(self, given: Call) -> Position:
+    def resumed(self, given: FitArguments) -> Position:
         """Returns the position with the number of epochs of the call that goes on with it.
 
         Raises:
-            OrtopsError: If the call differs in more than that (see `Call.resumed`), or has fewer
-                epochs than were begun.
+            OrtopsError: If the call differs in more than that (see `FitArguments.resumed`), or
+                has fewer epochs than were begun.
         """
-        begun, epoch = self.begun, self.begun.epoch
-        call = begun.call.resumed(given)
-        under_way = self.place.batch > 0
+        epoch_state, epoch = self.epoch_state, self.epoch_state.epoch
+        call = epoch_state.call.resumed(given)
+        under_way = self.progress.batch > 0
         least = max(1, epoch - 1 + under_way)
         if call.epochs < least:
             where = f" and is in epoch {epoch}" if under_way else ""
             raise OrtopsError(
                 f"fit: epochs must be an integer >= {least}, got {call.epochs}: the training to "
-                f"resume has finished {epoch - 1} of {begun.call.epochs} epochs{where}; leave out "
-                "resume=True to start a new training"
+                f"resume has finished {epoch - 1} of {epoch_state.call.epochs} epochs{where}; "
+                "leave out resume=True to start a new training"
             )
-        return self._replace(begun=begun._replace(call=call))
+        return self._replace(epoch_state=epoch_state._replace(call=call))
 
     def text(self, steps: int) -> str:
         """Returns the position as JSON (numbers that are not finite as Python writes them).
@@ -176,16 +184,16 @@ class Position(NamedTuple):
             OrtopsError: If the state of a callback has no JSON, or `read_position` would refuse
                 what a callback has made of it or of the history.
         """
-        begun, states = self.begun, []
+        epoch_state, states = self.epoch_state, []
         found = {
-            **asdict(begun.call),
-            "epoch": begun.epoch,
-            "first_step": begun.first_step,
-            **self.place._asdict(),
-            **{name: list(getattr(self.place, name)) for name in _TUPLES},
+            **asdict(epoch_state.call),
+            "epoch": epoch_state.epoch,
+            "first_step": epoch_state.first_step,
+            **self.progress._asdict(),
+            **{name: list(getattr(self.progress, name)) for name in _TUPLES},
             "steps": steps,
         }
-        for saved in begun.states():
+        for saved in epoch_state.states():
             if not _is_state(saved):
                 raise OrtopsError(
                     f"callback {saved['class']}: `state` must return a dict, got "
@@ -199,7 +207,7 @@ class Position(NamedTuple):
                     f"save: '{name}' of fit is {value!r:.200}, which could not be read again; "
                     f"{accepted} is accepted"
                 )
-        entries = begun.entries.text(begun.finished)
+        entries = epoch_state.entries.text(epoch_state.finished)
         # The history is text already, so that a save takes no longer as epochs add up.
         written = {name: value for name, value in found.items() if value or name not in _OPTIONAL}
         head = json.dumps(written).removesuffix("}")
@@ -274,7 +282,7 @@ def _number(value: object) -> bool | int | float:
     return found
 
 
-class Standing:
+class ResumeState:
     """The position that belongs to the present state of a session.
 
     The state of a session changes by one store, that of how many steps were made, which nothing
@@ -318,10 +326,10 @@ def read_position(proto: onnx.ModelProto) -> tuple[Position, int] | None:
         if name not in found or not fits(found[name]):
             shown = f"{found[name]!r:.80}" if name in found else "missing"
             raise ModelError(f"{_WHERE}: its '{name}' is {shown}; {accepted} is accepted")
-    call = Call(**{field.name: found[field.name] for field in fields(Call)})
+    call = FitArguments(**{field.name: found[field.name] for field in fields(FitArguments)})
     states = found["callbacks"]
     entries = Entries(History(found["history"]))
-    begun = Begun(
+    epoch_state = EpochState(
         call,
         found["epoch"],
         found["first_step"],
@@ -329,10 +337,10 @@ def read_position(proto: onnx.ModelProto) -> tuple[Position, int] | None:
         finished=len(entries.history),
         states=lambda: states,
     )
-    place = Place(**{name: found[name] for name in Place._fields})
+    progress = Progress(**{name: found[name] for name in Progress._fields})
     totals, weights, units = (tuple(found[name]) for name in _TUPLES)
-    place = place._replace(totals=totals, weights=weights, units=units)
-    return Position(begun, place), found["steps"]
+    progress = progress._replace(totals=totals, weights=weights, units=units)
+    return Position(epoch_state, progress), found["steps"]
 
 
 _TUPLES = ("totals", "weights", "units")

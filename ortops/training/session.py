@@ -32,25 +32,33 @@ from ortops.execution.settings import Settings
 from ortops.garbage_collection import collection_put_off
 from ortops.graph import convert, external
 from ortops.graph.convert import ModelLike
+from ortops.graph.json_metadata import remove_note
 from ortops.graph.limits import LIMITS
 from ortops.inference import InferenceSession
 from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
 from ortops.metrics import Metric, StreamingMetric
 from ortops.passes.rematerialization import Checkpoint
+from ortops.trainable.initialization import initial_values
+from ortops.trainable.metadata import METADATA_KEY, LossPart, TrainingMetadata, training_metadata
+from ortops.trainable.step_graph import evaluation_model, flatten
+from ortops.trainable.training_mode import write_inference_mode
+from ortops.trainable.write_back import write_back, write_values
 from ortops.training.callback import Callback
 from ortops.training.data import Data, Feeds, open_data, rows
 from ortops.training.evaluation import (
     Evaluation,
-    Look,
-    look,
+    MetricBinding,
+    bind_metric,
     measure,
     numbers_of,
     predict,
 )
 from ortops.training.feeds import Inputs
-from ortops.training.fitting import Way, fit
+from ortops.training.fitting import StepStrategy, fit
 from ortops.training.fitting import check as check_arguments
-from ortops.training.given import (
+from ortops.training.gradients import Gradients, check_gradients, collect
+from ortops.training.history import History
+from ortops.training.initial_values import (
     Values,
     all_entries,
     computed,
@@ -58,16 +66,8 @@ from ortops.training.given import (
     given_values,
     initializers,
 )
-from ortops.training.gradients import Gradients, check_gradients, collect
-from ortops.training.history import History
-from ortops.training.initialization import initial_values
-from ortops.training.metadata import LossPart, training_metadata
-from ortops.training.modes import write_inference_mode
-from ortops.training.notes import METADATA_KEY, remove_note
-from ortops.training.position import POSITION_KEY, Call, Standing, read_position
-from ortops.training.results import write_back, write_values
+from ortops.training.position import POSITION_KEY, FitArguments, ResumeState, read_position
 from ortops.training.state import State, masters
-from ortops.training.step_graph import evaluation_model, flatten
 from ortops.uninterrupted import finished_at_exit, run_uninterrupted
 
 __all__ = ["TrainingSession"]
@@ -202,7 +202,7 @@ class TrainingSession:
         self._options = sess_options
         self._providers = list(providers or ["CPUExecutionProvider"])
         self._entries = all_entries(self._proto) if entry is None else [entry]
-        self.noted = training_metadata(self._proto)
+        self.metadata = training_metadata(self._proto)
         self._steps = [
             flatten(self._proto, self._data, number, counts=True) for number in self._entries
         ]
@@ -215,7 +215,7 @@ class TrainingSession:
         self._evaluations: dict[tuple[tuple[str, ...], bool], Evaluation] = {}
         self._lock = threading.RLock()
         given = given_values(
-            self._proto, self._data, self._steps, self._entries, self.noted.masters
+            self._proto, self._data, self._steps, self._entries, self.metadata.masters
         )
         self._execution = Execution(
             self._steps,
@@ -230,12 +230,12 @@ class TrainingSession:
         self._given = self._kept(given)
         give_back()
         execution = self._execution  # and not the session, which would never be free
-        self.standing = Standing(lambda: execution.steps_made)
-        self._saved: tuple[str, int, Call | None] | None = None
+        self.resume_state = ResumeState(lambda: execution.steps_made)
+        self._saved: tuple[str, int, FitArguments | None] | None = None
         if found := read_position(self._proto):
             position, steps_made = found
             self._assign({}, steps_made=steps_made)
-            self.standing.set(position)
+            self.resume_state.set(position)
 
     @property
     def compiled(self) -> tuple[str, ...]:
@@ -376,7 +376,7 @@ class TrainingSession:
         outputs: Sequence[str] | None,
         after: Gradients | None = None,
     ) -> Gradients:
-        (step, *others), noted = self._steps, self.noted
+        (step, *others), metadata = self._steps, self.metadata
         instead: dict[str, Array] = {}
         part = 0 if after is None else after.part + 1
         if after is not None:
@@ -386,7 +386,7 @@ class TrainingSession:
         if step.seed and (part or self._rank):  # parts are far from the seeds that ranks have
             seed = int(self._execution.present(step.seed)) + part * _BETWEEN_PARTS + self._rank
             instead[step.seed] = np.array(seed % 2**32, np.int64)
-        parts = [p for p in noted.losses if p.name in step.outputs] if not others else []
+        parts = [p for p in metadata.losses if p.name in step.outputs] if not others else []
         parts = parts or [LossPart(name=step.loss)] * bool(step.loss)
         chosen = [*step.outputs] if outputs is None else list(outputs)
         read = [step.loss, *(name for p in parts for name in (p.name, p.count))]
@@ -434,11 +434,11 @@ class TrainingSession:
         self._update(gradients)
 
     def _update(self, gradients: Mapping[str, npt.ArrayLike]) -> None:
-        halves = self._execution.halves()
-        arrays = check_gradients(gradients, halves.layout)
+        split = self._execution.split_step()
+        arrays = check_gradients(gradients, split.layout)
         carried: dict[str, Array] = {}
         given = gradients.statistics if isinstance(gradients, Gradients) else {}
-        for name in halves.carried:
+        for name in split.carried:
             if name in self._execution.variables:
                 if name in given:
                     carried[name] = self.state.check(name, given[name])
@@ -641,7 +641,7 @@ class TrainingSession:
         )
         if validation is not None:
             validation = open_data(validation, self._inputs, batch_size=batch_size, epochs=epochs)
-        call = Call(
+        call = FitArguments(
             epochs=epochs,
             batch_size=int(batch_size),
             shuffle=bool(shuffle),
@@ -652,7 +652,7 @@ class TrainingSession:
         )
         return fit(
             self,
-            self._way(),
+            self._step_strategy(),
             source,
             call=call,
             validation=validation,
@@ -664,14 +664,16 @@ class TrainingSession:
             resume=resume,
         )
 
-    def _way(self) -> Way:
+    def _step_strategy(self) -> StepStrategy:
         """Returns how `fit` makes steps."""
-        return Way(self._step, self._gradients, self._counts())
+        return StepStrategy(self._step, self._gradients, self._counts())
 
     def _counts(self) -> list[str]:
         """Returns, for each of `loss_names`, the output that tells how much counts, if one does."""
         varying = {name for step in self._steps for name in step.varying}
-        counts = {p.name: p.count for p in self.noted.losses if not p.is_sum and p.count in varying}
+        counts = {
+            p.name: p.count for p in self.metadata.losses if not p.is_sum and p.count in varying
+        }
         loss, *parts = self.loss_names()
         return ["" if parts else counts.get(loss, ""), *(counts.get(name, "") for name in parts)]
 
@@ -697,8 +699,8 @@ class TrainingSession:
             >>> [epoch["loss"] for epoch in session.history]
             [1.0, 0.25]
         """
-        position = self.standing.position
-        return History() if position is None else position.begun.history
+        position = self.resume_state.position
+        return History() if position is None else position.epoch_state.history
 
     @property
     def saved_in(self) -> str:
@@ -722,13 +724,13 @@ class TrainingSession:
         if saved is None:
             return ""
         path, steps, call = saved
-        is_present = steps == self._execution.steps_made and call is self._begun_call()
+        is_present = steps == self._execution.steps_made and call is self._fit_arguments()
         return path if is_present else ""
 
-    def _begun_call(self) -> Call | None:
+    def _fit_arguments(self) -> FitArguments | None:
         """Returns what the last `fit` was given, if there was one."""
-        position = self.standing.position
-        return None if position is None else position.begun.call
+        position = self.resume_state.position
+        return None if position is None else position.epoch_state.call
 
     def evaluate(
         self,
@@ -767,12 +769,12 @@ class TrainingSession:
             >>> session.evaluate(line.BATCH, metrics=["mean_absolute_error"])
             {'loss': 1.0, 'mean_absolute_error': 1.0}
         """
-        looks = self._looks(metric_functions.resolve(metrics))
+        bindings = self._metric_bindings(metric_functions.resolve(metrics))
         self.loss_names()
-        tensors = tuple(dict.fromkeys(each.note.tensor for each in looks.values()))
+        tensors = tuple(dict.fromkeys(each.note.tensor for each in bindings.values()))
         evaluation = self._evaluation(tensors, loss=True)
         source = open_data(data, evaluation.inputs, batch_size=batch_size)
-        return measure(source.epoch(), evaluation, self._runner(evaluation, ema), looks)
+        return measure(source.epoch(), evaluation, self._runner(evaluation, ema), bindings)
 
     @overload
     def predict(
@@ -858,7 +860,7 @@ class TrainingSession:
         self, evaluation: Evaluation, ema: bool
     ) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
         if ema:
-            self.noted.averaged(self._arrays())  # refuses before the first batch
+            self.metadata.averaged(self._arrays())  # refuses before the first batch
         return lambda feeds: self._run_evaluation(evaluation, feeds, ema)
 
     @_together
@@ -866,7 +868,7 @@ class TrainingSession:
         self, evaluation: Evaluation, feeds: Mapping[str, Array], ema: bool
     ) -> dict[str, Array]:
         self._execution.check_process()
-        arrays = self.noted.averaged(self._arrays()) if ema else self._arrays()
+        arrays = self.metadata.averaged(self._arrays()) if ema else self._arrays()
         return evaluation.run({**evaluation.constants, **arrays, **feeds})
 
     def _loss(self) -> str:
@@ -892,7 +894,7 @@ class TrainingSession:
             >>> line.session(loss=ortops.losses.L1("y") + ortops.losses.Huber("y")).loss_names()
             ['loss', 'loss_y', 'loss_y_1']
         """
-        parts = [part.name for part in self.noted.losses]
+        parts = [part.name for part in self.metadata.losses]
         several = [name for name in parts if name in self._outputs] if len(parts) > 1 else []
         return [self._loss(), *several]
 
@@ -908,13 +910,13 @@ class TrainingSession:
             >>> session.target(metric_functions.resolve(["mean_absolute_error"]))
             'targets'
         """
-        return next(iter(self._looks(metrics).values())).note.target
+        return next(iter(self._metric_bindings(metrics).values())).note.target
 
-    def _looks(self, metrics: Mapping[str, StreamingMetric]) -> dict[str, Look]:
+    def _metric_bindings(self, metrics: Mapping[str, StreamingMetric]) -> dict[str, MetricBinding]:
         graph = self._proto.graph
         own, first = {value.name for value in graph.input}, graph.output[0].name
         return {
-            name: look(metric, self.noted, first, self._inputs, own)
+            name: bind_metric(metric, self.metadata, first, self._inputs, own)
             for name, metric in metrics.items()
         }
 
@@ -937,7 +939,7 @@ class TrainingSession:
             >>> session.step(line.BATCH)["loss"]
             array(0.0625, dtype=float32)
         """
-        return State(self._execution, self._lock, self.noted, self._assign)
+        return State(self._execution, self._lock, self.metadata, self._assign)
 
     @state.setter
     def state(self, arrays: Mapping[str, npt.ArrayLike]) -> None:
@@ -982,9 +984,19 @@ class TrainingSession:
                 )
         self.state = {trained[name]: array for name, array in arrays.items()}
 
+    @property
+    def noted(self) -> TrainingMetadata:
+        """An older name of `metadata`."""
+        return self.metadata
+
+    @property
+    def standing(self) -> ResumeState:
+        """An older name of `resume_state`."""
+        return self.resume_state
+
     def _trained(self) -> dict[str, str]:
         """Returns the parameters, and the variables that hold their values."""
-        wide = masters(self.noted, self._execution.variables)
+        wide = masters(self.metadata, self._execution.variables)
         names = dict.fromkeys(name for step in self._steps for name in step.parameters)
         return {name: wide.get(name, name) for name in names}
 
@@ -1032,7 +1044,7 @@ class TrainingSession:
             >>> session.steps_done
             5
         """
-        counter = self.noted.step
+        counter = self.metadata.step
         with finished_at_exit, self._lock:
             if counter not in self._execution.variables:
                 return self._execution.steps_made
@@ -1067,7 +1079,7 @@ class TrainingSession:
                     state.check(name, array)
                     arrays[name] = functools.partial(state.check, name, array)  # one at a time
         self._assign(Values(arrays), steps_made=0)
-        self.standing.set(None)
+        self.resume_state.set(None)
 
     def _initial_values(self, number: int) -> dict[str, Array]:
         """Runs the initialization graph of a training_info entry."""
@@ -1087,7 +1099,7 @@ class TrainingSession:
             return checkpoint
         nodes = (node for info in self._proto.training_info for node in info.algorithm.node)
         computed = {name for node in nodes for name in node.output}
-        shown = {source: copy for copy, source in self.noted.training_copies.items()}
+        shown = {source: copy for copy, source in self.metadata.training_copies.items()}
 
         def copy_of(name: str) -> str:
             copy = shown.get(name, f"{name}_training")  # as `copy_in_training_mode` calls it
@@ -1150,7 +1162,7 @@ class TrainingSession:
 
     def _write_position(self, model: onnx.ModelProto) -> None:
         """Writes how far the training is that `fit` has begun, if there is one."""
-        position = self.standing.position
+        position = self.resume_state.position
         remove_note(model, POSITION_KEY)
         if position is not None:
             text = position.text(self._execution.steps_made)
@@ -1208,7 +1220,7 @@ class TrainingSession:
     def _write(self, path: str | os.PathLike[str]) -> None:
         steps_made = self._execution.steps_made
         external.write_model(path, *self._light_model())
-        self._saved = (os.fspath(path), steps_made, self._begun_call())
+        self._saved = (os.fspath(path), steps_made, self._fit_arguments())
 
     def inference_model(
         self, original: ModelLike | None = None, *, ema: bool = False
@@ -1239,7 +1251,7 @@ class TrainingSession:
 
     def _inference_model(self, original: ModelLike | None, ema: bool) -> onnx.ModelProto:
         own = {tensor.name for tensor in self._proto.graph.initializer}
-        arrays = self.noted.averaged(self._arrays()) if ema else self._arrays()
+        arrays = self.metadata.averaged(self._arrays()) if ema else self._arrays()
         trained = {name: array for name, array in arrays.items() if name in own}
         if original is not None:
             result, data = convert.load_light(original)

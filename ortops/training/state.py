@@ -12,9 +12,8 @@ import numpy.typing as npt
 from ortops.errors import ModelError, OrtopsError, UnknownVariableError, did_you_mean
 from ortops.execution.execution import Execution
 from ortops.numbers import cast_numbers
+from ortops.trainable.metadata import METADATA_KEY, TrainingMetadata
 from ortops.training.feeds import to_array
-from ortops.training.metadata import TrainingMetadata
-from ortops.training.notes import METADATA_KEY
 from ortops.uninterrupted import finished_at_exit
 
 __all__ = ["State", "check_master", "is_rounded", "masters"]
@@ -28,7 +27,8 @@ class State(MutableMapping[str, Array]):
     Args:
         execution: What holds them.
         lock: What is held while they are read.
-        noted: Which of them are parameters of 16 bits and their float32 values, and a loss scale.
+        metadata: Which of them are parameters of 16 bits and their float32 values, and a loss
+            scale.
         assign: Sets some of them.
     """
 
@@ -36,12 +36,12 @@ class State(MutableMapping[str, Array]):
         self,
         execution: Execution,
         lock: AbstractContextManager[object],
-        noted: TrainingMetadata,
+        metadata: TrainingMetadata,
         assign: Callable[[Mapping[str, Array]], None],
     ) -> None:
         self._execution = execution
         self._lock = lock
-        self._noted = noted
+        self._metadata = metadata
         self._assign = assign
 
     def __getitem__(self, name: str) -> Array:
@@ -86,7 +86,7 @@ class State(MutableMapping[str, Array]):
         if lost is not None:
             raise _misfit(name, lost, present.dtype)
         result = np.ascontiguousarray(converted).reshape(present.shape).copy()
-        if name == self._noted.loss_scale and not 0 < result < np.inf:
+        if name == self._metadata.loss_scale and not 0 < result < np.inf:
             raise OrtopsError(
                 f"state '{name}': {result} was given; a finite number > 0 is accepted"
             )
@@ -99,7 +99,7 @@ class State(MutableMapping[str, Array]):
             OrtopsError: If both are given, and are not.
         """
         result = dict(arrays)
-        for name, master in masters(self._noted, self._execution.variables).items():
+        for name, master in masters(self._metadata, self._execution.variables).items():
             narrow = self._execution.variables[name].buffers[0].dtype
             if name not in arrays and master in arrays:
                 result[name], lost = cast_numbers(arrays[master], narrow)
@@ -122,9 +122,9 @@ class State(MutableMapping[str, Array]):
             )
 
 
-def masters(noted: TrainingMetadata, known: Container[str]) -> dict[str, str]:
+def masters(metadata: TrainingMetadata, known: Container[str]) -> dict[str, str]:
     """Returns the parameters of 16 bits, and the variables that are their float32 values."""
-    pairs = noted.masters.items()
+    pairs = metadata.masters.items()
     return {name: master for name, master in pairs if name in known and master in known}
 
 

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 Array: TypeAlias = npt.NDArray[Any]
-Places: TypeAlias = slice | npt.NDArray[np.integer[Any]]
+RowIndex: TypeAlias = slice | npt.NDArray[np.integer[Any]]
 
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
@@ -140,21 +140,21 @@ def is_lazy(data: object) -> bool:
     )
 
 
-def take(array: Any, places: Places) -> Any:
+def take(array: Any, rows: RowIndex) -> Any:
     """Returns rows of an array: a view of one of numpy, else in memory of their own.
 
     Args:
         array: Of numpy, or a lazy one (see `is_lazy`).
-        places: Which rows, each at most once.
+        rows: Which rows, each at most once.
     """
     if isinstance(array, np.ndarray):
-        return array[places]
-    if isinstance(places, slice):
-        return _in_memory(array[places]).copy()  # the next read may fill the same memory
-    ascending = np.argsort(places)  # HDF5 reads in no other order
-    rows = _in_memory(getattr(array, "oindex", array)[places[ascending]])
+        return array[rows]
+    if isinstance(rows, slice):
+        return _in_memory(array[rows]).copy()  # the next read may fill the same memory
+    ascending = np.argsort(rows)  # HDF5 reads in no other order
+    rows = _in_memory(getattr(array, "oindex", array)[rows[ascending]])
     back = np.empty_like(ascending)
-    back[ascending] = np.arange(len(places))
+    back[ascending] = np.arange(len(rows))
     return rows[back]
 
 

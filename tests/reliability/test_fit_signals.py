@@ -402,14 +402,14 @@ def test_a_signal_that_comes_while_its_end_is_decided_is_not_forgotten() -> None
     from dataclasses import replace
     from ortops.training.fitting import Shared
     session, asked = kind.open(), []
-    way = session._way()
+    strategy = session._step_strategy()
     def agree(stopped, name, found):
         asked.append(name)
         if len(asked) == 6:
             signal.raise_signal(signal.SIGINT)
         return stopped, name, True
     shared = Shared(agree, lambda what, found: None, lambda total: total.result())
-    session._way = lambda: replace(way, shared=shared)
+    session._step_strategy = lambda: replace(strategy, shared=shared)
     try:
         session.fit(batches, **arguments)
     except KeyboardInterrupt:

@@ -37,7 +37,8 @@ from ortops import lowering
 from ortops.check import check
 from ortops.graph import loading
 from ortops.graph.limits import LIMITS
-from ortops.training import apart, initialization
+from ortops.trainable import child_process as apart
+from ortops.trainable import initialization
 
 RUN = Path(__file__).with_name("hostile_run.py")
 SECONDS = 60  # that a case may take; none takes more than a few

@@ -14,6 +14,20 @@ import onnx
 import onnx_ir as ir
 
 from ortops import losses, optimizers
+from ortops.building.algorithm import Algorithm, write_algorithm
+from ortops.building.clipping import Clipping
+from ortops.building.groups import Groups, described, optimizers_of
+from ortops.building.parameters import quantized
+from ortops.building.preparation import BatchNormalization, Prepared, prepare_for_training
+from ortops.building.reachability import passed_through, reached
+from ortops.building.updates import (
+    LossScaling,
+    Rates,
+    Updates,
+    emit_gradients,
+    unless_skipped,
+    wide,
+)
 from ortops.errors import ModelError
 from ortops.garbage_collection import collection_put_off
 from ortops.graph import convert, external
@@ -24,22 +38,8 @@ from ortops.losses import LossLike
 from ortops.lowering import has_domain
 from ortops.numbers import integer, real
 from ortops.optimizers import Optimizer, UpdateRule
-from ortops.training.algorithm import Algorithm, write_algorithm
-from ortops.training.clipping import Clipping
-from ortops.training.groups import Groups, described, optimizers_of
-from ortops.training.modes import copy_in_training_mode, reveal
-from ortops.training.notes import METADATA_KEY
-from ortops.training.parameters import quantized
-from ortops.training.preparation import BatchNormalization, Prepared, prepare_for_training
-from ortops.training.reach import passed_through, reached
-from ortops.training.updates import (
-    LossScaling,
-    Rates,
-    Updates,
-    emit_gradients,
-    unless_skipped,
-    wide,
-)
+from ortops.trainable.metadata import METADATA_KEY
+from ortops.trainable.training_mode import copy_in_training_mode, reveal
 
 __all__ = ["Plan", "build_training_model", "plan_training"]
 
@@ -364,7 +364,7 @@ def plan_training(
                 "weight": part.weight,
                 "count": "" if part.count is None else part.count.name,
                 "is_sum": part.is_sum,
-                "couples_rows": part.couples_rows,
+                "couples_rows": part.batch_coupled,
             }
             for part in computed.parts
         ],

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias, get_args
 import onnx
 import onnx_ir as ir
 
+from ortops.building.parameters import Choice, ScopeNames, choose, scopes
 from ortops.errors import ModelError
 from ortops.graph import convert, external
 from ortops.graph.adapters import adapter_of
@@ -18,8 +19,7 @@ from ortops.graph.shapes import infer_shapes
 from ortops.graph.tensor import Names
 from ortops.graph.weights import Origin, lift, weights
 from ortops.lowering import prepare
-from ortops.training.modes import is_batch_normalization
-from ortops.training.parameters import Choice, Places, choose, scopes
+from ortops.trainable.training_mode import is_batch_normalization
 
 __all__ = ["BatchNormalization", "Prepared", "prepare_for_training"]
 
@@ -54,7 +54,7 @@ class Prepared:
     lifted: dict[str, Origin]
     frozen: set[ir.Node]
     opset: int
-    places: Mapping[str, Places]
+    places: Mapping[str, ScopeNames]
 
 
 def prepare_for_training(
@@ -67,7 +67,7 @@ def prepare_for_training(
 
     Args:
         model: An inference model; not changed.
-        trainable: What to train (see `ortops.training.parameters.choose`); None for the adapter
+        trainable: What to train (see `ortops.building.parameters.choose`); None for the adapter
             of a model that has one.
         batch_normalization: Which layers run in inference mode (see `build_training_model`).
         data: The data of a light model (see `ortops.graph.external`).

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops.execution.cut import Cut
-from ortops.execution.forms import Forms
 from ortops.execution.memory import Memory
+from ortops.execution.shape_cache import ShapeCache
 
-__all__ = ["Differentiated", "Halves", "Layout"]
+__all__ = ["Differentiated", "Layout", "SplitStep"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -57,7 +57,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Halves:
+class SplitStep:
     """The two halves of a step.
 
     Attributes:
@@ -69,8 +69,8 @@ class Halves:
 
     names: Cut
     layout: Layout
-    gradients: Forms
-    apply: Forms
+    gradients: ShapeCache
+    apply: ShapeCache
 
     @property
     def carried(self) -> Sequence[str]:

@@ -12,10 +12,13 @@ import numpy.typing as npt
 import onnx
 
 from ortops.errors import ModelError, OrtopsError
+from ortops.graph.json_metadata import read_note, where
 from ortops.numbers import real
-from ortops.training.notes import METADATA_KEY, read_note, where
 
-__all__ = ["LossPart", "PredictionNote", "TrainingMetadata", "training_metadata"]
+__all__ = ["METADATA_KEY", "LossPart", "PredictionNote", "TrainingMetadata", "training_metadata"]
+
+METADATA_KEY = "ortops.training"
+"""The key in a model's ``metadata_props`` of a JSON object with the names that training uses."""
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -206,12 +209,12 @@ def training_metadata(proto: onnx.ModelProto) -> TrainingMetadata:
     for name, array in (("losses", parts), ("predictions", predictions)):
         if not isinstance(array, list):
             raise ModelError(f"{_WHERE}: its '{name}' is {array!r:.80}; an array is accepted")
-    noted = _read_note(TrainingMetadata, found)
+    metadata = _read_note(TrainingMetadata, found)
     losses = [_read_note(LossPart, part) for part in parts]
-    if len(losses) == 1 and losses[0].name == noted.loss:  # its weight is in its value
+    if len(losses) == 1 and losses[0].name == metadata.loss:  # its weight is in its value
         losses = [replace(losses[0], weight=1.0)]
     return replace(
-        noted,
+        metadata,
         losses=losses,
         prediction=_read_note(PredictionNote, found.get("prediction", {})),
         predictions=[_read_note(PredictionNote, each) for each in predictions],

@@ -22,7 +22,7 @@ from ortops.graph.limits import LIMITS
 from ortops.graph.shapes import infer_shapes, may_be_equal
 from ortops.inference import InferenceSession
 from ortops.lowering import has_domain, lower
-from ortops.training.apart import run_apart
+from ortops.trainable.child_process import run_apart
 
 __all__ = ["initial_values"]
 

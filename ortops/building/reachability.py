@@ -7,10 +7,10 @@ from collections.abc import Container, Sequence
 import onnx_ir as ir
 
 from ortops.autodiff.rules import RULES
+from ortops.building.parameters import Choice, quantized
 from ortops.errors import ModelError
 from ortops.graph.edit import ancestor_nodes, describe, read_inputs
 from ortops.graph.tensor import Tensor
-from ortops.training.parameters import Choice, quantized
 
 __all__ = ["passed_through", "reached"]
 

@@ -57,10 +57,9 @@ from ortops.lowering import (
     takes_python_kernel,
 )
 from ortops.optimizers import OPERATORS
-from ortops.training.bfloat16 import widen
-from ortops.training.metadata import LossPart, TrainingMetadata, training_metadata
-from ortops.training.modes import write_inference_mode
-from ortops.training.notes import METADATA_KEY
+from ortops.trainable.bfloat16 import widen
+from ortops.trainable.metadata import METADATA_KEY, LossPart, TrainingMetadata, training_metadata
+from ortops.trainable.training_mode import write_inference_mode
 
 __all__ = [
     "GRADIENTS_KEY",
@@ -259,8 +258,8 @@ def flatten(
     new = set(updates.values())
     loss = _loss(graph, proto, wanted, new)
     shown = [name for name in dict.fromkeys((*wanted, *own)) if name == loss or name not in new]
-    noted = training_metadata(proto)
-    divided = _counts(graph, noted) if counts else []
+    metadata = training_metadata(proto)
+    divided = _counts(graph, metadata) if counts else []
     graph.outputs.clear()
     graph.outputs.extend(by_name[name] for name in dict.fromkeys((*shown, *updates.values())))
     graph.outputs.extend(value for value in divided if value not in graph.outputs)
@@ -279,8 +278,8 @@ def flatten(
         shown,
         loss,
         parameters=_parameters(proto, graph, variables, updates),
-        scale=noted.loss_scale if noted.loss_scale in variables else "",
-        seed=noted.seed if noted.seed in variables else "",
+        scale=metadata.loss_scale if metadata.loss_scale in variables else "",
+        seed=metadata.seed if metadata.seed in variables else "",
         counts=[value.name or "" for value in divided],
         varying=[value.name or "" for value in divided if _reads_values(value)],
     )
@@ -294,9 +293,9 @@ def _parameters(
     return found or [tensor.name for tensor in proto.graph.initializer if tensor.name in updates]
 
 
-def _counts(graph: ir.Graph, noted: TrainingMetadata) -> list[ir.Value]:
+def _counts(graph: ir.Graph, metadata: TrainingMetadata) -> list[ir.Value]:
     """Returns what parts of the loss were divided by, as far as that is noted."""
-    names = {part.count for part in noted.losses if part.count}
+    names = {part.count for part in metadata.losses if part.count}
     return [value for node in graph for value in node.outputs if value.name in names]
 
 
@@ -355,21 +354,21 @@ def evaluation_model(
     Raises:
         OrtopsError: If there is no tensor of a name, or it is no array.
     """
-    noted = training_metadata(proto)
+    metadata = training_metadata(proto)
     model = prepare(convert.to_ir(_concatenate(proto, entry), None, data, given_away=True))
     graph = model.graph
     values = {value.name: value for value in (*graph.inputs, *graph.initializers.values())}
     values |= {value.name: value for node in graph for value in node.outputs}
-    for name, source in (*noted.training_copies.items(), *noted.dropouts.items()):
+    for name, source in (*metadata.training_copies.items(), *metadata.dropouts.items()):
         if name in values and source in values:
             values[name].replace_all_uses_with(values[source], replace_graph_outputs=True)
     shown = dict(values)  # by names that training gives, what inference has there
-    for name, source in (*noted.dropouts.items(), *noted.training_copies.items()):
+    for name, source in (*metadata.dropouts.items(), *metadata.training_copies.items()):
         if name in values and source in values:
             shown[name] = shown[source]
     parts: list[LossPart] = []
     if loss:
-        parts = [p for p in noted.losses if p.name in values] or [LossPart(name=step.loss)]
+        parts = [p for p in metadata.losses if p.name in values] or [LossPart(name=step.loss)]
         parts = [replace(part, count=part.count if part.count in values else "") for part in parts]
     named = [part.name for part in parts] + [part.count for part in parts if part.count]
     found = {name: _array_named(name, shown) for name in tensors}
@@ -559,9 +558,9 @@ def _loss(
 
     A tensor that is the next value of a variable is no loss.
     """
-    noted = training_metadata(proto).loss
-    if noted in outputs:
-        return noted
+    metadata = training_metadata(proto).loss
+    if metadata in outputs:
+        return metadata
     for node in graph:
         y = Bound.of(node).y.name if is_bound(node) else None
         if y in outputs:

@@ -16,7 +16,7 @@ from ortops.execution.variant import Variant
 from ortops.garbage_collection import collection_put_off
 from ortops.uninterrupted import run_uninterrupted
 
-__all__ = ["Form", "Forms"]
+__all__ = ["CachedStep", "ShapeCache"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
@@ -25,7 +25,7 @@ Buffers: TypeAlias = Callable[[int, int], Callable[[str], tuple[Memory, Memory]]
 
 
 @dataclass(frozen=True)
-class Form:
+class CachedStep:
     """What runs the steps of some shapes.
 
     Attributes:
@@ -37,7 +37,7 @@ class Form:
     bindings: list[list[Binding]]
 
 
-class Forms:
+class ShapeCache:
     """What runs steps, made for the shapes of batches where that gains something.
 
     Only the first few shapes get graphs of their own, as many as a data set of equal samples has:
@@ -64,12 +64,12 @@ class Forms:
         self._sessions = sessions
         self._most_special = most_special
         self._anew = anew
-        self._general: Form | None = None
-        self._made: dict[Shapes, Form] = {}
+        self._general: CachedStep | None = None
+        self._made: dict[Shapes, CachedStep] = {}
         self._special = 0
         self.gain = any(template.gains for template in templates)
 
-    def of(self, shapes: Mapping[str, tuple[int, ...]], buffers: Buffers) -> Form:
+    def of(self, shapes: Mapping[str, tuple[int, ...]], buffers: Buffers) -> CachedStep:
         """Returns what runs batches of these shapes.
 
         Args:
@@ -88,15 +88,15 @@ class Forms:
                 self._made[key] = self._general
         return self._made[key]
 
-    def _make(self, shapes: Mapping[str, tuple[int, ...]] | None, buffers: Buffers) -> Form:
+    def _make(self, shapes: Mapping[str, tuple[int, ...]] | None, buffers: Buffers) -> CachedStep:
         @collection_put_off()
-        def make() -> Form:
+        def make() -> CachedStep:
             variants = [Variant(template, shapes, self._sessions) for template in self._templates]
             bindings = [
                 [variant.bind(buffers(number, turn), turn, self._anew) for turn in (0, 1)]
                 for number, variant in enumerate(variants)
             ]
-            return Form(variants, bindings)
+            return CachedStep(variants, bindings)
 
         # Not to be cut in two: other libraries wrap what a handler raises in them.
         return run_uninterrupted(make)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-__all__ = ["Progress"]
+__all__ = ["ProgressBar"]
 
 _WIDTH = 24
 _NARROWEST = 8
@@ -17,7 +17,7 @@ _INTERVAL = 0.1  # seconds between two drawings
 _HIDDEN = frozenset(("learning_rate", "steps", "seconds"))
 
 
-class Progress:
+class ProgressBar:
     """A line per epoch: where somebody watches it moves, elsewhere it is written at the end.
 
     Where the stream cannot be written any more, because the terminal was closed or the disk is

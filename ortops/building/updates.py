@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from ortops.building.algorithm import Algorithm
+from ortops.building.clipping import times
+from ortops.building.groups import ratio
 from ortops.errors import ModelError
 from ortops.graph.edit import ancestor_nodes, read_inputs
 from ortops.graph.shapes import may_be_equal
@@ -15,9 +18,6 @@ from ortops.graph.tensor import Tape, Tensor, op
 from ortops.lowering import TRAINING_DOMAIN
 from ortops.optimizers import Optimizer
 from ortops.schedules import Schedule
-from ortops.training.algorithm import Algorithm
-from ortops.training.clipping import times
-from ortops.training.groups import ratio
 
 __all__ = [
     "HALVES",

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
+from ortops.building.parameters import ScopeNames, matches
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.numbers import real
 from ortops.optimizers import Custom, Optimizer
-from ortops.training.parameters import Places, matches
 
 __all__ = ["Groups", "described", "optimizers_of", "ratio"]
 
@@ -26,7 +26,7 @@ def optimizers_of(
     optimizer: Optimizer,
     groups: Groups | None,
     parameters: Sequence[ir.Value],
-    places: Mapping[str, Places],
+    scopes: Mapping[str, ScopeNames],
 ) -> dict[str, Optimizer]:
     """Returns the optimizer of each parameter that a group means, by name.
 
@@ -37,7 +37,7 @@ def optimizers_of(
         optimizer: That of the others.
         groups: The groups.
         parameters: What is trained.
-        places: The scopes of the nodes that read each initializer.
+        scopes: The scopes of the nodes that read each initializer.
 
     Raises:
         ModelError: If a pattern means nothing that is trained, or a setting is unknown or does not
@@ -54,7 +54,7 @@ def optimizers_of(
     settings: dict[str, dict[str, Any]] = {}
     for pattern, given in groups.items():
         _check(optimizer, pattern, given)
-        means = _means(pattern, names, places)
+        means = _means(pattern, names, scopes)
         if not means:
             raise ModelError(
                 f"groups: '{pattern}' means nothing that is trained; "
@@ -126,11 +126,11 @@ def _check(optimizer: Optimizer, pattern: object, given: object) -> None:
         )
 
 
-def _means(pattern: str, names: Sequence[str], places: Mapping[str, Places]) -> list[str]:
+def _means(pattern: str, names: Sequence[str], scopes: Mapping[str, ScopeNames]) -> list[str]:
     """Returns the parameters that a name or a pattern means."""
     if pattern in names:
         return [pattern]
-    return [name for name in names if matches(pattern, name, places.get(name, Places()))]
+    return [name for name in names if matches(pattern, name, scopes.get(name, ScopeNames()))]
 
 
 def _with(optimizer: Optimizer, settings: Mapping[str, Any]) -> Optimizer:

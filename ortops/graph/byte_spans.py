@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["Place", "places"]
+__all__ = ["ByteSpan", "byte_spans"]
 
 _GRAPH, _TRAINING_INFO, _ALGORITHM, _INITIALIZER = 7, 20, 2, 5
 _NAME, _RAW_DATA = 8, 9
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
-class Place(NamedTuple):
+class ByteSpan(NamedTuple):
     """Where the data of a tensor are.
 
     Attributes:
@@ -28,14 +28,14 @@ class Place(NamedTuple):
     length: int
 
 
-def places(message: bytes) -> dict[str, list[Place]]:
+def byte_spans(message: bytes) -> dict[str, list[ByteSpan]]:
     """Returns where the raw data of initializers are, in the graph and in training algorithms.
 
     Args:
         message: A serialized ModelProto, as protobuf has just written it.
     """
-    found: dict[str, list[Place]] = {}
-    whole = Place(0, len(message))
+    found: dict[str, list[ByteSpan]] = {}
+    whole = ByteSpan(0, len(message))
     graphs = [place for number, place in _fields(message, whole) if number == _GRAPH]
     for number, info in _fields(message, whole):
         if number == _TRAINING_INFO:
@@ -51,7 +51,7 @@ def places(message: bytes) -> dict[str, list[Place]]:
     return found
 
 
-def _fields(message: bytes, inside: Place) -> Iterator[tuple[int, Place]]:
+def _fields(message: bytes, inside: ByteSpan) -> Iterator[tuple[int, ByteSpan]]:
     """Yields the number and the content of each field of a message that has a length."""
     at, end = inside.offset, inside.offset + inside.length
     while at < end:
@@ -61,7 +61,7 @@ def _fields(message: bytes, inside: Place) -> Iterator[tuple[int, Place]]:
             _, at = _varint(message, at)
         elif kind == _LENGTH:
             length, at = _varint(message, at)
-            yield key >> 3, Place(at, length)
+            yield key >> 3, ByteSpan(at, length)
             at += length
         else:
             at += {_FIXED64: 8, _FIXED32: 4}[kind]

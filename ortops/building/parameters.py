@@ -23,8 +23,8 @@ from ortops.graph.tensor import constant_tensor
 
 __all__ = [
     "Choice",
-    "Places",
     "Reader",
+    "ScopeNames",
     "choose",
     "matches",
     "names_in",
@@ -135,7 +135,7 @@ class Reader:
 
 
 @dataclass(frozen=True)
-class Places:
+class ScopeNames:
     """The scopes of the nodes that read a weight.
 
     Attributes:
@@ -178,7 +178,7 @@ class Choice:
 def choose(
     weights: Mapping[str, ir.Value],
     trainable: Sequence[str] | None,
-    places: Mapping[str, Places],
+    places: Mapping[str, ScopeNames],
     unnamed: str = "is not named in trainable",
 ) -> Choice:
     """Chooses what is trained, before it is known what the loss depends on.
@@ -205,7 +205,7 @@ def choose(
     if not trainable:
         raise ModelError("trainable: nothing is named; name at least one initializer")
     choice = Choice(floats, {})
-    nowhere = Places()
+    nowhere = ScopeNames()
     for pattern in trainable:
         if pattern in floats:
             choice.trained[pattern] = floats[pattern]
@@ -291,7 +291,7 @@ def quantized(values: Iterable[ir.Value]) -> dict[str, str]:
     return found
 
 
-def scopes(values: Iterable[ir.Value]) -> dict[str, Places]:
+def scopes(values: Iterable[ir.Value]) -> dict[str, ScopeNames]:
     """Returns the scopes of the nodes that read each value: their names and their metadata.
 
     Exporters name a node after the module that it comes from: ``/encoder/layer.5/query/MatMul``,
@@ -301,7 +301,7 @@ def scopes(values: Iterable[ir.Value]) -> dict[str, Places]:
         values: Initializers of a graph as its exporter wrote it.
     """
     return {
-        value.name or "": Places(
+        value.name or "": ScopeNames(
             tuple(scopes_of(reader.node) for reader in readers(value)),
             frozenset[str]().union(*(scopes_of(use.node) for use in value.uses())),
         )
@@ -333,7 +333,7 @@ def names_in(text: str) -> list[str]:
     return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
 
 
-def matches(pattern: str, name: str, places: Places) -> bool:
+def matches(pattern: str, name: str, places: ScopeNames) -> bool:
     """Whether a pattern means an initializer, by its name or by who reads it."""
     return fnmatch.fnmatchcase(name, pattern) or places.fit(pattern)
 

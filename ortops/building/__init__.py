@@ -1,0 +1,1 @@
+"""Building a trainable model: parameters, training algorithm, updates."""

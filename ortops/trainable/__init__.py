@@ -1,0 +1,1 @@
+"""Trainable files: their metadata, their step graph, and what is written back."""
