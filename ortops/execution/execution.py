@@ -55,14 +55,16 @@ class Execution:
         settings: How steps are executed.
         options: Options for the onnxruntime sessions.
         providers: Execution providers.
-        checkpoint: What is kept for the backward pass (see `ortops.passes.rematerialization`).
+        recompute: Which activations to keep if the backward pass recomputes the others (see
+            `ortops.passes.rematerialization`); None keeps all.
 
     Attributes:
         variables: The variables by name.
         compiled: The names of those whose updates are compiled.
 
     Raises:
-        OrtopsError: If a checkpoint is unknown.
+        ArgumentError: If ``recompute`` or ``kernels`` is not valid.
+        ModelError: If ``recompute`` names an unknown tensor.
         UnsupportedError: If a rule is missing, or onnxruntime cannot load a graph.
     """
 
@@ -76,7 +78,7 @@ class Execution:
         settings: Settings,
         options: onnxruntime.SessionOptions | None,
         providers: Sequence[Any],
-        checkpoint: Checkpoint | None = None,
+        recompute: Checkpoint | None = None,
     ) -> None:
         # The buffers that hold the present values, and the steps made: one store changes both.
         self._position = (0, 0)
@@ -87,16 +89,16 @@ class Execution:
         self._split_step: SplitStep | None = None
         self.variables: dict[str, Variable] = {}
         self._updated_by: dict[str, int] = {}
-        if checkpoint is not None:
+        if recompute is not None:
             parts = [computed_names(s.model.graph, s.feeds, s.outputs) for s in steps]
-            check(checkpoint, [name for names in parts for name in names])
+            check(recompute, [name for names in parts for name in names])
         self._sessions = Sessions(
             kernels,
             options,
             providers,
             threads=settings.threads,
             spin=settings.spin,
-            frugal=checkpoint is not None,
+            save_memory=recompute is not None,
             device=settings.device,
         )
         device = self._sessions.device
@@ -110,7 +112,7 @@ class Execution:
                 on_cpu=self._sessions.on_cpu,
                 on_device=device is not None,
                 in_place=kernels != "python" and len(steps) == 1,  # else a later run might fail
-                checkpoint=checkpoint,
+                recompute=recompute,
             )
             for step in steps
         ]

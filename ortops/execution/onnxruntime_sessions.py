@@ -35,7 +35,7 @@ class Sessions:
         providers: The providers.
         threads: How many threads share the chunks of large updates, where the options do not say.
         spin: For how many microseconds threads wait actively for work, likewise.
-        frugal: Whether memory is to be let go of as soon as it can be.
+        save_memory: Whether to reuse less memory, so that tensors are freed as early as possible.
         device: Where variables lie; where the providers say by default.
 
     Attributes:
@@ -57,7 +57,7 @@ class Sessions:
         *,
         threads: int,
         spin: int | None,
-        frugal: bool,
+        save_memory: bool,
         device: Device | None = None,
     ) -> None:
         if kernels not in ("onnx", "python", "compiled"):
@@ -67,7 +67,7 @@ class Sessions:
         self._kernels: Kernels = "python" if kernels == "python" else "onnx"
         self._options = options
         self._providers = providers
-        self._frugal = frugal
+        self._save_memory = save_memory
         self._spin = spin
         asked = 0 if options is None else options.intra_op_num_threads
         self.threads = 1 if kernels == "python" else asked or threads
@@ -113,7 +113,7 @@ class Sessions:
             options = _single_threaded(options)
         elif options is None:
             options = onnxruntime.SessionOptions()
-            if self._frugal:  # memory that is to be used again by a node much later is not free
+            if self._save_memory:  # memory that is to be used again by a node much later is not free
                 options.enable_mem_reuse = False
             options.enable_mem_pattern = False  # a plan beside the first run's memory, no faster
             if not optimize:

@@ -43,7 +43,7 @@ class Template:
         on_cpu: Whether onnxruntime's CPU provider runs it.
         on_device: Whether variables lie on a device, each by itself: none are packed.
         in_place: Whether updates may be made in place, where their formula is safe.
-        checkpoint: What is kept for the backward pass.
+        recompute: Which activations to keep if the backward pass recomputes the others.
 
     Attributes:
         step: The part.
@@ -66,14 +66,14 @@ class Template:
         on_cpu: bool,
         on_device: bool,
         in_place: bool,
-        checkpoint: Checkpoint | None,
+        recompute: Checkpoint | None,
     ) -> None:
         self.step = step
         self._rules = rules
         self._keep = takes_python_kernel if kernels == "python" else None
         self._passes = list(settings.passes) if on_cpu else []
-        if checkpoint is not None:
-            self._passes.insert(0, Rematerialization(checkpoint))
+        if recompute is not None:
+            self._passes.insert(0, Rematerialization(recompute))
         graph = step.model.graph
         remove_defaults(graph, step.variables)
         lower_optimizers(graph, Names(graph), lambda node: True)  # into one-tensor nodes
@@ -128,7 +128,7 @@ class Template:
                     graph.inputs.remove(value)
         # What nothing reads is no input, and several steps in a run pass it from one to the next.
         self._all_read = set(self.left) <= {value.name for value in graph.inputs}
-        kept = names_in(checkpoint)  # which graphs made for sizes need not have
+        kept = names_in(recompute)  # which graphs made for sizes need not have
         self.gains = not kept and any(each.gains(step.model, None) for each in self._passes)
 
     @property

@@ -225,7 +225,7 @@ class TrainingSession:
             settings=settings or Settings(),
             options=sess_options,
             providers=self._providers,
-            checkpoint=self._training_copies(checkpoint),
+            recompute=self._training_copies(checkpoint),
         )
         self._given = self._kept(given)
         give_back()
