@@ -1,4 +1,4 @@
-"""Writes the reference, ortops/docs/reference/, from what the package says of itself.
+"""Writes the reference as Markdown, from signatures and docstrings.
 
 A page for each public module: signatures, and docstrings in Markdown. What the command line says is
 read from its parsers.
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ortops.errors import OrtopsError
 
-PAGES = Path(__file__).parents[1] / "ortops" / "docs" / "reference"
+FOLDER = Path(__file__).parents[1] / "build" / "reference"
 MODULES = (
     "ortops",
     "ortops.losses",
@@ -420,29 +420,15 @@ def pages() -> dict[str, str]:
     return texts
 
 
-def main() -> int:
-    """Writes the pages, or with ``--check`` tells whether they are up to date."""
+def main() -> None:
+    """Writes the pages."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if outdated")
-    options = parser.parse_args()
-    wanted = pages()
-    kept = {page_of(name) for name in MODULES} - wanted.keys()
-    present = {
-        path.name: path.read_text(encoding="utf-8")
-        for path in PAGES.glob("*.md")
-        if path.name not in kept
-    }
-    if options.check:
-        outdated = [n for n in {*wanted, *present} if wanted.get(n) != present.get(n)]
-        print(*sorted(outdated), sep="\n", end="\n" if outdated else "")
-        return int(bool(outdated))
-    PAGES.mkdir(parents=True, exist_ok=True)
-    for name in present.keys() - wanted.keys():
-        (PAGES / name).unlink()
-    for name, text in wanted.items():
-        (PAGES / name).write_text(text, encoding="utf-8")
-    return 0
+    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER, help="default: %(default)s")
+    folder = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in pages().items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

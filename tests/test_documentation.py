@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from collections import Counter
 from importlib import resources
 from pathlib import Path
@@ -109,13 +111,17 @@ def test_pages_of_the_package_need_nothing_else() -> None:
                 assert file.is_relative_to(DOCS), f"{page}: {target}"
 
 
-@pytest.mark.parametrize("page", sorted((DOCS / "reference").glob("*.md")), ids=lambda p: p.stem)
-def test_links_of_the_reference_lead_to_what_they_name(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    for name, file, part in re.findall(r"\[`([^`]+)`\]\(([\w.]*)#([\w-]+)\)", text):
-        other = (page.parent / file).read_text(encoding="utf-8") if file else text
-        heading = dict(headings(other))[part]
-        assert heading.split(".")[-1] == name.split(".")[-1], f"{name} leads to {heading}"
+def test_the_reference_is_written_from_the_docstrings(tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "reference.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True)
+    pages = {page.name: page.read_text(encoding="utf-8") for page in tmp_path.glob("*.md")}
+    assert {"ortops.md", "losses.md", "optimizers.md", "command_line.md"} <= pages.keys()
+    assert "`session.fit" in pages["ortops.md"] or "TrainingSession.fit" in pages["ortops.md"]
+    for name, text in pages.items():
+        assert broken_links(tmp_path / name) == []
+        for said, file, part in re.findall(r"\[`([^`]+)`\]\(([\w.]*)#([\w-]+)\)", text):
+            heading = dict(headings(pages[file or name]))[part]
+            assert heading.split(".")[-1] == said.split(".")[-1], f"{said} leads to {heading}"
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS.glob("*.md")], ids=lambda p: p.stem)

@@ -367,7 +367,6 @@ def test_examples_need_nothing_but_the_package(page):
     assert not [code for code in found if re.search(r"^(from|import) models\b", code, re.MULTILINE)]
 
 
-@pytest.mark.parametrize("script", ["operator_table.py", "reference.py"])
-def test_generated_pages_are_up_to_date(script):
-    command = [sys.executable, str(ROOT / "scripts" / script), "--check"]
-    assert subprocess.run(command).returncode == 0, f"run scripts/{script}"
+def test_the_table_of_operators_is_up_to_date():
+    command = [sys.executable, str(ROOT / "scripts" / "operator_table.py"), "--check"]
+    assert subprocess.run(command).returncode == 0, "run scripts/operator_table.py"
