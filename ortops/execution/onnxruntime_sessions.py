@@ -113,7 +113,7 @@ class Sessions:
             options = _single_threaded(options)
         elif options is None:
             options = onnxruntime.SessionOptions()
-            if self._save_memory:  # memory that is to be used again by a node much later is not free
+            if self._save_memory:  # memory reserved for a much later node is never returned
                 options.enable_mem_reuse = False
             options.enable_mem_pattern = False  # a plan beside the first run's memory, no faster
             if not optimize:
