@@ -11,7 +11,7 @@ import numpy as np
 from ortops.errors import ArgumentError
 from ortops.numbers import integer, real
 
-__all__ = ["boolean", "choice", "function", "number", "whole_number"]
+__all__ = ["boolean", "choice", "function", "number", "text", "whole_number"]
 
 _T = TypeVar("_T")
 
@@ -132,6 +132,28 @@ def choice(name: str, value: _T, options: Collection[Any]) -> _T:
         *most, last = (repr(option) for option in options)
         shown = f"{', '.join(most)} or {last}" if most else last
         raise ArgumentError(f"{name} must be {shown}, got {value!r:.80}")
+    return value
+
+
+def text(name: str, value: Any, what: str = "a non-empty string") -> str:
+    """Returns a string that is not empty.
+
+    Args:
+        name: What messages call the argument.
+        value: What was given.
+        what: What it must be, as messages say it.
+
+    Raises:
+        ArgumentError: If it is anything else.
+
+    Example:
+        >>> text("output", 3, "the name of a tensor")
+        Traceback (most recent call last):
+        ...
+        ortops.errors.ArgumentError: output must be the name of a tensor, got 3
+    """
+    if not isinstance(value, str) or not value:
+        raise ArgumentError(f"{name} must be {what}, got {value!r:.80}")
     return value
 
 

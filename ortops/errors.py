@@ -33,7 +33,7 @@ class OrtopsError(Exception):
         ...     ortops.losses.resolve("Huberr")
         ... except ortops.OrtopsError as error:
         ...     print(f"{type(error).__name__}: {error}")
-        ModelError: loss 'Huberr' is not known; did you mean 'Huber'?
+        ArgumentError: unknown loss 'Huberr'; did you mean 'Huber'?
     """
 
 

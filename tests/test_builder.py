@@ -644,21 +644,27 @@ def test_rules_that_return_something_else(rule: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"loss": "SoftmaxCrosEntropy"}, "loss 'SoftmaxCrosEntropy' is not known; did you mean"),
-        ({"loss": 3}, "loss is 3; one of ortops.losses, its name, or a function of Tensors"),
+        ({"loss": "SoftmaxCrosEntropy"}, "unknown loss 'SoftmaxCrosEntropy'; did you mean"),
+        (
+            {"loss": 3},
+            "loss must be one of ortops.losses, its name, or a function of Tensors, got 3",
+        ),
         ({"optimizer": "adam"}, "unknown optimizer 'adam'; did you mean 'Adam'?"),
         ({"optimizer": 0.1}, "optimizer must be one of ortops.optimizers, the name of one, or"),
         (
             {"loss": lambda y, targets: y - targets},
-            "loss <lambda>: it is of shape ['batch', 2]; it must be a scalar, so reduce it",
+            "loss <lambda> must be a scalar, got shape ['batch', 2]; reduce it, for example with",
         ),
-        ({"loss": lambda y: 0.5}, "loss <lambda>: it returned 0.5; it must return a Tensor"),
+        ({"loss": lambda y: 0.5}, "loss <lambda> must return a Tensor, got 0.5"),
         (
             {"loss": lambda y: op.Size(y)},
-            "loss <lambda>: it is of type int64; it must be floating-point",
+            "loss <lambda> must be floating-point, got type int64",
         ),
-        ({"loss": lambda y, a, b: y}, "loss <lambda>: there is nothing for parameter 'a';"),
-        ({"loss": lambda *ys: ys[0]}, "parameter '*ys' stands for any number of tensors"),
+        ({"loss": lambda y, a, b: y}, "loss <lambda>: no tensor for parameter 'a';"),
+        (
+            {"loss": lambda *ys: ys[0]},
+            "replace the variable parameter '*ys' by one named parameter for each tensor",
+        ),
         (
             {"loss": ortops.losses.L1(output="z")},
             "loss L1: the model has no tensor 'z'; known names: 'x'",

@@ -12,7 +12,16 @@ import pytest
 from onnx import TensorProto, helper
 
 import ortops
-from ortops import ModelError, Tape, Tensor, TrainingSession, build_training_model, losses, op
+from ortops import (
+    ArgumentError,
+    ModelError,
+    Tape,
+    Tensor,
+    TrainingSession,
+    build_training_model,
+    losses,
+    op,
+)
 from ortops.losses import LOSSES
 from ortops.optimizers import SGD
 from tests import test_losses_formulas, test_losses_torch
@@ -313,20 +322,21 @@ def test_an_exception_of_the_function_is_the_users() -> None:
         (
             "SoftmaxCrossEntropy",
             (4,),
-            "loss SoftmaxCrossEntropy: output 'y' has shape [4]; logits of shape (N, C) or",
+            (
+                "loss SoftmaxCrossEntropy: logits must have shape (N, C) or (N, C, d1, …), but "
+                "output 'y' has shape [4]"
+            ),
         ),
         (
             losses.SoftmaxCrossEntropy(weights=(1.0, 2.0)),
             ("N", 3),
-            "weights has shape [2]; one number for each of the 3 classes is accepted",
+            "weights must have one number for each of the 3 classes, got shape [2]",
         ),
         (
             lambda y: mean(y + np.ones(4, np.float32)),
             ("N", 3),
             "Add node 'loss/Add': Incompatible dimensions",
         ),
-        (losses.Loss, ("N", 3), "loss is <class 'ortops.losses.Loss'>"),
-        (Tensor, ("N", 3), "loss is <class 'ortops.graph.tensor.Tensor'>"),
     ],
 )
 def test_losses_that_do_not_fit(loss: Any, shape: tuple[Any, ...], message: str) -> None:
@@ -338,14 +348,28 @@ def test_losses_that_do_not_fit(loss: Any, shape: tuple[Any, ...], message: str)
     assert model.SerializeToString(deterministic=True) == before
 
 
+@pytest.mark.parametrize("loss", [losses.Loss, Tensor])
+def test_classes_that_are_not_losses(loss: Any) -> None:
+    with pytest.raises(ArgumentError) as raised:
+        build_training_model(offsets(("N", 3), np.zeros(3, np.float32)), loss=loss, optimizer="SGD")
+    expected = "loss must be one of ortops.losses, its name, or a function of Tensors, got "
+    assert str(raised.value) == f"{expected}{loss!r}"
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (losses.SoftmaxCrossEntropy(weights=[1, 1e39, 1]), "weights has 1e+39, which does not fit"),
-        (losses.BinaryCrossEntropy(weights=[1e39, 1, 1]), "weights has 1e+39, which does not fit"),
+        (
+            losses.SoftmaxCrossEntropy(weights=[1, 1e39, 1]),
+            "weights contains 1e+39, which overflows",
+        ),
+        (
+            losses.BinaryCrossEntropy(weights=[1e39, 1, 1]),
+            "weights contains 1e+39, which overflows",
+        ),
         (
             losses.BinaryCrossEntropyWithLogits(positive_weight=[1e39, 1, 1]),
-            "positive_weight has 1e+39, which does not fit float32, the type of the prediction",
+            "positive_weight contains 1e+39, which overflows float32, the type of the prediction",
         ),
         (losses.Huber(delta=1e39), "beside a tensor of float32, which cannot hold it"),
     ],

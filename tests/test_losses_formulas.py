@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from ortops import Tape, Tensor, TrainingSession, build_training_model, losses, lower, op
-from ortops.errors import KernelError, ModelError
+from ortops.errors import ArgumentError, KernelError, ModelError
 from tests.loss_models import Array, loss_and_gradients, shifted, value_and_count
 from tests.running import run
 
@@ -593,89 +593,92 @@ def test_ctc_of_lengths_beyond_the_sizes(inputs: list[int], targets: list[int]) 
         session.step({"x_y": y, **ctc_feeds([[1, 2]], inputs, targets)})
 
 
-# -------------------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------------------- wrong arguments
 
 BAD: list[tuple[Callable[[], losses.Loss], str]] = [
-    (lambda: losses.L1(reduction="none"), "L1: reduction is 'none'; 'mean' and 'sum' are accepted"),
+    (lambda: losses.L1(reduction="none"), "L1: reduction must be 'mean' or 'sum', got 'none'"),
     (
         lambda: losses.KullbackLeibler(reduction="none"),
-        "KullbackLeibler: reduction is 'none'; 'mean', 'batchmean' and 'sum' are accepted",
+        "KullbackLeibler: reduction must be 'mean', 'batchmean' or 'sum', got 'none'",
     ),
     (
         lambda: losses.SoftmaxCrossEntropy(reduction="batchmean"),
-        "SoftmaxCrossEntropy: reduction is 'batchmean'; 'mean' and 'sum' are accepted",
+        "SoftmaxCrossEntropy: reduction must be 'mean' or 'sum', got 'batchmean'",
     ),
     (
         lambda: losses.SoftmaxCrossEntropy(label_smoothing=1.5),
-        "SoftmaxCrossEntropy: label_smoothing is 1.5; a number in [0, 1] is accepted",
+        "SoftmaxCrossEntropy: label_smoothing must be a finite number >= 0 and <= 1, got 1.5",
     ),
     (
         lambda: losses.SoftmaxCrossEntropy(label_smoothing="much"),  # type: ignore[arg-type]
-        "label_smoothing is 'much'; a number in [0, 1] is accepted",
+        "label_smoothing must be a finite number >= 0 and <= 1, got 'much'",
     ),
     (
         lambda: losses.NegativeLogLikelihood(weights=(1, -2)),
-        "NegativeLogLikelihood: weights is (1, -2); one finite number of at least 0 for each class",
+        "NegativeLogLikelihood: weights must be one finite number >= 0 for each class, got (1, -2)",
     ),
     (
         lambda: losses.SoftmaxCrossEntropy(weights=2.0),  # type: ignore[arg-type]
-        "weights is 2.0; one finite number of at least 0 for each class is accepted",
+        "weights must be one finite number >= 0 for each class, got 2.0",
     ),
     (
         lambda: losses.SoftmaxCrossEntropy(ignore_index=1.0),  # type: ignore[arg-type]
-        "ignore_index is 1.0; an integer or None is accepted",
+        "ignore_index must be an integer, got 1.0",
     ),
     (
         lambda: losses.BinaryCrossEntropy(weights=("a",)),
-        "BinaryCrossEntropy: weights is ('a',); finite numbers ≥ 0 are accepted",
+        "BinaryCrossEntropy: weights must be finite numbers >= 0, got ('a',)",
     ),
     (
         lambda: losses.BinaryCrossEntropyWithLogits(positive_weight=float("nan")),
-        "positive_weight is nan; finite numbers ≥ 0 are accepted",
+        "positive_weight must be finite numbers >= 0, got nan",
     ),
-    (lambda: losses.Huber(delta=0), "Huber: delta is 0; a finite number above 0 is accepted"),
+    (lambda: losses.Huber(delta=0), "Huber: delta must be a finite number > 0, got 0"),
     (
         lambda: losses.SmoothL1(beta=-1),
-        "SmoothL1: beta is -1; a finite number of at least 0 is accepted",
+        "SmoothL1: beta must be a finite number >= 0, got -1",
     ),
-    (lambda: losses.Hinge(p=3), "Hinge: p is 3; 1 or 2 is accepted"),
+    (lambda: losses.Hinge(p=3), "Hinge: p must be 1 or 2, got 3"),
     (
         lambda: losses.Hinge(margin=float("inf")),
-        "Hinge: margin is inf; a finite number is accepted",
+        "Hinge: margin must be a finite number, got inf",
     ),
     (
         lambda: losses.CosineEmbedding(first="a", second="b", margin=2),
-        "CosineEmbedding: margin is 2; a number in [-1, 1] is accepted",
+        "CosineEmbedding: margin must be a finite number >= -1 and <= 1, got 2",
     ),
     (
         lambda: losses.CosineEmbedding("y", first="a", second="b"),
-        "CosineEmbedding: output is 'y'; it reads several tensors, so name them: first=…, second=…",
+        (
+            "CosineEmbedding: reads several tensors; instead of output='y', name them: first=…, "
+            "second=…"
+        ),
     ),
     (
         lambda: losses.InfoNCE(query="a", key=3),  # type: ignore[arg-type]
-        "InfoNCE: key is 3; the name of a tensor of the model is accepted",
+        "InfoNCE: key must be the name of a tensor of the model, got 3",
     ),
     (
         lambda: losses.Triplet(anchor="a", positive="b", negative="c", target="t"),
-        "Triplet: target is 't'; it compares tensors of the model with each other, so leave it out",
+        "Triplet: compares tensors of the model and has no target; leave out target='t'",
     ),
     (
         lambda: losses.Triplet(anchor="a", positive="b", negative="c", p=0.5),
-        "Triplet: p is 0.5; a number of at least 1 is accepted",
+        "Triplet: p must be a number >= 1, got 0.5",
     ),
     (
         lambda: losses.Triplet(anchor="a", positive="b", negative="c", margin=0),
-        "Triplet: margin is 0; a finite number above 0 is accepted",
+        "Triplet: margin must be a finite number > 0, got 0",
     ),
     (
         lambda: losses.Triplet(anchor="a", positive="b", negative="c", eps=-1),
-        "Triplet: eps is -1; a finite number of at least 0 is accepted",
+        "Triplet: eps must be a finite number >= 0, got -1",
     ),
     (
         lambda: losses.InfoNCE(query="a", key="b", temperature=0),
-        "InfoNCE: temperature is 0; a finite number above 0 is accepted",
+        "InfoNCE: temperature must be a finite number > 0, got 0",
     ),
-    (lambda: losses.CTC(blank=-1), "CTC: blank is -1; the number of a class is accepted"),
+    (lambda: losses.CTC(blank=-1), "CTC: blank must be an integer >= 0, got -1"),
     (
         lambda: losses.CTC(input_lengths=[3]),
         "CTC: input_lengths must be the name of an input, got [3]",
@@ -686,27 +689,33 @@ BAD: list[tuple[Callable[[], losses.Loss], str]] = [
     ),
     (
         lambda: losses.Focal(gamma=-1),
-        "Focal: gamma is -1; a finite number of at least 0 is accepted",
+        "Focal: gamma must be a finite number >= 0, got -1",
     ),
     (
         lambda: losses.Focal(alpha=(1.0, 2.0)),
-        "Focal: alpha is (1.0, 2.0); a number in [0, 1] without multiclass=True is accepted",
+        (
+            "Focal: without multiclass=True, alpha must be a finite number >= 0 and <= 1, got "
+            "(1.0, 2.0)"
+        ),
     ),
     (
         lambda: losses.Focal(multiclass=True, alpha=0.25),
-        "Focal: alpha is 0.25; one finite number of at least 0 for each class is accepted",
+        "Focal: alpha must be one finite number >= 0 for each class, got 0.25",
     ),
     (
         lambda: losses.Focal(axis=-1),
-        "Focal: axis is -1, which is for labels; give multiclass=True, or leave it out",
+        "Focal: axis requires multiclass=True, got axis=-1; set multiclass=True or leave axis out",
     ),
     (
         lambda: losses.Dice(ignore_index=3),
-        "Dice: ignore_index is 3, which is for labels; give multiclass=True, or leave it out",
+        (
+            "Dice: ignore_index requires multiclass=True, got ignore_index=3; set multiclass=True "
+            "or leave"
+        ),
     ),
     (
         lambda: losses.Dice(smooth=-1),
-        "Dice: smooth is -1; a finite number of at least 0 is accepted",
+        "Dice: smooth must be a finite number >= 0, got -1",
     ),
     (
         lambda: losses.Distillation(teacher=["logits"]),
@@ -714,22 +723,22 @@ BAD: list[tuple[Callable[[], losses.Loss], str]] = [
     ),
     (
         lambda: losses.Distillation(temperature=0),
-        "Distillation: temperature is 0; a finite number above 0 is accepted",
+        "Distillation: temperature must be a finite number > 0, got 0",
     ),
     (
         lambda: losses.Distillation(alpha=1),
-        "Distillation: alpha is 1; a number in [0, 1) is accepted",
+        "Distillation: alpha must be a finite number >= 0 and < 1, got 1",
     ),
     (
         lambda: losses.Distillation(target="labels"),
-        "Distillation: target is 'labels', and labels have no share; give alpha above 0",
+        "Distillation: target='labels' is not read with alpha=0; set alpha > 0 or leave target out",
     ),
 ]
 
 
 @pytest.mark.parametrize(("make", "message"), BAD, ids=[message for _, message in BAD])
 def test_arguments_that_make_no_sense(make: Callable[[], losses.Loss], message: str) -> None:
-    with pytest.raises(ModelError) as raised:
+    with pytest.raises(ArgumentError) as raised:
         make()
     assert str(raised.value).startswith("loss ")
     assert message in str(raised.value)
@@ -738,44 +747,53 @@ def test_arguments_that_make_no_sense(make: Callable[[], losses.Loss], message: 
 @pytest.mark.parametrize(
     ("loss", "y", "message"),
     [
-        (losses.CTC(), Y, "loss CTC: 'y' has shape [6, 4]; (T, N, C) with C > 0, the blank, is"),
+        (losses.CTC(), Y, "loss CTC: 'y' must have shape (T, N, C) with C > blank = 0, got [6, 4]"),
         (
             losses.CTC(blank=5, batch_first=True),
             ROWS_LAST,
-            "'y' has shape [2, 3, 4]; (N, T, C) with C > 5, the blank, is accepted",
+            "'y' must have shape (N, T, C) with C > blank = 5, got [2, 3, 4]",
         ),
         (
             losses.Dice(per_sample=True),
             Y,
-            "loss Dice: 'y' has shape [6, 4]; with per_sample=True a tensor of shape (N, C, d1, …)",
+            (
+                "loss Dice: per_sample=True requires a tensor of shape (N, C, d1, …), but 'y' has "
+                "shape [6, 4]"
+            ),
         ),
-        (losses.Dice(), Y[0], "loss Dice: axis is 1, and tensor 'y' has shape [4]; the axis of"),
+        (
+            losses.Dice(),
+            Y[0],
+            (
+                "loss Dice: axis must be the class axis of 'y', which has shape [4], and not the "
+                "first, got 1"
+            ),
+        ),
         (
             losses.Hinge(weights=(1, 2)),
             Y,
-            "loss Hinge: weights has shape [2]; one number for each of the 4 classes is accepted",
+            "loss Hinge: weights must have one number for each of the 4 classes, got shape [2]",
         ),
         (
             losses.Focal(multiclass=True, alpha=(1, 2, 3)),
             Y,
-            "loss Focal: alpha has shape [3]; one number for each of the 4 classes is accepted",
+            "loss Focal: alpha must have one number for each of the 4 classes, got shape [3]",
         ),
         (
             losses.BinaryCrossEntropy(weights=(1, 2)),
             Y,
-            "Entropy: weights has shape [2]; one that is broadcast to that of 'y', [6, 4]",
+            "Entropy: weights must broadcast to the shape of 'y', [6, 4], got shape [2]",
         ),
         (
             losses.BinaryCrossEntropyWithLogits(positive_weight=(1, 2, 3)),
             Y[:, :1],
-            "BinaryCrossEntropyWithLogits: positive_weight has shape [3]; one that is broadcast to",
+            "BinaryCrossEntropyWithLogits: positive_weight must broadcast to the shape of",
         ),
         (
             losses.BinaryCrossEntropyWithLogits(weights=(((1,),),)),
             Y,
-            "BinaryCrossEntropyWithLogits: weights has shape [1, 1, 1]; one that is broadcast to",
+            "BinaryCrossEntropyWithLogits: weights must broadcast to the shape of",
         ),
-        ("Triplet", Y, "loss 'Triplet' reads several tensors; name them: ortops.losses.Triplet("),
     ],
 )
 def test_outputs_that_do_not_fit(loss: Any, y: Array, message: str) -> None:
@@ -784,12 +802,18 @@ def test_outputs_that_do_not_fit(loss: Any, y: Array, message: str) -> None:
     assert message in str(raised.value)
 
 
+def test_a_loss_of_several_tensors_has_no_defaults() -> None:
+    expected = r"loss 'Triplet' reads several tensors; name them: ortops.losses.Triplet\("
+    with pytest.raises(ArgumentError, match=expected):
+        build_training_model(shifted({"y": Y}), loss="Triplet", optimizer="SGD")
+
+
 @pytest.mark.parametrize(
     ("loss", "instead"),
     [
         (losses.BinaryCrossEntropyWithLogits(), "use SoftmaxCrossEntropy"),
-        (losses.Focal(multiclass=False), "give multiclass=True"),
-        (losses.Dice(axis=-1), "give multiclass=True"),
+        (losses.Focal(multiclass=False), "set multiclass=True"),
+        (losses.Dice(axis=-1), "set multiclass=True"),
     ],
 )
 def test_independent_classes_are_not_those_of_a_softmax(loss: losses.Loss, instead: str) -> None:
@@ -798,8 +822,8 @@ def test_independent_classes_are_not_those_of_a_softmax(loss: losses.Loss, inste
             shifted({"y": Y}, lambda x: op.Softmax(x, axis=-1)), loss=loss, optimizer="SGD"
         )
     assert str(raised.value) == (
-        f"loss {loss.name}: 'Add_output' are the logits of a Softmax, whose classes exclude each "
-        f"other; {instead}, or name other logits with output="
+        f"loss {loss.name}: 'Add_output' are the logits of a Softmax, whose classes are "
+        f"mutually exclusive; {instead}, or name other logits with output="
     )
 
 

@@ -153,8 +153,8 @@ def test_shares_without_logits_are_read_by_logarithms(caplog: pytest.LogCaptureF
 
 def test_binary_cross_entropy_refuses_shares_without_logits() -> None:
     expected = (
-        "loss BinaryCrossEntropyWithLogits: tensor 'y' holds probabilities, of Concat node '.*', "
-        "and no tensor before it holds their logits; use a loss that reads probabilities"
+        "loss BinaryCrossEntropyWithLogits: tensor 'y' holds probabilities, from Concat node '.*', "
+        "and no tensor before it holds their logits; use a loss of probabilities"
     )
     with pytest.raises(ModelError, match=expected):
         build_training_model(
@@ -168,7 +168,7 @@ def test_binary_cross_entropy_refuses_shares_without_logits() -> None:
 )
 def test_other_forms_of_a_sigmoid_are_no_logits(end: Any) -> None:
     with pytest.raises(
-        ModelError, match=r"tensor 'y' holds probabilities, of (Div|Reciprocal) node"
+        ModelError, match=r"tensor 'y' holds probabilities, from (Div|Reciprocal) node"
     ):
         build_training_model(classifier(end), loss="BinaryCrossEntropyWithLogits", optimizer="SGD")
 
@@ -189,7 +189,7 @@ def test_probabilities_out_of_a_branch_are_known() -> None:
         helper.make_node("If", ["flag"], ["y"], then_branch=branches[0], else_branch=branches[1])
     )
     model.graph.input.append(helper.make_tensor_value_info("flag", TensorProto.BOOL, []))
-    with pytest.raises(ModelError, match="holds probabilities, of If node 'y'"):
+    with pytest.raises(ModelError, match="holds probabilities, from If node 'y'"):
         build_training_model(model, loss="BinaryCrossEntropyWithLogits", optimizer="SGD")
 
 
@@ -206,7 +206,7 @@ def test_mean_squared_error_reads_probabilities_as_they_are(
 
 
 def test_one_class_has_no_cross_entropy() -> None:
-    expected = "output 'y' of shape .* has one class, whose share is 1 whatever is learned; use Bin"
+    expected = "output 'y' of shape .* has only one class, whose probability is always 1; use Bin"
     with pytest.raises(ModelError, match=expected):
         build_training_model(
             classifier(lambda z: z * 1.0, classes=1), loss="SoftmaxCrossEntropy", optimizer="SGD"
@@ -364,8 +364,11 @@ def test_moved_classes_that_exclude_each_other_are_not_independent(loss: losses.
         tape.output(op.Reshape(p, [-1, 15]), "y")
     with pytest.raises(ModelError) as raised:
         build_training_model(tape.model(), loss=loss, optimizer="SGD")
-    assert f"loss {loss.name}: tensor 'y' holds what Softmax node " in str(raised.value)
-    assert "whose classes exclude each other, and where they stand in it" in str(raised.value)
+    assert f"loss {loss.name}: tensor 'y' holds the result of Softmax node " in str(raised.value)
+    assert (
+        "whose classes are mutually exclusive, on an unknown axis; use a loss with labels"
+        in str(raised.value)
+    )
 
 
 @pytest.mark.parametrize("end", ["as it is", "Identity", "Transpose"])
@@ -411,12 +414,18 @@ def test_an_axis_that_is_chosen_is_said(caplog: pytest.LogCaptureFixture) -> Non
         build_training_model(
             tape.model(), loss=losses.SoftmaxCrossEntropy(axis=axis), optimizer="SGD"
         )
-        said = "loss SoftmaxCrossEntropy takes axis 1 of 'y', of shape ['N', 5, 3], for the classes"
-        assert caplog.messages == ([f"{said}; axis=-1 stands for the last"] if axis is None else [])
+        said = (
+            "loss SoftmaxCrossEntropy uses axis 1 of 'y', of shape ['N', 5, 3], as the class axis"
+        )
+        assert caplog.messages == (
+            [f"{said}; use axis=-1 for the last one"] if axis is None else []
+        )
 
 
 def test_the_first_axis_is_not_that_of_classes() -> None:
-    expected = r"loss SoftmaxCrossEntropy: axis is 0, and tensor .* has shape \['N', 3\]; the axis"
+    expected = (
+        r"axis must be the class axis of 'y', which has shape \['N', 3\], and not the first, got 0"
+    )
     with pytest.raises(ModelError, match=expected):
         build_training_model(
             classifier(ENDS["none"]), loss=losses.SoftmaxCrossEntropy(axis=0), optimizer="SGD"
@@ -481,13 +490,15 @@ def test_no_output_of_floats() -> None:
     model = with_a_label_first(zipped=False)
     del model.graph.output[1]
     expected = (
-        "loss L1: the model has no floating-point output, but 'label' .*INT64.*; name another"
+        "loss L1: the model has no floating-point output, only 'label' .*INT64.*; name another"
     )
     with pytest.raises(ModelError, match=expected):
         build_training_model(model, loss="L1", optimizer="SGD")
     trained = build_training_model(model, loss=losses.L1("p"), optimizer="SGD")
     assert TrainingSession(trained).step({"x": X, "targets": np.zeros((6, 3), np.float32)})
-    expected = "tensor 'label' is of type INT64; a floating-point one is accepted"
+    expected = (
+        "tensor 'label' must be floating-point, got type INT64; name the tensor that it is computed"
+    )
     with pytest.raises(ModelError, match=expected):
         build_training_model(model, loss=losses.L1("label"), optimizer="SGD")
 

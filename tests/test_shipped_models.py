@@ -425,7 +425,7 @@ def test_a_support_vector_machine_has_scores() -> None:
     found = session.evaluate(data, metrics="accuracy")["accuracy"]
     assert found == (predicted == labels).mean() > 0.8
     two = skl2onnx.to_onnx(LinearSVC().fit(x, labels > 1), x[:1])
-    with pytest.raises(ModelError, match="has one class, whose share is 1 whatever is learned"):
+    with pytest.raises(ModelError, match="has only one class, whose probability is always 1"):
         build_training_model(two, loss="SoftmaxCrossEntropy", optimizer="SGD")
 
 

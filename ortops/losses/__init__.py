@@ -1,6 +1,6 @@
-"""Loss functions: a scalar from tensors of a model and what they should have been.
+"""Loss functions: a scalar computed from tensors of a model and from targets.
 
-A loss is an object with the tensor that it looks at, or a function of one's own:
+A loss is an object that names the tensors it reads, or a function of yours:
 
     >>> from ortops import op
     >>> def huber(prediction, targets):
@@ -8,8 +8,8 @@ A loss is an object with the tensor that it looks at, or a function of one's own
     ...     squared = 0.5 * distance * distance
     ...     return op.ReduceMean(op.Where(distance < 1.0, squared, distance - 0.5), keepdims=0)
 
-Losses add up: ``0.7 * SoftmaxCrossEntropy("classes") + 0.3 * L1("boxes")``. To add one, write a
-subclass of `Loss` in a file of this folder and name it here; nothing else needs to know it.
+Losses can be added and weighted: ``0.7 * SoftmaxCrossEntropy("classes") + 0.3 * L1("boxes")``. To
+add a loss to ortops, write a subclass of `Loss` in a file of this folder and list it here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import TypeAlias
 
-from ortops.errors import ModelError, did_you_mean
+from ortops.errors import ArgumentError, did_you_mean
 from ortops.losses.classification import (
     BinaryCrossEntropy,
     BinaryCrossEntropyWithLogits,
@@ -72,20 +72,20 @@ LOSSES: Mapping[str, type[Loss]] = {
         *(NegativeLogLikelihood, SmoothL1, SoftmaxCrossEntropy, Triplet),
     )
 }
-"""The losses by name."""
+"""All losses by name."""
 
 for _public in (Combined, Loss, *LOSSES.values()):
-    _public.__module__ = __name__  # what messages show is what people write
+    _public.__module__ = __name__  # so that messages show the public name
 
 LossLike: TypeAlias = str | Loss | type[Loss] | Function
-"""A loss, its class or the class's name (both stand for the defaults), or a function."""
+"""A loss, its class or the name of its class (both with default arguments), or a function."""
 
 
 def resolve(loss: LossLike) -> Loss | Function:
-    """Turns what a user may give as ``loss=`` into a loss or a function.
+    """Resolves the argument ``loss=`` to a loss or a function.
 
     Raises:
-        ModelError: If there is no loss of that name, or the value is none of these.
+        ArgumentError: If no loss has that name, or the value has another type.
 
     Example:
         >>> resolve("L1").output is None
@@ -93,11 +93,11 @@ def resolve(loss: LossLike) -> Loss | Function:
         >>> resolve("MeanSquared")
         Traceback (most recent call last):
         ...
-        ortops.errors.ModelError: loss 'MeanSquared' is not known; did you mean 'MeanSquaredError'?
+        ortops.errors.ArgumentError: unknown loss 'MeanSquared'; did you mean 'MeanSquaredError'?
     """
     if isinstance(loss, str):
         if loss not in LOSSES:
-            raise ModelError(f"loss '{loss}' is not known; {did_you_mean(loss, LOSSES)}")
+            raise ArgumentError(f"unknown loss '{loss}'; {did_you_mean(loss, LOSSES)}")
         return _default(LOSSES[loss])
     if isinstance(loss, type):
         if issubclass(loss, Loss) and loss is not Loss:
@@ -107,13 +107,13 @@ def resolve(loss: LossLike) -> Loss | Function:
             return loss
     elif callable(loss):
         return loss
-    raise ModelError(
-        f"loss is {loss!r}; one of ortops.losses, its name, or a function of Tensors is accepted"
+    raise ArgumentError(
+        f"loss must be one of ortops.losses, its name, or a function of Tensors, got {loss!r}"
     )
 
 
 def _default(loss: type[Loss]) -> Loss:
-    """Returns a loss with its defaults, or says which of its arguments have none."""
+    """Returns a loss with default arguments, if all arguments have defaults."""
     needed = [
         each.name
         for each in fields(loss)
@@ -121,7 +121,7 @@ def _default(loss: type[Loss]) -> Loss:
     ]
     if needed:
         shown = ", ".join(f"{name}=…" for name in needed)
-        raise ModelError(
+        raise ArgumentError(
             f"loss '{loss.__name__}' reads several tensors; name them: "
             f"ortops.losses.{loss.__name__}({shown})"
         )

@@ -1,4 +1,4 @@
-"""Losses of classes, exclusive or independent."""
+"""Classification losses, for mutually exclusive or independent classes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ortops.errors import ModelError
+from ortops.arguments import number
+from ortops.errors import ArgumentError, ModelError
 from ortops.graph.labels import Labels, note_labels
 from ortops.graph.tensor import Tensor, op, shape_of, zeros_like
 from ortops.losses.loss import (
@@ -18,6 +19,7 @@ from ortops.losses.loss import (
     Shape,
     Sources,
     Terms,
+    check_integer,
     check_number,
     check_numbers,
     count_type,
@@ -27,7 +29,7 @@ from ortops.losses.loss import (
     unless_empty,
     weighted_mean,
 )
-from ortops.numbers import cast_numbers
+from ortops.numbers import cast_numbers, real
 
 __all__ = [
     "BinaryCrossEntropy",
@@ -35,11 +37,9 @@ __all__ = [
     "ClassLoss",
     "Focal",
     "Hinge",
+    "MulticlassLoss",
     "NegativeLogLikelihood",
     "SoftmaxCrossEntropy",
-    "check_integer",
-    "check_only_multiclass",
-    "independent_classes",
     "safe_labels",
 ]
 
@@ -49,13 +49,13 @@ Factors: TypeAlias = float | Sequence[Any]
 
 @dataclass(frozen=True)
 class ClassLoss(Loss):
-    """A loss that compares numbers for each class with integer labels. Use one of the subclasses.
+    """Base class of losses that compare class scores with integer labels. Use a subclass.
 
     Args:
         output: See `Loss`.
         target: See `Loss`.
         reduction: See `Loss`.
-        axis: Where the classes are: by default the axis of the Softmax that ends the model, if any,
+        axis: The class axis: by default that of the Softmax at the end of the model, if any,
             else 1. Labels have the shape of the prediction without this axis.
     """
 
@@ -63,13 +63,13 @@ class ClassLoss(Loss):
     axis: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the arguments."""
         super().__post_init__()
-        check_integer(self, "axis", self.axis)
+        check_integer(self, "axis")
 
     @property
     def default_target(self) -> str:
-        """The name of the input that holds what the output should have been."""
+        """The default name of the target input."""
         return "labels"
 
     def target_type(self, prediction: Tensor) -> tuple[np.dtype[Any], Shape]:
@@ -79,20 +79,20 @@ class ClassLoss(Loss):
             return np.dtype(np.int64), None
         if len(shape) < 2:
             raise ModelError(
-                f"loss {self.name}: output '{prediction.name}' has shape {list(shape)}; "
-                f"{self.reads.replace('_', '-')} of shape (N, C) or (N, C, d1, …) are accepted"
+                f"loss {self.name}: {self.reads.replace('_', '-')} must have shape (N, C) or "
+                f"(N, C, d1, …), but output '{prediction.name}' has shape {list(shape)}"
             )
         axis = self.class_axis(prediction)
         if shape[axis] == 1:
             raise ModelError(
-                f"loss {self.name}: output '{prediction.name}' of shape {list(shape)} has one "
-                "class, whose share is 1 whatever is learned; use BinaryCrossEntropyWithLogits, or "
-                "name another tensor with output="
+                f"loss {self.name}: output '{prediction.name}' of shape {list(shape)} has only one "
+                "class, whose probability is always 1; use BinaryCrossEntropyWithLogits, or name "
+                "another tensor with output="
             )
         return np.dtype(np.int64), (*shape[:axis], *shape[axis + 1 :])
 
     def class_axis(self, prediction: Tensor) -> int:
-        """Returns the axis of the classes, counted from the front.
+        """Returns the class axis, counted from the front.
 
         Raises:
             ModelError: If the prediction has no such axis.
@@ -103,9 +103,8 @@ class ClassLoss(Loss):
             return axis
         if rank is None or not -rank <= axis < rank or axis % rank == 0:
             raise ModelError(
-                f"loss {self.name}: axis is {axis}, and tensor '{prediction.name}' has shape "
-                f"{None if shape is None else list(shape)}; the axis of the classes is accepted, "
-                "which is not the first"
+                f"loss {self.name}: axis must be the class axis of '{prediction.name}', which has "
+                f"shape {None if shape is None else list(shape)}, and not the first, got {axis}"
             )
         return axis % rank
 
@@ -120,7 +119,7 @@ class ClassLoss(Loss):
         return loss, (prediction, labels)
 
     def note_labels(self, labels: Tensor, prediction: Tensor) -> None:
-        """Notes in the file which labels there are, for the check of what is fed."""
+        """Records the valid labels in the file, so that sessions can check their feeds."""
         classes = (
             None if prediction.shape is None else prediction.shape[self.class_axis(prediction)]
         )
@@ -134,7 +133,7 @@ class ClassLoss(Loss):
         )
 
     def classes_second(self, prediction: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Brings the classes to axis 1: rows of the last axis become rows of the batch."""
+        """Moves the classes to axis 1; if they are on the last axis, all others become rows."""
         axis = self.class_axis(prediction)
         rank = None if prediction.shape is None else len(prediction.shape)
         if axis == 1:
@@ -147,27 +146,27 @@ class ClassLoss(Loss):
         return op.Transpose(prediction, perm=order), labels
 
     def class_factors(self, argument: str, classes_second: Tensor) -> Any:
-        """Returns an argument that holds a number for each class as an array.
+        """Returns an argument with one number for each class as an array.
 
         Args:
             argument: The argument's name.
             classes_second: The prediction, with the classes at axis 1.
 
         Raises:
-            ModelError: If there are not as many as classes, or one does not fit their type.
+            ModelError: If their count is not that of the classes, or a number overflows.
         """
         array = _in_type(self, argument, classes_second.dtype)
         classes = classes_second.shape[1] if classes_second.shape else None
         if isinstance(classes, int) and array.shape != (classes,):
             raise ModelError(
-                f"loss {self.name}: {argument} has shape {list(array.shape)}; one number for each "
-                f"of the {classes} classes is accepted"
+                f"loss {self.name}: {argument} must have one number for each of the {classes} "
+                f"classes, got shape {list(array.shape)}"
             )
         return array
 
 
 def safe_labels(labels: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor | None]:
-    """Returns labels that are safe to index with, and which of them count (None: all)."""
+    """Returns labels that are valid indices, and a mask of those that count (None: all)."""
     if ignore_index is None:
         return labels, None
     counted = op.Not(op.Equal(labels, ignore_index))
@@ -176,20 +175,20 @@ def safe_labels(labels: Tensor, ignore_index: int | None) -> tuple[Tensor, Tenso
 
 @dataclass(frozen=True)
 class _Likelihood(ClassLoss):
-    """A loss of the label's log-probability alone, and maybe of those of all classes."""
+    """A loss that is computed from log-probabilities."""
 
     _: KW_ONLY
     ignore_index: int | None = None
     weights: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the arguments."""
         super().__post_init__()
-        check_integer(self, "ignore_index", self.ignore_index)
+        check_integer(self, "ignore_index")
         check_numbers(self, "weights", rank=1)
 
     def count(self, labels: Tensor, weights: Any, dtype: np.dtype[Any]) -> Tensor:
-        """Returns what the sum of the losses is divided by."""
+        """Returns the divisor of the sum of the losses."""
         if self.reduction == "sum":
             return labels.tape.constant(np.array(1, dtype))
         labels, counted = safe_labels(labels, self.ignore_index)
@@ -204,7 +203,7 @@ class _Likelihood(ClassLoss):
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether the loss may be a mean of nothing, as labels may not count."""
+        """Whether the loss may be a mean over nothing, because labels can be ignored."""
         some_count = self.ignore_index is not None or self.weights is not None
         return some_count and self.reduction != "sum"
 
@@ -214,18 +213,17 @@ class SoftmaxCrossEntropy(_Likelihood):
     """Softmax cross-entropy between logits and integer labels, averaged over the labels.
 
     Logits have shape (N, C) or (N, C, d1, …), labels (N) or (N, d1, …) with values in [0, C).
-    Where a Softmax, LogSoftmax or Sigmoid ends the model, the logits are the tensor before it;
-    where probabilities are computed otherwise, their logarithms stand for logits.
+    If the model ends in a Softmax, LogSoftmax or Sigmoid, the logits are the tensor before it. If
+    it computes probabilities in another way, their logarithms are used as logits.
 
     Args:
-        output: The tensor that holds the logits, or their Softmax; the first floating-point output
-            by default.
+        output: The logits, or their Softmax; the first floating-point output by default.
         target: See `Loss`.
         reduction: See `Loss`.
         axis: See `ClassLoss`; -1 for a language model's (batch, sequence, vocabulary).
-        ignore_index: A label that does not count. Where none counts, the loss is 0.
-        weights: A weight for each class; the average is weighted too, and 0 where all weights are.
-        label_smoothing: The share of each label that is spread over all classes, in [0, 1].
+        ignore_index: A label to ignore. If all labels are ignored, the loss is 0.
+        weights: A weight for each class. The loss is the weighted average; 0 if all weights are 0.
+        label_smoothing: The probability mass, in [0, 1], that is spread over all classes.
 
     Source:
         Schema of SoftmaxCrossEntropyLoss, ai.onnx version 13; the same as
@@ -246,9 +244,9 @@ class SoftmaxCrossEntropy(_Likelihood):
     reads: ClassVar[Reads] = "logits"
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the arguments."""
         super().__post_init__()
-        check_number(self, "label_smoothing", "a number in [0, 1]", lambda x: 0 <= x <= 1)
+        check_number(self, "label_smoothing", minimum=0, maximum=1)
 
     def terms(self, prediction: Tensor, target: Tensor) -> Terms:
         """Emits the loss, and the sum of the weights of the labels that count."""
@@ -279,16 +277,16 @@ class NegativeLogLikelihood(_Likelihood):
     """The average of −x at the labels, where x are log-probabilities.
 
     Log-probabilities have shape (N, C) or (N, C, d1, …), labels (N) or (N, d1, …) with values in
-    [0, C). Where a Softmax ends the model, x is the LogSoftmax of the logits before it.
+    [0, C). If the model ends in a Softmax, x is the LogSoftmax of the logits before it.
 
     Args:
-        output: The tensor that holds log-probabilities, or their exponentials; the first
-            floating-point output by default.
+        output: The log-probabilities, or the probabilities; the first floating-point output by
+            default.
         target: See `Loss`.
         reduction: See `Loss`.
         axis: See `ClassLoss`.
-        ignore_index: A label that does not count. Where none counts, the loss is 0.
-        weights: A weight for each class; the average is weighted too, and 0 where all weights are.
+        ignore_index: A label to ignore. If all labels are ignored, the loss is 0.
+        weights: A weight for each class. The loss is the weighted average; 0 if all weights are 0.
 
     Source:
         Schema of NegativeLogLikelihoodLoss, ai.onnx version 13; the same as torch.nn.NLLLoss.
@@ -319,15 +317,15 @@ class Hinge(ClassLoss):
     """Multi-class hinge loss: the sum of max(0, margin − x[y] + x[j])ᵖ over j ≠ y, divided by C.
 
     Scores x have shape (N, C) or (N, C, d1, …), labels y (N) or (N, d1, …) with values in [0, C).
-    The loss is averaged over the labels, all of which count alike.
+    The loss is averaged over all labels, with equal weight.
 
     Args:
-        output: The tensor that holds the scores; the first floating-point output by default.
+        output: The scores; the first floating-point output by default.
         target: See `Loss`.
         reduction: See `Loss`.
         axis: See `ClassLoss`.
         p: The exponent, 1 or 2.
-        margin: How far the label's score is to be above the others.
+        margin: How much higher than the others the score of the label should be.
         weights: A factor for the loss of each class.
 
     Source:
@@ -345,10 +343,11 @@ class Hinge(ClassLoss):
     weights: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the arguments."""
         super().__post_init__()
-        check_number(self, "p", "1 or 2", lambda x: x in (1, 2))
-        check_number(self, "margin", "a finite number")
+        if real(self.p) not in (1, 2):
+            raise ArgumentError(f"loss {self.name}: p must be 1 or 2, got {self.p!r}")
+        check_number(self, "margin")
         check_numbers(self, "weights", rank=1)
 
     def elements(self, prediction: Tensor, target: Tensor) -> Tensor:
@@ -368,18 +367,17 @@ class Hinge(ClassLoss):
 class BinaryCrossEntropy(Loss):
     """Binary cross-entropy −t log p − (1 − t) log(1 − p) of probabilities, averaged.
 
-    Logarithms below −100 count as −100, with gradient 0 (in float32 already those of denormal
-    numbers, below −87). `BinaryCrossEntropyWithLogits` is exact where a Sigmoid ends the model.
+    Logarithms are clamped at −100, with gradient 0 (in float32 at −87, where denormal numbers
+    begin). If the model ends in a Sigmoid, `BinaryCrossEntropyWithLogits` is exact.
 
     Args:
-        output: The tensor that holds probabilities p, of any shape; the first floating-point output
-            by default.
+        output: The probabilities p, of any shape; the first floating-point output by default.
         target: See `Loss`; targets t are in [0, 1].
         reduction: See `Loss`; the average is over all elements, whatever their weights.
         weights: Factors that are broadcast to the shape of the losses, or None.
 
     Source:
-        torch.nn.BCELoss, but for the gradient of the logarithm where p or 1 − p is below 1e-12.
+        torch.nn.BCELoss, except for the gradient of the logarithm if p or 1 − p is below 1e-12.
 
     Example:
         >>> from models import echo
@@ -393,13 +391,13 @@ class BinaryCrossEntropy(Loss):
     reads: ClassVar[Reads] = "probabilities"
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the arguments."""
         super().__post_init__()
         check_numbers(self, "weights")
 
     def elements(self, prediction: Tensor, target: Tensor) -> Tensor:
         """Emits the losses."""
-        wide = count_type(prediction)  # float16 has few numbers near 0 and 1
+        wide = count_type(prediction)  # float16 has low resolution near 1
         p, t = prediction.astype(wide), target.astype(wide)
         losses = -(t * _bounded_log(p) + (1 - t) * _bounded_log(1 - p))
         losses = losses.astype(prediction.dtype)
@@ -407,24 +405,24 @@ class BinaryCrossEntropy(Loss):
 
 
 def _bounded_log(p: Tensor) -> Tensor:
-    """Returns log p, or −100 where that is below."""
+    """Returns log p, clamped at −100."""
     least = max(float(np.finfo(p.dtype).tiny), float(np.exp(-100.0)))
     return op.Where(op.Less(p, least), -100.0, op.Log(op.Max(p, least)))
 
 
 def _in_type(loss: Loss, argument: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Returns an argument that holds numbers in the type of a prediction."""
+    """Converts a numeric argument to the type of the prediction."""
     array, lost = cast_numbers(np.asarray(getattr(loss, argument)), dtype)
     if lost is not None:
         raise ModelError(
-            f"loss {loss.name}: {argument} has {lost}, which does not fit {dtype}, the type of the "
-            "prediction; give smaller numbers"
+            f"loss {loss.name}: {argument} contains {lost}, which overflows {dtype}, the type of "
+            "the prediction; use smaller numbers"
         )
     return array
 
 
 def _factors(loss: Loss, argument: str, prediction: Tensor) -> Any:
-    """Returns factors as an array; refuses those that would broaden the losses."""
+    """Returns factors as an array, which must broadcast to the shape of the prediction."""
     array = _in_type(loss, argument, prediction.dtype)
     shape = prediction.shape
     if shape is not None:
@@ -432,8 +430,8 @@ def _factors(loss: Loss, argument: str, prediction: Tensor) -> Any:
         fits = all(count in (1, size) or not isinstance(size, int) for count, size in pairs)
         if not fits or array.ndim > len(shape):
             raise ModelError(
-                f"loss {loss.name}: {argument} has shape {list(array.shape)}; one that is "
-                f"broadcast to that of '{prediction.name}', {list(shape)}, is accepted"
+                f"loss {loss.name}: {argument} must broadcast to the shape of "
+                f"'{prediction.name}', {list(shape)}, got shape {list(array.shape)}"
             )
     return array
 
@@ -442,12 +440,12 @@ def _factors(loss: Loss, argument: str, prediction: Tensor) -> Any:
 class BinaryCrossEntropyWithLogits(Loss):
     """Binary cross-entropy between the sigmoid of logits and targets in [0, 1], averaged.
 
-    Computed as ``softplus(x) − x · t``, which overflows nowhere. Where a Sigmoid ends the model,
-    the logits are the tensor before it.
+    Computed as ``softplus(x) − x · t``, without overflow. If the model ends in a Sigmoid, the
+    logits are the tensor before it.
 
     Args:
-        output: The tensor that holds the logits, of any shape, or their Sigmoid; the first
-            floating-point output by default.
+        output: The logits, of any shape, or their Sigmoid; the first floating-point output by
+            default.
         target: See `Loss`.
         reduction: See `Loss`; the average is over all elements, whatever their weights.
         weights: Factors that are broadcast to the shape of the losses, or None.
@@ -471,14 +469,14 @@ class BinaryCrossEntropyWithLogits(Loss):
     reads: ClassVar[Reads] = "logits"
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the arguments."""
         super().__post_init__()
         check_numbers(self, "weights")
         check_numbers(self, "positive_weight")
 
     def tensors(self, sources: Sources) -> tuple[Loss, Sequence[Tensor]]:
         """Gets the logits and the targets."""
-        return self, independent_classes(self, sources, "use SoftmaxCrossEntropy")
+        return self, _independent_classes(self, sources, "use SoftmaxCrossEntropy")
 
     def elements(self, prediction: Tensor, target: Tensor) -> Tensor:
         """Emits the losses; with a positive weight p, p t softplus(−x) + (1 − t) softplus(x)."""
@@ -492,26 +490,75 @@ class BinaryCrossEntropyWithLogits(Loss):
 
 
 @dataclass(frozen=True)
-class Focal(ClassLoss):
-    """Focal loss: cross-entropy times α (1 − q)^γ, where q is the probability of the truth.
-
-    Classes may be independent: logits of any shape are compared with targets in [0, 1] of the same
-    shape, q is the Sigmoid of x where t = 1, and that of −x where t = 0. Or they exclude each
-    other, with ``multiclass``: logits of shape (N, C) or (N, C, d1, …) are compared with integer
-    labels of shape (N) or (N, d1, …), and q is the Softmax at the label. Where a Softmax or Sigmoid
-    ends the model, the logits are the tensor before it.
+class MulticlassLoss(ClassLoss):
+    """Base class of losses for independent classes or, with ``multiclass``, exclusive ones.
 
     Args:
-        output: The tensor that holds the logits; the first floating-point output by default.
+        output: See `Loss`.
+        target: See `Loss`; ``"labels"`` by default with ``multiclass``, else ``"targets"``.
+        reduction: See `Loss`.
+        axis: See `ClassLoss`.
+        multiclass: Whether classes are mutually exclusive; None decides by the end of the model.
+        ignore_index: A label to ignore; only with ``multiclass``.
+    """
+
+    _: KW_ONLY
+    multiclass: bool | None = None
+    ignore_index: int | None = None
+
+    reads: ClassVar[Reads] = "logits"
+
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        super().__post_init__()
+        check_integer(self, "ignore_index")
+        if not self.multiclass:
+            self.check_only_multiclass("ignore_index")
+
+    def check_only_multiclass(self, argument: str) -> None:
+        """Raises an ArgumentError if an argument is set that only labels have."""
+        if getattr(self, argument) is not None:
+            raise ArgumentError(
+                f"loss {self.name}: {argument} requires multiclass=True, got {argument}="
+                f"{getattr(self, argument)!r}; set multiclass=True or leave {argument} out"
+            )
+
+    @property
+    def default_target(self) -> str:
+        """The default name of the target input."""
+        return "labels" if self.multiclass else "targets"
+
+    def tensors(self, sources: Sources) -> tuple[Loss, Sequence[Tensor]]:
+        """Gets the logits, and the labels or the targets."""
+        if self.multiclass is None:
+            _, axis = sources.prediction(self, self.output, self.reads)
+            return replace(self, multiclass=axis is not None).tensors(sources)
+        if self.multiclass:
+            return super().tensors(sources)
+        return self, _independent_classes(self, sources, "set multiclass=True")
+
+
+@dataclass(frozen=True)
+class Focal(MulticlassLoss):
+    """Focal loss: cross-entropy times α (1 − q)^γ, where q is the probability of the true class.
+
+    For independent classes, logits of any shape are compared with targets in [0, 1] of the same
+    shape; q is the Sigmoid of x if t = 1, and of −x if t = 0. For exclusive classes
+    (``multiclass``), logits of shape (N, C) or (N, C, d1, …) are compared with integer labels of
+    shape (N) or (N, d1, …); q is the Softmax at the label. If the model ends in a Softmax or
+    Sigmoid, the logits are the tensor before it.
+
+    Args:
+        output: The logits; the first floating-point output by default.
         target: See `Loss`; ``"labels"`` by default with ``multiclass``, else ``"targets"``.
         reduction: See `Loss`; the average is over all elements, whatever their α.
-        axis: See `ClassLoss`; with ``multiclass`` only.
-        gamma: γ; 0 makes it cross-entropy.
-        alpha: α: the factor of positive targets, in [0, 1], those of others being 1 − α; or, with
-            ``multiclass``, a factor for each class.
-        multiclass: Whether classes exclude each other; by default they do where a Softmax ends the
-            model.
-        ignore_index: A label that does not count; with ``multiclass`` only. Where none counts, the
+        axis: See `ClassLoss`; only with ``multiclass``.
+        gamma: γ; with 0 the loss is cross-entropy.
+        alpha: α: the factor, in [0, 1], of positive targets; negative ones have the factor 1 − α.
+            With ``multiclass``, a factor for each class.
+        multiclass: Whether classes are mutually exclusive; by default they are if the model ends in
+            a Softmax.
+        ignore_index: A label to ignore; only with ``multiclass``. If all labels are ignored, the
             loss is 0.
 
     Source:
@@ -527,36 +574,18 @@ class Focal(ClassLoss):
     _: KW_ONLY
     gamma: float = 2.0
     alpha: float | Sequence[float] | None = None
-    multiclass: bool | None = None
-    ignore_index: int | None = None
-
-    reads: ClassVar[Reads] = "logits"
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the arguments."""
         super().__post_init__()
-        check_number(self, "gamma", "a finite number of at least 0", lambda x: 0 <= x < np.inf)
-        check_integer(self, "ignore_index", self.ignore_index)
+        check_number(self, "gamma", minimum=0)
         if self.multiclass:
             check_numbers(self, "alpha", rank=1)
             return
         if self.alpha is not None:
-            check_number(self, "alpha", "a number in [0, 1] without multiclass=True", _is_share)
-        check_only_multiclass(self, axis=self.axis, ignore_index=self.ignore_index)
-
-    @property
-    def default_target(self) -> str:
-        """The name of the input that holds what the output should have been."""
-        return "labels" if self.multiclass else "targets"
-
-    def tensors(self, sources: Sources) -> tuple[Loss, Sequence[Tensor]]:
-        """Gets the logits, and the labels or the targets."""
-        if self.multiclass is None:
-            _, axis = sources.prediction(self, self.output, self.reads)
-            return replace(self, multiclass=axis is not None).tensors(sources)
-        if self.multiclass:
-            return super().tensors(sources)
-        return self, independent_classes(self, sources, "give multiclass=True")
+            name = f"loss {self.name}: without multiclass=True, alpha"
+            number(name, self.alpha, minimum=0, maximum=1)
+        self.check_only_multiclass("axis")
 
     def terms(self, prediction: Tensor, target: Tensor) -> Terms:
         """Emits the loss, and the number of elements that count."""
@@ -583,7 +612,7 @@ class Focal(ClassLoss):
         log_p = op.LogSoftmax(x, axis=1)
         column = op.Unsqueeze(labels, [1])
         picked = op.GatherElements(log_p, column, axis=1)
-        # The sum of the others, since 1 − q would cancel.
+        # 1 − q as the sum of the other classes, to avoid cancellation.
         others = op.ScatterElements(op.Exp(log_p), column, zeros_like(picked), axis=1)
         miss = op.ReduceSum(others, [1], keepdims=0)
         losses = -op.Squeeze(picked, [1]) * self._modulation(miss)
@@ -592,50 +621,28 @@ class Focal(ClassLoss):
         return losses * op.Gather(self.class_factors("alpha", x), labels)
 
     def _modulation(self, miss: Tensor) -> Tensor | float:
-        """Returns missᵞ, whose slope is bounded where the miss is 0."""
+        """Returns missᵞ with a bounded gradient at 0."""
         if self.gamma == 0:
             return 1.0
         return op.Max(miss, float(np.finfo(miss.dtype).tiny)) ** float(self.gamma)
 
 
-def _is_share(number: float) -> bool:
-    return 0 <= number <= 1
-
-
-def independent_classes(loss: Loss, sources: Sources, instead: str) -> Sequence[Tensor]:
-    """Gets logits of classes that do not exclude each other, and targets of their type and shape.
+def _independent_classes(loss: Loss, sources: Sources, instead: str) -> Sequence[Tensor]:
+    """Gets logits of independent classes, and targets of the same type and shape.
 
     Args:
-        loss: The loss that asks.
-        sources: Where it gets them from.
-        instead: What to do where a Softmax ends the model.
+        loss: The loss.
+        sources: Provides the tensors.
+        instead: The remedy to suggest if the model ends in a Softmax.
 
     Raises:
-        ModelError: If a Softmax does.
+        ModelError: If the model ends in a Softmax.
     """
     prediction, axis = sources.prediction(loss, loss.output, "logits")
     if axis is not None:
         raise ModelError(
-            f"loss {loss.name}: '{prediction.name}' are the logits of a Softmax, whose classes "
-            f"exclude each other; {instead}, or name other logits with output="
+            f"loss {loss.name}: '{prediction.name}' are the logits of a Softmax, whose classes are "
+            f"mutually exclusive; {instead}, or name other logits with output="
         )
     name = loss.target or loss.default_target
     return prediction, sources.input(loss, name, prediction.dtype, prediction.shape, prediction)
-
-
-def check_integer(loss: Loss, argument: str, value: object) -> None:
-    """Refuses what is neither None nor an integer."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer | None):
-        raise ModelError(
-            f"loss {loss.name}: {argument} is {value!r}; an integer or None is accepted"
-        )
-
-
-def check_only_multiclass(loss: Loss, **arguments: object) -> None:
-    """Refuses arguments that mean something for labels only."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise ModelError(
-                f"loss {loss.name}: {name} is {value!r}, which is for labels; give "
-                "multiclass=True, or leave it out"
-            )

@@ -1,4 +1,4 @@
-"""Emitting a loss at the end of a model: what it reads, what is said, and the scalar."""
+"""Emits a loss at the end of a model, and records which tensors it reads."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from ortops.errors import ModelError, did_you_mean
+from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import attribute_values, copy_node, describe, is_float
 from ortops.graph.squashing import Squashed, squashed
 from ortops.graph.tensor import Dim, Tape, Tensor, op
 from ortops.losses.loss import Function, Loss, Part, Reads, Shape, mean_of, softplus
 from ortops.losses.teacher import put_teacher
+from ortops.numbers import integer
 
 __all__ = ["Computed", "Inputs", "Prediction", "compute", "default_output"]
 
@@ -32,15 +33,15 @@ logger = logging.getLogger("ortops")
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a loss looks at, and so what metrics look at.
+    """The tensor that a loss compares with its target. Metrics compare the same one by default.
 
     Attributes:
         tensor: The tensor.
-        kind: What its numbers are.
-        axis: The axis of the classes, where there is one.
-        target: The input that it is compared with, where there is one.
-        ignored: The label that does not count, where there is one.
-        output: The tensor of the model that was named, which may be a Softmax behind it.
+        kind: How its numbers are interpreted.
+        axis: The class axis, if any.
+        target: The input that it is compared with, if any.
+        ignored: The label to ignore, if any.
+        output: The name of the tensor that the user chose; it may be a Softmax of ``tensor``.
     """
 
     tensor: Tensor
@@ -53,14 +54,14 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Computed:
-    """A loss that was emitted.
+    """An emitted loss.
 
     Attributes:
-        value: The scalar that is minimized.
+        value: The scalar to minimize.
         parts: Its summands.
         inputs: The inputs that it added.
-        predictions: What each summand looks at first.
-        said: What was chosen for the user, a sentence each.
+        predictions: The first prediction of each summand.
+        said: The automatic choices, one sentence each.
         constants: The initializers that it added.
     """
 
@@ -73,7 +74,7 @@ class Computed:
 
 
 def default_output(outputs: Sequence[ir.Value]) -> ir.Value | None:
-    """Returns the first floating-point output; behind a ZipMap the tensor before it."""
+    """Returns the first floating-point output, or the input of the ZipMap that computes it."""
     for value in outputs:
         node = value.producer()
         if node is not None and (node.domain, node.op_type) == ("ai.onnx.ml", "ZipMap"):
@@ -86,15 +87,15 @@ def default_output(outputs: Sequence[ir.Value]) -> ir.Value | None:
 
 @dataclass
 class _Scene:
-    """The model's tensors, and the inputs that losses add; what `Sources` asks for.
+    """The model's tensors and the inputs that losses add; implements `Sources`.
 
     Attributes:
-        tape: Where the nodes go.
-        find: Returns a tensor of the model by name, as the training step has it, or None.
+        tape: Receives the nodes.
+        find: Returns the training step's tensor for a name of the model, or None.
         names: The names of all tensors.
         outputs: The model's outputs.
-        declared: The inputs of the user's own.
-        own: Returns the tensor of the model that one of the training step stands for.
+        declared: The inputs that the user declared.
+        own: Returns the model's tensor for one of the training step.
         added: The inputs that losses added, by name, each with the name of the model's tensor that
             it is compared with.
     """
@@ -124,7 +125,7 @@ class _Scene:
         if found is None:
             listed = ", ".join(f"'{v.name}' ({v.type or 'unknown'})" for v in self.outputs)
             raise ModelError(
-                f"loss {who}: the model has no floating-point output, but {listed}; name another "
+                f"loss {who}: the model has no floating-point output, only {listed}; name another "
                 "tensor with output="
             )
         return found
@@ -136,8 +137,8 @@ class _Scene:
         given = self.tensor(name, loss.name)
         if not is_float(given.value):
             raise ModelError(
-                f"loss {loss.name}: tensor '{given.name}' is of type {given.value.dtype}; a "
-                "floating-point one is accepted, such as what it was computed from"
+                f"loss {loss.name}: tensor '{given.name}' must be floating-point, got type "
+                f"{given.value.dtype}; name the tensor that it is computed from"
             )
         found = squashed(given.value)
         axis = found.axis if axis is None and found is not None else axis
@@ -145,23 +146,23 @@ class _Scene:
             axis += len(given.shape)
         if axis is None and loss.default_target == "labels" and len(given.shape or ()) > 2:
             self.say(
-                f"loss {loss.name} takes axis 1 of {self._shown(given.value)}, of shape "
-                f"{list(given.shape or ())}, for the classes; axis=-1 stands for the last"
+                f"loss {loss.name} uses axis 1 of {self._shown(given.value)}, of shape "
+                f"{list(given.shape or ())}, as the class axis; use axis=-1 for the last one"
             )
         tensor = given
         if reads == "values" or found is None:
             if reads in ("probabilities", "log_probabilities"):
                 what = reads.replace("_", "-")
                 self.say(
-                    f"loss {loss.name} takes {self._shown(given.value)} for {what}, though no "
-                    "Softmax or Sigmoid that is known ends it"
+                    f"loss {loss.name} reads {self._shown(given.value)} as {what}, although no "
+                    "known form of Softmax or Sigmoid computes it"
                 )
         elif reads == "logits":
             tensor = self._logits(loss, given, found)
         elif reads == "probabilities":
             if found.kind == "log_softmax":
                 self.say(
-                    f"loss {loss.name} reads the exponential of log-probabilities "
+                    f"loss {loss.name} reads the exponential of the log-probabilities "
                     f"{self._shown(given.value)}"
                 )
                 tensor = op.Exp(given)
@@ -171,11 +172,14 @@ class _Scene:
         kind = kinds.get(found and found.kind, "probabilities") if reads == "values" else reads
         if id(loss) not in self.predictions:
             ignored = getattr(loss, "ignore_index", None)
-            known = None if axis is None else int(axis)  # numpy's are not JSON's
+            known = None if axis is None else int(axis)  # JSON cannot store numpy's integers
             ignored = None if ignored is None else int(ignored)
             name = self._name(given.value)
             looked_at = Prediction(tensor, kind, known, ignored=ignored, output=name)
-            self.predictions[id(loss)] = (loss, looked_at)  # a loss that is alive keeps its id
+            self.predictions[id(loss)] = (
+                loss,
+                looked_at,
+            )  # the loss is stored, so its id stays unique
         return _wide(tensor), axis
 
     def teacher(self, loss: Loss, model: ModelLike, name: str | None) -> Tensor:
@@ -195,7 +199,7 @@ class _Scene:
         if found.logits is None:
             raise ModelError(
                 f"loss {loss.name}: the teacher's '{name or value.name}' holds probabilities, and "
-                "no tensor before it their logits; name these with teacher="
+                "no tensor before it holds their logits; name the logits with teacher="
             )
         logits = _wide(self.tape.tensor(found.logits))
         if found.kind == "complement" or found.opposite:
@@ -203,7 +207,7 @@ class _Scene:
         return self._moved(logits, found)
 
     def _logits(self, loss: Loss, given: Tensor, found: Squashed) -> Tensor:
-        """Returns the tensor before a Softmax, or logarithms where there is none."""
+        """Returns the tensor before a Softmax, or logarithms of probabilities if there is none."""
         of_classes = loss.default_target == "labels"
         if found.kind == "complement" or (found.opposite and of_classes):
             logits = None
@@ -212,10 +216,10 @@ class _Scene:
         if logits is not None:
             if found.kind != "sigmoid" and found.axis is None and not of_classes:
                 raise ModelError(
-                    f"loss {loss.name}: tensor {self._shown(given.value)} holds what "
-                    f"{self._node(found)} gave, whose classes exclude each other, and where they "
-                    "stand in it is not known; use a loss of labels (SoftmaxCrossEntropy, or "
-                    "multiclass=True) with axis=, or name other logits with output="
+                    f"loss {loss.name}: tensor {self._shown(given.value)} holds the result of "
+                    f"{self._node(found)}, whose classes are mutually exclusive, on an unknown "
+                    "axis; use a loss with labels (SoftmaxCrossEntropy, or multiclass=True) and "
+                    "axis=, or name other logits with output="
                 )
             self.say(
                 f"loss {loss.name} reads {self._shown(logits)}, the logits before "
@@ -225,15 +229,14 @@ class _Scene:
         if not of_classes:
             at = "" if found.logits is None else self._shown(found.logits)
             raise ModelError(
-                f"loss {loss.name}: tensor {self._shown(given.value)} holds probabilities, of "
-                f"{self._node(found)}, and no tensor before it holds their logits; use a loss "
-                f"that reads probabilities (BinaryCrossEntropy), or name the logits with "
-                f"output={at}"
+                f"loss {loss.name}: tensor {self._shown(given.value)} holds probabilities, from "
+                f"{self._node(found)}, and no tensor before it holds their logits; use a loss of "
+                f"probabilities (BinaryCrossEntropy), or name the logits with output={at}"
             )
         return self._logarithms(loss, given, found)
 
     def _logarithms(self, loss: Loss, given: Tensor, found: Squashed) -> Tensor:
-        """Returns log p: from logits in a form that does not overflow, else of p as it is."""
+        """Returns log p, computed from logits without overflow if possible, else from p."""
         exact = found.squashed_axis is not None or found.kind in ("sigmoid", "complement")
         if found.logits is not None and exact:
             self.say(
@@ -245,13 +248,13 @@ class _Scene:
         smallest = np.finfo(given.dtype).tiny
         self.say(
             f"loss {loss.name} reads the logarithms of the probabilities "
-            f"{self._shown(given.value)}, at least log {smallest:.3g}"
+            f"{self._shown(given.value)}, clamped at log {smallest:.3g}"
         )
         return op.Log(op.Max(given, np.array(smallest, given.dtype)))
 
     def _log_p(self, logits: Tensor, found: Squashed) -> Tensor:
-        """Returns the logarithms of probabilities, moved as they are."""
-        if found.opposite:  # σ(z) is the softmax of −z / 2 and z / 2, whose rows stay opposite
+        """Returns the logarithms of probabilities, in the layout of the probabilities."""
+        if found.opposite:  # σ(z) is the softmax of −z / 2 and z / 2
             log_p = op.LogSoftmax(0.5 * logits, axis=found.squashed_axis)
         elif found.kind == "sigmoid":
             log_p = -softplus(-logits)
@@ -267,11 +270,11 @@ class _Scene:
         return self.own(value).name or ""
 
     def _shown(self, value: ir.Value) -> str:
-        """Returns the name that the user knows a tensor by."""
+        """Returns the quoted name of a tensor in the user's model."""
         return f"'{self._name(value)}'"
 
     def _node(self, found: Squashed) -> str:
-        """Returns what the user knows the node by that squashed a tensor."""
+        """Describes the Softmax or Sigmoid node in the user's model."""
         return describe(self.own(found.node.outputs[0]).producer() or found.node)
 
     def _known(self, value: ir.Value) -> Tensor:
@@ -279,7 +282,7 @@ class _Scene:
         return self.tape.tensor(value) if found is None else found
 
     def _moved(self, tensor: Tensor, found: Squashed) -> Tensor:
-        """Returns a tensor, moved as the squashed values are."""
+        """Applies the nodes (Reshape, Transpose, …) that follow the Softmax or Sigmoid."""
         value = tensor.value
         for node in found.path:
             source = node.inputs[0]
@@ -300,20 +303,20 @@ class _Scene:
             tensor, other = self.added[name]
             if other != compared and loss.target != name and name not in self.declared:
                 raise ModelError(
-                    f"loss {loss.name}: '{name}' is the target of another loss "
-                    f"({self.owners[name].name}); name each with target="
+                    f"loss {loss.name}: '{name}' is already the target of another loss "
+                    f"({self.owners[name].name}); give each its own with target="
                 )
             if tensor.dtype != np.dtype(dtype):
                 raise ModelError(
-                    f"loss {loss.name}: input '{name}' is of type {tensor.dtype}, that of another "
-                    f"loss; {np.dtype(dtype)} is accepted, so name each with target="
+                    f"loss {loss.name}: input '{name}' must have type {np.dtype(dtype)}, but "
+                    f"another loss reads it as {tensor.dtype}; give each its own with target="
                 )
         else:
             tensor = self.declare(name, dtype, shape, loss)
             if shape is not None and tensor.ndim != len(shape):
                 raise ModelError(
-                    f"inputs: '{name}' is declared with {tensor.ndim} dimensions; loss {loss.name} "
-                    f"compares it with '{like.name}', so {len(shape)} are accepted: {list(shape)}"
+                    f"inputs: '{name}' must have {len(shape)} dimensions, {list(shape)}, because "
+                    f"loss {loss.name} compares it with '{like.name}', got {tensor.ndim}"
                 )
             self.added[name] = (tensor, compared)
             self.owners[name] = loss
@@ -322,7 +325,7 @@ class _Scene:
         return tensor
 
     def declare(self, name: str, dtype: Any, shape: Shape, loss: Loss | None = None) -> Tensor:
-        """Adds an input, as the user declares it, or else as given."""
+        """Adds an input, with the type and shape that the user declared, if any."""
         is_named = loss is not None and loss.target == name
         who = "inputs" if loss is None or name in self.declared else f"loss {loss.name}"
         if name in self.declared:
@@ -331,15 +334,15 @@ class _Scene:
         tensor = self.tape.input(name, np.dtype(dtype), shape or ())
         if tensor.name != name and (name in self.declared or is_named):
             raise ModelError(
-                f"{who}: '{name}' is a tensor of the model or of the training already; give the "
-                "new input another name"
+                f"{who}: the model or the training already has a tensor '{name}'; give the new "
+                "input another name"
             )
         if shape is None:
             tensor.value.shape = None
         return tensor
 
     def say(self, sentence: str) -> None:
-        """Tells the user, once, what was chosen."""
+        """Records an automatic choice, once, for the log."""
         if sentence not in self.said:
             self.said.append(sentence)
 
@@ -355,30 +358,30 @@ def compute(
 ) -> Computed:
     """Emits a loss.
 
-    A function of one's own gets a Tensor for each parameter: the tensor of the model of that name,
-    or the input that ``declared`` has under that name; for ``labels`` and ``targets`` a new input,
-    of integers (the shape of what the first parameter stands for, without axis 1) or like it. The
-    first parameter may have a name of its own, and is the default output then. A parameter of
-    another name that has a default keeps it. The function returns a scalar, or a pair of a sum and
-    a count; then the loss is their quotient, or 0 where the count is 0, and parts of a batch add up
-    exactly.
+    A loss function gets a Tensor for each parameter, found by name: a tensor of the model, or an
+    input in ``declared``. ``labels`` and ``targets`` are new inputs: integers, in the shape of the
+    first parameter's tensor without axis 1, and numbers of its type and shape. If the first
+    parameter has any other name, it gets the default output. Further parameters with a default
+    keep it. The function returns a scalar, or a pair of a sum and a count. The loss is then their
+    quotient, or 0 if the count is 0, and the losses of parts of a batch add up exactly.
 
-    A tensor of float16 or bfloat16 is read in float32, and so are targets.
+    float16 and bfloat16 tensors are read as float32, and so are targets.
 
     Args:
-        loss: What `resolve` returned.
-        tape: Where the nodes go; the new inputs are made on it.
-        find: Returns a tensor of the model by name, as the training step has it, or None.
+        loss: The result of `resolve`.
+        tape: Receives the nodes and the new inputs.
+        find: Returns the training step's tensor for a name of the model, or None.
         names: The names of the model's tensors, for messages.
         outputs: The model's outputs.
-        declared: The inputs of the user's own.
-        own: Returns the tensor of the model that one of the training step stands for, for messages.
+        declared: The inputs that the user declared.
+        own: Returns the model's tensor for one of the training step, for messages.
 
     Returns:
-        The loss, and what there is to know of it.
+        The emitted loss.
 
     Raises:
-        ModelError: If it is not a scalar, or does not fit the model.
+        ArgumentError: If ``declared`` or the function's parameters are invalid.
+        ModelError: If the loss is not a scalar, or is incompatible with the model.
     """
     scene = _Scene(tape, find, names, outputs, _checked(declared or {}, find), own)
     parts = loss.parts(scene) if isinstance(loss, Loss) else [_call(loss, scene)]
@@ -386,8 +389,8 @@ def compute(
     unread = [name for name in scene.declared if name not in scene.added]
     if unread:
         raise ModelError(
-            f"inputs: the loss does not read '{unread[0]}'; leave it out, or name a parameter or a "
-            "target after it"
+            f"inputs: the loss does not read '{unread[0]}'; leave it out, or give a parameter or "
+            "target of the loss this name"
         )
     value = parts[0].value
     if len(parts) > 1 or parts[0].weight != 1:
@@ -398,7 +401,7 @@ def compute(
         if part.batch_coupled:
             scene.say(
                 f"loss {part.label} couples the rows of a batch: the loss of a batch is not the "
-                "average of those of its parts"
+                "average of the losses of its parts"
             )
     inputs = [tensor for tensor, _ in scene.added.values()]
     predictions = [looked_at for _, looked_at in scene.predictions.values()]
@@ -406,11 +409,11 @@ def compute(
 
 
 def _checked(declared: Inputs, find: Callable[[str], Tensor | None]) -> Inputs:
-    """Refuses declared inputs that are none."""
+    """Checks the declared inputs."""
     if not isinstance(declared, Mapping):
-        raise ModelError(
-            f"inputs: {type(declared).__name__} was given; give a dict of a dtype and dimensions "
-            "for each name"
+        raise ArgumentError(
+            "inputs must be a dict of names to a dtype and dimensions, got "
+            f"{type(declared).__name__}"
         )
     for name, given in declared.items():
         try:
@@ -420,26 +423,25 @@ def _checked(declared: Inputs, find: Callable[[str], Tensor | None]) -> Inputs:
         except (TypeError, ValueError):
             fits = False
         if not fits or not isinstance(name, str):
-            raise ModelError(
-                f"inputs: {name!r} is declared as {given!r}; a dtype and dimensions are accepted, "
-                'such as (np.float32, ["batch", 3])'
+            raise ArgumentError(
+                f"inputs: {name!r} must be declared with a dtype and dimensions, for example "
+                f'(np.float32, ["batch", 3]), got {given!r}'
             )
         if find(name) is not None:
             raise ModelError(
-                f"inputs: '{name}' is a tensor of the model; give the new input another name"
+                f"inputs: the model already has a tensor '{name}'; give the new input another name"
             )
     return declared
 
 
 def _is_size(dim: object) -> bool:
-    """Whether something stands for a size: a number, a symbol, or None for any."""
-    if isinstance(dim, int | np.integer) and not isinstance(dim, bool):
-        return int(dim) >= 0
-    return dim is None or (isinstance(dim, str) and dim != "")
+    """Whether a dimension is valid: a number, a symbol, or None for any size."""
+    size = integer(dim)
+    return size >= 0 if size is not None else dim is None or (isinstance(dim, str) and dim != "")
 
 
 def _call(loss: Function, scene: _Scene) -> Part:
-    """Calls a loss of the user's own with a tensor for each of its parameters."""
+    """Calls a loss function with a tensor for each parameter."""
     name = getattr(loss, "__name__", type(loss).__name__)
     parameters = _parameters(loss, name)
     looked_at = _looked_at(parameters, scene, name)
@@ -459,15 +461,15 @@ def _call(loss: Function, scene: _Scene) -> Part:
             argument = _wide(looked_at)
         elif details.default is not inspect.Parameter.empty:
             if details.kind is inspect.Parameter.POSITIONAL_ONLY:
-                positional.append(details.default)  # those behind it keep their places
+                positional.append(details.default)  # later parameters keep their positions
             continue
         else:
             shown = ", ".join(f"'{each}'" for each in list(scene.names)[:20])
             more = f" and {len(scene.names) - 20} more" if len(scene.names) > 20 else ""
             own = ", ".join(f"'{each}'" for each in ("labels", "targets", *scene.declared))
             raise ModelError(
-                f"loss {name}: there is nothing for parameter '{parameter}'; there are the model's "
-                f"tensors ({shown}{more}), {own}, and what inputs= declares, such as "
+                f"loss {name}: no tensor for parameter '{parameter}'; use one of the model's "
+                f"tensors ({shown}{more}) or {own}, or declare an input, for example "
                 f'inputs={{"{parameter}": (np.float32, ["batch"])}}'
             )
         if details.kind is inspect.Parameter.POSITIONAL_ONLY:
@@ -475,7 +477,7 @@ def _call(loss: Function, scene: _Scene) -> Part:
         else:
             named[parameter] = argument
     targets = [each for each in ("labels", "targets") if each in scene.added]
-    target = targets[0] if targets else None  # what is declared may be a mask or a weight
+    target = targets[0] if targets else None  # declared inputs may be masks or weights
     prediction = _prediction(looked_at, target, scene.own(looked_at.value).name or "")
     scene.predictions[0] = (None, prediction)
     returned = loss(*positional, **named)
@@ -483,27 +485,27 @@ def _call(loss: Function, scene: _Scene) -> Part:
         total, count = returned
         if not isinstance(total, Tensor) or not isinstance(count, Tensor):
             raise ModelError(
-                f"loss {name}: it returned {returned!r}; a Tensor is accepted, or a pair of "
-                "Tensors, the sum and the count"
+                f"loss {name} must return a Tensor or a pair of Tensors, the sum and the count, "
+                f"got {returned!r}"
             )
         count = _scalar(count, name).astype(total.dtype)
         return Part(name, 1.0, mean_of(_scalar(total, name), count), count)
     if not isinstance(returned, Tensor):
-        raise ModelError(f"loss {name}: it returned {returned!r}; it must return a Tensor")
+        raise ModelError(f"loss {name} must return a Tensor, got {returned!r}")
     return Part(name, 1.0, _scalar(returned, name), None)
 
 
 def _without_classes(shape: Shape) -> Shape:
-    """Returns the shape of labels; where classes may be on any axis, sizes are left open."""
+    """Returns the shape of labels; sizes after the first are unknown, as the class axis is."""
     if shape is None or len(shape) < 2:
         return shape
     return (shape[0], *[None] * (len(shape) - 2))
 
 
 def _looked_at(parameters: Mapping[str, inspect.Parameter], scene: _Scene, name: str) -> Tensor:
-    """Returns what a function compares: the first tensor that the model computes.
+    """Returns the prediction of a loss function: the first parameter that the model computes.
 
-    That is the default output where the first parameter has a name of its own.
+    If the first parameter has any other name, the prediction is the default output.
     """
     for number, parameter in enumerate(parameters):
         found = scene.find(parameter)
@@ -527,9 +529,9 @@ def _prediction(tensor: Tensor, target: str | None, output: str) -> Prediction:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Returns a tensor as a loss reads it: in float32 where it has 16 bits, which are few to sum.
+    """Casts 16-bit tensors to float32, because sums in 16 bits are inaccurate.
 
-    A gradient of float16 then overflows where it enters the model, not in the loss.
+    A float16 gradient then overflows only when it enters the model, not inside the loss.
     """
     narrow = tensor.value.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     return tensor.astype(np.float32) if narrow else tensor
@@ -541,13 +543,13 @@ def _is_subtraction(value: ir.Value | None) -> bool:
 
 
 def _scalar(tensor: Tensor, name: str) -> Tensor:
-    """Returns a scalar that a loss is made of."""
+    """Returns the value of a loss, which must be a scalar."""
     if tensor.shape is None:
-        tensor = op.Reshape(tensor, np.zeros(0, np.int64))  # a run fails if it is no scalar
+        tensor = op.Reshape(tensor, np.zeros(0, np.int64))  # a run fails unless it is a scalar
     elif tensor.shape != ():
         raise ModelError(
-            f"loss {name}: it is of shape {list(tensor.shape)}; it must be a scalar, so reduce it, "
-            "for example with op.ReduceMean(loss, keepdims=0)"
+            f"loss {name} must be a scalar, got shape {list(tensor.shape)}; reduce it, for example "
+            "with op.ReduceMean(loss, keepdims=0)"
         )
     return tensor
 
@@ -555,22 +557,22 @@ def _scalar(tensor: Tensor, name: str) -> Tensor:
 def _checked_part(part: Part) -> Part:
     value = _scalar(part.value, part.label)
     if value.dtype.kind in "iub":
-        raise ModelError(
-            f"loss {part.label}: it is of type {value.dtype}; it must be floating-point"
-        )
-    return Part(part.label, part.weight, value, part.count, part.is_sum, part.batch_coupled)
+        raise ModelError(f"loss {part.label} must be floating-point, got type {value.dtype}")
+    return replace(part, value=value)
 
 
 def _parameters(loss: Function, name: str) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of a function that each want one tensor, or refuses the function."""
+    """Returns the parameters of a loss function, each of which must be a single tensor."""
     try:
         parameters = inspect.signature(loss).parameters
     except ValueError as error:
-        raise ModelError(f"loss {name}: its parameters are unknown; wrap it in a `def`") from error
+        raise ArgumentError(
+            f"loss {name}: cannot inspect its parameters; wrap it in a `def`"
+        ) from error
     for parameter, details in parameters.items():
         if details.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
-            raise ModelError(
-                f"loss {name}: parameter '*{parameter}' stands for any number of tensors; give "
-                "each a name of its own"
+            raise ArgumentError(
+                f"loss {name}: replace the variable parameter '*{parameter}' by one named "
+                "parameter for each tensor"
             )
     return parameters

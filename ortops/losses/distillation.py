@@ -1,4 +1,4 @@
-"""The loss of a model that learns from another one."""
+"""Knowledge distillation: a model learns from another one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
-import numpy as np
-
-from ortops.errors import ModelError
+from ortops.errors import ArgumentError, ModelError
 from ortops.graph.convert import ModelLike
 from ortops.graph.shapes import may_be_equal
 from ortops.graph.tensor import Tensor, op
 from ortops.losses.classification import ClassLoss
-from ortops.losses.loss import Loss, Reads, Sources, Terms, check_number, mean_or_sum
+from ortops.losses.loss import (
+    Loss,
+    Reads,
+    Sources,
+    Terms,
+    check_name,
+    check_number,
+    mean_or_sum,
+)
 
 __all__ = ["Distillation"]
 
@@ -23,23 +29,22 @@ class Distillation(ClassLoss):
     """(1 − alpha) T² Σ q (log q − log p) + alpha · cross-entropy with labels, averaged.
 
     q = Softmax(teacher / T) and p = Softmax(student / T), over the classes. The teacher's logits
-    are an input of the shape of the student's, (N, C) or (N, C, d1, …), which a session of the
-    teacher computes; or its model is part of the step. Labels (N) or (N, d1, …) are read where
-    alpha is above 0.
+    have the shape of the student's, (N, C) or (N, C, d1, …). They are an input, computed by a
+    session of the teacher, or the teacher's model is part of the step. Labels (N) or (N, d1, …) are
+    read if alpha is above 0.
 
     Args:
-        output: The tensor that holds the student's logits, or their Softmax; the first
-            floating-point output by default.
+        output: The student's logits, or their Softmax; the first floating-point output by default.
         target: See `Loss`; the input of the labels.
-        reduction: See `Loss`; the average is over what labels there are, or would be.
+        reduction: See `Loss`; the average is over all positions that have or could have a label.
         axis: See `ClassLoss`.
-        model: The teacher: a model, its bytes or its path, whose inputs are those of the student of
-            the same name. Its weights become constants of the trainable file.
-        teacher: The name of the input that holds the teacher's logits, ``"teacher"`` by default;
-            with ``model``, the tensor of that which does, its first floating-point output by
-            default, or what is before a Softmax there.
-        temperature: T; the factor T² keeps gradients as large as those of labels.
-        alpha: The share of the labels' loss, from 0 up to less than 1.
+        model: The teacher: a model, its bytes or its path. It reads the student's inputs of the
+            same names. Its weights become constants of the trainable file.
+        teacher: The name of the input with the teacher's logits, ``"teacher"`` by default. With
+            ``model``, the tensor of the teacher with its logits or their Softmax; its first
+            floating-point output by default.
+        temperature: T. The factor T² keeps gradients as large as those of the label loss.
+        alpha: The weight of the label loss, in [0, 1).
 
     Source:
         Hinton et al., 2015 (arXiv:1503.02531).
@@ -62,27 +67,25 @@ class Distillation(ClassLoss):
     reads: ClassVar[Reads] = "logits"
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the arguments."""
         super().__post_init__()
-        if self.teacher is not None and not (isinstance(self.teacher, str) and self.teacher):
-            raise ModelError(
-                f"loss {self.name}: teacher must be the name of an input, got {self.teacher!r:.80}"
-            )
-        check_number(self, "temperature", "a finite number above 0", lambda x: 0 < x < np.inf)
-        check_number(self, "alpha", "a number in [0, 1)", lambda x: 0 <= x < 1)
+        if self.teacher is not None:
+            check_name(self, "teacher", "an input")
+        check_number(self, "temperature", above=0)
+        check_number(self, "alpha", minimum=0, below=1)
         if self.target is not None and self.alpha == 0:
-            raise ModelError(
-                f"loss {self.name}: target is {self.target!r}, and labels have no share; give "
-                "alpha above 0, or leave it out"
+            raise ArgumentError(
+                f"loss {self.name}: target={self.target!r} is not read with alpha=0; set alpha > 0 "
+                "or leave target out"
             )
 
     def tensors(self, sources: Sources) -> tuple[Loss, Sequence[Tensor]]:
-        """Gets the student's logits, the teacher's, and the labels where they have a share."""
+        """Gets the student's logits, the teacher's, and the labels if alpha is above 0."""
         student, axis = sources.prediction(self, self.output, self.reads, self.axis)
         loss = replace(self, axis=axis)
         dtype, shape = loss.target_type(student)
         labels = []
-        if self.alpha:  # first, since metrics compare with the first input
+        if self.alpha:  # first, because metrics compare with the first input
             name = self.target or self.default_target
             labels = [sources.input(self, name, dtype, shape, student)]
             loss.note_labels(labels[0], student)
@@ -94,19 +97,19 @@ class Distillation(ClassLoss):
         return loss, (student, teacher, *labels)
 
     def _of_model(self, sources: Sources, student: Tensor) -> Tensor:
-        """Returns the logits that the teacher's model computes."""
+        """Returns the logits of the teacher's model."""
         assert self.model is not None
         teacher = sources.teacher(self, self.model, self.teacher)
         if not may_be_equal(teacher.value.shape, student.value.shape):
             raise ModelError(
                 f"loss {self.name}: the teacher's logits '{teacher.name}' have shape "
-                f"{list(teacher.shape or ())}, and the student's {list(student.shape or ())}; both "
-                "tell the same classes"
+                f"{list(teacher.shape or ())}, the student's {list(student.shape or ())}; both "
+                "models must have the same classes"
             )
         return teacher.astype(student.dtype)
 
     def terms(self, student: Tensor, teacher: Tensor, labels: Tensor | None = None) -> Terms:
-        """Emits the loss, and the number of labels that there are, or would be."""
+        """Emits the loss, and the number of positions that have or could have a label."""
         axis = self.class_axis(student)
         log_p = op.LogSoftmax(student / self.temperature, axis=axis)
         log_q = op.LogSoftmax(teacher / self.temperature, axis=axis)

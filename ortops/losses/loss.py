@@ -1,14 +1,15 @@
-"""What a loss is: where it gets its tensors from, and a scalar that is a sum over a count."""
+"""The base class of losses, and the arithmetic that losses share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from ortops.errors import ModelError
+from ortops.arguments import choice, number, text, whole_number
+from ortops.errors import ArgumentError
 from ortops.graph.convert import ModelLike
 from ortops.graph.tensor import Dim, Tensor, op
 
@@ -19,84 +20,88 @@ __all__ = [
     "Reads",
     "Sources",
     "Terms",
+    "check_integer",
+    "check_name",
     "check_number",
     "check_numbers",
     "count_type",
     "mean_of",
     "mean_or_sum",
+    "one",
+    "rows_of",
     "softplus",
     "unless_empty",
     "weighted_mean",
 ]
 
 Reads: TypeAlias = Literal["values", "logits", "probabilities", "log_probabilities"]
-"""What a loss takes its prediction for."""
+"""How a loss interprets its prediction."""
 
 Terms: TypeAlias = tuple[Tensor, Tensor]
-"""A loss, which is a sum divided by a count, and the count; both scalars."""
+"""A loss, already divided by its count, and the count. Both are scalars."""
 
 Shape: TypeAlias = tuple[Dim, ...] | None
 
 
 class Sources(Protocol):
-    """Where a loss gets its tensors from: the model, and inputs that it adds."""
+    """Provides the tensors that a loss reads: tensors of the model and new inputs."""
 
     def prediction(
         self, loss: Loss, name: str | None, reads: Reads = "values", axis: int | None = None
     ) -> tuple[Tensor, int | None]:
-        """Returns a tensor of the model, as the loss reads it.
+        """Returns a tensor of the model in the form that the loss reads.
 
         Args:
-            loss: The loss that asks, for messages.
+            loss: The loss, for messages.
             name: Any tensor of the model; the first floating-point output by default.
-            reads: What the loss takes it for. Logits are found before a final Softmax, LogSoftmax
+            reads: How the loss interprets it. Logits are found before a final Softmax, LogSoftmax
                 or Sigmoid.
-            axis: The axis of the classes, where it is given.
+            axis: The class axis, if given.
 
         Returns:
-            The tensor, and the axis of the classes: as given, or else that of a Softmax that ends
-            the model, or else None.
+            The tensor, and the class axis: the given one, else that of a Softmax at the end of the
+            model, else None.
 
         Raises:
-            ModelError: If there is no such tensor, or it cannot be read in that way.
+            ModelError: If the tensor does not exist, or cannot be interpreted in that way.
         """
 
     def input(self, loss: Loss, name: str, dtype: Any, shape: Shape, like: Tensor) -> Tensor:
-        """Returns a new input of the step, or the one of that name that there is already.
+        """Returns an input of the step, which is added unless it already exists.
 
         Args:
-            loss: The loss that asks.
+            loss: The loss, for messages.
             name: The input's name.
             dtype: Its element type, unless ``inputs=`` of the builder declares it.
-            shape: Its dimensions, likewise; None where the rank is unknown.
-            like: The tensor that it belongs to: losses that read the same one share its inputs.
+            shape: Its dimensions, unless declared there; None if the rank is unknown.
+            like: The tensor that it is compared with. Losses of the same tensor share inputs.
         """
 
     def teacher(self, loss: Loss, model: ModelLike, name: str | None) -> Tensor:
-        """Returns the logits of another model, which reads the same inputs.
+        """Returns the logits of another model that reads the same inputs.
 
         Args:
-            loss: The loss that asks.
+            loss: The loss, for messages.
             model: The model; its weights become constants.
-            name: A tensor of it; by default its first floating-point output. Logits are found
-                before a final Softmax, LogSoftmax or Sigmoid.
+            name: A tensor of that model; by default its first floating-point output. Logits are
+                found before a final Softmax, LogSoftmax or Sigmoid.
         """
 
 
 @dataclass(frozen=True)
 class Part:
-    """A summand of what is minimized.
+    """A summand of the total loss.
 
     Attributes:
-        label: What it is called where there are several.
-        weight: The number that it is multiplied with.
-        value: The scalar.
-        count: What it was divided by, so that parts of a batch add up: value · count of each part,
-            divided by the sum of the counts. Where it is 0, as no label counts, so is the value.
-            None where rows stand for that.
-        is_sum: Whether the value is a sum, and adds up as it is.
-        batch_coupled: Whether rows of a batch take part in each other's loss, so that the loss of a
-            batch is not the average of those of its parts.
+        label: Its name in reports, if there are several summands.
+        weight: The factor of the value.
+        value: The loss, a scalar.
+        count: The divisor of the value. The loss of a whole batch is the sum of value · count of
+            its parts, divided by the sum of the counts. If the count is 0, because every label is
+            ignored, the value is 0. None means the number of rows.
+        is_sum: Whether the value is a sum. The sums of parts of a batch add up.
+        batch_coupled: Whether the loss of a row depends on other rows of the batch. Then the loss
+            of a batch is not the average of the losses of its parts.
     """
 
     label: str
@@ -109,16 +114,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Loss:
-    """What a training step makes as small as it can. Use one of the subclasses.
+    """Base class of the losses that a training step minimizes. Use one of the subclasses.
 
-    Losses are added and multiplied with numbers: ``0.7 * SoftmaxCrossEntropy("classes") + 0.3 *
-    L1("boxes")`` minimizes the weighted sum and reports each.
+    Losses can be added and weighted: ``0.7 * SoftmaxCrossEntropy("classes") + 0.3 * L1("boxes")``
+    minimizes the weighted sum and reports each summand.
 
     Args:
-        output: The tensor of the model that it looks at, whether it is an output or not; the first
+        output: The prediction: the name of any tensor of the model, output or not; the first
             floating-point output by default.
-        target: The name of the input that holds what the output should have been; ``"labels"``
-            for integers and ``"targets"`` for other numbers by default.
+        target: The name of the target input; by default ``"labels"`` for integer labels and
+            ``"targets"`` for other numbers.
         reduction: ``"mean"`` divides the sum of the losses by their count, ``"sum"`` does not.
 
     Example:
@@ -134,70 +139,62 @@ class Loss:
     reduction: str = "mean"
 
     reads: ClassVar[Reads] = "values"
-    """What it takes the prediction for."""
+    """How the loss interprets its prediction."""
 
     reductions: ClassVar[tuple[str, ...]] = ("mean", "sum")
-    """How it can be reduced to a scalar."""
+    """The supported reductions."""
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the arguments."""
         for argument in ("output", "target"):
-            value = getattr(self, argument)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise ModelError(
-                    f"loss {self.name}: {argument} is {value!r}; the name of a tensor is accepted"
-                )
-        if self.reduction not in self.reductions:
-            *others, last = (repr(each) for each in self.reductions)
-            raise ModelError(
-                f"loss {self.name}: reduction is {self.reduction!r}; {', '.join(others)} and "
-                f"{last} are accepted"
-            )
+            if getattr(self, argument) is not None:
+                check_name(self, argument)
+        choice(f"loss {self.name}: reduction", self.reduction, self.reductions)
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return type(self).__name__
 
     @property
     def default_target(self) -> str:
-        """The name of the input that holds what the output should have been."""
+        """The default name of the target input."""
         return "targets"
 
     @property
     def couples_rows(self) -> bool:
-        """Whether rows of a batch take part in each other's loss."""
+        """Whether the loss of a row depends on other rows of the batch."""
         return False
 
     def target_type(self, prediction: Tensor) -> tuple[np.dtype[Any], Shape]:
-        """Returns the dtype and shape of the target: those of the prediction, by default.
+        """Returns the dtype and shape of the target; by default those of the prediction.
 
         Args:
-            prediction: The tensor that the loss looks at.
+            prediction: The prediction.
 
         Returns:
-            The dtype, and the dimensions, or None where the rank is unknown.
+            The dtype, and the dimensions, or None if the rank is unknown.
         """
         return prediction.dtype, prediction.shape
 
     def elements(self, *tensors: Any, **named: Any) -> Tensor:
-        """Emits the losses that are averaged, of any shape; what a simple loss defines.
+        """Emits the element-wise losses, of any shape. A simple loss overrides only this method.
 
         Args:
-            *tensors: What `tensors` returned: the prediction and the target, by default.
-            **named: None; subclasses name their tensors.
+            *tensors: The tensors that `tensors` returned; by default the prediction and the target.
+            **named: Unused here; subclasses name their tensors.
         """
         raise NotImplementedError
 
     def terms(self, *tensors: Any, **named: Any) -> Terms:
-        """Emits the loss and what its sum was divided by: the number of `elements`, by default."""
+        """Emits the loss and its divisor; by default the number of `elements`."""
         return mean_or_sum(self.elements(*tensors, **named), self.reduction)
 
     def tensors(self, sources: Sources) -> tuple[Loss, Sequence[Tensor]]:
-        """Gets the tensors that `terms` takes.
+        """Gets the arguments of `terms`.
 
         Returns:
-            The loss itself, or one that knows more of its tensors, and the tensors.
+            The loss, with settings that were inferred from the tensors, and the tensors.
         """
         prediction, _ = sources.prediction(self, self.output, self.reads)
         name = self.target or self.default_target
@@ -212,10 +209,10 @@ class Loss:
         return [Part(self.output or self.name, 1.0, value, count, is_sum, self.couples_rows)]
 
     def __call__(self, *tensors: Any, **named: Any) -> Tensor:
-        """Emits the loss of tensors, in a loss function of one's own.
+        """Emits the loss of given tensors, for use in your own loss function.
 
         Args:
-            *tensors: The prediction and the target, or what else the loss says that it takes.
+            *tensors: The prediction and the target, or the arguments of `terms` of the loss.
             **named: The same by name.
 
         Returns:
@@ -224,7 +221,7 @@ class Loss:
         return self.terms(*tensors, **named)[0]
 
     def __mul__(self, weight: float) -> Combined:
-        return Combined(summands=((_number(self, weight), self),))
+        return Combined(summands=((_weight(self, weight), self),))
 
     __rmul__ = __mul__
 
@@ -236,10 +233,10 @@ class Loss:
 
 @dataclass(frozen=True)
 class Combined(Loss):
-    """A weighted sum of losses, which is what adding and multiplying losses makes.
+    """A weighted sum of losses, the result of adding and multiplying losses.
 
     Args:
-        summands: The weights and the losses.
+        summands: Pairs of a weight and a loss.
     """
 
     summands: tuple[tuple[float, Loss], ...] = ()
@@ -247,25 +244,18 @@ class Combined(Loss):
     def parts(self, sources: Sources) -> list[Part]:
         """Emits the losses."""
         return [
-            Part(
-                part.label,
-                weight * part.weight,
-                part.value,
-                part.count,
-                part.is_sum,
-                part.batch_coupled,
-            )
+            replace(part, weight=weight * part.weight)
             for weight, loss in self.summands
             for part in loss.parts(sources)
         ]
 
     def __call__(self, *tensors: Any, **named: Any) -> Tensor:
-        """Refuses tensors: each summand has its own."""
-        raise ModelError("loss: a sum of losses reads tensors by name; call each loss by itself")
+        """Raises an error: each summand reads tensors of its own."""
+        raise ArgumentError("loss: a sum of losses cannot be called; call each summand separately")
 
     def __mul__(self, weight: float) -> Combined:
-        number = _number(self, weight)
-        return Combined(summands=tuple((number * own, loss) for own, loss in self.summands))
+        factor = _weight(self, weight)
+        return Combined(summands=tuple((factor * own, loss) for own, loss in self.summands))
 
     __rmul__ = __mul__
 
@@ -274,12 +264,18 @@ def _summands(loss: Loss) -> tuple[tuple[float, Loss], ...]:
     return loss.summands if isinstance(loss, Combined) else ((1.0, loss),)
 
 
-def _number(loss: Loss, weight: Any) -> float:
-    if isinstance(weight, bool) or not isinstance(weight, int | float | np.number):
-        raise ModelError(f"loss {loss.name}: its weight is {weight!r}; a number is accepted")
-    if not np.isfinite(weight):
-        raise ModelError(f"loss {loss.name}: its weight is {weight}; a finite number is accepted")
-    return float(weight)
+def _weight(loss: Loss, weight: Any) -> float:
+    return number(f"loss {loss.name}: weight", weight)
+
+
+def one(like: Tensor) -> Tensor:
+    """Returns the constant 1 in the type of a tensor: the count of a sum."""
+    return like.tape.constant(np.array(1, like.dtype))
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """Returns the number of rows of a tensor, an int64 scalar."""
+    return op.Squeeze(op.Shape(tensor, start=0, end=1))
 
 
 def mean_or_sum(elements: Tensor, reduction: str) -> Terms:
@@ -293,18 +289,16 @@ def mean_or_sum(elements: Tensor, reduction: str) -> Terms:
         Their mean and number, or their sum and 1.
     """
     if reduction == "sum":
-        return op.ReduceSum(elements, keepdims=0), elements.tape.constant(
-            np.array(1, elements.dtype)
-        )
+        return op.ReduceSum(elements, keepdims=0), one(elements)
     return op.ReduceMean(elements, keepdims=0), op.Size(elements).astype(count_type(elements))
 
 
 def weighted_mean(elements: Tensor, weights: Tensor, reduction: str) -> Terms:
-    """Reduces losses that count differently to a scalar.
+    """Reduces weighted losses to a scalar.
 
     Args:
-        elements: Losses that are multiplied with their weights already.
-        weights: The weights, of the same shape or one that broadcasts to it.
+        elements: Losses, already multiplied by their weights.
+        weights: The weights; their shape must broadcast to that of the losses.
         reduction: ``"mean"`` divides by the sum of the weights, ``"sum"`` does not.
 
     Returns:
@@ -319,7 +313,7 @@ def weighted_mean(elements: Tensor, weights: Tensor, reduction: str) -> Terms:
 
 
 def mean_of(total: Tensor, count: Tensor) -> Tensor:
-    """Returns a sum divided by a count; 0, with gradient 0, where the count is 0.
+    """Returns a sum divided by a count; 0, with gradient 0, if the count is 0.
 
     Args:
         total: A scalar.
@@ -329,7 +323,7 @@ def mean_of(total: Tensor, count: Tensor) -> Tensor:
 
 
 def unless_empty(mean: Tensor, count: Tensor) -> Tensor:
-    """Returns a mean; 0, with gradient 0, where its count is 0, so that it would be NaN.
+    """Replaces a mean over nothing, which would be NaN, by 0 with gradient 0.
 
     Args:
         mean: A scalar.
@@ -339,50 +333,49 @@ def unless_empty(mean: Tensor, count: Tensor) -> Tensor:
 
 
 def count_type(x: Tensor) -> np.dtype[Any]:
-    """Returns the type of counts: that of a tensor, but float16 cannot count beyond 65504."""
+    """Returns the type of counts: that of a tensor, but at least float32.
+
+    float16 ends at 65504.
+    """
     return np.promote_types(x.dtype, np.float32)
 
 
 def softplus(x: Tensor) -> Tensor:
-    """Returns log(1 + exp x), which overflows nowhere.
+    """Returns log(1 + exp x) without overflow.
 
-    onnxruntime has a kernel of Softplus for float32 and float16.
+    onnxruntime has a Softplus kernel only for float32 and float16.
     """
     if x.dtype != np.float64:
         return op.Softplus(x)
     return op.Max(x, 0.0) + op.Log(1 + op.Exp(-abs(x)))
 
 
-def check_number(
-    loss: Loss, argument: str, accepted: str, fits: Callable[[float], bool] = np.isfinite
-) -> None:
-    """Refuses an argument that is not a number of some kind.
+def check_number(loss: Loss, argument: str, **bounds: float) -> None:
+    """Raises an ArgumentError unless an argument is a number; see `ortops.arguments.number`."""
+    number(f"loss {loss.name}: {argument}", getattr(loss, argument), **bounds)
 
-    Args:
-        loss: The loss that was given it.
-        argument: The name of the argument.
-        accepted: What is accepted, in words.
-        fits: Whether a number is.
 
-    Raises:
-        ModelError: If the argument is something else.
-    """
-    value = getattr(loss, argument)
-    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    if not number or not fits(value):
-        raise ModelError(f"loss {loss.name}: {argument} is {value!r}; {accepted} is accepted")
+def check_integer(loss: Loss, argument: str) -> None:
+    """Raises an ArgumentError unless an argument is an integer or None."""
+    if getattr(loss, argument) is not None:
+        whole_number(f"loss {loss.name}: {argument}", getattr(loss, argument))
+
+
+def check_name(loss: Loss, argument: str, of: str = "a tensor") -> None:
+    """Raises an ArgumentError unless an argument is a name."""
+    text(f"loss {loss.name}: {argument}", getattr(loss, argument), f"the name of {of}")
 
 
 def check_numbers(loss: Loss, argument: str, rank: int | None = None) -> None:
-    """Refuses weights that are not finite numbers of at least 0.
+    """Checks that weights are finite numbers >= 0.
 
     Args:
-        loss: The loss that was given them.
+        loss: The loss.
         argument: The name of the argument, which may be None.
-        rank: How deep sequences are nested: 1 for a number for each class, None for any depth.
+        rank: The depth of nested sequences: 1 for one number per class, None for any depth.
 
     Raises:
-        ModelError: If the argument is something else.
+        ArgumentError: If the argument is anything else.
     """
     value = getattr(loss, argument)
     if value is None:
@@ -392,10 +385,9 @@ def check_numbers(loss: Loss, argument: str, rank: int | None = None) -> None:
     except (TypeError, ValueError):
         array = np.array(np.nan)
     if not np.all(np.isfinite(array) & (array >= 0)) or rank not in (None, array.ndim):
-        what = "one finite number of at least 0 for each class" if rank else "finite numbers ≥ 0"
-        verb = "is" if rank else "are"
-        raise ModelError(f"loss {loss.name}: {argument} is {value!r}; {what} {verb} accepted")
+        what = "one finite number >= 0 for each class" if rank else "finite numbers >= 0"
+        raise ArgumentError(f"loss {loss.name}: {argument} must be {what}, got {value!r}")
 
 
 Function: TypeAlias = Callable[..., Tensor | tuple[Tensor, Tensor]]
-"""A loss of the user's own."""
+"""A loss function that the user wrote."""

@@ -1,14 +1,20 @@
-"""Losses of numbers, and of distributions."""
+"""Regression losses, and divergences of distributions."""
 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from ortops.graph.tensor import Tensor, op
-from ortops.losses.loss import Loss, Reads, Terms, check_number, count_type, mean_or_sum
+from ortops.losses.loss import (
+    Loss,
+    Reads,
+    Terms,
+    check_number,
+    count_type,
+    mean_or_sum,
+    rows_of,
+)
 
 __all__ = ["L1", "Huber", "KullbackLeibler", "MeanSquaredError", "SmoothL1"]
 
@@ -18,8 +24,7 @@ class MeanSquaredError(Loss):
     """The average of (prediction − target)².
 
     Args:
-        output: The tensor that it looks at, of any shape; the first floating-point output by
-            default.
+        output: The prediction, of any shape; the first floating-point output by default.
         target: See `Loss`.
         reduction: See `Loss`.
 
@@ -40,11 +45,10 @@ class MeanSquaredError(Loss):
 
 @dataclass(frozen=True)
 class L1(Loss):
-    """The average of |prediction − target|, whose gradient where both are equal is 0.
+    """The average of |prediction − target|, with gradient 0 where both are equal.
 
     Args:
-        output: The tensor that it looks at, of any shape; the first floating-point output by
-            default.
+        output: The prediction, of any shape; the first floating-point output by default.
         target: See `Loss`.
         reduction: See `Loss`.
 
@@ -67,11 +71,10 @@ class Huber(Loss):
     """The average of ½ d² where |d| ≤ δ, and of δ (|d| − ½ δ) elsewhere; d = prediction − target.
 
     Args:
-        output: The tensor that it looks at, of any shape; the first floating-point output by
-            default.
+        output: The prediction, of any shape; the first floating-point output by default.
         target: See `Loss`.
         reduction: See `Loss`.
-        delta: δ, where the square turns into a line.
+        delta: δ, where the loss changes from quadratic to linear.
 
     Source:
         Huber, 1964 (doi:10.1214/aoms/1177703732); the same as torch.nn.HuberLoss.
@@ -86,9 +89,9 @@ class Huber(Loss):
     delta: float = 1.0
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the arguments."""
         super().__post_init__()
-        check_number(self, "delta", "a finite number above 0", lambda x: 0 < x < np.inf)
+        check_number(self, "delta", above=0)
 
     def elements(self, prediction: Tensor, target: Tensor) -> Tensor:
         """Emits c (d − ½ c), where c is d clipped to [−δ, δ]."""
@@ -102,11 +105,10 @@ class SmoothL1(Loss):
     """The average of ½ d² / β where |d| < β, and of |d| − ½ β elsewhere; d = prediction − target.
 
     Args:
-        output: The tensor that it looks at, of any shape; the first floating-point output by
-            default.
+        output: The prediction, of any shape; the first floating-point output by default.
         target: See `Loss`.
         reduction: See `Loss`.
-        beta: β, where the square turns into a line; 0 makes it `L1`.
+        beta: β, where the loss changes from quadratic to linear; with 0 it is `L1`.
 
     Source:
         Girshick, 2015 (arXiv:1504.08083); the same as torch.nn.SmoothL1Loss.
@@ -121,9 +123,9 @@ class SmoothL1(Loss):
     beta: float = 1.0
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the arguments."""
         super().__post_init__()
-        check_number(self, "beta", "a finite number of at least 0", lambda x: 0 <= x < np.inf)
+        check_number(self, "beta", minimum=0)
 
     def elements(self, prediction: Tensor, target: Tensor) -> Tensor:
         """Emits c / β (d − ½ c), where c is d clipped to [−β, β]."""
@@ -138,15 +140,16 @@ class SmoothL1(Loss):
 class KullbackLeibler(Loss):
     """The Kullback–Leibler divergence of a prediction from a target: the sum of t (log t − x).
 
-    x are log-probabilities, t probabilities of the same shape; where t = 0 the summand is 0. Where
-    a Softmax ends the model, x is the LogSoftmax of the logits before it.
+    x are log-probabilities, t probabilities of the same shape. Summands with t = 0 are 0. If the
+    model ends in a Softmax, x is the LogSoftmax of the logits before it.
 
     Args:
-        output: The tensor that holds log-probabilities, of any shape, or their exponentials; the
-            first floating-point output by default.
+        output: The log-probabilities, of any shape, or the probabilities; the first floating-point
+            output by default.
         target: See `Loss`.
-        reduction: ``"mean"`` divides the sum by the number of elements, which is not the divergence
-            of the paper; ``"batchmean"`` by the size of the first axis; ``"sum"`` does not.
+        reduction: ``"mean"`` divides the sum by the number of elements, which differs from the
+            paper's divergence; ``"batchmean"`` divides by the size of the first axis; ``"sum"``
+            does not divide.
         log_target: Whether the targets are log-probabilities too.
 
     Source:
@@ -173,11 +176,11 @@ class KullbackLeibler(Loss):
         return target * (logarithm - prediction)
 
     def terms(self, prediction: Tensor, target: Tensor) -> Terms:
-        """Emits the loss and what its sum was divided by."""
+        """Emits the loss and the divisor of its sum."""
         elements = self.elements(prediction, target)
         if self.reduction != "batchmean":
             return mean_or_sum(elements, self.reduction)
         wide = count_type(elements)
-        count = op.Squeeze(op.Shape(prediction, start=0, end=1)).astype(wide)
+        count = rows_of(prediction).astype(wide)
         mean = op.ReduceSum(elements.astype(wide), keepdims=0) / count
         return mean.astype(elements.dtype), count

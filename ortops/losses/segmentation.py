@@ -1,51 +1,44 @@
-"""Losses of overlaps."""
+"""Overlap losses for segmentation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
 
 import numpy as np
 
 from ortops.errors import ModelError
 from ortops.graph.tensor import Tensor, op
-from ortops.losses.classification import (
-    ClassLoss,
-    check_integer,
-    check_only_multiclass,
-    independent_classes,
-    safe_labels,
-)
-from ortops.losses.loss import Loss, Reads, Sources, Terms, check_number, count_type, mean_or_sum
+from ortops.losses.classification import MulticlassLoss, safe_labels
+from ortops.losses.loss import Terms, check_number, count_type, mean_or_sum, one, rows_of
 
 __all__ = ["Dice"]
 
 
 @dataclass(frozen=True)
-class Dice(ClassLoss):
+class Dice(MulticlassLoss):
     """1 − D for each class, averaged, where D = (2 Σ p t + smooth) / (Σ p² + Σ t² + smooth).
 
     By default classes are independent: p is the Sigmoid of logits of shape (N, C, d1, …), and
-    targets t in [0, 1] have the same shape. With ``multiclass`` they exclude each other: p is the
-    Softmax, and integer labels have shape (N, d1, …). Where a Softmax or Sigmoid ends the model,
-    the logits are the tensor before it.
+    targets t in [0, 1] have the same shape. With ``multiclass`` they are mutually exclusive: p is
+    the Softmax, and integer labels have shape (N, d1, …). If the model ends in a Softmax or
+    Sigmoid, the logits are the tensor before it.
 
-    Sums go over all elements of a class in the batch, so that rows of a batch take part in each
-    other's loss, unless ``per_sample`` is given: then each row has a D of its own.
+    Sums run over all elements of a class in the batch, so the loss of a row depends on the others.
+    With ``per_sample``, D is computed for each row separately.
 
     Args:
-        output: The tensor that holds the logits; the first floating-point output by default.
+        output: The logits; the first floating-point output by default.
         target: See `Loss`; ``"labels"`` by default with ``multiclass``, else ``"targets"``.
         reduction: See `Loss`; over the classes, and with ``per_sample`` over the rows.
         axis: See `ClassLoss`.
-        smooth: What is added to both sums; with 0 a class that is neither there nor predicted has
-            loss NaN.
+        smooth: Added to numerator and denominator. With 0, a class that is neither present nor
+            predicted has loss NaN.
         squared: Whether probabilities and targets are squared in the denominator, as in the paper.
-        per_sample: Whether each row has a D of its own.
-        multiclass: Whether classes exclude each other.
-        ignore_index: A label that does not count; with ``multiclass`` only. A batch without others,
-            and with ``per_sample`` a row, does not count either: its loss is 0.
+        per_sample: Whether D is computed for each row separately.
+        multiclass: Whether classes are mutually exclusive.
+        ignore_index: A label to ignore; only with ``multiclass``. A batch (with ``per_sample``, a
+            row) in which all labels are ignored is ignored as well: its loss is 0.
 
     Source:
         Milletari et al., 2016 (arXiv:1606.04797).
@@ -62,41 +55,24 @@ class Dice(ClassLoss):
     smooth: float = 1.0
     squared: bool = True
     per_sample: bool = False
-    multiclass: bool = False
-    ignore_index: int | None = None
-
-    reads: ClassVar[Reads] = "logits"
+    multiclass: bool | None = False
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the arguments."""
         super().__post_init__()
-        check_number(self, "smooth", "a finite number of at least 0", lambda x: 0 <= x < np.inf)
-        check_integer(self, "ignore_index", self.ignore_index)
-        if not self.multiclass:
-            check_only_multiclass(self, ignore_index=self.ignore_index)
-
-    @property
-    def default_target(self) -> str:
-        """The name of the input that holds what the output should have been."""
-        return "labels" if self.multiclass else "targets"
+        check_number(self, "smooth", minimum=0)
 
     @property
     def couples_rows(self) -> bool:
-        """Whether sums go over the whole batch."""
+        """Whether sums run over the whole batch."""
         return not self.per_sample
-
-    def tensors(self, sources: Sources) -> tuple[Loss, Sequence[Tensor]]:
-        """Gets the logits, and the labels or the targets."""
-        if self.multiclass:
-            return super().tensors(sources)
-        return self, independent_classes(self, sources, "give multiclass=True")
 
     def terms(self, prediction: Tensor, target: Tensor) -> Terms:
         """Emits the loss, and the number of rows that count."""
         value, _ = mean_or_sum(self.elements(prediction, target), self.reduction)
         if self.reduction == "sum":
-            return value, value.tape.constant(np.array(1, value.dtype))
-        rows = op.Squeeze(op.Shape(prediction, start=0, end=1)).astype(count_type(value))
+            return value, one(value)
+        rows = rows_of(prediction).astype(count_type(value))
         if self.ignore_index is None:
             return value, rows
         counts = op.Not(self._is_empty(op.Equal(target, self.ignore_index))).astype(rows.dtype)
@@ -104,15 +80,15 @@ class Dice(ClassLoss):
             return value, rows * counts
         count = op.ReduceSum(counts, keepdims=0)
         share = rows / op.Where(op.Equal(count, 0), 1, count)
-        return value * share.astype(value.dtype), count  # rows that do not count have loss 0
+        return value * share.astype(value.dtype), count  # ignored rows have loss 0
 
     def elements(self, prediction: Tensor, target: Tensor) -> Tensor:
         """Emits Σ (p − t)² / (Σ p² + Σ t² + smooth) for each class, which is 1 − D."""
         axis, rank = self.class_axis(prediction), prediction.ndim
         if self.per_sample and rank < 3:
             raise ModelError(
-                f"loss {self.name}: '{prediction.name}' has shape {list(prediction.shape or ())}; "
-                "with per_sample=True a tensor of shape (N, C, d1, …) is accepted"
+                f"loss {self.name}: per_sample=True requires a tensor of shape (N, C, d1, …), but "
+                f"'{prediction.name}' has shape {list(prediction.shape or ())}"
             )
         p = op.Softmax(prediction, axis=axis) if self.multiclass else op.Sigmoid(prediction)
         t, counted = target, None
@@ -126,7 +102,7 @@ class Dice(ClassLoss):
         over = over[1:] if self.per_sample else over
         if self.squared:
             apart, sizes = (p - t) ** 2.0, p * p + t * t
-        else:  # p + t − 2 p t, which would cancel
+        else:  # p + t − 2 p t, without cancellation
             apart, sizes = p * (1 - t) + t * (1 - p), p + t
         total = op.ReduceSum(sizes, over, keepdims=0) + self.smooth
         if counted is not None and self.smooth == 0:
@@ -135,7 +111,7 @@ class Dice(ClassLoss):
         return op.ReduceSum(apart, over, keepdims=0) / total
 
     def _is_empty(self, ignored: Tensor) -> Tensor:
-        """Returns whether all labels are ignored, of each row with ``per_sample``, else of all."""
+        """Returns whether all labels are ignored, for each row with ``per_sample``, or overall."""
         axes = list(range(1, ignored.ndim)) if self.per_sample else list(range(ignored.ndim))
         return op.Equal(op.ReduceMin(ignored.astype(np.int32), axes, keepdims=0), 1)
 

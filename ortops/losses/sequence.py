@@ -1,4 +1,4 @@
-"""Losses of sequences that are not aligned."""
+"""Losses of unaligned sequences."""
 
 from __future__ import annotations
 
@@ -8,41 +8,42 @@ from typing import ClassVar
 
 import numpy as np
 
+from ortops.arguments import whole_number
 from ortops.autodiff.rules.recurrent import scan
 from ortops.errors import ModelError
 from ortops.graph.tensor import Tensor, op
-from ortops.losses.loss import Loss, Reads, Sources, Terms, count_type, mean_or_sum
+from ortops.losses.loss import Loss, Reads, Sources, Terms, check_name, count_type, mean_or_sum
 
 __all__ = ["CTC"]
 
 _IMPOSSIBLE = -1e30
-"""Stands for log 0: −∞ would make gradients NaN."""
+"""Represents log 0, because −∞ would make gradients NaN."""
 
 
 @dataclass(frozen=True)
 class CTC(Loss):
-    """Connectionist temporal classification: −log of what all alignments of the labels sum up to.
+    """Connectionist temporal classification: −log of the summed probability of all alignments.
 
-    An alignment has a class at each time; labels come out of it by merging repeated classes, then
-    leaving out blanks. Log-probabilities have shape (T, N, C); where a Softmax ends the model they
-    are the LogSoftmax of the logits before it. Three inputs are added, all of int64: labels (N, S)
-    padded by anything, and the lengths (N) of what counts of T and of S. Lengths beyond T or S make
-    a run fail.
+    An alignment assigns a class to each time step. Merging repeated classes and then removing
+    blanks gives its labels. Log-probabilities have shape (T, N, C); if the model ends in a Softmax,
+    they are the LogSoftmax of the logits before it. The loss adds three int64 inputs: labels (N, S)
+    with any padding, and the valid lengths (N) along T and S. A run fails if a length exceeds T or
+    S.
 
-    A target that no alignment fits (longer than the input, or with too many repeated labels) has
-    loss infinity and gradient 0. Gradients are those by log-probabilities; torch's, by the same
-    log-probabilities, have a LogSoftmax's in them, and agree by the logits.
+    A target without any alignment (longer than the input, or with too many repeated labels) has
+    loss infinity and gradient 0. Gradients are with respect to log-probabilities. PyTorch's
+    gradients include that of a LogSoftmax; with respect to the logits, both agree.
 
     Args:
-        output: The tensor that holds log-probabilities; the first floating-point output by default.
+        output: The log-probabilities; the first floating-point output by default.
         target: See `Loss`.
-        reduction: ``"mean"`` divides each loss by the length of its target, or 1 where that is 0,
-            and averages over the batch; ``"sum"`` adds them up as they are.
-        blank: The class that stands for no label.
-        zero_infinity: Whether an infinite loss counts as 0.
+        reduction: ``"mean"`` divides each loss by the length of its target (at least 1) and
+            averages over the batch; ``"sum"`` adds the losses up.
+        blank: The blank class.
+        zero_infinity: Whether infinite losses are replaced by 0.
         batch_first: Whether log-probabilities have shape (N, T, C).
-        input_lengths: The name of the input that holds how much of T counts.
-        target_lengths: The name of the input that holds how much of S counts.
+        input_lengths: The name of the input with the valid lengths along T.
+        target_lengths: The name of the input with the valid lengths along S.
 
     Source:
         Graves et al., 2006 (doi:10.1145/1143844.1143891), its forward variables in log space; the
@@ -65,23 +66,15 @@ class CTC(Loss):
     reads: ClassVar[Reads] = "log_probabilities"
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the arguments."""
         super().__post_init__()
-        integer = isinstance(self.blank, int | np.integer) and not isinstance(self.blank, bool)
-        if not integer or self.blank < 0:
-            raise ModelError(
-                f"loss {self.name}: blank is {self.blank!r}; the number of a class is accepted"
-            )
+        whole_number(f"loss {self.name}: blank", self.blank, 0)
         for argument in ("input_lengths", "target_lengths"):
-            value = getattr(self, argument)
-            if not isinstance(value, str) or not value:
-                raise ModelError(
-                    f"loss {self.name}: {argument} must be the name of an input, got {value!r:.80}"
-                )
+            check_name(self, argument, "an input")
 
     @property
     def default_target(self) -> str:
-        """The name of the input that holds what the output should have been."""
+        """The default name of the target input."""
         return "labels"
 
     def tensors(self, sources: Sources) -> tuple[Loss, Sequence[Tensor]]:
@@ -93,8 +86,8 @@ class CTC(Loss):
             if len(shape) != 3 or (isinstance(classes, int) and self.blank >= classes):
                 wanted = "(N, T, C)" if self.batch_first else "(T, N, C)"
                 raise ModelError(
-                    f"loss {self.name}: '{x.name}' has shape {list(shape)}; {wanted} with "
-                    f"C > {self.blank}, the blank, is accepted"
+                    f"loss {self.name}: '{x.name}' must have shape {wanted} with C > blank = "
+                    f"{self.blank}, got {list(shape)}"
                 )
         rows = None if shape is None else shape[0 if self.batch_first else 1]
         name = self.target or self.default_target
@@ -126,7 +119,7 @@ class CTC(Loss):
     def _negative_log_likelihood(
         self, x: Tensor, labels: Tensor, input_lengths: Tensor, target_lengths: Tensor
     ) -> Tensor:
-        """Emits the loss of each row; x has shape (T, N, C), and a kind that holds 1e30."""
+        """Emits the loss of each row; x has shape (T, N, C), and a type that can hold 1e30."""
         times, rows = op.Shape(x, start=0, end=1), op.Shape(x, start=1, end=2)
         most = op.Shape(labels, start=1, end=2)
         states = 2 * most + 1  # blank, label, blank, …, label, blank
@@ -145,7 +138,7 @@ class CTC(Loss):
 
         everywhere = op.Expand(symbols, op.Concat(times, rows, states, axis=0))
         emissions = op.Max(op.GatherElements(x, everywhere, axis=2), log_zero)
-        # Gather, since it refuses lengths beyond T.
+        # Gather makes the run fail for lengths beyond T.
         lengths = op.Gather(op.Range(0, op.Squeeze(times) + 1, 1), input_lengths)
         time = op.Reshape(op.Range(0, op.Squeeze(times), 1), [-1, 1, 1])
         active = op.Less(time, op.Reshape(lengths, [1, -1, 1]))
@@ -162,7 +155,9 @@ class CTC(Loss):
         (alpha,) = scan(step, [alpha], [emissions, active], backwards=False)
         last = 2 * op.Unsqueeze(target_lengths, [1])
         ends = op.GatherElements(alpha, op.Concat(last, op.Max(last - 1, 0), axis=1), axis=1)
-        empty = op.And(op.Equal(last, 0), np.array([False, True]))  # there is no label to end at
+        empty = op.And(
+            op.Equal(last, 0), np.array([False, True])
+        )  # without labels, only the blank can be the last state
         likelihood = op.ReduceLogSumExp(op.Where(empty, log_zero, ends), [1], keepdims=0)
         instead = np.array(0 if self.zero_infinity else np.inf, x.dtype)
         return op.Where(op.Less(likelihood, 0.1 * log_zero), instead, -likelihood)

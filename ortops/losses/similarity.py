@@ -1,4 +1,4 @@
-"""Losses that compare embeddings with each other."""
+"""Contrastive losses, which compare embeddings."""
 
 from __future__ import annotations
 
@@ -8,43 +8,49 @@ from typing import ClassVar
 
 import numpy as np
 
-from ortops.errors import ModelError
+from ortops.errors import ArgumentError
 from ortops.graph.tensor import Tensor, op
-from ortops.losses.loss import Loss, Sources, Terms, check_number, count_type
+from ortops.losses.loss import (
+    Loss,
+    Sources,
+    Terms,
+    check_name,
+    check_number,
+    count_type,
+    one,
+    rows_of,
+)
+from ortops.numbers import real
 
 __all__ = ["CosineEmbedding", "InfoNCE", "Triplet"]
 
 
 @dataclass(frozen=True)
 class _Comparison(Loss):
-    """A loss of several tensors of the model, which it takes by name."""
+    """A loss that compares several tensors of the model, given by name."""
 
     compared: ClassVar[tuple[str, ...]] = ()
     """The arguments that name the tensors."""
 
     has_target: ClassVar[bool] = False
-    """Whether it reads an input, too."""
+    """Whether it also reads a target input."""
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the arguments."""
         super().__post_init__()
         named = ", ".join(f"{argument}=…" for argument in self.compared)
         if self.output is not None:
-            raise ModelError(
-                f"loss {self.name}: output is {self.output!r}; it reads several tensors, so name "
+            raise ArgumentError(
+                f"loss {self.name}: reads several tensors; instead of output={self.output!r}, name "
                 f"them: {named}"
             )
         if self.target is not None and not self.has_target:
-            raise ModelError(
-                f"loss {self.name}: target is {self.target!r}; it compares tensors of the model "
-                "with each other, so leave it out"
+            raise ArgumentError(
+                f"loss {self.name}: compares tensors of the model and has no target; leave out "
+                f"target={self.target!r}"
             )
         for argument in self.compared:
-            if not isinstance(getattr(self, argument), str):
-                raise ModelError(
-                    f"loss {self.name}: {argument} is {getattr(self, argument)!r}; the name of a "
-                    "tensor of the model is accepted"
-                )
+            check_name(self, argument, "a tensor of the model")
 
     def tensors(self, sources: Sources) -> tuple[Loss, Sequence[Tensor]]:
         """Gets the tensors of the model."""
@@ -55,16 +61,17 @@ class _Comparison(Loss):
 
 @dataclass(frozen=True)
 class CosineEmbedding(_Comparison):
-    """1 − cos(a, b) where the target is 1, and max(0, cos(a, b) − margin) where it is −1; averaged.
+    """1 − cos(a, b) for target 1, and max(0, cos(a, b) − margin) for target −1; averaged.
 
-    Embeddings have shape (N, D), targets (N). A pair with another target has loss 0, and counts.
+    Embeddings have shape (N, D), targets (N). A pair with another target has loss 0, but is part of
+    the average.
 
     Args:
-        first: The tensor that holds embeddings a.
-        second: The tensor that holds embeddings b.
+        first: The name of the embeddings a.
+        second: The name of the embeddings b.
         target: See `Loss`.
         reduction: See `Loss`.
-        margin: How similar two embeddings that differ may be, from −1 to 1.
+        margin: The similarity, in [−1, 1], up to which pairs with target −1 have no loss.
 
     Source:
         The same as torch.nn.CosineEmbeddingLoss, with its 1e-12 in the squares of the norms.
@@ -86,9 +93,9 @@ class CosineEmbedding(_Comparison):
     has_target: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the arguments."""
         super().__post_init__()
-        check_number(self, "margin", "a number in [-1, 1]", lambda x: -1 <= x <= 1)
+        check_number(self, "margin", minimum=-1, maximum=1)
 
     def tensors(self, sources: Sources) -> tuple[Loss, Sequence[Tensor]]:
         """Gets both embeddings and the targets."""
@@ -113,14 +120,14 @@ class Triplet(_Comparison):
     Embeddings have shape (N, D); d(a, b) is the p-norm of a − b + eps along the last axis.
 
     Args:
-        anchor: The tensor that holds embeddings.
-        positive: The tensor that holds what is to be near them.
-        negative: The tensor that holds what is to be far from them.
+        anchor: The name of the anchor embeddings.
+        positive: The name of the embeddings that should be close to the anchors.
+        negative: The name of the embeddings that should be far from the anchors.
         reduction: See `Loss`.
-        margin: How much farther the negative is to be.
-        p: The norm, at least 1; infinity is the largest difference.
-        eps: What is added to differences.
-        swap: Whether the negative's distance is the smaller one of those to anchor and positive.
+        margin: How much farther away the negative should be.
+        p: The order of the norm, at least 1; infinity for the maximum norm.
+        eps: Added to differences.
+        swap: Whether to use the smaller one of the negative's distances to anchor and positive.
 
     Source:
         Schroff et al., 2015 (arXiv:1503.03832); swap: Balntas et al., 2016; the same as
@@ -146,11 +153,12 @@ class Triplet(_Comparison):
     compared: ClassVar[tuple[str, ...]] = ("anchor", "positive", "negative")
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the arguments."""
         super().__post_init__()
-        check_number(self, "margin", "a finite number above 0", lambda x: 0 < x < np.inf)
-        check_number(self, "p", "a number of at least 1", lambda x: x >= 1)
-        check_number(self, "eps", "a finite number of at least 0", lambda x: 0 <= x < np.inf)
+        check_number(self, "margin", above=0)
+        check_number(self, "eps", minimum=0)
+        if not real(self.p) >= 1:  # also infinity
+            raise ArgumentError(f"loss {self.name}: p must be a number >= 1, got {self.p!r}")
 
     def elements(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         """Emits the loss of each triplet."""
@@ -168,27 +176,26 @@ class Triplet(_Comparison):
         if self.p == np.inf:
             return op.ReduceMax(abs(difference), [-1], keepdims=0)
         total = op.ReduceSum(abs(difference) ** float(self.p), [-1], keepdims=0)
-        positive = total > 0.0  # the slope of a root at 0 is infinite
+        positive = total > 0.0  # the gradient of a root is infinite at 0
         return op.Where(positive, op.Where(positive, total, 1.0) ** (1 / float(self.p)), 0.0)
 
 
 @dataclass(frozen=True)
 class InfoNCE(_Comparison):
-    """Contrastive loss: each query is to find its key among those of the whole batch.
+    """Contrastive loss: classifies which key of the batch belongs to each query.
 
     Queries and keys have shape (N, D). The loss is the cross-entropy of the N × N logits
-    ``query · keyᵀ / temperature`` with labels 0, 1, …, N − 1; other rows' keys are the negatives,
-    so rows of a batch take part in each other's loss.
+    ``query · keyᵀ / temperature`` with labels 0, 1, …, N − 1. The keys of other rows are the
+    negatives, so the loss of a row depends on the whole batch.
 
     Args:
-        query: The tensor that holds the queries.
-        key: The tensor that holds the keys.
+        query: The name of the queries.
+        key: The name of the keys.
         reduction: See `Loss`.
-        temperature: What similarities are divided by.
-        normalize: Whether embeddings are divided by their norms first, which makes similarities
-            cosines.
-        symmetric: Whether keys are to find their queries too, as in CLIP; the loss is the average
-            of both.
+        temperature: The divisor of similarities.
+        normalize: Whether embeddings are normalized first, so that similarities are cosines.
+        symmetric: Whether queries are classified for each key as well, as in CLIP; the loss is the
+            average of both.
 
     Source:
         van den Oord et al., 2018 (arXiv:1807.03748); symmetric: Radford et al., 2021
@@ -211,9 +218,9 @@ class InfoNCE(_Comparison):
     compared: ClassVar[tuple[str, ...]] = ("query", "key")
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the arguments."""
         super().__post_init__()
-        check_number(self, "temperature", "a finite number above 0", lambda x: 0 < x < np.inf)
+        check_number(self, "temperature", above=0)
 
     @property
     def couples_rows(self) -> bool:
@@ -225,7 +232,7 @@ class InfoNCE(_Comparison):
         if self.normalize:
             query, key = _unit(query), _unit(key)
         logits = op.MatMul(query, op.Transpose(key, perm=[1, 0])) / self.temperature
-        rows = op.Squeeze(op.Shape(query, start=0, end=1))
+        rows = rows_of(query)
         labels = op.Range(0, rows, 1)
         loss = op.SoftmaxCrossEntropyLoss(logits, labels, reduction=self.reduction)
         if self.symmetric:
@@ -233,11 +240,11 @@ class InfoNCE(_Comparison):
             backwards = op.SoftmaxCrossEntropyLoss(other, labels, reduction=self.reduction)
             loss = 0.5 * (loss + backwards)
         if self.reduction == "sum":
-            return loss, loss.tape.constant(np.array(1, loss.dtype))
+            return loss, one(loss)
         return loss, rows.astype(count_type(loss))
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Divides vectors along the last axis by their norms, of which 1e-12 is the least."""
+    """Divides vectors along the last axis by their norms, which are at least 1e-12."""
     least = max(1e-12, float(np.finfo(x.dtype).tiny))
     return x / op.Max(op.ReduceL2(x, [-1], keepdims=1), least)

@@ -1,4 +1,4 @@
-"""Another model inside a loss: a teacher, whose weights are constants of the algorithm."""
+"""A teacher model inside a loss; its weights are constants of the training algorithm."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["Teacher", "put_teacher"]
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model that was put on a tape.
+    """A model that was added to a tape.
 
     Attributes:
-        values: Its tensors by the names that they have in its file.
+        values: Its tensors, by their names in its file.
         outputs: Its outputs.
-        constants: Its weights, which are initializers of the tape's graph now.
+        constants: Its weights, now initializers of the tape's graph.
     """
 
     values: dict[str, ir.Value]
@@ -35,15 +35,15 @@ class Teacher:
 
 
 def put_teacher(tape: Tape, model: ModelLike, find: Callable[[str], Tensor | None]) -> Teacher:
-    """Puts a model on a tape, as it runs by itself.
+    """Adds a model, in inference mode, to a tape.
 
     Args:
-        tape: Where its nodes go.
+        tape: Receives the nodes.
         model: The model; not changed.
-        find: Returns a tensor of the student by name; the teacher's inputs are those of their name.
+        find: Returns a tensor of the student by name. Inputs of the teacher are connected by name.
 
     Raises:
-        ModelError: If it is not legal, or does not fit beside the student.
+        ModelError: If the model is invalid, or incompatible with the student.
     """
     light, data = convert.load_light(model)
     work = convert.to_ir(light, None, data)
@@ -83,20 +83,20 @@ def put_teacher(tape: Tape, model: ModelLike, find: Callable[[str], Tensor | Non
 
 
 def _check_operators(graph: ir.Graph, tape: Tape) -> None:
-    """Refuses operators of other versions than the student's, and of the training domain."""
+    """Raises an error for other operator versions than the student's, and training operators."""
     for node in all_nodes(graph):
         if node.domain in GRADIENT_DOMAINS:
             raise ModelError(
-                f"teacher: {describe(node)} is of domain '{node.domain}'; lower the teacher with "
-                "ortops.lower"
+                f"teacher: {describe(node)} has the training domain '{node.domain}'; lower the "
+                "teacher with ortops.lower"
             )
     for domain, version in graph.opset_imports.items():
         own = tape.graph.opset_imports.setdefault(domain, version)
         if own != version:
-            where = f"of domain '{domain}'" if domain else "of the standard"
+            where = f"of domain '{domain}'" if domain else "of the standard domain"
             raise ModelError(
-                f"teacher: its operators {where} are of version {version}, and the student's of "
-                f"{own}; export both at one opset"
+                f"teacher: its operators {where} have version {version}, the student's {own}; "
+                "export both with the same opset"
             )
 
 
@@ -105,19 +105,19 @@ def _input(value: ir.Value, find: Callable[[str], Tensor | None]) -> ir.Value:
     found = find(value.name or "")
     if found is None:
         raise ModelError(
-            f"teacher: its input '{value.name}' is no tensor of the student; rename it, or give "
+            f"teacher: its input '{value.name}' does not exist in the student; rename it, or feed "
             "the teacher's logits as an input"
         )
     if found.value.dtype != value.dtype or not may_be_equal(found.value.shape, value.shape):
         raise ModelError(
-            f"teacher: its input '{value.name}' is {value.dtype}{value.shape}, and the student's "
-            f"{found.value.dtype}{found.value.shape}; both read the same"
+            f"teacher: its input '{value.name}' is {value.dtype}{value.shape}, the student's "
+            f"{found.value.dtype}{found.value.shape}; both must be the same"
         )
     return found.value
 
 
 def _rename(graph: ir.Graph, tape: Tape) -> None:
-    """Gives what is defined in an inner graph names that the student does not have."""
+    """Renames the values of a subgraph, so that they do not clash with the student's."""
     for value in (*graph.inputs, *graph.initializers.values()):
         value.name = tape.names.unique(f"teacher/{value.name}")
     for node in graph:

@@ -90,7 +90,7 @@ class TopK(StreamingMetric):
     k: int = 5
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the arguments."""
         super().__post_init__()
         if isinstance(self.k, bool) or not isinstance(self.k, int | np.integer) or self.k < 1:
             raise self.wrong(f"k is {self.k!r}; an integer of at least 1 is accepted")
@@ -150,7 +150,7 @@ class PerClass(StreamingMetric):
     """Whether two classes are averaged by "binary" by default."""
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the arguments."""
         super().__post_init__()
         accepted = ("binary", "macro", "weighted", "micro")
         if self.average not in (None, *accepted):

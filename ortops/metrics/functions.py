@@ -123,7 +123,7 @@ class Function(StreamingMetric):
     takes: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the arguments."""
         if not callable(self.function):
             raise OrtopsError(f"metric {self.function!r}: a function is accepted")
         super().__post_init__()

@@ -76,7 +76,7 @@ class StreamingMetric:
     ignored: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks what was given, and begins."""
+        """Checks the arguments and resets the state."""
         for argument in ("output", "target", "name"):
             value = getattr(self, argument)
             if value is not None and (not isinstance(value, str) or not value):

@@ -47,7 +47,7 @@ class AUC(StreamingMetric):
     bins: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks what was given."""
+        """Checks the arguments."""
         super().__post_init__()
         if self.average not in ("macro", "weighted"):
             raise self.wrong(f"average is {self.average!r}; 'macro' and 'weighted' are accepted")

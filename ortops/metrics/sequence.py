@@ -82,7 +82,7 @@ class EditDistance(StreamingMetric):
     target_lengths: str = "target_lengths"
 
     def __post_init__(self) -> None:
-        """Checks what was given, and begins."""
+        """Checks the arguments and resets the state."""
         super().__post_init__()
         for argument in ("input_lengths", "target_lengths"):
             value = getattr(self, argument)

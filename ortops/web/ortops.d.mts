@@ -1,10 +1,10 @@
-// Types of ortops.mjs. `Ort` is the part of onnxruntime-common that it uses, so that nothing has to
-// be installed: onnxruntime-node and onnxruntime-web both fit.
+// Types of ortops.mjs. `Ort` declares the part of onnxruntime-common that the driver uses, so nothing has
+// to be installed. onnxruntime-node and onnxruntime-web both implement it.
 
-/** An array of the types that tensors have, or numbers that are converted. */
+/** A typed array, or numbers that are converted to the element type of the tensor. */
 export type Numbers = ArrayLike<number> | ArrayLike<bigint>;
 
-/** A tensor of onnxruntime. */
+/** An onnxruntime tensor. */
 export interface Tensor {
   readonly type: string;
   readonly dims: readonly number[];
@@ -14,36 +14,36 @@ export interface Tensor {
   dispose(): void;
 }
 
-/** What `import * as ort from "onnxruntime-web"` or `"onnxruntime-node"` gives. */
+/** The module that `import * as ort from "onnxruntime-web"` or `"onnxruntime-node"` imports. */
 export interface Ort {
   Tensor: new (type: any, data: any, dims?: readonly number[]) => Tensor;
   InferenceSession: { create(model: Uint8Array, options?: any): Promise<any> };
 }
 
 /**
- * A batch by the names of the inputs: tensors, `{data, dims}`, or arrays, whose shape is found where
- * no more than one dimension is open. Numbers are converted to the type of the input; those that an
- * integer type has not, and what is no number, are refused.
+ * A batch: by input name a tensor, `{data, dims}`, or an array, whose shape is inferred if at most one
+ * dimension is unknown. Numbers are converted to the type of the input. Numbers out of the range of
+ * an integer type, and elements that are not numbers, raise an error.
  */
 export type Feeds = Record<string, Tensor | { data: Numbers; dims: readonly number[] } | Numbers>;
 
-/** The loss as a number, and the outputs of the model as tensors. */
+/** The loss as a number, and the model's outputs as tensors. */
 export type Outputs = { loss: number } & Record<string, any>;
 
-/** A folder (path in Node, URL in a page), or the contents of its files by name. */
+/** A folder (a path in Node, a URL in a page), or the contents of its files by name. */
 export type Source = string | URL | Record<string, string | Uint8Array | ArrayBuffer>;
 
 export interface Options {
-  /** Whether variables stay on the GPU from step to step (execution provider `webgpu`). */
+  /** Whether variables stay on the GPU between steps (execution provider `webgpu`). */
   gpuState?: boolean;
   /**
-   * Options of `ort.InferenceSession.create`, such as `{executionProviders: ["webgpu"]}`; all but
-   * `preferredOutputLocation`, which `gpuState` decides.
+   * Options for `ort.InferenceSession.create`, for example `{executionProviders: ["webgpu"]}`. The
+   * driver sets `preferredOutputLocation` itself, depending on `gpuState`.
    */
   sessionOptions?: Record<string, any>;
 }
 
-/** What `step.json` says; see `ortops.export_step`. */
+/** The content of `step.json`; see `ortops.export_step`. */
 export interface Description {
   format: string;
   version: number;
@@ -71,7 +71,7 @@ export interface Description {
   >;
 }
 
-/** An input: its dimensions are numbers, symbols, or null. */
+/** An input. Dimensions are numbers, symbols, or null if unknown. */
 export interface Feed {
   name: string;
   type: string;
@@ -79,61 +79,61 @@ export interface Feed {
 }
 
 /**
- * A training. Calls follow each other: one that begins before the one before has finished is refused.
+ * A training session. Await each call before the next one: overlapping calls raise an error.
  */
 export class TrainingSession {
   private constructor();
 
   /**
-   * Opens a training.
+   * Creates a session.
    *
-   * @throws Error if a file is missing, or not the one that step.json was written with.
+   * @throws Error if a file is missing, or does not match its checksum in step.json.
    */
   static create(ort: Ort, source: Source, options?: Options): Promise<TrainingSession>;
 
   readonly about: Description;
 
   /**
-   * Makes one training step.
+   * Runs one training step.
    *
-   * @throws Error if the feeds do not fit, or onnxruntime fails; then nothing has changed.
+   * @throws Error if the feeds do not match the inputs, or onnxruntime fails. The state is then unchanged.
    */
   step(feeds: Feeds): Promise<Outputs>;
 
-  /** Computes the loss and the outputs of a batch in inference mode, and changes nothing. */
+  /** Computes the loss and the outputs for a batch in inference mode. The state does not change. */
   evaluate(feeds: Feeds): Promise<Outputs>;
 
-  /** The learning rate of the next step; part of the state, and saved. */
+  /** The learning rate of the next step. It is part of the state and is saved. */
   learningRate: number;
 
   /** Returns copies of the variables by name. */
   state(): Promise<Record<string, Tensor>>;
 
-  /** Sets variables; those that are not named stay. */
+  /** Sets variables. Others keep their values. */
   setState(arrays: Feeds): Promise<void>;
 
   /**
-   * Returns the trainable model with the present state: a `.onnx` file that onnxruntime runs as the
-   * trained model, and whose training `ortops.TrainingSession` goes on with.
+   * Returns the trainable model with the current state: a `.onnx` file. onnxruntime runs it as the
+   * trained model, and `ortops.TrainingSession` resumes training from it.
    */
   save(): Promise<Uint8Array>;
 
-  /** Returns the present state as a safetensors file. */
+  /** Returns the current state as a safetensors file. */
   saveState(): Promise<Uint8Array>;
 
   /**
-   * Frees the memory of onnxruntime's sessions, and of the variables on the GPU. Calls afterwards are
-   * refused.
+   * Frees the memory of the onnxruntime sessions and of the variables on the GPU. Later calls raise
+   * an error.
    */
   release(): Promise<void>;
 }
 
-/** Returns the arrays of a safetensors file by name. */
+/** Reads a safetensors file: arrays by name. */
 export function readSafetensors(
   file: Uint8Array | ArrayBuffer,
 ): Record<string, { type: string; dims: number[]; data: any }>;
 
-/** Returns a safetensors file of tensors by name. */
+/** Writes tensors, by name, as a safetensors file. */
 export function writeSafetensors(
   tensors: Record<string, { type: string; dims: readonly number[]; data: any }>,
 ): Uint8Array;

@@ -1,5 +1,5 @@
-// Drives a training step that `ortops export-step` wrote, on any onnxruntime for JavaScript.
-// There are no dependencies: whoever calls passes onnxruntime-node or onnxruntime-web.
+// Runs a training step that `ortops export-step` wrote, with any onnxruntime for JavaScript.
+// No dependencies: the caller passes onnxruntime-node or onnxruntime-web.
 
 const FORMAT = "ortops.step";
 const VERSION = 1;
@@ -28,14 +28,14 @@ const TYPES = Object.fromEntries(Object.entries(SAFETENSORS).map(([type, name]) 
 const count = (dims) => dims.reduce((product, dim) => product * dim, 1);
 const bytesOf = (array) => new Uint8Array(array.buffer, array.byteOffset, array.byteLength);
 
-/** Frees tensors that lie on a device, which the garbage collector does not do. */
+/** Frees tensors on a device, which the garbage collector does not free. */
 const free = (tensors) => {
   for (const tensor of new Set(tensors)) {
     if (["gpu-buffer", "ml-tensor", "texture"].includes(tensor.location)) tensor.dispose();
   }
 };
 
-/** A training that a folder of `ortops export-step` describes. See `ortops.d.mts`. */
+/** A training session, loaded from a folder that `ortops export-step` wrote. See `ortops.d.mts`. */
 export class TrainingSession {
   #ort;
   #about;
@@ -48,19 +48,19 @@ export class TrainingSession {
   #busy = "";
   #released = false;
 
-  /** Opens a training. */
+  /** Creates a session. */
   static async create(ort, source, { gpuState = false, sessionOptions = {} } = {}) {
     if (sessionOptions.preferredOutputLocation !== undefined) {
       throw new Error(
-        "sessionOptions.preferredOutputLocation is decided by the driver; leave it out, and set " +
+        "sessionOptions must not contain preferredOutputLocation, which the driver sets; use " +
           "gpuState: true to keep the variables on the GPU",
       );
     }
     const about = JSON.parse(new TextDecoder().decode(await read(source, "step.json")));
     if (about.format !== FORMAT || about.version !== VERSION) {
       throw new Error(
-        `step.json: its format is '${about.format}', version ${about.version}; '${FORMAT}', ` +
-          `version ${VERSION} is accepted, so export the step with the ortops of this file`,
+        `step.json: the format must be '${FORMAT}', version ${VERSION}, got '${about.format}', ` +
+          `version ${about.version}; export the step with the version of ortops that this driver is from`,
       );
     }
     const files = {};
@@ -68,16 +68,16 @@ export class TrainingSession {
       files[name] = await read(source, name);
       if (files[name].length !== bytes || checksum(files[name]) !== crc32) {
         throw new Error(
-          `${name}: it is not the file that step.json was written with; keep the files of an ` +
-            "export together, or export anew",
+          `${name}: size or checksum differs from step.json; keep the files of one export ` +
+            "together, or export again",
         );
       }
     }
     for (const [name, { type }] of Object.entries(about.variables)) {
       if (!(type in ARRAYS)) {
         throw new Error(
-          `variable '${name}' is ${type}, which onnxruntime's JavaScript has no tensors of; ` +
-            "export a model of float32",
+          `variable '${name}' has type ${type}, which onnxruntime's JavaScript API does not ` +
+            "support; export a float32 model",
         );
       }
     }
@@ -91,20 +91,20 @@ export class TrainingSession {
     const options = { ...sessionOptions };
     if (gpuState) options.preferredOutputLocation = session.#locations();
     session.#step = await ort.InferenceSession.create(files["step.onnx"], options);
-    delete files["step.onnx"]; // nobody reads them again
+    delete files["step.onnx"]; // not read again
     delete files["state.safetensors"];
     return session;
   }
 
-  /** What step.json says. */
+  /** The content of step.json. */
   get about() {
     return this.#about;
   }
 
-  /** Makes one training step. */
+  /** Runs one training step. */
   async step(feeds) {
     const { step, variables } = this.#about;
-    return this.#alone("step", async () => {
+    return this.#exclusive("step", async () => {
       const inputs = this.#inputs(this.#step, step.feeds, feeds);
       const found = await this.#step.run(inputs);
       const shown = Object.fromEntries(step.outputs.map((name) => [name, found[name]]));
@@ -120,10 +120,10 @@ export class TrainingSession {
     });
   }
 
-  /** Computes the loss and the model's outputs of a batch in inference mode. */
+  /** Computes the loss and the model's outputs for a batch, in inference mode. */
   async evaluate(feeds) {
     const { evaluate } = this.#about;
-    return this.#alone("evaluate", async () => {
+    return this.#exclusive("evaluate", async () => {
       this.#evaluate ??= await this.#ort.InferenceSession.create(
         this.#files["evaluate.onnx"],
         this.#options,
@@ -149,7 +149,7 @@ export class TrainingSession {
       const { type } = this.#about.variables[name];
       const tensor = Number.isFinite(value) && value >= 0 && this.#tensor(name, type, [value], []);
       if (!tensor || !Number.isFinite(numberOf(tensor))) {
-        throw new Error(`learningRate is ${value}; a finite number >= 0 of ${type} is accepted`);
+        throw new Error(`learningRate must be a finite ${type} number >= 0, got ${value}`);
       }
       return [name, tensor];
     });
@@ -158,30 +158,30 @@ export class TrainingSession {
 
   /** Copies of the variables, by name. */
   async state() {
-    return this.#alone("state", async () => this.#download());
+    return this.#exclusive("state", async () => this.#download());
   }
 
   /** Sets variables. */
   async setState(arrays) {
-    return this.#alone("setState", async () => {
+    return this.#exclusive("setState", async () => {
       const { variables } = this.#about;
       for (const name of Object.keys(arrays)) {
-        if (!Object.hasOwn(variables, name)) throw new Error(`setState: there is no variable '${name}'`);
+        if (!Object.hasOwn(variables, name)) throw new Error(`setState: unknown variable '${name}'`);
         const { of, role } = variables[name];
         if (role === "master" && !Object.hasOwn(arrays, of)) {
-          throw new Error(`setState: '${name}' is the float32 value of '${of}'; set both`);
+          throw new Error(`setState: '${name}' is the float32 copy of '${of}'; set both`);
         }
       }
       for (const [name, { of, role }] of Object.entries(variables)) {
         if (role === "master" && Object.hasOwn(arrays, of) && !Object.hasOwn(arrays, name)) {
-          throw new Error(`setState: '${of}' has a float32 value '${name}'; set both`);
+          throw new Error(`setState: '${of}' has a float32 copy, '${name}'; set both`);
         }
       }
       const set = Object.entries(arrays).map(([name, value]) => {
         const { type, shape } = variables[name];
         return [name, this.#checked({ name, type, shape }, value, "variable")];
       });
-      // Copies: what is given stays the caller's.
+      // Copies, because the caller may still change the arrays.
       const copies = set.map(([name, { type, data, dims }]) => [
         name, this.#tensor(name, type, data.slice(), dims),
       ]);
@@ -189,15 +189,15 @@ export class TrainingSession {
     });
   }
 
-  /** Returns model.onnx with the present state in it. */
+  /** Returns model.onnx with the current state written into it. */
   async save() {
-    return this.#alone("save", async () => {
+    return this.#exclusive("save", async () => {
       const result = this.#files["model.onnx"].slice();
       for (const [name, { data }] of Object.entries(await this.#download())) {
         const content = bytesOf(data);
         for (const [offset, length] of this.#about.variables[name].places) {
           if (content.length !== length) {
-            throw new Error(`variable '${name}' has ${content.length} bytes, not ${length}`);
+            throw new Error(`variable '${name}': expected ${length} bytes, got ${content.length}`);
           }
           result.set(content, offset);
         }
@@ -206,14 +206,14 @@ export class TrainingSession {
     });
   }
 
-  /** Returns the present state as a safetensors file. */
+  /** Returns the current state as a safetensors file. */
   async saveState() {
-    return this.#alone("saveState", async () => writeSafetensors(await this.#download()));
+    return this.#exclusive("saveState", async () => writeSafetensors(await this.#download()));
   }
 
   /** Frees the memory of onnxruntime's sessions. */
   async release() {
-    return this.#alone("release", async () => {
+    return this.#exclusive("release", async () => {
       this.#released = true;
       free(Object.values(this.#state));
       try {
@@ -224,11 +224,11 @@ export class TrainingSession {
     });
   }
 
-  // A second call would read the variables that the first one is about to replace.
-  async #alone(name, run) {
-    this.#refuseReleased(name);
+  // Calls must not overlap: a second one would read variables that the first is about to replace.
+  async #exclusive(name, run) {
+    this.#checkOpen(name);
     if (this.#busy) {
-      throw new Error(`${name}: '${this.#busy}' has not finished; await it first`);
+      throw new Error(`${name}: a call of '${this.#busy}' is still running; await it first`);
     }
     this.#busy = name;
     try {
@@ -238,15 +238,15 @@ export class TrainingSession {
     }
   }
 
-  #refuseReleased(name) {
-    if (this.#released) throw new Error(`${name}: the session was released; create another one`);
+  #checkOpen(name) {
+    if (this.#released) throw new Error(`${name}: the session has been released; create a new one`);
   }
 
   #learningRates() {
-    this.#refuseReleased("learningRate");
+    this.#checkOpen("learningRate");
     const { learning_rates: rates } = this.#about;
     if (rates.length === 0) {
-      throw new Error("learningRate: the training has none in a variable; set what it uses");
+      throw new Error("learningRate: no variable holds it; set the variables that the training uses instead");
     }
     return rates;
   }
@@ -255,7 +255,7 @@ export class TrainingSession {
     const entries = Object.entries(this.#about.variables).map(([name, { type, shape }]) => {
       const found = arrays[name];
       if (!Object.hasOwn(arrays, name) || found.type !== type || `${found.dims}` !== `${shape}`) {
-        throw new Error(`state.safetensors: it has no '${name}' of ${type}[${shape}]`);
+        throw new Error(`state.safetensors: '${name}' of type ${type}[${shape}] is missing`);
       }
       return [name, this.#tensor(name, type, found.data, shape)];
     });
@@ -266,7 +266,7 @@ export class TrainingSession {
     return new this.#ort.Tensor(type, convert(name, type, data), dims);
   }
 
-  // Sets variables, and frees what they were.
+  // Sets variables, and frees their old tensors.
   #replace(tensors) {
     const old = Object.keys(tensors).map((name) => this.#state[name]);
     Object.assign(this.#state, tensors);
@@ -274,8 +274,8 @@ export class TrainingSession {
     free(old.filter((tensor) => !kept.has(tensor)));
   }
 
-  // What is fetched is on the CPU; so are integers, of which the GPU's provider has few kernels, and
-  // learning rates, which are read and set without waiting.
+  // Outputs that are returned are on the CPU. So are integers, because the GPU's provider has few
+  // kernels for them, and learning rates, because they are read and set synchronously.
   #locations() {
     const { learning_rates: rates } = this.#about;
     const places = Object.fromEntries(this.#about.step.outputs.map((name) => [name, "cpu"]));
@@ -288,8 +288,8 @@ export class TrainingSession {
     return places;
   }
 
-  // The variables go on from the CPU: a tensor that was downloaded is not on the device any more,
-  // and unless `getData` is told to release its buffer, nothing does.
+  // Afterwards the variables are on the CPU: a downloaded tensor is no longer on the device, and its
+  // buffer would leak if `getData` were not asked to release it.
   async #download() {
     const tensors = [...new Set(Object.values(this.#state))];
     const downloads = await Promise.allSettled(tensors.map((tensor) => tensor.getData(true)));
@@ -307,13 +307,13 @@ export class TrainingSession {
     const known = new Set([...this.#about.step.feeds, ...this.#about.evaluate.feeds].map((f) => f.name));
     for (const name of Object.keys(feeds)) {
       if (!known.has(name)) {
-        throw new Error(`feeds: there is no input '${name}'; there are ${[...names].join(", ")}`);
+        throw new Error(`feeds: unknown input '${name}'; the inputs are ${[...names].join(", ")}`);
       }
     }
     const sizes = new Map();
     const inputs = {};
     for (const feed of described) {
-      if (!Object.hasOwn(feeds, feed.name)) throw new Error(`feeds: '${feed.name}' is missing`);
+      if (!Object.hasOwn(feeds, feed.name)) throw new Error(`feeds: input '${feed.name}' is missing`);
       inputs[feed.name] = this.#checked(feed, feeds[feed.name], "input", sizes);
     }
     for (const name of session.inputNames) {
@@ -322,19 +322,19 @@ export class TrainingSession {
     return inputs;
   }
 
-  // A tensor, {data, dims}, or data of which at most one dimension is not known.
+  // Accepts a tensor, {data, dims}, or data if at most one dimension is unknown.
   #checked({ name, type, shape }, value, what, sizes = new Map()) {
     let tensor = value;
     if (!(value instanceof this.#ort.Tensor)) {
       const data = value?.data ?? value;
       if (data?.length === undefined) {
-        throw new Error(`${what} '${name}': give a tensor, an array, or {data, dims}`);
+        throw new Error(`${what} '${name}' must be a tensor, an array, or {data, dims}`);
       }
       const array = convert(name, type, data);
       tensor = new this.#ort.Tensor(type, array, value.dims ?? dimsOf(name, shape, array.length, sizes));
     }
-    const expected = `${what} '${name}': it is ${tensor.type}[${tensor.dims}]; ${type}` +
-      (shape === null ? " of any shape" : `[${shape}]`) + " is accepted";
+    const wanted = shape === null ? `${type} of any shape` : `${type}[${shape}]`;
+    const expected = `${what} '${name}' must be ${wanted}, got ${tensor.type}[${tensor.dims}]`;
     if (tensor.type !== type) throw new Error(expected);
     if (shape === null) return tensor;
     if (tensor.dims.length !== shape.length) throw new Error(expected);
@@ -342,7 +342,7 @@ export class TrainingSession {
       const size = tensor.dims[axis];
       if (typeof dim === "string") {
         if (sizes.has(dim) && sizes.get(dim) !== size) {
-          throw new Error(`${expected}, and '${dim}' is ${sizes.get(dim)} in another input`);
+          throw new Error(`${expected}; '${dim}' is ${sizes.get(dim)} in another input`);
         }
         sizes.set(dim, size);
       } else if (dim !== null && dim !== size) {
@@ -357,24 +357,24 @@ function dimsOf(name, shape, length, sizes) {
   const dims = (shape ?? [null]).map((dim) => (typeof dim === "number" ? dim : sizes.get(dim) ?? null));
   const open = dims.flatMap((dim, axis) => (dim === null ? [axis] : []));
   if (open.length > 1) {
-    throw new Error(`input '${name}': the dimensions of [${shape}] are not known; give {data, dims}`);
+    throw new Error(`input '${name}': the shape [${shape}] has several unknown dimensions; pass {data, dims}`);
   }
   for (const axis of open) {
     const rest = count(dims.filter((dim) => dim !== null));
     dims[axis] = rest === 0 ? 0 : length / rest;
   }
   if (!dims.every(Number.isInteger) || count(dims) !== length) {
-    throw new Error(`input '${name}': ${length} numbers do not fill [${shape}]`);
+    throw new Error(`input '${name}': cannot reshape ${length} numbers to [${shape}]`);
   }
   return dims;
 }
 
 function convert(name, type, data) {
   const Type = ARRAYS[type];
-  if (Type === undefined) throw new Error(`'${name}' is ${type}; give a tensor of onnxruntime`);
+  if (Type === undefined) throw new Error(`'${name}' has type ${type}; pass an onnxruntime tensor`);
   if (data instanceof Type) return data;
   if (type === "float16" && Type === Uint16Array) {
-    throw new Error(`'${name}' is float16, which this JavaScript has not; give a Uint16Array of bits`);
+    throw new Error(`'${name}' has type float16, but this JavaScript engine has no Float16Array; pass the bits as a Uint16Array`);
   }
   const isFloat = type.startsWith("float");
   if (isFloat && ArrayBuffer.isView(data)) return Type.from(data, Number);
@@ -383,17 +383,17 @@ function convert(name, type, data) {
     if (!["number", "bigint", "boolean"].includes(typeof value)) {
       const given = Array.isArray(value) ? "an array" : value === null ? "null" : typeof value;
       throw new Error(
-        `'${name}': its element ${index} is ${given}; a flat array of numbers is accepted, ` +
-          "or {data, dims} with one",
+        `'${name}' must be a flat array of numbers, or {data, dims} with one, but element ` +
+          `${index} is ${given}`,
       );
     }
     if (isFloat) return Number(value);
     if (typeof value === "number" && !Number.isInteger(value)) {
-      throw new Error(`'${name}' is ${type}, and has ${value} in it; integers are accepted`);
+      throw new Error(`'${name}' has type ${type} and must contain integers, got ${value}`);
     }
     held[0] = typeof held[0] === "bigint" ? BigInt(value) : Number(value);
     if (BigInt(held[0]) !== BigInt(value) || (type === "bool" && held[0] > 1)) {
-      throw new Error(`'${name}' is ${type}, which has no ${value}`);
+      throw new Error(`'${name}': ${value} is out of range for ${type}`);
     }
     return held[0];
   });
@@ -402,7 +402,7 @@ function convert(name, type, data) {
 const numberOf = ({ type, data: [first] }) =>
   type === "float16" && ARRAYS.float16 === Uint16Array ? ofHalf(first) : Number(first);
 
-/** The number that the bits of a float16 are. */
+/** Converts the bits of a float16 to a number. */
 function ofHalf(bits) {
   const [sign, exponent, fraction] = [bits >> 15 ? -1 : 1, (bits >> 10) & 31, bits & 1023];
   if (exponent === 31) return fraction ? NaN : sign * Infinity;
@@ -414,7 +414,7 @@ function ofHalf(bits) {
 async function read(source, name) {
   if (typeof source === "object" && !(source instanceof URL)) {
     const content = source[name];
-    if (content === undefined) throw new Error(`${name}: it is not among the files that were given`);
+    if (content === undefined) throw new Error(`${name} is missing among the given files`);
     if (typeof content === "string") return new TextEncoder().encode(content);
     return content instanceof ArrayBuffer ? new Uint8Array(content) : bytesOf(content);
   }
@@ -429,7 +429,7 @@ async function read(source, name) {
   return new Uint8Array(await response.arrayBuffer());
 }
 
-/** Returns the arrays of a safetensors file as {type, dims, data} by name. */
+/** Reads a safetensors file: {type, dims, data} by name. */
 export function readSafetensors(file) {
   const bytes = file instanceof ArrayBuffer ? new Uint8Array(file) : bytesOf(file);
   const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
@@ -438,17 +438,17 @@ export function readSafetensors(file) {
   delete header.__metadata__;
   const entries = Object.entries(header).map(([name, { dtype, shape, data_offsets: [from, to] }]) => {
     const type = TYPES[dtype];
-    if (type === undefined) throw new Error(`safetensors: '${name}' is ${dtype}, which is not known`);
-    const content = bytes.slice(begin + from, begin + to); // a copy, so that it is aligned
+    if (type === undefined) throw new Error(`safetensors: '${name}' has the unknown type ${dtype}`);
+    const content = bytes.slice(begin + from, begin + to); // a copy, because typed arrays need alignment
     if (content.length !== count(shape) * ARRAYS[type].BYTES_PER_ELEMENT) {
-      throw new Error(`safetensors: '${name}' has ${content.length} bytes, which do not fill [${shape}]`);
+      throw new Error(`safetensors: '${name}' has ${content.length} bytes, which do not match ${type}[${shape}]`);
     }
     return [name, { type, dims: shape, data: new ARRAYS[type](content.buffer) }];
   });
   return Object.fromEntries(entries);
 }
 
-/** Returns a safetensors file of tensors by name. */
+/** Writes tensors, by name, as a safetensors file. */
 export function writeSafetensors(tensors) {
   const header = {};
   let end = 0;
@@ -472,7 +472,7 @@ export function writeSafetensors(tensors) {
 
 let table = null;
 
-/** CRC-32 as in zlib. */
+/** Computes the CRC-32 that zlib computes. */
 function checksum(bytes) {
   table ??= Uint32Array.from({ length: 256 }, (_, value) => {
     for (let bit = 0; bit < 8; bit += 1) value = value & 1 ? (value >>> 1) ^ 0xedb88320 : value >>> 1;

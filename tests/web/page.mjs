@@ -1,5 +1,5 @@
-// Loads the page in a frame, trains with it as a person would, and reports to the server. The query
-// is handed on to the page.
+// Loads the page in a frame, trains in it as a user would, and reports to the server. The query
+// string is passed on to the page.
 const frame = document.createElement("iframe");
 frame.style = "width: 1000px; height: 760px; border: 0";
 frame.src = `index.html${location.search}`;
@@ -30,7 +30,7 @@ try {
   }
   point("pointerup", 0.5, 0.15);
   await wait(() => page.getElementById("guess").textContent);
-  point("pointerup", 0.5, 0.15); // while that is looked at: each has its turn
+  point("pointerup", 0.5, 0.15); // while the first is being evaluated: calls are queued
   const rate = page.getElementById("rate");
   const set = (value) => {
     rate.value = value;

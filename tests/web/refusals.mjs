@@ -1,4 +1,4 @@
-// What the driver refuses, and what it says: node refusals.mjs PACKAGES FOLDER
+// The driver's errors and their messages: node refusals.mjs PACKAGES FOLDER
 import assert from "node:assert/strict";
 import { readFile, readdir } from "node:fs/promises";
 import { createRequire } from "node:module";
@@ -27,37 +27,37 @@ const before = await session.state();
 const create = (changed) => TrainingSession.create(ort, { ...files, ...changed });
 
 const json = (change) => JSON.stringify(Object.assign(JSON.parse(String(files["step.json"])), change));
-await refused(() => create({ "step.json": json({ version: 2 }) }), /version 2; 'ortops.step', version 1 is/);
+await refused(() => create({ "step.json": json({ version: 2 }) }), /must be 'ortops.step', version 1, got 'ortops.step', version 2; export the step with/);
 const broken = Uint8Array.from(files["model.onnx"]);
 broken[broken.length >> 1] ^= 1;
-await refused(() => create({ "model.onnx": broken }), /^model.onnx: it is not the file that step.json/);
-await refused(() => create({ "step.onnx": undefined }), /^step.onnx: it is not among the files/);
-await refused(() => session.step({ images }), /^feeds: 'labels' is missing$/);
-await refused(() => session.step({ ...good, image: images }), /there is no input 'image'; there are images, labels/);
-await refused(() => session.step({ images: images.subarray(1), labels: [1, 2] }), /127 numbers do not fill/);
-await refused(() => session.step({ images, labels: [1] }), /'labels': 1 numbers do not fill|'labels': it is/);
-await refused(() => session.step({ images, labels: [1, 2.5] }), /'labels' is int64, and has 2.5 in it/);
+await refused(() => create({ "model.onnx": broken }), /^model.onnx: size or checksum differs from step.json; keep/);
+await refused(() => create({ "step.onnx": undefined }), /^step.onnx is missing among the given files$/);
+await refused(() => session.step({ images }), /^feeds: input 'labels' is missing$/);
+await refused(() => session.step({ ...good, image: images }), /unknown input 'image'; the inputs are images, labels/);
+await refused(() => session.step({ images: images.subarray(1), labels: [1, 2] }), /cannot reshape 127 numbers to/);
+await refused(() => session.step({ images, labels: [1] }), /'labels': cannot reshape 1 numbers to|'labels' must be int64/);
+await refused(() => session.step({ images, labels: [1, 2.5] }), /'labels' has type int64 and must contain integers, got 2.5/);
 for (const [wrong, given] of [[[[1, 2]], "an array"], ["12", "string"], [[null], "null"], [new Array(2), "undefined"]]) {
   for (const name of ["images", "labels"]) {
-    const message = new RegExp(`^'${name}': its element 0 is ${given}; a flat array of numbers is accepted`);
+    const message = new RegExp(`^'${name}' must be a flat array of numbers.* but element 0 is ${given}$`);
     await refused(() => session.step({ ...good, [name]: { data: wrong, dims: [wrong.length] } }), message);
   }
 }
-await refused(() => session.step({ images, labels: [1, 1e300] }), /'labels' is int64, which has no 1e\+300/);
-await refused(() => session.step({ images, labels: [1, 2n ** 63n] }), /is int64, which has no 9223372036854775808/);
+await refused(() => session.step({ images, labels: [1, 1e300] }), /'labels': 1e\+300 is out of range for int64/);
+await refused(() => session.step({ images, labels: [1, 2n ** 63n] }), /'labels': 9223372036854775808 is out of range for int64/);
 await refused(
   () => session.step({ images, labels: new ort.Tensor("int32", new Int32Array([1, 2]), [2]) }),
-  /input 'labels': it is int32\[2\]; int64\[batch\] is accepted/,
+  /input 'labels' must be int64\[batch\], got int32\[2\]/,
 );
-await refused(() => { session.learningRate = -1; }, /learningRate is -1; a finite number >= 0/);
-await refused(() => { session.learningRate = 1e39; }, /learningRate is 1e\+39; a finite number >= 0 of float32/);
-await refused(() => session.setState({ toString: [1] }), /there is no variable 'toString'/);
-await refused(() => session.setState({ weight: [1] }), /there is no variable 'weight'/);
-await refused(() => session.setState({ "fc2.bias": [1, 2] }), /2 numbers do not fill \[10\]/);
+await refused(() => { session.learningRate = -1; }, /learningRate must be a finite float32 number >= 0, got -1/);
+await refused(() => { session.learningRate = 1e39; }, /learningRate must be a finite float32 number >= 0, got 1e\+39/);
+await refused(() => session.setState({ toString: [1] }), /unknown variable 'toString'/);
+await refused(() => session.setState({ weight: [1] }), /unknown variable 'weight'/);
+await refused(() => session.setState({ "fc2.bias": [1, 2] }), /cannot reshape 2 numbers to \[10\]/);
 const state = files["state.safetensors"];
-await refused(() => readSafetensors(state.subarray(0, state.length - 1)), /has \d+ bytes, which do not fill/);
+await refused(() => readSafetensors(state.subarray(0, state.length - 1)), /has \d+ bytes, which do not match float32/);
 const first = session.step(good);
-await refused(() => session.step(good), /^step: 'step' has not finished; await it first$/);
+await refused(() => session.step(good), /^step: a call of 'step' is still running; await it first$/);
 await first;
 
 // What was refused has changed nothing; one step was made.
