@@ -240,8 +240,8 @@ def _ungroup(x: Tensor, q: Tensor, width: Size) -> Tensor:
 @definition(
     "MultiHeadAttention",
     domain=MICROSOFT,
-    limits="no past_sequence_length, no cache_indirection, no bias where keys are packed; one "
-    "length for each sample as a mask of rank 1; not the output qk",
+    limits="no past_sequence_length, no cache_indirection, no bias with packed keys; a mask of "
+    "rank 1 must be one length per sample; no output qk",
 )
 def multi_head_attention(
     query: Tensor,
@@ -333,8 +333,8 @@ def _masked_attention(
 @definition(
     "Attention",
     domain=MICROSOFT,
-    limits="no do_rotary, no past in a shared buffer; one length for each sample as a mask of "
-    "rank 1; no output present of key and value sizes that differ",
+    limits="no do_rotary, no past in a shared buffer; a mask of rank 1 must be one length "
+    "per sample; the output present needs keys and values of equal size",
 )
 def packed_attention(
     x: Tensor,
@@ -417,8 +417,8 @@ def attend_projected(
 @definition(
     "GroupQueryAttention",
     domain=MICROSOFT,
-    limits="no quantized or sliding cache, smooth softmax, head_sink or normalized queries; not "
-    "the output output_qk",
+    limits="no quantized or sliding cache, smooth softmax, head_sink or normalized queries; no "
+    "output output_qk",
 )
 def group_query_attention(
     query: Tensor,
@@ -534,7 +534,7 @@ def rotary_embedding(
     return _rotate(x, cos, sin, split, interleaved, rotary_embedding_dim)
 
 
-@definition("RotaryEmbedding", domain=MICROSOFT, limits="no packed batching; scale is 1")
+@definition("RotaryEmbedding", domain=MICROSOFT, limits="no packed batching; only scale=1")
 def rotary_embedding_at(
     x: Tensor,
     position_ids: Tensor,

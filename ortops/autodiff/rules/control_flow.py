@@ -54,8 +54,8 @@ def _seed_of_branch(tape: Tape, part: Tensor, output: ir.Value) -> Tensor:
 
 @structural(
     "Loop",
-    limits="a state keeps its shape, and is no optional; quadratic time where the backward pass "
-    "reads a sequence that is a state",
+    limits="states must keep their shape and must not be optionals; quadratic time if the backward "
+    "pass reads a sequence that is a state",
 )
 def loop(at: Site) -> Cotangents:
     tape, node, g = at.tape, at.node, at.g
@@ -159,7 +159,7 @@ def scan(at: Site) -> Cotangents:
     return _emit(tape, "Scan", [*_values(initial), *sequences], attributes, likes)
 
 
-@structural("SequenceMap", limits="none to sequences that its body captures")
+@structural("SequenceMap", limits="no gradient to sequences that the body captures")
 def sequence_map(at: Site) -> Cotangents:
     tape, node, g = at.tape, at.node, at.g
     body = node.attributes["body"].as_graph()

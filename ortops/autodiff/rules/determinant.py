@@ -17,7 +17,7 @@ from ortops.graph.tensor import Tape, Tensor, ones_like, op
 _MANY = 16  # rows; for more, the n² minors of n² elements cost too much
 
 
-@vjp("Det", limits="above 16×16 or of unknown size only where it is not singular")
+@vjp("Det", limits="above 16×16, or of unknown size: only nonsingular matrices")
 def det(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
     size = size_of(x, [-1])
     g = op.Unsqueeze(g, [-2, -1])

@@ -60,7 +60,7 @@ def compress(
     return add_at(op.Compress(positions(x), condition, axis=axis), g, x)
 
 
-@vjp("ScatterElements", limits="reduction mul: second order where no factor is 0")
+@vjp("ScatterElements", limits="reduction mul: second order only if no factor is 0")
 def scatter_elements(
     g: Tensor,
     y: Tensor,
@@ -79,7 +79,7 @@ def scatter_elements(
     return g, None, picked
 
 
-@vjp("ScatterND", limits="reduction mul: second order where no factor is 0")
+@vjp("ScatterND", limits="reduction mul: second order only if no factor is 0")
 def scatter_nd(
     g: Tensor, y: Tensor, x: Tensor, indices: Tensor, updates: Tensor, *, reduction: str = "none"
 ) -> Cotangents:

@@ -73,7 +73,7 @@ def gemm(
     return da, db, dc if beta == 1 else dc * beta
 
 
-@vjp("Einsum", limits="the ranks are known; no broadcasting within a letter")
+@vjp("Einsum", limits="ranks must be known; no broadcasting within a letter")
 def einsum(g: Tensor, y: Tensor, *xs: Tensor, equation: str) -> Cotangents:
     written, whole = _explicit(equation)
     terms, result = _letters(written, whole, [x.ndim for x in xs])

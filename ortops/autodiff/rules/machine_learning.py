@@ -150,7 +150,7 @@ def linear_regressor(
     return _transformed(scores, post_transform, single=targets == 1)
 
 
-BINARY = "not PROBIT of one score for two classes"
+BINARY = "no PROBIT with one score for two classes"
 
 
 @definition("LinearClassifier", domain=ML, keep=True, limits=BINARY)
@@ -181,7 +181,9 @@ def linear_classifier(
     return None, _transformed(scores, post_transform)
 
 
-@definition("SVMRegressor", domain=ML, keep=True, limits="no one_class, whose output is a sign")
+@definition(
+    "SVMRegressor", domain=ML, keep=True, limits="one_class is not supported (its output is a sign)"
+)
 def svm_regressor(
     x: Tensor,
     *,

@@ -201,7 +201,9 @@ def skip_layer_normalization(
     return y, mean, inverse_std, total
 
 
-@definition("SkipSimplifiedLayerNormalization", domain=MICROSOFT, limits="not the output mean")
+@definition(
+    "SkipSimplifiedLayerNormalization", domain=MICROSOFT, limits="the output mean is not supported"
+)
 def skip_simplified_layer_normalization(
     x: Tensor,
     skip: Tensor,
@@ -239,7 +241,7 @@ def _rms_normalize(x: Tensor, scale: Tensor, axis: int, epsilon: float) -> tuple
 @definition(
     "EmbedLayerNormalization",
     domain=MICROSOFT,
-    limits="not the output mask_index where mask_index_type is not 0",
+    limits="the output mask_index needs mask_index_type=0",
 )
 def embed_layer_normalization(
     input_ids: Tensor,
@@ -278,7 +280,7 @@ def embed_layer_normalization(
     "MatMulNBits",
     domain=MICROSOFT,
     keep=True,
-    limits="bits 2, 4 and 8; no g_idx, no weights packed further",
+    limits="bits: 2, 4 or 8; no g_idx, no prepacked weights",
 )
 def matmul_nbits(
     a: Tensor,
@@ -319,7 +321,7 @@ _NORMAL_FOUR_BITS = np.array(
 """Quantiles of the normal distribution (https://arxiv.org/abs/2305.14314, appendix E)."""
 
 
-@definition("MatMulBnb4", domain=MICROSOFT, keep=True, limits="transB 1")
+@definition("MatMulBnb4", domain=MICROSOFT, keep=True, limits="only transB=1")
 def matmul_bnb4(
     a: Tensor,
     b: Tensor,
@@ -350,7 +352,7 @@ def matmul_bnb4(
     "GatherBlockQuantized",
     domain=MICROSOFT,
     keep=True,
-    limits="data of integers",
+    limits="only integer data",
 )
 def gather_block_quantized(
     data: Tensor,

@@ -22,7 +22,7 @@ from ortops.graph.edit import is_float
 from ortops.graph.shapes import expand_like, reshape_like, size_of, unbroadcast
 from ortops.graph.tensor import Tensor, ones_like, op
 
-STRAIGHT_THROUGH = "straight through the rounding; first order"
+STRAIGHT_THROUGH = "straight-through estimator; first order"
 
 rearranges(
     "Concat",

@@ -9,7 +9,7 @@ from ortops.graph.tensor import Tensor, op
 Optionals = tuple[Tensor | None, ...]
 
 
-@vjp("Dropout", needs=(1,), limits="none to the ratio")
+@vjp("Dropout", needs=(1,), limits="no gradient to ratio")
 def dropout(
     g: Optionals,
     y: Optionals,

@@ -208,7 +208,7 @@ Cell = Callable[[_Sweep], tuple[dict[Tensor, Tensor], list[Tensor]]]
 at which it took the graph to be cut when it found them."""
 
 
-@nested_vjp("RNN", needs=(0,), limits="at least one step where only a run tells")
+@nested_vjp("RNN", needs=(0,), limits="at least one step if the length is dynamic")
 def rnn(
     rules: Rules,
     g: Sequence[MaybeTensor],
@@ -250,7 +250,7 @@ def _rnn(at: _Sweep) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
     return {of_x: da, of_h: da, at.h: dh}, [before]
 
 
-@nested_vjp("GRU", needs=(0,), limits="at least one step where only a run tells")
+@nested_vjp("GRU", needs=(0,), limits="at least one step if the length is dynamic")
 def gru(
     rules: Rules,
     g: Sequence[MaybeTensor],
@@ -345,7 +345,7 @@ def _gru_linear_before_reset(at: _Sweep) -> tuple[dict[Tensor, Tensor], list[Ten
     return {of_x: dx, of_h: da, at.h: dh}, [before]
 
 
-@nested_vjp("LSTM", needs=(0,), limits="at least one step where only a run tells")
+@nested_vjp("LSTM", needs=(0,), limits="at least one step if the length is dynamic")
 def lstm(
     rules: Rules,
     g: Sequence[MaybeTensor],

@@ -93,7 +93,7 @@ def reduce_extremum(
     return chosen * (_keep(g, axes, keepdims) / ties)  # ties share evenly
 
 
-@vjp("ReduceProd", limits="n times the memory along an axis of size n")
+@vjp("ReduceProd", limits="needs n times the memory for an axis of size n")
 def reduce_prod(
     g: Tensor,
     y: Tensor,
@@ -232,7 +232,7 @@ def cumsum(
     return op.CumSum(g, axis, exclusive=exclusive, reverse=1 - reverse)
 
 
-@vjp("CumProd", limits="n times the memory along an axis of size n")
+@vjp("CumProd", limits="needs n times the memory for an axis of size n")
 def cumprod(
     g: Tensor, y: Tensor, x: Tensor, axis: Tensor, *, exclusive: int = 0, reverse: int = 0
 ) -> Cotangents:

@@ -209,7 +209,7 @@ def _product_along(g: Tensor, weights: Tensor, axis: int) -> Tensor:
     return op.Reshape(product, [*(0,) * (axis + 1), *last])
 
 
-@vjp("Resize", limits="aspect policies: not where they reach outer axes or antialias")
+@vjp("Resize", limits="aspect-ratio policies: not with outer axes or antialias")
 def resize(
     g: Tensor,
     y: Tensor,

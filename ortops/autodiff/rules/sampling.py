@@ -650,7 +650,7 @@ def _roi_maximum(
     return dx, [ends[key] for key in sorted(ends)]
 
 
-@vjp("MaxRoiPool", limits="none to the rounded rois")
+@vjp("MaxRoiPool", limits="no gradient to rois, which are rounded")
 def max_roi_pool(
     g: Tensor,
     y: Tensor,
