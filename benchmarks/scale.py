@@ -8,7 +8,7 @@ Steps of transformers are measured, each in a process of its own that reads a tr
 From small models a formula is fitted for each way to train. With P parameters of 4 bytes, depth L
 and batch · length · width = A activations of 4 bytes in a layer, the most memory is::
 
-    base + parameters · 4P + layers · 4A · L      (√L in the place of L with checkpoint="sqrt")
+    base + parameters · 4P + layers · 4A · L      (√L in the place of L with recompute="sqrt")
 
 It predicts the largest model for a limit, and three runs, larger than any that it was fitted to,
 tell how right it is.
@@ -76,16 +76,16 @@ class Way:
     Attributes:
         optimizer: An optimizer of `ortops.optimizers`.
         rank: That of adapters, which are trained alone; 0 for none.
-        checkpoint: Whether ``checkpoint="sqrt"``.
+        recompute: Whether ``recompute="sqrt"``.
     """
 
     optimizer: str
     rank: int = 0
-    checkpoint: bool = False
+    recompute: bool = False
 
     def layers(self, depth: int) -> float:
         """Returns for how many layers activations are held, but for a factor."""
-        return depth**0.5 if self.checkpoint else depth
+        return depth**0.5 if self.recompute else depth
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,9 @@ WAYS: Mapping[str, Way] = {
     "SGD": Way("SGD"),
     "Momentum": Way("Momentum"),
     "Adam": Way("Adam"),
-    "Adam, checkpoint": Way("Adam", checkpoint=True),
+    "Adam, checkpoint": Way("Adam", recompute=True),
     "Adam, LoRA": Way("Adam", rank=8),
-    "Adam, LoRA, checkpoint": Way("Adam", rank=8, checkpoint=True),
+    "Adam, LoRA, checkpoint": Way("Adam", rank=8, recompute=True),
 }
 
 POINTS = (
@@ -189,7 +189,7 @@ def _train(point: Point, way: Way, path: str) -> Measured:
     """Makes some steps."""
     import ortops
 
-    session = ortops.TrainingSession(path, checkpoint="sqrt" if way.checkpoint else None)
+    session = ortops.TrainingSession(path, recompute="sqrt" if way.recompute else None)
     rng = np.random.default_rng(0)
     batch = {
         "tokens": rng.standard_normal((point.batch, LENGTH, HEAD), np.float32),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ import numpy as np
 from ortops.errors import ArgumentError
 from ortops.numbers import integer, real
 
-__all__ = ["boolean", "choice", "function", "number", "text", "whole_number"]
+__all__ = ["boolean", "choice", "function", "number", "renamed", "text", "whole_number"]
 
 _T = TypeVar("_T")
 
@@ -177,3 +178,22 @@ def function(name: str, value: _T, what: str = "a function") -> _T:
     if not isinstance(value, Callable):  # type: ignore[arg-type]
         raise ArgumentError(f"{name} must be {what}, got {value!r:.80}")
     return value
+
+
+def renamed(name: str, value: _T | None, former: str, given: _T, *, stacklevel: int) -> _T:
+    """Returns the value of an argument that was given under its former name, and warns.
+
+    Args:
+        name: The name of the argument.
+        value: What was given under this name; None if nothing was.
+        former: The former name.
+        given: What was given under the former name.
+        stacklevel: Which caller the warning is attributed to, as in `warnings.warn`.
+
+    Raises:
+        ArgumentError: If both are given.
+    """
+    if value is not None:
+        raise ArgumentError(f"{former} is the former name of {name}; give {name} only")
+    warnings.warn(f"{former}= is deprecated; use {name}=", DeprecationWarning, stacklevel)
+    return given

@@ -519,7 +519,7 @@ def test_a_formula_is_found_again_and_tells_the_largest_model(way: scale.Way) ->
     held, layers = 4.5, 21.0
 
     def megabytes(point: scale.Point) -> float:
-        depth = math.sqrt(point.depth) if way.checkpoint else point.depth
+        depth = math.sqrt(point.depth) if way.recompute else point.depth
         bytes_of_weights = 4 * 12 * point.depth * point.width**2
         bytes_between_layers = 4 * point.batch * 128 * point.width
         return 90 + (held * bytes_of_weights + layers * bytes_between_layers * depth) / 1e6

@@ -222,7 +222,7 @@ def test_rematerialization() -> None:
     others, wanted = trained(case, again.without("rematerialization"))
     assert operators["Gelu"] > others["Gelu"] > 0
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
-    _, losses = trained(case, Settings(), checkpoint="sqrt")
+    _, losses = trained(case, Settings(), recompute="sqrt")
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
 
 

@@ -535,7 +535,7 @@ def test_less_memory() -> None:
     rng = np.random.default_rng(0)
     images = rng.normal(size=(8, 64)).astype(np.float16)
     feeds = {"images": images, "labels": rng.integers(0, 10, 8)}
-    plain, frugal = TrainingSession(trainable), TrainingSession(trainable, checkpoint="sqrt")
+    plain, frugal = TrainingSession(trainable), TrainingSession(trainable, recompute="sqrt")
     for _ in range(5):
         expected = plain.step(feeds)["loss"]
         assert frugal.step(feeds)["loss"] == pytest.approx(expected, rel=2e-3)

@@ -63,14 +63,14 @@ def check(checkpoint: Checkpoint, known: Iterable[str]) -> None:
         valid = names != [] and names == list(checkpoint)
     if not valid:
         raise ArgumentError(
-            "checkpoint must be a list of names of tensors to keep, the number of tensors to keep "
+            "recompute must be a list of names of tensors to keep, the number of tensors to keep "
             f"(an integer >= 1), or 'sqrt', got {checkpoint!r}"
         )
     known = list(known)
     for name in names_in(checkpoint):
         if name not in known:
             raise ModelError(
-                f"checkpoint: the forward pass computes no tensor '{name}' from the batch; "
+                f"recompute: the forward pass computes no tensor '{name}' from the batch; "
                 + did_you_mean(name, known)
             )
 

@@ -18,6 +18,7 @@ import onnx
 import onnxruntime
 
 from ortops import metrics as metric_functions
+from ortops.arguments import renamed
 from ortops.autodiff.rules import RULES
 from ortops.errors import (
     FeedError,
@@ -147,18 +148,21 @@ class TrainingSession:
             build of onnxruntime has is CUDA, TensorRT, DirectML or CANN, variables lie in the
             memory of its device, and steps fetch only what they show. None of these has been run:
             there was no such device, and tests have the CPU's memory in its place.
-        checkpoint: Takes less memory for more time: of what the forward pass computes, only some
-            tensors are kept for the backward pass, which computes again what it reads between them.
-            The names of these tensors are given, or how many are chosen from those that the whole
-            forward pass goes through: small ones, with as much memory between them. ``"sqrt"``
-            stands for the square root of their number, a good choice for a deep model. Numbers do
-            not change, but for rounding. By default everything is kept.
+        recompute: Activation checkpointing: trades compute for memory by recomputing activations.
+            The names of the activations to keep, or how many to choose automatically: small
+            tensors that the whole forward pass goes through, with equal amounts of memory between
+            them. ``"sqrt"`` chooses the square root of their number, which is a good choice for a
+            deep model. The backward pass recomputes all other activations. Results stay the same
+            up to rounding. By default, all activations are kept.
         settings: How steps are executed, for measurements and tests; numbers do not change, but for
             rounding.
+        checkpoint: The former name of ``recompute``, which is deprecated.
 
     Raises:
-        ModelError: If the model has no training_info, or it is not legal.
-        OrtopsError: If a checkpoint is unknown, or numba is missing and ``kernels`` needs it.
+        ArgumentError: If ``recompute`` is not valid, or ``checkpoint`` is given, too.
+        ModelError: If the model has no training_info, it is not legal, or ``recompute`` names a
+            tensor that the model does not compute.
+        OrtopsError: If numba is missing and ``kernels`` needs it.
         UnsupportedError: If an operator that a gradient passes through has no rule, or a device
             has no memory for the variables.
 
@@ -177,9 +181,9 @@ class TrainingSession:
         >>> session.state["w"]
         array([[0.875]], dtype=float32)
 
-        In less memory, here with "y" kept and what it is computed from computed twice:
+        With less memory, as only the activation "y" is kept:
 
-        >>> frugal = TrainingSession(model, checkpoint=["y"])
+        >>> frugal = TrainingSession(model, recompute=["y"])
         >>> [round(float(frugal.step(batch)["loss"]), 3) for _ in range(3)]
         [1.0, 0.25, 0.062]
     """
@@ -195,9 +199,12 @@ class TrainingSession:
         entry: int | None = None,
         sess_options: onnxruntime.SessionOptions | None = None,
         providers: Sequence[Any] | None = None,
-        checkpoint: Checkpoint | None = None,
+        recompute: Checkpoint | None = None,
         settings: Settings | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
+        if checkpoint is not None:
+            recompute = renamed("recompute", recompute, "checkpoint", checkpoint, stacklevel=6)
         self._proto, self._data = copy_to_memory(model, entry)
         self._options = sess_options
         self._providers = list(providers or ["CPUExecutionProvider"])
@@ -225,7 +232,7 @@ class TrainingSession:
             settings=settings or Settings(),
             options=sess_options,
             providers=self._providers,
-            recompute=self._training_copies(checkpoint),
+            recompute=self._training_copies(recompute),
         )
         self._given = self._kept(given)
         give_back()
@@ -1093,10 +1100,10 @@ class TrainingSession:
             "open the file, or give session.model() to another TrainingSession"
         )
 
-    def _training_copies(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
-        """Returns checkpoints that the training-mode copies of tensors stand in for."""
-        if not isinstance(checkpoint, list | tuple):
-            return checkpoint
+    def _training_copies(self, recompute: Checkpoint | None) -> Checkpoint | None:
+        """Replaces names of tensors by those of their copies in training mode."""
+        if not isinstance(recompute, list | tuple):
+            return recompute
         nodes = (node for info in self._proto.training_info for node in info.algorithm.node)
         computed = {name for node in nodes for name in node.output}
         shown = {source: copy for copy, source in self.metadata.training_copies.items()}
@@ -1105,7 +1112,7 @@ class TrainingSession:
             copy = shown.get(name, f"{name}_training")  # as `copy_in_training_mode` calls it
             return copy if copy in computed else name
 
-        return [copy_of(name) for name in checkpoint]
+        return [copy_of(name) for name in recompute]
 
     def _kept(self, given: Values) -> Mapping[str, Array]:
         """Returns the given values that `reset` needs: it computes others, like optimizer state.

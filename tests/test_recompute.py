@@ -1,4 +1,4 @@
-"""Checkpoints: less is kept for the backward pass, and the numbers stay the same."""
+"""Activation checkpointing: fewer activations are kept, and results stay the same."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ MODELS: dict[str, tuple[onnx.ModelProto, dict[str, Array]]] = {
 
 
 def same(model: onnx.ModelProto, batch: dict[str, Array], chosen: Any, **options: Any) -> None:
-    """Checks that steps with checkpoints give what steps without them give."""
+    """Checks that steps with and without recomputation give the same results."""
     plain = TrainingSession(model, **options)
-    frugal = TrainingSession(model, checkpoint=chosen, **options)
+    frugal = TrainingSession(model, recompute=chosen, **options)
     for _ in range(3):
         wanted, got = plain.step(batch), frugal.step(batch)
         np.testing.assert_allclose(got["loss"], wanted["loss"], rtol=1e-6)
@@ -117,7 +117,7 @@ def test_kernels_in_python() -> None:
 
 def test_several_steps_in_one_call() -> None:
     model, batch = MODELS["MLP"]
-    plain, frugal = TrainingSession(model), TrainingSession(model, checkpoint=2)
+    plain, frugal = TrainingSession(model), TrainingSession(model, recompute=2)
     np.testing.assert_allclose(frugal.run_steps([batch] * 4), plain.run_steps([batch] * 4))
 
 
@@ -131,7 +131,7 @@ def kept(model: onnx.ModelProto, chosen: Any, batch: dict[str, Array], path: Pat
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.optimized_model_filepath = str(path)
-    TrainingSession(model, checkpoint=chosen, sess_options=options).step(batch)
+    TrainingSession(model, recompute=chosen, sess_options=options).step(batch)
     graph = onnx.load(path).graph
     wanted, made, read = {"loss"}, set(), set()
     for node in reversed(graph.node):
@@ -162,7 +162,7 @@ def chosen(widths: tuple[int, ...], count: int) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_Forward, "choose", note)
-        TrainingSession(trainable(mlp(widths)), checkpoint=count).step(images(5, widths[0]))
+        TrainingSession(trainable(mlp(widths)), recompute=count).step(images(5, widths[0]))
     return found
 
 
@@ -214,7 +214,7 @@ def test_onnxruntime_does_not_merge_what_is_repeated(tmp_path: Path) -> None:
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     options.log_severity_level = 3
-    TrainingSession(deep(), checkpoint=["Relu_2_output", "Relu_5_output"], sess_options=options)
+    TrainingSession(deep(), recompute=["Relu_2_output", "Relu_5_output"], sess_options=options)
     nodes = onnx.load(options.optimized_model_filepath).graph.node
     repeated = [node for node in nodes if "/again/" in node.name]
     assert sum("Gemm" in node.op_type for node in repeated) == 4, repeated
@@ -239,7 +239,7 @@ def test_random_numbers_are_not_drawn_again(randomly: Any) -> None:
     model = ortops.build_training_model(
         tape.model(), loss=lambda y: op.ReduceSum(y, keepdims=0), optimizer=SGD(1.0)
     )
-    session = TrainingSession(model, checkpoint=["y"])
+    session = TrainingSession(model, recompute=["y"])
     before = session.state["w3"]
     loss = session.step({"x": np.ones((1, 64), np.float32)})["loss"]
     # The loss is linear in the last weight, so that its gradient tells what it was multiplied by.
@@ -248,21 +248,37 @@ def test_random_numbers_are_not_drawn_again(randomly: Any) -> None:
 
 
 def test_an_unknown_name() -> None:
-    message = r"checkpoint: the forward pass computes no tensor 'Relu_outpt' .*did you mean"
+    message = r"recompute: the forward pass computes no tensor 'Relu_outpt' .*did you mean"
     with pytest.raises(ModelError, match=message):
-        TrainingSession(deep(), checkpoint=["Relu_outpt"])
+        TrainingSession(deep(), recompute=["Relu_outpt"])
 
 
 @pytest.mark.parametrize("parameter", ["fc1.weight", "loss_new", ""])
 def test_a_name_of_no_result_of_the_forward_pass(parameter: str) -> None:
     with pytest.raises(ModelError, match=f"computes no tensor '{parameter}'"):
-        TrainingSession(deep(), checkpoint=[parameter])
+        TrainingSession(deep(), recompute=[parameter])
 
 
 @pytest.mark.parametrize("given", [0, -1, True, "all", "Relu_output", [], ["y", 3], 1.5])
 def test_what_is_no_choice(given: Any) -> None:
     with pytest.raises(ArgumentError, match=r"must be a list of names of tensors to keep.*got"):
-        TrainingSession(deep(), checkpoint=given)
+        TrainingSession(deep(), recompute=given)
+
+
+def test_the_former_name_works_and_warns() -> None:
+    model = deep()
+    with pytest.warns(DeprecationWarning, match="^checkpoint= is deprecated; use recompute=$") as w:
+        former = TrainingSession(model, checkpoint="sqrt")
+    assert w[0].filename == __file__
+    batch, session = images(5, 6), TrainingSession(model, recompute="sqrt")
+    for _ in range(2):
+        assert former.step(batch)["loss"] == session.step(batch)["loss"]
+
+
+def test_both_names_are_an_error() -> None:
+    message = "^checkpoint is the former name of recompute; give recompute only$"
+    with pytest.raises(ArgumentError, match=message):
+        TrainingSession(deep(), recompute="sqrt", checkpoint="sqrt")
 
 
 @pytest.mark.parametrize("chosen", [1, ["y"]])
