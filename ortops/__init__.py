@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         OrtopsError,
         UnsupportedError,
     )
-    from ortops.graph.external import save_model
+    from ortops.graph.files.saving import save_model
     from ortops.graph.tensor import Tape, Tensor, op
     from ortops.inference import InferenceSession
     from ortops.lowering import lower
@@ -106,7 +106,7 @@ _MODULES = {
     "op": "ortops.graph.tensor",
     "optimizers": "ortops",
     "register_custom_ops": "ortops.custom_ops",
-    "save_model": "ortops.graph.external",
+    "save_model": "ortops.graph.files.saving",
     "schedules": "ortops",
     "sklearn": "ortops",
     "step_graph": "ortops.trainable.step_graph",

@@ -21,10 +21,11 @@ from ortops.building.groups import Groups
 from ortops.building.parameters import quantized, readers
 from ortops.building.preparation import BatchNormalization, prepare_for_training
 from ortops.errors import OrtopsError
-from ortops.graph import convert, external
+from ortops.graph import convert
 from ortops.graph.adapters import adapter_of
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, describe, inner_graphs, is_float
+from ortops.graph.files import external
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.squashing import squashed
 from ortops.losses.compute import default_output

@@ -37,7 +37,7 @@ from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import is_float
-from ortops.graph.serialization import (
+from ortops.graph.files.serialization import (
     BOUND_DOMAIN,
     GRADIENT_DOMAIN,
     algorithm_names,

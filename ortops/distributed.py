@@ -26,7 +26,7 @@ import onnx
 
 from ortops.arguments import number
 from ortops.errors import ArgumentError, FeedError, ModelError, OrtopsError, UnsupportedError
-from ortops.graph import external
+from ortops.graph.files import external
 from ortops.mpi import MPI
 from ortops.training.data import rows
 from ortops.training.feeds import Checked

@@ -18,8 +18,8 @@ import onnxruntime
 from ortops import custom_ops
 from ortops.arguments import choice
 from ortops.errors import KernelError, ModelError, UnsupportedError, is_raised_by
-from ortops.graph.loading import ModelLike, blame_model, is_file, load
-from ortops.graph.messages import has_domain
+from ortops.graph.files.loading import ModelLike, blame_model, is_file, load
+from ortops.graph.files.messages import has_domain
 from ortops.uninterrupted import finished_at_exit, run_uninterrupted
 
 __all__ = ["InferenceSession", "Kernels", "lend", "open_lowered"]
@@ -128,8 +128,9 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             The model, and external initializers in memory.
         """
         # Not imported for a model that has no such nodes: onnx-ir takes longer than the rest.
-        from ortops.graph import convert, external
+        from ortops.graph import convert
         from ortops.graph.edit import all_nodes
+        from ortops.graph.files import external
         from ortops.lowering import lower_ir, takes_python_kernel
 
         keep = takes_python_kernel if kernels == "python" else None
@@ -260,7 +261,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 
 def _serialized(proto: onnx.ModelProto) -> tuple[bytes, dict[str, npt.NDArray[Any]]]:
     """Returns the bytes of a model, and the arrays that exceed their size limit, by name."""
-    from ortops.graph import convert, external
+    from ortops.graph import convert
+    from ortops.graph.files import external
 
     if external.data_size(proto) <= external.MESSAGE_LIMIT:
         return external.serialize(proto), {}
@@ -269,7 +271,7 @@ def _serialized(proto: onnx.ModelProto) -> tuple[bytes, dict[str, npt.NDArray[An
 
 
 def _message(proto: onnx.ModelProto) -> bytes:
-    from ortops.graph import external
+    from ortops.graph.files import external
 
     return external.serialize(proto)
 

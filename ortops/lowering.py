@@ -32,8 +32,8 @@ from ortops.errors import ModelError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, ancestor_nodes, describe, remove_unread, replace_value
-from ortops.graph.messages import has_domain
-from ortops.graph.serialization import BOUND_DOMAIN, to_proto
+from ortops.graph.files.messages import has_domain
+from ortops.graph.files.serialization import BOUND_DOMAIN, to_proto
 from ortops.graph.shapes import infer_shapes, may_be_equal
 from ortops.graph.tensor import Names, Tape, Tensor, op, shape_of
 from ortops.optimizers import OPERATORS

@@ -15,7 +15,7 @@ import onnx
 from ortops.building.builder import build_training_model
 from ortops.errors import FeedError, ModelError, OrtopsError
 from ortops.graph.convert import ModelLike
-from ortops.graph.external import serialize
+from ortops.graph.files.external import serialize
 from ortops.losses import LossLike
 from ortops.numbers import cast_numbers, is_numeric
 from ortops.optimizers import Optimizer, UpdateRule

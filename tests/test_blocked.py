@@ -21,7 +21,7 @@ from ortops import Tape, Tensor, build_training_model, op
 from ortops.execution.sizes import bind_sizes
 from ortops.graph import convert
 from ortops.graph.edit import remove_defaults
-from ortops.graph.external import detach
+from ortops.graph.files.external import detach
 from ortops.lowering import prepare, to_proto
 from ortops.optimizers import SGD
 from ortops.passes.blocked import BLOCKED

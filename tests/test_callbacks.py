@@ -402,7 +402,7 @@ def test_data_beside_a_removed_checkpoint_go_with_it(
     model = build_training_model(
         classifier(hidden=512), loss="SoftmaxCrossEntropy", optimizer=SGD(0.1)
     )
-    monkeypatch.setattr("ortops.graph.external.MESSAGE_LIMIT", 10_000)
+    monkeypatch.setattr("ortops.graph.files.external.MESSAGE_LIMIT", 10_000)
     callback = Checkpoint(tmp_path / "{step}.onnx", every=1, keep=1)
     TrainingSession(model).fit(labelled((6,), rows=12), epochs=1, callbacks=[callback], **QUIET)
     assert {name.partition(".")[0] for name in names(tmp_path)} == {"3"}

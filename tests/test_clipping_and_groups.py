@@ -21,7 +21,7 @@ from ortops.check import check
 from ortops.execution.settings import Settings
 from ortops.execution.split import Group, split
 from ortops.graph.edit import remove_defaults
-from ortops.graph.external import detach
+from ortops.graph.files.external import detach
 from ortops.graph.tensor import Names, Tape
 from ortops.lowering import lower_optimizers
 from ortops.optimizers import SGD, Adam, AdamW, Custom, Momentum, Optimizer

@@ -837,15 +837,15 @@ def test_rank_1_waits_for_the_best_state_that_rank_0_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last epoch is the best: its file is written when all others are done."""
-    from ortops.graph import external
+    from ortops.graph.files import saving
 
-    write = external.write_model
+    write = saving.write_model
 
     def slowly(*arguments: Any) -> None:
         time.sleep(0.5)
         write(*arguments)
 
-    monkeypatch.setattr(external, "write_model", slowly)
+    monkeypatch.setattr(saving, "write_model", slowly)
     model = build(classifier(), optimizer=ortops.optimizers.SGD(0.1))
     data = labelled((6,), rows=16)
 

@@ -30,10 +30,10 @@ from ortops import (
     step_graph,
 )
 from ortops.cli import main
-from ortops.graph.byte_spans import byte_spans
 from ortops.graph.edit import merge_equal_nodes
+from ortops.graph.files.serialization import from_proto, to_proto
+from ortops.graph.files.wire_format import byte_spans
 from ortops.graph.safetensors import read_safetensors, write_safetensors
-from ortops.graph.serialization import from_proto, to_proto
 from ortops.optimizers import Adam
 from ortops.schedules import cosine
 

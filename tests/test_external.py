@@ -18,7 +18,7 @@ from running import plain_session, run
 
 import ortops
 from ortops import Tape, cli, op
-from ortops.graph import external
+from ortops.graph.files import external, saving
 from ortops.optimizers import SGD, Adam
 from ortops.training.data import Feeds
 
@@ -204,7 +204,7 @@ def test_a_failed_save_leaves_the_old_pair(tmp_path: Path, monkeypatch: pytest.M
         raise OSError("disk full")
 
     session.step(batch())
-    monkeypatch.setattr(external, "write_atomically", write)
+    monkeypatch.setattr(saving, "write_atomically", write)
     with pytest.raises(OSError, match="disk full"):
         session.save(path)
     ((name,),) = during  # the data come first

@@ -23,7 +23,8 @@ from onnx import TensorProto, helper, numpy_helper
 import ortops
 from models.mlp import mlp
 from ortops.check import check
-from ortops.graph import convert, external, held_file
+from ortops.graph import convert
+from ortops.graph.files import external, held_file
 
 needs_held_files = pytest.mark.skipif(
     sys.platform == "win32", reason="on Windows files are read as a whole, not held"

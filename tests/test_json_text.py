@@ -18,7 +18,7 @@ from training_models import affine, classifier, labelled
 import ortops
 from ortops import ModelError, OrtopsError, TrainingSession, build_training_model
 from ortops.cli import main
-from ortops.graph.json_text import read_json
+from ortops.graph.files.json_text import read_json
 from ortops.graph.safetensors import read_safetensors
 
 VALUES = st.recursive(

@@ -8,7 +8,7 @@ import ortops
 from models.mlp import mlp
 from ortops.execution.split import Group, split
 from ortops.graph.edit import remove_defaults
-from ortops.graph.external import detach
+from ortops.graph.files.external import detach
 from ortops.graph.tensor import Names, constant_tensor
 from ortops.lowering import lower_optimizers
 from ortops.trainable.step_graph import flatten

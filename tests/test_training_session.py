@@ -44,7 +44,7 @@ from ortops import (
     build_training_model,
     op,
 )
-from ortops.graph import external
+from ortops.graph.files import external
 from ortops.optimizers import OPERATORS, SGD, Adagrad, Adam, AdamW, Momentum, Operator
 
 OPTIMIZERS = {

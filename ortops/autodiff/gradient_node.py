@@ -31,8 +31,8 @@ from ortops.graph.edit import (
     replace_value,
     take_place,
 )
-from ortops.graph.messages import DOMAINS
-from ortops.graph.serialization import BOUND_DOMAIN, map_types
+from ortops.graph.files.messages import DOMAINS
+from ortops.graph.files.serialization import BOUND_DOMAIN, map_types
 from ortops.graph.shapes import may_be_equal
 from ortops.graph.tensor import VARIABLE, Names, Tape, Tensor, ones_like, op, zeros_like
 

@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from ortops.graph.edit import all_nodes, ancestor_nodes, inner_graphs
-from ortops.graph.serialization import BOUND_DOMAIN, name_tensors
+from ortops.graph.files.serialization import BOUND_DOMAIN, name_tensors
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.lowering import TRAINING_DOMAIN
 

@@ -30,9 +30,10 @@ from ortops.building.updates import (
 )
 from ortops.errors import ModelError
 from ortops.garbage_collection import collection_put_off
-from ortops.graph import convert, external
+from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import ancestor_nodes
+from ortops.graph.files import external
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.losses import LossLike
 from ortops.lowering import has_domain

@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from ortops.errors import ModelError, did_you_mean
 from ortops.graph.edit import ELEMENTWISE, describe, inner_graphs
-from ortops.graph.external import ends
+from ortops.graph.files.external import ends
 from ortops.graph.tensor import constant_tensor
 
 __all__ = [

@@ -11,10 +11,11 @@ import onnx_ir as ir
 
 from ortops.building.parameters import Choice, ScopeNames, choose, scopes
 from ortops.errors import ModelError
-from ortops.graph import convert, external
+from ortops.graph import convert
 from ortops.graph.adapters import adapter_of
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, ancestor_nodes, read_inputs
+from ortops.graph.files import external
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.tensor import Names
 from ortops.graph.weights import Origin, lift, weights
@@ -70,7 +71,7 @@ def prepare_for_training(
         trainable: What to train (see `ortops.building.parameters.choose`); None for the adapter
             of a model that has one.
         batch_normalization: Which layers run in inference mode (see `build_training_model`).
-        data: The data of a light model (see `ortops.graph.external`).
+        data: The data of a light model (see `ortops.graph.files.external`).
 
     Raises:
         ModelError: If the model is not legal, has no output or is trainable already, or if

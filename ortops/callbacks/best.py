@@ -21,7 +21,8 @@ from ortops.callbacks.monitor import (
     remembered,
 )
 from ortops.errors import ModelError, OrtopsError
-from ortops.graph import convert, external
+from ortops.graph import convert
+from ortops.graph.files import external, saving
 from ortops.training.callback import Callback, Record
 from ortops.training.position import read_position
 from ortops.training.session import TrainingSession
@@ -323,7 +324,7 @@ class BestModel(Callback):
             return
         self._due = False
         if self._inference:
-            external.save_model(session.inference_model(), self.path)
+            saving.save_model(session.inference_model(), self.path)
         else:
             session.save(self.path)
 

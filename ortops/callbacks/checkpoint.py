@@ -21,7 +21,8 @@ from ortops.callbacks.monitor import (
     remembered,
 )
 from ortops.errors import ModelError, OrtopsError
-from ortops.graph import convert, external
+from ortops.graph import convert
+from ortops.graph.files import saving
 from ortops.training.callback import Callback, Record
 from ortops.training.position import POSITION_KEY
 from ortops.training.session import TrainingSession
@@ -210,7 +211,7 @@ def _remove(file: Path, mark: str) -> None:
     except (OSError, OrtopsError):
         notes = []
     if any(f'"mark": "{mark}"' in note for note in notes):
-        external.remove_model(file)
+        saving.remove_model(file)
     else:
         logger.warning(
             "Checkpoint: '%s' is not the file that this callback wrote, so keep= does not remove "

@@ -9,7 +9,7 @@ from typing import Any
 
 from ortops.callbacks.monitor import check_path, optional_module
 from ortops.errors import OrtopsError
-from ortops.graph.files import write_atomically
+from ortops.graph.files.atomic import write_atomically
 
 __all__ = ["check_picture", "new_panels", "write_picture"]
 

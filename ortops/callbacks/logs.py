@@ -20,7 +20,7 @@ from ortops.callbacks.monitor import (
     remembered,
 )
 from ortops.errors import OrtopsError
-from ortops.graph.files import write_atomically
+from ortops.graph.files.atomic import write_atomically
 from ortops.training.callback import Callback, Record
 from ortops.training.session import TrainingSession
 from ortops.training.tables import as_cell, csv_text

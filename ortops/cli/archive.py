@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops.errors import FeedError, did_you_mean
-from ortops.graph.files import naming
+from ortops.graph.files.atomic import naming
 from ortops.graph.limits import LIMITS
 
 __all__ = ["check_size", "open_regular", "read_arrays"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ortops.errors import OrtopsError, did_you_mean
-from ortops.graph.files import write_atomically
+from ortops.graph.files.atomic import write_atomically
 
 __all__ = ["dumps", "read_options", "write_options"]
 

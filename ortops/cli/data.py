@@ -22,7 +22,7 @@ import onnx
 from ortops.cli.archive import check_size, open_regular, read_arrays
 from ortops.cli.standard_streams import standard_input
 from ortops.errors import FeedError, OrtopsError, did_you_mean
-from ortops.graph.json_text import read_json
+from ortops.graph.files.json_text import read_json
 from ortops.numbers import cast_numbers
 from ortops.training import tables
 

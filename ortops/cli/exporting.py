@@ -14,9 +14,9 @@ from ortops.cli.outputs import check_outputs, check_writable
 from ortops.cli.standard_streams import print_bytes, say
 from ortops.cli.streams import describe_stream, read_model, source, write_model
 from ortops.errors import OrtopsError
-from ortops.graph.external import attached, detach, serialize
-from ortops.graph.external import write_model as write_in_place
-from ortops.graph.files import destination
+from ortops.graph.files.atomic import destination
+from ortops.graph.files.external import attached, detach, serialize
+from ortops.graph.files.saving import write_model as write_in_place
 from ortops.lowering import lower as lower_model
 from ortops.training.export import export_step as write_step
 from ortops.training.session import TrainingSession

@@ -10,7 +10,7 @@ from typing import TypeGuard
 
 from ortops.cli.data import IMAGES
 from ortops.errors import OrtopsError
-from ortops.graph.external import read_light
+from ortops.graph.files.external import read_light
 
 __all__ = ["check_outputs", "check_writable"]
 

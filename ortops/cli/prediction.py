@@ -25,7 +25,7 @@ from ortops.cli.outputs import check_outputs, check_writable
 from ortops.cli.standard_streams import print_bytes, say
 from ortops.cli.streams import read_model
 from ortops.errors import FeedError, OrtopsError, did_you_mean
-from ortops.graph.files import write_atomically
+from ortops.graph.files.atomic import write_atomically
 from ortops.inference import InferenceSession
 from ortops.training.feeds import Input
 from ortops.training.tables import csv_text

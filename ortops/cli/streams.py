@@ -10,7 +10,8 @@ import onnx
 
 from ortops.cli.standard_streams import print_bytes, print_text, standard_input
 from ortops.graph import convert
-from ortops.graph.external import attached, save_model, serialize
+from ortops.graph.files.external import attached, serialize
+from ortops.graph.files.saving import save_model
 
 __all__ = ["describe_stream", "print_json", "read_model", "source", "write_model"]
 

@@ -34,7 +34,7 @@ from ortops.cli.parser import make_parser
 from ortops.cli.standard_streams import print_text, say
 from ortops.cli.streams import describe_stream, print_json, read_model, write_model
 from ortops.errors import OrtopsError
-from ortops.graph.json_text import read_json
+from ortops.graph.files.json_text import read_json
 from ortops.training.session import TrainingSession
 
 __all__ = ["build", "evaluate", "train"]

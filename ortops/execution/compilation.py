@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 from ortops.errors import OrtopsError
 from ortops.execution.translation import Translation
-from ortops.graph.files import write_atomically
+from ortops.graph.files.atomic import write_atomically
 
 __all__ = ["Function", "check_numba", "compile_all"]
 

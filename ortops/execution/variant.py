@@ -16,7 +16,7 @@ from ortops.execution.onnxruntime_sessions import Sessions
 from ortops.execution.packed import Packed
 from ortops.execution.repetition import Repetition
 from ortops.execution.template import Template
-from ortops.graph import external
+from ortops.graph.files import external
 from ortops.graph.tensor import Names, Tape
 from ortops.passes.blocked import is_mostly_blocked
 from ortops.passes.order import put_last_results_first

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeAlias
 
 from ortops.errors import ModelError
-from ortops.graph.json_metadata import Entry, read_note, where
+from ortops.graph.files.json_metadata import Entry, read_note, where
 
 __all__ = [
     "METADATA_KEY",

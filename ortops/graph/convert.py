@@ -20,7 +20,7 @@ from onnx_ir.passes import common as passes
 
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph.edit import all_nodes, describe, replace_value
-from ortops.graph.external import (
+from ortops.graph.files.external import (
     Data,
     detach,
     find,
@@ -28,12 +28,12 @@ from ortops.graph.external import (
     read_on_demand,
     refer_to,
 )
+from ortops.graph.files.loading import ModelLike, blame_model, is_file, load, readable
+from ortops.graph.files.serialization import from_proto, to_proto
+from ortops.graph.files.validation import validate
 from ortops.graph.limits import LIMITS
-from ortops.graph.loading import ModelLike, blame_model, is_file, load, readable
-from ortops.graph.serialization import from_proto, to_proto
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.tensor import Names, Tape, op
-from ortops.graph.validation import validate
 
 __all__ = [
     "MINIMUM_OPSET",
@@ -72,7 +72,7 @@ def load_light(model: ModelLike) -> tuple[onnx.ModelProto, Data]:
         model: A model, its bytes or its path.
 
     Returns:
-        A light model and its data (see `ortops.graph.external`), those of external files included.
+        A light model and its data (see `ortops.graph.files.external`), including external data.
 
     Raises:
         ModelError: As `load` does.
@@ -100,7 +100,7 @@ def to_ir(
     Args:
         proto: The model; not changed. The data of its big tensors are not copied.
         folder: Where its external data are, which stay there.
-        data: The data of a light model (see `ortops.graph.external`).
+        data: The data of a light model (see `ortops.graph.files.external`).
         given_away: Whether the model is a light one that nobody uses afterwards, so that it need
             not be copied.
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from ortops.graph.edit import attribute_values, remove_unread
-from ortops.graph.serialization import BOUND_DOMAIN
+from ortops.graph.files.serialization import BOUND_DOMAIN
 from ortops.graph.tensor import Names, Tape, constant_tensor
 
 __all__ = ["fold"]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import onnx_ir as ir
 
 from ortops.errors import ModelError
-from ortops.graph.json_text import read_json
+from ortops.graph.files.json_text import read_json
 
 __all__ = ["Labels", "note_labels", "noted_labels"]
 

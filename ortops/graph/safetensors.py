@@ -17,8 +17,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from ortops.errors import ModelError, UnsupportedError
-from ortops.graph.files import write_atomically
-from ortops.graph.json_text import read_json
+from ortops.graph.files.atomic import write_atomically
+from ortops.graph.files.json_text import read_json
 
 __all__ = ["dump_safetensors", "read_safetensors", "write_safetensors"]
 

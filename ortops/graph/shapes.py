@@ -15,9 +15,9 @@ import onnx_ir as ir
 
 from ortops.errors import ModelError
 from ortops.graph.edit import all_nodes, inner_graphs
-from ortops.graph.external import external_to_inputs, move_aside
+from ortops.graph.files.external import external_to_inputs, move_aside
+from ortops.graph.files.serialization import is_map
 from ortops.graph.pooling import is_miscounted, without_ceil_mode
-from ortops.graph.serialization import is_map
 from ortops.graph.tensor import Names, Tape, Tensor, op, shape_of
 
 __all__ = [

@@ -32,9 +32,9 @@ import onnx
 import onnx_ir as ir
 
 from ortops.errors import ModelError, OrtopsError
-from ortops.graph.external import without_data
+from ortops.graph.files.external import without_data
+from ortops.graph.files.serialization import GRADIENT_DOMAIN, is_map, name_tensors
 from ortops.graph.pooling import pooled_sizes
-from ortops.graph.serialization import GRADIENT_DOMAIN, is_map, name_tensors
 from ortops.numbers import cast_numbers, is_numeric
 
 __all__ = [

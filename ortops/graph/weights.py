@@ -1,7 +1,7 @@
-"""Weights wherever they stand: in Constant nodes, inner graphs, functions and attributes.
+"""Finds weights in all places of a model, and makes them initializers of the main graph.
 
-What is trained is an initializer of the main graph. Exporters put weights into Constant nodes too,
-into branches and bodies, into model-local functions, and into attributes of `ai.onnx.ml` nodes.
+Training updates initializers of the main graph. Exporters also store weights in Constant nodes, in
+branches and loop bodies, in model-local functions, and in attributes of `ai.onnx.ml` nodes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from ortops.errors import ModelError, UnsupportedError
-from ortops.graph import external
+from ortops.errors import ModelError
 from ortops.graph.convert import MINIMUM_OPSET
+from ortops.graph.files import external
+from ortops.graph.files.messages import attribute_graphs, describe_node, node_graphs
+from ortops.graph.linear_models import LinearModel
 from ortops.graph.tensor import Names
 
 __all__ = ["Origin", "Weight", "lift", "weights"]
@@ -32,20 +34,17 @@ _FLOATS = (
 )
 
 _ML = "ai.onnx.ml"
-_TRANSFORMS = ("NONE", "SOFTMAX", "LOGISTIC", "SOFTMAX_ZERO", "PROBIT")
-_IR_VERSION = 4  # before it, initializers had to be inputs
-_AXES_OF_SUMS_ARE_INPUTS = 13  # the opset in which ReduceSum takes its axes so
-_AXES_ARE_INPUTS = 18  # the opset in which ReduceMax does
+_IR_VERSION = 4  # the first version in which initializers need not be inputs
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a weight stands in a model.
+    """The location of a weight in a model.
 
     Attributes:
-        field: ``"initializer"``, or the attribute that holds it.
-        node: The node with that attribute, as messages name it; empty for an initializer.
-        place: The graph or function, outermost last; empty for the main graph.
+        field: ``"initializer"``, or the name of the attribute.
+        node: The description of the node with the attribute; empty for an initializer.
+        place: The subgraph or function, outermost last; empty for the main graph.
     """
 
     field: str
@@ -54,7 +53,7 @@ class Origin:
 
     @property
     def is_attribute(self) -> bool:
-        """Whether a node of ``ai.onnx.ml`` has it, for which standard nodes come in."""
+        """Whether it is an attribute of an ``ai.onnx.ml`` node, which `lift` replaces."""
         return self.field in ("coefficients", "intercepts")
 
     def __str__(self) -> str:
@@ -63,13 +62,13 @@ class Origin:
 
 @dataclass(frozen=True)
 class Weight:
-    """A floating-point tensor of a light model, where it stands.
+    """A floating-point tensor of a light model, in its original location.
 
     Attributes:
         name: Its name as an initializer of the main graph.
-        origin: Where it stands.
+        origin: Its location.
         shape: Its shape.
-        dtype: Its type.
+        dtype: Its dtype.
     """
 
     name: str
@@ -83,7 +82,7 @@ class Weight:
         """Returns its value.
 
         Raises:
-            ModelError: If it is in a file whose folder is not known.
+            ModelError: If it is external data of a model whose folder is unknown.
         """
         if isinstance(self._holder, onnx.TensorProto):
             return external.array_of(self._holder, self._data)
@@ -91,19 +90,19 @@ class Weight:
         return np.array(numbers, np.float32).reshape(self.shape)
 
     def set(self, array: Array) -> None:
-        """Sets its value where it stands.
+        """Sets its value, in its original location.
 
         Args:
-            array: An array of its type and shape; a big one is kept beside the model, uncopied,
-                where the old one was (see `ortops.graph.external`).
+            array: An array of its dtype and shape. If the tensor is detached (see
+                `ortops.graph.files.external`), the array is kept without a copy.
 
         Raises:
-            ModelError: If the type or the shape is another.
+            ModelError: If the dtype or the shape differs.
         """
         if (array.dtype, array.shape) != (self.dtype, self.shape):
             raise ModelError(
-                f"weight '{self.name}' ({self.origin}): {array.dtype}{list(array.shape)} was "
-                f"given; {self.dtype}{list(self.shape)} is accepted"
+                f"weight '{self.name}' ({self.origin}) must be {self.dtype}{list(self.shape)}, "
+                f"got {array.dtype}{list(array.shape)}"
             )
         if isinstance(self._holder, onnx.TensorProto):
             external.set_array(self._holder, self._data, array)
@@ -113,7 +112,7 @@ class Weight:
             self._holder.f = array.item()
 
     def copy_to(self, graph: onnx.GraphProto) -> None:
-        """Adds an initializer with its name and value to a graph; big data are not copied."""
+        """Adds an initializer with its name and value to a graph; detached data are not copied."""
         source = self._holder
         if isinstance(source, onnx.AttributeProto):
             source = onnx.numpy_helper.from_array(self.array())
@@ -125,15 +124,15 @@ class Weight:
 def weights(proto: onnx.ModelProto, data: external.Data) -> dict[str, Weight]:
     """Returns the floating-point tensors of a model, by the names that `lift` gives them.
 
-    These are the initializers of the main graph, and what `lift` makes such ones.
+    These are the initializers of the main graph and the weights that `lift` moves there.
 
     Args:
         proto: A light model. Setting a weight changes it.
         data: Its data. Setting a weight changes them.
 
     Raises:
-        ModelError: If a LinearClassifier or LinearRegressor node is not legal.
-        UnsupportedError: If a LinearClassifier is one that onnxruntime computes no numbers for.
+        ModelError: If a LinearClassifier or LinearRegressor node is invalid.
+        UnsupportedError: If onnxruntime leaves an output of a LinearClassifier undefined.
 
     Example:
         >>> model = onnx.parser.parse_model('''
@@ -153,38 +152,38 @@ def weights(proto: onnx.ModelProto, data: external.Data) -> dict[str, Weight]:
         for tensor in proto.graph.initializer
         if tensor.data_type in _FLOATS
     }
-    return found | {w.name: w for site in _Walk(proto, data).sites for w in site.weights}
+    return found | {w.name: w for site in _Search(proto, data).sites for w in site.weights}
 
 
 def lift(
     proto: onnx.ModelProto, data: external.Data, names: Container[str] | None = None
 ) -> tuple[onnx.ModelProto, dict[str, Origin]]:
-    """Returns a model in which weights that stand elsewhere are initializers of the main graph.
+    """Returns a model in which all weights are initializers of the main graph.
 
-    These are floating-point Constants of the main graph, of inner graphs and of functions that are
-    called; initializers of inner graphs; and the coefficients and intercepts of LinearRegressor and
-    LinearClassifier nodes of ``ai.onnx.ml``, which become standard nodes that compute what
-    onnxruntime computes. A function gets an input for each of its weights, however often it is
-    called.
+    Lifted are floating-point Constants of the main graph, of subgraphs and of called functions;
+    initializers of subgraphs; and the coefficients and intercepts of LinearRegressor and
+    LinearClassifier nodes of ``ai.onnx.ml``, which are replaced by standard nodes with the same
+    results in onnxruntime. A function gets one input for each of its weights, also if it is called
+    several times.
 
-    A weight is named like the output of its Constant node or like the initializer, with a number
-    behind where the model has that name in several places or as an output, and
-    ``<function>.<output>`` in functions. Coefficients, of shape [outputs, features], and intercepts
-    are ``<node>.coefficients`` and ``<node>.intercepts``. The names do not depend on ``names``.
+    A weight has the name of its Constant node's output or of its initializer. A numeric suffix is
+    added if the model uses that name in several places or for an output. In functions, the name is
+    ``<function>.<output>``. Coefficients, of shape [outputs, features], and intercepts are named
+    ``<node>.coefficients`` and ``<node>.intercepts``. The names do not depend on ``names``.
 
     Args:
-        proto: A light model (see `ortops.graph.external`); not changed.
-        data: Its data, to which those of big weights are added.
-        names: Which weights to lift; the coefficients and intercepts of a node go together. By
-            default all but scalars.
+        proto: A light model (see `ortops.graph.files.external`); it is not modified.
+        data: Its data, to which the data of big weights are added.
+        names: The weights to lift; by default, all except scalars. The coefficients and intercepts
+            of a node are lifted together.
 
     Returns:
-        The model, which is the argument if nothing is lifted, and for each lifted name where the
-        weight stood.
+        The model, which is the argument if nothing was lifted, and the origin of each lifted
+        weight by name.
 
     Raises:
-        ModelError: If a LinearClassifier or LinearRegressor node is not legal.
-        UnsupportedError: If a LinearClassifier is one that onnxruntime computes no numbers for.
+        ModelError: If a LinearClassifier or LinearRegressor node is invalid.
+        UnsupportedError: If onnxruntime leaves an output of a LinearClassifier undefined.
 
     Example:
         >>> model = onnx.parser.parse_model('''
@@ -200,16 +199,16 @@ def lift(
     """
     result = onnx.ModelProto()
     result.CopyFrom(proto)
-    walk = _Walk(result, data)
-    chosen = [site for site in walk.sites if site.is_chosen(names)]
+    search = _Search(result, data)
+    chosen = [site for site in search.sites if site.is_chosen(names)]
     if not chosen:
         return proto, {}
     lifted = [weight for site in chosen for weight in site.weights]
     for weight in lifted:
         weight.copy_to(result.graph)
-    walk.pass_to_functions(chosen)
-    for scope in walk.scopes:
-        scope.remove([site for site in chosen if site.scope is scope], walk)
+    search.pass_to_functions(chosen)
+    for scope in search.scopes:
+        scope.remove([site for site in chosen if site.scope is scope], search)
     result.ir_version = max(result.ir_version, _IR_VERSION)
     return result, {weight.name: weight.origin for weight in lifted}
 
@@ -219,7 +218,7 @@ _FunctionKey: TypeAlias = tuple[str, str, str]
 
 @dataclass(eq=False)
 class _Scope:
-    """A graph or the body of a function, with names of its own."""
+    """A graph or the body of a function: a namespace for values."""
 
     body: onnx.GraphProto | onnx.FunctionProto
     place: str
@@ -231,21 +230,23 @@ class _Scope:
         return {value.name for value in self.body.output}
 
     def types(self) -> dict[str, onnx.TypeProto.Tensor]:
-        """Returns what the scope says of the types of its values."""
+        """Returns the declared types of values, by name."""
         known = list(self.body.value_info)
         if isinstance(self.body, onnx.GraphProto):
             known += self.body.input
         return {value.name: value.type.tensor_type for value in known}
 
-    def remove(self, sites: list[_Site], walk: _Walk) -> None:
-        """Takes away what held weights; the names of the initializers take its place."""
+    def remove(self, sites: list[_Site], search: _Search) -> None:
+        """Removes lifted nodes and initializers, and renames their readers' inputs."""
         outputs, replaced, types = self.outputs(), dict[str, str](), self.types()
-        for site in reversed(sites):  # from the last one on, so that positions stay
+        for site in reversed(sites):  # the last one first, which keeps positions valid
             name, weight = site.old, site.weights[0].name
             new: list[onnx.NodeProto] = []
             if site.linear is not None:
-                walk.import_standard(self.function)
-                new = site.linear.nodes(site.weights, types.get(site.linear.node.input[0]), walk)
+                search.import_standard(self.function)
+                names = [each.name for each in site.weights]
+                kind = types.get(site.linear.node.input[0])
+                new = site.linear.nodes(names, kind, search.names, search.opset)
             elif name in outputs:
                 new = [onnx.helper.make_node("Identity", [weight], [name])]
             else:
@@ -266,15 +267,15 @@ class _Scope:
 
 @dataclass(eq=False)
 class _Site:
-    """A node or an initializer that holds weights.
+    """A node or an initializer that contains weights.
 
     Attributes:
-        scope: Where it stands.
-        position: Its place in the list of nodes, or of initializers.
+        scope: Its graph or function.
+        position: Its position among the nodes or the initializers of the scope.
         node: The node; None for an initializer.
-        old: The name by which the scope reads the weight.
+        old: The weight's name in the scope.
         weights: The weights.
-        linear: What a node of ``ai.onnx.ml`` computes.
+        linear: The linear model, if it is a node of ``ai.onnx.ml``.
     """
 
     scope: _Scope
@@ -282,7 +283,7 @@ class _Site:
     node: onnx.NodeProto | None
     old: str
     weights: list[Weight]
-    linear: _Linear | None = None
+    linear: LinearModel | None = None
 
     def is_chosen(self, names: Container[str] | None) -> bool:
         if names is None:
@@ -290,13 +291,13 @@ class _Site:
         return any(weight.name in names for weight in self.weights)
 
 
-class _Walk:
-    """What a model holds besides the initializers of its main graph.
+class _Search:
+    """The weights of a model other than initializers of its main graph.
 
     Attributes:
-        scopes: The graphs, and the bodies of the functions that are called, outer ones first.
-        sites: What holds weights, in the order of the scopes.
-        names: The names of the model, those of the weights included.
+        scopes: The graphs and the bodies of called functions, outer ones first.
+        sites: The nodes and initializers that contain weights, in the order of the scopes.
+        names: The names used in the model, including those of the weights.
         opset: The version of the standard operators.
     """
 
@@ -307,7 +308,7 @@ class _Walk:
         self.names = Names()
         self._functions = {_key(f.domain, f): f for f in proto.functions}
         self.scopes = list(_scopes(proto.graph, "", None))
-        self._definitions = Counter[str]()  # how many graphs have a value of a name
+        self._definitions = Counter[str]()  # how many graphs define each name
         for scope in self.scopes:
             self._definitions.update(_defined(scope.body))
         for key in self._called():
@@ -319,7 +320,7 @@ class _Walk:
         self.sites = [site for scope in self.scopes for site in self._sites(scope)]
 
     def _called(self) -> list[_FunctionKey]:
-        """Returns the functions that are called, in the order of the model."""
+        """Returns the called functions, in the order of the model."""
         found: set[_FunctionKey] = set()
         pending = [node for scope in self.scopes for node in scope.body.node]
         while pending:
@@ -348,11 +349,11 @@ class _Walk:
                 if constant is not None:
                     yield _Site(scope, position, node, node.output[0], [constant])
             elif node.domain == _ML and node.op_type in ("LinearClassifier", "LinearRegressor"):
-                linear = _Linear(node)
+                linear = LinearModel(node)
                 yield _Site(scope, position, node, "", self._parts(linear, scope), linear)
 
     def _name(self, name: str, scope: _Scope, outputs: set[str]) -> str:
-        """Returns the name of a weight, which the rest of the model must not have."""
+        """Returns a name for a weight that is unique in the model."""
         if scope.function is not None:
             return self.names.unique(f"{scope.function.name}.{name}")
         if self._definitions[name] == 1 and name not in outputs:
@@ -361,7 +362,7 @@ class _Walk:
 
     def _constant(self, node: onnx.NodeProto, scope: _Scope, outputs: set[str]) -> Weight | None:
         for attribute in node.attribute:
-            origin = Origin(attribute.name, _describe(node), scope.place)
+            origin = Origin(attribute.name, describe_node(node), scope.place)
             if attribute.name == "value" and attribute.t.data_type in _FLOATS:
                 name = self._name(node.output[0], scope, outputs)
                 return _of_tensor(name, origin, attribute.t, self._data)
@@ -371,15 +372,15 @@ class _Walk:
                 return Weight(name, origin, shape, np.dtype(np.float32), attribute, self._data)
         return None
 
-    def _parts(self, linear: _Linear, scope: _Scope) -> list[Weight]:
-        """Returns the coefficients of a node, and the intercepts if it has them."""
+    def _parts(self, linear: LinearModel, scope: _Scope) -> list[Weight]:
+        """Returns the coefficients of a node and, if present, the intercepts."""
         prefix = linear.node.name or linear.node.output[0]
         if scope.function is not None:
             prefix = f"{scope.function.name}.{prefix}"
         return [
             Weight(
                 self.names.unique(f"{prefix}.{attribute.name}"),
-                Origin(attribute.name, _describe(linear.node), scope.place),
+                Origin(attribute.name, describe_node(linear.node), scope.place),
                 shape,
                 np.dtype(np.float32),
                 attribute,
@@ -389,7 +390,7 @@ class _Walk:
         ]
 
     def pass_to_functions(self, sites: Iterable[_Site]) -> None:
-        """Gives functions inputs for weights, and lets their calls pass these along."""
+        """Adds inputs for weights to functions, and the arguments to their calls."""
         needed: dict[_FunctionKey, list[str]] = {key: [] for key in self._functions}
         for site in sites:
             if site.scope.function is not None:
@@ -402,7 +403,7 @@ class _Walk:
             if (called := _call(node)) in self._functions
         ]
         growing = True
-        while growing:  # until what a function needs has reached all that call it
+        while growing:  # until all direct and indirect callers have the weights of a function
             growing = False
             for _, called, caller in calls:
                 if caller is not None:
@@ -415,15 +416,16 @@ class _Walk:
                 absent = len(self._functions[called].input) - len(node.input)
                 if absent < 0:
                     raise ModelError(
-                        f"{_describe(node)}: it has {len(node.input)} inputs; the function takes "
-                        f"{len(self._functions[called].input)}"
+                        f"{describe_node(node)}: the function has "
+                        f"{len(self._functions[called].input)} inputs, got {len(node.input)}; "
+                        "correct the call"
                     )
                 node.input.extend([*[""] * absent, *needed[called]])
         for key, function in self._functions.items():
             function.input.extend(needed[key])
 
     def import_standard(self, function: onnx.FunctionProto | None) -> None:
-        """Makes the standard operators known to the model, and to a function of it."""
+        """Adds the standard operators to the imports of the model and of a function."""
         for imports in (self._proto.opset_import, function.opset_import if function else None):
             if imports is not None and not any(_domain(entry.domain) == "" for entry in imports):
                 imports.add(domain="", version=self.opset)
@@ -432,10 +434,6 @@ class _Walk:
 def _of_tensor(name: str, origin: Origin, tensor: onnx.TensorProto, data: external.Data) -> Weight:
     dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
     return Weight(name, origin, tuple(tensor.dims), dtype, tensor, data)
-
-
-def _describe(node: onnx.NodeProto) -> str:
-    return f"{node.op_type} node '{node.name or next(filter(None, node.output), '')}'"
 
 
 def _domain(domain: str) -> str:
@@ -453,21 +451,17 @@ def _call(node: onnx.NodeProto) -> _FunctionKey:
 def _scopes(
     body: onnx.GraphProto | onnx.FunctionProto, place: str, function: onnx.FunctionProto | None
 ) -> Iterator[_Scope]:
-    """Yields a graph or function, and the graphs inside it."""
+    """Yields a graph or function, and its subgraphs."""
     yield _Scope(body, place, function)
     for node in body.node:
         for attribute in node.attribute:
-            inside = f" in {attribute.name} of {_describe(node)}{place}"
-            for graph in _graphs(attribute):
+            inside = f" in {attribute.name} of {describe_node(node)}{place}"
+            for graph in attribute_graphs(attribute):
                 yield from _scopes(graph, inside, function)
 
 
-def _graphs(attribute: onnx.AttributeProto) -> list[onnx.GraphProto]:
-    return [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]
-
-
 def _defined(body: onnx.GraphProto | onnx.FunctionProto) -> set[str]:
-    """Returns the names that stand for values of a graph or function, not those in inner graphs."""
+    """Returns the names of values that a graph or function defines, without its subgraphs."""
     found = {name for node in body.node for name in node.output}
     if isinstance(body, onnx.FunctionProto):
         found.update(body.input)
@@ -478,201 +472,16 @@ def _defined(body: onnx.GraphProto | onnx.FunctionProto) -> set[str]:
 
 
 def _rename(nodes: Iterable[onnx.NodeProto], names: Mapping[str, str]) -> None:
-    """Lets nodes, and the graphs inside them, read other values."""
+    """Renames the inputs of nodes, also in subgraphs."""
     if not names:
         return
     for node in nodes:
         for index, name in enumerate(node.input):
             if name in names:
                 node.input[index] = names[name]
-        for graph in (graph for attribute in node.attribute for graph in _graphs(attribute)):
+        for graph in node_graphs(node):
             own = _defined(graph)
             inner = {old: new for old, new in names.items() if old not in own}
             _rename(graph.node, inner)
             for value in graph.output:
                 value.name = inner.get(value.name, value.name)
-
-
-class _Linear:
-    """A LinearRegressor or LinearClassifier, as onnxruntime computes it.
-
-    Attributes:
-        node: The node.
-        parts: The attributes that hold weights, coefficients first, and the shapes of these.
-    """
-
-    def __init__(self, node: onnx.NodeProto) -> None:
-        self.node = node
-        self._attributes = {a.name: a for a in node.attribute}
-        self._transform = onnx.helper.get_attribute_value(
-            self._attributes.get("post_transform", onnx.helper.make_attribute("", "NONE"))
-        ).decode()
-        if self._transform not in _TRANSFORMS:
-            raise ModelError(
-                f"{_describe(node)}: its post_transform is '{self._transform}'; "
-                f"{', '.join(_TRANSFORMS)} are accepted"
-            )
-        coefficients, intercepts = self._floats("coefficients"), self._floats("intercepts")
-        self._labels: list[int] | list[str] = []
-        if node.op_type == "LinearClassifier":
-            self._scores = len(intercepts)
-            self._labels = self._read_labels()
-        else:
-            targets = self._attributes.get("targets")
-            self._scores = 1 if targets is None else targets.i
-            if len(intercepts) != self._scores:  # then onnxruntime does not read them
-                intercepts = []
-        if self._scores < 1 or not coefficients or len(coefficients) % self._scores:
-            given = "intercepts" if self._labels else "targets"
-            raise ModelError(
-                f"{_describe(node)}: it has {len(coefficients)} coefficients and {self._scores} "
-                f"{given}; as many coefficients as features for each of them are accepted"
-            )
-        shape = (self._scores, len(coefficients) // self._scores)
-        self.parts: list[tuple[onnx.AttributeProto, tuple[int, ...]]] = [
-            (self._attributes["coefficients"], shape)
-        ]
-        if intercepts:
-            self.parts.append((self._attributes["intercepts"], (self._scores,)))
-
-    def _floats(self, name: str) -> list[float]:
-        attribute = self._attributes.get(name)
-        return [] if attribute is None else list(attribute.floats)
-
-    def _read_labels(self) -> list[int] | list[str]:
-        """Returns the class labels, of which there must be one for each score, or two for one."""
-        numbers, texts = (
-            list(onnx.helper.get_attribute_value(self._attributes[name]))
-            if name in self._attributes
-            else []
-            for name in ("classlabels_ints", "classlabels_strings")
-        )
-        labels = numbers or [text.decode() for text in texts]
-        enough = len(labels) == 2 if self._scores == 1 else len(labels) >= self._scores
-        if not enough or (numbers and texts):
-            raise ModelError(
-                f"{_describe(self.node)}: it has {len(numbers)} classlabels_ints, {len(texts)} "
-                f"classlabels_strings and {self._scores} intercepts; labels of one kind, one for "
-                "each intercept or two for a single one, are accepted"
-            )
-        if self._scores == 1 and self._transform == "PROBIT":
-            raise UnsupportedError(
-                f"{_describe(self.node)}: its post_transform is 'PROBIT' with a single intercept, "
-                "for which onnxruntime leaves the second score undefined; give each class an "
-                "intercept"
-            )
-        return labels
-
-    def nodes(
-        self, weights: list[Weight], kind: onnx.TypeProto.Tensor | None, walk: _Walk
-    ) -> list[onnx.NodeProto]:
-        """Returns standard nodes with the same outputs.
-
-        Args:
-            weights: The coefficients [outputs, features], and the intercepts [outputs] if any.
-            kind: The type of the input, as far as it is known.
-            walk: The model.
-        """
-        emit = _Emitter(walk, weights[0].name)
-        x = self.node.input[0]
-        if kind is None or kind.elem_type != onnx.TensorProto.FLOAT:
-            x = emit("Cast", x, to=onnx.TensorProto.FLOAT)
-        is_matrix = kind is not None and kind.HasField("shape") and len(kind.shape.dim) == 2
-        names = [weight.name for weight in weights]
-        if is_matrix and len(names) == 2:
-            y = emit("Gemm", x, *names, transB=1)
-        else:
-            y = emit("MatMul", x, emit("Transpose", names[0], perm=[1, 0]))
-            y = emit("Add", y, names[1]) if len(names) == 2 else y
-        if not is_matrix:  # a vector is a single row
-            y = emit("Reshape", y, np.array([-1, self._scores]))
-        if not self._labels:
-            return emit.finished({self._transformed(emit, y): self.node.output[0]})
-        label, scores = self.node.output
-        return emit.finished({self._label(emit, y): label, self._transformed(emit, y): scores})
-
-    def _label(self, emit: _Emitter, y: str) -> str:
-        if self._scores == 1:
-            is_second = emit("Greater", y, np.array(0, np.float32))
-            index = emit("Cast", emit("Reshape", is_second, np.array([-1])), to=7)
-        else:
-            index = emit("ArgMax", y, axis=1, keepdims=0)
-        kind = object if isinstance(self._labels[0], str) else np.int64
-        return emit("Gather", np.array(self._labels, kind), index)
-
-    def _transformed(self, emit: _Emitter, y: str) -> str:
-        """Returns the scores as the node puts them out."""
-        if self._labels and self._scores == 1:
-            if self._transform == "LOGISTIC":
-                return emit("Sigmoid", emit("Concat", emit("Neg", y), y, axis=1))
-            return emit("Concat", emit("Sub", _ONE, y), y, axis=1)  # whatever the transform is
-        if self._transform == "PROBIT":
-            return _probit(emit, y)
-        if self._scores == 1 or self._transform == "NONE":
-            return y
-        if self._transform == "SOFTMAX_ZERO":
-            return _softmax_of_nonzero(emit, y)
-        if self._transform == "SOFTMAX":
-            return emit("Softmax", y, axis=1)
-        return emit("Sigmoid", y)
-
-
-_ONE = np.array(1, np.float32)
-
-
-def _probit(emit: _Emitter, y: str) -> str:
-    """Returns √2 · erf⁻¹(2y − 1), by Winitzki's approximation with a = 0.147 as in onnxruntime."""
-    two, a, π = np.float32(2), np.float32(0.147), np.float32(3.14159)
-    x = emit("Sub", emit("Mul", y, np.array(two)), _ONE)
-    log = emit("Log", emit("Mul", emit("Sub", _ONE, x), emit("Add", _ONE, x)))
-    v = emit("Add", np.array(two / (π * a)), emit("Mul", np.array(_ONE / two), log))
-    root = emit("Sqrt", emit("Sub", emit("Mul", v, v), emit("Mul", np.array(_ONE / a), log)))
-    size = emit("Sqrt", emit("Mul", np.array(two), emit("Sub", root, v)))
-    is_negative = emit("Less", x, np.array(0, np.float32))
-    return emit("Where", is_negative, emit("Neg", size), size)
-
-
-def _softmax_of_nonzero(emit: _Emitter, y: str) -> str:
-    """Returns the softmax of the scores but for those that are zero, which stay so."""
-    is_nonzero = emit("Greater", emit("Abs", y), np.array(1e-7, np.float32))
-    top = emit.reduced("ReduceMax", y, _AXES_ARE_INPUTS)
-    powers = emit("Exp", emit("Sub", y, top))
-    total = emit("Where", is_nonzero, powers, np.array(0, np.float32))
-    total = emit.reduced("ReduceSum", total, _AXES_OF_SUMS_ARE_INPUTS)
-    at_least = emit("Max", top, np.array(-1, np.float32))  # where one is zero, the top is not less
-    near_zero = emit("Mul", y, emit("Exp", emit("Neg", at_least)))
-    return emit("Div", emit("Where", is_nonzero, powers, near_zero), total)
-
-
-class _Emitter:
-    """Makes standard nodes, whose outputs get names of their own."""
-
-    def __init__(self, walk: _Walk, prefix: str) -> None:
-        self._walk, self._prefix = walk, prefix
-        self._nodes: list[onnx.NodeProto] = []
-
-    def __call__(self, op_type: str, *inputs: str | Array, **attributes: Any) -> str:
-        """Makes a node that reads tensors, or constant arrays, and returns its output's name."""
-        read = [self._constant(x) if isinstance(x, np.ndarray) else x for x in inputs]
-        return self._add(op_type, read, attributes)
-
-    def reduced(self, op_type: str, x: str, axes_are_inputs: int) -> str:
-        """Makes a node that reduces each row to one element; its axes were attributes once."""
-        if self._walk.opset < axes_are_inputs:
-            return self(op_type, x, axes=[1], keepdims=1)
-        return self(op_type, x, np.array([1]), keepdims=1)
-
-    def _constant(self, array: Array) -> str:
-        return self._add("Constant", [], {"value": onnx.numpy_helper.from_array(array)})
-
-    def _add(self, op_type: str, inputs: list[str], attributes: dict[str, Any]) -> str:
-        output = self._walk.names.unique(f"{self._prefix}/{op_type}")
-        self._nodes.append(onnx.helper.make_node(op_type, inputs, [output], **attributes))
-        return output
-
-    def finished(self, outputs: Mapping[str, str]) -> list[onnx.NodeProto]:
-        """Returns the nodes, some of whose outputs get other names."""
-        for node in self._nodes:
-            for names in (node.input, node.output):
-                names[:] = [outputs.get(name, name) for name in names]
-        return self._nodes

@@ -14,11 +14,12 @@ import onnx_ir as ir
 
 from ortops.arguments import boolean, number, whole_number
 from ortops.errors import ArgumentError, ModelError, did_you_mean
-from ortops.graph import convert, external
+from ortops.graph import convert
 from ortops.graph.adapters import METADATA_KEY, Adapter, Module, adapter_of, scaling
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import take_place
-from ortops.graph.serialization import to_proto
+from ortops.graph.files import external
+from ortops.graph.files.serialization import to_proto
 from ortops.graph.tensor import Names
 from ortops.lora.fingerprints import fingerprint
 from ortops.lora.model import Array, refuse_training

@@ -12,9 +12,10 @@ import onnx
 import onnxruntime
 
 from ortops.errors import ModelError, did_you_mean
-from ortops.graph import convert, external
+from ortops.graph import convert
 from ortops.graph.convert import ModelLike
-from ortops.graph.files import write_atomically
+from ortops.graph.files import external
+from ortops.graph.files.atomic import write_atomically
 from ortops.lora.adapter_file import read_adapter_file
 from ortops.lora.fingerprints import first_fingerprint
 from ortops.lora.model import check_base, read_adapted, refuse_not_finite

@@ -19,9 +19,10 @@ import onnx
 import onnx_ir as ir
 
 from ortops.errors import ModelError
-from ortops.graph import convert, external
+from ortops.graph import convert
 from ortops.graph.adapters import Adapter
-from ortops.graph.external import Data
+from ortops.graph.files import external
+from ortops.graph.files.external import Data
 from ortops.graph.weights import lift, weights
 from ortops.lora.removal import remove_adapter
 from ortops.trainable.training_mode import write_inference_mode

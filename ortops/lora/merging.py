@@ -11,11 +11,12 @@ import onnxruntime
 
 from ortops.building.parameters import readers
 from ortops.errors import ModelError, UnsupportedError
-from ortops.graph import convert, external
+from ortops.graph import convert
 from ortops.graph.adapters import METADATA_KEY, Module
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import describe, remove_node, take_place
-from ortops.graph.serialization import to_proto
+from ortops.graph.files import external
+from ortops.graph.files.serialization import to_proto
 from ortops.graph.tensor import Names
 from ortops.lora.model import Array, read_adapted, refuse_not_finite, refuse_training
 from ortops.lora.removal import remove_adapter

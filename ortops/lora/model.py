@@ -14,10 +14,11 @@ import numpy.typing as npt
 import onnx
 
 from ortops.errors import ModelError
-from ortops.graph import convert, external
+from ortops.graph import convert
 from ortops.graph.adapters import Adapter, adapter_of
 from ortops.graph.convert import ModelLike
-from ortops.graph.external import Data
+from ortops.graph.files import external
+from ortops.graph.files.external import Data
 from ortops.lora.fingerprints import (
     FINGERPRINT_VERSION,
     fingerprint,

@@ -20,8 +20,8 @@ from ortops.errors import ModelError, UnsupportedError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.adapters import Adapter, Module, ends_with, is_alpha, is_rank, scaling
 from ortops.graph.convert import ModelLike
-from ortops.graph.files import write_atomically
-from ortops.graph.json_text import read_json
+from ortops.graph.files.atomic import write_atomically
+from ortops.graph.files.json_text import read_json
 from ortops.graph.limits import LIMITS
 from ortops.lora.addition import Layer, attach, read_base
 from ortops.lora.model import (

@@ -12,7 +12,7 @@ from ortops.errors import ModelError
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, copy_node, describe, inner_graphs
-from ortops.graph.external import refer_to
+from ortops.graph.files.external import refer_to
 from ortops.graph.shapes import infer_shapes, may_be_equal
 from ortops.graph.tensor import Tape, Tensor
 

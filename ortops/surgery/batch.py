@@ -20,9 +20,10 @@ from ortops.errors import (
     did_you_mean,
     is_raised_by,
 )
-from ortops.graph import convert, external
+from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import describe, read_inputs
+from ortops.graph.files import external
 from ortops.graph.tensor import Names, Tape, Tensor, op
 from ortops.surgery.reading import (
     Array,

@@ -11,7 +11,7 @@ from ortops.errors import ModelError, UnsupportedError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, describe, inner_graphs
-from ortops.graph.serialization import algorithm_names
+from ortops.graph.files.serialization import algorithm_names
 from ortops.graph.tensor import Names
 from ortops.surgery.reading import dimensions, inferred, logger, read
 

@@ -15,9 +15,10 @@ import onnxruntime
 
 from ortops.errors import ModelError
 from ortops.execution.onnxruntime_sessions import errors_as_ours
-from ortops.graph import convert, external
+from ortops.graph import convert
 from ortops.graph.edit import all_nodes, describe
-from ortops.graph.external import ITEM_SIZES, Data
+from ortops.graph.files import external
+from ortops.graph.files.external import ITEM_SIZES, Data
 from ortops.graph.limits import LIMITS
 from ortops.graph.shapes import infer_shapes, may_be_equal
 from ortops.inference import InferenceSession
@@ -57,7 +58,7 @@ def initial_values(
 
     Args:
         proto: A light trainable model; not changed.
-        data: Its data (see `ortops.graph.external`).
+        data: Its data (see `ortops.graph.files.external`).
         entry: The number of the entry.
         variables: The variables by name, which tell what the values have to be like.
         options: The user's options for the session.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import onnx
 
 from ortops.errors import ModelError, OrtopsError
-from ortops.graph.json_metadata import read_note, where
+from ortops.graph.files.json_metadata import read_note, where
 from ortops.numbers import real
 
 __all__ = ["METADATA_KEY", "LossPart", "PredictionNote", "TrainingMetadata", "training_metadata"]

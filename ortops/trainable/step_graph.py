@@ -42,8 +42,9 @@ from ortops.graph.edit import (
     remove_defaults,
     remove_unread,
 )
-from ortops.graph.external import Data, detach
-from ortops.graph.serialization import BOUND_DOMAIN, name_tensors, to_proto
+from ortops.graph.files.external import Data, detach
+from ortops.graph.files.messages import describe_node
+from ortops.graph.files.serialization import BOUND_DOMAIN, name_tensors, to_proto
 from ortops.graph.shapes import may_be_equal
 from ortops.graph.squashing import squashed
 from ortops.graph.tensor import Names, Tape, op
@@ -210,7 +211,7 @@ def flatten(
 
     Args:
         proto: A light trainable model; not changed.
-        data: Its data (see `ortops.graph.external`).
+        data: Its data (see `ortops.graph.files.external`).
         entry: Which of several training_info entries.
         folder: Where its external data are, which stay there.
         counts: Whether the graph puts out what parts of the loss were divided by, too.
@@ -344,7 +345,7 @@ def evaluation_model(
 
     Args:
         proto: A light trainable model; not changed.
-        data: Its data (see `ortops.graph.external`).
+        data: Its data (see `ortops.graph.files.external`).
         entry: The training_info entry whose loss is meant.
         step: What `flatten` returned for it; only its names are read.
         tensors: Tensors to put out; of a ZipMap's maps, the tensor that they are made of is.
@@ -489,7 +490,7 @@ def _check_algorithm(proto: onnx.ModelProto, entry: int) -> None:
             )
     has_operator = functools.cache(onnx.defs.has)
     for node in algorithm.node:
-        name = f"{node.op_type} node '{node.name or next(iter(node.output), '')}'"
+        name = describe_node(node)
         for read in node.input:
             if read and read not in known:
                 raise ModelError(

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import onnx
 
 from ortops.errors import ModelError, did_you_mean
-from ortops.graph import external
+from ortops.graph.files import external
 from ortops.graph.weights import weights
 
 __all__ = ["write_back", "write_values"]

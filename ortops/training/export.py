@@ -16,16 +16,17 @@ import onnx_ir as ir
 
 from ortops.errors import OrtopsError
 from ortops.execution.step import Step
-from ortops.graph import convert, external
-from ortops.graph.byte_spans import byte_spans
+from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import merge_equal_nodes
-from ortops.graph.external import Data
-from ortops.graph.files import write_atomically
-from ortops.graph.json_metadata import remove_note
-from ortops.graph.json_text import read_json
+from ortops.graph.files import external
+from ortops.graph.files.atomic import write_atomically
+from ortops.graph.files.external import Data
+from ortops.graph.files.json_metadata import remove_note
+from ortops.graph.files.json_text import read_json
+from ortops.graph.files.serialization import to_proto
+from ortops.graph.files.wire_format import byte_spans
 from ortops.graph.safetensors import dump_safetensors
-from ortops.graph.serialization import to_proto
 from ortops.lowering import Target, lower
 from ortops.trainable.metadata import TrainingMetadata, training_metadata
 from ortops.trainable.step_graph import EvaluationModel, evaluation_model, flatten, step_graph

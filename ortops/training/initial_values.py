@@ -13,8 +13,9 @@ import onnx
 
 from ortops.errors import ModelError
 from ortops.execution.step import Step
-from ortops.graph import convert, external
+from ortops.graph import convert
 from ortops.graph.convert import ModelLike
+from ortops.graph.files import external
 from ortops.training.state import check_master, is_rounded
 
 __all__ = ["Values", "all_entries", "computed", "copy_to_memory", "given_values", "initializers"]

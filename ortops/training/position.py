@@ -12,8 +12,8 @@ import numpy as np
 import onnx
 
 from ortops.errors import ModelError, OrtopsError
-from ortops.graph.json_metadata import read_note, where
-from ortops.graph.json_text import read_json
+from ortops.graph.files.json_metadata import read_note, where
+from ortops.graph.files.json_text import read_json
 from ortops.numbers import plain
 from ortops.training.history import History
 

@@ -31,9 +31,10 @@ from ortops.execution.memory import give_back
 from ortops.execution.onnxruntime_sessions import UpdateKernels
 from ortops.execution.settings import Settings
 from ortops.garbage_collection import collection_put_off
-from ortops.graph import convert, external
+from ortops.graph import convert
 from ortops.graph.convert import ModelLike
-from ortops.graph.json_metadata import remove_note
+from ortops.graph.files import external, saving
+from ortops.graph.files.json_metadata import remove_note
 from ortops.graph.limits import LIMITS
 from ortops.inference import InferenceSession
 from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
@@ -1226,7 +1227,7 @@ class TrainingSession:
     @_together
     def _write(self, path: str | os.PathLike[str]) -> None:
         steps_made = self._execution.steps_made
-        external.write_model(path, *self._light_model())
+        saving.write_model(path, *self._light_model())
         self._saved = (os.fspath(path), steps_made, self._fit_arguments())
 
     def inference_model(

@@ -30,7 +30,7 @@ from onnx import helper, numpy_helper
 
 import ortops
 from ortops import cli
-from ortops.graph import external, files
+from ortops.graph.files import atomic, external, saving
 
 fcntl = pytest.importorskip("fcntl", reason="no locks, modes and pipes of Unix here")
 resource = pytest.importorskip("resource", reason="no limits of Unix here")
@@ -161,7 +161,7 @@ def interrupted_at(number: int, function: Callable[[], object]) -> bool:
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal lines
-        if frame.f_code.co_filename not in (external.__file__, files.__file__):
+        if frame.f_code.co_filename not in (external.__file__, saving.__file__, atomic.__file__):
             return None
         lines += event == "line"
         if event == "line" and lines == number:
@@ -191,7 +191,7 @@ def test_an_interrupt_at_any_line_is_an_interrupt(
         light = external.detach(marked(number))
 
         def save(light: Any = light) -> None:
-            external.write_model(path, *light)
+            saving.write_model(path, *light)
 
         if not interrupted_at(number, save):
             break
@@ -314,7 +314,7 @@ def test_only_litter_of_this_path_that_nobody_holds_is_removed(limit: int, tmp_p
 def test_without_locks_litter_stays(
     limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "fcntl", None)
+    monkeypatch.setattr(atomic, "fcntl", None)
     path, litter = tmp_path / "model.onnx", tmp_path / f".model.onnx.{'0' * 16}.tmp"
     litter.write_bytes(b"")
     for value in range(4):
@@ -486,9 +486,9 @@ def test_arrays_whose_end_does_not_fit(missing: int, tmp_path: Path) -> None:
     for tensor in light.graph.initializer:  # as a session does
         external.set_array(tensor, data, np.full(tensor.dims, 2, np.float32))
     with largest_file(size - missing), pytest.raises(OSError, match="File too large"):
-        external.write_model(path, light, data)
+        saving.write_model(path, light, data)
     assert mark_of(path) == 1
-    external.write_model(path, light, data)
+    saving.write_model(path, light, data)
     assert mark_of(path) == 2
 
 
@@ -590,7 +590,7 @@ def test_long_names(letter: str, size: int, limit: int, tmp_path: Path) -> None:
         ortops.save_model(marked(value), path)
         assert mark_of(path) == value
     assert len(names_in(tmp_path)) == (3 if limit == LIMIT else 1)
-    litter = files.unique_sibling(path, ".tmp")
+    litter = atomic.unique_sibling(path, ".tmp")
     litter.touch()
     ortops.save_model(marked(4), path)
     assert not litter.exists()

@@ -35,7 +35,7 @@ from training_models import affine, forces
 import ortops
 from ortops import lowering
 from ortops.check import check
-from ortops.graph import loading
+from ortops.graph.files import loading
 from ortops.graph.limits import LIMITS
 from ortops.trainable import child_process as apart
 from ortops.trainable import initialization

@@ -32,7 +32,7 @@ import onnx
 import onnx_ir as ir
 
 from ortops.errors import ModelError
-from ortops.graph.files import remedy
+from ortops.graph.files.atomic import remedy
 
 resource: Any
 try:

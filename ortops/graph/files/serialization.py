@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import onnx
 import onnx_ir as ir
 
+from ortops.graph.files.messages import node_graphs
+
 __all__ = [
     "BOUND_DOMAIN",
     "GRADIENT_DOMAIN",
@@ -74,9 +76,8 @@ def name_tensors(nodes: Iterable[onnx.NodeProto]) -> bool:
     """
     found = False
     for node in nodes:
-        for attribute in node.attribute:
-            for inner in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
-                found |= name_tensors(inner.node)
+        for inner in node_graphs(node):
+            found |= name_tensors(inner.node)
         if node.domain == BOUND_DOMAIN:
             count = len(node.input) // 2
             *named, y = node.input[count:]
@@ -122,6 +123,5 @@ def _values(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
     yield from graph.output
     yield from graph.value_info
     for node in graph.node:
-        for attribute in node.attribute:
-            for inner in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
-                yield from _values(inner)
+        for inner in node_graphs(node):
+            yield from _values(inner)

@@ -9,8 +9,14 @@ from pathlib import Path
 import onnx
 
 from ortops.errors import ModelError
+from ortops.graph.files.messages import (
+    ITEM_SIZES,
+    attribute_graphs,
+    describe_node,
+    external_file,
+    is_light,
+)
 from ortops.graph.limits import LIMITS
-from ortops.graph.messages import ITEM_SIZES, external_file, is_light
 
 __all__ = ["validate"]
 
@@ -84,7 +90,7 @@ def _check_graph(graph: onnx.GraphProto, folder: Path | None, depth: int) -> Non
 
 def _check_nodes(nodes: Iterable[onnx.NodeProto], folder: Path | None, depth: int) -> None:
     for node in nodes:
-        where = f"{node.op_type} node '{node.name or next(iter(node.output), '')}'"
+        where = describe_node(node)
         _check_text(where, (node.op_type, node.domain, node.name, node.overload, node.doc_string))
         _check_text(where, (*node.input, *node.output))
         seen: set[str] = set()
@@ -108,7 +114,7 @@ def _check_attribute(
     tensors = (*attribute.tensors, *([attribute.t] if attribute.HasField("t") else []))
     for tensor in tensors:
         _check_tensor(tensor, folder)
-    for graph in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
+    for graph in attribute_graphs(attribute):
         _check_graph(graph, folder, depth + 1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,23 @@ __all__ = [
     "DOMAINS",
     "ITEM_SIZES",
     "LOCATION",
+    "attribute_graphs",
     "copy_model",
     "data_size",
+    "describe_node",
     "external_file",
     "external_to_inputs",
     "has_domain",
     "initializers",
     "is_light",
     "location_of",
+    "node_graphs",
     "size_of",
     "without_big_data",
 ]
 
 BIG = 1024
-"""Tensors of more bytes are kept beside a light model (see `ortops.graph.external`)."""
+"""Tensors of more bytes are kept beside a light model (see `ortops.graph.files.external`)."""
 
 LOCATION = f"ortops.detached/{secrets.token_hex(16)}/"
 """How the locations of these data begin; no file can name those of another."""
@@ -115,20 +118,30 @@ def without_big_data(proto: onnx.ModelProto) -> onnx.ModelProto:
 def has_domain(proto: onnx.ModelProto) -> bool:
     """Whether a model has nodes, or functions, of the training domain."""
 
-    def in_graph(nodes: object) -> bool:
+    def in_graph(nodes: Iterable[onnx.NodeProto]) -> bool:
         return any(
-            node.domain in DOMAINS
-            or any(
-                in_graph(graph.node)
-                for attribute in node.attribute
-                for graph in (*attribute.graphs, attribute.g)
-            )
-            for node in nodes  # type: ignore[attr-defined]
+            node.domain in DOMAINS or any(in_graph(graph.node) for graph in node_graphs(node))
+            for node in nodes
         )
 
     return in_graph(proto.graph.node) or any(
         function.domain in DOMAINS or in_graph(function.node) for function in proto.functions
     )
+
+
+def attribute_graphs(attribute: onnx.AttributeProto) -> list[onnx.GraphProto]:
+    """Returns the graphs that an attribute contains."""
+    return [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]
+
+
+def node_graphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """Returns the subgraphs of a node: its branches, or the body of a loop."""
+    return [graph for attribute in node.attribute for graph in attribute_graphs(attribute)]
+
+
+def describe_node(node: onnx.NodeProto) -> str:
+    """Returns ``<op> node '<name>'``; the first output replaces a missing name."""
+    return f"{node.op_type} node '{node.name or next(filter(None, node.output), '')}'"
 
 
 def external_file(tensor: onnx.TensorProto, folder: Path | None) -> Path:

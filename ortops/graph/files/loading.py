@@ -13,9 +13,9 @@ import google.protobuf.message
 import onnx
 
 from ortops.errors import ModelError, OrtopsError
-from ortops.graph.files import remedy
-from ortops.graph.messages import external_to_inputs, without_big_data
-from ortops.graph.validation import validate
+from ortops.graph.files.atomic import remedy
+from ortops.graph.files.messages import external_to_inputs, without_big_data
+from ortops.graph.files.validation import validate
 
 __all__ = ["ModelLike", "blame_model", "is_file", "load", "readable"]
 

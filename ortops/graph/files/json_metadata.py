@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import onnx
 
 from ortops.errors import ModelError
-from ortops.graph.json_text import read_json
+from ortops.graph.files.json_text import read_json
 from ortops.graph.limits import LIMITS
 
 __all__ = ["Entry", "read_note", "remove_note", "where"]

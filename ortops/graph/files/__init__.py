@@ -1,0 +1,1 @@
+"""Files: reading and writing models, external data, and the protobuf and JSON in them."""

@@ -1,0 +1,185 @@
+"""Writing models of any size to files, with big data in a file of their own where needed."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from ortops.errors import ModelError
+from ortops.graph.files import external
+from ortops.graph.files.atomic import (
+    TEMPORARY,
+    destination,
+    is_free,
+    move,
+    naming,
+    new_file,
+    remove_free,
+    remove_litter,
+    siblings,
+    unique_sibling,
+    write_atomically,
+)
+from ortops.graph.files.external import Data, attached, detach, serialize
+from ortops.graph.files.messages import data_size, initializers, is_light, location_of
+
+__all__ = ["remove_model", "save_model", "write_model"]
+
+_DATA = ".data"  # how the names of data files end
+_BLOCK = 2**20  # bytes of a model file that are searched at once
+_ALIGNMENT = 4096  # of data in a file, so that they can be mapped into memory
+
+
+def save_model(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
+    """Writes a model of any size, its training algorithm and state included.
+
+    Args:
+        model: The model; not changed.
+        path: The file. It is standard ONNX. Where it would be of 2 GB or more, the data of its
+            tensors go into a new file ``<file name>.<unique>.data`` beside it, which the model
+            names. The data of the model that it replaces stay, for whoever is just reading it; the
+            save after that removes them, unless another model in the folder names them. At any
+            time there is the old model or the new one, whole, also where several processes write.
+
+    Raises:
+        OSError: If it cannot be written; then the old file is as it was.
+        ModelError: If the model is of 2 GB or more and ``path`` leads to no regular file, or if it
+            is so without the data of its initializers.
+
+    Example:
+        >>> import tempfile
+        >>> from models import mlp
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_model(mlp.mlp((4, 16, 2)), f"{folder}/model.onnx")
+        ...     onnx.load(f"{folder}/model.onnx") == mlp.mlp((4, 16, 2))
+        True
+    """
+    write_model(path, *detach(model))
+
+
+def write_model(path: str | os.PathLike[str], proto: onnx.ModelProto, data: Data) -> None:
+    """Writes a light model; see `save_model`."""
+    target = destination(path)
+    size = data_size(proto)
+    if size > external.MESSAGE_LIMIT and target is None:
+        raise ModelError(
+            f"file '{os.fspath(path)}': the model's tensors take {size:,} bytes, which need a file "
+            "beside it; give the path of a regular file"
+        )
+    unused: list[Path] = []
+    if target is not None:
+        remove_litter(target)  # first, since what was to become a model names data too
+        unused = _unused(target)
+        for file in unused:
+            if _is_newer(file, target):  # its writer was killed
+                _remove(file)
+    if size <= external.MESSAGE_LIMIT or target is None:
+        write_atomically(path, serialize(attached(proto, data)))
+    else:
+        _write_in_two(path, target, proto, data)
+    for file in unused:  # not the data of the model just replaced, which somebody may be reading
+        _remove(file)
+
+
+def remove_model(path: str | os.PathLike[str]) -> None:
+    """Removes a model file, if it is there, and the data beside it that nobody else names."""
+    target = destination(path)
+    if target is None:
+        return
+    beside = siblings(target, _DATA)
+    with naming(path):
+        target.unlink(missing_ok=True)
+    for file in beside:
+        _remove(file)
+
+
+def _write_in_two(
+    path: str | os.PathLike[str], target: Path, proto: onnx.ModelProto, data: Data
+) -> None:
+    """Writes the data under a new name, and then the model that refers to it."""
+    file, temporary = unique_sibling(target, _DATA), unique_sibling(target, TEMPORARY)
+    model = onnx.ModelProto()
+    model.CopyFrom(proto)
+    light = [tensor for tensor in initializers(model) if is_light(tensor)]
+    contents = [data[location_of(tensor)] for tensor in light]
+    offset = 0
+    for tensor, content in zip(light, contents, strict=True):
+        offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
+        del tensor.external_data[:]
+        for key, value in (("location", file.name), ("offset", offset), ("length", content.nbytes)):
+            tensor.external_data.add(key=key, value=str(value))
+        offset += content.nbytes
+    message = serialize(model)
+    try:
+        with naming(path), new_file(temporary, lambda s: _write_data(s, contents), target) as held:
+            move(held, temporary, file)
+            write_atomically(path, message)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        if not _names(target, file.name):  # an interrupt may come when the model is written
+            file.unlink(missing_ok=True)
+        raise
+
+
+def _write_data(stream: BinaryIO, contents: Iterable[ir.TensorProtocol]) -> None:
+    for content in contents:
+        stream.write(bytes(-stream.tell() % _ALIGNMENT))
+        if content.dtype.bitwidth < 8 or sys.byteorder != "little":
+            stream.write(content.tobytes())
+        else:  # numpy's and onnx-ir's tofile do not see that the end does not fit on the disk
+            stream.write(np.ascontiguousarray(content.numpy()).reshape(-1).view(np.uint8).data)
+
+
+def _unused(target: Path) -> list[Path]:
+    """Returns the data files of a model file that it does not name, and nobody is writing."""
+    found = siblings(target, _DATA)
+    return [file for file in found if is_free(file) and not _names(target, file.name)]
+
+
+def _is_newer(file: Path, target: Path) -> bool:
+    """Whether a data file was never named by a model: the one that is there was before it."""
+    try:
+        return not target.exists() or file.stat().st_mtime_ns > target.stat().st_mtime_ns
+    except OSError:
+        return False
+
+
+def _remove(file: Path) -> None:
+    remove_free(file, functools.partial(_is_named_beside, file))
+
+
+def _is_named_beside(file: Path) -> bool:
+    """Whether a model in the folder of a data file names it."""
+    try:
+        return any(_names(other, file.name) for other in file.parent.iterdir())
+    except OSError:
+        return True
+
+
+def _names(model: Path, name: str) -> bool:
+    """Whether a file may be a model that names a data file; the names are unique."""
+    searched, tail = name.encode(), b""
+    try:
+        if not model.is_file():
+            return False
+        with model.open("rb") as stream:
+            block = stream.read(_BLOCK)
+            if not block.startswith(b"\x08"):  # the version, with which a ModelProto begins
+                return False
+            while block:
+                if searched in tail + block:
+                    return True
+                tail, block = block[-len(searched) :], stream.read(_BLOCK)
+    except FileNotFoundError:
+        return False
+    except OSError:  # there is no telling
+        return True
+    return False
