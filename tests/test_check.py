@@ -203,7 +203,7 @@ def test_it_agrees_with_the_builder(loss, trainable, caplog):
 def test_one_pattern_may_be_a_string():
     assert list(check(classifier(), trainable="v").parameters) == ["v"]
     report = check(classifier(), trainable=3)
-    assert report.problems == ["trainable is 3; names and patterns are accepted"]
+    assert report.problems == ["trainable must be a list of names and patterns, got 3"]
 
 
 def test_the_report_as_text():

@@ -510,7 +510,7 @@ def test_the_adapter_alone_is_trained(caplog: pytest.LogCaptureFixture) -> None:
     found = lora.add(two_layers(), rank=2)
     with caplog.at_level(logging.WARNING, "ortops"):
         session = trained(found)
-    assert "the adapter alone is trained (rank 2, alpha 16, on 2 layers); trainable=" in caplog.text
+    assert "only the adapter is trained (rank 2, alpha 16, on 2 layers); trainable=" in caplog.text
     before, after = values(found), values(session.inference_model())
     changed = {name for name in before if (before[name] != after[name]).any()}
     assert changed == {name for name in before if ".lora_" in name}
@@ -657,7 +657,7 @@ def test_check_shows_the_adapter() -> None:
     assert "adapter (ortops.lora): rank 2, alpha 4, on 2 layers" in str(report)
     assert list(report.parameters) == [name for name in values(model) if ".lora_" in name]
     assert report.parameter_count == 2 * (6 + 16 + 16 + 4)
-    assert report.reasons["fc1.weight"] == "belongs to the base of the adapter"
+    assert report.reasons["fc1.weight"] == "belongs to the adapter's base"
     assert not report.problems
     assert not check(two_layers()).adapter
     built_model = ortops.build_training_model(model, loss="MeanSquaredError", optimizer="SGD")

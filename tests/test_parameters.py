@@ -12,7 +12,15 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from running import run
 
-from ortops import ModelError, Tape, Tensor, TrainingSession, build_training_model, op
+from ortops import (
+    ArgumentError,
+    ModelError,
+    Tape,
+    Tensor,
+    TrainingSession,
+    build_training_model,
+    op,
+)
 from ortops.building.parameters import SETTINGS
 from ortops.check import check
 from ortops.optimizers import AdamW
@@ -304,8 +312,8 @@ def test_a_pattern_that_takes_a_part_says_so(caplog: pytest.LogCaptureFixture) -
     assert found == {"encoder.layer.1.query.bias", "encoder.layer.1.key.bias"}
     (said,) = (m for m in caplog.messages if m.startswith("trainable"))
     assert said == (
-        "trainable: 'encoder.layer.1.*' takes 2 weights, and not others of the same layers: "
-        "'val_4', 'val_6'"
+        "trainable: 'encoder.layer.1.*' includes 2 weights, but not other weights of the same "
+        "layers: 'val_4', 'val_6'"
     )
 
 
@@ -323,8 +331,8 @@ def test_a_pattern_means_weights_only() -> None:
         tape.output(op.Clip(h, tape.initializer("limit.low", F(0))), "y")
     assert trained(tape.model(), trainable=["*"]) == {"body.w"}
     expected = (
-        r"trainable: 'limit\.\*' means no weight, but 'limit.low', which is the min of Clip node "
-        "'Clip'; an exact name trains whatever it is"
+        r"trainable: 'limit\.\*' matches no weight, only 'limit.low', which is the min of Clip "
+        "node 'Clip'; to train it anyway, give its exact name"
     )
     with pytest.raises(ModelError, match=expected):
         trained(tape.model(), trainable=["limit.*"])
@@ -337,7 +345,7 @@ def test_what_a_pattern_means_must_reach_the_loss() -> None:
         tape.output(x @ tape.initializer("two.w", np.ones((2, 2), F)), "z")
     model = tape.model()
     assert trained(model, trainable=["*"]) == {"one.w"}
-    expected = r"the loss does not depend on 'two.w', which 'two\.\*' means; leave it out"
+    expected = r"the loss does not depend on 'two.w', which 'two\.\*' matches; leave it out"
     with pytest.raises(ModelError, match=expected):
         trained(model, trainable=["two.*"])
     assert check(model).reasons == {"two.w": "has no effect on the loss"}
@@ -374,7 +382,8 @@ def test_copies_of_a_weight_are_said(how: str, from_file: bool, tmp_path: Path) 
     if from_file:
         onnx.save(model, tmp_path / "model.onnx")
         model = tmp_path / "model.onnx"
-    said = f"'head' is a {how} of 'table', as of a weight that was tied; each is trained by itself"
+    said = f"'head' is a {how} of 'table', as if a tied weight was exported twice; the two are "
+    said += "trained independently"
     assert (said in str(check(model))) == (how in ("copy", "transposed copy"))
 
 
@@ -579,8 +588,8 @@ def test_a_file_in_training_mode_is_frozen_too() -> None:
 
 
 def test_modes_that_there_are() -> None:
-    expected = "batch_normalization is 'no'; 'auto', 'train' and 'frozen' are accepted"
-    with pytest.raises(ModelError, match=expected):
+    expected = "^batch_normalization must be 'auto', 'train' or 'frozen', got 'no'$"
+    with pytest.raises(ArgumentError, match=expected):
         trained(two_layers(), batch_normalization="no")
 
 
@@ -591,6 +600,6 @@ def test_an_input_without_a_name_is_said_by_its_number() -> None:
         <uint8[1, 1, 8] w = {1, 2, 3, 4, 5, 6, 7, 8}, float[1] scales = {0.5}> {
             y = com.microsoft.MatMulNBits <K = 16, N = 1, bits = 4, block_size = 16> (x, w, scales)
         }""")
-    expected = r"'scale\*' means no weight, but 'scales', which is input 2 of MatMulNBits"
+    expected = r"'scale\*' matches no weight, only 'scales', which is input 2 of MatMulNBits"
     with pytest.raises(ModelError, match=expected):
         build_training_model(model, loss="MeanSquaredError", optimizer="SGD", trainable=["scale*"])

@@ -720,7 +720,7 @@ def test_it_is_said_that_a_bfloat16_file_does_not_run(caplog: pytest.LogCaptureF
         trainable = build(model)
     said = (
         "gradients pass through bfloat16, for which onnxruntime has no CPU kernels: training steps "
-        "and evaluation compute in float32, and the file itself, which stays bfloat16, does not "
+        "and evaluation compute in float32, and the file itself, which remains bfloat16, does not "
         "run on the CPU"
     )
     assert [record.getMessage() for record in caplog.records] == [said]

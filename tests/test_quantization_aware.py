@@ -102,7 +102,7 @@ def test_what_is_quantized_already_is_said_not_to_be_trained(
         trainable = build_training_model(already(w), loss="MeanSquaredError", optimizer="Adam")
     said = (
         "quantized weights are not trained (1, such as 'w', which is INT8, read by "
-        "DequantizeLinear node 'back'); to train them, train the float model and quantize it anew"
+        "DequantizeLinear node 'back'); to train them, train the float model and quantize it again"
     )
     assert [record.getMessage() for record in caplog.records] == [said]
     assert {name for name in TrainingSession(trainable).state if "." not in name} == {
@@ -212,7 +212,9 @@ def test_scales_are_named_where_all_is_quantized() -> None:
             weight = DequantizeLinear (w, s)
             y = MatMul (x, weight)
         }""")
-    message = "train the float model and quantize it anew, or name scales of DequantizeLinear in tr"
+    message = (
+        "train the float model and quantize it again, or name scales of DequantizeLinear in tr"
+    )
     with pytest.raises(ModelError, match=message):
         build_training_model(model, loss="MeanSquaredError", optimizer="SGD")
     build_training_model(model, loss="MeanSquaredError", optimizer="SGD", trainable=["s"])

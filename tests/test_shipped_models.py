@@ -975,8 +975,10 @@ def test_a_pattern_that_takes_a_merged_weight_says_so(caplog: pytest.LogCaptureF
         )
     )
     trained = set(check(model, trainable=["1.*"]).parameters)
-    said = [m for m in caplog.messages if "which nodes elsewhere read too (1, such as '0." in m]
-    shared = {m.split("takes '")[1].split("'")[0] for m in said}
+    said = [
+        m for m in caplog.messages if "which is also read by nodes elsewhere (1, such as '0." in m
+    ]
+    shared = {m.split("includes '")[1].split("'")[0] for m in said}
     assert len(shared) == 2  # the scale and the bias of both normalizations
     assert shared < trained
     assert len(trained) == 4

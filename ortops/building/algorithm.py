@@ -1,4 +1,4 @@
-"""What becomes a TrainingInfoProto: an algorithm on the tape of its inference graph."""
+"""A training algorithm on the tape of its inference graph, written as a TrainingInfoProto."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _TRAINING_INFO_IR_VERSION = 7
 
 @dataclass
 class Algorithm:
-    """What becomes a TrainingInfoProto.
+    """A training algorithm, which becomes a TrainingInfoProto.
 
     Attributes:
-        tape: The tape at the end of the inference graph that the algorithm's nodes are on.
-        inputs: The algorithm's own inputs.
-        outputs: Its outputs.
-        variables: Its own initializers that are updated.
-        constants: The others.
-        updates: Name of an initializer → its next value.
-        initial: Name of an initializer → the value that it starts from: a scalar, or zeros.
+        tape: The tape with the algorithm's nodes, at the end of the inference graph.
+        inputs: The algorithm's inputs.
+        outputs: The algorithm's outputs.
+        variables: The algorithm's initializers that are updated.
+        constants: The algorithm's other initializers.
+        updates: The next values of initializers, by initializer name.
+        initial: The initial values of initializers, scalars or zeros, by initializer name.
     """
 
     tape: Tape
@@ -46,14 +46,14 @@ class Algorithm:
     _seen: int = field(default=0, init=False)
 
     def variable(self, name: str, array: np.ndarray[Any, Any]) -> Tensor:
-        """Adds an initializer of the algorithm that initialization sets to its first value."""
+        """Adds a variable that the initialization graph sets to its first value."""
         tensor = self.tape.initializer(name, array)
         self.variables.append(tensor)
         self.initial[tensor.name] = array
         return tensor
 
     def copy(self, parameter: Tensor, suffix: str, dtype: np.dtype[Any]) -> Tensor:
-        """Adds a variable that starts as the file has a parameter, in a type of its own."""
+        """Adds a variable whose first value is that of a parameter, converted to a dtype."""
         tensor = parameter.value.const_value
         assert tensor is not None
         array = tensor.numpy().astype(dtype)
@@ -61,7 +61,7 @@ class Algorithm:
         return self.variables[-1]
 
     def update(self, name: str, new: Tensor) -> Tensor:
-        """Makes a tensor the next value of an initializer."""
+        """Makes a tensor the next value of an initializer; returns it under its new name."""
         self._taken.update(tensor.value for tensor in self.outputs[self._seen :])
         fresh = self.tape.emitted(new.value) and new.value.const_value is None
         if not fresh or new.value in self._taken:
@@ -78,8 +78,8 @@ def write_algorithm(result: onnx.ModelProto, algorithm: Algorithm, kept: Sequenc
 
     Args:
         result: The model.
-        algorithm: What the algorithm's outputs are computed from.
-        kept: What else is to be computed in it.
+        algorithm: The algorithm.
+        kept: Tensors to keep in addition to those that the algorithm's outputs depend on.
     """
     info = result.training_info.add()
     serialize = ir.serde
@@ -89,7 +89,7 @@ def write_algorithm(result: onnx.ModelProto, algorithm: Algorithm, kept: Sequenc
     target.output.extend(serialize.serialize_value(tensor.value) for tensor in algorithm.outputs)
     outputs = {tensor.value for tensor in algorithm.outputs}
     needed = ancestor_nodes((*outputs, *(tensor.value for tensor in kept)), set())
-    zeros = functools.cache(bytes)  # they take no memory, and are read sooner the second time
+    zeros = functools.cache(bytes)  # untouched zeros take no memory, and each size is made once
     for tensor in (*algorithm.variables, *algorithm.constants):
         value = tensor.value.const_value
         assert value is not None

@@ -1,4 +1,4 @@
-"""Writing training_info: from an inference model to a trainable model in one standard file."""
+"""Adds a training algorithm to an inference model, as ``training_info`` of the ONNX standard."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import onnx
 import onnx_ir as ir
 
 from ortops import losses, optimizers
+from ortops.arguments import number, whole_number
 from ortops.building.algorithm import Algorithm, write_algorithm
 from ortops.building.clipping import Clipping
-from ortops.building.groups import Groups, described, optimizers_of
+from ortops.building.groups import Groups, difference, optimizers_of
 from ortops.building.parameters import quantized
 from ortops.building.preparation import BatchNormalization, Prepared, prepare_for_training
 from ortops.building.reachability import passed_through, reached
@@ -24,23 +25,22 @@ from ortops.building.updates import (
     LossScaling,
     Rates,
     Updates,
+    as_float32,
     emit_gradients,
     unless_skipped,
-    wide,
 )
-from ortops.errors import ModelError
 from ortops.garbage_collection import collection_put_off
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import ancestor_nodes
 from ortops.graph.files import external
 from ortops.graph.tensor import Tape, Tensor, op
-from ortops.losses import LossLike
+from ortops.losses import Loss, LossLike
+from ortops.losses.loss import Function
 from ortops.lowering import has_domain
-from ortops.numbers import integer, real
 from ortops.optimizers import Optimizer, UpdateRule
 from ortops.trainable.metadata import METADATA_KEY
-from ortops.trainable.training_mode import copy_in_training_mode, reveal
+from ortops.trainable.training_mode import TrainingCopies, copy_in_training_mode, reveal
 
 __all__ = ["Plan", "build_training_model", "plan_training"]
 
@@ -65,71 +65,77 @@ def build_training_model(
 ) -> onnx.ModelProto:
     """Adds a training algorithm to a model, as ``training_info`` of the ONNX standard.
 
-    The inference graph is left as it is, so that the file runs as before wherever it ran. The
-    algorithm holds the loss, a Gradient node, an optimizer node for each parameter and the count of
-    steps; a training-mode copy of BatchNormalization and Dropout, where there are such, and of what
-    depends on them. Its state (``<parameter>.V`` …, ``step``, ``learning_rate``) is part of the
-    file, which therefore is the checkpoint too.
+    The inference graph is not changed, so the file still runs in every runtime that ran it before.
+    The algorithm consists of the loss, a Gradient node, an optimizer node for each parameter and a
+    step counter. If the model has BatchNormalization or Dropout, the algorithm also has a copy of
+    these nodes, and of all nodes that depend on them, in training mode. The training state
+    (``<parameter>.V`` …, ``step``, ``learning_rate``) is part of the file, so the file is the
+    checkpoint as well.
 
-    A parameter of float16 or bfloat16 keeps its type. What is updated is its float32 value, the
-    state ``<parameter>.master``, with optimizer state in float32; the parameter is that, rounded.
-    Losses and targets of such models are float32.
+    Parameters of type float16 or bfloat16 keep their type. The optimizer updates a float32 copy,
+    the state ``<parameter>.master``, with optimizer state in float32, and the parameter is this
+    copy, rounded. The losses and targets of these models are float32.
 
-    Where gradients pass through float16, the loss that is differentiated is multiplied by the state
-    ``loss_scale`` and gradients are divided by it, so that small ones are not rounded to 0. If one
-    is infinite or NaN all the same, the step changes no parameter, optimizer state or running
-    statistic and is not counted in ``step``, and the scale is halved (2⁻¹⁶ at least). After 2000
-    steps without that (``loss_scale.good_steps``) it is doubled (2²⁴ at most).
+    If gradients pass through float16, the loss is multiplied by the state ``loss_scale`` before
+    differentiation, and the gradients are divided by it, so that small gradients are not rounded to
+    0. If a gradient is infinite or NaN nevertheless, the step is skipped: it changes no parameter,
+    optimizer state or running statistic, does not increment ``step``, and halves the scale (down to
+    2⁻¹⁶). After 2000 consecutive steps without an overflow (``loss_scale.good_steps``), the scale
+    is doubled (up to 2²⁴).
 
-    A learning rate may be a schedule (`ortops.schedules`): the rate of a step is then the state
-    ``learning_rate``, the peak, times the schedule's factor of the finished steps, and is put out
-    as ``scheduled_learning_rate``. A step that float16 skips does not count.
+    The learning rate may be a schedule (`ortops.schedules`). Then the learning rate of a step is
+    the state ``learning_rate``, the peak, times the schedule's factor for the number of finished
+    steps, and is an output named ``scheduled_learning_rate``. Skipped steps do not count.
 
-    Gradients through bfloat16 are computed in float32 by `ortops.step_graph` and `TrainingSession`,
-    since onnxruntime's CPU provider has no kernels for it; the file itself does not run there.
+    `ortops.step_graph` and `TrainingSession` compute gradients through bfloat16 in float32, because
+    onnxruntime's CPU provider has no bfloat16 kernels. The file itself does not run there.
 
     Args:
-        model: An inference model: a ModelProto, its bytes or its path. One below opset 21 is
-            converted as a whole, and a message says so.
-        loss: A loss of `ortops.losses`, its name, or a function that gets Tensors and returns a
-            scalar one (see `ortops.losses.compute` for what it gets).
+        model: An inference model: a ModelProto, its bytes or its path. A model below opset 21 is
+            converted as a whole, and a warning is logged.
+        loss: A loss of `ortops.losses`, its name, or a function that maps Tensors to a scalar
+            Tensor (see `ortops.losses.compute` for its parameters).
         optimizer: An optimizer of `ortops.optimizers`, its name, or an update rule.
-        trainable: What to train: names of initializers, patterns of names such as ``"head.*"``, or
-            (patterns of) the scopes of the nodes that read them, such as ``"encoder.layer.5.*"``.
-            By default every weight that the loss depends on: what a person would call one, by the
-            operators that read it, so not running statistics, sizes, limits and other constants of
-            an exporter (`ortops check` tells why not). An exact name always trains. Weights in
-            Constant nodes, in branches, bodies and functions, count; they become initializers of
-            the graph, and a message says so. Of a model that has an adapter (`ortops.lora`), the
-            adapter alone is trained by default.
-        inputs: Inputs that the loss reads beside the model's: a dtype and dimensions for each
-            name, such as ``{"mask": (np.float32, ["batch", "time"])}``.
-        batch_normalization: Which BatchNormalization layers normalize by the batch and update their
-            running statistics: ``"auto"`` those whose scale or bias is trained, ``"train"`` all,
-            ``"frozen"`` none. The others run in inference mode.
-        clip_norm: The largest norm of all gradients together, > 0: they are multiplied by
-            ``min(1, clip_norm / (norm + 1e-6))``, as PyTorch's ``clip_grad_norm_`` does.
-        clip_value: The largest magnitude of an element of a gradient, > 0. Where both are given,
-            elements are clipped before the norm is taken. Of float16, gradients are clipped as
-            they are without a scale of the loss.
-        ema_decay: In [0, 1): each step moves the state ``<parameter>.ema``, which starts at the
-            parameter's value, to ``ema_decay · ema + (1 - ema_decay) · parameter``; in float32
-            where the parameter has 16 bits. A step that float16 skips does not move it.
-        groups: Settings of the optimizer for some parameters, by names and patterns as in
+        trainable: The parameters to train: names of initializers, patterns of names such as
+            ``"head.*"``, or (patterns of) the scopes of the nodes that read them, such as
+            ``"encoder.layer.5.*"``. The default is every weight that the loss depends on. Whether
+            an initializer is a weight is decided by the operators that read it: running statistics,
+            sizes, limits and other constants of an exporter are not (`ortops check` lists the
+            reasons). An initializer given by its exact name is always trained. Weights in Constant
+            nodes, branches, loop bodies and functions count as well; they become initializers of
+            the graph, and a warning is logged. If the model has an adapter (`ortops.lora`), the
+            default is to train only the adapter.
+        inputs: Additional inputs that the loss reads: a dtype and dimensions for each name, such as
+            ``{"mask": (np.float32, ["batch", "time"])}``.
+        batch_normalization: Which BatchNormalization layers normalize by batch statistics and
+            update their running statistics: ``"auto"`` for those whose scale or bias is trained,
+            ``"train"`` for all, ``"frozen"`` for none. The others run in inference mode.
+        clip_norm: The maximum norm of all gradients together, > 0. Gradients are multiplied by
+            ``min(1, clip_norm / (norm + 1e-6))``, as in PyTorch's ``clip_grad_norm_``.
+        clip_value: The maximum absolute value of each gradient element, > 0. If both are given,
+            elements are clipped before the norm is computed. With loss scaling, the unscaled
+            gradients are clipped.
+        ema_decay: The decay of an exponential moving average of the parameters, in [0, 1). Each
+            step sets the state ``<parameter>.ema``, which starts at the parameter's value, to
+            ``ema_decay · ema + (1 - ema_decay) · parameter``. It is float32 if the parameter has 16
+            bits. Skipped steps do not change it.
+        groups: Optimizer settings for some of the parameters, by names and patterns as in
             ``trainable``: ``{"*.bias": {"weight_decay": 0.0}, "head.*": {"learning_rate": 1e-2}}``.
-            Where several mean a parameter, it gets the settings of each, and of those that several
-            give, the last. A learning rate is kept as a ratio to the optimizer's, so that a
-            schedule, and setting ``session.learning_rate``, moves both. Settings are those of the
-            constructor; of an update rule of one's own, its attributes and ``learning_rate``.
-        seed: Determines which elements Dropout drops: the first value of the state ``seed``, which
-            a model with Dropout has.
+            If several patterns match a parameter, their settings are combined, and later ones take
+            precedence. A learning rate is stored as a ratio to the optimizer's, so a schedule or an
+            assignment to ``session.learning_rate`` changes both. The settings are the arguments of
+            the optimizer's constructor; for a custom update rule, its keyword arguments and
+            ``learning_rate``.
+        seed: The initial value of the state ``seed``, which determines the elements that Dropout
+            drops. Only models with Dropout have it.
 
     Returns:
         A new model; the argument is not changed.
 
     Raises:
-        ModelError: If the model is not legal, or loss, optimizer, trainable or groups do not fit
-            it, or a number is outside its range.
+        ArgumentError: If an argument is not valid for any model.
+        ModelError: If the model is not valid, or loss, optimizer, trainable or groups do not fit
+            it.
 
     Example:
         >>> import numpy as np
@@ -156,27 +162,78 @@ def build_training_model(
         groups=groups,
         seed=seed,
     )
-    for sentence in plan.said:
-        logger.warning("%s", sentence)
+    for message in plan.said:
+        logger.warning("%s", message)
     result = plan.write()
     external.let_go(prepared.data)
     return result
 
 
 @dataclass(frozen=True)
+class _Forward:
+    """The loss on the tape, and what else a step computes before the gradients.
+
+    Attributes:
+        algorithm: The algorithm so far.
+        learning_rate: The learning rate, 0-d float32.
+        step: The number of finished steps, 0-d int64.
+        seed: The seed of Dropout, 0-d int64; None without Dropout.
+        loss: The loss.
+        training: The nodes that were copied in training mode.
+        copied_outputs: Outputs of the model that the loss depends on through their copies in
+            training mode, by name, and these copies.
+        statistics: The updated running statistics that the loss depends on, by initializer name.
+    """
+
+    algorithm: Algorithm
+    learning_rate: Tensor
+    step: Tensor
+    seed: Tensor | None
+    loss: losses.Computed
+    training: TrainingCopies
+    copied_outputs: Mapping[str, Tensor]
+    statistics: Mapping[str, Tensor]
+
+    def metadata(self) -> dict[str, object]:
+        """Returns the roles of names, for the file."""
+        return {
+            "loss": self.loss.value.name,
+            "learning_rate": self.learning_rate.name,
+            "step": self.step.name,
+            "training_copies": {copy.name: name for name, copy in self.copied_outputs.items()},
+            "losses": [
+                {
+                    "name": part.value.name,
+                    "label": part.label,
+                    "weight": part.weight,
+                    "count": "" if part.count is None else part.count.name,
+                    "is_sum": part.is_sum,
+                    "couples_rows": part.batch_coupled,
+                }
+                for part in self.loss.parts
+            ],
+            **_prediction_metadata(self.loss.predictions),
+            "dropouts": self.training.dropouts,
+            **({} if self.seed is None else {"seed": self.seed.name}),
+        }
+
+
+@dataclass(frozen=True)
 class Plan:
-    """What a training does, which `build_training_model` writes and `ortops.check` tells.
+    """A training algorithm before its gradients and updates are written.
+
+    `build_training_model` writes it, and `ortops.check` reports it.
 
     Attributes:
         prepared: The model.
-        loss: The loss as it was emitted.
+        loss: The emitted loss.
         optimizer: The optimizer.
         parameters: The initializers that are trained.
-        reasons: Why other floating-point initializers are not, by name.
-        said: What was chosen for the user, a sentence each.
+        reasons: Why other floating-point initializers are not trained, by name.
+        said: Messages about automatic choices.
         clipping: How gradients are clipped.
-        ema_decay: How much of an average of parameters stays in a step; None for no averages.
-        grouped: The optimizers of parameters that have one of their own, by name.
+        ema_decay: The decay of the averages of parameters; None without averages.
+        grouped: The optimizers of parameters that are in a group, by name.
     """
 
     prepared: Prepared
@@ -188,83 +245,70 @@ class Plan:
     clipping: Clipping
     ema_decay: float | None
     grouped: Mapping[str, Optimizer]
-    _algorithm: Algorithm
-    _metadata: Mapping[str, object]
-    _rate: Tensor
-    _step: Tensor
-    _statistics: Mapping[str, Tensor]
-    _scaled: bool
+    _forward: _Forward
+    _scales_loss: bool
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What the file says, for people, of schedule, clipping, averages and groups, if any."""
+        """Descriptions of schedule, clipping, averages and groups for the file; none if unused."""
         schedule = self.optimizer.schedule
         found: dict[str, Any] = {
             "schedule": "" if schedule is None else schedule.description,
             "clipping": str(self.clipping),
             "averaging": "" if self.ema_decay is None else f"ema_decay={self.ema_decay!r}",
-            "groups": {n: described(own, self.optimizer) for n, own in self.grouped.items()},
+            "groups": {n: difference(own, self.optimizer) for n, own in self.grouped.items()},
         }
         return {name: value for name, value in found.items() if value}
 
     def write(self) -> onnx.ModelProto:
         """Returns the trainable model."""
-        algorithm, value = self._algorithm, self.loss.value
-        tape = algorithm.tape
-        scaling: LossScaling | None = None
-        with tape:
-            rates = Rates(algorithm, self._rate, self._step, self.optimizer)
-            if self._scaled:
-                scaling = LossScaling.of(algorithm)
-                scaled = value * scaling.scale.astype(value.dtype)
-                value = _named(scaled, "scaled_loss", tape.graph)
-            gradients = emit_gradients(tape, value, self.parameters)
-            count = self._step + 1
-            # Once: onnxruntime may leave out a rounding to float16 before a cast, here or there.
-            gradients = [wide(gradient) for gradient in gradients]
-            if scaling is not None:
-                scaling.judge(gradients)
-            step_new = algorithm.update(self._step.name, unless_skipped(scaling, count, self._step))
-            tape.scope = "clipping/"
-            scale = None if scaling is None else 1.0 / scaling.scale
-            gradients, scale = self.clipping.emit(gradients, scale)
-            tape.scope = ""
-            updates = Updates(
-                algorithm,
-                rates,
-                self._step,
-                step_new if scaling is None else count,
-                scaling,
-                scale,
-                self.ema_decay,
-            )
-            for parameter, gradient in zip(self.parameters, gradients, strict=True):
-                optimizer = self.grouped.get(parameter.name or "", self.optimizer)
-                updates.emit(optimizer, tape.tensor(parameter), gradient)
-            for name, statistic in self._statistics.items():
-                present = tape.tensor(tape.graph.initializers[name])
-                algorithm.update(name, unless_skipped(scaling, statistic, present))
-            if scaling is not None:
-                scaling.update(algorithm)
-        algorithm.outputs.sort(key=lambda tensor: tensor is algorithm.updates[self._step.name])
+        algorithm, step = self._forward.algorithm, self._forward.step
+        with algorithm.tape:
+            loss, updates = self._emit_updates()
+        algorithm.outputs.sort(key=lambda tensor: tensor is algorithm.updates[step.name])
         result = self.prepared.result
         counts = [part.count for part in self.loss.parts if part.count is not None]
-        write_algorithm(result, algorithm, [*counts, value])
+        write_algorithm(result, algorithm, [*counts, loss])
+        metadata = self._forward.metadata() | updates.metadata() | self.notes
+        if updates.scaling is not None:
+            metadata |= updates.scaling.metadata()
         entry = next((e for e in result.metadata_props if e.key == METADATA_KEY), None)
         entry = entry or result.metadata_props.add(key=METADATA_KEY)
-        noted = dict(self._metadata)
-        if updates.masters:
-            noted["masters"] = updates.masters
-        if updates.averages:
-            noted["averages"] = updates.averages
-        if rates.scheduled:
-            noted["scheduled_learning_rate"] = rates.rate.name
-        noted |= self.notes
-        if scaling is not None:
-            noted["loss_scale"] = scaling.scale.name
-            noted["good_steps"] = scaling.good_steps.name
-        entry.value = json.dumps(noted)
+        entry.value = json.dumps(metadata)
         return external.attach(result, self.prepared.data)
+
+    def _emit_updates(self) -> tuple[Tensor, Updates]:
+        """Emits gradients and updates; returns the differentiated loss, and the updates."""
+        algorithm, step, loss = self._forward.algorithm, self._forward.step, self.loss.value
+        tape = algorithm.tape
+        rates = Rates(algorithm, self._forward.learning_rate, step, self.optimizer)
+        scaling: LossScaling | None = None
+        if self._scales_loss:
+            scaling = LossScaling.of(algorithm)
+            scaled = loss * scaling.scale.astype(loss.dtype)
+            loss = _named(scaled, "scaled_loss", tape.graph)
+        gradients = emit_gradients(tape, loss, self.parameters)
+        count = step + 1
+        # Cast once, because onnxruntime may remove a rounding to float16 before some of the casts.
+        gradients = [as_float32(gradient) for gradient in gradients]
+        if scaling is not None:
+            scaling.check_finite(gradients)
+        step_new = algorithm.update(step.name, unless_skipped(scaling, count, step))
+        tape.scope = "clipping/"
+        factor = None if scaling is None else 1.0 / scaling.scale
+        gradients, factor = self.clipping.emit(gradients, factor)
+        tape.scope = ""
+        count = step_new if scaling is None else count
+        updates = Updates(algorithm, rates, step, count, scaling, factor, self.ema_decay)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            optimizer = self.grouped.get(parameter.name or "", self.optimizer)
+            updates.emit(optimizer, tape.tensor(parameter), gradient)
+        for name, statistic in self._forward.statistics.items():
+            present = tape.tensor(tape.graph.initializers[name])
+            algorithm.update(name, unless_skipped(scaling, statistic, present))
+        if scaling is not None:
+            scaling.update(algorithm)
+        return loss, updates
 
 
 def plan_training(
@@ -279,45 +323,71 @@ def plan_training(
     groups: Groups | None = None,
     seed: int = 0,
 ) -> Plan:
-    """Emits the loss of a model, and finds what is trained.
+    """Emits the loss of a model, and determines which parameters are trained.
 
     Args:
-        prepared: The model; not to be used for another plan.
+        prepared: The model. It cannot be used for another plan.
         loss: See `build_training_model`.
-        optimizer: See there.
-        inputs: See there.
-        clip_norm: See there.
-        clip_value: See there.
-        ema_decay: See there.
-        groups: See there.
-        seed: See there.
+        optimizer: See `build_training_model`.
+        inputs: See `build_training_model`.
+        clip_norm: See `build_training_model`.
+        clip_value: See `build_training_model`.
+        ema_decay: See `build_training_model`.
+        groups: See `build_training_model`.
+        seed: See `build_training_model`.
 
     Raises:
-        ModelError: If loss, optimizer, trainable or groups do not fit the model, or a number is
-            outside its range.
+        ArgumentError: If an argument is not valid for any model.
+        ModelError: If loss, optimizer, trainable or groups do not fit the model.
     """
     clipping = Clipping(clip_norm, clip_value)
-    _check_decay(ema_decay)
-    whole_seed = integer(seed)
-    if whole_seed is None or not -(2**63) <= whole_seed < 2**63:
-        raise ModelError(f"seed is {seed!r:.80}; an integer of 64 bits is accepted")
-    chosen_loss, chosen_optimizer = losses.resolve(loss), optimizers.resolve(optimizer)
-    graph, names, visible = prepared.graph, prepared.names, prepared.visible
+    if ema_decay is not None:
+        ema_decay = number("ema_decay", ema_decay, minimum=0, below=1)
+    seed = whole_number("seed", seed, -(2**63), 2**63 - 1)
+    loss, optimizer = losses.resolve(loss), optimizers.resolve(optimizer)
+    forward = _emit_forward(prepared, loss, inputs, optimizer.peak, seed)
+    parameters = reached(prepared.choice, forward.loss.value)
+    grouped = optimizers_of(optimizer, groups, parameters, prepared.scopes)
+    passed = {value.dtype for value in passed_through(parameters, forward.loss.value)}
+    return Plan(
+        prepared,
+        forward.loss,
+        optimizer,
+        parameters,
+        prepared.choice.reasons,
+        _messages(prepared, forward.loss, ir.DataType.BFLOAT16 in passed),
+        clipping,
+        ema_decay,
+        grouped,
+        forward,
+        ir.DataType.FLOAT16 in passed,
+    )
+
+
+def _emit_forward(
+    prepared: Prepared,
+    loss: Loss | Function,
+    inputs: losses.Inputs | None,
+    peak: float,
+    seed: int,
+) -> _Forward:
+    """Emits the training-mode copies and the loss, with the state that they read."""
+    graph, visible = prepared.graph, prepared.visible
     nodes = list(graph)
-    tape = Tape(graph, names=names)
+    tape = Tape(graph, names=prepared.names)
     algorithm = Algorithm(tape)
     values = {v.name: v for v in (*graph.inputs, *graph.initializers.values())}
     values |= {v.name: v for node in nodes for v in node.outputs}
     with tape:
-        rate = algorithm.variable("learning_rate", np.array(chosen_optimizer.peak, np.float32))
+        rate = algorithm.variable("learning_rate", np.array(peak, np.float32))
         step = algorithm.variable("step", np.array(0, np.int64))
 
         @functools.cache
-        def first_seed() -> Tensor:
-            return algorithm.variable("seed", np.array(whole_seed, np.int64))
+        def seed_variable() -> Tensor:
+            return algorithm.variable("seed", np.array(seed, np.int64))
 
         training = copy_in_training_mode(
-            tape, nodes, visible, step, first_seed, prepared.frozen.__contains__
+            tape, nodes, visible, step, seed_variable, prepared.frozen.__contains__
         )
         copies = training.copies
         revealed = dict(copies)
@@ -326,115 +396,62 @@ def plan_training(
             found = values.get(name)
             return None if found is None else tape.tensor(reveal(tape, found, visible, revealed))
 
-        def own(value: ir.Value) -> ir.Value:
+        def original(value: ir.Value) -> ir.Value:
             return next((source for source, copy in revealed.items() if copy is value), value)
 
         tape.scope = "loss/"
-        computed = losses.compute(
-            chosen_loss, tape, find, [name for name in values if name], graph.outputs, inputs, own
-        )
+        names = [name for name in values if name]
+        computed = losses.compute(loss, tape, find, names, graph.outputs, inputs, original)
         tape.scope = ""
         computed = _with_names(computed, graph)
-        value = computed.value
         algorithm.inputs, algorithm.constants = computed.inputs, computed.constants
-        algorithm.outputs.append(value)
+        algorithm.outputs.append(computed.value)
         if len(computed.parts) > 1:
             algorithm.outputs += [part.value for part in computed.parts]
-        needed = ancestor_nodes(value.value, set())
-        shown = {
+        needed = ancestor_nodes(computed.value.value, set())
+        outputs = {
             v.name or "": tape.tensor(copies[v])
             for v in graph.outputs
             if v in copies and copies[v].producer() in needed
         }
         taken = {tensor.value for tensor in algorithm.outputs}
-        algorithm.outputs += [s for s in shown.values() if s.value not in taken]
-        statistics = {n: s for n, s in training.statistics.items() if s.value.producer() in needed}
-    choice = prepared.choice
-    parameters = reached(choice, value)
-    grouped = optimizers_of(chosen_optimizer, groups, parameters, prepared.places)
-    passed = {v.dtype for v in passed_through(parameters, value)}
-    metadata = {
-        "loss": value.name,
-        "learning_rate": rate.name,
-        "step": step.name,
-        "training_copies": {copy.name: name for name, copy in shown.items()},
-        "losses": [
-            {
-                "name": part.value.name,
-                "label": part.label,
-                "weight": part.weight,
-                "count": "" if part.count is None else part.count.name,
-                "is_sum": part.is_sum,
-                "couples_rows": part.batch_coupled,
-            }
-            for part in computed.parts
-        ],
-        **_described_predictions(computed.predictions),
-        "dropouts": training.dropouts,
-        **({"seed": first_seed().name} if training.dropouts else {}),
-    }
-    said = [*choice.said, *computed.said, *_said_of_lifted(prepared), *_said_of_quantized(prepared)]
-    if ir.DataType.BFLOAT16 in passed:
+        algorithm.outputs += [each for each in outputs.values() if each.value not in taken]
+    statistics = {n: s for n, s in training.statistics.items() if s.value.producer() in needed}
+    own_seed = seed_variable() if training.dropouts else None
+    return _Forward(algorithm, rate, step, own_seed, computed, training, outputs, statistics)
+
+
+def _messages(prepared: Prepared, loss: losses.Computed, through_bfloat16: bool) -> list[str]:
+    """Returns the messages about automatic choices, and about where the file runs."""
+    said = [*prepared.choice.said, *loss.said]
+    attributes = [origin for origin in prepared.lifted.values() if origin.is_attribute]
+    linear = {f"{origin.node}{origin.place}" for origin in attributes}
+    if count := len(prepared.lifted) - len(attributes):
+        said.append(f"the weights of {count} Constant nodes became initializers")
+    if linear:
+        said.append(f"standard nodes replaced {', '.join(sorted(linear))}")
+    if found := quantized(prepared.graph.initializers.values()):
+        name, reader = next(iter(found.items()))
+        said.append(
+            f"quantized weights are not trained ({len(found)}, such as '{name}', which {reader}); "
+            "to train them, train the float model and quantize it again"
+        )
+    if through_bfloat16:
         said.append(
             "gradients pass through bfloat16, for which onnxruntime has no CPU kernels: training "
-            "steps and evaluation compute in float32, and the file itself, which stays bfloat16, "
+            "steps and evaluation compute in float32, and the file itself, which remains bfloat16, "
             "does not run on the CPU"
         )
     if has_domain(prepared.result):
         said.append(
-            "the model has Gradient nodes of its own, so that stock onnxruntime runs the trainable "
-            "file only after ortops.lower"
+            "the model has Gradient nodes of its own, so stock onnxruntime runs the trainable file "
+            "only after ortops.lower"
         )
-    return Plan(
-        prepared,
-        computed,
-        chosen_optimizer,
-        parameters,
-        choice.reasons,
-        said,
-        clipping,
-        None if ema_decay is None else float(ema_decay),
-        grouped,
-        algorithm,
-        metadata,
-        rate,
-        step,
-        statistics,
-        ir.DataType.FLOAT16 in passed,
-    )
-
-
-def _check_decay(ema_decay: Any) -> None:
-    """Refuses what is no decay of an average."""
-    if ema_decay is not None and not 0 <= real(ema_decay) < 1:
-        raise ModelError(f"ema_decay is {ema_decay!r}; a number in [0, 1) is accepted")
-
-
-def _said_of_lifted(prepared: Prepared) -> list[str]:
-    """Returns what to say of weights that became initializers."""
-    attributes = [origin for origin in prepared.lifted.values() if origin.is_attribute]
-    linear = {f"{origin.node}{origin.place}" for origin in attributes}
-    said = []
-    count = len(prepared.lifted) - len(attributes)
-    if count:
-        said.append(f"the weights of {count} Constant nodes became initializers")
-    if linear:
-        said.append(f"standard nodes took the place of {', '.join(sorted(linear))}")
     return said
 
 
-def _said_of_quantized(prepared: Prepared) -> list[str]:
-    """Returns what to say of weights that stay as they are, as they are rounded to integers."""
-    found = quantized(prepared.graph.initializers.values())
-    if not found:
-        return []
-    name, what = next(iter(found.items()))
-    told = f"quantized weights are not trained ({len(found)}, such as '{name}', which {what})"
-    return [f"{told}; to train them, train the float model and quantize it anew"]
-
-
-def _described_predictions(predictions: Sequence[losses.Prediction]) -> dict[str, object]:
-    """Returns, for the file, what a loss looks at: the first with a target, and each of several."""
+def _prediction_metadata(predictions: Sequence[losses.Prediction]) -> dict[str, object]:
+    """Returns the tensors that the loss reads: the first one with a target, and all if several."""
     first = next((each for each in predictions if each.target), next(iter(predictions), None))
     found: dict[str, object] = {"prediction": {} if first is None else _described(first)}
     if len(predictions) > 1:
@@ -443,7 +460,6 @@ def _described_predictions(predictions: Sequence[losses.Prediction]) -> dict[str
 
 
 def _described(prediction: losses.Prediction) -> dict[str, object]:
-    """Returns, for the file, what a loss, or a summand of one, looks at."""
     return {
         "tensor": prediction.tensor.name,
         "kind": prediction.kind,
@@ -455,7 +471,7 @@ def _described(prediction: losses.Prediction) -> dict[str, object]:
 
 
 def _with_names(computed: losses.Computed, graph: ir.Graph) -> losses.Computed:
-    """Gives the loss, and each of its parts where there are several, a name in the file."""
+    """Names the loss, and its parts if there are several."""
     value = _named(computed.value, "loss", graph)
     if len(computed.parts) == 1:
         (part,) = computed.parts
@@ -468,7 +484,7 @@ def _with_names(computed: losses.Computed, graph: ir.Graph) -> losses.Computed:
 
 
 def _named(tensor: Tensor, name: str, graph: ir.Graph) -> Tensor:
-    """Gives a tensor that was just emitted a name."""
+    """Names a tensor that was just emitted."""
     tape = tensor.tape
     if tensor.value.producer() not in tape.nodes or tensor.value.is_graph_output():
         tensor = op.Identity(tensor)

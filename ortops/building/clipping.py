@@ -1,4 +1,4 @@
-"""Gradients between the Gradient node and the updates: unscaled, and clipped."""
+"""Gradient clipping, between the Gradient node and the updates."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ortops.errors import ModelError
+from ortops.arguments import number
 from ortops.graph.tensor import Tensor, op
-from ortops.numbers import real
+from ortops.optimizers.optimizer import as_float32
 
 __all__ = ["Clipping", "times"]
 
@@ -18,27 +18,27 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class Clipping:
-    """How gradients are kept from being large.
+    """Gradient clipping by value and by global norm.
 
     Attributes:
-        norm: The largest norm of all gradients together; they are scaled down to it. The formula is
-            that of ``torch.nn.utils.clip_grad_norm_``: ``g · min(1, norm / (‖g‖ + 1e-6))``, after
-            Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
-            2013, section 3.2.
-        value: The largest magnitude of an element; before the norm is taken.
+        norm: The maximum norm of all gradients together. As in ``torch.nn.utils.clip_grad_norm_``,
+            gradients become ``g · min(1, norm / (‖g‖ + 1e-6))``. Source: Pascanu, Mikolov and
+            Bengio, "On the difficulty of training recurrent neural networks", 2013, section 3.2.
+        value: The maximum absolute value of an element. It is applied before the norm is computed.
 
     Raises:
-        ModelError: If one is no finite number > 0, also when only its float32 value is not.
+        ArgumentError: If one is not a finite number > 0, in float32 as well.
     """
 
     norm: float | None = None
     value: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what is out of range."""
+        """Raises an ArgumentError if a number is out of range."""
         for name, given in (("clip_norm", self.norm), ("clip_value", self.value)):
-            if given is not None and not _is_positive(given):
-                raise ModelError(f"{name} is {given!r}; a finite number > 0 is accepted")
+            if given is not None:
+                value = as_float32(number(name, given, above=0))
+                number(f"{name}={given!r:.80} in float32", value, above=0)
 
     def __str__(self) -> str:
         given = (("clip_value", self.value), ("clip_norm", self.norm))
@@ -51,19 +51,20 @@ class Clipping:
 
         Args:
             gradients: All gradients, in float32 or float64.
-            scale: What they are to be multiplied by first, 0-d; None for 1.
+            scale: The factor to multiply them by first, 0-d; None for 1.
 
         Returns:
-            Gradients, and what each is still to be multiplied by, 0-d; None for 1.
+            The gradients, and the factor that each of them has yet to be multiplied by, 0-d; None
+            for 1.
         """
         result = list(gradients)
         if self.value is not None:
-            result = [self._clipped(times(gradient, scale)) for gradient in result]
+            result = [_clipped(times(gradient, scale), self.value) for gradient in result]
             scale = None
         if self.norm is not None:
-            # In float64, in which neither large squares nor the order of summands count.
+            # In float64, large squares do not overflow, and the order of summands hardly matters.
             squares = [op.ReduceSumSquare(g.astype(np.float64), keepdims=0) for g in result]
-            # A stack: what reads a chain of sums would have to go through all of it.
+            # One sum of a stack, because a chain of sums would be as deep as there are gradients.
             total = op.ReduceSum(squares[0].__array_namespace__().stack(squares), keepdims=0)
             norm = op.Sqrt(total)
             if scale is not None:
@@ -72,18 +73,13 @@ class Clipping:
             scale = factor if scale is None else factor * scale.astype(np.float64)
         return result, scale
 
-    def _clipped(self, gradient: Tensor) -> Tensor:
-        assert self.value is not None
-        most = np.asarray(self.value, gradient.dtype)
-        clipped: Tensor = op.Clip(gradient, -most, most)
-        return clipped
+
+def _clipped(gradient: Tensor, value: float) -> Tensor:
+    maximum = np.asarray(value, gradient.dtype)
+    clipped: Tensor = op.Clip(gradient, -maximum, maximum)
+    return clipped
 
 
 def times(gradient: Tensor, scale: Tensor | None) -> Tensor:
-    """Returns a gradient times a scalar, in its own type."""
+    """Returns a gradient times a scalar, in the type of the gradient."""
     return gradient if scale is None else gradient * scale.astype(gradient.dtype)
-
-
-def _is_positive(value: object) -> bool:
-    with np.errstate(over="ignore", under="ignore"):
-        return bool(0 < np.float32(real(value)) < np.inf)

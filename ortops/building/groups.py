@@ -1,4 +1,4 @@
-"""Groups of parameters: which of them an optimizer updates with settings of their own."""
+"""Groups of parameters with optimizer settings of their own."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
+from ortops.arguments import number
 from ortops.building.parameters import ScopeNames, matches
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.numbers import real
 from ortops.optimizers import Custom, Optimizer
 
-__all__ = ["Groups", "described", "optimizers_of", "ratio"]
+__all__ = ["Groups", "difference", "optimizers_of", "ratio"]
 
 Groups: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""Names or patterns, as of what is trained, and settings of the optimizer for what they mean."""
+"""Settings of the optimizer for some parameters, by names or patterns as in ``trainable``."""
 
 
 def optimizers_of(
@@ -28,67 +29,69 @@ def optimizers_of(
     parameters: Sequence[ir.Value],
     scopes: Mapping[str, ScopeNames],
 ) -> dict[str, Optimizer]:
-    """Returns the optimizer of each parameter that a group means, by name.
+    """Returns the optimizer of each parameter that is in a group, by name.
 
-    Where several patterns mean a parameter, it gets the settings of them all; of those that several
-    give, the last.
+    If several patterns match a parameter, their settings are combined, and later ones take
+    precedence.
 
     Args:
-        optimizer: That of the others.
+        optimizer: The optimizer of all other parameters.
         groups: The groups.
-        parameters: What is trained.
+        parameters: The parameters that are trained.
         scopes: The scopes of the nodes that read each initializer.
 
     Raises:
-        ModelError: If a pattern means nothing that is trained, or a setting is unknown or does not
-            fit.
+        ArgumentError: If a setting is unknown or not valid.
+        ModelError: If a pattern matches no parameter.
     """
     if groups is None:
         return {}
     if not isinstance(groups, Mapping):
-        raise ModelError(
-            f"groups is {groups!r}; a dict of settings for each name or pattern is accepted, such "
-            "as {'*.bias': {'weight_decay': 0.0}}"
+        raise ArgumentError(
+            "groups must be a dict of settings for each name or pattern, such as "
+            f"{{'*.bias': {{'weight_decay': 0.0}}}}, got {groups!r}"
         )
     names = [value.name or "" for value in parameters]
     settings: dict[str, dict[str, Any]] = {}
     for pattern, given in groups.items():
         _check(optimizer, pattern, given)
-        means = _means(pattern, names, scopes)
-        if not means:
+        matched = [n for n in names if matches(pattern, n, scopes.get(n, ScopeNames()))]
+        if pattern in names:
+            matched = [pattern]
+        if not matched:
             raise ModelError(
-                f"groups: '{pattern}' means nothing that is trained; "
+                f"groups: '{pattern}' matches no parameter that is trained; "
                 + did_you_mean(pattern, names)
             )
-        for name in means:
+        for name in matched:
             settings[name] = {**settings.get(name, {}), **given}
     return {name: _with(optimizer, own) for name, own in settings.items()}
 
 
 def ratio(optimizer: Optimizer, base: Optimizer) -> float:
-    """Returns what the learning rate of some parameters is to the others', in float32 values.
+    """Returns the ratio of an optimizer's learning rate to another's, of their float32 values.
 
     Raises:
-        ModelError: If the others' is 0.
+        ArgumentError: If the other learning rate is 0.
     """
     own, other = float(np.float32(optimizer.peak)), float(np.float32(base.peak))
     if own and not other:
-        raise ModelError(
-            f"optimizer {base.name}: its learning rate is {other}, and that of some parameters "
-            f"{optimizer.peak}; it is kept as a ratio, so give one > 0"
+        raise ArgumentError(
+            f"optimizer {base.name}: its learning rate must be > 0, got {other}, because the "
+            f"learning rate {optimizer.peak} of some parameters is stored as a ratio to it"
         )
     return 1.0 if own == other else own / other
 
 
-def described(optimizer: Optimizer, base: Optimizer) -> str:
-    """Returns the settings in which two optimizers differ, as text."""
+def difference(optimizer: Optimizer, base: Optimizer) -> str:
+    """Returns the settings in which an optimizer differs from another, as text."""
     settings, others = _settings(optimizer), _settings(base)
     differ = {key: value for key, value in settings.items() if value != others[key]}
     return ", ".join(f"{key}={value!r}" for key, value in differ.items())
 
 
 def _settings(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns what a group may set, and what it is."""
+    """Returns the settings that a group can change, by name."""
     if isinstance(optimizer, Custom):
         return {"learning_rate": optimizer.peak, **optimizer.attributes}
     own = {each.name: getattr(optimizer, each.name) for each in fields(optimizer)}
@@ -96,41 +99,32 @@ def _settings(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _check(optimizer: Optimizer, pattern: object, given: object) -> None:
-    """Refuses what is no group."""
+    """Raises an ArgumentError if an item of ``groups`` is not valid."""
     if not isinstance(pattern, str):
-        raise ModelError(f"groups: {pattern!r} is no string; names and patterns are accepted")
+        raise ArgumentError(f"groups: names and patterns must be strings, got {pattern!r}")
     if not isinstance(given, Mapping):
-        raise ModelError(
-            f"groups: '{pattern}' has {given!r}; a dict of settings of the optimizer is accepted"
+        raise ArgumentError(
+            f"groups: '{pattern}' must have a dict of optimizer settings, got {given!r}"
         )
     known = _settings(optimizer)
     for name in given:
         if name not in known:
-            raise ModelError(
+            raise ArgumentError(
                 f"groups: '{pattern}' sets {name!r}, which {optimizer.name} does not have; "
                 + did_you_mean(str(name), known)
             )
-    if "learning_rate" not in given:
-        return
-    try:
-        replace(optimizer, learning_rate=float(given["learning_rate"]))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ModelError(
-            f"groups: '{pattern}' has the learning rate {given['learning_rate']!r}; a number >= 0 "
-            "is accepted, which the optimizer's schedule multiplies too"
-        ) from error
-    if not np.float32(optimizer.peak):
-        raise ModelError(
-            f"groups: '{pattern}' has a learning rate, and that of {optimizer.name} is "
-            f"{optimizer.peak}; it is kept as a ratio to that, so give the optimizer one > 0"
-        )
-
-
-def _means(pattern: str, names: Sequence[str], scopes: Mapping[str, ScopeNames]) -> list[str]:
-    """Returns the parameters that a name or a pattern means."""
-    if pattern in names:
-        return [pattern]
-    return [name for name in names if matches(pattern, name, scopes.get(name, ScopeNames()))]
+    if "learning_rate" in given:
+        try:
+            number("learning_rate", given["learning_rate"], minimum=0)
+        except ArgumentError as error:
+            raise ArgumentError(
+                f"groups: '{pattern}': {error}; the optimizer's schedule applies to it as well"
+            ) from error
+        if not np.float32(optimizer.peak):
+            raise ArgumentError(
+                f"groups: '{pattern}' has a learning rate, which is stored as a ratio to that of "
+                f"{optimizer.name}, which must be > 0, got {optimizer.peak}"
+            )
 
 
 def _with(optimizer: Optimizer, settings: Mapping[str, Any]) -> Optimizer:
@@ -140,12 +134,10 @@ def _with(optimizer: Optimizer, settings: Mapping[str, Any]) -> Optimizer:
             return replace(optimizer, **settings)
         own = {name: value for name, value in settings.items() if name != "learning_rate"}
         for name, value in own.items():
-            if math.isfinite(real(optimizer.attributes[name])) and not math.isfinite(real(value)):
-                raise ModelError(
-                    f"optimizer {optimizer.name}: {name} is {value!r}; a finite number is accepted"
-                )
+            if math.isfinite(real(optimizer.attributes[name])):
+                number(f"optimizer {optimizer.name}: {name}", value)
         function = functools.partial(optimizer.function, **own) if own else optimizer.function
         rate = settings.get("learning_rate", optimizer.learning_rate)
         return replace(optimizer, function=function, learning_rate=rate)
-    except (ArgumentError, ModelError) as error:
-        raise ModelError(f"groups: {error}") from error
+    except ArgumentError as error:
+        raise ArgumentError(f"groups: {error}") from error

@@ -1,6 +1,6 @@
-"""Which tensors of a model are weights, and which of them are trained.
+"""Determines which initializers of a model are weights, and which of them are trained.
 
-An initializer may be a weight, or a constant that an exporter put there. What reads it tells.
+An initializer may be a weight, or a constant from an exporter. The nodes that read it decide.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = [
     "matches",
     "names_in",
     "quantized",
+    "read_scopes",
     "readers",
-    "scopes",
     "scopes_of",
     "why_not",
 ]
@@ -86,7 +86,7 @@ SETTINGS: Mapping[tuple[str, str], Collection[int]] = {
     (_MICROSOFT, "QuantizeLinear"): (1, 2),
     (_MICROSOFT, "RotaryEmbedding"): (2, 3),
 }
-"""Inputs that say how an operator works, where others hold what was learned, by operator."""
+"""Inputs that configure an operator, as opposed to learned weights, by operator."""
 
 _PASSING: Mapping[str, Collection[int]] = {
     **dict.fromkeys(("Cast", "CastLike", "Expand", "Flatten", "Identity", "Pad"), (0,)),
@@ -94,7 +94,7 @@ _PASSING: Mapping[str, Collection[int]] = {
     **dict.fromkeys(("Squeeze", "Tile", "Transpose", "Unsqueeze"), (0,)),
     "Concat": range(10_000),
 }
-"""Operators whose readers read what they are given, moved or rounded."""
+"""Inputs that an operator only moves or rounds, so that its readers count as readers of them."""
 
 _PRODUCTS = frozenset(
     {"Conv", "ConvInteger", "ConvTranspose", "Einsum", "FusedConv", "FusedGemm", "FusedMatMul"}
@@ -120,11 +120,11 @@ _NAMES_OF_SCOPES = ("pkg.torch.onnx.name_scopes", "namespace")
 
 @dataclass(frozen=True)
 class Reader:
-    """A node that reads a weight, directly or what only moves its elements.
+    """A node that reads a weight, directly or after nodes that only move or round its elements.
 
     Attributes:
         node: The node.
-        index: Which of its inputs.
+        index: The index of the input.
     """
 
     node: ir.Node
@@ -139,33 +139,33 @@ class ScopeNames:
     """The scopes of the nodes that read a weight.
 
     Attributes:
-        readers: Those of each node that uses its values.
-        movers: Those of the nodes that only move its elements.
+        readers: The scopes of each node that uses its values.
+        movers: The scopes of nodes that only move or round its elements.
     """
 
     readers: tuple[frozenset[str], ...] = ()
     movers: frozenset[str] = frozenset()
 
     def elsewhere(self, pattern: str) -> list[str]:
-        """Returns where nodes read the weight that a pattern does not mean."""
-        rest = (scopes for scopes in self.readers if scopes and not _is_in(pattern, scopes))
-        return [max(scopes, key=len) for scopes in rest]
+        """Returns the scopes outside a pattern that read the weight, one for each node."""
+        others = (scopes for scopes in self.readers if scopes and not _is_in(pattern, scopes))
+        return [max(scopes, key=len) for scopes in others]
 
     def fit(self, pattern: str) -> bool:
-        """Whether a pattern means one of the scopes."""
+        """Whether a pattern matches one of the scopes."""
         return any(_is_in(pattern, scopes) for scopes in (*self.readers, self.movers))
 
 
 @dataclass
 class Choice:
-    """What is trained.
+    """The choice of initializers to train.
 
     Attributes:
         floats: The floating-point initializers by name.
-        trained: Those to train.
+        trained: The initializers to train by name.
         reasons: Why the others are not trained, by name.
-        patterns: What each name or pattern means, if any were given.
-        said: What was chosen for the user, a sentence each.
+        patterns: The names that each given name or pattern matches.
+        said: Messages about automatic choices.
     """
 
     floats: dict[str, ir.Value]
@@ -178,90 +178,104 @@ class Choice:
 def choose(
     weights: Mapping[str, ir.Value],
     trainable: Sequence[str] | None,
-    places: Mapping[str, ScopeNames],
+    scopes: Mapping[str, ScopeNames],
     unnamed: str = "is not named in trainable",
 ) -> Choice:
-    """Chooses what is trained, before it is known what the loss depends on.
+    """Chooses the initializers to train, before it is known which of them the loss depends on.
 
     Args:
         weights: The initializers by name.
-        trainable: Names, or patterns of names or of the scopes of what reads them; None for all
-            that a person would call a weight. An exact name always trains.
-        places: The scopes of the nodes that read each initializer (see `scopes`).
-        unnamed: Why what is not named is not trained.
+        trainable: Names, or patterns of names or of the scopes of the nodes that read them. None
+            stands for all weights (see `why_not`). An initializer given by its exact name is always
+            trained.
+        scopes: The scopes of the nodes that read each initializer (see `read_scopes`).
+        unnamed: The reason why initializers that are not named are not trained.
 
     Raises:
-        ModelError: If a name or pattern means nothing, or something that cannot be trained.
+        ModelError: If a name or pattern matches nothing, or something that cannot be trained.
     """
-    floats = {
-        name: value
-        for name, value in weights.items()
-        if value.dtype is not None and value.dtype.is_floating_point()
-    }
+    floats = {name: value for name, value in weights.items() if _is_float(value)}
     reasons = {name: reason for name, value in floats.items() if (reason := why_not(value))}
     default = {name: value for name, value in floats.items() if name not in reasons}
     if trainable is None:
         return Choice(floats, default, reasons, said=_untied(default))
-    if not trainable:
-        raise ModelError("trainable: nothing is named; name at least one initializer")
     choice = Choice(floats, {})
-    nowhere = ScopeNames()
     for pattern in trainable:
-        if pattern in floats:
-            choice.trained[pattern] = floats[pattern]
-            choice.patterns[pattern] = [pattern]
-            continue
-        if pattern in weights:
-            raise ModelError(
-                f"trainable: initializer '{pattern}' is of type {weights[pattern].dtype}; only "
-                "floating-point ones can be trained" + _quantized_hint(weights[pattern])
-            )
-        names = [name for name in default if matches(pattern, name, places.get(name, nowhere))]
+        names = [pattern] if pattern in floats else _matched(pattern, default, scopes)
         if not names:
-            refused = [n for n in reasons if matches(pattern, n, places.get(n, nowhere))]
-            if refused:
-                raise ModelError(
-                    f"trainable: '{pattern}' means no weight, but '{refused[0]}', which "
-                    f"{reasons[refused[0]]}; an exact name trains whatever it is"
-                )
-            raise ModelError(
-                f"trainable: the model has no trainable initializer '{pattern}'; "
-                + did_you_mean(pattern, floats)
-            )
+            raise ModelError(f"trainable: {_why_no_match(pattern, weights, reasons, scopes)}")
         choice.patterns[pattern] = names
-        choice.trained.update((name, default[name]) for name in names)
+        choice.trained.update((name, floats[name]) for name in names)
     for pattern, names in choice.patterns.items():
-        if pattern in names:
-            continue
-        shared = {
-            name: elsewhere
-            for name in names
-            if not fnmatch.fnmatchcase(name, pattern)
-            and (elsewhere := places.get(name, nowhere).elsewhere(pattern))
-        }
-        for name, elsewhere in shared.items():
-            choice.said.append(
-                f"trainable: '{pattern}' takes '{name}', which nodes elsewhere read too "
-                f"({len(elsewhere)}, such as '{elsewhere[0]}')"
-            )
-        own = [name for name in names if name not in shared]
-        left = _left_out(own, default, choice.trained)
-        if left:
-            shown = ", ".join(f"'{name}'" for name in left[:5])
-            more = f" and {len(left) - 5} more" if len(left) > 5 else ""
-            choice.said.append(
-                f"trainable: '{pattern}' takes {len(names)} weights, and not others of the same "
-                f"layers: {shown}{more}"
-            )
+        if pattern not in names:
+            choice.said += _partial_matches(pattern, names, default, choice.trained, scopes)
     choice.said += _untied(choice.trained)
-    choice.reasons = {name: reasons.get(name, unnamed) for name in floats}
-    for name in choice.trained:
-        choice.reasons.pop(name)
+    choice.reasons = {n: reasons.get(n, unnamed) for n in floats if n not in choice.trained}
     return choice
 
 
+def _is_float(value: ir.Value) -> bool:
+    return value.dtype is not None and value.dtype.is_floating_point()
+
+
+def _matched(pattern: str, names: Iterable[str], scopes: Mapping[str, ScopeNames]) -> list[str]:
+    return [name for name in names if matches(pattern, name, scopes.get(name, ScopeNames()))]
+
+
+def _why_no_match(
+    pattern: str,
+    weights: Mapping[str, ir.Value],
+    reasons: Mapping[str, str],
+    scopes: Mapping[str, ScopeNames],
+) -> str:
+    """Returns why a name or pattern matches no weight, and the remedy."""
+    if pattern in weights:
+        dtype, remedy = weights[pattern].dtype, ""
+        if quantized([weights[pattern]]):
+            remedy = "; it is quantized, so train the float model and quantize it again"
+        return (
+            f"initializer '{pattern}' is of type {dtype}; only floating-point ones can be trained"
+            + remedy
+        )
+    if refused := _matched(pattern, reasons, scopes):
+        return (
+            f"'{pattern}' matches no weight, only '{refused[0]}', which {reasons[refused[0]]}; to "
+            "train it anyway, give its exact name"
+        )
+    floats = [name for name, value in weights.items() if _is_float(value)]
+    return f"the model has no trainable initializer '{pattern}'; {did_you_mean(pattern, floats)}"
+
+
+def _partial_matches(
+    pattern: str,
+    names: Sequence[str],
+    default: Mapping[str, ir.Value],
+    trained: Collection[str],
+    scopes: Mapping[str, ScopeNames],
+) -> list[str]:
+    """Returns messages about shared weights and about layers that a pattern matches in part."""
+    said, own = [], []
+    for name in names:
+        elsewhere = scopes.get(name, ScopeNames()).elsewhere(pattern)
+        if fnmatch.fnmatchcase(name, pattern) or not elsewhere:
+            own.append(name)
+            continue
+        said.append(
+            f"trainable: '{pattern}' includes '{name}', which is also read by nodes elsewhere "
+            f"({len(elsewhere)}, such as '{elsewhere[0]}')"
+        )
+    if left := _left_out(own, default, trained):
+        shown = ", ".join(f"'{name}'" for name in left[:5])
+        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+        said.append(
+            f"trainable: '{pattern}' includes {len(names)} weights, but not other weights of the "
+            f"same layers: {shown}{more}"
+        )
+    return said
+
+
 def readers(value: ir.Value) -> Iterator[Reader]:
-    """Yields the nodes that read a value, or what only moves its elements, once each."""
+    """Yields the nodes that read a value, directly or after nodes that only move its elements."""
     seen: set[tuple[ir.Node, int]] = set()
     pending = [value]
     while pending:
@@ -280,7 +294,7 @@ def readers(value: ir.Value) -> Iterator[Reader]:
 
 
 def quantized(values: Iterable[ir.Value]) -> dict[str, str]:
-    """Returns the names of weights of integers, and what reads them."""
+    """Returns the names of quantized weights, with their types and readers as text."""
     found: dict[str, str] = {}
     for value in values:
         if value.dtype is None or value.dtype.is_floating_point():
@@ -291,14 +305,14 @@ def quantized(values: Iterable[ir.Value]) -> dict[str, str]:
     return found
 
 
-def scopes(values: Iterable[ir.Value]) -> dict[str, ScopeNames]:
-    """Returns the scopes of the nodes that read each value: their names and their metadata.
+def read_scopes(values: Iterable[ir.Value]) -> dict[str, ScopeNames]:
+    """Returns the scopes of the nodes that read each value, from node names and metadata.
 
-    Exporters name a node after the module that it comes from: ``/encoder/layer.5/query/MatMul``,
+    Exporters name nodes after the module that they come from: ``/encoder/layer.5/query/MatMul``,
     or, in the metadata of torch's newer exporter, ``['', 'encoder.layer.5.query', …]``.
 
     Args:
-        values: Initializers of a graph as its exporter wrote it.
+        values: Initializers of an unchanged graph.
     """
     return {
         value.name or "": ScopeNames(
@@ -310,7 +324,7 @@ def scopes(values: Iterable[ir.Value]) -> dict[str, ScopeNames]:
 
 
 def scopes_of(node: ir.Node) -> frozenset[str]:
-    """Returns the scopes of a node: its name, what is around it, and those of its metadata."""
+    """Returns the scopes of a node: its name, the enclosing scope, and those in its metadata."""
     found = set()
     if node.name:
         parts = node.name.strip("/").replace("/", ".")
@@ -325,40 +339,41 @@ def scopes_of(node: ir.Node) -> frozenset[str]:
 
 
 def names_in(text: str) -> list[str]:
-    """Returns the strings in a list as Python writes it; none if that is not what the text is."""
+    """Returns the strings in a list literal of Python; an empty list for any other text."""
     try:
         found = ast.literal_eval(text)
-    except (SyntaxError, ValueError, MemoryError, RecursionError):  # the last two of deep nesting
+    except (SyntaxError, ValueError, MemoryError, RecursionError):  # the last two for deep nesting
         return []
     return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
 
 
-def matches(pattern: str, name: str, places: ScopeNames) -> bool:
-    """Whether a pattern means an initializer, by its name or by who reads it."""
-    return fnmatch.fnmatchcase(name, pattern) or places.fit(pattern)
+def matches(pattern: str, name: str, scopes: ScopeNames) -> bool:
+    """Whether a pattern matches an initializer, by its name or the scopes of its readers."""
+    return fnmatch.fnmatchcase(name, pattern) or scopes.fit(pattern)
 
 
 def _is_in(pattern: str, scopes: Collection[str]) -> bool:
-    """Whether a pattern means one of some scopes, or what is around it."""
+    """Whether a pattern matches one of some scopes or an enclosing scope."""
     dotted = pattern.strip("/").replace("/", ".")
     return any(
-        place == dotted or place.startswith(f"{dotted}.") or fnmatch.fnmatchcase(place, dotted)
-        for place in scopes
+        scope == dotted or scope.startswith(f"{dotted}.") or fnmatch.fnmatchcase(scope, dotted)
+        for scope in scopes
     )
 
 
 def why_not(value: ir.Value) -> str:
-    """Returns why nobody would call an initializer a weight; nothing where somebody would."""
+    """Returns why an initializer is not a weight, judging by its readers; empty if it is one."""
     reasons = []
     for reader in readers(value):
-        reason = _why_reader_is_not(value, reader)
+        reason = _why_not_for(reader, value)
         if not reason:
             return ""
         reasons.append(reason)
     return reasons[0] if reasons else "is read by no node"
 
 
-def _why_reader_is_not(value: ir.Value, reader: Reader) -> str:
+def _why_not_for(reader: Reader, value: ir.Value) -> str:
+    """Returns why a value is not a weight of one of its readers; empty if it is one."""
     node, index = reader.node, reader.index
     key = (node.domain, node.op_type)
     if key == ("", "BatchNormalization") and index in (3, 4):
@@ -387,14 +402,14 @@ def _size(value: ir.Value) -> int | None:
 
 
 def _is_bias(node: ir.Node, index: int) -> bool:
-    """Whether an Add adds to a product or a convolution."""
-    other = _behind(node.inputs[1 - index], _PASSING)
+    """Whether an Add adds the input to a matrix product or a convolution."""
+    other = _source(node.inputs[1 - index], _PASSING)
     producer = None if other is None else other.producer()
     return producer is not None and producer.op_type in _PRODUCTS
 
 
-def _behind(value: ir.Value | None, passing: Collection[str]) -> ir.Value | None:
-    """Returns the value that another one is computed from by certain operators alone."""
+def _source(value: ir.Value | None, passing: Collection[str]) -> ir.Value | None:
+    """Returns the value that a value is computed from by certain operators only."""
     while value is not None:
         node = value.producer()
         if node is None or node.domain or node.op_type not in passing:
@@ -404,10 +419,10 @@ def _behind(value: ir.Value | None, passing: Collection[str]) -> ir.Value | None
 
 
 def _is_frequency(node: ir.Node, index: int) -> bool:
-    """Whether a node multiplies with positions, which are integers, and only for Sin and Cos."""
+    """Whether a node multiplies integer positions by the input, and only Sin and Cos read it."""
     if node.domain or node.op_type not in ("MatMul", "Mul", "Einsum") or len(node.inputs) != 2:
         return False
-    cast = _behind(node.inputs[1 - index], _PASSING.keys() - {"Cast"})
+    cast = _source(node.inputs[1 - index], _PASSING.keys() - {"Cast"})
     producer = None if cast is None else cast.producer()
     if producer is None or producer.op_type != "Cast":
         return False
@@ -419,7 +434,7 @@ def _is_frequency(node: ir.Node, index: int) -> bool:
 
 
 def _is_rotation(value: ir.Value, node: ir.Node, index: int) -> bool:
-    """Whether a node is a product of a · cos φ + b · sin φ, with tables of both."""
+    """Whether a node is one product of a · cos φ + b · sin φ, with tables of cosines and sines."""
     table = value.const_value
     if node.domain or node.op_type != "Mul" or table is None or table.size < 2:
         return False
@@ -429,7 +444,7 @@ def _is_rotation(value: ir.Value, node: ir.Node, index: int) -> bool:
         if product is None or product.op_type != "Mul" or product is node:
             continue
         for factor in product.inputs:
-            source = _behind(factor, _PASSING)
+            source = _source(factor, _PASSING)
             given = None if source is None else source.const_value
             if given is not None and given.size == table.size:
                 cosines, sines = (np.ravel(t.numpy()).astype(np.float64) for t in (table, given))
@@ -440,7 +455,7 @@ def _is_rotation(value: ir.Value, node: ir.Node, index: int) -> bool:
 
 
 def _is_fourier_basis(value: ir.Value, node: ir.Node, index: int) -> bool:
-    """Whether a convolution is a short-time Fourier transform: window · cos, ±window · sin."""
+    """Whether a Conv is a short-time Fourier transform, with window · cos and ±window · sin."""
     tensor = value.const_value
     if node.domain or (node.op_type, index) != ("Conv", 1) or tensor is None:
         return False
@@ -459,15 +474,15 @@ def _is_fourier_basis(value: ir.Value, node: ir.Node, index: int) -> bool:
 
 
 def _normalizes_input(node: ir.Node, index: int) -> bool:
-    """Whether a node is (x − mean) / deviation of an input of the model, or a part of it."""
+    """Whether a node is a part of (x - mean) / deviation for an input x of the model."""
     if node.domain or node.op_type not in ("Sub", "Div") or index != 1:
         return False
     passing = {*_PASSING} - {"Concat"}
-    source = _behind(node.inputs[0], passing)
+    source = _source(node.inputs[0], passing)
     if node.op_type == "Div":
         producer = None if source is None else source.producer()
         if producer is not None and producer.op_type == "Sub" and _is_constant(producer.inputs[1]):
-            source = _behind(producer.inputs[0], passing)
+            source = _source(producer.inputs[0], passing)
     else:
         after = list(readers(node.outputs[0]))
         divides = after and all(
@@ -486,7 +501,7 @@ def _is_constant(value: ir.Value | None) -> bool:
 
 
 def _inner_input(node: ir.Node, index: int) -> ir.Value | None:
-    """Returns the input of a body that an input of a Loop or Scan becomes."""
+    """Returns the input of the body that receives an input of a Loop or Scan."""
     if node.domain or node.op_type not in ("Loop", "Scan"):
         return None
     (body,) = inner_graphs(node)
@@ -494,7 +509,7 @@ def _inner_input(node: ir.Node, index: int) -> ir.Value | None:
 
 
 def _formal_name(node: ir.Node, index: int) -> str:
-    """Returns what the schema calls an input."""
+    """Returns the name of an input in the operator's schema."""
     try:
         schema = onnx.defs.get_schema(node.op_type, domain=node.domain)
     except onnx.defs.SchemaError:
@@ -503,14 +518,8 @@ def _formal_name(node: ir.Node, index: int) -> str:
     return str(formal[min(index, len(formal) - 1)].name) if formal else str(index)
 
 
-def _quantized_hint(value: ir.Value) -> str:
-    if not quantized([value]):
-        return ""
-    return "; it is quantized, so train the float model and quantize it anew"
-
-
 def _untied(trained: Mapping[str, ir.Value]) -> list[str]:
-    """Returns what to say of matrices that are copies of each other, as exporters untie them."""
+    """Returns messages about equal matrices, which were probably one tied weight before export."""
     alike: dict[object, list[tuple[str, ir.TensorProtocol]]] = {}
     said = []
     for name, value in trained.items():
@@ -527,8 +536,8 @@ def _untied(trained: Mapping[str, ir.Value]) -> list[str]:
             if _same(one, array) or _same(one, array.T):
                 how = "copy" if _same(one, array) else "transposed copy"
                 said.append(
-                    f"'{name}' is a {how} of '{other}', as of a weight that was tied; each is "
-                    "trained by itself"
+                    f"'{name}' is a {how} of '{other}', as if a tied weight was exported twice; "
+                    "the two are trained independently"
                 )
                 break
         else:
@@ -543,7 +552,7 @@ def _same(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
 def _left_out(
     names: Sequence[str], default: Mapping[str, ir.Value], trained: Collection[str]
 ) -> list[str]:
-    """Returns weights that nobody named, of layers of which a pattern takes a part."""
+    """Returns the untrained weights of layers that have a weight in ``names``."""
     by_value = {value: name for name, value in default.items()}
     found: dict[str, None] = {}
     for name in names:
@@ -555,7 +564,7 @@ def _left_out(
 
 
 def _layer(node: ir.Node) -> Iterator[ir.Value]:
-    """Yields the initializers of a node, and of the product whose bias it adds."""
+    """Yields the initializers of a node, together with those of a product and its bias addition."""
     values = list(node.inputs)
     if node.op_type == "Add" and not node.domain:
         for value in node.inputs:
@@ -566,6 +575,6 @@ def _layer(node: ir.Node) -> Iterator[ir.Value]:
         for use in node.outputs[0].uses():
             values += use.node.inputs if use.node.op_type == "Add" else []
     for value in values:
-        source = _behind(value, _PASSING)
+        source = _source(value, _PASSING)
         if source is not None and source.is_initializer():
             yield source

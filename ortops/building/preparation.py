@@ -1,4 +1,4 @@
-"""From an inference model to what an algorithm is written on: weights are initializers."""
+"""Prepares an inference model for a training algorithm: makes its weights initializers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Literal, TypeAlias, get_args
 import onnx
 import onnx_ir as ir
 
-from ortops.building.parameters import Choice, ScopeNames, choose, scopes
-from ortops.errors import ModelError
+from ortops.arguments import choice
+from ortops.building.parameters import Choice, ScopeNames, choose, read_scopes
+from ortops.errors import ArgumentError, ModelError
 from ortops.graph import convert
-from ortops.graph.adapters import adapter_of
+from ortops.graph.adapters import Adapter, adapter_of
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, ancestor_nodes, read_inputs
 from ortops.graph.files import external
@@ -25,25 +26,25 @@ from ortops.trainable.training_mode import is_batch_normalization
 __all__ = ["BatchNormalization", "Prepared", "prepare_for_training"]
 
 BatchNormalization: TypeAlias = Literal["auto", "train", "frozen"]
-"""Which BatchNormalization layers learn from batches."""
+"""Which BatchNormalization layers use batch statistics."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model that an algorithm can be written on.
+    """A model that a training algorithm can be added to.
 
     Attributes:
         result: The light model to write to.
         data: Its data.
         graph: The graph to work on: functions inlined, opset 21 or later, types inferred.
-        names: The names that are taken.
-        visible: The names that an algorithm of ``result`` can refer to; fewer than those of the
-            graph where functions have been inlined in that.
-        choice: The initializers that are to be trained, as far as is known before the loss.
-        lifted: Those of them that stood elsewhere, and where.
+        names: The names that are in use.
+        visible: The names that the algorithm of ``result`` can refer to. The graph has more names
+            if functions of ``result`` were inlined in it.
+        choice: The initializers to train, as far as they are known before the loss.
+        lifted: Those of them that were not initializers of the main graph, and their origins.
         frozen: The BatchNormalization nodes that run in inference mode.
         opset: The opset of the given model.
-        places: The scopes of the nodes that read each initializer.
+        scopes: The scopes of the nodes that read each initializer.
     """
 
     result: onnx.ModelProto
@@ -55,7 +56,7 @@ class Prepared:
     lifted: dict[str, Origin]
     frozen: set[ir.Node]
     opset: int
-    places: Mapping[str, ScopeNames]
+    scopes: Mapping[str, ScopeNames]
 
 
 def prepare_for_training(
@@ -64,41 +65,32 @@ def prepare_for_training(
     batch_normalization: BatchNormalization,
     data: external.Data | None = None,
 ) -> Prepared:
-    """Brings a model into the form that an algorithm is written on.
+    """Brings a model into the form that a training algorithm can be added to.
 
     Args:
         model: An inference model; not changed.
-        trainable: What to train (see `ortops.building.parameters.choose`); None for the adapter
-            of a model that has one.
-        batch_normalization: Which layers run in inference mode (see `build_training_model`).
+        trainable: The parameters to train (see `ortops.building.parameters.choose`). None trains
+            the adapter if the model has one.
+        batch_normalization: Which layers use batch statistics (see `build_training_model`).
         data: The data of a light model (see `ortops.graph.files.external`).
 
     Raises:
-        ModelError: If the model is not legal, has no output or is trainable already, or if
-            ``trainable`` or ``batch_normalization`` does not fit it.
+        ArgumentError: If ``trainable`` or ``batch_normalization`` is not valid for any model.
+        ModelError: If the model is not valid, has no output or has training_info, or ``trainable``
+            or ``batch_normalization`` does not fit it.
     """
-    if batch_normalization not in get_args(BatchNormalization):
-        raise ModelError(
-            f"batch_normalization is {batch_normalization!r}; 'auto', 'train' and 'frozen' are "
-            "accepted"
-        )
-    if trainable is not None:
-        if not isinstance(trainable, Iterable):
-            raise ModelError(f"trainable is {trainable!r}; names and patterns are accepted")
-        trainable = [trainable] if isinstance(trainable, str) else list(trainable)
-    for name in trainable or ():
-        if not isinstance(name, str):
-            raise ModelError(f"trainable: {name!r} is no string; names and patterns are accepted")
+    choice("batch_normalization", batch_normalization, get_args(BatchNormalization))
+    trainable = _checked(trainable)
     proto, found = convert.load_light(model)
     if proto.training_info:
         raise ModelError(
-            "model: it has training_info already; TrainingSession runs it, and "
-            "TrainingSession.inference_model() gives the model without it"
+            "model: it has training_info already; run it with TrainingSession, or get the model "
+            "without it with TrainingSession.inference_model()"
         )
     found = external.lend(found)
     data = found if data is None else data | found
     adapter = adapter_of(proto.metadata_props)
-    is_default = trainable is None
+    only_adapter = adapter is not None and trainable is None
     if adapter is not None and trainable is None:
         adapter.refuse_missing({tensor.name for tensor in proto.graph.initializer})
         trainable = adapter.parameters
@@ -108,52 +100,81 @@ def prepare_for_training(
     work = convert.to_ir(everything, None, data)
     convert.inline(work)
     opset = work.graph.opset_imports[""]
-    places = scopes(work.graph.initializers.values())
-    work = convert.upgrade(work)
+    scopes = read_scopes(work.graph.initializers.values())
+    work = _upgraded(work)
     graph = work.graph
-    made = (value for node in all_nodes(graph) for value in node.outputs if value.name)
-    if any(value.type is None for value in made):
-        infer_shapes(work)  # what a weight is for may show by the types around it
-    for value in list(graph.inputs):  # older files list initializers as inputs too
-        if value.name in graph.initializers:
-            graph.inputs.remove(value)
-    if not graph.outputs:
-        raise ModelError("model: it has no output; a loss is computed from one")
-    if adapter is not None and is_default:
-        unnamed = "belongs to the base of the adapter"
-        choice = choose(graph.initializers, trainable, places, unnamed)
-        choice.said.append(f"the adapter alone is trained ({adapter}); trainable= names others")
+    if only_adapter:
+        chosen = choose(graph.initializers, trainable, scopes, "belongs to the adapter's base")
+        chosen.said.append(f"only the adapter is trained ({adapter}); trainable= selects others")
     else:
-        choice = choose(graph.initializers, trainable, places)
-    frozen, statistics = _frozen(graph, choice, batch_normalization)
-    kept = choice.trained.keys() | statistics
+        chosen = choose(graph.initializers, trainable, scopes)
+    frozen, statistics = _frozen(graph, chosen, batch_normalization)
+    kept = chosen.trained.keys() | statistics
     lifted = {name: origin for name, origin in origins.items() if name in kept}
     _put_back(graph, origins.keys() - lifted.keys())
     if opset < convert.MINIMUM_OPSET:
-        result, moved = external.move_aside(work)
+        result, moved = _converted(work, proto, adapter)
         data |= moved
-        if adapter is not None:  # whose files set inputs
-            own = (graph.initializers.get(name) for name in adapter.parameters)
-            result.graph.input.extend(ir.serde.serialize_value(v) for v in own if v is not None)
-        for name in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
-            if proto.HasField(name):
-                setattr(result, name, getattr(proto, name))
     else:
         result, _ = lift(proto, data, lifted)
         if not {entry.domain for entry in result.opset_import} & {"", "ai.onnx"}:
             result.opset_import.add(domain="", version=graph.opset_imports[""])
     graph = prepare(work).graph
-    choice.floats = {n: graph.initializers[n] for n in choice.floats if n in graph.initializers}
-    choice.trained = {name: graph.initializers[name] for name in choice.trained}
+    chosen.floats = {n: graph.initializers[n] for n in chosen.floats if n in graph.initializers}
+    chosen.trained = {name: graph.initializers[name] for name in chosen.trained}
     names, visible = _names(graph, result)
-    return Prepared(result, data, graph, names, visible, choice, lifted, frozen, opset, places)
+    return Prepared(result, data, graph, names, visible, chosen, lifted, frozen, opset, scopes)
+
+
+def _checked(trainable: Sequence[str] | None) -> list[str] | None:
+    """Returns the argument ``trainable`` as a list of names and patterns; None for the default."""
+    if trainable is None:
+        return None
+    if not isinstance(trainable, Iterable):
+        raise ArgumentError(f"trainable must be a list of names and patterns, got {trainable!r}")
+    found = [trainable] if isinstance(trainable, str) else list(trainable)
+    for name in found:
+        if not isinstance(name, str):
+            raise ArgumentError(f"trainable: names and patterns must be strings, got {name!r}")
+    if not found:
+        raise ArgumentError("trainable must name at least one initializer, got []")
+    return found
+
+
+def _upgraded(work: ir.Model) -> ir.Model:
+    """Returns a model of opset 21 or later with inferred types."""
+    work = convert.upgrade(work)
+    graph = work.graph
+    made = (value for node in all_nodes(graph) for value in node.outputs if value.name)
+    if any(value.type is None for value in made):
+        infer_shapes(work)  # types help to tell weights from other constants
+    for value in list(graph.inputs):  # older files list initializers as inputs, too
+        if value.name in graph.initializers:
+            graph.inputs.remove(value)
+    if not graph.outputs:
+        raise ModelError("model: it has no output; a loss is computed from one")
+    return work
+
+
+def _converted(
+    work: ir.Model, proto: onnx.ModelProto, adapter: Adapter | None
+) -> tuple[onnx.ModelProto, external.Data]:
+    """Returns a model of an older opset after its conversion, and the data that it was given."""
+    result, data = external.move_aside(work)
+    if adapter is not None:  # the initializers of adapters are inputs as well
+        own = (work.graph.initializers.get(name) for name in adapter.parameters)
+        result.graph.input.extend(ir.serde.serialize_value(v) for v in own if v is not None)
+    for name in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
+        if proto.HasField(name):
+            setattr(result, name, getattr(proto, name))
+    return result, data
 
 
 def _frozen(
-    graph: ir.Graph, choice: Choice, mode: BatchNormalization
+    graph: ir.Graph, chosen: Choice, mode: BatchNormalization
 ) -> tuple[set[ir.Node], set[str]]:
-    """Returns the layers that run in inference mode, and the names of the others' statistics."""
-    trained = set(choice.trained.values())
+    """Returns the layers in inference mode, and the names of the running statistics of others."""
+    trained = set(chosen.trained.values())
     frozen, statistics = set[ir.Node](), set[str]()
     layers = [node for node in all_nodes(graph) if is_batch_normalization(node)]
     for node in layers:
@@ -163,22 +184,22 @@ def _frozen(
         else:
             statistics.update(v.name or "" for v in node.inputs[3:5] if v is not None)
     if mode != "frozen":
-        for name in choice.trained.keys() & {v.name for n in layers for v in n.inputs[3:5] if v}:
+        for name in chosen.trained.keys() & {v.name for n in layers for v in n.inputs[3:5] if v}:
             raise ModelError(
                 f"trainable: '{name}' is a running statistic, which BatchNormalization updates; "
                 "leave it out"
             )
     if frozen and mode == "auto":
-        choice.said.append(
-            f"{len(frozen)} of {len(layers)} BatchNormalization layers run in inference mode, as "
-            "their scale and bias are not trained (batch_normalization='train' has them all learn "
-            "from batches)"
+        chosen.said.append(
+            f"{len(frozen)} of {len(layers)} BatchNormalization layers run in inference mode, "
+            "because their scale and bias are not trained (with batch_normalization='train', all "
+            "use batch statistics)"
         )
     return frozen, statistics
 
 
 def _sources(value: ir.Value | None) -> set[ir.Value]:
-    """Returns what a value is computed from, itself included."""
+    """Returns the values that a value is computed from, including itself."""
     if value is None:
         return set()
     nodes = ancestor_nodes(value, set())
@@ -186,7 +207,7 @@ def _sources(value: ir.Value | None) -> set[ir.Value]:
 
 
 def _put_back(graph: ir.Graph, names: Collection[str]) -> None:
-    """Makes initializers Constant nodes."""
+    """Converts initializers to Constant nodes."""
     nodes = []
     for name in names:
         value = graph.initializers.pop(name)
@@ -203,7 +224,7 @@ def _put_back(graph: ir.Graph, names: Collection[str]) -> None:
 
 
 def _names(graph: ir.Graph, result: onnx.ModelProto) -> tuple[Names, set[str]]:
-    """Returns the names taken, and those that an algorithm of a model can refer to."""
+    """Returns the names in use, and those that a model's algorithm can refer to."""
     names = Names(graph)
     own = result.graph
     visible = {name for node in own.node for name in node.output if name}

@@ -1,4 +1,4 @@
-"""Which of the chosen parameters the loss depends on, and through what."""
+"""Determines which of the chosen parameters the loss depends on, and through which tensors."""
 
 from __future__ import annotations
 
@@ -21,52 +21,53 @@ _TRAINED = (
 
 
 def reached(choice: Choice, loss: Tensor) -> list[ir.Value]:
-    """Returns those of the chosen initializers that the loss depends on; tells why not of others.
+    """Returns the chosen initializers that the loss depends on; adds reasons for the others.
 
     Raises:
-        ModelError: If it depends on none, or not on one that is named.
+        ModelError: If the loss depends on none of them, or not on one that was named.
     """
-    behind = RULES.ancestors(loss.value)
-    for pattern, means in choice.patterns.items():
-        if behind.isdisjoint(choice.trained[name] for name in means):
-            more = "" if pattern in means else f", which '{pattern}' means"
+    ancestors = RULES.ancestors(loss.value)
+    for pattern, names in choice.patterns.items():
+        if ancestors.isdisjoint(choice.trained[name] for name in names):
+            more = "" if pattern in names else f", which '{pattern}' matches"
             raise ModelError(
-                f"trainable: the loss does not depend on '{means[0]}'{more}; leave it out"
+                f"trainable: the loss does not depend on '{names[0]}'{more}; leave it out"
             )
     for name, value in choice.trained.items():
-        if value not in behind:
+        if value not in ancestors:
             choice.reasons[name] = "has no effect on the loss"
-    chosen = {name: value for name, value in choice.trained.items() if value in behind}
+    chosen = {name: value for name, value in choice.trained.items() if value in ancestors}
     if not chosen:
         found = quantized(loss.tape.graph.initializers.values())
         if found:
             name, what = next(iter(found.items()))
             raise ModelError(
                 f"trainable: the model's weights are all quantized, such as '{name}', which "
-                f"{what}; train the float model and quantize it anew, or name scales of "
+                f"{what}; train the float model and quantize it again, or name scales of "
                 "DequantizeLinear in trainable="
             )
         for node in ancestor_nodes(loss.value, set()):
             reason = RULES.refusal(node)
             if reason is not None:
                 raise ModelError(
-                    f"trainable: the loss depends on no weight, but on {describe(node)}: {reason}"
+                    f"trainable: the loss depends on no weight, only on {describe(node)}: {reason}"
                 )
+        others = _untrained_sources(choice, ancestors)
         raise ModelError(
-            f"trainable: the loss depends on no floating-point initializer{_but(choice, behind)}; "
+            f"trainable: the loss depends on no floating-point initializer{others}; "
             "name what to train in trainable="
         )
     for name, value in chosen.items():
         if value.dtype not in _TRAINED:
             raise ModelError(
                 f"trainable: '{name}' is of type {value.dtype}; FLOAT16, BFLOAT16, FLOAT and "
-                "DOUBLE can be trained, so train the float32 model and convert that"
+                "DOUBLE can be trained, so train the float32 model and convert it afterwards"
             )
     return list(chosen.values())
 
 
 def passed_through(parameters: Sequence[ir.Value], loss: Tensor) -> set[ir.Value]:
-    """Returns the tensors between some parameters and the loss, parameters included."""
+    """Returns the tensors between some parameters and the loss, including the parameters."""
     from_parameters = set(parameters)
     for node in loss.tape.graph:
         if not from_parameters.isdisjoint(read_inputs(node)):
@@ -74,12 +75,12 @@ def passed_through(parameters: Sequence[ir.Value], loss: Tensor) -> set[ir.Value
     return from_parameters & {*RULES.ancestors(loss.value), *parameters}
 
 
-def _but(choice: Choice, behind: Container[ir.Value]) -> str:
-    """Returns what the loss does depend on, and why that is not trained."""
-    found = {n: why for n, why in choice.reasons.items() if choice.floats[n] in behind}
+def _untrained_sources(choice: Choice, ancestors: Container[ir.Value]) -> str:
+    """Returns the initializers that the loss depends on, and why they are not trained, as text."""
+    found = {n: why for n, why in choice.reasons.items() if choice.floats[n] in ancestors}
     if not found:
         return ""
     if all(why.startswith("is one number") for why in found.values()):
-        return f" but scalars ({', '.join(found)})"
+        return f", only on scalars ({', '.join(found)})"
     shown = ", ".join(f"'{name}', which {why}" for name, why in list(found.items())[:5])
-    return f" but {shown}"
+    return f", only on {shown}"

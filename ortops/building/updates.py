@@ -1,4 +1,4 @@
-"""The part of an algorithm behind the loss: gradients, their scale, and the updates."""
+"""Emits the part of an algorithm after the loss: gradients, loss scaling and updates."""
 
 from __future__ import annotations
 
@@ -20,26 +20,24 @@ from ortops.optimizers import Optimizer
 from ortops.schedules import Schedule
 
 __all__ = [
-    "HALVES",
     "SMALLEST_SCALE",
     "LossScaling",
     "Rates",
     "Updates",
+    "as_float32",
     "emit_gradients",
     "unless_skipped",
-    "wide",
 ]
 
-HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-"""Types of 16 bits, whose parameters have float32 masters."""
+_16_BITS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)  # whose parameters have float32 masters
 
 _FIRST_SCALE, _LARGEST_SCALE, _GOOD_STEPS = 2.0**16, 2.0**24, 2000
 SMALLEST_SCALE = 2.0**-16
-"""The smallest scale of the loss: gradients that overflow there are infinite without it, too."""
+"""The smallest loss scale. Gradients that overflow with it are infinite without scaling as well."""
 
 
 def emit_gradients(tape: Tape, loss: Tensor, parameters: Sequence[ir.Value]) -> list[Tensor]:
-    """Emits the Gradient node; its zs are all else that the loss is a function of."""
+    """Emits the Gradient node, whose zs are all other inputs and initializers of the loss."""
     read = {
         value
         for node in ancestor_nodes(loss.value, set())
@@ -66,21 +64,21 @@ def emit_gradients(tape: Tape, loss: Tensor, parameters: Sequence[ir.Value]) -> 
     return [tape.tensor(output) for output in node.outputs]
 
 
-def wide(gradient: Tensor) -> Tensor:
-    """Returns a gradient in float32 where it has 16 bits."""
-    return gradient.astype(np.float32) if gradient.value.dtype in HALVES else gradient
+def as_float32(gradient: Tensor) -> Tensor:
+    """Returns a gradient, cast to float32 if it has 16 bits."""
+    return gradient.astype(np.float32) if gradient.value.dtype in _16_BITS else gradient
 
 
 @dataclass
 class LossScaling:
-    """What keeps gradients of float16 in its range.
+    """Dynamic loss scaling, which keeps float16 gradients in range.
 
-    The scheme is that of Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
+    Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
 
     Attributes:
-        scale: What the loss is multiplied by, 0-d float32, a power of two.
-        good_steps: The steps since it changed, 0-d int64.
-        finite: Whether all gradients are finite, 0-d bool; of this step, once they are there.
+        scale: The factor of the loss, 0-d float32, a power of two.
+        good_steps: The number of steps without an overflow since it last changed, 0-d int64.
+        finite: Whether all gradients of the step are finite, 0-d bool; None before `check_finite`.
     """
 
     scale: Tensor
@@ -89,17 +87,21 @@ class LossScaling:
 
     @classmethod
     def of(cls, algorithm: Algorithm) -> LossScaling:
-        """Adds the state."""
+        """Adds the state variables."""
         scale = algorithm.variable("loss_scale", np.array(_FIRST_SCALE, np.float32))
         return cls(scale, algorithm.variable(f"{scale.name}.good_steps", np.array(0, np.int64)))
 
-    def judge(self, gradients: Sequence[Tensor]) -> None:
-        """Emits whether all gradients are finite: then each of them less itself is 0."""
+    def metadata(self) -> dict[str, object]:
+        """Returns the names of the state variables, for the file."""
+        return {"loss_scale": self.scale.name, "good_steps": self.good_steps.name}
+
+    def check_finite(self, gradients: Sequence[Tensor]) -> None:
+        """Emits whether all gradients are finite: x - x is 0 for finite x and NaN otherwise."""
         zeros = [
             op.ReduceSum(gradient - gradient, keepdims=0).astype(np.float32)
             for gradient in gradients
         ]
-        # A stack: what reads a chain of sums would have to go through all of it.
+        # One sum of a stack, because a chain of sums would be as deep as there are gradients.
         total = op.ReduceSum(zeros[0].__array_namespace__().stack(zeros), keepdims=0)
         self.finite = total == 0.0
 
@@ -115,26 +117,26 @@ class LossScaling:
 
 
 def unless_skipped(scaling: LossScaling | None, new: Tensor, old: Tensor) -> Tensor:
-    """Returns the next value of a variable, which stays as it is where gradients overflow."""
+    """Returns the next value of a variable: the old one if gradients overflow."""
     kept: Tensor = new if scaling is None else op.Where(scaling.finite, new, old)
     return kept
 
 
 class Rates:
-    """The learning rates of a step: R of each optimizer.
+    """The learning rates of a step: the input R of each optimizer.
 
     Args:
-        algorithm: Where they are computed.
+        algorithm: The algorithm that computes them.
         peak: The state ``learning_rate``, 0-d float32.
         step: The number of finished steps, 0-d int64.
-        base: The optimizer that the peak is that of.
+        base: The default optimizer, whose learning rate is the peak.
 
     Attributes:
-        rate: The base's, 0-d float32.
-        scheduled: Whether a schedule makes it.
+        rate: The learning rate of the default optimizer, 0-d float32.
+        scheduled: Whether it follows a schedule.
 
     Raises:
-        ModelError: If the schedule's factor is no floating-point scalar.
+        ModelError: If the schedule's factor is not a floating-point scalar.
     """
 
     def __init__(self, algorithm: Algorithm, peak: Tensor, step: Tensor, base: Optimizer) -> None:
@@ -153,7 +155,7 @@ class Rates:
             self._tape.scope = ""
 
     def of(self, optimizer: Optimizer) -> Tensor:
-        """Returns that of an optimizer, which stays in the ratio to the base's that it has."""
+        """Returns the learning rate of an optimizer, at a constant ratio to the default's."""
         share = ratio(optimizer, self._base)
         if share == 1.0:
             return self.rate
@@ -168,15 +170,15 @@ class Rates:
 
 
 def _factor(schedule: Schedule, step: Tensor) -> Tensor:
-    """Emits the factor of a step, 0-d float64."""
+    """Emits the schedule's factor for a step, 0-d float64."""
     factor = schedule.factor(step.astype(np.float64))
     if isinstance(factor, int | float | np.number) and not isinstance(factor, bool):
         factor = step.tape.constant(np.asarray(factor, np.float64))
     is_number = isinstance(factor, Tensor) and factor.dtype.kind == "f" and factor.shape == ()
     if not is_number:
         raise ModelError(
-            f"schedule {schedule.description}: its factor is {factor!r}; a floating-point scalar "
-            "is accepted"
+            f"schedule {schedule.description}: its factor must be a floating-point scalar, got "
+            f"{factor!r}"
         )
     result: Tensor = factor.astype(np.float64)
     return result
@@ -184,18 +186,18 @@ def _factor(schedule: Schedule, step: Tensor) -> Tensor:
 
 @dataclass
 class Updates:
-    """What the updates of all parameters share.
+    """Emits the updates of parameters.
 
     Attributes:
-        algorithm: Where they go.
-        rates: R of each optimizer.
+        algorithm: The algorithm to extend.
+        rates: The learning rates.
         step: The number of finished steps, 0-d int64.
-        count: The same, this step included.
-        scaling: What the loss is scaled by, if it is.
-        scale: What each gradient is to be multiplied by, 0-d; None for 1.
-        ema_decay: How much of an average of parameters stays in a step; None for no averages.
-        masters: Parameters of 16 bits → their float32 values; extended.
-        averages: Parameters → their averages; extended.
+        count: The number of finished steps including this one, 0-d int64.
+        scaling: The loss scaling, if gradients pass through float16.
+        scale: The factor of each gradient, 0-d; None for 1.
+        ema_decay: The decay of the averages of parameters; None without averages.
+        masters: The names of 16-bit parameters and of their float32 masters, extended by `emit`.
+        averages: The names of parameters and of their averages, extended by `emit`.
     """
 
     algorithm: Algorithm
@@ -208,17 +210,27 @@ class Updates:
     masters: dict[str, str] = field(default_factory=dict)
     averages: dict[str, str] = field(default_factory=dict)
 
+    def metadata(self) -> dict[str, object]:
+        """Returns the names of masters, averages and the scheduled learning rate, for the file."""
+        rate = self.rates.rate.name if self.rates.scheduled else ""
+        found = {
+            "masters": self.masters,
+            "averages": self.averages,
+            "scheduled_learning_rate": rate,
+        }
+        return {name: value for name, value in found.items() if value}
+
     def emit(self, optimizer: Optimizer, parameter: Tensor, gradient: Tensor) -> None:
-        """Emits the update of one parameter: the domain's node, or the nodes of the rule.
+        """Emits the update of one parameter.
 
         Args:
             optimizer: The parameter's optimizer.
             parameter: The parameter.
-            gradient: Its gradient, in float32 where the parameter has 16 bits.
+            gradient: Its gradient, in float32 if the parameter has 16 bits.
         """
         algorithm, tape = self.algorithm, self.algorithm.tape
         x = parameter
-        if parameter.value.dtype in HALVES:
+        if parameter.value.dtype in _16_BITS:
             x = algorithm.copy(parameter, "master", np.dtype(np.float32))
             self.masters[parameter.name] = x.name
         tensor = x.value.const_value
@@ -233,42 +245,50 @@ class Updates:
         tape.scope = f"update/{parameter.name}/"
         gradient = times(gradient, self.scale)
         if optimizer.operator is None:
-            new = _own_update(optimizer, (rate, t, x, gradient, *states))
+            new = _emit_rule(optimizer, (rate, t, x, gradient, *states))
         else:
-            node = ir.Node(
-                TRAINING_DOMAIN,
-                optimizer.operator,
-                [v.value for v in (rate, t, optimizer.before_operator(rate, x), gradient)]
-                + [state.value for state in states],
-                ir.convenience.convert_attributes(optimizer.operator_attributes),
-                num_outputs=1 + len(states),
-            )
-            tape.append(node)
-            new = tuple(
-                tape.tensor(output).with_shape_of(old)
-                for output, old in zip(node.outputs, (x, *states), strict=True)
-            )
-            for made in new:
-                made.value.type = x.value.type
+            inputs = (rate, t, optimizer.before_operator(rate, x), gradient, *states)
+            new = _emit_operator(optimizer, inputs, (x, *states))
         variables = [x, *states]
         kept = [unless_skipped(self.scaling, n, v) for n, v in zip(new, variables, strict=True)]
         if self.ema_decay is not None:
             average = algorithm.copy(parameter, "ema", x.dtype)
             self.averages[parameter.name] = average.name
-            moved = average + (1.0 - self.ema_decay) * (kept[0] - average)
+            new_average = average + (1.0 - self.ema_decay) * (kept[0] - average)
             variables.append(average)
-            kept.append(unless_skipped(self.scaling, moved, average))
-        narrow = parameter.value.dtype
-        rounded = None if x is parameter or narrow is None else op.Cast(kept[0], to=narrow.value)
+            kept.append(unless_skipped(self.scaling, new_average, average))
+        if x is not parameter:
+            variables.append(parameter)
+            kept.append(kept[0].astype(parameter.dtype))
         tape.scope = ""
-        for variable, made in zip(variables, kept, strict=True):
-            algorithm.update(variable.name, made)
-        if rounded is not None:
-            algorithm.update(parameter.name, rounded)
+        for variable, new_value in zip(variables, kept, strict=True):
+            algorithm.update(variable.name, new_value)
 
 
-def _own_update(optimizer: Optimizer, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Emits the nodes of an update rule, and checks what it returns."""
+def _emit_operator(
+    optimizer: Optimizer, inputs: Sequence[Tensor], variables: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Emits an optimizer's node of the training domain; returns the new values of variables."""
+    tape, x = inputs[0].tape, variables[0]
+    node = ir.Node(
+        TRAINING_DOMAIN,
+        optimizer.operator or "",
+        [each.value for each in inputs],
+        ir.convenience.convert_attributes(optimizer.operator_attributes),
+        num_outputs=len(variables),
+    )
+    tape.append(node)
+    new = tuple(
+        tape.tensor(output).with_shape_of(old)
+        for output, old in zip(node.outputs, variables, strict=True)
+    )
+    for each in new:
+        each.value.type = x.value.type
+    return new
+
+
+def _emit_rule(optimizer: Optimizer, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Emits the nodes of an update rule, and checks the values that it returns."""
     returned = optimizer.rule(*inputs, **optimizer.attributes)
     new = returned if isinstance(returned, tuple | list) else (returned,)
     parameter = inputs[2]
