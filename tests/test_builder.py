@@ -652,41 +652,76 @@ def test_rules_that_return_something_else(rule: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "error", "message"),
     [
-        ({"loss": "SoftmaxCrosEntropy"}, "unknown loss 'SoftmaxCrosEntropy'; did you mean"),
+        (
+            {"loss": "SoftmaxCrosEntropy"},
+            ArgumentError,
+            "unknown loss 'SoftmaxCrosEntropy'; did you mean 'SoftmaxCrossEntropy'?",
+        ),
         (
             {"loss": 3},
+            ArgumentError,
             "loss must be one of ortops.losses, its name, or a function of Tensors, got 3",
         ),
-        ({"optimizer": "adam"}, "unknown optimizer 'adam'; did you mean 'Adam'?"),
-        ({"optimizer": 0.1}, "optimizer must be one of ortops.optimizers, the name of one, or"),
+        ({"optimizer": "adam"}, ArgumentError, "unknown optimizer 'adam'; did you mean 'Adam'?"),
+        (
+            {"optimizer": 0.1},
+            ArgumentError,
+            (
+                "optimizer must be one of ortops.optimizers, the name of one, or an update "
+                "function (r, t, x, g, *state), got 0.1"
+            ),
+        ),
         (
             {"loss": lambda y, targets: y - targets},
-            "loss <lambda> must be a scalar, got shape ['batch', 2]; reduce it, for example with",
+            ModelError,
+            (
+                "loss <lambda> must be a scalar, got shape ['batch', 2]; reduce it, for example "
+                "with op.ReduceMean(loss, keepdims=0)"
+            ),
         ),
-        ({"loss": lambda y: 0.5}, "loss <lambda> must return a Tensor, got 0.5"),
+        ({"loss": lambda y: 0.5}, ModelError, "loss <lambda> must return a Tensor, got 0.5"),
         (
             {"loss": lambda y: op.Size(y)},
+            ModelError,
             "loss <lambda> must be floating-point, got type int64",
         ),
-        ({"loss": lambda y, a, b: y}, "loss <lambda>: no tensor for parameter 'a';"),
+        (
+            {"loss": lambda y, a, b: y},
+            ModelError,
+            (
+                "loss <lambda>: no tensor for parameter 'a'; use one of the model's tensors ('x', "
+                "'w', 'b', 'MatMul_output', 'y') or 'labels', 'targets', or declare an input, for "
+                'example inputs={"a": (np.float32, ["batch"])}'
+            ),
+        ),
         (
             {"loss": lambda *ys: ys[0]},
-            "replace the variable parameter '*ys' by one named parameter for each tensor",
+            ArgumentError,
+            (
+                "loss <lambda>: replace the variable parameter '*ys' by one named parameter for "
+                "each tensor"
+            ),
         ),
         (
             {"loss": ortops.losses.L1(output="z")},
-            "loss L1: the model has no tensor 'z'; known names: 'x'",
+            ModelError,
+            (
+                "loss L1: the model has no tensor 'z'; known names: 'x', 'w', 'b', "
+                "'MatMul_output', 'y'"
+            ),
         ),
     ],
 )
-def test_bad_losses_and_optimizers(settings: dict[str, Any], message: str) -> None:
+def test_bad_losses_and_optimizers(
+    settings: dict[str, Any], error: type[ortops.OrtopsError], message: str
+) -> None:
     model = affine()
     before = model.SerializeToString(deterministic=True)
-    with pytest.raises((ortops.ArgumentError, ModelError)) as raised:
+    with pytest.raises(error) as raised:
         build(model, **settings)
-    assert message in str(raised.value)
+    assert str(raised.value) == message
     assert model.SerializeToString(deterministic=True) == before
 
 
