@@ -18,7 +18,14 @@ import onnxruntime
 import pytest
 from training_models import Arrays, affine, affine_batch, assert_same_arrays, classifier, labelled
 
-from ortops import DivergedError, ModelError, OrtopsError, TrainingSession, build_training_model
+from ortops import (
+    ArgumentError,
+    DivergedError,
+    ModelError,
+    OrtopsError,
+    TrainingSession,
+    build_training_model,
+)
 from ortops.callbacks import (
     BestModel,
     Callback,
@@ -119,10 +126,11 @@ def test_early_stopping_counts_epochs_without_improvement(
 def test_early_stopping_says_why() -> None:
     _, reason = stopped_after(EarlyStopping(2), "validation_loss", [5, 4, 4.5, 4.2])
     assert reason == (
-        "EarlyStopping: validation_loss has not improved for 2 epochs; the best is 4 (epoch 2)"
+        "EarlyStopping: validation_loss has not improved for 2 epochs; the best value is 4 (epoch "
+        "2)"
     )
     _, reason = stopped_after(EarlyStopping(1), "validation_loss", [math.nan])
-    assert reason.endswith("for 1 epoch; the best is no finite one")
+    assert reason.endswith("for 1 epoch; the best value is not finite")
 
 
 @pytest.mark.parametrize(
@@ -142,8 +150,8 @@ def test_an_unknown_number_is_refused_with_those_that_there_are() -> None:
     session = affine_session()
     with pytest.raises(
         OrtopsError,
-        match=r"EarlyStopping: monitor is 'validation_loss', which epoch 1 does not have; it has "
-        r"'loss', .*\(validation= and metrics= of fit give more\)",
+        match=r"EarlyStopping: epoch 1 has no metric 'validation_loss' to monitor; it has "
+        r"'loss', .*\(validation= and metrics= of fit add more\)",
     ):
         session.fit(affine_batch(8), epochs=3, callbacks=[EarlyStopping()], **QUIET)
     assert session.steps_done == 2
@@ -198,7 +206,9 @@ def test_a_file_of_another_training_is_not_restored(tmp_path: Path) -> None:
 
     session, data, held = overfitting()
     early = EarlyStopping(1, restore_best=tmp_path / "best.onnx")
-    with pytest.raises(ModelError, match=r"the file '.*best.onnx' has no '.*', so that it is of a"):
+    with pytest.raises(
+        ModelError, match=r"the file '.*best.onnx' has no '.*', so it belongs to another training"
+    ):
         session.fit(data, epochs=9, validation=held, callbacks=[early, Replacing()], **QUIET)
 
 
@@ -533,12 +543,24 @@ def test_a_checkpoint_of_an_older_version_keeps_what_it_cannot_tell(
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({}, r"Checkpoint: the file that fit goes on from has None for its 'step'"),
-        ({"step": -1, "written": []}, r"has -1 for its 'step'; an integer of at least 0"),
-        ({"step": 1, "written": "x"}, r"has 'x' for its 'written'; a list of pairs of a step and"),
+        (
+            {},
+            r"Checkpoint: 'step' in the state of the file to resume from must be .*, got None",
+        ),
+        ({"step": -1, "written": []}, r"'step' .* must be an integer >= 0, got -1"),
+        (
+            {"step": 1, "written": "x"},
+            r"'written' .* must be a list of pairs of a step and an epoch, got 'x'",
+        ),
         ({"step": 1, "written": [["../a", 1]]}, r"a list of pairs of a step and an epoch"),
-        ({"step": 1, "written": [], "marks": 3}, r"has 3 for its 'marks'; a list of strings of 16"),
-        ({"step": 1, "written": [[1, 1]], "marks": [""]}, r"has \[''\] for its 'marks'; a list of"),
+        (
+            {"step": 1, "written": [], "marks": 3},
+            r"'marks' .* must be a list of strings of 16 hexadecimal digits, got 3",
+        ),
+        (
+            {"step": 1, "written": [[1, 1]], "marks": [""]},
+            r"'marks' .* must be a list of .*, got \[''\]",
+        ),
     ],
 )
 def test_a_checkpoint_does_not_trust_a_file(state: dict[str, Any], message: str) -> None:
@@ -1003,13 +1025,15 @@ def test_the_best_state_in_memory_ends_with_its_process(tmp_path: Path) -> None:
     others = [Checkpoint(tmp_path / "last.onnx", every=1000), Callback()]
     with pytest.raises(
         OrtopsError,
-        match=rf"EarlyStopping: the best state, of epoch {first.best_epoch}, was in the memory of "
-        r"the session that fit began with, by restore_best=True; go on with restore_best=False",
+        match=rf"EarlyStopping: the best state, of epoch {first.best_epoch}, is only in the "
+        r"memory of the callback that fit started with \(restore_best=True\); resume with restore_",
     ):
         TrainingSession(tmp_path / "last.onnx").fit(
             data, callbacks=[EarlyStopping(50, restore_best=True), *others], resume=True, **options
         )
-    with pytest.raises(OrtopsError, match=r"there is no file '.*gone.onnx', which restore_best"):
+    with pytest.raises(
+        OrtopsError, match=r"the file '.*gone.onnx' of restore_best, .*, is missing"
+    ):
         TrainingSession(tmp_path / "last.onnx").fit(
             data,
             callbacks=[EarlyStopping(50, restore_best=tmp_path / "gone.onnx"), *others],
@@ -1025,9 +1049,9 @@ def test_the_best_state_in_memory_ends_with_its_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [None, -1, 1.5, "9", True])
 def test_a_log_does_not_trust_a_file(size: object) -> None:
-    with pytest.raises(ModelError, match=r"JSONLines: the file .* for its 'bytes'; an integer of"):
+    with pytest.raises(ModelError, match=r"JSONLines: 'bytes' .* must be an integer >= 0, got"):
         JSONLines("log.jsonl").restore({"bytes": size})
-    with pytest.raises(ModelError, match=r"BestModel: the file .* for its 'best'; a number is"):
+    with pytest.raises(ModelError, match=r"BestModel: 'best' .* must be a number, got 'low'"):
         BestModel("best.onnx").restore({"best": "low"})
 
 
@@ -1041,7 +1065,7 @@ def test_a_log_that_has_become_shorter_is_said(
     session: Any = None
     log.on_begin(Record(2, 9, 0, 3, 3, {}, 0, 0.0, History([entry])), session)
     assert "CSVLog: '" in caplog.text
-    assert "has 11 bytes, and had 50 where fit goes on from; rows are missing" in caplog.text
+    assert "has 11 bytes, but had 50 at the resume position; rows are missing" in caplog.text
     log.on_epoch(Record(2, 9, 3, 3, 6, entry, 12, 0.0, History([entry, entry])), session)
     assert log.path.read_text() == "epoch,loss\n2,1.0\n"
 
@@ -1058,7 +1082,7 @@ def test_a_resumed_log_does_not_cut_off_rows_of_another_file(kind: Any, tmp_path
     session = TrainingSession(tmp_path / "a.onnx")
     before = dict(session.state)
     options: dict[str, Any] = {"epochs": 4, "resume": True, **QUIET}
-    message = rf"{kind.__name__}: '.*other' is not the file that this training wrote, and"
+    message = rf"{kind.__name__}: '.*other' was not written by this training, and resuming"
     with pytest.raises(OrtopsError, match=message):
         session.fit(
             data, callbacks=[kind(others), Checkpoint(tmp_path / "b.onnx"), Callback()], **options
@@ -1255,35 +1279,59 @@ def test_drawing_takes_a_fifth_of_the_time(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: EarlyStopping(0), r"EarlyStopping: patience is 0; an integer of at least 1"),
-        (lambda: EarlyStopping(2.5), r"EarlyStopping: patience is 2.5; an integer"),
-        (lambda: EarlyStopping(np.array([3])), r"patience is array\(\[3\]\); an integer of at lea"),
-        (lambda: EarlyStopping(monitor=""), r"monitor is ''; the name of a number of an epoch"),
-        (lambda: EarlyStopping(mode="up"), r"mode is 'up'; 'auto', 'max' or 'min' is accepted"),
-        (lambda: EarlyStopping(minimum_change=-1), r"minimum_change is -1; a finite number >= 0"),
-        (lambda: EarlyStopping(restore_best=3), r"restore_best is 3; True, False or the path"),
-        (lambda: BestModel("a", minimum_change="x"), r"BestModel: minimum_change is 'x'; a fini"),
-        (lambda: Checkpoint("a.onnx", every=0), r"Checkpoint: every is 0; an integer of at lea"),
-        (lambda: Checkpoint("a.onnx", minutes=0), r"minutes is 0; a finite number > 0"),
-        (lambda: Checkpoint("{step}", keep=True), r"keep is True; an integer of at least 1"),
+        (lambda: EarlyStopping(0), r"EarlyStopping: patience must be an integer >= 1, got 0"),
+        (lambda: EarlyStopping(2.5), r"EarlyStopping: patience must be an integer >= 1, got 2.5"),
+        (
+            lambda: EarlyStopping(np.array([3])),
+            r"patience must be an integer >= 1, got array\(\[3\]\)",
+        ),
+        (
+            lambda: EarlyStopping(monitor=""),
+            r"monitor must be the name of a metric, for example 'loss'",
+        ),
+        (lambda: EarlyStopping(mode="up"), r"mode must be 'auto', 'max' or 'min', got 'up'"),
+        (
+            lambda: EarlyStopping(minimum_change=-1),
+            r"minimum_change must be a finite number >= 0, got -1",
+        ),
+        (
+            lambda: EarlyStopping(restore_best=3),
+            r"restore_best must be True, False or the path of a file",
+        ),
+        (
+            lambda: BestModel("a", minimum_change="x"),
+            r"BestModel: minimum_change must be a finite .*, got 'x'",
+        ),
+        (
+            lambda: Checkpoint("a.onnx", every=0),
+            r"Checkpoint: every must be an integer >= 1, got 0",
+        ),
+        (lambda: Checkpoint("a.onnx", minutes=0), r"minutes must be a finite number > 0, got 0"),
+        (lambda: Checkpoint("{step}", keep=True), r"keep must be an integer >= 1, got True"),
         (
             lambda: Checkpoint("a.onnx", keep=3),
-            r"Checkpoint: keep is 3, and 'a.onnx' is one file; put {step} or {epoch} into its name",
+            (
+                r"Checkpoint: keep=3 requires several files, but 'a.onnx' is one; add {step} or "
+                r"{epoch} to"
+            ),
         ),
-        (lambda: Checkpoint("{loss}.onnx"), r"has the placeholder {loss}; {step} and {epoch}"),
-        (lambda: Checkpoint("{.onnx"), r"Checkpoint: '{.onnx' cannot be filled in"),
-        (lambda: Checkpoint("{step:s}.onnx"), r"'{step:s}.onnx' cannot be filled in"),
-        (lambda: Checkpoint(None), r"Checkpoint: path is None; the path of a file is accepted"),
-        (lambda: BestModel(""), r"BestModel: path is ''; the path of a file is accepted"),
-        (lambda: CSVLog(5), r"CSVLog: path is 5; the path of a file is accepted"),
-        (lambda: LossPlot(5), r"LossPlot: path is 5; the path of a file is accepted"),
-        (lambda: TensorBoard(5), r"TensorBoard: path is 5; the path of a file is accepted"),
-        (lambda: JSONLines("a", every=-1), r"JSONLines: every is -1; an integer of at least 1"),
-        (lambda: TensorBoard("a", every=0), r"TensorBoard: every is 0; an integer of at least 1"),
+        (
+            lambda: Checkpoint("{loss}.onnx"),
+            r"has the unknown placeholder {loss}; use {step} or {epoch}",
+        ),
+        (lambda: Checkpoint("{.onnx"), r"Checkpoint: cannot format '{.onnx'"),
+        (lambda: Checkpoint("{step:s}.onnx"), r"cannot format '{step:s}.onnx'"),
+        (lambda: Checkpoint(None), r"Checkpoint: path must be the path of a file, got None"),
+        (lambda: BestModel(""), r"BestModel: path must be the path of a file, got ''"),
+        (lambda: CSVLog(5), r"CSVLog: path must be the path of a file, got 5"),
+        (lambda: LossPlot(5), r"LossPlot: path must be the path of a file, got 5"),
+        (lambda: TensorBoard(5), r"TensorBoard: path must be the path of a file, got 5"),
+        (lambda: JSONLines("a", every=-1), r"JSONLines: every must be an integer >= 1, got -1"),
+        (lambda: TensorBoard("a", every=0), r"TensorBoard: every must be an integer >= 1, got 0"),
     ],
 )
 def test_bad_arguments_are_refused(make: Any, message: str) -> None:
-    with pytest.raises(OrtopsError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         make()
 
 
@@ -1302,17 +1350,17 @@ def test_a_path_that_cannot_be_written_is_said_before_the_training(
     make: Any, tmp_path: Path
 ) -> None:
     session = affine_session()
-    with pytest.raises(OrtopsError, match=r"there is no folder '.*missing'; create it"):
+    with pytest.raises(OrtopsError, match=r"because there is no folder '.*missing'; create it"):
         session.fit(affine_batch(4), callbacks=[make(tmp_path / "missing" / "a.png")], **QUIET)
     (tmp_path / "a.png").mkdir()
-    with pytest.raises(OrtopsError, match=r"a.png' is a folder; give the path of a file"):
+    with pytest.raises(OrtopsError, match=r"a.png', because it is a folder; name a file"):
         session.fit(affine_batch(4), callbacks=[make(tmp_path / "a.png")], **QUIET)
     assert session.steps_done == 0
 
 
 @pytest.mark.parametrize("path", ["loss.gif", "loss"])
 def test_a_picture_of_an_unknown_kind_is_refused(path: str) -> None:
-    with pytest.raises(OrtopsError, match=r"; .pdf, .png, .svg are accepted"):
+    with pytest.raises(ArgumentError, match=r"must end in .pdf, .png or .svg, got 'loss"):
         affine_session().fit(affine_batch(4), callbacks=[LossPlot(path)], **QUIET)
 
 
@@ -1394,19 +1442,24 @@ def test_a_schedule_in_the_model_is_refused() -> None:
     model = build_training_model(
         affine(), loss="MeanSquaredError", optimizer=SGD(learning_rate=schedule)
     )
-    with pytest.raises(OrtopsError, match=r"follows a schedule of the model, .*; build the model"):
+    with pytest.raises(
+        OrtopsError, match=r"schedule determines the learning rate, .*; build the model"
+    ):
         find_learning_rate(TrainingSession(model), affine_batch(4))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lowest": 0}, r"find_learning_rate: lowest is 0; a finite number > 0 is accepted"),
-        ({"highest": math.inf}, r"highest is inf; a finite number > 0"),
-        ({"lowest": 1, "highest": 0.1}, r"lowest is 1 and highest 0.1; lowest < highest is acc"),
-        ({"steps": 3}, r"steps is 3; at least 10 make a curve"),
-        ({"path": "curve.gif"}, r"'curve.gif' ends with '.gif'; .pdf, .png, .svg are accepted"),
-        ({"lowest": 1e30, "highest": 1e36}, r"the loss is .* at a learning rate of 1e\+30 alrea"),
+        ({"lowest": 0}, r"find_learning_rate: lowest must be a finite number > 0, got 0"),
+        ({"highest": math.inf}, r"highest must be a finite number > 0, got inf"),
+        ({"lowest": 1, "highest": 0.1}, r"lowest must be less than highest, got 1 and 0.1"),
+        ({"steps": 3}, r"steps must be an integer >= 10, got 3"),
+        ({"path": "curve.gif"}, r"must end in .pdf, .png or .svg, got 'curve.gif'"),
+        (
+            {"lowest": 1e30, "highest": 1e36},
+            r"the loss is .* even at the lowest learning rate, 1e\+30; check",
+        ),
     ],
 )
 def test_a_search_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:

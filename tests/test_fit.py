@@ -204,7 +204,7 @@ def test_bad_arguments_are_found_before_training() -> None:
     validation = affine_batch() | {"targets": np.zeros((5, 2), np.float32)}
     with pytest.raises(FeedError, match="data: the arrays have different lengths"):
         session.fit(affine_batch(), validation=validation, progress=False)
-    with pytest.raises(OrtopsError, match="metric 'acuracy' is not known; did you mean 'accuracy'"):
+    with pytest.raises(OrtopsError, match="unknown metric 'acuracy'; did you mean 'accuracy'"):
         session.fit(affine_batch(), validation=affine_batch(), metrics=["acuracy"], progress=False)
     with pytest.raises(OrtopsError, match="'accuracy' is computed from validation data; give"):
         session.fit(affine_batch(), metrics=["accuracy"], progress=False)
@@ -232,7 +232,7 @@ def test_numbers_that_are_no_counts(name: str, number: Any) -> None:
         ({"stop_on_nan": "x"}, "stop_on_nan is 'x'; True or False is accepted"),
         ({"callbacks": 3}, "callbacks is 3; a list of callbacks is accepted"),
         ({"callbacks": [3]}, "callbacks: 3 was given; an instance of a subclass"),
-        ({"metrics": 3}, "metrics is 3; a list of metrics is accepted"),
+        ({"metrics": 3}, "metrics must be a list of metrics, got 3"),
         ({"schedule": 0.1}, "schedule is 0.1; a function of the share of epochs"),
     ],
 )

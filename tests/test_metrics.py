@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from models import line
 from ortops import (
+    ArgumentError,
     ModelError,
     OrtopsError,
     Tape,
@@ -429,8 +430,8 @@ def test_functions_are_told_apart_by_the_names_of_their_parameters() -> None:
     with pytest.raises(OrtopsError) as raised:
         Function(raw)
     assert str(raised.value) == (
-        "metric 'raw': it has a parameter 'y_true' and none of 'y_pred', 'y_score', 'y_prob', "
-        "'y_proba', 'pred_decision'; name one so, or say with Function(…, takes=) what it gets"
+        "metric 'raw': the function has a parameter 'y_true', but none of 'y_pred', 'y_score', "
+        "'y_prob', 'y_proba', 'pred_decision'; rename one, or use Function(…, takes=)"
     )
     assert measured(Function(accuracy), z, t) == np.mean(said == t)
 
@@ -447,122 +448,119 @@ def refused(metric: Any, outputs: Array, targets: Array) -> str:
 def test_outputs_that_do_not_fit() -> None:
     z, t = scores((6, 3)), labels((6,), 3)
     assert refused(Accuracy(), z, yes((6, 2))) == (
-        "metric 'accuracy': outputs have shape [6, 3], and targets [6, 2]; one shape is accepted, "
-        "or outputs with an axis of classes more"
+        "metric 'accuracy': outputs have shape [6, 3], targets [6, 2]; both must have the same "
+        "shape, or outputs with an additional class axis"
     )
     assert refused(Accuracy(axis=2), z, t) == (
-        "metric 'accuracy': axis is 2, and outputs have shape [6, 3]"
+        "metric 'accuracy': axis 2 is out of range for outputs of shape [6, 3]"
     )
     assert refused(F1(), z[:, :1], t) == (
-        "metric 'f1': outputs of shape [6, 1] have one class, and targets shape [6]; give targets "
-        "of yes and no in the shape of the outputs"
+        "metric 'f1': outputs of shape [6, 1] have only one class, targets have shape [6]; use "
+        "targets of 0 and 1 in the shape of the outputs"
     )
     assert refused(TopK(), z, t) == (
-        "metric 'top_k': k is 5, and there are 3 classes, so that every answer is right; TopK(k) "
-        "with a smaller k is accepted"
+        "metric 'top_k': with k = 5 and 3 classes, every prediction is correct; use TopK(k) with a "
+        "smaller k"
     )
     assert refused(Perplexity(), z, z) == (
-        "metric 'perplexity': outputs and targets have one shape, [6, 3]; outputs with an axis of "
-        "classes more are accepted"
+        "metric 'perplexity': outputs must have an additional class axis, but outputs and targets "
+        "have the same shape, [6, 3]"
     )
     assert refused(Perplexity(kind="values"), z, t) == (
-        "metric 'perplexity': outputs are values of which nothing tells the probabilities; give "
+        "metric 'perplexity': outputs of kind 'values' cannot be converted to probabilities; set "
         "kind='probabilities' or kind='logits'"
     )
     assert refused(Recall(), z, t - 1) == (
-        "metric 'recall': targets have the label -1; 0 to 2 are accepted, and ignored= names one "
-        "that does not count"
+        "metric 'recall': labels must be from 0 to 2, got -1; a label to ignore is set with "
+        "ignored="
     )
     assert refused(Recall(), t, t - 1) == (
-        "metric 'recall': targets have the label -1; 0 and above are accepted, and ignored= names "
-        "one that does not count"
+        "metric 'recall': labels must be >= 0, got -1; a label to ignore is set with ignored="
     )
     assert refused(Recall(), t - 1, t) == (
-        "metric 'recall': outputs have the label -1; 0 and above are accepted"
+        "metric 'recall': labels in outputs must be >= 0, got -1"
     )
     assert refused(IoU(), z, t + 0.5) == (
-        f"metric 'iou': targets have the label {t[0] + 0.5}; integers are accepted"
+        f"metric 'iou': labels must be integers, got {t[0] + 0.5}"
     )
     assert refused(F1(average="binary"), z, yes((6, 3))) == (
-        "metric 'f1': average='binary' with positive=1 is of one question, and outputs answer 3; "
-        "positive 1 or 0, or another average, is accepted"
+        "metric 'f1': average='binary' requires a single question and positive=1 or 0, got 3 "
+        "questions and positive=1; use another average"
     )
     assert refused(F1(average="binary", positive=3), z, t) == (
-        "metric 'f1': positive is 3; 0 to 2 are accepted"
+        "metric 'f1': positive must be from 0 to 2, got 3"
     )
     assert refused(AUC(bins=4, kind="probabilities"), z[:, 0] + 3, yes((6,))).endswith(
-        "give kind='logits', or leave bins= out"
+        "set kind='logits', or leave bins= out"
     )
     assert refused(MeanSquaredError(), z, t) == (
-        "metric 'mean_squared_error': outputs have shape [6, 3], and targets [6]; one shape is "
-        "accepted (accuracy compares classes with labels)"
+        "metric 'mean_squared_error': outputs have shape [6, 3], targets [6]; both must have the "
+        "same shape (accuracy compares classes with labels)"
     )
     assert refused(EditDistance(), scores((6, 5, 3)), labels((6, 4), 3)) == (
-        "metric 'edit_distance': outputs have shape [6, 5, 3], and targets [6, 4]; scores of shape "
-        "(T, N, classes) (batch_first=True is for (N, T, classes)) or integers of shape (N, T) are "
-        "accepted, with targets (N, S)"
+        "metric 'edit_distance': outputs must be scores of shape (T, N, classes) (batch_first=True "
+        "is for (N, T, classes)) or integers of shape (N, T), and targets (N, S), got shapes "
+        "[6, 5, 3] and [6, 4]"
     )
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TopK(0), "metric 'top_k': k is 0; an integer of at least 1 is accepted"),
+        (lambda: TopK(0), "metric 'top_k': k must be an integer >= 1, got 0"),
         (
             lambda: F1(average="mean"),
-            "metric 'f1': average is 'mean'; 'binary', 'macro', 'weighted', 'micro' are accepted",
+            "metric 'f1': average must be 'binary', 'macro', 'weighted' or 'micro', got 'mean'",
         ),
         (
             lambda: AUC(average="micro"),
-            "metric 'auc': average is 'micro'; 'macro' and 'weighted' are accepted",
+            "metric 'auc': average must be 'macro' or 'weighted', got 'micro'",
         ),
         (
             lambda: AUC(bins=1),
-            "metric 'auc': bins must be None or an integer from 2 to 2147483647, got 1",
+            "metric 'auc': bins must be an integer >= 2 and <= 2147483647, got 1",
         ),
         (
             lambda: AUC(bins=2**63),
-            f"metric 'auc': bins must be None or an integer from 2 to 2147483647, got {2**63}",
+            f"metric 'auc': bins must be an integer >= 2 and <= 2147483647, got {2**63}",
         ),
         (
             lambda: EditDistance(input_lengths=[3]),  # type: ignore[arg-type]
             "metric 'edit_distance': input_lengths must be the name of an input, got [3]",
         ),
-        (lambda: Accuracy(output=3), "metric 'accuracy_3': output is 3; a name is accepted"),  # type: ignore[arg-type]
-        (lambda: Accuracy(axis=0.5), "metric 'accuracy': axis is 0.5; an integer is accepted"),  # type: ignore[arg-type]
+        (lambda: Accuracy(output=3), "metric 'accuracy_3': output must be a name, got 3"),  # type: ignore[arg-type]
+        (lambda: Accuracy(axis=0.5), "metric 'accuracy': axis must be an integer, got 0.5"),  # type: ignore[arg-type]
         (
             lambda: Accuracy(kind="scores"),
             (
-                "metric 'accuracy': kind is 'scores'; 'logits', 'probabilities', "
-                "'log_probabilities', "
-                "'values' are accepted"
+                "metric 'accuracy': kind must be 'logits', 'probabilities', 'log_probabilities' or "
+                "'values', got 'scores'"
             ),
         ),
         (
             lambda: Function(accuracy, takes="all"),
             (
-                "metric 'accuracy': takes is 'all'; 'labels', 'probabilities', 'scores', "
-                "'values' are "
-                "accepted"
+                "metric 'accuracy': takes must be 'labels', 'probabilities', 'scores' or 'values', "
+                "got 'all'"
             ),
         ),
-        (lambda: Function("f"), "metric 'f': a function is accepted"),  # type: ignore[arg-type]
+        (lambda: Function("f"), "metric must be a function, got 'f'"),  # type: ignore[arg-type]
         (
             lambda: resolve([TopK(1), TopK(2)]),
-            "metric 'top_k': another is named so; give it a name of its own with name=",
+            "metric 'top_k': this is also the name of another metric; rename one with name=",
         ),
         (
             lambda: resolve([Accuracy(name="loss")]),
-            "metric 'loss': the loss is named so; give it a name of its own with name=",
+            "metric 'loss': this is also the name of the loss; rename one with name=",
         ),
         (
             lambda: resolve(["accurracy"]),
-            "metric 'accurracy' is not known; did you mean 'accuracy'?",
+            "unknown metric 'accurracy'; did you mean 'accuracy'?",
         ),
     ],
 )
 def test_arguments_that_are_none(make: Any, message: str) -> None:
-    with pytest.raises(OrtopsError) as raised:
+    with pytest.raises(ArgumentError) as raised:
         make()
     assert str(raised.value) == message
 
@@ -571,14 +569,20 @@ def test_batches_of_several_forms_are_refused() -> None:
     z, t = scores((6, 3)), labels((6,), 3)
     f1 = F1()
     f1.update(z, t)
-    with pytest.raises(OrtopsError, match="metric 'f1': batches of classes and of labels were"):
+    with pytest.raises(
+        OrtopsError, match="metric 'f1': batches contain classes and labels; use one form"
+    ):
         f1.update(t, t)
     auc, r2 = AUC(), R2()
     auc.update(z, t)
     r2.update(z, z)
-    with pytest.raises(OrtopsError, match="batches of 3 and of 1 questions were given"):
+    with pytest.raises(
+        OrtopsError, match="batches have 3 and 1 questions; the number must be the same"
+    ):
         auc.update(z[:, :2], t % 2)
-    with pytest.raises(OrtopsError, match="batches of 3 and of 2 columns were given"):
+    with pytest.raises(
+        OrtopsError, match="batches have 3 and 2 columns; the number must be the same"
+    ):
         r2.update(z[:, :2], z[:, :2])
     function = Function(accuracy)
     function.update(scores((2, 3, 4)), labels((2, 4), 3))
@@ -586,8 +590,8 @@ def test_batches_of_several_forms_are_refused() -> None:
     with pytest.raises(OrtopsError) as raised:
         function.result()
     assert str(raised.value) == (
-        "metric 'accuracy': it takes all outputs at once, and batches of shapes [2, 3, 4] and [2, "
-        "3, 5] cannot be joined; give batches of one shape, or a StreamingMetric"
+        "metric 'accuracy': cannot concatenate outputs of shapes [2, 3, 4] and [2, 3, 5]; use "
+        "batches of one shape, or a StreamingMetric"
     )
 
 

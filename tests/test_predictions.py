@@ -543,12 +543,12 @@ def test_metrics_that_do_not_fit() -> None:
     with pytest.raises(ortops.OrtopsError) as raised:
         session.evaluate(batch, metrics=["mean_absolute_error"])
     assert str(raised.value) == (
-        "metric 'mean_absolute_error': outputs have shape [6, 3], and targets [6]; one shape is "
-        "accepted (accuracy compares classes with labels)"
+        "metric 'mean_absolute_error': outputs have shape [6, 3], targets [6]; both must have the "
+        "same shape (accuracy compares classes with labels)"
     )
     with pytest.raises(ortops.OrtopsError) as raised:
         session.evaluate(batch, metrics=[3])  # type: ignore[list-item]
-    assert str(raised.value) == "metric 3: the name of a metric, or a function, is accepted"
+    assert str(raised.value) == "metrics must be names of metrics or functions, got 3"
 
 
 def test_a_metric_is_told_what_it_asks_for() -> None:

@@ -1,16 +1,16 @@
-"""What `ortops.TrainingSession.fit` calls as it goes on: ``fit(data, callbacks=[…])``.
+"""Callbacks of `ortops.TrainingSession.fit`: ``fit(data, callbacks=[…])``.
 
-| callback | what it does |
+| callback | effect |
 | --- | --- |
-| `EarlyStopping` | ends fit when a number no longer improves, and goes back to the best epoch |
+| `EarlyStopping` | stops training when a metric no longer improves, and restores the best epoch |
 | `BestModel` | writes the best model so far |
-| `Checkpoint` | saves every so many steps or minutes, and where fit is interrupted |
-| `CSVLog`, `JSONLines` | write the numbers of epochs (and steps) into a file |
+| `Checkpoint` | saves every few steps or minutes, and when fit is interrupted |
+| `CSVLog`, `JSONLines` | write the metrics of epochs (and steps) to a file |
 | `TensorBoard` | writes them for TensorBoard |
-| `LossPlot` | draws them |
+| `LossPlot` | plots them |
 
-Subclass `Callback` for your own. All are exact where fit is resumed: ``fit(…, resume=True)`` with
-the same callbacks does what the fit that was interrupted would have done.
+Subclass `Callback` to write your own. All callbacks resume exactly: ``fit(…, resume=True)`` with
+the same callbacks has the same results as a fit without interruption.
 """
 
 from ortops.callbacks.best import BestModel, EarlyStopping

@@ -1,4 +1,4 @@
-"""Callbacks that watch a number: the end of a training, and its best state."""
+"""Callbacks that monitor a metric: early stopping, and keeping the best model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ortops.arguments import whole_number
 from ortops.callbacks.monitor import (
     Mode,
     Monitor,
     begins_anew,
-    check_count,
     check_path,
     path_of,
     remembered,
 )
-from ortops.errors import ModelError, OrtopsError
+from ortops.errors import ArgumentError, ModelError, OrtopsError
 from ortops.graph import convert
 from ortops.graph.files import external, saving
 from ortops.training.callback import Callback, Record
@@ -33,31 +33,31 @@ logger = logging.getLogger("ortops")
 
 
 class EarlyStopping(Callback):
-    """Ends fit when a number has not improved for some epochs.
+    """Stops training when a metric has not improved for several epochs.
 
-    Each fit begins anew; one that is resumed goes on counting.
+    Each fit starts counting from zero; a resumed fit continues counting.
 
     Args:
-        patience: After how many epochs in a row without improvement fit ends.
-        monitor: The number: ``"loss"``, ``"validation_loss"`` or ``"validation_<metric>"``.
-        mode: Whether more is better (``"max"``) or less (``"min"``). ``"auto"`` tells it from the
+        patience: The number of consecutive epochs without improvement after which training stops.
+        monitor: The metric: ``"loss"``, ``"validation_loss"`` or ``"validation_<metric>"``.
+        mode: Whether higher (``"max"``) or lower (``"min"``) is better. ``"auto"`` decides by the
             name: accuracy, AUC, F1, IoU, precision, R², recall, scores and top-k are better when
-            they are more.
-        minimum_change: A smaller change than this is no improvement. NaN and infinite numbers are
-            none either.
-        restore_best: Whether the session goes back to the end of the best epoch when fit ends,
-            with all variables, optimizer state and count of steps included. True keeps them in
-            memory, so that a fit can be resumed only in the process where it began. A path is a
-            trainable file that keeps them for any process. After an interruption the session stays
-            where it is, to be resumed.
+            higher.
+        minimum_change: The smallest change that counts as an improvement. NaN and infinite values
+            never do.
+        restore_best: Whether to restore the session's state at the end of the best epoch when fit
+            ends, including optimizer state and step count. True keeps this state in memory; then
+            fit can be resumed only in the same process. A path names a trainable file that keeps
+            it for any process. After an interruption the session stays as it is, to be resumed.
 
     Attributes:
-        best: The best number so far, or None.
-        best_epoch: The epoch of it; 0 if there is none.
+        best: The best value so far, or None.
+        best_epoch: Its epoch; 0 if there is none.
 
     Raises:
-        OrtopsError: If an argument is not as told here; in fit, if an epoch has no such number, or
-            there is no folder for the file.
+        ArgumentError: If an argument is invalid.
+        OrtopsError: In fit, if an epoch does not have the metric, or the file's folder does not
+            exist.
 
     Example:
         >>> import ortops
@@ -84,33 +84,33 @@ class EarlyStopping(Callback):
         minimum_change: float = 0.0,
         restore_best: bool | str | os.PathLike[str] = False,
     ) -> None:
-        self.patience = check_count("EarlyStopping", "patience", patience)
+        self.patience = whole_number("EarlyStopping: patience", patience, 1)
         self._monitor = Monitor("EarlyStopping", monitor, mode, minimum_change)
         if not isinstance(restore_best, bool | str | os.PathLike):
-            raise OrtopsError(
-                f"EarlyStopping: restore_best is {restore_best!r}; True, False or the path of a "
-                "file is accepted"
+            raise ArgumentError(
+                "EarlyStopping: restore_best must be True, False or the path of a file, got "
+                f"{restore_best!r}"
             )
         self._keeps = restore_best is True
         self._file = None if isinstance(restore_best, bool) else Path(restore_best)
         self._kept: tuple[int, dict[str, npt.NDArray[Any]]] | None = None  # the epoch and its state
         self._due = False  # whether `on_save` has to keep the state
         self._waited = 0
-        self._reason = ""  # why it has ended fit
+        self._reason = ""  # why it has stopped training
         self._restored = False
 
     @property
     def best(self) -> float | None:
-        """The best number so far, or None."""
+        """The best value so far, or None."""
         return self._monitor.best
 
     @property
     def best_epoch(self) -> int:
-        """The epoch of the best number; 0 if there is none."""
+        """The epoch of the best value; 0 if there is none."""
         return self._monitor.epoch
 
     def on_begin(self, record: Record, session: TrainingSession) -> None:
-        """Counts the epochs that a resumed fit has behind it.
+        """Counts the finished epochs of a resumed fit.
 
         Raises:
             OrtopsError: If the best state was in the memory of another process.
@@ -121,7 +121,7 @@ class EarlyStopping(Callback):
         self._waited = 0
         for epoch, values in enumerate(record.history, 1):
             self._waited = 0 if self._monitor.improves(epoch, values) else self._waited + 1
-        if self._waited < self.patience:  # it may be another one than before
+        if self._waited < self.patience:  # patience may have been increased
             self._reason = ""
         if self._reason:
             record.stop(self._reason)
@@ -136,7 +136,7 @@ class EarlyStopping(Callback):
         self._restored = False
 
     def _check_kept(self, session: TrainingSession) -> None:
-        """Looks whether the state of the best epoch is there, for the end of a resumed fit."""
+        """Checks, in a resumed fit, that the state of the best epoch is available."""
         if self._restored:
             logger.warning(
                 "EarlyStopping: training continues from the state of its best epoch, %d, which "
@@ -147,37 +147,37 @@ class EarlyStopping(Callback):
             self._due = self._restored
             if not self._restored:
                 raise OrtopsError(
-                    f"EarlyStopping: the best state, of epoch {self.best_epoch}, was in the memory "
-                    "of the session that fit began with, by restore_best=True; go on with "
-                    "restore_best=False, or begin with the path of a file for it"
+                    f"EarlyStopping: the best state, of epoch {self.best_epoch}, is only in the "
+                    "memory of the callback that fit started with (restore_best=True); resume with "
+                    "restore_best=False, or start again with restore_best= the path of a file"
                 )
         if self._file and not self._file.is_file():
             raise OrtopsError(
-                f"EarlyStopping: there is no file '{self._file}', which restore_best has for the "
-                f"best state, of epoch {self.best_epoch}; bring it back, or go on with "
+                f"EarlyStopping: the file '{self._file}' of restore_best, with the best state, of "
+                f"epoch {self.best_epoch}, is missing; bring it back, or resume with "
                 "restore_best=False"
             )
-        if self._file:  # what was written after the position that fit goes on from comes again
+        if self._file:  # epochs after the resume position run again
             self._read_file(session, or_later=True)
 
     def on_epoch(self, record: Record, session: TrainingSession) -> None:
-        """Ends fit if this epoch and those before have not improved."""
+        """Stops training after ``patience`` epochs without improvement."""
         self._due = self._monitor.improves(record.epoch, record.values)
         if self._due:
             self._waited = 0
             return
         self._waited += 1
         if self._waited >= self.patience:
-            best = "no finite one" if self.best is None else f"{self.best:.6g}"
+            best = "not finite" if self.best is None else f"{self.best:.6g}"
             where = f" (epoch {self.best_epoch})" if self.best_epoch else ""
             self._reason = (
                 f"EarlyStopping: {self._monitor.name} has not improved for {self._waited} "
-                f"epoch{'s' * (self._waited > 1)}; the best is {best}{where}"
+                f"epoch{'s' * (self._waited > 1)}; the best value is {best}{where}"
             )
             record.stop(self._reason)
 
     def on_end(self, record: Record, session: TrainingSession) -> None:
-        """Goes back to the best epoch, if that was asked for and there was no interruption."""
+        """Restores the best epoch, if requested and fit was not interrupted."""
         if record.interrupted or self._restored or not self.best_epoch:
             return
         if self._file:
@@ -187,11 +187,11 @@ class EarlyStopping(Callback):
         self._restored = True
 
     def state(self) -> dict[str, Any]:
-        """Returns whether fit is over, for the file; the history tells the rest."""
+        """Returns whether training has stopped, for the file; the history has the rest."""
         return {"reason": self._reason, "restored": self._restored}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes up whether fit is over."""
+        """Restores whether training has stopped."""
         self._reason = str(state.get("reason", ""))
         self._restored = state.get("restored") is True
 
@@ -208,11 +208,11 @@ class EarlyStopping(Callback):
     def _read_file(
         self, session: TrainingSession, *, or_later: bool = False
     ) -> dict[str, npt.NDArray[np.generic]]:
-        """Returns the variables of a session as they are in the file of the best epoch.
+        """Reads the variables of a session from the file of the best epoch.
 
         Args:
             session: The session.
-            or_later: Whether the file may also be that of a later epoch.
+            or_later: Whether the file may also be of a later epoch.
 
         Raises:
             ModelError: If the file is not of that epoch of this training.
@@ -224,11 +224,11 @@ class EarlyStopping(Callback):
         for name in session.state:
             if name not in tensors:
                 raise ModelError(
-                    f"EarlyStopping: the file '{self._file}' has no '{name}', so that it is of "
-                    "another training; the session stays at its last epoch"
+                    f"EarlyStopping: the file '{self._file}' has no '{name}', so it belongs to "
+                    "another training; the session keeps its last epoch"
                 )
         found = read_position(proto)
-        epochs = found[0].epoch_state.history if found else None  # None where it would be too long
+        epochs = found[0].epoch_state.history if found else None  # None if it would be too long
         if epochs is not None:
             fits = len(epochs) == self.best_epoch or (or_later and len(epochs) > self.best_epoch)
             if not fits or epochs[self.best_epoch - 1].get(self._monitor.name) != self.best:
@@ -243,25 +243,26 @@ class EarlyStopping(Callback):
 class BestModel(Callback):
     """Writes a file after each epoch that is the best so far.
 
-    The file is replaced as a whole, so that at any time a good one is there. The best is that of
-    all epochs that this object has seen; where fit is resumed, of those before as well.
+    The file is replaced atomically, so it is complete at any time. The best epoch is chosen among
+    all epochs that this object has seen and, if fit is resumed, those before it.
 
     Args:
         path: The file.
-        monitor: The number: ``"loss"``, ``"validation_loss"`` or ``"validation_<metric>"``.
-        mode: Whether more is better (``"max"``) or less (``"min"``); see `EarlyStopping`.
-        minimum_change: A smaller change than this is no improvement. NaN and infinite numbers are
-            none either.
-        inference: Whether the file is the inference model, with nothing of training in it, instead
-            of the trainable one (see `ortops.TrainingSession.save`).
+        monitor: The metric: ``"loss"``, ``"validation_loss"`` or ``"validation_<metric>"``.
+        mode: Whether higher (``"max"``) or lower (``"min"``) is better; see `EarlyStopping`.
+        minimum_change: The smallest change that counts as an improvement. NaN and infinite values
+            never do.
+        inference: Whether to write the inference model, without any training state, instead of the
+            trainable one (see `ortops.TrainingSession.save`).
 
     Attributes:
-        best: The best number so far, or None.
-        best_epoch: The epoch of it; 0 if there is none.
+        best: The best value so far, or None.
+        best_epoch: Its epoch; 0 if there is none.
 
     Raises:
-        OrtopsError: If an argument is not as told here; in fit, if an epoch has no such number, or
-            there is no folder for the file.
+        ArgumentError: If an argument is invalid.
+        OrtopsError: In fit, if an epoch does not have the metric, or the file's folder does not
+            exist.
 
     Example:
         >>> BestModel("best.onnx", monitor="validation_accuracy", inference=True)
@@ -282,7 +283,7 @@ class BestModel(Callback):
         self.path = path_of("BestModel", path)
         self._monitor = Monitor("BestModel", monitor, mode, minimum_change)
         self._inference = inference
-        self._before: float | None = None  # the best of earlier fits
+        self._before: float | None = None  # the best value of earlier fits
         self._due = False  # whether `on_save` has to write
 
     def __repr__(self) -> str:
@@ -291,16 +292,16 @@ class BestModel(Callback):
 
     @property
     def best(self) -> float | None:
-        """The best number so far, or None."""
+        """The best value so far, or None."""
         return self._monitor.best
 
     @property
     def best_epoch(self) -> int:
-        """The epoch of the best number; 0 if there is none."""
+        """The epoch of the best value; 0 if there is none."""
         return self._monitor.epoch
 
     def on_begin(self, record: Record, session: TrainingSession) -> None:
-        """Looks whether the file can be written, and at the epochs a resumed fit has behind it."""
+        """Checks that the file can be written, and adds the finished epochs of a resumed fit."""
         check_path("BestModel", self.path)
         self._before, self._due = self.best, False
         for epoch, values in enumerate(record.history, 1):
@@ -315,7 +316,7 @@ class BestModel(Callback):
             )
 
     def on_epoch(self, record: Record, session: TrainingSession) -> None:
-        """Looks whether the epoch is the best."""
+        """Checks whether the epoch is the best."""
         self._due = self._monitor.improves(record.epoch, record.values)
 
     def on_save(self, record: Record, session: TrainingSession) -> None:
@@ -329,11 +330,11 @@ class BestModel(Callback):
             session.save(self.path)
 
     def state(self) -> dict[str, Any]:
-        """Returns the best number of before this fit, for the file."""
+        """Returns the best value before this fit, for the file."""
         return {"best": self._before}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes up the best number of before the fit that is resumed."""
+        """Restores the best value before the fit that is resumed."""
         self._monitor.forget()
         if state.get("best") is not None:
             self._monitor.best = remembered("BestModel", state, "best")

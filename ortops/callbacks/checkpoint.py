@@ -1,4 +1,4 @@
-"""A callback that saves the session from time to time."""
+"""A callback that saves the session periodically."""
 
 from __future__ import annotations
 
@@ -12,15 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ortops.callbacks.monitor import (
-    begins_anew,
-    check_count,
-    check_number,
-    check_path,
-    path_of,
-    remembered,
-)
-from ortops.errors import ModelError, OrtopsError
+from ortops.arguments import number, whole_number
+from ortops.callbacks.monitor import begins_anew, check_path, path_of, remembered
+from ortops.errors import ArgumentError, ModelError, OrtopsError
 from ortops.graph import convert
 from ortops.graph.files import saving
 from ortops.training.callback import Callback, Record
@@ -33,26 +27,28 @@ logger = logging.getLogger("ortops")
 
 
 class Checkpoint(Callback):
-    """Saves the session from time to time, so that `fit` can be resumed: ``fit(…, resume=True)``.
+    """Saves the session periodically, so that `fit` can be resumed: ``fit(…, resume=True)``.
 
-    It saves after each epoch, or after every so many steps or minutes where that is given; and when
-    fit ends, also by a signal. Each file is a trainable model (see
-    `ortops.TrainingSession.save`), which at any time is there as a whole.
+    Saves after each epoch, or after the given number of steps or minutes, and when fit ends, also
+    by a signal. Each file is a trainable model (see `ortops.TrainingSession.save`) and is complete
+    at any time.
 
     Args:
-        path: The file. ``{step}`` and ``{epoch}`` in it stand for the number of finished steps and
-            of the epoch, also as in ``{step:06d}``; without one, each save replaces the one before.
-        every: After how many steps to save.
-        minutes: After how many minutes to save.
-        keep: How many of the files that it wrote are kept, the last ones; all by default. A file is
-            only removed if what it says of itself shows that this training wrote it with ``keep``,
-            under that name; a fit that is resumed goes on so.
+        path: The file. ``{step}`` and ``{epoch}`` are replaced by the number of finished steps and
+            of the epoch; formats like ``{step:06d}`` work, too. Without placeholders, each save
+            replaces the previous one.
+        every: The number of steps between saves.
+        minutes: The number of minutes between saves.
+        keep: The number of most recent files to keep; all by default. A file is removed only if its
+            metadata show that this training wrote it with ``keep`` under that name, before or after
+            a resume.
 
     Attributes:
-        latest: The file that it wrote last, or None.
+        latest: The last file written, or None.
 
     Raises:
-        OrtopsError: If an argument is not as told here; in fit, if there is no folder for the file.
+        ArgumentError: If an argument is invalid.
+        OrtopsError: In fit, if the file's folder does not exist.
 
     Example:
         >>> Checkpoint("runs/{epoch:03d}-{step}.onnx", every=1000, keep=3)
@@ -70,20 +66,20 @@ class Checkpoint(Callback):
         keep: int | None = None,
     ) -> None:
         self.path = os.fspath(path_of("Checkpoint", path))
-        self.every = None if every is None else check_count("Checkpoint", "every", every)
+        self.every = None if every is None else whole_number("Checkpoint: every", every, 1)
         if minutes is not None:
-            check_number("Checkpoint", "minutes", minutes)
+            number("Checkpoint: minutes", minutes, above=0)
         self.minutes = minutes
-        self.keep = None if keep is None else check_count("Checkpoint", "keep", keep)
+        self.keep = None if keep is None else whole_number("Checkpoint: keep", keep, 1)
         if not _check_placeholders(self.path) and keep is not None:
-            raise OrtopsError(
-                f"Checkpoint: keep is {keep}, and '{self.path}' is one file; put {{step}} or "
-                "{epoch} into its name"
+            raise ArgumentError(
+                f"Checkpoint: keep={keep} requires several files, but '{self.path}' is one; add "
+                "{step} or {epoch} to its name"
             )
         self.latest: Path | None = None
-        self._written: list[_Written] = []  # what `keep` may remove
-        self._mark = ""  # of the file that is being written
-        self._due: _Written | None = None  # what `on_save` writes
+        self._written: list[_Written] = []  # the files that `keep` may remove
+        self._mark = ""  # of the file being written
+        self._due: _Written | None = None  # the file that `on_save` will write
         self._before: list[_Written] = []  # `_written` without it
         self._step = 0
         self._time = time.monotonic()
@@ -95,44 +91,44 @@ class Checkpoint(Callback):
         )
 
     def on_begin(self, record: Record, session: TrainingSession) -> None:
-        """Looks whether files can be written, and begins to count."""
+        """Checks that files can be written, and starts counting."""
         check_path("Checkpoint", self._file(session.steps_done, record.epoch))
         self._time = time.monotonic()
         if begins_anew(record):
             self._step = session.steps_done
 
     def on_step(self, record: Record, session: TrainingSession) -> None:
-        """Asks for a save when it is time."""
+        """Requests a save when it is due."""
         steps = self.every is not None and session.steps_done - self._step >= self.every
         passed = time.monotonic() - self._time
         if steps or (self.minutes is not None and passed >= 60 * self.minutes):
             self._ask(record, session)
 
     def on_epoch(self, record: Record, session: TrainingSession) -> None:
-        """Asks for a save, unless steps or minutes were given."""
+        """Requests a save, unless steps or minutes were given."""
         if self.every is None and self.minutes is None:
             self._ask(record, session)
 
     def on_end(self, record: Record, session: TrainingSession) -> None:
-        """Asks for a save of the end of the training, or of where it was interrupted."""
+        """Requests a save at the end of the training, or where it was interrupted."""
         self._ask(record, session)
 
     def _ask(self, record: Record, session: TrainingSession) -> None:
-        """Notes that a file is written, as all files of this moment are to say."""
+        """Records a file before it is written, so that all files saved now contain the record."""
         self._due = _Written(session.steps_done, record.epoch, secrets.token_hex(8))
         self._before = self._written
         self._note(self._due)
         self._step, self._time = self._due.step, time.monotonic()
 
     def _note(self, made: _Written) -> None:
-        """Notes a file as the last one, in place of another of its name."""
+        """Records a file as the latest, replacing a record of the same name."""
         if self.keep is not None:
             file = self._file(made.step, made.epoch)
             others = [old for old in self._written if self._file(old.step, old.epoch) != file]
             self._written = [*others, made]
 
     def on_save(self, record: Record, session: TrainingSession) -> None:
-        """Saves, if it is time, and removes what is more than ``keep`` files."""
+        """Saves if requested, and removes the oldest files beyond ``keep``."""
         if self._due is None:
             return
         made, self._due = self._due, None
@@ -156,7 +152,7 @@ class Checkpoint(Callback):
         return Path(self.path.format(step=step, epoch=epoch))
 
     def state(self) -> dict[str, Any]:
-        """Returns what was written when, for the file."""
+        """Returns the records of written files, for the file."""
         return {
             "step": self._step,
             "mark": self._mark,
@@ -165,17 +161,17 @@ class Checkpoint(Callback):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on counting from the save that fit is resumed from, or from the one before it."""
+        """Restores the count of steps since the last save, and the records of written files."""
         self._step = int(remembered("Checkpoint", state, "step", whole=True))
         written, marks = state.get("written"), state.get("marks", [])
-        for name, value, fits, accepted in (
+        for name, value, fits, items in (
             ("written", written, _is_made, "pairs of a step and an epoch"),
             ("marks", marks, _is_mark, "strings of 16 hexadecimal digits"),
         ):
             if not isinstance(value, list) or not all(map(fits, value)):
                 raise ModelError(
-                    f"Checkpoint: the file that fit goes on from has {value!r:.80} for its "
-                    f"'{name}'; a list of {accepted} is accepted"
+                    f"Checkpoint: '{name}' in the state of the file to resume from must be a list "
+                    f"of {items}, got {value!r:.80}"
                 )
         assert isinstance(written, list)
         if len(marks) < len(written) and self.keep is not None:  # an older version wrote none
@@ -193,7 +189,7 @@ class _Written(NamedTuple):
     Attributes:
         step: The step in its name.
         epoch: The epoch in its name.
-        mark: What its own metadata have for the mark, and no other file has.
+        mark: A random string in its metadata that identifies the file.
     """
 
     step: int
@@ -202,7 +198,7 @@ class _Written(NamedTuple):
 
 
 def _remove(file: Path, mark: str) -> None:
-    """Removes a file with a mark; one that has taken its place is not ours."""
+    """Removes a file if it has the mark, so that a file that replaced it is kept."""
     if not file.exists():
         return
     try:
@@ -221,7 +217,7 @@ def _remove(file: Path, mark: str) -> None:
 
 
 def _is_made(made: object) -> bool:
-    """Whether something is a step and an epoch."""
+    """Whether an object is a pair of a step and an epoch."""
     return (
         isinstance(made, list)
         and len(made) == 2
@@ -234,20 +230,20 @@ def _is_mark(mark: object) -> bool:
 
 
 def _check_placeholders(path: str) -> bool:
-    """Returns whether there are placeholders in a path, and refuses others than ours."""
+    """Returns whether a path has placeholders; raises an error for unknown ones."""
     try:
         fields = [field for _, field, _, _ in string.Formatter().parse(path) if field is not None]
         unknown = [field for field in fields if field not in ("step", "epoch")]
         if not unknown:
             path.format(step=1, epoch=1)
     except (ValueError, KeyError, IndexError) as error:
-        raise OrtopsError(
-            f"Checkpoint: '{path}' cannot be filled in ({error}); {{step}} and {{epoch}} are "
-            "accepted, also as {step:06d}, and {{ for a brace"
+        raise ArgumentError(
+            f"Checkpoint: cannot format '{path}' ({error}); use {{step}} and {{epoch}}, also as in "
+            "{step:06d}, and {{ for a literal brace"
         ) from error
     if unknown:
-        raise OrtopsError(
-            f"Checkpoint: '{path}' has the placeholder {{{unknown[0]}}}; {{step}} and {{epoch}} "
-            "are accepted"
+        raise ArgumentError(
+            f"Checkpoint: '{path}' has the unknown placeholder {{{unknown[0]}}}; use {{step}} or "
+            "{epoch}"
         )
     return bool(fields)

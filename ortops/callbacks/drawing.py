@@ -1,4 +1,4 @@
-"""Pictures by matplotlib, an optional package; what a program draws with it is left alone."""
+"""Plots with matplotlib, an optional package, without touching its global state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ortops.callbacks.monitor import check_path, optional_module
-from ortops.errors import OrtopsError
+from ortops.errors import ArgumentError
 from ortops.graph.files.atomic import write_atomically
 
 __all__ = ["check_picture", "new_panels", "write_picture"]
@@ -18,23 +18,24 @@ _WIDTH, _HEIGHT = 7.0, 2.6  # inches of a panel
 
 
 def check_picture(who: str, path: str | os.PathLike[str]) -> None:
-    """Refuses a path that no picture can be written to, and says if matplotlib is missing.
+    """Checks whether a plot can be written to a path, and whether matplotlib is installed.
 
     Raises:
-        OrtopsError: If its ending is unknown, its folder does not exist, or matplotlib is not
-            installed.
+        ArgumentError: If the file name extension is not supported.
+        OrtopsError: If the folder does not exist, or matplotlib is not installed.
     """
     ending = Path(path).suffix.lower()
     if ending not in _FORMATS:
-        raise OrtopsError(
-            f"{who}: '{os.fspath(path)}' ends with {ending!r}; {', '.join(_FORMATS)} are accepted"
+        raise ArgumentError(
+            f"{who}: the file name must end in {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}, got "
+            f"'{os.fspath(path)}'"
         )
     check_path(who, path)
     optional_module(who, "matplotlib.figure", "plot")
 
 
 def new_panels(who: str, count: int) -> tuple[Any, list[Any]]:
-    """Returns a figure, and axes one below the other, of which the first is the highest."""
+    """Returns a figure and its axes, stacked vertically; the first one is taller."""
     module = optional_module(who, "matplotlib.figure", "plot")
     heights = [1.35 * _HEIGHT] + [_HEIGHT] * (count - 1)
     figure = module.Figure(figsize=(_WIDTH, sum(heights) + 0.4), layout="constrained")
@@ -47,7 +48,7 @@ def new_panels(who: str, count: int) -> tuple[Any, list[Any]]:
 
 
 def write_picture(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Writes a figure, so that at any time the old picture or the new is there, whole."""
+    """Writes a figure atomically: the file is complete at any time."""
     stream = io.BytesIO()
     figure.savefig(stream, format=Path(path).suffix.lower().removeprefix("."), dpi=120)
     write_atomically(path, stream.getvalue())

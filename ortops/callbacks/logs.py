@@ -1,4 +1,4 @@
-"""Callbacks that write down how a training goes."""
+"""Callbacks that log metrics to files and to TensorBoard."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+from ortops.arguments import whole_number
 from ortops.callbacks.monitor import (
     begins_anew,
-    check_count,
     check_path,
     optional_module,
     path_of,
@@ -31,10 +31,10 @@ logger = logging.getLogger("ortops")
 
 
 class _Log(Callback):
-    """A text file that grows, row by row.
+    """A text file to which rows are appended.
 
-    A fit that is resumed goes on behind the rows that there were at the position it goes on from:
-    what was written after that is cut off, as it comes again.
+    A resumed fit first truncates the file to the rows before the resume position, because later
+    rows will be written again.
     """
 
     writes = True
@@ -42,31 +42,31 @@ class _Log(Callback):
     def __init__(self, path: str | os.PathLike[str], *, append: bool = False) -> None:
         self.path = path_of(type(self).__name__, path)
         self._append = append
-        self._size = 0  # bytes of the rows so far
-        self._last = (0, 0)  # bytes of the last row, and their checksum
+        self._size = 0  # bytes written so far
+        self._last = (0, 0)  # length in bytes and checksum of the last row
 
     def on_begin(self, record: Record, session: TrainingSession) -> None:
-        """Empties the file, or cuts off what comes again."""
+        """Empties the file, or truncates it to the resume position."""
         check_path(type(self).__name__, self.path)
         present = self.path.stat().st_size if self.path.exists() else 0
         if begins_anew(record):
             self._size, self._last = present if self._append else 0, (0, 0)
         elif present < self._size:
             logger.warning(
-                "%s: '%s' has %d bytes, and had %d where fit goes on from; rows are missing",
+                "%s: '%s' has %d bytes, but had %d at the resume position; rows are missing",
                 *(type(self).__name__, self.path, present, self._size),
             )
             self._size, self._last = present, (0, 0)
         elif self._is_foreign():
             raise OrtopsError(
-                f"{type(self).__name__}: '{self.path}' is not the file that this training wrote, "
-                "and resuming would cut off its rows; give another path, or remove the file"
+                f"{type(self).__name__}: '{self.path}' was not written by this training, and "
+                "resuming would truncate it; use another path, or remove the file"
             )
         if present > self._size:
             os.truncate(self.path, self._size)
 
     def _is_foreign(self) -> bool:
-        """Whether the last row is not the one that was written there."""
+        """Whether the last row differs from the one that this training wrote."""
         length, checksum = self._last
         if not length:
             return False
@@ -82,13 +82,13 @@ class _Log(Callback):
         self._last = len(content), zlib.crc32(content)
 
     def state(self) -> dict[str, Any]:
-        """Returns how long the file is and what its last row is, for the file of the model."""
+        """Returns the file's length and the last row's checksum, for the model file."""
         length, checksum = self._last
         return {"bytes": self._size, "row": length, "checksum": checksum}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes up how long the file was, and what its last row was."""
-        numbers = {"row": 0, "checksum": 0, **state}  # an older version wrote no more than bytes
+        """Restores the file's length and the last row's checksum."""
+        numbers = {"row": 0, "checksum": 0, **state}  # older versions wrote only bytes
         self._size, length, checksum = (
             int(remembered(type(self).__name__, numbers, name, whole=True))
             for name in ("bytes", "row", "checksum")
@@ -97,19 +97,20 @@ class _Log(Callback):
 
 
 class CSVLog(_Log):
-    """Writes a row for each epoch into a CSV file: what the history of the training has.
+    """Writes the metrics of each epoch, the training history, to a CSV file.
 
-    A new fit begins the file anew; one that is resumed goes on behind the rows of its position.
-    Numbers are written in full; those that are not finite are ``nan``, ``inf`` and ``-inf``. A name
-    that a spreadsheet would take for a formula, as it begins with ``=``, ``+``, ``-`` or ``@``,
-    gets an apostrophe before it.
+    A new fit overwrites the file; a resumed one continues it at the resume position. Numbers are
+    written with full precision; non-finite ones are ``nan``, ``inf`` and ``-inf``. A column name
+    that a spreadsheet would interpret as a formula (beginning with ``=``, ``+``, ``-`` or ``@``)
+    gets an apostrophe as prefix.
 
     Args:
         path: The file.
-        append: Whether a new fit goes on behind the rows that are there, instead of beginning anew.
+        append: Whether a new fit appends to the file instead of overwriting it.
 
     Raises:
-        OrtopsError: In fit, if there is no folder for the file.
+        ArgumentError: If an argument is invalid.
+        OrtopsError: In fit, if the file's folder does not exist.
 
     Example:
         >>> log = CSVLog("history.csv")  # session.fit(data, callbacks=[log])
@@ -126,7 +127,7 @@ class CSVLog(_Log):
         row = {as_cell(name): n for name, n in {"epoch": record.epoch, **record.values}.items()}
         columns = self._columns()
         added = [name for name in row if name not in columns]
-        if added and columns:  # an earlier fit had less to tell
+        if added and columns:  # an earlier fit had fewer metrics
             with self.path.open(newline="", encoding="utf-8") as stream:
                 rows = list(csv.DictReader(stream))
             text = _csv(columns + added, rows, header=True)
@@ -146,20 +147,19 @@ def _csv(columns: list[str], rows: list[dict[str, Any]], *, header: bool) -> str
 
 
 class JSONLines(_Log):
-    """Writes a JSON object for each epoch, and for steps if wanted, each on a line of its own.
+    """Writes the metrics of epochs, and optionally of steps, as JSON Lines.
 
-    A new fit begins the file anew; one that is resumed goes on behind the lines of its position.
-    JSON knows finite numbers only, so others are ``null``.
+    A new fit overwrites the file; a resumed one continues it at the resume position. Non-finite
+    numbers, which JSON does not have, are written as ``null``.
 
     Args:
         path: The file.
-        every: After how many batches to write a line in an epoch; none by default.
-        append: Whether a new fit goes on behind the lines that are there, instead of beginning
-            anew.
+        every: The number of batches between lines for steps; by default only epochs are written.
+        append: Whether a new fit appends to the file instead of overwriting it.
 
     Raises:
-        OrtopsError: If ``every`` is no integer of at least 1; in fit, if there is no folder for the
-            file.
+        ArgumentError: If an argument is invalid.
+        OrtopsError: In fit, if the file's folder does not exist.
 
     Example:
         >>> log = JSONLines("log.jsonl", every=100)  # session.fit(data, callbacks=[log])
@@ -174,7 +174,7 @@ class JSONLines(_Log):
         self, path: str | os.PathLike[str], *, every: int | None = None, append: bool = False
     ) -> None:
         super().__init__(path, append=append)
-        self.every = None if every is None else check_count("JSONLines", "every", every)
+        self.every = None if every is None else whole_number("JSONLines: every", every, 1)
 
     def on_step(self, record: Record, session: TrainingSession) -> None:
         """Writes the line of a step."""
@@ -197,17 +197,18 @@ class JSONLines(_Log):
 class TensorBoard(Callback):
     """Writes event files for TensorBoard: ``tensorboard --logdir <folder>``.
 
-    The numbers of epochs are ``epoch/<name>``, those of steps ``step/<name>``, all over the number
-    of finished steps. A fit that is resumed hides what was written after its position. Needs the
-    package tensorboardX (``pip install ortops[tensorboard]``).
+    Metrics of epochs are called ``epoch/<name>``, those of steps ``step/<name>``; the x axis is the
+    number of finished steps. A resumed fit hides events after the resume position. Requires
+    tensorboardX (``pip install ortops[tensorboard]``).
 
     Args:
-        folder: Where the files go; created if it does not exist. Trainings are compared when each
-            has a folder of its own in a common one.
-        every: After how many batches to write the numbers of a step.
+        folder: The folder for the files; created if it does not exist. To compare trainings, use
+            one subfolder of a common folder for each.
+        every: The number of batches between events of steps.
 
     Raises:
-        OrtopsError: If ``every`` is no integer of at least 1, or tensorboardX is not installed.
+        ArgumentError: If an argument is invalid.
+        OrtopsError: In fit, if tensorboardX is not installed.
 
     Example:
         >>> board = TensorBoard("runs/first", every=10)  # session.fit(data, callbacks=[board])
@@ -217,28 +218,28 @@ class TensorBoard(Callback):
 
     def __init__(self, folder: str | os.PathLike[str], *, every: int = 1) -> None:
         self.folder = path_of("TensorBoard", folder)
-        self.every = check_count("TensorBoard", "every", every)
+        self.every = whole_number("TensorBoard: every", every, 1)
         self._writer: Any = None
 
     def on_begin(self, record: Record, session: TrainingSession) -> None:
-        """Opens a file for events."""
+        """Opens an event file."""
         module = optional_module("TensorBoard", "tensorboardX", "tensorboard")
         self._close()
         purged = None if begins_anew(record) else session.steps_done + 1
         self._writer = module.SummaryWriter(os.fspath(self.folder), purge_step=purged)
 
     def on_step(self, record: Record, session: TrainingSession) -> None:
-        """Writes the numbers of a step."""
+        """Writes the metrics of a step."""
         if record.batch % self.every == 0:
             self._add("step", record)
 
     def on_epoch(self, record: Record, session: TrainingSession) -> None:
-        """Writes the numbers of an epoch."""
+        """Writes the metrics of an epoch."""
         self._add("epoch", record)
         self._writer.flush()
 
     def on_close(self) -> None:
-        """Closes the file, also where the training has failed."""
+        """Closes the file, also if the training has failed."""
         self._close()
 
     def _add(self, group: str, record: Record) -> None:

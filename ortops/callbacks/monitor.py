@@ -1,4 +1,4 @@
-"""What several callbacks need: a number that is watched, paths, optional packages, memories."""
+"""Shared parts of callbacks: monitoring a metric, checking paths, loading optional packages."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from ortops.errors import ModelError, OrtopsError
-from ortops.numbers import integer
+from ortops.arguments import choice, number, text
+from ortops.errors import ArgumentError, ModelError, OrtopsError
+from ortops.numbers import integer, real
 from ortops.training.callback import Record
 
 __all__ = [
     "Mode",
     "Monitor",
     "begins_anew",
-    "check_count",
-    "check_number",
     "check_path",
     "optional_module",
     "path_of",
@@ -33,57 +32,51 @@ _DOWN = {"error", "loss"}
 
 
 class Monitor:
-    """Finds the best epoch by a number of its record.
+    """Finds the best epoch by a metric.
 
     Args:
         who: The callback, for messages.
-        name: The number: ``loss``, ``validation_loss``, ``validation_<metric>``.
-        mode: Whether more is better (``"max"``) or less (``"min"``); ``"auto"`` tells it from the
+        name: The metric: ``loss``, ``validation_loss``, ``validation_<metric>``.
+        mode: Whether higher (``"max"``) or lower (``"min"``) is better; ``"auto"`` decides by the
             name.
-        minimum_change: A smaller change than this is no improvement.
+        minimum_change: The smallest change that counts as an improvement.
 
     Attributes:
-        best: The best number so far, or None.
-        epoch: The epoch of it; 0 if there is none.
+        best: The best value so far, or None.
+        epoch: Its epoch; 0 if there is none.
     """
 
     def __init__(self, who: str, name: str, mode: Mode, minimum_change: float) -> None:
-        if not isinstance(name, str) or not name:
-            raise OrtopsError(
-                f"{who}: monitor is {name!r}; the name of a number of an epoch is accepted, such "
-                "as 'loss', 'validation_loss', 'validation_accuracy'"
-            )
-        if mode not in ("auto", "max", "min"):
-            raise OrtopsError(f"{who}: mode is {mode!r}; 'auto', 'max' or 'min' is accepted")
-        check_number(who, "minimum_change", minimum_change, zero=True)
+        examples = "the name of a metric, for example 'loss', 'validation_loss'"
+        self.name = text(f"{who}: monitor", name, examples)
+        choice(f"{who}: mode", mode, ("auto", "max", "min"))
+        self.minimum_change = number(f"{who}: minimum_change", minimum_change, minimum=0)
         self.who = who
-        self.name = name
         self.is_more_better = mode == "max" or (mode == "auto" and _is_more_better(name))
-        self.minimum_change = float(minimum_change)
         self.forget()
 
     def forget(self) -> None:
-        """Begins anew."""
+        """Resets the best value."""
         self.best: float | None = None
         self.epoch = 0
 
     def improves(self, epoch: int, values: Mapping[str, float]) -> bool:
-        """Takes an epoch in, and says whether it is the best so far.
+        """Adds an epoch and returns whether it is the best so far.
 
-        NaN and infinite numbers never are.
+        An epoch with a NaN or infinite value never is.
 
         Args:
             epoch: Its number, from 1.
-            values: Its numbers.
+            values: Its metrics.
 
         Raises:
-            OrtopsError: If it has no such number.
+            OrtopsError: If it does not have the metric.
         """
         if self.name not in values:
             known = ", ".join(f"'{name}'" for name in values)
             raise OrtopsError(
-                f"{self.who}: monitor is '{self.name}', which epoch {epoch} does not have; it has "
-                f"{known} (validation= and metrics= of fit give more)"
+                f"{self.who}: epoch {epoch} has no metric '{self.name}' to monitor; it has {known} "
+                "(validation= and metrics= of fit add more)"
             )
         value = float(values[self.name])
         if not math.isfinite(value):
@@ -102,76 +95,53 @@ def _is_more_better(name: str) -> bool:
 
 
 def begins_anew(record: Record) -> bool:
-    """Whether a fit that begins is at its first batch, so that there is nothing to go on from."""
+    """Whether fit starts at its first batch, rather than being resumed."""
     return not record.history and not record.batch
 
 
 def remembered(
     who: str, state: Mapping[str, Any], name: str, *, whole: bool = False
 ) -> float | int:
-    """Returns a number of a state that a file holds.
+    """Returns a number of a callback's saved state.
 
     Raises:
-        ModelError: If it is none.
+        ModelError: If it is not a number, or with ``whole`` not an integer >= 0.
     """
-    value = state.get(name)
-    kinds = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or (whole and value < 0):
-        wanted = "an integer of at least 0" if whole else "a number"
+    value: Any = state.get(name)
+    found = integer(value) if whole else value if not math.isnan(real(value)) else None
+    if found is None or (whole and found < 0):
+        wanted = "an integer >= 0" if whole else "a number"
         raise ModelError(
-            f"{who}: the file that fit goes on from has {value!r} for its '{name}'; {wanted} is "
-            "accepted"
+            f"{who}: '{name}' in the state of the file to resume from must be {wanted}, got "
+            f"{value!r}"
         )
-    return value
-
-
-def check_count(who: str, what: str, value: object) -> int:
-    """Returns an integer of at least 1.
-
-    Raises:
-        OrtopsError: If it is none.
-    """
-    number = integer(value)
-    if number is None or number < 1:
-        raise OrtopsError(f"{who}: {what} is {value!r:.80}; an integer of at least 1 is accepted")
-    return number
-
-
-def check_number(who: str, what: str, value: object, *, zero: bool = False) -> None:
-    """Refuses what is no finite number above 0, or of at least 0."""
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
-        wanted = ">= 0" if zero else "> 0"
-        raise OrtopsError(f"{who}: {what} is {value!r}; a finite number {wanted} is accepted")
+    return value  # type: ignore[no-any-return]
 
 
 def path_of(who: str, path: object) -> Path:
-    """Returns a path that was given.
+    """Returns an argument that is the path of a file.
 
     Raises:
-        OrtopsError: If it is none, or empty.
+        ArgumentError: If it is empty, or not a path.
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise OrtopsError(f"{who}: path is {path!r}; the path of a file is accepted")
+        raise ArgumentError(f"{who}: path must be the path of a file, got {path!r}")
     return Path(os.fsdecode(path))
 
 
 def check_path(who: str, path: str | os.PathLike[str]) -> None:
-    """Refuses a path that no file can be written to, before the training.
+    """Checks, before the training, whether a file can be written to a path.
 
     Raises:
-        OrtopsError: If its folder does not exist, or it is a folder itself.
+        OrtopsError: If the folder does not exist, or the path is itself a folder.
     """
     file = Path(path)
     if not file.parent.is_dir():
         raise OrtopsError(
-            f"{who}: '{file}' cannot be written, there is no folder '{file.parent}'; create it"
+            f"{who}: cannot write '{file}', because there is no folder '{file.parent}'; create it"
         )
     if file.is_dir():
-        raise OrtopsError(f"{who}: '{file}' is a folder; give the path of a file")
+        raise OrtopsError(f"{who}: cannot write '{file}', because it is a folder; name a file")
 
 
 def optional_module(who: str, module: str, group: str) -> Any:

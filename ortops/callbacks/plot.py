@@ -1,4 +1,4 @@
-"""A callback that draws how the loss goes down."""
+"""A callback that plots the loss and the metrics."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from ortops.training.session import TrainingSession
 __all__ = ["LossPlot"]
 
 _UNDRAWN = ("seconds", "steps")
-_PAUSE = 4.0  # times what drawing has taken
-_LOGARITHMIC = 20  # how many times the smallest loss the largest is, where the axis becomes so
-_WITH_MARKERS = 40  # up to so many epochs
+_PAUSE = 4.0  # times the duration of drawing
+_LOGARITHMIC = 20  # ratio of largest to smallest loss above which the axis is logarithmic
+_WITH_MARKERS = 40  # up to this number of epochs
 
 
 class LossPlot(Callback):
-    """Draws the loss of training and validation over the epochs, and each metric below.
+    """Plots the training and validation loss over the epochs, and each metric below.
 
-    The picture is drawn again after each epoch, and where epochs are short, so often that a fifth
-    of the time goes into it; and when fit ends. At any time the old one or the new is there, whole.
-    A loss that falls far has a logarithmic axis. The learning rate is drawn where it changes. Needs
-    the package matplotlib (``pip install ortops[plot]``), and leaves alone what the program itself
-    draws with it.
+    The plot is updated after each epoch, or less often if epochs are short, so that plotting takes
+    at most a fifth of the time, and when fit ends. The file is complete at any time. The axis of a
+    loss that falls by a large factor is logarithmic. The learning rate is plotted if it changes.
+    Requires matplotlib (``pip install ortops[plot]``); other figures of the program are not
+    affected.
 
     Args:
-        path: The picture: ``.png``, ``.svg`` or ``.pdf``.
+        path: The file: ``.png``, ``.svg`` or ``.pdf``.
 
     Raises:
-        OrtopsError: In fit, if the ending is another, there is no such folder, or matplotlib is not
-            installed.
+        ArgumentError: If the path is not valid; in fit, if its extension is not supported.
+        OrtopsError: In fit, if the file's folder does not exist, or matplotlib is not installed.
 
     Example:
         >>> plot = LossPlot("loss.png")  # session.fit(data, validation=held, callbacks=[plot])
@@ -50,12 +50,12 @@ class LossPlot(Callback):
         self._next = 0.0  # when to draw again
 
     def on_begin(self, record: Record, session: TrainingSession) -> None:
-        """Looks whether the picture can be drawn."""
+        """Checks that the plot can be written."""
         check_picture("LossPlot", self.path)
         self._drawn, self._next = 0, 0.0
 
     def on_epoch(self, record: Record, session: TrainingSession) -> None:
-        """Draws the epochs so far, if it is time."""
+        """Updates the plot, if it is due."""
         begin = time.monotonic()
         if begin >= self._next:
             self._draw(record)
@@ -63,7 +63,7 @@ class LossPlot(Callback):
             self._next = end + _PAUSE * (end - begin)
 
     def on_end(self, record: Record, session: TrainingSession) -> None:
-        """Draws all epochs."""
+        """Plots all epochs."""
         if len(record.history) > self._drawn:
             self._draw(record)
 
@@ -121,5 +121,5 @@ def _is_loss(name: str) -> bool:
 
 
 def _is_dull(name: str, values: Sequence[float]) -> bool:
-    """Whether there is nothing to see: a learning rate that stays."""
+    """Whether a metric is not worth a panel: a constant learning rate."""
     return name == "learning_rate" and len(set(values)) == 1

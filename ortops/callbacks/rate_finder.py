@@ -1,4 +1,4 @@
-"""Which learning rate to begin with: a short training with rates that grow."""
+"""The learning-rate range test: a short training with increasing learning rates."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ortops.arguments import number, whole_number
 from ortops.callbacks.drawing import check_picture, new_panels, write_picture
-from ortops.callbacks.monitor import check_count, check_number
-from ortops.errors import OrtopsError
+from ortops.errors import ArgumentError, OrtopsError
 from ortops.training.callback import Callback, Record
 from ortops.training.data import Data
 from ortops.training.session import TrainingSession
 
 __all__ = ["LearningRateCurve", "find_learning_rate"]
 
-_DIVERGED = 3.0  # so many times the loss, or its fall so far, above the lowest
-_FORGETTING = 0.8  # of the average that tells divergence
+_DIVERGED = 3.0  # times the lowest loss, or its decrease so far, above the lowest loss
+_FORGETTING = 0.8  # decay of the moving average that detects divergence
 _CLEARLY = 3.0  # standard errors of a slope
-_WINDOW = 0.12  # the share of all rates that a slope is taken from, to each side
+_WINDOW = 0.12  # the fraction of all rates, to each side, in the fit of a slope
 
 
 @dataclass(frozen=True)
 class LearningRateCurve:
-    """What `find_learning_rate` found.
+    """The result of `find_learning_rate`.
 
     Attributes:
-        rates: The learning rates that were tried, growing.
-        losses: The loss of the step with that rate, as the steps before it have left the model.
-        smoothed: The same without the noise of single batches.
-        suggestion: The rate at which the smoothed loss falls fastest over the logarithm of the
-            rate; None where it never clearly falls.
+        rates: The tried learning rates, increasing.
+        losses: The loss of the step with each rate. Each step continues from the previous one.
+        smoothed: The losses without the noise of single batches.
+        suggestion: The rate at which the smoothed loss decreases fastest over the logarithm of the
+            rate; None if it never decreases significantly.
 
     Example:
         >>> from ortops.callbacks import LearningRateCurve
@@ -50,21 +50,21 @@ class LearningRateCurve:
     suggestion: float | None
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Draws the curve (needs matplotlib: ``pip install ortops[plot]``).
+        """Plots the curve (requires matplotlib: ``pip install ortops[plot]``).
 
         Args:
-            path: The picture: ``.png``, ``.svg`` or ``.pdf``.
+            path: The file: ``.png``, ``.svg`` or ``.pdf``.
 
         Raises:
-            OrtopsError: If the ending is another, there is no such folder, or matplotlib is not
-                installed.
+            ArgumentError: If its extension is not supported.
+            OrtopsError: If its folder does not exist, or matplotlib is not installed.
         """
         check_picture("find_learning_rate", path)
         figure, (axes,) = new_panels("find_learning_rate", 1)
         axes.plot(self.rates, self.losses, ".", color="0.7", label="each batch")
         axes.plot(self.rates, self.smoothed, color="C0", label="smoothed")
         if self.suggestion is not None:
-            label = f"falls fastest: {self.suggestion:.2g}"
+            label = f"steepest descent: {self.suggestion:.2g}"
             axes.axvline(self.suggestion, color="C1", linestyle="--", label=label)
         axes.set_xscale("log")
         low, high = float(self.smoothed.min()), float(self.smoothed[0])
@@ -73,7 +73,7 @@ class LearningRateCurve:
         axes.set_ylim(
             max(low - room, float(finite.min()) - 0.1 * room),
             min(high + 1.5 * room, float(finite.max()) + 0.1 * room),
-        )  # what comes after divergence would hide the fall
+        )  # losses after divergence would hide the descent
         axes.set_xlabel("learning rate")
         axes.set_ylabel("loss")
         axes.legend(frameon=False)
@@ -92,31 +92,32 @@ def find_learning_rate(
     path: str | os.PathLike[str] | None = None,
     providers: Sequence[Any] | None = None,
 ) -> LearningRateCurve:
-    """Tries learning rates, each a little higher than the one before, and suggests one.
+    """Tries increasing learning rates and suggests one.
 
-    Each step has a rate of its own, evenly spaced on a logarithmic scale, until the loss diverges:
+    Trains one step with each rate, evenly spaced on a logarithmic scale, until the loss diverges:
     the range test of Smith, "Cyclical Learning Rates for Training Neural Networks"
-    (https://arxiv.org/abs/1506.01186). It runs in a copy of the session, which takes as much memory
-    again; the session itself is only read.
+    (https://arxiv.org/abs/1506.01186). It runs in a copy of the session, which needs the same
+    amount of memory again; the session itself does not change.
 
     Args:
-        session: The session, in the state to begin from. Its learning rate is not looked at.
-        data: What to train on, as for `TrainingSession.fit`; gone through as often as needed.
+        session: The session, in the state to start from. Its learning rate has no effect.
+        data: The training data, as for `TrainingSession.fit`; repeated as often as needed.
         lowest: The first rate.
-        highest: The last one.
-        steps: How many are tried.
-        batch_size: Rows in a batch, where arrays are given.
+        highest: The last rate.
+        steps: The number of rates; at least 10.
+        batch_size: Rows per batch, if arrays are given.
         seed: Determines the order of the rows.
-        path: Where to draw the curve (``.png``, ``.svg``, ``.pdf``; needs matplotlib).
+        path: A file for a plot of the curve (``.png``, ``.svg``, ``.pdf``; requires matplotlib).
         providers: Execution providers of the copy.
 
     Returns:
         The curve and the suggestion: ``session.learning_rate = curve.suggestion``.
 
     Raises:
-        OrtopsError: If an argument is not as told here, or the training has no learning rate, or
-            one that follows a schedule; or if the loss of the first steps is no finite number.
-        FeedError: If the data do not fit the model.
+        ArgumentError: If an argument is invalid.
+        OrtopsError: If the training has no learning rate, or one with a schedule, or the loss of
+            the first steps is not finite.
+        FeedError: If the data do not match the model.
 
     Example:
         >>> import ortops
@@ -134,21 +135,19 @@ def find_learning_rate(
         (0, 0.10000000149011612)
     """
     for what, rate in (("lowest", lowest), ("highest", highest)):
-        check_number("find_learning_rate", what, rate)
+        number(f"find_learning_rate: {what}", rate, above=0)
     if not lowest < highest:
-        raise OrtopsError(
-            f"find_learning_rate: lowest is {lowest:g} and highest {highest:g}; lowest < highest "
-            "is accepted"
+        raise ArgumentError(
+            f"find_learning_rate: lowest must be less than highest, got {lowest:g} and {highest:g}"
         )
-    if check_count("find_learning_rate", "steps", steps) < 10:
-        raise OrtopsError(f"find_learning_rate: steps is {steps}; at least 10 make a curve")
+    whole_number("find_learning_rate: steps", steps, 10)
     if path is not None:
         check_picture("find_learning_rate", path)
     if session.metadata.scheduled_learning_rate:
         raise OrtopsError(
-            "find_learning_rate: the learning rate follows a schedule of the model, so that each "
-            "step would have another than is tried; build the model with a number as learning_rate "
-            "to search, and then with the schedule"
+            "find_learning_rate: the model's schedule determines the learning rate, so no other "
+            "rate can be tried; build the model with a number as learning_rate for the search, "
+            "then with the schedule"
         )
     sweep = _Sweep(np.geomspace(lowest, highest, steps))
     copy = TrainingSession(session.model(), providers=providers)
@@ -164,8 +163,8 @@ def find_learning_rate(
     losses = np.array(sweep.losses)
     if len(losses) < 3:
         raise OrtopsError(
-            f"find_learning_rate: the loss is {losses[-1]} at a learning rate of {lowest:g} "
-            "already; look at the data and the model, or give a smaller lowest"
+            f"find_learning_rate: the loss is {losses[-1]} even at the lowest learning rate, "
+            f"{lowest:g}; check the data and the model, or use a smaller lowest"
         )
     rates = sweep.rates[: len(losses)]
     smoothed, place = _steepest(np.log10(rates), losses, max(2, round(_WINDOW * steps)))
@@ -177,7 +176,7 @@ def find_learning_rate(
 
 
 class _Sweep(Callback):
-    """Gives each step its learning rate, and remembers the losses until they diverge."""
+    """Sets the learning rate of each step, and records the losses until they diverge."""
 
     def __init__(self, rates: npt.NDArray[np.float64]) -> None:
         self.rates = rates
@@ -200,7 +199,7 @@ class _Sweep(Callback):
             session.learning_rate = float(self.rates[len(self.losses)])
 
     def _diverges(self, loss: float) -> bool:
-        """Whether a loss, averaged with those before, is far above the lowest average."""
+        """Whether the moving average of the loss is far above its minimum."""
         count = len(self.losses) + 1
         self._average = _FORGETTING * self._average + (1 - _FORGETTING) * loss
         average = self._average / (1 - _FORGETTING**count)
@@ -216,13 +215,13 @@ def _steepest(
 ) -> tuple[npt.NDArray[np.float64], int | None]:
     """Returns a smoothed curve, and the point of its steepest descent before its minimum, if any.
 
-    Both come from the least-squares line around each point. A descent that is less than three
-    standard errors of the slope is none.
+    Both are computed from the least-squares line around each point. A descent of less than three
+    standard errors of the slope is not significant.
 
     Args:
-        x: Where the points are, evenly spaced.
-        y: Their heights.
-        width: How many points to each side belong to a line.
+        x: The x coordinates, evenly spaced.
+        y: The y coordinates.
+        width: The number of points to each side in the fit of a line.
     """
     lines = [
         np.polyfit(x[around] - x[place], y[around], 1)
@@ -230,7 +229,7 @@ def _steepest(
         for around in [slice(max(0, place - width), place + width + 1)]
     ]
     slopes, smoothed = np.transpose(lines)
-    whole = slice(width, len(x) - width)  # lines at the edges have few points
+    whole = slice(width, len(x) - width)  # lines at the edges are fitted to few points
     if not smoothed[whole].size:
         return smoothed, None
     place = width + int(slopes[whole][: int(smoothed[whole].argmin()) + 1].argmin())

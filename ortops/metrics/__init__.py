@@ -1,17 +1,18 @@
-"""Metrics: numbers for people, computed with numpy from outputs of a model, batch by batch.
+"""Metrics, accumulated over batches with numpy.
 
-``session.evaluate(data, metrics=["accuracy", TopK(5), sklearn.metrics.f1_score])`` takes
+``session.evaluate(data, metrics=["accuracy", TopK(5), sklearn.metrics.f1_score])`` accepts
 
-- the name of a class below in snake_case, such as ``"root_mean_squared_error"``, for its defaults;
-- an object of such a class. It streams: `StreamingMetric.update` takes a batch, and
-  `StreamingMetric.result` gives the number for all of them, as if they were one. ``output=`` and
-  ``target=`` say what it compares; a session works on a copy;
+- the name of a class below in snake_case, for example ``"root_mean_squared_error"``, with default
+  arguments;
+- an instance of such a class. `StreamingMetric.update` adds a batch, `StreamingMetric.result`
+  returns the value for all batches, as if they were one. ``output=`` and ``target=`` choose the
+  tensors to compare. A session works on a copy;
 - any function of all outputs and targets, ``(outputs, targets)`` or scikit-learn's
-  ``(y_true, y_pred)``, which keeps what it needs (see `Function`).
+  ``(y_true, y_pred)``. Outputs and targets are then kept in memory (see `Function`).
 
-By default a metric looks at what the loss looks at (logits, where it reads those), and compares it
-with what the loss does. Inputs that ``inputs=`` of the builder declares for a function of one's own
-are no targets, unless they are named ``labels`` or ``targets``.
+By default a metric compares the same tensors as the loss (logits, if the loss reads logits). Inputs
+that ``inputs=`` of the builder declares for your own loss function are not targets, unless they are
+named ``labels`` or ``targets``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ortops.errors import OrtopsError, did_you_mean
+from ortops.errors import ArgumentError, did_you_mean
 from ortops.metrics.classification import F1, Accuracy, IoU, Precision, Recall, TopK
 from ortops.metrics.functions import Function, accuracy, mean_absolute_error
 from ortops.metrics.metric import StreamingMetric
@@ -55,7 +56,7 @@ __all__ = [
 ]
 
 Metric: TypeAlias = StreamingMetric | type[StreamingMetric] | Callable[..., Any]
-"""What is accepted beside names."""
+"""A metric that is not given by name."""
 
 METRICS: Mapping[str, type[StreamingMetric]] = {
     "accuracy": Accuracy,
@@ -75,13 +76,13 @@ METRICS: Mapping[str, type[StreamingMetric]] = {
 
 
 def resolve(metrics: str | Metric | Sequence[str | Metric]) -> dict[str, StreamingMetric]:
-    """Returns metrics by what they are called in results.
+    """Returns metrics by their names in results.
 
     Args:
-        metrics: Names, objects and functions (see `ortops.metrics`), or one of these.
+        metrics: Names, instances and functions (see `ortops.metrics`), or a single one.
 
     Raises:
-        OrtopsError: If there is no metric of a name, or two are called the same.
+        ArgumentError: If a name is unknown, or two metrics have the same name.
 
     Example:
         >>> sorted(resolve(["accuracy", TopK(5)]))
@@ -90,12 +91,14 @@ def resolve(metrics: str | Metric | Sequence[str | Metric]) -> dict[str, Streami
     found: dict[str, StreamingMetric] = {}
     single = isinstance(metrics, str | StreamingMetric) or callable(metrics)
     if not single and not isinstance(metrics, Sequence):
-        raise OrtopsError(f"metrics is {metrics!r:.80}; a list of metrics is accepted")
+        raise ArgumentError(f"metrics must be a list of metrics, got {metrics!r:.80}")
     for metric in [metrics] if single else metrics:  # type: ignore[union-attr]
         made = _resolve(metric)
         if made.label in found or made.label == "loss":
-            what = "the loss is named so" if made.label == "loss" else "another is named so"
-            raise made.wrong(f"{what}; give it a name of its own with name=")
+            whose = "of the loss" if made.label == "loss" else "of another metric"
+            raise ArgumentError(
+                f"metric '{made.label}': this is also the name {whose}; rename one with name="
+            )
         found[made.label] = made
     return found
 
@@ -107,8 +110,8 @@ def _resolve(metric: Any) -> StreamingMetric:
         return metric()
     if isinstance(metric, str):
         if metric not in METRICS:
-            raise OrtopsError(f"metric '{metric}' is not known; {did_you_mean(metric, METRICS)}")
+            raise ArgumentError(f"unknown metric '{metric}'; {did_you_mean(metric, METRICS)}")
         return METRICS[metric]()
     if callable(metric):
         return Function(metric)
-    raise OrtopsError(f"metric {metric!r}: the name of a metric, or a function, is accepted")
+    raise ArgumentError(f"metrics must be names of metrics or functions, got {metric!r:.80}")

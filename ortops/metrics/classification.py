@@ -1,4 +1,4 @@
-"""Metrics of classes, and of yes and no."""
+"""Classification metrics, for classes and for binary questions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from ortops.arguments import choice, whole_number
 from ortops.metrics.metric import (
     Array,
+    Mean,
     StreamingMetric,
     check_labels,
     class_rows,
+    columns,
     has_classes,
     whole,
     yes_border,
@@ -25,13 +28,16 @@ Counts = npt.NDArray[np.int64]
 
 
 @dataclass
-class Accuracy(StreamingMetric):
-    """The share of right answers.
+class Accuracy(Mean):
+    """The fraction of correct predictions.
 
-    Outputs with a class axis answer with the class of the largest number (the first of equal ones);
-    floats of the targets' shape answer yes above a border: 0 for logits, ½ for probabilities and
-    values; targets are yes above ½. Integers and bools of the targets' shape are labels.
-    A NaN among numbers that count makes the result NaN.
+    For outputs with a class axis, the prediction is the argmax (the first one of equal values).
+    Floats of the targets' shape are positive above a threshold: 0 for logits, ½ for probabilities
+    and values; targets are positive above ½. Integers and bools of the targets' shape are labels.
+    A NaN that is not ignored makes the result NaN.
+
+    Args:
+        threshold: The threshold of positive predictions.
 
     Example:
         >>> accuracy = Accuracy()
@@ -54,31 +60,23 @@ class Accuracy(StreamingMetric):
             right = np.asarray(outputs == targets)
             undefined = np.zeros(outputs.shape, np.bool)
         else:
-            border = yes_border(self.kind) if self.threshold is None else self.threshold
-            right = (outputs > border) == (targets > 0.5)
+            threshold = yes_border(self.kind) if self.threshold is None else self.threshold
+            right = (outputs > threshold) == (targets > 0.5)
             undefined = np.isnan(outputs) | np.isnan(targets)
         kept = self.counts(targets)
-        self._right += math.nan if undefined[kept].any() else float(np.sum(right[kept]))
-        self._count += right[kept].size
-
-    def result(self) -> float:
-        """Returns the share."""
-        return self._right / self._count if self._count else math.nan
-
-    def reset(self) -> None:
-        """See `StreamingMetric`."""
-        self._right, self._count = 0.0, 0
+        total = math.nan if undefined[kept].any() else float(np.sum(right[kept]))
+        self.add(total, right[kept].size)
 
 
 @dataclass
-class TopK(StreamingMetric):
-    """The share of rows whose label is among the k classes with the largest numbers.
+class TopK(Mean):
+    """The fraction of rows whose label is among the k classes with the highest scores.
 
-    Of equal numbers the first count as larger, as in `Accuracy`, which is the case k = 1. A NaN
-    among numbers that count makes the result NaN.
+    Ties are broken in favor of the first class, as in `Accuracy`, which is the case k = 1. A NaN
+    that is not ignored makes the result NaN.
 
     Args:
-        k: How many classes.
+        k: The number of classes.
 
     Example:
         >>> top = TopK(2)
@@ -92,53 +90,44 @@ class TopK(StreamingMetric):
     def __post_init__(self) -> None:
         """Checks the arguments."""
         super().__post_init__()
-        if isinstance(self.k, bool) or not isinstance(self.k, int | np.integer) or self.k < 1:
-            raise self.wrong(f"k is {self.k!r}; an integer of at least 1 is accepted")
+        whole_number(self.named("k"), self.k, 1)
 
     def update(self, outputs: Array, targets: Array) -> None:
         """See `StreamingMetric`."""
         scores, labels = class_rows(self, outputs, targets)
         if self.k >= scores.shape[1]:
             raise self.wrong(
-                f"k is {self.k}, and there are {scores.shape[1]} classes, so that every answer is "
-                f"right; TopK(k) with a smaller k is accepted"
+                f"with k = {self.k} and {scores.shape[1]} classes, every prediction is correct; "
+                "use TopK(k) with a smaller k"
             )
         own = np.take_along_axis(scores, labels[:, None], axis=1)
         before = np.arange(scores.shape[1]) < labels[:, None]
         rank = ((scores > own) | ((scores == own) & before)).sum(axis=1)
-        self._right += math.nan if np.isnan(scores).any() else float(np.sum(rank < self.k))
-        self._count += len(labels)
-
-    def result(self) -> float:
-        """Returns the share."""
-        return self._right / self._count if self._count else math.nan
-
-    def reset(self) -> None:
-        """See `StreamingMetric`."""
-        self._right, self._count = 0.0, 0
+        total = math.nan if np.isnan(scores).any() else float(np.sum(rank < self.k))
+        self.add(total, len(labels))
 
 
 @dataclass
 class PerClass(StreamingMetric):
-    """A metric of how often each class was answered, right, and answered rightly.
+    """Base class of metrics that are computed from true positives, predictions and targets.
 
-    Three counts for each class are kept: the margins and the diagonal of the confusion matrix.
+    For each class, three counts are kept: the margins and the diagonal of the confusion matrix.
 
-    - Outputs with a class axis answer with the class of the largest number.
+    - For outputs with a class axis, the prediction is the argmax.
     - Integers of the targets' shape are labels.
-    - Floats and bools of the targets' shape are yes and no, as in `Accuracy`: one question where
-      axis 1 (or ``axis``) is missing or of size 1, else as many as that axis is long (multi-label).
+    - Floats and bools of the targets' shape are binary, as in `Accuracy`: a single question if
+      axis 1 (or ``axis``) is missing or has size 1, else one for each column (multi-label).
 
-    A class that neither an answer nor a target has does not count, as in scikit-learn, but a
-    question does; 0/0 is 0. A NaN among numbers that count makes the result NaN.
+    A class that occurs neither in predictions nor in targets is left out, as in scikit-learn; a
+    question is not. 0/0 is 0. A NaN that is not ignored makes the result NaN.
 
     Args:
-        average: ``"binary"``: of the class ``positive`` alone. ``"macro"``: the mean over classes.
-            ``"weighted"``: the same, weighted by how many targets a class has. ``"micro"``: of the
-            counts of all classes together. By default binary for two classes and for one question,
-            else macro.
-        positive: The class that ``"binary"`` is about: 1, or 0 for no.
-        threshold: The border of yes, where outputs are yes and no; by default that of their kind.
+        average: ``"binary"``: only the class ``positive``. ``"macro"``: the mean over classes.
+            ``"weighted"``: the mean weighted by the number of targets of each class. ``"micro"``:
+            computed from the summed counts of all classes. The default is binary for two classes
+            and for a single question, else macro.
+        positive: The positive class of ``"binary"``: 1, or 0 for the negative answer.
+        threshold: The threshold of positive predictions; by default that of ``kind``.
     """
 
     _: KW_ONLY
@@ -147,16 +136,14 @@ class PerClass(StreamingMetric):
     threshold: float | None = None
 
     two_are_binary: ClassVar[bool] = True
-    """Whether two classes are averaged by "binary" by default."""
+    """Whether the default average of two classes is "binary"."""
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
         super().__post_init__()
-        accepted = ("binary", "macro", "weighted", "micro")
-        if self.average not in (None, *accepted):
-            raise self.wrong(
-                f"average is {self.average!r}; {', '.join(map(repr, accepted))} are accepted"
-            )
+        if self.average is not None:
+            averages = ("binary", "macro", "weighted", "micro")
+            choice(self.named("average"), self.average, averages)
 
     def reset(self) -> None:
         """See `StreamingMetric`."""
@@ -179,15 +166,13 @@ class PerClass(StreamingMetric):
             labels, answers = whole(self, targets[kept].reshape(-1)), outputs[kept].reshape(-1)
             check_labels(self, labels)
             if answers.size and answers.min() < 0:
-                raise self.wrong(
-                    f"outputs have the label {answers.min()}; 0 and above are accepted"
-                )
+                raise self.wrong(f"labels in outputs must be >= 0, got {answers.min()}")
             self._add_labels(answers.astype(np.int64), labels, 0)
         else:
             form = "questions"
             self._add_questions(outputs, targets)
         if self._form not in ("", form):
-            raise self.wrong(f"batches of {self._form} and of {form} were given; give one form")
+            raise self.wrong(f"batches contain {self._form} and {form}; use one form for all")
         self._form = form
 
     def _add_labels(self, answers: Counts, labels: Counts, classes: int) -> None:
@@ -197,20 +182,15 @@ class PerClass(StreamingMetric):
         self._add(np.bincount(labels[answers == labels], minlength=size), *found)
 
     def _add_questions(self, outputs: Array, targets: Array) -> None:
-        axis = 1 if self.axis is None else self.axis
-        if outputs.ndim < 2:
-            outputs, targets, axis = outputs.reshape(-1, 1), targets.reshape(-1, 1), 1
-        outputs, targets = (
-            np.moveaxis(each, axis, -1).reshape(-1, each.shape[axis]) for each in (outputs, targets)
-        )
+        outputs, targets = columns(outputs, targets, self.axis)
         kept = np.broadcast_to(
             True if self.ignored is None else targets != self.ignored, targets.shape
         )
         if outputs.dtype.kind == "b":
             answers = outputs
         else:
-            border = yes_border(self.kind) if self.threshold is None else self.threshold
-            answers = outputs > border
+            threshold = yes_border(self.kind) if self.threshold is None else self.threshold
+            answers = outputs > threshold
             self._undefined |= bool((np.isnan(outputs) | np.isnan(targets))[kept].any())
         truths = targets > 0.5
         if answers.shape[1] == 1 and self.positive == 0:
@@ -229,17 +209,17 @@ class PerClass(StreamingMetric):
         self._true += true
 
     def fraction(self, hits: Counts, answered: Counts, true: Counts) -> tuple[Counts, Counts]:
-        """Returns numerator and denominator.
+        """Returns numerator and denominator for each class.
 
         Args:
-            hits: How often a class was answered rightly.
-            answered: How often it was answered.
-            true: How often it was the target.
+            hits: The number of true positives.
+            answered: The number of predictions of the class.
+            true: The number of targets of the class.
         """
         raise NotImplementedError
 
     def per_class(self) -> npt.NDArray[np.float64]:
-        """Returns the number of each class, or question; NaN where a class does not occur."""
+        """Returns the value of each class or question; NaN for classes that do not occur."""
         above, below = self.fraction(self._hits, self._answered, self._true)
         found = np.divide(above, below, out=np.zeros(len(above)), where=below > 0)
         if self._form != "questions":
@@ -272,22 +252,22 @@ class PerClass(StreamingMetric):
         return float((np.nan_to_num(found) * self._true).sum() / total) if total else 0.0
 
     def _place(self, size: int) -> int:
-        """Returns where the positive class stands."""
+        """Returns the index of the positive class."""
         if self._form == "questions":
             if size != 1 or self.positive not in (0, 1):
                 raise self.wrong(
-                    f"average='binary' with positive={self.positive!r} is of one question, and "
-                    f"outputs answer {size}; positive 1 or 0, or another average, is accepted"
+                    f"average='binary' requires a single question and positive=1 or 0, got {size} "
+                    f"questions and positive={self.positive!r}; use another average"
                 )
             return 0
         if self.positive < 0 or (self._form == "classes" and self.positive >= size):
-            raise self.wrong(f"positive is {self.positive!r}; 0 to {size - 1} are accepted")
+            raise self.wrong(f"positive must be from 0 to {size - 1}, got {self.positive!r}")
         return self.positive
 
 
 @dataclass
 class Precision(PerClass):
-    """The share of answers that are right; see `PerClass` for averages and what outputs can be.
+    """The fraction of predictions that are correct; see `PerClass` for averages and outputs.
 
     Example:
         >>> precision = Precision()
@@ -297,13 +277,13 @@ class Precision(PerClass):
     """
 
     def fraction(self, hits: Counts, answered: Counts, true: Counts) -> tuple[Counts, Counts]:
-        """Hits among answers."""
+        """Hits / predictions."""
         return hits, answered
 
 
 @dataclass
 class Recall(PerClass):
-    """The share of targets that were found; see `PerClass` for averages and what outputs can be.
+    """The fraction of targets that are found; see `PerClass` for averages and outputs.
 
     Example:
         >>> recall = Recall(kind="probabilities")
@@ -313,7 +293,7 @@ class Recall(PerClass):
     """
 
     def fraction(self, hits: Counts, answered: Counts, true: Counts) -> tuple[Counts, Counts]:
-        """Hits among targets."""
+        """Hits / targets."""
         return hits, true
 
 
@@ -329,17 +309,17 @@ class F1(PerClass):
     """
 
     def fraction(self, hits: Counts, answered: Counts, true: Counts) -> tuple[Counts, Counts]:
-        """2 hits / (answers + targets)."""
+        """2 hits / (predictions + targets)."""
         return 2 * hits, answered + true
 
 
 @dataclass
 class IoU(PerClass):
-    """Intersection over union, of maps of classes or of yes and no (the Jaccard index).
+    """Intersection over union (the Jaccard index) of class maps or binary maps.
 
-    The mean over classes by default, over those that occur, two included; of the yes where outputs
-    answer one question. Counts are of all batches together, as for segmentation data sets. See
-    `PerClass` for averages and what outputs can be.
+    The default is the mean over all classes that occur, also for two classes; for a single question
+    it is the IoU of the positive answer. Counts are summed over all batches, as usual for
+    segmentation data sets. See `PerClass` for averages and outputs.
 
     Example:
         >>> iou = IoU()
@@ -352,9 +332,9 @@ class IoU(PerClass):
 
     @property
     def default_name(self) -> str:
-        """It is one word."""
+        """``iou``: the general rule would give ``io_u``."""
         return "iou"
 
     def fraction(self, hits: Counts, answered: Counts, true: Counts) -> tuple[Counts, Counts]:
-        """Hits / (answers + targets − hits)."""
+        """Hits / (predictions + targets − hits)."""
         return hits, answered + true - hits

@@ -1,4 +1,4 @@
-"""Functions as metrics: of ortops' form, and of scikit-learn's."""
+"""Functions as metrics, with ortops' signature or scikit-learn's."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from ortops.errors import OrtopsError
+from ortops.arguments import choice, function
+from ortops.metrics.classification import Accuracy
 from ortops.metrics.metric import (
     Array,
     StreamingMetric,
     as_number,
+    check_same_shape,
     class_rows,
     probabilities,
     yes_border,
 )
+from ortops.metrics.regression import MeanAbsoluteError
 
 __all__ = ["Function", "accuracy", "mean_absolute_error"]
 
@@ -29,24 +32,23 @@ _TAKES = {
     "y_proba": "probabilities",
     "pred_decision": "scores",
 }
-"""What functions of scikit-learn's form take, by the name of the parameter."""
+"""What functions with scikit-learn's signature expect, by the name of the parameter."""
 
 _PROBABILITIES = ("log_loss", "d2_log_loss_score")
-"""Functions of scikit-learn that take probabilities by the name ``y_pred``."""
+"""Functions of scikit-learn whose ``y_pred`` are probabilities."""
 
 
 def accuracy(
     outputs: Array, targets: Array, *, kind: str = "logits", ignored: int | None = None
 ) -> float:
-    """Returns the share of right answers.
+    """Returns the fraction of correct predictions; see `Accuracy`.
 
     Args:
-        outputs: Numbers for each class of shape (N, C, …), of which the largest counts; or numbers
-            of the shape of the targets, which tell whether something is so; or class labels.
+        outputs: Class scores of shape (N, C, …), binary scores of the targets' shape, or labels.
         targets: Integer labels of shape (N, …), or targets of 0 and 1.
-        kind: What outputs of the shape of the targets are: ``"logits"`` mean yes above 0,
-            ``"log_probabilities"`` above log ½, ``"probabilities"`` and ``"values"`` above ½.
-        ignored: A label that does not count.
+        kind: What binary scores are: ``"logits"`` are positive above 0, ``"log_probabilities"``
+            above log ½, ``"probabilities"`` and ``"values"`` above ½.
+        ignored: A label to ignore.
 
     Example:
         >>> accuracy(np.array([[0.1, 0.9], [0.8, 0.2]]), np.array([1, 1]))
@@ -54,61 +56,57 @@ def accuracy(
         >>> accuracy(np.array([0.1, 0.9]), np.array([0.0, 1.0]), kind="probabilities")
         1.0
     """
-    if outputs.ndim == targets.ndim + 1:
-        right = outputs.argmax(axis=1) == targets
-    elif outputs.dtype.kind in "iub":
-        right = outputs == targets
-    else:
-        right = (outputs > yes_border(kind)) == (targets > 0.5)
-    counted = right if ignored is None else right[targets != ignored]
-    return float(np.mean(counted)) if counted.size else float("nan")
+    return _measured(Accuracy(kind=kind, ignored=ignored), outputs, targets)
 
 
 def mean_absolute_error(outputs: Array, targets: Array) -> float:
-    """Returns the average distance between outputs and targets of one shape.
+    """Returns the mean of |outputs − targets|; see `MeanAbsoluteError`.
 
     Raises:
-        OrtopsError: If their shapes differ.
+        OrtopsError: If the shapes differ.
 
     Example:
         >>> mean_absolute_error(np.array([1.0, 2.0]), np.array([1.0, 3.0]))
         0.5
     """
-    if outputs.shape != targets.shape:
-        raise OrtopsError(
-            f"metric 'mean_absolute_error': outputs have shape {list(outputs.shape)}, and targets "
-            f"{list(targets.shape)}; one shape is accepted (accuracy compares classes with labels)"
-        )
-    return float(np.mean(np.abs(outputs - targets)))
+    return _measured(MeanAbsoluteError(), outputs, targets)
+
+
+def _measured(metric: StreamingMetric, outputs: Array, targets: Array) -> float:
+    metric.update(outputs, targets)
+    return metric.result()
 
 
 @dataclass
 class Function(StreamingMetric):
-    """A function of all outputs and targets of a data set, which are kept until then.
+    """A metric computed by a function of all outputs and targets of a data set.
 
-    A function with a parameter ``y_true`` has scikit-learn's form, and gets both by name, with
-    further axes as rows and without what does not count:
+    Outputs and targets are kept in memory. A function with a parameter ``y_true`` has
+    scikit-learn's signature. It is called by keyword, with further axes flattened into rows and
+    ignored targets removed:
 
-    - ``y_pred`` gets answers: labels of outputs with a class axis; 0 and 1 of logits and
-      probabilities of the targets' shape, where the targets are all 0 or 1; other outputs as they
-      are. scikit-learn's regression metrics get all as they are.
-    - ``y_prob``, ``y_proba`` and the ``y_pred`` of scikit-learn's ``log_loss`` get probabilities,
-      of shape (rows, classes), or of the second of two classes.
-    - ``y_score`` gets the same, or values as they are; ``pred_decision`` outputs as they are, of
-      two classes the difference.
+    - ``y_pred`` receives predictions: labels for outputs with a class axis; 0 and 1 for logits and
+      probabilities of the targets' shape, if all targets are 0 or 1; other outputs unchanged.
+      scikit-learn's regression metrics always receive unchanged outputs.
+    - ``y_prob``, ``y_proba`` and the ``y_pred`` of scikit-learn's ``log_loss`` receive
+      probabilities of shape (rows, classes), or of the second of two classes.
+    - ``y_score`` receives the same, or unchanged values; ``pred_decision`` receives unchanged
+      outputs, for two classes their difference.
 
-    Any other function gets outputs and targets, classes on axis 1: by these names where it has
-    parameters of both names, else in this order. By keywords ``kind`` and ``ignored`` it gets what
-    is known of them.
+    Any other function receives outputs and targets, with classes on axis 1: by keyword if it has
+    parameters of these names, else by position. Keyword parameters ``kind`` and ``ignored`` receive
+    those of the metric.
 
     Args:
-        function: The function, which returns a number. `functools.partial` gives arguments of its
-            own.
-        takes: What a function of scikit-learn's form takes: ``"labels"``, ``"probabilities"``,
-            ``"scores"`` or ``"values"``, which are outputs as they are; by default as above.
+        function: The function, which returns a number. Use `functools.partial` for its own
+            arguments.
+        takes: What a function with scikit-learn's signature expects: ``"labels"``,
+            ``"probabilities"``, ``"scores"`` or unchanged ``"values"``; by default as above.
 
     Raises:
-        OrtopsError: If the function has ``y_true`` and none of the other names, and takes is None.
+        ArgumentError: If ``function`` or ``takes`` is invalid.
+        OrtopsError: If the function has ``y_true``, but none of the other names, and ``takes`` is
+            None.
 
     Example:
         >>> def worst(outputs, targets):
@@ -124,27 +122,24 @@ class Function(StreamingMetric):
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
-        if not callable(self.function):
-            raise OrtopsError(f"metric {self.function!r}: a function is accepted")
+        function("metric", self.function)
         super().__post_init__()
-        accepted = ("labels", "probabilities", "scores", "values")
-        if self.takes not in (None, *accepted):
-            raise self.wrong(
-                f"takes is {self.takes!r}; {', '.join(map(repr, accepted))} are accepted"
-            )
+        if self.takes is not None:
+            forms = ("labels", "probabilities", "scores", "values")
+            choice(self.named("takes"), self.takes, forms)
         try:
             self._parameters: Mapping[str, inspect.Parameter] = inspect.signature(
                 self.function
             ).parameters
-        except (TypeError, ValueError):  # one that is not written in Python
+        except (TypeError, ValueError):  # not written in Python
             self._parameters = {}
         self._answers = next((name for name in self._parameters if name in _TAKES), None)
         if "y_true" in self._parameters and self._answers is None:
             others = [name for name in self._parameters if name != "y_true"]
             if self.takes is None or not others:
                 raise self.wrong(
-                    f"it has a parameter 'y_true' and none of {', '.join(map(repr, _TAKES))}; name "
-                    "one so, or say with Function(…, takes=) what it gets"
+                    "the function has a parameter 'y_true', but none of "
+                    f"{', '.join(map(repr, _TAKES))}; rename one, or use Function(…, takes=)"
                 )
             self._answers = others[0]
 
@@ -157,10 +152,10 @@ class Function(StreamingMetric):
         return str(getattr(function, "__name__", type(function).__name__))
 
     def update(self, outputs: Array, targets: Array) -> None:
-        """Keeps a batch."""
+        """Stores a batch."""
         if outputs.ndim == targets.ndim + 1 and self.axis is not None:
             outputs = np.moveaxis(outputs, self.axis, 1)
-        self._outputs.append(outputs.copy())  # a loader may fill the same memory again
+        self._outputs.append(outputs.copy())  # a loader may reuse the memory
         self._targets.append(targets.copy())
 
     def result(self) -> float:
@@ -198,8 +193,8 @@ class Function(StreamingMetric):
         if len(shapes) > 1 or not parts[0].ndim:
             first, second = (list(part.shape) for part in (parts[0], parts[-1]))
             raise self.wrong(
-                f"it takes all {which} at once, and batches of shapes {first} and {second} cannot "
-                "be joined; give batches of one shape, or a StreamingMetric"
+                f"cannot concatenate {which} of shapes {first} and {second}; use batches of one "
+                "shape, or a StreamingMetric"
             )
         return np.concatenate(parts)
 
@@ -212,18 +207,15 @@ class Function(StreamingMetric):
             elif str(getattr(self.function, "__module__", "")).endswith("._regression"):
                 takes = "values"
         if outputs.ndim == targets.ndim + 1:
-            # The axis of the classes was moved.
+            # `update` has moved the class axis to 1.
             axis, self.axis = self.axis, 1
             try:
                 scores, labels = class_rows(self, outputs, targets)
             finally:
                 self.axis = axis
             return self._of_classes(scores, takes), labels
-        if outputs.shape != targets.shape:
-            raise self.wrong(
-                f"outputs have shape {list(outputs.shape)}, and targets {list(targets.shape)}; one "
-                "shape is accepted, or outputs with an axis of classes more"
-            )
+        hint = ", or outputs with an additional class axis"
+        check_same_shape(self, outputs, targets, hint=hint)
         kept = self.counts(targets)
         if kept is not ...:
             outputs, targets = outputs[kept], targets[kept]
@@ -245,8 +237,8 @@ class Function(StreamingMetric):
         if takes == "labels":
             return np.asarray(scores.argmax(axis=1))
         two = scores.shape[1] == 2
-        as_they_are = self.kind == "values" or self._answers == "pred_decision"
-        if takes == "scores" and as_they_are:
+        unchanged = self.kind == "values" or self._answers == "pred_decision"
+        if takes == "scores" and unchanged:
             return scores[:, 1] - scores[:, 0] if two else scores
         if takes == "values":
             return scores

@@ -1,8 +1,9 @@
-"""What a metric is, and how it reads outputs and targets."""
+"""The base classes of metrics, and how they read outputs and targets."""
 
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -11,17 +12,23 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ortops.arguments import choice, text, whole_number
 from ortops.errors import OrtopsError
 from ortops.numbers import plain
 
 __all__ = [
     "Array",
+    "Mean",
     "StreamingMetric",
     "as_number",
+    "check_labels",
+    "check_same_shape",
     "class_rows",
+    "columns",
     "has_classes",
     "log_probabilities",
     "probabilities",
+    "whole",
     "yes_border",
 ]
 
@@ -34,24 +41,24 @@ _Metric = TypeVar("_Metric", bound="StreamingMetric")
 
 @dataclass
 class StreamingMetric:
-    """A number for people that is computed batch by batch. Use one of the subclasses.
+    """A metric accumulated over batches. Use one of the subclasses, or write your own.
 
-    A subclass of one's own defines `update`, `result` and `reset`; what it adds up it begins with
-    in `reset`, which is called when it is made and before each data set.
+    Your own subclass defines `update`, `result` and `reset`. `reset` initializes the accumulators;
+    it is called on construction and before each data set.
 
-    What is None is as the loss has it: a session fills it in, in a copy.
+    Arguments that are None are taken from the loss: a session fills them in, in a copy.
 
     Args:
-        output: The tensor of the model that is looked at, an output or not; what the loss looks at
-            by default, or the first summand of a loss that has a target.
-        target: The input of the loss, or of the model, that it is compared with; by default what
-            the loss on that output compares it with.
-        name: What the number is called in results: the class in snake_case by default, and the
-            output where one is given.
+        output: The tensor of the model to evaluate, an output or not; by default that of the loss,
+            or of the first summand of the loss that has a target.
+        target: The input of the loss, or of the model, to compare with; by default the target of
+            the loss of that output.
+        name: The name in results; by default the class name in snake_case, followed by ``output``
+            if given.
         kind: What the outputs are: ``"logits"`` (the default without a session),
             ``"probabilities"``, ``"log_probabilities"`` or other ``"values"``.
-        axis: The axis of the classes, 1 without a session.
-        ignored: The label, or other target, that does not count.
+        axis: The class axis; 1 without a session.
+        ignored: A label, or other target, to ignore.
 
     Example:
         >>> import numpy as np
@@ -78,39 +85,39 @@ class StreamingMetric:
     def __post_init__(self) -> None:
         """Checks the arguments and resets the state."""
         for argument in ("output", "target", "name"):
-            value = getattr(self, argument)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise self.wrong(f"{argument} is {value!r}; a name is accepted")
-        if self.kind not in (None, *KINDS):
-            raise self.wrong(
-                f"kind is {self.kind!r}; " + ", ".join(map(repr, KINDS)) + " are accepted"
-            )
+            if getattr(self, argument) is not None:
+                text(self.named(argument), getattr(self, argument), "a name")
+        if self.kind is not None:
+            choice(self.named("kind"), self.kind, KINDS)
         for argument in ("axis", "ignored"):
-            value = getattr(self, argument)
-            if value is not None and not _is_integer(value):
-                raise self.wrong(f"{argument} is {value!r}; an integer is accepted")
+            if getattr(self, argument) is not None:
+                whole_number(self.named(argument), getattr(self, argument))
         self.reset()
 
     @property
     def default_name(self) -> str:
-        """The class in snake_case."""
+        """The class name in snake_case."""
         return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
 
     @property
     def label(self) -> str:
-        """What the number is called in results."""
+        """The name in results."""
         if self.name:
             return self.name
         return self.default_name + (f"_{self.output}" if self.output else "")
 
     @property
     def inputs(self) -> Mapping[str, str]:
-        """Keywords of `update` → inputs of the loss that it gets there, where these exist."""
+        """Keyword arguments of `update` → inputs of the loss to pass there, if they exist."""
         return {}
 
     def wrong(self, what: str) -> OrtopsError:
         """Returns an error that names the metric."""
         return OrtopsError(f"metric '{self.label}': {what}")
+
+    def named(self, argument: str) -> str:
+        """Returns the name of an argument for messages."""
+        return f"metric '{self.label}': {argument}"
 
     def begun(
         self: _Metric,
@@ -118,7 +125,7 @@ class StreamingMetric:
         axis: int | None = None,
         ignored: int | None = None,
     ) -> _Metric:
-        """Returns a copy that has seen nothing, and knows what was not given.
+        """Returns a reset copy, in which arguments that are None are filled in.
 
         Args:
             kind: See the class.
@@ -133,23 +140,23 @@ class StreamingMetric:
         return result
 
     def update(self, outputs: Array, targets: Array) -> None:
-        """Takes a batch.
+        """Adds a batch.
 
         Args:
-            outputs: What the model gave.
-            targets: What it should have been.
+            outputs: The model's outputs.
+            targets: The targets.
 
         Raises:
-            OrtopsError: If their shapes or values do not fit.
+            OrtopsError: If shapes or values are incompatible.
         """
         raise NotImplementedError
 
     def result(self) -> float:
-        """Returns the number for all batches since `reset`, as if they were one; NaN of none."""
+        """Returns the value for all batches since `reset`, as if they were one; NaN if none."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Forgets all batches."""
+        """Resets the accumulators."""
         raise NotImplementedError
 
     def counts(self, targets: Array) -> Any:
@@ -157,15 +164,33 @@ class StreamingMetric:
         return ... if self.ignored is None else targets != self.ignored
 
 
+@dataclass
+class Mean(StreamingMetric):
+    """A metric that is a sum divided by a count."""
+
+    def add(self, total: float, count: int) -> None:
+        """Adds the sum and the count of a batch."""
+        self._sum += total
+        self._count += count
+
+    def result(self) -> float:
+        """Returns the mean."""
+        return self._sum / self._count if self._count else math.nan
+
+    def reset(self) -> None:
+        """See `StreamingMetric`."""
+        self._sum, self._count = 0.0, 0
+
+
 def as_number(metric: StreamingMetric, value: object) -> float:
     """Returns the result of a metric as a Python float.
 
     Args:
         metric: The metric.
-        value: What its `StreamingMetric.result`, or its function, returned.
+        value: The return value of its `StreamingMetric.result`, or of its function.
 
     Raises:
-        OrtopsError: If that is not a number.
+        OrtopsError: If it is not a number.
     """
     found = plain(value)
     if found is None:
@@ -173,12 +198,8 @@ def as_number(metric: StreamingMetric, value: object) -> float:
     return float(found)
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
 def yes_border(kind: str | None) -> float:
-    """Returns the number above which an output of some kind means yes."""
+    """Returns the threshold above which an output is a positive answer."""
     return {None: 0.0, "logits": 0.0, "log_probabilities": float(np.log(0.5))}.get(kind, 0.5)
 
 
@@ -186,39 +207,60 @@ def has_classes(metric: StreamingMetric, outputs: Array, targets: Array) -> bool
     """Whether outputs have a class axis that targets do not have.
 
     Raises:
-        OrtopsError: If they have neither that nor the targets' shape.
+        OrtopsError: If outputs have neither a class axis nor the targets' shape.
     """
     shape = list(outputs.shape)
     if outputs.ndim == targets.ndim + 1:
         axis = 1 if metric.axis is None else metric.axis
         if not -outputs.ndim <= axis < outputs.ndim:
-            raise metric.wrong(f"axis is {axis}, and outputs have shape {shape}")
+            raise metric.wrong(f"axis {axis} is out of range for outputs of shape {shape}")
         if shape[axis] == 1:
             raise metric.wrong(
-                f"outputs of shape {shape} have one class, and targets shape "
-                f"{list(targets.shape)}; give targets of yes and no in the shape of the outputs"
+                f"outputs of shape {shape} have only one class, targets have shape "
+                f"{list(targets.shape)}; use targets of 0 and 1 in the shape of the outputs"
             )
         del shape[axis]
-    if shape != list(targets.shape):
-        raise metric.wrong(
-            f"outputs have shape {list(outputs.shape)}, and targets {list(targets.shape)}; one "
-            "shape is accepted, or outputs with an axis of classes more"
-        )
+    check_same_shape(metric, outputs, targets, shape, ", or outputs with an additional class axis")
     return outputs.ndim > targets.ndim
+
+
+def check_same_shape(
+    metric: StreamingMetric,
+    outputs: Array,
+    targets: Array,
+    shape: list[int] | None = None,
+    hint: str = " (accuracy compares classes with labels)",
+) -> None:
+    """Raises an error unless targets have a shape, by default that of the outputs."""
+    if (list(outputs.shape) if shape is None else shape) != list(targets.shape):
+        raise metric.wrong(
+            f"outputs have shape {list(outputs.shape)}, targets {list(targets.shape)}; both must "
+            f"have the same shape{hint}"
+        )
+
+
+def columns(outputs: Array, targets: Array, axis: int | None) -> tuple[Array, Array]:
+    """Returns outputs and targets of one shape with an axis as columns, and all others as rows."""
+    if outputs.ndim < 2:
+        return outputs.reshape(-1, 1), targets.reshape(-1, 1)
+    axis = 1 if axis is None else axis
+    width = outputs.shape[axis]
+    first, second = (np.moveaxis(each, axis, -1).reshape(-1, width) for each in (outputs, targets))
+    return first, second
 
 
 def class_rows(
     metric: StreamingMetric, outputs: Array, targets: Array
 ) -> tuple[Array, npt.NDArray[np.int64]]:
-    """Returns scores of shape (rows, classes) and labels of shape (rows): those that count.
+    """Returns scores of shape (rows, classes) and labels of shape (rows), without ignored ones.
 
     Raises:
-        OrtopsError: If outputs have no class axis, or a label is none of their classes.
+        OrtopsError: If outputs have no class axis, or a label is out of range.
     """
     if not has_classes(metric, outputs, targets):
         raise metric.wrong(
-            f"outputs and targets have one shape, {list(outputs.shape)}; outputs with an axis of "
-            "classes more are accepted"
+            "outputs must have an additional class axis, but outputs and targets have the same "
+            f"shape, {list(outputs.shape)}"
         )
     scores = np.moveaxis(outputs, 1 if metric.axis is None else metric.axis, -1)
     scores = scores.reshape(-1, scores.shape[-1])
@@ -232,26 +274,26 @@ def whole(metric: StreamingMetric, labels: Array) -> npt.NDArray[np.int64]:
     """Returns labels as integers.
 
     Raises:
-        OrtopsError: If they are none.
+        OrtopsError: If a label is not an integer.
     """
     with np.errstate(invalid="ignore"):
         result = labels.astype(np.int64)
     if labels.dtype.kind not in "iub" and not np.array_equal(result, labels):
         wrong = labels[result != labels].flat[0]
-        raise metric.wrong(f"targets have the label {wrong}; integers are accepted")
+        raise metric.wrong(f"labels must be integers, got {wrong}")
     return result
 
 
 def check_labels(
     metric: StreamingMetric, labels: npt.NDArray[np.int64], classes: int | None = None
 ) -> None:
-    """Refuses labels that no class has."""
+    """Raises an error for labels out of range."""
     outside = labels < 0 if classes is None else (labels < 0) | (labels >= classes)
     if outside.any():
-        accepted = "0 and above" if classes is None else f"0 to {classes - 1}"
+        valid = ">= 0" if classes is None else f"from 0 to {classes - 1}"
         raise metric.wrong(
-            f"targets have the label {labels[outside][0]}; {accepted} are accepted, and ignored= "
-            "names one that does not count"
+            f"labels must be {valid}, got {labels[outside][0]}; a label to ignore is set with "
+            "ignored="
         )
 
 
@@ -259,17 +301,17 @@ def probabilities(metric: StreamingMetric, scores: Array, *, classes: bool) -> A
     """Returns probabilities in float64.
 
     Args:
-        metric: Says what the scores are.
+        metric: Its ``kind`` is that of the scores.
         scores: Scores, with classes on the last axis, if any.
-        classes: Whether the last axis is that of classes, which exclude each other.
+        classes: Whether the last axis is that of mutually exclusive classes.
 
     Raises:
-        OrtopsError: If the scores are values of another kind.
+        OrtopsError: If the kind is ``"values"``.
     """
     wide = scores.astype(np.float64)
     if metric.kind == "values":
         raise metric.wrong(
-            "outputs are values of which nothing tells the probabilities; give "
+            "outputs of kind 'values' cannot be converted to probabilities; set "
             "kind='probabilities' or kind='logits'"
         )
     if metric.kind == "probabilities":
@@ -286,7 +328,7 @@ def log_probabilities(metric: StreamingMetric, scores: Array) -> Array:
     """Returns log-probabilities of classes, on the last axis, in float64.
 
     Raises:
-        OrtopsError: If the scores are values of another kind.
+        OrtopsError: If the kind is ``"values"``.
     """
     wide = scores.astype(np.float64)
     if metric.kind == "log_probabilities":

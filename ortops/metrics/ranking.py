@@ -1,4 +1,4 @@
-"""The area under the receiver operating characteristic."""
+"""Ranking metrics: the area under the ROC curve."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from dataclasses import KW_ONLY, dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ortops.metrics.metric import Array, StreamingMetric, class_rows, has_classes, probabilities
-from ortops.numbers import integer
+from ortops.arguments import choice, whole_number
+from ortops.metrics.metric import (
+    Array,
+    StreamingMetric,
+    class_rows,
+    columns,
+    has_classes,
+    probabilities,
+)
 
 __all__ = ["AUC"]
 
@@ -18,18 +25,18 @@ _MOST_BINS = 2**31 - 1
 
 @dataclass
 class AUC(StreamingMetric):
-    """How often a yes has a larger number than a no; equal ones count half.
+    """Area under the ROC curve; ties count half.
 
-    The area under the receiver operating characteristic. Outputs of the targets' shape are compared
-    as they are: one question, or one for each place of axis 1 (multi-label). Of two classes, the
-    second is the yes. Of more, each is compared with the rest by its probability, and averaged. NaN
-    where a question has no yes or no no among its targets, and where a number that counts is NaN.
+    Outputs of the targets' shape are scores of a single binary question, or of one for each column
+    along axis 1 (multi-label). For two classes, the second is the positive one. For more, the
+    result is the average of one-vs-rest areas of the class probabilities. The result is NaN if a
+    question lacks positive or negative targets, or a score that is not ignored is NaN.
 
     Args:
-        average: ``"macro"`` takes the mean over classes or questions, ``"weighted"`` weights them
-            by their number of yeses.
-        bins: None keeps all numbers, and is exact. An integer counts probabilities in as many equal
-            bins, in memory that does not grow; those of one bin count as equal.
+        average: ``"macro"`` is the mean over classes or questions, ``"weighted"`` weights them by
+            their number of positive targets.
+        bins: None keeps all scores and is exact. An integer counts probabilities in that many equal
+            bins, with constant memory; probabilities in the same bin count as ties.
 
     Example:
         >>> auc = AUC()
@@ -49,13 +56,9 @@ class AUC(StreamingMetric):
     def __post_init__(self) -> None:
         """Checks the arguments."""
         super().__post_init__()
-        if self.average not in ("macro", "weighted"):
-            raise self.wrong(f"average is {self.average!r}; 'macro' and 'weighted' are accepted")
-        count = 2 if self.bins is None else integer(self.bins)
-        if count is None or not 2 <= count <= _MOST_BINS:
-            raise self.wrong(
-                f"bins must be None or an integer from 2 to {_MOST_BINS}, got {self.bins!r:.80}"
-            )
+        choice(self.named("average"), self.average, ("macro", "weighted"))
+        if self.bins is not None:
+            whole_number(self.named("bins"), self.bins, 2, _MOST_BINS)
 
     def reset(self) -> None:
         """See `StreamingMetric`."""
@@ -75,13 +78,7 @@ class AUC(StreamingMetric):
                 scores = probabilities(self, scores, classes=True)
             kept = np.ones(yes.shape, np.bool)
         else:
-            if outputs.ndim < 2:
-                outputs, targets = outputs.reshape(-1, 1), targets.reshape(-1, 1)
-            axis = 1 if self.axis is None else self.axis
-            scores, found = (
-                np.moveaxis(each, axis, -1).reshape(-1, each.shape[axis])
-                for each in (outputs, targets)
-            )
+            scores, found = columns(outputs, targets, self.axis)
             kept = np.ones(found.shape, np.bool)
             if self.ignored is not None:
                 kept = found != self.ignored
@@ -93,14 +90,15 @@ class AUC(StreamingMetric):
             self._questions = [_Question(self.bins) for _ in range(scores.shape[1])]
         elif len(self._questions) != scores.shape[1]:
             raise self.wrong(
-                f"batches of {len(self._questions)} and of {scores.shape[1]} questions were given"
+                f"batches have {len(self._questions)} and {scores.shape[1]} questions; the number "
+                "must be the same"
             )
         if self.bins and not self._undefined and scores[kept].size:
             low, high = scores[kept].min(), scores[kept].max()
             if low < 0 or high > 1:
                 raise self.wrong(
-                    f"bins are of probabilities, and outputs have {low if low < 0 else high:g}; "
-                    "give kind='logits', or leave bins= out"
+                    f"bins= requires probabilities, got outputs of {low if low < 0 else high:g}; "
+                    "set kind='logits', or leave bins= out"
                 )
         if not self._undefined:
             for number, question in enumerate(self._questions):
@@ -108,7 +106,7 @@ class AUC(StreamingMetric):
                 question.add(scores[rows, number], yes[rows, number])
 
     def _of_two(self, scores: Array) -> Array:
-        """Returns a number that grows with the probability of the second of two classes."""
+        """Returns a score that increases with the probability of the second of two classes."""
         if self.bins:
             return probabilities(self, scores, classes=True)[:, 1:]
         if self.kind in ("probabilities", "log_probabilities"):
@@ -126,7 +124,7 @@ class AUC(StreamingMetric):
 
 
 class _Question:
-    """Scores of yeses and noes: all of them, or how many are in each bin."""
+    """Scores of positive and negative targets: all of them, or counts in bins."""
 
     def __init__(self, bins: int | None) -> None:
         self._counts = None if bins is None else np.zeros((2, bins), np.int64)
@@ -144,7 +142,7 @@ class _Question:
             self._counts[kind] += np.bincount(places[yes == kind], minlength=bins)
 
     def area(self) -> tuple[float, int]:
-        """Returns the area, and how many yeses there are."""
+        """Returns the area and the number of positive targets."""
         counts = self._counts
         if counts is None:
             values, places = np.unique(np.concatenate(self._scores), return_inverse=True)

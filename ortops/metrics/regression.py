@@ -1,4 +1,4 @@
-"""Metrics of numbers, summed in float64."""
+"""Regression metrics, accumulated in float64."""
 
 from __future__ import annotations
 
@@ -7,22 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ortops.metrics.metric import Array, StreamingMetric
+from ortops.metrics.metric import Array, Mean, StreamingMetric, check_same_shape, columns
 
 __all__ = ["R2", "MeanAbsoluteError", "MeanSquaredError", "RootMeanSquaredError"]
 
 
-def _check(metric: StreamingMetric, outputs: Array, targets: Array) -> None:
-    if outputs.shape != targets.shape:
-        raise metric.wrong(
-            f"outputs have shape {list(outputs.shape)}, and targets {list(targets.shape)}; one "
-            "shape is accepted (accuracy compares classes with labels)"
-        )
-
-
 @dataclass
-class MeanAbsoluteError(StreamingMetric):
-    """The mean of |outputs − targets| over all elements that count; NaN if one is.
+class MeanAbsoluteError(Mean):
+    """The mean of |outputs − targets| over all elements that are not ignored; NaN if one is.
 
     Example:
         >>> error = MeanAbsoluteError()
@@ -33,28 +25,19 @@ class MeanAbsoluteError(StreamingMetric):
 
     def update(self, outputs: Array, targets: Array) -> None:
         """See `StreamingMetric`."""
-        _check(self, outputs, targets)
+        check_same_shape(self, outputs, targets)
         kept = self.counts(targets)
         errors = self.errors(outputs.astype(np.float64)[kept] - targets[kept])
-        self._sum += float(errors.sum())
-        self._count += errors.size
+        self.add(float(errors.sum()), errors.size)
 
     def errors(self, differences: Array) -> Array:
-        """Returns what is averaged."""
+        """Returns the errors to average."""
         return np.abs(differences)
-
-    def result(self) -> float:
-        """Returns the mean."""
-        return self._sum / self._count if self._count else math.nan
-
-    def reset(self) -> None:
-        """See `StreamingMetric`."""
-        self._sum, self._count = 0.0, 0
 
 
 @dataclass
 class MeanSquaredError(MeanAbsoluteError):
-    """The mean of (outputs − targets)² over all elements that count; NaN if one is.
+    """The mean of (outputs − targets)² over all elements that are not ignored; NaN if one is.
 
     Example:
         >>> error = MeanSquaredError()
@@ -64,7 +47,7 @@ class MeanSquaredError(MeanAbsoluteError):
     """
 
     def errors(self, differences: Array) -> Array:
-        """Returns what is averaged."""
+        """Returns the errors to average."""
         return np.square(differences)
 
 
@@ -80,7 +63,7 @@ class RootMeanSquaredError(MeanSquaredError):
     """
 
     def result(self) -> float:
-        """Returns the root of the mean of all batches."""
+        """Returns the root of the mean over all batches."""
         return math.sqrt(super().result())
 
 
@@ -88,9 +71,9 @@ class RootMeanSquaredError(MeanSquaredError):
 class R2(StreamingMetric):
     """The coefficient of determination, 1 − Σ (t − y)² / Σ (t − mean t)².
 
-    Of several columns (axis 1; further axes are rows) the mean, as in scikit-learn; as there, a
-    column of equal targets has 1 where outputs are the same, else 0, and NaN is that of less than
-    two rows. NaN among numbers that count makes it NaN.
+    For several columns (axis 1; further axes are rows), the result is the mean, as in scikit-learn.
+    As there, a column with equal targets has 1 if its outputs are the same, else 0, and the result
+    is NaN for less than two rows. A NaN that is not ignored makes the result NaN.
 
     Example:
         >>> r2 = R2()
@@ -100,7 +83,7 @@ class R2(StreamingMetric):
         0.9486
 
     Source:
-        Chan, Golub and LeVeque, 1983 (doi:10.1080/00031305.1983.10483115), the sums of parts.
+        Chan, Golub and LeVeque, 1983 (doi:10.1080/00031305.1983.10483115), for adding batches.
     """
 
     def reset(self) -> None:
@@ -109,27 +92,22 @@ class R2(StreamingMetric):
 
     def update(self, outputs: Array, targets: Array) -> None:
         """See `StreamingMetric`."""
-        _check(self, outputs, targets)
-        if outputs.ndim < 2:
-            outputs, targets = outputs.reshape(-1, 1), targets.reshape(-1, 1)
-        y, t = (
-            np.moveaxis(each, 1, -1).reshape(-1, each.shape[1]).astype(np.float64)
-            for each in (outputs, targets)
-        )
+        check_same_shape(self, outputs, targets)
+        y, t = (each.astype(np.float64) for each in columns(outputs, targets, 1))
         if not t.size:
             return
         kept = np.ones(t.shape) if self.ignored is None else (t != self.ignored).astype(np.float64)
         if not self._seen:
-            columns = t.shape[1]
-            self._count, self._mean, self._spread, self._error = np.zeros((4, columns))
+            self._count, self._mean, self._spread, self._error = np.zeros((4, t.shape[1]))
             self._origin = np.take_along_axis(t, kept.argmax(axis=0)[None], axis=0)[0]
             self._seen = True
         elif t.shape[1] != len(self._count):
             raise self.wrong(
-                f"batches of {len(self._count)} and of {t.shape[1]} columns were given"
+                f"batches have {len(self._count)} and {t.shape[1]} columns; the number must be the "
+                "same"
             )
         self._error += np.where(kept > 0, np.square(t - y), 0).sum(axis=0)
-        # From the first target on: equal targets have a spread of 0, without rounding.
+        # Relative to the first target, so that equal targets have a spread of exactly 0.
         shifted = np.where(kept > 0, t - self._origin, 0)
         count = kept.sum(axis=0)
         mean = shifted.sum(axis=0) / np.maximum(count, 1)

@@ -1,4 +1,4 @@
-"""Metrics of sequences."""
+"""Sequence metrics."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
-from ortops.metrics.metric import Array, StreamingMetric, class_rows, log_probabilities
+from ortops.arguments import text
+from ortops.metrics.metric import Array, Mean, StreamingMetric, class_rows, log_probabilities
 
 __all__ = ["EditDistance", "Perplexity"]
 
 
 @dataclass
-class Perplexity(StreamingMetric):
-    """exp of the mean negative log-likelihood of the labels that count.
+class Perplexity(Mean):
+    """exp of the mean negative log-likelihood of the labels.
 
-    Outputs have a class axis; infinite where a label has probability 0, NaN where a number that
-    counts is NaN.
+    Outputs have a class axis. The result is infinite if a label has probability 0, and NaN if an
+    output that is not ignored is NaN.
 
     Example:
         >>> perplexity = Perplexity(axis=-1)
@@ -31,37 +32,31 @@ class Perplexity(StreamingMetric):
         """See `StreamingMetric`."""
         scores, labels = class_rows(self, outputs, targets)
         found = np.take_along_axis(log_probabilities(self, scores), labels[:, None], axis=1)
-        self._sum -= float(found.sum())
-        self._count += len(labels)
+        self.add(-float(found.sum()), len(labels))
 
     def result(self) -> float:
         """Returns the perplexity."""
-        mean = self._sum / self._count if self._count else math.nan
         with np.errstate(over="ignore"):
-            return float(np.exp(np.float64(mean)))
-
-    def reset(self) -> None:
-        """See `StreamingMetric`."""
-        self._sum, self._count = 0.0, 0
+            return float(np.exp(np.float64(super().result())))
 
 
 @dataclass
 class EditDistance(StreamingMetric):
-    """How many labels have to be inserted, left out or replaced, for each label of the targets.
+    """Edit distance per target label: the character or word error rate.
 
-    The sum of the Levenshtein distances of all rows, divided by the sum of their targets' lengths
-    (as a character or word error rate). Targets are labels of shape (N, S). Outputs are labels of
-    shape (N, T), compared as they are; or scores of shape (T, N, classes), decoded greedily as CTC
-    has it: the largest class at each time, repetitions merged, blanks left out. A blank in the
-    targets of scores is no label. NaN among scores that count makes the result NaN.
+    The sum of the Levenshtein distances of all rows, divided by the sum of their targets' lengths.
+    Targets are labels of shape (N, S). Outputs are labels of shape (N, T), or scores of shape
+    (T, N, classes) that are decoded greedily as in CTC: the argmax at each time step, with
+    repetitions merged and blanks removed. With scores, blanks in the targets are ignored. A NaN
+    within the input lengths makes the result NaN.
 
     Args:
-        blank: The class of scores that stands for no label.
-        padding: A label that does not count, in targets and in outputs that are labels.
+        blank: The blank class of scores.
+        padding: A label to ignore, in targets and in outputs that are labels.
         batch_first: Whether scores have shape (N, T, classes).
         normalize: Whether to divide by the targets' lengths; else by the number of rows.
-        input_lengths: The input that holds how much of T counts, where the loss has it.
-        target_lengths: The input that holds how much of S counts, where the loss has it.
+        input_lengths: The input with the valid lengths along T, if the loss has it.
+        target_lengths: The input with the valid lengths along S, if the loss has it.
 
     Example:
         >>> distance = EditDistance(padding=0)
@@ -85,13 +80,11 @@ class EditDistance(StreamingMetric):
         """Checks the arguments and resets the state."""
         super().__post_init__()
         for argument in ("input_lengths", "target_lengths"):
-            value = getattr(self, argument)
-            if not isinstance(value, str) or not value:
-                raise self.wrong(f"{argument} must be the name of an input, got {value!r:.80}")
+            text(self.named(argument), getattr(self, argument), "the name of an input")
 
     @property
     def inputs(self) -> Mapping[str, str]:
-        """The lengths."""
+        """The inputs with the lengths."""
         return {"input_lengths": self.input_lengths, "target_lengths": self.target_lengths}
 
     def update(
@@ -101,13 +94,13 @@ class EditDistance(StreamingMetric):
         input_lengths: Array | None = None,
         target_lengths: Array | None = None,
     ) -> None:
-        """Takes a batch.
+        """Adds a batch.
 
         Args:
             outputs: See the class.
-            targets: See there.
-            input_lengths: How much of T counts in each row; all by default.
-            target_lengths: How much of S counts in each row; all by default.
+            targets: See the class.
+            input_lengths: The valid length along T of each row; all of T by default.
+            target_lengths: The valid length along S of each row; all of S by default.
         """
         scored = outputs.ndim == 3
         if scored and not self.batch_first:
@@ -117,9 +110,10 @@ class EditDistance(StreamingMetric):
             hint = " (batch_first=True is for (N, T, classes))" if not self.batch_first else ""
             shape = np.moveaxis(outputs, 0, 1).shape if scored and hint else outputs.shape
             raise self.wrong(
-                f"outputs have shape {list(shape)}, and targets {list(targets.shape)}; scores of "
-                f"shape {'(N, T, classes)' if self.batch_first else '(T, N, classes)'}{hint} or "
-                "integers of shape (N, T) are accepted, with targets (N, S)"
+                "outputs must be scores of shape "
+                f"{'(N, T, classes)' if self.batch_first else '(T, N, classes)'}{hint} or integers "
+                f"of shape (N, T), and targets (N, S), got shapes {list(shape)} and "
+                f"{list(targets.shape)}"
             )
         for row, target in enumerate(targets):
             length = None if target_lengths is None else int(target_lengths[row])
@@ -139,7 +133,7 @@ class EditDistance(StreamingMetric):
         self._rows += len(targets)
 
     def result(self) -> float:
-        """Returns the distance for each label, or for each row."""
+        """Returns the distance per label, or per row."""
         by = self._length if self.normalize else self._rows
         return self._edits / by if by else math.nan
 
@@ -163,6 +157,6 @@ def _distance(one: Sequence[int] | Array, other: Sequence[int] | Array) -> int:
     row = places.copy()
     for number, label in enumerate(one, start=1):
         new = np.append(number, np.minimum(row[1:] + 1, row[:-1] + (np.asarray(other) != label)))
-        # An insertion costs 1 for each place: new[i] becomes the least of new[j] + i − j, j ≤ i.
+        # An insertion costs 1 per position: new[i] is the minimum of new[j] + i − j over j ≤ i.
         row = np.minimum.accumulate(new - places) + places
     return int(row[-1])
