@@ -353,8 +353,8 @@ def test_padding_that_the_standard_and_onnxruntime_disagree_on_is_refused() -> N
             Case("AveragePool", [normal(1, 1, 7, dtype=np.float32)], attributes), ("N", "C", "L")
         )
     assert str(error.value) == (
-        "AveragePool node 'under_test': auto_pad SAME_UPPER with dilations [2], which onnxruntime "
-        "pads otherwise than the standard says; write the padding as pads"
+        "AveragePool node 'under_test': no gradient for auto_pad SAME_UPPER with dilations [2], "
+        "for which the padding of onnxruntime differs from the standard; use explicit pads"
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from checked import RULES, ZERO_GRADIENT, checked
+from dot_test import Case, lowered, normal
 
 from ortops.autodiff.registry import Definition, NestedRule, Rule, StructuralRule
 
@@ -34,7 +35,9 @@ def test_rule_follows_schema(op_type: str, rule: Rule) -> None:
         for name, parameter in inspect.signature(rule.function).parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-    assert set(parameters) == set(attributes)
+    assert rule.attributes == set(attributes)
+    shares = op_type in SHARED or op_type == "ConvInteger"  # whose rule calls that of Conv
+    assert shares or set(parameters) == rule.attributes
     for name, parameter in parameters.items():
         proto = attributes[name].default_value
         if not proto.name:
@@ -52,10 +55,64 @@ def test_rule_follows_schema(op_type: str, rule: Rule) -> None:
             assert parameter.default == default, name
 
 
+WINDOWS = {"auto_pad": "NOTSET", "dilations": [1, 1], "pads": [0, 0, 0, 0], "strides": [1, 1]}
+IMAGE = [normal(2, 3, 6, 5, dtype=np.float32)]
+KERNEL = [*IMAGE, normal(3, 3, 2, 3, seed=1, dtype=np.float32)]
+SHARED = {
+    "Conv": (KERNEL, WINDOWS, {}),
+    "ConvTranspose": (KERNEL, WINDOWS, {}),
+    "AveragePool": (IMAGE, WINDOWS, {"kernel_shape": [2, 3]}),
+    "LpPool": (IMAGE, WINDOWS, {"kernel_shape": [2, 3]}),
+    "MaxPool": (IMAGE, WINDOWS, {"kernel_shape": [2, 3]}),
+    **{
+        op_type: (
+            [
+                normal(*shape, dtype=np.float32)
+                for shape in ((4, 2, 3), (1, gates * 5, 3), (1, gates * 5, 5))
+            ],
+            {"direction": "forward", "activations": activations},
+            {"hidden_size": 5},
+        )
+        for op_type, gates, activations in (
+            ("GRU", 3, ["Sigmoid", "Tanh"]),
+            ("LSTM", 4, ["Sigmoid", "Tanh", "Tanh"]),
+            ("RNN", 1, ["Tanh"]),
+        )
+    },
+}
+"""Operators whose rules share attributes: inputs, the defaults of the attributes, and others."""
+
+
+@pytest.mark.parametrize("op_type", SHARED)
+def test_shared_attributes_have_defaults_of_schema(op_type: str) -> None:
+    inputs, defaults, others = SHARED[op_type]
+    for name, default in defaults.items():
+        proto = schema(op_type).attributes[name].default_value
+        if proto.name:
+            given = onnx.helper.get_attribute_value(proto)
+            texts = [item.decode() for item in (given if isinstance(given, list) else [given])]
+            assert ([default] if isinstance(default, str) else default) == texts[: len(default)]
+    emitted = [
+        [
+            (node.op_type, list(node.input), list(node.attribute))
+            for node in lowered(Case(op_type, inputs, attributes), symbolic=False).graph.node
+            if node.op_type != op_type
+        ]
+        for attributes in (others, {**others, **defaults})
+    ]
+    assert emitted[0] == emitted[1]
+
+
 def test_rule_takes_every_input() -> None:
     for op_type, rule in STANDARD.items():
         parameters = inspect.signature(rule.function).parameters.values()
+        if op_type in ("GRU", "LSTM", "RNN"):  # any number; all have tests but sequence_lens, 4
+            assert set(checked()["", op_type].differentiated) == {
+                index for index in range(len(schema(op_type).inputs)) if index != 4
+            }
+            continue
         if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+            assert schema(op_type).max_input > len(schema(op_type).inputs), op_type
             continue
         first = 3 if isinstance(rule, NestedRule) else 2  # g and y, and before them the rules
         positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]

@@ -29,7 +29,7 @@ from ortops.graph.edit import attribute_values, describe, nodes_between
 from ortops.graph.shapes import map_sequences, unbroadcast
 from ortops.graph.tensor import Tape, Tensor
 
-__all__ = ["Site", "add_cotangents", "backward", "emit_definition"]
+__all__ = ["Site", "add_cotangents", "backward", "backward_to_inputs", "emit_definition"]
 
 
 @dataclass(frozen=True)
@@ -185,13 +185,46 @@ def _through_definition(at: Site, rule: Definition, attributes: Mapping[str, Any
         for result, cotangent in zip(results, at.g, strict=False)
         if result is not None and cotangent is not None
     }
-    given = list(dict.fromkeys(value for value in node.inputs if value is not None))
-    xs = [value for value in given if at.rules.carries_cotangent(value)]
+    given = [value for value in node.inputs if value is not None]
+    wanted = [
+        value if value is not None and at.rules.carries_cotangent(value) else None
+        for value in node.inputs
+    ]
     made = tape.nodes[start:]
-    found = backward(tape, made, seeds, xs, at.rules, cut=given, asked_by=describe(node))
+    return backward_to_inputs(
+        tape, made, seeds, wanted, at.rules, cut=given, asked_by=describe(node)
+    )
+
+
+def backward_to_inputs(
+    tape: Tape,
+    nodes: Sequence[ir.Node],
+    seeds: Mapping[ir.Value, Tensor],
+    inputs: Sequence[ir.Value | None],
+    rules: Rules,
+    *,
+    cut: Iterable[ir.Value],
+    asked_by: str,
+) -> tuple[Tensor | None, ...]:
+    """Propagates cotangents to the inputs of a node, through nodes that compute the same.
+
+    Args:
+        tape: See `backward`.
+        nodes: See `backward`.
+        seeds: See `backward`.
+        inputs: The inputs; None for those that need no cotangent.
+        rules: See `backward`.
+        cut: See `backward`.
+        asked_by: See `backward`.
+
+    Returns:
+        A cotangent or None for each input.
+    """
+    xs = list(dict.fromkeys(value for value in inputs if value is not None))
+    found = backward(tape, nodes, seeds, xs, rules, cut=cut, asked_by=asked_by)
     # `pop`, because a tensor that is an input twice must get its cotangent once.
     left = dict(zip(xs, found, strict=True))
-    return tuple(None if value is None else left.pop(value, None) for value in node.inputs)
+    return tuple(None if value is None else left.pop(value, None) for value in inputs)
 
 
 def emit_definition(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, get_args, get_type_hints
 
 import onnx_ir as ir
 
@@ -164,33 +164,29 @@ class Table:
             >>> table.rules["com.example", "Cube"].attributes
             frozenset()
         """
-
-        def register(function: _F) -> _F:
-            names = _attributes(function)
-            rule = Rule(function, names, elementwise, tuple(needs), quantizes, limits, when)
-            return self._add(op_types, domain, rule, function)
-
-        return register
+        return self._registers(
+            lambda function: Rule(
+                function, _attributes(function), elementwise, tuple(needs), quantizes, limits, when
+            ),
+            *op_types,
+            domain=domain,
+        )
 
     def nested_vjp(
         self, *op_types: str, domain: str = "", needs: Sequence[int] = (), limits: str = ""
     ) -> Callable[[_F], _F]:
         """Registers a rule that differentiates nodes that it emits; see `NestedRule` and `vjp`."""
-
-        def register(function: _F) -> _F:
-            names = _attributes(function)
-            rule = NestedRule(function, names, needs=tuple(needs), limits=limits)
-            return self._add(op_types, domain, rule, function)
-
-        return register
+        return self._registers(
+            lambda function: NestedRule(
+                function, _attributes(function), needs=tuple(needs), limits=limits
+            ),
+            *op_types,
+            domain=domain,
+        )
 
     def structural(self, op_type: str, *, limits: str = "") -> Callable[[_F], _F]:
         """Registers the rule of an operator with subgraphs; see `StructuralRule`."""
-
-        def register(function: _F) -> _F:
-            return self._add((op_type,), "", StructuralRule(function, limits), function)
-
-        return register
+        return self._registers(lambda function: StructuralRule(function, limits), op_type)
 
     def zero(self, *op_types: str, domain: str = "") -> None:
         """Registers operators whose derivative is zero; see `ZeroRule`."""
@@ -239,23 +235,39 @@ class Table:
             >>> sorted(table.rules["com.example", "ScaledTanh"].attributes)
             ['alpha']
         """
+        return self._registers(
+            lambda function: Definition(function, _attributes(function), keep, quantizes, limits),
+            *op_types,
+            domain=domain,
+        )
+
+    def _registers(
+        self, rule_of: Callable[[Function], AnyRule], *op_types: str, domain: str = ""
+    ) -> Callable[[_F], _F]:
+        """Returns a decorator that registers the rule made of a function for operators."""
 
         def register(function: _F) -> _F:
-            rule = Definition(function, _attributes(function), keep, quantizes, limits)
-            return self._add(op_types, domain, rule, function)
+            rule = rule_of(function)
+            self.rules.update(((domain, op_type), rule) for op_type in op_types)
+            return function
 
         return register
 
-    def _add(self, op_types: Sequence[str], domain: str, rule: AnyRule, function: _F) -> _F:
-        for op_type in op_types:
-            self.rules[domain, op_type] = rule
-        return function
-
 
 def _attributes(function: Function) -> frozenset[str]:
-    """Returns the names of the attributes that a function supports: keyword-only parameters."""
-    parameters = inspect.signature(function).parameters.values()
-    return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+    """Returns the names of the attributes that a function supports.
+
+    These are its keyword-only parameters, and the keys of a TypedDict in
+    ``**name: Unpack[TypedDict]``, with which several rules share attributes.
+    """
+    names = set()
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            names.add(name)
+        elif parameter.kind is parameter.VAR_KEYWORD and "Unpack" in str(parameter.annotation):
+            (attributes,) = get_args(get_type_hints(inspect.unwrap(function))[name])
+            names |= attributes.__annotations__.keys()
+    return frozenset(names)
 
 
 USER = Table()

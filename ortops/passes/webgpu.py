@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Unpack
 
 import numpy as np
 import onnx_ir as ir
 
 from ortops.autodiff.registry import Cotangents, Table
-from ortops.autodiff.rules.convolution import input_gradient, windows
+from ortops.autodiff.rules.convolution import Placement, input_gradient, windows
+from ortops.autodiff.rules.normalization import per_channel
 from ortops.errors import UnsupportedError
 from ortops.graph.edit import all_nodes, describe, inner_graphs
 from ortops.graph.shapes import reshape_like
@@ -62,22 +64,17 @@ def _max_pool(
     x: Tensor,
     *,
     kernel_shape: Sequence[int],
-    auto_pad: str = "NOTSET",
     ceil_mode: int = 0,
-    dilations: Sequence[int] | None = None,
-    pads: Sequence[int] | None = None,
     storage_order: int = 0,
-    strides: Sequence[int] | None = None,
+    **placement: Unpack[Placement],
 ) -> Cotangents:
     """Compares the elements of each window, collected by a Conv, with its maximum.
 
-    In case of ties the first element is used, as in the standard rule. Infinite or NaN elements
-    make the other elements of their windows NaN.
+    In case of ties, the first element is the maximum, as in the standard rule. Infinite or NaN
+    elements make the other elements of their windows NaN.
     """
-    at = windows(
-        x, kernel_shape, strides=strides, dilations=dilations, pads=pads, auto_pad=auto_pad
-    )
-    if ceil_mode or isinstance(at.begin, Tensor) or isinstance(at.end, Tensor):
+    at = windows(x, kernel_shape, **placement)
+    if ceil_mode or at.pads is None:
         node = y[0].value.producer()
         raise UnsupportedError(
             f"{describe(node) if node else 'MaxPool'}: WebGPU does not support indices of maxima, "
@@ -86,24 +83,20 @@ def _max_pool(
         )
     size = math.prod(kernel_shape)
     taps = np.eye(size, dtype=x.dtype).reshape(size, 1, *kernel_shape)
-    images = op.Reshape(x, op.Concat([-1, 1], op.Shape(x, start=2), axis=0))
     weights = x.tape.constant(taps)
 
     def elements(of: Tensor) -> Tensor:
         """Returns (N · C, elements of a window, …)."""
-        laid: Tensor = op.Conv(
-            of, weights, strides=at.strides, dilations=at.dilations, pads=[*at.begin, *at.end]
-        )
-        return laid
+        return op.Conv(of, weights, strides=at.strides, dilations=at.dilations, pads=at.pads)
 
     def as_images(of: Tensor) -> Tensor:
-        shaped: Tensor = op.Reshape(of, op.Concat([-1, 1], op.Shape(of, start=2), axis=0))
-        return shaped
+        """Returns (N, C, …) as (N · C, 1, …)."""
+        return op.Reshape(of, op.Concat([-1, 1], op.Shape(of, start=2), axis=0))
 
-    dtype = x.dtype
+    images, dtype = as_images(x), x.dtype
     order = np.arange(size, 0, -1, dtype=dtype).reshape(1, size, *(1,) * at.rank)
     score = op.Equal(elements(images), as_images(y[0])).astype(dtype) * order
-    if at.is_padded:  # zeros added by the Conv do not count
+    if at.is_padded:  # the zeros with which Conv pads are not elements
         score = score * elements(op.Mul(images, 0) + 1)
     first = op.ReduceMax(score, [1], keepdims=1)
     hits = op.And(op.Equal(score, first), op.Greater(score, 0)).astype(dtype)
@@ -124,11 +117,8 @@ def _batch_normalization(node: ir.Node, tape: Tape) -> Result:
     centred = x - batch_mean
     batch_variance = op.ReduceMean(centred * centred, axes, keepdims=1)
 
-    def per_channel(vector: Tensor) -> Tensor:
-        return vector if x.ndim <= 2 else op.Unsqueeze(vector, [*range(1, x.ndim - 1)])
-
-    factor = per_channel(scale) / op.Sqrt(batch_variance + epsilon)
-    y = centred * factor + per_channel(bias)
+    factor = per_channel(scale, x) / op.Sqrt(batch_variance + epsilon)
+    y = centred * factor + per_channel(bias, x)
     shares = [
         old * momentum + op.Reshape(new, [-1]) * (1 - momentum)
         for old, new in ((mean, batch_mean), (variance, batch_variance))

@@ -1,13 +1,14 @@
-"""What attention and rotary embeddings stand for, ONNX's own and onnxruntime's.
+"""Definitions of attention and rotary embeddings, those of ONNX and of onnxruntime.
 
-A row of scores that a mask excludes as a whole attends to nothing: its output, and all that flows
-back from it, is zero.
+If a mask excludes all keys of a query, its output is zero, and so are the cotangents that it passes
+on.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypedDict, Unpack
 
 import numpy as np
 import onnx_ir as ir
@@ -20,6 +21,14 @@ from ortops.graph.tensor import Tensor, op
 
 MICROSOFT = "com.microsoft"
 Size = int | Tensor
+
+
+class Scoring(TypedDict, total=False):
+    """The attributes of onnxruntime's attention operators for the scores and their masks."""
+
+    mask_filter_value: float
+    scale: float
+    unidirectional: int
 
 
 @definition("Attention")
@@ -69,7 +78,7 @@ def attention(
             allowed = _both(allowed, attn_mask)
         else:
             added = attn_mask
-    # A causal window leaves each query the key at its own position.
+    # With a causal window alone, each query can attend to the key at its own position.
     certain = attn_mask is None and nonpad_kv_seqlen is None and left_window_size < 0
     bias = _bias(q, allowed, added)
     y, probabilities, stages = _attend(
@@ -96,7 +105,7 @@ def _heads(x: Tensor, count: int | None) -> Tensor:
 
 
 def _merge(y: Tensor) -> Tensor:
-    """Joins the heads again."""
+    """Merges the heads again; the inverse of `_heads`."""
     width = size_of(y, [1, 3])
     joined = op.Transpose(y, perm=[0, 2, 1, 3])
     return op.Reshape(joined, [0, 0, width if isinstance(width, int) else -1])
@@ -124,15 +133,15 @@ def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 def _window(
     x: Tensor, length: Size, total: Size, offset: Size, left: int, right: int
 ) -> Tensor | None:
-    """Returns which keys are at most so far to the left and to the right of each query.
+    """Returns a mask of the keys in a window around each query; None for all keys.
 
     Args:
         x: A tensor on the tape.
         length: The number of queries.
         total: The number of keys.
-        offset: The position of the first query among the keys; one for each sample, or one.
-        left: How far to the left; -1 for no limit.
-        right: How far to the right; -1 for no limit.
+        offset: The position of the first query among the keys, for all samples or for each.
+        left: The number of keys to the left of the query; -1 for no limit.
+        right: The number of keys to the right of the query; -1 for no limit.
     """
     if left < 0 and right < 0:
         return None
@@ -153,7 +162,7 @@ def _window(
 def _bias(
     like: Tensor, allowed: Tensor | None, added: Tensor | None, excluded: float = -np.inf
 ) -> Tensor | None:
-    """Returns what is added to the scores: by default minus infinity where a key is not allowed."""
+    """Returns the bias of the scores, which is minus infinity by default for excluded keys."""
     if allowed is None:
         return added
     fill = like.tape.constant(np.array(excluded, like.dtype))
@@ -175,13 +184,13 @@ def _attend(
 
     Args:
         q: Queries (batch, head, length, size).
-        k: Keys (batch, head, length, size), of as many heads, or a divisor of that.
+        k: Keys (batch, head, length, size); the number of heads divides that of the queries.
         v: Values.
-        bias: What is added to the scores, of a shape that broadcasts to theirs.
-        scale: What they are multiplied by; 1/√size by default.
+        bias: The bias of the scores, of a shape that broadcasts to theirs.
+        scale: The factor of the scores; 1/√size by default.
         softcap: The limit of the scores before the bias is added; 0 for none.
         precision: The type in which the softmax is computed.
-        masked_rows: Whether all of a row of the bias may be minus infinity.
+        masked_rows: Whether all elements in a row of the bias may be minus infinity.
     """
     factor: float | Tensor
     if scale is not None:
@@ -194,7 +203,7 @@ def _attend(
             factor = op.Reciprocal(op.Sqrt(op.CastLike(size, q)))
     grouped = q.shape is None or k.shape is None or q.shape[1] != k.shape[1] or None in q.shape[:2]
     keys = op.Transpose(k, perm=[0, 1, 3, 2])
-    # The heads that share a key are rows of one product.
+    # Query heads with the same key head become rows of one product.
     scores = op.MatMul(_group(q * factor, k) if grouped else q * factor, keys)
     if grouped:
         scores = _ungroup(scores, q, size_of(k, [2]))
@@ -225,7 +234,7 @@ def _attend(
 
 
 def _group(x: Tensor, k: Tensor) -> Tensor:
-    """Stacks the rows of the heads that share one of k's."""
+    """Stacks the rows of the heads of x that share a head of k."""
     width = size_of(x, [3])
     return op.Reshape(x, [0, size_of(k, [1]), -1, width])
 
@@ -256,9 +265,7 @@ def multi_head_attention(
     cache_indirection: Tensor | None = None,
     *,
     num_heads: int,
-    mask_filter_value: float = -10000.0,
-    scale: float = 0.0,
-    unidirectional: int = 0,
+    **attributes: Unpack[Scoring],
 ) -> Cotangents:
     if past_sequence_length is not None or cache_indirection is not None:
         raise UnsupportedError(
@@ -285,14 +292,11 @@ def multi_head_attention(
         k, v = (x if x.ndim == 4 else _heads(x, num_heads) for x in (key, value))
     if past_key is not None:
         k, v = op.Concat(past_key, k, axis=2), op.Concat(past_value, v, axis=2)
-    y = _masked_attention(
-        q, k, v, key_padding_mask, attention_bias, mask_filter_value, scale, unidirectional
-    )
-    return y, k, v
+    return _masked_attention(q, k, v, key_padding_mask, attention_bias, **attributes), k, v
 
 
 def _unpack(packed: Tensor, index: int) -> Tensor:
-    """Takes queries, keys or values out of (batch, length, head, which, size)."""
+    """Returns the queries, keys or values in (batch, length, head, which, size)."""
     return op.Transpose(packed[:, :, :, index], perm=[0, 2, 1, 3])
 
 
@@ -302,11 +306,9 @@ def _masked_attention(
     v: Tensor,
     mask: Tensor | None,
     added: Tensor | None,
-    masked_score: float,
-    scale: float,
-    causal: int,
+    **attributes: Unpack[Scoring],
 ) -> Tensor:
-    """Returns attention with a finite score in the place of those that a mask excludes."""
+    """Returns attention in which masked scores are replaced with a finite number."""
     length, total = size_of(q, [2]), size_of(k, [2])
     bias = None
     if mask is not None:
@@ -320,13 +322,16 @@ def _masked_attention(
             seen = op.Less(_range(q, total), op.Reshape(mask.astype(np.int64), [-1, 1, 1, 1]))
         else:
             seen = op.Unsqueeze(op.Greater(mask, 0), {2: [1, 2], 3: [1], 4: []}[mask.ndim])
-        bias = op.Where(seen, op.CastLike(0.0, q), op.CastLike(masked_score, q))
-    if causal:  # the least number, which counts in a row of which the mask excludes the rest
+        masked_score = op.CastLike(attributes.get("mask_filter_value", -10000.0), q)
+        bias = op.Where(seen, op.CastLike(0.0, q), masked_score)
+    if attributes.get(
+        "unidirectional"
+    ):  # the least finite number: a row may consist of masked scores and these
         window = _window(q, length, total, _minus(total, length), -1, 0)
         bias = _bias(q, window, bias, float(ir.DataType.from_numpy(q.dtype).min))
     if added is not None:
         bias = added if bias is None else bias + added
-    y, _, _ = _attend(q, k, v, bias, scale=scale or None, masked_rows=False)
+    y, _, _ = _attend(q, k, v, bias, scale=attributes.get("scale") or None, masked_rows=False)
     return _merge(y)
 
 
@@ -347,12 +352,10 @@ def packed_attention(
     *,
     num_heads: int,
     do_rotary: int = 0,
-    mask_filter_value: float = -10000.0,
     past_present_share_buffer: int = 0,
     qkv_hidden_sizes: Sequence[int] | None = None,
     rotary_embedding_dim: int = 0,
-    scale: float = 0.0,
-    unidirectional: int = 0,
+    **attributes: Unpack[Scoring],
 ) -> Cotangents:
     if do_rotary or past_present_share_buffer or past_sequence_length is not None:
         raise UnsupportedError(
@@ -361,16 +364,12 @@ def packed_attention(
             "concatenated cache"
         )
     projected = op.MatMul(x, weights)
+    if bias is not None:
+        projected = projected + bias
     return attend_projected(
-        projected if bias is None else projected + bias,
-        mask_index,
-        past,
-        attention_bias,
+        *(projected, mask_index, past, attention_bias, qkv_hidden_sizes),
         num_heads=num_heads,
-        mask_filter_value=mask_filter_value,
-        qkv_hidden_sizes=qkv_hidden_sizes,
-        scale=scale,
-        unidirectional=unidirectional,
+        **attributes,
     )
 
 
@@ -379,25 +378,21 @@ def attend_projected(
     mask_index: Tensor | None,
     past: Tensor | None,
     attention_bias: Tensor | None,
+    qkv_hidden_sizes: Sequence[int] | None = None,
     *,
     num_heads: int,
-    mask_filter_value: float,
-    scale: float,
-    unidirectional: int,
-    qkv_hidden_sizes: Sequence[int] | None = None,
+    **attributes: Unpack[Scoring],
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns what com.microsoft::Attention does behind its product, and the present.
+    """Applies com.microsoft::Attention after its projection; returns the output and the present.
 
     Args:
-        projected: Queries, keys and values side by side, (batch, length, hidden).
-        mask_index: As the operator's input.
-        past: The same.
-        attention_bias: The same.
-        num_heads: As its attribute.
-        mask_filter_value: The same.
-        scale: The same.
-        unidirectional: The same.
-        qkv_hidden_sizes: The same.
+        projected: The concatenated queries, keys and values, (batch, length, hidden).
+        mask_index: See the operator.
+        past: See the operator.
+        attention_bias: See the operator.
+        qkv_hidden_sizes: See the operator.
+        num_heads: See the operator.
+        **attributes: See the operator.
     """
     if qkv_hidden_sizes:
         parts = op.Split(projected, list(qkv_hidden_sizes), axis=-1)
@@ -406,9 +401,7 @@ def attend_projected(
     q, k, v = (_heads(part, num_heads) for part in parts)
     if past is not None:
         k, v = op.Concat(past[0], k, axis=2), op.Concat(past[1], v, axis=2)
-    y = _masked_attention(
-        q, k, v, mask_index, attention_bias, mask_filter_value, scale, unidirectional
-    )
+    y = _masked_attention(q, k, v, mask_index, attention_bias, **attributes)
     same = not qkv_hidden_sizes or qkv_hidden_sizes[1] == qkv_hidden_sizes[2]
     present = op.Concat(op.Unsqueeze(k, [0]), op.Unsqueeze(v, [0]), axis=0) if same else None
     return y, present
@@ -460,7 +453,7 @@ def group_query_attention(
             "no gradient with a quantized or sliding cache, smooth softmax, a head sink or "
             "normalized queries; use the operator without them"
         )
-    if key is None or value is None:  # queries, keys and values side by side
+    if key is None or value is None:  # packed queries, keys and values
         heads = _heads(query, num_heads + 2 * kv_num_heads)
         q, k, v = op.Split(heads, [num_heads, kv_num_heads, kv_num_heads], axis=1)
     else:
@@ -470,7 +463,7 @@ def group_query_attention(
     offset: Size = 0
     cached = None if past_key is None or past_value is None else size_of(past_key, [2])
     if isinstance(cached, Tensor) or cached:
-        # Of the past, each sample has what is seen beyond the queries; a prompt has none.
+        # The past of a sample contains the seen keys without the new ones; a prompt has no past.
         longest = op.Reshape(total_sequence_length.astype(np.int64), [])
         offset = op.Where(op.Equal(longest, length), 0, op.Sub(seen, length))
     if do_rotary:
@@ -495,13 +488,13 @@ def group_query_attention(
 
 
 def _append(past: Tensor, new: Tensor, used: Tensor, longest: Tensor) -> Tensor:
-    """Puts what is new behind the used part of a past, which is another for each sample.
+    """Writes new keys or values after the used part of a past, whose length depends on the sample.
 
     Args:
-        past: (batch, head, length, size).
-        new: The same, of another length.
-        used: How long the used part is, (batch, 1, 1, 1) or ().
-        longest: The length of the result, if that of the past is not longer.
+        past: The past, (batch, head, length, size).
+        new: The new keys or values, with another length.
+        used: The length of the used part, (batch, 1, 1, 1) or ().
+        longest: The minimum length of the result; that of the past may be greater.
     """
     capacity, length = size_of(past, [2]), size_of(new, [2])
     total = op.Max(longest, capacity)
@@ -572,15 +565,16 @@ def _rotate(
     interleaved: int,
     rotated: int,
 ) -> Tensor:
-    """Rotates pairs of numbers.
+    """Rotates pairs of features.
 
     Args:
-        x: (batch, head, position, number) or (batch, position, head · number).
-        cos: (batch, position, pair).
-        sin: The same.
-        split: Where x has three axes, its shape with four: (batch, position, head, number).
-        interleaved: Whether the numbers of a pair are neighbours; else they are half of all apart.
-        rotated: How many numbers, the first ones, are rotated; 0 for all.
+        x: The features, (batch, head, position, size) or (batch, position, head · size).
+        cos: The cosines, (batch, position, pair).
+        sin: The sines, in the same shape.
+        split: If x has three axes, the shape (batch, position, head, size) to split it into.
+        interleaved: Whether pairs are adjacent; otherwise, they consist of an element of the first
+            half and one of the second half.
+        rotated: The number of leading features to rotate; 0 for all.
     """
     flat = x.ndim == 3
     cos, sin = (op.Unsqueeze(angle, [2 if flat else 1]) for angle in (cos, sin))

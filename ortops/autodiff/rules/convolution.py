@@ -1,8 +1,8 @@
-"""Rules of Conv and ConvTranspose, and the window geometry that pooling shares with them.
+"""Rules of Conv and ConvTranspose, and the window geometry that they share with pooling.
 
-A convolution is linear in its input and in its weights. With respect to the input it is the
-transpose of ConvTranspose, so each is the other's gradient; with respect to the weights it is the
-product of the output's cotangent with the columns that the windows see.
+A convolution is linear in its input and in its weights. Its gradient with respect to the input is a
+transposed convolution, and the other way round. Its gradient with respect to the weights is the
+product of the output's cotangent with the columns (im2col) of the input.
 """
 
 from __future__ import annotations
@@ -11,35 +11,60 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import numpy as np
+import onnx_ir as ir
 
 from ortops.autodiff.registry import Cotangents
 from ortops.autodiff.rules.table import vjp
+from ortops.graph.edit import attribute_values
 from ortops.graph.shapes import pad_axes, reshape_like, size_of, sum_along
 from ortops.graph.tensor import Dim, Tensor, op
 
 MAX_COLUMN_TAPS = 25
-"""The largest kernel whose weight gradient is taken from the columns.
+"""The number of elements of the largest kernel whose weight gradient uses columns.
 
-The columns hold the input once per kernel element. For the 7×7 kernels at the entrance of a
-residual net (3 channels of 224×224) the convolution with batch and channels exchanged took half the
-time; for 3×3 and 1×1 kernels the columns took half the time or less.
+The columns hold the input once per kernel element. Measured: for the 7×7 kernels of the first layer
+of a residual network (3 channels of 224×224), the convolution with batch and channels exchanged
+takes half the time; for 3×3 and 1×1 kernels, the columns take half the time or less.
 """
+
+
+class Placement(TypedDict, total=False):
+    """The attributes of ONNX that place the windows of a convolution or pooling."""
+
+    auto_pad: str
+    dilations: Sequence[int]
+    pads: Sequence[int]
+    strides: Sequence[int]
+
+
+class ConvAttributes(Placement, total=False):
+    """The attributes of Conv."""
+
+    group: int
+    kernel_shape: Sequence[int]
+
+
+class PoolAttributes(Placement, total=False):
+    """The attributes that AveragePool, LpPool and MaxPool have in common."""
+
+    ceil_mode: int
+    kernel_shape: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Windows:
-    """How windows lie on the spatial axes of a tensor.
+    """The windows of a convolution or pooling on the spatial axes of a tensor.
 
     Attributes:
-        kernel: The sizes of the window; None where unknown.
+        kernel: The sizes of the window; None for unknown ones.
         strides: The distances between windows.
         dilations: The distances between the elements of a window.
-        begin: The padding before the first element: one int per axis, or a vector of int64 where
-            it is known only at run time.
-        end: The padding behind the last element.
+        begin: The padding before the first element: one int per axis, or an int64 vector if it is
+            known only at run time.
+        end: The padding after the last element, in the same form.
     """
 
     kernel: tuple[int | None, ...]
@@ -51,9 +76,15 @@ class Windows:
     @property
     def is_padded(self) -> bool:
         """Whether there is padding, or may be at run time."""
+        pads = self.pads
+        return pads is None or any(pads)
+
+    @property
+    def pads(self) -> list[int] | None:
+        """The attribute ``pads`` of ONNX; None if the padding is known only at run time."""
         if isinstance(self.begin, Tensor) or isinstance(self.end, Tensor):
-            return True
-        return any(self.begin) or any(self.end)
+            return None
+        return [*self.begin, *self.end]
 
     @property
     def rank(self) -> int:
@@ -67,7 +98,7 @@ class Windows:
 
     @property
     def extents(self) -> tuple[int | None, ...]:
-        """The number of elements from the first to the last of a window, both included."""
+        """The number of elements of the tensor from the first to the last one of a window."""
         return tuple(
             None if size is None else (size - 1) * dilation + 1
             for size, dilation in zip(self.kernel, self.dilations, strict=True)
@@ -77,31 +108,25 @@ class Windows:
 def windows(
     x: Tensor,
     kernel: Sequence[Dim],
-    *,
     kernel_like: Tensor | None = None,
-    strides: Sequence[int] | None,
-    dilations: Sequence[int] | None,
-    pads: Sequence[int] | None,
-    auto_pad: str,
+    **placement: Unpack[Placement],
 ) -> Windows:
     """Returns the windows that the attributes of a convolution or pooling describe.
 
     Args:
-        x: The tensor that the windows lie on, (N, C, …).
+        x: The tensor that the windows slide over, (N, C, …).
         kernel: The sizes of the window.
-        kernel_like: A tensor (M, C, …) whose spatial sizes are the window's, for sizes that are
-            known only at run time.
-        strides: As in ONNX; ones by default.
-        dilations: As in ONNX; ones by default.
-        pads: As in ONNX; zeros by default.
-        auto_pad: As in ONNX.
+        kernel_like: A tensor (M, C, …) with the spatial sizes of the window, which is read at run
+            time if they are unknown.
+        **placement: The attributes, with ONNX's defaults.
     """
     rank = len(kernel)
     sizes = tuple(size if isinstance(size, int) else None for size in kernel)
-    steps = tuple(strides or (1,) * rank)
-    spread = tuple(dilations or (1,) * rank)
-    explicit = tuple(pads or (0,) * 2 * rank)
+    steps = tuple(placement.get("strides") or (1,) * rank)
+    spread = tuple(placement.get("dilations") or (1,) * rank)
+    explicit = tuple(placement.get("pads") or (0,) * 2 * rank)
     result = Windows(sizes, steps, spread, explicit[:rank], explicit[rank:])
+    auto_pad = placement.get("auto_pad", "NOTSET")
     if auto_pad in ("NOTSET", ""):
         return result
     if auto_pad == "VALID":
@@ -121,8 +146,15 @@ def windows(
     return replace(result, begin=begin, end=end)
 
 
+def node_windows(node: ir.Node, x: Tensor, kernel: Sequence[Dim]) -> Windows:
+    """Returns the windows of a convolution or pooling node; see `windows`."""
+    attributes = attribute_values(node)
+    given = {name: attributes[name] for name in Placement.__annotations__ if name in attributes}
+    return windows(x, kernel, **given)
+
+
 def _halves(total: Any, auto_pad: str) -> tuple[Any, Any]:
-    """Splits padding in what comes first and last; an odd one goes to the end for SAME_UPPER."""
+    """Splits padding into begin and end; with SAME_UPPER, an odd element goes to the end."""
     half = total // 2
     return (half, total - half) if auto_pad == "SAME_UPPER" else (total - half, half)
 
@@ -135,7 +167,7 @@ def _run_time_extents(at: Windows, kernel_like: Tensor | None) -> Any:
 
 
 def _same_padding(length: int | None, extent: int | None, step: int) -> int | None:
-    """Returns the padding that gives ceil(length / step) windows, or None where unknown."""
+    """Returns the padding that gives ceil(length / step) windows, or None if unknown."""
     if extent is None:
         return None
     if step == 1:
@@ -146,17 +178,17 @@ def _same_padding(length: int | None, extent: int | None, step: int) -> int | No
 
 
 def static_sizes(x: Tensor, rank: int) -> list[int | None]:
-    """Returns the spatial sizes of a tensor (N, C, …), None where unknown."""
+    """Returns the spatial sizes of a tensor (N, C, …), None for unknown ones."""
     shape: tuple[Dim, ...] = x.shape if x.shape is not None else (None,) * (2 + rank)
     return [size if isinstance(size, int) else None for size in shape[2:]]
 
 
 def _padded(x: Tensor, at: Windows) -> tuple[Tensor, Windows]:
-    """Returns a tensor with its padding written out, and the windows on that."""
+    """Pads a tensor explicitly; returns it with the unpadded windows on it."""
     if not at.is_padded:
         return x, at
     zeros = (0,) * at.rank
-    if isinstance(at.begin, Tensor) or isinstance(at.end, Tensor):
+    if at.pads is None:
         x = pad_axes(x, op.Concat(at.begin, at.end, axis=0), None, at.axes)
     else:
         x = pad_axes(x, [0, 0, *at.begin, 0, 0, *at.end])
@@ -164,18 +196,15 @@ def _padded(x: Tensor, at: Windows) -> tuple[Tensor, Windows]:
 
 
 def _explicit(at: Windows) -> list[int] | None:
-    """Returns the attribute ``pads`` for padding that is known; None for none."""
-    assert not isinstance(at.begin, Tensor)
-    assert not isinstance(at.end, Tensor)
-    pads = [*at.begin, *at.end]
-    return pads if any(pads) else None
+    """Returns the attribute ``pads`` for padding that is known; None for no padding."""
+    return at.pads if at.is_padded else None
 
 
 def input_gradient(g: Tensor, w: Tensor, x: Tensor, at: Windows, group: int) -> Tensor:
     """Returns the cotangent of the input of a convolution.
 
-    It is exact also where the last window ends before the padded input does, and where it ends
-    behind it, as in pooling with ceil_mode.
+    The last window may end before the end of the padded input, or after it, as in pooling with
+    ceil_mode.
 
     Args:
         g: The output's cotangent (N, M, …).
@@ -184,54 +213,28 @@ def input_gradient(g: Tensor, w: Tensor, x: Tensor, at: Windows, group: int) -> 
         at: The windows on x.
         group: The number of groups.
     """
-    if isinstance(at.begin, Tensor) or isinstance(at.end, Tensor):
-        full = op.ConvTranspose(
-            g,
-            w,
-            group=group,
-            strides=at.strides,
-            dilations=at.dilations,
-            output_padding=[step - 1 for step in at.strides],
-        )
+    pads = at.pads
+    common: dict[str, Any] = {"group": group, "strides": at.strides, "dilations": at.dilations}
+    if pads is None:
+        full = op.ConvTranspose(g, w, **common, output_padding=[step - 1 for step in at.strides])
         ends = at.begin + op.Shape(x, start=2)
         return op.Slice(full, at.begin, ends, at.axes).with_shape_of(x)
-    extents = at.extents
-    if set(at.strides) == {1} and all(
-        extent is not None and max(before, behind) < extent
-        for extent, before, behind in zip(extents, at.begin, at.end, strict=True)
-    ):
-        # Windows of stride 1: each element gets what the windows around it have, mirrored.
-        reach = [cast(int, extent) - 1 for extent in extents]
+    if set(at.strides) == {1} and None not in at.extents and min(mirrored_pads(at)) >= 0:
+        # With stride 1, the transposed convolution is a convolution with the mirrored kernel.
         result = op.Conv(
             g,
             _mirrored(w, at.kernel, group),
             group=group,
             dilations=at.dilations,
-            pads=[r - p for r, p in zip(reach * 2, at.begin + at.end, strict=True)],
+            pads=mirrored_pads(at),
         )
         return result.with_shape_of(x)
-    ends_, extra, cut = [], [], []
-    for axis, (length, count, extent) in enumerate(
-        zip(static_sizes(x, at.rank), static_sizes(g, at.rank), extents, strict=True)
-    ):
-        step, end = at.strides[axis], at.end[axis]
-        if step == 1:
-            end, more = end, 0
-        elif length is not None and count is not None and extent is not None:
-            end = step * (count - 1) + extent - at.begin[axis] - length
-            end, more = max(end, 0), max(-end, 0)
-        else:  # what the last window left over is less than a step
-            more = step - 1
-            cut.append(axis)
-        ends_.append(end)
-        extra.append(more)
+    ends_, extra, cut = _transposed_padding(g, x, at)
     result = op.ConvTranspose(
         g,
         w,
-        group=group,
-        strides=at.strides,
-        dilations=at.dilations,
-        pads=[*at.begin, *ends_],
+        **common,
+        pads=[*pads[: at.rank], *ends_],
         output_padding=extra if any(extra) else None,
     )
     if cut:
@@ -241,6 +244,41 @@ def input_gradient(g: Tensor, w: Tensor, x: Tensor, at: Windows, group: int) -> 
             lengths = op.Gather(lengths, cut)
         result = op.Slice(result, [0] * len(cut), lengths, axes)
     return result.with_shape_of(x)
+
+
+def mirrored_pads(at: Windows) -> list[int]:
+    """Returns the padding of the convolution with the mirrored kernel, for strides of 1."""
+    reach = [cast(int, extent) - 1 for extent in at.extents]
+    return [r - pad for r, pad in zip(reach * 2, at.pads or (), strict=True)]
+
+
+def _transposed_padding(
+    g: Tensor, x: Tensor, at: Windows
+) -> tuple[list[int], list[int], list[int]]:
+    """Returns the padding of a ConvTranspose from the shape of g to that of x.
+
+    Returns:
+        The padding at the end of each axis; the output_padding; and the axes of unknown size, along
+        which the result may be longer than x.
+    """
+    ends, extra, cut = [], [], []
+    for axis, (length, count, extent, step, end) in enumerate(
+        zip(
+            *(static_sizes(x, at.rank), static_sizes(g, at.rank), at.extents, at.strides),
+            cast(tuple[int, ...], at.end),
+            strict=True,
+        )
+    ):
+        more = 0
+        if step > 1 and length is not None and count is not None and extent is not None:
+            end = step * (count - 1) + extent - cast(int, at.begin[axis]) - length
+            end, more = max(end, 0), max(-end, 0)
+        elif step > 1:  # fewer elements than a step follow the last window
+            more = step - 1
+            cut.append(axis)
+        ends.append(end)
+        extra.append(more)
+    return ends, extra, cut
 
 
 def _mirrored(w: Tensor, kernel: Sequence[int | None], group: int) -> Tensor:
@@ -286,7 +324,13 @@ def _is_depthwise(w: Tensor, group: int) -> bool:
 
 
 def _taps(x: Tensor, first: int, at: Windows) -> list[Tensor]:
-    """Returns what each element of the windows sees of x, whose spatial axes begin at ``first``."""
+    """Returns, for each kernel element, the elements of x that it is multiplied by.
+
+    Args:
+        x: A tensor.
+        first: Its first spatial axis.
+        at: The windows.
+    """
     kernel, extents = cast(tuple[int, ...], at.kernel), cast(tuple[int, ...], at.extents)
     if set(kernel) == set(at.strides) == {1}:
         return [x]
@@ -294,7 +338,7 @@ def _taps(x: Tensor, first: int, at: Windows) -> list[Tensor]:
     seen = []
     for tap in itertools.product(*map(range, kernel)):
         starts = [index * step for index, step in zip(tap, at.dilations, strict=True)]
-        # Counted from the end, so that the number of windows need not be known.
+        # Negative ends, so that the number of windows need not be known.
         ends = [start - extent + 1 for start, extent in zip(starts, extents, strict=True)]
         ends = [end or np.iinfo(np.int64).max for end in ends]
         seen.append(op.Slice(x, starts, ends, axes, at.strides))
@@ -302,7 +346,7 @@ def _taps(x: Tensor, first: int, at: Windows) -> list[Tensor]:
 
 
 def _weight_gradient_by_columns(g: Tensor, x: Tensor, w: Tensor, at: Windows, group: int) -> Tensor:
-    """Multiplies the cotangent with the columns: what each kernel element sees of the input."""
+    """Multiplies the cotangent by the columns (im2col): a copy of the input per kernel element."""
     inputs = None if w.shape is None else w.shape[1]
     count = math.prod(cast(tuple[int, ...], at.kernel))
     if group == 1 and _sums_over_batch_in_product(g, x, w, at):
@@ -324,18 +368,18 @@ def _weight_gradient_by_columns(g: Tensor, x: Tensor, w: Tensor, at: Windows, gr
         columns, g = op.Reshape(columns, flat), op.Reshape(g, flat)
         by_row = op.Transpose(columns, perm=[*range(channel), channel + 1, channel])
         result = op.ReduceSum(op.MatMul(g, by_row), [0], keepdims=0)
-    if count > 1 and inputs != 1:  # (M, taps · C/group), the taps outside
+    if count > 1 and inputs != 1:  # (M, taps · C/group), with the taps as the outer axis
         width = inputs if isinstance(inputs, int) else size_of(w, [1])
         result = op.Transpose(op.Reshape(result, [-1, count, width]), perm=[0, 2, 1])
     return reshape_like(result, w)
 
 
 def _sums_over_batch_in_product(g: Tensor, x: Tensor, w: Tensor, at: Windows) -> bool:
-    """Whether one product over batch and positions is faster than a sum of one for each image.
+    """Whether one product over batch and positions is faster than the sum of a product per image.
 
-    It needs x and g with the channels outside. That pays where an image's product, which would be
-    written and summed, is not small next to the image: 3 ms instead of 15 for 64 channels of 8×8
-    and 3×3 kernels, but 33 instead of 22 for 64 channels of 56×56.
+    One product requires transposed copies of x and g. This pays if the product of an image is not
+    small compared to the image. Measured: 3 ms instead of 15 ms for 64 channels of 8×8 and 3×3
+    kernels, but 33 ms instead of 22 ms for 64 channels of 56×56.
     """
     shape = w.shape
     seen, given = static_sizes(x, at.rank), static_sizes(g, at.rank)
@@ -347,11 +391,11 @@ def _sums_over_batch_in_product(g: Tensor, x: Tensor, w: Tensor, at: Windows) ->
 
 
 def _shifts_are_cheaper(g: Tensor, w: Tensor, at: Windows) -> bool:
-    """Whether moving both operands along one axis each beats moving one along both.
+    """Whether shifting both operands along one axis each is faster than columns.
 
-    Counted are the copies of an image's channels, where the columns have one for each kernel
-    element, what the longer product and the sum over images add, and nothing else. A copied element
-    took as long as 20 multiplications in products (0.2 ns and 0.01 ns, on 2 cores).
+    The estimate counts the copies of an image's channels, of which columns need one per kernel
+    element, and the additional cost of the longer product and of the sum over images. Copying an
+    element takes as long as 20 multiplications in products (0.2 ns and 0.01 ns, on 2 cores).
     """
     sizes = (*(w.shape or (None,)), *static_sizes(g, at.rank))
     if at.rank != 2 or set(at.strides) != {1} or any(not isinstance(s, int) for s in sizes):
@@ -368,10 +412,10 @@ def _shifts_are_cheaper(g: Tensor, w: Tensor, at: Windows) -> bool:
 
 
 def _weight_gradient_by_shifts(g: Tensor, x: Tensor, w: Tensor, at: Windows) -> Tensor:
-    """Multiplies what each kernel column sees of the input with what sees each kernel row.
+    """Multiplies horizontally shifted inputs by vertically shifted cotangents.
 
-    The input is moved sideways, the cotangent up and down, and their product has all kernel
-    elements.
+    The input is shifted for each kernel column, and the cotangent for each kernel row. Their
+    product contains the gradient of all kernel elements.
     """
     outputs, inputs, rows, columns = cast(tuple[int, ...], w.shape)
     x, at = _padded(x, at)
@@ -393,7 +437,7 @@ def _weight_gradient_by_shifts(g: Tensor, x: Tensor, w: Tensor, at: Windows) -> 
 def _weight_gradient_by_convolution(
     g: Tensor, x: Tensor, w: Tensor, at: Windows, group: int
 ) -> Tensor:
-    """Convolves the input with the cotangent; batch and channels change places."""
+    """Convolves the input with the cotangent, with batch and channels exchanged."""
     spatial = at.axes
     if group == 1:
         data = op.Transpose(x, perm=[1, 0, *spatial])
@@ -411,13 +455,13 @@ def _weight_gradient_by_convolution(
     )
     result = op.Transpose(result, perm=[1, 0, *spatial])
     if any(step > dilation for step, dilation in zip(at.strides, at.dilations, strict=True)):
-        # What the last window left over would pass for more kernel elements.
+        # Input elements after the last window would add kernel elements.
         result = op.Slice(result, [0] * at.rank, _shape_from(w, 2), spatial)
     return result.with_shape_of(w)
 
 
 def _shape_from(x: Tensor, start: int) -> list[int] | Tensor:
-    """Returns the sizes from an axis on: ints where all are static, else a vector of int64."""
+    """Returns the sizes from an axis on: ints if all are static, else an int64 vector."""
     sizes = None if x.shape is None else x.shape[start:]
     if sizes is not None and all(isinstance(size, int) for size in sizes):
         return cast(list[int], list(sizes))
@@ -425,7 +469,7 @@ def _shape_from(x: Tensor, start: int) -> list[int] | Tensor:
 
 
 def _reshape(x: Tensor, leading: Sequence[int], kept: int) -> Tensor:
-    """Returns x with other sizes in front of axis ``kept``; 0 and −1 as in Reshape."""
+    """Reshapes the axes before axis ``kept``; 0 and −1 have the same meaning as in Reshape."""
     tail = _shape_from(x, kept)
     if not isinstance(tail, Tensor):
         return op.Reshape(x, [*leading, *tail])
@@ -433,7 +477,7 @@ def _reshape(x: Tensor, leading: Sequence[int], kept: int) -> Tensor:
 
 
 def _split_axis(x: Tensor, axis: int, group: int, part: Dim = None) -> Tensor:
-    """Splits an axis into ``group`` parts, of size ``part`` where that is known."""
+    """Splits an axis into ``group`` parts, whose size ``part`` may be given."""
     if part is None and x.shape is not None:
         size = x.shape[axis]
         part = size // group if isinstance(size, int) else None
@@ -441,7 +485,7 @@ def _split_axis(x: Tensor, axis: int, group: int, part: Dim = None) -> Tensor:
 
 
 def _merge_axes(x: Tensor, axis: int) -> Tensor:
-    """Joins an axis with the one behind it."""
+    """Merges an axis and the next one."""
     sizes = (None, None) if x.shape is None else x.shape[axis : axis + 2]
     joined = -1 if any(not isinstance(size, int) for size in sizes) else math.prod(cast(Any, sizes))
     return _reshape(x, [*(0,) * axis, joined], axis + 2)
@@ -454,7 +498,7 @@ def _bias_gradient(g: Tensor, at: Windows) -> Tensor:
 def _kernel(
     w: Tensor, kernel_shape: Sequence[int] | None, others: Sequence[Tensor]
 ) -> Sequence[Dim]:
-    """Returns the sizes of the kernel, None where unknown."""
+    """Returns the sizes of the kernel, None for unknown ones."""
     if kernel_shape:
         return kernel_shape
     if w.shape is not None:
@@ -471,22 +515,11 @@ def conv(
     w: Tensor,
     b: Tensor | None = None,
     *,
-    auto_pad: str = "NOTSET",
-    dilations: Sequence[int] | None = None,
     group: int = 1,
     kernel_shape: Sequence[int] | None = None,
-    pads: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
+    **placement: Unpack[Placement],
 ) -> Cotangents:
-    at = windows(
-        x,
-        _kernel(w, kernel_shape, (x, g)),
-        kernel_like=w,
-        strides=strides,
-        dilations=dilations,
-        pads=pads,
-        auto_pad=auto_pad,
-    )
+    at = windows(x, _kernel(w, kernel_shape, (x, g)), w, **placement)
     return (
         input_gradient(g, w, x, at, group),
         weight_gradient(g, x, w, at, group),
@@ -502,26 +535,19 @@ def conv_transpose(
     w: Tensor,
     b: Tensor | None = None,
     *,
-    auto_pad: str = "NOTSET",
-    dilations: Sequence[int] | None = None,
     group: int = 1,
     kernel_shape: Sequence[int] | None = None,
     output_padding: Sequence[int] | None = None,
     output_shape: Sequence[int] | None = None,
-    pads: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
+    **placement: Unpack[Placement],
 ) -> Cotangents:
-    at = windows(
-        y,
-        _kernel(w, kernel_shape, (x, g)),
-        strides=strides,
-        dilations=dilations,
-        pads=pads,
-        auto_pad="VALID" if auto_pad.startswith("SAME") else auto_pad,
-    )
-    if output_shape or auto_pad.startswith("SAME"):
+    auto_pad = placement.get("auto_pad", "NOTSET")
+    if is_same := auto_pad.startswith("SAME"):  # the padding follows from the size of the output
+        placement["auto_pad"] = "VALID"
+    at = windows(y, _kernel(w, kernel_shape, (x, g)), **placement)
+    if output_shape or is_same:
         at = _cropped(at, x, w, auto_pad, output_padding, output_shape)
-    # The windows lie on y: the roles of input and output are exchanged.
+    # The windows slide over y, because the roles of input and output are exchanged.
     padded, on_padded = _padded(g, at) if isinstance(at.begin, Tensor) else (g, at)
     dx = op.Conv(
         padded,
@@ -542,7 +568,7 @@ def _cropped(
     output_padding: Sequence[int] | None,
     output_shape: Sequence[int] | None,
 ) -> Windows:
-    """Returns the windows of a ConvTranspose with the padding that its output's size asks for."""
+    """Returns the windows of a ConvTranspose with the padding that gives the requested size."""
     extra = list(output_padding or (0,) * at.rank)
     extents, lengths = at.extents, static_sizes(x, at.rank)
     if None not in extents and (not output_shape or None not in lengths):

@@ -1,17 +1,18 @@
-"""What onnxruntime's fused operators stand for: those that optimised exports contain.
+"""Definitions of onnxruntime's fused operators, which optimized exports contain.
 
-They are in the domain com.microsoft, SimplifiedLayerNormalization in the standard one. Products
-with quantized weights stay as they are in the forward pass.
+They are in the domain com.microsoft, except SimplifiedLayerNormalization, which is in the standard
+domain. The forward pass keeps products with quantized weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import TypedDict, Unpack, cast
 
 import numpy as np
 
 from ortops.autodiff.registry import Cotangents
+from ortops.autodiff.rules.convolution import ConvAttributes
 from ortops.autodiff.rules.table import definition
 from ortops.errors import UnsupportedError
 from ortops.graph.edit import is_float
@@ -54,7 +55,9 @@ ACTIVATIONS = (
 )
 
 
-def _activate(x: Tensor, activation: str, parameters: Sequence[float]) -> Tensor:
+def _activate(x: Tensor, activation: str, parameters: Sequence[float | None]) -> Tensor:
+    """Applies an activation with its alpha and beta, or the bounds of Clip."""
+    parameters = [parameter for parameter in parameters if parameter is not None]
     if not activation:
         return x
     if activation == "Clip":
@@ -77,27 +80,32 @@ def _activate(x: Tensor, activation: str, parameters: Sequence[float]) -> Tensor
 # Products
 
 
+class MatMulAttributes(TypedDict, total=False):
+    """The attributes of FusedMatMul."""
+
+    alpha: float
+    transA: int
+    transB: int
+    transBatchA: int
+    transBatchB: int
+
+
 @definition("FusedMatMul", "TransposeMatMul", domain=MICROSOFT)
-def fused_matmul(
-    a: Tensor,
-    b: Tensor,
-    *,
-    alpha: float = 1.0,
-    transA: int = 0,
-    transB: int = 0,
-    transBatchA: int = 0,
-    transBatchB: int = 0,
-) -> Cotangents:
-    y = op.MatMul(_matrices(a, transA, transBatchA), _matrices(b, transB, transBatchB))
+def fused_matmul(a: Tensor, b: Tensor, **attributes: Unpack[MatMulAttributes]) -> Tensor:
+    y = op.MatMul(
+        _matrices(a, attributes.get("transA", 0), attributes.get("transBatchA", 0)),
+        _matrices(b, attributes.get("transB", 0), attributes.get("transBatchB", 0)),
+    )
+    alpha = attributes.get("alpha", 1.0)
     return y if alpha == 1 else y * alpha
 
 
 def _matrices(x: Tensor, transposed: int, batch_transposed: int) -> Tensor:
-    """Returns a factor with its matrices on the last two axes, as they are multiplied."""
+    """Transposes a factor so that its matrices are on the last two axes."""
     if not (transposed or batch_transposed) or x.ndim < 2:
         return x
     axes = list(range(x.ndim))
-    if batch_transposed:  # the first axis belongs to the matrices, those behind it to the batch
+    if batch_transposed:  # the first axis belongs to the matrices, and the next ones to the batch
         axes = [*axes[1:-1], axes[0], axes[-1]]
     if transposed:
         axes = [*axes[:-2], axes[-1], axes[-2]]
@@ -114,23 +122,10 @@ def fused_matmul_activation(
     activation_beta: float | None = None,
     activation_gamma: float | None = None,
     activation_axis: int | None = None,
-    alpha: float = 1.0,
-    transA: int = 0,
-    transB: int = 0,
-    transBatchA: int = 0,
-    transBatchB: int = 0,
+    **attributes: Unpack[MatMulAttributes],
 ) -> Cotangents:
-    y = fused_matmul(
-        a,
-        b,
-        alpha=alpha,
-        transA=transA,
-        transB=transB,
-        transBatchA=transBatchA,
-        transBatchB=transBatchB,
-    )
-    parameters = [p for p in (activation_alpha, activation_beta) if p is not None]
-    return _activate(cast(Tensor, y), activation, parameters)
+    y = fused_matmul(a, b, **attributes)
+    return _activate(y, activation, (activation_alpha, activation_beta))
 
 
 @definition("FusedGemm", domain=MICROSOFT, limits=ACTIVATIONS)
@@ -149,8 +144,7 @@ def fused_gemm(
     activation_gamma: float | None = None,
 ) -> Cotangents:
     y = op.Gemm(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
-    parameters = [p for p in (activation_alpha, activation_beta) if p is not None]
-    return _activate(y, activation, parameters)
+    return _activate(y, activation, (activation_alpha, activation_beta))
 
 
 @definition("FusedConv", domain=MICROSOFT, limits=ACTIVATIONS)
@@ -162,24 +156,9 @@ def fused_conv(
     *,
     activation: str = "",
     activation_params: Sequence[float] = (),
-    auto_pad: str = "NOTSET",
-    dilations: Sequence[int] | None = None,
-    group: int = 1,
-    kernel_shape: Sequence[int] | None = None,
-    pads: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
+    **attributes: Unpack[ConvAttributes],
 ) -> Cotangents:
-    y = op.Conv(
-        x,
-        w,
-        bias,
-        auto_pad=auto_pad,
-        dilations=dilations,
-        group=group,
-        kernel_shape=kernel_shape,
-        pads=pads,
-        strides=strides,
-    )
+    y = op.Conv(x, w, bias, **attributes)
     return _activate(y if z is None else y + z, activation, activation_params)
 
 
@@ -218,7 +197,7 @@ def skip_simplified_layer_normalization(
 
 
 def _skip_sum(x: Tensor, skip: Tensor, bias: Tensor | None) -> Tensor:
-    # The order in which onnxruntime adds them.
+    # onnxruntime adds in this order.
     return x + skip if bias is None else x + skip + bias
 
 
@@ -230,7 +209,7 @@ def simplified_layer_normalization(
 
 
 def _rms_normalize(x: Tensor, scale: Tensor, axis: int, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Divides by the root of the mean square over the last axes and scales."""
+    """Divides by the root mean square over the last axes, and scales."""
     wide = np.promote_types(x.dtype, np.float32) if x.dtype.kind == "f" else np.dtype(np.float32)
     wide_x = x.astype(wide)
     axes = list(range(axis % x.ndim, x.ndim))
@@ -308,7 +287,7 @@ _FOUR_BITS = np.array(
         [0, -1 / 192, -2 / 3, -1, -1 / 3, -1 / 2, -1 / 6, -1 / 4],
     ]
 ).reshape(-1)
-"""The numbers of four bits: a sign and seven magnitudes, as in bitsandbytes."""
+"""The values of the 16 codes of fp4: a sign and a magnitude, as in bitsandbytes."""
 
 _NORMAL_FOUR_BITS = np.array(
     [
@@ -318,7 +297,7 @@ _NORMAL_FOUR_BITS = np.array(
         *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1),
     ]
 )
-"""Quantiles of the normal distribution (https://arxiv.org/abs/2305.14314, appendix E)."""
+"""The values of nf4: quantiles of the normal distribution (https://arxiv.org/abs/2305.14314, E)."""
 
 
 @definition("MatMulBnb4", domain=MICROSOFT, keep=True, limits="only transB=1")
@@ -367,7 +346,7 @@ def gather_block_quantized(
 ) -> Cotangents:
     if is_float(data.value):
         raise UnsupportedError(f"no gradient for data of type {data.dtype}; use an integer type")
-    if data.dtype == np.uint8:  # numbers side by side in bytes, about half of their range
+    if data.dtype == np.uint8:  # packed in bytes; the default zero point is half of the range
         data = _in_bytes(data, bits)
         if zero_points is None:
             half = np.array([1 << (bits - 1)], np.uint8)
@@ -382,7 +361,7 @@ def gather_block_quantized(
 
 
 def _in_bytes(packed: Tensor, bits: int) -> Tensor:
-    """Returns numbers that are packed along the last axis, each in a byte of its own."""
+    """Unpacks numbers that are packed along the last axis, to one byte each."""
     if bits == 8:
         return packed
     return op.Reshape(_unpack(packed, bits), [*(0,) * (packed.ndim - 1), -1])
@@ -398,7 +377,11 @@ def _blocks(
     n: int,
     prepacked: int,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the weights of (row, block, place in it), not yet scaled, and (row, block) scales."""
+    """Unpacks weights.
+
+    Returns:
+        The unscaled weights, (row, block, element), and the scales, (row, block, 1).
+    """
     if bits not in (2, 4, 8):
         raise UnsupportedError(f"no gradient for bits={bits}; use 2, 4 or 8")
     if g_idx is not None or prepacked:
@@ -420,7 +403,7 @@ def _blocks(
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """Returns the numbers in bytes, the one in the lowest bits first, as uint8."""
+    """Unpacks the numbers in bytes to uint8 along a new axis, starting with the lowest bits."""
     if bits == 8:
         return packed
     places = np.arange(0, 8, bits, dtype=np.uint8)
@@ -429,5 +412,5 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def _rows(blocks: Tensor, n: int, k: int) -> Tensor:
-    """Returns weights as n rows of k, without what fills the last block up."""
+    """Returns weights as n rows of k, without the padding of the last block."""
     return op.Reshape(blocks, [n, -1])[:, :k].with_shape([n, k])

@@ -43,7 +43,7 @@ def _add(a: Tensor | None, b: Tensor) -> Tensor:
     return b if a is None else a + b
 
 
-def _per_channel(vector: Tensor, x: Tensor) -> Tensor:
+def per_channel(vector: Tensor, x: Tensor) -> Tensor:
     """Shapes a vector of one number per channel (axis 1) so that it broadcasts to ``x``."""
     return vector if x.ndim <= 2 else op.Unsqueeze(vector, [*range(1, x.ndim - 1)])
 
@@ -72,7 +72,7 @@ def batch_normalization(
         centred = wide_x - batch_mean
         batch_var = op.ReduceMean(centred * centred, axes, keepdims=0)
     else:
-        centred = wide_x - _per_channel(mean.astype(wide), x)
+        centred = wide_x - per_channel(mean.astype(wide), x)
         batch_var = var.astype(wide)
     inverse_std = op.Reciprocal(op.Sqrt(batch_var + epsilon))
 
@@ -82,7 +82,7 @@ def batch_normalization(
         factor = scale.astype(wide) * inverse_std
         d_bias = op.ReduceSum(g_y, axes, keepdims=0)
         d_scale = inverse_std * op.ReduceSum(g_y * centred, axes, keepdims=0)
-        d_x = g_y * _per_channel(factor, x)
+        d_x = g_y * per_channel(factor, x)
         if training_mode:
             slope = -(factor * inverse_std * d_scale / count)
             shift = -(factor * d_bias / count)
@@ -96,9 +96,9 @@ def batch_normalization(
         d_var = g_var * momentum
         slope = _add(slope, g_var * (2 * (1 - momentum)) / count)
     if slope is not None:
-        d_x = _add(d_x, centred * _per_channel(slope, x))
+        d_x = _add(d_x, centred * per_channel(slope, x))
     if shift is not None:
-        d_x = _add(d_x, _per_channel(shift, x))
+        d_x = _add(d_x, per_channel(shift, x))
     if d_x is not None and g_y is None and g_var is None:
         d_x = expand_like(d_x, x)
     return _like((d_x, d_scale, d_bias, d_mean, d_var), (x, scale, bias, mean, var))
@@ -199,7 +199,7 @@ def instance_normalization(
     wide_g = g.astype(wide)
     normalized, inverse_std = _standardize(x.astype(wide), axes, epsilon)
     d_x = _standardize_vjp(wide_g, normalized, inverse_std, axes)
-    d_x = d_x * _per_channel(scale.astype(wide), x)
+    d_x = d_x * per_channel(scale.astype(wide), x)
     d_scale, d_bias = _affine_vjp(wide_g, normalized, x)
     return _like((d_x, d_scale, d_bias), (x, scale, bias))
 
@@ -220,7 +220,7 @@ def group_normalization(
     groups = [0, num_groups, -1]
     wide_g = g.astype(wide)
     normalized, inverse_std = _standardize(op.Reshape(x.astype(wide), groups), [2], epsilon)
-    scaled = op.Reshape(wide_g * _per_channel(scale.astype(wide), x), groups)
+    scaled = op.Reshape(wide_g * per_channel(scale.astype(wide), x), groups)
     d_x = reshape_like(_standardize_vjp(scaled, normalized, inverse_std, [2]), x)
     d_scale, d_bias = _affine_vjp(wide_g, reshape_like(normalized, x), x)
     return _like((d_x, d_scale, d_bias), (x, scale, bias))

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
+from typing import Unpack, cast
 
 import numpy as np
 
 from ortops.autodiff.registry import Cotangents
 from ortops.autodiff.rules._copies import scatter_add
-from ortops.autodiff.rules.convolution import Windows, input_gradient, static_sizes, windows
+from ortops.autodiff.rules.convolution import (
+    Placement,
+    Windows,
+    input_gradient,
+    mirrored_pads,
+    static_sizes,
+    windows,
+)
 from ortops.autodiff.rules.table import vjp
 from ortops.errors import UnsupportedError
 from ortops.graph.edit import describe
@@ -30,11 +37,11 @@ def _with_channels_in_batch(x: Tensor, rank: int) -> Tensor:
 
 
 def _spread(g: Tensor, x: Tensor, at: Windows) -> Tensor:
-    """Returns, for each element of x, the sum of g over the windows that hold it."""
+    """Returns, for each element of x, the sum of g over the windows that contain it."""
     kernel = cast(tuple[int, ...], at.kernel)
-    if set(at.strides) == set(at.dilations) == {1} and not isinstance(at.begin, Tensor):
-        pads = [size - 1 - p for size, p in zip(kernel * 2, at.begin + at.end, strict=True)]
-        if min(pads) >= 0:  # the mirrored windows
+    if set(at.strides) == set(at.dilations) == {1} and at.pads is not None:
+        pads = mirrored_pads(at)
+        if min(pads) >= 0:
             mean = op.AveragePool(g, kernel_shape=kernel, pads=pads, count_include_pad=1)
             return (mean * math.prod(kernel)).with_shape_of(x)
     channels = _with_channels_in_batch(g, at.rank)
@@ -45,9 +52,10 @@ def _spread(g: Tensor, x: Tensor, at: Windows) -> Tensor:
 
 
 def _counts(g: Tensor, x: Tensor, at: Windows, include_pad: bool) -> Tensor:
-    """Returns how many elements each window averages, in a shape that broadcasts to g.
+    """Returns the number of elements in each window, in a shape that broadcasts to g.
 
-    Padding counts where ``include_pad``; what reaches beyond it, with ceil_mode, never does.
+    Padding counts if ``include_pad`` is true. With ceil_mode, a window may extend beyond the
+    padding; elements there never count.
     """
     result: Tensor | None = None
     lengths, outputs = static_sizes(x, at.rank), static_sizes(g, at.rank)
@@ -81,14 +89,15 @@ def _averaged(g: Tensor, x: Tensor, at: Windows, ceil_mode: int, include_pad: in
     return g / _counts(g, x, at, bool(include_pad))
 
 
-def _refuse_dilated_same(y: Tensor, auto_pad: str, dilations: Sequence[int] | None) -> None:
-    """Refuses what the standard and onnxruntime compute differently."""
-    if auto_pad.startswith("SAME") and set(dilations or (1,)) != {1}:
+def _refuse_dilated_same(y: Tensor, placement: Placement) -> None:
+    """Rejects a combination of attributes for which onnxruntime differs from the standard."""
+    auto_pad, dilations = placement.get("auto_pad", "NOTSET"), placement.get("dilations", ())
+    if auto_pad.startswith("SAME") and set(dilations) - {1}:
         node = y.value.producer()
         raise UnsupportedError(
-            f"{describe(node) if node else 'pooling'}: auto_pad {auto_pad} with dilations "
-            f"{list(dilations or ())}, which onnxruntime pads otherwise than the standard says; "
-            "write the padding as pads"
+            f"{describe(node) if node else 'pooling'}: no gradient for auto_pad {auto_pad} with "
+            f"dilations {list(dilations)}, for which the padding of onnxruntime differs from the "
+            "standard; use explicit pads"
         )
 
 
@@ -99,17 +108,12 @@ def average_pool(
     x: Tensor,
     *,
     kernel_shape: Sequence[int],
-    auto_pad: str = "NOTSET",
     ceil_mode: int = 0,
     count_include_pad: int = 0,
-    dilations: Sequence[int] | None = None,
-    pads: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
+    **placement: Unpack[Placement],
 ) -> Cotangents:
-    _refuse_dilated_same(y, auto_pad, dilations)
-    at = windows(
-        x, kernel_shape, strides=strides, dilations=dilations, pads=pads, auto_pad=auto_pad
-    )
+    _refuse_dilated_same(y, placement)
+    at = windows(x, kernel_shape, **placement)
     return _spread(_averaged(g, x, at, ceil_mode, count_include_pad), x, at)
 
 
@@ -121,7 +125,7 @@ def global_average_pool(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
 
 @vjp("GlobalMaxPool")
 def global_max_pool(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    # Of equal elements the first one is the maximum, as in MaxPool.
+    # In case of ties, the first element is the maximum, as in MaxPool.
     rows = [0, 0, size_of(x, range(2, x.ndim))]
     flat = op.Reshape(x, rows)
     indices = op.ArgMax(flat, axis=2)
@@ -130,7 +134,7 @@ def global_max_pool(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
 
 
 def _norm_scale(g: Tensor, y: Tensor, p: int) -> Tensor:
-    """Returns g / yᵖ⁻¹; where y = 0 all elements are, and so is the subgradient."""
+    """Returns g / yᵖ⁻¹; if y = 0, all elements and the subgradient are 0."""
     if p == 1:
         return g
     safe: Tensor = op.Where(op.Equal(y, 0), np.array(1, y.dtype), y)
@@ -153,17 +157,12 @@ def lp_pool(
     x: Tensor,
     *,
     kernel_shape: Sequence[int],
-    auto_pad: str = "NOTSET",
     ceil_mode: int = 0,
-    dilations: Sequence[int] | None = None,
     p: int = 2,
-    pads: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
+    **placement: Unpack[Placement],
 ) -> Cotangents:
-    _refuse_dilated_same(y, auto_pad, dilations)
-    at = windows(
-        x, kernel_shape, strides=strides, dilations=dilations, pads=pads, auto_pad=auto_pad
-    )
+    _refuse_dilated_same(y, placement)
+    at = windows(x, kernel_shape, **placement)
     return _spread(_norm_scale(g, y, p), x, at) * _norm_direction(x, p)
 
 
@@ -179,47 +178,35 @@ def max_pool(
     x: Tensor,
     *,
     kernel_shape: Sequence[int],
-    auto_pad: str = "NOTSET",
     ceil_mode: int = 0,
-    dilations: Sequence[int] | None = None,
-    pads: Sequence[int] | None = None,
     storage_order: int = 0,
-    strides: Sequence[int] | None = None,
+    **placement: Unpack[Placement],
 ) -> Cotangents:
-    # Of equal elements the first one of a window is its maximum, as in PyTorch.
+    # In case of ties, the first element of a window is its maximum, as in PyTorch.
     indices = y[1]
-    if storage_order:
+    if storage_order:  # the indices count along columns, so count along rows instead
         _, indices = op.MaxPool(
-            x,
-            outputs=2,
-            kernel_shape=kernel_shape,
-            auto_pad=auto_pad,
-            ceil_mode=ceil_mode,
-            dilations=dilations,
-            pads=pads,
-            strides=strides,
+            x, outputs=2, kernel_shape=kernel_shape, ceil_mode=ceil_mode, **placement
         )
-    at = windows(
-        x, kernel_shape, strides=strides, dilations=dilations, pads=pads, auto_pad=auto_pad
-    )
-    if _may_miss(x, at):  # onnxruntime tells a place in another channel then
+    at = windows(x, kernel_shape, **placement)
+    if _may_miss(x, at):  # then onnxruntime returns an index in another channel
         counts = _counts(g[0], x, at, include_pad=False)
-        return _scattered(op.Where(counts > 0, g[0], np.array(0, g[0].dtype)), indices, x, add=True)
-    if _tiles(x, at) and g[0].dtype == np.float32:  # the one type that MaxUnpool has a kernel for
+        return _scattered(op.Where(counts > 0, g[0], np.array(0, g[0].dtype)), indices, x)
+    if tiles(x, at) and g[0].dtype == np.float32:  # MaxUnpool has no kernel for other types
         dx = op.MaxUnpool(g[0], indices, kernel_shape=kernel_shape, strides=at.strides)
         return dx.with_shape_of(x)
-    return _scattered(g[0], indices, x, add=True)
+    return _scattered(g[0], indices, x)
 
 
 def _may_miss(x: Tensor, at: Windows) -> bool:
-    """Whether a window may lie around all elements: the input is shorter than its dilation."""
+    """Whether a window may contain no element, because the input is shorter than its dilation."""
     return at.is_padded and any(
         dilation > 1 and (size is None or size < dilation)
         for size, dilation in zip(static_sizes(x, at.rank), at.dilations, strict=True)
     )
 
 
-def _tiles(x: Tensor, at: Windows) -> bool:
+def tiles(x: Tensor, at: Windows) -> bool:
     """Whether the windows are known to cover x without gaps or overlaps."""
     return (
         set(at.dilations) == {1}
@@ -232,12 +219,10 @@ def _tiles(x: Tensor, at: Windows) -> bool:
     )
 
 
-def _scattered(g: Tensor, indices: Tensor, x: Tensor, *, add: bool) -> Tensor:
-    """Returns zeros like x with g at flat indices."""
+def _scattered(g: Tensor, indices: Tensor, x: Tensor) -> Tensor:
+    """Adds up g at flat indices of zeros like x."""
     zeros, places, flat = (op.Reshape(each, [-1]) for each in (zeros_like(x), indices, g))
-    if add:
-        return reshape_like(scatter_add(zeros, places, flat), x)
-    return reshape_like(op.ScatterElements(zeros, places, flat, reduction="none"), x)
+    return reshape_like(scatter_add(zeros, places, flat), x)
 
 
 @vjp("MaxUnpool")
@@ -252,6 +237,6 @@ def max_unpool(
     pads: Sequence[int] | None = None,
     strides: Sequence[int] | None = None,
 ) -> Cotangents:
-    # The indices count the elements of y, as in onnxruntime also where output_shape is given.
+    # The indices count the elements of y; in onnxruntime, even if output_shape is given.
     taken = op.GatherElements(op.Reshape(g, [-1]), op.Reshape(indices, [-1]))
     return reshape_like(taken, x)

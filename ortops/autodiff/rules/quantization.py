@@ -1,21 +1,21 @@
-"""Rules of quantization: straight through the rounding.
+"""Rules of quantization with the straight-through estimator.
 
-Quantized numbers are integers, yet they carry cotangents: those of the real numbers that they
-would be without rounding. So a pair of QuantizeLinear and DequantizeLinear passes a cotangent on
-unchanged where it does not saturate, and none where it does; scales get the cotangent that learned
-step sizes have (https://arxiv.org/abs/1902.08153), those that DynamicQuantizeLinear finds too. Zero
-points are constant. Products and convolutions of quantized numbers are those of what they
-stand for.
+A quantized tensor is integer, but has a cotangent: that of the real numbers before rounding. A pair
+of QuantizeLinear and DequantizeLinear passes a cotangent on unchanged for elements that do not
+saturate, and passes 0 for those that do. Scales get the gradient of learned step sizes
+(https://arxiv.org/abs/1902.08153), including those computed by DynamicQuantizeLinear. Zero points
+are constants. Products and convolutions of quantized tensors are differentiated like those of the
+dequantized tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Unpack
 
 import numpy as np
 
 from ortops.autodiff.registry import Cotangents
-from ortops.autodiff.rules.convolution import conv
+from ortops.autodiff.rules.convolution import ConvAttributes, conv
 from ortops.autodiff.rules.linalg import matmul
 from ortops.autodiff.rules.table import rearranges, vjp
 from ortops.graph.edit import is_float
@@ -70,7 +70,7 @@ def quantize_linear(
     if not y.value.dtype.is_floating_point():
         rounded = op.Round(ratio)
     if zero_point is not None:
-        # Of the type of the scale, whatever integer type it has itself.
+        # With scale 1, DequantizeLinear converts a zero point of any type to the type of the scale.
         one = np.array(1, scale.dtype)
         shift = op.DequantizeLinear(zero_point, one, axis=0 if zero_point.shape else 1)
         rounded = rounded + _spread(shift, x, axis, block_size).astype(wide)
@@ -115,7 +115,7 @@ def dynamic_quantize_linear(
         g_scale = through if g_scale is None else g_scale + through
     if g_scale is None:
         return dx
-    # The scale is the width of the range, zero included, in 255 steps.
+    # The scale is the width of the range, which includes zero, divided by 255.
     spread = _share(op.Equal(x, op.ReduceMax(x)), x > 0) - _share(
         op.Equal(x, op.ReduceMin(x)), x < 0
     )
@@ -124,7 +124,7 @@ def dynamic_quantize_linear(
 
 
 def _share(is_end: Tensor, counts: Tensor) -> Tensor:
-    """Returns equal shares, of 1 in all, for the elements at an end of the range."""
+    """Returns weights with sum 1, equal for all elements at an end of the range."""
     mask = op.And(is_end, counts).astype(np.float32)
     return mask / op.Max(op.ReduceSum(mask), 1)
 
@@ -138,7 +138,7 @@ def matmul_integer(
     a_zero_point: Tensor | None = None,
     b_zero_point: Tensor | None = None,
 ) -> Cotangents:
-    # A zero point of one factor is that of the tensor, of its rows (a), or of its columns (b).
+    # A factor has one zero point, or one for each row (a) or column (b).
     if a_zero_point is not None and a_zero_point.ndim == 1 and a.ndim > 1:
         a_zero_point = op.Unsqueeze(a_zero_point, [1])
     left, right = _real(a, a_zero_point, g), _real(b, b_zero_point, g)
@@ -153,29 +153,12 @@ def conv_integer(
     w: Tensor,
     x_zero_point: Tensor | None = None,
     w_zero_point: Tensor | None = None,
-    *,
-    auto_pad: str = "NOTSET",
-    dilations: Sequence[int] | None = None,
-    group: int = 1,
-    kernel_shape: Sequence[int] | None = None,
-    pads: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
+    **attributes: Unpack[ConvAttributes],
 ) -> Cotangents:
     if w_zero_point is not None and w_zero_point.ndim == 1:  # one for each output channel
         w_zero_point = op.Unsqueeze(w_zero_point, list(range(1, w.ndim)))
-    # Padding is with the zero point, which stands for zero.
-    return conv(
-        g,
-        y,
-        _real(x, x_zero_point, g),
-        _real(w, w_zero_point, g),
-        auto_pad=auto_pad,
-        dilations=dilations,
-        group=group,
-        kernel_shape=kernel_shape,
-        pads=pads,
-        strides=strides,
-    )
+    # The input is padded with its zero point, which represents zero, as in Conv.
+    return conv(g, y, _real(x, x_zero_point, g), _real(w, w_zero_point, g), **attributes)
 
 
 def _real(x: Tensor, zero_point: Tensor | None, like: Tensor) -> Tensor:
@@ -184,7 +167,7 @@ def _real(x: Tensor, zero_point: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _spread(scale: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
-    """Returns one number for the tensor, for each index of an axis, or each block, to multiply."""
+    """Shapes a scale per tensor, per index of an axis, or per block to broadcast to x."""
     if scale.ndim == 0 or scale.shape == (1,):
         return scale
     axis %= x.ndim
@@ -200,7 +183,7 @@ def _spread(scale: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
 
 
 def _gather_up(g: Tensor, scale: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
-    """Returns the sum of what each scale was spread to."""
+    """Sums over the elements that share a scale; the adjoint of `_spread`."""
     g = expand_like(g, x)
     if scale.ndim == 0 or scale.shape == (1,):
         return reshape_like(op.ReduceSum(g, keepdims=0), scale)

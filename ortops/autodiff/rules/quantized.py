@@ -1,19 +1,23 @@
-"""What operators on quantized numbers stand for: DequantizeLinear, the operator, QuantizeLinear.
+"""Definitions of operators on quantized tensors: DequantizeLinear, the operator, QuantizeLinear.
 
-In the forward pass they stay as they are, in integers, where the real numbers would round
-otherwise. In the backward pass the real numbers come once more, and the cotangent goes straight
-through the rounding (see `ortops.autodiff.rules.quantization`).
+The forward pass keeps the integer operators, because real numbers would round differently. The
+backward pass dequantizes the tensors again, and uses the straight-through estimator (see
+`ortops.autodiff.rules.quantization`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, Unpack
 
 from ortops.autodiff.registry import Cotangents
-from ortops.autodiff.rules.attention import attend_projected
+from ortops.autodiff.rules.attention import Scoring, attend_projected
+from ortops.autodiff.rules.convolution import ConvAttributes, PoolAttributes
 from ortops.autodiff.rules.microsoft import MICROSOFT, embed_layer_normalization
 from ortops.autodiff.rules.quantization import STRAIGHT_THROUGH
+from ortops.autodiff.rules.recurrent import RecurrentAttributes
 from ortops.autodiff.rules.table import definition
 from ortops.errors import UnsupportedError
 from ortops.graph.shapes import reshape_like
@@ -23,8 +27,32 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def _on_integers(op_type: str, domain: str = "") -> Callable[[_F], _F]:
-    """Registers what an operator on quantized numbers stands for."""
+    """Registers the definition of an operator on quantized tensors."""
     return definition(op_type, domain=domain, keep=True, quantizes=True, limits=STRAIGHT_THROUGH)
+
+
+def _on_real(op_type: str) -> Callable[[_F], _F]:
+    """Registers the definition of an operator of onnxruntime by a function of real numbers.
+
+    Each operand is three inputs of the operator: the integers, the scale and the zero point. The
+    last two inputs are the scale and the zero point of the output.
+    """
+
+    def register(function: _F) -> _F:
+        kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+        size = 3 * kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+        @functools.wraps(function)
+        def quantized(*inputs: Any, **attributes: Any) -> Tensor:
+            numbers, scales, zero_points = (inputs[first:size:3] for first in range(3))
+            y = function(*map(real, numbers, scales, zero_points), **attributes)
+            y_scale, y_zero_point = (*inputs[size:], None)[:2]
+            return _integers(y, y_scale, y_zero_point, inputs[0])
+
+        _on_integers(op_type, MICROSOFT)(quantized)
+        return function
+
+    return register
 
 
 def _is_one(scale: Tensor) -> bool:
@@ -33,13 +61,13 @@ def _is_one(scale: Tensor) -> bool:
 
 
 def real(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int = -1) -> Tensor:
-    """Returns the numbers that integers stand for.
+    """Dequantizes a tensor.
 
     Args:
         x: The integers.
-        scale: One for the tensor, one for each index of an axis, or of a shape that broadcasts.
-        zero_point: The same; 0 by default.
-        axis: The axis that several scales belong to.
+        scale: The scale: a scalar, a vector along an axis, or a tensor that broadcasts to x.
+        zero_point: The zero point, of the same shape; 0 by default.
+        axis: The axis of a vector of scales.
     """
     if _is_one(scale):
         return op.DequantizeLinear(x, scale, zero_point)
@@ -52,7 +80,7 @@ def real(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int = -1) ->
 
 
 def _integers(y: Tensor, scale: Tensor, zero_point: Tensor | None, like: Tensor) -> Tensor:
-    """Quantizes to the type of the zero point, or, without one, of another tensor."""
+    """Quantizes to the type of the zero point, or of another tensor if there is no zero point."""
     kind = like.value.dtype if zero_point is None else None
     return op.QuantizeLinear(y, scale, zero_point, output_dtype=kind)
 
@@ -68,7 +96,7 @@ def qlinear_matmul(
     y_scale: Tensor,
     y_zero_point: Tensor,
 ) -> Cotangents:
-    # Scales of the left factor are those of its rows, of the right one those of its columns.
+    # Vectors of scales are for the rows of the left factor and the columns of the right one.
     left, right = real(a, a_scale, a_zero_point, -2), real(b, b_scale, b_zero_point, -1)
     return _integers(op.MatMul(left, right), y_scale, y_zero_point, a)
 
@@ -84,24 +112,13 @@ def qlinear_conv(
     y_scale: Tensor,
     y_zero_point: Tensor,
     bias: Tensor | None = None,
-    *,
-    auto_pad: str = "NOTSET",
-    dilations: Sequence[int] | None = None,
-    group: int = 1,
-    kernel_shape: Sequence[int] | None = None,
-    pads: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
+    **attributes: Unpack[ConvAttributes],
 ) -> Tensor:
     y = op.Conv(
         real(x, x_scale, x_zero_point, 1),
         real(w, w_scale, w_zero_point, 0),
         None if bias is None else op.CastLike(bias, w_scale) * (x_scale * w_scale),
-        auto_pad=auto_pad,
-        dilations=dilations,
-        group=group,
-        kernel_shape=kernel_shape,
-        pads=pads,
-        strides=strides,
+        **attributes,
     )
     return _integers(y, y_scale, y_zero_point, x)
 
@@ -111,95 +128,25 @@ def qlinear_conv(
 
 @_on_integers("QLinearConv", domain=MICROSOFT)
 def qlinear_conv_with_layout(
-    x: Tensor,
-    x_scale: Tensor,
-    x_zero_point: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    w_zero_point: Tensor,
-    y_scale: Tensor,
-    y_zero_point: Tensor,
-    bias: Tensor | None = None,
-    *,
-    auto_pad: str = "NOTSET",
-    channels_last: int = 0,
-    dilations: Sequence[int] | None = None,
-    group: int = 1,
-    kernel_shape: Sequence[int] | None = None,
-    pads: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
+    x: Tensor, *others: Tensor, channels_last: int = 0, **attributes: Unpack[ConvAttributes]
 ) -> Cotangents:
-    y = qlinear_conv(
-        _channels_second(x, channels_last),
-        x_scale,
-        x_zero_point,
-        w,
-        w_scale,
-        w_zero_point,
-        y_scale,
-        y_zero_point,
-        bias,
-        auto_pad=auto_pad,
-        dilations=dilations,
-        group=group,
-        kernel_shape=kernel_shape,
-        pads=pads,
-        strides=strides,
-    )
+    y = qlinear_conv(_channels_second(x, channels_last), *others, **attributes)
     return _as_in(x, y, channels_last)
 
 
 @definition("NhwcMaxPool", domain=MICROSOFT, limits=STRAIGHT_THROUGH)
-def nhwc_max_pool(
-    x: Tensor,
-    *,
-    kernel_shape: Sequence[int],
-    auto_pad: str = "NOTSET",
-    ceil_mode: int = 0,
-    dilations: Sequence[int] | None = None,
-    pads: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
-) -> Cotangents:
-    y = op.MaxPool(
-        _channels_second(x, 1),
-        kernel_shape=kernel_shape,
-        auto_pad=auto_pad,
-        ceil_mode=ceil_mode,
-        dilations=dilations,
-        pads=pads,
-        strides=strides,
-    )
-    return _as_in(x, y, 1)
+def nhwc_max_pool(x: Tensor, **attributes: Unpack[PoolAttributes]) -> Cotangents:
+    return _as_in(x, op.MaxPool(_channels_second(x, 1), **attributes), 1)
 
 
-@_on_integers("QLinearAdd", domain=MICROSOFT)
-def qlinear_add(
-    a: Tensor,
-    a_scale: Tensor,
-    a_zero_point: Tensor | None,
-    b: Tensor,
-    b_scale: Tensor,
-    b_zero_point: Tensor | None,
-    y_scale: Tensor,
-    y_zero_point: Tensor | None = None,
-) -> Cotangents:
-    y = real(a, a_scale, a_zero_point) + real(b, b_scale, b_zero_point)
-    return _integers(y, y_scale, y_zero_point, a)
+@_on_real("QLinearAdd")
+def qlinear_add(a: Tensor, b: Tensor) -> Tensor:
+    return a + b
 
 
-@_on_integers("QLinearMul", domain=MICROSOFT)
-def qlinear_mul(
-    a: Tensor,
-    a_scale: Tensor,
-    a_zero_point: Tensor | None,
-    b: Tensor,
-    b_scale: Tensor,
-    b_zero_point: Tensor | None,
-    y_scale: Tensor,
-    y_zero_point: Tensor | None = None,
-) -> Cotangents:
-    y = real(a, a_scale, a_zero_point) * real(b, b_scale, b_zero_point)
-    return _integers(y, y_scale, y_zero_point, a)
+@_on_real("QLinearMul")
+def qlinear_mul(a: Tensor, b: Tensor) -> Tensor:
+    return a * b
 
 
 @_on_integers("QLinearWhere", domain=MICROSOFT)
@@ -224,92 +171,41 @@ def qlinear_concat(y_scale: Tensor, y_zero_point: Tensor, *parts: Tensor, axis: 
     return _integers(op.Concat(*numbers, axis=axis), y_scale, y_zero_point, parts[0])
 
 
-@_on_integers("QLinearSigmoid", domain=MICROSOFT)
-def qlinear_sigmoid(
-    x: Tensor,
-    x_scale: Tensor,
-    x_zero_point: Tensor | None,
-    y_scale: Tensor,
-    y_zero_point: Tensor | None = None,
-) -> Cotangents:
-    return _integers(op.Sigmoid(real(x, x_scale, x_zero_point)), y_scale, y_zero_point, x)
+@_on_real("QLinearSigmoid")
+def qlinear_sigmoid(x: Tensor) -> Tensor:
+    return op.Sigmoid(x)
 
 
-@_on_integers("QLinearLeakyRelu", domain=MICROSOFT)
-def qlinear_leaky_relu(
-    x: Tensor,
-    x_scale: Tensor,
-    x_zero_point: Tensor | None,
-    y_scale: Tensor,
-    y_zero_point: Tensor | None = None,
-    *,
-    alpha: float = 0.01,
-) -> Cotangents:
-    y = op.LeakyRelu(real(x, x_scale, x_zero_point), alpha=alpha)
-    return _integers(y, y_scale, y_zero_point, x)
+@_on_real("QLinearLeakyRelu")
+def qlinear_leaky_relu(x: Tensor, *, alpha: float = 0.01) -> Tensor:
+    return op.LeakyRelu(x, alpha=alpha)
 
 
-@_on_integers("QLinearSoftmax", domain=MICROSOFT)
-def qlinear_softmax(
-    x: Tensor,
-    x_scale: Tensor,
-    x_zero_point: Tensor | None,
-    y_scale: Tensor,
-    y_zero_point: Tensor,
-    *,
-    opset: int,
-    axis: int = -1,
-) -> Cotangents:
-    number = real(x, x_scale, x_zero_point)
+@_on_real("QLinearSoftmax")
+def qlinear_softmax(x: Tensor, *, opset: int, axis: int = -1) -> Tensor:
     if opset >= 13:
-        y = op.Softmax(number, axis=axis)
-    else:  # over the axis and all those behind it
-        y = reshape_like(op.Softmax(op.Flatten(number, axis=axis), axis=-1), number)
-    return _integers(y, y_scale, y_zero_point, x)
+        return op.Softmax(x, axis=axis)
+    # Before opset 13, Softmax normalizes over the axis and all axes after it.
+    return reshape_like(op.Softmax(op.Flatten(x, axis=axis), axis=-1), x)
 
 
-@_on_integers("QLinearAveragePool", domain=MICROSOFT)
+@_on_real("QLinearAveragePool")
 def qlinear_average_pool(
     x: Tensor,
-    x_scale: Tensor,
-    x_zero_point: Tensor | None,
-    y_scale: Tensor,
-    y_zero_point: Tensor | None = None,
     *,
-    kernel_shape: Sequence[int],
-    auto_pad: str = "NOTSET",
-    ceil_mode: int = 0,
     channels_last: int = 0,
     count_include_pad: int = 0,
-    pads: Sequence[int] | None = None,
-    strides: Sequence[int] | None = None,
-) -> Cotangents:
-    number = _channels_second(real(x, x_scale, x_zero_point), channels_last)
-    y = op.AveragePool(
-        number,
-        kernel_shape=kernel_shape,
-        auto_pad=auto_pad,
-        ceil_mode=ceil_mode,
-        count_include_pad=count_include_pad,
-        pads=pads,
-        strides=strides,
-    )
-    return _integers(_as_in(x, y, channels_last), y_scale, y_zero_point, x)
+    **attributes: Unpack[PoolAttributes],
+) -> Tensor:
+    images = _channels_second(x, channels_last)
+    y = op.AveragePool(images, count_include_pad=count_include_pad, **attributes)
+    return _as_in(x, y, channels_last)
 
 
-@_on_integers("QLinearGlobalAveragePool", domain=MICROSOFT)
-def qlinear_global_average_pool(
-    x: Tensor,
-    x_scale: Tensor,
-    x_zero_point: Tensor,
-    y_scale: Tensor,
-    y_zero_point: Tensor,
-    *,
-    channels_last: int = 0,
-) -> Cotangents:
-    number = _channels_second(real(x, x_scale, x_zero_point), channels_last)
-    y = _as_in(x, op.GlobalAveragePool(number), channels_last)
-    return _integers(y, y_scale, y_zero_point, x)
+@_on_real("QLinearGlobalAveragePool")
+def qlinear_global_average_pool(x: Tensor, *, channels_last: int = 0) -> Tensor:
+    images = _channels_second(x, channels_last)
+    return _as_in(x, op.GlobalAveragePool(images), channels_last)
 
 
 def _channels_second(x: Tensor, channels_last: int) -> Tensor:
@@ -318,7 +214,7 @@ def _channels_second(x: Tensor, channels_last: int) -> Tensor:
 
 
 def _as_in(x: Tensor, y: Tensor, channels_last: int) -> Tensor:
-    """Returns y, which has its channels second, with them where those of x are."""
+    """Moves the channels of y, which are second, to their position in x."""
     perm = [0, *range(2, x.ndim), 1]
     return op.Transpose(y, perm=perm) if channels_last else y
 
@@ -402,10 +298,8 @@ def qattention(
     *,
     num_heads: int,
     do_rotary: int = 0,
-    mask_filter_value: float = -10000.0,
     past_present_share_buffer: int = 0,
-    scale: float = 0.0,
-    unidirectional: int = 0,
+    **attributes: Unpack[Scoring],
 ) -> Cotangents:
     if do_rotary or past_present_share_buffer:
         raise UnsupportedError(
@@ -415,16 +309,7 @@ def qattention(
     projected = matmul_integer_to_float(
         x, weights, x_scale, weight_scale, x_zero_point, weight_zero_point, bias
     )
-    return attend_projected(
-        projected,
-        mask_index,
-        past,
-        None,
-        num_heads=num_heads,
-        mask_filter_value=mask_filter_value,
-        scale=scale,
-        unidirectional=unidirectional,
-    )
+    return attend_projected(projected, mask_index, past, None, num_heads=num_heads, **attributes)
 
 
 @definition("QEmbedLayerNormalization", domain=MICROSOFT, limits=STRAIGHT_THROUGH)
@@ -482,41 +367,21 @@ def dynamic_quantize_lstm(
     r_scale: Tensor,
     r_zero_point: Tensor,
     *,
-    activation_alpha: Sequence[float] | None = None,
-    activation_beta: Sequence[float] | None = None,
-    activations: Sequence[str] | None = None,
-    clip: float | None = None,
-    direction: str = "forward",
-    hidden_size: int | None = None,
     input_forget: int = 0,
+    **attributes: Unpack[RecurrentAttributes],
 ) -> Cotangents:
-    return op.LSTM(
-        x,
-        _transposed(w, w_scale, w_zero_point),
-        _transposed(r, r_scale, r_zero_point),
-        b,
-        sequence_lens,
-        initial_h,
-        initial_c,
-        p,
-        activation_alpha=activation_alpha,
-        activation_beta=activation_beta,
-        activations=activations,
-        clip=clip,
-        direction=direction,
-        hidden_size=hidden_size,
-        input_forget=input_forget,
-        outputs=3,
-    )
+    weights = [_transposed(w, w_scale, w_zero_point), _transposed(r, r_scale, r_zero_point)]
+    others = (b, sequence_lens, initial_h, initial_c, p)
+    return op.LSTM(x, *weights, *others, input_forget=input_forget, outputs=3, **attributes)
 
 
 def _transposed(w: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-    """Returns the weights (direction, column, row) that integers stand for as LSTM takes them.
+    """Dequantizes weights to the layout of LSTM, (direction, column, row).
 
     Args:
-        w: Integers (direction, row, column).
-        scale: One for each direction, or for each direction and column.
-        zero_point: The same.
+        w: The integers, (direction, row, column).
+        scale: The scales, (direction,) or (direction, column).
+        zero_point: The zero points, of the same shape.
     """
     axes = [1] if scale.ndim == 2 else [1, 2]
     scale, zero_point = op.Unsqueeze(scale, axes), op.Unsqueeze(zero_point, axes)

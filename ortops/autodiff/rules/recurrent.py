@@ -1,34 +1,35 @@
 """Rules of recurrent operators: LSTM, GRU and RNN.
 
-The output Y tells the hidden state before each step, so the pre-activations of all steps are one
-product each with W and R, and the rest of a step is elementwise: its derivatives, here called
-slopes, are found for all steps at once. Only the cotangents of the states go step by step, in a
-Scan against the direction of the node, which is linear in them. What that gives for the
-pre-activations flows to X, W, R and B through the products, for all steps at once again.
+The output Y contains the hidden state before each step. Therefore the pre-activations of all steps
+are computed with one product with W and one with R. The rest of a step is elementwise, and its
+derivatives, here called slopes, are computed for all steps at once. Only the cotangents of the
+states are computed step by step, in a Scan in the opposite direction, which is linear in them. The
+cotangents of the pre-activations then propagate to X, W, R and B through the products, again for
+all steps at once.
 
-What an LSTM does element by element stands in functions of its own: `lstm_update`, `lstm_slopes`
-and `lstm_step`. They take one step or all steps at once, in any layout; `ortops.passes.recurrent`,
-which keeps the gates, uses them too.
+The elementwise part of an LSTM is in the functions `lstm_update`, `lstm_slopes` and `lstm_step`.
+They work on one step or on all steps, in any layout, and `ortops.passes.recurrent`, which keeps the
+gates, uses them too.
 
-Here ``a_i`` is the pre-activation of gate i (z and r: update and reset gate, n: new hidden state;
-i, o, f and c: input, output and forget gate, and candidate), ``h_i`` the slope ∂h/∂a_i, ``h_h`` and
-``h_c`` slopes with respect to states, ``c_cell`` that of a cell state with respect to the one
-before, and ``dh`` the cotangent of the hidden state.
+Notation: ``a_i`` is the pre-activation of gate i (z and r: update and reset gate, n: new hidden
+state; i, o, f and c: input, output and forget gate, and candidate), ``h_i`` the slope ∂h/∂a_i,
+``h_h`` and ``h_c`` slopes with respect to states, ``c_cell`` the slope of a cell state with respect
+to the previous one, and ``dh`` the cotangent of the hidden state.
 
-The equations are those of the ONNX operators; where onnxruntime differs (defaults of activations),
-or says more (a sequence of length 0 ends in zeros), they are onnxruntime's.
+The equations are those of the ONNX operators. If onnxruntime differs (defaults of activations), or
+specifies more (a sequence of length 0 ends in zeros), they follow onnxruntime.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypedDict, Unpack, cast
 
 import numpy as np
 import onnx_ir as ir
 
-from ortops.autodiff.backward import backward
+from ortops.autodiff.backward import backward, backward_to_inputs
 from ortops.autodiff.registry import Cotangents, Rules
 from ortops.autodiff.rules.table import nested_vjp
 from ortops.errors import UnsupportedError
@@ -38,7 +39,7 @@ from ortops.graph.tensor import Dim, Tape, Tensor, ones_like, op, zeros_like
 
 MaybeTensor = Tensor | None
 
-# Each takes alpha and beta if its name is in the tables of their defaults.
+# An activation uses alpha or beta if its name is in the table of their defaults.
 _ACTIVATIONS: Mapping[str, Callable[[Tensor, float, float], Tensor]] = {
     "Affine": lambda x, alpha, beta: x * alpha + beta,
     "Elu": lambda x, alpha, beta: op.Elu(x, alpha=alpha),
@@ -66,7 +67,7 @@ _BETA = {"Affine": 0.0, "HardSigmoid": 0.5, "ScaledTanh": 0.0}
 
 @dataclass(frozen=True)
 class _Activation:
-    """An activation, its numbers, and the limit of what it is applied to."""
+    """An activation with its parameters, and the limit to which its argument is clipped."""
 
     name: str
     alpha: float
@@ -79,7 +80,7 @@ class _Activation:
 
 
 class Activated(NamedTuple):
-    """A value ``y = f(a)`` of an activation, and what makes ∂(w · y)/∂a of w and w · y."""
+    """A value ``y = f(a)`` of an activation, and the function (w, w · y) → ∂(w · y)/∂a."""
 
     y: Tensor
     slope: Callable[[Tensor, Tensor], Tensor]
@@ -93,71 +94,108 @@ def tanh_value(y: Tensor) -> Activated:
     return Activated(y, lambda w, product: w - product * y)
 
 
-@dataclass
-class _Attributes:
-    """The attributes that the three operators have in common."""
+class RecurrentAttributes(TypedDict, total=False):
+    """The attributes that the three operators have in common, except layout."""
 
-    activation_alpha: Sequence[float] | None
-    activation_beta: Sequence[float] | None
+    activation_alpha: Sequence[float]
+    activation_beta: Sequence[float]
     activations: Sequence[str]
-    clip: float | None
+    clip: float
     direction: str
-    hidden_size: int | None
-    layout: int
+    hidden_size: int
 
 
-@dataclass
-class _Sweep:
-    """One direction of a recurrent node: all tensors have time first and no axis of directions.
+_LENGTHS = 4
+"""The index of the input sequence_lens."""
+
+
+@dataclass(frozen=True)
+class _Node:
+    """The arguments of a recurrent rule.
 
     Attributes:
-        rules: How cotangents pass through what is emitted.
-        start: The number of nodes that the tape had before those of the rule.
-        reverse: Whether the node goes from the end of the sequences to their beginning.
-        activations: The direction's activations.
+        rules: The rules to differentiate emitted nodes with.
+        g: The cotangents of the node's outputs.
+        y: The outputs.
+        inputs: The inputs, in ONNX's order.
+        layout: The attribute: 0 for time first, 1 for batch first.
+        attributes: The attributes.
+    """
+
+    rules: Rules
+    g: Sequence[MaybeTensor]
+    y: Sequence[MaybeTensor]
+    inputs: Sequence[MaybeTensor]
+    layout: int
+    attributes: RecurrentAttributes
+
+    @property
+    def description(self) -> str:
+        """The node, for messages."""
+        node = cast(Tensor, self.y[0]).value.producer()
+        return describe(node) if node else "recurrent node"
+
+
+@dataclass
+class _Direction:
+    """One direction of a recurrent node, in tensors with time first and no axis of directions.
+
+    Attributes:
+        rules: The rules to differentiate emitted nodes with.
+        start: The number of nodes on the tape before those of the rule.
         units: The size of the hidden state, H.
         x: The input, [T, N, I].
-        w: The weights of the input, [gates · H, I].
-        r: The weights of the hidden state, [gates · H, H].
-        w_bias: The bias of w, [gates · H].
-        r_bias: The bias of r, [gates · H].
-        p: The weights of the peepholes, [3 · H].
-        h: The hidden state at the beginning, [N, H].
-        c: The cell state at the beginning, [N, H].
-        y: The hidden state after each step, [T, N, H].
-        dy: The cotangent of y, masked.
-        dh: The cotangent of the last hidden state, [N, H].
-        dc: The cotangent of the last cell state, [N, H].
         valid: Whether a step belongs to the sequence, [T, N, 1].
         last: Whether a step is the last one of the sequence, [T, N, 1].
+        reverse: Whether the node runs from the end of the sequences to their beginning.
+        activations: The direction's activations.
+        w: The weights of the input, [gates · H, I].
+        r: The weights of the hidden state, [gates · H, H].
+        b: The biases of w and r, [2 · gates · H].
+        p: The weights of the peepholes, [3 · H].
+        h: The initial hidden state, [N, H].
+        c: The initial cell state, [N, H].
+        dh: The cotangent of the last hidden state, [N, H].
+        dc: The cotangent of the last cell state, [N, H].
+        y: The hidden state after each step, [T, N, H].
+        dy: The cotangent of y.
+        w_bias: The bias of w, [gates · H].
+        r_bias: The bias of r, [gates · H].
     """
 
     rules: Rules
     start: int
-    reverse: bool
-    activations: Sequence[_Activation]
     units: int | Tensor
     x: Tensor
+    valid: MaybeTensor
+    last: MaybeTensor
+    reverse: bool
+    activations: Sequence[_Activation]
     w: Tensor
     r: Tensor
-    w_bias: MaybeTensor
-    r_bias: MaybeTensor
+    b: MaybeTensor
     p: MaybeTensor
     h: Tensor
     c: Tensor
-    y: Tensor
-    dy: MaybeTensor
     dh: Tensor
     dc: Tensor
-    valid: MaybeTensor
-    last: MaybeTensor
+    y: Tensor
+    dy: MaybeTensor
+    w_bias: MaybeTensor = field(default=None, init=False)
+    r_bias: MaybeTensor = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.b is not None:
+            self.w_bias, self.r_bias = op.Split(self.b, axis=0, num_outputs=2)
+        if self.dy is not None:
+            self.dy = self.mask(self.dy)  # Y is zero after the end of a sequence
 
     def hidden_before(self) -> Tensor:
         """Returns the hidden state before each step, [T, N, H]."""
         first = op.Unsqueeze(self.h, [0])
         if self.reverse:
             before = op.Concat(self.y, first, axis=0)[1:, :, :]
-            if self.last is not None:  # a shorter sequence begins earlier
+            if self.last is not None:  # the initial state precedes the last step of each sequence
                 before = op.Where(self.last, first, before)
         else:
             before = op.Concat(first, self.y, axis=0)[:-1, :, :]
@@ -173,15 +211,15 @@ class _Sweep:
         return shaped.with_shape([steps, batch, size])
 
     def mask(self, x: Tensor, other: float = 0) -> Tensor:
-        """Replaces what steps after the end of a sequence computed."""
+        """Replaces the values of steps after the end of a sequence."""
         return x if self.valid is None else op.Where(self.valid, x, other)
 
     def hold(self) -> MaybeTensor:
-        """Returns 1 for steps that pass the hidden state on and 0 for the others, [T, N, 1]."""
+        """Returns 1 for steps after the end of a sequence, which keep the state, [T, N, 1]."""
         return None if self.valid is None else op.Not(self.valid).astype(self.x.dtype)
 
     def slopes(self, y: Tensor, xs: Sequence[Tensor], w: MaybeTensor = None) -> list[Tensor]:
-        """Returns w · dy/dx for tensors of which y is a function element by element."""
+        """Returns w · dy/dx for tensors that y is an elementwise function of."""
         values = [x.value for x in xs]
         nodes = y.tape.nodes[self.start :]
         seeds = {y.value: ones_like(y) if w is None else w}
@@ -199,42 +237,31 @@ class _Sweep:
     def scan(
         self, step: Callable[..., Sequence[Tensor]], states: Sequence[Tensor], *slices: MaybeTensor
     ) -> list[Tensor]:
-        """Emits a Scan against the direction of the node; see `scan`."""
+        """Emits a Scan in the opposite direction of the node; see `scan`."""
         return scan(step, states, slices, backwards=not self.reverse)
 
 
-Cell = Callable[[_Sweep], tuple[dict[Tensor, Tensor], list[Tensor]]]
-"""Returns cotangents of tensors that a sweep computed from the inputs of the node, and the tensors
-at which it took the graph to be cut when it found them."""
+Cell = Callable[[_Direction], tuple[dict[Tensor, Tensor], list[Tensor]]]
+"""Computes the backward pass of a direction. Returns the cotangents of tensors that the direction
+computed from the inputs of the node, and the tensors that were treated as constants."""
+
+_LIMITS = "at least one step if the length is dynamic"
 
 
-@nested_vjp("RNN", needs=(0,), limits="at least one step if the length is dynamic")
+@nested_vjp("RNN", needs=(0,), limits=_LIMITS)
 def rnn(
     rules: Rules,
     g: Sequence[MaybeTensor],
     y: Sequence[MaybeTensor],
-    x: Tensor,
-    w: Tensor,
-    r: Tensor,
-    b: MaybeTensor = None,
-    sequence_lens: MaybeTensor = None,
-    initial_h: MaybeTensor = None,
-    *,
-    activation_alpha: Sequence[float] | None = None,
-    activation_beta: Sequence[float] | None = None,
-    activations: Sequence[str] = ("Tanh", "Tanh"),
-    clip: float | None = None,
-    direction: str = "forward",
-    hidden_size: int | None = None,
+    *inputs: MaybeTensor,
     layout: int = 0,
+    **attributes: Unpack[RecurrentAttributes],
 ) -> Cotangents:
-    attributes = _Attributes(
-        activation_alpha, activation_beta, activations, clip, direction, hidden_size, layout
-    )
-    return _recurrent(rules, _rnn, 1, g, y, (x, w, r, b, sequence_lens, initial_h), attributes)
+    node = _Node(rules, g, y, inputs, layout, attributes)
+    return _recurrent(node, _rnn, ("Tanh",))
 
 
-def _rnn(at: _Sweep) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
+def _rnn(at: _Direction) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
     (f,) = at.activations
     before = at.hidden_before()
     of_x, of_h = at.project(at.x, at.w, at.w_bias), at.project(before, at.r, at.r_bias)
@@ -250,37 +277,22 @@ def _rnn(at: _Sweep) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
     return {of_x: da, of_h: da, at.h: dh}, [before]
 
 
-@nested_vjp("GRU", needs=(0,), limits="at least one step if the length is dynamic")
+@nested_vjp("GRU", needs=(0,), limits=_LIMITS)
 def gru(
     rules: Rules,
     g: Sequence[MaybeTensor],
     y: Sequence[MaybeTensor],
-    x: Tensor,
-    w: Tensor,
-    r: Tensor,
-    b: MaybeTensor = None,
-    sequence_lens: MaybeTensor = None,
-    initial_h: MaybeTensor = None,
-    *,
-    activation_alpha: Sequence[float] | None = None,
-    activation_beta: Sequence[float] | None = None,
-    activations: Sequence[str] | None = None,
-    clip: float | None = None,
-    direction: str = "forward",
-    hidden_size: int | None = None,
+    *inputs: MaybeTensor,
     layout: int = 0,
     linear_before_reset: int = 0,
+    **attributes: Unpack[RecurrentAttributes],
 ) -> Cotangents:
-    if activations is None:
-        activations = ("Sigmoid", "Tanh") * 2
-    attributes = _Attributes(
-        activation_alpha, activation_beta, activations, clip, direction, hidden_size, layout
-    )
+    node = _Node(rules, g, y, inputs, layout, attributes)
     cell = _gru_linear_before_reset if linear_before_reset else _gru
-    return _recurrent(rules, cell, 2, g, y, (x, w, r, b, sequence_lens, initial_h), attributes)
+    return _recurrent(node, cell, ("Sigmoid", "Tanh"))
 
 
-def _gru(at: _Sweep) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
+def _gru(at: _Direction) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
     f, g = at.activations
     sizes = [at.units * 2, at.units]
     r_gates, r_new = op.Split(at.r, sizes, axis=0)
@@ -321,7 +333,7 @@ def _gru(at: _Sweep) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
     return {of_x: da, of_h: dgates, of_reset: dn, at.h: dh}, [before, reset]
 
 
-def _gru_linear_before_reset(at: _Sweep) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
+def _gru_linear_before_reset(at: _Direction) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
     f, g = at.activations
     before = at.hidden_before()
     of_x, of_h = at.project(at.x, at.w, at.w_bias), at.project(before, at.r, at.r_bias)
@@ -345,39 +357,21 @@ def _gru_linear_before_reset(at: _Sweep) -> tuple[dict[Tensor, Tensor], list[Ten
     return {of_x: dx, of_h: da, at.h: dh}, [before]
 
 
-@nested_vjp("LSTM", needs=(0,), limits="at least one step if the length is dynamic")
+@nested_vjp("LSTM", needs=(0,), limits=_LIMITS)
 def lstm(
     rules: Rules,
     g: Sequence[MaybeTensor],
     y: Sequence[MaybeTensor],
-    x: Tensor,
-    w: Tensor,
-    r: Tensor,
-    b: MaybeTensor = None,
-    sequence_lens: MaybeTensor = None,
-    initial_h: MaybeTensor = None,
-    initial_c: MaybeTensor = None,
-    p: MaybeTensor = None,
-    *,
-    activation_alpha: Sequence[float] | None = None,
-    activation_beta: Sequence[float] | None = None,
-    activations: Sequence[str] | None = None,
-    clip: float | None = None,
-    direction: str = "forward",
-    hidden_size: int | None = None,
+    *inputs: MaybeTensor,
     input_forget: int = 0,
     layout: int = 0,
+    **attributes: Unpack[RecurrentAttributes],
 ) -> Cotangents:
-    if activations is None:
-        activations = ("Sigmoid", "Tanh", "Tanh") * 2
-    attributes = _Attributes(
-        activation_alpha, activation_beta, activations, clip, direction, hidden_size, layout
-    )
-    inputs = (x, w, r, b, sequence_lens, initial_h, initial_c, p)
-    return _recurrent(rules, lambda at: _lstm(at, bool(input_forget)), 3, g, y, inputs, attributes)
+    node = _Node(rules, g, y, inputs, layout, attributes)
+    return _recurrent(node, lambda at: _lstm(at, bool(input_forget)), ("Sigmoid", "Tanh", "Tanh"))
 
 
-def _lstm(at: _Sweep, coupled: bool) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
+def _lstm(at: _Direction, coupled: bool) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
     of_gates, of_candidate, of_cell = at.activations
     before = at.hidden_before()
     of_x, of_h = at.project(at.x, at.w, at.w_bias), at.project(before, at.r, at.r_bias)
@@ -392,7 +386,7 @@ def _lstm(at: _Sweep, coupled: bool) -> tuple[dict[Tensor, Tensor], list[Tensor]
     def gates(a: Sequence[Tensor], cell: MaybeTensor = None) -> Sequence[Activated]:
         a_i, a_f, a_c = a
         i, g = gate(a_i, p_i, cell), at.activate(of_candidate, a_c)
-        if coupled:  # the slope of f is by a_i too
+        if coupled:  # f = 1 - i, so its slope is with respect to a_i too
             return i, Activated(1 - i.y, lambda w, product: -i.slope(w, w * i.y)), g
         return i, gate(a_f, p_f, cell), g
 
@@ -432,7 +426,7 @@ def _lstm(at: _Sweep, coupled: bool) -> tuple[dict[Tensor, Tensor], list[Tensor]
 
 
 def lstm_update(i: Tensor, f: Tensor, g: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what is added to the cell state, what is kept of it, and the sum, the new one."""
+    """Returns i · g and f · cell, and their sum, the new cell state."""
     added, kept = i * g, f * cell
     return added, kept, added + kept
 
@@ -440,11 +434,11 @@ def lstm_update(i: Tensor, f: Tensor, g: Tensor, cell: Tensor) -> tuple[Tensor, 
 def lstm_slopes(
     values: Sequence[Activated], cell: Tensor, added: Tensor, kept: Tensor, h: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the slopes c_i, h_o, c_f and c_c, that of h by the new cell state, and c_cell.
+    """Returns the slopes c_i, h_o, c_f, c_c, h_c (by the new cell state) and c_cell.
 
     Args:
         values: The gates i, o and f, the candidate g, and the activation t of the new cell state.
-        cell: The cell state before.
+        cell: The previous cell state.
         added: i · g.
         kept: f · cell.
         h: The hidden state, o · t.
@@ -458,129 +452,108 @@ def lstm_slopes(
 def lstm_step(
     dh: Tensor, dc: Tensor, slopes: Tensor, h_c: Tensor, c_cell: Tensor, *, axis: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns the cotangents of the pre-activations of a step, and of the cell state before it.
+    """Returns the cotangents of the pre-activations of a step, and of the previous cell state.
 
     Args:
         dh: The cotangent of the hidden state after the step.
-        dc: The cotangent of the cell state after the step, but for what comes from dh.
-        slopes: The first four of `lstm_slopes`, joined.
-        h_c: The fifth.
-        c_cell: The sixth.
-        axis: The axis that gates are joined along.
+        dc: The cotangent of the cell state after the step, without the contribution of dh.
+        slopes: The first four results of `lstm_slopes`, concatenated.
+        h_c: The fifth result.
+        c_cell: The sixth result.
+        axis: The axis along which the gates are concatenated.
     """
     dc = dc + dh * h_c
     return op.Concat(dc, dh, dc, dc, axis=axis) * slopes, dc * c_cell
 
 
-def _recurrent(
-    rules: Rules,
-    cell: Cell,
-    each: int,
-    g: Sequence[MaybeTensor],
-    y: Sequence[MaybeTensor],
-    inputs: Sequence[MaybeTensor],
-    attributes: _Attributes,
-) -> Cotangents:
-    """Returns the cotangents of the inputs of a recurrent node."""
-    node = cast(Tensor, y[0]).value.producer()
-    asked_by = describe(node) if node else "recurrent node"
-    x = cast(Tensor, inputs[0])
-    if x.shape is not None and 0 in x.shape[:2]:  # onnxruntime gives zeros, whatever the state was
-        return (None,) * len(inputs)
+def _recurrent(node: _Node, cell: Cell, usual: Sequence[str]) -> Cotangents:
+    """Returns the cotangents of the inputs of a recurrent node.
+
+    Args:
+        node: The node.
+        cell: The backward pass of a direction.
+        usual: The default activations of a direction.
+    """
+    x = cast(Tensor, node.inputs[0])
+    if x.shape is not None and 0 in x.shape[:2]:  # then onnxruntime ignores the initial states
+        return (None,) * len(node.inputs)
     tape = x.tape
     start = len(tape.nodes)
     seeds: dict[ir.Value, Tensor] = {}
     cut: list[ir.Value] = []
     with tape:
-        sweeps = _sweeps(rules, asked_by, start, each, g, y, inputs, attributes)
-    for sweep in sweeps:
-        cotangents, held = cell(sweep)
+        directions = _directions(node, start, usual)
+    for direction in directions:
+        cotangents, held = cell(direction)
         seeds.update((x.value, cotangent) for x, cotangent in cotangents.items())
         cut += [x.value for x in held]
-    values = [None if x is None or index == 4 else x.value for index, x in enumerate(inputs)]
-    xs = list(dict.fromkeys(value for value in values if value is not None))
-    found = backward(tape, tape.nodes[start:], seeds, xs, rules, cut=cut, asked_by=asked_by)
-    # A tensor that is an input twice gets its cotangent once: pop.
-    left = dict(zip(xs, found, strict=True))
-    return tuple(None if value is None else left.pop(value, None) for value in values)
+    inputs = [
+        None if x is None or index == _LENGTHS else x.value for index, x in enumerate(node.inputs)
+    ]
+    made = tape.nodes[start:]
+    return backward_to_inputs(
+        tape, made, seeds, inputs, node.rules, cut=cut, asked_by=node.description
+    )
 
 
-def _sweeps(
-    rules: Rules,
-    asked_by: str,
-    start: int,
-    each: int,
-    g: Sequence[MaybeTensor],
-    y: Sequence[MaybeTensor],
-    inputs: Sequence[MaybeTensor],
-    attributes: _Attributes,
-) -> list[_Sweep]:
+def _directions(node: _Node, start: int, usual: Sequence[str]) -> list[_Direction]:
     """Splits the inputs, outputs and cotangents of a node by direction."""
-    direction = attributes.direction
-    if direction not in ("forward", "reverse", "bidirectional"):
-        raise UnsupportedError(
-            f"{asked_by}: direction must be forward, reverse or bidirectional, got '{direction}'"
-        )
-    count = 2 if direction == "bidirectional" else 1
-    activations = _activations(asked_by, count, each, attributes)
-    x, w, r, b, lengths, h, c, p = (*inputs, None, None)[:8]
+    reverse = _is_reverse(node)
+    count = len(reverse)
+    activations = _activations(node, count, usual)
+    x, w, r, b, lengths, h, c, p = (*node.inputs, *[None] * 8)[:8]
     assert x is not None
     assert r is not None
-    state_order, y_order = ([1, 0, 2], [1, 2, 0, 3]) if attributes.layout else (None, None)
+    state_order, y_order = ([1, 0, 2], [1, 2, 0, 3]) if node.layout else (None, None)
     x = _ranked(x, 3) if state_order is None else op.Transpose(_ranked(x, 3), perm=state_order)
-    units = attributes.hidden_size or size_of(_ranked(r, 3), [2])
+    units = node.attributes.get("hidden_size") or size_of(_ranked(r, 3), [2])
     steps, batch = cast(tuple[Dim, ...], x.shape)[:2]
     size = units if isinstance(units, int) else None
     zero = op.ConstantOfShape([size_of(x, [1]), units], value=np.zeros(1, x.dtype))
     zero = zero.with_shape([batch, size])
     valid, last, nonempty = (None, None, None) if lengths is None else _masks(x, lengths)
 
-    def states(z: MaybeTensor, *, final: bool = False) -> list[Tensor]:
+    def states(z: MaybeTensor) -> list[Tensor]:
         """Splits a state by direction; zeros if it is absent."""
-        pieces = [
-            zero if piece is None else piece.with_shape([batch, size])
-            for piece in _by_direction(z, 3, count, state_order)
-        ]
-        if final and z is not None and nonempty is not None:
-            pieces = [op.Where(nonempty, piece, 0) for piece in pieces]
-        return pieces
+        pieces = _by_direction(z, 3, count, state_order)
+        return [zero if piece is None else piece.with_shape([batch, size]) for piece in pieces]
 
-    dy, dh, dc = (*g, None, None)[:3]
-    w_parts, r_parts = _by_direction(w, 3, count), _by_direction(r, 3, count)
-    b_parts, p_parts = _by_direction(b, 2, count), _by_direction(p, 2, count)
-    h_parts, c_parts = states(h), states(c)
-    dh_parts, dc_parts = states(dh, final=True), states(dc, final=True)
-    y_parts = _by_direction(y[0], 4, count, y_order)
-    dy_parts = _by_direction(dy, 4, count, y_order)
-    sweeps = []
-    for index in range(count):
-        bias, dy_part = b_parts[index], dy_parts[index]
-        w_bias, r_bias = (None, None) if bias is None else op.Split(bias, axis=0, num_outputs=2)
-        sweep = _Sweep(
-            rules=rules,
-            start=start,
-            reverse=direction == "reverse" or index == 1,
-            activations=activations[index],
-            units=units,
-            x=x,
-            w=cast(Tensor, w_parts[index]),
-            r=cast(Tensor, r_parts[index]),
-            w_bias=w_bias,
-            r_bias=r_bias,
-            p=p_parts[index],
-            h=h_parts[index],
-            c=c_parts[index],
-            y=cast(Tensor, y_parts[index]).with_shape([steps, batch, size]),
-            dy=None if dy_part is None else dy_part.with_shape([steps, batch, size]),
-            dh=dh_parts[index],
-            dc=dc_parts[index],
-            valid=valid,
-            last=last,
+    def final_states(z: MaybeTensor) -> list[Tensor]:
+        """Splits the cotangent of a final state, which is constant for empty sequences."""
+        if z is None or nonempty is None:
+            return states(z)
+        return [op.Where(nonempty, piece, 0) for piece in states(z)]
+
+    def sequences(z: MaybeTensor) -> list[MaybeTensor]:
+        """Splits Y or its cotangent by direction."""
+        pieces = _by_direction(z, 4, count, y_order)
+        return [
+            None if piece is None else piece.with_shape([steps, batch, size]) for piece in pieces
+        ]
+
+    dy, dh, dc = (*node.g, None, None)[:3]
+    parts: list[Sequence[Any]] = [  # in the order of the fields of `_Direction`
+        *(_by_direction(z, 3, count) for z in (w, r)),
+        *(_by_direction(z, 2, count) for z in (b, p)),
+        *(states(z) for z in (h, c)),
+        *(final_states(z) for z in (dh, dc)),
+        *(sequences(z) for z in (node.y[0], dy)),
+    ]
+    return [
+        _Direction(node.rules, start, units, x, valid, last, is_reverse, functions, *own)
+        for is_reverse, functions, *own in zip(reverse, activations, *parts, strict=True)
+    ]
+
+
+def _is_reverse(node: _Node) -> list[bool]:
+    """Returns for each direction of a node whether it is the reverse one."""
+    direction = node.attributes.get("direction", "forward")
+    if direction not in ("forward", "reverse", "bidirectional"):
+        raise UnsupportedError(
+            f"{node.description}: direction must be forward, reverse or bidirectional, got "
+            f"'{direction}'"
         )
-        if sweep.dy is not None:
-            sweep.dy = sweep.mask(sweep.dy)  # Y is zero after the end of a sequence
-        sweeps.append(sweep)
-    return sweeps
+    return [False, True] if direction == "bidirectional" else [direction == "reverse"]
 
 
 def _masks(x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -612,36 +585,35 @@ def _by_direction(
     return [op.Squeeze(piece, [axis]) for piece in pieces]
 
 
-def _activations(
-    asked_by: str, directions: int, each: int, attributes: _Attributes
-) -> list[Sequence[_Activation]]:
+def _activations(node: _Node, directions: int, usual: Sequence[str]) -> list[Sequence[_Activation]]:
     """Returns the activations of each direction, which consume alpha and beta in order."""
-    alphas = list(attributes.activation_alpha or ())
-    betas = list(attributes.activation_beta or ())
+    each, attributes = len(usual), node.attributes
+    alphas = list(attributes.get("activation_alpha") or ())
+    betas = list(attributes.get("activation_beta") or ())
     found: list[_Activation] = []
-    names = attributes.activations[: each * directions]
+    names = attributes.get("activations", [*usual, *usual])[: each * directions]
     if len(names) < each * directions:
         raise UnsupportedError(
-            f"{asked_by}: direction {attributes.direction} requires {each * directions} "
-            f"activations, got {list(names)}"
+            f"{node.description}: direction {attributes.get('direction', 'forward')} requires "
+            f"{each * directions} activations, got {list(names)}"
         )
     for name in names:
         if name not in _ACTIVATIONS:
             known = ", ".join(_ACTIVATIONS)
             raise UnsupportedError(
-                f"{asked_by}: no gradient for activation '{name}'; use one of {known}"
+                f"{node.description}: no gradient for activation '{name}'; use one of {known}"
             )
         alpha = beta = 0.0
         if name in _ALPHA:
             alpha = alphas.pop(0) if alphas else _ALPHA[name]
         if name in _BETA:
             beta = betas.pop(0) if betas else _BETA[name]
-        found.append(_Activation(name, alpha, beta, attributes.clip))
+        found.append(_Activation(name, alpha, beta, attributes.get("clip")))
     return [found[index * each : (index + 1) * each] for index in range(directions)]
 
 
 def _ranked(x: Tensor, rank: int) -> Tensor:
-    """Sets the rank that the operator requires, if the shape is unknown."""
+    """Sets the rank that the operator requires if the shape is unknown."""
     return x if x.shape is not None else x.with_shape([None] * rank)
 
 
@@ -668,14 +640,14 @@ def scan(
     """Emits a Scan.
 
     Args:
-        step: The body. It gets states and slices, None for an absent one, and returns the new
-            states and what is put out at each step.
-        states: The states at the beginning.
-        slices: Tensors whose slices along the first axis the steps get; None where one is absent.
-        backwards: Whether to go from the last slice to the first.
+        step: The body. It is called with the states and slices, None for absent slices, and returns
+            the new states and the outputs of the step.
+        states: The initial states.
+        slices: The tensors to scan along the first axis; None for absent ones.
+        backwards: Whether to scan from the last slice to the first.
 
     Returns:
-        The states at the end, then what was put out.
+        The final states, then the outputs of all steps.
     """
     tape = states[0].tape
     sequences = [sequence for sequence in slices if sequence is not None]

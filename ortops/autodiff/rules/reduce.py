@@ -1,6 +1,10 @@
-"""Rules of reductions and cumulative operators, and TopK."""
+"""Rules of reductions, cumulative operators and TopK."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -11,27 +15,64 @@ from ortops.graph.shapes import expand_like, size_of
 from ortops.graph.tensor import Tensor, op, shape_of, zeros_like
 
 
-def _keep(reduced: Tensor, axes: Tensor | None, keepdims: int) -> Tensor:
-    """Gives a reduced tensor its reduced axes back, with size 1, so that it broadcasts.
+@dataclass(frozen=True)
+class _Reduction:
+    """The axes and attributes of a reduction.
 
-    Without axes nothing is to be done: either nothing was reduced or all of it, to a scalar.
+    Attributes:
+        axes: The axes; all axes, or none, if absent or empty.
+        keepdims: Whether the reduced axes are kept, with size 1.
+        noop_with_empty_axes: Whether a reduction without axes reduces nothing.
     """
-    if keepdims or axes is None or (axes.constant is not None and axes.constant.size == 0):
-        return reduced
-    return op.Unsqueeze(reduced, axes)
+
+    axes: Tensor | None
+    keepdims: int
+    noop_with_empty_axes: int
+
+    @property
+    def has_no_axes(self) -> bool:
+        """Whether the axes are known to be absent or empty."""
+        return self.axes is None or (self.axes.constant is not None and not self.axes.constant.size)
+
+    @property
+    def is_noop(self) -> bool:
+        """Whether the reduction is known to reduce nothing."""
+        return bool(self.noop_with_empty_axes) and self.has_no_axes
+
+    def keep(self, reduced: Tensor) -> Tensor:
+        """Restores the reduced axes, with size 1, so that the tensor broadcasts to the input."""
+        # Without axes, the tensor has the shape of the input, or is a scalar.
+        return reduced if self.keepdims or self.has_no_axes else op.Unsqueeze(reduced, self.axes)
 
 
-def _is_noop(axes: Tensor | None, noop_with_empty_axes: int) -> bool:
-    """Whether a reduction is known to reduce nothing."""
-    if not noop_with_empty_axes:
-        return False
-    return axes is None or (axes.constant is not None and axes.constant.size == 0)
+_Rule: TypeAlias = Callable[[Tensor, Tensor, Tensor, _Reduction], Tensor]
+
+
+def _reduction(*op_types: str, limits: str = "") -> Callable[[_Rule], _Rule]:
+    """Registers the rule of a reduction; its last argument is the `_Reduction`."""
+
+    def register(function: _Rule) -> _Rule:
+        def rule(
+            g: Tensor,
+            y: Tensor,
+            x: Tensor,
+            axes: Tensor | None = None,
+            *,
+            keepdims: int = 1,
+            noop_with_empty_axes: int = 0,
+        ) -> Cotangents:
+            return function(g, y, x, _Reduction(axes, keepdims, noop_with_empty_axes))
+
+        vjp(*op_types, limits=limits)(rule)
+        return function
+
+    return register
 
 
 def _inverse_count(g: Tensor, y: Tensor, x: Tensor, axes: Tensor | None) -> float | Tensor:
     """Returns one divided by the number of elements of x for each of y.
 
-    At run time it is computed in 32 bits at least, because float16 ends at 65504.
+    At run time it is computed in at least 32 bits, because float16 ends at 65504.
     """
     dtype = np.promote_types(g.dtype, np.float32) if g.dtype.kind == "f" else np.dtype(np.float32)
     given = None if axes is None else axes.constant
@@ -48,99 +89,67 @@ def _inverse_count(g: Tensor, y: Tensor, x: Tensor, axes: Tensor | None) -> floa
     return op.Reciprocal(count.astype(dtype)).astype(g.dtype)
 
 
-@vjp("ReduceSum")
-def reduce_sum(
-    g: Tensor,
-    y: Tensor,
-    x: Tensor,
-    axes: Tensor | None = None,
-    *,
-    keepdims: int = 1,
-    noop_with_empty_axes: int = 0,
-) -> Cotangents:
-    return expand_like(_keep(g, axes, keepdims), x)
+@_reduction("ReduceSum")
+def reduce_sum(g: Tensor, y: Tensor, x: Tensor, over: _Reduction) -> Tensor:
+    return expand_like(over.keep(g), x)
 
 
-@vjp("ReduceMean")
-def reduce_mean(
-    g: Tensor,
-    y: Tensor,
-    x: Tensor,
-    axes: Tensor | None = None,
-    *,
-    keepdims: int = 1,
-    noop_with_empty_axes: int = 0,
-) -> Cotangents:
-    if _is_noop(axes, noop_with_empty_axes):
+@_reduction("ReduceMean")
+def reduce_mean(g: Tensor, y: Tensor, x: Tensor, over: _Reduction) -> Tensor:
+    if over.is_noop:
         return g
-    return expand_like(_keep(g * _inverse_count(g, y, x, axes), axes, keepdims), x)
+    return expand_like(over.keep(g * _inverse_count(g, y, x, over.axes)), x)
 
 
-@vjp("ReduceMax", "ReduceMin")
-def reduce_extremum(
-    g: Tensor,
-    y: Tensor,
-    x: Tensor,
-    axes: Tensor | None = None,
-    *,
-    keepdims: int = 1,
-    noop_with_empty_axes: int = 0,
-) -> Cotangents:
-    if _is_noop(axes, noop_with_empty_axes):
+@_reduction("ReduceMax", "ReduceMin")
+def reduce_extremum(g: Tensor, y: Tensor, x: Tensor, over: _Reduction) -> Tensor:
+    if over.is_noop:
         return g
-    chosen = equal(x, _keep(y, axes, keepdims)).astype(g.dtype)
-    ties = op.ReduceSum(chosen, axes, noop_with_empty_axes=noop_with_empty_axes)
-    return chosen * (_keep(g, axes, keepdims) / ties)  # ties share evenly
+    chosen = equal(x, over.keep(y)).astype(g.dtype)
+    ties = op.ReduceSum(chosen, over.axes, noop_with_empty_axes=over.noop_with_empty_axes)
+    return chosen * (over.keep(g) / ties)  # ties share evenly
 
 
-@vjp("ReduceProd", limits="needs n times the memory for an axis of size n")
-def reduce_prod(
-    g: Tensor,
-    y: Tensor,
-    x: Tensor,
-    axes: Tensor | None = None,
-    *,
-    keepdims: int = 1,
-    noop_with_empty_axes: int = 0,
-) -> Cotangents:
-    if _is_noop(axes, noop_with_empty_axes):
+@_reduction("ReduceProd", limits="needs n times the memory for an axis of size n")
+def reduce_prod(g: Tensor, y: Tensor, x: Tensor, over: _Reduction) -> Tensor:
+    if over.is_noop:
         return g
-    total = _keep(g, axes, keepdims)
+    total = over.keep(g)
     partial = x
-    # One axis after the other: the cost is the sum, not the product, of the axes' sizes.
-    for axis, applies in _reduced_axes(x, axes, noop_with_empty_axes):
+    # One axis after the other, so that the cost is the sum, not the product, of the axes' sizes.
+    for axis, applies in _reduced_axes(x, over):
         total = total * _product_of_others(partial, axis, applies)
         product = op.ReduceProd(partial, [axis])
         partial = product if applies is None else op.Where(applies, product, partial)
     return expand_like(total, x)
 
 
-def _reduced_axes(
-    x: Tensor, axes: Tensor | None, noop_with_empty_axes: int
-) -> list[tuple[int, Tensor | None]]:
-    """Lists the axes that a reduction may reduce, and whether it does (None: it does)."""
-    given = None if axes is None else axes.constant
-    if axes is None or given is not None:
-        chosen = range(x.ndim) if given is None or given.size == 0 else given.reshape(-1) % x.ndim
-        return [(int(axis), None) for axis in chosen]
+def _reduced_axes(x: Tensor, over: _Reduction) -> list[tuple[int, Tensor | None]]:
+    """Lists the axes that may be reduced, each with the condition that it is (None: always)."""
+    axes = over.axes
+    if over.has_no_axes:
+        return [(axis, None) for axis in range(x.ndim)]
+    assert axes is not None
+    if axes.constant is not None:
+        return [(int(axis), None) for axis in axes.constant.reshape(-1) % x.ndim]
     if x.ndim == 0:
         return []
     named = op.Equal(op.Unsqueeze(op.Mod(axes, x.ndim), [1]), list(range(x.ndim)))
     reduced = op.ReduceSum(named.astype(np.int64), [0], keepdims=0) > 0
-    if not noop_with_empty_axes:
+    if not over.noop_with_empty_axes:
         reduced = op.Or(reduced, op.Equal(op.Size(axes), 0))
     return [(axis, op.Gather(reduced, axis)) for axis in range(x.ndim)]
 
 
 def _product_of_others(x: Tensor, axis: int, applies: Tensor | None = None) -> Tensor:
-    """Returns, at each place along an axis, the product of the elements at all other places.
+    """Returns, for each index along an axis, the product of the elements at all other indices.
 
-    y / x would fail at zeros, and mending that would make the second derivative wrong there.
+    y / x would fail if an x is zero, and special cases would make the second derivative wrong.
 
     Args:
         x: The factors.
-        axis: The axis along which they are multiplied.
-        applies: Whether they are; where not, the result is 1 with size 1 on the axis.
+        axis: The axis along which to multiply.
+        applies: A condition; if it is false, the result is 1, with size 1 along the axis.
     """
     size = size_of(x, [axis])
     here: object = size if applies is None else op.Where(applies, size, 1)
@@ -159,70 +168,30 @@ def _product_of_others(x: Tensor, axis: int, applies: Tensor | None = None) -> T
     return product.with_shape_of(x)
 
 
-@vjp("ReduceL1")
-def reduce_l1(
-    g: Tensor,
-    y: Tensor,
-    x: Tensor,
-    axes: Tensor | None = None,
-    *,
-    keepdims: int = 1,
-    noop_with_empty_axes: int = 0,
-) -> Cotangents:
-    return op.Sign(x) * _keep(g, axes, keepdims)
+@_reduction("ReduceL1")
+def reduce_l1(g: Tensor, y: Tensor, x: Tensor, over: _Reduction) -> Tensor:
+    return op.Sign(x) * over.keep(g)
 
 
-@vjp("ReduceL2")
-def reduce_l2(
-    g: Tensor,
-    y: Tensor,
-    x: Tensor,
-    axes: Tensor | None = None,
-    *,
-    keepdims: int = 1,
-    noop_with_empty_axes: int = 0,
-) -> Cotangents:
+@_reduction("ReduceL2")
+def reduce_l2(g: Tensor, y: Tensor, x: Tensor, over: _Reduction) -> Tensor:
     nonzero = op.Where(op.Equal(y, 0), 1, y)  # the subgradient of the norm at 0 is 0
-    return x * _keep(g / nonzero, axes, keepdims)
+    return x * over.keep(g / nonzero)
 
 
-@vjp("ReduceSumSquare")
-def reduce_sum_square(
-    g: Tensor,
-    y: Tensor,
-    x: Tensor,
-    axes: Tensor | None = None,
-    *,
-    keepdims: int = 1,
-    noop_with_empty_axes: int = 0,
-) -> Cotangents:
-    return x * _keep(2 * g, axes, keepdims)
+@_reduction("ReduceSumSquare")
+def reduce_sum_square(g: Tensor, y: Tensor, x: Tensor, over: _Reduction) -> Tensor:
+    return x * over.keep(2 * g)
 
 
-@vjp("ReduceLogSum")
-def reduce_log_sum(
-    g: Tensor,
-    y: Tensor,
-    x: Tensor,
-    axes: Tensor | None = None,
-    *,
-    keepdims: int = 1,
-    noop_with_empty_axes: int = 0,
-) -> Cotangents:
-    return expand_like(_keep(g * op.Exp(-y), axes, keepdims), x)
+@_reduction("ReduceLogSum")
+def reduce_log_sum(g: Tensor, y: Tensor, x: Tensor, over: _Reduction) -> Tensor:
+    return expand_like(over.keep(g * op.Exp(-y)), x)
 
 
-@vjp("ReduceLogSumExp")
-def reduce_log_sum_exp(
-    g: Tensor,
-    y: Tensor,
-    x: Tensor,
-    axes: Tensor | None = None,
-    *,
-    keepdims: int = 1,
-    noop_with_empty_axes: int = 0,
-) -> Cotangents:
-    return op.Exp(x - _keep(y, axes, keepdims)) * _keep(g, axes, keepdims)
+@_reduction("ReduceLogSumExp")
+def reduce_log_sum_exp(g: Tensor, y: Tensor, x: Tensor, over: _Reduction) -> Tensor:
+    return op.Exp(x - over.keep(y)) * over.keep(g)
 
 
 @vjp("CumSum")
@@ -236,8 +205,8 @@ def cumsum(
 def cumprod(
     g: Tensor, y: Tensor, x: Tensor, axis: Tensor, *, exclusive: int = 0, reverse: int = 0
 ) -> Cotangents:
-    # ∂y_j / ∂x_i is the cumulative product at j with x_i replaced by 1: i lies on ``rows``, j on
-    # ``columns``. As for ReduceProd, this stays right, in every order, where an x is zero.
+    # ∂y_j / ∂x_i is the cumulative product at j with x_i replaced by 1; ``rows`` is the axis of i,
+    # and ``columns`` that of j. As for ReduceProd, all orders are correct if an x is zero.
     rank = x.ndim if x.shape is not None else op.Size(op.Shape(x))
     rows = op.Mod(op.Reshape(axis, [-1]).astype(np.int64), rank)
     columns = rows + 1

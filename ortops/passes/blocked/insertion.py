@@ -117,8 +117,7 @@ class _Insertion:
         x, w, b = (*inputs, None)[:3]
         assert x is not None
         assert w is not None
-        attributes = attribute_values(node)
-        group = attributes.get("group", 1)
+        group = node.attributes.get_int("group", 1)
         n, channels, *_ = sizes(x)
         m, part, *kernel = sizes(w)
         outputs = self._whole(m)
@@ -127,18 +126,8 @@ class _Insertion:
             return
         if group > 1 and not part == 1 < m == channels == group:
             return
-        at = convolution.windows(
-            x,
-            kernel,
-            strides=attributes.get("strides"),
-            dilations=attributes.get("dilations"),
-            pads=attributes.get("pads"),
-            auto_pad=attributes.get("auto_pad", "NOTSET"),
-        )
-        assert not isinstance(at.begin, Tensor)
-        assert not isinstance(at.end, Tensor)
-        pads = [*at.begin, *at.end]
-        if not rules.can_transpose(kernel, at.dilations, pads):
+        at = convolution.node_windows(node, x, kernel)
+        if not rules.can_transpose(at):
             return
         blocked = x if channels < self.size else self._blocked(x)
         _, _, *counts = sizes(self.tape.tensor(node.outputs[0]))
@@ -150,7 +139,7 @@ class _Insertion:
             block=self.size,
             dilations=list(at.dilations),
             group=1 if group == 1 else outputs,
-            pads=pads,
+            pads=at.pads,
             strides=list(at.strides),
         )
 

@@ -292,10 +292,9 @@ def _all_phases(w: Tensor, x: Tensor, g: Tensor, at: Windows) -> list[_Phases] |
     return made if all(each.possible for each in made) else None
 
 
-def can_transpose(kernel: Sequence[int], dilations: Sequence[int], pads: Sequence[int]) -> bool:
-    """Whether a convolution pads by less than its windows reach, as its gradient needs."""
-    extents = [(size - 1) * step + 1 for size, step in zip(kernel, dilations, strict=True)]
-    return all(pad < extent for pad, extent in zip(pads, extents * 2, strict=True))
+def can_transpose(at: Windows) -> bool:
+    """Whether the padding is less than the extent of the windows, as the gradient requires."""
+    return min(convolution.mirrored_pads(at)) >= 0
 
 
 def _left_over(x: Tensor, at: Windows) -> list[int]:
