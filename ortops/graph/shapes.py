@@ -22,6 +22,7 @@ from ortops.graph.tensor import Names, Tape, Tensor, op, shape_of
 
 __all__ = [
     "expand_like",
+    "index_range",
     "infer_shapes",
     "is_unknown",
     "map_sequences",
@@ -72,6 +73,18 @@ def size_of(x: Tensor, axes: Sequence[int]) -> int | Tensor:
     if x.shape is not None and len({axis % len(x.shape) for axis in axes}) == len(x.shape):
         return op.Size(x)
     return op.ReduceProd(op.Gather(op.Shape(x), list(axes)), keepdims=0)
+
+
+def index_range(size: int | Tensor, like: Tensor) -> Tensor:
+    """Returns the int64 vector 0, 1, 2, … below a size.
+
+    Args:
+        size: The size; the result is a constant if it is an int.
+        like: A tensor on the tape.
+    """
+    if isinstance(size, int):
+        return like.tape.constant(np.arange(size))
+    return op.Range(like.tape.constant(np.array(0)), size, 1)
 
 
 def _same_shape(a: Tensor, b: Tensor) -> bool:

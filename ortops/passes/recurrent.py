@@ -20,11 +20,7 @@ import onnx_ir as ir
 
 from ortops.autodiff.gradient_node import Bound, is_bound
 from ortops.autodiff.registry import Cotangents, Table
-from ortops.autodiff.rules.recurrent import (
-    lstm_step,
-    lstm_update,
-    scan,
-)
+from ortops.autodiff.rules.recurrent import inside, lstm_step, lstm_update, plus, scan
 from ortops.graph.edit import attribute_values, remove_unread, replace_value
 from ortops.graph.tensor import Tape, Tensor, op, zeros_like
 from ortops.passes.draft import ANYWHERE, Draft, Pass
@@ -32,7 +28,7 @@ from ortops.passes.draft import ANYWHERE, Draft, Pass
 __all__ = ["RECURRENT"]
 
 DOMAIN = "ortops.recurrent"
-"""The private domain of the nodes that stand for one direction of an operator."""
+"""The private domain of the placeholder nodes, one for each direction of an operator."""
 
 TABLE = Table()
 """Their rules."""
@@ -43,7 +39,7 @@ _USUAL: Mapping[str, Sequence[str]] = {
     "RNN": ("Tanh",),
 }
 _SAMPLES = {"LSTM": 8, "GRU": 8, "RNN": 4}
-"""With fewer, onnxruntime's own operators and the gates once more are faster (measured)."""
+"""The minimum batch size; for smaller batches, recomputing the gates is faster (measured)."""
 
 
 class _Recurrent(Pass):
@@ -73,7 +69,7 @@ class _Recurrent(Pass):
         xs = {x for each in gradients for x in each.xs}
         draft.add_rules(TABLE)
         for node in usual:
-            # Who asks for the gradient of x alone does not train, and may come with one sample.
+            # A gradient of x alone is not for training, so that batches may be of one sample.
             trained = any(w in xs or (w and w.producer() in found) for w in node.inputs[1:4])
             if node in found and (trained or _symbol(node) is None):
                 _insert(node, draft)
@@ -98,7 +94,7 @@ def _read(node: ir.Node) -> int:
 
 
 def _is_usual(node: ir.Node) -> bool:
-    """Whether a node is of the form that is replaced, and no gradient names its outputs."""
+    """Whether the pass supports a node, and no Gradient node refers to its outputs."""
     if node.domain or node.op_type not in _USUAL or any(node.inputs[4:5]) or any(node.inputs[7:]):
         return False
     usual = tuple(_USUAL[node.op_type])
@@ -120,7 +116,7 @@ def _is_usual(node: ir.Node) -> bool:
 
 
 def _symbol(node: ir.Node) -> str | None:
-    """Returns what the size of a batch is called; None where it is a number."""
+    """Returns the symbol of the batch size, '' if it is unknown; None if it is a number."""
     x = node.inputs[0]
     batch = None if x is None or x.shape is None else x.shape[1]
     return None if isinstance(batch, int) or batch is None else batch.value or ""
@@ -138,14 +134,9 @@ def _parts(x: Tensor, count: int) -> list[Tensor]:
 
 
 def _joined(parts: Sequence[Tensor], axis: int) -> Tensor:
-    """Joins what each direction has given along a new axis, batch before units."""
-    pieces: list[Tensor] = [op.Unsqueeze(_swapped(part), [axis]) for part in parts]
+    """Stacks the results of the directions along a new axis, with the batch before the units."""
+    pieces: list[Tensor] = [op.Unsqueeze(part.mT, [axis]) for part in parts]
     return pieces[0] if len(pieces) == 1 else op.Concat(*pieces, axis=axis)
-
-
-def _swapped(x: Tensor) -> Tensor:
-    """Exchanges the last two axes."""
-    return op.Transpose(x, perm=[1, 0] if x.ndim == 2 else [0, 2, 1])
 
 
 def _columns(x: Tensor) -> Tensor:
@@ -154,7 +145,7 @@ def _columns(x: Tensor) -> Tensor:
 
 
 def _insert(node: ir.Node, draft: Draft) -> None:
-    """Replaces an operator by Scans that keep the gates."""
+    """Replaces an operator with Scans that keep the gates."""
     tape = Tape(draft.graph, before=node, names=draft.names)
     tape.scope = f"{node.name or node.op_type}/"
     given = [None if value is None else tape.tensor(value) for value in node.inputs]
@@ -167,8 +158,7 @@ def _insert(node: ir.Node, draft: Draft) -> None:
     count = len(backwards)
     zero = _zero_state(x, r)
     starts = [
-        [zero] * count if z is None else [_swapped(part) for part in _parts(z, count)]
-        for z in states
+        [zero] * count if z is None else [part.mT for part in _parts(z, count)] for z in states
     ]
     b_parts = [None] * count if b is None else _parts(b, count)
     results = []
@@ -202,7 +192,7 @@ def _zero_state(x: Tensor, r: Tensor) -> Tensor:
 
 
 def _with_ones(x: Tensor) -> Tensor:
-    """Returns x with a last column of ones, which a bias is multiplied by."""
+    """Appends a column of ones to x, which is multiplied by the bias."""
     shape = op.Concat(op.Shape(x, start=0, end=2), [1], axis=0)
     ones = op.ConstantOfShape(shape, value=np.ones(1, x.dtype))
     return op.Concat(x, ones, axis=2)
@@ -234,7 +224,7 @@ class _Direction:
         return of_w, of_r
 
     def sum_of_biases(self) -> Tensor | None:
-        """Returns the bias where it does not matter which product it is added to."""
+        """Returns the sum of the biases, for gates that add both products."""
         of_w, of_r = self.biases()
         return None if of_w is None or of_r is None else of_w + of_r
 
@@ -246,15 +236,15 @@ class _Direction:
             rows = _with_ones(rows)
         steps, batch, _ = self.x.shape or (None,) * 3
         shape = [steps, (self.r.shape or (None,))[0], batch]
-        return op.MatMul(factor, _swapped(rows)).with_shape(shape)
+        return op.MatMul(factor, rows.mT).with_shape(shape)
 
     def scan(
         self, step: Callable[..., Sequence[Tensor]], states: Sequence[Tensor], *slices: Tensor
     ) -> list[Tensor]:
-        """Emits a Scan in the direction; see `scan`."""
+        """Emits a Scan in this direction; see `scan`."""
         return scan(step, states, slices, backwards=self.backwards)
 
-    def stand_in(
+    def placeholder(
         self,
         operator: str,
         states: Sequence[Tensor],
@@ -265,11 +255,11 @@ class _Direction:
         """Emits the placeholder node.
 
         Args:
-            operator: Its name.
-            states: The states at the beginning, [H, N].
-            results: The hidden states, [T, H, N], and the states at the end, [H, N].
-            saved: What its rule reads besides, of all steps.
-            **attributes: What its rule has to know.
+            operator: The operator.
+            states: The initial states, [H, N].
+            results: The hidden states, [T, H, N], and the final states, [H, N].
+            saved: Further inputs of its rule, of all steps.
+            **attributes: Attributes for its rule.
 
         Returns:
             The outputs of the placeholder, which replace the results.
@@ -289,11 +279,6 @@ class _Direction:
         return [self.x.tape.tensor(value) for value in node.outputs]
 
 
-def _inside(x: Tensor, outer: Tensor) -> Tensor:
-    """Returns a tensor of the outer graph for use in the graph of another tensor."""
-    return x.tape.tensor(outer.value)
-
-
 def _halves(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     """Splits a tensor of three gates into the first two and the third."""
     size = (x.shape or (None,) * (axis + 1))[axis]
@@ -304,10 +289,20 @@ def _halves(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     return op.Concat(z, r, axis=axis), n
 
 
-def _of_products(x: Tensor, w: Tensor, da: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _of_input(x: Tensor, w: Tensor, da: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the cotangents of x, w and the bias, given that of w · x + bias, in columns."""
     dx = op.Reshape(op.Gemm(da, w, transA=1), op.Shape(x), allowzero=1)
     return dx, op.Gemm(da, op.Flatten(x, axis=2)), op.ReduceSum(da, [1], keepdims=0)
+
+
+def _of_weights(
+    x: Tensor, w: Tensor, b: Tensor | None, before: Tensor, da: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Returns the cotangents of x, w, r and b, given that of w · x + r · before + bias."""
+    da = _columns(da)
+    dx, dw, db = _of_input(x, w, da)
+    dr = op.Gemm(da, _columns(before), transB=1)
+    return dx, dw, dr, None if b is None else op.Concat(db, db, axis=0)
 
 
 # -------------------------------------------------------------------------------------------- LSTM
@@ -315,7 +310,7 @@ def _of_products(x: Tensor, w: Tensor, da: Tensor) -> tuple[Tensor, Tensor, Tens
 
 def _lstm_forward(at: _Direction, h: Tensor, c: Tensor) -> list[Tensor]:
     def step(h: Tensor, c: Tensor, a: Tensor) -> Sequence[Tensor]:
-        a_i, a_o, a_f, a_c = op.Split(op.Gemm(_inside(h, at.r), h, a), axis=0, num_outputs=4)
+        a_i, a_o, a_f, a_c = op.Split(op.Gemm(inside(h, at.r), h, a), axis=0, num_outputs=4)
         i, o, f = (op.Sigmoid(each) for each in (a_i, a_o, a_f))
         g = op.Tanh(a_c)
         added, kept, after = lstm_update(i, f, g, c)
@@ -323,8 +318,8 @@ def _lstm_forward(at: _Direction, h: Tensor, c: Tensor) -> list[Tensor]:
         return o * t, after, h, added, kept, i, o, f, g, t
 
     last_h, last_c, *saved = at.scan(step, [h, c], at.project(at.sum_of_biases()))
-    *_, o, _, _, t = saved  # y in one piece costs less than in each step a copy of the state
-    return at.stand_in("LSTM", [h, c], [o * t, last_h, last_c], saved)
+    *_, o, _, _, t = saved  # one product for all steps is faster than a copy of y in each step
+    return at.placeholder("LSTM", [h, c], [o * t, last_h, last_c], saved)
 
 
 @TABLE.vjp("LSTM", domain=DOMAIN)
@@ -340,25 +335,21 @@ def _lstm(
     *saved: Tensor,
     backwards: int,
 ) -> Cotangents:
-    y, _, _, h_before, added, kept, i, o, f, candidate, t = saved
+    y, _, _, before, added, kept, i, o, f, candidate, t = saved
     slopes = (added - i * added, y - o * y, kept - f * kept, i - added * candidate)
     h_c, c_cell = o - y * t, f
-    transposed = _swapped(r)
+    transposed = r.mT
 
     def step(dh: Tensor, dc: Tensor, dy: Tensor | None, *slopes: Tensor) -> Sequence[Tensor]:
-        dh = dh if dy is None else dh + dy
+        dh = plus(dh, dy)
         da, dc = lstm_step(dh, dc, *slopes, axis=0)
-        return _inside(dh, transposed) @ da, dc, da
+        return inside(dh, transposed) @ da, dc, da
 
     dy, *states = g
     last = [zeros_like(h) if dz is None else dz for dz in states]
     slices = (dy, op.Concat(*slopes, axis=1), h_c, c_cell)
     dh, dc, da = scan(step, last, slices, backwards=not backwards)
-    da = _columns(da)
-    dx, dw, db = _of_products(x, w, da)
-    dr = op.Gemm(da, _columns(h_before), transB=1)
-    both = None if b is None else op.Concat(db, db, axis=0)
-    return dx, dw, dr, both, dh, dc, *(None for _ in saved)
+    return *_of_weights(x, w, b, before, da), dh, dc, *(None for _ in saved)
 
 
 # --------------------------------------------------------------------------------------------- GRU
@@ -374,31 +365,24 @@ def _gru_forward(at: _Direction, linear_before_reset: int, h: Tensor) -> list[Te
         z, r = op.Split(op.Sigmoid(a), axis=0, num_outputs=2)
         return z, r
 
-    def update(h: Tensor, z: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
-        difference = h - n
-        return n + z * difference, difference
-
     def step(h: Tensor, a_gates: Tensor, a_new: Tensor) -> Sequence[Tensor]:
-        z, r = gates(op.Gemm(_inside(h, r_gates), h, a_gates))
-        reset = r * h
-        n = op.Tanh(op.Gemm(_inside(h, r_new), reset, a_new))
-        new, difference = update(h, z, n)
-        return new, h, z, r, n, difference, reset
-
-    def step_linear(h: Tensor, x_gates: Tensor, x_new: Tensor) -> Sequence[Tensor]:
-        bias = None if column is None else _inside(h, column)
-        h_gates, h_new = _halves(op.Gemm(_inside(h, at.r), h, bias), 0)
-        z, r = gates(x_gates + h_gates)
-        n = op.Tanh(x_new + r * h_new)
-        new, difference = update(h, z, n)
-        return new, h, z, r, n, difference, h_new
+        if linear_before_reset:
+            bias = None if column is None else inside(h, column)
+            h_gates, factor = _halves(op.Gemm(inside(h, at.r), h, bias), 0)
+            z, r = gates(a_gates + h_gates)
+            n = op.Tanh(a_new + r * factor)
+        else:
+            z, r = gates(op.Gemm(inside(h, r_gates), h, a_gates))
+            factor = r * h
+            n = op.Tanh(op.Gemm(inside(h, r_new), factor, a_new))
+        difference = h - n
+        return n + z * difference, h, z, r, n, difference, factor
 
     a = at.project(w_bias if linear_before_reset else at.sum_of_biases())
-    body = step_linear if linear_before_reset else step
-    last, *saved = at.scan(body, [h], *_halves(a, 1))
+    last, *saved = at.scan(step, [h], *_halves(a, 1))
     _, z, _, n, difference, _ = saved
     attributes = {"linear_before_reset": linear_before_reset}
-    return at.stand_in("GRU", [h], [n + z * difference, last], saved, **attributes)
+    return at.placeholder("GRU", [h], [n + z * difference, last], saved, **attributes)
 
 
 @TABLE.vjp("GRU", domain=DOMAIN)
@@ -414,58 +398,37 @@ def _gru(
     backwards: int,
     linear_before_reset: int,
 ) -> Cotangents:
-    _, _, h_before, z, reset, n, difference, factor = saved
+    _, _, before, z, reset, n, difference, factor = saved
     open_gate = 1 - z
     h_z, h_n = difference * z * open_gate, open_gate * (1 - n * n)
-    of_reset = (factor if linear_before_reset else h_before) * reset * (1 - reset)
+    of_reset = (factor if linear_before_reset else before) * reset * (1 - reset)
     dy, dh = g
     last = [zeros_like(h) if dh is None else dh]
-    gates, new = (_swapped(each) for each in _halves(r, 0))
-    transposed = _swapped(r)
+    gates, new = (each.mT for each in _halves(r, 0))
+    transposed = r.mT
 
     def step(
-        dh: Tensor,
-        dy: Tensor | None,
-        h_z: Tensor,
-        h_n: Tensor,
-        of_reset: Tensor,
-        reset: Tensor,
-        z: Tensor,
+        dh: Tensor, dy: Tensor | None, h_z: Tensor, h_n: Tensor, of_reset: Tensor, *others: Tensor
     ) -> Sequence[Tensor]:
-        dh = dh if dy is None else dh + dy
+        reset, z = others
+        dh = plus(dh, dy)
         dn = dh * h_n
-        dreset = _inside(dh, new) @ dn
+        if linear_before_reset:
+            da = op.Concat(dh * h_z, dn * of_reset, dn * reset, axis=0)
+            return op.Gemm(inside(dh, transposed), da, dh * z), da, dn
+        dreset = inside(dh, new) @ dn
         dgates = op.Concat(dh * h_z, dreset * of_reset, axis=0)
-        return op.Gemm(_inside(dh, gates), dgates, dh * z + dreset * reset), dgates, dn
+        return op.Gemm(inside(dh, gates), dgates, dh * z + dreset * reset), dgates, dn
 
-    def step_linear(
-        dh: Tensor,
-        dy: Tensor | None,
-        h_z: Tensor,
-        h_n: Tensor,
-        of_reset: Tensor,
-        reset: Tensor,
-        z: Tensor,
-    ) -> Sequence[Tensor]:
-        dh = dh if dy is None else dh + dy
-        dn = dh * h_n
-        da = op.Concat(dh * h_z, dn * of_reset, dn * reset, axis=0)
-        return op.Gemm(_inside(dh, transposed), da, dh * z), da, dn
-
-    body = step_linear if linear_before_reset else step
     slices = (dy, h_z, h_n, of_reset, reset, z)
-    dh, da, dn = scan(body, last, slices, backwards=not backwards)
-    da, dn, before = _columns(da), _columns(dn), _columns(h_before)
-    dgates, dhidden = _halves(da, 0) if linear_before_reset else (da, dn)
-    of_x = op.Concat(dgates, dn, axis=0)
-    dx, dw, db = _of_products(x, w, of_x)
+    dh, da, dn = scan(step, last, slices, backwards=not backwards)
+    da, dn, before = _columns(da), _columns(dn), _columns(before)
+    dgates = _halves(da, 0)[0] if linear_before_reset else da
+    dx, dw, db = _of_input(x, w, op.Concat(dgates, dn, axis=0))
     if linear_before_reset:
         dr, db_r = op.Gemm(da, before, transB=1), op.ReduceSum(da, [1], keepdims=0)
     else:
-        products = [
-            op.Gemm(each, of, transB=1)
-            for each, of in ((dgates, before), (dhidden, _columns(factor)))
-        ]
+        products = (op.Gemm(da, before, transB=1), op.Gemm(dn, _columns(factor), transB=1))
         dr, db_r = op.Concat(*products, axis=0), db
     both = None if b is None else op.Concat(db, db_r, axis=0)
     return dx, dw, dr, both, dh, *(None for _ in saved)
@@ -476,11 +439,11 @@ def _gru(
 
 def _rnn_forward(at: _Direction, h: Tensor) -> list[Tensor]:
     def step(h: Tensor, a: Tensor) -> Sequence[Tensor]:
-        new = op.Tanh(op.Gemm(_inside(h, at.r), h, a))
+        new = op.Tanh(op.Gemm(inside(h, at.r), h, a))
         return new, new, h
 
     last, y, before = at.scan(step, [h], at.project(at.sum_of_biases()))
-    return at.stand_in("RNN", [h], [y, last], [before])
+    return at.placeholder("RNN", [h], [y, last], [before])
 
 
 @TABLE.vjp("RNN", domain=DOMAIN)
@@ -497,16 +460,12 @@ def _rnn(
 ) -> Cotangents:
     y, _, before = saved
     dy, dh = g
-    transposed = _swapped(r)
+    transposed = r.mT
 
     def step(dh: Tensor, dy: Tensor | None, slope: Tensor) -> Sequence[Tensor]:
-        da = (dh if dy is None else dh + dy) * slope
-        return _inside(dh, transposed) @ da, da
+        da = plus(dh, dy) * slope
+        return inside(dh, transposed) @ da, da
 
     last = [zeros_like(h) if dh is None else dh]
     dh, da = scan(step, last, [dy, 1 - y * y], backwards=not backwards)
-    da = _columns(da)
-    dx, dw, db = _of_products(x, w, da)
-    dr = op.Gemm(da, _columns(before), transB=1)
-    both = None if b is None else op.Concat(db, db, axis=0)
-    return dx, dw, dr, both, dh, *(None for _ in saved)
+    return *_of_weights(x, w, b, before, da), dh, *(None for _ in saved)

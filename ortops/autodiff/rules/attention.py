@@ -16,7 +16,7 @@ import onnx_ir as ir
 from ortops.autodiff.registry import Cotangents
 from ortops.autodiff.rules.table import definition
 from ortops.errors import UnsupportedError
-from ortops.graph.shapes import pad_axes, size_of
+from ortops.graph.shapes import index_range, pad_axes, size_of
 from ortops.graph.tensor import Tensor, op
 
 MICROSOFT = "com.microsoft"
@@ -65,7 +65,7 @@ def attention(
     right = 0 if is_causal else right_window_size
     allowed = _window(q, length, total, offset, left_window_size, right)
     if nonpad_kv_seqlen is not None:
-        padding = op.Less(_range(q, total), op.Reshape(nonpad_kv_seqlen, [-1, 1, 1, 1]))
+        padding = op.Less(index_range(total, q), op.Reshape(nonpad_kv_seqlen, [-1, 1, 1, 1]))
         allowed = _both(allowed, padding)
     added = None
     if attn_mask is not None:
@@ -111,13 +111,6 @@ def _merge(y: Tensor) -> Tensor:
     return op.Reshape(joined, [0, 0, width if isinstance(width, int) else -1])
 
 
-def _range(x: Tensor, size: Size) -> Tensor:
-    """Returns 0, 1, 2 … below a size."""
-    if isinstance(size, int):
-        return x.tape.constant(np.arange(size))
-    return op.Range(x.tape.constant(np.array(0)), size, 1)
-
-
 def _minus(a: Size, b: Size) -> Size:
     if isinstance(a, int) and isinstance(b, int):
         return a - b
@@ -153,8 +146,8 @@ def _window(
         if right >= 0:
             allowed &= ahead <= right
         return x.tape.constant(allowed)
-    queries = op.Add(op.Unsqueeze(_range(x, length), [1]), offset)
-    steps = op.Sub(_range(x, total), queries)
+    queries = op.Add(op.Unsqueeze(index_range(length, x), [1]), offset)
+    steps = op.Sub(index_range(total, x), queries)
     before = op.GreaterOrEqual(steps, -left) if left >= 0 else None
     return _both(before, op.LessOrEqual(steps, right) if right >= 0 else None)
 
@@ -319,7 +312,7 @@ def _masked_attention(
                     f"no gradient for a mask of shape {mask.shape}; use one length per sample, or "
                     "shape (batch, keys), (batch, queries, keys) or (batch, 1, queries, keys)"
                 )
-            seen = op.Less(_range(q, total), op.Reshape(mask.astype(np.int64), [-1, 1, 1, 1]))
+            seen = op.Less(index_range(total, q), op.Reshape(mask.astype(np.int64), [-1, 1, 1, 1]))
         else:
             seen = op.Unsqueeze(op.Greater(mask, 0), {2: [1, 2], 3: [1], 4: []}[mask.ndim])
         masked_score = op.CastLike(attributes.get("mask_filter_value", -10000.0), q)
@@ -468,7 +461,7 @@ def group_query_attention(
         offset = op.Where(op.Equal(longest, length), 0, op.Sub(seen, length))
     if do_rotary:
         if position_ids is None:
-            position_ids = op.Unsqueeze(_range(q, length), [0])
+            position_ids = op.Unsqueeze(index_range(length, q), [0])
             if isinstance(offset, Tensor):
                 position_ids = op.Add(position_ids, op.Reshape(offset, [-1, 1]))
         cos, sin = op.Gather(cos_cache, position_ids), op.Gather(sin_cache, position_ids)
@@ -482,7 +475,7 @@ def group_query_attention(
     total = size_of(k, [2])
     left = local_window_size - 1 if local_window_size > 0 else -1
     allowed = _window(q, length, total, offset, left, 0 if causal else -1)
-    bias = _bias(q, _both(allowed, op.Less(_range(q, total), seen)), attention_bias)
+    bias = _bias(q, _both(allowed, op.Less(index_range(total, q), seen)), attention_bias)
     y, _, _ = _attend(q, k, v, bias, scale=scale or None, softcap=softcap)
     return _merge(y), k, v
 
@@ -498,7 +491,7 @@ def _append(past: Tensor, new: Tensor, used: Tensor, longest: Tensor) -> Tensor:
     """
     capacity, length = size_of(past, [2]), size_of(new, [2])
     total = op.Max(longest, capacity)
-    places = op.Unsqueeze(_range(new, total), [0, 1, 3])
+    places = op.Unsqueeze(index_range(total, new), [0, 1, 3])
     is_past, exists = op.Less(places, used), op.Less(places, op.Add(used, length))
     index = op.Where(is_past, places, op.Add(op.Sub(places, used), capacity))
     joined = op.Concat(past, new, axis=2)
@@ -547,7 +540,7 @@ def rotary_embedding_at(
         )
     if position_ids.ndim == 1:  # the position of the first token; the same for each sample
         length = size_of(x, [1 if x.ndim == 3 else 2])
-        position_ids = op.Unsqueeze(op.Add(_range(x, length), position_ids), [0])
+        position_ids = op.Unsqueeze(op.Add(index_range(length, x), position_ids), [0])
     size = size_of(cos, [1])
     width = op.Add(size, size) if isinstance(size, Tensor) else 2 * size
     split = [0, 0, num_heads, -1] if num_heads else [0, 0, -1, width]

@@ -370,7 +370,7 @@ def _weight_gradient_by_columns(g: Tensor, x: Tensor, w: Tensor, at: Windows, gr
         result = op.ReduceSum(op.MatMul(g, by_row), [0], keepdims=0)
     if count > 1 and inputs != 1:  # (M, taps · C/group), with the taps as the outer axis
         width = inputs if isinstance(inputs, int) else size_of(w, [1])
-        result = op.Transpose(op.Reshape(result, [-1, count, width]), perm=[0, 2, 1])
+        result = op.Reshape(result, [-1, count, width]).mT
     return reshape_like(result, w)
 
 
@@ -428,7 +428,7 @@ def _weight_gradient_by_shifts(g: Tensor, x: Tensor, w: Tensor, at: Windows) -> 
     ]
     seeing = op.Concat(*moved, axis=1)
     flat = [0, 0, size_of(seen, at.axes)]
-    by_row = op.Transpose(op.Reshape(seen, flat), perm=[0, 2, 1])
+    by_row = op.Reshape(seen, flat).mT
     result = op.ReduceSum(op.MatMul(op.Reshape(seeing, flat), by_row), [0], keepdims=0)
     split = op.Reshape(result, [rows, outputs, columns, inputs])
     return op.Transpose(split, perm=[1, 3, 0, 2])

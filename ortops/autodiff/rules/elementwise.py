@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from ortops.autodiff.registry import Cotangents
-from ortops.autodiff.rules._compare import equal
+from ortops.autodiff.rules._precision import equal
 from ortops.autodiff.rules.table import vjp
 from ortops.graph.edit import is_float
 from ortops.graph.tensor import Tensor, op

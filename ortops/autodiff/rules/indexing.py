@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ortops.autodiff.registry import Cotangents
-from ortops.autodiff.rules._compare import equal
 from ortops.autodiff.rules._copies import add_at, pad_zeros, positions, runnable, scatter_add
+from ortops.autodiff.rules._precision import equal
 from ortops.autodiff.rules.table import vjp
 from ortops.graph.shapes import reshape_like, size_of
 from ortops.graph.tensor import Tensor, op, shape_of, zeros_like

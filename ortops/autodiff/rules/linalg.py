@@ -6,25 +6,17 @@ import re
 import string
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from ortops.autodiff.registry import Cotangents
 from ortops.autodiff.rules.table import vjp
 from ortops.errors import UnsupportedError
 from ortops.graph.edit import describe
-from ortops.graph.shapes import reshape_like, size_of, unbroadcast
+from ortops.graph.shapes import index_range, reshape_like, size_of, unbroadcast
 from ortops.graph.tensor import Dim, Tensor, op, shape_of
 
 
 def _rows(x: Tensor) -> Tensor:
     """Returns a tensor as a matrix whose rows are its vectors along the last axis."""
     return x if x.ndim == 2 else op.Flatten(x, axis=-1)
-
-
-def _swap(x: Tensor) -> Tensor:
-    """Transposes the matrices on the last two axes."""
-    axes = range(x.ndim)
-    return op.Transpose(x, perm=[*axes[:-2], axes[-1], axes[-2]])
 
 
 @vjp("MatMul")
@@ -43,7 +35,7 @@ def matmul(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Cotangents:
         da = op.MatMul(b, op.Unsqueeze(g, [-1]))
         db = op.Unsqueeze(a, [1]) * op.Unsqueeze(g, [-2])
         return unbroadcast(op.Squeeze(da, [-1]), a), db
-    return unbroadcast(op.MatMul(g, _swap(b)), a), unbroadcast(op.MatMul(_swap(a), g), b)
+    return unbroadcast(op.MatMul(g, b.mT), a), unbroadcast(op.MatMul(a.mT, g), b)
 
 
 @vjp("Gemm")
@@ -163,17 +155,13 @@ def _spread(dx: Tensor, have: str, x: Tensor, term: str) -> Tensor:
     for axis, letter in enumerate(term):
         if axis != first[letter]:
             ahead, behind = (
-                op.Unsqueeze(_range(x, axis), _others(x, a)) for a in (first[letter], axis)
+                op.Unsqueeze(index_range(size_of(x, [axis]), x), _others(x, a))
+                for a in (first[letter], axis)
             )
             dx = op.Where(op.Equal(ahead, behind), dx, 0)
     if not set(term) <= set(have):
         dx = op.Expand(dx, shape_of(x))
     return unbroadcast(dx, x)
-
-
-def _range(x: Tensor, axis: int) -> Tensor:
-    """Returns the indices along an axis."""
-    return op.Range(x.tape.constant(np.array(0)), size_of(x, [axis]), 1)
 
 
 def _others(x: Tensor, axis: int) -> list[int]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from ortops.autodiff.registry import Cotangents
 from ortops.autodiff.rules._copies import scatter_add
+from ortops.autodiff.rules._precision import wide_dtype
 from ortops.autodiff.rules.table import vjp
 from ortops.graph.shapes import expand_like, size_of
 from ortops.graph.tensor import Tensor, op, zeros_like
@@ -108,7 +107,7 @@ def _slope(
     """
     each = None if weights is None else op.Gather(weights, classes)
     if reduction == "mean":
-        wide = np.promote_types(g.dtype, np.float32)  # float16 cannot count beyond 65504
+        wide = wide_dtype(g)  # float16 cannot count beyond 65504
         total: Tensor | int
         if each is not None:
             kept = each if counted is None else op.Where(counted, each, 0)

@@ -12,6 +12,7 @@ from typing import TypedDict, Unpack, cast
 import numpy as np
 
 from ortops.autodiff.registry import Cotangents
+from ortops.autodiff.rules._precision import wide_dtype
 from ortops.autodiff.rules.convolution import ConvAttributes
 from ortops.autodiff.rules.table import definition
 from ortops.errors import UnsupportedError
@@ -210,7 +211,7 @@ def simplified_layer_normalization(
 
 def _rms_normalize(x: Tensor, scale: Tensor, axis: int, epsilon: float) -> tuple[Tensor, Tensor]:
     """Divides by the root mean square over the last axes, and scales."""
-    wide = np.promote_types(x.dtype, np.float32) if x.dtype.kind == "f" else np.dtype(np.float32)
+    wide = wide_dtype(x)
     wide_x = x.astype(wide)
     axes = list(range(axis % x.ndim, x.ndim))
     inverse_rms = op.Reciprocal(op.Sqrt(op.ReduceMean(wide_x * wide_x, axes) + epsilon))
@@ -277,7 +278,7 @@ def matmul_nbits(
     weight_prepacked: int = 0,
 ) -> Cotangents:
     numbers, scale = _blocks(b, scales, zero_points, g_idx, bits, block_size, N, weight_prepacked)
-    y = op.MatMul(a, op.Transpose(_rows(numbers * scale, N, K), perm=[1, 0]))
+    y = op.MatMul(a, _rows(numbers * scale, N, K).T)
     return y if bias is None else y + bias
 
 
@@ -324,7 +325,7 @@ def matmul_bnb4(
     filled = pad_axes(numbers[: N * K].with_shape([N * K]), [0, blocks * block_size - N * K])
     scaled = op.Reshape(filled, [blocks, block_size]) * op.Unsqueeze(absmax, [1])
     weights = op.Reshape(op.Reshape(scaled, [-1])[: N * K], [N, K])
-    return op.MatMul(a, op.Transpose(weights, perm=[1, 0]))
+    return op.MatMul(a, weights.T)
 
 
 @definition(

@@ -8,17 +8,12 @@ from typing import Any
 import numpy as np
 
 from ortops.autodiff.registry import Cotangents
+from ortops.autodiff.rules._precision import wide_dtype
 from ortops.autodiff.rules.table import vjp
 from ortops.graph.shapes import expand_like, pad_axes, reshape_like, size_of, unbroadcast
 from ortops.graph.tensor import Tensor, op
 
 Optionals = tuple[Tensor | None, ...]
-
-
-def _wide(*tensors: Tensor | None) -> np.dtype[Any]:
-    """Returns the type to compute in: that of the widest tensor, float32 at least."""
-    sizes = [tensor.dtype.itemsize for tensor in tensors if tensor is not None]
-    return np.dtype(np.float64 if max(sizes) == 8 else np.float32)
 
 
 def _cast(tensors: Sequence[Tensor | None], dtype: np.dtype[Any]) -> list[Tensor | None]:
@@ -62,7 +57,7 @@ def batch_normalization(
     momentum: float = 0.9,
     epsilon: float = 1e-5,
 ) -> Cotangents:
-    wide = _wide(x, scale, mean)
+    wide = wide_dtype(x, scale, mean)
     axes = [axis for axis in range(x.ndim) if axis != 1]
     g_y, g_mean, g_var = _cast((*g, None, None)[:3], wide)
     wide_x = x.astype(wide)
@@ -119,7 +114,7 @@ def layer_normalization(
     _, mean, inverse_std = y
     assert mean is not None
     assert inverse_std is not None
-    wide = _wide(x, mean)
+    wide = wide_dtype(x, mean)
     axes = list(range(axis % x.ndim, x.ndim))
     wide_x = x.astype(wide)
     if wide != mean.dtype:  # the saved statistics of a float64 input are float32
@@ -178,7 +173,7 @@ def rms_normalization(
     epsilon: float = 1e-5,
     stash_type: int = 1,
 ) -> Cotangents:
-    wide = _wide(x, scale)
+    wide = wide_dtype(x, scale)
     axes = list(range(axis % x.ndim, x.ndim))
     wide_x, wide_g = x.astype(wide), g.astype(wide)
     inverse_rms = op.Reciprocal(op.Sqrt(op.ReduceMean(wide_x * wide_x, axes) + epsilon))
@@ -194,7 +189,7 @@ def rms_normalization(
 def instance_normalization(
     g: Tensor, y: Tensor, x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e-5
 ) -> Cotangents:
-    wide = _wide(x)
+    wide = wide_dtype(x)
     axes = list(range(2, x.ndim))
     wide_g = g.astype(wide)
     normalized, inverse_std = _standardize(x.astype(wide), axes, epsilon)
@@ -216,7 +211,7 @@ def group_normalization(
     epsilon: float = 1e-5,
     stash_type: int = 1,
 ) -> Cotangents:
-    wide = _wide(x)
+    wide = wide_dtype(x)
     groups = [0, num_groups, -1]
     wide_g = g.astype(wide)
     normalized, inverse_std = _standardize(op.Reshape(x.astype(wide), groups), [2], epsilon)
@@ -251,7 +246,7 @@ def _affine_vjp(g: Tensor, normalized: Tensor, x: Tensor) -> tuple[Tensor, Tenso
 def mean_variance_normalization(
     g: Tensor, y: Tensor, x: Tensor, *, axes: Sequence[int] = (0, 2, 3)
 ) -> Cotangents:
-    wide = _wide(x)
+    wide = wide_dtype(x)
     wide_g = g.astype(wide)
     wide_x = x.astype(wide)
     centred = wide_x - op.ReduceMean(wide_x, list(axes))

@@ -15,11 +15,12 @@ from typing import Unpack
 import numpy as np
 
 from ortops.autodiff.registry import Cotangents
+from ortops.autodiff.rules._precision import wide_dtype
 from ortops.autodiff.rules.convolution import ConvAttributes, conv
 from ortops.autodiff.rules.linalg import matmul
 from ortops.autodiff.rules.table import rearranges, vjp
 from ortops.graph.edit import is_float
-from ortops.graph.shapes import expand_like, reshape_like, size_of, unbroadcast
+from ortops.graph.shapes import expand_like, index_range, reshape_like, size_of, unbroadcast
 from ortops.graph.tensor import Tensor, ones_like, op
 
 STRAIGHT_THROUGH = "straight-through estimator; first order"
@@ -62,7 +63,7 @@ def quantize_linear(
 ) -> Cotangents:
     if not is_float(x.value):
         return None, None, None
-    wide = np.promote_types(np.float32, g.dtype) if g.dtype.kind == "f" else np.dtype(np.float32)
+    wide = wide_dtype(g)
     step = _spread(scale, x, axis, block_size).astype(wide)
     ratio = x.astype(wide) / step
     rounded = ratio
@@ -174,11 +175,7 @@ def _spread(scale: Tensor, x: Tensor, axis: int, block_size: int) -> Tensor:
     if not block_size:
         behind = list(range(1, x.ndim - axis))
         return op.Unsqueeze(scale, behind) if behind else scale
-    size = size_of(x, [axis])
-    if isinstance(size, int):
-        blocks = x.tape.constant(np.arange(size) // block_size)
-    else:
-        blocks = op.Div(op.Range(x.tape.constant(np.array(0)), size, 1), block_size)
+    blocks = op.Div(index_range(size_of(x, [axis]), x), block_size)
     return op.Gather(scale, blocks, axis=axis).with_shape_of(x)
 
 

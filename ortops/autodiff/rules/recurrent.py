@@ -269,9 +269,9 @@ def _rnn(at: _Direction) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
     (h_a,) = at.slopes(f(a), [a])
 
     def step(dh: Tensor, dy: MaybeTensor, h_a: Tensor, hold: MaybeTensor) -> Sequence[Tensor]:
-        dh = _plus(dh, dy)
+        dh = plus(dh, dy)
         da = dh * h_a
-        return _plus(da @ _inside(dh, at.r), _times(dh, hold)), da
+        return plus(da @ inside(dh, at.r), _times(dh, hold)), da
 
     dh, da = at.scan(step, [at.dh], at.dy, at.mask(h_a), at.hold())
     return {of_x: da, of_h: da, at.h: dh}, [before]
@@ -320,11 +320,11 @@ def _gru(at: _Direction) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
         reset_r: Tensor,
         reset_h: Tensor,
     ) -> Sequence[Tensor]:
-        dh = _plus(dh, dy)
+        dh = plus(dh, dy)
         dn = dh * h_n
-        dreset = dn @ _inside(dh, r_new)
+        dreset = dn @ inside(dh, r_new)
         dgates = op.Concat(dh * h_z, dreset * reset_r, axis=1)
-        dbefore = dgates @ _inside(dh, r_gates) + dh * h_h + dreset * reset_h
+        dbefore = dgates @ inside(dh, r_gates) + dh * h_h + dreset * reset_h
         return dbefore, dgates, dn
 
     slopes = (at.mask(h_z), at.mask(h_n), at.mask(h_h, 1), reset_r, reset_h)
@@ -347,10 +347,10 @@ def _gru_linear_before_reset(at: _Direction) -> tuple[dict[Tensor, Tensor], list
     def step(
         dh: Tensor, dy: MaybeTensor, s_z: Tensor, s_r: Tensor, s_x: Tensor, s_h: Tensor, s: Tensor
     ) -> Sequence[Tensor]:
-        dh = _plus(dh, dy)
+        dh = plus(dh, dy)
         dz, dr = dh * s_z, dh * s_r
         da = op.Concat(dz, dr, dh * s_h, axis=1)
-        return da @ _inside(dh, at.r) + dh * s, op.Concat(dz, dr, dh * s_x, axis=1), da
+        return da @ inside(dh, at.r) + dh * s, op.Concat(dz, dr, dh * s_x, axis=1), da
 
     masked = [*(at.mask(slope) for slope in slopes[:-1]), at.mask(slopes[-1], 1)]
     dh, dx, da = at.scan(step, [at.dh], at.dy, *masked)
@@ -380,7 +380,7 @@ def _lstm(at: _Direction, coupled: bool) -> tuple[dict[Tensor, Tensor], list[Ten
 
     def gate(a: Tensor, peephole: MaybeTensor, cell: MaybeTensor) -> Activated:
         if cell is not None and peephole is not None:
-            a = a + cell * _inside(a, peephole)
+            a = a + cell * inside(a, peephole)
         return at.activate(of_gates, a)
 
     def gates(a: Sequence[Tensor], cell: MaybeTensor = None) -> Sequence[Activated]:
@@ -405,15 +405,15 @@ def _lstm(at: _Direction, coupled: bool) -> tuple[dict[Tensor, Tensor], list[Ten
     c_i, h_o, c_f, c_c, h_c, c_cell = lstm_slopes(values, cell, added, kept, o.y * t.y)
     if coupled:
         c_i, c_f, p_f = c_i + c_f, zeros_like(c_f), None
-    h_c = _plus(h_c, _times(h_o, p_o))
-    c_cell = _plus(_plus(c_cell, _times(c_i, p_i)), _times(c_f, p_f))
+    h_c = plus(h_c, _times(h_o, p_o))
+    c_cell = plus(plus(c_cell, _times(c_i, p_i)), _times(c_f, p_f))
 
     def step(
         dh: Tensor, dc: Tensor, dy: MaybeTensor, hold: MaybeTensor, *slopes: Tensor
     ) -> Sequence[Tensor]:
-        dh = _plus(dh, dy)
+        dh = plus(dh, dy)
         da, dc = lstm_step(dh, dc, *slopes, axis=1)
-        return _plus(da @ _inside(dh, at.r), _times(dh, hold)), dc, da
+        return plus(da @ inside(dh, at.r), _times(dh, hold)), dc, da
 
     slopes = at.mask(op.Concat(c_i, h_o, c_f, c_c, axis=2)), at.mask(h_c), at.mask(c_cell, 1)
     dh, dc, da = at.scan(step, [at.dh, at.dc], at.dy, at.hold(), *slopes)
@@ -617,12 +617,12 @@ def _ranked(x: Tensor, rank: int) -> Tensor:
     return x if x.shape is not None else x.with_shape([None] * rank)
 
 
-def _inside(x: Tensor, outer: Tensor) -> Tensor:
+def inside(x: Tensor, outer: Tensor) -> Tensor:
     """Returns a tensor of the outer graph for use in the graph of another tensor."""
     return x.tape.tensor(outer.value)
 
 
-def _plus(x: Tensor, y: MaybeTensor) -> Tensor:
+def plus(x: Tensor, y: MaybeTensor) -> Tensor:
     return x if y is None else x + y
 
 

@@ -9,9 +9,9 @@ from typing import TypeAlias
 import numpy as np
 
 from ortops.autodiff.registry import Cotangents
-from ortops.autodiff.rules._compare import equal
+from ortops.autodiff.rules._precision import equal, wide_dtype
 from ortops.autodiff.rules.table import vjp
-from ortops.graph.shapes import expand_like, size_of
+from ortops.graph.shapes import expand_like, index_range, size_of
 from ortops.graph.tensor import Tensor, op, shape_of, zeros_like
 
 
@@ -74,7 +74,7 @@ def _inverse_count(g: Tensor, y: Tensor, x: Tensor, axes: Tensor | None) -> floa
 
     At run time it is computed in at least 32 bits, because float16 ends at 65504.
     """
-    dtype = np.promote_types(g.dtype, np.float32) if g.dtype.kind == "f" else np.dtype(np.float32)
+    dtype = wide_dtype(g)
     given = None if axes is None else axes.constant
     if axes is not None and given is None:
         return (op.Size(y).astype(dtype) / op.Size(x).astype(dtype)).astype(g.dtype)
@@ -152,11 +152,8 @@ def _product_of_others(x: Tensor, axis: int, applies: Tensor | None = None) -> T
         applies: A condition; if it is false, the result is 1, with size 1 along the axis.
     """
     size = size_of(x, [axis])
-    here: object = size if applies is None else op.Where(applies, size, 1)
-    rows, columns = (
-        x.tape.constant(np.arange(n)) if isinstance(n, int) else op.Range(0, n, 1)
-        for n in (here, size)
-    )
+    here: int | Tensor = size if applies is None else op.Where(applies, size, 1)
+    rows, columns = index_range(here, x), index_range(size, x)
     trailing = list(range(1, x.ndim - axis))
     itself = op.Equal(
         op.Unsqueeze(rows, [*trailing, x.ndim - axis]), op.Unsqueeze(columns, trailing)

@@ -200,7 +200,7 @@ def _product_along(g: Tensor, weights: Tensor, axis: int) -> Tensor:
     """Multiplies an axis of g with weights (new length, length)."""
     rank = g.ndim
     if axis == rank - 1:
-        return op.MatMul(g, op.Transpose(weights, perm=[1, 0]))
+        return op.MatMul(g, weights.T)
     if axis == rank - 2:
         return op.MatMul(weights, g)
     last = [size_of(g, [a]) for a in range(axis + 1, rank)]

@@ -17,8 +17,9 @@ import numpy as np
 
 from ortops.autodiff.registry import Cotangents
 from ortops.autodiff.rules._copies import add_at
+from ortops.autodiff.rules._precision import wide_dtype
 from ortops.autodiff.rules.table import vjp
-from ortops.graph.shapes import reshape_like, size_of
+from ortops.graph.shapes import index_range, reshape_like, size_of
 from ortops.graph.tensor import Tensor, op
 
 Size: TypeAlias = int | Tensor
@@ -48,17 +49,11 @@ class _Axis:
 
 def _wide(x: Tensor) -> Tensor:
     """Returns x in float32 at least: narrower types cannot count the elements of an image."""
-    return x.astype(np.promote_types(x.dtype, np.float32))
+    return x.astype(wide_dtype(x))
 
 
 def _number(size: Size, like: Tensor) -> Any:
     return float(size) if isinstance(size, int) else size.astype(like.dtype)
-
-
-def _range(size: Size, like: Tensor) -> Tensor:
-    if isinstance(size, int):
-        return like.tape.constant(np.arange(size))
-    return op.Range(like.tape.constant(np.array(0)), size, 1)
 
 
 def _last(x: Tensor) -> Tensor:
@@ -181,7 +176,7 @@ class _Samples:
         area = functools.reduce(operator.mul, self.lengths)
         images = [size_of(self.x, [0]), size_of(self.x, [1])]
         starts = op.Reshape(
-            _range(images[0] * images[1], g), [*images, *(1,) * (g.ndim - 2 + count)]
+            index_range(images[0] * images[1], g), [*images, *(1,) * (g.ndim - 2 + count)]
         )
         weight = op.Unsqueeze(_product(self.weights), [1])
         spread = op.Unsqueeze(g, [g.ndim + k for k in range(count)]).astype(weight.dtype)
@@ -253,7 +248,7 @@ def affine_grid(
     base = op.AffineGrid(identity, one, align_corners=align_corners)
     points = functools.reduce(operator.mul, (size_of(g, [1 + axis]) for axis in range(rank)))
     flat = op.Reshape(g, [size_of(g, [0]), points, rank])
-    linear = op.MatMul(op.Transpose(flat, perm=[0, 2, 1]), op.Reshape(base, [points, rank]))
+    linear = op.MatMul(flat.mT, op.Reshape(base, [points, rank]))
     return op.Concat(linear, _last(op.ReduceSum(flat, [1], keepdims=0)), axis=-1), None
 
 
@@ -301,8 +296,8 @@ def _column_places(
     for axis, length in enumerate(lengths):
         block = blocks[axis]
         count = (length - ((block - 1) * spread[axis] + 1)) // steps[axis] + 1
-        along = op.Unsqueeze(_range(block, blocks) * spread[axis], [1])
-        along = along + _range(count, blocks) * steps[axis]
+        along = op.Unsqueeze(index_range(block, blocks) * spread[axis], [1])
+        along = along + index_range(count, blocks) * steps[axis]
         if places is None:
             places = along
         else:  # (elements, blocks) of the axes so far and of this one
@@ -318,7 +313,7 @@ def _kernel_elements(sizes: Sequence[Size], like: Tensor) -> list[Any]:
     shape = [-1, *(1,) * len(sizes)]
     if all(isinstance(size, int) for size in sizes):
         return [index.reshape(shape) for index in np.indices(cast(Sequence[int], sizes))]
-    numbers = op.Reshape(_range(functools.reduce(operator.mul, sizes), like), shape)
+    numbers = op.Reshape(index_range(functools.reduce(operator.mul, sizes), like), shape)
     steps = (functools.reduce(operator.mul, sizes[axis:], 1) for axis in range(1, len(sizes) + 1))
     return [op.Mod(op.Div(numbers, step), size) for step, size in zip(steps, sizes, strict=True)]
 
@@ -359,7 +354,7 @@ def deform_conv(
     taps = _kernel_elements(sizes, g)
     axes = []
     for axis, length in enumerate(lengths):
-        first = _range(outputs[axis], g) * steps[axis]
+        first = index_range(outputs[axis], g) * steps[axis]
         first = op.Reshape(first, [1, outputs[axis], *(1,) * (rank - 1 - axis)])
         shift = taps[axis] * spread[axis] - begin[axis]
         coordinate = op.Gather(offsets, np.array(axis), axis=2) + (first + shift).astype(
@@ -378,10 +373,10 @@ def deform_conv(
     per_group = filters // group
     weights = op.Reshape(w, [group, per_group, rows])
     by_group = op.Reshape(g, [batch, group, per_group, points])
-    dcolumns = op.MatMul(op.Transpose(weights, perm=[0, 2, 1]), by_group)
+    dcolumns = op.MatMul(weights.mT, by_group)
     dcolumns = op.Reshape(dcolumns, [*split, count, *outputs])
     flat = op.Reshape(columns, [batch, group, rows, points])
-    dw = op.ReduceSum(op.MatMul(by_group, op.Transpose(flat, perm=[0, 1, 3, 2])), [0], keepdims=0)
+    dw = op.ReduceSum(op.MatMul(by_group, flat.mT), [0], keepdims=0)
     db = None if b is None else op.ReduceSum(g, [0, *range(2, 2 + rank)], keepdims=0)
     dmask = None
     if masks is not None and mask is not None:
@@ -417,7 +412,9 @@ class _RoiAxis:
 
     def distances(self) -> Tensor:
         """Returns how far each element of the image is ahead of each sample, (R, P, G, L)."""
-        return _range(self.length, self.position).astype(self.position.dtype) - _last(self.position)
+        return index_range(self.length, self.position).astype(self.position.dtype) - _last(
+            self.position
+        )
 
     def weights(self) -> Tensor:
         """Returns the weights of the elements of the image in the mean of each bin, (R, P, L)."""
@@ -469,7 +466,7 @@ def _roi_axis(
     if not samples:  # as many as the bin has elements
         needed = op.Ceil(extent / float(bins))
         most = _largest(needed).astype(np.int64)
-        number = _range(most, rois).astype(rois.dtype)
+        number = index_range(most, rois).astype(rois.dtype)
         exists = number < needed
         count = op.Max(needed, 1.0)
         part = (number + 0.5) / count
@@ -538,7 +535,7 @@ class _Chosen:
         channels = size_of(self.x, [1])
         area = size_of(self.x, [2, 3])
         image = op.Unsqueeze(self.batch * channels, [1, 2, 3])
-        places = (image + _range(channels, rows)) * area + self.of(self.index)
+        places = (image + index_range(channels, rows)) * area + self.of(self.index)
         return add_at(places, rows, self.x)
 
 
@@ -601,9 +598,9 @@ def _roi_mean(
     spread = op.MatMul(g, op.Unsqueeze(by_column, [1]))  # (R, C, PH, W)
     rows = size_of(g, [0, 2])
     # All regions at once: (N · H, R · PH) times (C, R · PH, W).
-    own = op.Equal(_last(batch), _range(images, g)).astype(x.dtype)
+    own = op.Equal(_last(batch), index_range(images, g)).astype(x.dtype)
     own = op.Unsqueeze(own, [1, 3]) * op.Unsqueeze(by_row, [2])
-    own = op.Transpose(op.Reshape(own, [rows, images * height]), perm=[1, 0])
+    own = op.Reshape(own, [rows, images * height]).T
     by_channel = op.Reshape(op.Transpose(spread, perm=[1, 0, 2, 3]), [channels, rows, width])
     dx = op.Reshape(op.MatMul(own, by_channel), [channels, images, height, width])
     dx = op.Transpose(dx, perm=[1, 0, 2, 3])
@@ -675,7 +672,7 @@ def max_roi_pool(
         first, behind = (
             op.Max(op.Min(edge.astype(np.int64), length), 0) for edge in (first, behind)
         )
-        index = _last(first) + _range(_largest(behind - first), x)
+        index = _last(first) + index_range(_largest(behind - first), x)
         inside.append(index < _last(behind))
         indices.append(op.Min(index, length - 1))
     index = _flat_taps([indices[0] * size_of(x, [3]), indices[1]], operator.add)

@@ -6,7 +6,7 @@ import numpy as np
 
 from ortops.autodiff.registry import Cotangents
 from ortops.autodiff.rules.table import definition, vjp
-from ortops.graph.shapes import size_of
+from ortops.graph.shapes import index_range, size_of
 from ortops.graph.tensor import Tensor, op
 
 
@@ -80,7 +80,7 @@ def _size_along(x: Tensor, axis: Tensor) -> int | Tensor:
 def _weights(g: Tensor, count: int | Tensor, x: Tensor, axis: Tensor) -> Tensor:
     """Returns 1 for the frequencies that are their own conjugates and 2 for the others."""
     number = g.tape.constant(np.array(count)) if isinstance(count, int) else count
-    index = op.Range(g.tape.constant(np.array(0)), op.Add(op.Div(number, 2), 1), 1)
+    index = index_range(op.Add(op.Div(number, 2), 1), g)
     alone = op.Or(op.Equal(index, 0), op.Equal(op.Mul(index, 2), number))
     weights = op.Where(alone, np.array(1, g.dtype), np.array(2, g.dtype))
     if axis.constant is not None:
@@ -111,7 +111,7 @@ def stft(
     else:
         zero = signal.tape.constant(np.array(0))
         starts = op.Range(zero, op.Add(op.Sub(total, length), 1), step)
-        places = op.Add(op.Unsqueeze(starts, [1]), op.Range(zero, length, 1))
+        places = op.Add(op.Unsqueeze(starts, [1]), index_range(length, signal))
     frames = op.Gather(signal, places, axis=1)  # (batch, frame, place, part)
     if window is not None:
         frames = frames * op.Unsqueeze(window, [1])
