@@ -33,8 +33,8 @@ def grad(
     Tensors, which can be differentiated again.
 
     Args:
-        y: The tensor to differentiate: a floating-point tensor of any shape, which stands for the
-            sum of its elements.
+        y: The tensor to differentiate: a floating-point tensor of any shape, whose elements are
+            summed.
         xs: The tensors to differentiate with respect to: floating-point inputs, initializers or
             intermediate tensors, which must not depend on each other. They are treated as
             independent variables, and all other tensors that do not depend on them as constants.

@@ -50,8 +50,8 @@ class Rule:
             summed over the broadcast axes.
         needs: Indices of optional outputs that the rule reads; they are added to the forward node.
         attributes: The names of the attributes that the rule supports.
-        quantizes: Whether the first output has a cotangent although its type is integer: the
-            cotangent of the real numbers before rounding.
+        quantizes: Whether the first output has a cotangent although it is integer: that of the real
+            numbers before rounding.
         limits: Limitations, for the table of operators.
         when: A predicate of the nodes that the rule supports; for others the next rule is tried.
     """

@@ -31,4 +31,4 @@ from ortops.autodiff.rules import zero as zero
 from ortops.autodiff.rules.table import BUILT_IN
 
 RULES = Rules(USER, BUILT_IN)
-"""What is known of operators: the user's rules go before ortops' own."""
+"""The rules of operators; the user's rules take precedence over the built-in ones."""

@@ -1,4 +1,4 @@
-"""Where the cotangents of copied elements belong."""
+"""Gradients of operators that copy elements: adds up the cotangents of the copies."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 def positions(x: Tensor) -> Tensor:
-    """Returns an int64 tensor of the shape of x that has at each place the number of that place.
+    """Returns an int64 tensor that contains the flat index of each element of x.
 
-    An operator that copies elements of x copies these numbers in the same way, and so tells where
-    the cotangent of each copy belongs.
+    An operator that copies elements of x copies these indices in the same way. The result contains
+    the index to which the cotangent of each copy must be added.
     """
     return reshape_like(op.Range(0, _size(x), 1), x)
 
 
 def add_at(places: Tensor, g: Tensor, x: Tensor) -> Tensor:
-    """Returns a tensor of the shape of x with the sum of the cotangents of each of its places.
+    """Adds up cotangents by flat index, in a tensor of the shape of x.
 
     Args:
-        places: Flat positions in x, counted from the end where negative, of any shape.
-        g: As many cotangents.
-        x: The tensor that was copied from.
+        places: Flat indices in x, of any shape; negative ones count from the end.
+        g: The cotangents, as many as indices.
+        x: The tensor that elements were copied from.
     """
     flat = op.Reshape(g, [-1])
     zeros = op.ConstantOfShape(op.Reshape(_size(x), [1]), value=np.zeros(1, x.dtype))
@@ -41,21 +41,21 @@ def add_at(places: Tensor, g: Tensor, x: Tensor) -> Tensor:
 
 
 def scatter_add(into: Tensor, indices: Tensor, g: Tensor, axis: int = 0) -> Tensor:
-    """Adds cotangents, by index along an axis, to what is there already.
+    """Adds cotangents to a tensor, by index along an axis.
 
-    Narrow floating-point types are added up in float32: that is exacter, and onnxruntime has no
-    kernel for them.
+    Types narrower than float32 are added up in float32, which is more accurate, and because
+    onnxruntime has no kernel for them.
 
     Args:
-        into: What they are added to; with rank 1 it is the fastest.
-        indices: The indices, counted from the end where negative.
+        into: The tensor to add to; rank 1 is the fastest.
+        indices: The indices; negative ones count from the end.
         g: The cotangents, of the shape of the indices.
         axis: The axis.
     """
     # ScatterND with reduction="add" would be faster, but onnxruntime's CPU kernel splits the
-    # updates among threads without a lock: where two meet at one place, one of them gets lost.
-    # The one-dimensional ScatterElements is the fastest of its forms (4.4 ms for 4096 rows of 256;
-    # 7.5 ms with two axes, 180 ms as the product with a one-hot matrix for a table of 10000).
+    # updates among threads without a lock, so that updates of the same element may be lost.
+    # Measured for a table of 10000: ScatterElements takes 4.4 ms for 4096 rows of 256 in one
+    # dimension and 7.5 ms in two; a product with a one-hot matrix takes 180 ms.
     wide = wide_dtype(g)
     added = op.ScatterElements(
         into.astype(wide), indices, g.astype(wide), axis=axis, reduction="add"
@@ -64,10 +64,10 @@ def scatter_add(into: Tensor, indices: Tensor, g: Tensor, axis: int = 0) -> Tens
 
 
 def runnable(g: Tensor) -> Tensor:
-    """Returns a cotangent in float32 where it is of bfloat16.
+    """Converts a bfloat16 cotangent to float32; others are returned unchanged.
 
-    onnxruntime's CPU has kernels of bfloat16 for operators that move elements, but neither for Pad
-    nor for Where.
+    onnxruntime's CPU provider has bfloat16 kernels for most operators that move elements, but not
+    for Pad and Where.
     """
     return g.astype(np.float32) if g.value.dtype == ir.DataType.BFLOAT16 else g
 

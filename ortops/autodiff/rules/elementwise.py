@@ -1,6 +1,6 @@
-"""Rules of operators that work element by element, with broadcasting.
+"""Rules of elementwise operators, with broadcasting.
 
-At kinks, bounds and ties they choose the subgradient that PyTorch chooses.
+At kinks, bounds and ties they return the same subgradient as PyTorch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ortops.graph.tensor import Tensor, op
 
 
 def _times_slope(g: Tensor, slope: Tensor) -> Tensor:
-    """Returns g · slope, and 0 where the slope overflowed while the cotangent is 0.
+    """Returns g · slope, or 0 if the cotangent is 0 and the slope is infinite.
 
-    A function that has a limit as e^x overflows, like 1 / (1 + e^x), is flat there, and its part of
-    the cotangent is 0, but 0 · ∞ is NaN. An infinite product stays, so that nobody overlooks it.
+    A function with a limit as e^x overflows, such as 1 / (1 + e^x), passes a cotangent of 0 there,
+    and 0 · ∞ would be NaN. Infinite products are kept, because they reveal a divergence.
     """
     zero = g.tape.constant(np.array(0, g.dtype))
     is_flat = op.And(abs(slope) >= math.inf, equal(g, zero))
@@ -55,7 +55,7 @@ def div(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Cotangents:
 def power(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Cotangents:
     db = None
     if is_float(b.value):
-        # x^0 = 1 and 0^y = 0 (y > 0) are constant, though log 0 is not finite.
+        # 0^0 = 1 and 0^y = 0 (y > 0) are treated as constant, because log 0 is not finite.
         flat = op.And(op.Equal(a, 0), b >= 0)
         db = (_times_slope(g, y) * op.Log(op.Where(flat, 1, a))).astype(b.dtype)
     return _base_cotangent(g, a, b), db
@@ -73,11 +73,11 @@ def _base_cotangent(g: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
             return g * (2 * a)
     exponents = b.astype(a.dtype)
     if constant is None or (constant == 0).any():
-        # 0 · 0^(−1) is not a number, and the derivative of x^0 is 0.
+        # The derivative of x^0 is 0, but 0 · 0^(−1) would be NaN.
         a = op.Where(op.And(op.Equal(a, 0), op.Equal(b, 0)), 1, a)
     slope = exponents * op.Pow(a, exponents - 1)
     if constant is not None and ((constant >= 0) & (constant <= 2)).all():
-        return g * slope  # which overflows at 0 only, where it is a pole
+        return g * slope  # infinite only at 0, which is a pole
     return _times_slope(g, slope)
 
 
@@ -203,7 +203,7 @@ def atanh(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
 
 @vjp("Sigmoid")
 def sigmoid(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    # In y, rounded as it may be: then the logarithm of a loss behind it cancels.
+    # In terms of the rounded y, so that the 1 / y of a following logarithm cancels exactly.
     return g * (y * (1 - y))
 
 
@@ -215,12 +215,12 @@ def softplus(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
 @vjp("Softsign")
 def softsign(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
     size = 1 + abs(x)
-    return g / size / size  # its square could overflow
+    return g / size / size  # size² could overflow
 
 
 @vjp("Relu")
 def relu(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    # A product with a mask would make NaN of an infinite cotangent, as of a root behind it.
+    # A product with a mask would be NaN for an infinite cotangent, such as that of a root at 0.
     return op.Where(y > 0, g, 0)
 
 
@@ -280,9 +280,9 @@ def gelu(g: Tensor, y: Tensor, x: Tensor, *, approximate: str = "none") -> Cotan
     if approximate == "none":
         z = x * math.sqrt(0.5)
         cumulative = 0.5 + 0.5 * op.Erf(z)
-        density = op.Exp(-math.log(math.pi) / 2 - z * z)  # of the normal distribution, times √2
+        density = op.Exp(-math.log(math.pi) / 2 - z * z)  # √2 times the normal density
         return g * (cumulative + z * density)
-    x = op.Clip(x, -10.0, 10.0)  # beyond, tanh is ±1 to the last bit, and x² could overflow
+    x = op.Clip(x, -10.0, 10.0)  # for larger |x|, tanh is exactly ±1, and x² could overflow
     square = x * x
     scale = math.sqrt(2 / math.pi)
     t = op.Tanh(scale * x * (1 + 0.044715 * square))
@@ -322,7 +322,7 @@ def clip(
     inside = equal(x, y)
     below = None if low is None else x < low
     above = None if high is None else x > high
-    if low is not None and high is not None:  # bounds that cross: y is the upper one everywhere
+    if low is not None and high is not None:  # if low > high, y is high everywhere
         least, most = low.constant, high.constant
         if least is None or most is None or least > most:
             inside = op.And(inside, low <= high)
@@ -353,7 +353,7 @@ def cast(
 
 
 def _cast_back(g: Tensor, x: Tensor) -> Tensor:
-    return g.astype(x.dtype) if is_float(x.value) else g  # quantized numbers
+    return g.astype(x.dtype) if is_float(x.value) else g  # x is quantized, and g is float
 
 
 @vjp("CastLike")

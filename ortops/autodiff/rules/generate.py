@@ -14,14 +14,9 @@ from ortops.graph.tensor import Tensor, op
 def arange(
     g: Tensor, y: Tensor, start: Tensor, limit: Tensor, delta: Tensor, *, stash_type: int = 1
 ) -> Cotangents:
-    steps = op.Range(0, op.Squeeze(op.Shape(y), [0]), 1).astype(
-        g.dtype
-    )  # y = start + delta · steps
-    return (
-        op.ReduceSum(g, keepdims=0),
-        None,
-        op.ReduceSum(g * steps, keepdims=0),
-    )
+    # y = start + delta · steps
+    steps = op.Range(0, op.Squeeze(op.Shape(y), [0]), 1).astype(g.dtype)
+    return op.ReduceSum(g, keepdims=0), None, op.ReduceSum(g * steps, keepdims=0)
 
 
 @vjp("OneHot")

@@ -1,4 +1,4 @@
-"""Rules of operators that pick elements by index, or put them there."""
+"""Rules of operators that read or write elements by index."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def gather(g: Tensor, y: Tensor, x: Tensor, indices: Tensor, *, axis: int = 0) -
     if x.shape is None or axis not in (0, -x.ndim):
         return add_at(op.Gather(positions(x), indices, axis=axis), g, x)
     rows = indices.astype("int64")
-    if x.ndim > 1:  # the places in a row follow from its number
+    if x.ndim > 1:  # the flat indices in a row follow from its number
         width = size_of(x, range(1, x.ndim))
         columns = op.Range(g.tape.constant(0), width, 1)
         rows = op.Add(op.Mul(op.Reshape(rows, [-1, 1]), width), columns)
@@ -30,7 +30,7 @@ def gather(g: Tensor, y: Tensor, x: Tensor, indices: Tensor, *, axis: int = 0) -
 
 
 def _pad_to(g: Tensor, index: int, x: Tensor, axis: int) -> Tensor:
-    """Puts a slice of size 1 among zeros at the index that it was taken from."""
+    """Pads a slice of size 1 with zeros to the size of the axis that it was gathered from."""
     size = size_of(x, [axis])
     if isinstance(size, int) and size:
         index %= size
@@ -112,7 +112,9 @@ def _reduced(
         return op.GatherElements(values, indices, axis=axis)
 
     if reduction == "mul":
-        # The product of all other factors: without the zeros, if no other factor is zero.
+        # The cotangent of a factor is the product of all others. Zeros are replaced with 1, so that
+        # the product can be divided by the factor, and are counted, because another zero makes the
+        # cotangent 0.
         zero_x, zero_u = (op.Equal(v, 0).astype(v.dtype) for v in (x, updates))
         x, updates = x + zero_x, updates + zero_u
         product = op.ScatterElements(x, indices, updates, axis=axis, reduction="mul")
@@ -120,7 +122,7 @@ def _reduced(
         dx = op.Where(op.Equal(zeros, zero_x), g * product / x, 0)
         du = op.Where(op.Equal(pick(zeros), zero_u), pick(g * product) / updates, 0)
         return dx, None, du
-    # Those that are equal to the extremum share its cotangent evenly.
+    # All elements that are equal to the extremum share its cotangent evenly.
     is_x = equal(x, y).astype(g.dtype)
     is_u = equal(updates, pick(y)).astype(g.dtype)
     share = g / scatter_add(is_x, indices, is_u, axis)
@@ -158,7 +160,7 @@ def unique(
 ) -> Cotangents:
     if g[0] is None:
         return None
-    # Of equal elements the first is the one that is put out.
+    # Of equal elements, the first one is the output.
     places = positions(x)
     if axis is None:
         return add_at(op.Gather(op.Reshape(places, [-1]), y[1]), g[0], x)

@@ -15,13 +15,13 @@ from ortops.graph.tensor import Dim, Tensor, op, shape_of
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Returns a tensor as a matrix whose rows are its vectors along the last axis."""
+    """Flattens all axes but the last."""
     return x if x.ndim == 2 else op.Flatten(x, axis=-1)
 
 
 @vjp("MatMul")
 def matmul(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> Cotangents:
-    if b.ndim == 1:  # a row of a times the vector b: scalars, which scale vectors
+    if b.ndim == 1:  # each element of y is the inner product of a row of a and b
         if a.ndim == 1:
             return g * b, g * a
         return op.Unsqueeze(g, [-1]) * b, op.MatMul(op.Reshape(g, [-1]), _rows(a))
@@ -79,7 +79,7 @@ def einsum(g: Tensor, y: Tensor, *xs: Tensor, equation: str) -> Cotangents:
     cotangents = []
     for index, (x, term) in enumerate(zip(xs, terms, strict=True)):
         others = [*xs[:index], *xs[index + 1 :]]
-        # An ellipsis stays one where it can, because it may be broadcast; onnxruntime wants it in
+        # Keep an ellipsis if possible: its axes may be broadcast, and onnxruntime requires it in
         # the result too.
         outer, inner = (whole, written) if "..." in written[index] else (result, terms)
         read = [outer, *inner[:index], *inner[index + 1 :]]
@@ -89,7 +89,7 @@ def einsum(g: Tensor, y: Tensor, *xs: Tensor, equation: str) -> Cotangents:
         dx = g
         if others or wanted != outer:
             dx = op.Einsum(g, *others, equation=f"{','.join(read)}->{wanted}")
-            if "..." in wanted and may_broadcast:  # onnx takes the symbols of one operand
+            if "..." in wanted and may_broadcast:  # onnx infers the symbols of one operand
                 dx = dx.with_shape([None] * dx.ndim)
         covered = [letter for letter in term if letter not in written[index]]
         cotangents.append(_spread(dx, wanted.replace("...", "".join(covered)), x, term))
@@ -107,7 +107,7 @@ def _explicit(equation: str) -> tuple[list[str], str]:
 
 
 def _letters(terms: Sequence[str], result: str, ranks: Sequence[int]) -> tuple[list[str], str]:
-    """Returns subscripts with letters in place of ellipses."""
+    """Replaces ellipses with letters."""
     free = [letter for letter in string.ascii_letters if letter not in "".join(terms)]
     covered = [
         rank - len(term.replace("...", "")) if "..." in term else 0
@@ -123,7 +123,7 @@ def _letters(terms: Sequence[str], result: str, ranks: Sequence[int]) -> tuple[l
 
 
 def _sizes(terms: Sequence[str], xs: Sequence[Tensor]) -> dict[str, set[Dim]]:
-    """Returns what each letter stands for."""
+    """Returns the sizes of each letter's axes."""
     sizes: dict[str, set[Dim]] = {}
     for term, x in zip(terms, xs, strict=True):
         for letter, size in zip(term, x.shape or (), strict=True):
@@ -132,7 +132,7 @@ def _sizes(terms: Sequence[str], xs: Sequence[Tensor]) -> dict[str, set[Dim]]:
 
 
 def _refuse_broadcast(y: Tensor, equation: str, sizes: Mapping[str, set[Dim]]) -> None:
-    """Refuses letters that stand for 1 and another size, for which onnx infers a wrong shape."""
+    """Rejects letters with the size 1 and another one, for which onnx infers a wrong shape."""
     for letter, found in sizes.items():
         known = sorted(size for size in found if isinstance(size, int))
         if letter in equation and len(known) > 1:
@@ -145,7 +145,7 @@ def _refuse_broadcast(y: Tensor, equation: str, sizes: Mapping[str, set[Dim]]) -
 
 
 def _spread(dx: Tensor, have: str, x: Tensor, term: str) -> Tensor:
-    """Gives a cotangent the axes of x that were summed alone, or that were a diagonal."""
+    """Restores the axes of x that its term alone has, which were summed, and its diagonals."""
     first = {letter: term.index(letter) for letter in term}
     added = [
         axis for axis, letter in enumerate(term) if letter not in have or axis != first[letter]

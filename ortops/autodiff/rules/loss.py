@@ -1,4 +1,4 @@
-"""Rules of softmax and of the losses that belong to it."""
+"""Rules of softmax and the cross-entropy losses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def softmax_cross_entropy_loss(
     if g_loss is not None:
         classes, counted = _classes(labels, ignore_index)
         rate, slope = _slope(g_loss, labels, classes, counted, weights, reduction)
-        # probabilities − 1 at the labels, without a matrix of zeros and ones
+        # probabilities − one_hot(labels), without a one-hot matrix
         picked = op.GatherElements(probabilities, op.Unsqueeze(classes, [1]), axis=1)
         difference = op.ScatterElements(
             probabilities, op.Unsqueeze(classes, [1]), picked - 1, axis=1
@@ -86,7 +86,7 @@ def negative_log_likelihood_loss(
 
 
 def _classes(labels: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor | None]:
-    """Returns class numbers that are safe to index with, and which samples count (None: all)."""
+    """Replaces ignored labels with 0; also returns which samples count (None: all)."""
     if ignore_index is None:
         return labels, None
     counted = op.Not(op.Equal(labels, ignore_index))
@@ -103,7 +103,7 @@ def _slope(
 ) -> tuple[Tensor, Tensor]:
     """Returns the cotangents of the weighted and of the unweighted loss of each sample.
 
-    They are scalars where all samples have the same one.
+    A cotangent that is equal for all samples is a scalar.
     """
     each = None if weights is None else op.Gather(weights, classes)
     if reduction == "mean":
@@ -118,7 +118,7 @@ def _slope(
             count = size_of(labels, range(labels.ndim))
             total = count.astype(wide) if isinstance(count, Tensor) else count
         if each is not None or counted is not None:
-            total = op.Where(op.Equal(total, 0), 1, total)  # of nothing the gradient is 0
+            total = op.Where(op.Equal(total, 0), 1, total)  # without samples, the gradient is 0
         g = (g.astype(wide) / total).astype(g.dtype)
     slope = g if each is None else g * each
     if counted is not None:
@@ -141,7 +141,7 @@ def _weights_vjp(
     weights: Tensor,
     reduction: str,
 ) -> Tensor:
-    """Sums over the samples of each class; in a mean the weights are in the denominator too."""
+    """Returns the cotangent of the class weights, which are also in the denominator of a mean."""
     part = rate * (each - loss if reduction == "mean" else each)
     if counted is not None:
         part = op.Where(counted, part, 0)

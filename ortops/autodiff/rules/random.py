@@ -1,4 +1,4 @@
-"""Rules of operators that draw random numbers and yet pass a cotangent on."""
+"""The rule of Dropout, which draws random numbers but passes a cotangent on."""
 
 from __future__ import annotations
 

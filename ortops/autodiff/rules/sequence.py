@@ -1,6 +1,6 @@
 """Rules of sequences and optionals: the cotangent of a sequence is a sequence.
 
-That of SequenceMap is with the other operators that have graphs inside.
+The rule of SequenceMap is in `ortops.autodiff.rules.control_flow`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def sequence_at(g: Tensor, y: Tensor, sequence: Tensor, position: Tensor) -> Cot
 def sequence_insert(
     g: Tensor, y: Tensor, sequence: Tensor, tensor: Tensor, position: Tensor | None = None
 ) -> Cotangents:
-    if position is None:  # at the end; this way the sequence is not read
+    if position is None:  # the last element; the backward pass need not keep the sequence
         return op.SequenceErase(g), _at(g, -1, tensor)
     place = _from_front(sequence, position)
     return op.SequenceErase(g, place), _at(g, place, tensor)
@@ -65,7 +65,7 @@ def split_to_sequence(
     axis: int = 0,
     keepdims: int = 1,
 ) -> Cotangents:
-    # Without a split, parts are of size 1, and keepdims tells whether their axis is kept.
+    # Without a split, the parts have size 1, and are stacked along a new axis if keepdims is 0.
     return op.ConcatFromSequence(g, axis=axis, new_axis=int(split is None and not keepdims))
 
 

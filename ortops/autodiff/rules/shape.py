@@ -1,4 +1,4 @@
-"""Rules of operators that move elements without computing with them."""
+"""Rules of operators that only move elements."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ortops.graph.shapes import pad_axes, reshape_like, size_of, unbroadcast
 from ortops.graph.tensor import Tensor, op, shape_of, zeros_like
 
 
-def _is_some(axes: Tensor | None) -> bool:
-    """Whether axes are known to be at least one; onnxruntime takes none for all of size 1."""
+def _has_axes(axes: Tensor | None) -> bool:
+    """Whether there is at least one axis; without axes, Squeeze removes all of size 1."""
     return axes is not None and axes.constant is not None and axes.constant.size > 0
 
 
 def _wide(numbers: Tensor | None) -> Tensor | None:
-    """Returns integers as int64; onnx cannot infer the shape behind a Pad with other axes."""
+    """Converts integers to int64, because onnx infers no shape for a Pad with int32 axes."""
     if numbers is None or numbers.dtype == np.int64:
         return numbers
     if numbers.constant is not None:
@@ -40,12 +40,12 @@ def flatten(g: Tensor, y: Tensor, x: Tensor, *, axis: int = 1) -> Cotangents:
 
 @vjp("Squeeze")
 def squeeze(g: Tensor, y: Tensor, x: Tensor, axes: Tensor | None = None) -> Cotangents:
-    return op.Unsqueeze(g, axes) if _is_some(axes) else reshape_like(g, x)
+    return op.Unsqueeze(g, axes) if _has_axes(axes) else reshape_like(g, x)
 
 
 @vjp("Unsqueeze")
 def unsqueeze(g: Tensor, y: Tensor, x: Tensor, axes: Tensor) -> Cotangents:
-    return op.Squeeze(g, axes) if _is_some(axes) else reshape_like(g, x)
+    return op.Squeeze(g, axes) if _has_axes(axes) else reshape_like(g, x)
 
 
 @vjp("Transpose")
@@ -60,7 +60,7 @@ def expand(g: Tensor, y: Tensor, x: Tensor, shape: Tensor) -> Cotangents:
 
 @vjp("Tile")
 def tile(g: Tensor, y: Tensor, x: Tensor, repeats: Tensor) -> Cotangents:
-    # The copies along an axis of size d lie side by side: as (repeats, d) they can be summed.
+    # Reshaping an axis with copies of size d to (repeats, d) lets the copies be summed.
     times = repeats.constant
     if times is not None and times.size == 0:
         return g
@@ -146,7 +146,7 @@ def slice_(
 
 
 def _sizes(x: Tensor, axes: Tensor) -> np.ndarray | Tensor:
-    """Returns the sizes of x along axes: an array where they are known, else a vector."""
+    """Returns the sizes of x along axes: an array if they are known, else a vector."""
     if axes.constant is not None and x.shape is not None:
         dims = [x.shape[axis] for axis in axes.constant.tolist()]
         if all(isinstance(dim, int) for dim in dims):
@@ -201,7 +201,7 @@ def depth_to_space(
     blocks = op.SpaceToDepth(g, blocksize=blocksize)
     if mode == "DCR":
         return blocks
-    # SpaceToDepth puts the place in a block before the channel; CRD has it behind.
+    # SpaceToDepth puts the position in a block before the channel; CRD requires it after.
     area = blocksize * blocksize
     split = [size_of(g, [0]), area, size_of(g, [1]), size_of(x, [2, 3])]
     swapped = op.Transpose(op.Reshape(blocks, split, allowzero=1), perm=[0, 2, 1, 3])

@@ -1,4 +1,4 @@
-"""Rules of Fourier transforms. They are linear: the adjoint of one is another, scaled."""
+"""Rules of Fourier transforms: the adjoint of a transform is another transform, scaled."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def dft(
     else:
         count = _size_along(y, where) if real else given
     if real:
-        # Frequencies in the middle stand for two, themselves and their conjugates.
+        # A one-sided spectrum contains one of two conjugate frequencies, which counts twice.
         dx = op.DFT(g, count, axis, onesided=1) * _weights(g, count, x, where)
     elif onesided and not (g.shape is not None and isinstance(count, int)):
-        # onnxruntime takes the lengths of both sides for equal where it does not know them.
+        # If sizes are unknown, onnxruntime assumes that both spectra have the same length.
         g = _fit(g, _size_along(y, where), count, where)
         dx = op.DFT(g, None, axis, inverse=1)
     else:
@@ -40,10 +40,10 @@ def dft(
     factor = count.astype(g.dtype) if isinstance(count, Tensor) else float(count)
     dx = dx / factor if inverse else dx * factor
     if not real and (x.shape is None or x.shape[-1] != 2):
-        dx = dx[..., : size_of(x, [-1])]  # the imaginary part of a real input is nobody's
+        dx = dx[..., : size_of(x, [-1])]  # a real input has no imaginary part
     if dft_length is None:
         return dx
-    # The transform fills up, or cuts off, what is not of its length.
+    # The transform pads or truncates its input to its length.
     have: int | Tensor = count
     if real:
         have = count // 2 + 1 if isinstance(count, int) else op.Add(op.Div(count, 2), 1)
@@ -51,7 +51,7 @@ def dft(
 
 
 def _fit(x: Tensor, have: int | Tensor, want: int | Tensor, axis: Tensor) -> Tensor:
-    """Cuts off, or fills up with zeros, along an axis."""
+    """Truncates, or pads with zeros, along an axis."""
     axes = op.Reshape(axis, [-1])
     if not isinstance(have, int) or not isinstance(want, int):
         cut = op.Slice(x, [0], op.Reshape(want, [1]) if isinstance(want, Tensor) else [want], axes)
@@ -65,7 +65,7 @@ def _fit(x: Tensor, have: int | Tensor, want: int | Tensor, axis: Tensor) -> Ten
 
 
 def _scalar(number: Tensor) -> int | Tensor:
-    """Returns a scalar as an integer, where it is known, or as a tensor of int64."""
+    """Returns a scalar as an int if it is known, or as an int64 tensor."""
     if number.constant is not None:
         return int(number.constant.item())
     return op.Reshape(number, []).astype(np.int64)
@@ -78,7 +78,7 @@ def _size_along(x: Tensor, axis: Tensor) -> int | Tensor:
 
 
 def _weights(g: Tensor, count: int | Tensor, x: Tensor, axis: Tensor) -> Tensor:
-    """Returns 1 for the frequencies that are their own conjugates and 2 for the others."""
+    """Returns 1 for frequencies that are their own conjugates, and 2 for the others."""
     number = g.tape.constant(np.array(count)) if isinstance(count, int) else count
     index = index_range(op.Add(op.Div(number, 2), 1), g)
     alone = op.Or(op.Equal(index, 0), op.Equal(op.Mul(index, 2), number))

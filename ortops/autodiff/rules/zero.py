@@ -1,4 +1,7 @@
-"""Operators whose derivative is zero wherever it exists: steps, comparisons, integers, draws."""
+"""Operators whose derivative is zero wherever it exists.
+
+These are step functions, comparisons, integer operators, and operators that draw random numbers.
+"""
 
 from ortops.autodiff.rules.table import zero
 
