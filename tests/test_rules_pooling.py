@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -131,28 +132,36 @@ def test_dot(case: Case, symbolic: bool) -> None:
 
 def lowered(case: Case, dims: tuple[str | int, ...] | None = None) -> onnx.ModelProto:
     """Returns the gradient of Σ w · op(x) with respect to x."""
-    return lowered_like(case, () if dims else output_of(case).shape, dims)
+    return lowered_each([case], [() if dims else output_of(case).shape], dims)
 
 
-def lowered_like(
-    case: Case, output: Sequence[int], dims: tuple[str | int, ...] | None
+def lowered_each(
+    cases: Sequence[Case], sizes: Sequence[Sequence[int]], dims: tuple[str | int, ...] | None
 ) -> onnx.ModelProto:
-    """Returns the same where the output has a given shape, unless only symbols are given."""
-    (x,) = case.inputs
+    """Returns the same for cases of one opset with one x, each with its w, w1, w2, ….
+
+    Args:
+        cases: The cases.
+        sizes: The shapes of their outputs, unless there are `dims`.
+        dims: The dimensions of x.
+    """
+    (x,) = cases[0].inputs
     kind = helper.np_dtype_to_tensor_dtype(x.dtype)
-    size = output if dims is None else list("nmopq")[: x.ndim]
-    nodes = [
-        helper.make_node(case.op, ["x"], ["y"], name="under_test", **case.attributes),
-        helper.make_node("Mul", ["w", "y"], ["wy"]),
-        helper.make_node("Gradient", ["x"], ["dx"], domain=DOMAIN, xs=["x"], y="wy"),
-    ]
-    inputs = [
-        helper.make_tensor_value_info("x", kind, x.shape if dims is None else dims),
-        helper.make_tensor_value_info("w", kind, size),
-    ]
-    outputs = [helper.make_empty_tensor_value_info("dx")]
+    inputs = [helper.make_tensor_value_info("x", kind, x.shape if dims is None else dims)]
+    nodes, outputs = [], []
+    for number, (case, size) in enumerate(zip(cases, sizes, strict=True)):
+        end = str(number or "")
+        y, w, wy, dx = (name + end for name in ("y", "w", "wy", "dx"))
+        nodes += [
+            helper.make_node(case.op, ["x"], [y], name=f"under_test{end}", **case.attributes),
+            helper.make_node("Mul", [w, y], [wy]),
+            helper.make_node("Gradient", ["x"], [dx], domain=DOMAIN, xs=["x"], y=wy),
+        ]
+        symbols = [letter + end for letter in "nmopq"[: x.ndim]]
+        inputs.append(helper.make_tensor_value_info(w, kind, size if dims is None else symbols))
+        outputs.append(helper.make_empty_tensor_value_info(dx))
     graph = helper.make_graph(nodes, "gradient", inputs, outputs)
-    imports = [helper.make_opsetid("", case.opset), helper.make_opsetid(DOMAIN, 1)]
+    imports = [helper.make_opsetid("", cases[0].opset), helper.make_opsetid(DOMAIN, 1)]
     return ortops.lower(helper.make_model(graph, opset_imports=imports, ir_version=10))
 
 
@@ -248,16 +257,17 @@ def test_nodes(op: str, attributes: dict[str, Any], expected: str) -> None:
 
 
 WIDE = [
-    given
-    for given in itertools.product(
-        [1, 2, 3, 5, 6],  # elements
+    (length, window, stride, pads, ceil_mode)
+    for length, window, pads, stride, ceil_mode in itertools.product(
+        [1, 2, 3, 5, 6],
         [(1, 1), (2, 1), (3, 1), (2, 2), (2, 3)],  # kernel and dilation
-        [1, 2, 3, 5],  # stride
-        [(0, 0), (1, 1), (0, 1), (2, 2)],  # pads
-        [0, 1],  # ceil_mode
+        [(0, 0), (1, 1), (0, 1), (2, 2)],
+        [1, 2, 3, 5],
+        [0, 1],
     )
-    if max(given[3]) < given[1][0] and given[0] + sum(given[3]) > (given[1][0] - 1) * given[1][1]
+    if max(pads) < window[0] and length + sum(pads) > (window[0] - 1) * window[1]
 ]
+"""Numbers of elements, and the windows that are taken of them."""
 
 
 def taken(x: np.ndarray, given: Any) -> list[np.ndarray]:
@@ -271,38 +281,52 @@ def taken(x: np.ndarray, given: Any) -> list[np.ndarray]:
     return windows
 
 
+def expected_of(op: str, given: Any, x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """Returns the gradient of Σ w · op(x), window by window."""
+    expected = np.zeros_like(x)
+    pads = given[3]
+    for channel, (number, places) in itertools.product((0, 1), enumerate(taken(x, given))):
+        g = w[0, channel, number]
+        inside = places[(places >= 0) & (places < given[0])]
+        counted = places[(places >= -pads[0]) & (places < given[0] + pads[1])]
+        seen = x[0, channel, inside]
+        if op == "MaxPool" and inside.size:
+            expected[0, channel, inside[seen.argmax()]] += g
+        elif op == "LpPool":
+            expected[0, channel, inside] += g * seen / max(np.sqrt(np.sum(seen**2)), 1e-9)
+        elif "AveragePool" in op and inside.size:
+            expected[0, channel, inside] += g / (counted if "counted" in op else inside).size
+    return expected
+
+
 @pytest.mark.parametrize("opset", [21, 22])
 @pytest.mark.parametrize("op", ["MaxPool", "AveragePool", "counted AveragePool", "LpPool"])
 def test_against_windows_in_float64(op: str, opset: int) -> None:
-    """Also windows that reach beyond the padding, and those that meet no element at all."""
-    for given in WIDE:
-        length, (kernel, dilation), stride, pads, ceil_mode = given
-        attributes: dict[str, Any] = {"kernel_shape": [kernel], "strides": [stride], "pads": pads}
-        attributes |= {"dilations": [dilation], "ceil_mode": ceil_mode}
-        if "counted" in op:
-            attributes["count_include_pad"] = 1
+    """Also windows that reach beyond the padding, and those that meet no element at all.
+
+    Gradients of one x are computed by one model, and for unknown sizes by one model for all x.
+    """
+    at_run_time = {}
+    for (length, window, pads), group in itertools.groupby(WIDE, operator.itemgetter(0, 1, 3)):
         x = np.random.default_rng(length).permutation(2 * length) - length + 0.5
         x = x.reshape(1, 2, length)
-        windows = taken(x, given)
-        w = np.arange(1.0, 1.0 + 2 * len(windows)).reshape(1, 2, len(windows))
-        expected = np.zeros_like(x)
-        for channel, (number, places) in itertools.product((0, 1), enumerate(windows)):
-            g = w[0, channel, number]
-            inside = places[(places >= 0) & (places < length)]
-            counted = places[(places >= -pads[0]) & (places < length + pads[1])]
-            seen = x[0, channel, inside]
-            if op == "MaxPool" and inside.size:
-                expected[0, channel, inside[seen.argmax()]] += g
-            elif op == "LpPool":
-                expected[0, channel, inside] += g * seen / max(np.sqrt(np.sum(seen**2)), 1e-9)
-            elif "AveragePool" in op and inside.size:
-                size = counted.size if "counted" in op else inside.size
-                expected[0, channel, inside] += g / size
-        case = Case(op.split()[-1], [x.astype(np.float32)], attributes, opset=opset)
-        for dims in (None, ("N", "C", "L")):
-            feeds = {"x": case.inputs[0], "w": w.astype(np.float32)}
-            (found,) = run(lowered_like(case, w.shape, dims), feeds)
-            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5, err_msg=f"{given}")
+        cases, feeds, expected = [], {"x": x.astype(np.float32)}, {}
+        for given in group:
+            attributes = {"kernel_shape": window[:1], "dilations": window[1:], "pads": pads}
+            attributes |= {"strides": given[2:3], "ceil_mode": given[4]}
+            if "counted" in op:
+                attributes["count_include_pad"] = 1
+            count = len(taken(x, given))
+            w = np.arange(1.0, 1.0 + 2 * count).reshape(1, 2, count)
+            feeds[f"w{len(cases) or ''}"] = w.astype(np.float32)
+            expected[given] = expected_of(op, given, x, w)
+            cases.append(Case(op.split()[-1], [feeds["x"]], attributes, opset=opset))
+        sizes = [array.shape for array in feeds.values()][1:]
+        if (window, pads) not in at_run_time:
+            at_run_time[window, pads] = lowered_each(cases, sizes, ("N", "C", "L"))
+        for model in (lowered_each(cases, sizes, None), at_run_time[window, pads]):
+            for (given, array), found in zip(expected.items(), run(model, feeds), strict=True):
+                np.testing.assert_allclose(found, array, rtol=1e-5, atol=1e-5, err_msg=f"{given}")
 
 
 @pytest.mark.parametrize("inferred", [False, True], ids=["bare", "inferred by onnx"])
