@@ -883,7 +883,7 @@ def failure_of(draw: Draw) -> Failure | None:
 
 
 def failures_of(chosen: Sequence[Draw], timeout: float) -> list[Failure]:
-    """Returns the draws that fail, made in processes of their own, as many as there are cores.
+    """Returns the draws that fail, made in as many processes as this one has cores.
 
     A draw with which a process dies or does not end in time fails, too.
 
@@ -891,7 +891,7 @@ def failures_of(chosen: Sequence[Draw], timeout: float) -> list[Failure]:
         chosen: The draws.
         timeout: How long it may take, in seconds.
     """
-    count = os.cpu_count() or 1
+    count = max((os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), 1)
     with ThreadPoolExecutor(count) as pool:
         parts = [[*map(repr, chosen[start::count])] for start in range(count)]
         found = pool.map(lambda part: _failures_of(part, timeout), parts)
