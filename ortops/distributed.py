@@ -1,13 +1,13 @@
-"""Data-parallel training: several processes make one step, each with its part of the batch.
+"""Data-parallel training: several processes compute one step, each with its part of the batch.
 
-A script for one process becomes one for several by a line, ``session =
-ortops.distributed.join(session)``, and is started by MPI::
+One line turns a script for one process into one for several: ``session =
+ortops.distributed.join(session)``. Start it with MPI::
 
     mpiexec -n 2 python -m mpi4py train.py
 
-``-m mpi4py`` ends all processes at once when one of them fails. Each process, which MPI calls a
-rank, runs the same script, holds all variables, and computes gradients of its rows; these are added
-up, and each rank makes the same update of them.
+``-m mpi4py`` terminates all processes if one of them fails. Each process (a rank, in MPI's terms)
+runs the same script, holds all variables, and computes the gradients of its rows. The gradients are
+summed, and each rank applies the same update.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _ENDS = ("stopped", "SIGINT", "SIGTERM", "SIGHUP")
 
 
 class Communicator(Protocol):
-    """What ranks talk to each other through.
+    """The interface for communication between ranks.
 
     All ranks call the same methods in the same order. A rank waits for the others; if one of them
-    is gone, it raises, or ends.
+    has exited, the call raises an error or terminates the process.
 
     Example:
         >>> class Nobody:
@@ -62,24 +62,24 @@ class Communicator(Protocol):
 
     @property
     def rank(self) -> int:
-        """The number of this process, from 0."""
+        """The index of this process, from 0."""
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
 
     def sum(self, array: Array) -> object:
-        """Replaces an array by its sum over all ranks, which has the same bits in each of them.
+        """Replaces an array by its sum over all ranks, bit-identical in each of them.
 
         Args:
-            array: float32 or float64 of one axis, contiguous; changed in place.
+            array: A contiguous 1-d array of float32 or float64; changed in place.
         """
 
     def broadcast(self, array: Array) -> object:
         """Replaces an array by that of rank 0.
 
         Args:
-            array: uint8 of one axis, contiguous; changed in place.
+            array: A contiguous 1-d array of uint8; changed in place.
         """
 
 
@@ -89,23 +89,23 @@ def join(
     *,
     timeout: float | None = None,
 ) -> JoinedSession:
-    """Joins the sessions of several processes to one that trains on the batches of all.
+    """Joins the sessions of several processes for data-parallel training.
 
-    All ranks call it with a session of the same model, and go on with what it returns: the same
-    session, on the same memory. The variables become those of rank 0. From then on, whoever sets
-    some sets the same in all ranks.
+    All ranks call it with a session of the same model and continue with the returned object: the
+    same session with the same memory. The variables are set to those of rank 0. Code that sets
+    variables afterwards must set the same values in all ranks.
 
     Args:
         session: The session.
-        communicator: What the ranks talk through; all processes of MPI by default, which needs
-            mpi4py and an MPI (``pip install ortops[distributed]`` has one).
-        timeout: How many seconds a rank waits for the others in MPI before it raises an
-            OrtopsError; None for as long as it takes. Another communicator has a limit of its own.
+        communicator: Communicates between ranks; by default MPI with all its processes, which
+            requires mpi4py and an MPI library (``pip install ortops[distributed]`` has both).
+        timeout: The maximum time, in seconds, that a rank waits for the others in MPI before it
+            raises an OrtopsError; None for no limit. Other communicators have their own limits.
 
     Raises:
+        ArgumentError: If an argument is invalid.
         ModelError: If ranks have different models, or are at different points of `fit`.
-        OrtopsError: If mpi4py is needed and not installed, the session is joined already, or an
-            argument is not accepted.
+        OrtopsError: If mpi4py is required and not installed.
         UnsupportedError: If there are several ranks and the algorithm has no gradients (see
             `ortops.TrainingSession.gradients`).
 
@@ -116,46 +116,47 @@ def join(
         array(1., dtype=float32)
     """
     if not isinstance(session, TrainingSession):
-        raise OrtopsError(f"join: {session!r:.80} was given; a TrainingSession is accepted")
+        raise ArgumentError(f"join: session must be a TrainingSession, got {session!r:.80}")
     if isinstance(session, JoinedSession):
-        raise OrtopsError("join: the session is joined already; join each one once")
+        raise ArgumentError("join: the session is already joined; join each session once")
     if timeout is not None:
         timeout = number("join: timeout", timeout, above=0)
         if communicator is not None:
             raise ArgumentError(
-                "join: timeout is for MPI; set it in the communicator that is given"
+                "join: timeout applies to MPI only; set the timeout of the given communicator"
             )
     return JoinedSession(session, MPI(timeout) if communicator is None else communicator)
 
 
 class JoinedSession(TrainingSession):
-    """A `TrainingSession` that makes each step together with those of other processes.
+    """A `TrainingSession` that computes each step together with other processes.
 
-    It is what `join` returns. All ranks call `step`, `run_steps`, `gradients` and `fit` alike, and
+    `join` returns it. All ranks call `step`, `run_steps`, `gradients` and `fit` in the same way and
     get the same variables, losses and history, bit for bit.
 
-    - `step`, `run_steps` and `gradients` are given the part of the batch that is this rank's. The
-      loss is that of the joined batch, other outputs are those of the part.
-    - `fit` is given the same data in all ranks, in one order. Of each batch, a rank takes its part:
-      ``batch_size`` is that of all ranks together.
-    - Gradients are Σ gradient · count / Σ count over the ranks, where ``count`` is what the loss
-      was divided by, so that parts may be of different sizes.
-    - Statistics of BatchNormalization are those of each part; the running ones are averaged, by
-      rows. A loss that compares rows compares those of a part. A warning says so.
-    - Dropout draws differently in each rank.
-    - Only rank 0 writes with `save`, shows progress, and calls callbacks that write or save. All
-      other callbacks, `evaluate` and `predict` run in each rank, on all the data.
-    - A rank that gets SIGINT, SIGTERM or SIGHUP in `fit` ends it in all of them, after the same
-      step, and none leaves `fit` before rank 0 has written.
-    - All ranks make the same calls, as often. One that waits in MPI for a rank that has ended, or
-      longer than ``timeout``, raises an OrtopsError; its session stands at a whole step.
-    - All raise an error where ranks differ in what was set since the last step (in `state`,
-      `parameters` or `learning_rate`), in arguments of `fit` that say which rows a step sees, or
-      in the rows of a batch. Other values of the first batch of a `fit` are said in a warning.
+    - `step`, `run_steps` and `gradients` receive this rank's part of the batch. The loss is that of
+      the whole batch, other outputs are those of the part.
+    - `fit` receives the same data in the same order in all ranks. Each rank uses its part of each
+      batch: ``batch_size`` is that of all ranks together.
+    - Gradients are Σ gradient · count / Σ count over the ranks, where ``count`` is the divisor of
+      the loss, so parts may have different sizes.
+    - BatchNormalization uses the statistics of each part; running statistics are averaged, weighted
+      by rows. A loss that compares rows compares those of one part. Both are logged as a warning.
+    - Dropout uses different random numbers in each rank.
+    - Only rank 0 writes in `save`, shows progress, and calls callbacks that write or save. All
+      other callbacks, `evaluate` and `predict` run in each rank, on all data.
+    - SIGINT, SIGTERM or SIGHUP in one rank ends `fit` in all ranks after the same step. No rank
+      leaves `fit` before rank 0 has written.
+    - All ranks must make the same calls. A rank that waits in MPI for an exited rank, or longer
+      than ``timeout``, raises an OrtopsError; its session is then at a complete step.
+    - All ranks raise an error if they have set different values since the last step (in `state`,
+      `parameters` or `learning_rate`), or have different arguments of `fit` that determine the rows
+      of a step, or different numbers of rows in a batch. Different values in the first batch of a
+      `fit` are logged as a warning.
 
     Args:
-        session: The session that it is from now on.
-        communicator: What the ranks talk through.
+        session: The session, which becomes a joined one.
+        communicator: Communicates between ranks.
 
     Example:
         >>> from models import line
@@ -172,35 +173,37 @@ class JoinedSession(TrainingSession):
         except (AttributeError, TypeError, ValueError):
             fits = False
         if not fits:
-            raise OrtopsError(
-                f"join: communicator is {communicator!r:.80}; an object with rank < size, "
-                "sum(array) and broadcast(array) is accepted"
+            raise ArgumentError(
+                "join: communicator must have rank < size, sum(array) and broadcast(array), got "
+                f"{communicator!r:.80}"
             )
         self.__dict__ = session.__dict__  # the same memory and the same lock
-        session.__class__ = JoinedSession  # what still has it trains together, too
+        session.__class__ = JoinedSession  # other references to it are joined, too
         self._communicator = communicator
         self._size = size
         self._warned = False
-        self._compared = False  # whether a batch of this `fit` is that of the other ranks
-        self._assigned: dict[str, bytes] = {}  # what was set since the last step, as digests
+        self._compared = (
+            False  # whether a batch of this `fit` has been compared with that of other ranks
+        )
+        self._assigned: dict[str, bytes] = {}  # digests of the variables set since the last step
         if size > 1:
-            self._execution.split_step()  # refuses what has no gradients
+            self._execution.split_step()  # raises an error if the algorithm has no gradients
             self._rank = rank
             self._check_same()
             self._take_state()
 
     @property
     def rank(self) -> int:
-        """The number of this process among those that train together, from 0."""
+        """The index of this process among those that train together, from 0."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """How many processes train together."""
+        """The number of processes that train together."""
         return self._size
 
     def _check_same(self) -> None:
-        """Refuses ranks whose sessions differ in more than the values of variables."""
+        """Raises an error if the sessions differ in more than the values of variables."""
         position = self.resume_state.position
         begun = position and (
             position.epoch_state.call,
@@ -221,7 +224,7 @@ class JoinedSession(TrainingSession):
                 )
 
     def _model_digest(self) -> bytes:
-        """Returns a digest of the model, and of what is run of it, without values of variables."""
+        """Returns a digest of the model and of the training algorithm, without variable values."""
         variables = self._execution.variables
         found = hashlib.sha256(repr(self._entries).encode())
         for name in sorted(variables):
@@ -260,7 +263,7 @@ class JoinedSession(TrainingSession):
                 self._assigned[name] = _bytes_digest(array)
 
     def _all_same(self, found: object) -> bool:
-        """Whether something, by its repr, is the same in all ranks."""
+        """Whether an object has the same repr in all ranks."""
         mark = _mark(_digest(found))
         self._communicator.sum(mark)
         return _is_of_all(mark, self._size)
@@ -269,18 +272,18 @@ class JoinedSession(TrainingSession):
         return _mark(_digest(sorted(self._assigned.items()))) if self._assigned else np.zeros(10)
 
     def _check_assigned(self, mark: Array) -> None:
-        """Refuses variables that were set differently, by the sum of the marks of all ranks."""
+        """Raises an error if ranks have set different values, by the sum of their marks."""
         if not _is_of_all(mark, self._size):
             names = ", ".join(f"'{name}'" for name in self._assigned) or "nothing"
             raise OrtopsError(
-                f"join: since the last step rank {self._rank} has set {names:.200} in state, "
-                "parameters or learning_rate, and another rank something else, or to other values; "
+                f"join: since the last step, rank {self._rank} has set {names:.200} in state, "
+                "parameters or learning_rate, and another rank has set other variables or values; "
                 "set the same in all ranks"
             )
         self._assigned.clear()
 
     def reset(self) -> None:
-        """Goes back to the start of the training, that of rank 0.
+        """Resets the training to its start, that of rank 0.
 
         Example:
             >>> from models import line
@@ -297,11 +300,11 @@ class JoinedSession(TrainingSession):
     # ----------------------------------------------------------------------------------- steps
 
     def _all_reduce(self, gradients: Gradients, count: int) -> None:
-        """Makes gradients of a part those of the batch.
+        """Replaces the gradients of a part by those of the batch.
 
         Args:
-            gradients: Those of the part, changed in place.
-            count: How many rows of the batch are in the part; with 0 the gradients do not count.
+            gradients: The gradients of the part, changed in place.
+            count: The number of rows in the part; with 0 the gradients are ignored.
         """
         if not count:
             self._clear(gradients, None)
@@ -312,19 +315,19 @@ class JoinedSession(TrainingSession):
         """Returns the gradients of a batch.
 
         Args:
-            total: Those of this rank's parts.
-            count: How many rows of the batch are in them.
+            total: The gradients of this rank's parts.
+            count: The number of rows in them.
         """
         statistics = total.statistics
         for name in statistics:
             if name not in self._execution.variables:
                 raise UnsupportedError(
-                    f"join: the update reads '{name}' of the batch, of which each rank has another "
-                    "part; train it in one process, or let the update read gradients only"
+                    f"join: the update reads '{name}' of the batch, but each rank has only its "
+                    "part; train in one process, or let the update read only gradients"
                 )
         carried = [array.astype(np.float64).ravel() * count for array in statistics.values()]
         if not count:
-            carried = [np.zeros_like(array) for array in carried]  # and no NaN of it
+            carried = [np.zeros_like(array) for array in carried]  # not 0 · NaN
         mark = self._mark_of_assigned()
         sums = total.reduce(self._communicator.sum, np.concatenate([mark, [count], *carried]))
         self._check_assigned(sums[: mark.size])
@@ -338,7 +341,7 @@ class JoinedSession(TrainingSession):
         return total.result()
 
     def _clear(self, gradients: Gradients, after: Gradients | None) -> None:
-        """Makes gradients count as nothing: of a row that only stands in for a part of none."""
+        """Sets the weight of gradients to 0: those of a placeholder row for an empty part."""
         gradients.count = 0.0
         gradients.summands = [replace(s, value=0.0, count=0.0) for s in gradients.summands]
         before = self.state if after is None else after.statistics
@@ -346,13 +349,13 @@ class JoinedSession(TrainingSession):
         statistics |= {name: before[name] for name in statistics if name in before}
 
     def _differs(self, gradients: Gradients) -> bool:
-        """Whether the step differs from one of the joined batch, which rank 0 says once."""
+        """Whether the step differs from one with the whole batch; rank 0 logs this once."""
         kinds = {summand.is_sum for summand in gradients.summands if summand.weight}
         if gradients.additive or len(kinds) > 1:
             return False
         if not self._warned and not self._rank:
             logger.warning(
-                "join: %s, so that a step of %d ranks is not that of one with all rows",
+                "join: %s, so a step of %d ranks differs from one of a single process",
                 *(gradients.not_additive, self._size),
             )
         self._warned = True
@@ -373,7 +376,7 @@ class JoinedSession(TrainingSession):
         outputs: Sequence[str] | None,
         note: Callable[[Mapping[str, Array]], object] | None,
     ) -> dict[str, Array]:
-        """Makes a step with a part of a batch of which some rows count: all, or none."""
+        """Computes a step with a part of a batch, of which all rows count, or none if empty."""
         if self._size == 1:
             return super()._step(feeds, outputs, note)
 
@@ -450,42 +453,42 @@ class JoinedSession(TrainingSession):
         return StepStrategy(step, gradients, self._counts(), leads=not self._rank, shared=shared)
 
     def _same(self, what: str, found: object) -> None:
-        """Refuses what is not the same in all ranks."""
+        """Raises an error unless an object is the same in all ranks."""
         if not self._all_same((what, found)):
             raise OrtopsError(
-                f"join: {what}: rank {self._rank} has {found}, and another rank has not; give all "
-                "ranks the same"
+                f"join: {what} must be the same in all ranks; rank {self._rank} has {found}, "
+                "another rank has a different value"
             )
 
     def _compare(self, batch: Mapping[str, Array]) -> None:
-        """Says if ranks have other values in the first batch."""
+        """Logs a warning if ranks have different values in the first batch."""
         self._compared = True
         self._check_axes()
         digests = [(name, _bytes_digest(batch[name])) for name in sorted(batch)]
         if not self._all_same(digests) and not self._rank:
             logger.warning(
-                "join: ranks have different values in the first batch; of each batch a rank takes "
-                "its part, so give `fit` the same data in the same order in all ranks, or `step` "
-                "a part in each. All is well where only augmentation differs"
+                "join: ranks have different values in the first batch. Each rank uses its part of "
+                "each batch, so pass the same data in the same order to `fit` in all ranks, or "
+                "a part to `step` in each. Ignore this if only augmentation differs"
             )
 
     def _check_axes(self) -> None:
-        """Refuses inputs whose axis 0 is not that of the rows, as far as names of sizes tell."""
+        """Raises an error for inputs whose rows are not along axis 0, judged by symbolic sizes."""
         inputs = {name: self.inputs[name].dims or () for name in self.inputs.sampled}
         rows_of = {dims[0] for dims in inputs.values() if dims} | {"batch", "batch_size"}
         for name, dims in inputs.items():
             for axis, size in enumerate(dims[1:], 1):
                 if isinstance(size, str) and size in rows_of and size != dims[0]:
                     raise FeedError(
-                        f"join: axis {axis} of '{name}' is '{size}', as if its rows were not along "
-                        f"axis 0, which is '{dims[0]}' and which `fit` divides; give `step` a part "
-                        "of the batch in each rank"
+                        f"join: the rows of '{name}' seem to be along axis {axis}, '{size}', but "
+                        f"`fit` divides axis 0, '{dims[0]}'; pass a part of the batch to `step` in "
+                        "each rank"
                     )
 
     def _part(self, batch: Mapping[str, Array]) -> tuple[Mapping[str, Array], int]:
-        """Returns this rank's rows of a batch, and how many they are.
+        """Returns this rank's rows of a batch, and their number.
 
-        Where there are none, the first row stands in, which does not count.
+        If there are none, the first row is used as a placeholder with weight 0.
         """
         assert isinstance(batch, Checked)
         if not self._compared:
@@ -495,17 +498,17 @@ class JoinedSession(TrainingSession):
         for name in sampled:
             if len(batch[name]) != size:
                 raise FeedError(
-                    f"join: '{name}' has {len(batch[name])} rows in a batch of {size}, so that it "
-                    "cannot be divided by rows; give `step` a part of the batch in each rank"
+                    f"join: cannot divide '{name}' by rows, because it has {len(batch[name])} rows "
+                    f"in a batch of {size}; pass a part of the batch to `step` in each rank"
                 )
         begin, end = (size * place // self._size for place in (self._rank, self._rank + 1))
         for name in sampled:
             fixed = batch.by.fixed_rows(name)
             if fixed is not None:
                 raise FeedError(
-                    f"join: '{name}' has batches of {fixed} rows in the model, which cannot be "
-                    f"divided among {self._size} ranks; give `step` a batch in each rank, or take "
-                    "a model whose batch dimension is a symbol"
+                    f"join: cannot divide '{name}' among {self._size} ranks, because the model has "
+                    f"a fixed batch size of {fixed}; pass a batch to `step` in each rank, or use a "
+                    "model with a symbolic batch dimension"
                 )
         part = slice(begin, end) if begin < end else slice(0, 1)
         taken = {name: batch[name][part] if name in sampled else batch[name] for name in batch}
@@ -538,17 +541,17 @@ def _bytes_digest(array: Array) -> bytes:
 
 
 def _mark(digest: bytes) -> Array:
-    """Returns numbers whose sums over the ranks tell whether all have the same digest.
+    """Returns numbers whose sums over the ranks show whether all have the same digest.
 
-    They are 60 bits in words of 12 and the squares of these: by Cauchy and Schwarz, the square of
-    a sum is the sum of squares times the number of ranks only where all words are the same. All of
-    it is exact in float64, for up to 2¹⁴ ranks.
+    They are 60 bits in words of 12, and the squares of the words. By the Cauchy–Schwarz inequality,
+    the square of a sum equals the sum of squares times the number of ranks only if all words are
+    equal. This is exact in float64 for up to 2¹⁴ ranks.
     """
     words = np.frombuffer(digest, np.uint16, 5) % 4096
     return np.concatenate([words, words.astype(np.float64) ** 2])
 
 
 def _is_of_all(mark: Array, size: int) -> bool:
-    """Whether all ranks have the same digest, by the sum of what `_mark` returned."""
+    """Whether all ranks have the same digest, by the sum of their `_mark`."""
     words, squares = mark[:5], mark[5:]
     return bool((words * words == size * squares).all())

@@ -1,4 +1,4 @@
-"""Communication through MPI that can time out, and that signals can interrupt."""
+"""Communication through MPI, with timeouts and interruptible by signals."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["MPI"]
 Array: TypeAlias = npt.NDArray[Any]
 
 _LOOKS = 64
-"""How often a process tests whether an exchange is done between two checks of all else."""
+"""The number of tests for completion of an exchange between checks of timeout and exited ranks."""
 
 _CALLS = (
-    "all ranks must make the same calls of `step`, `run_steps`, `gradients` and `fit`, as often "
-    "and in the same order"
+    "all ranks must make the same calls of `step`, `run_steps`, `gradients` and `fit` in the same "
+    "order"
 )
 
 _give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
@@ -34,11 +34,12 @@ class MPI:
     """All processes of MPI, through mpi4py, as an `ortops.distributed.Communicator`.
 
     Args:
-        timeout: How many seconds a process waits for the others in one exchange; None for no limit.
+        timeout: The maximum time, in seconds, to wait for the other processes in one exchange; None
+            for no limit.
 
     Attributes:
-        rank: The number of this process, from 0.
-        size: How many processes there are.
+        rank: The index of this process, from 0.
+        size: The number of processes.
 
     Raises:
         OrtopsError: If mpi4py cannot be imported, or the other processes do not join in time.
@@ -51,8 +52,8 @@ class MPI:
             module = importlib.import_module("mpi4py.MPI")
         except ImportError as error:
             raise OrtopsError(
-                f"join: mpi4py cannot be imported ({error}); pip install ortops[distributed], or "
-                "give a communicator"
+                f"join: cannot import mpi4py ({error}); pip install ortops[distributed], or pass "
+                "another communicator"
             ) from error
         self.rank, self.size = int(module.COMM_WORLD.rank), int(module.COMM_WORLD.size)
         self._timeout = timeout
@@ -73,8 +74,8 @@ class MPI:
 class _Channel:
     """Exchanges with the other processes.
 
-    A process that exits tells the others how many exchanges it took part in. Those that wait for it
-    in a later one then raise an error.
+    A process that exits sends the number of its exchanges to the others. Processes that wait for it
+    in a later exchange then raise an error.
 
     Args:
         module: ``mpi4py.MPI``.
@@ -85,11 +86,11 @@ class _Channel:
         self._module = module
         self._done = 0
         self._is_cut_off = False
-        self._ended: dict[int, int] = {}  # processes, and how many exchanges they took part in
-        self._held: list[object] = []  # what MPI may still read or write
+        self._ended: dict[int, int] = {}  # the number of exchanges of each exited process
+        self._held: list[object] = []  # buffers that MPI may still read or write
         self._rank = int(module.COMM_WORLD.rank)
         self._world: Any = None
-        world, request = module.COMM_WORLD.Idup()  # apart from what the program itself sends
+        world, request = module.COMM_WORLD.Idup()  # separate from the program's own communication
         self._exchange(lambda: request, timeout, world)
         self._world = world
         self._done = 0
@@ -105,22 +106,22 @@ class _Channel:
         self._exchange(lambda: self._world.Ibcast(array), timeout, array)
 
     def _exchange(self, begin: Callable[[], Any], timeout: float | None, data: object) -> None:
-        """Makes an exchange, which all processes begin in the same order.
+        """Performs an exchange. All processes must start exchanges in the same order.
 
         Args:
-            begin: Begins it, and returns its request.
+            begin: Starts the exchange and returns its request.
             timeout: See `MPI`.
-            data: What MPI reads and writes.
+            data: The buffer that MPI reads and writes.
 
         Raises:
             OrtopsError: If another process does not take part, or MPI fails.
         """
         if self._is_cut_off:
             raise OrtopsError(
-                "join: an earlier exchange of the ranks was cut off, so that they are no longer at "
-                "the same point; start all of them again, from a saved file"
+                "join: an earlier exchange was interrupted, so the ranks are out of sync; restart "
+                "all of them from a saved file"
             )
-        self._is_cut_off = True  # until it is done, whatever a signal's handler raises meanwhile
+        self._is_cut_off = True  # until it is done, because a signal handler may raise
         held = len(self._held)
         self._held.append(data)
         try:
@@ -145,16 +146,17 @@ class _Channel:
             for rank, done in self._ended.items():
                 if done <= self._done:
                     raise OrtopsError(
-                        f"join: rank {rank} has ended, and rank {self._rank} waits for it; {_CALLS}"
+                        f"join: rank {rank} has exited while rank {self._rank} waits for it; "
+                        f"{_CALLS}"
                     )
             if timeout is not None and time.monotonic() - begin > timeout:
                 raise OrtopsError(
-                    f"join: rank {self._rank} has waited {timeout:g} s for the other ranks; "
-                    f"{_CALLS}, and join(…, timeout=) says how long one waits for the others"
+                    f"join: rank {self._rank} timed out after {timeout:g} s of waiting for the "
+                    f"other ranks; {_CALLS}, or increase join(…, timeout=)"
                 )
 
     def _look(self) -> None:
-        """Receives what processes that have ended said."""
+        """Receives the messages of exited processes."""
         if self._world is None:
             return
         status = self._module.Status()
@@ -164,7 +166,7 @@ class _Channel:
             self._ended[status.Get_source()] = int(done[0])
 
     def _end(self) -> None:
-        """Tells the others that this process ends."""
+        """Notifies the others that this process exits."""
         if self._module.Is_finalized():
             return
         done = np.array([self._done], np.int64)

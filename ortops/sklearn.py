@@ -1,6 +1,6 @@
-"""Estimators of scikit-learn that train an ONNX model: for pipelines, searches, cross-validation.
+"""scikit-learn estimators that train ONNX models, for pipelines, searches and cross-validation.
 
-They need scikit-learn (``pip install ortops[sklearn]``).
+They require scikit-learn (``pip install ortops[sklearn]``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy.typing as npt
 import onnx
 
 from ortops.building.builder import build_training_model
-from ortops.errors import FeedError, ModelError, OrtopsError
+from ortops.errors import ArgumentError, FeedError, ModelError, OrtopsError
 from ortops.graph.convert import ModelLike
 from ortops.graph.files.external import serialize
 from ortops.losses import LossLike
@@ -34,17 +34,17 @@ __all__ = ["OnnxClassifier", "OnnxRegressor"]
 
 Array: TypeAlias = npt.NDArray[Any]
 MakesModel: TypeAlias = Callable[[int, int], ModelLike]
-"""Makes a model for a number of features and a number of outputs."""
+"""A function that returns a model for a number of features and a number of outputs."""
 
 
-class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn carries no types
-    """What both estimators share."""
+class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hints
+    """Base class of both estimators. The arguments are those of `OnnxRegressor`."""
 
     def __init__(
         self,
         model: ModelLike | MakesModel,
         *,
-        loss: LossLike,
+        loss: LossLike = "MeanSquaredError",
         optimizer: str | Optimizer | type[Optimizer] | UpdateRule = "Adam",
         learning_rate: float | None = None,
         epochs: int = 10,
@@ -74,7 +74,7 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn carries no typ
     # ----------------------------------------------------------------------------- training
 
     def _begin(self, features: int, outputs: int) -> None:
-        """Makes the session, where there is none or it is to begin anew."""
+        """Builds the trainable model and creates a new session."""
         model = self.model(features, outputs) if callable(self.model) else self.model
         trainable = build_training_model(
             model,
@@ -89,15 +89,15 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn carries no typ
             self.session_.learning_rate = self.learning_rate
 
     def _open(self, trainable: onnx.ModelProto) -> None:
-        """Makes a session of a trainable model."""
+        """Creates a session for a trainable model."""
         self.session_ = TrainingSession(trainable)
         of_model = [v.name for v in trainable.graph.input if v.name in self.session_.inputs]
         of_loss = [name for name in self.session_.inputs if name not in of_model]
         if len(of_model) != 1 or len(of_loss) != 1:
             raise ModelError(
-                f"{type(self).__name__}: the inputs of the model are {', '.join(of_model)}, and "
-                f"those of the loss {', '.join(of_loss) or 'none'}; one of each is accepted, as X "
-                "and y are. ortops.TrainingSession takes any"
+                f"{type(self).__name__}: X and y require one input of the model and one of the "
+                f"loss, got {', '.join(of_model)} and {', '.join(of_loss) or 'none'}; for several "
+                "inputs, use ortops.TrainingSession"
             )
         (self._input,), (self._target,) = of_model, of_loss
 
@@ -114,7 +114,7 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn carries no typ
         self.history_ = self.session_.history
 
     def _shaped(self, X: Array) -> Array:
-        """Returns rows as the model takes them: of its type, and reshaped where it has images."""
+        """Converts rows to the type and shape of the model's input, for example of images."""
         wanted = self.session_.inputs[self._input]
         array = self._typed("X", X, self._input)
         dims = () if wanted.dims is None else wanted.dims[1:]
@@ -122,35 +122,35 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn carries no typ
         if wanted.dims is not None and len(sizes) == len(dims) and array.shape[1:] != sizes:
             if array[:1].size != int(np.prod(sizes)):
                 raise FeedError(
-                    f"X: it has {array[:1].size} numbers in a row; input '{self._input}' of the "
-                    f"model takes {list(sizes)}"
+                    f"X: a row must have shape {list(sizes)}, that of the model's input "
+                    f"'{self._input}', got {array[:1].size} numbers"
                 )
             array = array.reshape(-1, *sizes)
         return array
 
     def _typed(self, what: str, given: Array, name: str) -> Array:
-        """Returns what was given in the type of an input.
+        """Converts an array to the type of an input.
 
         Raises:
-            FeedError: If it has values that this type does not hold, or no numbers.
-            TypeError: If it has objects that are no numbers, as scikit-learn's estimators say it.
+            FeedError: If it is not numeric, or a value is out of range for the type.
+            TypeError: If it has objects that are not numbers, as in scikit-learn's estimators.
         """
         array = given.astype(np.float64) if given.dtype == object else given
         if not is_numeric(array.dtype):
-            raise FeedError(f"{what} must have numbers, got values of type {given.dtype}")
+            raise FeedError(f"{what} must be numeric, got type {given.dtype}")
         wanted = self.session_.inputs[name].dtype
         if wanted is None:
             return array
         result, lost = cast_numbers(array, wanted)
         if lost is not None:
             raise FeedError(
-                f"{what} has the value {lost}, which does not fit {wanted}, the type of input "
-                f"'{name}'; scale or clip {what}, or use a model whose input has another type"
+                f"{what} has the value {lost}, which is out of range for {wanted}, the type of "
+                f"input '{name}'; scale or clip {what}, or use a model whose input has another type"
             )
         return result
 
     def _outputs(self, X: Array) -> Array:
-        """Returns what the loss looks at."""
+        """Returns the tensor that the loss compares with the targets."""
         name = self.session_.metadata.prediction.tensor
         found = self.session_.predict({self._input: self._shaped(X)}, outputs=name)
         assert isinstance(found, np.ndarray)
@@ -165,7 +165,7 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn carries no typ
         return self.session_.inference_model(original)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what a pickle holds: the trainable file in place of the session."""
+        """Returns the state to pickle: the trainable file in place of the session."""
         state = dict(super().__getstate__())
         session = state.pop("session_", None)
         if session is not None:
@@ -175,7 +175,7 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn carries no typ
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Opens the file again."""
+        """Restores the session from the file."""
         file = state.pop("_file", None)
         super().__setstate__(state)
         if file is not None:
@@ -186,33 +186,33 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn carries no typ
 
 
 class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
-    """A classifier of scikit-learn that trains an ONNX model.
+    """A scikit-learn classifier that trains an ONNX model.
 
     Args:
         model: An inference model, as for `ortops.build_training_model`, or a function of the number
-            of features and the number of classes that makes one. Its outputs are numbers for each
-            class, [batch, classes], or one number that tells the second of two classes.
-        loss: A loss that compares these with class numbers; for one number
-            ``"BinaryCrossEntropyWithLogits"`` or ``"BinaryCrossEntropy"``.
+            of features and the number of classes that returns one. Its outputs are class scores
+            of shape [batch, classes], or a single score for the second of two classes.
+        loss: A classification loss; for a single score ``"BinaryCrossEntropyWithLogits"`` or
+            ``"BinaryCrossEntropy"``.
         optimizer: An optimizer of `ortops.optimizers`, its name, or an update rule.
-        learning_rate: The learning rate, in place of the optimizer's.
-        epochs: How many times `fit` goes through the data.
-        batch_size: Rows in a batch.
+        learning_rate: Overrides the optimizer's learning rate.
+        epochs: The number of passes over the data in `fit`.
+        batch_size: Rows per batch.
         shuffle: Whether to shuffle the rows before each epoch.
-        seed: Determines the order, and what Dropout drops.
-        trainable: What is trained (see `ortops.build_training_model`).
+        seed: The seed of shuffling and Dropout.
+        trainable: The weights to train (see `ortops.build_training_model`).
         batch_normalization: ``"auto"``, ``"train"`` or ``"frozen"`` (see there).
-        callbacks: Of `ortops.callbacks`.
-        warm_start: Whether `fit` goes on where the last one ended.
+        callbacks: Callbacks, see `ortops.callbacks`.
+        warm_start: Whether `fit` continues the previous training.
         progress: Whether to show progress.
-        classes: The labels that the model's outputs stand for, in their order; by default those
-            that `fit` is given, sorted.
+        classes: The labels in the order of the model's outputs; by default the sorted labels that
+            `fit` receives.
 
     Attributes:
-        classes_: The labels, sorted, as those who score a classifier take for granted.
-        n_features_in_: The number of features, where X is a table.
+        classes_: The labels, sorted, as scikit-learn's scorers expect.
+        n_features_in_: The number of features, if X is a table.
         session_: The `ortops.TrainingSession`.
-        history_: What the last `fit` returned.
+        history_: The history of the last `fit`.
 
     Example:
         >>> from models import mlp
@@ -263,25 +263,25 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
         """Trains the model.
 
         Args:
-            X: An array of [rows, features], or of the shape that the model takes.
+            X: An array of shape [rows, features], or of the shape of the model's input.
             y: A label for each row.
 
         Raises:
-            ModelError: If loss or optimizer do not fit the model.
-            FeedError: If X does not.
-            ValueError: If y holds no labels, as scikit-learn says.
+            ModelError: If the loss or the optimizer does not match the model.
+            FeedError: If X does not match the model.
+            ValueError: If y does not contain labels, as in scikit-learn.
         """
         again = self.warm_start and hasattr(self, "session_")
         return self._fit(X, y, self.classes, again=again, epochs=self.epochs)
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None) -> OnnxClassifier:
-        """Goes through a part of the data once; begins a training where there is none.
+        """Trains one pass over a part of the data; starts a training in the first call.
 
         Args:
             X: As for `fit`.
             y: As for `fit`.
-            classes: All labels that there will be; needed in the first call, unless the estimator
-                was given them.
+            classes: All labels that can occur; required in the first call, unless the estimator
+                has ``classes``.
         """
         again = hasattr(self, "session_")
         given = self.classes if classes is None else classes
@@ -296,34 +296,36 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
             labels = np.unique(y) if classes is None else np.asarray(classes)
             self.classes_, self._places = np.unique(labels, return_index=True)
             if len(labels) != len(self.classes_):
-                raise ValueError(f"classes are {labels.tolist()}; give each label once")
+                raise ArgumentError(f"classes must be distinct labels, got {labels.tolist()}")
             if len(self.classes_) < 2:
                 raise ValueError(
-                    f"y has one class, {self.classes_[0]!r}; a classifier needs two or more"
+                    f"y must have at least two classes, got one class, {self.classes_[0]!r}"
                 )
             self._begin(int(np.prod(X.shape[1:])), len(self.classes_))
         elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
-            raise ValueError(
-                f"classes are {list(classes)}, and were {self.classes_.tolist()} in the first "
-                "call; give the same, or leave them out"
+            raise ArgumentError(
+                f"classes must be the same as in the first call, {self.classes_.tolist()}, got "
+                f"{list(classes)}; they may be left out"
             )
         places = dict(zip(self.classes_.tolist(), self._places.tolist(), strict=True))
         unknown = [label for label in np.unique(y).tolist() if label not in places]
         if unknown:
-            raise ValueError(f"y has the label {unknown[0]!r}; the classes are {list(places)}")
+            raise ValueError(
+                f"y has the unknown label {unknown[0]!r}; the classes are {list(places)}"
+            )
         numbers = np.array([places[label] for label in y.tolist()])
         self._train(X, self._as_targets(numbers), epochs)
         return self
 
     def _as_targets(self, numbers: Array) -> Array:
-        """Returns class numbers as the loss takes them."""
+        """Converts class numbers to the type and shape of the target input."""
         wanted = self.session_.inputs[self._target]
         if wanted.dtype is None or wanted.dtype.kind != "f":
             return numbers
         if len(self.classes_) != 2:
             raise ModelError(
-                f"OnnxClassifier: the loss compares with numbers ('{self._target}'), which tell "
-                f"two classes apart, and there are {len(self.classes_)}; use SoftmaxCrossEntropy"
+                f"OnnxClassifier: the loss has floating-point targets ('{self._target}'), which "
+                f"can only encode two classes, got {len(self.classes_)}; use SoftmaxCrossEntropy"
             )
         column = wanted.dims is not None and len(wanted.dims) == 2
         array = numbers.astype(wanted.dtype)
@@ -336,8 +338,8 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
             X: As for `fit`.
 
         Raises:
-            ModelError: If the loss looks at something that is neither logits nor probabilities, or
-                the model has another number of classes.
+            ModelError: If the loss reads neither logits nor probabilities, or the model has another
+                number of classes.
         """
         check_is_fitted(self, "session_")
         X = validate_data(self, X, reset=False, allow_nd=True, dtype=None)
@@ -346,7 +348,7 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
         single = values.ndim == 1 or values.shape[1:] == (1,)
         if noted.kind == "values":
             raise ModelError(
-                f"OnnxClassifier: the loss takes '{noted.tensor}' for numbers, not for logits or "
+                f"OnnxClassifier: the loss does not read '{noted.tensor}' as logits or "
                 "probabilities; use SoftmaxCrossEntropy or BinaryCrossEntropyWithLogits"
             )
         if single:
@@ -355,9 +357,9 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
             return np.stack([1 - p, p], axis=1)[:, self._places]
         if values.shape[1:] != (len(self.classes_),):
             raise ModelError(
-                f"OnnxClassifier: '{noted.tensor}' is of shape {list(values.shape)}, and there are "
-                f"{len(self.classes_)} classes; give the labels of all outputs as classes=, or a "
-                "model of as many"
+                f"OnnxClassifier: '{noted.tensor}' has shape {list(values.shape)}, but there are "
+                f"{len(self.classes_)} classes; list the labels of all outputs in classes=, or use "
+                "a model with as many outputs"
             )
         if noted.kind == "logits":
             values = values - values.max(axis=1, keepdims=True)
@@ -378,28 +380,28 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
 
 
 class OnnxRegressor(RegressorMixin, _Onnx):  # type: ignore[misc]
-    """A regressor of scikit-learn that trains an ONNX model.
+    """A scikit-learn regressor that trains an ONNX model.
 
     Args:
         model: An inference model, as for `ortops.build_training_model`, or a function of the number
-            of features and the number of targets that makes one.
-        loss: A loss that compares its output with targets.
+            of features and the number of targets that returns one.
+        loss: A regression loss.
         optimizer: An optimizer of `ortops.optimizers`, its name, or an update rule.
-        learning_rate: The learning rate, in place of the optimizer's.
-        epochs: How many times `fit` goes through the data.
-        batch_size: Rows in a batch.
+        learning_rate: Overrides the optimizer's learning rate.
+        epochs: The number of passes over the data in `fit`.
+        batch_size: Rows per batch.
         shuffle: Whether to shuffle the rows before each epoch.
-        seed: Determines the order, and what Dropout drops.
-        trainable: What is trained (see `ortops.build_training_model`).
+        seed: The seed of shuffling and Dropout.
+        trainable: The weights to train (see `ortops.build_training_model`).
         batch_normalization: ``"auto"``, ``"train"`` or ``"frozen"`` (see there).
-        callbacks: Of `ortops.callbacks`.
-        warm_start: Whether `fit` goes on where the last one ended.
+        callbacks: Callbacks, see `ortops.callbacks`.
+        warm_start: Whether `fit` continues the previous training.
         progress: Whether to show progress.
 
     Attributes:
-        n_features_in_: The number of features, where X is a table.
+        n_features_in_: The number of features, if X is a table.
         session_: The `ortops.TrainingSession`.
-        history_: What the last `fit` returned.
+        history_: The history of the last `fit`.
 
     Example:
         >>> from models import mlp
@@ -411,57 +413,24 @@ class OnnxRegressor(RegressorMixin, _Onnx):  # type: ignore[misc]
         ([21.0], 1.0)
     """
 
-    def __init__(
-        self,
-        model: ModelLike | MakesModel,
-        *,
-        loss: LossLike = "MeanSquaredError",
-        optimizer: str | Optimizer | type[Optimizer] | UpdateRule = "Adam",
-        learning_rate: float | None = None,
-        epochs: int = 10,
-        batch_size: int = 32,
-        shuffle: bool = True,
-        seed: int = 0,
-        trainable: Sequence[str] | None = None,
-        batch_normalization: str = "auto",
-        callbacks: Sequence[Any] = (),
-        warm_start: bool = False,
-        progress: bool = False,
-    ) -> None:
-        super().__init__(
-            model,
-            loss=loss,
-            optimizer=optimizer,
-            learning_rate=learning_rate,
-            epochs=epochs,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            trainable=trainable,
-            batch_normalization=batch_normalization,
-            callbacks=callbacks,
-            warm_start=warm_start,
-            progress=progress,
-        )
-
     def fit(self, X: Any, y: Any) -> OnnxRegressor:
         """Trains the model.
 
         Args:
-            X: An array of [rows, features], or of the shape that the model takes.
-            y: Targets, [rows] or [rows, targets].
+            X: An array of shape [rows, features], or of the shape of the model's input.
+            y: Targets of shape [rows] or [rows, targets].
         """
         again = self.warm_start and hasattr(self, "session_")
         return self._fit(X, y, again=again, epochs=self.epochs)
 
     def __sklearn_tags__(self) -> Any:
-        """Returns what scikit-learn's tools want to know: y may have several columns."""
+        """Declares, for scikit-learn, that y may have several columns."""
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
 
     def partial_fit(self, X: Any, y: Any) -> OnnxRegressor:
-        """Goes through a part of the data once; begins a training where there is none.
+        """Trains one pass over a part of the data; starts a training in the first call.
 
         Args:
             X: As for `fit`.
@@ -493,7 +462,7 @@ class OnnxRegressor(RegressorMixin, _Onnx):  # type: ignore[misc]
         return self
 
     def predict(self, X: Any) -> Array:
-        """Returns the model's outputs, float64, [rows] where y was of that shape.
+        """Returns the model's outputs, float64, of shape [rows] if y had that shape.
 
         Args:
             X: As for `fit`.
