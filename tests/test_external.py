@@ -288,7 +288,7 @@ def test_missing_external_data_are_named(tmp_path: Path) -> None:
     for use in (trainable, ortops.TrainingSession):
         with pytest.raises(
             ortops.ModelError,
-            match=r"^initializer 'body0': its external data cannot be read: .*given.onnx_weights",
+            match=r"^initializer 'body0': cannot read its external data: .*given.onnx_weights",
         ):
             use(path)
 
@@ -337,7 +337,8 @@ def test_a_big_model_in_memory_takes_no_options() -> None:
 @pytest.mark.usefixtures("small_limit")
 def test_bytes_of_a_big_model_are_refused() -> None:
     with pytest.raises(
-        ortops.ModelError, match=r"^model: its tensors take 33,792 bytes, .*; write it with ortops"
+        ortops.ModelError,
+        match=r"^model: cannot serialize 33,792 bytes .*; write the model with ort",
     ):
         external.serialize(layers())
 

@@ -24,7 +24,7 @@ import ortops
 from models.mlp import mlp
 from ortops.check import check
 from ortops.graph import convert
-from ortops.graph.files import external, held_file
+from ortops.graph.files import external, held_file, wire_format
 
 needs_held_files = pytest.mark.skipif(
     sys.platform == "win32", reason="on Windows files are read as a whole, not held"
@@ -221,14 +221,14 @@ def test_no_more_fields_than_a_model_has_are_walked(
     """protobuf is a hundred times as fast, where nothing is won."""
     monkeypatch.setattr(held_file, "_MOST_FIELDS", 100)
     walked = 0
-    original = held_file._Walk._varint_at
+    original = wire_format.FieldReader._varint
 
-    def count(self: held_file._Walk, at: int) -> tuple[int, int]:
+    def count(self: wire_format.FieldReader, at: int) -> tuple[int, int]:
         nonlocal walked
         walked += 1
         return original(self, at)
 
-    monkeypatch.setattr(held_file._Walk, "_varint_at", count)
+    monkeypatch.setattr(wire_format.FieldReader, "_varint", count)
     compare(of_initializers(named(DATA)).SerializeToString() + content, tmp_path / "model.onnx")
     assert 0 < walked <= 210
 
@@ -376,14 +376,14 @@ def test_a_change_while_a_file_is_read_is_seen(
 ) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(trainable().SerializeToString())
-    copy = held_file._Walk.copy
+    copy = held_file._LightCopy.copy
 
     def copy_slowly(self: object, *arguments: object) -> bytes:
         path.write_bytes(path.read_bytes())
         return copy(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(held_file._Walk, "copy", copy_slowly)
-    with pytest.raises(ortops.errors.ModelError, match="it was changed while it was read"):
+    monkeypatch.setattr(held_file._LightCopy, "copy", copy_slowly)
+    with pytest.raises(ortops.errors.ModelError, match="was changed while it was read"):
         ortops.TrainingSession(path)
 
 
@@ -519,7 +519,7 @@ def test_reset_reads_files_that_were_closed_or_says_that_they_were_replaced(
         new = tmp_path / "new"
         new.write_bytes(np.zeros((20, 20), np.float32).tobytes())
         new.replace(path.with_name(f"w{number}"))
-    with pytest.raises(ortops.errors.ModelError, match="another file has taken its place"):
+    with pytest.raises(ortops.errors.ModelError, match="was replaced after it had been opened"):
         session.reset()
     for name, array in session.state.items():
         np.testing.assert_array_equal(array, before[name])
@@ -578,7 +578,7 @@ def test_too_many_open_files_are_called_so(
 def test_external_data_that_are_missing_are_named_by_a_model_in_memory(tmp_path: Path) -> None:
     path = in_a_file_each(chain(), tmp_path / "model")
     model = onnx.load(path, load_external_data=False)
-    with pytest.raises(ortops.errors.ModelError, match="'w0': its external data cannot be read"):
+    with pytest.raises(ortops.errors.ModelError, match="'w0': cannot read its external data"):
         ortops.build_training_model(model, loss="Huber", optimizer="SGD")
 
 

@@ -124,7 +124,7 @@ def test_labels_of_an_input(text: str) -> None:
     model = build_training_model(classifier(), loss="SoftmaxCrossEntropy", optimizer="SGD")
     values = {value.name: value for value in model.training_info[0].algorithm.input}
     values["labels"].metadata_props[0].value = text
-    with pytest.raises(ModelError, match=r"input 'labels': its metadata 'ortops.labels' is"):
+    with pytest.raises(ModelError, match=r"input 'labels': metadata 'ortops.labels' must be"):
         TrainingSession(model)
 
 
@@ -132,7 +132,7 @@ def test_labels_of_an_input(text: str) -> None:
 def test_the_header_of_safetensors(text: str, tmp_path: Path) -> None:
     content = text.encode()
     (tmp_path / "a.safetensors").write_bytes(len(content).to_bytes(8, "little") + content)
-    with pytest.raises(ModelError, match=r"a.safetensors': no safetensors \(nested "):
+    with pytest.raises(ModelError, match=r"a.safetensors': not a safetensors file \(nested "):
         read_safetensors(tmp_path / "a.safetensors")
 
 
@@ -187,5 +187,5 @@ def test_labels_that_are_too_large(number: str) -> None:
     model = build_training_model(classifier(), loss="SoftmaxCrossEntropy", optimizer="SGD")
     values = {value.name: value for value in model.training_info[0].algorithm.input}
     values["labels"].metadata_props[0].value = f'[{{"classes": {number}, "ignored": null}}]'
-    with pytest.raises(OrtopsError, match=r"input 'labels': its metadata 'ortops.labels' is"):
+    with pytest.raises(OrtopsError, match=r"input 'labels': metadata 'ortops.labels' must be"):
         TrainingSession(model)

@@ -374,7 +374,7 @@ def test_a_label_that_does_not_count_is_accepted(loss: Any) -> None:
 def test_notes_of_labels_that_are_none(text: str) -> None:
     model = build_training_model(detector(), loss=losses.Hinge("cls"), optimizer="SGD")
     model.training_info[0].algorithm.input[0].metadata_props[0].value = text
-    with pytest.raises(ModelError, match=r"input 'labels': its metadata 'ortops.labels' is"):
+    with pytest.raises(ModelError, match=r"input 'labels': metadata 'ortops.labels' must be"):
         TrainingSession(model)
 
 

@@ -1,1 +1,1 @@
-"""Graphs: built, read, rewritten, converted, and kept in files."""
+"""Graphs: construction, analysis, rewriting, conversion, and files."""

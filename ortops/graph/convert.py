@@ -1,7 +1,7 @@
-"""Bringing a model into the form that differentiation and lowering work on.
+"""Converts models to the form that differentiation and lowering require.
 
-That form is an onnx-ir model at opset 21 or later, functions inlined, with types and shapes
-inferred. Neither onnx-ir nor the version converter carries ``training_info``: callers do.
+That form is an onnx-ir model at opset 21 or later without functions, with types and shapes
+inferred. onnx-ir and the version converter drop ``training_info``, so callers must copy it.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ MINIMUM_OPSET = 21
 _ONNXRUNTIME = "com.microsoft"
 _UNKNOWN_DOMAIN = "ortops.unknown"
 
-_BIG = 1024  # initializers of more bytes are kept out of what goes through onnx's C++ passes
+_BIG = 1024  # initializers of more bytes bypass onnx's version converter
 
-_RESIZE_COORDINATES = 11  # the opset in which Resize got attributes for what it had done always
+_RESIZE_COORDINATES = 11  # the first opset with attributes for the coordinates of Resize
 
-_FORMS_TELL = 17
-"""The opset from which on operators that keep their form only take more than before."""
+_STABLE_SEMANTICS = 17
+"""From this opset on, operators with an unchanged signature have unchanged semantics."""
 
-_UNBATCHED_SCAN = 9  # the opset in which Scan lost its batch axis
+_UNBATCHED_SCAN = 9  # the first opset without a batch axis in Scan
 
 logger = logging.getLogger("ortops")
 
 
 def load_light(model: ModelLike) -> tuple[onnx.ModelProto, Data]:
-    """Reads a model, and leaves the data of its big initializers where they are.
+    """Reads a light model; the data of its big initializers stay in the file.
 
     Args:
         model: A model, its bytes or its path.
@@ -75,7 +75,7 @@ def load_light(model: ModelLike) -> tuple[onnx.ModelProto, Data]:
         A light model and its data (see `ortops.graph.files.external`), including external data.
 
     Raises:
-        ModelError: As `load` does.
+        ModelError: See `load`.
     """
     if isinstance(model, str | os.PathLike):
         path = Path(model)
@@ -95,30 +95,30 @@ def to_ir(
     *,
     given_away: bool = False,
 ) -> ir.Model:
-    """Returns a model as onnx-ir, without its training_info.
+    """Converts a model to onnx-ir, without its training_info.
 
     Args:
-        proto: The model; not changed. The data of its big tensors are not copied.
-        folder: Where its external data are, which stay there.
+        proto: The model; it is not modified. The data of its big tensors are not copied.
+        folder: The folder of its external data, which are not loaded.
         data: The data of a light model (see `ortops.graph.files.external`).
-        given_away: Whether the model is a light one that nobody uses afterwards, so that it need
+        given_away: Whether ``proto`` is a light model that is not used afterwards, so that it need
             not be copied.
 
     Raises:
-        ModelError: If the model contradicts itself.
+        ModelError: If the model is invalid.
         UnsupportedError: If it has sparse initializers, which onnx-ir drops.
     """
     for sparse in proto.graph.sparse_initializer:
         raise UnsupportedError(
-            f"initializer '{sparse.values.name}': it is sparse; dense ones are accepted, so write "
-            "it as a TensorProto"
+            f"initializer '{sparse.values.name}': sparse initializers are not supported; store it "
+            "as a dense TensorProto"
         )
-    # A copy: onnx-ir keeps hold of the tensors, and renames them.
+    # A copy, because onnx-ir refers to the tensors and renames them.
     own, beside = (proto, {}) if given_away else detach(proto)
     beside = beside | (data or {})
     try:
         model = from_proto(own)
-    except Exception as error:  # onnx-ir has no common class for what it finds wrong
+    except Exception as error:  # onnx-ir's exceptions have no common base class
         cause = error.__cause__ or error
         raise ModelError(f"model: {cause}; check it with onnx.checker.check_model") from error
     for value in model.graph.initializers.values():
@@ -126,10 +126,10 @@ def to_ir(
         if content is not None:
             value.const_value = refer_to(content, value.name)
     if folder is not None:
-        ir.external_data.set_base_dir(model.graph, folder)  # of tensors in attributes
+        ir.external_data.set_base_dir(model.graph, folder)  # for tensors in attributes
     read_on_demand(model, folder)
     for node in all_nodes(model.graph):
-        if node.domain == _ONNXRUNTIME:  # which runs models that do not import its operators
+        if node.domain == _ONNXRUNTIME:  # onnxruntime does not require the import
             model.graph.opset_imports.setdefault(node.domain, 1)
     for graph in model.graphs():
         for value in (*graph.inputs, *(v for node in graph for v in node.outputs)):
@@ -142,28 +142,29 @@ def to_ir(
 
 
 def _is_unknown(dim: int | ir.SymbolicDim) -> bool:
-    """Whether a dimension is one of the ways in which exporters write that they do not know it."""
+    """Whether a dimension is one of the markers that exporters use for unknown dimensions."""
     return dim < 0 if isinstance(dim, int) else dim.value in ("", "?", "-1", "None")
 
 
 def inline(model: ir.Model) -> None:
-    """Replaces calls of model-local functions by their bodies, in place.
+    """Inlines model-local functions, in place.
 
     Raises:
-        ModelError: If a function calls itself, does not fit its call, or there are too many calls.
+        ModelError: If a function is recursive or does not match a call, or there are too many
+            calls.
     """
     if not model.functions:
         return
     _check_calls(model)
     try:
         _Inlining()(model)
-    except Exception as error:  # onnx-ir has no common class for what it finds wrong
+    except Exception as error:  # onnx-ir's exceptions have no common base class
         cause = error.__cause__ or error
         raise ModelError(f"function: {cause}; correct its call or its body") from error
 
 
 class _Inlining(passes.InlinePass):
-    """onnx-ir's pass, which takes quadratic time to find names where a function is called often."""
+    """onnx-ir's pass, whose search for unique names takes quadratic time in the number of calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +175,7 @@ class _Inlining(passes.InlinePass):
         for inner in self._functions[node.op_identifier()].all_nodes():
             named: list[ir.Node | ir.Value] = [inner, *inner.outputs]
             for each in named:
-                if isinstance(each, ir.Value) and each.name == "":  # an output that is absent
+                if isinstance(each, ir.Value) and each.name == "":  # absent
                     continue
                 kind = "node" if isinstance(each, ir.Node) else "val"
                 base = self._bases.setdefault(each, each.name or kind)
@@ -185,7 +186,7 @@ class _Inlining(passes.InlinePass):
 
 
 def _check_calls(model: ir.Model) -> None:
-    """Refuses functions that call themselves, and calls that become more nodes than fit."""
+    """Rejects recursive functions, and models that exceed the limit after inlining."""
     sizes: dict[ir.OperatorIdentifier, int] = {}
 
     def size(nodes: Iterable[ir.Node], callers: tuple[ir.OperatorIdentifier, ...]) -> int:
@@ -198,9 +199,8 @@ def _check_calls(model: ir.Model) -> None:
                 continue
             if called in callers or len(callers) == LIMITS.nested_calls:
                 raise ModelError(
-                    f"{describe(node)}: the function calls itself, or lies in "
-                    f"{LIMITS.nested_calls} calls; fewer are accepted "
-                    "(ortops.graph.limits.LIMITS.nested_calls)"
+                    f"{describe(node)}: the function is recursive, or calls are nested more than "
+                    f"{LIMITS.nested_calls} deep (ortops.graph.limits.LIMITS.nested_calls)"
                 )
             if called not in sizes:
                 sizes[called] = size(function.all_nodes(), (*callers, called))
@@ -210,26 +210,26 @@ def _check_calls(model: ir.Model) -> None:
     total = size(all_nodes(model.graph), ())
     if total > LIMITS.inlined_nodes + sum(1 for _ in all_nodes(model.graph)):
         raise ModelError(
-            f"model: its functions become {total:,} nodes where they are called; "
-            f"{LIMITS.inlined_nodes:,} are accepted (ortops.graph.limits.LIMITS.inlined_nodes)"
+            f"model: it would have {total:,} nodes after inlining its functions; at most "
+            f"{LIMITS.inlined_nodes:,} may be added (ortops.graph.limits.LIMITS.inlined_nodes)"
         )
 
 
 def upgrade(model: ir.Model, *, quietly: bool = False) -> ir.Model:
-    """Converts a model to opset 21 where it is older, and logs that it did.
+    """Converts a model of an older opset to opset 21, and logs a warning.
 
-    Where none of its operators has another form there, no more than the number is changed: onnx's
-    version converter takes its time, and loses the metadata of nodes.
+    If the signatures of all operators are unchanged, only the version number is changed, because
+    onnx's version converter is slow and drops the metadata of nodes.
 
     Args:
-        model: A model without functions; not to be used afterwards if another is returned.
-        quietly: Whether to log nothing.
+        model: A model without functions; do not use it afterwards.
+        quietly: Whether to omit the warning.
 
     Returns:
-        The model itself, or a new one where the converter had to convert it.
+        The model itself, or a new one.
 
     Raises:
-        ModelError: If the version converter cannot convert it.
+        ModelError: If the version converter fails.
     """
     opset = model.graph.opset_imports[""]
     if opset >= MINIMUM_OPSET:
@@ -237,12 +237,12 @@ def upgrade(model: ir.Model, *, quietly: bool = False) -> ir.Model:
     for node in model.graph:
         if opset < _UNBATCHED_SCAN and node.op_type == "Scan" and not node.domain:
             raise ModelError(
-                f"Scan node '{node.name or node.outputs[0].name}': in opset {opset} it has a batch "
-                "axis, which the version converter drops; export the model at opset 9 or later"
+                f"Scan node '{node.name or node.outputs[0].name}': Scan of opset {opset} has a "
+                "batch axis, which is not supported; export the model at opset 9 or later"
             )
     model.ir_version = max(model.ir_version, 4)  # before 4, initializers had to be inputs
     nodes = (node for node in all_nodes(model.graph) if node.domain == "")
-    if opset >= _FORMS_TELL and all(_keeps_its_form(node.op_type, opset) for node in nodes):
+    if opset >= _STABLE_SEMANTICS and all(_same_signature(node.op_type, opset) for node in nodes):
         model.graph.opset_imports[""] = MINIMUM_OPSET
     else:
         _move_unknown(model, "", _UNKNOWN_DOMAIN)
@@ -250,28 +250,25 @@ def upgrade(model: ir.Model, *, quietly: bool = False) -> ir.Model:
         _move_unknown(model, _UNKNOWN_DOMAIN, "")
         if opset < _RESIZE_COORDINATES:
             _keep_old_resize(model)
-        _keep_old_forms(model, opset)
+        _keep_old_semantics(model, opset)
     if not quietly:
         logger.warning("the model was converted from opset %d to %d", opset, MINIMUM_OPSET)
     return model
 
 
 @functools.cache
-def _keeps_its_form(op_type: str, opset: int) -> bool:
-    """Whether an operator has the same inputs, outputs and attributes as in `MINIMUM_OPSET`.
-
-    The types that they take may be fewer.
-    """
+def _same_signature(op_type: str, opset: int) -> bool:
+    """Whether an operator has the same signature in `MINIMUM_OPSET`, except for allowed types."""
     try:
         schemas = [onnx.defs.get_schema(op_type, each) for each in (opset, MINIMUM_OPSET)]
     except onnx.defs.SchemaError:
         return False
     old, new = schemas
-    return old.since_version == new.since_version or _form(old) == _form(new)
+    return old.since_version == new.since_version or _signature(old) == _signature(new)
 
 
-def _form(schema: onnx.defs.OpSchema) -> object:
-    """Returns what inputs, outputs and attributes of an operator are, but for types of tensors."""
+def _signature(schema: onnx.defs.OpSchema) -> object:
+    """Returns the signature of an operator, without the allowed types of tensors."""
     return (
         [(each.name, each.option, each.type_str) for each in (*schema.inputs, *schema.outputs)],
         [
@@ -282,9 +279,10 @@ def _form(schema: onnx.defs.OpSchema) -> object:
 
 
 def _move_unknown(model: ir.Model, domain: str, other: str) -> None:
-    """Moves nodes that onnx does not know to another domain.
+    """Moves nodes with operators unknown to onnx to a different domain.
 
-    onnxruntime has operators of its own in the standard domain, which stop the version converter.
+    onnxruntime defines additional operators in the standard domain, for which the version converter
+    would fail.
     """
     is_known = functools.cache(onnx.defs.has)
     for node in all_nodes(model.graph):
@@ -296,7 +294,7 @@ def _move_unknown(model: ir.Model, domain: str, other: str) -> None:
 
 
 def _convert(model: ir.Model) -> ir.Model:
-    """Runs onnx's version converter, past which big initializers are carried by hand."""
+    """Runs onnx's version converter, without the data of big initializers."""
     graph = model.graph
     listed = {value.name for value in graph.inputs}
     big = {
@@ -312,10 +310,10 @@ def _convert(model: ir.Model) -> ir.Model:
             graph.inputs.append(value)
     try:
         proto = onnx.version_converter.convert_version(to_proto(model), MINIMUM_OPSET)
-    except Exception as error:  # the converter raises RuntimeError and classes of its own
+    except Exception as error:  # the converter's exceptions have no common base class
         raise ModelError(
-            f"model: its opset {graph.opset_imports['']} cannot be converted to {MINIMUM_OPSET}: "
-            f"{error}; convert it to {MINIMUM_OPSET} or later with the tool that wrote it"
+            f"model: cannot convert opset {graph.opset_imports['']} to {MINIMUM_OPSET}: {error}; "
+            f"export the model again with opset {MINIMUM_OPSET} or later"
         ) from error
     result = from_proto(proto)
     result.graph.meta.update(graph.meta)
@@ -330,10 +328,10 @@ def _convert(model: ir.Model) -> ir.Model:
 
 
 def _keep_old_resize(model: ir.Model) -> None:
-    """Writes out how Resize and Upsample took coordinates before opset 11.
+    """Sets the attributes for the coordinates that Resize and Upsample used before opset 11.
 
-    The converter leaves the attributes out, and their defaults mean something else. Where a scale
-    shrank, the nearest element was the one ahead, so a node that may do both becomes two.
+    The converter omits the attributes, and their defaults have different semantics. For a scale
+    below 1, nearest mode rounded up, otherwise down; a node with unknown scales becomes two nodes.
     """
     for node in list(all_nodes(model.graph)):
         if node.domain or node.op_type != "Resize":
@@ -370,12 +368,12 @@ def _keep_old_resize(model: ir.Model) -> None:
         node.replace_input_with(2, smaller.outputs[0])
 
 
-def _keep_old_forms(model: ir.Model, opset: int) -> None:
-    """Rewrites nodes that the converter leaves as they are although they mean something else."""
+def _keep_old_semantics(model: ir.Model, opset: int) -> None:
+    """Rewrites nodes whose semantics changed although the converter does not change them."""
     nodes = [
         node
         for node in all_nodes(model.graph)
-        if node.domain == "" and opset < _OLD_FORMS.get(node.op_type, (0, None))[0]
+        if node.domain == "" and opset < _OLD_SEMANTICS.get(node.op_type, (0, None))[0]
     ]
     if any(node.op_type == "Pad" for node in nodes):
         infer_shapes(model)
@@ -385,11 +383,11 @@ def _keep_old_forms(model: ir.Model, opset: int) -> None:
         node.graph.opset_imports.update(model.graph.opset_imports)
         tape = Tape(node.graph, before=node, names=names)
         tape.scope = f"{node.name or node.op_type}/"
-        _OLD_FORMS[node.op_type][1](tape, node)
+        _OLD_SEMANTICS[node.op_type][1](tape, node)
 
 
 def _keep_group_scale(tape: Tape, node: ir.Node) -> None:
-    """Repeats scale and bias, which had one number for each group, for each channel."""
+    """Repeats scale and bias of GroupNormalization for each channel; they were per group."""
     x, groups = node.inputs[0], node.attributes["num_groups"].as_int()
     assert x is not None
     channels = op.Div(op.Shape(tape.tensor(x), start=1, end=2), groups)
@@ -402,7 +400,7 @@ def _keep_group_scale(tape: Tape, node: ir.Node) -> None:
 
 
 def _keep_flat_hardmax(tape: Tape, node: ir.Node) -> None:
-    """Takes one maximum over all axes from the given one on."""
+    """Computes one maximum over all axes from the given one on."""
     x = node.inputs[0]
     assert x is not None
     axis = node.attributes.get_int("axis", 1)
@@ -414,7 +412,7 @@ def _keep_flat_hardmax(tape: Tape, node: ir.Node) -> None:
 
 
 def _type_pad_value(tape: Tape, node: ir.Node) -> None:
-    """Gives the value to pad with, which was an attribute, the type of the padded tensor."""
+    """Converts the padding value, which was a float attribute, to the type of the tensor."""
     x = node.inputs[0]
     value = node.inputs[2] if len(node.inputs) > 2 else None
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
@@ -422,9 +420,9 @@ def _type_pad_value(tape: Tape, node: ir.Node) -> None:
         node.replace_input_with(2, tape.constant(tensor.numpy().astype(x.dtype.numpy())).value)
 
 
-_OLD_FORMS: dict[str, tuple[int, Callable[[Tape, ir.Node], None]]] = {
+_OLD_SEMANTICS: dict[str, tuple[int, Callable[[Tape, ir.Node], None]]] = {
     "GroupNormalization": (21, _keep_group_scale),
     "Hardmax": (13, _keep_flat_hardmax),
     "Pad": (11, _type_pad_value),
 }
-"""What to do to operators of models older than an opset, beside what the converter does."""
+"""For each operator, the first opset of its new semantics, and the function for older nodes."""

@@ -1,4 +1,4 @@
-"""Reading and rewriting graphs: what depends on what, copies, replacement, removal."""
+"""Analyzes and rewrites graphs: dependencies, copies, replacement, removal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ELEMENTWISE = frozenset(
 """Operators that compute each element of their output from the same element of their inputs."""
 
 RANDOM = ("Bernoulli", "Dropout", "Multinomial", "Random")
-"""Parts of the names of operators that compute something else each time."""
+"""Substrings of the names of random operators."""
 
 _GRAPH, _GRAPHS = ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS
 
@@ -54,23 +54,23 @@ _GRAPH, _GRAPHS = ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS
 
 
 def describe(node: ir.Node) -> str:
-    """Returns ``<op> node '<name>'``; a node without a name goes by its first output."""
+    """Returns ``<op> node '<name>'``; the first output replaces a missing name."""
     name = node.name or next((value.name for value in node.outputs if value.name), "")
     return f"{node.op_type} node '{name}'"
 
 
 def is_float(value: ir.Value) -> bool:
-    """Whether a value carries floating-point numbers, as far as is known."""
+    """Whether a value is floating-point or of unknown type."""
     return value.dtype is None or value.dtype.is_floating_point()
 
 
 def has_one_reader(value: ir.Value) -> bool:
-    """Whether one node reads a value, once, and nobody else needs it."""
+    """Whether a value has exactly one use and is not an output of its graph."""
     return len(value.uses()) == 1 and not value.is_graph_output()
 
 
 def attribute_value(attribute: ir.Attr) -> Any:
-    """Returns an attribute as a Python value; tensors as numpy arrays."""
+    """Returns an attribute as a Python value; a tensor as a numpy array."""
     if attribute.type == ir.AttributeType.TENSOR:
         return attribute.as_tensor().numpy()
     return attribute.value
@@ -82,7 +82,7 @@ def attribute_values(node: ir.Node) -> dict[str, Any]:
 
 
 def all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
-    """Yields the nodes of a graph, each followed by those of the graphs inside it."""
+    """Yields the nodes of a graph, each followed by the nodes of its subgraphs."""
     for node in graph:
         yield node
         for inner in inner_graphs(node):
@@ -90,9 +90,9 @@ def all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:
 
 
 def inner_graphs(node: ir.Node) -> list[ir.Graph]:
-    """Returns the graphs inside a node: branches, or the body of a loop."""
+    """Returns the subgraphs of a node: its branches, or the body of a loop."""
     graphs: list[ir.Graph] = []
-    for attribute in node.attributes.data.values():  # asked often: the dict within is faster
+    for attribute in node.attributes.data.values():  # a hot path: the inner dict is faster
         kind = attribute.type
         if kind == _GRAPH:
             graphs.append(attribute.as_graph())
@@ -102,7 +102,7 @@ def inner_graphs(node: ir.Node) -> list[ir.Graph]:
 
 
 def read_inputs(node: ir.Node) -> list[ir.Value]:
-    """Returns every value that a node reads, those that its sub-graphs capture included."""
+    """Returns all values that a node reads, including those that its subgraphs capture."""
     values = [value for value in node.inputs if value is not None]
     for graph in inner_graphs(node):
         inner: set[ir.Value] = {*graph.inputs, *graph.initializers.values()}
@@ -114,11 +114,11 @@ def read_inputs(node: ir.Node) -> list[ir.Value]:
 
 
 def dependent_values(nodes: Iterable[ir.Node], sources: Iterable[ir.Value]) -> set[ir.Value]:
-    """Returns the values that depend on some others, the others included.
+    """Returns the values that depend on given ones, including those.
 
     Args:
         nodes: Nodes in topological order.
-        sources: The values to start from; what computes them is not followed.
+        sources: The given values.
     """
     reached = set(sources)
     for node in nodes:
@@ -128,7 +128,7 @@ def dependent_values(nodes: Iterable[ir.Node], sources: Iterable[ir.Value]) -> s
 
 
 def ancestor_nodes(values: ir.Value | Iterable[ir.Value], stop: set[ir.Value]) -> set[ir.Node]:
-    """Returns the nodes that values are computed by, not looking behind those in ``stop``."""
+    """Returns the nodes that compute values, without the ancestors of the values in ``stop``."""
     found: set[ir.Node] = set()
     pending = [values] if isinstance(values, ir.Value) else list(values)
     while pending:
@@ -143,12 +143,12 @@ def ancestor_nodes(values: ir.Value | Iterable[ir.Value], stop: set[ir.Value]) -
 def nodes_between(
     nodes: Iterable[ir.Node], cut: Iterable[ir.Value], ends: ir.Value | Iterable[ir.Value]
 ) -> list[ir.Node]:
-    """Returns those of some nodes, in their order, that values are computed by from others.
+    """Returns the nodes that compute values from others, in topological order.
 
     Args:
         nodes: Nodes in topological order.
-        cut: Values that are taken as given: what computes them is left out.
-        ends: The values that are computed.
+        cut: The values to start from; the nodes that compute them are not included.
+        ends: The values to compute.
     """
     wanted = ancestor_nodes(ends, set(cut))
     return [node for node in nodes if node in wanted]
@@ -158,12 +158,12 @@ def nodes_between(
 
 
 def replace_value(tape: Tape, old: ir.Value, new: Tensor) -> None:
-    """Lets a new tensor stand, name and all, where a node's output stood.
+    """Replaces a node's output by a new tensor, which gets its name.
 
     Args:
-        tape: The tape that the new tensor was emitted on.
-        old: The output that goes.
-        new: What comes in its place.
+        tape: The tape of the new tensor.
+        old: The output to replace.
+        new: The new tensor.
     """
     value = new.value
     renamable = tape.emitted(value) and value not in tape.put_out
@@ -174,7 +174,7 @@ def replace_value(tape: Tape, old: ir.Value, new: Tensor) -> None:
 
 
 def take_place(old: ir.Value, new: ir.Value) -> None:
-    """Lets a value stand, name and all, where another one stood."""
+    """Replaces a value by another one, which gets its name."""
     name, old.name = old.name, None
     new.name = name
     while old.is_graph_output():
@@ -184,9 +184,9 @@ def take_place(old: ir.Value, new: ir.Value) -> None:
 
 
 def copy_node(node: ir.Node, copies: Mapping[ir.Value, ir.Value]) -> ir.Node:
-    """Returns a copy of a node that reads ``copies[v]`` where the node reads ``v``.
+    """Returns a copy of a node that reads ``copies[v]`` in place of ``v``.
 
-    The copy has no name and its outputs have none, except those that are absent.
+    The copy and its outputs have no names, except absent outputs, whose name is empty.
     """
     copy = ir.Node(
         node.domain,
@@ -235,21 +235,21 @@ def _copy_graph(graph: ir.Graph, copies: Mapping[ir.Value, ir.Value]) -> ir.Grap
 
 
 def remove_node(node: ir.Node) -> None:
-    """Removes a node whose outputs nobody reads, from the last input on: it may have thousands."""
+    """Removes a node whose outputs are unused."""
     assert isinstance(node.graph, ir.Graph)
-    while node.inputs:
+    while node.inputs:  # one by one from the end, which is faster for nodes with many inputs
         node.resize_inputs(len(node.inputs) - 1)
     node.graph.remove(node, safe=True)
     _detach_inner_graphs(node)
 
 
 def remove_unread(nodes: Sequence[ir.Node]) -> None:
-    """Removes nodes, given in topological order, whose outputs nobody reads.
+    """Removes those of some nodes, given in topological order, whose outputs are unused.
 
-    Nodes in the graphs inside an unread node do not count as readers.
+    Uses by nodes in the subgraphs of removed nodes do not count.
     """
     unread: dict[ir.Node, None] = {}
-    gone: set[ir.Node] = set()  # the unread nodes, and what is in the graphs inside them
+    gone: set[ir.Node] = set()  # the unread nodes, and the nodes in their subgraphs
     for node in reversed(nodes):
         if node.graph is not None and not any(
             value.is_graph_output() or any(user not in gone for user, _ in value.uses())
@@ -260,18 +260,18 @@ def remove_unread(nodes: Sequence[ir.Node]) -> None:
             for inner in inner_graphs(node):
                 gone.update(all_nodes(inner))
     by_graph: dict[Any, list[ir.Node]] = {}
-    for node in unread:  # last comes the graph of the node that is first: inner graphs read of it
+    for node in unread:  # subgraphs first, because they read values of outer graphs
         members = by_graph.pop(node.graph, [])
         members.append(node)
         by_graph[node.graph] = members
     for graph, members in by_graph.items():
         for node in members:
             _detach_inner_graphs(node)
-        graph.remove(members, safe=True)  # at once: each call looks at all outputs of the graph
+        graph.remove(members, safe=True)  # in one call, because each scans all outputs of the graph
 
 
 def _detach_inner_graphs(node: ir.Node) -> None:
-    """Makes the graphs inside a node, which is removed, read nothing from outside."""
+    """Disconnects the subgraphs of a removed node from outer values."""
     for graph in inner_graphs(node):
         for child in graph:
             _detach_inner_graphs(child)
@@ -281,7 +281,7 @@ def _detach_inner_graphs(node: ir.Node) -> None:
 
 
 def prune(graph: ir.Graph) -> None:
-    """Removes nodes, inputs and initializers that no output depends on."""
+    """Removes nodes, inputs and initializers on which no output depends."""
     remove_unread(list(graph))
     for name, value in list(graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():
@@ -292,10 +292,10 @@ def prune(graph: ir.Graph) -> None:
 
 
 def merge_equal_nodes(graph: ir.Graph) -> None:
-    """Lets one node stand for all that compute the same; those of outputs of the graph stay.
+    """Eliminates common subexpressions; nodes that compute outputs of the graph stay.
 
     Args:
-        graph: A graph whose nodes are in topological order; those of graphs inside it stay.
+        graph: A graph in topological order; its subgraphs are not modified.
     """
     known: dict[object, ir.Node] = {}
     equal: list[ir.Node] = []
@@ -318,7 +318,7 @@ def merge_equal_nodes(graph: ir.Graph) -> None:
 
 
 def remove_defaults(graph: ir.Graph, variables: Sequence[str]) -> None:
-    """Makes inputs of a graph that have default values inputs that must be fed."""
+    """Removes the default values of graph inputs, so that they must be fed."""
     for name in variables:
         if name in graph.initializers:
             graph.initializers.pop(name).const_value = None

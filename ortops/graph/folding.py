@@ -1,4 +1,4 @@
-"""Computing what is constant in a graph: the sizes and paddings that exporters write as nodes."""
+"""Constant folding of the computed sizes and paddings in exported models."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = ["fold"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_MOST = 1024  # numbers: shapes and paddings have some ten, and weights stay where they are
+_MOST = 1024  # elements: shapes and paddings have about ten, and weights are not folded
 
 
 def fold(graph: ir.Graph) -> bool:
-    """Puts constants in the place of small tensors that depend on nothing that is fed.
+    """Replaces small tensors that do not depend on inputs by constants.
 
-    That includes sizes which are known while the graph is built. Only operators are computed that
-    move, compare or convert numbers, or round once, so that a run gives what it gave. What is in
-    graphs inside nodes stays, and so do outputs of the graph and what a Gradient names.
-    Initializers are taken for constants: variables have to be inputs by then.
+    Static sizes count as constants. Only operators that move, compare or convert numbers, or round
+    once, are evaluated, so that results do not change. Subgraphs, outputs of the graph and tensors
+    that a Gradient node names are not folded. Initializers count as constants, so variables must be
+    inputs.
 
     Args:
-        graph: A graph in topological order; changed in place.
+        graph: A graph in topological order; it is modified in place.
 
     Returns:
-        Whether anything was folded.
+        Whether the graph has changed.
     """
     known: dict[ir.Value, Array] = {}
     folded: dict[ir.Node, None] = {}
@@ -44,7 +44,7 @@ def fold(graph: ir.Graph) -> bool:
         try:
             result = _evaluate(node, known)
         except (ArithmeticError, IndexError, TypeError, ValueError):
-            continue  # it is not legal, which a run will tell
+            continue  # the node is invalid, and fails at run time
         if result is None or result.size > _MOST:
             continue
         known[value] = result
@@ -65,7 +65,7 @@ def fold(graph: ir.Graph) -> bool:
 
 
 def _evaluate(node: ir.Node, known: Mapping[ir.Value, Array]) -> Array | None:
-    """Returns what a node puts out; None if it is not known, None inside for unknown sizes."""
+    """Returns the output of a node, or None if it is unknown; unknown sizes are None elements."""
     if node.op_type == "Shape":
         return _sizes(node)
     moves = node.op_type in _MOVES
@@ -77,7 +77,7 @@ def _evaluate(node: ir.Node, known: Mapping[ir.Value, Array]) -> Array | None:
         array = None if value is None else _constant(value, known)
         if value is not None and array is None:
             return None
-        # Sizes that are not known can be moved, and nothing else.
+        # Unknown sizes can only be moved.
         movable = moves and (index == 0 or node.op_type == "Concat")
         if array is not None and not movable and not _is_whole(array):
             return None
@@ -128,7 +128,7 @@ def _cast(x: Array, *, to: int, saturate: int = 1, round_mode: str = "up") -> Ar
 
 
 def _is_out(x: Array, dtype: np.dtype[Any]) -> bool:
-    """Whether numbers are beyond those of an integer type, where machines differ."""
+    """Whether numbers exceed the range of an integer type, for which results vary by machine."""
     limits = np.iinfo(dtype)
     return bool(((x <= limits.min - 1.0) | (x >= limits.max)).any())
 
@@ -147,7 +147,7 @@ def _constant_of_shape(shape: Array, *, value: Array | None = None) -> Array:
 def _divide(a: Array, b: Array) -> Array:
     if a.dtype.kind == "f":
         return a / b
-    if not b.all() or (a < 0).any() or (b < 0).any():  # C rounds to zero, numpy down
+    if not b.all() or (a < 0).any() or (b < 0).any():  # C rounds towards zero, numpy down
         raise ValueError
     return a // b
 
@@ -191,7 +191,7 @@ def _slice(
     along = range(len(starts)) if axes is None else axes.tolist()
     by = [1] * len(starts) if steps is None else steps.tolist()
     for axis, start, end, step in zip(along, starts.tolist(), ends.tolist(), by, strict=True):
-        low = -x.shape[axis] - 1  # where one that goes backwards ends behind the first element
+        low = -x.shape[axis] - 1  # a backward slice up to here includes element 0
         stop = None if step < 0 and end <= low else end
         places[axis] = slice(start, stop, step)
     return x[tuple(places)]
@@ -228,7 +228,7 @@ _MOVES: Mapping[str, Callable[..., Any]] = {
     "Transpose": _transpose,
     "Unsqueeze": _unsqueeze,
 }
-"""Operators that put elements of their first input, or of all of them, elsewhere."""
+"""Operators that move elements of their first input, or of all inputs."""
 
 _COMPUTES: Mapping[str, Callable[..., Any]] = {
     "Abs": np.abs,
@@ -257,4 +257,4 @@ _COMPUTES: Mapping[str, Callable[..., Any]] = {
     "Sub": np.subtract,
     "Where": np.where,
 }
-"""Operators that compute, exactly or rounding once."""
+"""Operators whose results are exact or rounded once."""

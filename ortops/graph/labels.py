@@ -1,4 +1,4 @@
-"""What a loss accepts as labels, noted at the input that takes them."""
+"""The labels that losses accept, recorded in the metadata of the inputs for labels."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _KEY = "ortops.labels"
 
 @dataclass(frozen=True)
 class Labels:
-    """Integers that name classes.
+    """Class indices that a loss accepts.
 
     Attributes:
-        classes: How many classes there are; None if no shape tells.
-        ignored: The label that does not count; None if all do.
+        classes: The number of classes; None if it is unknown.
+        ignored: The label of ignored elements; None if there is none.
     """
 
     classes: int | None
@@ -29,16 +29,16 @@ class Labels:
 
 
 def note_labels(value: ir.Value, labels: Labels) -> None:
-    """Notes what a loss accepts, beside what other losses of the same input do."""
+    """Records the labels that a loss accepts, in addition to those of other losses."""
     notes = [asdict(each) for each in noted_labels(value)]
     value.metadata_props[_KEY] = json.dumps([*notes, asdict(labels)])
 
 
 def noted_labels(value: ir.Value) -> list[Labels]:
-    """Returns what losses noted at an input.
+    """Returns the labels that the losses of an input accept.
 
     Raises:
-        ModelError: If something else stands there.
+        ModelError: If the metadata are invalid.
     """
     text = value.metadata_props.get(_KEY, "[]")
     try:
@@ -52,7 +52,7 @@ def noted_labels(value: ir.Value) -> list[Labels]:
         fits = False
     if not fits:
         raise ModelError(
-            f"input '{value.name}': its metadata '{_KEY}' is {text!r:.80}; what "
-            "ortops.build_training_model writes is accepted"
+            f"input '{value.name}': metadata '{_KEY}' must be as ortops.build_training_model "
+            f"writes it, got {text!r:.80}"
         )
     return found

@@ -1,6 +1,6 @@
-"""What a file may ask for: limits that hold before its model is worked on.
+"""Limits on the resources that an untrusted file can make a program use.
 
-Every limit is an attribute of `LIMITS`, which a program sets once, before it reads models:
+Each limit is an attribute of `LIMITS`. Set it before you read models:
 ``ortops.graph.limits.LIMITS.inlined_nodes = 10**6``.
 """
 
@@ -13,7 +13,7 @@ __all__ = ["LIMITS", "Limits"]
 
 
 def _machine_memory() -> int:
-    """Returns how many bytes of memory the machine has; 64 GB where it does not tell."""
+    """Returns the size of the machine's memory in bytes; 64 GB if it is unknown."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -22,29 +22,27 @@ def _machine_memory() -> int:
 
 @dataclass
 class Limits:
-    """Limits on what a file may make a program do. Raise them for files that you trust.
+    """Limits on the resources that a file can use. Raise them for files that you trust.
 
     Attributes:
-        nested_graphs: How many graphs may lie in each other, as branches and bodies. protobuf reads
-            no file of more than about 32.
-        nested_calls: How many calls of model-local functions may lie in each other.
-        inlined_nodes: How many nodes a model may have once the calls of its functions are
-            replaced by their bodies.
-        metadata_bytes: How many bytes the JSON in ``metadata_props["ortops.training"]`` may take,
-            and likewise other JSON: ``"ortops.lora"``, and PEFT's ``adapter_config.json``.
-        nested_metadata: How many arrays and objects of such JSON may lie in each other.
-        pattern_steps: How many steps it may take to match the layers of a model with the patterns
-            of an ``adapter_config.json``; some millions take a second.
-        initialization_seconds: How many seconds the initialization graph of a training_info entry
-            may run. A graph that may take long runs in a child process, which can be ended;
-            ``math.inf`` lets all of them run in this process.
-        initialization_bytes: How many bytes a tensor of an initialization graph may take, where
-            none of the variables that it sets takes more.
-        initialization_memory: How many bytes of memory an initialization graph may take in all,
-            where eight times what its variables take is not more. What a child process takes is
-            limited on Linux.
-        data_bytes: How many bytes of memory the arrays, tables or images of a data set may take
-            that the command line reads; the memory of the machine by default.
+        nested_graphs: The nesting depth of subgraphs (branches and loop bodies). protobuf itself
+            supports about 32.
+        nested_calls: The nesting depth of calls of model-local functions.
+        inlined_nodes: The number of nodes that inlining of functions may add to a model.
+        metadata_bytes: The size in bytes of JSON: in ``metadata_props["ortops.training"]`` and
+            ``["ortops.lora"]``, and of PEFT's ``adapter_config.json``.
+        nested_metadata: The nesting depth of arrays and objects in that JSON.
+        pattern_steps: The number of steps for matching the layers of a model with the patterns of
+            an ``adapter_config.json``; a few million take one second.
+        initialization_seconds: The time limit in seconds for the initialization graph of a
+            training_info entry. A graph that could take long runs in a child process, which is
+            terminated after that time. With ``math.inf``, all graphs run in this process.
+        initialization_bytes: The size in bytes of a tensor in an initialization graph, unless one
+            of the variables that the graph sets is larger.
+        initialization_memory: The total memory in bytes of an initialization graph, or eight times
+            the size of its variables if that is more. Child processes are limited on Linux only.
+        data_bytes: The memory in bytes for the arrays, tables or images of a data set that the
+            command line reads; by default, the memory of the machine.
     """
 
     nested_graphs: int = 30
@@ -60,4 +58,4 @@ class Limits:
 
 
 LIMITS = Limits()
-"""The limits that hold in this process."""
+"""The limits of this process."""

@@ -1,8 +1,8 @@
-"""How many windows a pooling with ceil_mode has.
+"""The output sizes of pooling operators with ceil_mode.
 
-A last window that would start behind the input, in the padding at the end, does not count in
-onnxruntime, in PyTorch and in version 22 of the operators. onnx's shape inference counts it in
-earlier versions. onnxruntime plans its memory by that, and fails where the real size is another.
+onnxruntime, PyTorch and version 22 of the operators omit a last window that starts in the end
+padding. For earlier versions, onnx's shape inference counts that window. onnxruntime plans its
+memory with the inferred shape, and fails if the actual size differs.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ _POOLS = ("AveragePool", "LpPool", "MaxPool")
 
 
 def pooled_sizes(node: ir.Node) -> list[int | None] | None:
-    """Returns the spatial sizes of the output of a pooling with ceil_mode.
+    """Returns the spatial output sizes of a pooling node with ceil_mode.
 
     Args:
         node: Any node.
 
     Returns:
-        A size for each spatial axis, None where that of the input is not known; None for any other
-        node, and where nothing is known.
+        A size for each spatial axis, or None if the input size is unknown; None instead of a list
+        for other nodes, and if the rank is unknown.
     """
     axes = _axes(node)
     return None if axes is None else [_count(*axis) for axis in axes]
 
 
 def is_miscounted(node: ir.Node, version: int) -> bool:
-    """Whether onnx's shape inference counts a window that onnxruntime leaves out.
+    """Whether onnx's shape inference counts a window that onnxruntime omits.
 
     Args:
         node: Any node.
@@ -42,13 +42,13 @@ def is_miscounted(node: ir.Node, version: int) -> bool:
 
 
 def without_ceil_mode(node: ir.Node) -> tuple[list[int], bool]:
-    """Returns pads with which a pooling without ceil_mode has as many windows.
+    """Returns pads with which the pooling has the same number of windows without ceil_mode.
 
     Args:
         node: A node that `is_miscounted`.
 
     Returns:
-        The pads, and whether onnxruntime takes them and computes the same numbers.
+        The pads, and whether onnxruntime supports them and computes the same values.
     """
     axes = _axes(node)
     assert axes is not None
@@ -69,7 +69,7 @@ def without_ceil_mode(node: ir.Node) -> tuple[list[int], bool]:
 
 
 def _axes(node: ir.Node) -> list[tuple[int | None, int, int, int, int]] | None:
-    """Returns of each spatial axis the size, the extent of a window, the stride and the padding."""
+    """Returns (size, window extent, stride, begin pad, end pad) of each spatial axis."""
     given = node.attributes
     ceil_mode, auto_pad = given.get("ceil_mode"), given.get("auto_pad")
     if node.domain or node.op_type not in _POOLS or ceil_mode is None or not ceil_mode.as_int():
@@ -96,7 +96,7 @@ def _axes(node: ir.Node) -> list[tuple[int | None, int, int, int, int]] | None:
 
 
 def _all(length: int | None, extent: int, step: int, begin: int, end: int) -> int | None:
-    """Returns how many windows there are with those that start behind the input."""
+    """Returns the number of windows, including those that start in the end padding."""
     if length is None or step < 1:
         return None
     count = -(-(length + begin + end - extent) // step) + 1
@@ -104,7 +104,7 @@ def _all(length: int | None, extent: int, step: int, begin: int, end: int) -> in
 
 
 def _count(length: int | None, extent: int, step: int, begin: int, end: int) -> int | None:
-    """Returns how many windows there are."""
+    """Returns the number of windows that onnxruntime computes."""
     count = _all(length, extent, step, begin, end)
     if count is None or length is None or (count - 1) * step < length + begin:
         return count

@@ -1,4 +1,4 @@
-"""Arrays in the safetensors format: a JSON header of types, shapes and places, then the bytes.
+"""Reads and writes arrays in the safetensors format: a JSON header, followed by the data.
 
 The format: https://github.com/huggingface/safetensors#format
 """
@@ -43,27 +43,27 @@ _NAMES = {np.dtype(kind): name for name, kind in _TYPES.items()}
 
 
 def write_safetensors(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> None:
-    """Writes arrays to a file, which is replaced as a whole.
+    """Writes arrays to a file, which is replaced atomically.
 
     Raises:
-        UnsupportedError: If the format has no name for a type.
+        UnsupportedError: If the format does not support a dtype.
     """
     write_atomically(path, dump_safetensors(arrays))
 
 
 def dump_safetensors(arrays: Mapping[str, Array]) -> bytes:
-    """Returns the content of a file of arrays.
+    """Returns arrays in the safetensors format.
 
     Raises:
-        UnsupportedError: If the format has no name for a type.
+        UnsupportedError: If the format does not support a dtype.
     """
     header: dict[str, Any] = {}
     contents, end = [], 0
     for name, array in arrays.items():
         if array.dtype not in _NAMES:
             raise UnsupportedError(
-                f"variable '{name}' is {array.dtype}, for which safetensors has no name; "
-                f"{', '.join(str(dtype) for dtype in _NAMES)} are accepted"
+                f"variable '{name}': safetensors does not support {array.dtype}, only "
+                f"{', '.join(str(dtype) for dtype in _NAMES)}"
             )
         little = array.astype(array.dtype.newbyteorder("<"), copy=False)
         contents.append(little.tobytes())
@@ -82,7 +82,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Array]:
     """Returns the arrays of a file by name.
 
     Raises:
-        ModelError: If it is no such file.
+        ModelError: If it is not a safetensors file.
     """
     content = Path(path).read_bytes()
     size = int.from_bytes(content[:8], "little")
@@ -98,9 +98,9 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Array]:
             if not 0 <= begin <= end <= len(data) or end - begin != (
                 math.prod(shape) * dtype.itemsize
             ):
-                raise ValueError(f"'{name}' lies at bytes {begin} to {end} of {len(data)}")
+                raise ValueError(f"'{name}' has bytes {begin} to {end} of {len(data)}")
             little = np.frombuffer(data[begin:end], dtype.newbyteorder("<"))
             found[name] = little.astype(dtype).reshape(shape)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"file '{path}': no safetensors ({error}); give such a file") from error
+        raise ModelError(f"file '{path}': not a safetensors file ({error})") from error
     return found

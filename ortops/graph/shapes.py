@@ -1,4 +1,4 @@
-"""Shapes: of tensors under construction, and inferred for whole models."""
+"""Shapes of tensors under construction, and shape inference for whole models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ logger = logging.getLogger("ortops")
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_SMALL_IMAGE = 1024  # numbers: up to there, one sum is as exact, and faster (measured)
+_SMALL_IMAGE = 1024  # elements: up to this size, a single sum is as exact, and faster (measured)
 
 _ML = "ai.onnx.ml"
 _NOT_INFERRED = {
@@ -48,13 +48,13 @@ _NOT_INFERRED = {
     (_ML, "Normalizer"): ir.DataType.FLOAT,
     (_ML, "Scaler"): ir.DataType.FLOAT,
 }
-"""Operators that onnx cannot infer anything for; the output is like the first input.
+"""Operators without shape inference in onnx whose output has the shape of the first input.
 
-With the type of the output, where it has one of its own.
+The values are the output type, or None for the type of the first input.
 """
 
 _OF_MAPS = ("CastMap", "DictVectorizer")
-"""Operators of ai.onnx.ml at which onnx crashes where it is not told the type of the map."""
+"""Operators of ai.onnx.ml for which onnx crashes if the type of the map is unknown."""
 
 
 def size_of(x: Tensor, axes: Sequence[int]) -> int | Tensor:
@@ -65,7 +65,7 @@ def size_of(x: Tensor, axes: Sequence[int]) -> int | Tensor:
         axes: Axes, negative ones from the end.
 
     Returns:
-        A Python int where the sizes are static, else a scalar Tensor of int64.
+        A Python int if the sizes are static, else a scalar Tensor of int64.
     """
     sizes = [x.shape[axis] if x.shape is not None else None for axis in axes]
     if all(isinstance(size, int) for size in sizes):
@@ -88,18 +88,18 @@ def index_range(size: int | Tensor, like: Tensor) -> Tensor:
 
 
 def _same_shape(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are known to have one shape."""
+    """Whether two tensors are known to have equal shapes."""
     return a.shape is not None and a.shape == b.shape and None not in a.shape
 
 
 def reshape_like(x: Tensor, like: Tensor) -> Tensor:
-    """Returns ``x`` in the shape of ``like``, which has as many elements."""
+    """Returns ``x`` in the shape of ``like``, which has the same number of elements."""
     if _same_shape(x, like):
         return x
     shape = like.shape
     if shape is not None and 0 not in shape:
         unknown = sum(not isinstance(dim, int) for dim in shape)
-        if unknown == 1:  # the one unknown size follows from the others
+        if unknown == 1:  # the unknown size follows from the others
             sizes = [dim if isinstance(dim, int) else -1 for dim in shape]
             return op.Reshape(x, sizes).with_shape_of(like)
     return op.Reshape(x, shape_of(like), allowzero=1).with_shape_of(like)
@@ -120,14 +120,14 @@ def pad_axes(
     *,
     mode: str = "constant",
 ) -> Tensor:
-    """Pads like the operator, but names no axes where they are known.
+    """Emits a Pad node without the input ``axes`` if the axes are known.
 
     onnxruntime 1.31 moves transposes past a Pad as if its pads were for all axes.
 
     Args:
         x: A tensor.
-        pads: Padding before each of the axes, then behind each.
-        value: What to pad with; 0 by default.
+        pads: The padding before each of the axes, then after each.
+        value: The padding value; 0 by default.
         axes: The axes; all by default.
         mode: The operator's mode.
     """
@@ -150,10 +150,10 @@ def pad_axes(
 
 
 def map_sequences(function: Callable[..., Tensor], *sequences: Tensor) -> Tensor:
-    """Returns the sequence of what a function makes of the elements of sequences.
+    """Returns the sequence of a function's results for the elements of sequences.
 
     Args:
-        function: Takes an element of each sequence, whose shape is not known.
+        function: A function of one element of each sequence, of unknown shape.
         *sequences: Sequences of equal length.
     """
     tape = sequences[0].tape
@@ -176,12 +176,12 @@ def map_sequences(function: Callable[..., Tensor], *sequences: Tensor) -> Tensor
 def unbroadcast(g: Tensor, like: Tensor) -> Tensor:
     """Sums a cotangent over the axes along which ``like`` was broadcast.
 
-    The axes are found while building the graph where the dimensions are sizes or equal symbols,
-    and at run time, from the shapes, where they are not.
+    The axes are determined while the graph is built if the dimensions are sizes or equal symbols,
+    otherwise at run time from the shapes.
 
     Args:
         g: A cotangent of a shape that ``like`` broadcasts to.
-        like: The tensor whose shape the result has.
+        like: The tensor that defines the shape of the result.
     """
     if _same_shape(g, like):
         return g
@@ -202,15 +202,15 @@ def unbroadcast(g: Tensor, like: Tensor) -> Tensor:
 
 
 def sum_along(x: Tensor, axes: Sequence[int], *, keepdims: int = 0) -> Tensor:
-    """Sums over axes, the last of them first.
+    """Sums over axes, the last one first.
 
-    Two sums of few terms have smaller rounding errors than one of many, and onnxruntime's kernels
-    for them take less time, but for small images.
+    Two sums of fewer terms have smaller rounding errors than one of many terms, and onnxruntime's
+    kernels for them are faster, except for small images.
 
     Args:
         x: A tensor of known rank.
-        axes: Its axes, in ascending order.
-        keepdims: Whether they stay, as axes of size 1.
+        axes: The axes, in ascending order.
+        keepdims: Whether to keep them as axes of size 1.
     """
     *others, last = axes
     if others and not _are_small_images(x, axes):
@@ -237,7 +237,7 @@ def _unbroadcast_at_run_time(g: Tensor, like: Tensor) -> Tensor:
 
 
 def may_be_equal(a: ir.Shape | None, b: ir.Shape | None) -> bool:
-    """Whether two shapes are not known to differ."""
+    """Whether two shapes are equal, or could be at run time."""
     if a is None or b is None:
         return True
     return len(a) == len(b) and all(
@@ -246,24 +246,24 @@ def may_be_equal(a: ir.Shape | None, b: ir.Shape | None) -> bool:
 
 
 def is_unknown(dim: int | ir.SymbolicDim) -> bool:
-    """Whether a dimension is unknown, or has a symbol that onnx made up for want of more."""
+    """Whether a dimension is unknown, or has a symbol that onnx generated."""
     return not isinstance(dim, int) and (dim.value is None or dim.value.startswith("unk__"))
 
 
 def infer_shapes(model: ir.Model) -> None:
-    """Infers types and shapes, in place, as far as onnx can.
+    """Infers types and shapes, in place, as far as possible.
 
-    Where onnx does not know what graphs inside nodes read from outside, that is passed on.
+    Unlike onnx's shape inference, it passes types and shapes of outer values to subgraphs.
     """
     for node in all_nodes(model.graph):
         if node.domain == "" and node.op_type == "STFT" and "onesided" not in node.attributes:
-            node.attributes.add(ir.AttrInt64("onesided", 1))  # onnx infers as if it were 0
+            node.attributes.add(ir.AttrInt64("onesided", 1))  # onnx infers with a wrong default
     unknown = {
         node: name
         for node in all_nodes(model.graph)
         if (name := (node.domain, node.op_type)) in _NOT_INFERRED
     }
-    for node, name in unknown.items():  # for the time of the pass: it has the type and the shape
+    for node, name in unknown.items():  # temporarily an operator that infers the same shape
         dtype = _NOT_INFERRED[name]
         node.domain, node.op_type = "", "Identity" if dtype is None else "Cast"
         if dtype is not None:
@@ -278,23 +278,23 @@ def infer_shapes(model: ir.Model) -> None:
         for node, name in unknown.items():
             node.domain, node.op_type = name
             node.attributes.pop("to", None)
-    _forget_symbols_of_elements(model.graph)
+    _remove_element_symbols(model.graph)
     _infer_rest(model.graph, Tape(model.graph, names=Names()))
 
 
 def _infer_with_pools(model: ir.Model) -> None:
-    """Infers a whole model, where poolings with ceil_mode have the sizes that onnxruntime gives.
+    """Infers a whole model, with onnxruntime's output sizes for pooling with ceil_mode.
 
-    Those that onnx counts otherwise are written without ceil_mode, as then both count alike.
+    If onnx infers a different size, the node is rewritten without ceil_mode.
     """
     version = model.opset_imports.get("", 0)
-    borrowed: dict[ir.Node, list[ir.Attr]] = {}  # for the time of the pass: it computes otherwise
+    borrowed: dict[ir.Node, list[ir.Attr]] = {}  # restored after inference
     declared = {value: value.shape for value in model.graph.outputs}
     try:
         while True:
             _infer_at_once(model)
             wrong = (node for node in all_nodes(model.graph) if is_miscounted(node, version))
-            first = next(wrong, None)  # the sizes of others may follow from its own
+            first = next(wrong, None)  # one by one, because the sizes of others depend on it
             if first is None:
                 break
             pads, is_same = without_ceil_mode(first)
@@ -317,22 +317,22 @@ def _infer_with_pools(model: ir.Model) -> None:
 
 
 def _infer_at_once(model: ir.Model) -> None:
-    """Gives values the types and shapes that onnx infers for a whole model."""
+    """Sets the types and shapes that onnx infers for a whole model."""
     light, _ = move_aside(model)
     external_to_inputs(light.graph)
     try:
         inferred = onnx.shape_inference.infer_shapes(light, data_prop=True)
-    except Exception as error:  # onnx's have no common base; each node is still inferred alone
-        logger.warning("model: onnx infers no types of it as a whole: %s", str(error).strip())
+    except Exception as error:  # nodes are then inferred one by one
+        logger.warning("model: onnx's shape inference failed: %s", str(error).strip())
         return
     _read_types(model.graph, inferred.graph)
 
 
 def _read_types(graph: ir.Graph, inferred: onnx.GraphProto) -> None:
-    """Gives the values of a graph the types and shapes that are in its serialized form."""
+    """Copies types and shapes from the protobuf form of a graph."""
     values = {value.name: value for value in _values(graph) if value.name}
     for info in (*inferred.input, *inferred.output, *inferred.value_info):
-        value = values.get(info.name)  # onnx gives absent outputs one name
+        value = values.get(info.name)  # absent outputs have an empty name
         if value is None or is_map(info.type):
             continue
         kind = ir.serde.deserialize_type_proto_for_type(info.type)
@@ -346,12 +346,12 @@ def _read_types(graph: ir.Graph, inferred: onnx.GraphProto) -> None:
 
 
 def _values(graph: ir.Graph) -> list[ir.Value]:
-    """Returns the inputs of a graph and what its nodes make."""
+    """Returns the inputs of a graph and the outputs of its nodes."""
     return [*graph.inputs, *(value for node in graph for value in node.outputs)]
 
 
-def _forget_symbols_of_elements(graph: ir.Graph) -> None:
-    """Drops symbols that come from elements of sequences: each element has its own sizes."""
+def _remove_element_symbols(graph: ir.Graph) -> None:
+    """Removes symbolic dimensions of sequence elements, because elements differ in size."""
     tensors = {
         str(dim)
         for value in graph.inputs
@@ -372,11 +372,11 @@ def _forget_symbols_of_elements(graph: ir.Graph) -> None:
 
 
 def _infer_rest(graph: ir.Graph, tape: Tape) -> None:
-    """Infers what onnx did not: of a graph inside another, and of types other than tensors.
+    """Infers subgraphs and types that onnx does not infer.
 
     Args:
-        graph: A graph whose nodes onnx has seen.
-        tape: A tape of the model's graph, which has the versions of the operators.
+        graph: A graph, after onnx's own inference.
+        tape: A tape of the model's graph, for the versions of operators.
     """
     for node in graph:
         inner = None if node.domain else _INSIDE.get(node.op_type)
@@ -386,7 +386,7 @@ def _infer_rest(graph: ir.Graph, tape: Tape) -> None:
         for body in inner_graphs(node):
             _infer_rest(body, tape)
         if any(value.shape is None and value.name for value in node.outputs):
-            with contextlib.suppress(ModelError):  # it may depend on what is not known
+            with contextlib.suppress(ModelError):  # its inputs may be unknown
                 tape.infer(node)
 
 
@@ -395,7 +395,7 @@ def _is_tensor(value: ir.Value) -> bool:
 
 
 def _infer_if(node: ir.Node, tape: Tape) -> None:
-    """Infers both branches; a result has the sizes on which they agree."""
+    """Infers an If; its outputs have the sizes on which both branches agree."""
     branches = [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
     for branch in branches:
         _infer_rest(branch, tape)
@@ -408,7 +408,7 @@ def _infer_if(node: ir.Node, tape: Tape) -> None:
 
 
 def _infer_loop(node: ir.Node, tape: Tape) -> None:
-    """Infers the body of a Loop, whose states keep the rank and the sizes that each round keeps."""
+    """Infers a Loop, whose states have the sizes that are equal in all iterations."""
     body = node.attributes["body"].as_graph()
     starts, states = node.inputs[2:], body.inputs[2:]
     for value, start in zip(states, starts, strict=False):
@@ -431,7 +431,7 @@ def _infer_loop(node: ir.Node, tape: Tape) -> None:
         if kept == assumed:
             break
         assumed = kept
-        for value in unknown:  # it followed from what does not hold in later rounds
+        for value in unknown:  # depends on sizes that change between iterations
             value.shape = None
     for value, output, start in zip(node.outputs, body.outputs[1:], starts, strict=False):
         if not _is_tensor(output):
@@ -446,7 +446,7 @@ def _infer_loop(node: ir.Node, tape: Tape) -> None:
 
 
 def _infer_scan(node: ir.Node, tape: Tape) -> None:
-    """Infers the body of a Scan, whose states keep their shapes."""
+    """Infers a Scan, whose states have constant shapes."""
     body = node.attributes["body"].as_graph()
     given = [value for value in node.inputs if value is not None]
     count = len(given) - node.attributes["num_scan_inputs"].as_int()
@@ -477,23 +477,23 @@ def _infer_scan(node: ir.Node, tape: Tape) -> None:
 
 
 _INSIDE = {"If": _infer_if, "Loop": _infer_loop, "Scan": _infer_scan}
-"""How what nodes with graphs inside put out is inferred."""
+"""The inference functions of operators with subgraphs."""
 
 
 def _scan_axes(node: ir.Node, kind: str, count: int) -> Sequence[int]:
-    """Returns the axis of each input or output that a Scan goes along.
+    """Returns the scan axis of each scan input or output.
 
     Args:
         node: The node.
         kind: "input" or "output".
-        count: How many of them there are.
+        count: The number of scan inputs or outputs.
     """
     name = f"scan_{kind}_axes"
     return node.attributes[name].as_ints() if name in node.attributes else [0] * count
 
 
 def _common(a: ir.Shape | None, b: ir.Shape | None) -> ir.Shape | None:
-    """Returns the sizes on which two shapes agree; None if not even the rank is one."""
+    """Returns a shape with the equal sizes of two shapes; None if their ranks differ."""
     if a is None or b is None or len(a) != len(b):
         return None
     return ir.Shape([p if p == q else None for p, q in zip(a, b, strict=True)])

@@ -154,7 +154,7 @@ def export_step(
                 "shape": list(array.shape),
                 "next": step.updates.get(name),
                 **_role(name, step, metadata, graph_names),
-                "places": [list(span) for span in spans.get(name, ())],
+                "places": [[span.begin, span.length] for span in spans.get(name, ())],
             }
             for name, array in arrays.items()
         },

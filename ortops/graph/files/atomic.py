@@ -1,4 +1,4 @@
-"""Writing files that are never half written, and leave nothing behind; what errors of them mean."""
+"""Atomic writing of files, without leftover temporary files."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ __all__ = [
 ]
 
 Content: TypeAlias = bytes | Callable[[BinaryIO], object]
-"""What a file holds, or what writes it into an open one."""
+"""The content of a file, or a function that writes it to an open file."""
 
-_LONG_NAME = 100  # bytes; what is made from a longer name might be too long for the file system
+_LONG_NAME = 100  # bytes; a name derived from a longer one could exceed the file system's limit
 TEMPORARY = ".tmp"
-"""What the names of temporary files end with."""
+"""The suffix of temporary files."""
 
 
 def write_atomically(path: str | os.PathLike[str], content: Content) -> None:
-    """Writes a file so that at any time the old content or the new is there, whole.
+    """Replaces a file atomically: at any time, it has the complete old or new content.
 
-    The content is written into a file ``.<file name>.<unique>.tmp`` beside it, which then takes its
-    place, mode, owner and group (these as far as it is permitted). A process that is killed leaves
-    that file; the next one that writes to the path removes it.
+    The content is written to a file ``.<file name>.<unique>.tmp`` in the same folder, which then
+    replaces the file and inherits its mode and, if permitted, its owner and group. A killed process
+    leaves the temporary file; the next process that writes to the path removes it.
 
     Args:
-        path: The file; a link stays one, and what it leads to is written. What is no regular file
-            (a device, a pipe that somebody reads, ``/dev/stdout``) is written in place.
-        content: Its content, or what writes it into an open file.
+        path: The file. A link is followed. Anything other than a regular file (a device, a pipe,
+            ``/dev/stdout``) is written in place.
+        content: Its content, or a function that writes the content to an open file.
 
     Raises:
-        OSError: If it cannot be written; then the old file is as it was.
-        ModelError: If it is no path.
+        OSError: If it cannot be written; the old file is unchanged.
+        ModelError: If the path is invalid.
     """
     target = destination(path)
     with naming(path):
@@ -70,15 +70,15 @@ def write_atomically(path: str | os.PathLike[str], content: Content) -> None:
 
 
 def destination(path: str | os.PathLike[str]) -> Path | None:
-    """Returns the regular file that a path leads to, which need not exist.
+    """Returns the regular file that a path resolves to; it need not exist.
 
     Returns:
-        The file, or None where the path leads to something that must stay what it is: a device, a
-        pipe, a socket, or a descriptor that this process has open.
+        The file, or None for anything that must not be replaced: a device, a pipe, a socket, or an
+        open file descriptor of this process.
 
     Raises:
-        OSError: If it leads to a folder, or in a circle, or cannot be followed.
-        ModelError: If it is no path.
+        OSError: If the path is a folder or a cycle of links, or cannot be resolved.
+        ModelError: If the path is invalid.
     """
     with naming(path):
         try:
@@ -96,10 +96,10 @@ def destination(path: str | os.PathLike[str]) -> Path | None:
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Lets the operating system's errors name the path that was given, not what stands in for it.
+    """Makes errors of the operating system name the user's path, not that of a temporary file.
 
     Args:
-        path: What they name.
+        path: The path.
     """
     try:
         yield
@@ -111,31 +111,32 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_file(file: Path, content: Content, like: Path) -> Iterator[BinaryIO]:
-    """Writes a file that does not exist yet.
+    """Writes a new file.
 
     Args:
-        file: The file, which the caller removes if something goes wrong.
-        content: Its content, or what writes it into an open file.
-        like: The file that it belongs to, whose mode, owner and group it takes where that exists.
+        file: The file. The caller removes it after an error.
+        content: Its content, or a function that writes the content to an open file.
+        like: The file that it belongs to. If that exists, its mode, owner and group are copied.
 
     Yields:
-        The file, when it is on disk. `remove_free` leaves it as long as it is open.
+        The open file, after it has been written to disk. `remove_free` does not remove it while it
+        is open.
     """
     old = _status(like)
     with _created(file, 0o666 if old is None else 0o600) as stream:
         _write(stream, content)
-        if old is not None:  # only now, since writing takes the bits setuid and setgid away
-            _take_over(file, old)
+        if old is not None:  # after writing, which clears the setuid and setgid bits
+            _copy_ownership(file, old)
         os.fsync(stream.fileno())
         yield stream
 
 
 def move(stream: BinaryIO, file: Path, target: Path) -> None:
-    """Lets a file that `new_file` wrote take the place of another, or a new one."""
+    """Moves a file that `new_file` wrote to its final path, which may exist."""
     if fcntl is None:
         stream.close()
     file.replace(target)
-    with contextlib.suppress(OSError):  # not every system knows folders that can be synchronized
+    with contextlib.suppress(OSError):  # not every system can synchronize folders
         folder = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -144,39 +145,39 @@ def move(stream: BinaryIO, file: Path, target: Path) -> None:
 
 
 def unique_sibling(target: Path, suffix: str) -> Path:
-    """Returns a name beside a file that nobody else uses and that says what it belongs to.
+    """Returns a unique path in the folder of a file, derived from the file's name.
 
     Args:
         target: The file.
-        suffix: What the name ends with: ``<file name>.<unique><suffix>``. A very long file name is
-            replaced by its hash; the name of a temporary file is hidden.
+        suffix: The suffix. The name is ``<file name>.<unique><suffix>``; it starts with a dot for
+            temporary files, and has a hash in place of a very long file name.
     """
     return target.with_name(f"{_stem(target, suffix)}.{secrets.token_hex(8)}{suffix}")
 
 
 def siblings(target: Path, suffix: str) -> list[Path]:
-    """Returns the files that exist under names of `unique_sibling`.
+    """Returns the existing files with names that `unique_sibling` returned.
 
     Args:
         target: The file that they belong to.
-        suffix: What their names end with.
+        suffix: Their suffix.
     """
     begin = f"{_stem(target, suffix)}."
     name = re.compile(rf"{re.escape(begin)}[0-9a-f]{{16}}{re.escape(suffix)}")
     try:
-        with os.scandir(target.parent) as entries:  # which makes no Path of each of many files
+        with os.scandir(target.parent) as entries:  # faster than iterdir in large folders
             names = [entry.name for entry in entries if entry.name.startswith(begin)]
-    except OSError:  # a folder may be written, but not read
+    except OSError:  # a folder may be writable without being readable
         return []
     return [target.parent / each for each in names if name.fullmatch(each)]
 
 
 def remedy(error: OSError, otherwise: str) -> str:
-    """Returns what to do about an error of the system.
+    """Returns the remedy for an error of the operating system, for messages.
 
     Args:
         error: The error.
-        otherwise: What to do if it is not that too many files are open.
+        otherwise: The remedy for errors other than too many open files.
     """
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "close files, or raise the limit on open files (ulimit -n)"
@@ -184,26 +185,26 @@ def remedy(error: OSError, otherwise: str) -> str:
 
 
 def remove_litter(target: Path) -> None:
-    """Removes the temporary files that killed processes left beside a file."""
-    if fcntl is not None:  # without it there is no telling whether somebody is writing them
+    """Removes the temporary files of a file that killed processes left."""
+    if fcntl is not None:  # without locks, it is unknown whether another process is writing them
         for file in siblings(target, TEMPORARY):
             remove_free(file, lambda: False)
 
 
 def is_free(file: Path) -> bool:
-    """Whether a regular file is there that nobody holds (see `new_file`)."""
+    """Whether a regular file exists and is not locked (see `new_file`)."""
     return remove_free(file, lambda: True)
 
 
 def remove_free(file: Path, is_needed: Callable[[], bool]) -> bool:
-    """Removes a file, unless somebody holds it or needs it.
+    """Removes a file, unless it is locked or needed.
 
     Args:
-        file: The file. One that cannot be removed is left.
-        is_needed: Whether it must stay; asked when nobody holds it anymore.
+        file: The file. Errors are ignored.
+        is_needed: Returns whether the file must stay; called while this function holds the lock.
 
     Returns:
-        Whether it was there, and nobody held it.
+        Whether the file existed and was not locked.
     """
     try:
         if not stat.S_ISREG(file.lstat().st_mode):
@@ -212,7 +213,7 @@ def remove_free(file: Path, is_needed: Callable[[], bool]) -> bool:
             if not is_needed():
                 file.unlink()
             return True
-        # Network file systems lock only what is open for writing.
+        # Network file systems only lock files that are open for writing.
         with file.open("r+b" if os.access(file, os.W_OK) else "rb") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not is_needed():
@@ -229,7 +230,7 @@ def _replace(target: Path, content: Content) -> None:
         with new_file(temporary, content, target) as stream:
             move(stream, temporary, target)
     except BaseException:
-        temporary.unlink(missing_ok=True)  # an interrupt may come when it has been moved already
+        temporary.unlink(missing_ok=True)  # after an interrupt, it may already have been moved
         raise
 
 
@@ -243,30 +244,30 @@ def _write(stream: BinaryIO, content: Content) -> None:
 
 @contextlib.contextmanager
 def _created(file: Path, mode: int) -> Iterator[BinaryIO]:
-    """Creates a file, held by a lock of it that ends with the process."""
+    """Creates and locks a file; the lock ends with the process."""
     while True:
         with open(file, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as stream:
             if fcntl is not None:
-                with contextlib.suppress(OSError):  # a file system may have no locks
+                with contextlib.suppress(OSError):  # some file systems have no locks
                     fcntl.flock(stream, fcntl.LOCK_EX)
-            if fcntl is None or file.exists():  # and was not removed before it was locked
+            if fcntl is None or file.exists():  # another process may remove it before it is locked
                 yield stream
                 return
 
 
-def _take_over(file: Path, old: os.stat_result) -> None:
-    """Gives a file the mode, owner and group of another, as far as it is permitted."""
+def _copy_ownership(file: Path, old: os.stat_result) -> None:
+    """Copies the mode, owner and group of another file, as far as permitted."""
     if hasattr(os, "chown"):
         for owner, group in ((-1, old.st_gid), (old.st_uid, -1)):
             with contextlib.suppress(OSError):
                 os.chown(file, owner, group)
     new = file.stat()
     mode = stat.S_IMODE(old.st_mode)
-    if new.st_uid != old.st_uid:  # the bits would lend the rights of somebody else
+    if new.st_uid != old.st_uid:  # the bit would grant the rights of a different user
         mode &= ~stat.S_ISUID
     if new.st_gid != old.st_gid:
         mode &= ~stat.S_ISGID
-    with contextlib.suppress(PermissionError):  # a file system may have no modes
+    with contextlib.suppress(PermissionError):  # some file systems have no modes
         file.chmod(mode)
 
 
@@ -278,7 +279,7 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def _descriptor(path: Path) -> int | None:
-    """Returns which open descriptor of this process a path is, as ``/dev/stdout`` is 1."""
+    """Returns the descriptor of this process that a path refers to: 1 for ``/dev/stdout``."""
     folders = [Path(name).resolve() for name in ("/dev/fd", "/proc/self/fd")]
     while True:
         folder = path.parent.resolve()
@@ -293,7 +294,7 @@ def _open_in_place(path: Path) -> BinaryIO:
     number = _descriptor(path)
     if number is None:
         return path.open("wb")
-    return os.fdopen(os.dup(number), "wb")  # goes on where it is; to open it anew would not
+    return os.fdopen(os.dup(number), "wb")  # keeps the position in the file
 
 
 def _stem(target: Path, suffix: str) -> str:
@@ -301,6 +302,6 @@ def _stem(target: Path, suffix: str) -> str:
     try:
         if len(name.encode()) > _LONG_NAME:
             name = hashlib.sha256(name.encode()).hexdigest()[:32]
-    except UnicodeEncodeError:  # a model cannot name such a file
+    except UnicodeEncodeError:  # names in models must be UTF-8
         name = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
     return f".{name}" if suffix == TEMPORARY else name

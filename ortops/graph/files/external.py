@@ -1,7 +1,7 @@
-"""Models of any size: the data of big tensors are kept beside a ModelProto.
+"""Light models: a ModelProto without the data of its big tensors, and a dict with the data.
 
-protobuf writes no message of 2 GB and more, and copies a field whenever it is read. So a model is
-worked on as a light ModelProto, whose big tensors only say which data are theirs.
+protobuf cannot serialize messages of 2 GB or more, and copies a field on each access. ortops
+therefore works on light models, whose big tensors contain only the key of their detached data.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from ortops.graph.files.messages import (
     size_of,
 )
 from ortops.graph.files.serialization import to_proto
+from ortops.graph.files.wire_format import ByteSpan
 
 __all__ = [
     "ITEM_SIZES",
@@ -72,26 +73,26 @@ __all__ = [
 ]
 
 MESSAGE_LIMIT = 2**31 - 2**24
-"""How many bytes of tensor data go into one message; protobuf's 2 GB, less room for the rest."""
+"""The maximum size in bytes of tensor data in a message: 2 GB, minus room for other fields."""
 
 Data: TypeAlias = dict[str, ir.TensorProtocol]
-"""The data of tensors, by the location that stands in the tensors of a light model."""
+"""Detached data, by the location of the tensor in the light model."""
 
-_MEMORY = "ortops.memory"  # the location of what `add_external_initializers` gives
+_MEMORY = "ortops.memory"  # the location of data passed to `add_external_initializers`
 _numbers = itertools.count()
 
 
 class Lent(ir.LazyTensor):
-    """Data that are somebody else's, until others take their place.
+    """A reference to data that can be replaced or cleared.
 
-    Models that are garbage wait for Python's collector, and refer to data. To these, they do not
-    keep them alive.
+    Cyclic garbage, such as an unused model, stays in memory until Python's collector runs. Clearing
+    the reference frees the data before.
 
     Args:
         content: The data.
 
     Attributes:
-        content: The data; to be replaced.
+        content: The data; None after `let_go`.
     """
 
     def __init__(self, content: ir.TensorProtocol) -> None:
@@ -104,26 +105,26 @@ class Lent(ir.LazyTensor):
 
 
 def lend(data: Data) -> Data:
-    """Returns data that `let_go` empties."""
+    """Returns references to data, which `let_go` clears."""
     return {location: Lent(tensor) for location, tensor in data.items()}
 
 
 def let_go(data: Data) -> None:
-    """Empties what `lend` returned: nobody reads it any more."""
+    """Clears the references that `lend` returned; the data must no longer be read."""
     for tensor in data.values():
         if isinstance(tensor, Lent):
             tensor.content = None
 
 
 def detach(proto: onnx.ModelProto, folder: Path | None = None) -> tuple[onnx.ModelProto, Data]:
-    """Copies a model without the data of its big tensors.
+    """Returns a light copy of a model.
 
     Args:
-        proto: The model; not changed. Tensors that are light already stay so.
-        folder: The folder of its file. Where one is given, external data are taken too.
+        proto: The model; it is not modified. Data that are already detached stay detached.
+        folder: The folder of its file. If given, external data are detached too.
 
     Returns:
-        The light model, and the data: those of the given model, which are not copied.
+        The light model, and the data, which are not copied.
 
     Raises:
         ModelError: If external data cannot be read.
@@ -140,13 +141,13 @@ def detach(proto: onnx.ModelProto, folder: Path | None = None) -> tuple[onnx.Mod
 def copy_tensor(
     source: onnx.TensorProto, target: onnx.TensorProto, data: Data, folder: Path | None = None
 ) -> None:
-    """Copies a tensor; data that are big are kept beside the model, which does not copy them.
+    """Copies a tensor, and detaches its data if they are big, without a copy.
 
     Args:
         source: The tensor.
         target: An empty tensor.
-        data: The data of the target's model, to which big ones are added.
-        folder: Where external data are that are taken too.
+        data: The detached data of the target's model, to which those of the tensor are added.
+        folder: The folder of external data, if they are to be detached too.
 
     Raises:
         ModelError: If external data cannot be read.
@@ -166,13 +167,13 @@ def copy_tensor(
 
 
 def read_light(path: Path) -> tuple[onnx.ModelProto, Data] | None:
-    """Reads a model file as a light model, whose data stay in the file, which is held open.
+    """Reads a light model, whose data stay in the file, which stays open.
 
     Args:
         path: The file.
 
     Returns:
-        The model and its data; None where protobuf has to read all of it (see
+        The model and its data, or None if protobuf must read the whole file (see
         `ortops.graph.files.held_file.read_message`).
 
     Raises:
@@ -192,7 +193,7 @@ def read_light(path: Path) -> tuple[onnx.ModelProto, Data] | None:
 
 
 def _refer(tensor: onnx.TensorProto, data: Data, content: ir.TensorProtocol) -> None:
-    """Makes a tensor without data one whose data are kept beside the model."""
+    """Makes a tensor without data refer to detached data."""
     location = f"{LOCATION}{next(_numbers)}"
     data[location] = content
     tensor.data_location = onnx.TensorProto.EXTERNAL
@@ -200,7 +201,7 @@ def _refer(tensor: onnx.TensorProto, data: Data, content: ir.TensorProtocol) -> 
 
 
 def _inner_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
-    """Yields the tensors in the attributes of nodes, and in the graphs there."""
+    """Yields the tensors in attributes of nodes and of the nodes in their subgraphs."""
     for attribute in (attribute for node in nodes for attribute in node.attribute):
         yield from attribute.tensors
         if attribute.HasField("t"):
@@ -220,7 +221,7 @@ def _load(tensor: onnx.TensorProto, folder: Path) -> None:
 
 
 def _external(tensor: onnx.TensorProto, folder: Path | None) -> ir.TensorProtocol:
-    """Returns the external data of a tensor, which stay in their file, or are mapped into memory.
+    """Returns the external data of a tensor, which stay in their file or are memory-mapped.
 
     Raises:
         ModelError: If they cannot be read.
@@ -231,27 +232,26 @@ def _external(tensor: onnx.TensorProto, folder: Path | None) -> ir.TensorProtoco
         if file is not None:
             entries = {entry.key: entry.value for entry in tensor.external_data}
             begin = int(entries.get("offset", "0"))
-            return InFile(file, (begin, begin + size_of(tensor)), tensor)
+            return InFile(file, ByteSpan(begin, begin + size_of(tensor)), tensor)
         mapped = ir.serde.deserialize_tensor(tensor, folder or "")
         mapped.numpy()
     except (OSError, ValueError) as error:
-        keep = "keep the files of a model together"
-        told = remedy(error, keep) if isinstance(error, OSError) else keep
+        keep = "keep all files of the model together"
+        advice = remedy(error, keep) if isinstance(error, OSError) else keep
         raise ModelError(
-            f"initializer '{tensor.name}': its external data cannot be read: {error}; {told}"
+            f"initializer '{tensor.name}': cannot read its external data: {error}; {advice}"
         ) from error
     return mapped
 
 
 class _External(ir.ExternalTensor):
-    """An external tensor whose data are read when they are asked for.
+    """An external tensor whose data are read on each access.
 
-    onnx-ir maps the file into memory for each tensor that was once read, and keeps that and a
-    descriptor of the file.
+    onnx-ir's own class keeps the file mapped and open for each tensor after the first access.
 
     Args:
         tensor: The tensor.
-        folder: The folder of its file; the working directory where there is none.
+        folder: The folder of its file; by default, the working directory.
     """
 
     __slots__ = ("_content", "_folder")
@@ -296,11 +296,11 @@ class _External(ir.ExternalTensor):
 
 
 def read_on_demand(model: ir.Model, folder: Path | None) -> None:
-    """Lets the external initializers of a model be read when they are asked for, in place.
+    """Makes the external initializers of a model read their data on each access, in place.
 
     Args:
-        model: The model. Data that are kept beside it are no external ones.
-        folder: The folder of its file, where it has one.
+        model: The model. Detached data do not count as external.
+        folder: The folder of its file, if there is one.
     """
     for graph in model.graphs():
         for value in graph.initializers.values():
@@ -314,17 +314,17 @@ def _is_light(tensor: ir.ExternalTensor) -> bool:
 
 
 def find(tensor: ir.TensorProtocol | None, data: Data) -> ir.TensorProtocol | None:
-    """Returns the data of a tensor of a light model; None for those of other tensors."""
+    """Returns the detached data of a tensor, or None if its data are not detached."""
     if not isinstance(tensor, ir.ExternalTensor):
         return None
     return data.get(os.fspath(tensor.location))
 
 
 class _Reference(ir.LazyTensor):
-    """A tensor with a name of its own that has the data of another.
+    """A tensor that has the data of another one and a different name.
 
     Args:
-        content: The other.
+        content: The other tensor.
         name: The name.
     """
 
@@ -335,14 +335,16 @@ class _Reference(ir.LazyTensor):
 
 
 def refer_to(tensor: ir.TensorProtocol, name: str | None) -> ir.TensorProtocol:
-    """Returns a tensor with a name of its own that has the data of another."""
+    """Returns a tensor that has the data of another one and a different name."""
     return _Reference(tensor, name)
 
 
 def ends(tensor: ir.TensorProtocol, length: int) -> tuple[bytes, bytes]:
-    """Returns the first bytes of data and the last ones, so many of each.
+    """Returns the first and the last bytes of data; for a held file, without checking for changes.
 
-    Those of a file that is held are read from there; that it has changed is not seen.
+    Args:
+        tensor: The data.
+        length: The number of bytes to return from each end.
     """
     content: ir.TensorProtocol | None = tensor
     while isinstance(content, _Reference | Lent | _External):
@@ -360,13 +362,13 @@ def array_of(tensor: onnx.TensorProto, data: Data) -> npt.NDArray[Any]:
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
         raise ModelError(
             f"initializer '{tensor.name}': its data are in the file '{location_of(tensor)}', whose "
-            "folder a model in memory does not tell; give the path of the model"
+            "folder is unknown for a model in memory; pass the path of the model"
         )
     return onnx.numpy_helper.to_array(tensor)
 
 
 def set_array(tensor: onnx.TensorProto, data: Data, array: npt.NDArray[Any]) -> None:
-    """Sets the value of a tensor of a light model; an array that is kept beside is not copied."""
+    """Sets the value of a tensor of a light model; detached data are not copied."""
     if is_light(tensor):
         kind = ir.DataType(tensor.data_type)
         data[location_of(tensor)] = ir.Tensor(array, dtype=kind, name=tensor.name)
@@ -377,12 +379,12 @@ def set_array(tensor: onnx.TensorProto, data: Data, array: npt.NDArray[Any]) -> 
 def set_later(
     tensor: onnx.TensorProto, data: Data, array: Callable[[], npt.NDArray[Any]] | None
 ) -> None:
-    """Lets a tensor of a light model have what a function returns, in the place of lent data.
+    """Replaces lent data of a light model by the result of a function, which is called lazily.
 
     Args:
-        tensor: The tensor; one that is not light stays as it is.
+        tensor: The tensor. If its data are not detached, nothing happens.
         data: The data of its model.
-        array: The function; None for a copy of the data.
+        array: The function; None to copy the lent data.
     """
     content = data.get(location_of(tensor))
     if isinstance(content, Lent) and content.content is not None:
@@ -396,12 +398,12 @@ def set_later(
 def copy_to_memory(
     data: Data, but: Iterable[onnx.TensorProto] = (), held: Iterable[onnx.TensorProto] = ()
 ) -> Data:
-    """Returns data that neither a file nor another model can change.
+    """Returns data that do not change if a file or another model does.
 
     Args:
         data: The data of a light model.
-        but: Its tensors whose data are to be lent.
-        held: Those that may stay in a file that is held open: they are seldom read.
+        but: Tensors whose data are lent instead of copied (see `Lent`).
+        held: Tensors whose data may stay in a held file, because they are rarely read.
     """
     lent, seldom = ({location_of(tensor) for tensor in tensors} for tensors in (but, held))
 
@@ -418,13 +420,13 @@ def _in_memory(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 
 
 def _copied(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    if isinstance(_owner(array), bytes):  # which a message hands out as copies, and nobody changes
+    if isinstance(_owner(array), bytes):  # immutable
         return array
     return np.array(array, order="C")
 
 
 def _owner(array: npt.NDArray[Any]) -> object:
-    """Returns what holds the memory of an array."""
+    """Returns the object that owns the memory of an array."""
     owner: object = array
     while isinstance(owner, np.ndarray) and owner.base is not None:
         owner = owner.base
@@ -432,7 +434,7 @@ def _owner(array: npt.NDArray[Any]) -> object:
 
 
 def _bytes(tensor: ir.TensorProtocol) -> bytes:
-    """Returns data as a message holds them, uncopied where they are bytes already."""
+    """Returns data in the format of ``raw_data``, without a copy if they are bytes already."""
     if tensor.dtype.bitwidth >= 8 and sys.byteorder == "little":
         array = tensor.numpy()
         owner = _owner(array)
@@ -443,7 +445,7 @@ def _bytes(tensor: ir.TensorProtocol) -> bytes:
 
 
 def attach(proto: onnx.ModelProto, data: Data) -> onnx.ModelProto:
-    """Puts the data of a light model into it, in place, and returns it."""
+    """Stores the data of a light model in the model, in place, and returns it."""
     for tensor in initializers(proto):
         if is_light(tensor):
             content = _bytes(data[location_of(tensor)])
@@ -454,17 +456,17 @@ def attach(proto: onnx.ModelProto, data: Data) -> onnx.ModelProto:
 
 
 def attached(proto: onnx.ModelProto, data: Data) -> onnx.ModelProto:
-    """Returns a copy of a light model with its data in it."""
+    """Returns a copy of a light model that contains its data."""
     result = onnx.ModelProto()
     result.CopyFrom(proto)
     return attach(result, data)
 
 
 def serialize(proto: onnx.ModelProto) -> bytes:
-    """Returns the bytes of a model.
+    """Serializes a model.
 
     Raises:
-        ModelError: If it is of 2 GB or more.
+        ModelError: If it is 2 GB or larger.
     """
     size = data_size(proto)
     if size <= MESSAGE_LIMIT:
@@ -474,18 +476,18 @@ def serialize(proto: onnx.ModelProto) -> bytes:
         except google.protobuf.message.EncodeError:
             pass
     raise ModelError(
-        f"model: its tensors take {size:,} bytes, and no ONNX message holds 2 GB or more; write it "
-        "with ortops.save_model, which puts the data into a file of their own, and give the path"
+        f"model: cannot serialize {size:,} bytes of tensors, the limit is 2 GB; write the model "
+        "with ortops.save_model, which uses external data, and pass the path"
     )
 
 
 def move_to_inputs(model: ir.Model) -> dict[str, npt.NDArray[Any]]:
-    """Makes big initializers inputs, in place, where a model does not fit into one message.
+    """Converts big initializers to inputs, in place, if a model does not fit into one message.
 
-    onnxruntime reads arrays that it is fed in place, and copies initializers.
+    onnxruntime copies initializers, but reads inputs in place.
 
     Returns:
-        What to feed. It is empty where the model fits.
+        The values of the new inputs; empty if the model fits.
     """
     graph = model.graph
     tensors = {n: t for n, v in graph.initializers.items() if (t := v.const_value) is not None}
@@ -507,15 +509,15 @@ def move_to_inputs(model: ir.Model) -> dict[str, npt.NDArray[Any]]:
 def move_out(
     model: ir.Model, limit: int | None = None
 ) -> tuple[onnx.ModelProto, dict[str, npt.NDArray[Any]]]:
-    """Serializes a model, without big initializers where they have more bytes than a limit.
+    """Converts a model to protobuf, without its big initializers if all exceed a limit in total.
 
     Args:
         model: The model.
-        limit: The limit; by default, what fits into one message.
+        limit: The limit in bytes; by default, the maximum for one message.
 
     Returns:
-        The model, and the arrays of external initializers that `add_external_initializers` takes.
-        There are none where the limit is kept.
+        The model, and the arrays to pass to onnxruntime's `add_external_initializers`, by name;
+        empty if the limit is not exceeded.
     """
     graph = model.graph
     tensors = {n: t for n, v in graph.initializers.items() if (t := v.const_value) is not None}
@@ -531,7 +533,7 @@ def move_out(
 
 
 def move_aside(model: ir.Model) -> tuple[onnx.ModelProto, Data]:
-    """Serializes a model as a light one, whose big initializers are not copied.
+    """Converts a model to a light model, without copying big initializers.
 
     Args:
         model: The model.
@@ -554,11 +556,11 @@ def move_aside(model: ir.Model) -> tuple[onnx.ModelProto, Data]:
 def _without(
     model: ir.Model, places: Mapping[str, tuple[str, int | None, int | None]]
 ) -> onnx.ModelProto:
-    """Serializes a model whose initializers say where their data are, in the place of the data.
+    """Converts a model to protobuf, with external data in place of initializers.
 
     Args:
         model: The model.
-        places: Location, offset and length of those initializers, by name.
+        places: The location, offset and length for each of these initializers, by name.
     """
     initializers = model.graph.initializers
     tensors: dict[str, ir.TensorProtocol] = {}
@@ -576,17 +578,17 @@ def _without(
 
 
 def _native(tensor: ir.TensorProtocol) -> npt.NDArray[Any] | None:
-    """Returns a big tensor as an array that can be lent to onnxruntime, or None."""
+    """Returns a big tensor as an array that onnxruntime can read in place, or None."""
     if tensor.nbytes <= BIG or tensor.dtype.numpy().type.__module__ != "numpy":
-        return None  # onnxruntime takes no arrays of types that numpy itself has not
+        return None  # onnxruntime does not support arrays of other dtypes
     return np.require(tensor.numpy(), requirements=["C", "A"])
 
 
 def without_data(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns a model to check: itself, or one with inputs for big initializers if it is too big.
+    """Returns a model for onnx's checker: with inputs in place of big initializers if needed.
 
     Args:
-        proto: The model; not changed.
+        proto: The model; it is not modified, and returned if it fits into one message.
     """
     if data_size(proto) <= MESSAGE_LIMIT:
         return proto

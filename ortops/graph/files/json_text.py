@@ -1,4 +1,4 @@
-"""Reading JSON that files hold, of which nothing is known yet."""
+"""Reads JSON from untrusted files."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from ortops.graph.limits import LIMITS
 
 __all__ = ["read_json"]
 
-_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # one that never ends, too
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # also an unterminated one
 _OTHERS = re.compile(r"[^][{}]+")
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 def read_json(text: str | bytes) -> Any:
-    """Returns what a JSON text stands for.
+    """Parses JSON.
 
     Args:
         text: The text.
 
     Raises:
-        ValueError: If it is not JSON, or nested more deeply than
-            ``ortops.graph.limits.LIMITS.nested_metadata``, because a recursive function, such as
-            ``repr``, fails at such a value.
+        ValueError: If it is invalid, or nested more deeply than
+            ``ortops.graph.limits.LIMITS.nested_metadata``; recursive functions like ``repr`` fail
+            on deeper values.
     """
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text))

@@ -1,4 +1,4 @@
-"""Reading models, and saying what is wrong with them, without onnx-ir."""
+"""Reads models and diagnoses invalid ones, without onnx-ir."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ ModelLike: TypeAlias = onnx.ModelProto | bytes | str | os.PathLike[str]
 
 _KINDS = (onnx.ModelProto, bytes, str, os.PathLike)
 
-_MESSAGE = 2**31 - 1  # bytes of a message that protobuf reads
-_PART = 2**24  # bytes of a file that are read at once
+_MESSAGE = 2**31 - 1  # protobuf's limit, in bytes
+_PART = 2**24  # the number of bytes to read from a pipe at a time
 
 
 def load(model: ModelLike) -> tuple[onnx.ModelProto, Path | None]:
     """Reads a model.
 
     Args:
-        model: A model, its bytes or its path. External data stay where they are.
+        model: A model, its bytes or its path. External data are not loaded.
 
     Returns:
-        The model, which is the argument itself if it was a ModelProto, and the folder of its file
-        where there is one.
+        The model, which is the argument itself if it is a ModelProto, and the folder of its file,
+        if there is one.
 
     Raises:
-        ModelError: If it is not an ONNX model, or asks for more than `ortops.graph.limits` accept.
+        ModelError: If it is not an ONNX model, or exceeds `ortops.graph.limits`.
     """
     if isinstance(model, onnx.ModelProto):
         validate(model)
@@ -56,17 +56,17 @@ def load(model: ModelLike) -> tuple[onnx.ModelProto, Path | None]:
         what, data = f"{len(model)} bytes", bytes(model)
     else:
         raise ModelError(
-            f"model: {type(model).__name__} was given; give a ModelProto, bytes, or a path"
+            f"model must be a ModelProto, bytes, or a path, got a {type(model).__name__}"
         )
     proto = onnx.ModelProto()
     try:
         proto.ParseFromString(data)
-    except UnicodeDecodeError as error:  # by protobuf in plain Python, which looks at names here
-        raise ModelError(f"{what}: a name in it is not UTF-8 ({error}); write it anew") from error
+    except UnicodeDecodeError as error:  # raised by protobuf's pure Python version
+        raise ModelError(f"{what}: a name is not UTF-8 ({error}); write the file again") from error
     except google.protobuf.message.DecodeError as error:
-        raise ModelError(f"{what}: not an ONNX model ({error}); give a .onnx file") from error
+        raise ModelError(f"{what}: not an ONNX model ({error}); pass a .onnx file") from error
     if not proto.ir_version or not proto.HasField("graph"):
-        raise ModelError(f"{what}: not an ONNX model (it has no graph); give a .onnx file")
+        raise ModelError(f"{what}: not an ONNX model (it has no graph); pass a .onnx file")
     validate(proto, folder)
     return proto, folder
 
@@ -80,51 +80,51 @@ def readable(path: Path, read: Callable[[Path], T]) -> T:
     try:
         return read(path)
     except OSError as error:
-        told = remedy(error, "give the path of a model")
-        raise ModelError(f"file '{path}': {error.strerror}; {told}") from error
+        remedy_text = remedy(error, "pass the path of a model")
+        raise ModelError(f"file '{path}': {error.strerror}; {remedy_text}") from error
 
 
 def _whole(path: Path) -> bytes:
-    """Returns the bytes of a file, or of a pipe until its end.
+    """Returns the bytes of a file or pipe.
 
     Raises:
-        ModelError: If they can be none of a model: it is a device, or there are too many.
+        ModelError: If it is a device, or larger than any model.
         OSError: If it cannot be read.
     """
     found = path.stat()
     if stat.S_ISCHR(found.st_mode) or stat.S_ISBLK(found.st_mode):
-        raise ModelError(f"file '{path}': it is a device; give a regular file or a pipe")
+        raise ModelError(f"file '{path}' is a device; pass a regular file or a pipe")
     content = bytearray()
     if found.st_size <= _MESSAGE:
         with path.open("rb") as stream:
             if stat.S_ISREG(found.st_mode):
                 return stream.read()
-            while len(content) <= _MESSAGE and (part := stream.read(_PART)):  # it may have no end
+            while len(content) <= _MESSAGE and (part := stream.read(_PART)):  # may be endless
                 content += part
     if max(found.st_size, len(content)) > _MESSAGE:
         raise ModelError(
-            f"file '{path}': it has 2 GB or more, which no ONNX model in one file has; big tensors "
-            "are in files beside it, as ortops.save_model writes them"
+            f"file '{path}' exceeds 2 GB, the limit of an ONNX file; store its tensors as external "
+            "data, as ortops.save_model does"
         )
     return bytes(content)
 
 
 def blame_model(function: Callable[P, T]) -> Callable[P, T]:
-    """Makes what goes wrong in a function because its model is illegal an error that says so.
+    """Decorates a function so that it raises ModelError if it fails because of an invalid model.
 
-    A model that contradicts the standard may fail in any line. Where that has happened, onnx's
-    checker tells whether it is so; what fails with a legal model comes out as it is, because it is
-    a mistake in ortops.
+    A model that violates the standard can cause any exception. After an unexpected exception, the
+    model is checked with onnx's checker. If the model is valid, the exception is raised unchanged,
+    because it is a bug in ortops.
 
     Args:
-        function: A function of a model, or a method of one.
+        function: A function or method whose first argument is a model.
 
     Returns:
-        The function, which also raises ModelError.
+        The decorated function.
     """
 
     @functools.wraps(function)
-    def blaming(*args: P.args, **kwargs: P.kwargs) -> T:
+    def decorated(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return function(*args, **kwargs)
         except (OrtopsError, OSError, MemoryError):
@@ -135,7 +135,7 @@ def blame_model(function: Callable[P, T]) -> Callable[P, T]:
             if any(isinstance(each, str | os.PathLike) and not is_file(each) for each in models):
                 cause = str(error.__cause__ or error).strip().partition("\n")[0]
                 raise ModelError(
-                    f"model: {cause!s:.200}; it came through a pipe and cannot be read again, so "
+                    f"model: {cause!s:.200}; it was read from a pipe and cannot be read again; "
                     "write it to a file and check it with onnx.checker.check_model"
                 ) from error
             fault = next((_fault(load(model)[0]) for model in models), None)
@@ -143,16 +143,16 @@ def blame_model(function: Callable[P, T]) -> Callable[P, T]:
                 raise
             raise ModelError(f"model: {fault}; check it with onnx.checker.check_model") from error
 
-    return blaming
+    return decorated
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
-    """Whether a path leads to a regular file, which can be read more than once."""
+    """Whether a path is a regular file, which can be read more than once."""
     return Path(path).is_file()
 
 
 def _fault(proto: onnx.ModelProto) -> str | None:
-    """Returns what onnx's checker finds wrong with a model, or with one of its algorithms."""
+    """Returns the error of onnx's checker for a model or one of its algorithms, or None."""
     light = without_big_data(proto)
     candidates = [light]
     for info in light.training_info:
@@ -171,10 +171,10 @@ def _fault(proto: onnx.ModelProto) -> str | None:
         del candidate.training_info[:]
         external_to_inputs(graph)
         for value in [each for each in graph.output if not _has_rank(each)]:
-            graph.output.remove(value)  # the checker wants a rank, and nobody else does
+            graph.output.remove(value)  # a rank is required by the checker only
         try:
             onnx.checker.check_model(candidate, full_check=True)
-        except Exception as error:  # whatever it is, the checker has refused the model
+        except Exception as error:  # any exception of the checker means an invalid model
             return str(error).strip()
     return None
 

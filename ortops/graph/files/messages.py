@@ -1,4 +1,4 @@
-"""What is said of models as protobuf messages, without onnx-ir, which takes long to import."""
+"""Functions of protobuf models that do not need onnx-ir, whose import is slow."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ __all__ = [
 ]
 
 BIG = 1024
-"""Tensors of more bytes are kept beside a light model (see `ortops.graph.files.external`)."""
+"""Data of more bytes are detached from light models (see `ortops.graph.files.external`)."""
 
 LOCATION = f"ortops.detached/{secrets.token_hex(16)}/"
-"""How the locations of these data begin; no file can name those of another."""
+"""The prefix of the locations of detached data; no file can contain it, because it is random."""
 
 DOMAINS = ("ai.onnx.preview.training", "ai.onnx.preview")
-"""The domain of the specification's training operators, and the name that an exporter gives it."""
+"""The domain of ONNX's training operators, and the name that an exporter uses for it."""
 
 _BITS = {
     2: (25, 26),
@@ -53,7 +53,7 @@ _BITS = {
     128: (15,),
 }
 ITEM_SIZES = {number: bits / 8 for bits, numbers in _BITS.items() for number in numbers}
-"""How many bytes an element takes, by the number of its type; strings have no such size."""
+"""The size of an element in bytes, by data type; strings are not included."""
 
 
 def copy_model(
@@ -61,7 +61,7 @@ def copy_model(
     target: onnx.ModelProto,
     copy_tensor: Callable[[onnx.TensorProto, onnx.TensorProto], None],
 ) -> None:
-    """Copies a model field by field, so that big tensors are met before they are copied.
+    """Copies a model, with a function that decides how to copy initializers.
 
     Args:
         source: The model.
@@ -95,10 +95,10 @@ def _copy(
 
 
 def without_big_data(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns a copy of a model whose big initializers have no data, for onnx's checker.
+    """Returns a copy of a model without the data of big initializers, for onnx's checker.
 
     Args:
-        proto: The model; not changed.
+        proto: The model; it is not modified.
     """
 
     def copy_tensor(source: onnx.TensorProto, target: onnx.TensorProto) -> None:
@@ -116,7 +116,7 @@ def without_big_data(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def has_domain(proto: onnx.ModelProto) -> bool:
-    """Whether a model has nodes, or functions, of the training domain."""
+    """Whether a model has nodes or functions of the training domain."""
 
     def in_graph(nodes: Iterable[onnx.NodeProto]) -> bool:
         return any(
@@ -145,37 +145,33 @@ def describe_node(node: onnx.NodeProto) -> str:
 
 
 def external_file(tensor: onnx.TensorProto, folder: Path | None) -> Path:
-    """Returns the file of a tensor's external data, which need not be there.
+    """Returns the file of a tensor's external data; it need not exist.
 
-    What onnx refuses is refused: a file that is not below the model's folder, or whose way leads
-    over a link, or which has several names, may be anybody's; a pipe or a device may never end.
+    As in onnx, the file must be in the model's folder, without symbolic or hard links, so that a
+    model cannot read files elsewhere. It must be a regular file: a pipe or a device can be endless.
 
     Args:
         tensor: A tensor with external data.
-        folder: The folder of the model; the working directory where it has none.
+        folder: The folder of the model; by default, the working directory.
 
     Raises:
-        ModelError: If its location, offset or length is not legal, or contradicts the file.
+        ModelError: If its location, offset or length is invalid, or does not match the file.
     """
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
-    where = f"initializer '{tensor.name}': its external data '{location!s:.200}'"
+    where = f"initializer '{tensor.name}': external data '{location!s:.200}'"
     path = Path(location)
     absolute = path.is_absolute() or path.drive or location.startswith(("/", "\\"))
     if absolute or not path.parts or ".." in path.parts or "\0" in location:
-        raise ModelError(
-            f"{where} lie outside the model's folder; a path relative to it, without '..', is "
-            "accepted"
-        )
+        raise ModelError(f"{where} must be in the model's folder, as a relative path without '..'")
     if tensor.data_type not in ITEM_SIZES:
-        raise ModelError(f"{where} are strings; those are kept in the model")
+        raise ModelError(f"{where} must not be strings; store strings in the model")
     offset = _count(entries.get("offset", "0"), "offset", where)
     size = size_of(tensor)
     length = _count(entries.get("length", str(size)), "length", where)
     if length != size:
         raise ModelError(
-            f"{where} take {length} bytes, and its dimensions {list(tensor.dims)} claim {size}; "
-            "they must agree"
+            f"{where}: dimensions {list(tensor.dims)} require {size} bytes, got length {length}"
         )
     file = folder or Path()
     try:
@@ -184,51 +180,52 @@ def external_file(tensor: onnx.TensorProto, folder: Path | None) -> Path:
             found = file.lstat()
             if stat.S_ISLNK(found.st_mode):
                 raise ModelError(
-                    f"{where} are reached through the link '{file}'; put the file itself there"
+                    f"{where} must not be behind a link, got the link '{file}'; replace it by the "
+                    "file"
                 )
     except FileNotFoundError:
         return (folder or Path()) / path
     except OSError as error:
         raise ModelError(
-            f"{where} cannot be read: {error.strerror}; keep the files of a model together"
+            f"{where} cannot be read: {error.strerror}; keep all files of the model together"
         ) from error
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
-        raise ModelError(f"{where} are no regular file with one name; put a copy of the data there")
+        raise ModelError(f"{where} must be a regular file without hard links; replace it by a copy")
     if offset + length > found.st_size:
         raise ModelError(
-            f"{where} end at byte {offset + length}, and the file has {found.st_size}; keep the "
-            "files of a model together"
+            f"{where} end at byte {offset + length}, but the file has {found.st_size} bytes; keep "
+            "all files of the model together"
         )
     return file
 
 
 def _count(text: str, what: str, where: str) -> int:
-    """Returns a number of bytes that stands in a file as text."""
+    """Parses a number of bytes."""
     if not text.isascii() or not text.isdigit() or len(text) > 19:  # 2⁶³ has 19 digits
-        raise ModelError(f"{where}: its {what} is '{text!s:.40}'; a number of bytes is accepted")
+        raise ModelError(f"{where}: {what} must be a number of bytes, got '{text!s:.40}'")
     return int(text)
 
 
 def size_of(tensor: onnx.TensorProto) -> int:
-    """Returns how many bytes the data of a tensor take; to look at them would copy them."""
-    if tensor.data_type not in ITEM_SIZES:  # strings, or a type that is refused later
+    """Returns the size of a tensor's data in bytes, from its dimensions: reading data copies it."""
+    if tensor.data_type not in ITEM_SIZES:  # strings, or a type that is rejected later
         return 0
     size: float = math.prod(tensor.dims) * ITEM_SIZES[tensor.data_type]
     return math.ceil(size)
 
 
 def location_of(tensor: onnx.TensorProto) -> str:
-    """Returns where a tensor's external data are; empty where it has none."""
+    """Returns the location of a tensor's external data; empty if it has none."""
     return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
 
 
 def is_light(tensor: onnx.TensorProto) -> bool:
-    """Whether the data of a tensor are kept beside the model."""
+    """Whether the data of a tensor are detached."""
     return location_of(tensor).startswith(LOCATION)
 
 
 def initializers(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yields the initializers of a model that may be kept beside it."""
+    """Yields the initializers of a model and of its training graphs, whose data can be detached."""
     yield from proto.graph.initializer
     for info in proto.training_info:
         yield from info.algorithm.initializer
@@ -236,7 +233,7 @@ def initializers(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 
 
 def data_size(proto: onnx.ModelProto) -> int:
-    """Returns how many bytes the initializers in a model take, or would take if it were not light.
+    """Returns the size of a model's initializers in bytes, including detached data.
 
     External data do not count.
     """
@@ -248,10 +245,10 @@ def data_size(proto: onnx.ModelProto) -> int:
 
 
 def external_to_inputs(graph: onnx.GraphProto) -> None:
-    """Makes initializers whose data stand elsewhere inputs, in place, for tools that read data."""
+    """Converts initializers with external data to inputs, in place, for tools that read data."""
     listed = {value.name for value in graph.input}
     tensors = list(graph.initializer)
-    del graph.initializer[:]  # at once: to remove one is to compare it with those before it
+    del graph.initializer[:]  # at once: removing one compares it with all before it
     for tensor in tensors:
         if not tensor.external_data:
             graph.initializer.append(tensor)

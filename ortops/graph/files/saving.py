@@ -33,26 +33,26 @@ from ortops.graph.files.messages import data_size, initializers, is_light, locat
 
 __all__ = ["remove_model", "save_model", "write_model"]
 
-_DATA = ".data"  # how the names of data files end
-_BLOCK = 2**20  # bytes of a model file that are searched at once
-_ALIGNMENT = 4096  # of data in a file, so that they can be mapped into memory
+_DATA = ".data"  # the suffix of data files
+_BLOCK = 2**20  # the number of bytes of a model file to search at a time
+_ALIGNMENT = 4096  # in bytes, so that tensors can be mapped into memory
 
 
 def save_model(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
-    """Writes a model of any size, its training algorithm and state included.
+    """Writes a model of any size, including its training algorithm and state.
 
     Args:
-        model: The model; not changed.
-        path: The file. It is standard ONNX. Where it would be of 2 GB or more, the data of its
-            tensors go into a new file ``<file name>.<unique>.data`` beside it, which the model
-            names. The data of the model that it replaces stay, for whoever is just reading it; the
-            save after that removes them, unless another model in the folder names them. At any
-            time there is the old model or the new one, whole, also where several processes write.
+        model: The model; it is not modified.
+        path: The file, in standard ONNX format. If it would exceed 2 GB, the data of its tensors
+            are written to a new file ``<file name>.<unique>.data`` in the same folder, as external
+            data. The data of the replaced model stay, because another process may be reading them;
+            the next save removes them, unless another model in the folder refers to them. At any
+            time, the complete old or new model exists, even if several processes write.
 
     Raises:
-        OSError: If it cannot be written; then the old file is as it was.
-        ModelError: If the model is of 2 GB or more and ``path`` leads to no regular file, or if it
-            is so without the data of its initializers.
+        OSError: If it cannot be written; the old file is unchanged.
+        ModelError: If the model exceeds 2 GB and ``path`` is not a regular file, or if it exceeds
+            2 GB without the data of its initializers.
 
     Example:
         >>> import tempfile
@@ -71,26 +71,26 @@ def write_model(path: str | os.PathLike[str], proto: onnx.ModelProto, data: Data
     size = data_size(proto)
     if size > external.MESSAGE_LIMIT and target is None:
         raise ModelError(
-            f"file '{os.fspath(path)}': the model's tensors take {size:,} bytes, which need a file "
-            "beside it; give the path of a regular file"
+            f"file '{os.fspath(path)}': a model with {size:,} bytes of tensors needs a second file "
+            "for external data; pass the path of a regular file"
         )
     unused: list[Path] = []
     if target is not None:
-        remove_litter(target)  # first, since what was to become a model names data too
+        remove_litter(target)  # first, because unfinished models also refer to data files
         unused = _unused(target)
         for file in unused:
-            if _is_newer(file, target):  # its writer was killed
+            if _is_newer(file, target):  # left by a killed process
                 _remove(file)
     if size <= external.MESSAGE_LIMIT or target is None:
         write_atomically(path, serialize(attached(proto, data)))
     else:
         _write_in_two(path, target, proto, data)
-    for file in unused:  # not the data of the model just replaced, which somebody may be reading
+    for file in unused:  # not those of the replaced model, which another process may be reading
         _remove(file)
 
 
 def remove_model(path: str | os.PathLike[str]) -> None:
-    """Removes a model file, if it is there, and the data beside it that nobody else names."""
+    """Removes a model file, if it exists, and its data files, unless another model uses them."""
     target = destination(path)
     if target is None:
         return
@@ -104,7 +104,7 @@ def remove_model(path: str | os.PathLike[str]) -> None:
 def _write_in_two(
     path: str | os.PathLike[str], target: Path, proto: onnx.ModelProto, data: Data
 ) -> None:
-    """Writes the data under a new name, and then the model that refers to it."""
+    """Writes the data to a new file, and then the model that refers to it."""
     file, temporary = unique_sibling(target, _DATA), unique_sibling(target, TEMPORARY)
     model = onnx.ModelProto()
     model.CopyFrom(proto)
@@ -124,7 +124,7 @@ def _write_in_two(
             write_atomically(path, message)
     except BaseException:
         temporary.unlink(missing_ok=True)
-        if not _names(target, file.name):  # an interrupt may come when the model is written
+        if not _refers_to(target, file.name):  # the model may already have been written
             file.unlink(missing_ok=True)
         raise
 
@@ -134,18 +134,18 @@ def _write_data(stream: BinaryIO, contents: Iterable[ir.TensorProtocol]) -> None
         stream.write(bytes(-stream.tell() % _ALIGNMENT))
         if content.dtype.bitwidth < 8 or sys.byteorder != "little":
             stream.write(content.tobytes())
-        else:  # numpy's and onnx-ir's tofile do not see that the end does not fit on the disk
+        else:  # tofile of numpy and onnx-ir ignores a full disk
             stream.write(np.ascontiguousarray(content.numpy()).reshape(-1).view(np.uint8).data)
 
 
 def _unused(target: Path) -> list[Path]:
-    """Returns the data files of a model file that it does not name, and nobody is writing."""
+    """Returns the data files of a model that it does not refer to and no process is writing."""
     found = siblings(target, _DATA)
-    return [file for file in found if is_free(file) and not _names(target, file.name)]
+    return [file for file in found if is_free(file) and not _refers_to(target, file.name)]
 
 
 def _is_newer(file: Path, target: Path) -> bool:
-    """Whether a data file was never named by a model: the one that is there was before it."""
+    """Whether a data file is newer than its model, so that no model has ever referred to it."""
     try:
         return not target.exists() or file.stat().st_mtime_ns > target.stat().st_mtime_ns
     except OSError:
@@ -153,26 +153,26 @@ def _is_newer(file: Path, target: Path) -> bool:
 
 
 def _remove(file: Path) -> None:
-    remove_free(file, functools.partial(_is_named_beside, file))
+    remove_free(file, functools.partial(_is_in_use, file))
 
 
-def _is_named_beside(file: Path) -> bool:
-    """Whether a model in the folder of a data file names it."""
+def _is_in_use(file: Path) -> bool:
+    """Whether a model in the folder of a data file refers to it."""
     try:
-        return any(_names(other, file.name) for other in file.parent.iterdir())
+        return any(_refers_to(other, file.name) for other in file.parent.iterdir())
     except OSError:
         return True
 
 
-def _names(model: Path, name: str) -> bool:
-    """Whether a file may be a model that names a data file; the names are unique."""
+def _refers_to(model: Path, name: str) -> bool:
+    """Whether a file may be a model that refers to a data file, whose name is unique."""
     searched, tail = name.encode(), b""
     try:
         if not model.is_file():
             return False
         with model.open("rb") as stream:
             block = stream.read(_BLOCK)
-            if not block.startswith(b"\x08"):  # the version, with which a ModelProto begins
+            if not block.startswith(b"\x08"):  # the first field of a ModelProto: ir_version
                 return False
             while block:
                 if searched in tail + block:
@@ -180,6 +180,6 @@ def _names(model: Path, name: str) -> bool:
                 tail, block = block[-len(searched) :], stream.read(_BLOCK)
     except FileNotFoundError:
         return False
-    except OSError:  # there is no telling
+    except OSError:  # unknown
         return True
     return False

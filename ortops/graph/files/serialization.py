@@ -1,7 +1,7 @@
-"""From protobuf to onnx-ir and back, with the types of values that are maps.
+"""Conversion between protobuf and onnx-ir that preserves map types.
 
-onnx-ir has no class for maps, which operators of ai.onnx.ml take and return. Such a type stays
-beside the graph, under the name of its value, and the value itself has none.
+onnx-ir has no class for maps, which are inputs and outputs of operators of ai.onnx.ml. The type of
+a map is stored in the metadata of the graph, by value name, and the value itself has no type.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ __all__ = [
 ]
 
 GRADIENT_DOMAIN = "ai.onnx.preview.training"
-"""The domain of the specification's Gradient."""
+"""The domain of ONNX's Gradient operator."""
 
 BOUND_DOMAIN = "ortops.bound"
-"""The private domain of Gradient nodes whose names have become inputs."""
+"""The private domain of bound Gradient nodes, which have inputs in place of tensor names."""
 
 _KEY = "ortops.map_types"
 
 
 def from_proto(proto: onnx.ModelProto) -> ir.Model:
-    """Returns a model as onnx-ir, which keeps hold of the tensors.
+    """Converts a model to onnx-ir. The result refers to the tensors of the argument.
 
     Args:
-        proto: The model, from which the types of maps are taken away.
+        proto: The model; map types are removed from it.
     """
     graph = proto.graph
     ends = {value.name for value in (*graph.input, *graph.output)}
@@ -65,14 +65,14 @@ def to_proto(model: ir.Model) -> onnx.ModelProto:
 
 
 def name_tensors(nodes: Iterable[onnx.NodeProto]) -> bool:
-    """Turns bound Gradient nodes into ones that name their tensors, as the specification has them.
+    """Converts bound Gradient nodes to the form of the standard, with tensor names as attributes.
 
     Args:
-        nodes: Nodes, changed in place, with those of the graphs inside them. A bound node has for
-            inputs what it is fed, then the tensors of xs and zs, then y.
+        nodes: Nodes; they and the nodes in their subgraphs are modified in place. The inputs of a
+            bound node are the Gradient's own inputs, then the tensors of xs and zs, then y.
 
     Returns:
-        Whether there was one.
+        Whether there were bound nodes.
     """
     found = False
     for node in nodes:
@@ -92,7 +92,7 @@ def name_tensors(nodes: Iterable[onnx.NodeProto]) -> bool:
 
 
 def algorithm_names(proto: onnx.ModelProto) -> Iterator[str]:
-    """Yields the names of the tensors that the training algorithms of a model have."""
+    """Yields the names of the tensors in the training algorithms of a model."""
     for info in proto.training_info:
         part = info.algorithm
         yield from (each.name for each in (*part.input, *part.output, *part.initializer))
@@ -100,13 +100,13 @@ def algorithm_names(proto: onnx.ModelProto) -> Iterator[str]:
 
 
 def map_types(graph: ir.Graph) -> Mapping[str, onnx.TypeProto]:
-    """Returns the types of the inputs and outputs of a graph that are maps, by name."""
+    """Returns the map types of the inputs and outputs of a graph, by name."""
     types: Mapping[str, onnx.TypeProto] = graph.meta.get(_KEY, {})
     return types
 
 
 def is_map(kind: onnx.TypeProto) -> bool:
-    """Whether a type is a map, or a sequence or an optional of them."""
+    """Whether a type is a map, or a sequence or optional of maps."""
     match kind.WhichOneof("value"):
         case "map_type":
             return True
@@ -118,7 +118,7 @@ def is_map(kind: onnx.TypeProto) -> bool:
 
 
 def _values(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
-    """Yields what describes the values of a graph, and of the graphs in its nodes."""
+    """Yields the value descriptions of a graph and its subgraphs."""
     yield from graph.input
     yield from graph.output
     yield from graph.value_info

@@ -1,4 +1,4 @@
-"""What is refused of a model before anything works on it."""
+"""Checks the structure of an untrusted model before it is processed."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ _TYPED_DATA: dict[int, tuple[str, int]] = {
     onnx.TensorProto.UINT64: ("uint64_data", 1),
     onnx.TensorProto.STRING: ("string_data", 1),
 }
-"""The field that holds the elements of a type, and how many numbers an element is there."""
+"""For each data type, the field of its elements, and the number of entries per element."""
 
 
 def validate(proto: onnx.ModelProto, folder: Path | None = None) -> None:
-    """Refuses what cannot be read: a message that is well formed may hold anything.
+    """Rejects a well-formed message that cannot be processed as a model.
 
-    Looked at are the encoding of names, how deep graphs lie in each other, whether tensors have the
-    data that their dimensions claim, and where external data lie. What the nodes mean is not.
+    Checked are the encoding of names, the nesting depth of graphs, the size of tensor data, and the
+    location of external data. The semantics of nodes are not checked.
 
     Args:
         proto: The model.
-        folder: The folder of its file, where there is one.
+        folder: The folder of its file, if there is one.
 
     Raises:
-        ModelError: If something of this is wrong.
+        ModelError: If a check fails.
     """
     about = (proto.producer_name, proto.producer_version, proto.domain, proto.doc_string)
     _check_text("model", about)
@@ -72,8 +72,8 @@ def validate(proto: onnx.ModelProto, folder: Path | None = None) -> None:
 def _check_graph(graph: onnx.GraphProto, folder: Path | None, depth: int) -> None:
     if depth > LIMITS.nested_graphs:
         raise ModelError(
-            f"graph '{graph.name}': it is the {depth}th of graphs that lie in each other; "
-            f"{LIMITS.nested_graphs} are accepted (ortops.graph.limits.LIMITS.nested_graphs)"
+            f"graph '{graph.name}': nesting depth {depth} exceeds the limit of "
+            f"{LIMITS.nested_graphs} (ortops.graph.limits.LIMITS.nested_graphs)"
         )
     _check_text("graph", (graph.name, graph.doc_string))
     values = (*graph.input, *graph.output, *graph.value_info)
@@ -98,7 +98,7 @@ def _check_nodes(nodes: Iterable[onnx.NodeProto], folder: Path | None, depth: in
             _check_attribute(attribute, where, folder, depth)
             if attribute.name in seen:
                 raise ModelError(
-                    f"{where}: attribute '{attribute.name}' is given twice; give it once"
+                    f"{where}: attribute '{attribute.name}' occurs twice; remove one of them"
                 )
             seen.add(attribute.name)
 
@@ -119,7 +119,7 @@ def _check_attribute(
 
 
 def _check_type(kind: onnx.TypeProto, where: str) -> None:
-    """Refuses types in types in types, which protobuf itself reads down to a depth of 100 only."""
+    """Rejects deeply nested types, which protobuf accepts up to a depth of 100."""
     for _ in range(LIMITS.nested_graphs):
         match kind.WhichOneof("value"):
             case "sequence_type":
@@ -131,13 +131,13 @@ def _check_type(kind: onnx.TypeProto, where: str) -> None:
             case _:
                 return
     raise ModelError(
-        f"{where}: its type holds {LIMITS.nested_graphs} or more types in each other; fewer are "
-        "accepted (ortops.graph.limits.LIMITS.nested_graphs)"
+        f"{where}: the nesting depth of its type must be less than {LIMITS.nested_graphs} "
+        "(ortops.graph.limits.LIMITS.nested_graphs)"
     )
 
 
 def _decoded(texts: Iterable[bytes]) -> Iterator[str | bytes]:
-    """Yields attributes that are texts, which protobuf holds as bytes."""
+    """Yields string attributes as text, unless they are not UTF-8; protobuf has them as bytes."""
     for text in texts:
         try:
             yield text.decode()
@@ -146,22 +146,22 @@ def _decoded(texts: Iterable[bytes]) -> Iterator[str | bytes]:
 
 
 def _check_text(where: str, texts: Iterable[str | bytes]) -> None:
-    """Refuses what is no UTF-8, which protobuf hands out as bytes."""
+    """Rejects names that are not UTF-8, which protobuf returns as bytes."""
     for text in texts:
         if isinstance(text, bytes):
-            raise ModelError(f"{where}: {text[:80]!r} is no UTF-8; write names in UTF-8")
+            raise ModelError(f"{where}: {text[:80]!r} is not UTF-8; encode names as UTF-8")
 
 
 def _check_tensor(tensor: onnx.TensorProto, folder: Path | None) -> None:
-    """Refuses a tensor whose dimensions and data contradict each other."""
+    """Rejects a tensor whose data do not have the size that its dimensions require."""
     _check_text("initializer", (tensor.name, tensor.doc_string))
     where = f"initializer '{tensor.name}'"
     if any(dim < 0 for dim in tensor.dims):
-        raise ModelError(f"{where}: its dimensions are {list(tensor.dims)}; none may be negative")
+        raise ModelError(f"{where}: dimensions must be >= 0, got {list(tensor.dims)}")
     if tensor.data_type != onnx.TensorProto.STRING and tensor.data_type not in ITEM_SIZES:
         raise ModelError(
-            f"{where}: its data type is {tensor.data_type}; the numbers of "
-            "onnx.TensorProto.DataType are accepted"
+            f"{where}: data_type must be a value of onnx.TensorProto.DataType, got "
+            f"{tensor.data_type}"
         )
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
         if not is_light(tensor):
@@ -172,15 +172,14 @@ def _check_tensor(tensor: onnx.TensorProto, folder: Path | None) -> None:
         field, numbers = _TYPED_DATA.get(tensor.data_type, ("int32_data", 1))
         given = len(getattr(tensor, field))
         size = ITEM_SIZES.get(tensor.data_type, 1)
-        wanted = math.ceil(count * size) if size < 1 else count * numbers  # small ones are packed
+        wanted = math.ceil(count * size) if size < 1 else count * numbers  # small types are packed
         unit = "elements"
-        if size == _SIX_BITS:  # the standard does not say how these are packed
+        if size == _SIX_BITS:  # the standard does not define their packing
             return
     else:
         given, unit = len(tensor.raw_data), "bytes"
         wanted = math.ceil(count * ITEM_SIZES[tensor.data_type])
     if given != wanted:
         raise ModelError(
-            f"{where}: it has {given} {unit} of data, and its dimensions {list(tensor.dims)} "
-            f"claim {wanted}; they must agree"
+            f"{where}: dimensions {list(tensor.dims)} require {wanted} {unit} of data, got {given}"
         )

@@ -1,79 +1,152 @@
-"""Where the data of tensors lie in the bytes of a model, so that they can be replaced there.
+"""Reads the fields of serialized protobuf messages without parsing all of them.
 
-The wire format: https://protobuf.dev/programming-guides/encoding. The numbers of the fields are
-those of onnx.proto.
+Source: https://protobuf.dev/programming-guides/encoding. The field numbers are those of onnx.proto.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-__all__ = ["ByteSpan", "byte_spans"]
+__all__ = [
+    "ALGORITHM",
+    "GRAPH",
+    "INITIALIZATION",
+    "INITIALIZER",
+    "RAW_DATA",
+    "TRAINING_INFO",
+    "ByteSpan",
+    "FieldReader",
+    "MalformedError",
+    "byte_spans",
+    "length_prefix",
+]
 
-_GRAPH, _TRAINING_INFO, _ALGORITHM, _INITIALIZER = 7, 20, 2, 5
-_NAME, _RAW_DATA = 8, 9
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+GRAPH, TRAINING_INFO = 7, 20  # fields of a ModelProto
+INITIALIZATION, ALGORITHM = 1, 2  # of a TrainingInfoProto
+INITIALIZER = 5  # of a GraphProto
+_NAME, RAW_DATA = 8, 9  # of a TensorProto
+
+_VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5  # wire types
+_BLOCK = 2**16  # the number of bytes to read at a time
+_MOST_BITS = 70  # of a varint: 10 bytes of 7 bits
 
 
 class ByteSpan(NamedTuple):
-    """Where the data of a tensor are.
+    """A range of bytes.
 
     Attributes:
-        offset: The first byte.
-        length: How many bytes.
+        begin: The offset of the first byte.
+        end: The offset after the last byte.
     """
 
-    offset: int
-    length: int
+    begin: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        """The number of bytes."""
+        return self.end - self.begin
+
+
+class MalformedError(Exception):
+    """The bytes are not a valid message, or have too many fields."""
+
+
+class FieldReader:
+    """Iterates over the fields of a message and of the messages in it.
+
+    Args:
+        read: Returns the bytes between two offsets of the outer message.
+        most_fields: The maximum number of fields that are read in total.
+    """
+
+    def __init__(self, read: Callable[[int, int], bytes], most_fields: float = math.inf) -> None:
+        self._read, self._fields_left = read, most_fields
+        self._block, self._begin = b"", 0
+
+    def fields(self, span: ByteSpan) -> Iterator[tuple[int, int, ByteSpan]]:
+        """Yields the number of each field, its offset, and the span of its content.
+
+        Args:
+            span: The span of a message.
+
+        Raises:
+            MalformedError: If the message is malformed, or has too many fields.
+        """
+        at, end = span
+        while at < end:
+            begin = at
+            self._fields_left -= 1
+            tag, at = self._varint(at)
+            if not tag >> 3 or self._fields_left < 0:
+                raise MalformedError
+            wire = tag & 7
+            if wire == _VARINT:
+                length = self._varint(at)[1] - at
+            elif wire == _LENGTH:
+                length, at = self._varint(at)
+            elif wire in (_EIGHT_BYTES, _FOUR_BYTES):
+                length = 8 if wire == _EIGHT_BYTES else 4
+            else:
+                raise MalformedError
+            content = ByteSpan(at, at + length)
+            at += length
+            if at > end:
+                raise MalformedError
+            yield tag >> 3, begin, content
+
+    def _varint(self, at: int) -> tuple[int, int]:
+        """Returns an integer of variable length, and the offset after it."""
+        value = shift = 0
+        while shift < _MOST_BITS:
+            if not 0 <= at - self._begin < len(self._block):
+                self._block, self._begin = self._read(at, at + _BLOCK), at
+                if not self._block:
+                    break
+            byte = self._block[at - self._begin]
+            at += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value, at
+            shift += 7
+        raise MalformedError
+
+
+def length_prefix(number: int, length: int) -> bytes:
+    """Returns the bytes before the content of a field with a length."""
+    return _encoded(number << 3 | _LENGTH) + _encoded(length)
+
+
+def _encoded(value: int) -> bytes:
+    """Encodes an integer as a varint."""
+    result = bytearray()
+    while value >= 0x80:
+        result.append(value & 0x7F | 0x80)
+        value >>= 7
+    result.append(value)
+    return bytes(result)
 
 
 def byte_spans(message: bytes) -> dict[str, list[ByteSpan]]:
-    """Returns where the raw data of initializers are, in the graph and in training algorithms.
+    """Returns the spans of the raw data of initializers, so that they can be replaced in place.
 
     Args:
-        message: A serialized ModelProto, as protobuf has just written it.
+        message: A serialized ModelProto. Initializers of its graph and training algorithms count.
     """
-    found: dict[str, list[ByteSpan]] = {}
+    reader = FieldReader(lambda begin, end: message[begin:end])
+
+    def parts(span: ByteSpan, wanted: int) -> list[ByteSpan]:
+        return [content for number, _, content in reader.fields(span) if number == wanted]
+
     whole = ByteSpan(0, len(message))
-    graphs = [place for number, place in _fields(message, whole) if number == _GRAPH]
-    for number, info in _fields(message, whole):
-        if number == _TRAINING_INFO:
-            graphs += [place for field, place in _fields(message, info) if field == _ALGORITHM]
-    for graph in graphs:
-        for number, tensor in _fields(message, graph):
-            if number == _INITIALIZER:
-                parts = dict(_fields(message, tensor))
-                if _NAME in parts and _RAW_DATA in parts:
-                    begin, length = parts[_NAME]
-                    name = message[begin : begin + length].decode()
-                    found.setdefault(name, []).append(parts[_RAW_DATA])
+    algorithms = [each for info in parts(whole, TRAINING_INFO) for each in parts(info, ALGORITHM)]
+    found: dict[str, list[ByteSpan]] = {}
+    for graph in (*parts(whole, GRAPH), *algorithms):
+        for tensor in parts(graph, INITIALIZER):
+            fields = {number: content for number, _, content in reader.fields(tensor)}
+            if _NAME in fields and RAW_DATA in fields:
+                name = message[slice(*fields[_NAME])].decode()
+                found.setdefault(name, []).append(fields[RAW_DATA])
     return found
-
-
-def _fields(message: bytes, inside: ByteSpan) -> Iterator[tuple[int, ByteSpan]]:
-    """Yields the number and the content of each field of a message that has a length."""
-    at, end = inside.offset, inside.offset + inside.length
-    while at < end:
-        key, at = _varint(message, at)
-        kind = key & 7
-        if kind == _VARINT:
-            _, at = _varint(message, at)
-        elif kind == _LENGTH:
-            length, at = _varint(message, at)
-            yield key >> 3, ByteSpan(at, length)
-            at += length
-        else:
-            at += {_FIXED64: 8, _FIXED32: 4}[kind]
-
-
-def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """Returns a number in base 128, and where what comes after it begins."""
-    value = shift = 0
-    while True:
-        byte = message[at]
-        at += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, at
-        shift += 7
