@@ -678,8 +678,8 @@ REFUSED = [
         (
             r"TreeEnsembleRegressor node 'treeensembleregressor': trees are piecewise constant, .*"
             r"carries no information; take the gradient of a smooth model, or "
-            r"cut the graph behind the node "
-            r".*\(asked for by Gradient node 'd'\)"
+            r"cut the graph after the node by listing its output in xs "
+            r"\(asked for by Gradient node 'd'\)"
         ),
     ),
     (
@@ -710,9 +710,9 @@ REFUSED = [
             vectors_per_class=[1, 1],
         ),
         (
-            r"SVMClassifier node 'svmclassifier': there is no gradient rule for the votes of an "
-            r"SVM's pairs of classes; use a model of another kind \(SVMRegressor has a gradient\), "
-            r"cut the graph behind the node"
+            r"SVMClassifier node 'svmclassifier': there is no gradient rule for an SVM's votes "
+            r"between pairs of classes; use another kind of model \(SVMRegressor has a gradient\), "
+            r"cut the graph after the node by listing its output in xs, or add a rule"
         ),
     ),
     (

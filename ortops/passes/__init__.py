@@ -32,13 +32,13 @@ PASSES: tuple[Pass, ...] = (
     COMPUTED_SIZES,
     PADDING,
     GELU,
-    TRANSPOSED,  # finished last: it takes products in the forms that the next three leave
+    TRANSPOSED,  # finished after the next three, because it rewrites the products that they emit
     ROW_SUMS,
-    SCALES,  # they go into products with transposed factors too
+    SCALES,  # finished after TRANSPOSES, because it also scales products with transposed factors
     TRANSPOSES,
     CROSS_ENTROPY,
     MAX_POOL,
-    RECTIFIED,  # before blocks are there, whose cotangents it would know nothing of
+    RECTIFIED,  # before BLOCKED, because it does not know the cotangents of blocked operators
     BLOCKED,
     RECURRENT,
     ROUNDING,

@@ -1,6 +1,6 @@
-"""Fusion of Gelu that was exported in parts, so that the backward pass keeps only its input.
+"""Fusion of a Gelu that was exported as several nodes; the backward pass keeps only its input.
 
-It is x · (1 + erf(x / √2)) / 2, or with √(2 / π) · (x + 0.044715 · x³) under a tanh.
+The formula is x · (1 + erf(x / √2)) / 2, or with √(2 / π) · (x + 0.044715 · x³) under a tanh.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PARTS = ("Add", "Div", "Erf", "Gelu", "Mul", "Pow", "Tanh")
 _CUBIC = 0.044715
 
 Product: TypeAlias = tuple[float, Counter[ir.Value]]
-"""A constant, and how often each value is a factor."""
+"""A constant factor, and the exponent of each value."""
 
 
 class _Gelu(Pass):
@@ -39,7 +39,7 @@ class _Gelu(Pass):
 
 @pattern("Mul")
 def _gelu(node: ir.Node, tape: Tape) -> Result:
-    if node.outputs[0].dtype != ir.DataType.FLOAT:  # onnxruntime's kernel takes no other
+    if node.outputs[0].dtype != ir.DataType.FLOAT:  # onnxruntime's kernel supports only float32
         return None
     factor, values = _product(node.outputs[0], root=True)
     if not _near(factor, 0.5) or sorted(values.values()) != [1, 1]:

@@ -41,7 +41,7 @@ def _compared(node: ir.Node, tape: Tape) -> Result:
     )
     if not tiled or not 1 < math.prod(kernel) <= _TAPS or not node.outputs[1].uses():
         return None
-    # onnxruntime's optimizer moves these to behind a Slice, and then gets their types wrong.
+    # onnxruntime's optimizer moves these nodes after a Slice, and then infers wrong types.
     if any(other.op_type in ("QuantizeLinear", "DequantizeLinear") for other in node.graph or ()):
         return None
     images = tape.tensor(x)
@@ -62,7 +62,7 @@ def _places(
         lines = op.Slice(x, [row], [height], [2], [rows]) if rows > 1 else x
         pairs = op.Reshape(lines, [0, *windows, columns])
         seen += [op.Squeeze(part, [4]) for part in op.Split(pairs, axis=4, num_outputs=columns)]
-    # The fewer bytes, the faster.
+    # The smallest type is the fastest.
     small = np.uint8 if offsets[-1] < 256 else np.int32
     within: Tensor | np.integer = small(offsets[-1])
     for each, offset in reversed(list(zip(seen[:-1], offsets[:-1], strict=True))):

@@ -28,7 +28,7 @@ class _Padding(Pass):
                 continue
             if not any(pads):
                 y.replace_all_uses_with(x)
-            elif all(draft.is_free(user) and _takes(user, y, pads) for user in users):
+            elif all(draft.is_free(user) and _supports(user, y, pads) for user in users):
                 for user in users:
                     _pad(user, pads)
                     user.replace_input_with(0, x)
@@ -50,7 +50,7 @@ def _zeros_around(node: ir.Node) -> Sequence[int] | None:
     return pads if min(pads, default=0) >= 0 else None
 
 
-def _takes(node: ir.Node, x: ir.Value, pads: Sequence[int]) -> bool:
+def _supports(node: ir.Node, x: ir.Value, pads: Sequence[int]) -> bool:
     """Whether a node is a convolution of x that supports these pads of spatial axes."""
     rank = len(pads) // 2
     return (

@@ -1,8 +1,8 @@
-"""Matrix products in the forms that onnxruntime's CPU kernels are fast at.
+"""Matrix products in forms with fast kernels in onnxruntime's CPU provider.
 
-com.microsoft's FusedMatMul multiplies transposed matrices and scales the result, so nodes that only
-transpose or scale are not needed beside it; and a row of ones times a matrix is the sum of its
-rows, in a third of the time that ReduceSum takes.
+FusedMatMul of com.microsoft multiplies transposed matrices and scales the result, so that separate
+nodes for transposing and scaling are unnecessary. A sum of rows is a third as expensive if it is
+computed as a product of ones with the matrix instead of ReduceSum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["ROW_SUMS", "SCALES", "TRANSPOSES", "fused_matmul"]
 FUSED_DOMAIN = "com.microsoft"
 
 _MOVES = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-"""Operators that leave the numbers of their first input as they are."""
+"""Operators that only move the elements of their first input."""
 
 
 # ------------------------------------------------------------------------------------- transposes
@@ -31,16 +31,16 @@ _MOVES = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 @pattern("Gemm", "MatMul")
 def _transposed_factors(node: ir.Node, tape: Tape) -> Result:
-    """Lets a product transpose the matrices that it reads.
+    """Fuses Transpose nodes before a product into it.
 
-    What is left of a Transpose moves whole rows, which is faster than moving single numbers.
+    A remaining Transpose moves whole rows, which is faster than moving single elements.
     """
     if not _is_product(node) and not _is_gemm(node):
         return None
     written, operands, flags = _flags(node), [], []
     for index, value in enumerate(node.inputs[:2]):
         assert value is not None
-        # Of a stack with one matrix for all of it, onnxruntime does not transpose the stack.
+        # If a stack is multiplied by one matrix, onnxruntime cannot transpose the stack.
         taken = (value, 0) if _is_shared(node) and not index else _source(tape, value)
         operands.append(taken[0])
         flags.append(written[index] ^ taken[1])
@@ -53,7 +53,7 @@ def _transposed_factors(node: ir.Node, tape: Tape) -> Result:
 
 @pattern("Transpose")
 def _transposed_product(node: ir.Node, tape: Tape) -> Result:
-    """Lets a product transpose what it gives: (A B)ᵀ = Bᵀ Aᵀ."""
+    """Fuses a Transpose after a product into it: (A B)ᵀ = Bᵀ Aᵀ."""
     perm, y = _perm(node), node.inputs[0]
     product = None if y is None else y.producer()
     if perm is None or perm[-1] != len(perm) - 2 or y is None or product is None:
@@ -72,7 +72,7 @@ def _transposed_product(node: ir.Node, tape: Tape) -> Result:
 
 
 def _flags(node: ir.Node) -> list[int]:
-    """Returns for each factor of a product whether it is transposed."""
+    """Returns whether each factor of a product is transposed."""
     return [node.attributes.get_int(name, 0) or 0 for name in ("transA", "transB")]
 
 
@@ -85,7 +85,7 @@ def _is_product(node: ir.Node) -> bool:
 
 
 def _is_shared(node: ir.Node) -> bool:
-    """Whether a product is one of a stack of matrices and one matrix."""
+    """Whether a product multiplies a stack of matrices by one matrix."""
     a, b = (len(v.shape) for v in node.inputs[:2] if v is not None and v.shape is not None)
     return a != b
 
@@ -98,7 +98,7 @@ def _is_gemm(node: ir.Node) -> bool:
 def _with_flags(
     tape: Tape, node: ir.Node, operands: Sequence[ir.Value], flags: Sequence[int]
 ) -> Tensor:
-    """Emits a product like a node, of other operands and with other flags."""
+    """Emits a product like that of a node, with other operands and flags."""
     if node.op_type != "Gemm":
         return fused_matmul(tape, operands, flags)
     alpha, beta = (node.attributes.get_float(name, 1.0) for name in ("alpha", "beta"))
@@ -123,7 +123,7 @@ def _swap(perm: Sequence[int]) -> tuple[int, ...]:
 
 
 def _source(tape: Tape, value: ir.Value) -> tuple[ir.Value, int]:
-    """Returns what a product can read instead of a value, and whether it is to transpose it."""
+    """Returns a value that a product can read instead, and whether it must transpose that."""
     source, perm = value, tuple(range(len(value.shape or ())))
     while (producer := source.producer()) is not None and (inner := _perm(producer)) is not None:
         assert producer.inputs[0] is not None
@@ -140,7 +140,7 @@ def _source(tape: Tape, value: ir.Value) -> tuple[ir.Value, int]:
 
 
 def _swapped(x: Tensor) -> Tensor:
-    """Returns a Tensor that has nothing but the shape of the transposed matrices of another."""
+    """Returns a Tensor without a producer, with the shape of the transposed matrices of another."""
     shape = x.shape
     assert shape is not None
     return x.tape.tensor(ir.Value(shape=ir.Shape([*shape[:-2], shape[-1], shape[-2]])))
@@ -152,10 +152,10 @@ def fused_matmul(
     """Emits FusedMatMul, which multiplies the result by alpha.
 
     Args:
-        tape: Where to; float32.
-        operands: The factors.
-        flags: For each of them whether to transpose it.
-        alpha: The factor.
+        tape: The tape.
+        operands: The float32 factors.
+        flags: Whether to transpose each of them.
+        alpha: The scale of the result.
     """
     attributes = [ir.AttrInt64("transA", flags[0]), ir.AttrInt64("transB", flags[1])]
     attributes.append(ir.AttrFloat32("alpha", alpha))
@@ -174,12 +174,12 @@ TRANSPOSES = PatternPass("transposes", _transposed_factors, _transposed_product,
 
 @pattern("Mul")
 def _scaled_product(node: ir.Node, tape: Tape) -> Result:
-    """Lets products do what multiplications by one constant number do before or behind them."""
+    """Fuses multiplications by a constant number into the products before or after them."""
     found = _scale(node)
     if found is None:
         return None
     x, factor = found
-    products = _products_behind(node.outputs[0]) or _products_before(x)
+    products = _products_after(node.outputs[0]) or _products_before(x)
     for product, count in Counter(products).items():
         alpha = product.attributes.get_float("alpha", 1.0)
         assert alpha is not None
@@ -190,7 +190,7 @@ def _scaled_product(node: ir.Node, tape: Tape) -> Result:
 
 
 def _scale(node: ir.Node) -> tuple[ir.Value, float] | None:
-    """Returns what a node multiplies by one constant number, and the number."""
+    """Returns the factor that a node multiplies by a constant number, and the number; or None."""
     if node.outputs[0].is_graph_output():
         return None
     for x, other in (node.inputs, reversed(node.inputs)):
@@ -207,8 +207,8 @@ def _scales(node: ir.Node) -> bool:
     return _is_product(node) or (node.op_type == "FusedMatMul" and node.domain == FUSED_DOMAIN)
 
 
-def _products_behind(value: ir.Value) -> list[ir.Node]:
-    """Returns the products that read a value, in whatever shape; none where others read it too."""
+def _products_after(value: ir.Value) -> list[ir.Node]:
+    """Returns the products that read a value, in any shape; none if other nodes read it too."""
     found: list[ir.Node] = []
     pending = [value]
     while pending:
@@ -226,7 +226,7 @@ def _products_behind(value: ir.Value) -> list[ir.Node]:
 
 
 def _products_before(value: ir.Value | None) -> list[ir.Node]:
-    """Returns the product that gives a value, in whatever shape; none if others read it too."""
+    """Returns the product that computes a value, in any shape; none if other nodes read it too."""
     while value is not None and has_one_reader(value):
         node = value.producer()
         if node is not None and _scales(node):
@@ -245,7 +245,7 @@ SCALES = PatternPass("scales", _scaled_product, serves=ONNXRUNTIME)
 
 @pattern("ReduceSum")
 def _row_sum(node: ir.Node, tape: Tape) -> Result:
-    """Makes a sum over all axes but the last a product with ones."""
+    """Replaces a sum over all axes but the last with a product with ones."""
     x = _summed_rows(node)
     if x is None:
         return None
@@ -260,7 +260,7 @@ def _row_sum(node: ir.Node, tape: Tape) -> Result:
 
 
 def _summed_rows(node: ir.Node) -> ir.Value | None:
-    """Returns what a node sums over all axes but the last, which go."""
+    """Returns the value that a node sums over all axes but the last, without keepdims; or None."""
     if node.attributes.get_int("keepdims", 1) != 0:
         return None
     x, axes = (*node.inputs, None)[:2]
@@ -275,7 +275,7 @@ def _summed_rows(node: ir.Node) -> ir.Value | None:
 
 
 def _places(tape: Tape) -> dict[str, tuple[ir.Value, int]]:
-    """Returns for each symbol an input and the axis that it is the size of."""
+    """Returns, for each symbol, an input and an axis with this size."""
     return {
         dim.value: (value, axis)
         for value in tape.graph.inputs
@@ -285,7 +285,7 @@ def _places(tape: Tape) -> dict[str, tuple[ir.Value, int]]:
 
 
 def _rows(value: ir.Value, tape: Tape) -> tuple[int, tuple[str, ...]] | None:
-    """Returns a number and symbols whose product is the number of rows; None where unknown."""
+    """Returns the number of rows as a number and symbols to multiply; None if unknown."""
     if value.shape is None:
         return None
     places = tape.once("places", lambda: _places(tape))
@@ -301,7 +301,7 @@ def _rows(value: ir.Value, tape: Tape) -> tuple[int, tuple[str, ...]] | None:
 
 
 def _rows_of_source(value: ir.Value, tape: Tape) -> tuple[int, tuple[str, ...]] | None:
-    """Returns the same for what a value has its rows from."""
+    """Returns the same for the value from which a node computes the rows."""
     node = value.producer()
     source = None if node is None or node.domain else node.inputs[0]
     if node is None or source is None or source.shape is None or value.shape is None:
@@ -316,7 +316,7 @@ def _rows_of_source(value: ir.Value, tape: Tape) -> tuple[int, tuple[str, ...]] 
 
 
 def _ones(tape: Tape, number: int, symbols: tuple[str, ...]) -> Tensor:
-    """Returns a vector of ones, one for each row."""
+    """Returns a vector of ones with an element for each row."""
     if not symbols:
         return tape.constant(np.ones(number, np.float32))
     length: object = None if number == 1 else [number]

@@ -113,7 +113,7 @@ class Rematerialization(Pass):
             kept = forward.choose(self.checkpoint)
         else:
             kept = {value for value in forward.from_batch if value.name in self.checkpoint}
-        _Repetition(draft.graph, draft.names, forward, kept).run()
+        _Recomputation(draft.graph, draft.names, forward, kept).run()
 
 
 class _Forward:
@@ -126,10 +126,11 @@ class _Forward:
 
     Attributes:
         nodes: Its nodes, in topological order.
-        batch: What depends on the batch, the inputs that it fills included.
+        batch: The values that depend on the batch, and the inputs that it fills.
         from_batch: The results of nodes that depend on the batch, in the order of the nodes.
         values: The results of nodes that depend on both the batch and variables, in the order of
-            the nodes. What depends on the batch alone, like a mask that all layers read, is kept.
+            the nodes. Values that depend on the batch alone, such as a mask that all layers read,
+            are kept.
     """
 
     def __init__(self, graph: ir.Graph, feeds: Collection[str], shown: Collection[str]) -> None:
@@ -143,14 +144,15 @@ class _Forward:
         self.values = [value for value in results if value in both]
 
     def choose(self, wanted: int | str) -> set[ir.Value]:
-        """Returns tensors that the forward pass goes through, with as much memory between them.
+        """Chooses tensors to keep, so that the memory between them is about equal.
 
-        Of those that lie close to where one should be, small ones are taken.
+        The candidates are tensors that all later results depend on. Among candidates close to an
+        ideal position, smaller ones are preferred.
 
         Args:
-            wanted: How many; "sqrt" for the square root of the number of such tensors.
+            wanted: The number of tensors, or "sqrt" for the square root of that of candidates.
         """
-        places = self._narrow_places()
+        places = self._bottlenecks()
         if not places:
             return set()
         kept = {value for value in self.values if is_float(value)}
@@ -163,8 +165,8 @@ class _Forward:
         nearest = (min((abs(before[p] - end) + sizes[p], p) for p in places)[1] for end in ends)
         return {places[place] for place in nearest}
 
-    def _narrow_places(self) -> dict[int, ir.Value]:
-        """Returns results that alone of all so far are read later, by their nodes' positions."""
+    def _bottlenecks(self) -> dict[int, ir.Value]:
+        """Returns results that are the only ones to be read later, by their nodes' positions."""
         members = set(self.nodes)
         left = {
             value: sum(reader in members for reader, _ in value.uses())
@@ -188,14 +190,14 @@ class _Forward:
         return places
 
 
-class _Repetition:
-    """Repeats nodes of the forward pass where the backward pass reads their results.
+class _Recomputation:
+    """Copies nodes of the forward pass to where the backward pass reads their results.
 
     Args:
         graph: The step.
-        names: The names taken in it.
+        names: The names used in it.
         forward: Its forward pass.
-        kept: Results of it that are kept.
+        kept: The results of the forward pass to keep.
     """
 
     def __init__(
@@ -208,18 +210,18 @@ class _Repetition:
         self._batch = forward.batch
         before = ancestor_nodes(kept, set())
         captured = {value for node in graph for value in _captured(node)}
-        self._repeated = {
+        self._recomputed = {
             value
             for node in before
-            if _is_repeatable(node)
+            if _is_deterministic(node)
             for value in node.outputs
-            if value in self._results and _is_dear(value) and value not in kept | captured
+            if value in self._results and _is_large(value) and value not in kept | captured
         }
         self._copies: dict[ir.Value, ir.Value] = {}
         self._delayed: dict[ir.Value, ir.Value] = {}
 
     def run(self) -> None:
-        """Repeats what nodes outside the forward pass read, in front of the first that does."""
+        """Inserts copies before the first node outside the forward pass that reads a result."""
         late = dependent_values(self._graph, self._results) - self._results
         cotangent: ir.Value | None = None
         for node in list(self._graph):
@@ -228,18 +230,18 @@ class _Repetition:
             own = (v for v in node.inputs if v is not None and v in late and is_float(v))
             cotangent = next(own, cotangent)
             for index, value in enumerate(node.inputs):
-                if value is not None and value in self._repeated and cotangent is not None:
+                if value is not None and value in self._recomputed and cotangent is not None:
                     self._tape.before = node
                     node.replace_input_with(index, self._copy(value, cotangent))
 
     def _copy(self, value: ir.Value, cotangent: ir.Value) -> ir.Value:
-        """Returns what has the numbers of a value, computed once a cotangent is known."""
+        """Returns a copy of a value, which is computed after a cotangent."""
         missing: set[ir.Node] = set()
         pending = [value]
         while pending:
             wanted = pending.pop()
             node = wanted.producer()
-            if node is None or wanted not in self._repeated or wanted in self._copies:
+            if node is None or wanted not in self._recomputed or wanted in self._copies:
                 continue
             if node not in missing:
                 missing.add(node)
@@ -253,14 +255,15 @@ class _Repetition:
             self._tape.scope = f"{node.name}/again/"
             self._tape.append(copy)
             for old, new in zip(node.outputs, copy.outputs, strict=True):
-                if old in self._repeated:
+                if old in self._recomputed:
                     self._copies[old] = new
         return self._copies[value]
 
     def _delay(self, value: ir.Value, cotangent: ir.Value) -> ir.Value:
-        """Returns a value again, in the same memory, that is there once a cotangent is known.
+        """Returns a value in the same memory that is available only after a cotangent.
 
-        To its shape a zero is added, which is computed from no element of the cotangent.
+        It is a Reshape whose shape depends on the cotangent: a sum of none of its elements, which
+        is zero, is added to the shape.
         """
         if value not in self._delayed:
             self._tape.scope = "checkpoint/"
@@ -272,19 +275,19 @@ class _Repetition:
 
 
 def _size(value: ir.Value) -> int:
-    """Returns the number of elements, for each of the sizes that are not known."""
+    """Returns the product of the known sizes."""
     return math.prod(size for size in value.shape or () if isinstance(size, int))
 
 
-def _is_dear(value: ir.Value) -> bool:
-    """Whether a value may take much memory: not a small one, no shape, and no mask."""
+def _is_large(value: ir.Value) -> bool:
+    """Whether a value may need much memory, unlike small tensors and masks."""
     if value.dtype in _CHEAP or not isinstance(value.type, ir.TensorType | NoneType):
         return False
     return value.shape is None or not value.shape.is_static() or _size(value) > _SMALL
 
 
-def _is_repeatable(node: ir.Node) -> bool:
-    """Whether a node computes the same again from the same inputs, as far as is known."""
+def _is_deterministic(node: ir.Node) -> bool:
+    """Whether a node is known to be deterministic."""
     inner = [other for graph in inner_graphs(node) for other in graph.all_nodes()]
     return all(
         other.domain in _KNOWN_DOMAINS and not any(part in other.op_type for part in RANDOM)
@@ -293,6 +296,6 @@ def _is_repeatable(node: ir.Node) -> bool:
 
 
 def _captured(node: ir.Node) -> set[ir.Value]:
-    """Returns the values that the graphs inside a node read from outside."""
+    """Returns the values that the subgraphs of a node capture."""
     own = {value for value in node.inputs if value is not None}
     return set(read_inputs(node)) - own if inner_graphs(node) else set()

@@ -15,7 +15,7 @@ from ortops.passes.draft import SESSION, Draft, Pass, Runtime
 __all__ = ["Pattern", "PatternPass", "Result", "pattern", "rewrite"]
 
 Result: TypeAlias = Tensor | Sequence[Tensor] | None
-"""What comes in the place of a node's outputs, of all that it has; None leaves it as it is."""
+"""The replacements for all outputs of a node; None to keep the node."""
 
 
 @dataclass(frozen=True)

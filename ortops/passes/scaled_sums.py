@@ -33,16 +33,16 @@ _CHANNELS = 16  # a multiple of any kernel's block
 _HEIGHT = 16  # threads share the rows
 
 MULTIPLE = _CHANNELS * _HEIGHT
-"""The number of elements is a multiple of this."""
+"""The number of elements must be a multiple of this."""
 
 
 def arranged(size: int) -> tuple[int, int, int, int]:
-    """Returns the shape that the kernels take a tensor of so many elements in."""
+    """Returns the shape in which the kernels read a tensor with the given number of elements."""
     return 1, _CHANNELS, _HEIGHT, size // MULTIPLE
 
 
 def has_kernel() -> bool:
-    """Returns whether onnxruntime has a kernel that makes such a sum in one pass, here."""
+    """Returns whether onnxruntime has a kernel here that computes such a sum in one pass."""
     return block_size() is not None or _has_gated_add()
 
 
@@ -59,7 +59,7 @@ def _has_gated_add() -> bool:
     model = tape.model().SerializeToString()
     try:
         onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
-    except Exception:  # of several types: it has no schema, or no kernel
+    except Exception:  # several types: the schema or the kernel is missing
         return False
     return True
 
@@ -68,11 +68,11 @@ def insert(formula: ir.Graph, updated: Container[ir.Value]) -> None:
     """Fuses the sums in an update's formula to single nodes, which `expand` replaces later.
 
     A running mean p of q, a · p + (1 - a) · q, becomes p + (1 - a) · (q - p), which scales once.
-    The next value of a mean that is infinite is NaN then: no training comes back from there.
+    If the mean is infinite, its next value is then NaN, but training has diverged anyway.
 
     Args:
-        formula: See `ortops.execution.split.Group`; changed in place.
-        updated: Its inputs whose next values it gives, in their memory if possible.
+        formula: See `ortops.execution.split.Group`; it is modified in place.
+        updated: Its inputs whose next values it computes, in their memory if possible.
     """
 
     @pattern("Add", "Sub")
@@ -80,7 +80,7 @@ def insert(formula: ir.Graph, updated: Container[ir.Value]) -> None:
         a, b = (tape.tensor(value) for value in node.inputs if value is not None)
         if node.outputs[0].dtype != ir.DataType.FLOAT or a.shape == () or b.shape == ():
             return None
-        # Each: a summand, what is added to it, and -1 if it is taken away instead.
+        # Each pair: a summand, the other one, and -1 if that is subtracted.
         pairs = [(a, b, 1), (b, a, 1)] if node.op_type == "Add" else [(a, b, -1)]
         tries = (form(*pair, updated) for form in (_running_mean, _scaled_sum) for pair in pairs)
         return next((found for found in tries if found is not None), None)
@@ -89,14 +89,14 @@ def insert(formula: ir.Graph, updated: Container[ir.Value]) -> None:
 
 
 def _running_mean(a: Tensor, b: Tensor, sign: int, updated: Container[ir.Value]) -> Tensor | None:
-    """Returns a + b where they are decay · p and (1 - decay) · q, and p is updated slowly."""
+    """Returns a + b if they are decay · p and (1 - decay) · q, and decay is at least ½; or None."""
     if sign < 0:
         return None
     decay, p = _factored(a)
     weight, q = _factored(b)
     if decay is None or weight is None or decay.constant is None or weight.constant is None:
         return None
-    # After a quick decay p, which is to vanish, would leave its rounding behind.
+    # With a small decay, p should vanish quickly, but its rounding error would remain.
     if decay.constant < 0.5 or decay.constant + weight.constant != 1 or p.value not in updated:
         return None
     return _node(q - p, weight, p, 1)
@@ -105,15 +105,15 @@ def _running_mean(a: Tensor, b: Tensor, sign: int, updated: Container[ir.Value])
 def _scaled_sum(
     y: Tensor, product: Tensor, sign: int, updated: Container[ir.Value]
 ) -> Tensor | None:
-    """Returns y + product, or y - product, where that is a product with a scalar."""
+    """Returns y + product, or y - product, if one factor of the product is a scalar; or None."""
     factor, x = _factored(product)
-    if factor is None or x.value in updated:  # whose memory may be that of the result
+    if factor is None or x.value in updated:  # the result may be written to the memory of x
         return None
     return _node(x, factor, y, sign)
 
 
 def _factored(x: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Returns a tensor as a scalar, or None, times the rest of a product or quotient."""
+    """Splits a product or quotient into a scalar factor, or None, and the rest."""
     node = x.value.producer()
     if node is None or node.op_type not in ("Mul", "Div") or len(x.value.uses()) > 1:
         return None, x
@@ -136,12 +136,12 @@ def _node(x: Tensor, factor: Tensor, y: Tensor, sign: int) -> Tensor:
 
 
 def overwrites(writer: ir.Node, value: ir.Value) -> bool:
-    """Whether a node, if its result is bound to a value's memory, writes there before it reads."""
+    """Whether a node writes its result before it reads a value, if both have the same memory."""
     return writer.op_type == "ScaledSum" and writer.inputs[0] is value
 
 
 def expand(graph: ir.Graph) -> None:
-    """Replaces the nodes of `insert` by what onnxruntime knows, where tensors are `arranged`."""
+    """Replaces the nodes of `insert` with those of onnxruntime; tensors must be `arranged`."""
     rewrite(graph, Names(graph), _kernel)
 
 
@@ -161,7 +161,7 @@ def _kernel(node: ir.Node, tape: Tape) -> Result:
 
 
 def _gated_add(x: Tensor, weights: Tensor, y: Tensor) -> Tensor:
-    """Returns y + weights · x, where each row of x has a weight."""
+    """Returns y + weights · x, with a weight for each row of x."""
     y.tape.graph.opset_imports[_GATED_ADD] = 1
     (total,) = emit(y.tape, _GATED_ADD, "GatedAdd", [y, x, weights], [sizes(y)])
     return total

@@ -19,7 +19,7 @@ from ortops.passes.products import fused_matmul
 __all__ = ["TRANSPOSED"]
 
 _SAMPLES = 32  # with fewer, the kernels for few rows are faster (measured)
-_RATIO = 2  # of features to samples; with fewer features nothing is gained (measured)
+_RATIO = 2  # the minimum ratio of features to samples; below it, there is no gain (measured)
 _PRODUCTS = ("Attention", "Conv", "ConvTranspose", "Einsum", "Gemm", "GRU", "LSTM", "MatMul", "RNN")
 
 
@@ -69,21 +69,21 @@ TRANSPOSED = _Transposed("transposed", ONNXRUNTIME)
 
 
 def _choose(graph: ir.Graph) -> set[ir.Value]:
-    """Returns the activations to transpose: as many as take no Transpose node."""
+    """Returns the activations to transpose: all those that require no Transpose node."""
     chosen = {value for node in graph for value in node.outputs if _is_wide(value)}
     nodes = list(dict.fromkeys(node for value in chosen for node in _around(value)))
     found = -1
     while found != len(chosen):
         found = len(chosen)
         for node in nodes:
-            if node.graph is not graph or not _takes_transposed(node, chosen):
+            if node.graph is not graph or not _supports_transposed(node, chosen):
                 chosen -= {*node.inputs, *node.outputs}
         nodes.reverse()
     return chosen
 
 
 def _around(value: ir.Value) -> Iterator[ir.Node]:
-    """Yields the nodes that give and read a value."""
+    """Yields the producer and the consumers of a value."""
     node = value.producer()
     assert node is not None
     yield node
@@ -91,21 +91,21 @@ def _around(value: ir.Value) -> Iterator[ir.Node]:
 
 
 def _is_wide(value: ir.Value) -> bool:
-    """Whether a value has many features for each sample, by its shape, and is no output."""
+    """Whether a value has many features per sample, and is not an output of the graph."""
     if value.shape is None or len(value.shape) != 2 or value.is_graph_output():
         return False
     return _pays(*value.shape)
 
 
 def _pays(samples: object, features: object) -> bool:
-    """Whether sizes, which may be symbols, are known and worth it."""
+    """Whether sizes are known, and make transposing faster."""
     if not isinstance(samples, int) or not isinstance(features, int):
         return False
     return features >= _RATIO * samples >= _RATIO * _SAMPLES
 
 
-def _takes_transposed(node: ir.Node, chosen: Container[ir.Value]) -> bool:
-    """Whether a node can have all that is chosen transposed."""
+def _supports_transposed(node: ir.Node, chosen: Container[ir.Value]) -> bool:
+    """Whether a node can read and compute all chosen values transposed."""
     y = node.outputs[0]
     if _is_product(node):
         added = node.inputs[2:]
@@ -133,7 +133,7 @@ def _is_product(node: ir.Node) -> bool:
 
 
 def _is_small(value: ir.Value | None) -> bool:
-    """Whether a value is absent, a number, or a number for each feature."""
+    """Whether a value is absent, a scalar, or a vector with an element per feature."""
     return value is None or _rank(value) in (0, 1)
 
 
@@ -144,7 +144,7 @@ def _rank(value: ir.Value | None) -> int | None:
 def _product(
     tape: Tape, node: ir.Node, twins: Mapping[ir.Value, ir.Value], *, transposed: bool
 ) -> Tensor:
-    """Emits a product that reads the twins of its factors, and may give a twin."""
+    """Emits a product of the twins of its factors, which may be transposed itself."""
     a, b, *added = (None if value is None else tape.tensor(value) for value in node.inputs)
     assert a is not None
     assert b is not None
@@ -165,7 +165,7 @@ def _product(
 
 
 def _elementwise(tape: Tape, node: ir.Node, twins: Mapping[ir.Value, ir.Value]) -> Tensor:
-    """Emits a node that computes from twins what a node computes element by element."""
+    """Emits an elementwise node that reads twins."""
     copies = {
         value: twins[value] if value in twins else _column(tape.tensor(value)).value
         for value in node.inputs
@@ -180,7 +180,7 @@ def _elementwise(tape: Tape, node: ir.Node, twins: Mapping[ir.Value, ir.Value]) 
 
 
 def _column(x: Tensor) -> Tensor:
-    """Returns a vector, whose numbers are those of the features, as a column."""
+    """Returns a vector with an element per feature as a column."""
     return op.Unsqueeze(x, [1]) if x.ndim == 1 else x
 
 

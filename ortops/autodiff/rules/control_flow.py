@@ -1,10 +1,10 @@
-"""Rules of operators with graphs inside: If, Loop, Scan and SequenceMap.
+"""Rules of operators with subgraphs: If, Loop, Scan and SequenceMap.
 
-A branch or body is repeated in the backward pass, where its values are not visible otherwise, and
-differentiated there with respect to its own inputs and to the values that it captures. Loop and
-Scan keep the state that each iteration began with; the backward pass goes through the iterations in
-reverse and adds up the cotangents of captured values. A Loop cannot put sequences out in each
-iteration: where the backward pass reads one, it repeats the iterations up to there.
+The backward pass evaluates a branch or body again, because its values are not visible outside, and
+differentiates it with respect to its inputs and to the values that it captures. Loop and Scan
+output the initial state of each iteration. The backward pass runs through the iterations in reverse
+order and adds up the cotangents of captured values. A Loop cannot stack sequences: if the backward
+pass reads one, it repeats all previous iterations.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def if_(at: Site) -> Cotangents:
 
 
 def _seed_of_branch(tape: Tape, part: Tensor, output: ir.Value) -> Tensor:
-    """Returns a cotangent of a branch's own: the branches may put out tensors of several shapes."""
+    """Returns a copy of a cotangent for one branch, because the branches' shapes may differ."""
     seed = op.Identity(tape.tensor(part.value))
     if seed.shape is None or any(not isinstance(dim, int) for dim in seed.shape):
         seed = seed.with_shape_of(tape.tensor(output))
@@ -199,7 +199,7 @@ def sequence_map(at: Site) -> Cotangents:
         if like.dtype is not None:
             sequence.value.type = ir.SequenceType(ir.TensorType(like.dtype))
         part = sequence
-        if not isinstance(like.type, ir.SequenceType):  # each call read the whole tensor
+        if not isinstance(like.type, ir.SequenceType):  # each call reads the whole tensor
             part = op.ReduceSum(op.ConcatFromSequence(part, axis=0, new_axis=1), [0], keepdims=0)
             part = part.with_shape_of(tape.tensor(like))
         passed[like] = add_cotangents(passed[like], part) if like in passed else part
@@ -207,7 +207,7 @@ def sequence_map(at: Site) -> Cotangents:
 
 
 def _captured(at: Site) -> list[ir.Value]:
-    """Returns the active values that the graphs of a node read from outside, each once."""
+    """Returns the active values that the subgraphs of a node capture, without duplicates."""
     own = [value for value in at.node.inputs if value is not None]
     inner = read_inputs(at.node)[len(own) :]
     return [value for value in dict.fromkeys(inner) if value in at.active]
@@ -226,14 +226,14 @@ def _values(tensors: Sequence[Tensor]) -> list[ir.Value]:
 
 
 def _typed(x: Tensor, like: ir.Value) -> Tensor:
-    """Records type and shape of a tensor."""
+    """Sets the type and shape of a tensor, if they are unknown."""
     if x.value.type is None:
         x.value.type = like.type
     return x.with_shape_of(x.tape.tensor(like))
 
 
 def _input_like(tape: Tape, *candidates: ir.Value) -> Tensor:
-    """Adds an input to an inner graph with the type and shape that the first of some values has."""
+    """Adds an input to a subgraph, with the first known type and shape of some values."""
     name = tape.names.unique(f"{tape.scope}{candidates[0].name}")
     kind = next((value.type for value in candidates if value.type is not None), None)
     shape = next((value.shape for value in candidates if value.shape is not None), None)
@@ -245,7 +245,7 @@ def _input_like(tape: Tape, *candidates: ir.Value) -> Tensor:
 def _repeat(
     tape: Tape, graph: ir.Graph, copies: dict[ir.Value, ir.Value]
 ) -> dict[ir.Value, ir.Value]:
-    """Repeats the nodes of a graph on a tape; returns old values → new ones."""
+    """Copies the nodes of a graph to a tape; returns a map from old to new values."""
     copies = dict(copies)
     for value in graph.initializers.values():
         if value.const_value is not None and value not in copies:
@@ -264,14 +264,14 @@ def _differentiate(
     xs: Sequence[ir.Value],
     totals: Sequence[Cotangent] = (),
 ) -> None:
-    """Emits the backward pass of an inner graph and puts its results out.
+    """Emits the backward pass of a subgraph and makes its results outputs.
 
     Args:
-        at: The node that the graph belongs to.
-        tape: The tape of the inner graph.
-        cotangents: Values of the inner graph and the cotangents that they get.
-        xs: The values whose cotangents are put out, zeros where none flows.
-        totals: What is added to the cotangent of each x, if anything.
+        at: The node of the subgraph.
+        tape: The tape of the subgraph.
+        cotangents: Values of the subgraph with their cotangents.
+        xs: The values whose cotangents are outputs; zeros if there is no cotangent.
+        totals: A tensor or None for each x, which is added to its cotangent.
     """
     seeds: Cotangents = {}
     for value, part in cotangents:
@@ -295,7 +295,7 @@ def _initial(
     states: Sequence[int],
     captured: Sequence[ir.Value],
 ) -> list[Tensor]:
-    """Returns what the backward loop starts from: cotangents of final states, and zeros."""
+    """Returns the initial states of the backward loop: the final states' cotangents, and zeros."""
     finals = [
         _zeros(tape.tensor(node.outputs[i])) if (part := g[i]) is None else part for i in states
     ]
@@ -303,7 +303,7 @@ def _initial(
 
 
 def _zeros(x: Tensor) -> Tensor:
-    """Returns zeros like a tensor, or like the tensors of a sequence."""
+    """Returns zeros with the shape of a tensor, or a sequence of zeros."""
     return map_sequences(zeros_like, x) if _is_sequence(x.value) else zeros_like(x)
 
 
@@ -318,7 +318,7 @@ def _emit(
     attributes: Sequence[ir.Attr],
     likes: Sequence[ir.Value],
 ) -> Cotangents:
-    """Appends a node whose outputs are the cotangents of some values."""
+    """Appends a node whose outputs are cotangents, and adds those of the same value."""
     node = ir.Node("", op_type, inputs, attributes, num_outputs=len(likes))
     tape.append(node)
     passed: Cotangents = {}
@@ -329,7 +329,7 @@ def _emit(
 
 
 def _order(node: ir.Node, kind: str, count: int) -> list[tuple[int, int]]:
-    """Returns axis and direction of each scanned input or output."""
+    """Returns the axis and direction of each scanned input or output."""
     axes, directions = (
         node.attributes[name].as_ints() if name in node.attributes else [0] * count
         for name in (f"scan_{kind}_axes", f"scan_{kind}_directions")
@@ -338,13 +338,13 @@ def _order(node: ir.Node, kind: str, count: int) -> list[tuple[int, int]]:
 
 
 def _states_at(tape: Tape, loop: ir.Node, number: Tensor, count: int) -> list[ir.Value]:
-    """Repeats a loop up to an iteration; returns the states that that begins with.
+    """Repeats a loop up to an iteration; returns the initial states of that iteration.
 
     Args:
-        tape: Where the repetition goes.
-        loop: A copy of the Loop node, which is put there.
+        tape: The tape of the backward pass of an iteration.
+        loop: A copy of the Loop node, which is appended to the tape.
         number: The number of the iteration.
-        count: How many states there are.
+        count: The number of states.
     """
     loop.replace_input_with(0, number.value)
     loop.resize_outputs(count)
@@ -358,7 +358,7 @@ def _states_at(tape: Tape, loop: ir.Node, number: Tensor, count: int) -> list[ir
 
 
 def _keep(tape: Tape, node: ir.Node, body: ir.Graph, states: Sequence[ir.Value]) -> list[ir.Value]:
-    """Lets a Loop or Scan put out what its states were at the beginning of each iteration."""
+    """Adds outputs to a Loop or Scan: its states at the beginning of each iteration."""
     body.opset_imports.update(tape.graph.opset_imports)
     inner = Tape(body, names=tape.names)
     for state in states:

@@ -104,6 +104,23 @@ class Windows:
             for size, dilation in zip(self.kernel, self.dilations, strict=True)
         )
 
+    def _slack(self, lengths: Sequence[int]) -> list[int]:
+        """Returns the number of padded elements after the first window, along each axis."""
+        pads, rank = self.pads, self.rank
+        assert pads is not None
+        totals = zip(lengths, pads[:rank], pads[rank:], self.extents, strict=True)
+        return [length + begin + end - cast(int, extent) for length, begin, end, extent in totals]
+
+    def counts(self, lengths: Sequence[int]) -> list[int]:
+        """Returns the number of windows along the axes of a tensor of known sizes."""
+        slack = self._slack(lengths)
+        return [more // step + 1 for more, step in zip(slack, self.strides, strict=True)]
+
+    def left_over(self, lengths: Sequence[int]) -> list[int]:
+        """Returns the number of padded elements after the last window, along each axis."""
+        slack = self._slack(lengths)
+        return [more % step for more, step in zip(slack, self.strides, strict=True)]
+
 
 def windows(
     x: Tensor,

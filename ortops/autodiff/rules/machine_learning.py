@@ -1,7 +1,8 @@
-"""What the operators of ai.onnx.ml stand for: models as scikit-learn's converter writes them.
+"""Definitions of the operators of ai.onnx.ml, which converters of scikit-learn models write.
 
-The operators stay in the forward pass. Where the standard is silent, a definition says what
-onnxruntime's kernels compute. Labels, categories and bins are steps: their derivative is zero.
+The forward pass keeps the operators. If the standard leaves a case open, the definition follows
+onnxruntime's kernels. Operators that return labels, categories or bins are step functions, whose
+derivative is zero.
 """
 
 from __future__ import annotations
@@ -37,16 +38,15 @@ refuses(
     "TreeEnsembleRegressor",
     domain=ML,
     reason="trees are piecewise constant, so their gradient is zero wherever it exists and carries "
-    "no information; take the gradient of a smooth model, or cut the graph "
-    "behind the node by naming its "
-    "output in xs",
+    "no information; take the gradient of a smooth model, or cut the graph after the node by "
+    "listing its output in xs",
 )
 
 refuses(
     "SVMClassifier",
     domain=ML,
-    reason="there is no gradient rule for the votes of an SVM's pairs of classes; use a model of "
-    "another kind (SVMRegressor has a gradient), cut the graph behind the node by naming its "
+    reason="there is no gradient rule for an SVM's votes between pairs of classes; use another "
+    "kind of model (SVMRegressor has a gradient), cut the graph after the node by listing its "
     "output in xs, or add a rule with @ortops.vjp",
 )
 
@@ -75,7 +75,7 @@ def normalizer(x: Tensor, *, norm: str = "MAX") -> Cotangents:
         size = op.ReduceSum(x * x, [-1])
     else:
         raise ModelError(f"norm must be MAX, L1 or L2, got '{norm}'")
-    size = op.Where(op.Equal(size, 0), 1, size)  # rows of zeros stay as they are
+    size = op.Where(op.Equal(size, 0), 1, size)  # rows of zeros are not scaled
     return (x / (op.Sqrt(size) if norm == "L2" else size)).astype(np.float32)
 
 
@@ -119,7 +119,7 @@ def feature_vectorizer(*xs: Tensor, inputdimensions: Sequence[int] = ()) -> Cota
 
 
 def _columns(x: Tensor, count: int) -> Tensor:
-    """Returns the first columns of a matrix, with zeros behind them where it has fewer."""
+    """Returns the first columns of a matrix, padded with zeros if there are fewer."""
     known = x.shape[1] if x.shape is not None else None
     if known == count:
         return x
@@ -129,7 +129,7 @@ def _columns(x: Tensor, count: int) -> Tensor:
 
 
 def _real(x: Tensor) -> Tensor:
-    """Returns numbers to calculate with."""
+    """Converts integers to float32."""
     return x if is_float(x.value) else x.astype(np.float32)
 
 
@@ -146,7 +146,7 @@ def linear_regressor(
     targets: int = 1,
 ) -> Cotangents:
     scores = _linear(x, coefficients, intercepts, targets)
-    # onnxruntime applies nothing else to a single score.
+    # onnxruntime applies only PROBIT to a single score.
     return _transformed(scores, post_transform, single=targets == 1)
 
 
@@ -192,7 +192,7 @@ def svm_regressor(
     kernel_type: str = "LINEAR",
     n_supports: int = 0,
     one_class: int = 0,
-    post_transform: str = "NONE",  # onnxruntime leaves it out
+    post_transform: str = "NONE",  # onnxruntime ignores it
     rho: Sequence[float] = (),
     support_vectors: Sequence[float] = (),
 ) -> Cotangents:
@@ -222,7 +222,7 @@ def svm_regressor(
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """Returns the inputs of a model as rows of float32."""
+    """Returns the input of a model as float32 rows."""
     return (op.Unsqueeze(x, [0]) if x.ndim == 1 else x).astype(np.float32)
 
 
@@ -246,7 +246,7 @@ def _transformed(scores: Tensor, post_transform: str, *, single: bool = False) -
     Args:
         scores: The scores.
         post_transform: Its name.
-        single: Whether the rows are of one score, which only PROBIT changes.
+        single: Whether each row contains one score, which only PROBIT transforms.
     """
     if post_transform == "PROBIT":
         return _probit(scores)
@@ -261,23 +261,23 @@ def _transformed(scores: Tensor, post_transform: str, *, single: bool = False) -
         return op.Sigmoid(scores)
     if post_transform == "SOFTMAX":
         return op.Softmax(scores, axis=-1)
-    # Scores of zero stay zero, and take no part.
+    # SOFTMAX_ZERO excludes scores of zero, which stay zero.
     present = op.Greater(abs(scores), 1e-7)
     part = op.Where(present, op.Exp(scores - op.ReduceMax(scores, [-1])), 0)
     return part / op.ReduceSum(part, [-1])
 
 
 _SHAPE = 0.147
-"""The constant of Winitzki's approximation of the error function, as onnxruntime has it."""
+"""The constant of Winitzki's approximation of the error function that onnxruntime uses."""
 
 
 def _probit(p: Tensor) -> Tensor:
-    """Returns the quantiles of the normal distribution, √2 · erf⁻¹(2p − 1), as onnxruntime does.
+    """Returns the normal quantiles √2 · erf⁻¹(2p − 1), with the approximation of onnxruntime.
 
-    In float64: next to a half, 1 − t² cancels.
+    They are computed in float64, because 1 − t² is inaccurate if p is close to ½.
     """
     t = p.astype(np.float64) * 2 - 1
-    near = op.Less(abs(t), 1e-4)  # where the root is |t| · √π / 2, whose slope the root has not
+    near = op.Less(abs(t), 1e-4)  # there, use erf⁻¹(t) ≈ t · √π / 2: the root has no slope at 0
     far = op.Where(near, 0.5, t)
     logarithm = op.Log((1 - far) * (1 + far))
     half = 2 / (math.pi * _SHAPE) + logarithm / 2

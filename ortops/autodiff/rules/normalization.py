@@ -1,4 +1,4 @@
-"""Rules of normalizations: subtract a mean, divide by a standard deviation, scale and shift."""
+"""Rules of normalizations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _cast(tensors: Sequence[Tensor | None], dtype: np.dtype[Any]) -> list[Tensor
 
 
 def _like(cotangents: Optionals, primals: Optionals) -> Optionals:
-    """Gives each cotangent the type of its primal."""
+    """Converts each cotangent to the type of its primal."""
     return tuple(
         cotangent if cotangent is None or primal is None else cotangent.astype(primal.dtype)
         for cotangent, primal in zip(cotangents, primals, strict=True)
@@ -29,7 +29,7 @@ def _like(cotangents: Optionals, primals: Optionals) -> Optionals:
 
 
 def _count(x: Tensor, axes: Sequence[int], dtype: np.dtype[Any]) -> int | Tensor:
-    """Returns the number of elements along axes, to divide a tensor of a type by."""
+    """Returns the number of elements along axes, as an int or as a tensor of a type."""
     count = size_of(x, axes)
     return count.astype(dtype) if isinstance(count, Tensor) else count
 
@@ -39,7 +39,7 @@ def _add(a: Tensor | None, b: Tensor) -> Tensor:
 
 
 def per_channel(vector: Tensor, x: Tensor) -> Tensor:
-    """Shapes a vector of one number per channel (axis 1) so that it broadcasts to ``x``."""
+    """Shapes a vector with one element per channel (axis 1) so that it broadcasts to ``x``."""
     return vector if x.ndim <= 2 else op.Unsqueeze(vector, [*range(1, x.ndim - 1)])
 
 
@@ -155,7 +155,7 @@ def layer_normalization(
 def _weighted_sum(x: Tensor, weights: Tensor, axes: Sequence[int]) -> Tensor:
     """Returns the sum over axes of x times weights, with the axes kept.
 
-    Over the last axis it is a product of matrices, one pass over the memory of x.
+    For the last axis, it is computed as a matrix product, in one pass over the memory of x.
     """
     if len(axes) == 1 and weights.ndim == 1 and x.shape and x.shape[-1] == (weights.shape or ())[0]:
         return op.MatMul(x, op.Unsqueeze(weights, [1]))
@@ -222,7 +222,7 @@ def group_normalization(
 
 
 def _standardize(x: Tensor, axes: Sequence[int], epsilon: float) -> tuple[Tensor, Tensor]:
-    """Returns x with mean 0 and variance 1 along axes, and one divided by its deviation."""
+    """Returns x with mean 0 and variance 1 along axes, and the inverse standard deviation of x."""
     centred = x - op.ReduceMean(x, axes)
     inverse_std = op.Reciprocal(op.Sqrt(op.ReduceMean(centred * centred, axes) + epsilon))
     return centred * inverse_std, inverse_std
@@ -231,13 +231,13 @@ def _standardize(x: Tensor, axes: Sequence[int], epsilon: float) -> tuple[Tensor
 def _standardize_vjp(
     g: Tensor, normalized: Tensor, inverse_std: Tensor, axes: Sequence[int]
 ) -> Tensor:
-    """Takes what g has of the mean and of the normalized values themselves out of it."""
+    """Returns the cotangent of x: projects out the mean of g and its component along normalized."""
     projected = g - op.ReduceMean(g, axes) - normalized * op.ReduceMean(g * normalized, axes)
     return projected * inverse_std
 
 
 def _affine_vjp(g: Tensor, normalized: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the cotangents of the scale and the shift of each channel of x."""
+    """Returns the cotangents of the scale and the bias of each channel of x."""
     axes = [axis for axis in range(x.ndim) if axis != 1]
     return op.ReduceSum(g * normalized, axes, keepdims=0), op.ReduceSum(g, axes, keepdims=0)
 
@@ -260,7 +260,7 @@ def mean_variance_normalization(
 def lp_normalization(g: Tensor, y: Tensor, x: Tensor, *, axis: int = -1, p: int = 2) -> Cotangents:
     norm = op.ReduceL1(x, [axis]) if p == 1 else op.ReduceL2(x, [axis])
     direction = op.Sign(x) if p == 1 else y
-    inverse = op.Reciprocal(op.Where(norm > 0, norm, 1))  # all zeros: y is 0, and so is d_x
+    inverse = op.Reciprocal(op.Where(norm > 0, norm, 1))  # if the norm is 0, y and d_x are 0
     d_x = (g - direction * op.ReduceSum(g * y, [axis])) * inverse
     return op.Where(norm > 0, d_x, 0)
 
@@ -284,7 +284,7 @@ def lrn(
 
 
 def _channel_window_sum(x: Tensor, before: int, after: int) -> Tensor:
-    """Sums, for each channel, over the channels up to so many before and after it."""
+    """Sums, for each channel, over it and the given numbers of channels before and after it."""
     channels = size_of(x, [1])
     padded = pad_axes(x, [before, after], None, [1])
     windows = [padded[:, i : channels + i] for i in range(before + after + 1)]

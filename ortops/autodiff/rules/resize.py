@@ -1,8 +1,8 @@
 """The rule of Resize.
 
-Resize is linear, and separable: along each axis it is the product with a matrix of interpolation
-weights. That matrix is what Resize itself makes of the identity matrix, so it is right in every
-mode, coordinate transformation and size, whether known while the graph is built or not.
+Resize is linear and separable: along each axis, it multiplies by a matrix of interpolation weights.
+This matrix is computed by applying Resize to the identity matrix. Therefore it is correct for all
+modes, coordinate transformations and sizes, known or unknown.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _COPIES_BLOCKS = {
     ("pytorch_half_pixel", "round_prefer_floor"),
     ("tf_half_pixel_for_nn", "floor"),
 }
-"""The nearest modes in which scaling by a whole number repeats each element that often."""
+"""The nearest modes in which scaling by an integer n repeats each element n times."""
 
 
 @dataclass(frozen=True)
 class _Resizing:
-    """How Resize was called.
+    """The arguments of a Resize.
 
     Attributes:
         x: The input; only its shape is used.
         y: The output; only its shape is used.
-        axes: The axes that ``roi``, ``scales`` and ``sizes`` are about.
-        roi: The region of interest, where it counts.
-        scales: The scales, or None where sizes are given.
-        sizes: The sizes, or None where scales are given.
-        attributes: The attributes that say how elements are weighted.
+        axes: The axes that ``roi``, ``scales`` and ``sizes`` refer to.
+        roi: The region of interest, if the coordinate transformation uses it.
+        scales: The scales, or None if sizes are given.
+        sizes: The sizes, or None if scales are given.
+        attributes: The attributes that determine the interpolation weights.
         policy: The attribute keep_aspect_ratio_policy.
     """
 
@@ -58,7 +58,7 @@ class _Resizing:
     policy: str
 
     def scale(self, axis: int) -> float | None:
-        """Returns by how much an axis is scaled, or None where only a run can tell."""
+        """Returns the scale of an axis, or None if it is known only at run time."""
         if self.policy != "stretch" and self.scales is None:
             return None
         given = None if self.scales is None else self.scales.constant
@@ -74,12 +74,12 @@ class _Resizing:
 
     @property
     def outer(self) -> int:
-        """How many leading axes onnxruntime never resizes."""
-        # It interpolates along the last two or three axes, or the middle two of four.
+        """The number of leading axes that onnxruntime never resizes."""
+        # onnxruntime interpolates along the last two or three axes, or the middle two of four.
         return max(self.x.ndim - 3, 0) if self.attributes["mode"] != "nearest" else 0
 
     def resized(self) -> list[int]:
-        """Returns the axes that may be resized; onnxruntime copies one whose scale is 1."""
+        """Returns the axes that may be resized; onnxruntime copies along an axis with scale 1."""
         return [axis for axis in self.axes if axis >= self.outer and self.scale(axis) != 1]
 
     def matrix(self, axis: int) -> Tensor:
@@ -109,10 +109,10 @@ class _Resizing:
         return cast(Tensor, weights)
 
     def _matrix_of_kept_length(self, eye: Tensor, axis: int, roi: Tensor | None) -> Tensor:
-        """Returns the weights along an axis that may keep its length though its scale is not 1.
+        """Returns the weights along an axis that may keep its length although its scale is not 1.
 
-        Where no length changes at all, onnxruntime copies. So an axis is added that changes its
-        length if any of those of x does.
+        If no axis changes its length, onnxruntime copies the input. Therefore another axis is added
+        to the identity matrix, which changes its length if any axis of x does.
         """
         changes = op.ReduceMax(abs(shape_of(self.y) - shape_of(self.x)), keepdims=1) > 0
         second = op.Where(changes, np.array(2, np.float32), np.array(1, np.float32))
@@ -126,7 +126,7 @@ class _Resizing:
         return op.Squeeze(op.Slice(weights, [0], [1], [3]), [0, 3])
 
     def _matrix_in_policy(self, eye: Tensor, axis: int) -> Tensor:
-        """Returns the weights along an axis whose scale another axis may have decided."""
+        """Returns the weights along an axis whose scale may be determined by another axis."""
         position, count = self.axes.index(axis), len(self.axes)
         lengths = [size_of(self.x, [a]) for a in self.axes]
         others = [a for a in range(2, 2 + count) if a != 2 + position]
@@ -146,7 +146,7 @@ class _Resizing:
 
 
 def _check_policy(y: Tensor, call: _Resizing) -> None:
-    """Refuses a scale that is common to axes of which some cannot be resized."""
+    """Rejects aspect-ratio policies that onnxruntime supports only in part."""
     cropped = call.attributes["coordinate_transformation_mode"] == "tf_crop_and_resize"
     node = y.value.producer()
     name = describe(node) if node else "Resize"
@@ -164,7 +164,7 @@ def _check_policy(y: Tensor, call: _Resizing) -> None:
 
 
 def _may_keep_length(scale: float | None, length: int | Tensor) -> bool:
-    """Whether a scale other than 1 may give as many elements as there were, out of 2 or more."""
+    """Whether a scale other than 1 may keep a length of 2 or more unchanged, by rounding."""
     if scale is None:
         return True
     shortest = length if isinstance(length, int) else 2
@@ -172,7 +172,7 @@ def _may_keep_length(scale: float | None, length: int | Tensor) -> bool:
 
 
 def _block_sizes(call: _Resizing, nearest_mode: str) -> dict[int, int] | None:
-    """Returns how often each resized axis repeats its elements, or None where it does not."""
+    """Returns how many times each resized axis repeats its elements; None for other cases."""
     mode = call.attributes["coordinate_transformation_mode"]
     scales = {axis: call.scale(axis) for axis in call.resized()}
     if call.attributes["mode"] != "nearest" or None in scales.values():
@@ -197,7 +197,7 @@ def _sum_blocks(g: Tensor, x: Tensor, blocks: dict[int, int]) -> Tensor:
 
 
 def _product_along(g: Tensor, weights: Tensor, axis: int) -> Tensor:
-    """Multiplies an axis of g with weights (new length, length)."""
+    """Multiplies g along an axis by weights (new length, length)."""
     rank = g.ndim
     if axis == rank - 1:
         return op.MatMul(g, weights.T)
@@ -223,7 +223,7 @@ def resize(
     coordinate_transformation_mode: str = "half_pixel",
     cubic_coeff_a: float = -0.75,
     exclude_outside: int = 0,
-    extrapolation_value: float = 0.0,  # a constant where it counts: nothing of x is there
+    extrapolation_value: float = 0.0,  # constant elements of y do not depend on x
     keep_aspect_ratio_policy: str = "stretch",
     mode: str = "nearest",
     nearest_mode: str = "round_prefer_floor",

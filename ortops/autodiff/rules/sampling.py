@@ -1,7 +1,7 @@
-"""Rules of operators that sample images between their elements.
+"""Rules of operators that sample images at interpolated positions.
 
-A sample is a weighted sum of a few elements around its coordinates, the taps. With respect to the
-image it is linear; with respect to the coordinates each weight has its slope.
+A sample is a weighted sum of a few elements around its coordinates, the taps. It is linear in the
+image. The derivatives of the weights with respect to the coordinates are called slopes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ortops.graph.shapes import index_range, reshape_like, size_of
 from ortops.graph.tensor import Tensor, op
 
 Size: TypeAlias = int | Tensor
-"""A length: an int, or a scalar of int64 where only a run can tell."""
+"""A length: an int, or an int64 scalar if it is known only at run time."""
 
 _A = -0.75
 _CUBIC = np.array(
     [[0, 1, 0, 0], [_A, 0, -_A, 0], [-2 * _A, -_A - 3, 2 * _A + 3, _A], [_A, _A + 2, -_A - 2, -_A]]
 )
-"""The weights of four neighbours as polynomials in the fraction: row n has those of its power n."""
+"""The weights of four neighbours as polynomials in the fraction; row n: coefficients of power n."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class _Axis:
     """The taps of samples along one axis, in the last dimension.
 
     Attributes:
-        index: Which elements they are, int64; all exist.
+        index: The int64 indices of the taps, clipped to the axis.
         weight: Their weights.
         slope: The derivatives of the weights with respect to the coordinate; None for zeros.
     """
@@ -48,7 +48,7 @@ class _Axis:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Returns x in float32 at least: narrower types cannot count the elements of an image."""
+    """Converts x to at least float32; narrower types cannot represent the indices of an image."""
     return x.astype(wide_dtype(x))
 
 
@@ -57,14 +57,22 @@ def _number(size: Size, like: Tensor) -> Any:
 
 
 def _last(x: Tensor) -> Tensor:
-    """Returns x with one more dimension, of size 1, at the end."""
+    """Appends an axis of size 1."""
     return op.Unsqueeze(x, [-1])
 
 
 def _taps_along(
     coordinate: Tensor, length: Size, mode: str, padding: str, align_corners: int
 ) -> _Axis:
-    """Returns the taps around coordinates, counted in elements, along an axis of some length."""
+    """Returns the taps of samples along an axis.
+
+    Args:
+        coordinate: The coordinates of the samples, in elements.
+        length: The length of the axis.
+        mode: The interpolation: nearest, linear or cubic.
+        padding: The attribute padding_mode of GridSample.
+        align_corners: The attribute of GridSample.
+    """
     dtype = coordinate.dtype
     slope: Tensor | None
     if mode == "nearest":
@@ -86,11 +94,11 @@ def _taps_along(
             if padding == "border":  # on the border itself the slope is 0, as in PyTorch
                 slope = slope * _last(coordinate > 0).astype(dtype)
     if padding == "reflection":
-        if align_corners:  # about the centres of the outer elements
+        if align_corners:  # reflect at the centres of the outer elements
             period = 2 * length - 2
             period = max(period, 1) if isinstance(period, int) else op.Max(period, 1)
             mirrored = period
-        else:  # about their outer edges
+        else:  # reflect at their outer edges
             period = 2 * length
             mirrored = period - 1
         index = op.Mod(index, period)
@@ -104,7 +112,7 @@ def _taps_along(
 
 
 def _spread(axes: Sequence[Tensor]) -> list[Tensor]:
-    """Gives each of the taps along D axes a dimension of its own among D at the end."""
+    """Shapes the taps along D axes to broadcast to a grid of taps in the last D dimensions."""
     count = len(axes)
     return [
         op.Unsqueeze(taps, [k - count for k in range(count) if k != axis]) if count > 1 else taps
@@ -132,7 +140,7 @@ class _Samples:
 
     @property
     def _tap_axes(self) -> list[int]:
-        # Counted from the front: of an empty tensor, onnxruntime does not reduce a negative axis.
+        # Not negative, because onnxruntime does not reduce an empty tensor along negative axes.
         first = self.axes[0].index.ndim - 1
         return list(range(first, first + len(self.axes)))
 
@@ -143,7 +151,7 @@ class _Samples:
 
     @functools.cached_property
     def index(self) -> Tensor:
-        """The number of each tap among the elements of an image, (N, …samples…, taps × D)."""
+        """The flat index of each tap in an image, (N, …samples…, taps × D)."""
         steps = [
             functools.reduce(operator.mul, self.lengths[axis + 1 :], 1)
             for axis in range(len(self.lengths))
@@ -158,9 +166,8 @@ class _Samples:
     @functools.cached_property
     def values(self) -> Tensor:
         """The elements at the taps, (N, …samples…, taps × D, C)."""
-        rows = op.Transpose(
-            self.x, perm=[0, *range(2, self.x.ndim), 1]
-        )  # a tap then takes all channels in one piece
+        # Channels last, so that the channels of a tap are contiguous in memory.
+        rows = op.Transpose(self.x, perm=[0, *range(2, self.x.ndim), 1])
         area = functools.reduce(operator.mul, self.lengths)
         flat = op.Reshape(rows, [size_of(self.x, [0]), area, size_of(self.x, [1])])
         return op.GatherND(flat, _last(self.index), batch_dims=1)
@@ -240,7 +247,7 @@ def grid_sample(
 def affine_grid(
     g: Tensor, y: Tensor, theta: Tensor, size: Tensor, *, align_corners: int = 0
 ) -> Cotangents:
-    # The grid is θ times the homogeneous coordinates that the identity leaves as they are.
+    # The grid is θ times the homogeneous coordinates, which are the grid of the identity.
     size_length = None if size.shape is None else size.shape[0]
     rank = size_length - 2 if isinstance(size_length, int) else y.ndim - 2
     one = op.Concat(np.ones(1, np.int64), size[1:], axis=0)
@@ -264,7 +271,7 @@ def col2im(
     pads: Sequence[int] | None = None,
     strides: Sequence[int] | None = None,
 ) -> Cotangents:
-    # Each column takes what the image has where it was added.
+    # Each element of a column was added to one element of the image, and gets its cotangent.
     known = [v.shape[0] for v in (image_shape, block_shape) if v.shape is not None]
     rank = next((size for size in known if isinstance(size, int)), None) or y.ndim - 2
     steps, spread = strides or (1,) * rank, dilations or (1,) * rank
@@ -281,7 +288,7 @@ def col2im(
 def _column_places(
     lengths: Sequence[Size], blocks: Tensor, steps: Sequence[int], spread: Sequence[int]
 ) -> Tensor:
-    """Returns the number of the element under each element of each block, (elements, blocks)."""
+    """Returns the flat index in the image of each element of each block, (elements, blocks)."""
     tape, sizes = blocks.tape, blocks.constant
     static = [length for length in lengths if isinstance(length, int)]
     if sizes is not None and len(static) == len(lengths):
@@ -309,7 +316,7 @@ def _column_places(
 
 
 def _kernel_elements(sizes: Sequence[Size], like: Tensor) -> list[Any]:
-    """Returns the index along each axis of all elements of a kernel, (elements, 1 …)."""
+    """Returns, for each axis, the indices of all elements of a kernel, (elements, 1 …)."""
     shape = [-1, *(1,) * len(sizes)]
     if all(isinstance(size, int) for size in sizes):
         return [index.reshape(shape) for index in np.indices(cast(Sequence[int], sizes))]
@@ -349,7 +356,8 @@ def deform_conv(
     lengths = [size_of(x, [2 + axis]) for axis in range(rank)]
     outputs = [size_of(g, [2 + axis]) for axis in range(rank)]
     points = functools.reduce(operator.mul, outputs)
-    # Each offset group's channels are images of their own, sampled at (kernel elements, outputs).
+    # The channels of each offset group are treated as an image, sampled at the coordinates
+    # (kernel elements, outputs).
     offsets = op.Reshape(_wide(offset), [images, count, rank, *outputs])
     taps = _kernel_elements(sizes, g)
     axes = []
@@ -367,7 +375,7 @@ def deform_conv(
     masks = None if mask is None else op.Reshape(mask, [images, 1, count, *outputs])
     columns = seen if masks is None else seen * masks
 
-    # The convolution itself is a product with the columns, as is each of its gradients.
+    # The convolution and its gradients are products with the columns.
     inputs, filters = size_of(w, [1]), size_of(w, [0])
     rows = inputs * count
     per_group = filters // group
@@ -393,10 +401,10 @@ class _RoiAxis:
     """The samples of regions along one axis: (R regions, P bins, G samples in a bin).
 
     Attributes:
-        position: Their coordinates, moved into the image where they are up to 1 outside.
-        inside: 1 for those in the image, 0 for others.
-        exists: Which of the G samples a region has; None for all.
-        count: How many samples a bin of a region has, at least 1; broadcasts to all.
+        position: Their coordinates, clipped to the image.
+        inside: 1 for samples that were in the image or up to 1 outside, 0 for others.
+        exists: Whether a region has each of the G samples; None for all.
+        count: The number of samples in a bin of a region, at least 1; broadcasts to all.
         by_start: The derivative of the position with respect to the region's start.
         by_end: The derivative of the position with respect to the region's end.
         length: The length of the image.
@@ -411,7 +419,7 @@ class _RoiAxis:
     length: Size
 
     def distances(self) -> Tensor:
-        """Returns how far each element of the image is ahead of each sample, (R, P, G, L)."""
+        """Returns the signed distance from each sample to each element, (R, P, G, L)."""
         return index_range(self.length, self.position).astype(self.position.dtype) - _last(
             self.position
         )
@@ -457,13 +465,13 @@ def _roi_axis(
     )
     extent = end - start
     scaled: float | Tensor = 1.0
-    if not half_pixel:  # smaller regions are made that large
+    if not half_pixel:  # regions are at least 1 long
         scaled = (extent > 1).astype(rois.dtype)
         extent = op.Max(extent, 1.0)
     exists: Tensor | None = None
     count: float | Tensor = float(samples)
     part = rois.tape.constant(((np.arange(samples) + 0.5) / max(samples, 1)).astype(rois.dtype))
-    if not samples:  # as many as the bin has elements
+    if not samples:  # by default, as many samples as the bin has elements
         needed = op.Ceil(extent / float(bins))
         most = _largest(needed).astype(np.int64)
         number = index_range(most, rois).astype(rois.dtype)
@@ -491,15 +499,15 @@ def _roi_axis(
 
 
 def _largest(counts: Tensor) -> Tensor:
-    """Returns the largest of some numbers, at least 1, a scalar."""
-    one = np.ones(1, counts.dtype)  # so that there is one even where there are no regions
+    """Returns the maximum as a scalar, but at least 1."""
+    one = np.ones(1, counts.dtype)  # the maximum exists even if there are no regions
     return op.ReduceMax(op.Concat(op.Reshape(counts, [-1]), one, axis=0), keepdims=0)
 
 
 def _flat_taps(per_axis: Sequence[Tensor], combine: Any) -> Tensor:
-    """Combines what is known of taps (R, P, …) along y and x to one of shape (R, PH, PW, taps)."""
+    """Combines values of taps along y and x, (R, P, …), to values of shape (R, PH, PW, taps)."""
     y, x = per_axis
-    extra = y.ndim - 2  # the dimensions of a bin's taps
+    extra = y.ndim - 2  # the number of axes of a bin's taps
     both = combine(
         op.Unsqueeze(y, [2, *(3 + 2 * k + 1 for k in range(extra))]),
         op.Unsqueeze(x, [1, *(3 + 2 * k for k in range(extra))]),
@@ -515,9 +523,9 @@ class _Chosen:
     Attributes:
         x: The images, (N, C, H, W).
         batch: The image of each region, (R,).
-        index: The taps' numbers among the elements of an image, (R, PH, PW, K).
-        best: Which of the K taps of a bin is the largest, (R, PH, PW, C).
-        value: Its element of the image, (R, PH, PW, C).
+        index: The flat indices of the taps in an image, (R, PH, PW, K).
+        best: The index of the largest of the K taps of a bin, (R, PH, PW, C).
+        value: The element of the image at the largest tap, (R, PH, PW, C).
     """
 
     x: Tensor
@@ -527,7 +535,7 @@ class _Chosen:
     value: Tensor
 
     def of(self, taps: Tensor) -> Tensor:
-        """Returns of something known for all taps what it is for the chosen ones."""
+        """Returns the values of the chosen taps."""
         return op.GatherElements(taps, self.best, axis=3)
 
     def image_gradient(self, rows: Tensor) -> Tensor:
@@ -591,7 +599,7 @@ def _roi_mean(
 ) -> tuple[Tensor, list[Tensor]]:
     """Returns the cotangents of the images and of the regions' ends for means.
 
-    A region's mean is a product of the image with the weights along its axes from both sides.
+    The means of a region are the product of the image with the weights of both axes.
     """
     images, channels, (height, width) = size_of(x, [0]), size_of(x, [1]), [a.length for a in axes]
     by_row, by_column = (axis.weights().astype(x.dtype) for axis in axes)
@@ -623,8 +631,8 @@ def _roi_maximum(
 ) -> tuple[Tensor, list[Tensor]]:
     """Returns the cotangents of the images and of the regions' ends for maxima.
 
-    The maximum is over the weighted elements, not over their sums, as in onnxruntime and in onnx's
-    reference implementation.
+    As in onnxruntime and onnx's reference implementation, the maximum is over the weighted
+    elements, not over their sums.
     """
     taps = [axis.taps() for axis in axes]
     index = _flat_taps([taps[0].index * axes[1].length, taps[1].index], operator.add)
@@ -657,8 +665,8 @@ def max_roi_pool(
     pooled_shape: Sequence[int],
     spatial_scale: float = 1.0,
 ) -> Cotangents:
-    # The ends of regions are rounded, so only the image gets a cotangent. Of equal elements the
-    # first one is the maximum; a bin without elements has none.
+    # The ends of regions are rounded, so only the image gets a cotangent. In case of ties, the
+    # first element is the maximum. Bins without elements pass no cotangent on.
     regions = _wide(rois)
     indices, inside = [], []
     for axis, (start, bins) in enumerate(zip((2, 1), pooled_shape, strict=True)):

@@ -1,9 +1,10 @@
-"""Convolution networks in onnxruntime's blocked layout.
+"""Convolutional networks in onnxruntime's blocked layout.
 
-onnxruntime's fastest convolution kernels want channels in blocks, and it uses them only where the
-weights are constants. In training they are not. So, before gradients are taken, `insertion`
-replaces convolutions, and what lies between them, by operators on blocked tensors, whose rules are
-in `rules`; after that, `expansion` replaces what is left of them by the kernels' own nodes.
+onnxruntime's fastest convolution kernels work on a layout with blocks of channels, and onnxruntime
+uses them only if the weights are constants. In training they are not. Therefore, before
+differentiation, `insertion` replaces convolutions, and the operators between them, with operators
+on blocked tensors, whose gradient rules are in `rules`. After differentiation, `expansion` replaces
+them with onnxruntime's nodes for these kernels.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from ortops.passes.draft import Draft, Pass
 __all__ = ["BLOCKED", "is_mostly_blocked"]
 
 _RANDOM = ("Bernoulli", "Dropout")
-"""Operators that give other numbers each time, and that onnx-ir's pass takes for deterministic."""
+"""Random operators, which onnx-ir's pass would merge as if they were deterministic."""
 
 
 class _Blocked(Pass):
-    """Puts convolutions in the blocked layout, once a batch has told the sizes.
+    """Converts convolutions to the blocked layout, once the sizes of a batch are known.
 
-    The result is for onnxruntime's CPU provider on this machine only. Convolutions whose shapes are
-    not known as numbers stay as they are, and so does everything where there are no such kernels or
-    a gradient of higher order is asked for.
+    The result is for onnxruntime's CPU provider on this machine only. Convolutions of unknown sizes
+    are not changed. Nothing is changed if onnxruntime lacks these kernels here, or if there are
+    gradients of higher order.
     """
 
     def gains(self, model: ir.Model, sizes: Mapping[str, int] | None) -> bool:
@@ -40,7 +41,7 @@ class _Blocked(Pass):
         return found and block_size() is not None
 
     def prepare(self, draft: Draft) -> None:
-        """Puts operators on blocked tensors in."""
+        """Inserts operators on blocked tensors."""
         if draft.sizes is None or not any(map(_is_of_images, draft.graph)):
             return
         size = block_size() if draft.is_of_first_order else None
@@ -49,7 +50,7 @@ class _Blocked(Pass):
             insert(draft, size)
 
     def finish(self, draft: Draft) -> None:
-        """Replaces them by the kernels' nodes, those of forward and backward pass once."""
+        """Replaces them with the kernels' nodes, and merges equal nodes of both passes."""
         graph = draft.graph
         if not any(node.domain == DOMAIN for node in graph):
             return
@@ -74,7 +75,7 @@ def _is_of_images(node: ir.Node) -> bool:
 def is_mostly_blocked(graph: ir.Graph) -> bool:
     """Whether most products in a graph are convolutions in the blocked layout.
 
-    Such a graph has what onnxruntime should run, so that its optimizer would find little to do.
+    onnxruntime's optimizer can improve little in such a graph.
     """
     kinds = ("Conv", "ConvTranspose", "FusedMatMul", "Gemm", "MatMul")
     products = [node.domain for node in graph if node.op_type in kinds]

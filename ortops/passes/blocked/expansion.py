@@ -1,4 +1,4 @@
-"""Replacing operators on blocked tensors by nodes that onnxruntime knows."""
+"""Expansion of operators on blocked tensors to onnxruntime's nodes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from ortops.graph.edit import attribute_values, has_one_reader
 from ortops.graph.tensor import Names, Tape, Tensor, op
 from ortops.passes.blocked import kernels
 from ortops.passes.blocked.kernels import KERNEL_DOMAIN, affine, sizes
-from ortops.passes.blocked.rules import DOMAIN
+from ortops.passes.blocked.rules import DOMAIN, windows_on
 from ortops.passes.rewrite import Result, pattern, rewrite
 
 __all__ = ["expand"]
 
 
 def expand(graph: ir.Graph, names: Names) -> None:
-    """Replaces operators on blocked tensors, in place; `names` are those taken in the graph."""
+    """Replaces operators on blocked tensors with nodes that onnxruntime supports.
+
+    Args:
+        graph: The graph; it is modified in place.
+        names: The names used in it.
+    """
     rewrite(graph, names, _expanded)
     rewrite(graph, names, _sum_in_convolution, _relu_in_convolution)
     graph.opset_imports.pop(DOMAIN, None)
@@ -49,12 +54,7 @@ def _expand_conv(
 ) -> tuple[Tensor, ...]:
     n, _, *lengths = sizes(x)
     m, _, *kernel = sizes(w)
-    counts = [
-        (length + begin + end - (size - 1) * dilation - 1) // step + 1
-        for length, begin, end, size, dilation, step in zip(
-            lengths, pads[:2], pads[2:], kernel, dilations, strides, strict=True
-        )
-    ]
+    counts = windows_on(kernel, strides, dilations, pads).counts(lengths)
     result = kernels.convolve(
         x,
         kernels.filter_of(w, block),
@@ -143,7 +143,7 @@ def _expanded(node: ir.Node, tape: Tape) -> Result:
 
 @pattern("Relu")
 def _relu_in_convolution(node: ir.Node, tape: Tape) -> Result:
-    """Lets a convolution apply Relu as it writes its result."""
+    """Fuses a Relu into the convolution before it."""
     (x,) = node.inputs
     assert x is not None
     conv = _convolution(x)
@@ -155,7 +155,7 @@ def _relu_in_convolution(node: ir.Node, tape: Tape) -> Result:
 
 @pattern("Add")
 def _sum_in_convolution(node: ir.Node, tape: Tape) -> Result:
-    """Lets a convolution add a tensor as it writes its result."""
+    """Fuses an Add into a convolution before it, which adds while it writes its result."""
     a, b = node.inputs
     assert a is not None
     assert b is not None
@@ -172,7 +172,7 @@ def _sum_in_convolution(node: ir.Node, tape: Tape) -> Result:
 
 
 def _convolution(value: ir.Value) -> ir.Node | None:
-    """Returns the convolution that gives a value to one reader, without anything fused; or None."""
+    """Returns the convolution that computes a value, if it has one consumer and no activation."""
     conv = value.producer()
     if (
         conv is not None

@@ -1,4 +1,4 @@
-"""Putting operators on blocked tensors in the place of convolutions and of what lies between."""
+"""Replacement of convolutions, and of the operators between them, with blocked operators."""
 
 from __future__ import annotations
 
@@ -22,21 +22,26 @@ _ELEMENTWISE = frozenset(
     {"Add", "Elu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mul", "Sigmoid", "Softplus", "Sub"}
     | {"Tanh"}
 )
-"""Operators that mean the same whatever order the numbers of their inputs are in."""
+"""Elementwise operators, whose result does not depend on the layout."""
 
 
 def insert(draft: Draft, size: int) -> None:
-    """Replaces convolutions, and what lies between them, by operators on blocked tensors.
+    """Replaces convolutions, and the operators between them, with operators on blocked tensors.
 
     Args:
-        draft: A prepared model; changed in place.
+        draft: A prepared model; it is modified in place.
         size: The number of channels in a block.
     """
     _Insertion(draft, size).run()
 
 
 class _Insertion:
-    """The state of `insert`: which plain values have a blocked twin."""
+    """The state of `insert`.
+
+    Attributes:
+        twins: The blocked values that replace values of the graph.
+        entered: Blocked copies of values that are not replaced.
+    """
 
     def __init__(self, draft: Draft, size: int) -> None:
         self.draft = draft
@@ -63,7 +68,7 @@ class _Insertion:
         remove_unread(list(graph))
 
     def _replace(self, node: ir.Node) -> None:
-        """Computes blocked twins of a node's outputs, if it can."""
+        """Computes blocked twins of a node's outputs, if possible."""
         match node.op_type:
             case "Conv":
                 self._conv(node)
@@ -97,14 +102,14 @@ class _Insertion:
         return self.twins.get(value, self.entered.get(value))
 
     def _blocked(self, x: Tensor) -> Tensor:
-        """Returns the blocked twin of a value, which may get one here."""
+        """Returns the blocked twin of a value, which is created if necessary."""
         twin = self._twin(x.value)
         if twin is None:
             twin = self.entered[x.value] = rules.enter(x, self.size)
         return twin
 
     def _whole(self, channels: int) -> int | None:
-        """Returns the channels of whole blocks; None where they would be far more."""
+        """Rounds channels up to whole blocks; None if that would add too many channels."""
         count = -(-channels // self.size) * self.size
         return count if channels % 4 == 0 and 2 * count <= 3 * channels else None
 
@@ -228,7 +233,7 @@ class _Insertion:
             return
         n, _, *counts = sizes(self.tape.tensor(node.outputs[0]))
         shape = (n, sizes(x)[1], *counts)
-        # The largest of what Relu gives is what Relu gives of the largest, which are fewer.
+        # MaxPool and Relu commute; after MaxPool, Relu has fewer elements to process.
         relu = x.value.producer()
         assert relu is not None
         before = relu.inputs[0]
@@ -248,15 +253,15 @@ class _Insertion:
 
 
 def _with_zeros(x: Tensor, *counts: int) -> Tensor:
-    """Returns a tensor with so many zeros more along each of its first axes."""
+    """Appends the given numbers of zeros along each of the first axes."""
     if not any(counts):
         return x
-    behind = [*counts, *[0] * (len(sizes(x)) - len(counts))]
-    return op.Pad(x, [0] * len(behind) + behind)
+    after = [*counts, *[0] * (len(sizes(x)) - len(counts))]
+    return op.Pad(x, [0] * len(after) + after)
 
 
 def _next(node: ir.Node) -> ir.Node | None:
-    """Returns the node behind one in its graph."""
+    """Returns the next node in the graph, or None."""
     graph = node.graph
     assert graph is not None
     following = iter(graph)
@@ -267,7 +272,7 @@ def _next(node: ir.Node) -> ir.Node | None:
 
 
 def _is_suitable(node: ir.Node) -> bool:
-    """Whether a node computes on float32 of rank 4 and known size, and no gradient names it."""
+    """Whether a node has float32 tensors of rank 4 and known size, which no Gradient refers to."""
     if any(value is not None and value.dtype != ir.DataType.FLOAT for value in node.inputs):
         return False
     for value in (*node.inputs[: 2 if node.op_type == "Conv" else 1], node.outputs[0]):

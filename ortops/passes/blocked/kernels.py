@@ -1,14 +1,14 @@
 """Nodes that work on tensors in onnxruntime's blocked layout.
 
-onnxruntime's fast convolution kernels want the channels of a tensor (N, C, H, W) in blocks: in
-memory it is (N, C / block, H, W, block), while it is still said to be (N, C, H, W). The kernels are
-in the domain com.microsoft.nchwc, of which no schema is published; onnxruntime itself turns
-convolutions with constant weights into them. Here they are used for what a training step computes,
-and, because a blocked tensor is nothing but numbers in some order, for things that look like
-convolutions only from a distance: a scale and a shift of each channel, the sum of a product.
+onnxruntime's fast convolution kernels require the channels of a tensor (N, C, H, W) in blocks. The
+layout in memory is (N, C / block, H, W, block), but the declared shape is still (N, C, H, W). The
+operators are in the domain com.microsoft.nchwc, whose schemas are not published; onnxruntime uses
+them for convolutions with constant weights. Here they compute training steps. Convolutions also
+compute operations that are not convolutions in the model, such as a scale and a shift of each
+channel, or the sum of a product.
 
-Filters (M, C, H, W) are in memory (M / block, C / block, H, W, block of C, block of M), and (M /
-block, C, H, W, block of M) where there are fewer input channels than a block.
+The layout of filters (M, C, H, W) in memory is (M / block, C / block, H, W, block of C, block of
+M), or (M / block, C, H, W, block of M) if there are fewer input channels than in a block.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ KERNEL_DOMAIN = "com.microsoft.nchwc"
 
 @functools.cache
 def block_size() -> int | None:
-    """Returns how many channels onnxruntime's kernels have in a block here; None without them.
+    """Returns the number of channels in a block on this machine; None if there are no such kernels.
 
-    onnxruntime itself tells: a convolution with constant weights gets filters of whole blocks.
+    It is read from an optimized model, in which onnxruntime has padded the filters to whole blocks.
     """
     with Tape(name="probe") as tape:
         x = tape.input("x", np.float32, [1, 4, 4, 4])
@@ -65,7 +65,7 @@ def block_size() -> int | None:
         tape.output(op.Conv(x, w), "y")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
-    options.log_severity_level = 3  # it warns that the optimized model fits this machine only
+    options.log_severity_level = 3  # no warning that the optimized model is for this machine only
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "probe.onnx"
@@ -73,7 +73,7 @@ def block_size() -> int | None:
             providers = ["CPUExecutionProvider"]
             onnxruntime.InferenceSession(tape.model().SerializeToString(), options, providers)
             graph = onnx.load(path).graph
-    except OSError:  # there is nowhere to write to
+    except OSError:  # no temporary folder is writable
         return None
     shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
     for node in graph.node:
@@ -90,15 +90,15 @@ def emit(
     shapes: Sequence[Sequence[int]],
     **attributes: Any,
 ) -> tuple[Tensor, ...]:
-    """Appends a float32 node whose shapes are known; onnx need not infer them, or cannot.
+    """Appends a float32 node with known output shapes, without shape inference.
 
     Args:
-        tape: Where it goes.
+        tape: The tape.
         domain: The operator's domain.
         op_type: The operator.
-        inputs: Its inputs; None for an absent one.
+        inputs: Its inputs; None for absent ones.
         shapes: The shapes of its outputs.
-        **attributes: Its attributes; None stands for an absent one.
+        **attributes: Its attributes; None for absent ones.
     """
     node = ir.Node(
         domain,
@@ -125,14 +125,14 @@ def _attribute(name: str, value: int | float | str | Sequence[int]) -> ir.Attr:
 
 
 def sizes(x: Tensor) -> tuple[int, ...]:
-    """Returns the shape of a tensor all of whose sizes are known."""
+    """Returns the shape of a tensor, whose sizes must be known."""
     assert x.shape is not None
     assert all(isinstance(size, int) for size in x.shape)
     return cast(tuple[int, ...], x.shape)
 
 
 def reshape(x: Tensor, *shape: int) -> Tensor:
-    """Returns the same numbers in another shape, all of whose sizes are given."""
+    """Reshapes a tensor to a shape of known sizes; skips previous Reshape nodes."""
     before = x.value.producer()
     while before is not None and before.op_type == "Reshape" and before.inputs[0] is not None:
         x = x.tape.tensor(before.inputs[0])
@@ -146,9 +146,9 @@ def reshape(x: Tensor, *shape: int) -> Tensor:
 
 
 def to_blocks(x: Tensor, block: int, *, channels_last: bool = False) -> Tensor:
-    """Puts the channels of (N, C, H, W), or of (N, H, W, C), in blocks; C is a multiple of 4.
+    """Converts (N, C, H, W) or (N, H, W, C) to the blocked layout; C must be a multiple of 4.
 
-    Channels that the last block has too many are zero.
+    The last block is padded with channels of zeros.
     """
     n, *rest = sizes(x)
     *spatial, channels = rest if channels_last else (*rest[1:], rest[0])
@@ -160,7 +160,7 @@ def to_blocks(x: Tensor, block: int, *, channels_last: bool = False) -> Tensor:
 
 
 def to_plain(x: Tensor, channels: int, *, channels_last: bool = False) -> Tensor:
-    """Takes a blocked tensor (N, C, H, W) out of its blocks, as (N, C, H, W) or (N, H, W, C)."""
+    """Converts a blocked tensor to the plain layout (N, C, H, W) or (N, H, W, C)."""
     n, _, *spatial = sizes(x)
     shape = (n, *spatial, channels) if channels_last else (n, channels, *spatial)
     (result,) = emit(
@@ -204,7 +204,7 @@ def convolve(
     """Convolves a blocked tensor with a blocked filter.
 
     Args:
-        x: (N, C, H, W), blocked; not blocked where it has fewer channels than a block.
+        x: (N, C, H, W), blocked, or plain if there are fewer channels than in a block.
         w: (M, C / group, *kernel), in the layout of the kernels.
         shape: The result's shape (N, M, …).
         kernel: The filter's height and width.
@@ -254,7 +254,8 @@ def affine(
 def products(a: Tensor, b: Tensor) -> Tensor:
     """Returns the sums of a · b over height and width, (N, C, 1, 1), for blocked a and b.
 
-    Each image of each channel of one is a filter of its own for that of the other.
+    It is a depthwise convolution of a, with each channel of each image as a channel and b as the
+    filters.
     """
     n, channels, *spatial = sizes(a)
     count = n * channels
@@ -272,22 +273,22 @@ def channel_means(x: Tensor) -> Tensor:
     return result
 
 
-def pad_columns(x: Tensor, before: int, behind: int) -> Tensor:
-    """Returns a blocked tensor with columns of zeros on its left and right.
+def pad_columns(x: Tensor, before: int, after: int) -> Tensor:
+    """Pads a blocked tensor with columns of zeros on the left and right.
 
-    A convolution of each channel with a one does it with all threads, which Pad does not use.
+    It is a convolution of each channel with 1, because Pad is not multithreaded.
     """
     n, channels, height, width = sizes(x)
     ones = x.tape.constant(np.ones((channels, 1, 1, 1), np.float32))
-    shape = (n, channels, height, before + width + behind)
-    pads = (0, before, 0, behind)
+    shape = (n, channels, height, before + width + after)
+    pads = (0, before, 0, after)
     return convolve(x, ones, shape, kernel=(1, 1), pads=pads, group=channels)
 
 
 def filter_of(w: Tensor, block: int) -> Tensor:
-    """Returns weights (M, C, H, W) in the layout of filters.
+    """Converts weights (M, C, H, W) to the layout of filters.
 
-    M is a multiple of the block, and C is too, or less than a block.
+    M must be a multiple of the block, and C a multiple or less than a block.
     """
     m, channels, *_ = sizes(w)
     blocked = w if channels < block else _inputs_in_blocks(w, block)
@@ -295,7 +296,7 @@ def filter_of(w: Tensor, block: int) -> Tensor:
 
 
 def from_filter(w: Tensor, block: int) -> Tensor:
-    """Returns weights (M, C, H, W) whose M and C are in blocks out of the layout of filters."""
+    """Converts weights with blocks of M and C from the layout of filters to (M, C, H, W)."""
     m, channels, *kernel = sizes(w)
     by_output = reshape(from_lanes(w, m), m, channels, *kernel)
     return by_output if math.prod(kernel) == 1 else to_plain(by_output, channels)
@@ -314,9 +315,9 @@ def mirrored_filter_of(
     Args:
         w: The weights; M and C are multiples of the block.
         block: The size of a block.
-        phases: For each of the two axes, for each group of outputs, the index of the weight at each
-            place of a new kernel (None for a zero). The result then has C outputs for each pair of
-            groups. By default there is one group, with the kernel reversed.
+        phases: For each of the two axes, for each phase, the index of the weight at each position
+            of a new kernel (None for a zero). The result has C outputs for each pair of phases. By
+            default there is one phase, with the kernel reversed.
     """
     m, channels, *kernel = sizes(w)
     taps = math.prod(kernel)
@@ -343,11 +344,11 @@ def mirrored_filter_of(
 
 
 def put_apart(x: Tensor, strides: Sequence[int], shape: Sequence[int], block: int) -> Tensor:
-    """Returns a blocked tensor with its elements ``strides`` apart, and zeros between them.
+    """Inserts zeros between the elements of a blocked tensor, as a transposed convolution does.
 
     Args:
         x: (N, C, H, W), blocked.
-        strides: The distances between rows and between columns.
+        strides: The distances between rows and between columns in the result.
         shape: The height and width of the result, at most ``strides`` times those of x.
         block: The size of a block.
     """

@@ -1,6 +1,6 @@
 """Rules of the operators on blocked tensors, which exist only while a training step is built.
 
-They emit nodes that onnxruntime knows at once, so they are of first order.
+They emit onnxruntime's nodes, which have no rules, so there are no gradients of higher order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ortops.passes.blocked import kernels
 from ortops.passes.blocked.kernels import affine, channel_means, convolve, reshape, sizes
 from ortops.passes.finite import equal_mask, mask
 
-__all__ = ["DOMAIN", "TABLE", "can_transpose", "enter", "leave"]
+__all__ = ["DOMAIN", "TABLE", "can_transpose", "enter", "leave", "windows_on"]
 
 DOMAIN = "ortops.blocked"
 """The private domain of operators on blocked tensors."""
@@ -31,7 +31,7 @@ vjp = TABLE.vjp
 
 
 def enter(x: Tensor, size: int) -> Tensor:
-    """Puts (N, C, H, W) in the blocked layout, with channels of zeros where C is none of blocks."""
+    """Converts (N, C, H, W) to the blocked layout, padded with channels of zeros."""
     n, channels, *spatial = sizes(x)
     shape = (n, -(-channels // size) * size, *spatial)
     (result,) = kernels.emit(x.tape, DOMAIN, "Block", [x], [shape], block=size)
@@ -39,7 +39,7 @@ def enter(x: Tensor, size: int) -> Tensor:
 
 
 def leave(x: Tensor, size: int, channels: int | None = None) -> Tensor:
-    """Takes (N, C, H, W) out of the blocked layout, the first channels or all of them."""
+    """Converts the first channels, or all, from the blocked layout to (N, C, H, W)."""
     n, count, *spatial = sizes(x)
     kept = channels or count
     shape = (n, kept, *spatial)
@@ -88,8 +88,8 @@ def _global_average_pool(g: Tensor, y: Tensor, x: Tensor, *, block: int) -> Cota
 def _max_pool(
     g: Tensor, y: Tensor, x: Tensor, *, block: int, kernel_shape: Sequence[int], exact: int
 ) -> Cotangents:
-    # The windows tile x. Of equal elements the first one is the maximum, as in PyTorch: each in
-    # turn takes what is left of the cotangent if it is as large as the maximum.
+    # The windows tile x. In case of ties, the first element is the maximum, as in PyTorch: each
+    # element in turn, if it is equal to the maximum, takes the remaining cotangent.
     n, channels, *spatial = sizes(y)
     rows, columns = kernel_shape
     whole = [size * step for size, step in zip(spatial, kernel_shape, strict=True)]
@@ -191,16 +191,21 @@ def _conv(
     pads: Sequence[int],
     strides: Sequence[int],
 ) -> Cotangents:
-    kernel = sizes(w)[2:]
-    at = Windows(kernel, tuple(strides), tuple(dilations), tuple(pads[:2]), tuple(pads[2:]))
+    at = windows_on(sizes(w)[2:], strides, dilations, pads)
     if group > 1:
         d_x, d_w = _depthwise_input(g, w, x, at, block), _depthwise_weights(g, x, w, at, block)
     else:
         d_x, d_w = _input(g, w, x, at, block), _weights(g, x, w, at, block)
-    d_b = None
-    if b is not None:
-        d_b = _channel_sums(g)
-    return d_x, d_w, d_b
+    return d_x, d_w, None if b is None else _channel_sums(g)
+
+
+def windows_on(
+    kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int], pads: Sequence[int]
+) -> Windows:
+    """Returns the windows of a convolution with two spatial axes."""
+    return Windows(
+        tuple(kernel), tuple(strides), tuple(dilations), tuple(pads[:2]), tuple(pads[2:])
+    )
 
 
 def _channel_sums(x: Tensor) -> Tensor:
@@ -213,20 +218,18 @@ def _channel_sums(x: Tensor) -> Tensor:
 def _input(g: Tensor, w: Tensor, x: Tensor, at: Windows, size: int) -> Tensor:
     """Returns the cotangent of the input of a convolution without groups."""
     n, channels, *lengths = sizes(x)
-    if channels % size:  # the first convolution, whose input is not blocked
+    if channels % size:  # the first convolution, whose input has the plain layout
         return convolution.input_gradient(leave(g, size), w, x, at, 1)
-    begin, end = _padding(at)
     if at.strides == (1, 1):
-        reach = [cast(int, extent) - 1 for extent in at.extents]
         return convolve(
             g,
             kernels.mirrored_filter_of(w, size),
             sizes(x),
             kernel=sizes(w)[2:],
             dilations=at.dilations,
-            pads=[r - p for r, p in zip(reach * 2, begin + end, strict=True)],
+            pads=convolution.mirrored_pads(at),
         )
-    if sizes(w)[2:] == (1, 1) and not any(begin + end):
+    if sizes(w)[2:] == (1, 1) and not at.is_padded:
         _, _, *counts = sizes(g)
         spread = convolve(
             g, kernels.mirrored_filter_of(w, size), (n, channels, *counts), kernel=(1, 1)
@@ -257,10 +260,16 @@ def _padding(at: Windows) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 class _Phases:
-    """How elements of x that are a stride apart, one phase, depend on one axis of g.
+    """The gradient of a strided convolution along one axis, as a convolution for each phase.
 
-    Element s · q + r of x is seen by window q + e − j at the weight s · j + f, where e and f are
-    quotient and remainder of r + padding by s: a convolution with its own few weights for each r.
+    A phase r consists of the elements s · q + r of x, with stride s. Window q + e − j reads such an
+    element with the weight s · j + f, where e and f are the quotient and remainder of r + padding
+    divided by s. So the gradient of each phase is a convolution of g with a part of the weights.
+
+    Attributes:
+        taps: For each phase, the index of the weight at each position of its kernel; None for 0.
+        begin: The padding of g at the beginning.
+        end: The padding of g at the end.
     """
 
     def __init__(self, kernel: int, step: int, padding: int, length: int, windows: int) -> None:
@@ -280,7 +289,7 @@ class _Phases:
 
 
 def _all_phases(w: Tensor, x: Tensor, g: Tensor, at: Windows) -> list[_Phases] | None:
-    """Returns the phases of both axes, or None where the kernels cannot take them."""
+    """Returns the phases of both axes, or None if the kernels do not support them."""
     if set(at.dilations) != {1}:
         return None
     made = [
@@ -297,24 +306,13 @@ def can_transpose(at: Windows) -> bool:
     return min(convolution.mirrored_pads(at)) >= 0
 
 
-def _left_over(x: Tensor, at: Windows) -> list[int]:
-    """Returns how many elements of the padded x the last window leaves over, along each axis."""
-    begin, end = _padding(at)
-    return [
-        (length + b + e - cast(int, extent)) % step
-        for length, b, e, extent, step in zip(
-            sizes(x)[2:], begin, end, at.extents, at.strides, strict=True
-        )
-    ]
-
-
 def _weights(g: Tensor, x: Tensor, w: Tensor, at: Windows, size: int) -> Tensor:
     """Returns the cotangent of the weights of a convolution without groups.
 
-    It is a convolution, too: the images of a batch are the channels, x the input, and g, with its
-    channels as outputs, the filter. The input's own channels lie side by side, so that a row is
-    W · C wide and the columns of the filter are C apart. The kernels then compute many outputs at
-    once, which they do not if each channel is an image of its own.
+    It is computed as a convolution of x with g as the filter. The images of the batch become
+    channels, and the channels of g become outputs. The channels of x are interleaved along its
+    rows, so that a row has W · C elements, and the filter has a dilation of C. The kernels then
+    compute many outputs at once, which they would not do if each channel were an image.
     """
     n, m, *counts = sizes(g)
     channels, *kernel = sizes(w)[1:]
@@ -322,19 +320,42 @@ def _weights(g: Tensor, x: Tensor, w: Tensor, at: Windows, size: int) -> Tensor:
     if (at.dilations[1] > 1 and kernel[1] > 1) or 3 * n < 2 * lanes:  # it would be mostly zeros
         seen = x if channels % size else leave(x, size)
         return convolution.weight_gradient(leave(g, size), seen, w, at, 1)
-    (top, left), (bottom, right) = _padding(at)
-    below, behind = _left_over(x, at)
+    images, row = _images_as_channels(x, at, channels, size)
+    top, bottom = _padding(at)[0][0], _padding(at)[1][0] - at.left_over(sizes(x)[2:])[0]
+    if lanes != n:
+        g = op.Pad(g, [0] * 4 + [lanes - n, 0, 0, 0])
+    groups = lanes // size
+    by_pixel = reshape(g, groups, size, 1, m * math.prod(counts))
+    filters = kernels.to_blocks(by_pixel, size, channels_last=True)
+    result = convolve(
+        reshape(images, 1, lanes, sizes(x)[2] + min(bottom, 0), row * channels),
+        reshape(filters, groups * m, size, *counts),
+        (1, groups * m, kernel[0], kernel[1] * channels),
+        kernel=counts,
+        strides=(at.dilations[0], 1),
+        dilations=(at.strides[0], at.strides[1] * channels),
+        pads=[top, 0, max(bottom, 0), 0],
+        group=groups,
+    )
+    by_tap = reshape(result, groups, m // size, math.prod(kernel), channels * size)
+    if groups > 1:
+        by_tap = op.ReduceSum(by_tap, [0], keepdims=0)
+    return _from_taps(by_tap, w, size)
+
+
+def _images_as_channels(x: Tensor, at: Windows, channels: int, size: int) -> tuple[Tensor, int]:
+    """Returns x in blocks of images, (lanes / size, rows · row · channels, size), and the row.
+
+    Rows are padded, and elements after the last window are cut off.
+    """
+    n, _, height, width = sizes(x)
+    lanes = -(-n // size) * size
+    (_, left), (bottom, right) = _padding(at)
+    below, beyond = at.left_over((height, width))
     cut = min(bottom - below, 0)
-    before = [left, right - behind]
-    _, _, height, width = sizes(x)
-    rows, row = height + cut, width + sum(before)
-    if channels % size:
-        x = op.Pad(x, [0, 0, 0, before[0], lanes - n, 0, cut, before[1]])
-        images = kernels.to_lanes(x, lanes, size)
-        if channels > 1:
-            images = reshape(images, lanes // size, channels, rows * row, size)
-            images = op.Transpose(images, perm=[0, 2, 1, 3])
-    else:
+    before = [left, right - beyond]
+    row = width + sum(before)
+    if channels % size == 0:
         if min(before) >= 0 and any(before):
             x, width, before = kernels.pad_columns(x, *before), row, [0, 0]
         if channels > size:
@@ -342,46 +363,36 @@ def _weights(g: Tensor, x: Tensor, w: Tensor, at: Windows, size: int) -> Tensor:
         x = reshape(x, n, height, width, channels)
         if lanes != n or cut or any(before):
             x = op.Pad(x, [0, 0, before[0], 0, lanes - n, cut, before[1], 0])
-        images = kernels.to_lanes(x, lanes, size)
-    if lanes != n:
-        g = op.Pad(g, [0] * 4 + [lanes - n, 0, 0, 0])
-    groups = lanes // size
-    by_pixel = reshape(g, groups, size, 1, m * math.prod(counts))
-    filters = kernels.to_blocks(by_pixel, size, channels_last=True)
-    result = convolve(
-        reshape(images, 1, lanes, rows, row * channels),
-        reshape(filters, groups * m, size, *counts),
-        (1, groups * m, kernel[0], kernel[1] * channels),
-        kernel=counts,
-        strides=(at.dilations[0], 1),
-        dilations=(at.strides[0], at.strides[1] * channels),
-        pads=[top, 0, max(bottom - below, 0), 0],
-        group=groups,
-    )
+        return kernels.to_lanes(x, lanes, size), row
+    x = op.Pad(x, [0, 0, 0, before[0], lanes - n, 0, cut, before[1]])
+    images = kernels.to_lanes(x, lanes, size)
+    if channels > 1:
+        images = reshape(images, lanes // size, channels, (height + cut) * row, size)
+        images = op.Transpose(images, perm=[0, 2, 1, 3])
+    return images, row
+
+
+def _from_taps(by_tap: Tensor, w: Tensor, size: int) -> Tensor:
+    """Returns weights (M / block, taps, C · block) in the shape of w."""
+    m, channels, *kernel = sizes(w)
     taps = math.prod(kernel)
-    by_tap = reshape(result, groups, m // size, taps, channels * size)
-    if groups > 1:
-        by_tap = op.ReduceSum(by_tap, [0], keepdims=0)
     if channels % size == 0:
         split = reshape(by_tap, m // size, taps, channels // size, size * size)
         filters = op.Transpose(split, perm=[0, 2, 1, 3])
         return kernels.from_filter(reshape(filters, *sizes(w)), size)
     by_output = reshape(kernels.from_lanes(by_tap, m), m, taps, channels)
-    return reshape(op.Transpose(by_output, perm=[0, 2, 1]), *sizes(w))
+    return reshape(by_output.mT, *sizes(w))
 
 
 def _depthwise_input(g: Tensor, w: Tensor, x: Tensor, at: Windows, size: int) -> Tensor:
-    """Returns the cotangent of the input of a convolution of each channel by itself."""
-    begin, end = _padding(at)
+    """Returns the cotangent of the input of a depthwise convolution."""
     channels = sizes(x)[1]
     if at.strides != (1, 1):
         apart = [
             (count - 1) * step + 1 for count, step in zip(sizes(g)[2:], at.strides, strict=True)
         ]
         g = kernels.put_apart(g, at.strides, apart, size)
-    extra = _left_over(x, at)
-    reach = [cast(int, extent) - 1 for extent in at.extents]
-    pads = [r - p for r, p in zip(reach * 2, begin + end, strict=True)]
+    pads, extra = convolution.mirrored_pads(at), at.left_over(sizes(x)[2:])
     taps = math.prod(sizes(w)[2:])
     lanes = kernels.to_lanes(w, channels, size)
     if taps > 1:
@@ -398,19 +409,16 @@ def _depthwise_input(g: Tensor, w: Tensor, x: Tensor, at: Windows, size: int) ->
 
 
 def _depthwise_weights(g: Tensor, x: Tensor, w: Tensor, at: Windows, size: int) -> Tensor:
-    """Returns the cotangent of the weights of a convolution of each channel by itself.
+    """Returns the cotangent of the weights of a depthwise convolution.
 
-    Each image of each channel of g is a filter of its own for that of x.
+    It is a depthwise convolution of x, with each channel of each image as a channel and g as the
+    filters.
     """
     n, channels, *counts = sizes(g)
     kernel = sizes(w)[2:]
-    begin, end = _padding(at)
-    shape = [
-        (length + b + e - (count - 1) * step - 1) // dilation + 1
-        for length, b, e, count, step, dilation in zip(
-            sizes(x)[2:], begin, end, counts, at.strides, at.dilations, strict=True
-        )
-    ]
+    pads = at.pads or ()
+    # g is the filter: strides and dilations are exchanged.
+    shape = windows_on(counts, at.dilations, at.strides, pads).counts(sizes(x)[2:])
     result = convolve(
         reshape(x, 1, n * channels, *sizes(x)[2:]),
         reshape(g, n * channels, 1, *counts),
@@ -418,7 +426,7 @@ def _depthwise_weights(g: Tensor, x: Tensor, w: Tensor, at: Windows, size: int) 
         kernel=counts,
         strides=at.dilations,
         dilations=at.strides,
-        pads=[*begin, *end],
+        pads=pads,
         group=n * channels,
     )
     by_image = reshape(result, n * channels // size, *shape, size)
