@@ -317,10 +317,9 @@ def _masked_attention(
             seen = op.Unsqueeze(op.Greater(mask, 0), {2: [1, 2], 3: [1], 4: []}[mask.ndim])
         masked_score = op.CastLike(attributes.get("mask_filter_value", -10000.0), q)
         bias = op.Where(seen, op.CastLike(0.0, q), masked_score)
-    if attributes.get(
-        "unidirectional"
-    ):  # the least finite number: a row may consist of masked scores and these
+    if attributes.get("unidirectional"):
         window = _window(q, length, total, _minus(total, length), -1, 0)
+        # The least finite number, because the other scores of a row may all be masked.
         bias = _bias(q, window, bias, float(ir.DataType.from_numpy(q.dtype).min))
     if added is not None:
         bias = added if bias is None else bias + added
