@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -119,6 +120,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[tests_left_out] = Counter()
     config.stash[files_left_out] = {}
     config.pluginmanager.register(Importable())
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process of pytest-xdist hands on what it left out."""
+    if hasattr(session.config, "workeroutput"):
+        stash = session.config.stash
+        session.config.workeroutput["left_out"] = dict(stash[tests_left_out]), stash[files_left_out]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Each process collects all tests, and so leaves out the same ones."""
+    if left_out := getattr(node, "workeroutput", {}).get("left_out"):
+        stash = node.config.stash
+        stash[tests_left_out], stash[files_left_out] = left_out
 
 
 class Importable:
