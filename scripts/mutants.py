@@ -165,9 +165,9 @@ def draw(seed: int, count: int, rooms: list[str]) -> list[Mutant]:
 def tests_of(path: Path) -> list[str]:
     """Returns the files with the tests of a module's room, those that its name names first."""
     room = next(room for room in ROOMS if path.is_relative_to(Path("ortops", room)))
-    files = {file for each in ROOMS[room] for file in (ROOT / "tests").glob(f"{each}.py")}
-    words = path.stem.strip("_").rstrip("s")
-    ordered = sorted(files, key=lambda file: (words not in file.stem, file))
+    files = [file for each in ROOMS[room] for file in sorted((ROOT / "tests").glob(f"{each}.py"))]
+    word = path.stem.strip("_").rstrip("s")
+    ordered = sorted(dict.fromkeys(files), key=lambda file: word not in file.stem)
     return [str(file.relative_to(ROOT)) for file in ordered]
 
 
@@ -187,7 +187,13 @@ def copy(folder: Path) -> None:
 def failure(folder: Path, arguments: list[str]) -> str:
     """Runs tests in a copy of the checkout, and returns the first that fails, or ""."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(folder),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "XDG_CACHE_HOME": str(folder / ".cache"),  # of machine code of updates
+    }
     with subprocess.Popen(
         command,
         cwd=folder,
@@ -223,19 +229,23 @@ def main(arguments: list[str] | None = None) -> int:
 
     def judge(mutant: Mutant) -> str:
         folder, tests = folders.get(), tests_of(mutant.path)
+        stages = [
+            ["-m", "not slow", *tests],
+            ["-m", "slow", *tests],
+            *([[]] if given.suite else []),
+        ]
         try:
             (folder / mutant.path).write_bytes(mutant.source())
-            found = failure(folder, tests)
-            if not found and given.suite:
-                found = failure(folder, tests := [])
-        finally:
+            found = ""
+            while stages and not found:
+                found = failure(folder, stage := stages.pop(0))
             shutil.copy(ROOT / mutant.path, folder / mutant.path)
+            again = ["--last-failed", "--last-failed-no-failures=none", *stage]
+            if found and (wrong := failure(folder, again)):
+                sys.exit(f"{wrong}, without a mutant")
+            return found
+        finally:
             folders.put(folder)
-        if found and (
-            wrong := failure(folder, ["--last-failed", "--last-failed-no-failures=none", *tests])
-        ):
-            sys.exit(f"{wrong}, without a mutant")
-        return found
 
     survived = 0
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(given.jobs) as pool:
