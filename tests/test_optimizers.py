@@ -421,7 +421,7 @@ NON_NEGATIVE = "must be a finite number >= 0, got "
         (lambda: SGD(learning_rate=math.nan), r"learning_rate must be a finite number, got nan"),
         (
             lambda: SGD(learning_rate=1e39),
-            r"learning_rate=1e\+39 in float32 must be a finite number, got inf",
+            r"learning_rate=1e\+39 in float32 must be a finite number >= 0, got inf",
         ),
         (lambda: SGD(learning_rate=10**400), r"learning_rate must be a finite number, got 10+"),
         (

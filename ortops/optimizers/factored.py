@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ortops.optimizers.optimizer import (
+    RANGES,
     Arrays,
     Optimizer,
+    Ranges,
     UpdateRule,
     arrays,
     norm,
@@ -227,6 +229,12 @@ class Adafactor(Optimizer):
     factored: bool = True
 
     first_step: ClassVar[int] = 1
+    ranges: ClassVar[Ranges] = RANGES | {
+        "beta2_decay": {"maximum": 0},
+        "epsilon1": {"minimum": 2.0**-63, "below": 2.0**63},  # its square must be a float32, too
+        "epsilon2": {"above": 0},
+        "clipping_threshold": {"above": 0},
+    }
 
     def of(self, shape: Sequence[int]) -> Adafactor:
         """Returns the optimizer for a parameter: unfactored for vectors and empty tensors."""
@@ -243,9 +251,3 @@ class Adafactor(Optimizer):
     def rule(self) -> UpdateRule:
         """The update rule, `adafactor` or `adafactor_unfactored`."""
         return adafactor if self.factored else adafactor_unfactored
-
-    def _check(self) -> None:
-        self._require("beta2_decay", maximum=0)
-        self._require("epsilon1", minimum=2.0**-63, below=2.0**63)  # its square is a float32, too
-        self._require("epsilon2", "clipping_threshold", above=0)
-        self._require("weight_decay", minimum=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -11,9 +11,11 @@ from ortops.arguments import choice, number
 from ortops.errors import ArgumentError
 from ortops.optimizers.optimizer import (
     OPERATORS,
+    RANGES,
     Arrays,
     Operator,
     Optimizer,
+    Ranges,
     UpdateRule,
     arrays,
     as_float32,
@@ -161,14 +163,10 @@ class Momentum(Optimizer):
         """The ONNX operator, Momentum."""
         return "Momentum"
 
-    @property
-    def rule(self) -> UpdateRule:
-        """The update rule, `momentum`."""
-        return momentum
+    _rule: ClassVar[UpdateRule] = momentum
+    ranges: ClassVar[Ranges] = RANGES | {"beta": {"minimum": 0}}
 
     def _check(self) -> None:
-        self._require_decays("alpha")
-        self._require("beta", minimum=0)
         choice(self._shown("mode"), self.mode, MODES)
 
 
@@ -224,7 +222,6 @@ class SGD(Optimizer):
         }
 
     def _check(self) -> None:
-        self._require_decays("momentum")
         number(self._shown("dampening"), self.dampening, minimum=0, maximum=1)
         if self.dampening and not self.momentum:
             raise ArgumentError(

@@ -110,13 +110,4 @@ class LAMB(Optimizer):
     weight_decay: float = 0.0
 
     first_step: ClassVar[int] = 1
-
-    @property
-    def rule(self) -> UpdateRule:
-        """The update rule, `lamb`."""
-        return lamb
-
-    def _check(self) -> None:
-        self._require_decays("beta1", "beta2")
-        self._require("epsilon", above=0)
-        self._require("weight_decay", minimum=0)
+    _rule: ClassVar[UpdateRule] = lamb

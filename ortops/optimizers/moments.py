@@ -332,10 +332,6 @@ class Adam(Optimizer):
         """The update rule, `adam` or `adam_after_correction`."""
         return adam_after_correction if self.epsilon_after_correction else adam
 
-    def _check(self) -> None:
-        self._require_decays("alpha", "beta")
-        self._require("epsilon", above=0)
-
 
 @dataclass(frozen=True)
 class AdamW(Optimizer):
@@ -383,11 +379,6 @@ class AdamW(Optimizer):
     def rule(self) -> UpdateRule:
         """The update rule, `adamw` or `adamw_after_correction`."""
         return adamw_after_correction if self.epsilon_after_correction else adamw
-
-    def _check(self) -> None:
-        self._require_decays("alpha", "beta")
-        self._require("epsilon", above=0)
-        self._require("weight_decay", minimum=0)
 
     def before_operator(self, r: Any, x: Any) -> Any:
         """Returns the parameter shrunk by learning rate times weight decay."""
@@ -488,13 +479,4 @@ class AMSGrad(Optimizer):
     weight_decay: float = 0.0
 
     first_step: ClassVar[int] = 1
-
-    @property
-    def rule(self) -> UpdateRule:
-        """The update rule, `amsgrad`."""
-        return amsgrad
-
-    def _check(self) -> None:
-        self._require_decays("alpha", "beta")
-        self._require("epsilon", above=0)
-        self._require("weight_decay", minimum=0)
+    _rule: ClassVar[UpdateRule] = amsgrad

@@ -16,10 +16,12 @@ from ortops.schedules import Schedule
 
 __all__ = [
     "OPERATORS",
+    "RANGES",
     "Arrays",
     "Custom",
     "Operator",
     "Optimizer",
+    "Ranges",
     "UpdateRule",
     "arrays",
     "as_float32",
@@ -30,6 +32,21 @@ __all__ = [
 
 UpdateRule: TypeAlias = Callable[..., Any]
 """``(r, t, x, g, *state, *, attributes) -> (x_new, *state_new)`` on numpy arrays or Tensors."""
+
+Ranges: TypeAlias = Mapping[str, Mapping[str, float]]
+"""The bounds of numbers, as arguments of `ortops.arguments.number`, by attribute."""
+
+_DECAY: Mapping[str, float] = {"minimum": 0, "below": 1}
+_POSITIVE: Mapping[str, float] = {"above": 0}
+_NON_NEGATIVE: Mapping[str, float] = {"minimum": 0}
+
+RANGES: dict[str, Mapping[str, float]] = {
+    **dict.fromkeys(("alpha", "beta", "beta1", "beta2", "momentum", "rho"), _DECAY),
+    **dict.fromkeys(("epsilon", "adamw_epsilon"), _POSITIVE),
+    **dict.fromkeys(("learning_rate", "weight_decay"), _NON_NEGATIVE),
+    **dict.fromkeys(("momentum_decay", "decay_factor"), _NON_NEGATIVE),
+}
+"""The bounds that attributes of these names have, unless an optimizer has others."""
 
 Arrays: TypeAlias = tuple[Any, ...]
 """``(x_new, *state_new)``, arrays of the same kind as the rule's arguments."""
@@ -159,6 +176,7 @@ class Optimizer:
     Attributes:
         learning_rate: The initial learning rate (R), finite and non-negative; or a schedule.
         first_step: The value of T in the first update.
+        ranges: The bounds of attributes.
 
     Example:
         >>> from ortops.optimizers import Adam
@@ -170,6 +188,8 @@ class Optimizer:
     learning_rate: float | Schedule
 
     first_step: ClassVar[int] = 0
+    ranges: ClassVar[Ranges] = RANGES
+    _rule: ClassVar[UpdateRule]
 
     def __post_init__(self) -> None:
         """Converts numbers to float and rejects values that are out of range."""
@@ -181,8 +201,6 @@ class Optimizer:
                 object.__setattr__(self, each.name, boolean(shown, getattr(self, each.name)))
             if isinstance(each.default, float):
                 self._require(each.name)
-        if self.schedule is None:
-            self._require("learning_rate", minimum=0)
         self._check()
 
     @property
@@ -221,27 +239,25 @@ class Optimizer:
     @property
     def rule(self) -> UpdateRule:
         """The update rule."""
-        raise NotImplementedError
+        return type(self)._rule
 
     def _check(self) -> None:
-        """Checks the attributes; called after the learning rate has been checked."""
+        """Checks the attributes; called after numbers and flags have been checked."""
 
     def _shown(self, name: str) -> str:
         """Returns what messages call an attribute."""
         return f"optimizer {self.name}: {name}"
 
-    def _require(self, *names: str, **bounds: float) -> None:
-        """Makes attributes floats and checks their range (see `number`).
+    def _require(self, name: str) -> None:
+        """Converts an attribute to float and checks its range.
 
-        Updates compute with the values in float32, so these must be in range too.
+        Updates compute with the value in float32, so this must be in range, too.
         """
-        for name in names:
-            value = number(self._shown(name), getattr(self, name), **bounds)
-            number(f"{self._shown(name)}={value!r} in float32", as_float32(value), **bounds)
-            object.__setattr__(self, name, value)
-
-    def _require_decays(self, *names: str) -> None:
-        self._require(*names, minimum=0, below=1)
+        shown, bounds = self._shown(name), self.ranges.get(name, {})
+        value = number(shown, getattr(self, name))
+        number(shown, value, **bounds)
+        number(f"{shown}={value!r} in float32", as_float32(value), **bounds)
+        object.__setattr__(self, name, value)
 
     @property
     def name(self) -> str:

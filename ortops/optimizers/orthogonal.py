@@ -166,14 +166,8 @@ class Muon(Optimizer):
             epsilon_after_correction=True,
         )
 
-    @property
-    def rule(self) -> UpdateRule:
-        """The update rule of matrices, `muon`."""
-        return muon
+    _rule: ClassVar[UpdateRule] = muon
 
     def _check(self) -> None:
-        self._require_decays("momentum", "beta1", "beta2")
-        self._require("epsilon", "adamw_epsilon", above=0)
-        self._require("weight_decay", minimum=0)
         object.__setattr__(self, "steps", whole_number(self._shown("steps"), self.steps, 1, 99))
         choice(self._shown("adjustment"), self.adjustment, get_args(Adjustment))

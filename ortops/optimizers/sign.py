@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ortops.optimizers.optimizer import (
     Arrays,
@@ -94,11 +94,4 @@ class Lion(Optimizer):
     beta2: float = 0.99
     weight_decay: float = 1e-3
 
-    @property
-    def rule(self) -> UpdateRule:
-        """The update rule, `lion`."""
-        return lion
-
-    def _check(self) -> None:
-        self._require_decays("beta1", "beta2")
-        self._require("weight_decay", minimum=0)
+    _rule: ClassVar[UpdateRule] = lion

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -110,14 +110,7 @@ class Adagrad(Optimizer):
         """The ONNX operator, Adagrad."""
         return "Adagrad"
 
-    @property
-    def rule(self) -> UpdateRule:
-        """The update rule, `adagrad`."""
-        return adagrad
-
-    def _check(self) -> None:
-        self._require("epsilon", above=0)
-        self._require("decay_factor", minimum=0)
+    _rule: ClassVar[UpdateRule] = adagrad
 
 
 def rmsprop(
@@ -268,20 +261,13 @@ class RMSprop(Optimizer):
     centered: bool = False
     norm_coefficient: float = 0.0
 
-    @property
-    def rule(self) -> UpdateRule:
-        """The update rule, `rmsprop`."""
-        return rmsprop
+    _rule: ClassVar[UpdateRule] = rmsprop
 
     @property
     def states(self) -> tuple[str, ...]:
         """The names of the state tensors: H, then A if centered, then V with momentum."""
         more = {"A": self.centered, "V": as_float32(self.momentum)}
         return "H", *(name for name, is_there in more.items() if is_there)
-
-    def _check(self) -> None:
-        self._require_decays("rho", "momentum")
-        self._require("epsilon", above=0)
 
 
 @dataclass(frozen=True)
@@ -309,11 +295,4 @@ class Adadelta(Optimizer):
     epsilon: float = 1e-6
     norm_coefficient: float = 0.0
 
-    @property
-    def rule(self) -> UpdateRule:
-        """The update rule, `adadelta`."""
-        return adadelta
-
-    def _check(self) -> None:
-        self._require_decays("rho")
-        self._require("epsilon", above=0)
+    _rule: ClassVar[UpdateRule] = adadelta

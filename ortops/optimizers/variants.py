@@ -279,16 +279,7 @@ class NAdam(Optimizer):
     weight_decay: float = 0.0
 
     first_step: ClassVar[int] = 1
-
-    @property
-    def rule(self) -> UpdateRule:
-        """The update rule, `nadam`."""
-        return nadam
-
-    def _check(self) -> None:
-        self._require_decays("beta1", "beta2")
-        self._require("epsilon", above=0)
-        self._require("momentum_decay", "weight_decay", minimum=0)
+    _rule: ClassVar[UpdateRule] = nadam
 
 
 @dataclass(frozen=True)
@@ -322,16 +313,7 @@ class RAdam(Optimizer):
     weight_decay: float = 0.0
 
     first_step: ClassVar[int] = 1
-
-    @property
-    def rule(self) -> UpdateRule:
-        """The update rule, `radam`."""
-        return radam
-
-    def _check(self) -> None:
-        self._require_decays("beta1", "beta2")
-        self._require("epsilon", above=0)
-        self._require("weight_decay", minimum=0)
+    _rule: ClassVar[UpdateRule] = radam
 
 
 @dataclass(frozen=True)
@@ -362,12 +344,4 @@ class Adamax(Optimizer):
     norm_coefficient: float = 0.0
 
     first_step: ClassVar[int] = 1
-
-    @property
-    def rule(self) -> UpdateRule:
-        """The update rule, `adamax`."""
-        return adamax
-
-    def _check(self) -> None:
-        self._require_decays("beta1", "beta2")
-        self._require("epsilon", above=0)
+    _rule: ClassVar[UpdateRule] = adamax
