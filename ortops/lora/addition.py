@@ -22,9 +22,10 @@ from ortops.graph.files import external
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.tensor import Names
 from ortops.lora.fingerprints import fingerprint
-from ortops.lora.model import Array, refuse_training
+from ortops.lora.model import WITHOUT_TRAINING, Array
 from ortops.lora.patterns import Patterns
 from ortops.lora.targets import Target, chosen
+from ortops.surgery.reading import refuse_training
 
 __all__ = ["Base", "Layer", "add", "attach", "read_base"]
 
@@ -193,7 +194,7 @@ def read_base(model: ModelLike) -> Base:
             "model: it already has an adapter; merge it with ortops.lora.merge, or give the model "
             "without it"
         )
-    refuse_training(proto)
+    refuse_training(proto, WITHOUT_TRAINING)
     return Base(convert.to_ir(proto, folder), fingerprint(*external.detach(proto, folder)))
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 
 from ortops.building.parameters import readers
 from ortops.errors import ModelError, UnsupportedError
@@ -15,13 +14,12 @@ from ortops.graph import convert
 from ortops.graph.adapters import METADATA_KEY, Module
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import describe, remove_node, take_place
-from ortops.graph.files import external
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.tensor import Names
-from ortops.lora.model import Array, read_adapted, refuse_not_finite, refuse_training
+from ortops.lora.model import WITHOUT_TRAINING, Array, read_adapted, refuse_not_finite
 from ortops.lora.removal import remove_adapter
 from ortops.lora.targets import steps_to_weight
-from ortops.surgery.reading import drop_unread
+from ortops.surgery.reading import drop_unread, model_of, open_model, refuse_training
 from ortops.uninterrupted import finished_at_exit
 
 __all__ = ["merge"]
@@ -58,7 +56,7 @@ def merge(model: ModelLike, *, dequantize: bool = False) -> onnx.ModelProto:
         True
     """
     adapted = read_adapted(model)
-    refuse_training(adapted.proto)
+    refuse_training(adapted.proto, WITHOUT_TRAINING)
     refuse_not_finite(adapted.parameters, "model")
     proto, folder = convert.load(model)
     work = convert.to_ir(proto, folder)
@@ -227,15 +225,7 @@ def _evaluated(work: ir.Model, node: ir.Node, index: int, steps: Sequence[ir.Nod
             return np.asarray(tensor.numpy())
         ir.serde.serialize_tensor_into(graph.initializer.add(), tensor)
         graph.initializer[-1].name = value.name or ""
-    opsets = work.graph.opset_imports.items()
-    imports = [onnx.helper.make_opsetid(domain, version) for domain, version in opsets]
-    small = onnx.helper.make_model(graph, opset_imports=imports, ir_version=work.ir_version)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(
-        external.serialize(small), options, providers=["CPUExecutionProvider"]
-    )
-    found: Array = session.run(None, feeds)[0]
+    found: Array = open_model(model_of(work, graph)).run(None, feeds)[0]
     return found
 
 

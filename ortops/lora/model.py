@@ -27,16 +27,19 @@ from ortops.lora.fingerprints import (
 )
 
 __all__ = [
+    "WITHOUT_TRAINING",
     "Adapted",
     "Array",
     "check_base",
     "read_adapted",
     "refuse_irregular",
     "refuse_not_finite",
-    "refuse_training",
 ]
 
 Array: TypeAlias = npt.NDArray[Any]
+
+WITHOUT_TRAINING = "give TrainingSession.inference_model()"
+"""The remedy for a model that has training_info."""
 
 _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE)
 
@@ -120,15 +123,6 @@ def refuse_irregular(file: Path, remedy: str) -> None:
         raise ModelError(f"file '{file}': {error.strerror}; {remedy}") from error
     if not regular:
         raise ModelError(f"file '{file}': it is not a regular file; {remedy}")
-
-
-def refuse_training(proto: onnx.ModelProto) -> None:
-    """Rejects a model with a training algorithm, which would no longer fit the changed model."""
-    if proto.training_info:
-        raise ModelError(
-            "model: it has training_info, which would no longer fit the changed model; give "
-            "TrainingSession.inference_model()"
-        )
 
 
 def check_base(adapted: Adapted) -> str:

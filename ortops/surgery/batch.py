@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 
 from ortops.errors import (
     ArgumentError,
@@ -23,7 +22,6 @@ from ortops.errors import (
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import describe, read_inputs
-from ortops.graph.files import external
 from ortops.graph.tensor import Names, Tape, Tensor, op
 from ortops.surgery.reading import (
     Array,
@@ -31,6 +29,8 @@ from ortops.surgery.reading import (
     dimensions,
     drop_unread,
     logger,
+    model_of,
+    open_model,
     read,
     refuse_training,
 )
@@ -46,8 +46,6 @@ _UNKNOWN_SIZES = (32, 16, 64, 8, 128, 224, 640, 2)
 
 _STATES = {"GRU": 2, "LSTM": 2, "RNN": 2}
 """Recurrent operators: their inputs from the fourth on have one entry per row, unlike weights."""
-
-_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
 _SMALL = 2**24  # bytes; smaller constants become initializers, which some operators require
 
@@ -100,7 +98,7 @@ def free_batch(
         'batch'
     """
     work, proto, folder = read(model)
-    refuse_training(proto, "free the batch")
+    refuse_training(proto, "free the batch before build_training_model")
     axes, batch = _batched(work.graph, inputs)
     for value in work.graph.inputs:
         for place, dim in enumerate(value.shape or ()):
@@ -186,14 +184,8 @@ def _open(proto: onnx.ModelProto, folder: Path | None = None) -> Run:
     Raises:
         _CannotRunError: If onnxruntime cannot load it.
     """
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    if folder is not None:
-        options.add_session_config_entry(_FOLDER_KEY, str(folder))
     with _Refusals():
-        session = onnxruntime.InferenceSession(
-            external.serialize(proto), options, providers=["CPUExecutionProvider"]
-        )
+        session = open_model(proto, folder)
     names = {value.name for value in session.get_inputs()}
 
     @finished_at_exit
@@ -479,14 +471,7 @@ class _Freeing:
         graph = onnx.helper.make_graph(
             [ir.serde.serialize_node(node)], "node", inputs, outputs, constants
         )
-        imports = self._graph.opset_imports.items()
-        model = onnx.helper.make_model(
-            graph,
-            opset_imports=[onnx.helper.make_opsetid(domain, number) for domain, number in imports],
-            functions=self._functions,
-            ir_version=max(self._work.ir_version, 4),
-        )
-        return _open(model)
+        return _open(model_of(self._work, graph, self._functions))
 
     # ----------------------------------------------------------------------------------- repairing
 

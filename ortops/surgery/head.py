@@ -90,7 +90,7 @@ def replace_head(
     """
     classes = whole_number("replace_head: classes", classes, 1)
     work, proto, folder = read(model)
-    refuse_training(proto, "replace the head")
+    refuse_training(proto, "replace the head before build_training_model")
     known = inferred(proto, folder)
     chosen = _classified(work.graph, known, output)
     change = _find_head(work, known, chosen, classes)

@@ -9,10 +9,12 @@ from typing import Any, TypeAlias
 import numpy.typing as npt
 import onnx
 import onnx_ir as ir
+import onnxruntime
 
 from ortops.errors import ModelError
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
+from ortops.graph.files import external
 from ortops.graph.shapes import infer_shapes
 
 __all__ = [
@@ -22,6 +24,8 @@ __all__ = [
     "drop_unread",
     "inferred",
     "logger",
+    "model_of",
+    "open_model",
     "read",
     "refuse_training",
 ]
@@ -29,6 +33,8 @@ __all__ = [
 Array: TypeAlias = npt.NDArray[Any]
 
 logger = logging.getLogger("ortops")
+
+_FOLDER_KEY = "session.model_external_initializers_file_folder_path"
 
 _LIKE_INPUTS = (
     *("BiasGelu", "BiasSplitGelu", "FastGelu", "FusedConv", "FusedGemm", "FusedMatMul", "Gelu"),
@@ -43,13 +49,43 @@ def read(model: ModelLike) -> tuple[ir.Model, onnx.ModelProto, Path | None]:
     return convert.to_ir(proto, folder), proto, folder
 
 
-def refuse_training(proto: onnx.ModelProto, what: str) -> None:
-    """Rejects a model that already has a training algorithm."""
+def refuse_training(proto: onnx.ModelProto, remedy: str) -> None:
+    """Rejects a model with a training algorithm, which would no longer fit the changed model."""
     if proto.training_info:
         raise ModelError(
-            "model: it has training_info, which would no longer fit the changed model; "
-            f"{what} before build_training_model"
+            f"model: it has training_info, which would no longer fit the changed model; {remedy}"
         )
+
+
+def model_of(work: ir.Model, graph: onnx.GraphProto, functions: Any = ()) -> onnx.ModelProto:
+    """Returns a model of a few nodes of another model, in its versions of operators.
+
+    Args:
+        work: The other model.
+        graph: The nodes, with their inputs and constants.
+        functions: The functions of the other model.
+    """
+    opsets = work.graph.opset_imports.items()
+    imports = [onnx.helper.make_opsetid(domain, version) for domain, version in opsets]
+    version = max(work.ir_version, 4)  # before, all initializers had to be inputs
+    return onnx.helper.make_model(
+        graph, opset_imports=imports, functions=functions, ir_version=version
+    )
+
+
+def open_model(proto: onnx.ModelProto, folder: Path | None = None) -> Any:
+    """Opens a model in stock onnxruntime on the CPU, without its warnings.
+
+    Args:
+        proto: The model.
+        folder: The folder of its external data.
+    """
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    if folder is not None:
+        options.add_session_config_entry(_FOLDER_KEY, str(folder))
+    content = external.serialize(proto)
+    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
 
 def inferred(proto: onnx.ModelProto, folder: Path | None) -> dict[str, ir.Value]:
