@@ -13,7 +13,6 @@ summed, and each rank applies the same update.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -22,17 +21,15 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 
 from ortops.arguments import number
 from ortops.errors import ArgumentError, FeedError, ModelError, OrtopsError, UnsupportedError
-from ortops.graph.files import external
 from ortops.mpi import MPI
 from ortops.training.data import rows
 from ortops.training.feeds import Checked
 from ortops.training.fitting import Shared, StepStrategy
 from ortops.training.gradients import Accumulation, Gradients
-from ortops.training.position import POSITION_KEY
+from ortops.training.model_file import bytes_digest
 from ortops.training.session import TrainingSession
 
 __all__ = ["Communicator", "JoinedSession", "join"]
@@ -182,9 +179,7 @@ class JoinedSession(TrainingSession):
         self._communicator = communicator
         self._size = size
         self._warned = False
-        self._compared = (
-            False  # whether a batch of this `fit` has been compared with that of other ranks
-        )
+        self._compared = False  # whether ranks have compared a batch of this `fit`
         self._assigned: dict[str, bytes] = {}  # digests of the variables set since the last step
         if size > 1:
             self._execution.split_step()  # raises an error if the algorithm has no gradients
@@ -212,7 +207,7 @@ class JoinedSession(TrainingSession):
             position.progress.batch,
         )
         for what, digest in (
-            ("another model", self._model_digest()),
+            ("another model", self._file.digest()),
             ("another point of `fit`, or none,", _digest(begun)),
         ):
             first = np.frombuffer(digest, np.uint8).copy()
@@ -222,30 +217,6 @@ class JoinedSession(TrainingSession):
                     f"join: rank {self._rank} has {what} than rank 0; open the same file in all "
                     "ranks"
                 )
-
-    def _model_digest(self) -> bytes:
-        """Returns a digest of the model and of the training algorithm, without variable values."""
-        variables = self._execution.variables
-        found = hashlib.sha256(repr(self._entries).encode())
-        for name in sorted(variables):
-            array = variables[name].buffers[0]
-            found.update(repr((name, array.dtype.str, array.shape)).encode())
-        light, data = external.detach(self._proto)
-        infos = light.training_info
-        graphs = [light.graph, *(g for i in infos for g in (i.algorithm, i.initialization))]
-        for tensor in itertools.chain.from_iterable(graph.initializer for graph in graphs):
-            if tensor.name not in variables and tensor.data_type != tensor.STRING:
-                found.update(_bytes_digest(external.array_of(tensor, data | self._data)))
-            if tensor.data_type != tensor.STRING:
-                plain = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type)
-                plain.dims.extend(tensor.dims)
-                tensor.CopyFrom(plain)
-        del light.metadata_props[:]
-        for entry in sorted(self._proto.metadata_props, key=lambda entry: entry.key):
-            if entry.key != POSITION_KEY:
-                light.metadata_props.add().CopyFrom(entry)
-        found.update(light.SerializeToString(deterministic=True))
-        return found.digest()
 
     def _take_state(self) -> None:
         """Sets all variables to those of rank 0."""
@@ -260,7 +231,7 @@ class JoinedSession(TrainingSession):
         super()._assign(arrays, steps_made=steps_made)
         if self._size > 1:
             for name, array in arrays.items():
-                self._assigned[name] = _bytes_digest(array)
+                self._assigned[name] = bytes_digest(array)
 
     def _all_same(self, found: object) -> bool:
         """Whether an object has the same repr in all ranks."""
@@ -414,7 +385,7 @@ class JoinedSession(TrainingSession):
     def _several_steps(self, feeds: Mapping[str, Array], count: int) -> Array:
         if self._size == 1:
             return super()._several_steps(feeds, count)
-        loss = self._loss()
+        loss = self._loaded.loss
         batches = [{name: array[i] for name, array in feeds.items()} for i in range(count)]
         return np.stack([self._step(batch, [loss])[loss] for batch in batches])
 
@@ -450,7 +421,9 @@ class JoinedSession(TrainingSession):
 
         self._compared = False
         shared = Shared(self._agree, self._same, add_up)
-        return StepStrategy(step, gradients, self._counts(), leads=not self._rank, shared=shared)
+        return StepStrategy(
+            step, gradients, self._loaded.counts(), leads=not self._rank, shared=shared
+        )
 
     def _same(self, what: str, found: object) -> None:
         """Raises an error unless an object is the same in all ranks."""
@@ -464,7 +437,7 @@ class JoinedSession(TrainingSession):
         """Logs a warning if ranks have different values in the first batch."""
         self._compared = True
         self._check_axes()
-        digests = [(name, _bytes_digest(batch[name])) for name in sorted(batch)]
+        digests = [(name, bytes_digest(batch[name])) for name in sorted(batch)]
         if not self._all_same(digests) and not self._rank:
             logger.warning(
                 "join: ranks have different values in the first batch. Each rank uses its part of "
@@ -533,11 +506,6 @@ class JoinedSession(TrainingSession):
 
 def _digest(found: object) -> bytes:
     return hashlib.sha256(repr(found).encode()).digest()
-
-
-def _bytes_digest(array: Array) -> bytes:
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    return hashlib.sha256(data).digest()
 
 
 def _mark(digest: bytes) -> Array:

@@ -25,7 +25,14 @@ from training_models import (
     softmax_cross_entropy,
 )
 
-from ortops import FeedError, OrtopsError, TrainingSession, build_training_model, schedules
+from ortops import (
+    ArgumentError,
+    FeedError,
+    OrtopsError,
+    TrainingSession,
+    build_training_model,
+    schedules,
+)
 from ortops.metrics import accuracy, mean_absolute_error
 from ortops.optimizers import SGD, Adam
 from ortops.training.callback import Callback, Record
@@ -206,7 +213,7 @@ def test_bad_arguments_are_found_before_training() -> None:
         session.fit(affine_batch(), validation=validation, progress=False)
     with pytest.raises(OrtopsError, match="unknown metric 'acuracy'; did you mean 'accuracy'"):
         session.fit(affine_batch(), validation=affine_batch(), metrics=["acuracy"], progress=False)
-    with pytest.raises(OrtopsError, match="'accuracy' is computed from validation data; give"):
+    with pytest.raises(OrtopsError, match="'accuracy' is computed on validation data; give"):
         session.fit(affine_batch(), metrics=["accuracy"], progress=False)
     assert session.steps_done == 0
 
@@ -217,8 +224,8 @@ def test_bad_arguments_are_found_before_training() -> None:
 )
 def test_numbers_that_are_no_counts(name: str, number: Any) -> None:
     session = affine_session()
-    expected = f"{name} is {number!r}; an integer of at least 0 is accepted"
-    with pytest.raises(OrtopsError, match=expected):
+    expected = f"{name} must be an integer >= 0, got {number!r}"
+    with pytest.raises(ArgumentError, match=expected):
         session.fit(affine_batch(), **{name: number}, progress=False)
     assert session.steps_done == 0
 
@@ -226,14 +233,20 @@ def test_numbers_that_are_no_counts(name: str, number: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"shuffle": "no"}, "shuffle is 'no'; True or False is accepted"),
-        ({"resume": None}, "resume is None; True or False is accepted"),
-        ({"progress": 1}, "progress is 1; True or False is accepted"),
-        ({"stop_on_nan": "x"}, "stop_on_nan is 'x'; True or False is accepted"),
-        ({"callbacks": 3}, "callbacks is 3; a list of callbacks is accepted"),
-        ({"callbacks": [3]}, "callbacks: 3 was given; an instance of a subclass"),
+        ({"shuffle": "no"}, "shuffle must be True or False, got 'no'"),
+        ({"resume": None}, "resume must be True or False, got None"),
+        ({"progress": 1}, "progress must be True or False, got 1"),
+        ({"stop_on_nan": "x"}, "stop_on_nan must be True or False, got 'x'"),
+        ({"callbacks": 3}, "callbacks must be a list of callbacks, got 3"),
+        (
+            {"callbacks": [3]},
+            "callbacks must be instances of subclasses of ortops.callbacks.Callback, got 3",
+        ),
         ({"metrics": 3}, "metrics must be a list of metrics, got 3"),
-        ({"schedule": 0.1}, "schedule is 0.1; a function of the share of epochs"),
+        (
+            {"schedule": 0.1},
+            "schedule must be a function of the fraction of epochs that are finished, got 0.1",
+        ),
     ],
 )
 def test_arguments_that_cannot_be_right(settings: dict[str, Any], message: str) -> None:
@@ -300,7 +313,7 @@ def test_a_metric_needs_one_input_to_compare_with() -> None:
     session = TrainingSession(model)
     data = {"x": affine_batch()["x"]}
     session.fit(data, progress=False)
-    with pytest.raises(OrtopsError, match="metric 'accuracy': the loss has 0 inputs of its own"):
+    with pytest.raises(OrtopsError, match="metric 'accuracy': the loss has 0 inputs"):
         session.evaluate(data, metrics=["accuracy"])
 
 

@@ -381,12 +381,12 @@ def test_what_is_no_gradient_is_refused(given: Any, message: str) -> None:
 def test_wrong_arguments_of_a_step_are_refused() -> None:
     session = TrainingSession(squared())
     feeds = affine_batch()
-    with pytest.raises(OrtopsError, match=r"reduce is 3; a function of gradients is accepted"):
+    with pytest.raises(OrtopsError, match="reduce must be a function of gradients, got 3"):
         session.step(feeds, reduce=3)  # type: ignore[arg-type]
-    with pytest.raises(OrtopsError, match=r"after is 3; what `gradients` returned is accepted"):
+    with pytest.raises(OrtopsError, match="after must be a result of `gradients`, got 3"):
         session.gradients(feeds, after=3)  # type: ignore[arg-type]
     for wrong in ("loss", 3):
-        with pytest.raises(OrtopsError, match=f"outputs is {wrong!r}; a list of names is accepted"):
+        with pytest.raises(OrtopsError, match=f"outputs must be a list of names, got {wrong!r}"):
             session.step(feeds, outputs=wrong)  # type: ignore[arg-type]
     with pytest.raises(OrtopsError, match=r"outputs: there is no output '3'; known names: 'loss'"):
         session.step(feeds, outputs=[3])  # type: ignore[list-item]
@@ -473,7 +473,7 @@ def test_what_reduce_raises_leaves_the_session_as_it_was() -> None:
     with pytest.raises(ConnectionError, match="a worker has gone"):
         session.step(feeds, reduce=fail)
     assert_same_arrays(dict(session.state), before)
-    with pytest.raises(OrtopsError, match="'step' was called while 'step' is under way"):
+    with pytest.raises(OrtopsError, match="'step' was called while 'step' is in progress"):
         session.step(feeds, reduce=lambda gradients: session.step(feeds))
     assert_same_arrays(dict(session.state), before)
     seen: list[int] = []
@@ -683,7 +683,9 @@ def test_parameters() -> None:
     assert np.any(session.state["bn.bias.V"])
     with pytest.raises(OrtopsError, match=r"parameters: 'bn\.mean' is not trained; known names"):
         session.parameters = {"bn.mean": np.zeros(3)}
-    with pytest.raises(OrtopsError, match="parameters: list was given; give a dict"):
+    with pytest.raises(
+        OrtopsError, match="parameters must be a dict with an array for each name, got list"
+    ):
         session.parameters = [1]  # type: ignore[assignment]
 
 
@@ -741,7 +743,7 @@ def test_values_of_the_batch_that_an_update_reads_are_carried(way: str) -> None:
     session.apply(gradients)
     np.testing.assert_array_equal(session.state["w"], [[0.5 - 20], [-0.5 - 35]])
     np.testing.assert_array_equal(session.state["m"], 2.5)
-    with pytest.raises(OrtopsError, match="the update reads 'largest' of the batch, too; give"):
+    with pytest.raises(OrtopsError, match="the update also reads 'largest' of the batch; pass"):
         session.apply(dict(gradients))
     assert_step_is_apply_of_gradients(model, [FEEDS] * 3, way)
 

@@ -91,7 +91,7 @@ def test_each_summand_is_reported() -> None:
 
 def test_summands_share_the_target_of_one_tensor() -> None:
     session = trainer(losses.MeanSquaredError("box") + 0.5 * losses.L1("box"))
-    assert set(session._inputs) == {"x", "targets"}
+    assert set(session.inputs) == {"x", "targets"}
     found = session.step({"x": X, "targets": BOXES})
     distance = X @ U - BOXES
     assert float(found["loss"]) == pytest.approx(
@@ -142,7 +142,7 @@ def test_targets_of_two_tensors_are_named() -> None:
     with pytest.raises(ModelError, match=expected):
         trainer(losses.MeanSquaredError("cls") + losses.L1("box"))
     session = trainer(losses.MeanSquaredError("cls", target="a") + losses.L1("box", target="b"))
-    assert set(session._inputs) == {"x", "a", "b"}
+    assert set(session.inputs) == {"x", "a", "b"}
 
 
 def test_weights_are_numbers() -> None:

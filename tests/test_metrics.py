@@ -781,8 +781,8 @@ def test_declared_inputs_are_no_targets() -> None:
     with pytest.raises(OrtopsError) as raised:
         session.evaluate(data, metrics=["mean_absolute_error"])
     assert str(raised.value) == (
-        "metric 'mean_absolute_error': the loss has 1 inputs of its own (mask), and outputs are "
-        "compared with none that is known; metrics need one, which target= names"
+        "metric 'mean_absolute_error': the loss has 1 inputs (mask), and it is not known "
+        "which one outputs are compared with; name it with target="
     )
     metric = MeanAbsoluteError(output="hidden", target="x")
     assert session.evaluate(data, metrics=metric)["mean_absolute_error_hidden"] == 0.0
@@ -802,16 +802,15 @@ def test_what_a_session_refuses() -> None:
         (
             Accuracy(output="hidden"),
             (
-                "metric 'accuracy_hidden': no loss compares 'hidden' with anything; say what it is "
-                "compared with by target=, such as 'labels'"
+                "metric 'accuracy_hidden': no loss compares 'hidden' with an input; name the input "
+                "with target=, for example target='labels'"
             ),
         ),
         (
             Accuracy(name="loss_boxes"),
             (
-                "metric 'loss_boxes': a summand of the loss is named so; give it a name of its "
-                "own with "
-                "name="
+                "metric 'loss_boxes': a summand of the loss has this name; give the metric another "
+                "one with name="
             ),
         ),
     ):
@@ -858,14 +857,13 @@ def test_what_predict_refuses() -> None:
         (
             None,
             (
-                "predict: 'total' has shape [] for a batch of 11 rows; tensors with the rows "
-                "on axis 0 "
-                "are accepted, so leave it out of outputs=, or run session.inference_model()"
+                "predict: axis 0 of 'total' must have the rows of the batch, got shape [] for a "
+                "batch of 11 rows; leave it out of outputs=, or run session.inference_model()"
             ),
         ),
         ("box", "outputs: there is no tensor 'box'; did you mean 'boxes'?"),
-        ([], "outputs is []; the name of a tensor, or a list of some, is accepted"),
-        ([3], "outputs is [3]; the name of a tensor, or a list of some, is accepted"),
+        ([], "outputs must be the name of a tensor or a list of names, got []"),
+        ([3], "outputs must be the name of a tensor or a list of names, got [3]"),
     ):
         with pytest.raises(OrtopsError) as raised:
             session.predict({"x": X}, outputs=outputs)  # type: ignore[call-overload]
@@ -891,8 +889,8 @@ def test_predict_joins_batches_of_one_shape_only() -> None:
     with pytest.raises(OrtopsError) as raised:
         session.predict([{"x": X[:, :2]}, {"x": X[:, :3]}])
     assert str(raised.value) == (
-        "predict: 'y' has shape [11, 2] for one batch and [11, 3] for another, which cannot be "
-        "joined; give batches of one shape, or predict each by itself"
+        "predict: 'y' has shape [11, 2] for one batch and [11, 3] for another, and cannot be "
+        "concatenated; give batches of one shape, or predict them separately"
     )
 
 

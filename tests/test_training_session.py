@@ -480,7 +480,7 @@ def test_state_reads_copies_and_is_settable() -> None:
             "'w' cannot be set to 1e+39, which does not fit float32",
         ),
         ({"w": np.zeros((3, 2), np.complex64)}, "state 'w': complex64[3, 2] was given"),
-        (3, "state: int was given; give a dict of an array for each name"),
+        (3, "state must be a dict with an array for each name, got int"),
     ],
 )
 def test_bad_state_changes_nothing(state: Any, message: str) -> None:
@@ -602,7 +602,7 @@ def test_the_learning_rate_counts_at_once_and_is_saved() -> None:
 @pytest.mark.parametrize("value", [-1, np.nan, np.inf, 1e39, "fast", None, [0.1, 0.2]])
 def test_bad_learning_rates(value: Any) -> None:
     session = affine_session(SGD(0.5))
-    with pytest.raises(OrtopsError, match=r"learning_rate is .*; a finite number >= 0 is accepted"):
+    with pytest.raises(OrtopsError, match="learning_rate must be a finite number >= 0, got "):
         session.learning_rate = value
     assert session.learning_rate == 0.5
 
@@ -615,9 +615,13 @@ def test_without_a_learning_rate() -> None:
         updates={"w": "w_next"},
     )
     session = TrainingSession(model)
-    with pytest.raises(OrtopsError, match="learning_rate: the training algorithm has none"):
+    with pytest.raises(
+        OrtopsError, match="learning_rate: the training algorithm has no learning rate in"
+    ):
         session.learning_rate = 0.1
-    with pytest.raises(OrtopsError, match="learning_rate: the training algorithm has none"):
+    with pytest.raises(
+        OrtopsError, match="learning_rate: the training algorithm has no learning rate in"
+    ):
         _ = session.learning_rate
 
 
@@ -920,14 +924,14 @@ def test_given_state_that_reset_computes_is_not_held(tmp_path: Path) -> None:
     first.step(wide)
     first.save(path)
     session = TrainingSession(path)
-    assert "fc1.weight" in session._given
-    assert not {"fc1.weight.V", "fc1.weight.H"} & session._given.keys()
+    assert "fc1.weight" in session._loaded.given
+    assert not {"fc1.weight.V", "fc1.weight.H"} & session._loaded.given.keys()
     # What stands in for it is the present state, so that nothing that is written has the old one.
     session.step(wide)
     moment = session.state["fc1.weight.V"]
     assert not np.array_equal(moment, first.state["fc1.weight.V"])
-    tensors = {t.name: t for t in session._proto.training_info[0].algorithm.initializer}
-    held = external.array_of(tensors["fc1.weight.V"], session._data)
+    tensors = {t.name: t for t in session._loaded.proto.training_info[0].algorithm.initializer}
+    held = external.array_of(tensors["fc1.weight.V"], session._loaded.data)
     np.testing.assert_array_equal(held, moment)
     session.reset()
     assert not session.state["fc1.weight.V"].any()
@@ -937,7 +941,7 @@ def test_given_state_that_reset_computes_is_not_held(tmp_path: Path) -> None:
 def test_initial_state_of_a_given_model_is_not_kept() -> None:
     model = build_training_model(mlp((64, 32, 4)), loss="SoftmaxCrossEntropy", optimizer="Adam")
     session = TrainingSession(model)
-    held = session._data.values()
+    held = session._loaded.data.values()
     lent = [tensor for tensor in held if isinstance(tensor, external.Lent)]
     assert len(lent) == 2  # the moments of the big weight
     arrays = [session._execution.present(name) for name in session.state]

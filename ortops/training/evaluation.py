@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -11,26 +11,29 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
-from ortops.errors import OrtopsError, did_you_mean
+from ortops import metrics as metric_functions
+from ortops.errors import ArgumentError, OrtopsError, did_you_mean
 from ortops.execution.memory import ort_value
 from ortops.execution.onnxruntime_sessions import errors_as_ours
-from ortops.metrics import StreamingMetric
+from ortops.graph.files import external
+from ortops.inference import InferenceSession
+from ortops.lowering import to_proto
+from ortops.metrics import Metric, StreamingMetric
 from ortops.metrics.metric import as_number
 from ortops.trainable.metadata import LossPart, PredictionNote, TrainingMetadata
-from ortops.training.data import rows
+from ortops.trainable.step_graph import evaluation_model
+from ortops.training.data import Data, open_data, rows
 from ortops.training.feeds import Inputs
+from ortops.training.gradients import number_of
+from ortops.training.loaded_model import LoadedModel, reads
+from ortops.uninterrupted import run_uninterrupted
 
-__all__ = [
-    "Evaluation",
-    "MetricBinding",
-    "bind_metric",
-    "measure",
-    "number_of",
-    "numbers_of",
-    "predict",
-]
+__all__ = ["Evaluator"]
 
 Array: TypeAlias = npt.NDArray[Any]
+
+_EVALUATIONS = 8
+"""How many graphs that evaluate or predict are kept."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +129,13 @@ def bind_metric(
             (target,) = candidates
         elif candidates:
             raise metric.wrong(
-                f"no loss compares '{tensor}' with anything; say what it is compared with by "
-                f"target=, such as '{sorted(candidates)[0]}'"
+                f"no loss compares '{tensor}' with an input; name the input with target=, for "
+                f"example target='{sorted(candidates)[0]}'"
             )
     if not target:
         raise metric.wrong(
-            f"the loss has {len(added)} inputs of its own ({', '.join(added)}), and outputs are "
-            "compared with none that is known; metrics need one, which target= names"
+            f"the loss has {len(added)} inputs ({', '.join(added)}), and it is not known which one "
+            "outputs are compared with; name it with target="
         )
     if target not in inputs:
         raise metric.wrong(f"there is no input '{target}'; {did_you_mean(target, inputs)}")
@@ -173,95 +176,136 @@ class Total:
         return self.total / self.count if self.count else math.nan
 
 
-Run: TypeAlias = Callable[[Mapping[str, Array]], Mapping[str, Array]]
-"""Runs an evaluation, given a checked batch."""
-
-
-def measure(
-    data: Iterable[Mapping[str, Array]],
-    evaluation: Evaluation,
-    run: Run,
-    bindings: Mapping[str, MetricBinding],
-) -> dict[str, float]:
-    """Computes the loss and metrics of a data set, batch by batch.
+class Evaluator:
+    """Computes the loss, metrics and tensors of data sets in inference mode.
 
     Args:
-        data: Its batches, checked.
-        evaluation: What computes them.
-        run: Runs it.
-        bindings: What to compute besides the loss, by name.
-
-    Raises:
-        OrtopsError: If a metric has the name of a loss, or its result is not a number.
+        loaded: The model.
     """
-    totals = [Total(part) for part in evaluation.parts]
-    metrics = {name: each.begin(evaluation.kinds) for name, each in bindings.items()}
-    for total in totals:
-        if total.part.name in metrics:
-            raise metrics[total.part.name].wrong(
-                "a summand of the loss is named so; give it a name of its own with name="
-            )
-    for batch in data:
-        found = run(batch)
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._evaluations: dict[tuple[tuple[str, ...], bool], Evaluation] = {}
+
+    def evaluate(
+        self,
+        data: Data,
+        *,
+        batch_size: int,
+        metrics: str | Metric | Sequence[str | Metric],
+        ema: bool,
+    ) -> dict[str, float]:
+        """Computes the loss and metrics; see `ortops.TrainingSession.evaluate`."""
+        bindings = self.bind(metric_functions.resolve(metrics))
+        self._loaded.loss_names()
+        tensors = tuple(dict.fromkeys(each.note.tensor for each in bindings.values()))
+        evaluation = self._evaluation(tensors, loss=True)
+        totals = [Total(part) for part in evaluation.parts]
+        streams = {name: each.begin(evaluation.kinds) for name, each in bindings.items()}
         for total in totals:
-            total.add(found, rows(batch))
-        for name, metric in metrics.items():
-            note = bindings[name].note
-            more = {key: batch[other] for key, other in metric.inputs.items() if other in batch}
-            metric.update(found[evaluation.tensors[note.tensor]], batch[note.target], **more)
-    counted = [total for total in totals if total.part.is_sum or total.count]
-    values = [total.part.weight * total.average for total in counted]
-    result = {"loss": sum(values) if values else math.nan}
-    if len(totals) > 1:
-        result |= {total.part.name: total.average for total in totals}
-    return result | {name: as_number(metric, metric.result()) for name, metric in metrics.items()}
-
-
-def predict(
-    data: Iterable[Mapping[str, Array]], evaluation: Evaluation, run: Run
-) -> dict[str, Array]:
-    """Returns tensors of all rows of a data set, by the names that they were asked for.
-
-    Args:
-        data: Its batches, checked.
-        evaluation: What computes them.
-        run: Runs it.
-
-    Raises:
-        OrtopsError: If a tensor does not have the rows of a batch on axis 0.
-    """
-    parts: dict[str, list[Array]] = {name: [] for name in evaluation.tensors}
-    for batch in data:
-        found, size = run(batch), rows(batch)
-        for name, output in evaluation.tensors.items():
-            array = found[output]
-            if not array.ndim or len(array) != size:
-                raise OrtopsError(
-                    f"predict: '{name}' has shape {list(array.shape)} for a batch of {size} rows; "
-                    "tensors with the rows on axis 0 are accepted, so leave it out of outputs=, "
-                    "or run session.inference_model()"
+            if total.part.name in streams:
+                raise streams[total.part.name].wrong(
+                    "a summand of the loss has this name; give the metric another one with name="
                 )
-            if parts[name] and parts[name][0].shape[1:] != array.shape[1:]:
-                raise OrtopsError(
-                    f"predict: '{name}' has shape {list(parts[name][0].shape)} for one batch and "
-                    f"{list(array.shape)} for another, which cannot be joined; give batches of one "
-                    "shape, or predict each by itself"
-                )
-            is_fed = any(np.may_share_memory(array, fed) for fed in batch.values())
-            parts[name].append(array.copy() if is_fed else array)  # it may be filled again
-    return {name: np.concatenate(arrays) for name, arrays in parts.items()}
+        for batch, found in self._batches(data, batch_size, evaluation, ema):
+            for total in totals:
+                total.add(found, rows(batch))
+            for name, metric in streams.items():
+                note = bindings[name].note
+                more = {key: batch[other] for key, other in metric.inputs.items() if other in batch}
+                metric.update(found[evaluation.tensors[note.tensor]], batch[note.target], **more)
+        counted = [total for total in totals if total.part.is_sum or total.count]
+        values = [total.part.weight * total.average for total in counted]
+        result = {"loss": sum(values) if values else math.nan}
+        if len(totals) > 1:
+            result |= {total.part.name: total.average for total in totals}
+        return result | {name: as_number(each, each.result()) for name, each in streams.items()}
 
+    def predict(
+        self, data: Data, *, batch_size: int, outputs: str | Sequence[str] | None, ema: bool
+    ) -> dict[str, Array]:
+        """Computes tensors of all rows, by name; see `ortops.TrainingSession.predict`."""
+        names = [outputs] if isinstance(outputs, str) else outputs
+        if names is None:
+            names = [value.name for value in self._loaded.proto.graph.output]
+        if not names or not all(isinstance(name, str) for name in names):
+            raise ArgumentError(
+                f"outputs must be the name of a tensor or a list of names, got {outputs!r}"
+            )
+        evaluation = self._evaluation(tuple(dict.fromkeys(names)), loss=False)
+        parts: dict[str, list[Array]] = {name: [] for name in evaluation.tensors}
+        for batch, found in self._batches(data, batch_size, evaluation, ema):
+            size = rows(batch)
+            for name, output in evaluation.tensors.items():
+                array = found[output]
+                if not array.ndim or len(array) != size:
+                    raise OrtopsError(
+                        f"predict: axis 0 of '{name}' must have the rows of the batch, got shape "
+                        f"{list(array.shape)} for a batch of {size} rows; leave it out of "
+                        "outputs=, or run session.inference_model()"
+                    )
+                if parts[name] and parts[name][0].shape[1:] != array.shape[1:]:
+                    raise OrtopsError(
+                        f"predict: '{name}' has shape {list(parts[name][0].shape)} for one batch "
+                        f"and {list(array.shape)} for another, and cannot be concatenated; give "
+                        "batches of one shape, or predict them separately"
+                    )
+                is_fed = any(np.may_share_memory(array, fed) for fed in batch.values())
+                parts[name].append(array.copy() if is_fed else array)  # it may be filled again
+        return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
-def numbers_of(losses: Array, steps: int) -> Array:
-    """Returns the losses of some steps, one number for each."""
-    if losses.size != steps:
-        raise OrtopsError(
-            f"loss: it has {losses.size // steps} numbers; a single one is accepted, so reduce it "
-            "with ReduceMean, or run the algorithm with `step`"
+    def bind(self, metrics: Mapping[str, StreamingMetric]) -> dict[str, MetricBinding]:
+        """Finds out what each of some metrics compares."""
+        loaded, graph = self._loaded, self._loaded.proto.graph
+        own, first = {value.name for value in graph.input}, graph.output[0].name
+        return {
+            name: bind_metric(metric, loaded.metadata, first, loaded.inputs, own)
+            for name, metric in metrics.items()
+        }
+
+    def _batches(
+        self, data: Data, batch_size: int, evaluation: Evaluation, ema: bool
+    ) -> Iterator[tuple[Mapping[str, Array], dict[str, Array]]]:
+        """Returns the batches of a data set, each with the outputs for it."""
+        source = open_data(data, evaluation.inputs, batch_size=batch_size)
+        if ema:  # raises an error before the first batch if there are no averages
+            self._loaded.metadata.averaged(self._loaded.arrays())
+        return ((batch, self._run(evaluation, batch, ema)) for batch in source.epoch())
+
+    @reads("evaluate")
+    def _run(
+        self, evaluation: Evaluation, feeds: Mapping[str, Array], ema: bool
+    ) -> dict[str, Array]:
+        loaded = self._loaded
+        loaded.execution.check_process()
+        arrays = loaded.metadata.averaged(loaded.arrays()) if ema else loaded.arrays()
+        return evaluation.run({**evaluation.constants, **arrays, **feeds})
+
+    def _evaluation(self, tensors: tuple[str, ...], *, loss: bool) -> Evaluation:
+        """Returns what computes tensors, and the loss; built once."""
+        key = (tensors, loss)
+        if key not in self._evaluations:
+            built = run_uninterrupted(lambda: self._build(tensors, loss=loss))
+            while len(self._evaluations) >= _EVALUATIONS:
+                self._evaluations.pop(next(iter(self._evaluations)), None)
+            self._evaluations[key] = built
+            return built
+        return self._evaluations[key]
+
+    def _build(self, tensors: Sequence[str], *, loss: bool) -> Evaluation:
+        loaded = self._loaded
+        step, entry = loaded.steps[0], loaded.entries[0]
+        found = evaluation_model(loaded.proto, loaded.data, entry, step, tensors, loss=loss)
+        model, feeds = found.step.model, found.step.feeds
+        known = set(feeds) <= loaded.inputs.keys()
+        unread = [value.name for value in loaded.proto.graph.input]
+        inputs = loaded.inputs if known else Inputs([found.step], [*unread, *loaded.inputs])
+        inputs = inputs.only(loaded.inputs if known and loss else feeds)
+        if loss:  # metrics may compare with any
+            for name, value in loaded.inputs.items():
+                inputs.setdefault(name, value)
+        constants = external.move_to_inputs(model)
+        session = InferenceSession(
+            to_proto(model), loaded.options, loaded.providers, kernels="onnx"
         )
-    return losses.reshape(steps)
-
-
-def number_of(loss: Array) -> float:
-    """Returns a loss, which has to be one number."""
-    return float(numbers_of(loss, 1)[0])
+        return Evaluation(session, inputs, found.parts, found.tensors, found.kinds, constants)

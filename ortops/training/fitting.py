@@ -16,15 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops import metrics as metric_functions
+from ortops.arguments import boolean, function, whole_number
 from ortops.building.updates import SMALLEST_SCALE
-from ortops.errors import DivergedError, OrtopsError
+from ortops.errors import ArgumentError, DivergedError, OrtopsError
 from ortops.metrics import Metric, StreamingMetric
-from ortops.numbers import integer, plain
+from ortops.numbers import plain
 from ortops.trainable.metadata import TrainingMetadata
 from ortops.training.callback import Callback, Record
-from ortops.training.data import Data, Source, rows
-from ortops.training.evaluation import number_of
-from ortops.training.gradients import Accumulation, Gradients
+from ortops.training.data import Data, Source, open_data, rows
+from ortops.training.feeds import Inputs
+from ortops.training.gradients import Accumulation, Gradients, number_of
 from ortops.training.history import History
 from ortops.training.interruption import Interruption
 from ortops.training.position import (
@@ -39,7 +40,7 @@ from ortops.training.prefetch import Prefetcher
 from ortops.training.progress_bar import ProgressBar
 from ortops.training.state import State
 
-__all__ = ["Shared", "StepStrategy", "Trainer", "check", "fit"]
+__all__ = ["Shared", "StepStrategy", "Trainer", "fit"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Batch: TypeAlias = Mapping[str, Array]
@@ -136,57 +137,48 @@ class StepStrategy:
 def fit(
     trainer: Trainer,
     strategy: StepStrategy,
-    source: Source,
+    inputs: Inputs,
+    data: Data,
     *,
-    call: FitArguments,
-    validation: Source | None,
+    epochs: int,
+    batch_size: int,
+    shuffle: bool,
+    seed: int,
+    validation: Data | None,
     metrics: Sequence[str | Metric],
     schedule: Callable[[float], float] | None,
     callbacks: Sequence[Callback],
+    accumulate: int,
+    prefetch: int,
+    resume: bool,
     progress: bool,
     stop_on_nan: bool,
-    resume: bool,
 ) -> History:
-    """Trains on a data set; see `ortops.TrainingSession.fit`.
+    """Trains on a data set.
 
-    Args:
-        trainer: The session.
-        strategy: How steps are made.
-        source: The data.
-        call: What the order of the rows depends on.
-        validation: The validation data.
-        metrics: What to compute on it.
-        schedule: Gives the learning rate of an epoch.
-        callbacks: What is told of the training.
-        progress: Whether to show it.
-        stop_on_nan: Whether to stop at a loss that is no number.
-        resume: Whether to go on from the session's position, if it has one. The number of epochs
-            may be another than it was.
+    ``trainer`` is the session, ``strategy`` makes its steps, and a batch fills ``inputs``. For all
+    other arguments, see `ortops.TrainingSession.fit`.
     """
-    resume_state = trainer.resume_state.position if resume else None
-    if resume_state is None:
-        epoch_state = EpochState(
-            call, 1, trainer.steps_done, Entries(History()), finished=0, states=list
-        )
-        position = Position(epoch_state, Progress())
-    else:
-        position = resume_state.resumed(call)
-        position.progress.check_sums(len(trainer.loss_names()))
-    if strategy.shared is not None:
-        _check_same(strategy.shared, call, position)
-    ended = (
-        resume_state is None
-        or resume_state.epoch_state.epoch > resume_state.epoch_state.call.epochs
+    epochs = whole_number("epochs", epochs, 0)
+    seed = whole_number("seed", seed, 0)
+    accumulate = whole_number("accumulate", accumulate, 1)
+    shuffle, resume = boolean("shuffle", shuffle), boolean("resume", resume)
+    progress, stop_on_nan = boolean("progress", progress), boolean("stop_on_nan", stop_on_nan)
+    _check(trainer, validation, metrics, schedule, callbacks)
+    source = open_data(data, inputs, batch_size=batch_size, epochs=epochs, prefetch=prefetch)
+    if validation is not None:
+        validation = open_data(validation, inputs, batch_size=batch_size, epochs=epochs)
+    call = FitArguments(
+        epochs, int(batch_size), shuffle, seed, accumulate, source.rows, source.batches
     )
-    if ended and position.epoch_state.epoch > call.epochs:
+    begun = trainer.resume_state.position if resume else None
+    position = _first_position(trainer, strategy, call, begun)
+    epoch, planned = position.epoch_state.epoch, begun.epoch_state.call.epochs if begun else 0
+    if epoch > epochs and (begun is None or begun.epoch_state.epoch > planned):
         return position.epoch_state.history
     loop = _Loop(trainer, strategy, source, validation, metrics, schedule, callbacks, position)
-    if (
-        resume_state is not None
-        and call.epochs > resume_state.epoch_state.call.epochs
-        and strategy.leads
-    ):
-        _say_if_schedule_ends(trainer, position)
+    if begun is not None and epochs > planned and strategy.leads:
+        _warn_if_schedule_ends(trainer, position)
     loop.progress, loop.stop_on_nan = progress and strategy.leads, stop_on_nan
     interruption = loop.interruption
     try:
@@ -197,65 +189,63 @@ def fit(
         interruption.release()
     if interruption.name:
         if strategy.leads:
-            _say_how_to_go_on(trainer, interruption.name)
+            _log_how_to_continue(trainer, interruption.name)
         interruption.throw()
     return History(loop.history)
 
 
-def check(
+def _check(
     trainer: Trainer,
-    *,
-    numbers: Mapping[str, tuple[object, int]],
-    switches: Mapping[str, object],
     validation: Data | None,
     metrics: Sequence[str | Metric],
     schedule: Callable[[float], float] | None,
     callbacks: Sequence[Callback],
 ) -> None:
-    """Refuses arguments of `fit` that cannot be right.
-
-    Args:
-        trainer: The session.
-        numbers: Counts by name, each with the least that is accepted.
-        switches: What is True or False, by name.
-        validation: The validation data.
-        metrics: What to compute on it.
-        schedule: Gives the learning rate of an epoch.
-        callbacks: What is told of the training.
-    """
-    for what, (given, least) in numbers.items():
-        number = integer(given)
-        if number is None or number < least:
-            raise OrtopsError(
-                f"{what} is {given!r:.80}; an integer of at least {least} is accepted"
-            )
-    for what, value in switches.items():
-        if not isinstance(value, bool | np.bool_):
-            raise OrtopsError(f"{what} is {value!r:.80}; True or False is accepted")
+    """Checks those arguments of `fit` that are objects."""
     if not isinstance(callbacks, Sequence):
-        raise OrtopsError(f"callbacks is {callbacks!r:.80}; a list of callbacks is accepted")
-    if schedule is not None and not callable(schedule):
-        raise OrtopsError(
-            f"schedule is {schedule!r:.80}; a function of the share of epochs that are done is "
-            "accepted"
-        )
+        raise ArgumentError(f"callbacks must be a list of callbacks, got {callbacks!r:.80}")
+    if schedule is not None:
+        function("schedule", schedule, "a function of the fraction of epochs that are finished")
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            raise OrtopsError(
-                f"callbacks: {callback!r:.80} was given; an instance of a subclass of "
-                "ortops.callbacks.Callback is accepted"
+            raise ArgumentError(
+                "callbacks must be instances of subclasses of ortops.callbacks.Callback, got "
+                f"{callback!r:.80}"
             )
     trainer.loss_names()
     chosen = metric_functions.resolve(metrics)
     if chosen:
         if validation is None:
             raise OrtopsError(
-                f"metrics: '{next(iter(chosen))}' is computed from validation data; give "
+                f"metrics: '{next(iter(chosen))}' is computed on validation data; give "
                 "validation=, or use evaluate"
             )
         trainer.target(chosen)
     if schedule is not None:
         trainer.metadata.refuse_second_schedule()
+
+
+def _first_position(
+    trainer: Trainer, strategy: StepStrategy, call: FitArguments, begun: Position | None
+) -> Position:
+    """Returns the position at which a call of `fit` starts.
+
+    Args:
+        trainer: The session.
+        strategy: How steps are made.
+        call: The arguments of this call.
+        begun: The position to resume from; None for a new training.
+    """
+    if begun is None:
+        entries = Entries(History())
+        epoch_state = EpochState(call, 1, trainer.steps_done, entries, finished=0, states=list)
+        position = Position(epoch_state, Progress())
+    else:
+        position = begun.resumed(call)
+        position.progress.check_sums(len(trainer.loss_names()))
+    if strategy.shared is not None:
+        _check_same(strategy.shared, call, position)
+    return position
 
 
 class _Loop:
@@ -731,7 +721,7 @@ def _check_same(shared: Shared, call: FitArguments, position: Position) -> None:
     shared.same("the arguments of fit, and where it begins", ", ".join(given))
 
 
-def _say_if_schedule_ends(trainer: Trainer, position: Position) -> None:
+def _warn_if_schedule_ends(trainer: Trainer, position: Position) -> None:
     """Says if the epochs of a training make more steps than the schedule in its graph has."""
     schedule = trainer.metadata.schedule
     planned = re.search(r"[(, ]steps=(\d+)", schedule)
@@ -750,7 +740,7 @@ def _say_if_schedule_ends(trainer: Trainer, position: Position) -> None:
     )
 
 
-def _say_how_to_go_on(trainer: Trainer, name: str) -> None:
+def _log_how_to_continue(trainer: Trainer, name: str) -> None:
     file = trainer.saved_in
     if file:
         how = f"TrainingSession({file!r}).fit(…, resume=True) goes on from there"

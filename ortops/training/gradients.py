@@ -14,12 +14,34 @@ from ortops.errors import OrtopsError, did_you_mean
 from ortops.execution.split_step import Differentiated, Layout
 from ortops.numbers import cast_numbers
 from ortops.trainable.metadata import LossPart
-from ortops.training.evaluation import number_of
 from ortops.training.feeds import to_array
 
-__all__ = ["Accumulation", "Gradients", "Summand", "check_gradients", "collect"]
+__all__ = [
+    "Accumulation",
+    "Gradients",
+    "Summand",
+    "check_gradients",
+    "collect",
+    "number_of",
+    "numbers_of",
+]
 
 Array: TypeAlias = npt.NDArray[Any]
+
+
+def numbers_of(losses: Array, steps: int) -> Array:
+    """Returns the losses of some steps, one number for each."""
+    if losses.size != steps:
+        raise OrtopsError(
+            f"loss: it must be a single number, got {losses.size // steps} numbers; reduce it with "
+            "ReduceMean, or run the algorithm with `step`"
+        )
+    return losses.reshape(steps)
+
+
+def number_of(loss: Array) -> float:
+    """Returns a loss as a number of Python."""
+    return float(numbers_of(loss, 1)[0])
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,11 @@ KINDS = {
 
 def feeds_of(session: ortops.TrainingSession) -> dict[str, Any]:
     """Returns zeros for what a session takes; shapes are guessed where they are unknown."""
-    declared = [*session._proto.graph.input]
-    declared += [v for info in session._proto.training_info for v in info.algorithm.input]
+    declared = [*session._loaded.proto.graph.input]
+    declared += [v for info in session._loaded.proto.training_info for v in info.algorithm.input]
     feeds = {}
     for value in declared:
-        if value.name in session._inputs:
+        if value.name in session.inputs:
             tensor = value.type.tensor_type
             dims = [dim.dim_value if dim.dim_value > 0 else 2 for dim in tensor.shape.dim]
             kind = np.int64 if tensor.elem_type == 7 else np.float32

@@ -613,7 +613,9 @@ def test_several_numbers_are_no_loss() -> None:
         lambda session: session.run_steps([feeds]),
         lambda session: session.run_steps([feeds] * 2),
     ):
-        with pytest.raises(OrtopsError, match=r"^loss: it has 2 numbers; a single one is accepted"):
+        with pytest.raises(
+            OrtopsError, match=r"^loss: it must be a single number, got 2 numbers; reduce it with"
+        ):
             use(with_cost(2))
 
 

@@ -1,0 +1,179 @@
+"""The model of a training session as a file, with its state or without anything of training."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import os
+import sys
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from ortops.errors import OrtopsError
+from ortops.graph import convert
+from ortops.graph.convert import ModelLike
+from ortops.graph.files import external, saving
+from ortops.graph.files.json_metadata import remove_note
+from ortops.graph.limits import LIMITS
+from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
+from ortops.trainable.metadata import METADATA_KEY
+from ortops.trainable.training_mode import write_inference_mode
+from ortops.trainable.write_back import write_back, write_values
+from ortops.training.loaded_model import LoadedModel, reads
+from ortops.training.position import POSITION_KEY, FitArguments
+from ortops.uninterrupted import finished_at_exit
+
+__all__ = ["ModelFile", "bytes_digest"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+logger = logging.getLogger("ortops")
+
+
+class ModelFile:
+    """Writes the model of a session: the trainable model with its state, or the trained model.
+
+    Args:
+        loaded: The model.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._saved: tuple[str, int, FitArguments | None] | None = None
+        self._warned = False
+
+    def model(self) -> onnx.ModelProto:
+        """Returns the trainable model with the present state."""
+        with finished_at_exit, self._loaded.lock:
+            return external.attach(*self._light_model())
+
+    def _light_model(self) -> tuple[onnx.ModelProto, external.Data]:
+        """Returns the trainable model with the present state, as a light model and its data.
+
+        The data are the memory of the variables, so the lock has to be held while they are read.
+        """
+        result, data = external.detach(self._loaded.proto)
+        data |= self._loaded.data
+        arrays = self._loaded.arrays()
+        for graph in (result.graph, *(info.algorithm for info in result.training_info)):
+            write_values(graph, data, arrays)
+        self._write_position(result)
+        return result, data
+
+    def _write_position(self, model: onnx.ModelProto) -> None:
+        """Writes the position of `fit`, if it was called."""
+        position = self._loaded.resume_state.position
+        remove_note(model, POSITION_KEY)
+        if position is None:
+            return
+        text = position.text(self._loaded.execution.steps_made)
+        if len(text) > LIMITS.metadata_bytes:
+            logger.warning(
+                "save: the position of fit, with its history and callbacks, has %d characters, but "
+                "at most %d can be read (ortops.graph.limits.LIMITS.metadata_bytes); it is left "
+                "out, so fit cannot resume from the file",
+                *(len(text), LIMITS.metadata_bytes),
+            )
+        else:
+            model.metadata_props.add(key=POSITION_KEY, value=text)
+
+    def check_writable(self, path: str | os.PathLike[str]) -> None:
+        """Warns once if stock onnxruntime will not run the file.
+
+        Raises:
+            OrtopsError: If the interpreter exits.
+        """
+        if sys.is_finalizing():
+            raise OrtopsError(
+                f"save '{path}': the interpreter is shutting down, and no file can be written "
+                "safely; save earlier, for example in a function registered with atexit"
+            )
+        if has_domain(self._loaded.proto) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "save '%s': the model itself has Gradient nodes, which stock onnxruntime does not "
+                "run; ortops.InferenceSession runs the file, and ortops.lower('%s') returns a "
+                "model for stock onnxruntime",
+                *(path, path),
+            )
+
+    @reads("save")
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Writes the trainable model with the present state."""
+        steps_made = self._loaded.execution.steps_made
+        saving.write_model(path, *self._light_model())
+        self._saved = (os.fspath(path), steps_made, self._fit_arguments())
+
+    @property
+    def saved_in(self) -> str:
+        """The file with the present state; "" if there is none."""
+        if self._saved is None:
+            return ""
+        path, steps, call = self._saved
+        is_present = steps == self._loaded.execution.steps_made and call is self._fit_arguments()
+        return path if is_present else ""
+
+    def forget_saved(self) -> None:
+        """Makes `saved_in` empty, before the state is changed."""
+        self._saved = None
+
+    def _fit_arguments(self) -> FitArguments | None:
+        """Returns the arguments of the last `fit`, if there was one."""
+        position = self._loaded.resume_state.position
+        return None if position is None else position.epoch_state.call
+
+    def inference_model(self, original: ModelLike | None, *, ema: bool) -> onnx.ModelProto:
+        """Returns the trained model; see `ortops.TrainingSession.inference_model`."""
+        loaded, proto = self._loaded, self._loaded.proto
+        own = {tensor.name for tensor in proto.graph.initializer}
+        with finished_at_exit, loaded.lock:
+            arrays = loaded.metadata.averaged(loaded.arrays()) if ema else loaded.arrays()
+            trained = {name: array for name, array in arrays.items() if name in own}
+            if original is not None:
+                result, data = convert.load_light(original)
+                write_back(result, data, trained)
+            else:
+                model = convert.to_ir(proto)  # without training_info and data
+                for key in (METADATA_KEY, POSITION_KEY):
+                    model.metadata_props.pop(key, None)
+                if not has_domain(proto):
+                    model.graph.opset_imports.pop(TRAINING_DOMAIN, None)
+                write_inference_mode(model)
+                result, data = to_proto(model), dict(loaded.data)
+                write_values(result.graph, data, trained)
+            return external.attach(result, data)
+
+    def digest(self) -> bytes:
+        """Returns a digest of the model and the executed entries, without values of variables."""
+        proto, variables = self._loaded.proto, self._loaded.execution.variables
+        found = hashlib.sha256(repr(self._loaded.entries).encode())
+        for name in sorted(variables):
+            array = variables[name].buffers[0]
+            found.update(repr((name, array.dtype.str, array.shape)).encode())
+        light, data = external.detach(proto)
+        infos = light.training_info
+        graphs = [light.graph, *(g for i in infos for g in (i.algorithm, i.initialization))]
+        for tensor in itertools.chain.from_iterable(graph.initializer for graph in graphs):
+            if tensor.data_type == tensor.STRING:
+                continue
+            if tensor.name not in variables:
+                found.update(bytes_digest(external.array_of(tensor, data | self._loaded.data)))
+            plain = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type)
+            plain.dims.extend(tensor.dims)
+            tensor.CopyFrom(plain)
+        del light.metadata_props[:]
+        for entry in sorted(proto.metadata_props, key=lambda entry: entry.key):
+            if entry.key != POSITION_KEY:
+                light.metadata_props.add().CopyFrom(entry)
+        found.update(light.SerializeToString(deterministic=True))
+        return found.digest()
+
+
+def bytes_digest(array: Array) -> bytes:
+    """Returns the SHA-256 of the bytes of an array."""
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return hashlib.sha256(data).digest()
