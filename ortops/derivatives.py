@@ -360,11 +360,8 @@ class _Builder:
             axis = [self._seeds]
         inputs = []
         for like in likes:
-            shape = like.shape
-            made = self.tape.input(f"seed_{like.name}", like.dtype, [*axis, *(shape or ())])
-            if shape is None:
-                made.value.shape = None
-            inputs.append(made)
+            shape = None if like.shape is None else [*axis, *like.shape]
+            inputs.append(self.tape.input(f"seed_{like.name}", like.dtype, shape))
         return _for_each(self.tape, inputs, formula) if axis else formula(self.tape, *inputs)
 
     def write(self, lowered: bool) -> onnx.ModelProto:
@@ -485,14 +482,11 @@ def _for_each(tape: Tape, sequences: Sequence[Tensor], formula: Formula) -> Sequ
     Returns:
         The results, each with a leading axis.
     """
-    imports = dict(tape.graph.opset_imports)
-    body = Tape(ir.Graph([], [], nodes=[], opset_imports=imports, name="each"), names=tape.names)
-    slices = []
-    for sequence in sequences:
-        shape = sequence.shape
-        slices.append(body.input(f"{sequence.name}_each", sequence.dtype, (shape or ())[1:]))
-        if shape is None:
-            slices[-1].value.shape = None
+    body = tape.subgraph("each")
+    slices = [
+        body.input(f"{each.name}_each", each.dtype, each.shape and each.shape[1:])
+        for each in sequences
+    ]
     with body:
         results = [op.Identity(result) for result in formula(body, *slices)]
     for result in results:

@@ -371,7 +371,7 @@ def test_classes_that_are_not_losses(loss: Any) -> None:
             losses.BinaryCrossEntropyWithLogits(positive_weight=[1e39, 1, 1]),
             "positive_weight contains 1e+39, which overflows float32, the type of the prediction",
         ),
-        (losses.Huber(delta=1e39), "beside a tensor of float32, which cannot hold it"),
+        (losses.Huber(delta=1e39), "float32, the dtype of the other operand, cannot represent"),
     ],
 )
 def test_numbers_of_a_loss_that_do_not_fit_the_prediction(loss: Any, message: str) -> None:

@@ -157,10 +157,8 @@ def map_sequences(function: Callable[..., Tensor], *sequences: Tensor) -> Tensor
         *sequences: Sequences of equal length.
     """
     tape = sequences[0].tape
-    imports = dict(tape.graph.opset_imports)
-    graph = ir.Graph([], [], nodes=[], opset_imports=imports, name="each")
-    inner = Tape(graph, names=tape.names)
-    inner.scope = tape.scope
+    inner = tape.subgraph("each")
+    graph = inner.graph
     for sequence in sequences:
         kind = None if sequence.value.dtype is None else ir.TensorType(sequence.value.dtype)
         graph.inputs.append(ir.Value(name=tape.names.unique("element"), type=kind))

@@ -1,6 +1,6 @@
-"""Recognizing what ends a model: a Softmax, a LogSoftmax or a Sigmoid, and the logits before it.
+"""Finds the Softmax, LogSoftmax or Sigmoid at the end of a model, and the logits before it.
 
-Shipped classifiers give probabilities. A loss that reads logits would squash them a second time.
+Shipped classifiers output probabilities. A loss on logits would apply the function a second time.
 """
 
 from __future__ import annotations
@@ -35,18 +35,17 @@ _AVERAGING = frozenset(
 
 @dataclass(frozen=True)
 class Squashed:
-    """How a tensor was squashed to probabilities, or to their logarithms.
+    """The function that turned logits into probabilities or log-probabilities.
 
     Attributes:
-        kind: By what: ``"complement"`` are 1 − p and p of the Sigmoid of one number, and
-            ``"probabilities"`` stands for all that has no logits.
-        node: The node that did it.
-        logits: What was squashed, where there is such a thing.
-        squashed_axis: The axis of the logits over which probabilities sum to one, where that is
-            known.
-        axis: The same axis of the tensor, where that is known.
-        path: The nodes between the squashed values and the tensor, which only move elements.
-        opposite: Whether the logits are −z and z, so that their two Sigmoids sum to one.
+        kind: The function. ``"complement"`` is the pair 1 − p, p with the Sigmoid p of one number,
+            and ``"probabilities"`` is anything without logits.
+        node: The node that computes it.
+        logits: Its input, if there is one.
+        squashed_axis: The axis of the logits over which probabilities sum to 1, if known.
+        axis: The same axis of the tensor, if known.
+        path: The nodes between the function and the tensor, which only move elements.
+        opposite: Whether the logits are −z and z, so that the two Sigmoids sum to 1.
     """
 
     kind: Kind
@@ -59,7 +58,7 @@ class Squashed:
 
 
 def squashed(value: ir.Value) -> Squashed | None:
-    """Tells how a tensor was squashed to probabilities; None where it was not, as far as is known.
+    """Finds the function that made a tensor probabilities; None if there is none.
 
     Args:
         value: A tensor of a graph at opset 13 or later.
@@ -81,14 +80,14 @@ def squashed(value: ir.Value) -> Squashed | None:
         found = recognize(node)
         if found is not None:
             kind, logits, axis = found
-            if chosen and kind != "sigmoid":  # a class alone has no logit of its own
+            if chosen and kind != "sigmoid":  # a single class has no logit
                 return Squashed("probabilities", node)
             opposite = None if chosen or kind != "sigmoid" else _opposite_axis(logits)
             axis = axis if opposite is None else opposite
             moved = _moved_axis(axis, value, path)
             is_opposite = opposite is not None
             return Squashed(kind, node, logits, axis, moved, tuple(path), is_opposite)
-    if _is_normalizer(node):  # of what sums to one already, in scikit-learn's classifiers
+    if _is_normalizer(node):  # applied to probabilities by scikit-learn
         inner = squashed(_first(node))
         if inner is not None and inner.kind == "softmax" and inner.axis in (1, -1) and not path:
             return inner
@@ -99,7 +98,7 @@ _Found: TypeAlias = tuple[Kind, ir.Value, int | None]
 
 
 def _moved_axis(axis: int | None, value: ir.Value, path: Sequence[ir.Node]) -> int | None:
-    """Follows an axis of a value through nodes that move elements; None where it is not known."""
+    """Follows an axis of a value through nodes that move elements; None if it is unknown."""
     for node in path:
         if axis is None:
             return None
@@ -119,7 +118,7 @@ def _moved_axis(axis: int | None, value: ir.Value, path: Sequence[ir.Node]) -> i
 
 
 def _reshaped_axis(before: Sequence[Any], after: Sequence[Any], axis: int) -> int | None:
-    """Returns the axis of as many elements, with as many behind it in all; None if not known."""
+    """Returns the axis of equal size with equally many elements after it, or None."""
     size, rest = before[axis], before[axis + 1 :]
     for place in reversed(range(len(after))):
         behind = after[place + 1 :]
@@ -129,7 +128,7 @@ def _reshaped_axis(before: Sequence[Any], after: Sequence[Any], axis: int) -> in
 
 
 def _are_as_many(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether shapes have the same number of elements; symbols count by their names."""
+    """Whether shapes are known to have equal numbers of elements; symbols are compared by name."""
     numbers = [math.prod(each for each in of if isinstance(each, int)) for of in (sizes, others)]
     symbols = [
         sorted(str(each) for each in of if not isinstance(each, int)) for of in (sizes, others)
@@ -145,7 +144,7 @@ def _passes_on(node: ir.Node) -> bool:
 
 
 def _before_rounding(node: ir.Node) -> ir.Value | None:
-    """Returns what a QuantizeLinear node rounds whose values a node gives."""
+    """Returns the input of a QuantizeLinear and DequantizeLinear pair."""
     if node.op_type != "DequantizeLinear":
         return None
     rounding = _first(node).producer()
@@ -155,7 +154,7 @@ def _before_rounding(node: ir.Node) -> ir.Value | None:
 
 
 def _before_limits(node: ir.Node) -> ir.Value | None:
-    """Returns what a node only keeps away from 0 or 1: Clip, Max, Min, or Add of a small number."""
+    """Returns the input of a node that only keeps values away from 0 or 1, such as a Clip."""
     if node.domain or node.op_type not in ("Add", "Clip", "Max", "Min") or len(node.inputs) < 2:
         return None
     tensors = [None if each is None else constant_tensor(each) for each in node.inputs[1:]]
@@ -168,7 +167,7 @@ def _before_limits(node: ir.Node) -> ir.Value | None:
 
 
 def _softmax(node: ir.Node) -> _Found | None:
-    """Recognizes Softmax, also written Exp / ReduceSum / Div, or Exp of LogSoftmax."""
+    """Recognizes Softmax, exp(x) / Σ exp(x), and Exp of LogSoftmax."""
     if node.op_type == "Softmax":
         return "softmax", _first(node), attribute_values(node).get("axis", -1)
     if node.op_type == "Exp":
@@ -186,7 +185,7 @@ def _softmax(node: ir.Node) -> _Found | None:
 
 
 def _log_softmax(node: ir.Node) -> _Found | None:
-    """Recognizes LogSoftmax, also written Log of Softmax, x − log Σ exp x."""
+    """Recognizes LogSoftmax, Log of Softmax, and x − log Σ exp(x)."""
     if node.op_type == "LogSoftmax":
         return "log_softmax", _first(node), attribute_values(node).get("axis", -1)
     if node.op_type == "Log":
@@ -198,7 +197,7 @@ def _log_softmax(node: ir.Node) -> _Found | None:
     if node.op_type != "Sub":
         return None
     logits, norm = _first(node), _producer(node.inputs[1])
-    while norm is not None and norm.op_type in _MOVING:  # the reduced axis comes back
+    while norm is not None and norm.op_type in _MOVING:  # restores the reduced axis
         norm = _producer(norm.inputs[0])
     if norm is not None and norm.op_type == "ReduceLogSumExp" and norm.inputs[0] is logits:
         return "log_softmax", logits, _reduced_axis(norm, node.inputs[1])
@@ -210,7 +209,7 @@ def _log_softmax(node: ir.Node) -> _Found | None:
 
 
 def _sigmoid(node: ir.Node) -> _Found | None:
-    """Recognizes Sigmoid, also written 1 / (1 + exp(−x))."""
+    """Recognizes Sigmoid and 1 / (1 + exp(−x))."""
     if node.op_type == "Sigmoid":
         return "sigmoid", _first(node), None
     if node.op_type == "Div" and _is_number(node.inputs[0], 1):
@@ -230,7 +229,7 @@ def _sigmoid(node: ir.Node) -> _Found | None:
 
 
 def _complement(node: ir.Node) -> _Found | None:
-    """Recognizes 1 − p and p of a Sigmoid, joined."""
+    """Recognizes the concatenation of 1 − p and p, for the Sigmoid p."""
     if node.op_type != "Concat" or not _is_complement(node):
         return None
     for value in node.inputs:
@@ -242,7 +241,7 @@ def _complement(node: ir.Node) -> _Found | None:
 
 
 def _opposite_axis(logits: ir.Value) -> int | None:
-    """Returns the axis where −z and z stand, as in scikit-learn's classifiers of two classes."""
+    """Returns the axis of logits −z and z, as in scikit-learn's binary classifiers, or None."""
     node = _producer(logits)
     if node is not None and node.op_type == "Reshape":
         shape = None if node.inputs[1] is None else constant_tensor(node.inputs[1])
@@ -278,7 +277,7 @@ def _opposite_axis(logits: ir.Value) -> int | None:
 
 
 def _array(value: ir.Value | None) -> npt.NDArray[Any] | None:
-    """Returns the value of a constant of at least one axis, or of a transposed matrix."""
+    """Returns a constant, also behind a Transpose, with at least one axis."""
     node = _producer(value)
     if node is not None and node.op_type == "Transpose":
         matrix = _array(_first(node))
@@ -295,7 +294,7 @@ def _is_normalizer(node: ir.Node) -> bool:
 
 
 def _is_classifier(node: ir.Node) -> bool:
-    """Whether a node is a classifier of ``ai.onnx.ml`` that squashes its scores itself."""
+    """Whether a node is a classifier of ``ai.onnx.ml`` that outputs probabilities."""
     if node.domain != _ML or not node.op_type.endswith("Classifier"):
         return False
     transform = attribute_values(node).get("post_transform", "NONE")
@@ -303,7 +302,7 @@ def _is_classifier(node: ir.Node) -> bool:
 
 
 def _holds_probabilities(node: ir.Node, value: ir.Value) -> bool:
-    """Whether a node gives probabilities that have no logits: of others, or as x / Σ x."""
+    """Whether a node outputs probabilities without logits, such as x / Σ x or an average."""
     if node.domain:
         return _is_normalizer(node) or _is_classifier(node)
     match node.op_type:
@@ -339,7 +338,7 @@ def _is_squashed(value: ir.Value | None) -> bool:
 
 
 def _is_divided_by_sum(node: ir.Node) -> bool:
-    """Whether a Div is x / Σ x, also where numbers are added to both for a sum of zero."""
+    """Whether a Div is x / Σ x, also with small numbers added to avoid division by zero."""
     above, below = _first(node), _producer(node.inputs[1])
     guarded = _producer(above)
     if below is not None and guarded is not None and below.op_type == guarded.op_type == "Add":
@@ -350,7 +349,7 @@ def _is_divided_by_sum(node: ir.Node) -> bool:
 
 
 def _is_one_and_exp(value: ir.Value | None) -> bool:
-    """Whether a value is 1 + exp x, as in a Sigmoid of −x."""
+    """Whether a value is 1 + exp(x), as in a Sigmoid of −x."""
     node = _producer(value)
     if node is None or node.op_type != "Add":
         return False
@@ -359,7 +358,7 @@ def _is_one_and_exp(value: ir.Value | None) -> bool:
 
 
 def _is_average(node: ir.Node) -> bool:
-    """Whether a node gives the mean of probabilities, also as a sum of n that is divided by n."""
+    """Whether a node computes the mean of probabilities, also as a sum of n, divided by n."""
     if node.op_type == "Mean":
         return all(_is_squashed(value) for value in node.inputs)
     for total, other in (tuple(node.inputs), tuple(reversed(node.inputs))):
@@ -390,7 +389,7 @@ def _is_sum(node: ir.Node | None, of: Sequence[ir.Value | None]) -> bool:
 
 
 def _is_complement(node: ir.Node) -> bool:
-    """Whether a Concat joins 1 − p and p."""
+    """Whether a Concat has the inputs 1 − p and p."""
     if len(node.inputs) != 2:
         return False
     for one, other in (tuple(node.inputs), tuple(reversed(node.inputs))):
@@ -401,7 +400,7 @@ def _is_complement(node: ir.Node) -> bool:
 
 
 def _shifted(value: ir.Value) -> ir.Value:
-    """Returns x of x − max x, and other values as they are."""
+    """Returns x for x − max(x), and any other value unchanged."""
     node = _producer(value)
     if node is None or node.op_type != "Sub":
         return value
@@ -412,7 +411,7 @@ def _shifted(value: ir.Value) -> ir.Value:
 
 
 def _reduced_axis(node: ir.Node, result: ir.Value | None = None) -> int | None:
-    """Returns the one axis that a node reduces, if that has size 1 in the result."""
+    """Returns the single axis that a node reduces, if it has size 1 in the result."""
     axes = node.inputs[1] if len(node.inputs) > 1 else None
     tensor = None if axes is None else constant_tensor(axes)
     if tensor is None or tensor.size != 1:

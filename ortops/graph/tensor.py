@@ -1,8 +1,8 @@
 """Tensor and op: Python arithmetic that emits ONNX nodes on a tape.
 
-A `Tape` is a place in a graph where new nodes go. ``op.<Operator>(...)`` and the arithmetic of
-`Tensor` append standard ONNX nodes there, with types and shapes inferred as they are emitted.
-Gradient rules, losses, optimizers and whole models are written with them.
+A `Tape` inserts nodes at a position of a graph. ``op.<Operator>(...)`` and the arithmetic of
+`Tensor` emit standard ONNX nodes on it, and infer their types and shapes immediately. Gradient
+rules, losses, optimizers and whole models are written with them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 Dim: TypeAlias = int | str | None
-"""A dimension: its size, its symbol, or None where nothing is known."""
+"""A dimension: its size, its symbol, or None if it is unknown."""
 
 Array: TypeAlias = npt.NDArray[Any]
 Axes: TypeAlias = int | Sequence[int] | None
@@ -64,9 +64,9 @@ _T = TypeVar("_T")
 DEFAULT_OPSET = 21
 IR_VERSION = 10
 VARIABLE = "ortops.variable"
-"""The mark, in ``value.meta``, of what must not be built into nodes as the constant that it is."""
+"""The key in ``value.meta`` of initializers that are variables, so that they are not folded."""
 
-_SMALL = 4096  # constants up to this many elements take part in shape inference
+_SMALL = 4096  # constants with at most this many elements are used in shape inference
 
 _MOST_INFERRED = 10_000
 _HASHABLE = frozenset(
@@ -80,40 +80,41 @@ _HASHABLE = frozenset(
         ir.AttributeType.TENSOR,
     }
 )
-"""Types of attributes that inference is remembered for."""
+"""Types of attributes that can be part of a key of the inference cache."""
 
 _NO_VALUE = "has no value while the graph is built"
+_NO_CONTENT = "the model in a session, because a Tensor has no value while the graph is built"
 
 _INSTEAD = {
     "all": ".min() of booleans",
     "any": ".max() of booleans",
     "dot": "@",
-    "item": "the model in a session: a Tensor has no value while the graph is built",
-    "numpy": "the model in a session: a Tensor has no value while the graph is built",
+    "item": _NO_CONTENT,
+    "numpy": _NO_CONTENT,
     "permute": "op.Transpose(x, perm=[...])",
     "to": ".astype(dtype)",
-    "tolist": "the model in a session: a Tensor has no value while the graph is built",
+    "tolist": _NO_CONTENT,
     "transpose": ".T, .mT, or op.Transpose(x, perm=[...])",
     "view": ".reshape(shape)",
 }
-"""What stands for methods that arrays of other libraries have."""
+"""Replacements for methods that arrays of other libraries have."""
 
 _Inferred: TypeAlias = tuple[tuple[ir.TypeProtocol | None, tuple[Dim, ...] | None], ...]
-_inferred: dict[tuple[object, ...], _Inferred] = {}  # layers of a model are alike
+_inferred: dict[tuple[object, ...], _Inferred] = {}  # a cache, because layers of a model repeat
 
 _current: contextvars.ContextVar[Tape | None] = contextvars.ContextVar("tape", default=None)
 
 
 def numpy_dtype(value: ir.Value) -> np.dtype[Any] | None:
-    """Returns the element type of an ONNX value as a numpy dtype, or None where it is unknown."""
+    """Returns the element type of an ONNX value as a numpy dtype, or None if it is unknown."""
     return None if value.dtype is None else np.dtype(value.dtype.numpy())
 
 
 def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
-    """Returns what a value is while the graph is built, or None where only a run can tell.
+    """Returns the content of a constant, or None for values that are known at run time only.
 
-    An initializer that is an input too has a default value, not a constant one, and a value that is
-    marked as a `VARIABLE` stands for others than its own.
+    An initializer that is also an input has a default value and is not a constant; neither is a
+    value marked as a `VARIABLE`.
     """
     if value.is_graph_input():
         return None
@@ -121,7 +122,7 @@ def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
 
 
 def constant_number(value: ir.Value) -> float | None:
-    """Returns the one number that a value is while the graph is built, or None."""
+    """Returns the number in a constant of one element, or None."""
     tensor = constant_tensor(value)
     if tensor is None or tensor.size != 1 or tensor.dtype == ir.DataType.STRING:
         return None
@@ -129,10 +130,10 @@ def constant_number(value: ir.Value) -> float | None:
 
 
 class Names:
-    """Hands out names that no value and no node of a model has yet.
+    """Generates unique names for values and nodes.
 
     Args:
-        graph: The graph whose names, with those of all its sub-graphs, are taken.
+        graph: A graph whose names, including those in its subgraphs, are already used.
     """
 
     def __init__(self, graph: ir.Graph | None = None) -> None:
@@ -147,15 +148,15 @@ class Names:
                     self._taken.add(node.name or "")
 
     def take(self, name: str) -> None:
-        """Marks a name as taken."""
+        """Marks a name as used."""
         self._taken.add(name)
 
     def is_free(self, name: str) -> bool:
-        """Whether nothing has a name yet."""
+        """Whether a name is unused."""
         return name not in self._taken
 
     def unique(self, name: str) -> str:
-        """Returns ``name``, with a number behind it if it is taken, and takes it."""
+        """Returns ``name``, with a numeric suffix if it is already used, and marks it as used."""
         candidate = name
         while candidate in self._taken:
             number = self._next.get(name, 1)
@@ -166,14 +167,14 @@ class Names:
 
 
 class Tape:
-    """A place in a graph where new nodes go.
+    """Inserts new nodes into a graph.
 
-    As a context manager it also serves operators none of whose inputs is a Tensor.
+    In its ``with`` block, operators also work if none of their inputs is a Tensor.
 
     Args:
-        graph: The graph that gets the nodes; a new one by default.
-        before: The node in front of which new nodes go; the end of the graph by default.
-        names: The names taken so far; read off the graph by default.
+        graph: The graph; a new one by default.
+        before: The node before which to insert; by default, nodes are appended.
+        names: The names already used; by default, those in the graph.
         name: The name of a new graph.
         opset: The version of the default operator set of a new graph.
 
@@ -225,23 +226,23 @@ class Tape:
         return self.graph.opset_imports[""]
 
     def tensor(self, value: ir.Value) -> Tensor:
-        """Returns the Tensor that stands for a value of the graph."""
+        """Returns the Tensor for a value of the graph."""
         return Tensor(self, value)
 
-    def input(self, name: str, dtype: npt.DTypeLike, shape: Sequence[Dim]) -> Tensor:
+    def input(self, name: str, dtype: npt.DTypeLike, shape: Sequence[Dim] | None) -> Tensor:
         """Adds a graph input.
 
         Args:
             name: The input's name.
             dtype: Its element type.
-            shape: Its dimensions: sizes, symbols, or None.
+            shape: Its dimensions: sizes, symbols, or None; None for an unknown rank.
         """
         value = _typed_value(self.names.unique(name), dtype, shape)
         self.graph.inputs.append(value)
         return Tensor(self, value)
 
     def initializer(self, name: str, array: npt.ArrayLike) -> Tensor:
-        """Adds an initializer, that is a parameter with its value.
+        """Adds an initializer: a parameter of the model.
 
         Args:
             name: The initializer's name.
@@ -254,7 +255,7 @@ class Tape:
         return Tensor(self, value)
 
     def constant(self, array: npt.ArrayLike) -> Tensor:
-        """Returns a constant; equal constants of one tape are one node."""
+        """Returns a constant; equal constants of a tape share one node."""
         array = np.asarray(array)
         key = (str(array.dtype), array.shape, array.tobytes())
         if key not in self._constants:
@@ -268,8 +269,16 @@ class Tape:
             self._constants[key] = value
         return Tensor(self, self._constants[key])
 
+    def subgraph(self, name: str) -> Tape:
+        """Returns a tape for a new graph that can read the values of this one."""
+        imports = dict(self.graph.opset_imports)
+        graph = ir.Graph([], [], nodes=[], opset_imports=imports, name=name)
+        inner = Tape(graph, names=self.names)
+        inner.scope = self.scope
+        return inner
+
     def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """Returns what a function returned when it was first called here for a key."""
+        """Returns the result of a function, which is called once per key and tape."""
         if key not in self._made:
             self._made[key] = make()
         return cast(_T, self._made[key])
@@ -278,7 +287,7 @@ class Tape:
         """Makes a tensor an output of the graph.
 
         Args:
-            tensor: The value to put out.
+            tensor: The tensor.
             name: The output's name; the tensor's own by default.
         """
         value = tensor.value
@@ -299,7 +308,7 @@ class Tape:
             **properties: Entries for the model's ``metadata_props``.
 
         Raises:
-            ModelError: If the graph is not a legal ONNX model.
+            ModelError: If the graph is not a valid ONNX model.
         """
         model = ir.Model(self.graph, ir_version=IR_VERSION, producer_name="ortops")
         model.metadata_props.update(properties)
@@ -314,7 +323,7 @@ class Tape:
         return proto
 
     def append(self, node: ir.Node) -> None:
-        """Puts a node in its place and names it, and its outputs, after the scope."""
+        """Inserts a node, and names it and its outputs, with the scope as prefix."""
         node.name = self.names.unique(f"{self.scope}{node.op_type}")
         for index, value in enumerate(node.outputs):
             if value.name is None:
@@ -328,7 +337,7 @@ class Tape:
         self._emitted.add(node)
 
     def emitted(self, value: ir.Value) -> bool:
-        """Whether a value is computed by a node that was put here."""
+        """Whether a value is computed by a node that this tape has inserted."""
         return value.producer() in self._emitted
 
     def emit(
@@ -345,12 +354,12 @@ class Tape:
         Args:
             op_type: The operator.
             inputs: Tensors, arrays, Python scalars or lists, or None for an absent input.
-            attributes: The attributes as Python values; None stands for an absent one.
-            outputs: How many outputs the node gets; those that the schema requires by default.
+            attributes: The attributes as Python values; None for an absent one.
+            outputs: The number of outputs; by default, those that the schema requires.
             domain: The operator's domain.
 
         Raises:
-            ModelError: If the operator does not exist, or does not take these inputs.
+            ModelError: If the operator does not exist, or the inputs are invalid.
         """
         schema = _schema(op_type, self.graph.opset_imports.get(domain, 1), domain)
         values = self._operands(schema, inputs)
@@ -371,13 +380,13 @@ class Tape:
     def _operands(
         self, schema: onnx.defs.OpSchema, inputs: Sequence[object]
     ) -> list[ir.Value | None]:
-        """Turns arrays and Python numbers into constants of the type that the schema wants."""
+        """Converts arrays and Python numbers to constants of the type that the schema requires."""
         formal = list(schema.inputs)
         if len(inputs) > len(formal) and not (
             formal and formal[-1].option == onnx.defs.OpSchema.FormalParameterOption.Variadic
         ):
             raise ModelError(
-                f"{schema.name}: {len(inputs)} inputs; the operator takes at most {len(formal)}"
+                f"{schema.name}: the operator has at most {len(formal)} inputs, got {len(inputs)}"
             )
         types = [formal[min(i, len(formal) - 1)].type_str for i in range(len(inputs))]
         dtypes = [_known_dtype(given) for given in inputs]
@@ -404,7 +413,7 @@ class Tape:
         return values
 
     def _vector(self, parts: Sequence[object]) -> Tensor:
-        """Joins integers and integer scalar tensors to one vector of int64."""
+        """Concatenates integers and integer scalar tensors to a vector of int64."""
         pieces = [
             op.Reshape(part, [-1]) if isinstance(part, Tensor) else np.array([part], np.int64)
             for part in parts
@@ -412,17 +421,17 @@ class Tape:
         return self.emit("Concat", pieces, {"axis": 0})[0]
 
     def infer(self, node: ir.Node) -> None:
-        """Gives the outputs of a node their types and shapes.
+        """Infers the types and shapes of a node's outputs.
 
         Args:
             node: A node of the tape's graph.
 
         Raises:
-            ModelError: If its inputs do not fit the operator.
+            ModelError: If its inputs are invalid.
         """
         op_type = node.op_type
         if op_type in ("LessOrEqual", "GreaterOrEqual"):
-            op_type = "Less"  # typed and shaped alike; onnx before 1.20 infers nothing for those
+            op_type = "Less"  # same types and shapes; onnx < 1.20 cannot infer them
         schema = _schema(op_type, self.graph.opset_imports.get(node.domain, 1), node.domain)
         if not schema.has_type_and_shape_inference_function:
             _infer_types(node, schema)
@@ -445,7 +454,7 @@ class Tape:
                 value.shape = ir.Shape(dims)
 
     def _infer_anew(self, node: ir.Node, schema: onnx.defs.OpSchema) -> _Inferred:
-        """Returns type and dimensions of each output of a node whose inputs have types."""
+        """Returns the type and dimensions of each output of a node whose inputs have types."""
         types: dict[str, onnx.TypeProto] = {}
         data: dict[str, onnx.TensorProto] = {}
         for value in node.inputs:
@@ -476,7 +485,7 @@ class Tape:
             ) from error
         found: list[tuple[ir.TypeProtocol | None, tuple[Dim, ...] | None]] = []
         for value in node.outputs:
-            typed = inferred.get(value.name) if value.name else None  # absent ones share a name
+            typed = inferred.get(value.name) if value.name else None  # absent outputs share a name
             if typed is None or is_map(typed):
                 found.append((None, None))
                 continue
@@ -484,7 +493,7 @@ class Tape:
             shape = ir.serde.deserialize_type_proto_for_shape(typed)
             dims = None if shape is None else _dims(shape)
             if isinstance(kind, ir.SequenceType) and dims is not None:
-                # A symbol would say that all elements, and what is computed of them, agree.
+                # A symbol would mean that all elements of the sequence have equal sizes.
                 dims = tuple(dim if isinstance(dim, int) else None for dim in dims)
             found.append((kind, dims))
         sizes = pooled_sizes(node)
@@ -502,14 +511,14 @@ class Tape:
 class Tensor:
     """A value of an ONNX graph under construction.
 
-    Arithmetic on it appends nodes to its tape, and means what it means in numpy: the operators are
-    those of the Python array API, comparisons are elementwise, ``is`` tells whether two Tensors are
-    the same. Python numbers take the Tensor's own dtype, and are refused where that cannot hold
-    them. Tensors and arrays of different dtypes do not mix: cast with `astype`.
+    Arithmetic emits nodes on its tape, with numpy's semantics and the operators of the Python array
+    API. Comparisons are elementwise; use ``is`` for identity. Python numbers are converted to the
+    Tensor's dtype, which must be able to represent them. Tensors and arrays of different dtypes
+    cannot be mixed: cast with `astype`.
 
     Args:
-        tape: Where new nodes go.
-        value: The value of the graph that it stands for.
+        tape: The tape for new nodes.
+        value: The value in the graph.
 
     Example:
         >>> with Tape() as tape:
@@ -537,7 +546,7 @@ class Tensor:
         """The element type.
 
         Raises:
-            ModelError: If nothing in the graph tells it.
+            ModelError: If it is unknown.
         """
         dtype = numpy_dtype(self.value)
         if dtype is None:
@@ -546,7 +555,7 @@ class Tensor:
 
     @property
     def shape(self) -> tuple[Dim, ...] | None:
-        """The dimensions: sizes, symbols or None; None as a whole where the rank is unknown."""
+        """The dimensions: sizes, symbols or None; None in place of a tuple for an unknown rank."""
         return None if self.value.shape is None else _dims(self.value.shape)
 
     @property
@@ -554,7 +563,7 @@ class Tensor:
         """The rank.
 
         Raises:
-            ModelError: If nothing in the graph tells it.
+            ModelError: If it is unknown.
         """
         if self.value.shape is None:
             raise ModelError(f"value '{self.name}': its rank is unknown; add a value_info for it")
@@ -565,12 +574,12 @@ class Tensor:
         """The number of elements.
 
         Raises:
-            ModelError: If it is not known while the graph is built.
+            ModelError: If the shape is not static.
         """
         shape = self.shape
         if shape is None or not all(isinstance(dim, int) for dim in shape):
             raise ModelError(
-                f"{self!r}: its size is not known while the graph is built; use op.Size(x)"
+                f"{self!r}: its size is unknown while the graph is built; use op.Size(x)"
             )
         return math.prod(cast(tuple[int, ...], shape))
 
@@ -579,34 +588,34 @@ class Tensor:
         """The transpose of a matrix.
 
         Raises:
-            ModelError: If the rank is not 2, or not known.
+            ModelError: If the rank is not 2, or unknown.
         """
         if self.ndim != 2:
             raise ModelError(
-                f"{self!r}: .T of rank {self.ndim}; it is for rank 2, use .mT or op.Transpose"
+                f"{self!r}: .T requires rank 2, got rank {self.ndim}; use .mT or op.Transpose"
             )
         return op.Transpose(self, perm=[1, 0])
 
     @property
     def mT(self) -> Tensor:  # noqa: N802 - its name in the array API
-        """The transpose of each matrix, that is of the last two axes.
+        """The transpose of the last two axes.
 
         Raises:
-            ModelError: If the rank is below 2, or not known.
+            ModelError: If the rank is less than 2, or unknown.
         """
         if self.ndim < 2:
-            raise ModelError(f"{self!r}: .mT of rank {self.ndim}; it is for rank 2 and more")
+            raise ModelError(f"{self!r}: .mT requires rank >= 2, got rank {self.ndim}")
         axes = list(range(self.ndim))
         return op.Transpose(self, perm=[*axes[:-2], axes[-1], axes[-2]])
 
     @property
     def constant(self) -> Array | None:
-        """The value as an array where it is known while building the graph, else None."""
+        """The value of a constant as an array, or None if it is known at run time only."""
         tensor = constant_tensor(self.value)
         return None if tensor is None else tensor.numpy()
 
     def astype(self, dtype: npt.DTypeLike) -> Tensor:
-        """Returns the tensor in another element type."""
+        """Casts the tensor to a dtype."""
         wanted = ir.DataType.from_numpy(np.dtype(dtype))
         return self if self.value.dtype == wanted else op.Cast(self, to=wanted)
 
@@ -615,10 +624,11 @@ class Tensor:
 
         Args:
             axis: An axis or several, negative ones from the end.
-            keepdims: Whether they stay, with size 1.
+            keepdims: Whether to keep them, with size 1.
 
         Returns:
-            The sums, of the Tensor's dtype; booleans and integers give int64, unsigned ones uint64.
+            The sums, of the Tensor's dtype; int64 for booleans and integers, uint64 for unsigned
+            integers.
         """
         return _total("ReduceSum", self, axis, keepdims)
 
@@ -630,21 +640,21 @@ class Tensor:
         """Averages over axes; see `sum`.
 
         Raises:
-            ModelError: If the dtype is not a floating-point one.
+            ModelError: If the dtype is not floating-point.
         """
         dtype = numpy_dtype(self.value)
         if dtype is not None and dtype.kind in "biu":
             raise ModelError(
-                f"{self!r}: the mean of {dtype} is not one; cast with .astype(np.float32)"
+                f"{self!r}: mean requires a floating-point dtype; cast with .astype(np.float32)"
             )
         return _reduce("ReduceMean", self, axis, keepdims)
 
     def max(self, axis: Axes = None, keepdims: bool = False) -> Tensor:
-        """Takes the maximum over axes; of booleans, whether any is true. See `sum`."""
+        """Returns the maximum over axes; for booleans, whether any is true. See `sum`."""
         return _extreme("ReduceMax", self, axis, keepdims)
 
     def min(self, axis: Axes = None, keepdims: bool = False) -> Tensor:
-        """Takes the minimum over axes; of booleans, whether all are true. See `sum`."""
+        """Returns the minimum over axes; for booleans, whether all are true. See `sum`."""
         return _extreme("ReduceMin", self, axis, keepdims)
 
     def argmax(self, axis: int | None = None, keepdims: bool = False) -> Tensor:
@@ -656,11 +666,11 @@ class Tensor:
         return _position("ArgMin", self, axis, keepdims)
 
     def clip(self, min: object = None, max: object = None) -> Tensor:  # noqa: A002 - as in numpy
-        """Limits the elements to what lies between two numbers, arrays or Tensors.
+        """Limits the elements to a range.
 
         Args:
-            min: The least, None for no limit.
-            max: The greatest, None for no limit.
+            min: The minimum: a number, array or Tensor; None for no limit.
+            max: The maximum: a number, array or Tensor; None for no limit.
         """
         if all(x is None or _is_scalar(x) for x in (min, max)):
             return self if min is max is None else op.Clip(self, min, max)
@@ -668,19 +678,21 @@ class Tensor:
         return result if max is None else op.Min(result, max)
 
     def reshape(self, *shape: object) -> Tensor:
-        """Returns the elements in another shape.
+        """Returns the elements in a different shape.
 
         Args:
-            *shape: The sizes: integers or scalar Tensors of int64, one of which may be -1 for what
-                is left; or all as a sequence or as a vector of int64. Unlike in ``op.Reshape``, 0
+            *shape: The sizes: integers or scalar Tensors of int64, of which one may be -1 to be
+                inferred; or a sequence of them, or a vector of int64. Unlike in ``op.Reshape``, 0
                 is a size.
 
         Raises:
-            ModelError: If -1 stands beside a 0, where it could be anything.
+            ModelError: If the shape contains -1 and 0, so that -1 cannot be inferred.
         """
         whole = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if isinstance(whole, Tensor) and numpy_dtype(whole.value) != np.int64:
-            raise ModelError(f"{self!r}: the shape {whole!r}; it is of int64: .astype(np.int64)")
+            raise ModelError(
+                f"{self!r}: the shape must be int64, got {whole!r}; cast it with .astype(np.int64)"
+            )
         if isinstance(whole, Tensor) and whole.shape == ():
             whole = (whole,)
         if isinstance(whole, Tensor):
@@ -693,31 +705,31 @@ class Tensor:
         ]
         known = [size for size in sizes if isinstance(size, int)]
         if 0 in known and -1 in known:
-            raise ModelError(f"{self!r}: reshape to {sizes}; -1 cannot be told beside 0")
+            raise ModelError(f"{self!r}: cannot infer -1 in the shape {sizes}, which contains 0")
         zeros = 0 in known or len(known) < len(sizes)
         return op.Reshape(self, sizes, allowzero=1 if zeros else None)
 
     def flatten(self) -> Tensor:
-        """Returns the elements as a vector."""
+        """Returns the elements as a 1-d tensor."""
         return op.Reshape(self, [-1])
 
     def squeeze(self, axis: Axes = None) -> Tensor:
-        """Drops axes of size 1, all of them by default.
+        """Removes axes of size 1, all of them by default.
 
         Raises:
-            ModelError: If no axis is named, and not all sizes are known.
+            ModelError: If no axis is given and the shape is not static.
         """
         if axis is None and (
             self.shape is None or not all(isinstance(dim, int) for dim in self.shape)
         ):
-            raise ModelError(f"{self!r}: which sizes are 1 only a run can tell; name them in axis")
+            raise ModelError(f"{self!r}: its shape is not static; name the axes to remove in axis=")
         return op.Squeeze(self, _axes(axis))
 
     def with_shape(self, shape: Sequence[Dim]) -> Tensor:
         """Records a shape that inference cannot find, and returns the tensor.
 
         Args:
-            shape: The dimensions: sizes, symbols, or None. It is not verified.
+            shape: The dimensions: sizes, symbols, or None. They are not verified.
 
         Example:
             >>> with Tape() as tape:
@@ -738,7 +750,7 @@ class Tensor:
         return self
 
     def __array_namespace__(self, api_version: str | None = None) -> type[ArrayNamespace]:
-        """Returns the functions that rules written for any array library call."""
+        """Returns the array API functions, as the array API standard requires."""
         return ArrayNamespace
 
     def __repr__(self) -> str:
@@ -747,8 +759,8 @@ class Tensor:
 
     def __bool__(self) -> bool:
         raise TypeError(
-            f"{self!r} has no truth value while the graph is built; use op.Where, & | ~ for and, "
-            "or, not, and `is` to find a Tensor among others"
+            f"{self!r} has no truth value while the graph is built; use op.Where, & | ~ instead "
+            "of and, or, not, and `is` for identity"
         )
 
     def __float__(self) -> float:
@@ -767,7 +779,7 @@ class Tensor:
         raise TypeError(f"{self!r} has no len(); use .shape[0], or op.Shape(x)[0] where it varies")
 
     def __iter__(self) -> Any:
-        raise TypeError(f"{self!r} cannot be iterated over; index it, or use op.Split")
+        raise TypeError(f"{self!r} is not iterable; index it, or use op.Split")
 
     def __contains__(self, item: object) -> bool:
         raise TypeError(f"`in {self!r}` {_NO_VALUE}; use (x == item).max()")
@@ -778,7 +790,7 @@ class Tensor:
     def __setitem__(self, key: object, value: object) -> None:
         raise TypeError(f"{self!r} cannot be changed; use op.Where or op.ScatterND")
 
-    if not TYPE_CHECKING:  # or every attribute would be one
+    if not TYPE_CHECKING:  # otherwise mypy would accept every attribute
 
         def __getattr__(self, name: str) -> NoReturn:
             instead = _INSTEAD.get(name, "op.<Operator>")
@@ -902,7 +914,7 @@ class Tensor:
 
 
 class _Emit(Protocol):
-    """Emits a node that has one output, unless more are asked for."""
+    """Emits a node that has one output by default."""
 
     @overload
     def __call__(
@@ -919,7 +931,7 @@ class _Emit(Protocol):
 
 
 class _Several(Protocol):
-    """Emits a node that has several outputs."""
+    """Emits a node with several outputs."""
 
     def __call__(
         self, *inputs: object, outputs: int | None = ..., domain: str = ..., **attributes: Any
@@ -929,10 +941,10 @@ class _Several(Protocol):
 class _Operators:
     """``op.<Operator>(*inputs, **attributes)`` emits one ONNX node.
 
-    Inputs are Tensors, numpy arrays, Python scalars and lists (constants of the type that the
-    operator wants), or None for an absent one. Attributes are keywords; ``outputs`` asks for a
-    number of outputs, ``domain`` names another operator set. The result is a Tensor, or a tuple of
-    them where there are several.
+    Inputs are Tensors, numpy arrays, Python scalars and lists (converted to constants of the type
+    that the operator requires), or None for an absent input. Attributes are keyword arguments;
+    ``outputs`` sets the number of outputs, and ``domain`` the operator set. The result is a Tensor,
+    or a tuple of Tensors for several outputs.
 
     Example:
         >>> with Tape() as tape:
@@ -969,7 +981,7 @@ op = _Operators()
 
 
 class ArrayNamespace:
-    """The part of the Python array API that update rules and losses need, on Tensors."""
+    """The subset of the Python array API that update rules and losses need, for Tensors."""
 
     pi = math.pi
     inf = math.inf
@@ -983,21 +995,21 @@ class ArrayNamespace:
 
     @staticmethod
     def where(condition: Tensor, a: object, b: object) -> Tensor:
-        """Chooses from ``a`` where the condition holds, else from ``b``."""
+        """Selects elements of ``a`` where the condition is true, else of ``b``."""
         if not isinstance(a, Tensor) and not isinstance(b, Tensor):
-            a = np.asarray(a)  # two Python floats give float64, as in numpy
+            a = np.asarray(a)  # two Python floats result in float64, as in numpy
         return op.Where(condition, a, b)
 
     @staticmethod
     def concat(arrays: Sequence[Tensor], /, *, axis: int | None = 0) -> Tensor:
-        """Joins tensors along an axis, flattened ones where it is None."""
+        """Concatenates tensors along an axis; flattens them first if it is None."""
         if axis is None:
             arrays, axis = [x.flatten() for x in arrays], 0
         return op.Concat(*arrays, axis=axis)
 
     @staticmethod
     def stack(arrays: Sequence[Tensor], /, *, axis: int = 0) -> Tensor:
-        """Joins tensors along a new axis."""
+        """Stacks tensors along a new axis."""
         return op.Concat(*(op.Unsqueeze(x, [axis]) for x in arrays), axis=axis)
 
     @staticmethod
@@ -1007,12 +1019,12 @@ class ArrayNamespace:
 
     @staticmethod
     def permute_dims(x: Tensor, /, axes: Sequence[int]) -> Tensor:
-        """Puts the axes in another order."""
+        """Permutes the axes."""
         return op.Transpose(x, perm=axes)
 
     @staticmethod
     def reshape(x: Tensor, /, shape: Sequence[int] | Tensor) -> Tensor:
-        """Returns the elements in another shape; see `Tensor.reshape`."""
+        """Returns the elements in a different shape; see `Tensor.reshape`."""
         return x.reshape(shape)
 
     @staticmethod
@@ -1077,7 +1089,7 @@ class ArrayNamespace:
 
 
 def shape_of(x: Tensor) -> Tensor:
-    """Returns the shape as a vector of int64: a constant where it is static, else a Shape node."""
+    """Returns the shape as a vector of int64: a constant if it is static, else a Shape node."""
     shape = x.shape
     if shape is not None and all(isinstance(dim, int) for dim in shape):
         return x.tape.constant(np.array(shape, np.int64))
@@ -1095,7 +1107,7 @@ def ones_like(x: Tensor) -> Tensor:
 
 
 def _filled_like(x: Tensor, number: int) -> Tensor:
-    if numpy_dtype(x.value) is None:  # behind an operator that onnx does not know
+    if numpy_dtype(x.value) is None:  # the output of an operator that onnx does not know
         filled = op.ConstantOfShape(shape_of(x), value=np.array([number], np.float32))
         return op.CastLike(filled, x).with_shape_of(x)
     if x.shape == ():
@@ -1114,7 +1126,9 @@ def _tape_of(op_type: str, inputs: Sequence[object]) -> Tape:
                     return part.tape
     tape = _current.get()
     if tape is None:
-        raise OrtopsError(f"op.{op_type}: no input is a Tensor; call it within `with Tape():`")
+        raise OrtopsError(
+            f"op.{op_type} has no input that is a Tensor; call it in a `with Tape():` block"
+        )
     return tape
 
 
@@ -1127,11 +1141,11 @@ def _schema(op_type: str, opset: int, domain: str) -> onnx.defs.OpSchema:
 
 
 _FIXED_TYPES = {"tensor(float)": ir.DataType.FLOAT, "tensor(int64)": ir.DataType.INT64}
-"""Types that schemas give outputs by name, not by a constraint."""
+"""Output types that schemas specify directly, without a type constraint."""
 
 
 def _infer_types(node: ir.Node, schema: onnx.defs.OpSchema) -> None:
-    """Gives outputs the types that follow from the schema alone."""
+    """Sets the output types that follow from the schema alone."""
     known = {
         formal.type_str: value.type
         for formal, value in zip(schema.inputs, node.inputs, strict=False)
@@ -1145,7 +1159,7 @@ def _infer_types(node: ir.Node, schema: onnx.defs.OpSchema) -> None:
 
 
 def _allows(schema: onnx.defs.OpSchema, type_str: str, dtype: np.dtype[Any]) -> bool:
-    """Whether a formal type admits an element type."""
+    """Whether a formal type allows an element type."""
     name = onnx.helper.tensor_dtype_to_string(ir.DataType.from_numpy(dtype).value)
     wanted = f"tensor({name.removeprefix('TensorProto.').lower()})"
     for constraint in schema.type_constraints:
@@ -1155,14 +1169,14 @@ def _allows(schema: onnx.defs.OpSchema, type_str: str, dtype: np.dtype[Any]) -> 
 
 
 def _known_dtype(given: object) -> np.dtype[Any] | None:
-    """Returns the element type of an operand that has one of its own."""
+    """Returns the element type of a Tensor or array, and None for Python numbers."""
     if isinstance(given, Tensor):
         return numpy_dtype(given.value)
     return given.dtype if isinstance(given, np.ndarray | np.generic) else None
 
 
 def _array(given: object, dtype: np.dtype[Any] | None, where: str) -> Array:
-    """Returns Python numbers as an array of a dtype, which must hold them; floats are rounded."""
+    """Converts Python numbers to a dtype, which must be able to represent them up to rounding."""
     array = np.asarray(given)
     if array.size == 0 and dtype is None:
         return array.astype(np.int64)
@@ -1175,17 +1189,17 @@ def _array(given: object, dtype: np.dtype[Any] | None, where: str) -> Array:
     converted, lost = cast_numbers(array, dtype)
     if lost is not None:
         raise ModelError(
-            f"{where}: {given!r} beside a tensor of {dtype}, which cannot hold it; cast the tensor "
-            "with .astype, or give a number of its type"
+            f"{where}: {dtype}, the dtype of the other operand, cannot represent {given!r}; cast "
+            "the tensor with .astype, or pass a number of its dtype"
         )
     return converted
 
 
 def _stored(array: np.ndarray[Any, Any], name: str | None = None) -> ir.TensorProtocol:
-    """Returns an array as a tensor of onnx-ir."""
+    """Converts an array to a tensor of onnx-ir."""
     if array.dtype.kind in "biuf" and array.dtype.isbuiltin:
         return ir.Tensor(array, name=name)
-    return ir.tensor(array, name=name)  # which looks longer at what it is given
+    return ir.tensor(array, name=name)  # supports all dtypes, but is slower
 
 
 def _attribute(schema: onnx.defs.OpSchema, name: str, value: Any) -> ir.Attr:
@@ -1210,9 +1224,9 @@ def _attribute(schema: onnx.defs.OpSchema, name: str, value: Any) -> ir.Attr:
     return ir.Attr(name, kind, value)
 
 
-def _typed_value(name: str, dtype: npt.DTypeLike, shape: Sequence[Dim]) -> ir.Value:
+def _typed_value(name: str, dtype: npt.DTypeLike, shape: Sequence[Dim] | None) -> ir.Value:
     kind = ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype)))
-    return ir.Value(name=name, type=kind, shape=ir.Shape(shape))
+    return ir.Value(name=name, type=kind, shape=None if shape is None else ir.Shape(shape))
 
 
 def _dims(shape: ir.Shape) -> tuple[Dim, ...]:
@@ -1229,7 +1243,7 @@ def _type_proto(value: ir.Value) -> onnx.TypeProto:
 
 
 def _inference_key(node: ir.Node, imports: Mapping[str, int]) -> tuple[object, ...] | None:
-    """Returns what types and shapes of a node's outputs follow from; None where that is a lot."""
+    """Returns a key for the inference cache; None if the node has large constants or subgraphs."""
     key: list[object] = [node.domain, node.op_type, *imports.items()]
     key += [bool(value.name) for value in node.outputs]
     for name, attribute in node.attributes.items():
@@ -1252,7 +1266,7 @@ def _inference_key(node: ir.Node, imports: Mapping[str, int]) -> tuple[object, .
 
 
 def _content(tensor: ir.TensorProtocol) -> tuple[object, ...] | None:
-    """Returns what is equal for two small tensors exactly if they are equal; None for big ones."""
+    """Returns a hashable key for the content of a small tensor, and None for a big one."""
     if tensor.size > _SMALL:
         return None
     strings = tensor.dtype == ir.DataType.STRING
@@ -1268,7 +1282,7 @@ def _axes(axis: Axes) -> list[int] | None:
 
 def _reduce(op_type: str, x: Tensor, axis: Axes, keepdims: bool) -> Tensor:
     axes = _axes(axis)
-    empty = 1 if axes == [] else None  # over no axes, where ONNX's default is all
+    empty = 1 if axes == [] else None  # no axes; by default, ONNX would reduce all
     reduce = getattr(op, op_type)
     return cast(Tensor, reduce(x, axes, keepdims=int(keepdims), noop_with_empty_axes=empty))
 
@@ -1307,21 +1321,21 @@ def _is_scalar(given: object) -> bool:
 
 
 def _binary(function: Callable[[Any, Any], Tensor], a: object, b: object) -> Tensor:
-    """Applies a function of two, one of which is a Tensor; what is no operand is not for it."""
+    """Applies a binary function; returns NotImplemented for unsupported operands."""
     return function(a, b) if _is_operand(a) and _is_operand(b) else cast(Tensor, NotImplemented)
 
 
 def _comparable(x: Tensor, other: object) -> object:
     if not _is_operand(other):
         raise TypeError(
-            f"{x!r} is compared with {other!r}; == and != take numbers, arrays and Tensors and are "
-            "elementwise, use `is` to tell whether two objects are the same"
+            f"cannot compare {x!r} with {other!r}; == and != are elementwise, for numbers, arrays "
+            "and Tensors; use `is` for identity"
         )
     return other
 
 
 def _alike(where: str, a: object, b: object) -> tuple[Tensor, Tensor]:
-    """Returns both operands as Tensors, Python numbers in the dtype of the other operand."""
+    """Converts both operands to Tensors; Python numbers get the dtype of the other operand."""
     tape = next(x.tape for x in (a, b) if isinstance(x, Tensor))
     own = [_known_dtype(x) for x in (a, b)]
     dtype = own[0] or own[1]
@@ -1332,7 +1346,7 @@ def _alike(where: str, a: object, b: object) -> tuple[Tensor, Tensor]:
         return tape.constant(cast(Array, x) if known is not None else _array(x, dtype, where))
 
     first, second = tensor(a, own[0]), tensor(b, own[1])
-    # An equality with None would not do: numpy's float64 equals it.
+    # `is`, because numpy's float64 equals None.
     if own[0] is not None and own[1] is not None and own[0] != own[1]:
         raise ModelError(
             f"{where}: {first!r} and {second!r} have different types; cast one with .astype"
@@ -1341,7 +1355,7 @@ def _alike(where: str, a: object, b: object) -> tuple[Tensor, Tensor]:
 
 
 def _kind(x: Tensor) -> str:
-    """Returns numpy's letter for the kind of a dtype; that of floats where it is not known."""
+    """Returns numpy's code for the kind of a dtype; "f" if the dtype is unknown."""
     dtype = numpy_dtype(x.value)
     return "f" if dtype is None else dtype.kind
 
@@ -1350,8 +1364,8 @@ def _divide(a: object, b: object) -> Tensor:
     kinds = {_kind(x) for x in (a, b) if isinstance(x, Tensor)}
     if kinds & set("biu"):
         raise ModelError(
-            f"/: {a!r} by {b!r}; integers have no quotient of their type: use //, op.Div, which "
-            "rounds towards zero, or .astype(np.float32)"
+            f"/: cannot divide {a!r} by {b!r}, because an integer dtype cannot represent the "
+            "quotient; use //, op.Div, which rounds towards zero, or .astype(np.float32)"
         )
     return op.Div(a, b)
 
@@ -1366,7 +1380,7 @@ def _floor_divide(a: object, b: object) -> Tensor:
         return quotient - below.astype(x.dtype)
     rest = op.Mod(x, y, fmod=1)
     exact = (x - rest) / y - _has_other_sign(rest, y).astype(x.dtype)
-    whole = op.Floor(exact)  # as numpy does it: the quotient is whole but for rounding
+    whole = op.Floor(exact)  # as in numpy: the quotient is an integer up to rounding
     whole = whole + (exact - whole > 0.5).astype(x.dtype)
     return op.Where(y == 0, op.Floor(x / y), whole)
 
@@ -1380,7 +1394,7 @@ def _remainder(a: object, b: object) -> Tensor:
 
 
 def _has_other_sign(rest: Tensor, divisor: Tensor) -> Tensor:
-    """Whether a remainder is not zero and has not the sign of the divisor, as numpy gives it."""
+    """Whether a remainder is nonzero and differs in sign from the divisor."""
     return (rest != 0) & ((rest < 0) != (divisor < 0))
 
 
@@ -1390,8 +1404,8 @@ def _power(a: object, b: object) -> Tensor:
     base, exponent = _alike("**", a, b)
     if _kind(base) == "i" and exponent.constant is not None and (exponent.constant < 0).any():
         raise ModelError(
-            f"**: {base!r} to the power {b!r}; an integer has integer powers from 0 on, cast it "
-            "with .astype(np.float32)"
+            f"**: the exponent of integers must be >= 0, got {base!r} ** {b!r}; cast the base with "
+            ".astype(np.float32)"
         )
     return op.Pow(base, exponent)
 
@@ -1403,7 +1417,7 @@ def _is_boolean(symbol: str, x: Tensor) -> bool:
         ModelError: If it is neither.
     """
     if x.dtype.kind not in "biu":
-        raise ModelError(f"{symbol}: {x!r} has no bits; compare it, or cast it to bool or integers")
+        raise ModelError(f"{symbol} requires booleans or integers, got {x!r}; compare or cast it")
     return x.dtype.kind == "b"
 
 
@@ -1434,14 +1448,14 @@ def _shift(symbol: str, direction: str, a: object, b: object) -> Tensor:
     x, count = _alike(symbol, a, b)
     if _kind(x) != "u":
         raise ModelError(
-            f"{symbol}: {x!r} is not unsigned, which ONNX shifts; cast it with .astype(np.uint64), "
-            "or use * and // with a power of two"
+            f"{symbol} requires unsigned integers, got {x!r}; cast it with .astype(np.uint64), or "
+            "use * and // with a power of two"
         )
     width = 8 * x.dtype.itemsize
     shifted = op.BitShift(x, count, direction=direction)
     if count.constant is not None and (count.constant < width).all():
         return shifted
-    masks = np.array([0, np.iinfo(x.dtype).max], x.dtype)  # what lies beyond, C leaves open
+    masks = np.array([0, np.iinfo(x.dtype).max], x.dtype)  # C leaves larger shifts undefined
     return op.BitwiseAnd(shifted, op.Gather(masks, (count < width).astype(np.int64)))
 
 
@@ -1455,7 +1469,7 @@ def _split_count(inputs: Sequence[object], attributes: dict[str, Any]) -> int:
 
 
 def _index(x: Tensor, key: tuple[object, ...]) -> Tensor:
-    """Indexes with integers, slices of constant or Tensor ends, None, ... and a Tensor or array."""
+    """Indexes with integers, slices, None, ``...``, and at most one Tensor or array."""
     used = sum(part is not None and part is not Ellipsis for part in key)
     starts: list[object] = []
     ends: list[object] = []
@@ -1502,7 +1516,10 @@ def _index(x: Tensor, key: tuple[object, ...]) -> Tensor:
             chosen.append((axis, indices))
         axis += 1
     if vectors > 1 or (vectors and dropped):
-        raise TypeError(f"{x!r}: index {key!r}; one array beside slices at a time, or op.GatherND")
+        raise TypeError(
+            f"{x!r}: index {key!r}: an array cannot be combined with other arrays or integers; use "
+            "op.GatherND"
+        )
     if axes:
         x = op.Slice(x, starts, ends, axes, steps)
     for place, indices in chosen:
@@ -1515,20 +1532,22 @@ def _index(x: Tensor, key: tuple[object, ...]) -> Tensor:
 
 
 def _indices(x: Tensor, part: object) -> Tensor:
-    """Returns integers that index as a Tensor of int64."""
+    """Converts an index of integers to a Tensor of int64."""
     if isinstance(part, list | np.ndarray | np.generic | bool):
         part = np.asarray(part)
         part = x.tape.constant(part.astype(np.int64) if part.size == 0 else part)
     if not isinstance(part, Tensor):
         raise TypeError(
-            f"{x!r}: index {part!r}; use integers, slices, None, an array or Tensor of integers, "
-            "or op.Gather"
+            f"{x!r}: index must be integers, slices, None, or an array or Tensor of integers, got "
+            f"{part!r}; or use op.Gather"
         )
     if part.dtype == np.bool_:
         raise TypeError(
-            f"{x!r}: index {part!r} is boolean, and how many it chooses only a run can tell; use "
-            "op.Where, or op.Compress"
+            f"{x!r}: index {part!r} is boolean, so the size of the result is unknown while the "
+            "graph is built; use op.Where, or op.Compress"
         )
     if part.dtype.kind not in "iu":
-        raise TypeError(f"{x!r}: index {part!r} is not of integers; cast it with .astype(np.int64)")
+        raise TypeError(
+            f"{x!r}: index must have an integer dtype, got {part!r}; cast it with .astype(np.int64)"
+        )
     return part.astype(np.int64)

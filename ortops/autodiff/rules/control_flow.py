@@ -32,7 +32,7 @@ def if_(at: Site) -> Cotangents:
     branches = []
     for name in ("then_branch", "else_branch"):
         branch = node.attributes[name].as_graph()
-        with _inner_tape(tape, f"{branch.name}_gradient") as inner:
+        with tape.subgraph(f"{branch.name}_gradient") as inner:
             copies = _repeat(inner, branch, {})
             outputs = [copies.get(value, value) for value in branch.outputs]
             seeds = [
@@ -77,7 +77,7 @@ def loop(at: Site) -> Cotangents:
     numbers, *befores = _keep(tape, node, body, [body.inputs[0], *kept])
     before_of = dict(zip(kept, befores, strict=True))
     count = op.Squeeze(op.Shape(tape.tensor(numbers)), [0])
-    with _inner_tape(tape, f"{body.name}_gradient") as inner:
+    with tape.subgraph(f"{body.name}_gradient") as inner:
         step = inner.input(f"{inner.scope}iteration", np.int64, [])
         condition = inner.input(f"{inner.scope}condition", np.bool_, [])
         carried = [_input_like(inner, body.inputs[2 + i], starts[i]) for i in states]
@@ -125,7 +125,7 @@ def scan(at: Site) -> Cotangents:
     output_order = _order(node, "output", made)
     befores = _keep(tape, node, body, body.inputs[:split])
     slopes = [index for index in range(made) if g[split + index] is not None]
-    with _inner_tape(tape, f"{body.name}_gradient") as inner:
+    with tape.subgraph(f"{body.name}_gradient") as inner:
         carried = [_input_like(inner, body.inputs[i], starts[i]) for i in states]
         sums = [_input_like(inner, value) for value in captured]
         slices = [_input_like(inner, value) for value in body.inputs[split:]]
@@ -175,7 +175,7 @@ def sequence_map(at: Site) -> Cotangents:
     slopes = [
         (output, part) for output, part in zip(body.outputs, g, strict=True) if part is not None
     ]
-    with _inner_tape(tape, f"{body.name}_gradient") as inner:
+    with tape.subgraph(f"{body.name}_gradient") as inner:
         inputs = [_input_like(inner, value) for value in body.inputs]
         parts = [_input_like(inner, output) for output, _ in slopes]
         copies = _repeat(
@@ -211,14 +211,6 @@ def _captured(at: Site) -> list[ir.Value]:
     own = [value for value in at.node.inputs if value is not None]
     inner = read_inputs(at.node)[len(own) :]
     return [value for value in dict.fromkeys(inner) if value in at.active]
-
-
-def _inner_tape(tape: Tape, name: str) -> Tape:
-    """Returns a tape on a new graph inside the graph of another tape."""
-    graph = ir.Graph([], [], nodes=[], opset_imports=dict(tape.graph.opset_imports), name=name)
-    inner = Tape(graph, names=tape.names)
-    inner.scope = tape.scope
-    return inner
 
 
 def _values(tensors: Sequence[Tensor]) -> list[ir.Value]:
