@@ -25,7 +25,7 @@ __all__ = [
 
 
 class OrtopsError(Exception):
-    """Base class of everything that ortops raises on purpose.
+    """Base class of the exceptions of ortops.
 
     Example:
         >>> import ortops
@@ -38,7 +38,7 @@ class OrtopsError(Exception):
 
 
 class ArgumentError(OrtopsError, ValueError):
-    """An argument is wrong whatever the model is.
+    """An argument has an invalid type or value.
 
     Example:
         >>> from ortops.arguments import whole_number
@@ -51,7 +51,7 @@ class ArgumentError(OrtopsError, ValueError):
 
 
 class ModelError(OrtopsError, ValueError):
-    """The model, or what was asked of it, is not legal.
+    """The model is invalid, or does not have what was asked for.
 
     Example:
         >>> import ortops
@@ -66,7 +66,7 @@ class ModelError(OrtopsError, ValueError):
 
 
 class UnsupportedError(OrtopsError, NotImplementedError):
-    """The model is legal, but ortops has no rule or no way to run a part of it.
+    """The model is valid, but ortops has no gradient rule for, or cannot run, a part of it.
 
     Example:
         >>> import onnx
@@ -82,7 +82,7 @@ class UnsupportedError(OrtopsError, NotImplementedError):
 
 
 class FeedError(OrtopsError, ValueError):
-    """The arrays given to a run, a step or an evaluation do not fit the model.
+    """The arrays passed to a run, a step or an evaluation do not fit the model.
 
     Example:
         >>> import numpy as np
@@ -99,7 +99,7 @@ class FeedError(OrtopsError, ValueError):
 
 
 class DivergedError(OrtopsError, ArithmeticError):
-    """The loss of a training became NaN or infinite.
+    """The training loss became NaN or infinite.
 
     Example:
         >>> import numpy as np
@@ -117,13 +117,13 @@ class DivergedError(OrtopsError, ArithmeticError):
 
 
 class UnknownVariableError(OrtopsError, KeyError):
-    """A variable was asked for that the training algorithm does not have."""
+    """The training algorithm has no variable of the given name."""
 
     __str__ = OrtopsError.__str__  # a KeyError shows its message in quotes
 
 
 class KernelError(OrtopsError, RuntimeError):
-    """A kernel, written in Python or onnxruntime's own, failed while a session was running.
+    """A kernel of onnxruntime or in Python failed during a run.
 
     Example:
         >>> import numpy as np
@@ -143,9 +143,9 @@ class KernelError(OrtopsError, RuntimeError):
 
 
 def is_raised_by(error: BaseException, *packages: str) -> bool:
-    """Whether an exception comes from the code of some packages.
+    """Whether an exception was raised by the code of some packages.
 
-    What a signal handler raised, which may come out of any line, does not.
+    It is false for exceptions from signal handlers, which may be raised at any line.
 
     Args:
         error: The exception, caught.
@@ -159,7 +159,7 @@ def is_raised_by(error: BaseException, *packages: str) -> bool:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns a hint that names the nearest known name, or all of them when they are few.
+    """Returns a hint for messages: the most similar known name, or the first known names.
 
     Args:
         name: The name that was not found.

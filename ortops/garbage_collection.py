@@ -10,11 +10,11 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-__all__ = ["collection_put_off"]
+__all__ = ["pause_collection"]
 
 
 @contextlib.contextmanager
-def collection_put_off() -> Iterator[None]:
+def pause_collection() -> Iterator[None]:
     """Pauses garbage collection in all threads, and restores its previous state afterwards.
 
     If several such blocks overlap, the first to end may re-enable collection for the others.

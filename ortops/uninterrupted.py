@@ -1,10 +1,10 @@
-"""Changes that are whole, whatever a signal handler raises, and also when Python exits.
+"""Atomic state changes: neither signal handlers nor the exit of Python interrupt them.
 
-Python runs signal handlers in the main thread, between any two of its bytecodes, so anything that
-a handler raises may leave two lines of ours apart. What must not be cut in two runs in a thread of
-its own, where no handler runs, while the main thread waits for it. An exception of a handler comes
-out of the wait, unchanged and at once; the change goes on to its end, and `Whole.settle` waits for
-that.
+Python runs signal handlers in the main thread, between any two bytecodes, so an exception from a
+handler may separate any two lines. A change that must be atomic therefore runs in a worker thread,
+where no handler runs, while the main thread waits for it. An exception from a handler leaves the
+wait immediately and unchanged; the change continues in the background until it is complete, and
+`AtomicChanges.settle` waits for that.
 
 When the interpreter shuts down, it ends every thread that asks for the GIL again. In a thread that
 returns from onnxruntime, this unwinds C++ functions that do not allow it, and the process aborts.
@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["Whole", "finished_at_exit", "run_uninterrupted", "wait_for_threads"]
+__all__ = ["AtomicChanges", "finished_at_exit", "run_uninterrupted", "wait_for_threads"]
 
 _T = TypeVar("_T")
 
@@ -41,7 +41,7 @@ logger = logging.getLogger("ortops")
 
 
 class _Worker:
-    """A thread that makes one call after another."""
+    """A thread that runs calls in order."""
 
     def __init__(self) -> None:
         self.calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -58,7 +58,7 @@ _forked = False
 
 
 def _forget_threads() -> None:
-    """Leaves a child process without the threads that only its parent has."""
+    """Forgets the parent's threads, which do not exist in a forked child process."""
     global _worker, _forked
     _worker, _forked = None, True
     _inside.clear()
@@ -70,7 +70,7 @@ if hasattr(os, "register_at_fork"):
 
 # --------------------------------------------------------------------------------------- at exit
 
-_inside: dict[int, int] = {}  # by daemon thread, in how many nested blocks it is
+_inside: dict[int, int] = {}  # daemon thread → its number of nested blocks
 _exiting = False
 
 
@@ -83,7 +83,7 @@ class _FinishedAtExit(contextlib.ContextDecorator):
             _inside[thread] = _inside.get(thread, 0) + 1
             if _exiting and _inside[thread] == 1:
                 del _inside[thread]
-                threading.Event().wait()  # it never goes on
+                threading.Event().wait()  # forever: it must not enter onnxruntime any more
 
     def __exit__(self, *_: object) -> None:
         thread = threading.get_ident()
@@ -103,11 +103,11 @@ affected: Python itself waits for them.
 
 
 def _ends_with_python() -> bool:
-    """Whether this is a daemon thread of the program."""
+    """Whether this is a daemon thread, which Python does not wait for at exit."""
     thread = threading.get_ident()
     if thread == threading.main_thread().ident:
         return False
-    if _worker is not None and thread == _worker.thread.ident:  # waited for as such
+    if _worker is not None and thread == _worker.thread.ident:  # wait_for_threads waits for it
         return False
     return threading.current_thread().daemon
 
@@ -115,9 +115,8 @@ def _ends_with_python() -> bool:
 def wait_for_threads() -> None:
     """Waits until no daemon thread is inside onnxruntime, for at most `EXIT_SECONDS`.
 
-    Python calls it at exit. Threads that need longer go on, and the process may abort then; a
-    warning says so. A second Ctrl-C, during the wait, ends the process at once, as SIGINT does in
-    a process that does not handle it.
+    Python calls it at exit. If a thread needs longer, the process may abort; a warning says so.
+    A second Ctrl-C during the wait ends the process immediately, as SIGINT does by default.
     """
     global _exiting
     _exiting = True
@@ -153,7 +152,7 @@ def wait_for_threads() -> None:
 
 
 def _end_by_interrupt() -> None:
-    """Ends the process as Ctrl-C does where nothing handles it: with the same exit status."""
+    """Ends the process as an unhandled Ctrl-C does, with the same exit status."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -168,19 +167,19 @@ atexit.register(wait_for_threads)
 
 
 def _inline_only() -> bool:
-    """Whether there is no other thread: at the end of the interpreter, and in a forked child."""
+    """Whether the worker cannot be used: at interpreter shutdown, and in a forked child."""
     return _forked or sys.is_finalizing()
 
 
 def run_uninterrupted(function: Callable[[], _T]) -> _T:
-    """Returns what a function returns, which no signal handler interrupts.
+    """Calls a function so that no signal handler interrupts it, and returns its result.
 
     Args:
-        function: Called once. What it raises is raised here.
+        function: Called once. Its exceptions are raised here.
 
     Raises:
-        BaseException: What a signal handler raises meanwhile, at once. The function goes on then;
-            what comes of it is lost.
+        BaseException: An exception from a signal handler, immediately. The function then continues
+            in the background, and its result is lost.
     """
     global _worker
     if _inline_only() or threading.get_ident() != threading.main_thread().ident:
@@ -188,9 +187,9 @@ def run_uninterrupted(function: Callable[[], _T]) -> _T:
     if _worker is None:
         try:
             _worker = _Worker()
-        except RuntimeError:  # no new threads, at the end of the interpreter
+        except RuntimeError:  # no new threads at interpreter shutdown
             return function()
-    pending = [function]  # taken out of it: the thread keeps nothing alive for a moment longer
+    pending = [function]  # popped by the thread, so that it does not keep the function alive
     results: list[_T] = []
     failures: list[BaseException] = []
     done = _thread.allocate_lock()
@@ -207,36 +206,36 @@ def run_uninterrupted(function: Callable[[], _T]) -> _T:
             done.release()
 
     _worker.calls.put(call)
-    done.acquire()  # what a handler raises comes out of here
+    done.acquire()  # exceptions from signal handlers are raised here
     if failures:
         raise failures[0]
     return results[0]
 
 
-class Whole:
-    """Keeps changes of one thing whole, for all who read it.
+class AtomicChanges:
+    """Makes the changes of one object atomic for its readers.
 
-    It is not a lock: changes and readers of several threads need one around them.
+    It is not a lock: threads that change or read the object need one around it.
     """
 
     def __init__(self) -> None:
-        self._may_go_on = False
+        self._may_be_running = False
 
     def change(self, function: Callable[[], None]) -> None:
-        """Makes a change, after those that still go on; see `run_uninterrupted`."""
+        """Makes a change after those still in progress; see `run_uninterrupted`."""
         self.settle()
-        self._may_go_on = True
+        self._may_be_running = True
         run_uninterrupted(function)
-        self._may_go_on = False
+        self._may_be_running = False
 
     def settle(self) -> None:
-        """Waits for a change that goes on because a handler raised meanwhile."""
+        """Waits for a change still in progress because a signal handler raised an exception."""
         worker = _worker
-        if not self._may_go_on or (worker and worker.thread.ident == threading.get_ident()):
+        if not self._may_be_running or (worker and worker.thread.ident == threading.get_ident()):
             return
         if worker is not None and not _inline_only():
             done = _thread.allocate_lock()
             done.acquire()
             worker.calls.put(done.release)
             done.acquire()
-        self._may_go_on = False
+        self._may_be_running = False

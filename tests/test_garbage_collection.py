@@ -11,7 +11,7 @@ import pytest
 import ortops
 from models.mlp import mlp
 from ortops import OrtopsError, TrainingSession, build_training_model
-from ortops.garbage_collection import collection_put_off
+from ortops.garbage_collection import pause_collection
 
 
 @pytest.fixture(autouse=True)
@@ -24,13 +24,13 @@ def as_before() -> Iterator[None]:
 @pytest.mark.parametrize("enabled", [True, False])
 def test_it_goes_on_as_before(enabled: bool) -> None:
     (gc.enable if enabled else gc.disable)()
-    with collection_put_off():
+    with pause_collection():
         assert not gc.isenabled()
-        with collection_put_off():
+        with pause_collection():
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled() == enabled
-    with pytest.raises(KeyError), collection_put_off():
+    with pytest.raises(KeyError), pause_collection():
         raise KeyError
     assert gc.isenabled() == enabled
 

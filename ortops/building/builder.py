@@ -29,7 +29,7 @@ from ortops.building.updates import (
     emit_gradients,
     unless_skipped,
 )
-from ortops.garbage_collection import collection_put_off
+from ortops.garbage_collection import pause_collection
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import ancestor_nodes
@@ -48,7 +48,7 @@ logger = logging.getLogger("ortops")
 
 
 @convert.blame_model
-@collection_put_off()
+@pause_collection()
 def build_training_model(
     model: ModelLike,
     *,

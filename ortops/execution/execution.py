@@ -35,7 +35,7 @@ from ortops.execution.split_step import Differentiated, Layout, SplitStep
 from ortops.execution.step import Step
 from ortops.execution.template import Template
 from ortops.passes.rematerialization import Checkpoint, check, computed_names
-from ortops.uninterrupted import Whole, run_uninterrupted
+from ortops.uninterrupted import AtomicChanges, run_uninterrupted
 
 __all__ = ["Execution"]
 
@@ -82,7 +82,7 @@ class Execution:
     ) -> None:
         # The buffers that hold the present values, and the steps made: one store changes both.
         self._position = (0, 0)
-        self._whole = Whole()
+        self._changes = AtomicChanges()
         self._failed = ""
         self._process = os.getpid()
         self._begun = False
@@ -157,7 +157,7 @@ class Execution:
     @property
     def steps_made(self) -> int:
         """The number of steps since the session was made, or since `assign` set it."""
-        self._whole.settle()
+        self._changes.settle()
         return self._position[1]
 
     def present(self, name: str) -> Array:
@@ -171,7 +171,7 @@ class Execution:
 
     def _check_variables(self) -> None:
         """Waits until the variables are those of a step, or refuses them if they never will be."""
-        self._whole.settle()
+        self._changes.settle()
         if self._failed:
             raise OrtopsError(self._failed)
 
@@ -190,7 +190,7 @@ class Execution:
             if values.keys() >= self.variables.keys():
                 self._failed = ""
 
-        self._whole.change(change)
+        self._changes.change(change)
 
     def check_process(self) -> None:
         """Refuses to run in a child process, which has none of its parent's threads.
@@ -246,7 +246,7 @@ class Execution:
             if part.interruptible:
                 part.update(feeds)
             else:
-                self._whole.change(functools.partial(part.update, feeds))
+                self._changes.change(functools.partial(part.update, feeds))
         shown |= last.differentiate(feeds, wanted)
         if note is not None:
             note(shown)
@@ -267,7 +267,7 @@ class Execution:
             last.update(feeds)
             self._position = (1 - turn, made + 1)
         else:
-            self._whole.change(finish)
+            self._changes.change(finish)
         return shown
 
     def split_step(self) -> SplitStep:

@@ -13,7 +13,7 @@ from ortops.execution.memory import Memory
 from ortops.execution.onnxruntime_sessions import Sessions
 from ortops.execution.template import Template
 from ortops.execution.variant import Variant
-from ortops.garbage_collection import collection_put_off
+from ortops.garbage_collection import pause_collection
 from ortops.uninterrupted import run_uninterrupted
 
 __all__ = ["CachedStep", "ShapeCache"]
@@ -89,7 +89,7 @@ class ShapeCache:
         return self._made[key]
 
     def _make(self, shapes: Mapping[str, tuple[int, ...]] | None, buffers: Buffers) -> CachedStep:
-        @collection_put_off()
+        @pause_collection()
         def make() -> CachedStep:
             variants = [Variant(template, shapes, self._sessions) for template in self._templates]
             bindings = [

@@ -17,7 +17,7 @@ from ortops.arguments import function, renamed
 from ortops.errors import ArgumentError, FeedError, OrtopsError, UnknownVariableError, did_you_mean
 from ortops.execution.onnxruntime_sessions import UpdateKernels
 from ortops.execution.settings import Settings
-from ortops.garbage_collection import collection_put_off
+from ortops.garbage_collection import pause_collection
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.metrics import Metric, StreamingMetric
@@ -101,7 +101,7 @@ class TrainingSession:
 
     @convert.blame_model
     @finished_at_exit
-    @collection_put_off()
+    @pause_collection()
     def __init__(
         self,
         model: ModelLike,
