@@ -1,1 +1,1 @@
-"""Measurements of ortops beside its peers: ``python -m benchmarks``."""
+"""Benchmarks of ortops and other frameworks: ``python -m benchmarks``."""

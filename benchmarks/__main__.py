@@ -1,7 +1,7 @@
-"""Measures ortops beside its peers and against itself, and checks that all compute the same.
+"""Compares ortops with other frameworks and with itself, and checks that results agree.
 
-Prints Markdown tables, and writes them with the figures (JSON) and a plot (PNG) to a folder. Fails
-where results differ by more than the tolerance of the work.
+Prints Markdown tables; with --output, also writes them, the data (JSON) and a plot (PNG) to a
+folder. Fails if results differ by more than the tolerance of a workload.
 """
 
 from __future__ import annotations
@@ -24,53 +24,70 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmarks.
 
     Args:
-        arguments: Those of the command line, by default the process's own.
+        arguments: The command-line arguments; by default those of the process.
 
     Returns:
-        The exit code: 1 where peers disagree.
+        The exit status: 1 if results of peers disagree.
     """
-    # Not at the top: a peer's process imports this file before it limits its threads.
+    # Imported here, because a peer's process imports this file before it limits its threads.
     from benchmarks import measure, peers, profiling, works
     from benchmarks.task import OPTIMIZERS
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a short run: do they all work?")
     parser.add_argument(
-        "--only", metavar="TEXT", action="append", default=[], help="works with TEXT in their name"
+        "--quick", action="store_true", help="a short run that checks that everything works"
     )
     parser.add_argument(
-        "--peer", metavar="TEXT", action="append", default=[], help="peers with TEXT in their name"
+        "--only",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="only workloads with TEXT in their name",
     )
     parser.add_argument(
-        "--part", choices=PARTS, action="append", help="steps, starts, or ortops against itself"
+        "--peer",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="only peers with TEXT in their name",
     )
-    parser.add_argument("--rounds", type=int, help="turns of each peer, and starts")
+    parser.add_argument(
+        "--part",
+        choices=PARTS,
+        action="append",
+        help="only steps, starts, or comparisons of ortops with itself",
+    )
+    parser.add_argument(
+        "--rounds", type=int, help="rounds of measurements, and the maximum number of starts"
+    )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="Adam")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write the results there")
     parser.add_argument(
-        "--profile", action="store_true", help="show where the steps of ortops spend time, instead"
+        "--output", type=Path, metavar="FOLDER", help="write the results to this folder"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="profile the steps of ortops instead"
     )
     parser.add_argument(
         "--without",
         metavar="PASSES",
-        help="those that --profile leaves out, as in recurrent,blocked",
+        help="passes to leave out with --profile, for example recurrent,blocked",
     )
     options = parser.parse_args(arguments)
     names = works.find(options.only)
     if not names:
-        parser.error(f"--only {options.only} fits none of: {'; '.join(works.WORKS)}")
+        parser.error(f"--only {options.only} matches none of: {'; '.join(works.WORKS)}")
     chosen = [name for name in peers.PEERS if _fits(name, options.peer)]
     if not chosen:
-        parser.error(f"--peer {options.peer} fits none of: {'; '.join(peers.PEERS)}")
+        parser.error(f"--peer {options.peer} matches none of: {'; '.join(peers.PEERS)}")
     effort = measure.QUICK if options.quick else measure.Effort()
     if options.rounds is not None:
         if options.rounds < 1:
-            parser.error(f"--rounds is {options.rounds}; at least 1 is accepted")
+            parser.error(f"--rounds must be an integer >= 1, got {options.rounds}")
         starts = min(options.rounds, effort.starts)
         effort = dataclasses.replace(effort, rounds=options.rounds, starts=starts)
     without = options.without.split(",") if options.without else []
     if without and not options.profile:
-        parser.error("--without goes with --profile")
+        parser.error("--without requires --profile")
     if options.profile:
         steps = 2 if options.quick else 20
         text = profiling.markdown(names, options.optimizer, steps, without)
@@ -137,7 +154,7 @@ def _measure(
                 ).result()
                 save()
     if "own" in parts:
-        print("ortops against itself ...", file=sys.stderr, flush=True)
+        print("ortops compared with itself ...", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
             report.depths = own.depth_seconds(Path(folder), optimizer, effort)
         report.creation = own.creation_seconds(effort.starts)

@@ -1,12 +1,12 @@
-"""What several processes gain and cost: steps of joined sessions, and the all-reduce alone.
+"""Data-parallel training: the time of steps of joined sessions, and of the all-reduce alone.
 
-Each case is a program of its own, and the cases take turns: one process with one thread, or two;
-its steps in two halves; joined with nobody; and two ranks, each with one thread and half of the
-batch::
+Each case runs in a separate program, and cases take turns: one process with one or two threads;
+steps in two halves; a joined session of one rank; and two ranks, each with one thread and half of
+the batch::
 
     python -m benchmarks.distributed
 
-It needs ``pip install ortops[distributed]``. MPI starts it again as a worker.
+Requires ``pip install ortops[distributed]``. MPI starts this program again as a worker.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ CASES = {
     "two threads": (1, 2, False),
     "two ranks": (2, 1, True),
 }
-"""Processes, threads of each, and whether they are joined. In two halves is `step(reduce=)`."""
+"""The number of processes, threads of each, and whether sessions are joined."""
 BYTES = [4 * 4**power for power in range(1, 13)]
 
 
 def main() -> None:
-    """Runs all cases in turns and prints the least of the medians of each turn."""
+    """Runs all cases in turns and prints the minimum over turns of the median times."""
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for _ in range(ROUNDS):
         for name in NETWORKS:
@@ -80,7 +80,7 @@ def _start(name: str, case: str) -> dict[str, float]:
 
 
 def work(name: str, case: str) -> None:
-    """Measures one case, and prints seconds as JSON in rank 0."""
+    """Measures one case; rank 0 prints seconds as JSON."""
     found = _all_reduce() if name == "all-reduce" else _steps(name, case)
     if found:
         print(json.dumps(found), flush=True)
@@ -109,7 +109,7 @@ def _steps(name: str, case: str) -> dict[str, float]:
     for _ in range(5):
         session.step(batch, outputs=["loss"], reduce=reduce)
     count = np.array([SECONDS / (time.perf_counter() - begin) * 5])
-    if processes > 1:  # all ranks make as many steps
+    if processes > 1:  # all ranks must run the same number of steps
         session._communicator.sum(count)
     for _ in range(max(20, int(count[0] / processes))):
         begin = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Real architectures of transformers, and the files that PyTorch's exporters write of them.
+"""Architectures of the package transformers, and the files that PyTorch's exporters write.
 
-What is exported computes as in evaluation: no dropout, and batch normalization folded into the
-convolutions before it, as both exporters fold it. So all peers train the same parameters.
+Models are exported in evaluation mode: without dropout, and with batch normalization folded into
+convolutions, as both exporters do. All peers train the same parameters.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ EXPORTERS = ("TorchScript", "dynamo")
 
 @dataclass(frozen=True)
 class Network:
-    """A network and what it takes.
+    """A network and its inputs.
 
     Attributes:
-        build: Makes the module of transformers, given how it computes attention.
+        build: Creates the module of transformers, given an implementation of attention.
         input: The name of its input.
-        sample: The shape of that, without the batch.
-        ids: How many token ids there are; 0 where samples are numbers.
-        classes: How many logits it gives.
+        sample: The shape of the input, without the batch.
+        ids: The number of token ids; 0 if samples are floats.
+        classes: The number of logits.
         labels: The shape of a sample's labels.
     """
 
@@ -48,7 +48,7 @@ class Network:
     labels: tuple[int, ...] = ()
 
     def batch(self, rng: np.random.Generator, size: int) -> dict[str, Array]:
-        """Returns a batch of noise with random labels."""
+        """Returns a batch of random samples and labels."""
         shape = (size, *self.sample)
         samples = rng.integers(self.ids, size=shape) if self.ids else rng.standard_normal(shape)
         dtype = np.int64 if self.ids else np.float32
@@ -87,7 +87,7 @@ def _gpt2(attention: str) -> torch.nn.Module:
 
 
 def _mobilenet(attention: str) -> torch.nn.Module:
-    """Returns the network with normalization folded, whose statistics are those of noise."""
+    """Returns the network with folded batch normalization; statistics are those of noise."""
     import torch
     from torch.nn.utils import fusion
     from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
@@ -112,7 +112,7 @@ NETWORKS: Mapping[str, Network] = {
 
 
 def _made(name: str, attention: str) -> torch.nn.Module:
-    """Returns a module from its input to its logits, with random weights."""
+    """Returns a module that maps the input to logits, with random weights."""
     import torch
     import transformers
 
@@ -120,8 +120,8 @@ def _made(name: str, attention: str) -> torch.nn.Module:
     torch.manual_seed(0)
     network = NETWORKS[name]
     inner = network.build(attention).eval()
-    inner.requires_grad_(True)  # also biases that came of folding
-    with torch.no_grad():  # exporters make one of equal parameters, which then learn as one
+    inner.requires_grad_(True)  # also biases created by folding
+    with torch.no_grad():  # different values, because exporters merge identical parameters
         for parameter in inner.parameters():
             if parameter.ndim == 1:
                 parameter += 0.02 * torch.randn_like(parameter)
@@ -138,9 +138,9 @@ def _made(name: str, attention: str) -> torch.nn.Module:
 
 
 def initial_weights(name: str) -> dict[str, Array]:
-    """Returns the initial weights of a network of `NETWORKS`, by the names of its module.
+    """Returns the initial weights of a network in `NETWORKS`, by the names of its module.
 
-    A weight that has two names, as one that embeds and classifies, comes under both.
+    A tied weight, for example of embedding and classifier, is listed under both names.
     """
     return {key: each.numpy().copy() for key, each in _made(name, "eager").state_dict().items()}
 
@@ -148,7 +148,7 @@ def initial_weights(name: str) -> dict[str, Array]:
 def module(name: str, weights: Mapping[str, Array]) -> torch.nn.Module:
     """Returns the module of a network with these weights, in evaluation mode.
 
-    Attention is PyTorch's own function, which is what transformers takes by default.
+    Attention is PyTorch's scaled_dot_product_attention, the default of transformers.
     """
     import torch
 
@@ -158,11 +158,11 @@ def module(name: str, weights: Mapping[str, Array]) -> torch.nn.Module:
 
 
 def export(name: str, exporter: str, path: Path) -> None:
-    """Writes an inference model as an exporter writes it, its batch free.
+    """Exports an inference model with a dynamic batch size.
 
     Args:
-        name: A network of `NETWORKS`.
-        exporter: One of `EXPORTERS`.
+        name: A network in `NETWORKS`.
+        exporter: An exporter in `EXPORTERS`.
         path: The file.
     """
     import torch
@@ -184,7 +184,7 @@ def export(name: str, exporter: str, path: Path) -> None:
 
 @contextlib.contextmanager
 def _silence() -> Any:
-    """Keeps back what exporters say of models that are not ours."""
+    """Suppresses the exporters' warnings."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):

@@ -1,9 +1,9 @@
-"""Timing: every peer in a process of its own, in turns.
+"""Timing: each peer runs in a separate process, and peers take turns.
 
-A process of its own keeps a peer's thread pool, allocator and imports out of another's time. Peers
-take turns in rounds, so that a machine that slows down slows all of them.
+Separate processes keep thread pools, allocators and imports of one peer from affecting another.
+Peers take turns in rounds, so that a machine that slows down affects all of them.
 
-Nothing heavy is imported at the top: a process sets its number of threads before numpy reads it.
+Nothing heavy is imported at the top, because a process must limit its threads before numpy starts.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ __all__ = [
 ]
 
 Submit: TypeAlias = Callable[..., "Future[Any]"]
-"""Calls a function of this package, with the arguments after it, in a process of its own."""
+"""Calls a function of this package with the given arguments in a separate process."""
 
 Key = TypeVar("Key", bound=Hashable)
 
 CHECKED_STEPS = 3
-"""Enough for gradients and optimizer state to count; each further one multiplies differences that
-are rounding only (about three times in a deep net with batch normalization)."""
+"""The number of compared steps: enough to cover gradients and optimizer state. Each further step
+amplifies rounding differences (about threefold in a deep network with batch normalization)."""
 
 SAMPLES = 1000
-"""How many elements of updated parameters are compared, of each step."""
+"""The number of elements of updated parameters that are compared in each step."""
 
 PAUSE = 0.02
-"""Seconds before a turn, in which the threads of the turn before stop waiting for work."""
+"""Seconds before a turn, in which threads of the previous turn stop waiting for work."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure.
+    """The duration of measurements.
 
     Attributes:
-        rounds: How many turns each peer takes.
-        turn: How long a turn lasts, in seconds.
-        warm_up: Calls before the first turn.
-        starts: How many times each peer starts.
-        memory_steps: Steps after the first until the memory of a process is read.
+        rounds: The number of turns of each peer.
+        turn: The duration of a turn, in seconds.
+        warm_up: The number of calls before the first turn.
+        starts: The number of starts of each peer.
+        memory_steps: The number of steps after the first before memory is measured.
     """
 
     rounds: int = 15
@@ -74,13 +74,13 @@ QUICK = Effort(rounds=2, turn=0.02, warm_up=1, starts=1, memory_steps=2)
 
 @dataclass(frozen=True)
 class Contestant:
-    """A peer at a work.
+    """A peer and a workload.
 
     Attributes:
-        folder: The work, as a `benchmarks.task.Task`.
-        peer: A name of `benchmarks.peers.PEERS`.
-        optimizer: The optimizer that is timed.
-        checked_optimizer: The one by which the work is checked, if it is another.
+        folder: The workload, as a `benchmarks.task.Task`.
+        peer: A name in `benchmarks.peers.PEERS`.
+        optimizer: The optimizer for timing.
+        checked_optimizer: The optimizer for checking results, if different.
     """
 
     folder: str
@@ -91,13 +91,13 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Result:
-    """What a contestant needed and computed.
+    """The times and results of a contestant.
 
     Attributes:
         seconds: The median time of a step in each round.
-        values: What its first steps gave with the optimizer that checks: losses, or a sample of
-            the parameters.
-        timed_values: What the first of the steps that are timed gave.
+        values: The results of the first steps with the optimizer for checking: losses, or a sample
+            of the parameters.
+        timed_values: The results of the first steps with the optimizer for timing.
     """
 
     seconds: Sequence[float]
@@ -105,15 +105,15 @@ class Result:
     timed_values: Sequence[float]
 
     def ratios(self, other: Result) -> list[float]:
-        """Returns the time as a multiple of another's, round by round."""
+        """Returns the ratios of times to those of another contestant, round by round."""
         return [a / b for a, b in zip(self.seconds, other.seconds, strict=True)]
 
     def difference(self, other: Result) -> float:
-        """Returns the largest difference of the values, as a share of the largest of the other."""
+        """Returns the largest difference of values, relative to the largest value of the other."""
         return _difference(self.values, other.values)
 
     def timed_difference(self, other: Result) -> float:
-        """Returns the same of what the timed steps gave."""
+        """Returns the same for the timed steps."""
         return _difference(self.timed_values, other.timed_values)
 
 
@@ -129,25 +129,25 @@ _step: Any
 
 
 def limit_threads() -> None:
-    """Keeps this process, and what it starts, to the threads that a peer may have."""
+    """Limits the threads of this process and its children to those of a peer."""
     for library in ("MKL", "OMP", "OPENBLAS"):
         os.environ[f"{library}_NUM_THREADS"] = str(THREADS)
-    if hasattr(os, "sched_setaffinity"):  # JAX has no other setting
+    if hasattr(os, "sched_setaffinity"):  # the only way to limit JAX
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
 
 
 def first_values(folder: str, peer: str, optimizer: str, limit: int | None = None) -> list[float]:
-    """Makes a step, and the first steps with it.
+    """Creates a step function and runs the first steps.
 
     Args:
-        folder: The work, as a `benchmarks.task.Task`.
-        peer: A name of `benchmarks.peers.PEERS`.
-        optimizer: A name of `benchmarks.task.OPTIMIZERS`.
-        limit: How many of the batches come, if not all. What is learnt from a batch shows in its
-            own loss rather than in another's.
+        folder: The workload, as a `benchmarks.task.Task`.
+        peer: A name in `benchmarks.peers.PEERS`.
+        optimizer: A name in `benchmarks.task.OPTIMIZERS`.
+        limit: The number of different batches; all by default. With fewer batches, an update shows
+            sooner in the loss of the batch that it was computed from.
 
     Returns:
-        The losses, or of each update a sample of the parameters.
+        The losses, or a sample of the parameters after each update.
     """
     import numpy as np
 
@@ -170,10 +170,10 @@ def first_values(folder: str, peer: str, optimizer: str, limit: int | None = Non
 
 
 def warm_up(calls: int, turn: float) -> int:
-    """Warms up the step that was made last.
+    """Warms up the step function that was created last.
 
     Returns:
-        How many calls make a turn of so many seconds.
+        The number of calls in a turn of the given duration.
     """
     for _ in range(calls):
         _step.run()
@@ -181,9 +181,9 @@ def warm_up(calls: int, turn: float) -> int:
 
 
 def time_steps(calls: int) -> list[float]:
-    """Returns the seconds of a step, from each of a number of calls after one that is not timed."""
+    """Returns the seconds per step of several calls, after one that is not timed."""
     time.sleep(PAUSE)
-    _step.run()  # caches and threads are another peer's before it
+    _step.run()  # restores caches and threads after another peer
     times = []
     for _ in range(calls):
         start = time.perf_counter()
@@ -197,7 +197,7 @@ def time_steps(calls: int) -> list[float]:
 
 @contextmanager
 def worker() -> Iterator[Submit]:
-    """Starts a process; a result raises here what was raised there."""
+    """Starts a process; its exceptions are raised here when a result is read."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, initializer=limit_threads) as executor:
         yield executor.submit
@@ -207,8 +207,8 @@ def measure(contestants: Mapping[Key, Contestant], effort: Effort) -> dict[Key, 
     """Measures contestants, interleaved.
 
     Args:
-        contestants: Whom to measure, under names of the caller's.
-        effort: How long to measure.
+        contestants: The contestants, by any names.
+        effort: The duration.
     """
     names = list(contestants)
     with ExitStack() as stack:
@@ -223,7 +223,7 @@ def measure(contestants: Mapping[Key, Contestant], effort: Effort) -> dict[Key, 
             counts[name] = submit[name](warm_up, effort.warm_up, effort.turn).result()
         seconds: dict[Key, list[float]] = {name: [] for name in names}
         for number in range(effort.rounds):
-            first = number % len(names)  # nobody always comes after the same one
+            first = number % len(names)  # so that the order of peers varies
             for name in itertools.chain(names[first:], names[:first]):
                 times = submit[name](time_steps, counts[name]).result()
                 seconds[name].append(statistics.median(times))

@@ -1,4 +1,4 @@
-"""What ortops is measured against itself by: depth, the making of a session, imports."""
+"""Comparisons of ortops with itself: depth, session creation, imports, `fit`."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ __all__ = [
 ]
 
 CREATION_DEPTH = 12
-"""The layers of the transformer that a session is made of."""
+"""The number of transformer layers for measuring session creation."""
 
 FIT_TARGETS = {"LeNet 28×28, batch 64": 1.03, "MLP 784-128-10, batch 32": 1.1}
-"""The time of `fit` that is aimed at, over that of a loop, by work."""
+"""The target ratio of the time of `fit` to that of a loop, by workload."""
 
 STEP_GRAPH_TARGETS = {
     name: 2.0 if name.startswith(("LeNet", "ResNet")) else 1.5
     for name, work in WORKS.items()
     if isinstance(work, TrainingStep)
 }
-"""The time of a step graph in a plain session that is aimed at, over that of `step`, by work."""
+"""The target ratio of the time of a step graph in a plain session to that of `step`."""
 
 IMPORT = """
 import time
@@ -53,10 +53,10 @@ def depth_seconds(folder: Path, optimizer: str, effort: Effort) -> Mapping[str, 
     Args:
         folder: An empty folder.
         optimizer: The optimizer.
-        effort: How long to measure.
+        effort: The duration.
 
     Returns:
-        By work, the median time of a step in each round.
+        The median time of a step in each round, by workload.
     """
     contestants = {}
     with worker() as submit:
@@ -69,7 +69,7 @@ def depth_seconds(folder: Path, optimizer: str, effort: Effort) -> Mapping[str, 
 
 
 def _create() -> float:
-    """Returns the seconds that a session of the transformer takes, everything being imported."""
+    """Returns the seconds to create a session of the transformer, without imports."""
     import ortops
 
     def trainable(depth: int) -> bytes:
@@ -86,7 +86,7 @@ def _create() -> float:
 
 
 def creation_seconds(repeats: int) -> list[float]:
-    """Returns the time of `TrainingSession(…)`, each in a process of its own."""
+    """Returns the times of `TrainingSession(…)`, each in a separate process."""
     times = []
     for _ in range(repeats):
         with worker() as submit:
@@ -95,7 +95,7 @@ def creation_seconds(repeats: int) -> list[float]:
 
 
 def _fit(name: str, optimizer: str, effort: Effort) -> list[float]:
-    """Returns the time of `fit` over that of a loop of steps, in each round."""
+    """Returns the ratio of the time of `fit` to that of a loop of steps, in each round."""
     import ortops
 
     work = WORKS[name]
@@ -135,16 +135,16 @@ def _fit(name: str, optimizer: str, effort: Effort) -> list[float]:
 
 
 def fit_ratios(optimizer: str, effort: Effort) -> dict[str, list[float]]:
-    """Measures `fit` against a loop that does the same by hand, interleaved.
+    """Compares `fit` with an equivalent loop, interleaved.
 
-    The loop cuts the same shuffled batches, calls `step` and reads the loss.
+    The loop slices the same shuffled batches, calls `step` and reads the loss.
 
     Args:
         optimizer: The optimizer.
-        effort: How long to measure.
+        effort: The duration.
 
     Returns:
-        By work, the time of `fit` over that of the loop in each round.
+        The ratio of the time of `fit` to that of the loop in each round, by workload.
     """
     found = {}
     for name in FIT_TARGETS:
@@ -154,10 +154,12 @@ def fit_ratios(optimizer: str, effort: Effort) -> dict[str, list[float]]:
 
 
 def import_seconds(repeats: int) -> list[float]:
-    """Returns the time to import what runs a saved step, each in a process of its own."""
+    """Returns the times to import `TrainingSession`, each in a separate process."""
     command = [sys.executable, "-c", IMPORT]
     project = Path(__file__).parents[1]
-    subprocess.run(command, cwd=project, stdout=subprocess.DEVNULL, check=True)  # from the disk
+    subprocess.run(
+        command, cwd=project, stdout=subprocess.DEVNULL, check=True
+    )  # fills the file cache
     return [
         float(subprocess.run(command, cwd=project, stdout=subprocess.PIPE, check=True).stdout)
         for _ in range(repeats)
@@ -165,16 +167,16 @@ def import_seconds(repeats: int) -> list[float]:
 
 
 def compared() -> tuple[str, str]:
-    """Returns the works whose layers `growth` compares.
+    """Returns the workloads that `growth` compares.
 
-    The least deep net says little: half of its step is not in its layers.
+    The shallowest network is not used, because half of its step is outside its layers.
     """
     names = list(DEPTH_WORKS)
     return names[len(names) // 2], names[-1]
 
 
 def growth(seconds: Mapping[str, Sequence[float]]) -> list[float]:
-    """Returns, round by round, how many times as long a layer takes in the deepest net."""
+    """Returns, for each round, the ratio of the time per layer in the deepest network."""
     middle, deepest = compared()
     share = DEPTHS[len(DEPTHS) // 2] / DEPTHS[-1]
     return [share * b / a for a, b in zip(seconds[middle], seconds[deepest], strict=True)]

@@ -1,12 +1,12 @@
-"""Trains the digits from one exported folder wherever onnxruntime runs, and compares the times.
+"""Trains digits from one exported folder in all supported languages, and compares the times.
 
-Each place is a program of its own that makes three epochs. They take turns; a place that cannot be
-had is left out::
+Each program trains three epochs. Programs take turns; those whose requirements are missing are
+skipped::
 
-    python -m benchmarks.places            # a Markdown table
-    python -m benchmarks.places --write    # into ortops/docs/speed.md as well
+    python -m benchmarks.places            # print a Markdown table
+    python -m benchmarks.places --write    # also write it to ortops/docs/speed.md
 
-Chromium and Node need ``scripts/web_environment``, C needs ``cc``, MPI ``pip install
+Chromium and Node require ``scripts/web_environment``, C requires ``cc``, MPI requires ``pip install
 ortops[distributed]``.
 """
 
@@ -40,21 +40,21 @@ ROUNDS, EPOCHS, ROWS = 5, 3, 64
 CPU = ["CPUExecutionProvider"]
 
 Found = tuple[float, float]
-"""Milliseconds of a step, and the accuracy on unseen digits."""
+"""Milliseconds per step, and the accuracy on test digits."""
 
 Start = Callable[[Path], Found]
-"""Trains from a folder, in a program of its own."""
+"""Trains from a folder, in a separate program."""
 
 
 def batches() -> list[dict[str, np.ndarray]]:
-    """Returns those of one epoch, in the order of the rows."""
+    """Returns the batches of one epoch, in the order of the rows."""
     train = digits.load().train._asdict()
     starts = range(0, len(train["labels"]), ROWS)
     return [{name: array[at : at + ROWS] for name, array in train.items()} for at in starts]
 
 
 def accuracy(file: Path) -> float:
-    """Returns that of a trained file in a stock session."""
+    """Returns the test accuracy of a trained file in stock onnxruntime."""
     test = digits.load().test
     session = onnxruntime.InferenceSession(file, providers=CPU)
     return float(
@@ -63,7 +63,7 @@ def accuracy(file: Path) -> float:
 
 
 def timed(step: Callable[[dict[str, np.ndarray]], object]) -> float:
-    """Returns the milliseconds of a step of all epochs, the median."""
+    """Returns the median milliseconds per step over all epochs."""
     times = []
     for batch in batches() * EPOCHS:
         begin = time.perf_counter()
@@ -72,11 +72,11 @@ def timed(step: Callable[[dict[str, np.ndarray]], object]) -> float:
     return 1000 * statistics.median(times)
 
 
-# ------------------------------------------------------------------------- in a program of its own
+# ------------------------------------------------------------------------- in a separate program
 
 
 def in_a_session(folder: Path) -> Found:
-    """`ortops.TrainingSession`, or several of them that MPI has started."""
+    """Trains with `ortops.TrainingSession`, or a joined session in several MPI processes."""
     session = ortops.TrainingSession(folder / "model.onnx")
     rank, size = 0, 1
     if "mpi4py" in sys.modules:
@@ -89,7 +89,7 @@ def in_a_session(folder: Path) -> Found:
 
 
 def with_the_step_graph(folder: Path) -> Found:
-    """A plain session of ``step.onnx``, as another language has it: a dictionary goes round."""
+    """Trains with a plain session of ``step.onnx``, as other languages do."""
     described = json.loads((folder / "step.json").read_text(encoding="utf-8"))
     session = onnxruntime.InferenceSession(folder / "step.onnx", providers=CPU)
     variables = described["variables"]
@@ -112,7 +112,7 @@ def with_the_step_graph(folder: Path) -> Found:
 
 
 def python(function: Callable[[Path], Found], *launcher: str, threads: int | None = None) -> Start:
-    """Returns what starts a function of this file in a program of its own."""
+    """Returns a function that runs a function of this file in a separate program."""
 
     def start(folder: Path) -> Found:
         command = [*launcher, "-m", "benchmarks.places", function.__name__, str(folder)]
@@ -124,7 +124,7 @@ def python(function: Callable[[Path], Found], *launcher: str, threads: int | Non
 
 
 def node(package: str) -> Start:
-    """Returns what trains in Node, with the driver and a package of onnxruntime."""
+    """Returns a function that trains in Node, with the driver and a package of onnxruntime."""
 
     def start(folder: Path) -> Found:
         arguments = [WEB, package, folder, folder, folder / "node"]
@@ -135,13 +135,13 @@ def node(package: str) -> Start:
 
 
 def chromium(folder: Path) -> Found:
-    """Trains with the page, as a person would."""
+    """Trains in the web page, as a user would."""
     found, _ = run_page(folder, "test.html?ordered")
     return found["milliseconds"], found["accuracy"]
 
 
 def c(folder: Path) -> Found:
-    """Trains with models/c; a step is what many take longer than few."""
+    """Trains with models/c; the time per step is the difference of two runs of different length."""
     program, steps = folder / "train", len(batches()) * EPOCHS
     times = []
     for count in (1, steps):
@@ -152,7 +152,7 @@ def c(folder: Path) -> Found:
 
 
 def prepare(folder: Path) -> dict[str, Start]:
-    """Exports the folder, and returns the places that are there."""
+    """Exports the folder, and returns the available programs."""
     model = ortops.build_training_model(lenet.lenet(), loss="SoftmaxCrossEntropy", optimizer="Adam")
     ortops.export_step(model, folder, web=True)
     for name, samples in digits.load()._asdict().items():
@@ -183,7 +183,7 @@ def prepare(folder: Path) -> dict[str, Start]:
 
 
 def table() -> str:
-    """Starts all places in turns, and returns what they reached and took."""
+    """Runs all programs in turns, and returns a table of accuracies and times."""
     found: dict[str, list[Found]] = {}
     with tempfile.TemporaryDirectory() as name:
         places = prepare(Path(name))

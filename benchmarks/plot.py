@@ -1,6 +1,6 @@
-"""The results as one chart: a step, a start and the memory of ortops, PyTorch and JAX.
+"""The results as one chart: step time, start-up time and memory of ortops, PyTorch and JAX.
 
-``python -m benchmarks.plot results/results.json speed.png`` draws the figures of an earlier run.
+``python -m benchmarks.plot results/results.json speed.png`` plots the results of an earlier run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.works import WORKS, Export, Update
 __all__ = ["LIMIT", "SERIES", "Medians", "charted", "medians", "write"]
 
 Medians = Mapping[str, Mapping[str, float]]
-"""The median of what was measured, by work and peer."""
+"""Medians of a quantity, by workload and peer."""
 
 SERIES = {
     LOWERED: ("ortops", "#0072b2"),
@@ -27,10 +27,10 @@ SERIES = {
     "torch.compile": ("torch.compile", "#cc79a7"),
     "JAX": ("JAX", "#009e73"),
 }
-"""The peers in the chart: what the legend calls them, and colors that most people tell apart."""
+"""The peers in the chart, with their names and colors, which color-blind people can distinguish."""
 
 LIMIT = 2.0
-"""Where longer bars are cut, with a mark: in units of the bar of PyTorch."""
+"""The length at which bars are cut off, with a mark, relative to that of PyTorch."""
 
 _INK, _FAINT, _PAPER = "#1f2328", "#6e7781", "#ffffff"
 
@@ -39,9 +39,9 @@ class _Panel(NamedTuple):
     """One part of the chart.
 
     Attributes:
-        title: What is above it.
-        values: What was measured.
-        label: Writes a value with its unit.
+        title: Its title.
+        values: The values.
+        label: Formats a value with its unit.
     """
 
     title: str
@@ -50,13 +50,13 @@ class _Panel(NamedTuple):
 
 
 def medians(results: Mapping[str, Any]) -> dict[str, Medians]:
-    """Returns the medians of what ``results.json`` holds.
+    """Returns the medians of the values in ``results.json``.
 
     Args:
         results: The content of ``results.json``.
 
     Returns:
-        The seconds of a ``"step"``, the seconds of a ``"start"`` and the megabytes of ``"memory"``.
+        Seconds of a ``"step"``, seconds of a ``"start"``, and megabytes of ``"memory"``.
     """
     times, starts = results["times"], results["starts"]
     return {
@@ -76,12 +76,12 @@ def _each(
 
 
 def charted(measured: Iterable[str]) -> list[str]:
-    """Returns the works that the chart shows: training steps, each network once.
+    """Returns the workloads in the chart: training steps, each network once.
 
-    Where the file of a network was written by several exporters, the last one counts.
+    If several exporters wrote the file of a network, the last one is used.
 
     Args:
-        measured: Names of `WORKS`.
+        measured: Names in `WORKS`.
     """
     of_network: dict[str, str] = {}
     names = set(measured)
@@ -94,12 +94,12 @@ def charted(measured: Iterable[str]) -> list[str]:
 def write(results: Path, path: Path) -> None:
     """Draws the chart.
 
-    Each bar is relative to that of PyTorch without compilation, so that works of very different
-    size fit into one chart; the figure at its end is what was measured.
+    Bars are relative to eager PyTorch, so that workloads of very different size fit into one chart.
+    The number at the end of a bar is the measured value.
 
     Args:
         results: ``results.json``, as `benchmarks.report.Report.write` writes it.
-        path: The PNG file. Without matplotlib nothing is written, and a message says so.
+        path: The PNG file. Without matplotlib, a message is printed and nothing is written.
     """
     if importlib.util.find_spec("matplotlib") is None:
         print(f"{path.name}: matplotlib is not installed; no plot", file=sys.stderr)
@@ -167,7 +167,7 @@ def _draw(axis: Any, works: list[str], panel: _Panel) -> None:
 
 
 def _name(work: str) -> str:
-    """Breaks the name of a work into two lines; who wrote the file is left out."""
+    """Breaks the name of a workload into two lines, without the exporter."""
     first, _, rest = work.partition(", ")
     parts = [part for part in rest.split(", ") if part and not part.endswith("'s file")]
     return f"{first}\n{', '.join(parts)}" if parts else first

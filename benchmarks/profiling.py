@@ -1,4 +1,4 @@
-"""Where a step of ortops spends its time, by onnxruntime's own profile."""
+"""Profiles a step of ortops with onnxruntime's profiler."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SHOWN = 12
 
 @dataclass(frozen=True)
 class Node:
-    """A node of a graph that onnxruntime ran.
+    """A node that onnxruntime ran.
 
     Attributes:
         name: Its name after onnxruntime's optimizations.
         operator: Its operator.
         shapes: The shapes of its inputs.
-        milliseconds: The median time in a step, without that of the nodes inside it.
+        milliseconds: The median time per step, without that of nodes in its subgraphs.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a step of a work consists of.
+    """The profile of a step.
 
     Attributes:
-        milliseconds: The median time of a step while it is profiled, which makes it longer.
-        sessions: How many onnxruntime sessions take part in each step.
-        nodes: The nodes of these sessions, the costliest first.
+        milliseconds: The median time of a step, including the overhead of profiling.
+        sessions: The number of onnxruntime sessions that run in each step.
+        nodes: The nodes of these sessions, the most expensive first.
     """
 
     milliseconds: float
@@ -56,13 +56,13 @@ class Profile:
 
 
 def profile(folder: str, optimizer: str, steps: int, without: Sequence[str] = ()) -> Profile:
-    """Profiles `TrainingSession.step` with standard operators; called in a process of its own.
+    """Profiles `TrainingSession.step` with standard operators; called in a separate process.
 
     Args:
-        folder: The work, as a `benchmarks.task.Task`.
-        optimizer: A name of `benchmarks.task.OPTIMIZERS`.
-        steps: How many steps to take the median of.
-        without: Passes that are left out.
+        folder: The workload, as a `benchmarks.task.Task`.
+        optimizer: A name in `benchmarks.task.OPTIMIZERS`.
+        steps: The number of steps.
+        without: Passes to leave out.
     """
     import onnxruntime
 
@@ -77,7 +77,7 @@ def profile(folder: str, optimizer: str, steps: int, without: Sequence[str] = ()
         def create_profiled(
             session: Any, model: Any, sess_options: Any = None, *rest: Any, **named: Any
         ) -> None:
-            # onnxruntime names a file by the second, and two sessions may begin in one.
+            # onnxruntime's file names contain only the second, in which two sessions may start.
             sess_options = sess_options or onnxruntime.SessionOptions()
             sess_options.enable_profiling = True
             sess_options.profile_file_prefix = str(Path(place) / f"{next(numbers)}")
@@ -99,7 +99,7 @@ def profile(folder: str, optimizer: str, steps: int, without: Sequence[str] = ()
             step.run()
             seconds.append(time.perf_counter() - start)
         del step
-        gc.collect()  # its sessions, which then write their files
+        gc.collect()  # closes its sessions, which then write their files
         files = [json.loads(file.read_text(encoding="utf-8")) for file in Path(place).iterdir()]
     of_sessions = list(filter(None, (_nodes(events, WARM_UP + steps) for events in files)))
     nodes = [node for nodes in of_sessions for node in nodes]
@@ -111,11 +111,11 @@ def profile(folder: str, optimizer: str, steps: int, without: Sequence[str] = ()
 
 
 def _nodes(events: Sequence[Mapping[str, Any]], steps: int) -> list[Node]:
-    """Returns the nodes of one session's profile; none where it did not run in each step.
+    """Returns the nodes of one session's profile; none if it did not run in each step.
 
     Args:
         events: The profile.
-        steps: How many steps were made, those of the warm-up among them.
+        steps: The number of steps, including the warm-up.
     """
     runs = [event for event in events if event["name"] == "model_run"]
     if len(runs) < steps:
@@ -136,7 +136,7 @@ def _nodes(events: Sequence[Mapping[str, Any]], steps: int) -> list[Node]:
 def _own_times(
     events: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[Mapping[str, Any], float]]:
-    """Yields each run of a node with its microseconds without those of the nodes inside it."""
+    """Yields each run of a node with its microseconds, without those of nodes in its subgraphs."""
     kernels = [
         event
         for event in events
@@ -160,7 +160,7 @@ def _end(event: Mapping[str, Any]) -> float:
 
 
 def markdown(works: Sequence[str], optimizer: str, steps: int, without: Sequence[str] = ()) -> str:
-    """Returns, for each work, tables of operators and of the costliest nodes; see `profile`."""
+    """Returns tables of operators and of the most expensive nodes for each workload."""
     lines: list[str] = []
     for work in works:
         with tempfile.TemporaryDirectory() as folder, worker() as submit:
@@ -174,7 +174,7 @@ def _section(work: str, found: Profile) -> Iterator[str]:
     total = sum(node.milliseconds for node in found.nodes)
     sessions = "1 session" if found.sessions == 1 else f"{found.sessions} sessions"
     yield (
-        f"## {work}: {found.milliseconds:.2f} ms a step while profiled, {total:.2f} of it in "
+        f"## {work}: {found.milliseconds:.2f} ms per step while profiled, {total:.2f} of it in "
         f"{len(found.nodes)} nodes of {sessions}"
     )
     yield ""

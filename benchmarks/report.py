@@ -1,4 +1,4 @@
-"""The results as JSON and as Markdown tables, beside what is aimed at."""
+"""The results as JSON and Markdown tables, compared with targets."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ CREATION_TARGET, IMPORT_TARGET = 5.0, 0.3  # seconds
 
 @dataclass(frozen=True)
 class Goal:
-    """Something that is aimed at.
+    """A performance target.
 
     Attributes:
-        work: Of what work, or of what else.
-        what: What is measured of ortops.
-        against: What it is divided by; empty where it is seconds.
-        values: What was measured, once or in each round.
-        target: What their median should at most be.
+        work: The workload, or another subject.
+        what: The measured quantity of ortops.
+        against: The peer or quantity that it is divided by; empty for seconds.
+        values: The measured values, one or one per round.
+        target: The upper limit for their median.
     """
 
     work: str
@@ -47,24 +47,24 @@ class Goal:
 
     @property
     def met(self) -> bool:
-        """Whether it is reached."""
+        """Whether the target is met."""
         return statistics.median(self.values) <= self.target
 
 
 @dataclass
 class Report:
-    """What was measured, and with what.
+    """All measurements and their settings.
 
     Attributes:
         optimizer: The optimizer of the timed steps.
-        effort: How long each was measured.
-        missing: Peers that did not take part, and works that were not done, and why.
-        times: Results by work and peer.
-        starts: Starts by work and peer.
-        depths: Seconds of a step in each round, by work of `DEPTH_WORKS`.
-        creation: Seconds to make the session of a deep transformer.
-        imports: Seconds to import what runs a saved step.
-        fits: The time of `fit` over that of a loop of steps in each round, by work.
+        effort: The duration of measurements.
+        missing: Skipped peers and workloads, with reasons.
+        times: Results by workload and peer.
+        starts: Starts by workload and peer.
+        depths: Seconds per step in each round, by workload of `DEPTH_WORKS`.
+        creation: Seconds to create the session of a deep transformer.
+        imports: Seconds to import `TrainingSession`.
+        fits: The ratio of the time of `fit` to that of a loop of steps in each round, by workload.
     """
 
     optimizer: str
@@ -78,7 +78,7 @@ class Report:
     fits: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def disagreements(self) -> list[str]:
-        """Says which results differ from the reference's by more than the work's tolerance."""
+        """Describes results that differ from the reference by more than the tolerance."""
         found = []
         for work, by_peer in self.times.items():
             base = _base(by_peer)
@@ -90,12 +90,12 @@ class Report:
                     if gap > limit:
                         found.append(
                             f"{work}: {peer} differs from {base} by {gap:.1e} in the {steps} "
-                            f"steps; at most {limit:.0e} is right"
+                            f"steps; the tolerance is {limit:.0e}"
                         )
         return found
 
     def goals(self) -> Iterator[Goal]:
-        """Yields everything aimed at that was measured."""
+        """Yields all targets that were measured."""
         for work, by_peer in self.times.items():
             it, against = WORKS[work], reference(work, by_peer)
             for peer, target in ((LOWERED, it.target), (RUN_STEPS, it.run_steps)):
@@ -125,7 +125,7 @@ class Report:
             what = f"time of a layer in {deepest}"
             yield Goal("depth", what, middle, own.growth(self.depths), GROWTH_TARGET)
         if self.creation:
-            what = f"s to make the session, {own.CREATION_DEPTH} layers"
+            what = f"s to create the session, {own.CREATION_DEPTH} layers"
             yield Goal("transformer", what, "", self.creation, CREATION_TARGET)
         for work, ratios in self.fits.items():
             yield Goal(work, "time of `fit`", "a loop of `step`", ratios, own.FIT_TARGETS[work])
@@ -147,7 +147,7 @@ class Report:
     # ----------------------------------------------------------------------------------- tables
 
     def markdown(self) -> str:
-        """Returns the tables, and above them what they were measured with."""
+        """Returns the tables, preceded by the settings of the measurements."""
         parts = [self._heading(), self._goals(), self._times(), self._starts(), self._depths()]
         return "\n\n".join(filter(None, map("\n".join, parts))) + "\n"
 
@@ -158,24 +158,24 @@ class Report:
         yield f"- {date.today()}; {', '.join(f'{k} {v}' for k, v in _versions().items())}"
         yield f"- {_machine()}; {THREADS} threads; optimizer: {self.optimizer}"
         yield (
-            f"- a time is the median of a step in {effort.rounds} interleaved rounds of "
+            f"- a time is the median time per step in {effort.rounds} interleaved rounds of "
             f"{effort.turn:g} s, after warm-up; brackets: the lowest and the highest round"
         )
-        yield "- a ratio is the median of the ratios in a round"
+        yield "- a ratio is the median of the ratios of all rounds"
         yield (
-            f"- differences are of what the first {CHECKED_STEPS} steps gave, relative: losses "
-            f"with {training.checked_optimizer} (at most {training.tolerance:.0e}) and with the "
-            f"timed optimizer (at most {training.timed_tolerance:.0e}), or updated parameters (at "
-            f"most {update.tolerance:.0e})"
+            f"- differences are relative, of the first {CHECKED_STEPS} steps: losses with "
+            f"{training.checked_optimizer} (tolerance {training.tolerance:.0e}) and with the timed "
+            f"optimizer (tolerance {training.timed_tolerance:.0e}), or updated parameters "
+            f"(tolerance {update.tolerance:.0e})"
         )
         for peer, reason in self.missing.items():
-            yield f"- left out: {peer}, for {reason}"
+            yield f"- skipped: {peer}: {reason}"
 
     def _goals(self) -> Iterator[str]:
         goals = list(self.goals())
         if not goals:
             return
-        yield "| work | what | ratio to | measured | target | |"
+        yield "| workload | quantity | ratio to | measured | target | |"
         yield "| --- | --- | --- | --- | --- | --- |"
         for goal in goals:
             over = statistics.median(goal.values) / goal.target - 1
@@ -188,7 +188,7 @@ class Report:
     def _times(self) -> Iterator[str]:
         if not self.times:
             return
-        yield "| work | peer | ms a step | ratio | to | difference | in timed steps |"
+        yield "| workload | peer | ms per step | ratio | to | difference | in timed steps |"
         yield "| --- | --- | --- | --- | --- | --- | --- |"
         for work, by_peer in self.times.items():
             against, base = reference(work, by_peer) or LOWERED, by_peer[_base(by_peer)]
@@ -204,7 +204,7 @@ class Report:
     def _starts(self) -> Iterator[str]:
         if not self.starts:
             return
-        yield "| work | peer | s from start to the end of the first step | peak memory, MB |"
+        yield "| workload | peer | s from start to the end of the first step | peak memory, MB |"
         yield "| --- | --- | --- | --- |"
         for work, by_peer in self.starts.items():
             for peer, starts in by_peer.items():
@@ -216,7 +216,7 @@ class Report:
     def _depths(self) -> Iterator[str]:
         if not self.depths:
             return
-        yield "| work | ms a step | µs a layer |"
+        yield "| workload | ms per step | µs per layer |"
         yield "| --- | --- | --- |"
         for (name, seconds), depth in zip(self.depths.items(), DEPTHS, strict=True):
             layer = [1e6 * each / depth for each in seconds]
@@ -224,7 +224,7 @@ class Report:
 
 
 def _figures(by_peer: Mapping[str, Result]) -> dict[str, dict[str, object]]:
-    """Returns times and differences by peer; what was computed is too much to keep."""
+    """Returns times and differences by peer, without the computed values."""
     base = by_peer[_base(by_peer)]
     return {
         peer: {
@@ -237,9 +237,9 @@ def _figures(by_peer: Mapping[str, Result]) -> dict[str, dict[str, object]]:
 
 
 def reference(work: str, by_peer: Mapping[str, Result]) -> str:
-    """Returns whom the others are compared with: the fastest of the peers that are not ortops.
+    """Returns the peer to compare with: the fastest one that is not ortops.
 
-    Updates are compared with the loop in C where it took part. Empty where there is nobody.
+    Updates are compared with the loop in C, if measured. Empty if there is no other peer.
     """
     others = [peer for peer in by_peer if not PEERS[peer].ours]
     if isinstance(WORKS[work], Update) and C in others:
@@ -248,12 +248,12 @@ def reference(work: str, by_peer: Mapping[str, Result]) -> str:
 
 
 def _base(by_peer: Mapping[str, Result]) -> str:
-    """Returns the peer whose values are taken for right: PyTorch, where it took part."""
+    """Returns the peer with the reference values: PyTorch, if measured."""
     return TORCH if TORCH in by_peer else next(iter(by_peer))
 
 
 def _way(peer: str) -> str:
-    """Returns how a way of ortops is called within ortops."""
+    """Returns the short name of a way to run ortops."""
     return peer.removeprefix("ortops, ")
 
 
@@ -272,7 +272,7 @@ def _machine() -> str:
 
 
 def _spread(values: Sequence[float]) -> str:
-    """Returns the median, and in brackets the lowest and the highest of several."""
+    """Returns the median, followed by minimum and maximum in brackets if there are several."""
     median = _three_digits(statistics.median(values))
     if len(values) == 1:
         return median
@@ -280,5 +280,5 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """Returns a positive number with three digits, without an exponent."""
+    """Formats a positive number with three significant digits, without an exponent."""
     return f"{value:.0f}" if value >= 100 else f"{value:#.3g}".removesuffix(".")

@@ -1,17 +1,17 @@
-"""How time and memory grow with depth, width and batch, and how large a model trains.
+"""Scaling of time and memory with depth, width and batch size, and the largest trainable model.
 
-Steps of transformers are measured, each in a process of its own that reads a trainable file::
+Measures steps of transformers, each in a separate process that reads a trainable file::
 
-    python -m benchmarks.scale                 # the whole: some ten minutes
-    python -m benchmarks.scale --confirm 18    # the largest that fit in 18 GB, too
+    python -m benchmarks.scale                 # everything: about ten minutes
+    python -m benchmarks.scale --confirm 18    # also the largest models that fit in 18 GB
 
-From small models a formula is fitted for each way to train. With P parameters of 4 bytes, depth L
-and batch · length · width = A activations of 4 bytes in a layer, the most memory is::
+For each training method, a formula is fitted to small models. With P parameters of 4 bytes, depth L
+and batch · length · width = A activations of 4 bytes per layer, the peak memory is::
 
-    base + parameters · 4P + layers · 4A · L      (√L in the place of L with recompute="sqrt")
+    base + parameters · 4P + layers · 4A · L      (√L instead of L with recompute="sqrt")
 
-It predicts the largest model for a limit, and three runs, larger than any that it was fitted to,
-tell how right it is.
+The formula predicts the largest model for a memory limit. Three runs, larger than all models that
+it was fitted to, check its accuracy.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from benchmarks.start import peak_megabytes
 __all__ = ["POINTS", "WAYS", "Formula", "Measured", "Point", "Way", "fit", "largest", "main"]
 
 LENGTH, HEAD = 128, 64
-"""Tokens of a sequence, and the width of an attention head."""
+"""The sequence length, and the width of an attention head."""
 
 STEPS = 3
-"""Steps of a process; the first is not timed."""
+"""The number of steps of a process; the first is not timed."""
 
 SHARE = 64
-"""A layer for so many features, in the models that `largest` finds."""
+"""The width per layer of the models that `largest` returns."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A transformer and its batch."""
+    """A transformer and its batch size."""
 
     depth: int
     width: int
@@ -54,29 +54,29 @@ class Point:
 
     @property
     def parameters(self) -> int:
-        """The parameters in matrices: 4 d² of attention and 8 d² behind it, in each layer."""
+        """The number of parameters in matrices: 4 d² in attention and 8 d² in the MLP per layer."""
         return 12 * self.depth * self.width**2
 
     @property
     def activations(self) -> int:
-        """The elements of one tensor between layers."""
+        """The number of elements of one activation between layers."""
         return self.batch * LENGTH * self.width
 
     @property
     def operations(self) -> int:
-        """Multiplications and additions of a step in which every weight gets a gradient."""
+        """The floating-point operations of a step in which all weights have gradients."""
         attention = 2 * 2 * self.depth * self.activations * LENGTH
         return 3 * (2 * self.parameters * self.batch * LENGTH + attention)
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train.
+    """A training method.
 
     Attributes:
         optimizer: An optimizer of `ortops.optimizers`.
-        rank: That of adapters, which are trained alone; 0 for none.
-        recompute: Whether ``recompute="sqrt"``.
+        rank: The rank of LoRA adapters, if only these are trained; 0 for full training.
+        recompute: Whether to use ``recompute="sqrt"``.
     """
 
     optimizer: str
@@ -84,13 +84,13 @@ class Way:
     recompute: bool = False
 
     def layers(self, depth: int) -> float:
-        """Returns for how many layers activations are held, but for a factor."""
+        """Returns the number of layers whose activations are kept, up to a constant factor."""
         return depth**0.5 if self.recompute else depth
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a process took: seconds of a step, and its most memory in 10⁶ bytes."""
+    """The seconds per step of a process, and its peak memory in 10⁶ bytes."""
 
     seconds: float
     megabytes: float
@@ -98,12 +98,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Formula:
-    """The coefficients of a way's formula.
+    """The coefficients of the formula for a training method.
 
     Attributes:
-        base: 10⁶ bytes that every process takes.
-        parameters: How many times all parameters are held.
-        layers: How many tensors of activations are held of a layer.
+        base: The base memory of a process, in 10⁶ bytes.
+        parameters: The number of copies of all parameters.
+        layers: The number of activation tensors kept per layer.
     """
 
     base: float
@@ -111,7 +111,7 @@ class Formula:
     layers: float
 
     def megabytes(self, way: Way, point: Point) -> float:
-        """Returns the most memory of a training."""
+        """Returns the predicted peak memory."""
         return float(np.dot((self.base, self.parameters, self.layers), _terms(way, point)))
 
 
@@ -128,19 +128,19 @@ POINTS = (
     *(Point(2, 512, 1), Point(2, 1024, 1), Point(6, 512, 1), Point(2, 512, 8)),
     *(Point(6, 512, 4), Point(4, 256, 8)),
 )
-"""What the formulae are fitted to: each of depth, width and batch grows with the others fixed."""
+"""The models for the fit: one of depth, width and batch varies, the others are fixed."""
 
 CONFIRMED = ("Adam", "Adam, checkpoint", "Adam, LoRA")
 
 
 def _terms(way: Way, point: Point) -> tuple[float, float, float]:
-    """Returns what the coefficients are multiplied by."""
+    """Returns the factors of the coefficients."""
     layers = way.layers(point.depth)
     return 1.0, 4e-6 * point.parameters, 4e-6 * point.activations * layers
 
 
 def fit(way: Way, found: Mapping[Point, Measured]) -> Formula:
-    """Returns the formula with the least squares of relative errors."""
+    """Fits the formula by least squares of relative errors."""
     terms = np.array([_terms(way, point) for point in found])
     megabytes = np.array([each.megabytes for each in found.values()])
     solution = np.linalg.lstsq(terms / megabytes[:, None], np.ones(len(found)), rcond=None)[0]
@@ -148,10 +148,10 @@ def fit(way: Way, found: Mapping[Point, Measured]) -> Formula:
 
 
 def largest(formula: Formula, way: Way, megabytes: float, batch: int) -> Point:
-    """Returns the largest model whose training fits, with a layer for each 64 of its width.
+    """Returns the largest model that fits in memory, with one layer per 64 features.
 
     Raises:
-        ValueError: If not even the smallest fits.
+        ValueError: If not even the smallest model fits.
     """
     found = None
     for layers in itertools.count(1):
@@ -160,11 +160,11 @@ def largest(formula: Formula, way: Way, megabytes: float, batch: int) -> Point:
             break
         found = point
     if found is None:
-        raise ValueError(f"not even one layer fits in {megabytes:.0f} MB")
+        raise ValueError(f"cannot fit even one layer in {megabytes:.0f} MB")
     return found
 
 
-# --------------------------------------------------------------------- in processes of their own
+# --------------------------------------------------------------------- in separate processes
 
 
 def _write(point: Point, way: Way, path: str) -> None:
@@ -186,7 +186,7 @@ def _write(point: Point, way: Way, path: str) -> None:
 
 
 def _train(point: Point, way: Way, path: str) -> Measured:
-    """Makes some steps."""
+    """Runs a few steps."""
     import ortops
 
     session = ortops.TrainingSession(path, recompute="sqrt" if way.recompute else None)
@@ -204,7 +204,7 @@ def _train(point: Point, way: Way, path: str) -> Measured:
 
 
 def measure(point: Point, way: Way) -> Measured:
-    """Measures a training in a process of its own, which reads what another one wrote."""
+    """Measures training in a separate process, which reads a file that another one wrote."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "trainable.onnx")
         for task in (_write, _train):
@@ -218,7 +218,7 @@ def measure(point: Point, way: Way) -> Measured:
 
 
 def growth(found: Mapping[Point, Measured], way: Way, formula: Formula) -> Iterator[str]:
-    """Yields the table of what was measured of a way, beside what its formula says."""
+    """Yields the table of measured and predicted values of a training method."""
     yield "| layers | width | batch | 10⁶ parameters | ms a step | GFLOP/s | MB | formula |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     for point, each in found.items():
@@ -231,7 +231,7 @@ def growth(found: Mapping[Point, Measured], way: Way, formula: Formula) -> Itera
 
 
 def limits(formulae: Mapping[str, Formula], gigabytes: float, batches: Sequence[int]) -> list[str]:
-    """Returns the table of the largest models: formulae, and what they predict by batch."""
+    """Returns the table of formulas and of the largest models that they predict."""
     heads = " | ".join(f"largest in {gigabytes:g} GB, batch {batch}" for batch in batches)
     lines = [
         f"| way | MB of base | times parameters | tensors a layer | {heads} |",
@@ -252,18 +252,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, fits, predicts and confirms.
 
     Args:
-        arguments: Those of the command line, by default the process's own.
+        arguments: The command-line arguments; by default those of the process.
 
     Returns:
-        The exit code: 1 where a confirming run took over a tenth more or less than predicted.
+        The exit status: 1 if the memory of a confirming run differs by more than a tenth from the
+        prediction.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale")
-    parser.add_argument("--limit", type=float, default=20, metavar="GB", help="default: 20")
     parser.add_argument(
-        "--confirm", type=float, default=2.5, metavar="GB", help="how large the three runs are"
+        "--limit", type=float, default=20, metavar="GB", help="the memory limit (default: 20)"
     )
-    parser.add_argument("--quick", action="store_true", help="only the smallest models: a trial")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the tables there")
+    parser.add_argument(
+        "--confirm",
+        type=float,
+        default=2.5,
+        metavar="GB",
+        help="the memory of the confirming runs (default: 2.5)",
+    )
+    parser.add_argument("--quick", action="store_true", help="only the smallest models")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="also write the tables to this file"
+    )
     options = parser.parse_args(arguments)
     points = POINTS[:4] if options.quick else POINTS
     lines: list[str] = []

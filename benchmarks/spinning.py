@@ -1,11 +1,12 @@
-"""How long threads should wait actively: steps by `Settings.spin`, idle and beside a busy core.
+"""Compares values of `Settings.spin`, the time for which threads spin while they wait for work.
 
-Each setting has a process of its own, and they take turns::
+Measures steps on an idle machine and with one busy core. Each setting runs in a separate process,
+and processes take turns::
 
-    python -m benchmarks.spinning [TEXT …]     # works with one of the texts in their name
+    python -m benchmarks.spinning [TEXT …]     # only workloads with TEXT in their name
 
-It prints the least, the median and the mean of all steps. The mean is what a training takes; the
-least, on a busy machine, tells what a quiet one would do. Losses have to be equal bit for bit.
+Prints minimum, median and mean of all steps. The mean determines the time of a training; on a busy
+machine, the minimum shows the time on an idle one. Losses must be bit-equal.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ROUNDS, TURN = 15, 0.2
 
 
 def _make(folder: str, spin: int | None) -> list[float]:
-    """Makes the step that this process times; returns what its first steps give."""
+    """Creates the step function that this process times; returns its first losses."""
     settings = Settings(spin=spin)
     measure._step = make(Task.read(folder), "Adam", **PEERS[LOWERED].options, settings=settings)
     return [float(measure._step.run()) for _ in range(measure.CHECKED_STEPS)]
@@ -42,7 +43,7 @@ def _make(folder: str, spin: int | None) -> list[float]:
 
 @contextmanager
 def _neighbour(busy: bool) -> Iterator[None]:
-    """Keeps a core busy by a process that does nothing else."""
+    """Keeps one core busy with another process."""
     if not busy:
         yield
         return
@@ -57,14 +58,14 @@ def main(texts: Sequence[str], rounds: int = ROUNDS, turn: float = TURN) -> int:
     """Measures, and prints a table.
 
     Args:
-        texts: What is in the names of the works.
-        rounds: Turns of each setting.
-        turn: How long a turn lasts, in seconds.
+        texts: Parts of the names of the workloads.
+        rounds: The number of turns of each setting.
+        turn: The duration of a turn, in seconds.
 
     Returns:
-        The exit code: 1 where losses differ.
+        The exit status: 1 if losses differ.
     """
-    print("| work | beside | spin, µs | least, ms | median | mean |")
+    print("| workload | load | spin, µs | minimum, ms | median | mean |")
     print("| --- | --- | --- | --- | --- | --- |")
     differ = False
     for name in works.find(texts or TEXTS):

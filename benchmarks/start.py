@@ -1,7 +1,7 @@
-"""A process from its start to the end of the first step, and its memory.
+"""The time from the start of a process to the end of its first step, and its memory.
 
-``python -m benchmarks.start FOLDER PEER OPTIMIZER STEPS`` is the process: a peer makes a step of
-the work in the folder, and so many more. It prints a JSON object.
+``python -m benchmarks.start FOLDER PEER OPTIMIZER STEPS`` is that process: a peer runs a step of
+the workload in the folder, and then STEPS more. It prints a JSON object.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PROJECT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Start:
-    """What a process needed.
+    """The start-up time and memory of a process.
 
     Attributes:
-        seconds: From the start of the process to the end of its first step.
-        megabytes: The most memory that it held, in 10⁶ bytes, to the end of its last step.
+        seconds: The time from the start of the process to the end of its first step.
+        megabytes: Its peak memory, in 10⁶ bytes, up to the end of its last step.
     """
 
     seconds: float
@@ -35,8 +35,8 @@ class Start:
 
 
 def peak_megabytes() -> float:
-    """Returns the most memory that this process held, in 10⁶ bytes."""
-    try:  # unlike what resource tells, this does not begin with what the parent held
+    """Returns the peak memory of this process, in 10⁶ bytes."""
+    try:  # unlike resource.getrusage, this does not include the memory of the parent
         status = Path("/proc/self/status").read_text(encoding="ascii")
         kibibytes = next(line for line in status.splitlines() if line.startswith("VmHWM"))
         return int(kibibytes.split()[1]) * 1024 / 1e6
@@ -48,7 +48,7 @@ def peak_megabytes() -> float:
 
 
 def main(folder: str, peer: str, optimizer: str, steps: str) -> None:
-    """Is the process."""
+    """Runs the process."""
     from benchmarks.peers import PEERS
     from benchmarks.task import Task
 
@@ -63,21 +63,23 @@ def main(folder: str, peer: str, optimizer: str, steps: str) -> None:
 def measure(
     folder: str, peers: list[str], optimizer: str, starts: int, steps: int
 ) -> Mapping[str, list[Start]]:
-    """Starts each peer several times, in turns; one start of each before them is not counted.
+    """Starts each peer several times, in turns, after one start that is not counted.
 
-    Called in a process whose threads are limited: those that it starts inherit that.
+    Must be called in a process with limited threads; child processes inherit the limit.
 
     Args:
-        folder: The work, as a `benchmarks.task.Task`.
-        peers: Names of `benchmarks.peers.PEERS`.
+        folder: The workload, as a `benchmarks.task.Task`.
+        peers: Names in `benchmarks.peers.PEERS`.
         optimizer: The optimizer.
-        starts: How many times.
-        steps: Steps after the first until the memory is read.
+        starts: The number of starts.
+        steps: The number of steps after the first before memory is measured.
     """
     found: dict[str, list[Start]] = {peer: [] for peer in peers}
     path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": path}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has been compiled
+    environment.pop(
+        "PYTHONDONTWRITEBYTECODE", None
+    )  # bytecode is cached, as for an installed package
     for number in range(1 + starts):
         for peer in peers:
             started = time.time()
@@ -88,7 +90,7 @@ def measure(
                 check=True,
             )
             answer: dict[str, Any] = json.loads(process.stdout)
-            if number:  # before that, files come from the disk
+            if number:  # the first start fills the file cache
                 found[peer].append(Start(answer["ended"] - started, answer["megabytes"]))
     return found
 

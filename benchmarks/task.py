@@ -1,6 +1,6 @@
-"""A work as files: the same start and the same batches for every peer, whatever it is made with.
+"""A workload as files, with the same initial weights and batches for every peer.
 
-Imports numpy alone, so that the start of a process is the peer's own.
+Imports only numpy, so that the start-up time of a process is that of the peer.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ __all__ = ["BATCHES", "OPTIMIZERS", "THREADS", "UPDATE", "Array", "Task"]
 Array: TypeAlias = npt.NDArray[Any]
 
 THREADS = 2
-"""Threads of every peer."""
+"""The number of threads of each peer."""
 
 UPDATE = "update"
-"""The network of a work that only updates parameters, by gradients that are there already."""
+"""The name of the network of a workload that only updates parameters, with given gradients."""
 
 BATCHES = 16
-"""Different batches of a work, which come again and again in their order."""
+"""The number of different batches of a workload, which are repeated in order."""
 
 OPTIMIZERS: Mapping[str, Mapping[str, float]] = {
     "Adam": {"learning_rate": 1e-3, "alpha": 0.9, "beta": 0.999, "epsilon": 1e-8},
     "Momentum": {"learning_rate": 1e-2, "alpha": 0.9},
     "Adagrad": {"learning_rate": 1e-2, "epsilon": 1e-6},
 }
-"""The optimizers with their settings, by ONNX's names of both."""
+"""The optimizers and their settings, with ONNX's names."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A work in a folder.
+    """A workload in a folder.
 
     Attributes:
-        folder: Where the files are.
-        network: Whose parameters they are: ``mlp``, ``lenet``, ``resnet``, ``transformer``,
-            ``lstm``, a name of `benchmarks.exported.NETWORKS`, or `UPDATE`.
-        heads: The number of attention heads, which no shape tells.
-        limit: How many of the batches come, if not all.
-        exported: Whether there is an exporter's file in the place of trainable models, which are
-            then built by whoever needs one.
+        folder: The folder.
+        network: The network: ``mlp``, ``lenet``, ``resnet``, ``transformer``, ``lstm``, a name in
+            `benchmarks.exported.NETWORKS`, or `UPDATE`.
+        heads: The number of attention heads, which cannot be inferred from shapes.
+        limit: The number of different batches, if not all.
+        exported: Whether the folder has an exporter's file instead of trainable models; peers then
+            build the trainable model themselves.
     """
 
     folder: str
@@ -57,11 +57,11 @@ class Task:
 
     @classmethod
     def read(cls, folder: str) -> Task:
-        """Returns the task of a folder that `write` filled."""
+        """Reads a task from a folder that `write` has filled."""
         return cls(**json.loads((Path(folder) / "task.json").read_text(encoding="utf-8")))
 
     def write(self, weights: Mapping[str, Array], batches: Sequence[Mapping[str, Array]]) -> None:
-        """Writes everything but the trainable models."""
+        """Writes everything except the trainable models."""
         folder = Path(self.folder)
         (folder / "task.json").write_text(json.dumps(asdict(self)), encoding="utf-8")
         np.savez(folder / "weights.npz", **weights)
@@ -73,7 +73,7 @@ class Task:
         return _arrays(Path(self.folder) / "weights.npz")
 
     def batches(self) -> list[dict[str, Array]]:
-        """Returns the batches, each a dict of feeds by input.
+        """Returns the batches, each a dict of arrays by input.
 
         The feeds of a training step are the samples, float32 (batch, …) or int64 ids, and
         ``labels``, int64 (batch, …), in this order; those of an update are

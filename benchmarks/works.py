@@ -1,4 +1,4 @@
-"""What is measured: steps, also of exporters' files, and updates alone; and what is aimed at."""
+"""The workloads, with targets: training steps, steps of exported files, and updates alone."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """One whole step of a classifier: forward, loss, backward, update.
+    """A training step of a classifier: forward, loss, backward, update.
 
-    Batches arrive as numpy arrays, and the loss is read in each step.
+    Batches are numpy arrays, and the loss is read in each step.
 
     Attributes:
-        build: Returns the inference model, with its initial weights.
+        build: Returns the inference model with its initial weights.
         sample: The shape of the model's input, without the batch.
-        batch: The number of samples.
-        target: The time of `TrainingSession.step` that is aimed at, over that of the best peer.
+        batch: The batch size.
+        target: The target ratio of the time of `TrainingSession.step` to that of the best peer.
         run_steps: The same for `TrainingSession.run_steps`.
-        heads: The number of attention heads, which no shape tells.
+        heads: The number of attention heads, which cannot be inferred from shapes.
     """
 
     build: Callable[[], onnx.ModelProto]
@@ -52,11 +52,11 @@ class TrainingStep:
     run_steps: float | None = None
     heads: int = 4
 
-    # Adam hides a gradient of the wrong size, and enlarges what is rounding only. Momentum does
-    # neither, and it is the same in the specification and in PyTorch: it checks tightly. The steps
-    # that are timed are checked too, less tightly.
+    # Adam hides gradients of wrong scale and amplifies rounding. Momentum does neither, and it is
+    # the same in the specification and in PyTorch, so it allows a tight tolerance. The timed steps
+    # are checked as well, with a larger tolerance.
     checked_optimizer = "Momentum"
-    # float32, sums in different orders, and steps that carry the differences on.
+    # For float32, different orders of summation, and steps that amplify the differences.
     tolerance = 1e-4
     timed_tolerance = 3e-2
     memory_target = 0.6
@@ -72,7 +72,7 @@ class TrainingStep:
         return {each.name: numpy_helper.to_array(each) for each in self.build().graph.initializer}
 
     def batches(self) -> list[dict[str, Array]]:
-        """Returns batches of noise with random labels."""
+        """Returns batches of random samples and labels."""
         rng = np.random.default_rng(0)
         name = self.build().graph.input[0].name
         return [
@@ -95,13 +95,13 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class Export:
-    """One whole step of a real architecture, trained from an exporter's file.
+    """A training step of a real architecture, from an exporter's file.
 
-    Starts include the building of the trainable model. Attributes as those of `TrainingStep`, and:
+    Start-up includes building the trainable model. It has the attributes of `TrainingStep`, and:
 
     Attributes:
-        name: A network of `benchmarks.exported.NETWORKS`.
-        exporter: One of `benchmarks.exported.EXPORTERS`.
+        name: A network in `benchmarks.exported.NETWORKS`.
+        exporter: An exporter in `benchmarks.exported.EXPORTERS`.
     """
 
     name: str
@@ -116,10 +116,10 @@ class Export:
     heads = 0
 
     def missing(self) -> str:
-        """Says what is not installed that writes the file; nothing where all is."""
+        """Returns which package for the export is not installed; empty if all are."""
         packages = ("torch", "transformers", "onnxscript")
         absent = [name for name in packages if importlib.util.find_spec(name) is None]
-        return f"{' and '.join(absent)} not being installed" if absent else ""
+        return f"not installed: {', '.join(absent)}" if absent else ""
 
     def network(self) -> str:
         """Returns the name of the network."""
@@ -130,61 +130,61 @@ class Export:
         return exported.initial_weights(self.name)
 
     def batches(self) -> list[dict[str, Array]]:
-        """Returns batches of noise with random labels: few, for they are large."""
+        """Returns batches of random samples and labels; only a few, because they are large."""
         rng = np.random.default_rng(0)
         return [exported.NETWORKS[self.name].batch(rng, self.batch) for _ in range(4)]
 
 
 @dataclass(frozen=True)
 class Update:
-    """One update of all parameters, whose gradients arrive as numpy arrays.
+    """An update of all parameters; gradients are numpy arrays.
 
     Attributes:
-        parameters: The number of elements.
-        tensors: Into how many tensors of one size they are split.
-        target: The time of `TrainingSession.step` that is aimed at, over that of a loop in C.
+        parameters: The number of parameters.
+        tensors: The number of tensors of equal size that they are split into.
+        target: The target ratio of the time of `TrainingSession.step` to that of a loop in C.
     """
 
     parameters: int
     tensors: int = 1
     target: float | None = None
 
-    # The optimizer that is timed is the one that is checked: the updates themselves are compared.
+    # The timed optimizer is also the checked one, because the updates themselves are compared.
     checked_optimizer = None
-    # A few roundings of float32 in each of the updates.
+    # Allows a few roundings of float32 in each update.
     tolerance = timed_tolerance = 1e-5
     run_steps = None
     memory_target = 0.6
     heads = 4
 
     def network(self) -> str:
-        """Returns the name that stands for no network."""
+        """Returns the name that means no network."""
         return UPDATE
 
     def weights(self) -> dict[str, Array]:
         """Returns the parameters before the first update, by name."""
-        # As small as the steps, so that a wrong step shows beside the rounding of a parameter.
+        # As small as the steps, so that a wrong step is larger than the rounding of a parameter.
         scale = np.float32(1e-2)
         all_of_them = scale * np.random.default_rng(0).standard_normal(self.parameters, np.float32)
         return {f"w{i}": part for i, part in enumerate(np.split(all_of_them, self.tensors))}
 
     def batches(self) -> list[dict[str, Array]]:
-        """Returns two sets of gradients.
+        """Returns two sets of gradients, none of which is near zero.
 
-        None is near zero. There the specification's Adam and PyTorch's differ, because ε is added
-        before bias correction in one and after it in the other.
+        Near zero, the specification's Adam and PyTorch's differ, because ε is added before bias
+        correction in one and after it in the other.
         """
         rng = np.random.default_rng(1)
         size = rng.random(self.parameters, np.float32) + np.float32(0.5)
         g = np.where(rng.random(self.parameters) < 0.5, size, -size)
-        # Under one that stays the same, the coefficients of Adam would not show.
+        # Constant gradients would hide the coefficients of Adam.
         return [
             {f"w{i}_gradient": part for i, part in enumerate(np.split(each, self.tensors))}
             for each in (g, np.float32(0.5) * g[::-1])
         ]
 
     def trainable(self, optimizer: str) -> onnx.ModelProto:
-        """Returns a model whose training algorithm is the update alone."""
+        """Returns a model whose training algorithm is only the update."""
         from onnx import helper
 
         import ortops
@@ -199,7 +199,7 @@ class Update:
         model = ortops.build_training_model(
             tape.model(), loss=lambda y: op.Identity(y), optimizer=chosen
         )
-        # What computes the gradients is taken away; they are inputs instead.
+        # The nodes that compute gradients are removed; gradients become inputs.
         algorithm = model.training_info[0].algorithm
         gone = {"loss", *(f"{name}_gradient" for name in weights)}
         for values in (algorithm.node, algorithm.output, algorithm.value_info):
@@ -273,7 +273,7 @@ WORKS: Mapping[str, Work] = {
     "update of 1e7 parameters": Update(10**7, target=2.0),
     "update of 1e7 parameters in 100 tensors": Update(10**7, tensors=100, target=2.0),
 }
-"""Everything that is measured beside peers, by the name that the table shows."""
+"""All workloads that are compared with peers, by their names in tables."""
 
 DEPTHS = (4, 8, 16, 32, 64)
 
@@ -281,16 +281,16 @@ DEPTH_WORKS: Mapping[str, Work] = {
     f"MLP of {depth} layers": TrainingStep(partial(_mlp, 64, *[64] * (depth - 1), 10), (64,), 32)
     for depth in DEPTHS
 }
-"""Whether the time of a step is linear in depth: layers so narrow that caches hold all of them."""
+"""Workloads that show whether the time is linear in depth; the layers fit in the cache."""
 
 
 def write(work: Work, folder: str, optimizers: Iterable[str]) -> None:
-    """Writes a work to a folder, as a `benchmarks.task.Task`.
+    """Writes a workload to a folder, as a `benchmarks.task.Task`.
 
     Args:
-        work: What to write.
+        work: The workload.
         folder: An empty folder.
-        optimizers: Names of `benchmarks.task.OPTIMIZERS`.
+        optimizers: Names in `benchmarks.task.OPTIMIZERS`.
     """
     task = Task(folder, work.network(), work.heads, exported=isinstance(work, Export))
     task.write(work.weights(), work.batches())
@@ -302,7 +302,7 @@ def write(work: Work, folder: str, optimizers: Iterable[str]) -> None:
 
 
 def find(texts: Sequence[str]) -> list[str]:
-    """Returns the names of `WORKS` that contain one of the texts, in any case."""
+    """Returns the names in `WORKS` that contain one of the texts, ignoring case."""
     return [
         name for name in WORKS if any(text.casefold() in name.casefold() for text in texts or [""])
     ]

@@ -1,6 +1,6 @@
-# Sourced by the scripts beside it, in the project's folder: sets up .venv and puts it on PATH.
+# Sourced by the other scripts, in the project's folder: sets up .venv and puts it on PATH.
 
-# Prints a Python >= 3.11 that can make virtual environments: 3.11, the tested one, if it is there.
+# Prints a Python >= 3.11 that can create virtual environments; prefers 3.11, the tested version.
 find_python() {
     for candidate in "${PYTHON:-}" python3.11 python3 python3.12 python3.13 python3.14 python; do
         if [ -n "$candidate" ] && "$candidate" -c \
@@ -15,14 +15,14 @@ find_python() {
 
 # set_up_environment GROUPS: installs the project, editable, with these optional groups (a,b,c).
 #
-# .venv/fingerprint says for which folder and pyproject.toml the environment was made. It is there
-# only while no installation is under way, so one that was cut short is made anew.
+# .venv/fingerprint records the folder and pyproject.toml that the environment was created for. It is
+# missing during an installation, so an interrupted installation is repeated.
 set_up_environment() {
     fingerprint="$PWD $(cksum <pyproject.toml)"
     if ! { .venv/bin/python -c '' && [ "$(cat .venv/fingerprint)" = "$fingerprint" ]; } 2>/dev/null
     then
         python=$(find_python) || return
-        echo "Making .venv with $("$python" --version) ..." >&2
+        echo "Creating .venv with $("$python" --version) ..." >&2
         rm -rf .venv
         "$python" -m venv .venv || return
     fi

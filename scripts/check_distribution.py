@@ -1,8 +1,8 @@
-"""Checks what is in a wheel and an sdist.
+"""Checks the contents of a wheel and an sdist.
 
 Usage: python scripts/check_distribution.py FOLDER DIRECT
 
-FOLDER holds an sdist and the wheel made from it, DIRECT a wheel made from the checkout.
+FOLDER contains an sdist and the wheel built from it, DIRECT a wheel built from the checkout.
 """
 
 import sys
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def the_one(folder: Path, pattern: str) -> Path:
-    """Returns the only file of a folder that a pattern fits."""
+    """Returns the only file of a folder that matches a pattern."""
     found = sorted(folder.glob(pattern))
     if len(found) != 1:
         sys.exit(f"{folder}: {len(found)} files {pattern}; there is to be one")
@@ -28,12 +28,12 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 
 def problems(wheel: dict[str, bytes], direct: dict[str, bytes], sdist: set[str]) -> list[str]:
-    """Returns what is wrong.
+    """Returns descriptions of all problems.
 
     Args:
-        wheel: The files of the wheel that was made from the sdist.
-        direct: Those of the wheel that was made from the checkout.
-        sdist: The names of the files of the sdist, without the folder that they are in.
+        wheel: The files of the wheel built from the sdist.
+        direct: The files of the wheel built from the checkout.
+        sdist: The names of the files of the sdist, without its top folder.
     """
     found = []
     sources = {
@@ -62,7 +62,7 @@ def problems(wheel: dict[str, bytes], direct: dict[str, bytes], sdist: set[str])
 
 
 def main(folder: Path, direct: Path) -> int:
-    """Prints what is wrong and returns 1, or what was looked at and 0."""
+    """Prints problems and returns 1, or prints a summary and returns 0."""
     wheel = contents(the_one(folder, "*.whl"))
     with tarfile.open(the_one(folder, "*.tar.gz")) as archive:
         sdist = {name.partition("/")[2] for name in archive.getnames()}

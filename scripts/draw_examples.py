@@ -1,6 +1,6 @@
-"""Draws the pictures of the examples that the gallery shows, into .images/.
+"""Plots the figures of the example gallery, in .images/.
 
-It runs these examples in full, about a minute, and needs matplotlib.
+Runs these examples in full, which takes about a minute. Requires matplotlib.
 """
 
 import sys
@@ -19,7 +19,7 @@ COLORS = pyplot.get_cmap("RdBu_r")
 
 
 def draw_physics() -> None:
-    """Draws Burgers' equation: what the network found, and beside it some times of the solution."""
+    """Plots Burgers' equation: the solution of the network, and the exact one at some times."""
     u, exact = physics.solve(epochs=400)
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(7.2, 2.7), layout="constrained", width_ratios=(1.15, 1)
@@ -39,7 +39,7 @@ def draw_physics() -> None:
 
 
 def draw_saliency() -> None:
-    """Draws digits, the pixels that speak for them, and what they are mistaken for."""
+    """Plots digits, the pixels they are recognized by, and what they are mistaken for."""
     test, reader = digits.load().test, saliency.Reader(epochs=15)
     images = test.images[[np.flatnonzero(test.labels == digit)[1] for digit in range(1, 9)]]
     changed = reader.attack(images)

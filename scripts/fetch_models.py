@@ -1,4 +1,4 @@
-"""Fetches model files that others wrote, out of Python packages, for tests/test_real_models.py."""
+"""Downloads model files from Python packages, for tests/test_real_models.py."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ PACKAGES = ("rapidocr==3.10.0", "silero-vad==6.2.3")
 
 
 def main() -> int:
-    """Downloads the packages and takes the models out; does nothing where they are there."""
+    """Downloads the packages and extracts the models, unless this has been done."""
     FOLDER.mkdir(exist_ok=True)
     for package in PACKAGES:
         done = FOLDER / f"{package}.fetched"

@@ -1,7 +1,7 @@
 """Writes the page of operators with a gradient, ortops/docs/operators.md.
 
-The registry of rules tells how an operator is differentiated and what is not, the tables of cases
-in tests/ which inputs and orders are checked, the schemas of onnx and onnxruntime their names.
+The registry of rules determines how an operator is differentiated, the tables of cases in tests/
+which inputs and orders are tested, and the schemas of onnx and onnxruntime the names.
 """
 
 import argparse
@@ -30,7 +30,7 @@ ORDERS = ("", "1", "1, 2", "1–3")
 
 
 class Row(NamedTuple):
-    """What the table says of an operator."""
+    """A row of the table."""
 
     op_type: str
     how: str
@@ -62,7 +62,7 @@ def rows(domain: str) -> list[Row]:
 
 
 def _names(domain: str, op_type: str, indices: list[int]) -> list[str]:
-    """Returns the names that an operator's schema gives its inputs; the last may be repeated."""
+    """Returns the names of inputs in an operator's schema; the last one may be repeated."""
     names = [formal.name for formal in _schema(domain, op_type).inputs]
     return list(dict.fromkeys(names[min(index, len(names) - 1)] for index in indices))
 
@@ -70,7 +70,7 @@ def _names(domain: str, op_type: str, indices: list[int]) -> list[str]:
 def _schema(domain: str, op_type: str) -> Any:
     try:
         return onnx.defs.get_schema(op_type, OPSET, domain)
-    except onnx.defs.SchemaError:  # one of onnxruntime's operators
+    except onnx.defs.SchemaError:  # an operator of onnxruntime
         return next(
             schema
             for schema in get_all_operator_schema()
@@ -127,7 +127,7 @@ def _table(title: str, found: list[Row]) -> str:
 
 
 def main() -> int:
-    """Writes the page, or with ``--check`` tells whether it is up to date."""
+    """Writes the page, or with ``--check`` checks whether it is up to date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if outdated")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Assembles the page that trains digits in a browser tab, and serves it."""
+"""Builds and serves the page that trains digits in a browser tab."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RUNTIME = ROOT / ".web/node_modules/onnxruntime-web/dist"
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """Serves files to a page that is isolated, in which WebAssembly may use several threads."""
+    """Serves files with the headers that let WebAssembly use several threads."""
 
     extensions_map = http.server.SimpleHTTPRequestHandler.extensions_map | {
         ".mjs": "text/javascript",
@@ -27,7 +27,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
     }
 
     def end_headers(self) -> None:
-        """Adds the headers that isolate the page."""
+        """Adds the headers for cross-origin isolation."""
         self.send_header("Cross-Origin-Opener-Policy", "same-origin")
         self.send_header("Cross-Origin-Embedder-Policy", "require-corp")
         super().end_headers()
@@ -45,7 +45,7 @@ def assemble(folder: Path) -> None:
 def main() -> None:
     """Serves the page until it is interrupted."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="where to put the page")
+    parser.add_argument("folder", type=Path, help="the folder to write the page to")
     parser.add_argument("port", type=int, nargs="?", default=8000)
     options = parser.parse_args()
     if not RUNTIME.is_dir():
@@ -53,7 +53,7 @@ def main() -> None:
     assemble(options.folder)
     handler = functools.partial(Handler, directory=str(options.folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", options.port), handler) as server:
-        print(f"train digits at http://127.0.0.1:{server.server_port}/ (end with Ctrl-C)")
+        print(f"train digits at http://127.0.0.1:{server.server_port}/ (press Ctrl-C to stop)")
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -1,6 +1,6 @@
-"""Writes what ./scripts/benchmark measured into README.md and ortops/docs/speed.md.
+"""Writes the results of ./scripts/benchmark to README.md and ortops/docs/speed.md.
 
-It reads results/results.json, which the whole benchmark wrote, and draws .images/speed.png from it.
+Reads results/results.json of a complete benchmark, and plots .images/speed.png.
 """
 
 import json
@@ -22,7 +22,7 @@ BEGIN, END = "<!-- speed: begin -->", "<!-- speed: end -->"
 STEP = "time of a step, standard operators"
 START, MEMORY = "start to the end of the first step", "peak memory"
 RATIOS = (STEP, "time of a step, run_steps", START, MEMORY)
-"""What is compared with peers; the other goals compare ortops with itself."""
+"""The quantities that are compared with peers; other goals compare ortops with itself."""
 STEP_PEERS = (LOWERED, RUN_STEPS, TORCH, "torch.compile", "JAX", C)
 START_PEERS = (LOWERED, TORCH, "JAX")
 COMPARED = ("time", "start", "memory")
@@ -33,7 +33,7 @@ Goals = Mapping[tuple[str, str], Any]
 
 
 def short(results: dict[str, Any]) -> Iterator[str]:
-    """Yields the lines for the README: a few works, and the chart."""
+    """Yields the lines for the README: a few workloads."""
     found, goals = plot.medians(results), _goals(results)
     yield (
         f"CPU, {results['machine']}, {results['date']}. **Below 1, ortops is faster or smaller "
@@ -95,7 +95,7 @@ def _goals(results: dict[str, Any]) -> Goals:
 
 
 def _compared(results: dict[str, Any], goals: Goals, work: str) -> tuple[str, str]:
-    """Returns the peer that a step is compared with, and the ratio; works without a goal too."""
+    """Returns the peer that a step is compared with, and the ratio, also without a target."""
     if goal := goals.get((work, STEP)):
         return goal["against"], _goal(goal)
     times = {peer: found["seconds"] for peer, found in results["times"][work].items()}

@@ -1,7 +1,7 @@
-"""Trains a convolution net on handwritten digits with stock onnxruntime, and uses the result.
+"""Trains a convolutional network on handwritten digits with stock onnxruntime, and evaluates it.
 
-Writes digits.onnx (the trained model, its own checkpoint), digits_step.onnx (one training step as a
-flat graph) and digits_loss.png into the present folder.
+Writes digits.onnx (the trained model, which is also a checkpoint), digits_step.onnx (one training
+step as a flat graph) and digits_loss.png to the current folder.
 """
 
 import argparse
@@ -24,9 +24,13 @@ from models import digits, lenet
 def main() -> None:
     """Runs the demonstration."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=int, default=20, help="times to go through the images")
-    parser.add_argument("--seed", type=int, default=0, help="determines weights and order")
-    parser.add_argument("--folder", type=Path, default=Path(), help="where files are written")
+    parser.add_argument(
+        "--epochs", type=int, default=20, help="passes over the images (default: 20)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the weights and of shuffling (default: 0)"
+    )
+    parser.add_argument("--folder", type=Path, default=Path(), help="the output folder")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
@@ -57,7 +61,7 @@ def main() -> None:
     plain = onnxruntime.InferenceSession(model_file)
     logits = plain.run(["logits"], {"images": data.test.images})[0]
     accuracy = np.mean(logits.argmax(axis=1) == data.test.labels)
-    print(f"{model_file} in plain onnxruntime: {accuracy:.2%} of the test images right")
+    print(f"{model_file} in plain onnxruntime: {accuracy:.2%} of the test images correct")
 
     compare_kernels(trainable, train, options.folder / "digits_step.onnx")
 
@@ -73,7 +77,7 @@ def compare_kernels(
 
     with_library, without = onnxruntime.SessionOptions(), onnxruntime.SessionOptions()
     for options in (with_library, without):
-        options.log_severity_level = 3  # or it warns of every input that has a default
+        options.log_severity_level = 3  # hides a warning for each input with a default value
     ortops.register_custom_ops(with_library)
     sessions = {
         "Python custom ops": onnxruntime.InferenceSession(step_file, with_library),
@@ -99,7 +103,7 @@ def compare_kernels(
 
 
 def draw(history: list[dict[str, float]], path: Path) -> None:
-    """Draws loss and accuracy over the epochs."""
+    """Plots loss and accuracy over the epochs."""
     import matplotlib
 
     matplotlib.use("Agg")

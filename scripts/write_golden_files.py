@@ -1,9 +1,9 @@
-"""Writes small files of every kind that ortops writes, and what later versions must read in them.
+"""Writes small files of all kinds that ortops writes, with the results expected from them.
 
 Usage: python scripts/write_golden_files.py FOLDER [PART ...]
 
-Each part is a zip file in FOLDER; all are written by default. A file that is there is never written
-again. tests/golden/README.md describes the files, and tests/test_golden_files.py opens them.
+Each part is a zip file in FOLDER; all are written by default. Existing files are never
+overwritten. tests/golden/README.md describes the files, and tests/test_golden_files.py opens them.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def exact_batch(seed: int = 0, dtype: Any = np.float32, wide: Any = np.float32) 
 
 
 def own_rule(r: Any, t: Any, x: Any, g: Any, v: Any, *, alpha: float = 0.5) -> Any:
-    """An update rule of a user's own: signs of a moving average."""
+    """A custom update rule: signs of a moving average."""
     v_new = alpha * v + (1 - alpha) * g
     return x - r.astype(x.dtype) * x.__array_namespace__().sign(v_new), v_new
 
@@ -233,9 +233,9 @@ class Case:
     Attributes:
         model: Makes the inference model.
         batch: Returns the batch of a step.
-        settings: What `build_training_model` is given besides.
-        before: How many steps are made before the file is written.
-        after: How many are made after that.
+        settings: Further arguments of `build_training_model`.
+        before: The number of steps before the file is written.
+        after: The number of steps after that.
         is_exact: Whether no step needs rounding.
         dtype: The type of the inputs, of exact files.
         predicted: Which outputs are predicted; all if None.
@@ -287,7 +287,7 @@ SCHEDULES = {
 OPTIMIZERS = {
     **{
         name.lower(): classified(
-            # These two treat matrices and vectors differently.
+            # These two optimizers treat matrices and vectors differently.
             functools.partial(linear, has_bias=name in ("Adafactor", "Muon")),
             optimizer=make(learning_rate=0.05),
         )
@@ -350,7 +350,7 @@ EXACT = {
 
 
 def write_trainable(folder: Path, cases: Mapping[str, Case]) -> None:
-    """Writes trainable files, and what comes of each."""
+    """Writes trainable files, and the results of training each of them."""
     for name, case in cases.items():
         model, batches = made(case)
         session = TrainingSession(build_training_model(model, **case.settings))
@@ -389,7 +389,7 @@ def bfloat16() -> Any:
 
 
 def check_exact(case: Case, name: str) -> None:
-    """Checks that float64, which has 29 bits more, gives the same numbers: none was rounded."""
+    """Checks that float64 gives the same numbers, so that nothing was rounded."""
     (model, batches), (wide, wide_batches) = made(case), made(case, np.float64)
     session = TrainingSession(build_training_model(model, **case.settings))
     other = TrainingSession(build_training_model(wide, **case.settings))
@@ -401,7 +401,7 @@ def check_exact(case: Case, name: str) -> None:
         made_steps = before
         assert loss == other.step(wide_batch)["loss"], (name, made_steps)
     assert made_steps >= 2, name
-    # Of 16-bit parameters these are the float32 values that are rounded once to give them.
+    # For 16-bit parameters, these are the float32 values before rounding.
     for variable, array in other.parameters.items():
         np.testing.assert_array_equal(session.parameters[variable], array, err_msg=variable)
 
@@ -409,7 +409,7 @@ def check_exact(case: Case, name: str) -> None:
 def expectations(
     session: TrainingSession, batches: list[Arrays], predicted: Sequence[str] | None = None
 ) -> tuple[Arrays, dict[str, Any]]:
-    """Returns what a session holds and what becomes of it: arrays, and what JSON can say."""
+    """Returns the state and results of a session: arrays, and JSON-serializable values."""
     arrays = prefixed("state", session.state)
     for number, batch in enumerate(batches):
         arrays |= prefixed(f"feeds/{number}", batch)
@@ -431,7 +431,7 @@ def expectations(
     arrays |= prefixed("after", session.state)
     session.reset()
     about["steps_done_reset"] = session.steps_done
-    reset = prefixed("reset", session.state)  # what stays as it was is left out
+    reset = prefixed("reset", session.state)  # unchanged variables are left out
     same = [
         n for n in reset if np.array_equal(reset[n], arrays[f"state/{n.removeprefix('reset/')}"])
     ]
@@ -440,12 +440,12 @@ def expectations(
 
 
 def prefixed(prefix: str, arrays: Mapping[str, Any]) -> Arrays:
-    """Returns copies of arrays under names that begin with a prefix."""
+    """Returns copies of arrays, with a prefix before their names."""
     return {f"{prefix}/{name}": np.array(array) for name, array in arrays.items()}
 
 
 def store(path: Path, arrays: Arrays, about: Mapping[str, Any]) -> None:
-    """Writes arrays, and beside them what JSON can say; bfloat16 as its bits."""
+    """Writes arrays, and JSON-serializable values next to them; bfloat16 as its bits."""
     stored = {name: np.array(array, order="C") for name, array in arrays.items()}
     bits = [name for name, array in stored.items() if array.dtype == bfloat16()]
     stored |= {name: stored[name].view(np.uint16) for name in bits}
@@ -457,12 +457,12 @@ def store(path: Path, arrays: Arrays, about: Mapping[str, Any]) -> None:
 
 
 class Killed(BaseException):
-    """What ends a training the moment after a file was saved."""
+    """Ends a training immediately after a file was saved."""
 
 
 @contextlib.contextmanager
 def killed_after_saving(step: int, file: str) -> Iterator[None]:
-    """Ends a training as a kill would, once a file was saved at a step."""
+    """Ends a training as a kill would, after a file was saved at a given step."""
     save = TrainingSession.save
     is_dead = False
 
@@ -487,13 +487,13 @@ def killed_after_saving(step: int, file: str) -> Iterator[None]:
 
 
 class Losses(callbacks.Callback):
-    """Keeps the loss of each step."""
+    """Records the loss of each step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
 
     def on_step(self, record: Any, session: Any) -> None:
-        """Keeps a loss."""
+        """Records a loss."""
         self.losses.append(record.values["loss"])
 
 
@@ -502,11 +502,11 @@ class Resumed:
     """A training that was interrupted.
 
     Attributes:
-        settings: What `build_training_model` is given.
-        fit: What `fit` is given, as JSON has it.
-        step: After which step it is interrupted.
+        settings: The arguments of `build_training_model`.
+        fit: The JSON-serializable arguments of `fit`.
+        step: The step after which it is interrupted.
         callbacks: Names of callbacks, and their arguments.
-        every: After how many steps a Checkpoint saves; None for each epoch.
+        every: The number of steps between checkpoints; None to save after each epoch.
         is_exact: Whether no step needs rounding.
         has_batches: Whether the data are given as batches.
         has_validation: Whether there are validation data.
@@ -567,7 +567,7 @@ RESUMED = {
 
 
 def write_resumed(folder: Path) -> None:
-    """Writes files of interrupted trainings, and how each of them ends."""
+    """Writes files of interrupted trainings, and the results of resuming them."""
     for name, case in RESUMED.items():
         path = folder / name
         path.mkdir()
@@ -620,12 +620,12 @@ def write_resumed(folder: Path) -> None:
 
 
 def opened(described: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Any]:
-    """Returns the callbacks that are described."""
+    """Returns the described callbacks."""
     return [getattr(callbacks, name)(**arguments) for name, arguments in described]
 
 
 def log_of(path: Path) -> list[dict[str, str]] | None:
-    """Returns the rows of a log but for their times; None if there is no log."""
+    """Returns the rows of a log without times; None if there is no log."""
     if not path.exists():
         return None
     with path.open(newline="", encoding="utf-8") as stream:
@@ -633,7 +633,7 @@ def log_of(path: Path) -> list[dict[str, str]] | None:
 
 
 def write_command_line(folder: Path) -> None:
-    """Writes a training of the command line that was interrupted, and how it ends."""
+    """Writes an interrupted training of the command line, and the result of resuming it."""
     from ortops.cli import main
 
     rng = np.random.default_rng(8)
@@ -711,7 +711,7 @@ def write_lora(folder: Path) -> None:
 
 
 def session_of(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
-    """Opens a plain session."""
+    """Opens a stock onnxruntime session."""
     return onnxruntime.InferenceSession(
         model.SerializeToString(), providers=["CPUExecutionProvider"]
     )
@@ -721,7 +721,7 @@ def session_of(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
 
 
 def write_steps(folder: Path) -> None:
-    """Writes folders of `export_step` and a step graph, and what comes of their steps."""
+    """Writes folders of `export_step` and a step graph, and the results of their steps."""
     session = TrainingSession(
         build_training_model(
             normalizing(),
@@ -766,7 +766,7 @@ PARTS: dict[str, Callable[[Path], None]] = {
 
 
 def archive(folder: Path, path: Path) -> None:
-    """Writes what is in a folder into a zip file, which says nothing of the time or the machine."""
+    """Writes a folder to a zip file without time stamps or other data of the machine."""
     with zipfile.ZipFile(path, "x") as file:
         for each in sorted(folder.rglob("*")):
             if each.is_file():
@@ -776,16 +776,16 @@ def archive(folder: Path, path: Path) -> None:
 
 
 def main() -> int:
-    """Writes the parts that are asked for."""
+    """Writes the requested parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="where the zip files go")
+    parser.add_argument("folder", type=Path, help="the folder for the zip files")
     parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(PARTS))
     options = parser.parse_args()
     if unknown := set(options.parts) - PARTS.keys():
-        parser.error(f"there is no part {', '.join(sorted(unknown))}; {', '.join(PARTS)} are")
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
     paths = {name: options.folder / f"{name}.zip" for name in options.parts or PARTS}
     if present := [str(path) for path in paths.values() if path.exists()]:
-        parser.error(f"{', '.join(present)} exists; golden files are never written again")
+        parser.error(f"{', '.join(present)} already exists; golden files are never overwritten")
     options.folder.mkdir(parents=True, exist_ok=True)
     for name, path in paths.items():
         with tempfile.TemporaryDirectory() as folder:

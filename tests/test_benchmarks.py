@@ -89,7 +89,7 @@ def test_a_quick_run_writes_tables_figures_and_a_plot(
     assert main(arguments + [word for peer in some for word in ("--peer", peer)]) == 0
     written = (tmp_path / "results.md").read_text(encoding="utf-8")
     assert capsys.readouterr().out.strip() == written.strip()
-    rows = rows_of(written, "peer | ms a step")
+    rows = rows_of(written, "peer | ms per step")
     expected = [
         (name, peer)
         for name in (MODEL, UPDATE)
@@ -149,7 +149,7 @@ def test_a_real_model_is_left_out_where_nothing_writes_it(
     monkeypatch.setattr(works.importlib.util, "find_spec", lambda package: None)
     monkeypatch.setattr(Peer, "missing", lambda peer: "")
     assert main(["--quick", "--only", name, "--part", "steps"]) == 0
-    expected = f"- left out: {name}, for torch and transformers and onnxscript not being installed"
+    expected = f"- skipped: {name}: not installed: torch, transformers, onnxscript"
     assert expected in capsys.readouterr().out
 
 
@@ -227,14 +227,14 @@ def test_disagreement_is_an_exit_code_and_a_message(
     share = "inf" if math.isnan(values[1]) else "5.0e-03"
     assert (
         f"{MODEL}: {PYTHON} differs from {LOWERED} by {share} in the checked steps; "
-        "at most 1e-04 is right"
+        "the tolerance is 1e-04"
     ) in capsys.readouterr().err
 
 
 def test_timed_steps_are_compared_too() -> None:
     results = {LOWERED: Result([1.0], [1.0], [1.0]), PYTHON: Result([1.0], [1.0], [1.05])}
     (message,) = Report("Adam", Effort(), times={MODEL: results}).disagreements()
-    assert message.endswith("by 5.0e-02 in the timed steps; at most 3e-02 is right")
+    assert message.endswith("by 5.0e-02 in the timed steps; the tolerance is 3e-02")
 
 
 # ----------------------------------------------------------------------------------------- tables
@@ -252,7 +252,7 @@ def some_results() -> dict[str, Result]:
 
 def test_ratios_are_taken_within_a_round_to_the_best_peer() -> None:
     rows = rows_of(
-        Report("Adam", Effort(), times={MODEL: some_results()}).markdown(), "peer | ms a step"
+        Report("Adam", Effort(), times={MODEL: some_results()}).markdown(), "peer | ms per step"
     )
     assert [row[1:5] for row in rows] == [
         [LOWERED, "10.0 (4.00–200)", "1.00 (0.500–2.00)", "JAX"],
@@ -285,10 +285,10 @@ def test_a_missing_peer_is_named_with_what_it_needs(monkeypatch: pytest.MonkeyPa
     assert (
         Peer("nowhere", package="no_such_package").missing() == "no_such_package is not installed"
     )
-    assert Peer("nowhere", compilers=("no-cc", "no-gcc")).missing() == "there is no no-cc or no-gcc"
+    assert Peer("nowhere", compilers=("no-cc", "no-gcc")).missing() == "no-cc or no-gcc not found"
     assert Peer("nowhere", method="no_way").missing() == "TrainingSession has no no_way"
     heading = Report("Adam", Effort(), missing={"X": "x is not installed"}).markdown()
-    assert "- left out: X, for x is not installed" in heading
+    assert "- skipped: X: x is not installed" in heading
 
 
 def test_growth_compares_a_layer_of_the_deepest_net_with_one_in_the_middle() -> None:
@@ -479,10 +479,10 @@ def test_a_profile_without_passes(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "perceptron"], "--only ['perceptron'] fits none of: MLP 784-128-10"),
-        (["--peer", "abacus"], "--peer ['abacus'] fits none of: ortops, standard operators"),
-        (["--without", "recurrent"], "--without goes with --profile"),
-        (["--rounds", "0"], "--rounds is 0; at least 1 is accepted"),
+        (["--only", "perceptron"], "--only ['perceptron'] matches none of: MLP 784-128-10"),
+        (["--peer", "abacus"], "--peer ['abacus'] matches none of: ortops, standard operators"),
+        (["--without", "recurrent"], "--without requires --profile"),
+        (["--rounds", "0"], "--rounds must be an integer >= 1, got 0"),
     ],
 )
 def test_arguments_that_do_not_fit(
@@ -531,7 +531,7 @@ def test_a_formula_is_found_again_and_tells_the_largest_model(way: scale.Way) ->
     assert point.width == 64 * point.depth
     further = scale.Point(point.depth + 1, 64 * (point.depth + 1), 8)
     assert megabytes(point) <= 20_000 < megabytes(further)
-    with pytest.raises(ValueError, match="not even one layer fits in 50 MB"):
+    with pytest.raises(ValueError, match="cannot fit even one layer in 50 MB"):
         scale.largest(formula, way, 50, batch=8)
 
 

@@ -1,7 +1,7 @@
-"""Who does the work: ortops in its ways, PyTorch, JAX, numpy, and a loop in C.
+"""The peers: several ways to run ortops, PyTorch, JAX, numpy, and a loop in C.
 
-A peer is a module of this package with a function ``make(task, optimizer, **options) -> Step``. To
-add one, write it and name it in `PEERS`. Nothing of a peer is imported before it is asked to work.
+A peer is a module of this package with a function ``make(task, optimizer, **options) -> Step``,
+listed in `PEERS`. Its module is imported only when it runs.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ COMPILERS = ("cc", "gcc", "clang")
 
 @dataclass(frozen=True)
 class Step:
-    """What a peer makes of a task.
+    """A peer's implementation of a task.
 
     Attributes:
-        run: Makes one step, or several, with the next batches. Returns their losses (a number or
-            several), those of an update nothing.
-        parameters: Returns the present parameters by name, for tasks that have no loss.
-        count: How many steps ``run`` makes.
+        run: Runs one or several steps with the next batches. Returns their losses (one number or
+            several), or nothing for updates.
+        parameters: Returns the current parameters by name, for tasks without a loss.
+        count: The number of steps of ``run``.
     """
 
     run: Callable[[], Any]
@@ -49,19 +49,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Peer:
-    """Somebody who can do a work.
+    """A peer and its capabilities.
 
     Attributes:
         module: The module of this package.
-        options: What its ``make`` is called with besides the task and the optimizer.
-        package: What must be installed; empty if nothing.
-        compilers: One of these commands must be there, if any is named.
-        method: What `ortops.TrainingSession` must have, if anything.
-        training: Whether it does whole training steps.
-        update: Whether it does updates alone.
-        exported: Whether it does training steps of exporters' files.
-        optimizers: Those that it has.
-        start: Whether its start and its memory are measured.
+        options: Further arguments of its ``make``.
+        package: The package that must be installed; empty if none.
+        compilers: Commands, one of which must be available, if any are listed.
+        method: A method that `ortops.TrainingSession` must have, if any.
+        training: Whether it supports training steps.
+        update: Whether it supports updates alone.
+        exported: Whether it supports training steps of exporters' files.
+        optimizers: The optimizers that it supports.
+        start: Whether its start-up time and memory are measured.
     """
 
     module: str
@@ -81,16 +81,16 @@ class Peer:
         return self.module in ("with_ortops", "with_step_graph")
 
     def does(self, network: str, optimizer: str, exported: bool = False) -> bool:
-        """Tells whether a task is among what it does where nothing is missing."""
+        """Returns whether it supports a task, if its requirements are installed."""
         kind = self.update if network == UPDATE else self.training
         return kind and optimizer in self.optimizers and (self.exported or not exported)
 
     def missing(self) -> str:
-        """Says what it would need here; nothing where it can work."""
+        """Returns which requirement is missing; empty if none."""
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"{self.package} is not installed"
         if self.compilers and not any(map(shutil.which, self.compilers)):
-            return f"there is no {' or '.join(self.compilers)}"
+            return f"{' or '.join(self.compilers)} not found"
         if self.method:
             import ortops
 
@@ -99,11 +99,11 @@ class Peer:
         return ""
 
     def version(self) -> str:
-        """Returns the version of its package; empty where it has none."""
+        """Returns the version of its package; empty if it has none."""
         return metadata.version(self.package) if self.package else ""
 
     def make(self, task: Task, optimizer: str) -> Step:
-        """Returns the step of a task that it `does`."""
+        """Returns the step function of a task that it supports."""
         step: Step = import_module(f"{__name__}.{self.module}").make(
             task, optimizer, **self.options
         )
@@ -127,7 +127,7 @@ PEERS: Mapping[str, Peer] = {
         "with_step_graph", {"target": None}, "onnxruntime", update=False, exported=False
     ),
     TORCH: Peer("with_torch", package="torch", start=True),
-    # Of compiling, the start is torch eager's and more.
+    # Start-up would be that of eager PyTorch plus compilation.
     "torch.compile": Peer(
         "with_torch", {"compiled": True}, "torch", ("g++", "clang++"), update=False
     ),
@@ -135,4 +135,4 @@ PEERS: Mapping[str, Peer] = {
     "numpy": Peer("with_numpy", package="numpy", training=False),
     C: Peer("with_c", compilers=COMPILERS, training=False, optimizers=("Adam",)),
 }
-"""Everybody who is measured, by the name that the tables show."""
+"""All peers, by their names in tables."""

@@ -1,4 +1,4 @@
-"""A fused loop in C: how fast memory lets an update be."""
+"""A fused loop in C, which is limited only by memory bandwidth."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import numpy as np
 from benchmarks.peers import COMPILERS, Step
 from benchmarks.task import OPTIMIZERS, Task
 
-# A root that may not set errno is one instruction.
+# Without errno, a square root is a single instruction.
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC"]
 
 
 def make(task: Task, optimizer: str) -> Step:
-    """Returns the step; the number of threads is that of OMP_NUM_THREADS.
+    """Returns the step function; OMP_NUM_THREADS sets the number of threads.
 
     Args:
         task: An update.

@@ -1,4 +1,4 @@
-"""JAX: the networks written in jax.numpy, a step compiled as one function with donated buffers."""
+"""JAX: networks in jax.numpy; a step is one compiled function with donated buffers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from benchmarks.task import OPTIMIZERS, UPDATE, Task
 
 Weights: TypeAlias = dict[str, jax.Array]
 Network: TypeAlias = Callable[[Weights, jax.Array], tuple[jax.Array, Weights]]
-"""From weights and samples to logits and the new statistics of batch normalization."""
+"""Maps weights and samples to logits and new batch normalization statistics."""
 
 MOMENTUM = 0.9
-"""The share of the old running statistics in the new ones."""
+"""The weight of the old running statistics in the new ones."""
 
 
 def make(task: Task, optimizer: str) -> Step:
-    """Returns the step.
+    """Returns the step function.
 
     Args:
-        task: What to do.
+        task: The task.
         optimizer: ``Adam`` or ``Momentum``.
     """
     return (_update if task.network == UPDATE else _training)(task, optimizer)
@@ -63,7 +63,7 @@ def _training(task: Task, optimizer: str) -> Step:
         return loss, (weights, statistics, state)
 
     everything = {name: jnp.array(array) for name, array in task.weights().items()}
-    everything.pop("inner.lm_head.weight", None)  # another name of the embedding
+    everything.pop("inner.lm_head.weight", None)  # tied to the embedding
     statistics = {name: everything.pop(name) for name in list(everything) if ".running_" in name}
     held = (everything, statistics, start(everything))
     batches = itertools.cycle(task.batches())
@@ -155,7 +155,7 @@ def _mlp(p: Weights, x: jax.Array) -> tuple[jax.Array, Weights]:
 
 
 def _conv(p: Weights, name: str, x: jax.Array, stride: int = 1) -> jax.Array:
-    """Convolves images of shape (N, H, W, channels), the layout that XLA is fastest with."""
+    """Convolves images of shape (N, H, W, channels), XLA's fastest layout."""
     weight = p[f"{name}.weight"]
     return jax.lax.conv_general_dilated(
         x,
@@ -175,7 +175,7 @@ def _lenet(p: Weights, x: jax.Array) -> tuple[jax.Array, Weights]:
     x = x.transpose(0, 2, 3, 1)
     for name in ("conv1", "conv2"):
         x = _max_pool(jax.nn.relu(_conv(p, name, x) + p[f"{name}.bias"]))
-    x = x.transpose(0, 3, 1, 2).reshape(len(x), -1)  # the weights go by channel
+    x = x.transpose(0, 3, 1, 2).reshape(len(x), -1)  # the weights are ordered by channel
     return _linear(p, "fc2", jax.nn.relu(_linear(p, "fc1", x))), {}
 
 
@@ -235,7 +235,7 @@ def _transformer(p: Weights, x: jax.Array, *, heads: int) -> tuple[jax.Array, We
 def _lstm(p: Weights, x: jax.Array) -> tuple[jax.Array, Weights]:
     weight, recurrence = p["lstm.W"][0], p["lstm.R"][0]
     bias = p["lstm.B"][0].reshape(2, -1).sum(0)
-    gates = x.transpose(1, 0, 2) @ weight.T + bias  # of all times at once
+    gates = x.transpose(1, 0, 2) @ weight.T + bias  # for all time steps at once
 
     def advance(
         state: tuple[jax.Array, jax.Array], gates: jax.Array

@@ -1,4 +1,4 @@
-"""numpy: the update rules of ortops on whole arrays."""
+"""numpy: the update rules of ortops on numpy arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ortops import optimizers
 
 
 def make(task: Task, optimizer: str) -> Step:
-    """Returns the step.
+    """Returns the step function.
 
     Args:
         task: An update.

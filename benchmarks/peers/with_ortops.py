@@ -20,7 +20,7 @@ __all__ = ["make", "trainable"]
 
 
 def trainable(task: Task, optimizer: str) -> Path | onnx.ModelProto:
-    """Returns the trainable model: a file, or what is built of an exporter's."""
+    """Returns the trainable model: a file, or one built from an exporter's file."""
     if not task.exported:
         return task.trainable(optimizer)
     return ortops.build_training_model(
@@ -39,15 +39,15 @@ def make(
     sess_options: Any = None,
     settings: Settings | None = None,
 ) -> Step:
-    """Returns the step, by `TrainingSession.step` or `TrainingSession.run_steps`.
+    """Returns the step function: `TrainingSession.step` or `TrainingSession.run_steps`.
 
     Args:
-        task: What to do.
-        optimizer: Which of the trainable models to load.
-        kernels: As for the session.
-        run_steps: Whether one call makes as many steps as there are batches.
-        sess_options: As for the session, which by default chooses what is fastest.
-        settings: As for the session.
+        task: The task.
+        optimizer: The optimizer of the trainable model to load.
+        kernels: See `ortops.TrainingSession`.
+        run_steps: Whether a call runs one step for each batch.
+        sess_options: See `ortops.TrainingSession`; the default is the fastest.
+        settings: See `ortops.TrainingSession`.
     """
     if sess_options is None and os.cpu_count() != THREADS:
         import onnxruntime

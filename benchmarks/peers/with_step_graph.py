@@ -1,4 +1,4 @@
-"""ortops: a step graph in a plain onnxruntime session, driven as anybody would drive it."""
+"""ortops: a step graph in a plain onnxruntime session."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["make"]
 
 
 def make(task: Task, optimizer: str, *, target: Any) -> Step:
-    """Returns the step. Variables are bound to two sets of arrays, which take turns.
+    """Returns the step function. Variables alternate between two sets of bound arrays.
 
     Args:
-        task: What to do.
-        optimizer: Which of the trainable models to take.
-        target: What the graph is lowered for; see `ortops.lower`.
+        task: The task.
+        optimizer: The optimizer of the trainable model to load.
+        target: The runtime to lower for; see `ortops.lower`.
     """
     model = ortops.lower(ortops.step_graph(trainable(task, optimizer), target=target))
     pairs = json.loads({each.key: each.value for each in model.metadata_props}["ortops.step_graph"])
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = THREADS
-    options.log_severity_level = 3  # it would warn of every input that has a default
+    options.log_severity_level = 3  # hides a warning for each input with a default value
     session = onnxruntime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )

@@ -1,4 +1,4 @@
-"""PyTorch: its own modules or those of transformers, same weights, and its fused optimizers."""
+"""PyTorch: its modules or those of transformers, the same weights, and fused optimizers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from models.torch_twins import module
 
 
 def make(task: Task, optimizer: str, *, compiled: bool = False) -> Step:
-    """Returns the step, eager or with the loss and its gradient compiled.
+    """Returns the step function, eager or with loss and gradient compiled.
 
     Args:
-        task: What to do.
-        optimizer: The optimizer, fused; PyTorch compiles no fused one.
+        task: The task.
+        optimizer: The optimizer, in its fused implementation, which PyTorch does not compile.
         compiled: Whether to use ``torch.compile``.
     """
     torch.set_num_threads(THREADS)
