@@ -166,7 +166,7 @@ def test_numbers_that_are_no_numbers(way: str) -> None:
     feeds[3]["x"][:, 1] = np.nan
     for optimizer in (optimizers.SGD(0.1), optimizers.AMSGrad(0.1), optimizers.Lion(0.1)):
         plain = TrainingSession(build(classifier(), optimizer), settings=WAYS[way])
-        session = TrainingSession(plain._proto, kernels="compiled", settings=WAYS[way])
+        session = TrainingSession(plain._loaded.proto, kernels="compiled", settings=WAYS[way])
         for each in feeds:
             plain.step(each)
             session.step(each)

@@ -36,13 +36,13 @@ def session_of(model: Any = None, loss: Any = "MeanSquaredError") -> TrainingSes
 @functools.cache
 def affine_inputs() -> Inputs:
     """Of x, of shape (batch, 3), and targets, of shape (batch, 2)."""
-    return session_of()._inputs
+    return session_of().inputs
 
 
 @functools.cache
 def one_input() -> Inputs:
     """Of x, of shape (batch, 3), alone."""
-    return session_of(loss=lambda y: op.ReduceMean(y * y, keepdims=0))._inputs
+    return session_of(loss=lambda y: op.ReduceMean(y * y, keepdims=0)).inputs
 
 
 @functools.cache
@@ -53,7 +53,7 @@ def three_inputs() -> Inputs:
         b = tape.input("b", np.float32, ["batch", 1])
         w = tape.initializer("w", np.ones((1, 1), np.float32))
         tape.output(a @ w + b, "y")
-    return session_of(tape.model())._inputs
+    return session_of(tape.model()).inputs
 
 
 @functools.cache
@@ -65,7 +65,7 @@ def scaled_inputs() -> Inputs:
         x = tape.input("x", np.float32, ["batch", 3])
         w = tape.initializer("w", np.ones((3, 2), np.float32))
         tape.output(x @ mixing @ w * scale, "y")
-    return session_of(tape.model())._inputs
+    return session_of(tape.model()).inputs
 
 
 def cut(data: Arrays, places: Any = None, size: int = SIZE) -> list[Arrays]:
@@ -325,7 +325,7 @@ def test_samples_of_numbers() -> None:
     with Tape() as tape:
         a = tape.input("a", np.int64, ["batch"])
         tape.output(op.Gather(tape.initializer("w", np.ones(10, np.float32)), a), "y")
-    inputs = session_of(tape.model())._inputs
+    inputs = session_of(tape.model()).inputs
     a, y = np.arange(10), np.arange(10, 20).astype(np.float32) / 4
     samples = Numbered([(int(one), float(other)) for one, other in zip(a, y, strict=True)])
     check_rows(samples, {"a": a, "targets": y}, inputs)
@@ -668,7 +668,7 @@ def test_a_source_is_one_already() -> None:
 
 
 def test_a_batch_is_checked_once() -> None:
-    inputs, others = affine_inputs(), session_of()._inputs
+    inputs, others = affine_inputs(), session_of().inputs
     batch = inputs.check(affine_batch())
     assert inputs.check(batch) is batch
     assert others.check(batch) is not batch
@@ -1006,7 +1006,7 @@ def test_datasets_of_hugging_face() -> None:
     with Tape() as tape:
         x = tape.input("x", np.float32, ["batch", 4, 5])
         tape.output(x * tape.initializer("w", np.ones(5, np.float32)), "y")
-    inputs = session_of(tape.model(), lambda y: op.ReduceMean(y, keepdims=0))._inputs
+    inputs = session_of(tape.model(), lambda y: op.ReduceMean(y, keepdims=0)).inputs
     check_rows(squares, {"x": images}, inputs)
     whole, without = nested[:2], nested.select_columns(["x"])
     assert_batches(open_data([whole], affine_inputs()).epoch(), [{n: data[n][:2] for n in data}])
@@ -1026,7 +1026,7 @@ def test_images_of_hugging_face() -> None:
     with Tape() as tape:
         x = tape.input("x", np.float32, ["batch", 1, 3])
         tape.output(x * tape.initializer("w", np.ones(3, np.float32)), "y")
-    inputs = session_of(tape.model(), lambda y: op.ReduceMean(y, keepdims=0))._inputs
+    inputs = session_of(tape.model(), lambda y: op.ReduceMean(y, keepdims=0)).inputs
     check_rows(data_set, {"x": pixels.astype(np.float32)}, inputs)
 
 
