@@ -1,1 +1,1 @@
-"""Models that emit ONNX without another framework, and the data that they are trained on."""
+"""Models that are written as ONNX without another framework, and the data to train them."""

@@ -1,4 +1,4 @@
-"""Models that put out what they are given, to look at what a loss makes of it."""
+"""Models that return their inputs, to evaluate a loss for given outputs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def loss_at(
     outputs: npt.ArrayLike | Mapping[str, npt.ArrayLike],
     **feeds: npt.ArrayLike,
 ) -> float:
-    """Returns a loss at outputs of a model, rounded to four digits.
+    """Returns the loss for given outputs of a model, rounded to four digits.
 
     Args:
         loss: The loss.
-        outputs: The model's outputs by name, or its only one; float32.
-        **feeds: What the loss reads beside them, such as ``targets``; float32 or int64.
+        outputs: The model's outputs by name, or its only output; float32.
+        **feeds: Further inputs of the loss, such as ``targets``; float32 or int64.
 
     Example:
         >>> loss_at("MeanSquaredError", [1.0, 2.0], targets=[1.0, 4.0])
@@ -31,7 +31,7 @@ def loss_at(
     named = outputs if isinstance(outputs, Mapping) else {"output": outputs}
     given = {f"{name}_given": np.asarray(array, np.float32) for name, array in named.items()}
     with ortops.Tape(name="echo") as tape:
-        parameter = tape.initializer("parameter", np.zeros(1, np.float32))  # something to train
+        parameter = tape.initializer("parameter", np.zeros(1, np.float32))  # a weight to train
         for name in named:
             array = given[f"{name}_given"]
             tape.output(tape.input(f"{name}_given", np.float32, array.shape) + parameter, name)

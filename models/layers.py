@@ -1,8 +1,8 @@
-"""Layers: small functions that add nodes and initializers to the tape of the Tensor they get.
+"""Layers: small functions that add nodes and initializers to the tape of their input.
 
-A layer's parameters are initializers named as PyTorch names them (``conv1.weight``,
-``bn1.running_mean``) and laid out as PyTorch lays them out, so weights move both ways by name. Its
-nodes are named after it (``conv1/Conv``), so errors and profiles tell the layer.
+Parameters are initializers with PyTorch's names (``conv1.weight``, ``bn1.running_mean``) and
+layout, so weights can be exchanged by name in both directions. Nodes are named after their layer
+(``conv1/Conv``), so errors and profiles show the layer.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def linear(
     """Maps the last axis linearly: x Wᵀ + b.
 
     Args:
-        x: Of shape (…, inputs), rank 2 or more.
+        x: A tensor of shape (…, inputs), of rank 2 or more.
         name: The layer's name; ``<name>.weight`` has shape (features, inputs), ``<name>.bias``
             (features,).
         features: The number of outputs.
@@ -155,7 +155,7 @@ def conv(
         rng: Draws the initial weight by ``he``; the bias starts at zero.
         kernel: The kernel's height and width, an odd number.
         stride: The step in both directions.
-        bias: Whether there is a bias; a batch normalization that follows makes it needless.
+        bias: Whether there is a bias; it is redundant before batch normalization.
 
     Returns:
         Of shape (N, channels, ⌈H / stride⌉, ⌈W / stride⌉).
@@ -169,7 +169,7 @@ def conv(
 
 @named
 def max_pool(x: Tensor, name: str, size: int = 2) -> Tensor:
-    """Takes the maximum of each square of pixels; a remainder at the ends is left out.
+    """Max pooling over squares of pixels; a remainder at the borders is dropped.
 
     Args:
         x: Of shape (N, channels, H, W), H and W at least ``size``.
@@ -191,16 +191,16 @@ def max_pool(x: Tensor, name: str, size: int = 2) -> Tensor:
 def batch_norm(x: Tensor, name: str, *, epsilon: float = 1e-5, momentum: float = 0.9) -> Tensor:
     """Normalizes each channel, in inference mode: by the running mean and variance.
 
-    Training replaces the node by its training mode, which normalizes by the batch and updates
-    ``<name>.running_mean`` and ``<name>.running_var`` (with the batch's population variance, as
-    ONNX has it; PyTorch takes the sample variance).
+    Training switches the node to training mode, which normalizes with batch statistics and updates
+    ``<name>.running_mean`` and ``<name>.running_var`` (with the batch's population variance, as in
+    ONNX; PyTorch uses the sample variance).
 
     Args:
         x: Of shape (N, channels, …).
         name: The layer's name; ``<name>.weight`` starts at one and ``<name>.bias`` at zero.
         epsilon: Added to the variance.
-        momentum: The share of the old running values in the new ones (PyTorch counts the other
-            way round: its 0.1 is this 0.9).
+        momentum: The weight of the old running values in the new ones (1 minus PyTorch's momentum:
+            its 0.1 is 0.9 here).
     """
     ones, zeros = np.ones(_size(x, 1), np.float32), np.zeros(_size(x, 1), np.float32)
     start = {"weight": ones, "bias": zeros, "running_mean": zeros, "running_var": ones}
@@ -224,12 +224,12 @@ def layer_norm(x: Tensor, name: str, *, epsilon: float = 1e-5) -> Tensor:
 
 @named
 def dropout(x: Tensor, name: str, ratio: float) -> Tensor:
-    """Zeroes elements at random while training; here, in inference, it does nothing.
+    """Zeroes random elements during training; does nothing in inference.
 
     Args:
         x: Of any shape.
         name: The layer's name.
-        ratio: The share of zeroed elements, below 1; with 0 there is no node.
+        ratio: The fraction of zeroed elements, below 1; with 0, no node is added.
     """
     if ratio == 0:
         return x
@@ -258,7 +258,7 @@ def embedding(
 
 @named
 def positions(x: Tensor, name: str, length: int, rng: np.random.Generator) -> Tensor:
-    """Adds a learnt row to each position of a sequence.
+    """Adds a learned embedding to each position of a sequence.
 
     Args:
         x: Of shape (batch, sequence, features); the sequence may be shorter than ``length``, and
@@ -290,7 +290,7 @@ def attention(
             heads; both have a bias.
         heads: The number of heads, a divisor of ``features``.
         rng: Draws the initial weights.
-        ratio: The share of attention weights that dropout zeroes.
+        ratio: The fraction of attention weights that dropout zeroes.
 
     Returns:
         Of the shape of ``x``.
@@ -304,7 +304,7 @@ def attention(
     weight = x.tape.initializer(f"{name}.in_proj_weight", glorot(rng, (3 * features, features)))
     bias = x.tape.initializer(f"{name}.in_proj_bias", np.zeros(3 * features, np.float32))
 
-    def split_heads(part: Tensor, perm: list[int]) -> Tensor:  # a 0 keeps the dimension
+    def split_heads(part: Tensor, perm: list[int]) -> Tensor:  # 0 keeps the dimension
         by_head = op.Reshape(part, [0, 0, heads, features // heads])
         return cast(Tensor, op.Transpose(by_head, perm=perm))
 
@@ -332,7 +332,7 @@ def encoder_layer(
         heads: The number of attention heads.
         hidden: The width of the feed-forward part.
         rng: Draws the initial weights.
-        ratio: The share of elements that each dropout zeroes.
+        ratio: The fraction of elements that each dropout zeroes.
 
     Returns:
         Of the shape of ``x``.

@@ -1,4 +1,4 @@
-"""A convolution net after LeNet-5."""
+"""A convolutional network similar to LeNet-5."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def lenet(
 ) -> onnx.ModelProto:
     """Builds 3×3 convolutions with Relu and 2×2 max pooling, then two linear layers.
 
-    After LeCun et al. 1998, with today's Relu and max pooling. ``lenet((1, 28, 28))`` is the usual
-    net for MNIST, with 3,136 features in front of the linear layers.
+    After LeCun et al. 1998, with Relu and max pooling. ``lenet((1, 28, 28))`` is a common network
+    for MNIST, with 3,136 features before the linear layers.
 
     Args:
         image: (channels, height, width) of the images; each convolution halves height and width.
         channels: The number of channels after each of ``conv1``, ``conv2``, ….
         hidden: The width of ``fc1``.
         classes: The number of classes, the width of ``fc2``.
-        dropout_ratio: The share of the features that dropout zeroes in front of ``fc1`` and
-            ``fc2`` while training; 0 leaves it out.
-        seed: Where the initial weights start from.
+        dropout_ratio: The fraction of features that dropout zeroes before ``fc1`` and ``fc2``
+            during training; 0 for no dropout.
+        seed: The seed of the initial weights.
 
     Returns:
         A model from ``images``, float32 (batch, *image), to ``logits``, float32 (batch, classes).

@@ -1,4 +1,4 @@
-"""y = w · x with w = 0, the smallest model that can be trained, for examples."""
+"""y = w · x with w = 0: the smallest trainable model, for examples."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import ortops
 __all__ = ["BATCH", "Alone", "session"]
 
 BATCH = {"x": np.ones((1, 1), np.float32), "targets": np.ones((1, 1), np.float32)}
-"""One row, which w = 1 fits."""
+"""One row, for which w = 1 has loss 0."""
 
 
 def session(**options: Any) -> ortops.TrainingSession:
-    """Returns a session that halves the distance of w to 1 in each step with `BATCH`.
+    """Returns a session in which each step with `BATCH` halves the distance of w to 1.
 
     Args:
-        **options: As for `ortops.build_training_model`.
+        **options: Arguments of `ortops.build_training_model`.
 
     Example:
         >>> line = session()

@@ -1,4 +1,4 @@
-"""A recurrent net that classifies sequences."""
+"""A recurrent network that classifies sequences."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def lstm(
 ) -> onnx.ModelProto:
     """Builds an LSTM over a sequence and a linear layer on its last hidden state.
 
-    Batch and sequence are symbolic; all sequences of a batch have one length.
+    Batch and sequence are symbolic; all sequences of a batch have the same length.
 
     Args:
         features: The length of a token's vector (by default a row of an 8×8 image).
         width: The length of the hidden state.
         classes: The number of classes.
-        seed: Where the initial weights start from.
+        seed: The seed of the initial weights.
 
     Returns:
         A model from ``tokens``, float32 (batch, sequence, features), to ``logits``, float32
@@ -52,8 +52,8 @@ def lstm(
 def lstm_layer(x: Tensor, name: str, width: int, rng: np.random.Generator) -> Tensor:
     """Returns the last hidden state of an LSTM that starts from zeros.
 
-    Its parameters are laid out as the ONNX operator takes them, with the gates in the order input,
-    output, forget, cell; PyTorch's order is input, forget, cell, output.
+    Parameters have the layout of the ONNX operator, with gates in the order input, output, forget,
+    cell; PyTorch's order is input, forget, cell, output.
 
     Args:
         x: Of shape (batch, sequence, features).

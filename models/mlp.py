@@ -14,11 +14,11 @@ __all__ = ["mlp"]
 
 
 def mlp(sizes: Sequence[int] = (64, 128, 10), *, seed: int = 0) -> onnx.ModelProto:
-    """Builds linear layers ``fc1``, ``fc2``, … with a Relu between each two.
+    """Builds linear layers ``fc1``, ``fc2``, … with a Relu between them.
 
     Args:
         sizes: The number of pixels, the widths of the hidden layers, and the number of classes.
-        seed: Where the initial weights start from.
+        seed: The seed of the initial weights.
 
     Returns:
         A model from ``images``, float32 (batch, sizes[0]), to ``logits``, float32

@@ -1,4 +1,4 @@
-"""A thousand wishes, each said twice in English, in other words, and once in German."""
+"""A thousand requests, each in two English versions with different words, and in German."""
 
 import itertools
 from typing import NamedTuple
@@ -19,12 +19,12 @@ cloth/fabric/tuch"""
 
 
 class Phrases(NamedTuple):
-    """Pairs of sentences that mean the same, as the numbers of their words.
+    """Pairs of sentences with the same meaning, as word ids.
 
     Attributes:
-        english: int64 of shape (1000, 2, 6): a wish in two forms that share no word.
-        german: int64 of shape (1000, 2, 6): the same wish in German, and its first English form.
-        words: The word of each number.
+        english: int64 of shape (1000, 2, 6): a request in two versions without common words.
+        german: int64 of shape (1000, 2, 6): the request in German, and its first English version.
+        words: The word of each id.
     """
 
     english: npt.NDArray[np.int64]
@@ -33,7 +33,7 @@ class Phrases(NamedTuple):
 
 
 def load() -> Phrases:
-    """Says every verb of every adjective and noun, in an order that is mixed and always the same.
+    """Returns all combinations of verb, adjective and noun, in a fixed shuffled order.
 
     Example:
         >>> phrases = load()

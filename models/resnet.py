@@ -1,4 +1,4 @@
-"""A residual net for small images."""
+"""A residual network for small images."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def resnet(
 ) -> onnx.ModelProto:
     """Builds the CIFAR form of He et al. 2016, section 4.2, with projection shortcuts.
 
-    One convolution, then stages of residual blocks, each stage with half the height and width and
-    twice the channels of the one before, then the average over all pixels and a linear layer. The
-    depth is 2 · sum(blocks) + 2: ``resnet((3, 3, 3), image=(3, 32, 32))`` is ResNet-20.
+    One convolution; stages of residual blocks, each with half the height and width and twice the
+    channels of the previous one; the average over all pixels; and a linear layer. The depth is
+    2 · sum(blocks) + 2: ``resnet((3, 3, 3), image=(3, 32, 32))`` is ResNet-20.
 
     Args:
         blocks: The number of blocks of the stages ``layer1``, ``layer2``, ….
         image: (channels, height, width) of the images.
         width: The number of channels of the first stage.
         classes: The number of classes.
-        seed: Where the initial weights start from.
+        seed: The seed of the initial weights.
 
     Returns:
         A model from ``images``, float32 (batch, *image), to ``logits``, float32 (batch, classes).
@@ -62,11 +62,11 @@ def resnet(
 
 @named
 def block(x: Tensor, name: str, channels: int, stride: int, rng: np.random.Generator) -> Tensor:
-    """Adds to the input what two 3×3 convolutions make of it.
+    """Adds the result of two 3×3 convolutions to the input.
 
     Args:
         x: Of shape (N, inputs, H, W).
-        name: The prefix of the names ``conv1``, ``bn1``, ``conv2``, ``bn2`` and, where the shape
+        name: The prefix of the names ``conv1``, ``bn1``, ``conv2``, ``bn2`` and, if the shape
             changes, ``downsample.0`` (a 1×1 convolution) and ``downsample.1`` (its normalization).
         channels: The number of output channels.
         stride: The step of the first convolution and of the shortcut.

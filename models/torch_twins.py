@@ -1,4 +1,4 @@
-"""The models of models/ built from PyTorch's own modules, with the same weights by name."""
+"""The models of models/ built from PyTorch modules, with the same weights by name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ if TYPE_CHECKING:
 
 
 def twin(model: onnx.ModelProto, *, heads: int = 4, dropout: float = 0.0) -> torch.nn.Module:
-    """Builds the PyTorch module that computes what a model of models/ computes.
+    """Builds the PyTorch module that is equivalent to a model of models/.
 
     Args:
-        model: What mlp(), lenet(), resnet(), transformer() or lstm() returned, perhaps trained
-            since.
-        heads: The transformer's number of attention heads, which no shape tells.
+        model: A model from mlp(), lenet(), resnet(), transformer() or lstm(), trained or not.
+        heads: The transformer's number of attention heads, which shapes do not show.
         dropout: The dropout ratio of training mode.
 
     Returns:
@@ -44,13 +43,13 @@ def module(
 ) -> torch.nn.Module:
     """Builds a PyTorch module from the weights of a model of models/.
 
-    Sizes are read off the shapes of the weights, whose values become the module's; the names of
-    parameters and buffers are the weights', but for those of an LSTM (see `lstm_parameters`).
+    Sizes are inferred from the shapes of the weights. Parameters and buffers have the values and
+    names of the weights, except for an LSTM (see `lstm_parameters`).
 
     Args:
-        name: The function in models/ that the weights are from.
+        name: The function in models/ that created the weights.
         weights: The initializers by name; they are copied.
-        heads: The transformer's number of attention heads, which no shape tells.
+        heads: The transformer's number of attention heads, which shapes do not show.
         dropout: The dropout ratio of training mode.
         ids: Whether the transformer's tokens are ids.
 
@@ -77,7 +76,7 @@ def module(
 def lstm_parameters(
     weights: Mapping[str, npt.NDArray[np.float32]],
 ) -> dict[str, npt.NDArray[np.float32]]:
-    """Returns weights, or their gradients, with the LSTM's as PyTorch names and lays them out.
+    """Returns weights or gradients, with PyTorch's names and layout for those of the LSTM.
 
     Args:
         weights: Those of lstm() by name: ``lstm.W``, ``lstm.R`` and ``lstm.B`` have the gates in
@@ -85,7 +84,7 @@ def lstm_parameters(
 
     Returns:
         ``lstm.weight_ih_l0``, ``lstm.weight_hh_l0``, ``lstm.bias_ih_l0`` and ``lstm.bias_hh_l0``
-        with the gates in the order input, forget, cell, output, and everything else as it is.
+        with the gates in the order input, forget, cell, output; all others are unchanged.
     """
     import numpy as np
 
@@ -107,7 +106,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def _count(shapes: Shapes, pattern: str) -> int:
-    """How many different layers match a pattern with one group."""
+    """Returns the number of different layers that match a pattern with one group."""
     return len({found[1] for name in shapes if (found := re.match(pattern, name))})
 
 

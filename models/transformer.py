@@ -28,20 +28,20 @@ def transformer(
 
     A token is a vector of numbers (by default a row of an 8×8 image), or with ``vocabulary`` an id.
     Batch and sequence are symbolic, so a sequence may be shorter than ``length``; all sequences of
-    a batch have one length.
+    a batch have the same length.
 
     Args:
         features: The length of a token's vector.
-        vocabulary: The number of ids; takes the place of ``features``.
-        length: The longest sequence, for which there are learnt positions.
+        vocabulary: The number of ids; replaces ``features``.
+        length: The maximum sequence length, with learned positions.
         width: The number of features inside the encoder.
         heads: The number of attention heads, a divisor of ``width``.
         hidden: The width of the feed-forward parts.
         depth: The number of encoder layers.
         classes: The number of classes.
-        dropout_ratio: The share of elements that each dropout zeroes while training, placed as in
-            ``torch.nn.TransformerEncoderLayer``; 0 leaves it out.
-        seed: Where the initial weights start from.
+        dropout_ratio: The fraction of elements that each dropout zeroes during training, placed as
+            in ``torch.nn.TransformerEncoderLayer``; 0 for no dropout.
+        seed: The seed of the initial weights.
 
     Returns:
         A model from ``tokens``, float32 (batch, sequence, features) or, for ids, int64

@@ -112,25 +112,28 @@ def data(**arrays: np.ndarray) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut("step.json", 2000), "JSON ends too early"),
-        (cut("step.json", -1), "JSON ends too early"),
-        (cut("step.json", 0), "no JSON: "),
-        (cut("model.onnx", 5000), "not the file that step.json was written with: model.onnx"),
-        (cut("step.onnx", 5000), "not the file that step.json was written with: step.onnx"),
-        (cut("data.safetensors", 4), "no safetensors: .*data.safetensors"),
-        (cut("data.safetensors", 500), "the data end too early: "),
-        (lambda folder: (folder / "step.json").unlink(), "cannot be read: .*step.json"),
-        (described(lambda it: it.update(version=2)), "not of format 'ortops.step', version 1"),
-        (described(lambda it: it.update(format="others")), "not of format 'ortops.step'"),
-        (described(lambda it: it.pop("step")), "a description lacks step"),
+        (cut("step.json", 2000), "JSON ends unexpectedly"),
+        (cut("step.json", -1), "JSON ends unexpectedly"),
+        (cut("step.json", 0), "invalid JSON: "),
+        (cut("model.onnx", 5000), "checksum differs from step.json: model.onnx"),
+        (cut("step.onnx", 5000), "checksum differs from step.json: step.onnx"),
+        (cut("data.safetensors", 4), "not a safetensors file: .*data.safetensors"),
+        (cut("data.safetensors", 500), "the data end unexpectedly: "),
+        (lambda folder: (folder / "step.json").unlink(), "cannot read .*step.json"),
+        (
+            described(lambda it: it.update(version=2)),
+            "must have the format 'ortops.step', version 1",
+        ),
+        (described(lambda it: it.update(format="others")), "must have the format 'ortops.step'"),
+        (described(lambda it: it.pop("step")), "missing key: step"),
         (described(lambda it: it["step"].update(loss=None)), "has no loss"),
         (
             described(lambda it: it["variables"]["conv1.weight"].update(type="int4")),
-            "this type is not known here: int4",
+            "unsupported type: int4",
         ),
         (
             described(lambda it: it["variables"]["conv1.weight"].update(places=[])),
-            "model.onnx has no place for conv1.weight",
+            "model.onnx does not store conv1.weight",
         ),
         (
             described(lambda it: it["variables"]["conv1.weight"].update(shape=[1])),
@@ -140,7 +143,7 @@ def data(**arrays: np.ndarray) -> Callable[[Path], object]:
             described(lambda it: it["variables"]["conv1.weight"].update(places=[[10**9, 144]])),
             "do not belong together: conv1.weight",
         ),
-        (described(lambda it: it["variables"].update({'a"b': {}})), "no string without escapes"),
+        (described(lambda it: it["variables"].update({'a"b': {}})), "not a string without escapes"),
         (
             described(lambda it: it["variables"].pop("conv1.bias")),
             "step.json and step.onnx do not",
@@ -155,7 +158,7 @@ def data(**arrays: np.ndarray) -> Callable[[Path], object]:
             "onnxruntime: Got invalid dimensions for input: images",
         ),
         (data(images=np.zeros((8, 1, 8, 8), np.float32)), "fewer rows than a batch: images"),
-        (data(labels=np.zeros(31, np.int64)), "another number of rows: labels"),
+        (data(labels=np.zeros(31, np.int64)), "feeds have different numbers of rows: labels"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -167,9 +170,9 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_wrong_arguments_are_refused(program: Path, folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"no natural number: many"):
+    with pytest.raises(ValueError, match=r"not an integer >= 0: many"):
         run(program, folder, batch="many")
-    with pytest.raises(ValueError, match=r"a batch has at least one row"):
+    with pytest.raises(ValueError, match=r"BATCH must be an integer >= 1, got 0"):
         run(program, folder, batch=0)
     done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-/* JSON, read where it stands: a value is the place where its text begins. And how to stop. */
+/* A JSON reader without copies: a value is a pointer to its text. Also: errors, memory and files. */
 
 #pragma once
 #include <stdbool.h>
@@ -18,13 +18,13 @@ static void *memory(size_t bytes) {
     return found;
 }
 
-static char *read_file(const char *path, size_t *size) { /* with a zero behind its last byte */
+static char *read_file(const char *path, size_t *size) { /* with a terminating zero */
     FILE *file = fopen(path, "rb");
-    if (!file || fseek(file, 0, SEEK_END)) stop("cannot be read: ", path);
+    if (!file || fseek(file, 0, SEEK_END)) stop("cannot read ", path);
     *size = (size_t)ftell(file);
     char *bytes = memory(*size + 1);
     rewind(file);
-    if (fread(bytes, 1, *size, file) != *size) stop("cannot be read: ", path);
+    if (fread(bytes, 1, *size, file) != *size) stop("cannot read ", path);
     fclose(file);
     return bytes;
 }
@@ -40,7 +40,7 @@ static uint32_t crc32(const char *bytes, size_t size) {
 
 static const char *blank(const char *at) { return at + strspn(at, " \t\r\n"); }
 
-static const char *behind(const char *at) { /* what follows a value */
+static const char *behind(const char *at) { /* the text after a value */
     if (*at == '"') {
         for (at++; *at && *at != '"'; at++)
             if (*at == '\\' && at[1]) at++;
@@ -52,21 +52,21 @@ static const char *behind(const char *at) { /* what follows a value */
         }
     } else {
         size_t length = strcspn(at, "\",:[]{} \t\r\n");
-        if (!length) stop("no JSON: ", at);
+        if (!length) stop("invalid JSON: ", at);
         return blank(at + length);
     }
-    if (!*at) stop("JSON ends too early", "");
+    if (!*at) stop("JSON ends unexpectedly", "");
     return blank(at + 1);
 }
 
-static const char *whole(const char *text) { /* a value and nothing else */
+static const char *whole(const char *text) { /* a value without trailing text */
     text = blank(text);
-    if (*behind(text)) stop("no JSON: ", behind(text));
+    if (*behind(text)) stop("invalid JSON: ", behind(text));
     return text;
 }
 
-static const char *first(const char *container) { /* its first key or element; NULL if empty */
-    if (*container != '{' && *container != '[') stop("no object or array: ", container);
+static const char *first(const char *container) { /* the first key or element; NULL if empty */
+    if (*container != '{' && *container != '[') stop("not an object or array: ", container);
     const char *at = blank(container + 1);
     return *at == '}' || *at == ']' ? NULL : at;
 }
@@ -82,14 +82,14 @@ static const char *following_key(const char *key) { return following(of_key(key)
 
 static const char *text(const char *at) {
     size_t length = strcspn(at + 1, "\"\\");
-    if (*at != '"' || at[1 + length] != '"') stop("no string without escapes: ", at);
+    if (*at != '"' || at[1 + length] != '"') stop("not a string without escapes: ", at);
     return memcpy(memory(length + 1), at + 1, length);
 }
 
 static const char *find(const char *object, const char *name) {
     for (const char *key = first(object); key; key = following_key(key))
         if (!strcmp(text(key), name)) return of_key(key);
-    stop("a description lacks ", name);
+    stop("missing key: ", name);
     return NULL;
 }
 
@@ -98,6 +98,6 @@ static bool is_null(const char *at) { return !strncmp(at, "null", 4); }
 static size_t number(const char *at) {
     char *end;
     long long found = strtoll(at, &end, 10);
-    if (end == at || *end == '.' || found < 0) stop("no natural number: ", at);
+    if (end == at || *end == '.' || found < 0) stop("not an integer >= 0: ", at);
     return (size_t)found;
 }

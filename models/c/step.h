@@ -1,4 +1,4 @@
-/* What the files of `ortops export-step` say, as tensors of onnxruntime's C API. */
+/* Reads the files of `ortops export-step` into tensors of onnxruntime's C API. */
 
 #pragma once
 #include "json.h"
@@ -38,7 +38,7 @@ static char *file_of(const char *folder, const char *name, const char *json, cha
     sprintf(*path, "%s/%s", folder, name);
     char *bytes = read_file(*path, size);
     if (json && number(find(find(find(json, "files"), name), "crc32")) != crc32(bytes, *size))
-        stop("not the file that step.json was written with: ", name);
+        stop("checksum differs from step.json: ", name);
     return bytes;
 }
 
@@ -49,7 +49,7 @@ static Tensor tensor(const char *name, const char *type, const char *shape) {
             made.type = TYPES[i].type;
             made.bytes = TYPES[i].size;
         }
-    if (!made.bytes) stop("this type is not known here: ", type);
+    if (!made.bytes) stop("unsupported type: ", type);
     for (const char *dim = first(shape); dim; dim = following(dim)) {
         if (made.rank == 8) stop("too many dimensions: ", name);
         made.shape[made.rank++] = (int64_t)number(dim);
@@ -64,10 +64,10 @@ static Tensor feed(const char *described, const char *header, const char *data, 
     const char *name = text(find(described, "name")), *json = find(header, name);
     Tensor made = tensor(name, text(find(json, "dtype")), find(json, "shape"));
     size_t begin = number(first(find(json, "data_offsets")));
-    if (begin > size || made.bytes > size - begin) stop("the data end too early: ", name);
+    if (begin > size || made.bytes > size - begin) stop("the data end unexpectedly: ", name);
     size_t own = made.rank ? (size_t)made.shape[0] : 0;
     if (own < batch) stop("a feed has fewer rows than a batch: ", name);
-    if (*rows && *rows != own) stop("a feed has another number of rows: ", name);
+    if (*rows && *rows != own) stop("feeds have different numbers of rows: ", name);
     *rows = own;
     made.bytes = made.bytes / own * batch;
     made.shape[0] = (int64_t)batch;
@@ -82,7 +82,7 @@ static Tensor variable(const char *name, const char *json, char *model, size_t s
     const char *next = find(json, "next");
     made.next = is_null(next) ? NULL : text(next);
     made.places = find(json, "places");
-    if (!first(made.places)) stop("model.onnx has no place for ", name);
+    if (!first(made.places)) stop("model.onnx does not store ", name);
     for (const char *place = first(made.places); place; place = following(place)) {
         size_t offset = number(first(place)), length = number(following(first(place)));
         if (length != made.bytes || offset > size || length > size - offset)

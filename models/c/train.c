@@ -2,30 +2,30 @@
 
    train FOLDER DATA.safetensors BATCH STEPS OUTPUT.onnx
 
-   DATA has an array for each feed of the step, one row for each sample; batches are taken in its
-   order. The loss is printed, and the trained state is written into a copy of FOLDER/model.onnx,
-   which onnxruntime runs and ortops.TrainingSession goes on with. README.md tells how to build this.
-   For little-endian machines. */
+   DATA has an array for each feed of the step, with one row per sample; batches are read in order.
+   Prints the loss of each step, and writes the trained state to a copy of FOLDER/model.onnx, which
+   onnxruntime runs and from which ortops.TrainingSession resumes. README.md explains how to build
+   this program. For little-endian machines. */
 
 #include "step.h"
 
 int main(int count, char **arguments) {
     if (count != 6) stop("usage: train FOLDER DATA.safetensors BATCH STEPS OUTPUT.onnx", "");
     size_t batch = number(arguments[3]), steps = number(arguments[4]), rows = 0;
-    if (!batch) stop("a batch has at least one row", "");
+    if (!batch) stop("BATCH must be an integer >= 1, got ", arguments[3]);
 
-    /* What the folder and the data say. */
+    /* Read the folder and the data. */
     char *path;
     size_t size, model_size;
     const char *json = whole(file_of(arguments[1], "step.json", NULL, &path, &size));
     if (strcmp(text(find(json, "format")), "ortops.step") || number(find(json, "version")) != 1)
-        stop("step.json is not of format 'ortops.step', version 1", "");
+        stop("step.json must have the format 'ortops.step', version 1", "");
     char *model = file_of(arguments[1], "model.onnx", json, &path, &model_size);
     free(file_of(arguments[1], "step.onnx", json, &path, &size));
     char *data = read_file(arguments[2], &size);
     uint64_t length = 0;
     if (size >= 8) memcpy(&length, data, 8);
-    if (size < 8 || length > size - 8) stop("no safetensors: ", arguments[2]);
+    if (size < 8 || length > size - 8) stop("not a safetensors file: ", arguments[2]);
     const char *header = whole(memcpy(memory(length + 1), data + 8, length));
 
     ort = OrtGetApiBase()->GetApi(ORT_API_VERSION);
@@ -55,7 +55,7 @@ int main(int count, char **arguments) {
         inputs[used++] = variable(text(key), of_key(key), model, model_size);
         if (inputs[used - 1].next) outputs[put_out++] = inputs[used - 1].next;
     }
-    size_t wanted = 0; /* onnxruntime takes an optional input of a node that is not given as absent */
+    size_t wanted = 0; /* checked, because onnxruntime treats missing inputs of optional node inputs as absent */
     check(ort->SessionGetInputCount(session, &wanted));
     if (wanted != used) stop("step.json and step.onnx do not belong together", "");
     for (size_t i = 0; i < used; i++) {
@@ -91,6 +91,6 @@ int main(int count, char **arguments) {
     }
     FILE *file = fopen(arguments[5], "wb");
     if (!file || fwrite(model, 1, model_size, file) != model_size || fclose(file))
-        stop("cannot be written: ", arguments[5]);
+        stop("cannot write ", arguments[5]);
     return 0;
 }

@@ -1,1 +1,1 @@
-"""Worked examples; each is one script that says what it shows and the figure it reaches."""
+"""Worked examples; each is one script that states its topic and result."""

@@ -1,10 +1,10 @@
-"""A language model of characters learns to write like Python's language reference.
+"""A character-level language model learns to write like Python's language reference.
 
-A causal transformer of 0.25 million weights reads 64 characters of the reference, which comes with
-Python (`pydoc`), and tells what follows each. It is trained with AdamW, a learning rate that warms
-up and falls, and gradients clipped by their norm. Then stock onnxruntime writes a sample.
+A causal transformer with 0.25 million weights reads 64 characters of the reference, which comes
+with Python (`pydoc`), and predicts each next one. It is trained with AdamW, warm-up and a decaying
+learning rate, and clipped gradients. Then stock onnxruntime generates a sample.
 
-Perplexity on the last tenth of the text (of Python 3.11), which it was not trained on: 3.64 among
+Perplexity on the last tenth of the text (of Python 3.11), which is not used for training: 3.64 over
 94 characters.
 """
 
@@ -26,7 +26,7 @@ QUICK = {"perplexity": 22.0}
 
 
 def decoder(width: int = 96, depth: int = 2) -> onnx.ModelProto:
-    """Builds a pre-norm transformer from characters' numbers to the logits of the next ones."""
+    """Builds a pre-norm transformer from character ids to the logits of the next characters."""
     rng, count = np.random.default_rng(0), len(CHARACTERS)
     with Tape(name="characters", opset=23) as tape:
         ids = tape.input("ids", np.int64, ["batch", "length"])
@@ -43,7 +43,7 @@ def decoder(width: int = 96, depth: int = 2) -> onnx.ModelProto:
 
 
 def write(model: onnx.ModelProto, start: str, length: int) -> str:
-    """Continues a text, a character at a time, by stock onnxruntime."""
+    """Continues a text, character by character, in stock onnxruntime."""
     session, rng = onnxruntime.InferenceSession(model.SerializeToString()), np.random.default_rng(0)
     for _ in range(length):
         ids = np.searchsorted(CHARACTERS, list(start[-LENGTH:]))

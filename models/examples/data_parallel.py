@@ -1,9 +1,9 @@
-"""Two processes make each step together, over gloo: a communicator of one's own.
+"""Data-parallel training in two processes over gloo, with a custom communicator.
 
-`ortops.distributed.join` takes MPI by default; anything that sums an array over all processes and
-broadcasts one does, here torch.distributed. Each process has half of every batch.
-Accuracy on 360 unseen images after 10 epochs: 0.964, as of one process. Weights differ by 8e-8 of
-the largest after 2 epochs; later, where rounding turns a Relu on or off, by 0.6 %.
+`ortops.distributed.join` uses MPI by default, but any object works that can sum and broadcast an
+array over all processes, here torch.distributed. Each process has half of each batch.
+Accuracy on 360 test images after 10 epochs: 0.964, as with one process. Weights differ by 8e-8 of
+the largest one after 2 epochs; later, when rounding switches a Relu on or off, by 0.6 %.
 """
 
 import argparse
@@ -31,21 +31,21 @@ class Gloo:
         self.group.init_process_group("gloo", f"file://{file}", rank=rank, world_size=size)
 
     def sum(self, array: np.ndarray) -> None:
-        """Over all processes, in place."""
+        """Sums an array over all processes, in place."""
         self.group.all_reduce(self.wrap(array))
 
     def broadcast(self, array: np.ndarray) -> None:
-        """From process 0 to all, in place."""
+        """Broadcasts an array from process 0, in place."""
         self.group.broadcast(self.wrap(array), src=0)
 
 
 def train(session: ortops.TrainingSession, epochs: int) -> None:
-    """Is the same in one process and in several: ``batch_size`` is that of all."""
+    """Trains in one process or several: ``batch_size`` is that of all together."""
     session.fit(TRAIN, epochs=epochs, batch_size=32, progress=False)
 
 
 def work(rank: int, folder: str, epochs: int) -> None:
-    """What each process does."""
+    """Runs in each process."""
     session = ortops.TrainingSession(f"{folder}/model.onnx")
     train(ortops.distributed.join(session, Gloo(rank, 2, f"{folder}/meeting")), epochs)
     if rank == 0:

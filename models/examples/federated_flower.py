@@ -1,9 +1,9 @@
-"""Federated averaging on Flower: a server and two clients that talk over loopback.
+"""Federated averaging with Flower: a server and two clients, connected over loopback.
 
 One client has the digits 0 to 4, the other 5 to 9. Flower's FedAvg averages `session.parameters`,
-weighted by rows; optimizer state stays with the clients. Then a model that has learnt on negatives
-gets adapters (LoRA), and only these travel. Flower pins versions (protobuf): install it with ortops
-in an environment of its own, ``pip install flwr``.
+weighted by rows; optimizer state stays in the clients. Then a model trained on inverted images gets
+LoRA adapters, and only these are exchanged. Flower pins versions (protobuf): install it together
+with ortops in a separate environment, ``pip install flwr``.
 """
 
 import argparse
@@ -19,7 +19,7 @@ TRAIN, TEST = ({"images": part.images, "labels": part.labels} for part in digits
 
 
 def run_client(number: int, model: bytes, address: str) -> None:
-    """Trains for an epoch on digits of its own each time that the server asks."""
+    """Trains one epoch on its own digits for each request of the server."""
     import flwr
 
     mine = (TRAIN["labels"] < 5) == (number == 0)
@@ -57,7 +57,7 @@ def federate(session: ortops.TrainingSession, rounds: int, address: str) -> floa
 
 
 def main(quick: bool) -> dict[str, float]:
-    """Federates all weights, then adapters only."""
+    """Federates all weights, then only adapters."""
     options = {"loss": "SoftmaxCrossEntropy", "optimizer": ortops.optimizers.SGD(0.05)}
     fresh = ortops.TrainingSession(ortops.build_training_model(lenet.lenet(), **options))
     base = ortops.TrainingSession(fresh.model())

@@ -1,10 +1,10 @@
-"""A physics-informed network: it solves Burgers' equation, which is all that it is trained on.
+"""A physics-informed network solves Burgers' equation; the equation is the only loss.
 
-A wave u(x, t) starts as −sin(πx), steepens and fades: u_t + u u_x = 0.01 u_xx between x = −1 and 1,
-where it is held at zero. The start and the ends are built into the network; what the equation
-leaves over, with derivatives by `ortops.grad`, is the loss. No solution is shown to it.
+A wave u(x, t) starts as −sin(πx), steepens and decays: u_t + u u_x = 0.01 u_xx for −1 < x < 1, with
+u = 0 at both ends. Initial and boundary conditions are built into the network. The loss is the
+residual of the equation, with derivatives by `ortops.grad`; no solution is used for training.
 
-The difference to the exact solution, by Cole and Hopf, is 0.35 % of its size after 8000 steps.
+The relative error to the exact Cole–Hopf solution is 0.35 % after 8000 steps.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def network() -> onnx.ModelProto:
 
 
 def residual(u: Tensor, points: Tensor) -> Tensor:
-    """Returns the mean square of what the equation leaves over."""
+    """Returns the mean square of the residual of the equation."""
     slopes = ortops.grad(u, points)
     u_x, u_t = slopes[:, :1], slopes[:, 1:]
     u_xx = ortops.grad(u_x, points)[:, :1]
@@ -44,7 +44,7 @@ def residual(u: Tensor, points: Tensor) -> Tensor:
 
 
 def exact(x: np.ndarray, t: np.ndarray) -> np.ndarray:
-    """Returns the solution by Cole and Hopf: averages over a heat kernel."""
+    """Returns the Cole–Hopf solution: averages over a heat kernel."""
     nodes, weights = np.polynomial.hermite.hermgauss(100)
     origin = x[..., None] - np.sqrt(4 * VISCOSITY * t)[..., None] * nodes
     weights = weights * np.exp(-np.cos(np.pi * origin) / (2 * np.pi * VISCOSITY))
@@ -52,7 +52,7 @@ def exact(x: np.ndarray, t: np.ndarray) -> np.ndarray:
 
 
 def solve(epochs: int) -> tuple[np.ndarray, np.ndarray]:
-    """Trains the network, and returns its u and the exact one at 101 times and 201 places."""
+    """Trains the network, and returns its u and the exact one at 101 times and 201 positions."""
     points = np.random.default_rng(0).uniform((-1, 0), (1, 1), (5000, 2)).astype(np.float32)
     rate = ortops.schedules.cosine(5e-3, steps=20 * epochs)
     adam = ortops.optimizers.Adam(rate, beta=0.99)
@@ -66,7 +66,7 @@ def solve(epochs: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def main(quick: bool) -> dict[str, float]:
-    """Solves the equation and returns the difference to the exact solution."""
+    """Solves the equation and returns the relative error to the exact solution."""
     u, wanted = solve(epochs=40 if quick else 400)
     error = float(np.linalg.norm(u - wanted) / np.linalg.norm(wanted))
     print(f"The network differs from the exact solution by {error:.2%}")

@@ -1,10 +1,10 @@
-"""Quantization-aware training: a LeNet with weights of 4 bits that is as good as with 32.
+"""Quantization-aware training: a LeNet with 4-bit weights that is as accurate as with 32 bits.
 
-onnxruntime's own quantizer writes the file, with a pair of QuantizeLinear and DequantizeLinear in
-front of each weight (``AddQDQPairToWeight``). ortops trains that file as it is, its gradients
-straight through the rounding, and stock onnxruntime runs it: weights int4, activations int8.
+onnxruntime's quantizer writes the file, with a pair of QuantizeLinear and DequantizeLinear nodes
+before each weight (``AddQDQPairToWeight``). ortops trains that file directly, with straight-through
+gradients, and stock onnxruntime runs it: weights int4, activations int8.
 
-Right on test digits: 97.8 % in float32, 93.6 % quantized, 97.5 % when trained further.
+Accuracy on test digits: 97.8 % in float32, 93.6 % quantized, 97.5 % after further training.
 """
 
 import argparse
@@ -23,7 +23,7 @@ DIGITS = digits.load()
 
 
 class Calibration(CalibrationDataReader):
-    """Images from which the quantizer reads how large activations get."""
+    """Images for the calibration of activations."""
 
     def __init__(self) -> None:
         self.batches = iter([{"images": DIGITS.train.images[:500]}])
@@ -34,7 +34,7 @@ class Calibration(CalibrationDataReader):
 
 
 def accuracy(model: onnx.ModelProto) -> float:
-    """Returns the share of test digits that a model reads right in stock onnxruntime."""
+    """Returns the accuracy of a model on test digits in stock onnxruntime."""
     plain = onnxruntime.InferenceSession(model.SerializeToString())
     (logits,) = plain.run(["logits"], {"images": DIGITS.test.images})
     return float((logits.argmax(axis=1) == DIGITS.test.labels).mean())
@@ -55,7 +55,7 @@ def quantized(model: onnx.ModelProto) -> onnx.ModelProto:
     options = {"AddQDQPairToWeight": True, "QuantizeBias": False}
     with tempfile.TemporaryDirectory() as folder:
         given, written = f"{folder}/float.onnx", f"{folder}/int4.onnx"
-        onnx.save(model, given)  # the quantizer would change a model in memory
+        onnx.save(model, given)  # because the quantizer changes a model in memory
         int4 = QuantType.QInt4
         quantize_static(given, written, Calibration(), weight_type=int4, extra_options=options)
         return onnx.load(written)

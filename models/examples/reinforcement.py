@@ -1,8 +1,8 @@
 """Reinforcement learning: a network learns to balance a pole on a cart by trial and error.
 
 Stock onnxruntime plays sixteen games at a time. A game ends when the pole falls, or after 500 steps
-(10 s). The loss, REINFORCE, is a function with inputs of its own: the actions, and how much better
-than average the rest of each game was. Each round of games is followed by a training step.
+(10 s). The loss, REINFORCE, is a custom function with additional inputs: the actions, and the
+advantage, how much longer than average the game lasted. Each round ends with a training step.
 
 The pole stays up for 26 steps before training, and for 500 (the maximum) in the last of forty
 rounds.
@@ -34,13 +34,13 @@ def move(state: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def play(policy: onnx.ModelProto, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-    """Plays sixteen poles; returns what was seen and done, and which stood, step by step."""
+    """Plays sixteen games; returns states, actions, and which games were running, by step."""
     plain = onnxruntime.InferenceSession(policy.SerializeToString())
     state, stands, rows = rng.uniform(-0.05, 0.05, (16, 4)), np.ones(16, bool), []
     while stands.any() and len(rows) < LIMIT:
         seen = state.astype(np.float32)
         (logits,) = plain.run(None, {"images": seen})
-        done = (logits + rng.gumbel(size=logits.shape)).argmax(axis=1)  # drawn from the softmax
+        done = (logits + rng.gumbel(size=logits.shape)).argmax(axis=1)  # sampled from the softmax
         rows.append((seen, done, stands))
         state = move(state, done == 1)
         stands = stands & (abs(state[:, 0]) < 2.4) & (abs(state[:, 2]) < math.pi / 15)
@@ -48,13 +48,13 @@ def play(policy: onnx.ModelProto, rng: np.random.Generator) -> tuple[np.ndarray,
 
 
 def reinforce(logits: Tensor, done: Tensor, advantage: Tensor) -> Tensor:
-    """Returns the loss whose gradient makes likelier what turned out well."""
+    """Returns the loss whose gradient increases the probability of good actions."""
     log_p = op.GatherElements(op.LogSoftmax(logits), op.Unsqueeze(done, [1]), axis=1)
     return -(log_p.squeeze(1) * advantage).mean()
 
 
 def main(quick: bool) -> dict[str, float]:
-    """Plays and learns in turns, and returns for how long poles stood in the last round."""
+    """Alternates games and training; returns the duration of games in the last round."""
     inputs = {"done": (np.int64, ["batch"]), "advantage": (np.float32, ["batch"])}
     model, adam = mlp.mlp((4, 32, 2)), ortops.optimizers.Adam(0.02)
     trainable = ortops.build_training_model(model, loss=reinforce, optimizer=adam, inputs=inputs)
@@ -64,7 +64,7 @@ def main(quick: bool) -> dict[str, float]:
         steps.append(float(stood.sum(axis=0).mean()))
         reward = stood.astype(np.float32)
         for step in reversed(range(len(reward) - 1)):
-            reward[step] += 0.99 * reward[step + 1]  # what comes later counts a little less
+            reward[step] += 0.99 * reward[step + 1]  # later rewards are discounted
         reward = reward[stood]
         advantage = (reward - reward.mean()) / reward.std()
         session.step({"images": seen[stood], "done": done[stood], "advantage": advantage})

@@ -1,11 +1,11 @@
-"""Teaches an English sentence encoder German by an adapter (LoRA, InfoNCE).
+"""Teaches an English sentence encoder German with an adapter (LoRA, InfoNCE).
 
-A small transformer learns that English sentences of one meaning belong together: "please buy me
-the big car", "would you purchase that large automobile". With 80 sentences in German, a low-rank
-adapter is trained beside its weights. Stock onnxruntime serves the one model with or without it.
+A small transformer learns to match English sentences of the same meaning: "please buy me the big
+car", "would you purchase that large automobile". Then a low-rank adapter is trained on 80 German
+sentences. Stock onnxruntime serves one model with or without the adapter.
 
-Share of 200 unseen sentences that find their meaning among those of all: English 1.000, German
-0.020 without the adapter and 0.995 with it, a file of 30 kB beside the 207 kB of the model.
+Fraction of 200 test sentences that are matched with their meaning among all: English 1.000, German
+0.020 without the adapter and 0.995 with it, a file of 30 kB for a model of 207 kB.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def encoder(vocabulary: int, width: int = 64) -> onnx.ModelProto:
 
 
 def train(model: onnx.ModelProto, pairs: np.ndarray, epochs: int) -> onnx.ModelProto:
-    """Trains all weights, or of a model with an adapter that alone."""
+    """Trains all weights; for a model with an adapter, only the adapter."""
     loss, adam = ortops.losses.InfoNCE(query="query", key="key"), ortops.optimizers.Adam(3e-3)
     trainable = ortops.build_training_model(model, loss=loss, optimizer=adam)
     session = ortops.TrainingSession(trainable)
@@ -47,12 +47,12 @@ def train(model: onnx.ModelProto, pairs: np.ndarray, epochs: int) -> onnx.ModelP
 
 
 def main(quick: bool) -> dict[str, float]:
-    """Trains encoder and adapter; returns the shares of sentences that find their meaning."""
+    """Trains encoder and adapter; returns the fractions of correctly matched sentences."""
     english, german, words = phrases.load()
     base = train(encoder(len(words)), english[:600], epochs=10)
     served = ortops.lora.add(base, rank=8, targets=["words.weight", "layer.*"])
     tuned = train(served, german[:80], epochs=15 if quick else 60)
-    onnxruntime.set_default_logger_severity(3)  # or it warns of inputs that have a default
+    onnxruntime.set_default_logger_severity(3)  # hides warnings for inputs with a default value
     session = onnxruntime.InferenceSession(served.SerializeToString())
     adapter, options = onnxruntime.LoraAdapter(), onnxruntime.RunOptions()
     with tempfile.TemporaryDirectory() as folder:

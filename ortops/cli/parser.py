@@ -10,8 +10,11 @@ from typing import Any
 
 __all__ = ["make_parser"]
 
-_LOSS = "a loss with its arguments, such as 'SoftmaxCrossEntropy(label_smoothing=0.1)'"
-_OPTIMIZER = "an optimizer with its arguments, such as 'AdamW(weight_decay=0.1)'"
+_LOSS = (
+    "a loss, optionally with arguments: SoftmaxCrossEntropy, MeanSquaredError, "
+    "'Huber(delta=0.5)', … (`ortops check` lists the losses that fit a model)"
+)
+_OPTIMIZER = "an optimizer, optionally with arguments, such as 'AdamW(weight_decay=0.1)'"
 _DATA = (
     "an .npz, .csv or .parquet file, a folder with one subfolder of images per class, or - for "
     "CSV on standard input"
@@ -186,7 +189,7 @@ def _epilog(command: str) -> str:
 
 def _add_check(command: _Command) -> None:
     parser = command(
-        "check", "checking.check", "report what training would do, and what prevents it"
+        "check", "checking.check", "check whether models can be trained, and report how"
     )
     add = parser.add_argument
     parser.epilog = str(parser.epilog).replace(_EXIT, _EXIT_OF_CHECK)
@@ -273,7 +276,7 @@ def _add_data(parser: argparse.ArgumentParser, *, batch: int = 256) -> None:
         action="extend",
         nargs="+",
         metavar="M",
-        help="then subtract this from each channel",
+        help="subtract this from each channel, after --scale",
     )
     add(
         "--deviation",
@@ -281,7 +284,7 @@ def _add_data(parser: argparse.ArgumentParser, *, batch: int = 256) -> None:
         action="extend",
         nargs="+",
         metavar="D",
-        help="then divide each channel by this",
+        help="divide each channel by this, after --mean",
     )
     add("--batch-size", type=_count, metavar="N", help=f"rows per batch (default: {batch})")
 
@@ -358,7 +361,7 @@ def _add_eval(command: _Command) -> None:
     parser = command("eval", "training.evaluate", "compute loss and metrics on a data set")
     add = parser.add_argument
     add("model", help="a trainable file, or with --loss any .onnx file")
-    add("--loss", help=f"for a file without a loss: {_LOSS}")
+    add("--loss", help=f"only for a file without a loss: {_LOSS}")
     add("--metrics", nargs="+", metavar="METRIC", help="metrics to compute, such as accuracy")
     add("--ema", action="store_true", help="evaluate the averaged weights")
     add("--json", action="store_true", help="print a JSON object")
