@@ -598,7 +598,7 @@ def test_the_ends_of_data_are_read_alone(tmp_path: Path, monkeypatch: pytest.Mon
         lambda self, begin, end: read.append(end - begin) or original(self, begin, end),
     )
     wanted = array[0, 0].tobytes(), array[-1, -1].tobytes()
-    for each in (tensor, lent, external.refer_to(lent, "other")):
+    for each in (tensor, lent, external.Reference(lent, "other")):
         assert external.ends(each, 4) == wanted
     assert read == [4] * 6
     assert external.ends(tensor, 10**6) == (array.tobytes(),) * 2

@@ -942,7 +942,7 @@ def test_initial_state_of_a_given_model_is_not_kept() -> None:
     model = build_training_model(mlp((64, 32, 4)), loss="SoftmaxCrossEntropy", optimizer="Adam")
     session = TrainingSession(model)
     held = session._loaded.data.values()
-    lent = [tensor for tensor in held if isinstance(tensor, external.Lent)]
+    lent = [tensor for tensor in held if isinstance(tensor, external.Reference)]
     assert len(lent) == 2  # the moments of the big weight
     arrays = [session._execution.present(name) for name in session.state]
     assert all(any(np.shares_memory(t.numpy(), a) for a in arrays) for t in lent)

@@ -22,14 +22,16 @@ from ortops.errors import ModelError, UnsupportedError
 from ortops.graph.edit import all_nodes, describe, replace_value
 from ortops.graph.files.external import (
     Data,
+    Reference,
     detach,
+    external_to_inputs,
     find,
+    move_aside,
     read_light,
     read_on_demand,
-    refer_to,
 )
 from ortops.graph.files.loading import ModelLike, blame_model, is_file, load, readable
-from ortops.graph.files.serialization import from_proto, to_proto
+from ortops.graph.files.serialization import from_proto
 from ortops.graph.files.validation import validate
 from ortops.graph.limits import LIMITS
 from ortops.graph.shapes import infer_shapes
@@ -52,10 +54,6 @@ MINIMUM_OPSET = 21
 
 _ONNXRUNTIME = "com.microsoft"
 _UNKNOWN_DOMAIN = "ortops.unknown"
-
-_BIG = 1024  # initializers of more bytes bypass onnx's version converter
-
-_RESIZE_COORDINATES = 11  # the first opset with attributes for the coordinates of Resize
 
 _STABLE_SEMANTICS = 17
 """From this opset on, operators with an unchanged signature have unchanged semantics."""
@@ -124,7 +122,7 @@ def to_ir(
     for value in model.graph.initializers.values():
         content = find(value.const_value, beside)
         if content is not None:
-            value.const_value = refer_to(content, value.name)
+            value.const_value = Reference(content, value.name)
     if folder is not None:
         ir.external_data.set_base_dir(model.graph, folder)  # for tensors in attributes
     read_on_demand(model, folder)
@@ -248,8 +246,6 @@ def upgrade(model: ir.Model, *, quietly: bool = False) -> ir.Model:
         _move_unknown(model, "", _UNKNOWN_DOMAIN)
         model = _convert(model)
         _move_unknown(model, _UNKNOWN_DOMAIN, "")
-        if opset < _RESIZE_COORDINATES:
-            _keep_old_resize(model)
         _keep_old_semantics(model, opset)
     if not quietly:
         logger.warning("the model was converted from opset %d to %d", opset, MINIMUM_OPSET)
@@ -297,19 +293,11 @@ def _convert(model: ir.Model) -> ir.Model:
     """Runs onnx's version converter, without the data of big initializers."""
     graph = model.graph
     listed = {value.name for value in graph.inputs}
-    big = {
-        name: value.const_value
-        for name, value in graph.initializers.items()
-        if value.const_value is not None and value.const_value.nbytes > _BIG
-    }
-    for name, tensor in big.items():
-        value = graph.initializers.pop(name)
-        value.const_value = None
-        value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
-        if name not in listed:
-            graph.inputs.append(value)
+    tensors = {name: value.const_value for name, value in graph.initializers.items()}
+    light, _ = move_aside(model)
+    external_to_inputs(light.graph)
     try:
-        proto = onnx.version_converter.convert_version(to_proto(model), MINIMUM_OPSET)
+        proto = onnx.version_converter.convert_version(light, MINIMUM_OPSET)
     except Exception as error:  # the converter's exceptions have no common base class
         raise ModelError(
             f"model: cannot convert opset {graph.opset_imports['']} to {MINIMUM_OPSET}: {error}; "
@@ -318,54 +306,13 @@ def _convert(model: ir.Model) -> ir.Model:
     result = from_proto(proto)
     result.graph.meta.update(graph.meta)
     for value in list(result.graph.inputs):
-        if value.name in big:
-            value.const_value = big[value.name]
+        if value.name in tensors and value.name not in result.graph.initializers:
+            value.const_value = tensors[value.name]
             if value.name not in listed:
                 result.graph.inputs.remove(value)
             result.graph.register_initializer(value)
     result.metadata_props.update(model.metadata_props)
     return result
-
-
-def _keep_old_resize(model: ir.Model) -> None:
-    """Sets the attributes for the coordinates that Resize and Upsample used before opset 11.
-
-    The converter omits the attributes, and their defaults have different semantics. For a scale
-    below 1, nearest mode rounded up, otherwise down; a node with unknown scales becomes two nodes.
-    """
-    for node in list(all_nodes(model.graph)):
-        if node.domain or node.op_type != "Resize":
-            continue
-        node.attributes.add(ir.AttrString("coordinate_transformation_mode", "asymmetric"))
-        if node.attributes.get_string("mode", "nearest") != "nearest":
-            continue
-        x, roi, scales = node.inputs[:3]
-        assert scales is not None
-        known = ir.convenience.get_const_tensor(scales)
-        if known is not None and bool((known.numpy() >= 1).all()):
-            node.attributes.add(ir.AttrString("nearest_mode", "floor"))
-            continue
-        node.attributes.add(ir.AttrString("nearest_mode", "ceil"))
-        if known is not None and bool((known.numpy() <= 1).all()):
-            continue
-        one = ir.Node("", "Constant", [], [ir.AttrFloat32s("value_floats", [1.0])])
-        larger = ir.Node("", "Max", [scales, one.outputs[0]])
-        smaller = ir.Node("", "Min", [scales, one.outputs[0]])
-        first = ir.Node(
-            "",
-            "Resize",
-            [x, roi, larger.outputs[0]],
-            [
-                ir.AttrString("coordinate_transformation_mode", "asymmetric"),
-                ir.AttrString("nearest_mode", "floor"),
-            ],
-        )
-        for new, name in ((one, "one"), (larger, "up"), (smaller, "down"), (first, "enlarged")):
-            new.name = new.outputs[0].name = f"{node.outputs[0].name}_{name}"
-        assert node.graph is not None
-        node.graph.insert_before(node, [one, larger, smaller, first])
-        node.replace_input_with(0, first.outputs[0])
-        node.replace_input_with(2, smaller.outputs[0])
 
 
 def _keep_old_semantics(model: ir.Model, opset: int) -> None:
@@ -384,6 +331,29 @@ def _keep_old_semantics(model: ir.Model, opset: int) -> None:
         tape = Tape(node.graph, before=node, names=names)
         tape.scope = f"{node.name or node.op_type}/"
         _OLD_SEMANTICS[node.op_type][1](tape, node)
+
+
+def _keep_resize_coordinates(tape: Tape, node: ir.Node) -> None:
+    """Sets the attributes for the coordinates of Resize and Upsample, whose defaults have changed.
+
+    In nearest mode, coordinates were rounded up for scales below 1, otherwise down. If a node can
+    do both, it becomes two nodes.
+    """
+    node.attributes.add(ir.AttrString("coordinate_transformation_mode", "asymmetric"))
+    if node.attributes.get_string("mode", "nearest") != "nearest":
+        return
+    x, roi, scales = (None if value is None else tape.tensor(value) for value in node.inputs[:3])
+    assert scales is not None
+    known = scales.constant
+    enlarges, shrinks = known is None or (known > 1).any(), known is None or (known < 1).any()
+    node.attributes.add(ir.AttrString("nearest_mode", "ceil" if shrinks else "floor"))
+    if enlarges and shrinks:
+        larger = op.Max(scales, 1.0)
+        first = op.Resize(
+            *(x, roi, larger), coordinate_transformation_mode="asymmetric", nearest_mode="floor"
+        )
+        node.replace_input_with(0, first.value)
+        node.replace_input_with(2, op.Min(scales, 1.0).value)
 
 
 def _keep_group_scale(tape: Tape, node: ir.Node) -> None:
@@ -424,5 +394,6 @@ _OLD_SEMANTICS: dict[str, tuple[int, Callable[[Tape, ir.Node], None]]] = {
     "GroupNormalization": (21, _keep_group_scale),
     "Hardmax": (13, _keep_flat_hardmax),
     "Pad": (11, _type_pad_value),
+    "Resize": (11, _keep_resize_coordinates),
 }
 """For each operator, the first opset of its new semantics, and the function for older nodes."""

@@ -12,7 +12,7 @@ from ortops.errors import ModelError
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, copy_node, describe, inner_graphs
-from ortops.graph.files.external import refer_to
+from ortops.graph.files.external import Reference
 from ortops.graph.shapes import infer_shapes, may_be_equal
 from ortops.graph.tensor import Tape, Tensor
 
@@ -62,7 +62,7 @@ def put_teacher(tape: Tape, model: ModelLike, find: Callable[[str], Tensor | Non
             type=ir.TensorType(tensor.dtype),
             shape=ir.Shape(tensor.shape.numpy()),
         )
-        weight.const_value = refer_to(tensor, weight.name)
+        weight.const_value = Reference(tensor, weight.name)
         tape.graph.register_initializer(weight)
         constants.append(tape.tensor(weight))
         copies[value] = weight

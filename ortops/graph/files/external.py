@@ -45,7 +45,7 @@ __all__ = [
     "ITEM_SIZES",
     "MESSAGE_LIMIT",
     "Data",
-    "Lent",
+    "Reference",
     "array_of",
     "attach",
     "attached",
@@ -65,7 +65,6 @@ __all__ = [
     "move_to_inputs",
     "read_light",
     "read_on_demand",
-    "refer_to",
     "serialize",
     "set_array",
     "set_later",
@@ -82,22 +81,24 @@ _MEMORY = "ortops.memory"  # the location of data passed to `add_external_initia
 _numbers = itertools.count()
 
 
-class Lent(ir.LazyTensor):
-    """A reference to data that can be replaced or cleared.
+class Reference(ir.LazyTensor):
+    """A reference to data, with a name of its own, that can be replaced or cleared.
 
     Cyclic garbage, such as an unused model, stays in memory until Python's collector runs. Clearing
     the reference frees the data before.
 
     Args:
         content: The data.
+        name: The name.
 
     Attributes:
         content: The data; None after `let_go`.
     """
 
-    def __init__(self, content: ir.TensorProtocol) -> None:
+    def __init__(self, content: ir.TensorProtocol, name: str | None = None) -> None:
         self.content: ir.TensorProtocol | None = content
-        super().__init__(self._content, content.dtype, ir.Shape(content.shape.numpy()))
+        shape = ir.Shape(content.shape.numpy())
+        super().__init__(self._content, content.dtype, shape, name=name)
 
     def _content(self) -> ir.TensorProtocol:
         assert self.content is not None
@@ -106,13 +107,13 @@ class Lent(ir.LazyTensor):
 
 def lend(data: Data) -> Data:
     """Returns references to data, which `let_go` clears."""
-    return {location: Lent(tensor) for location, tensor in data.items()}
+    return {location: Reference(tensor) for location, tensor in data.items()}
 
 
 def let_go(data: Data) -> None:
     """Clears the references that `lend` returned; the data must no longer be read."""
     for tensor in data.values():
-        if isinstance(tensor, Lent):
+        if isinstance(tensor, Reference):
             tensor.content = None
 
 
@@ -320,25 +321,6 @@ def find(tensor: ir.TensorProtocol | None, data: Data) -> ir.TensorProtocol | No
     return data.get(os.fspath(tensor.location))
 
 
-class _Reference(ir.LazyTensor):
-    """A tensor that has the data of another one and a different name.
-
-    Args:
-        content: The other tensor.
-        name: The name.
-    """
-
-    def __init__(self, content: ir.TensorProtocol, name: str | None) -> None:
-        self.content = content
-        shape = ir.Shape(content.shape.numpy())
-        super().__init__(lambda: content, content.dtype, shape, name=name)
-
-
-def refer_to(tensor: ir.TensorProtocol, name: str | None) -> ir.TensorProtocol:
-    """Returns a tensor that has the data of another one and a different name."""
-    return _Reference(tensor, name)
-
-
 def ends(tensor: ir.TensorProtocol, length: int) -> tuple[bytes, bytes]:
     """Returns the first and the last bytes of data; for a held file, without checking for changes.
 
@@ -347,7 +329,7 @@ def ends(tensor: ir.TensorProtocol, length: int) -> tuple[bytes, bytes]:
         length: The number of bytes to return from each end.
     """
     content: ir.TensorProtocol | None = tensor
-    while isinstance(content, _Reference | Lent | _External):
+    while isinstance(content, Reference | _External):
         content = content.content
     if isinstance(content, InFile):
         return content.ends(length)
@@ -387,7 +369,7 @@ def set_later(
         array: The function; None to copy the lent data.
     """
     content = data.get(location_of(tensor))
-    if isinstance(content, Lent) and content.content is not None:
+    if isinstance(content, Reference) and content.content is not None:
         kind, shape = content.dtype, content.shape
         if array is None:
             content.content = _in_memory(content.content)
@@ -402,14 +384,14 @@ def copy_to_memory(
 
     Args:
         data: The data of a light model.
-        but: Tensors whose data are lent instead of copied (see `Lent`).
+        but: Tensors whose data are lent instead of copied (see `Reference`).
         held: Tensors whose data may stay in a held file, because they are rarely read.
     """
     lent, seldom = ({location_of(tensor) for tensor in tensors} for tensors in (but, held))
 
     def kept(location: str, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
         if location in lent:
-            return Lent(tensor)
+            return Reference(tensor)
         return tensor if location in seldom and isinstance(tensor, InFile) else _in_memory(tensor)
 
     return {location: kept(location, tensor) for location, tensor in data.items()}
@@ -490,19 +472,17 @@ def move_to_inputs(model: ir.Model) -> dict[str, npt.NDArray[Any]]:
         The values of the new inputs; empty if the model fits.
     """
     graph = model.graph
-    tensors = {n: t for n, v in graph.initializers.items() if (t := v.const_value) is not None}
-    if sum(tensor.nbytes for tensor in tensors.values()) <= MESSAGE_LIMIT:
-        return {}
-    arrays: dict[str, npt.NDArray[Any]] = {}
-    for name, tensor in tensors.items():
-        array = _native(tensor)
-        if array is not None:
-            value = graph.initializers.pop(name)
-            value.const_value = None
-            value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(array.shape)
-            if value not in graph.inputs:
-                graph.inputs.append(value)
-            arrays[name] = array
+    arrays = _big_arrays(graph, MESSAGE_LIMIT)
+    for name, array in arrays.items():
+        value = graph.initializers.pop(name)
+        kind = ir.DataType.from_numpy(array.dtype)
+        value.type, value.shape, value.const_value = (
+            ir.TensorType(kind),
+            ir.Shape(array.shape),
+            None,
+        )
+        if value not in graph.inputs:
+            graph.inputs.append(value)
     return arrays
 
 
@@ -519,17 +499,26 @@ def move_out(
         The model, and the arrays to pass to onnxruntime's `add_external_initializers`, by name;
         empty if the limit is not exceeded.
     """
-    graph = model.graph
-    tensors = {n: t for n, v in graph.initializers.items() if (t := v.const_value) is not None}
-    inside = [t for t in tensors.values() if not isinstance(t, ir.ExternalTensor)]
-    arrays: dict[str, npt.NDArray[Any]] = {}
-    if sum(tensor.nbytes for tensor in inside) > (MESSAGE_LIMIT if limit is None else limit):
-        for name, tensor in tensors.items():
-            array = None if isinstance(tensor, ir.ExternalTensor) else _native(tensor)
-            if array is not None:
-                arrays[name] = array
+    arrays = _big_arrays(
+        model.graph, MESSAGE_LIMIT if limit is None else limit, skipped=ir.ExternalTensor
+    )
     places = {name: (_MEMORY, 0, array.nbytes) for name, array in arrays.items()}
     return _without(model, places), arrays
+
+
+def _big_arrays(
+    graph: ir.Graph, limit: int, skipped: type[Any] | tuple[()] = ()
+) -> dict[str, npt.NDArray[Any]]:
+    """Returns the big initializers that onnxruntime can read in place, if all exceed a limit."""
+    tensors = {
+        name: tensor
+        for name, value in graph.initializers.items()
+        if (tensor := value.const_value) is not None and not isinstance(tensor, skipped)
+    }
+    if sum(tensor.nbytes for tensor in tensors.values()) <= limit:
+        return {}
+    found = ((name, _native(tensor)) for name, tensor in tensors.items())
+    return {name: array for name, array in found if array is not None}
 
 
 def move_aside(model: ir.Model) -> tuple[onnx.ModelProto, Data]:

@@ -57,32 +57,24 @@ ITEM_SIZES = {number: bits / 8 for bits, numbers in _BITS.items() for number in 
 
 
 def copy_model(
-    source: onnx.ModelProto,
-    target: onnx.ModelProto,
-    copy_tensor: Callable[[onnx.TensorProto, onnx.TensorProto], None],
+    source: Any, target: Any, copy_tensor: Callable[[onnx.TensorProto, onnx.TensorProto], None]
 ) -> None:
     """Copies a model, with a function that decides how to copy initializers.
 
     Args:
-        source: The model.
-        target: An empty model.
+        source: The model, or a graph or training_info of it.
+        target: An empty message of the same type.
         copy_tensor: Copies an initializer to an empty tensor.
     """
-    _copy(source, target, copy_tensor)
-
-
-def _copy(
-    source: Any, target: Any, copy_tensor: Callable[[onnx.TensorProto, onnx.TensorProto], None]
-) -> None:
     for field, value in source.ListFields():
         name = field.name
         if name in ("graph", "algorithm", "initialization"):
             part = getattr(target, name)
             part.SetInParent()
-            _copy(value, part, copy_tensor)
+            copy_model(value, part, copy_tensor)
         elif name == "training_info":
             for info in value:
-                _copy(info, target.training_info.add(), copy_tensor)
+                copy_model(info, target.training_info.add(), copy_tensor)
         elif name == "initializer":
             for tensor in value:
                 copy_tensor(tensor, target.initializer.add())
