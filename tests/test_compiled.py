@@ -406,7 +406,7 @@ def test_an_operator_that_is_not_exact_stays_standard(
     assert said.startswith("kernels: updates of 2 variables are compiled; ")
     assert "'w1' is not: Exp node '" in said
     assert "results of this operator are not the same in any kernel" in said
-    assert "'step' is not: it does not work element by element" in said
+    assert "'step' is not: it is not elementwise" in said
 
 
 @compiled

@@ -793,7 +793,7 @@ def test_what_a_session_refuses() -> None:
     for metric, message in (
         (
             Accuracy(output="clases", target="labels"),
-            "outputs: there is no tensor 'clases'; did you mean 'classes'?",
+            "outputs: the model has no tensor 'clases'; did you mean 'classes'?",
         ),
         (
             Accuracy(target="label"),
@@ -861,7 +861,7 @@ def test_what_predict_refuses() -> None:
                 "batch of 11 rows; leave it out of outputs=, or run session.inference_model()"
             ),
         ),
-        ("box", "outputs: there is no tensor 'box'; did you mean 'boxes'?"),
+        ("box", "outputs: the model has no tensor 'box'; did you mean 'boxes'?"),
         ([], "outputs must be the name of a tensor or a list of names, got []"),
         ([3], "outputs must be the name of a tensor or a list of names, got [3]"),
     ):

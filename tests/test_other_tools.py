@@ -21,9 +21,9 @@ from ortops.errors import ModelError
 from tests.training_models import classifier, labelled
 
 GONE = (
-    r"^model: it has metadata_props 'ortops\.training' as a trainable model does, but its "
-    r"training_info is gone, as after onnxsim, .*; keep the file from before that, or make it "
-    r"trainable anew with ortops\.build_training_model$"
+    r"^model: it has the metadata_props 'ortops\.training' of a trainable model, but its "
+    r"training_info is gone, as after onnxsim, .*; use the file from before that, or make it "
+    r"trainable again with ortops\.build_training_model$"
 )
 BATCH = labelled((6,))
 
@@ -162,7 +162,7 @@ def test_tools_that_drop_training_info(tool: Callable[[Path], onnx.ModelProto], 
 def test_a_quantizer_keeps_training_info_that_names_weights_that_are_gone(path: Path) -> None:
     changed = quantized(path)
     assert changed.training_info
-    with pytest.raises(ModelError, match=r"update_binding sets '.*', which is no initializer"):
+    with pytest.raises(ModelError, match=r"update_binding sets '.*', which is not an initializer"):
         TrainingSession(changed)
 
 

@@ -596,17 +596,17 @@ def rebound(key: str, value: str) -> onnx.ModelProto:
         (affine(), "it has no training_info; make it trainable with ortops.build_training_model"),
         (
             rebound("ww", "w_next"),
-            "training_info entry 0: update_binding sets 'ww', which is no initializer; did",
+            "training_info entry 0: update_binding sets 'ww', which is not an initializer; did",
         ),
         (
             rebound("rated", "w_next"),
-            "sets 'rated', which is no initializer; did you mean 'rate'?",
+            "sets 'rated', which is not an initializer; did you mean 'rate'?",
         ),
         (
             rebound("w", "w_nxt"),
-            "sets 'w' to 'w_nxt', which is no output; did you mean 'w_next'?",
+            "sets 'w' to 'w_nxt', which is not an output; did you mean 'w_next'?",
         ),
-        (rebound("w", "change"), "sets 'w' to 'change', which is no output"),
+        (rebound("w", "change"), "sets 'w' to 'change', which is not an output"),
     ],
 )
 def test_bindings_that_are_wrong(use: Any, model: onnx.ModelProto, message: str) -> None:
@@ -635,7 +635,7 @@ def test_an_update_of_another_shape_or_type() -> None:
 def test_a_bad_initialization_binding() -> None:
     model = descent("initializer")
     model.training_info[0].initialization_binding.add(key="w", value="start")
-    expected = "initialization_binding sets 'w' to 'start', which is no output; there are none"
+    expected = "initialization_binding sets 'w' to 'start', which is not an output; there are none"
     with pytest.raises(ModelError, match=expected):
         TrainingSession(model)
 
@@ -658,7 +658,7 @@ def test_an_algorithm_that_reads_what_does_not_exist() -> None:
 def test_an_output_that_nothing_defines() -> None:
     model = descent("initializer")
     model.training_info[0].algorithm.output.add(name="cots")
-    expected = "entry 0: its output 'cots' is defined by nothing; did you mean 'cost'?"
+    expected = "entry 0: its output 'cots' is not defined; did you mean 'cost'?"
     with pytest.raises(ModelError, match=re.escape(expected)):
         step_graph(model)
 

@@ -1,4 +1,4 @@
-"""A step bound to memory: what runs it, time after time."""
+"""A part of a step, bound to memory."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ __all__ = ["Binding"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_COPIED = 2**20  # bytes of the largest outputs that are copied out of onnxruntime's memory
+_COPIED = 2**20  # the largest outputs, in bytes, that are copied from onnxruntime's memory
 
 
 class Binding:
-    """One part of a step, bound to memory.
+    """A part of a step, bound to memory.
 
     Args:
-        session: The graph of gradients; None if it gives nothing.
-        read: The memory of its inputs, but feeds.
-        written: Outputs, and the memory that they are written to.
-        shown: The outputs that a caller may want.
-        copies: Memory that is written, and other that gets the same values.
-        updates: What runs the packed updates.
-        interruptible: Whether nothing is lost where the updates are not made to their end.
-        anew: Inputs that a run may be given: variables, then they have their values by default, and
-            big feeds, which are let go of after it.
-        passed: Outputs in onnxruntime's memory, which the updates are given and let go of.
+        session: The gradient graph; None if it has no outputs.
+        read: The memory of all inputs except feeds.
+        written: The memory of outputs by name.
+        shown: The outputs that a caller may request.
+        copies: Pairs of memory: the values of the first are copied to the second.
+        updates: Functions that run the packed updates.
+        interruptible: Whether an interrupted update does no harm.
+        rebound: Inputs that are bound before each run and released after it: variables that a
+            caller may replace, and large feeds.
+        passed: Outputs in onnxruntime's memory that are passed to the updates and released.
 
     Attributes:
-        interruptible: As given.
+        interruptible: Whether an interrupted update does no harm.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Binding:
         copies: Sequence[tuple[Memory, Memory]],
         updates: Sequence[Callable[[Mapping[str, Array]], None]],
         interruptible: bool,
-        anew: Collection[str] = (),
+        rebound: Collection[str] = (),
         passed: Sequence[str] = (),
     ) -> None:
         self._session = session
@@ -62,9 +62,9 @@ class Binding:
         self._given: Mapping[str, Array] = {}
         inputs = [] if session is None else session.get_inputs()
         names = {value.name for value in inputs}
-        self._anew = names & set(anew)
-        self._feeds = names - read.keys() - self._anew
-        self._nothing = ort_value(np.zeros(1, np.float32))
+        self._rebound = names & set(rebound)
+        self._feeds = names - read.keys() - self._rebound
+        self._released = ort_value(np.zeros(1, np.float32))
         self._bindings: dict[tuple[str, ...], onnxruntime.IOBinding] = {}
 
     def differentiate(
@@ -73,12 +73,12 @@ class Binding:
         wanted: Sequence[str] | None,
         into: Mapping[str, Array] | None = None,
     ) -> dict[str, Array]:
-        """Runs the graph of gradients.
+        """Runs the gradient graph.
 
         Args:
-            feeds: What is fed, and arrays in the place of variables.
+            feeds: The feeds, and arrays that replace variables.
             wanted: The outputs to return; all by default.
-            into: Further outputs, the same in each run, and the arrays that they are written to.
+            into: Arrays for further outputs, which must be the same outputs in each run.
         """
         if self._session is None:
             return {}
@@ -89,7 +89,7 @@ class Binding:
             binding = self._bindings[fetched] = self._bind(self._session)
         for name in self._feeds:
             binding.bind_cpu_input(name, feeds[name])
-        for name in self._anew:
+        for name in self._rebound:
             memory = feeds[name] if name in feeds else self._read[name]
             binding.bind_ortvalue_input(name, ort_value(memory))
         for name in self._passed:
@@ -97,7 +97,7 @@ class Binding:
         into = into or {}
         for name, array in into.items():
             binding.bind_ortvalue_output(name, ort_value(array))
-        for name in fetched:  # anew: onnxruntime would write into the last step's
+        for name in fetched:  # otherwise onnxruntime would write into the results of the last step
             binding.bind_output(name)
         with errors_as_ours():
             self._session.run_with_iobinding(binding)
@@ -110,10 +110,10 @@ class Binding:
             for _ in into:
                 next(found)
             shown |= {name: _copied(next(found).numpy()) for name in fetched}
-        for name in self._anew:  # or the binding would keep them alive
-            binding.bind_ortvalue_input(name, self._nothing)
+        for name in self._rebound:  # otherwise the binding would keep them alive
+            binding.bind_ortvalue_input(name, self._released)
         for name in (*self._passed, *into):
-            binding.bind_ortvalue_output(name, self._nothing)
+            binding.bind_ortvalue_output(name, self._released)
         return shown
 
     def _bind(self, session: InferenceSession) -> onnxruntime.IOBinding:
@@ -133,5 +133,5 @@ class Binding:
 
 
 def _copied(array: Array) -> Array:
-    """Returns a copy: a view would keep all of onnxruntime's memory; a big array stays as it is."""
+    """Returns a copy, as a view would keep all of onnxruntime's memory; large arrays as views."""
     return array.copy() if array.nbytes <= _COPIED else array

@@ -1,19 +1,20 @@
-"""Cuts a training step in two right behind its gradients.
+"""Cuts a training step into two graphs after its gradients.
 
-The one half computes gradients and whatever else comes of a batch; the other one makes the update
-of given gradients. What depends on gradients, as a limit on their norm does, is in the second half;
-what depends on the batch and not on gradients, as running statistics do, is carried over to it.
+The gradient part computes gradients and everything else that depends on the batch only, such as
+running statistics. The update part applies given gradients. Computations on gradients, such as
+clipping, belong to the update part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from ortops.autodiff.gradient_node import Bound, is_bound
 from ortops.errors import UnsupportedError
+from ortops.execution.step import Step
 from ortops.graph.edit import (
     dependent_values,
     describe,
@@ -23,22 +24,25 @@ from ortops.graph.edit import (
 )
 from ortops.graph.tensor import Names, Tape, Tensor, op
 
-__all__ = ["Cut", "cut", "differentiated", "settled"]
+__all__ = ["Cut", "cut", "differentiated", "next_values"]
 
-_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_16_BITS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A step in two halves.
+    """A step in two parts.
 
     Attributes:
-        gradients: From variables and feeds to outputs for people, gradients and what is carried.
-        apply: From variables, gradients and what is carried to the updates.
-        given: Parameter → the name of its gradient in both halves. It is not scaled, and float32
-            where the parameter has 16 bits.
-        carried: What people call it → its name in both halves.
-        fed: Feeds that the second half takes, too.
+        gradients: The gradient part: computes the outputs, the gradients and the carried tensors
+            from variables and feeds.
+        apply: The update part: computes the next values of variables from variables, gradients and
+            carried tensors.
+        given: The name of each parameter's gradient in both parts. Gradients are unscaled, and
+            float32 if the parameter has 16 bits.
+        carried: The other tensors that go from the first part to the second: public names, and the
+            names in both parts.
+        fed: Feeds that the update part reads as well.
     """
 
     gradients: ir.Model
@@ -51,14 +55,14 @@ class Cut:
 def differentiated(
     graph: ir.Graph, variables: Container[str], updates: Container[str]
 ) -> dict[str, list[ir.Value]]:
-    """Returns the parameters of a step, and their gradients: what no further gradient is taken of.
+    """Returns the gradients of each parameter of a step that are not differentiated again.
 
-    There is one of each parameter, but in algorithms that somebody wrote by hand.
+    Each parameter has one, except in algorithms that were written by hand.
 
     Args:
         graph: The step, its Gradient nodes bound.
-        variables: Its inputs that are variables.
-        updates: Those that have a next value.
+        variables: The inputs that are variables.
+        updates: The variables that are updated.
     """
     nodes = [node for node in graph if is_bound(node)]
     last = {}
@@ -71,17 +75,18 @@ def differentiated(
         for fed, gradient in zip(bound.fed, node.outputs, strict=False):
             value, producer = fed, fed.producer()
             if producer is not None and producer.op_type == "Cast" and producer.inputs[0]:
-                value = producer.inputs[0]  # a bfloat16 one, which is read in float32
+                value = producer.inputs[0]  # a bfloat16 parameter, which is read in float32
             name = value.name or ""
             if gradient.name and name in variables and name in updates:
                 found.setdefault(name, []).append(gradient)
     return found
 
 
-def settled(graph: ir.Graph, updates: Mapping[str, str]) -> dict[str, str]:
-    """Returns which tensors are next values of variables, by name, but for what decides on them.
+def next_values(graph: ir.Graph, updates: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variable of each tensor that is a next value, by tensor name.
 
-    A running statistic is kept as it was where a step is skipped: ``Where(finite, next, present)``.
+    A skipped step keeps running statistics, as in ``Where(finite, next, present)``. Then the name
+    of ``next`` is included as well.
     """
     outputs = {value.name: value for value in graph.outputs}
     found = {}
@@ -96,153 +101,146 @@ def settled(graph: ir.Graph, updates: Mapping[str, str]) -> dict[str, str]:
 
 
 def cut(
-    model: ir.Model,
+    step: Step,
     *,
-    variables: Collection[str],
-    updates: Container[str],
-    feeds: Container[str],
     shown: Sequence[str],
     ends: Iterable[str],
     fed: Iterable[str],
-    scale: str,
     labels: Mapping[str, str],
 ) -> Cut:
-    """Cuts a step.
+    """Cuts a step after its gradients.
 
     Args:
-        model: The step, its Gradient nodes bound; not changed.
-        variables: Its inputs that are variables.
-        updates: Those that have a next value.
-        feeds: Its inputs that a batch fills.
-        shown: Outputs of the first half.
-        ends: Outputs of the second half.
-        fed: Feeds that stay inputs of the second half, whether it reads them or not.
-        scale: The variable that the loss is multiplied with; empty where there is none.
-        labels: What people call some of the tensors that may be carried; others go by their names.
+        step: The step, its Gradient nodes bound; not changed.
+        shown: Outputs of the gradient part.
+        ends: Outputs of the update part.
+        fed: Feeds that remain inputs of the update part even if it does not read them.
+        labels: Public names of tensors that the gradient part may pass to the update part. Other
+            tensors keep their names.
 
     Raises:
         UnsupportedError: If the step has no gradients, or several of one parameter.
     """
-    first, second = model.clone(), model.clone()
+    first, second = step.model.clone(), step.model.clone()
     graph = second.graph
+    gradients = _only_gradients(graph, step)
+    outputs = {value.name: value for value in graph.outputs}
+    ends = list(dict.fromkeys(ends))
+    inputs = {value.name: value for value in graph.inputs}
+    also_fed = {name: inputs.get(name) for name in fed}  # None if only packed updates read it
+    crossing: dict[str, ir.Value] = {}
+    for value in _from_batch(graph, step, [outputs[name] for name in ends], gradients.values()):
+        found = also_fed if value.producer() is None else crossing
+        found[value.name or ""] = value
+    names = Names(graph)
+    given = {parameter: names.unique(f"{parameter}.gradient") for parameter in gradients}
+    public = {name: labels.get(name, name) for name in crossing}
+    carried = {public[name]: names.unique(f"{public[name]}.carried") for name in crossing}
+
+    results = {gradients[parameter].name or "": name for parameter, name in given.items()}
+    _keep_gradients(first, results, {n: carried[p] for n, p in public.items()}, shown, step.scale)
+    graph.outputs.clear()
+    graph.outputs.extend(outputs[name] for name in ends)
+    tape = Tape(graph, before=next(iter(graph), None), names=names)
+    scale = inputs.get(step.scale)
+    for parameter, value in gradients.items():
+        gradient = tape.tensor(_input(graph, given[parameter], _float32_type(value), value.shape))
+        if scale is not None:
+            gradient = gradient * tape.tensor(scale).astype(gradient.dtype)
+        _replace_gradient(tape, value, gradient)
+    for name, value in crossing.items():
+        replacement = _input(graph, carried[public[name]], value.dtype, value.shape)
+        replace_value(tape, value, tape.tensor(replacement))
+    prune(graph)
+    graph.inputs.extend(v for v in also_fed.values() if v is not None and v not in graph.inputs)
+    return Cut(first, second, given, carried, list(also_fed))
+
+
+def _only_gradients(graph: ir.Graph, step: Step) -> dict[str, ir.Value]:
+    """Returns the gradient of each parameter.
+
+    Raises:
+        UnsupportedError: If there is none, or a parameter has several.
+    """
     found: dict[str, ir.Value] = {}
-    for parameter, values in differentiated(graph, variables, updates).items():
+    for parameter, values in differentiated(graph, step.variables, step.updates).items():
         found[parameter], *others = values
         if others:
             node = others[0].producer()
             assert node is not None
             raise UnsupportedError(
                 f"{describe(node)}: '{parameter}' has another gradient in the same step; gradients "
-                "are taken apart of steps with one for each parameter"
+                "can be separated from updates only if each parameter has one"
             )
     if not found:
         raise UnsupportedError(
-            "gradients: the training algorithm has no Gradient node of a variable that it updates; "
-            "use `step`"
+            "gradients: the training algorithm has no Gradient node for a variable that it "
+            "updates; use `step`"
         )
+    return found
+
+
+def _from_batch(
+    graph: ir.Graph, step: Step, ends: Iterable[ir.Value], gradients: Collection[ir.Value]
+) -> Iterator[ir.Value]:
+    """Yields the tensors that the ends read, and that depend on feeds but not on gradients."""
     nodes = list(graph)
-    from_gradients = dependent_values(nodes, found.values())
-    from_feeds = dependent_values(nodes, [v for v in graph.inputs if v.name in feeds])
-    outputs = {value.name: value for value in graph.outputs}
-    ends = list(dict.fromkeys(ends))
-    pending = [outputs[name] for name in ends]
-    crossing: dict[str, ir.Value] = {}
-    inputs = {value.name: value for value in graph.inputs}
-    also_fed = {name: inputs.get(name) for name in fed}  # or no input, where only updates read it
-    seen: set[ir.Value] = set(found.values())
+    from_gradients = dependent_values(nodes, gradients)
+    from_feeds = dependent_values(nodes, [v for v in graph.inputs if v.name in step.feeds])
+    pending, seen = list(ends), set(gradients)
     while pending:
         value = pending.pop()
         if value in seen:
             continue
         seen.add(value)
         if value in from_feeds and value not in from_gradients:
-            if value.producer() is None:
-                also_fed[value.name or ""] = value
-            else:
-                crossing[value.name or ""] = value
+            yield value
         elif (node := value.producer()) is not None:
             pending += read_inputs(node)
-    names = Names(graph)
-    given = {parameter: names.unique(f"{parameter}.gradient") for parameter in found}
-    calls = {name: labels.get(name, name) for name in crossing}
-    carried = {calls[name]: names.unique(f"{calls[name]}.carried") for name in crossing}
-
-    _put_out(first, found, given, {n: carried[c] for n, c in calls.items()}, shown, scale)
-    graph.outputs.clear()
-    graph.outputs.extend(outputs[name] for name in ends)
-    tape = _tape_before(graph, names)
-    unscaled = _scales(graph, scale)
-    for parameter, value in found.items():
-        gradient = _input(graph, given[parameter], _wide(value), value.shape)
-        _take_place(tape, value, unscaled(tape, tape.tensor(gradient), inverse=False))
-    for name, value in crossing.items():
-        stand_in = _input(graph, carried[calls[name]], value.dtype, value.shape)
-        replace_value(tape, value, tape.tensor(stand_in))
-    prune(graph)
-    graph.inputs.extend(v for v in also_fed.values() if v is not None and v not in graph.inputs)
-    return Cut(first, second, given, carried, list(also_fed))
 
 
-def _put_out(
+def _keep_gradients(
     model: ir.Model,
-    found: Mapping[str, ir.Value],
-    given: Mapping[str, str],
+    gradients: Mapping[str, str],
     carried: Mapping[str, str],
     shown: Sequence[str],
     scale: str,
 ) -> None:
-    """Makes the first half of a copy of the step."""
+    """Makes a copy of the step its gradient part.
+
+    Args:
+        model: The copy, changed in place.
+        gradients: The names of gradients, and of the outputs for their unscaled values.
+        carried: The names of tensors for the update part, and of the outputs for them.
+        shown: Further outputs.
+        scale: The variable that the loss is multiplied by; empty if there is none.
+    """
     graph = model.graph
     values = {value.name: value for value in graph.inputs}
+    variable = values.get(scale)
     values |= {value.name: value for node in graph for value in node.outputs}
     outputs = [values[name] for name in shown]
     tape = Tape(graph, names=Names(graph))
-    unscaled = _scales(graph, scale)
-    for parameter, other in found.items():
-        gradient = tape.tensor(values[other.name])
-        wide = _wide(gradient.value)
-        if gradient.value.dtype != wide:
-            gradient = op.Cast(gradient, to=wide.value)
-        outputs.append(_named(unscaled(tape, gradient, inverse=True), given[parameter]))
-        outputs[-1].type, outputs[-1].shape = ir.TensorType(wide), other.shape
-    for name, called in carried.items():
+    for name, output in (*gradients.items(), *carried.items()):
         value = values[name]
-        outputs.append(_named(tape.tensor(value), called))
-        outputs[-1].type, outputs[-1].shape = value.type, value.shape
+        tensor, dtype = tape.tensor(value), value.dtype
+        if name in gradients:
+            dtype = _float32_type(value)
+            tensor = tensor.astype(dtype.numpy())
+            if variable is not None:
+                tensor = tensor * (1.0 / tape.tensor(variable)).astype(tensor.dtype)
+        outputs.append(op.Identity(tensor).value)
+        outputs[-1].name, outputs[-1].shape = output, value.shape
+        outputs[-1].type = value.type if dtype is None else ir.TensorType(dtype)
     graph.outputs.clear()
     graph.outputs.extend(outputs)
     prune(graph)
 
 
-def _named(tensor: Tensor, name: str) -> ir.Value:
-    value: ir.Value = op.Identity(tensor).value
-    value.name = name
-    return value
-
-
-def _tape_before(graph: ir.Graph, names: Names) -> Tape:
-    first = next(iter(graph), None)
-    return Tape(graph, names=names) if first is None else Tape(graph, before=first, names=names)
-
-
-def _wide(gradient: ir.Value) -> ir.DataType:
+def _float32_type(gradient: ir.Value) -> ir.DataType:
+    """Returns the type that a gradient is computed in: float32 if it has 16 bits."""
     assert gradient.dtype is not None
-    return ir.DataType.FLOAT if gradient.dtype in _HALVES else gradient.dtype
-
-
-def _scales(graph: ir.Graph, scale: str) -> Callable[..., Tensor]:
-    """Returns what multiplies gradients with the scale of the loss, or with its inverse."""
-    by_name = {value.name: value for value in graph.inputs}
-    variable = by_name.get(scale)
-
-    def scaled(tape: Tape, gradient: Tensor, *, inverse: bool) -> Tensor:
-        if variable is None:
-            return gradient
-        factor = tape.tensor(variable)
-        result: Tensor = gradient * (1.0 / factor if inverse else factor).astype(gradient.dtype)
-        return result
-
-    return scaled
+    return ir.DataType.FLOAT if gradient.dtype in _16_BITS else gradient.dtype
 
 
 def _input(
@@ -253,16 +251,16 @@ def _input(
     return graph.inputs[-1]
 
 
-def _take_place(tape: Tape, value: ir.Value, wide: Tensor) -> None:
-    """Lets a tensor stand where a gradient stood.
+def _replace_gradient(tape: Tape, value: ir.Value, given: Tensor) -> None:
+    """Replaces a gradient by a given tensor.
 
-    Nodes that read one of 16 bits in float32 read the tensor, which may be more precise, itself:
-    onnxruntime leaves out a rounding between a product and such a cast.
+    Casts of a 16-bit gradient to float32 are replaced as well: they read the given float32 tensor
+    without rounding, as onnxruntime does when it removes a cast after a product.
     """
-    if value.dtype != wide.value.dtype:
+    if value.dtype != given.value.dtype:
         for node in {use.node for use in value.uses() if use.node.op_type == "Cast"}:
-            if node.outputs[0].dtype == wide.value.dtype:
-                replace_value(tape, node.outputs[0], wide)
+            if node.outputs[0].dtype == given.value.dtype:
+                replace_value(tape, node.outputs[0], given)
         assert value.dtype is not None
-        wide = op.Cast(wide, to=value.dtype.value)
-    replace_value(tape, value, wide)
+        given = op.Cast(given, to=value.dtype.value)
+    replace_value(tape, value, given)

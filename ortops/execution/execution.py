@@ -1,15 +1,15 @@
 """Runs training steps: onnxruntime sessions bound to the memory of the variables.
 
-A step is one run of the graph of gradients, then one run of each packed update (see
-`ortops.execution.split`). Both read and write the variables where they lie: nothing is copied
-between them. Updates that are safe in place are made in place; other variables have two buffers
-that take turns. Small models are updated in the graph of gradients itself, which saves a run.
+A step is one run of the gradient graph, followed by one run of each packed update (see
+`ortops.execution.split`). All of them read and write the memory of the variables directly, without
+copies. Updates are in place if that is safe; other variables have two buffers that are used
+alternately. In small models, the updates are part of the gradient graph, which saves a run.
 
-Where gradients are asked for, or given, the step runs in two halves on the same memory (see
+If a caller reads or provides gradients, the step runs in two parts on the same memory (see
 `ortops.execution.cut`).
 
-A `Template` is a step as the model says it; a `Variant` is one made for batches of some shapes, or
-of any; a `Binding` is a variant tied to memory.
+A `Template` is a step for batches of any shape, a `Variant` its lowered graph for certain shapes,
+and a `Binding` a variant bound to memory.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Execution:
     """Runs the steps of a training algorithm.
 
     Args:
-        steps: The parts of a step, one for each training_info entry; not to be used afterwards.
-        values: The first values of the variables; copied, one after the other.
-        rules: How cotangents pass through nodes.
-        kernels: What runs updates: ``"onnx"``, ``"python"`` or ``"compiled"``.
+        steps: The parts of a step, one for each training_info entry; must not be used afterwards.
+        values: The initial values of the variables; copied one after the other.
+        rules: The gradient rules.
+        kernels: The kernels for updates: ``"onnx"``, ``"python"`` or ``"compiled"``.
         settings: How steps are executed.
         options: Options for the onnxruntime sessions.
         providers: Execution providers.
@@ -60,7 +60,7 @@ class Execution:
 
     Attributes:
         variables: The variables by name.
-        compiled: The names of those whose updates are compiled.
+        compiled: The names of variables whose updates are compiled.
 
     Raises:
         ArgumentError: If ``recompute`` or ``kernels`` is not valid.
@@ -80,19 +80,17 @@ class Execution:
         providers: Sequence[Any],
         recompute: Checkpoint | None = None,
     ) -> None:
-        # The buffers that hold the present values, and the steps made: one store changes both.
+        # The index of the current buffers, and the number of steps: one store changes both.
         self._position = (0, 0)
         self._changes = AtomicChanges()
         self._failed = ""
         self._process = os.getpid()
         self._begun = False
         self._split_step: SplitStep | None = None
-        self.variables: dict[str, Variable] = {}
-        self._updated_by: dict[str, int] = {}
         if recompute is not None:
             parts = [computed_names(s.model.graph, s.feeds, s.outputs) for s in steps]
             check(recompute, [name for names in parts for name in names])
-        self._sessions = Sessions(
+        sessions = Sessions(
             kernels,
             options,
             providers,
@@ -101,50 +99,38 @@ class Execution:
             save_memory=recompute is not None,
             device=settings.device,
         )
-        device = self._sessions.device
+        # With several parts, updates are not in place, because a later part might fail.
+        in_place = kernels != "python" and len(steps) == 1
         self._templates = [
             Template(
-                step,
-                rules,
-                kernels,
-                settings,
-                threads=self._sessions.threads,
-                on_cpu=self._sessions.on_cpu,
-                on_device=device is not None,
-                in_place=kernels != "python" and len(steps) == 1,  # else a later run might fail
-                recompute=recompute,
+                step, rules, kernels, settings, sessions, in_place=in_place, recompute=recompute
             )
             for step in steps
         ]
-        for number, template in enumerate(self._templates):
-            for packed in template.packed:
-                self.variables |= packed.variables
-            self._updated_by |= dict.fromkeys(template.step.updates, number)
-        self.compiled = tuple(
-            name
-            for template in self._templates
-            for packed in template.packed
-            if packed.translation is not None
-            for name in packed.variables
-        )
-        if kernels == "compiled":
-            self._say_what_is_compiled()
         all_packed = [packed for template in self._templates for packed in template.packed]
         self._in_place = any(packed.in_place for packed in all_packed)
-        for name in values:
-            if name not in self.variables:
-                value = values[name]
-                first = hold(value, device)
-                second = hold(value, device) if name in self._updated_by else first
-                self.variables[name] = Variable((first, second))
+        compiled = [packed.variables for packed in all_packed if packed.translation is not None]
+        self.compiled = tuple(name for variables in compiled for name in variables)
+        if kernels == "compiled":
+            self._log_compiled()
+        self.variables: dict[str, Variable] = {}
+        for packed in all_packed:
+            self.variables |= packed.variables
+        self._updated_by = {name: n for n, step in enumerate(steps) for name in step.updates}
+        for name in (name for name in values if name not in self.variables):
+            value = values[name]
+            first = second = hold(value, sessions.device)
+            if name in self._updated_by:
+                second = hold(value, sessions.device)
+            self.variables[name] = Variable((first, second))
         self.assign(values)
         self._shown = [name for step in steps for name in step.outputs]
-        self._most_special = settings.shapes
-        self._cache = ShapeCache(self._templates, self._sessions, settings.shapes)
+        self._capacity = settings.shapes
+        self._cache = ShapeCache(self._templates, self._capacity)
         if not self._cache.gain:
             self._cache.of({}, self._buffers_of)
 
-    def _say_what_is_compiled(self) -> None:
+    def _log_compiled(self) -> None:
         standard = {n: why for template in self._templates for n, why in template.standard.items()}
         reasons = "".join(f"; '{name}' is not: {why}" for name, why in standard.items())
         logger.log(
@@ -156,31 +142,31 @@ class Execution:
 
     @property
     def steps_made(self) -> int:
-        """The number of steps since the session was made, or since `assign` set it."""
+        """The number of steps since the session was created, or since `assign` set it."""
         self._changes.settle()
         return self._position[1]
 
     def present(self, name: str) -> Array:
-        """Returns the present value of a variable: its memory, or a copy of that of a device.
+        """Returns the current value of a variable: its memory, or a copy of device memory.
 
         Raises:
-            OrtopsError: If onnxruntime failed in the midst of an update.
+            OrtopsError: If onnxruntime failed during an update.
         """
         self._check_variables()
         return fetch(self.variables[name].buffers[self._position[0]])
 
     def _check_variables(self) -> None:
-        """Waits until the variables are those of a step, or refuses them if they never will be."""
+        """Waits for the end of a step; raises an OrtopsError if an update failed halfway."""
         self._changes.settle()
         if self._failed:
             raise OrtopsError(self._failed)
 
     def assign(self, values: Mapping[str, Array], *, steps_made: int | None = None) -> None:
-        """Sets variables; their types and shapes have been checked.
+        """Sets variables to values whose dtypes and shapes have been checked.
 
         Args:
-            values: The values, by name.
-            steps_made: What `steps_made` is then; as before by default.
+            values: The values by name.
+            steps_made: The new value of `steps_made`; unchanged by default.
         """
 
         def change() -> None:
@@ -193,15 +179,15 @@ class Execution:
         self._changes.change(change)
 
     def check_process(self) -> None:
-        """Refuses to run in a child process, which has none of its parent's threads.
+        """Raises an error in a forked process, which lacks the threads of its parent.
 
         Raises:
-            OrtopsError: If the session was made in another process.
+            OrtopsError: If the session was created in another process.
         """
         if os.getpid() != self._process:
             raise OrtopsError(
-                "session: it was made before this process was forked, and its threads are not "
-                "here; make a session in this process, for example of a saved file"
+                "session: it was created before this process was forked, and its threads do not "
+                "exist here; create a session in this process, for example from a saved file"
             )
 
     def step(
@@ -214,17 +200,17 @@ class Execution:
 
         Args:
             feeds: The batch, checked.
-            wanted: The outputs to return, counts that vary included; all others by default.
-            note: Called with them when they are known and the step is not made yet.
+            wanted: The outputs to return, possibly with varying counts; all outputs by default.
+            note: A function to call with the outputs before the variables change.
 
         Raises:
-            KernelError: If a run failed; then no variable has changed, unless that was an update
-                in place. Then only `assign` of all variables makes the session usable again.
-            OrtopsError: In a child process, or after such a failure.
+            KernelError: If a run failed. No variable has changed, unless an update in place failed.
+                In this case, the session can be used again only after `assign` of all variables.
+            OrtopsError: In a forked process, or after an update in place failed.
         """
         self.check_process()
         self._check_variables()
-        if not self._begun:  # the model may be freed since
+        if not self._begun:  # the caller may have freed the model by now
             give_back()
             self._begun = True
         wanted = self._shown if wanted is None else wanted
@@ -237,7 +223,7 @@ class Execution:
         wanted: Sequence[str],
         note: Callable[[Mapping[str, Array]], object] | None = None,
     ) -> dict[str, Array]:
-        """Changes the variables as a step does."""
+        """Runs all parts of a step; returns the outputs."""
         turn, made = self._position
         shown: dict[str, Array] = {}
         *before, last = (turns[turn] for turns in cached.bindings)
@@ -257,13 +243,13 @@ class Execution:
             except BaseException as error:
                 if self._in_place:
                     self._failed = (
-                        f"session: an update failed ({error}), so that its variables are of no "
-                        "step; go on from a saved file, or call reset()"
+                        f"session: an update failed ({error}) and left the variables between two "
+                        "steps; continue from a saved file, or call reset()"
                     )
                 raise
             self._position = (1 - turn, made + 1)
 
-        if last.interruptible:  # all that the step wrote lies where nobody reads it yet
+        if last.interruptible:  # the step wrote only to buffers that nobody reads yet
             last.update(feeds)
             self._position = (1 - turn, made + 1)
         else:
@@ -271,12 +257,12 @@ class Execution:
         return shown
 
     def split_step(self) -> SplitStep:
-        """Returns the step cut in two behind its gradients, made when it is first asked for.
+        """Returns the step cut into two parts after its gradients, created by the first call.
 
         Raises:
             UnsupportedError: If a step has several parts, no gradients, or several of a parameter.
         """
-        # Not to be cut in two: other libraries wrap what a handler raises in them.
+        # Uninterrupted, because other libraries wrap exceptions of signal handlers in their own.
         if self._split_step is None:
             self._split_step = run_uninterrupted(self._cut)
         return self._split_step
@@ -284,17 +270,17 @@ class Execution:
     def _cut(self) -> SplitStep:
         if len(self._templates) != 1:
             raise UnsupportedError(
-                f"gradients: a step runs {len(self._templates)} training_info entries, of which "
-                "later ones see what earlier ones did; choose one with TrainingSession(…, entry=)"
+                f"gradients: a step runs {len(self._templates)} training_info entries one after "
+                "the other; choose one with TrainingSession(…, entry=)"
             )
         (template,) = self._templates
         gradients, apply, names = template.cut()
-        anew = [*names.carried, template.step.seed]
+        rebound = [*names.carried, template.step.seed]
         return SplitStep(
             names,
             Layout({name: self.variables[name].buffers[0] for name in names.given}),
-            ShapeCache([gradients], self._sessions, self._most_special, anew),
-            ShapeCache([apply], self._sessions, 0, apply.step.feeds),
+            ShapeCache([gradients], self._capacity, rebound),
+            ShapeCache([apply], 0, apply.step.feeds),
         )
 
     def gradients(
@@ -303,16 +289,16 @@ class Execution:
         wanted: Sequence[str],
         instead: Mapping[str, Array] | None = None,
     ) -> Differentiated:
-        """Computes what a step would apply, and changes nothing.
+        """Computes gradients, running statistics and outputs without changing variables.
 
         Args:
             feeds: The batch, checked.
             wanted: The outputs to return.
-            instead: Values that stand for those of running statistics and of the seed.
+            instead: Values to use instead of the current running statistics and seed.
 
         Raises:
             KernelError: If the run failed.
-            OrtopsError: In a child process, or where an update failed before.
+            OrtopsError: In a forked process, or after an update failed.
             UnsupportedError: See `split_step`.
         """
         self.check_process()
@@ -333,11 +319,12 @@ class Execution:
         return Differentiated(shown, found, flat, carried)
 
     def apply(self, gradients: Mapping[str, Array], carried: Mapping[str, Array]) -> None:
-        """Changes the variables as a step with these gradients does.
+        """Applies gradients to the variables, as a step does.
 
         Args:
-            gradients: The gradients by parameter, of the types and shapes of the layout.
-            carried: What else a step applies; running statistics stay as they are by default.
+            gradients: The gradients by parameter, with the dtypes and shapes of the layout.
+            carried: The other tensors that the update reads; those that are missing, such as
+                running statistics, keep their current values.
 
         Raises:
             KernelError: As in `step`.
@@ -355,22 +342,22 @@ class Execution:
 
     @property
     def repeatable(self) -> bool:
-        """Whether `steps` can be called: a small model, one training_info entry."""
+        """Whether `steps` is available: for small models with one training_info entry."""
         return len(self._templates) == 1 and self._templates[0].repeatable
 
     def steps(self, feeds: Mapping[str, Array], count: int) -> Array:
         """Makes several steps in one run.
 
         Args:
-            feeds: For each input the batches, checked and stacked along axis 0.
-            count: How many they are.
+            feeds: The batches of each input, checked and stacked along axis 0.
+            count: The number of batches.
 
         Returns:
             The losses.
 
         Raises:
-            KernelError: If the run failed; then no variable has changed.
-            OrtopsError: In a child process.
+            KernelError: If the run failed; no variable has changed.
+            OrtopsError: In a forked process.
         """
         self.check_process()
         self._check_variables()
@@ -382,7 +369,7 @@ class Execution:
         return losses
 
     def _buffers_of(self, number: int, turn: int) -> Callable[[str], tuple[Memory, Memory]]:
-        """Returns what tells where part ``number`` of a step reads a variable, and writes it."""
+        """Returns a function that maps a variable to the memory that a part reads and writes."""
 
         def buffers(name: str) -> tuple[Memory, Memory]:
             both = self.variables[name].buffers

@@ -1,4 +1,4 @@
-"""The two halves of a step: gradients, and what applies them, on the memory of the variables."""
+"""A step in two parts, computing gradients and applying them, on the memory of the variables."""
 
 from __future__ import annotations
 
@@ -22,49 +22,49 @@ _ALIGNMENT = 16  # elements
 
 
 class Layout:
-    """Where gradients lie: side by side, those of a type in one array, zeros between them.
+    """The memory layout of gradients: one array for each dtype, with zeros for alignment.
 
     Args:
-        parameters: The parameters. Gradients of those of 16 bits are float32.
+        parameters: The parameters by name. Gradients of 16-bit parameters are float32.
     """
 
     def __init__(self, parameters: Mapping[str, Memory]) -> None:
-        self._places: dict[str, tuple[np.dtype[Any], int, tuple[int, ...]]] = {}
+        self._positions: dict[str, tuple[np.dtype[Any], int, tuple[int, ...]]] = {}
         self._sizes: dict[np.dtype[Any], int] = {}
         for name, memory in parameters.items():
             dtype = np.dtype(np.float32) if memory.dtype.itemsize == 2 else memory.dtype
             begin = self._sizes.get(dtype, 0)
-            self._places[name] = dtype, begin, memory.shape
+            self._positions[name] = dtype, begin, memory.shape
             self._sizes[dtype] = begin + -(-memory.size // _ALIGNMENT) * _ALIGNMENT
 
     def zeros(self) -> tuple[list[Array], dict[str, Array]]:
-        """Returns new arrays, one for each type, and the gradients that are views of them."""
+        """Returns new arrays, one for each dtype, and the gradients as views of them by name."""
         flat = {dtype: np.zeros(size, dtype) for dtype, size in self._sizes.items()}
         return list(flat.values()), {
             name: flat[dtype][begin : begin + math.prod(shape)].reshape(shape)
-            for name, (dtype, begin, shape) in self._places.items()
+            for name, (dtype, begin, shape) in self._positions.items()
         }
 
     @property
     def names(self) -> Collection[str]:
-        """The parameters."""
-        return self._places
+        """The names of the parameters."""
+        return self._positions
 
     def like(self, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
-        """Returns the type and the shape of a gradient."""
-        dtype, _, shape = self._places[name]
+        """Returns the dtype and the shape of a gradient."""
+        dtype, _, shape = self._positions[name]
         return dtype, shape
 
 
 @dataclass(frozen=True)
 class SplitStep:
-    """The two halves of a step.
+    """A step in two parts.
 
     Attributes:
-        names: What the values are called that go from one to the other.
-        layout: Where gradients lie.
-        gradients: Runs the first half.
-        apply: Runs the second half.
+        names: The names of the tensors that go from the first part to the second.
+        layout: The memory layout of gradients.
+        gradients: The gradient part.
+        apply: The update part.
     """
 
     names: Cut
@@ -74,19 +74,19 @@ class SplitStep:
 
     @property
     def carried(self) -> Sequence[str]:
-        """What goes to the second half besides gradients, as people call it."""
+        """The public names of the tensors other than gradients that the update part reads."""
         return [*self.names.carried, *self.names.fed]
 
 
 @dataclass(frozen=True)
 class Differentiated:
-    """What the first half gives.
+    """The results of the gradient part.
 
     Attributes:
-        outputs: Outputs for people.
+        outputs: The outputs of the step.
         gradients: The gradients by parameter.
-        flat: The arrays that they are views of.
-        carried: What else the second half takes.
+        flat: The arrays that the gradients are views of.
+        carried: The other tensors that the update part reads.
     """
 
     outputs: dict[str, Array]

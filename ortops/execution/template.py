@@ -1,18 +1,18 @@
-"""The template of a step: its updates taken out, its graph ready to be made for a batch."""
+"""A step with its updates packed, whose gradient graph can be lowered for batches of any shape."""
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import onnx_ir as ir
 
 from ortops.autodiff.registry import Rules
 from ortops.errors import UnsupportedError
-from ortops.execution.compilation import Function, compile_all
-from ortops.execution.cut import Cut, cut, settled
+from ortops.execution.compilation import compile_all
+from ortops.execution.cut import Cut, cut, next_values
 from ortops.execution.onnxruntime_sessions import Sessions, UpdateKernels
 from ortops.execution.packed import Packed
 from ortops.execution.settings import Settings
@@ -32,27 +32,27 @@ __all__ = ["Template"]
 
 
 class Template:
-    """The part of a step that one training_info entry makes, before it is made for a batch.
+    """The part of a step that belongs to one training_info entry, for batches of any shape.
 
     Args:
-        step: The part; its model is not to be used afterwards.
-        rules: How cotangents pass through nodes.
-        kernels: What runs updates.
-        settings: How it is executed.
-        threads: How many share the chunks of large updates.
-        on_cpu: Whether onnxruntime's CPU provider runs it.
-        on_device: Whether variables lie on a device, each by itself: none are packed.
-        in_place: Whether updates may be made in place, where their formula is safe.
+        step: The part; its model must not be used afterwards.
+        rules: The gradient rules.
+        kernels: The kernels for updates.
+        settings: How steps are executed.
+        sessions: Opens the sessions.
+        in_place: Whether updates may be in place if their formula allows it.
         recompute: Which activations to keep if the backward pass recomputes the others.
 
     Attributes:
         step: The part.
-        joined: Whether all packed updates are made in the graph of gradients.
-        packed: The updates that are packed, with their memory.
-        left: The other updates: variable → its next value, an output.
-        standard: Why updates are not compiled though this was asked for, by variable.
-        spins: Whether threads may wait actively for the next run: no update needs the cores.
-        gains: Whether the graph is faster if it is made for known sizes.
+        sessions: Opens the sessions.
+        joined: Whether all packed updates are in the gradient graph.
+        packed: The packed updates, with their memory.
+        left: The output that is the next value, by variable, for updates that are not packed.
+        standard: Why updates are not compiled although this was requested, by variable.
+        spins: Whether threads may wait actively for the next run, because no update needs the
+            cores.
+        gains: Whether graphs for known sizes are faster.
     """
 
     def __init__(
@@ -61,94 +61,110 @@ class Template:
         rules: Rules,
         kernels: UpdateKernels,
         settings: Settings,
+        sessions: Sessions,
         *,
-        threads: int,
-        on_cpu: bool,
-        on_device: bool,
         in_place: bool,
         recompute: Checkpoint | None,
     ) -> None:
         self.step = step
+        self.sessions = sessions
         self._rules = rules
         self._keep = takes_python_kernel if kernels == "python" else None
-        self._passes = list(settings.passes) if on_cpu else []
+        self._passes = list(settings.passes) if sessions.on_cpu else []
         if recompute is not None:
             self._passes.insert(0, Rematerialization(recompute))
         graph = step.model.graph
         remove_defaults(graph, step.variables)
         lower_optimizers(graph, Names(graph), lambda node: True)  # into one-tensor nodes
         fold(graph)
-        self._settled = settled(graph, step.updates)
+        self._next_values = next_values(graph, step.updates)
         self._updates: list[SharedUpdate] = []
         self._dropped = [name for name in step.counts if name not in step.varying]
-        shown = [*step.outputs, *step.counts]
         groups: list[Group] = []
         self.left: dict[str, str] = dict(step.updates)
-        if not on_device:
+        if sessions.device is None:  # device memory cannot be packed
+            shown = [*step.outputs, *step.counts]
             groups, self.left = split(graph, step.updates, step.feeds, shown, keep=self._keep)
         small = kernels != "python" and sum(group.size for group in groups) <= settings.joined
-        apart = on_cpu and not small and kernels != "python"
+        apart = sessions.on_cpu and not small and kernels != "python"
         if apart and settings.scaled_sums and scaled_sums.has_kernel():
             for group in groups:
                 scaled_sums.insert(group.formula, group.updated)
         self.spins = small or not groups
-        chunk = sys.maxsize if small else settings.chunk
-        in_place = in_place and not small
-        self.packed: list[Packed] = []
         self.standard: dict[str, str] = {}
         if kernels == "compiled":
-            self.standard = dict.fromkeys(self.left, "it does not work element by element")
-        for group in groups:
-            translation = self._translation(group, in_place) if kernels == "compiled" else None
-            joined = small and translation is None
-            self.packed.append(
-                Packed(
-                    group,
-                    chunk,
-                    threads,
-                    in_place=in_place,
-                    joined=joined,
-                    translation=translation,
-                    passed=not small and group.size >= settings.passed,
-                )
-            )
+            self.standard = dict.fromkeys(self.left, "it is not elementwise")
+        self.packed = [
+            self._pack(group, kernels, settings, in_place=in_place and not small, small=small)
+            for group in groups
+        ]
         self.joined = small and all(packed.joined for packed in self.packed)
         translations = [p.translation for p in self.packed if p.translation is not None]
-        self._functions: dict[Translation, Function] = {}
-        if kernels == "compiled":
-            self._functions = compile_all(translations)
-        # What only updates apart read is no input of the graph of gradients.
-        apart_roles = [role for p in self.packed if not p.joined for role in p.group.roles]
-        fed = {name for role in apart_roles if role.fed for name in role.names}
-        if fed:
-            joined_roles = [role for p in self.packed if p.joined for role in p.group.roles]
-            fed -= {name for role in joined_roles for name in role.names}
-            for value in list(graph.inputs):
-                if value.name in fed and not value.uses() and not value.is_graph_output():
-                    graph.inputs.remove(value)
-        # What nothing reads is no input, and several steps in a run pass it from one to the next.
+        self._functions = compile_all(translations) if kernels == "compiled" else {}
+        self._remove_unread_feeds()
+        # Repeated steps pass states from one to the next, so each of them must be an input.
         self._all_read = set(self.left) <= {value.name for value in graph.inputs}
-        kept = names_in(recompute)  # which graphs made for sizes need not have
-        self.gains = not kept and any(each.gains(step.model, None) for each in self._passes)
+        # Graphs for known sizes may lack the tensors that were named to be kept.
+        has_names = bool(names_in(recompute))
+        self.gains = not has_names and any(each.gains(step.model, None) for each in self._passes)
+
+    def _pack(
+        self,
+        group: Group,
+        kernels: UpdateKernels,
+        settings: Settings,
+        *,
+        in_place: bool,
+        small: bool,
+    ) -> Packed:
+        """Returns a group with its memory; records the reason if it cannot be compiled."""
+        translation: Translation | None = None
+        if kernels == "compiled":
+            try:
+                translation = translate(group, in_place=in_place)
+            except UnsupportedError as error:
+                names = [name for role in group.roles if role.updated for name in role.names]
+                self.standard |= dict.fromkeys(names, str(error))
+        return Packed(
+            group,
+            sys.maxsize if small else settings.chunk,
+            self.sessions.threads,
+            in_place=in_place,
+            joined=small and translation is None,
+            translation=translation,
+            passed=not small and group.size >= settings.passed,
+        )
+
+    def _remove_unread_feeds(self) -> None:
+        """Removes the inputs of the gradient graph that only separate updates read."""
+        read_by = {True: set[str](), False: set[str]()}
+        for packed in self.packed:
+            for role in packed.group.roles:
+                if packed.joined or role.fed:
+                    read_by[packed.joined].update(role.names)
+        graph, feeds = self.step.model.graph, read_by[False] - read_by[True]
+        for value in list(graph.inputs):
+            if value.name in feeds and not value.uses() and not value.is_graph_output():
+                graph.inputs.remove(value)
 
     @property
     def repeatable(self) -> bool:
-        """Whether several steps can be made in one run."""
+        """Whether one run can make several steps."""
         loss = self.step.loss
         outputs = [*self.left.values(), loss]
         alone = len(set(outputs)) == len(outputs)
         return self.joined and bool(loss) and alone and self._all_read
 
     def gains_at(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Whether the graph is faster if it is made for feeds of these shapes."""
+        """Whether a graph for feeds of these shapes is faster."""
         sizes = sizes_in(self.step.model, shapes)
         return self.gains and any(each.gains(self.step.model, sizes) for each in self._passes)
 
     def lowered(self, shapes: Mapping[str, tuple[int, ...]] | None) -> ir.Model:
-        """Returns the graph of gradients, lowered to what is fast.
+        """Returns the gradient graph, lowered to fast operators.
 
         Args:
-            shapes: The shapes of feeds that it is made for; None for any.
+            shapes: The shapes of the feeds; None for any.
         """
         model = self.step.model.clone()
         if self._dropped:
@@ -172,29 +188,22 @@ class Template:
             shown=[*self.step.outputs, *self.step.varying],
         )
 
-    def updates(self, sessions: Sessions) -> list[SharedUpdate]:
-        """Returns the packed updates that are made apart from the gradients, opened once."""
+    def updates(self) -> list[SharedUpdate]:
+        """Returns the packed updates that are separate from the gradients, opened once."""
         if not self._updates:
             self._updates += [
-                Update(packed, sessions)
+                Update(packed, self.sessions)
                 if packed.translation is None
-                else CompiledUpdate(packed, self._functions[packed.translation], sessions.threads)
+                else CompiledUpdate(
+                    packed, self._functions[packed.translation], self.sessions.threads
+                )
                 for packed in self.packed
                 if not packed.joined
             ]
         return self._updates
 
-    def _translation(self, group: Group, in_place: bool) -> Translation | None:
-        """Returns the formula of a group as text; where there is none, notes the reason."""
-        try:
-            return translate(group, in_place=in_place)
-        except UnsupportedError as error:
-            names = [name for role in group.roles if role.updated for name in role.names]
-            self.standard |= dict.fromkeys(names, str(error))
-            return None
-
     def cut(self) -> tuple[Template, Template, Cut]:
-        """Returns what computes gradients, and what applies them to the same memory.
+        """Returns the gradient part and the update part of the step, on the same memory.
 
         Raises:
             UnsupportedError: If the step has no gradients, or several of one parameter.
@@ -203,26 +212,22 @@ class Template:
         roles = [role for packed in self.packed for role in packed.group.roles]
         read = [n for role in roles if not role.updated and not role.fed for n in role.names]
         scalars = [name for packed in self.packed for name in packed.group.scalars]
-        shown: Sequence[str] = list(dict.fromkeys((*step.outputs, *step.counts)))
-        halves = cut(
-            step.model,
-            variables=step.variables,
-            updates=step.updates,
-            feeds=step.feeds,
+        shown = list(dict.fromkeys((*step.outputs, *step.counts)))
+        parts = cut(
+            step,
             shown=shown,
             ends=[*self.left.values(), *read, *scalars],
             fed=[name for role in roles if role.fed for name in role.names],
-            scale=step.scale,
-            labels=self._settled,
+            labels=self._next_values,
         )
         gradients, apply = copy.copy(self), copy.copy(self)
-        fetched = [name for label, name in halves.carried.items() if label not in step.updates]
+        fetched = [name for label, name in parts.carried.items() if label not in step.updates]
         gradients.step = replace(
-            step, model=halves.gradients, outputs=[*shown, *fetched], updates={}, varying=()
+            step, model=parts.gradients, outputs=[*shown, *fetched], updates={}, varying=()
         )
         gradients.packed, gradients.left, gradients._updates = [], {}, []
-        taken = [*halves.given.values(), *halves.carried.values(), *halves.fed]
-        apply.step = replace(step, model=halves.apply, feeds=taken, outputs=[], loss="", varying=())
+        feeds = [*parts.given.values(), *parts.carried.values(), *parts.fed]
+        apply.step = replace(step, model=parts.apply, feeds=feeds, outputs=[], loss="", varying=())
         gradients._dropped = apply._dropped = []
         apply.gains = False
-        return gradients, apply, halves
+        return gradients, apply, parts

@@ -1,4 +1,4 @@
-"""A variant of a step: its template made for batches of some shapes, with open sessions."""
+"""A step for batches of certain shapes, with open sessions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import onnx_ir as ir
 
 from ortops.execution.binding import Binding
 from ortops.execution.memory import DeviceArray, Memory
-from ortops.execution.onnxruntime_sessions import Sessions
 from ortops.execution.packed import Packed
 from ortops.execution.repetition import Repetition
 from ortops.execution.template import Template
@@ -25,29 +24,23 @@ __all__ = ["Variant"]
 
 Array: TypeAlias = npt.NDArray[Any]
 _LENT = 2**24
-"""Bytes of constants, such as frozen weights, from which on onnxruntime is lent them."""
+"""Constants of at least this many bytes, such as frozen weights, are shared with onnxruntime."""
 
 SlicesByName: TypeAlias = dict[str, tuple[Packed, int]]
-"""Inputs or outputs of a graph that hold a packed role: the packed updates, and its index."""
+"""Inputs or outputs of a graph that hold a packed role: the packed update and the role's index."""
 
 
 class Variant:
-    """A template made for batches of some shapes.
+    """A template for batches of certain shapes.
 
     Args:
         template: The template.
         shapes: The shapes of the feeds; None for any.
-        sessions: Opens the sessions.
     """
 
-    def __init__(
-        self,
-        template: Template,
-        shapes: Mapping[str, tuple[int, ...]] | None,
-        sessions: Sessions,
-    ) -> None:
+    def __init__(self, template: Template, shapes: Mapping[str, tuple[int, ...]] | None) -> None:
         self._template = template
-        self._sessions = sessions
+        sessions = template.sessions
         model = template.lowered(shapes)
         graph = self._graph = model.graph
         self._inputs: SlicesByName = {}
@@ -62,29 +55,30 @@ class Variant:
             name: array if sessions.device is None else DeviceArray(array, sessions.device)
             for name, array in external.move_to_inputs(model).items()
         }
-        self._session = None  # as if all gradients are fed
+        self._session = None  # without outputs, as if all gradients are fed
         if graph.outputs:
-            # onnxruntime takes half as long as it is, where there is little left to optimize.
+            # Opening takes half as long without onnxruntime's optimizations, which find little.
             optimize = not is_mostly_blocked(graph)
             limit = _LENT if sessions.lends else None
             proto, self._lent = external.move_out(model, limit)
             self._session = sessions.open(
                 proto, spin=template.spins, optimize=optimize, lent=self._lent
             )
-        self._updates = template.updates(sessions)
+        self._updates = template.updates()
 
     def bind(
         self,
         buffers: Callable[[str], tuple[Memory, Memory]],
         turn: int,
-        anew: Collection[str] = (),
+        rebound: Collection[str] = (),
     ) -> Binding:
         """Binds the sessions to memory.
 
         Args:
-            buffers: Tells of a variable where it is read and where its next value is written.
-            turn: Which of the arrays of packed roles are read.
-            anew: See `Binding`.
+            buffers: Returns the memory that a variable is read from, and the memory that its next
+                value is written to.
+            turn: Which of the two arrays of packed roles to read.
+            rebound: See `Binding`.
         """
         step = self._template.step
         read: dict[str, Memory] = {}
@@ -126,15 +120,17 @@ class Variant:
         passed = [name for update in self._updates for name in update.packed.passed]
         shown = [*step.outputs, *step.varying]
         return Binding(
-            self._session, read, written, shown, copies, updates, interruptible, anew, passed
+            self._session, read, written, shown, copies, updates, interruptible, rebound, passed
         )
 
     @functools.cached_property
     def repetition(self) -> Repetition:
-        """Several steps in one run."""
+        """Runs several steps at once."""
         states = {**self._template.left, **dict(zip(self._inputs, self._outputs, strict=True))}
         step = self._template.step
-        return Repetition(self._graph, states, self._inputs, step.feeds, step.loss, self._sessions)
+        return Repetition(
+            self._graph, states, self._inputs, step.feeds, step.loss, self._template.sessions
+        )
 
 
 def _is_scalar(value: ir.Value) -> bool:
@@ -142,13 +138,13 @@ def _is_scalar(value: ir.Value) -> bool:
 
 
 def _join(graph: ir.Graph, all_packed: list[Packed]) -> tuple[SlicesByName, SlicesByName]:
-    """Puts packed updates into the graph of gradients, those that are joined.
+    """Inserts the packed updates that are joined into the gradient graph.
 
     Returns:
-        Its inputs and its outputs that hold packed roles, in the same order.
+        The inputs and the outputs of the graph that hold packed roles, in the same order.
     """
-    taken_in: SlicesByName = {}
-    put_out: SlicesByName = {}
+    new_inputs: SlicesByName = {}
+    new_outputs: SlicesByName = {}
     outputs = {value.name: value for value in graph.outputs}
     values = {**{value.name: value for value in graph.inputs}, **outputs}
     tape = Tape(graph, names=Names(graph))
@@ -163,7 +159,7 @@ def _join(graph: ir.Graph, all_packed: list[Packed]) -> tuple[SlicesByName, Slic
         for index, role in enumerate(group.roles):
             if role.updated:
                 graph.inputs.append(inputs[index])
-                taken_in[inputs[index].name or ""] = (packed, index)
+                new_inputs[inputs[index].name or ""] = (packed, index)
             else:
                 inputs[index] = packed.pack(tape, [values[name] for name in role.names])
         scalars = [outputs[name] for name in group.scalars]
@@ -173,5 +169,5 @@ def _join(graph: ir.Graph, all_packed: list[Packed]) -> tuple[SlicesByName, Slic
         graph.outputs.clear()
         graph.outputs.extend([*kept, *results])
         for index, result in zip(group.next_values, results, strict=True):
-            put_out[result.name or ""] = (packed, index)
-    return taken_in, put_out
+            new_outputs[result.name or ""] = (packed, index)
+    return new_inputs, new_outputs

@@ -1,7 +1,7 @@
-"""From training_info to one flat graph that makes a training step.
+"""Converts training_info to one flat graph that makes a training step.
 
-The standard defines a step as the concatenation of the inference graph and the algorithm. Here that
-becomes a graph whose mutable variables are inputs and whose updates are outputs.
+The standard defines a step as the concatenation of the inference graph and the algorithm. The flat
+graph has an input for each mutable variable, and an output for its next value.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import json
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
+from ortops.arguments import choice, whole_number
 from ortops.autodiff.gradient_node import (
     Bound,
     bound_nodes,
@@ -27,7 +28,7 @@ from ortops.autodiff.gradient_node import (
 )
 from ortops.autodiff.rules import RULES
 from ortops.errors import ModelError, OrtopsError, did_you_mean
-from ortops.execution.cut import cut, differentiated, settled
+from ortops.execution.cut import cut, differentiated, next_values
 from ortops.execution.step import Step
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
@@ -74,16 +75,16 @@ __all__ = [
 Array: TypeAlias = npt.NDArray[Any]
 
 STEP_GRAPH_KEY = "ortops.step_graph"
-"""Where a step graph says, as a JSON object {input: output}, what feeds which input next."""
+"""The metadata key of a JSON object {input: output}: which output feeds which input next."""
 
 GRADIENTS_KEY = "ortops.gradients"
-"""Where a half of a step says, as a JSON object {parameter: tensor}, what gradients are called."""
+"""The metadata key of a JSON object {parameter: tensor}: the names of gradients in a part."""
 
 Part: TypeAlias = Literal["gradients", "apply"]
-"""A half of a step."""
+"""A part of a step: the computation of gradients, or their application."""
 
 _OVERLOAD_IR_VERSION = 10
-_MERGED_SIZE = 8  # elements of the largest constants of which onnxruntime merges equal ones
+_MERGED_SIZE = 8  # onnxruntime merges equal constants of at most this many elements
 
 
 @convert.blame_model
@@ -95,43 +96,45 @@ def step_graph(
     part: Part | None = None,
     target: Target | None = None,
 ) -> onnx.ModelProto:
-    """Returns the flat form of a training step, which any language can drive.
+    """Returns a training step as one flat graph, which can be driven from any language.
 
-    Mutable variables and the learning rate are inputs that carry their present value as default
-    (an initializer of the same name); their updates are outputs, and ``metadata_props`` has under
-    ``ortops.step_graph`` a JSON object that tells which output feeds which input next.
+    Mutable variables and the learning rate are inputs whose current values are their defaults
+    (initializers of the same names). The updated values are outputs. ``metadata_props`` has, under
+    the key ``ortops.step_graph``, a JSON object that maps each of these inputs to the output that
+    feeds it in the next step.
 
-    What only inference reads is left out, inputs and outputs too. External data stay relative to
-    the folder of the given file.
+    Inputs, outputs and nodes that only inference needs are left out. Paths of external data remain
+    relative to the folder of the given file.
 
-    Gradient and optimizer nodes carry their bodies as functions of the same name. So the file
-    runs on Python custom ops in a session with `ortops.register_custom_ops`, and on standard
-    operators in one without. Optimizer nodes whose attributes would reach a custom op rounded are
-    lowered. A graph of bfloat16 computes in float32, as do its inputs and outputs but variables.
+    Gradient and optimizer nodes have functions of the same name as bodies. So the file runs with
+    Python custom ops in a session with `ortops.register_custom_ops`, and with standard operators in
+    a session without them. Optimizer nodes whose attributes a custom op would receive rounded are
+    lowered. Graphs of bfloat16 models compute in float32; of their inputs and outputs, only
+    variables are bfloat16.
 
-    A step can be had in two halves, with something of one's own between them: a sum over workers,
-    for example. What the first puts out besides what is shown, the second takes, by the same name;
-    ``metadata_props`` of both has under ``ortops.gradients`` the gradient of each parameter.
-    Gradients are of the unscaled loss, and float32 where the parameter has 16 bits.
+    A step can be split into two parts, to do something with the gradients in between, such as
+    summing them over workers. The second part reads some outputs of the first under the same names.
+    ``metadata_props`` of both parts has, under the key ``ortops.gradients``, the name of each
+    parameter's gradient. Gradients are those of the unscaled loss, and float32 if the parameter has
+    16 bits.
 
     Args:
-        model: A trainable model, as `ortops.build_training_model` or anybody else wrote it.
-        entry: Which of several training_info entries.
-        defaults: Whether variables carry their values. onnxruntime's JavaScript packages take no
-            values for inputs that have one, and onnxruntime-node does not say so.
-        part: ``"gradients"`` for the half that computes gradients, ``"apply"`` for the one that
-            makes the update of given ones; by default both in one graph.
-        target: What it is lowered for (see `ortops.lower`); by default it is not.
+        model: A trainable model, written by `ortops.build_training_model` or another tool.
+        entry: The index of the training_info entry.
+        defaults: Whether variables have their values as defaults. onnxruntime's JavaScript packages
+            cannot feed inputs with defaults, and onnxruntime-node ignores such feeds silently.
+        part: ``"gradients"`` for the part that computes gradients, ``"apply"`` for the part that
+            applies given gradients; None for both in one graph.
+        target: The target of lowering (see `ortops.lower`); None leaves the graph unlowered.
 
     Returns:
-        A new model without training_info: a concatenation of graph and algorithm must not have the
-        algorithm once more.
+        A new model without training_info, because its graph contains the algorithm.
 
     Raises:
-        ModelError: If the model has no such entry, or the entry is not legal.
-        OrtopsError: If there is no such part or target.
-        UnsupportedError: If there are no halves: the step has no gradients, or several of one
-            parameter.
+        ArgumentError: If ``entry``, ``part`` or ``target`` is not valid.
+        ModelError: If the model has no such entry, or the entry is not valid.
+        UnsupportedError: If the step cannot be split, because it has no gradients, or several of
+            one parameter.
 
     Example:
         >>> from models import mlp
@@ -141,27 +144,22 @@ def step_graph(
         >>> json.loads(flat.metadata_props[0].value)
         {'step': 'step_new', 'fc1.weight': 'fc1.weight_new', 'fc1.bias': 'fc1.bias_new'}
     """
-    if part not in (None, "gradients", "apply"):
-        raise OrtopsError(f"part is {part!r}; 'gradients', 'apply' or None is accepted")
+    choice("part", part, (None, "gradients", "apply"))
     proto, folder = convert.load(model)
     step = flatten(*detach(proto), entry, folder)
     result, updates = step.model, dict(step.updates)
     notes = {}
     if part is not None:
-        halves = cut(
-            step.model,
-            variables=step.variables,
-            updates=step.updates,
-            feeds=step.feeds,
+        parts = cut(
+            step,
             shown=step.outputs,
             ends=step.updates.values(),
             fed=(),
-            scale=step.scale,
-            labels=settled(step.model.graph, step.updates),
+            labels=next_values(step.model.graph, step.updates),
         )
-        result = halves.gradients if part == "gradients" else halves.apply
+        result = parts.gradients if part == "gradients" else parts.apply
         updates = updates if part == "apply" else {}
-        notes[GRADIENTS_KEY] = json.dumps(dict(halves.given))
+        notes[GRADIENTS_KEY] = json.dumps(dict(parts.given))
     if not defaults:
         remove_defaults(result.graph, step.variables)
     if target is None:
@@ -177,13 +175,13 @@ def step_graph(
 
 
 def _write_functions(model: ir.Model) -> None:
-    """Gives Gradient and optimizer nodes their bodies as functions, in place."""
+    """Adds the bodies of Gradient and optimizer nodes as functions, in place."""
     graph = model.graph
     names = Names(graph)
     inside = [node for node in bound_nodes(graph) if node.graph is not graph]
     before = ancestor_nodes((Bound.of(node).y for node in inside), set())
     for node in bound_nodes(graph):
-        if node in inside or node in before:  # a body cannot stand in there
+        if node in inside or node in before:  # functions are only added for the main graph
             lower_gradient(node, names, RULES)
     _separate_outputs(graph, names)
     functions: list[ir.Function] = []
@@ -212,96 +210,89 @@ def flatten(
     Args:
         proto: A light trainable model; not changed.
         data: Its data (see `ortops.graph.files.external`).
-        entry: Which of several training_info entries.
-        folder: Where its external data are, which stay there.
-        counts: Whether the graph puts out what parts of the loss were divided by, too.
+        entry: The index of the training_info entry.
+        folder: The folder of its external data, which stay there.
+        counts: Whether the counts that summands of the loss are divided by become outputs.
 
     Raises:
-        ModelError: If there is no such entry, or a binding names what does not exist.
+        ArgumentError: If ``entry`` is not an integer.
+        ModelError: If there is no such entry, or a binding names something that does not exist.
     """
-    if not proto.training_info:
-        if any(note.key == METADATA_KEY for note in proto.metadata_props):
-            raise ModelError(
-                f"model: it has metadata_props '{METADATA_KEY}' as a trainable model does, but its "
-                "training_info is gone, as after onnxsim, onnxslim, onnx-ir or "
-                "onnx.version_converter; keep the file from before that, or make it trainable anew "
-                "with ortops.build_training_model"
-            )
-        raise ModelError(
-            "model: it has no training_info; make it trainable with ortops.build_training_model"
-        )
-    if isinstance(entry, bool) or not isinstance(entry, SupportsIndex):
-        raise ModelError(
-            f"entry is {entry!r}; the number of a training_info entry is accepted, an integer"
-        )
-    if not 0 <= entry < len(proto.training_info):
-        raise ModelError(
-            f"model: it has no training_info entry {entry}; it has {len(proto.training_info)}"
-        )
+    info = _entry(proto, entry)
     updates = check_bindings(proto, entry)
-    mutable = [
+    bound = [
         binding.key
-        for info in proto.training_info
-        for binding in (*info.update_binding, *info.initialization_binding)
+        for each in proto.training_info
+        for binding in (*each.update_binding, *each.initialization_binding)
     ]
     _check_algorithm(proto, entry)
     model = prepare(convert.to_ir(_concatenate(proto, entry), folder, data, given_away=True))
     graph = model.graph
     by_name = {value.name: value for value in graph.outputs}
-    wanted = [value.name for value in proto.training_info[entry].algorithm.output]
-    needed = {
-        value
-        for node in ancestor_nodes([by_name[name] for name in wanted], set())
-        for value in node.outputs
-    }
+    wanted = [value.name for value in info.algorithm.output]
+    nodes = ancestor_nodes([by_name[name] for name in wanted], set())
+    needed = {value for node in nodes for value in node.outputs}
     own = [value.name for value in proto.graph.output if by_name[value.name] in needed]
     _check_updates(graph, updates, entry)
     new = set(updates.values())
     loss = _loss(graph, proto, wanted, new)
     shown = [name for name in dict.fromkeys((*wanted, *own)) if name == loss or name not in new]
     metadata = training_metadata(proto)
-    divided = _counts(graph, metadata) if counts else []
+    divisors = _counts(graph, metadata) if counts else []
     graph.outputs.clear()
     graph.outputs.extend(by_name[name] for name in dict.fromkeys((*shown, *updates.values())))
-    graph.outputs.extend(value for value in divided if value not in graph.outputs)
+    graph.outputs.extend(value for value in divisors if value not in graph.outputs)
     prune(graph)
-    rates = _learning_rates(graph, proto)
-    variables = [n for n in dict.fromkeys((*mutable, *rates)) if n in graph.initializers]
+    rates = _learning_rates(graph, metadata)
+    variables = [n for n in dict.fromkeys((*bound, *rates)) if n in graph.initializers]
     _make_inputs(graph, variables)
     widen(graph, updates)
-    feeds = [v.name or "" for v in graph.inputs if v.name not in graph.initializers]
+    # Without Gradient nodes, the parameters are the updated initializers of the inference graph.
+    parameters = list(differentiated(graph, variables, updates))
     return Step(
         model,
         updates,
         rates,
         variables,
-        feeds,
+        [v.name or "" for v in graph.inputs if v.name not in graph.initializers],
         shown,
         loss,
-        parameters=_parameters(proto, graph, variables, updates),
+        parameters=parameters or [t.name for t in proto.graph.initializer if t.name in updates],
         scale=metadata.loss_scale if metadata.loss_scale in variables else "",
         seed=metadata.seed if metadata.seed in variables else "",
-        counts=[value.name or "" for value in divided],
-        varying=[value.name or "" for value in divided if _reads_values(value)],
+        counts=[value.name or "" for value in divisors],
+        varying=[value.name or "" for value in divisors if _reads_values(value)],
     )
 
 
-def _parameters(
-    proto: onnx.ModelProto, graph: ir.Graph, variables: Container[str], updates: Mapping[str, str]
-) -> list[str]:
-    """Returns what gradients are taken of; without any, what of the inference graph is updated."""
-    found = list(differentiated(graph, variables, updates))
-    return found or [tensor.name for tensor in proto.graph.initializer if tensor.name in updates]
+def _entry(proto: onnx.ModelProto, entry: int) -> onnx.TrainingInfoProto:
+    """Returns a training_info entry; raises an error if there is no such entry."""
+    count = len(proto.training_info)
+    if not count and any(note.key == METADATA_KEY for note in proto.metadata_props):
+        raise ModelError(
+            f"model: it has the metadata_props '{METADATA_KEY}' of a trainable model, but its "
+            "training_info is gone, as after onnxsim, onnxslim, onnx-ir or onnx.version_converter; "
+            "use the file from before that, or make it trainable again with "
+            "ortops.build_training_model"
+        )
+    if not count:
+        raise ModelError(
+            "model: it has no training_info; make it trainable with ortops.build_training_model"
+        )
+    if not 0 <= whole_number("entry", entry) < count:
+        raise ModelError(f"model: it has no training_info entry {entry}; it has {count}")
+    info: onnx.TrainingInfoProto = proto.training_info[entry]
+    return info
 
 
 def _counts(graph: ir.Graph, metadata: TrainingMetadata) -> list[ir.Value]:
-    """Returns what parts of the loss were divided by, as far as that is noted."""
+    """Returns the counts that summands of the loss are divided by, as far as they are noted."""
     names = {part.count for part in metadata.losses if part.count}
     return [value for node in graph for value in node.outputs if value.name in names]
 
 
 def _reads_values(value: ir.Value) -> bool:
-    """Whether a tensor depends on values that are fed, and not on their shapes only."""
+    """Whether a tensor depends on the values of feeds, not only on their shapes."""
     sized = {v for node in ancestor_nodes(value, set()) if _is_size(node) for v in node.outputs}
     return any(
         read.producer() is None and read.is_graph_input() and not read.is_initializer()
@@ -320,9 +311,10 @@ class EvaluationModel:
 
     Attributes:
         step: The model, as a step without updates.
-        parts: The summands of the loss whose values it puts out.
-        tensors: The output that each tensor that was asked for is.
-        kinds: The kind and the class axis of those that a Softmax or Sigmoid ends.
+        parts: The summands of the loss that are outputs.
+        tensors: The name of the output for each requested tensor.
+        kinds: The kind and the class axis of the requested tensors that are probabilities or their
+            logarithms.
     """
 
     step: Step
@@ -341,19 +333,22 @@ def evaluation_model(
     *,
     loss: bool,
 ) -> EvaluationModel:
-    """Returns a model of the loss and other tensors in inference mode, whose variables are inputs.
+    """Returns a model that computes the loss and other tensors in inference mode.
+
+    Variables are inputs.
 
     Args:
         proto: A light trainable model; not changed.
         data: Its data (see `ortops.graph.files.external`).
-        entry: The training_info entry whose loss is meant.
-        step: What `flatten` returned for it; only its names are read.
-        tensors: Tensors to put out; of a ZipMap's maps, the tensor that they are made of is.
-        loss: Whether to put out the loss: its summands and their counts as the metadata name them,
-            or the loss alone for a model that ortops did not build.
+        entry: The index of the training_info entry.
+        step: The step that `flatten` returned for the entry; only its names are read.
+        tensors: The tensors to compute. For the maps of a ZipMap, it is the tensor that they are
+            made from.
+        loss: Whether to compute the loss: its summands and their counts according to the metadata,
+            or only the loss for models that ortops did not build.
 
     Raises:
-        OrtopsError: If there is no tensor of a name, or it is no array.
+        OrtopsError: If a tensor does not exist or is not an array.
     """
     metadata = training_metadata(proto)
     model = prepare(convert.to_ir(_concatenate(proto, entry), None, data, given_away=True))
@@ -363,7 +358,7 @@ def evaluation_model(
     for name, source in (*metadata.training_copies.items(), *metadata.dropouts.items()):
         if name in values and source in values:
             values[name].replace_all_uses_with(values[source], replace_graph_outputs=True)
-    shown = dict(values)  # by names that training gives, what inference has there
+    shown = dict(values)  # inference tensors by the names of their training-mode copies
     for name, source in (*metadata.dropouts.items(), *metadata.training_copies.items()):
         if name in values and source in values:
             shown[name] = shown[source]
@@ -376,7 +371,7 @@ def evaluation_model(
     kinds = {name: _kind(value) for name, value in found.items()}
     graph.outputs.clear()
     graph.outputs.extend(dict.fromkeys((*(values[name] for name in named), *found.values())))
-    prune(graph)  # also of what reads running statistics, which inference mode does not give
+    prune(graph)  # removes readers of running statistics, which inference mode does not compute
     write_inference_mode(model)
     prune(graph)
     _make_inputs(graph, [name for name in step.variables if name in graph.initializers])
@@ -385,16 +380,16 @@ def evaluation_model(
     feeds = [v.name or "" for v in graph.inputs if v.name not in step.variables]
     outputs = [value.name or "" for value in graph.outputs]
     names = {name: value.name or "" for name, value in found.items()}
-    # This replaces the outputs of Gradient nodes, so that values that were found lose their names.
+    # Lowering replaces the outputs of Gradient nodes, so their names are read before it.
     made = Step(lower_prepared(model), {}, [], step.variables, feeds, outputs, "")
     return EvaluationModel(made, parts, names, {n: kind for n, kind in kinds.items() if kind})
 
 
 def _array_named(name: str, values: Mapping[str | None, ir.Value]) -> ir.Value:
-    """Returns a tensor by name, or what its maps are made of where a ZipMap gives them."""
+    """Returns a tensor by name; for the maps of a ZipMap, the tensor that they are made from."""
     if name not in values:
         known = [each for each in values if each]
-        raise OrtopsError(f"outputs: there is no tensor '{name}'; {did_you_mean(name, known)}")
+        raise OrtopsError(f"outputs: the model has no tensor '{name}'; {did_you_mean(name, known)}")
     value, node = values[name], values[name].producer()
     if node is not None and (node.domain, node.op_type) == ("ai.onnx.ml", "ZipMap"):
         value = node.inputs[0] or value
@@ -414,7 +409,7 @@ def _kind(value: ir.Value) -> tuple[str, int | None] | None:
 
 
 def _make_inputs(graph: ir.Graph, variables: Sequence[str]) -> None:
-    """Makes initializers inputs, with their values as defaults."""
+    """Makes initializers inputs with default values."""
     for name in variables:
         if graph.initializers[name] not in graph.inputs:
             graph.inputs.append(graph.initializers[name])
@@ -448,19 +443,19 @@ def check_bindings(proto: onnx.ModelProto, entry: int) -> dict[str, str]:
             where = f"training_info entry {entry}: {what}"
             if binding.key not in keys:
                 raise ModelError(
-                    f"{where} sets '{binding.key}', which is no initializer; "
+                    f"{where} sets '{binding.key}', which is not an initializer; "
                     + did_you_mean(binding.key, keys)
                 )
             if binding.value not in known:
                 raise ModelError(
-                    f"{where} sets '{binding.key}' to '{binding.value}', which is no output; "
+                    f"{where} sets '{binding.key}' to '{binding.value}', which is not an output; "
                     + did_you_mean(binding.value, known)
                 )
     return {binding.key: binding.value for binding in info.update_binding}
 
 
 def _check_updates(graph: ir.Graph, updates: Mapping[str, str], entry: int) -> None:
-    """Refuses an update that is not of the type and shape of its variable."""
+    """Raises a ModelError if an update has another type or shape than its variable."""
     outputs = {value.name: value for value in graph.outputs}
     for name, output in updates.items():
         old, new = graph.initializers[name], outputs[output]
@@ -468,13 +463,13 @@ def _check_updates(graph: ir.Graph, updates: Mapping[str, str], entry: int) -> N
         if not same_type or not may_be_equal(old.shape, new.shape):
             raise ModelError(
                 f"training_info entry {entry}: update_binding sets '{name}' of type {old.dtype} "
-                f"and shape {old.shape} to '{output}' of type {new.dtype} and shape {new.shape}; a "
-                "variable keeps its type and shape"
+                f"and shape {old.shape} to '{output}' of type {new.dtype} and shape {new.shape}; "
+                "the type and shape of a variable cannot change"
             )
 
 
 def _check_algorithm(proto: onnx.ModelProto, entry: int) -> None:
-    """Refuses what onnx.checker would refuse, which does not look at training_info."""
+    """Checks names and operators, because onnx.checker does not look at training_info."""
     graph, algorithm = proto.graph, proto.training_info[entry].algorithm
     where = f"training_info entry {entry}"
     known = {name for node in (*graph.node, *algorithm.node) for name in node.output}
@@ -485,7 +480,7 @@ def _check_algorithm(proto: onnx.ModelProto, entry: int) -> None:
     for value in algorithm.output:
         if value.name not in known:
             raise ModelError(
-                f"{where}: its output '{value.name}' is defined by nothing; "
+                f"{where}: its output '{value.name}' is not defined; "
                 + did_you_mean(value.name, sorted(known))
             )
     has_operator = functools.cache(onnx.defs.has)
@@ -494,13 +489,13 @@ def _check_algorithm(proto: onnx.ModelProto, entry: int) -> None:
         for read in node.input:
             if read and read not in known:
                 raise ModelError(
-                    f"{where}: {name} reads '{read}', which nothing defines; "
+                    f"{where}: {name} reads '{read}', which is not defined; "
                     + did_you_mean(read, sorted(known - set(node.output)))
                 )
         if not node.domain and opset and not has_operator(node.op_type, opset):
             raise ModelError(
-                f"{where}: {name}: the standard has no such operator at opset {opset}; correct "
-                "its name, or import a newer opset"
+                f"{where}: {name}: opset {opset} has no such operator; correct its name, or "
+                "import a newer opset"
             )
 
 
@@ -515,25 +510,25 @@ def _concatenate(proto: onnx.ModelProto, entry: int) -> onnx.ModelProto:
     for tensor in (*algorithm.initializer, *algorithm.input):
         if tensor.name in taken:
             raise ModelError(
-                f"training_info entry {entry}: '{tensor.name}' is a tensor of the inference graph "
-                "too; graph and algorithm together must not define a name twice"
+                f"training_info entry {entry}: '{tensor.name}' is also a tensor of the inference "
+                "graph; rename one of them"
             )
     for name in (name for node in algorithm.node for name in node.output if name):
         if name in taken:
             raise ModelError(
-                f"training_info entry {entry}: '{name}' is a tensor of the inference graph too; "
-                "graph and algorithm together must not define a name twice"
+                f"training_info entry {entry}: '{name}' is also a tensor of the inference graph; "
+                "rename one of them"
             )
     graph = result.graph
     for node in graph.node:
-        node.ClearField("metadata_props")  # the sources of nodes, at length, which no step reads
+        node.ClearField("metadata_props")  # long source locations, which no step reads
     graph.node.extend(algorithm.node)
     graph.initializer.extend(algorithm.initializer)
     graph.sparse_initializer.extend(algorithm.sparse_initializer)
     own = {value.name for value in graph.output}
     variables = {tensor.name for tensor in graph.initializer}
     for value in [value for value in graph.input if value.name in variables]:
-        graph.input.remove(value)  # older files list initializers as inputs too
+        graph.input.remove(value)  # older files list initializers as inputs, too
     graph.input.extend(algorithm.input)
     graph.output.extend(value for value in algorithm.output if value.name not in own)
     typed = {value.name for value in graph.value_info}
@@ -541,9 +536,9 @@ def _concatenate(proto: onnx.ModelProto, entry: int) -> onnx.ModelProto:
     return result
 
 
-def _learning_rates(graph: ir.Graph, proto: onnx.ModelProto) -> list[str]:
-    """Returns the initializers that are learning rates: R of an optimizer node, or as noted."""
-    found = [training_metadata(proto).learning_rate]
+def _learning_rates(graph: ir.Graph, metadata: TrainingMetadata) -> list[str]:
+    """Returns the initializers that are learning rates: as noted, or R of an optimizer node."""
+    found = [metadata.learning_rate]
     found += [
         node.inputs[0].name or ""
         for node in graph
@@ -557,7 +552,7 @@ def _loss(
 ) -> str:
     """Returns the name of the loss: as noted, or y of the first Gradient node, or a guess.
 
-    A tensor that is the next value of a variable is no loss.
+    The next value of a variable is never the loss.
     """
     metadata = training_metadata(proto).loss
     if metadata in outputs:
@@ -572,10 +567,10 @@ def _loss(
 
 
 def _separate_outputs(graph: ir.Graph, names: Names) -> None:
-    """Puts a node before each output of a node that other nodes read from.
+    """Inserts a node before each graph output whose producer has other readers.
 
-    onnxruntime merges equal nodes of the graph and of a Gradient body, except where one produces an
-    output of the graph. It removes an Identity that is the only reader of a value, but no Sum.
+    onnxruntime merges equal nodes of the graph and of a Gradient body, unless one of them produces
+    a graph output. It removes an Identity that is the only reader of a value, but not a Sum.
     """
     tape = Tape(graph, names=names)
     for index, value in enumerate(graph.outputs):
@@ -594,35 +589,22 @@ def _separate_outputs(graph: ir.Graph, names: Names) -> None:
 
 
 def _gradient_function(bound: Bound, overload: str) -> ir.Function:
-    """Returns the body of a bound Gradient node, and adds to its zs what its y depends on."""
+    """Returns the body of a bound Gradient node; adds the values that y depends on to its zs."""
     node, graph = bound.node, bound.node.graph
     assert isinstance(graph, ir.Graph)
     path = nodes_between(graph, bound.named, bound.y)
     read = dict.fromkeys(value for other in path for value in other.inputs if value is not None)
     known = set(bound.named)
     added = [value for value in read if value.producer() is None and value not in known]
-    zs = [*bound.zs, *added]
-    fed = [*bound.fed, *added]
-
-    copies: dict[ir.Value, ir.Value] = {}
-    for value in (*bound.xs, *zs):
-        copies[value] = ir.Value(name=value.name, type=value.type, shape=value.shape)
-    inputs = list(copies.values())
-    body = ir.Graph(inputs, [], nodes=[], opset_imports=dict(graph.opset_imports), name=overload)
-    for other in path:
-        copy = copy_node(other, copies)
-        copy.name = other.name
-        for old, new in zip(other.outputs, copy.outputs, strict=True):
-            new.name = old.name
-            copies[old] = new
-        body.append(copy)
-    count = len(bound.xs)
+    zs, fed = [*bound.zs, *added], [*bound.fed, *added]
+    body, copies = _copied_body(graph, path, [*bound.xs, *zs], overload)
+    inputs, count = list(body.inputs), len(bound.xs)
     inner = Bound.make(
         inputs,
         inputs[:count],
         inputs[count:],
         copies.get(bound.y, bound.y),
-        outputs=[ir.Value(name=v.name, type=v.type, shape=v.shape) for v in node.outputs],
+        outputs=[_like(value) for value in node.outputs],
         name=node.name,
     ).node
     body.append(inner)
@@ -630,21 +612,12 @@ def _gradient_function(bound: Bound, overload: str) -> ir.Function:
     mark_variables(body)
     names = Names(body)
     for other in list(body):
-        if is_bound(other):  # the node's own, and those that it differentiates
+        if is_bound(other):  # the node itself, and the Gradient nodes that it differentiates
             lower_gradient(other, names, RULES)
     remove_unread(list(body))
-    for old, value in copies.items():
-        constant = value.producer()
-        if constant is None or constant.graph is not body:  # what nobody reads has been removed
-            continue
-        if constant.op_type == "Constant" and not _is_merged(old):
-            value.replace_all_uses_with(formal := ir.Value(type=value.type, shape=value.shape))
-            body.remove(constant, safe=True)
-            formal.name = value.name
-            body.inputs.append(formal)
-            zs.append(old)
-            fed.append(old)
-    values = [*fed, *bound.xs, *zs, bound.y]
+    constants = _constants_to_inputs(body, copies)
+    zs += constants
+    values = [*fed, *constants, *bound.xs, *zs, bound.y]
     node.resize_inputs(len(values))
     for index, value in enumerate(values):
         node.replace_input_with(index, value)
@@ -658,20 +631,57 @@ def _gradient_function(bound: Bound, overload: str) -> ir.Function:
     )
 
 
+def _copied_body(
+    graph: ir.Graph, nodes: Sequence[ir.Node], inputs: Sequence[ir.Value], name: str
+) -> tuple[ir.Graph, dict[ir.Value, ir.Value]]:
+    """Returns a graph with copies of nodes, and the copy of each value."""
+    copies = {value: _like(value) for value in inputs}
+    imports = dict(graph.opset_imports)
+    body = ir.Graph(list(copies.values()), [], nodes=[], opset_imports=imports, name=name)
+    for node in nodes:
+        copy = copy_node(node, copies)
+        copy.name = node.name
+        for old, new in zip(node.outputs, copy.outputs, strict=True):
+            new.name = old.name
+            copies[old] = new
+        body.append(copy)
+    return body, copies
+
+
+def _constants_to_inputs(body: ir.Graph, copies: Mapping[ir.Value, ir.Value]) -> list[ir.Value]:
+    """Makes the constants of a body its inputs; returns the values outside that feed them."""
+    found = []
+    for outer, value in copies.items():
+        constant = value.producer()
+        if constant is None or constant.graph is not body:  # removed, because nothing read it
+            continue
+        if constant.op_type == "Constant" and not _is_merged(outer):
+            value.replace_all_uses_with(formal := ir.Value(type=value.type, shape=value.shape))
+            body.remove(constant, safe=True)
+            formal.name = value.name
+            body.inputs.append(formal)
+            found.append(outer)
+    return found
+
+
+def _like(value: ir.Value) -> ir.Value:
+    return ir.Value(name=value.name, type=value.type, shape=value.shape)
+
+
 def _is_merged(constant: ir.Value) -> bool:
-    """Whether onnxruntime merges two constants of this value, so that their readers merge too."""
+    """Whether onnxruntime merges constants of this value, so that their readers are merged too."""
     merged = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE, ir.DataType.INT64)
     tensor = ir.convenience.get_const_tensor(constant)
     return tensor is not None and tensor.size <= _MERGED_SIZE and tensor.dtype in merged
 
 
 def _declared(*names: str) -> list[ir.Attr]:
-    """Returns attributes that a function declares, with neither type nor default."""
+    """Returns attribute declarations of a function, without types and defaults."""
     return [ir.Attr(name, ir.AttributeType.UNDEFINED, None) for name in names]
 
 
 def _optimizer_functions(graph: ir.Graph) -> list[ir.Function]:
-    """Returns bodies for the optimizer nodes: one for each choice of attributes and types."""
+    """Returns bodies for the optimizer nodes: one for each combination of attributes and types."""
     functions: dict[tuple[object, ...], ir.Function] = {}
     for node in all_nodes(graph):
         if node.domain != TRAINING_DOMAIN or node.op_type not in OPERATORS:

@@ -540,9 +540,9 @@ REFUSED: dict[str, tuple[Callable[[], onnx.ModelProto | bytes], str]] = {
         "Adam node",
     ),
     # training_info
-    "binding of nothing": (lambda: bound("nothing", "w_new"), "no initializer"),
+    "binding of nothing": (lambda: bound("nothing", "w_new"), "not an initializer"),
     "binding to nothing": (lambda: bound("b", "nothing"), "updated twice|no output"),
-    "binding of an empty name": (lambda: bound("", ""), "no initializer"),
+    "binding of an empty name": (lambda: bound("", ""), "not an initializer"),
     "algorithm with a name of the graph": (
         lambda: edited(
             trainable,
