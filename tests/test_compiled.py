@@ -405,7 +405,7 @@ def test_an_operator_that_is_not_exact_stays_standard(
     (said,) = [text for text in caplog.messages if "are compiled" in text and "'w1'" in text]
     assert said.startswith("kernels: updates of 2 variables are compiled; ")
     assert "'w1' is not: Exp node '" in said
-    assert "results of this operator are not the same in any kernel" in said
+    assert "kernels of this operator have different results" in said
     assert "'step' is not: it is not elementwise" in said
 
 
@@ -419,10 +419,10 @@ def test_nothing_to_compile_is_a_warning(caplog: pytest.LogCaptureFixture) -> No
 def test_numba_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     with pytest.raises(
-        OrtopsError, match=r"^kernels is 'compiled', and numba cannot be im"
+        OrtopsError, match=r"^kernels='compiled' needs numba, which cannot be im"
     ) as found:
         TrainingSession(build(classifier(), "Adam"), kernels="compiled")
-    assert str(found.value).endswith("; pip install ortops[compiled], or give 'onnx'")
+    assert str(found.value).endswith("; pip install ortops[compiled], or use kernels='onnx'")
 
 
 # ------------------------------------------------------------------------------------ the cache
@@ -464,8 +464,8 @@ def test_without_what_is_kept(
     warnings = [r.message for r in caplog.records if r.levelname == "WARNING"]
     expected = {
         "no folder": "kernels: compiled updates are not cached ('",
-        "torn": "is compiled again, its code cannot be read (",
-        "no child": "kernels: a process that compiles updates failed (",
+        "torn": "again, because its code cannot be read (",
+        "no child": "kernels: the process that compiles updates failed (",
     }
     assert len(warnings) == 1
     assert expected[harm] in warnings[0]
@@ -707,7 +707,7 @@ def test_what_has_no_text() -> None:
     kind = ir.DataType.INT64
     formula = ir.Graph([ir.Value(name="a", type=ir.TensorType(kind))], [], nodes=[])
     group = Group(formula, (Role(("a",), kind, True, False),), ((1,),), ())
-    with pytest.raises(UnsupportedError, match="a tensor of type INT64 is read"):
+    with pytest.raises(UnsupportedError, match="it reads a tensor of type INT64"):
         translate(group, in_place=True)
 
 

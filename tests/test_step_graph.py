@@ -643,7 +643,7 @@ def test_a_bad_initialization_binding() -> None:
 def test_a_name_that_graph_and_algorithm_both_define() -> None:
     model = descent("initializer")
     model.training_info[0].algorithm.node.append(helper.make_node("Neg", ["cost"], ["y"]))
-    expected = "entry 0: 'y' is a tensor of the inference graph too; graph and algorithm together"
+    expected = "entry 0: 'y' is also a tensor of the inference graph; rename one of them"
     with pytest.raises(ModelError, match=expected):
         step_graph(model)
 
@@ -651,7 +651,7 @@ def test_a_name_that_graph_and_algorithm_both_define() -> None:
 def test_an_algorithm_that_reads_what_does_not_exist() -> None:
     model = descent("initializer")
     model.training_info[0].algorithm.node[0].input[1] = "targte"
-    with pytest.raises(ModelError, match=r"Sub node .*reads 'targte', which nothing defines"):
+    with pytest.raises(ModelError, match=r"Sub node .*reads 'targte', which is not defined"):
         step_graph(model)
 
 

@@ -1,4 +1,4 @@
-"""Where variables lie: numpy's memory, or that of the device of an execution provider."""
+"""The memory of variables: numpy arrays, or memory of an execution provider's device."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _DEVICES = {
     "DmlExecutionProvider": "dml",
     "TensorrtExecutionProvider": "cuda",
 }
-"""Providers with memory of their own that Python can write, and what onnxruntime calls it."""
+"""Providers whose device memory Python can write, and onnxruntime's names of these devices."""
 
 _SHARED = 2**20
-"""Elements from which on two threads write them sooner than one."""
+"""The number of elements from which two threads write faster than one."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Device:
     """A device with memory of its own.
 
     Attributes:
-        kind: What onnxruntime calls it.
-        number: Which of several.
+        kind: onnxruntime's name of the device type.
+        number: The index of the device.
     """
 
     kind: str
@@ -62,15 +62,15 @@ class DeviceArray:
     """A tensor in the memory of a device.
 
     Args:
-        value: The first value; copied.
+        value: The initial value; copied.
         device: The device.
 
     Raises:
-        UnsupportedError: If there is no such memory, or it takes no tensors of the type.
+        UnsupportedError: If the device has no memory, or Python cannot write the dtype to it.
     """
 
     def __init__(self, value: Array, device: Device) -> None:
-        if value.dtype.kind == "V":  # bfloat16; numpy has none of its own
+        if value.dtype.kind == "V":  # bfloat16, which numpy lacks
             raise UnsupportedError(
                 f"providers: variables of type {value.dtype} cannot be written to memory of a "
                 f"'{device.kind}' device from Python; use providers=['CPUExecutionProvider']"
@@ -81,7 +81,7 @@ class DeviceArray:
             self.value = onnxruntime.OrtValue.ortvalue_from_numpy(
                 copied, device.kind, device.number
             )
-        except Exception as error:  # onnxruntime's classes have no common base of their own
+        except Exception as error:  # onnxruntime's classes have no common base class
             raise UnsupportedError(
                 f"providers: device {device.number} of type '{device.kind}' has no memory for "
                 f"variables: {str(error).strip().rstrip('.')}; use a build of onnxruntime and a "
@@ -95,16 +95,14 @@ class DeviceArray:
 
 
 Memory: TypeAlias = Array | DeviceArray
-"""Where a tensor lies."""
+"""The memory of a tensor."""
 
 
 def device_of(providers: Sequence[Any]) -> Device | None:
-    """Returns the device whose memory variables lie in; None for numpy's memory.
-
-    It is that of the first provider that this build of onnxruntime has.
+    """Returns the device of the first available provider; None for numpy's memory.
 
     Args:
-        providers: Names of providers, or pairs of a name and options, as onnxruntime takes them.
+        providers: Names of providers, or pairs of a name and options, as for onnxruntime.
     """
     available = set(onnxruntime.get_available_providers())
     for provider in providers:
@@ -116,7 +114,7 @@ def device_of(providers: Sequence[Any]) -> Device | None:
 
 
 def hold(value: Array, device: Device | None) -> Memory:
-    """Returns memory of a device, or numpy's for None, that holds a copy of a value.
+    """Returns a copy of a value in memory of a device, or in numpy's memory for None.
 
     Raises:
         UnsupportedError: If the device has no memory for it.
@@ -125,7 +123,7 @@ def hold(value: Array, device: Device | None) -> Memory:
 
 
 def ort_value(memory: Memory) -> onnxruntime.OrtValue:
-    """Returns memory as onnxruntime takes it: not a copy."""
+    """Returns an OrtValue that shares the memory."""
     if isinstance(memory, DeviceArray):
         return memory.value
     if memory.dtype.kind == "V" and memory.itemsize == 2:  # bfloat16
@@ -136,18 +134,18 @@ def ort_value(memory: Memory) -> onnxruntime.OrtValue:
 
 
 def fetch(memory: Memory) -> Array:
-    """Returns what stands in memory: numpy's memory itself, a copy of a device's."""
+    """Returns the array in numpy's memory itself, or a copy of device memory."""
     if not isinstance(memory, DeviceArray):
         return memory
     found: Array = memory.value.numpy()
-    return found.copy()  # it is a view where the device is the CPU
+    return found.copy()  # it is a view if the device is the CPU
 
 
 def put(memory: Memory, value: Array) -> None:
     """Writes a value of the same type and shape into memory.
 
     Raises:
-        KernelError: If the device does not take it.
+        KernelError: If writing to the device fails.
     """
     if not isinstance(memory, DeviceArray):
         memory[...] = value
@@ -162,12 +160,12 @@ def put(memory: Memory, value: Array) -> None:
 
 
 def put_all(targets: Mapping[str, Memory], values: Mapping[str, Array]) -> None:
-    """Writes values into memory, by name; two threads share the work where it is much.
+    """Writes values into memory by name; two threads share the work if it is large.
 
-    Most of the time goes into memory that is touched for the first time.
+    Most of the time is spent on the first access to memory pages.
 
     Raises:
-        BaseException: What reading or writing one of them raised, the first of several.
+        BaseException: The first exception raised by reading or writing a value.
     """
     pending = iter(list(targets))  # each thread takes the next one
     failures: list[BaseException] = []
@@ -195,9 +193,9 @@ def put_all(targets: Mapping[str, Memory], values: Mapping[str, Array]) -> None:
 
 
 def give_back() -> None:
-    """Gives the system what C's allocator holds for later, after work that freed much memory.
+    """Returns memory that C's allocator holds to the system, after much memory was freed.
 
-    It does nothing where that is not glibc's. It takes some milliseconds.
+    It takes a few milliseconds, and does nothing if the allocator is not that of glibc.
     """
     if trim := _trim():
         trim(0)

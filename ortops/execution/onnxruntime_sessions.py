@@ -1,15 +1,16 @@
-"""Opening and running onnxruntime sessions, so that what goes wrong is an error of ours."""
+"""Opens and runs onnxruntime sessions, and converts their errors to errors of ortops."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy.typing as npt
 import onnx
 import onnxruntime
 
+from ortops.arguments import choice
 from ortops.errors import KernelError, OrtopsError, UnsupportedError, is_raised_by
 from ortops.execution.memory import Device, device_of
 from ortops.inference import InferenceSession, Kernels, lend, open_lowered
@@ -30,23 +31,22 @@ class Sessions:
     """Opens sessions with the user's options and providers.
 
     Args:
-        kernels: What runs updates.
+        kernels: The kernels for updates.
         options: The user's options.
         providers: The providers.
-        threads: How many threads share the chunks of large updates, where the options do not say.
-        spin: For how many microseconds threads wait actively for work, likewise.
+        threads: The number of threads for large updates, unless the options set it.
+        spin: How many microseconds threads wait actively for work, unless the options set it.
         save_memory: Whether to reuse less memory, so that tensors are freed as early as possible.
-        device: Where variables lie; where the providers say by default.
+        device: The device for variables; by default, that of the providers.
 
     Attributes:
-        threads: How many threads share the chunks of large updates.
-        on_cpu: Whether onnxruntime's CPU provider runs everything.
-        device: The device whose memory variables lie in; None for numpy's memory.
+        threads: The number of threads for large updates.
+        on_cpu: Whether only onnxruntime's CPU provider is used.
+        device: The device for variables; None for numpy's memory.
 
     Raises:
-        OrtopsError: If there are no such kernels.
-        UnsupportedError: If other kernels than ``"onnx"`` are asked for and variables lie on a
-            device.
+        ArgumentError: If the kernels are unknown.
+        UnsupportedError: If kernels other than ``"onnx"`` are requested for variables on a device.
     """
 
     def __init__(
@@ -60,10 +60,7 @@ class Sessions:
         save_memory: bool,
         device: Device | None = None,
     ) -> None:
-        if kernels not in ("onnx", "python", "compiled"):
-            raise OrtopsError(
-                f"kernels is {kernels!r}; 'onnx', 'python' and 'compiled' are accepted"
-            )
+        choice("kernels", kernels, get_args(UpdateKernels))
         self._kernels: Kernels = "python" if kernels == "python" else "onnx"
         self._options = options
         self._providers = providers
@@ -75,15 +72,15 @@ class Sessions:
         self.on_cpu = self.device is None and list(providers) == ["CPUExecutionProvider"]
         if self.device is not None and kernels != "onnx":
             raise UnsupportedError(
-                f"kernels is '{kernels}', which run on the CPU, and variables lie on a "
-                f"'{self.device.kind}' device; 'onnx' is accepted there"
+                f"kernels must be 'onnx' for variables on a '{self.device.kind}' device, got "
+                f"'{kernels}', which runs on the CPU only"
             )
 
     @property
     def lends(self) -> bool:
-        """Whether sessions take external initializers in memory, which makes fewer copies of them.
+        """Whether sessions can share external initializers in memory, which avoids copies.
 
-        They need options of their own, and Python kernels a model that is whole.
+        Sharing needs options of its own, and Python kernels need a complete model.
         """
         return self._options is None and self._kernels == "onnx"
 
@@ -101,9 +98,9 @@ class Sessions:
         Args:
             model: The model.
             spin: Whether threads may wait actively between runs.
-            optimize: Whether onnxruntime may rewrite the model, which takes time.
-            single_thread: Whether a run has one thread: those of the caller share the work.
-            lent: External initializers in memory, where `lends`; they have to outlive the session.
+            optimize: Whether onnxruntime may optimize the model, which takes time.
+            single_thread: Whether a run uses one thread, because the caller has threads.
+            lent: External initializers in memory, if `lends`; they must outlive the session.
 
         Raises:
             UnsupportedError: If onnxruntime cannot load the model.
@@ -115,7 +112,9 @@ class Sessions:
             options = onnxruntime.SessionOptions()
             if self._save_memory:  # memory reserved for a much later node is never returned
                 options.enable_mem_reuse = False
-            options.enable_mem_pattern = False  # a plan beside the first run's memory, no faster
+            options.enable_mem_pattern = (
+                False  # a pattern takes additional memory and is not faster
+            )
             if not optimize:
                 options.graph_optimization_level = (
                     onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -123,7 +122,7 @@ class Sessions:
             if self._spin is not None:
                 key = "session.intra_op.spin_duration_us"
                 options.add_session_config_entry(key, str(self._spin))
-            if not spin:  # threads that wait for work would take the cores of the update
+            if not spin:  # waiting threads would occupy the cores of the update
                 options.add_session_config_entry("session.force_spinning_stop", "1")
             if lent:
                 lend(options, lent)
@@ -133,7 +132,7 @@ class Sessions:
 
 
 def _single_threaded(options: onnxruntime.SessionOptions | None) -> onnxruntime.SessionOptions:
-    """Returns options like the given ones for a session with one thread."""
+    """Returns a copy of the options for a session with one thread."""
     result = onnxruntime.SessionOptions()
     if options is not None:
         for name in _COPIED_OPTIONS:
@@ -144,7 +143,7 @@ def _single_threaded(options: onnxruntime.SessionOptions | None) -> onnxruntime.
 
 @contextlib.contextmanager
 def errors_as_ours() -> Iterator[None]:
-    """Makes what onnxruntime raises in a run an error of ours.
+    """Converts exceptions of onnxruntime in a run to a KernelError.
 
     Raises:
         KernelError: If a run failed.
@@ -153,7 +152,7 @@ def errors_as_ours() -> Iterator[None]:
         yield
     except OrtopsError:
         raise
-    except Exception as error:  # onnxruntime's classes have no common base of their own
+    except Exception as error:  # onnxruntime's classes have no common base class
         if not is_raised_by(error, "onnxruntime", "ortops"):
             raise
         raise KernelError(

@@ -1,4 +1,4 @@
-"""Packed updates: all variables that one formula updates, side by side in memory."""
+"""Packed updates: all variables with the same update formula, contiguous in memory."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ class Variable:
     """The memory of a variable.
 
     Attributes:
-        buffers: Its value before a step of even number, and before one of odd number. Both are the
-            same memory where updates are made in place, or never.
+        buffers: The memory of its value before steps of even number, and before steps of odd
+            number. Both are the same if updates are in place, or if it is never updated.
     """
 
     buffers: tuple[Memory, Memory]
 
 
 class Packed:
-    """A group of variables, packed.
+    """A group of variables, contiguous in memory.
 
     Args:
         group: The group.
-        chunk: How many elements are updated at a time, at most.
-        threads: How many share the chunks, which are as many for each.
-        in_place: Whether updates may be made in place, where the formula is safe.
-        joined: Whether the formula is part of the graph of gradients, which then needs no memory to
-            put these out.
-        translation: The formula as text, which compiled code runs; in place it is always safe.
-        passed: Whether what the graph of gradients puts out is given to each update, as what is fed
-            is, and has no memory of its own.
+        chunk: The maximum number of elements that are updated at a time.
+        threads: The number of threads, each of which gets the same number of chunks.
+        in_place: Whether updates may be in place if the formula allows it.
+        joined: Whether the formula is part of the gradient graph, so that gradients need no memory
+            of their own.
+        translation: The formula as source code, if it is compiled. It is always safe in place.
+        passed: Whether outputs of the gradient graph are passed to each update like feeds, so that
+            they need no memory of their own.
 
     Attributes:
         group: The group.
-        joined: Whether the formula is part of the graph of gradients.
-        translation: The formula as text, if compiled code runs it.
-        given: Indices of the roles that each update is given.
-        passed: The outputs of the graph of gradients among them.
+        joined: Whether the formula is part of the gradient graph.
+        translation: The formula as source code, if it is compiled.
+        given: Indices of the roles that are passed to each update.
+        passed: The outputs of the gradient graph among them.
         rows: The number of chunks.
-        chunk: The shape of each.
-        sizes: The elements that each member takes, rounded up.
-        shape: The shape of an array: that of a chunk, after the number of chunks if it is not 1.
-        arrays: By a role's index its array, and the one that takes turns with it.
-        variables: The variables of the group, which lie there.
+        chunk: The shape of a chunk.
+        sizes: The number of elements reserved for each member.
+        shape: The shape of an array: (rows, *chunk), or chunk if there is only one.
+        arrays: The two arrays of each role, by role index, which are used alternately.
+        variables: The variables of the group, which are views of the arrays.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class Packed:
                 self.variables |= zip(role.names, map(Variable, pairs), strict=True)
 
     def _array(self, dtype: ir.DataType) -> Array:
-        """Returns an array with zeros where no member lies; elsewhere it takes no memory yet."""
-        array = np.empty(self.shape, dtype.numpy())  # `np.zeros` takes no huge pages
+        """Returns an array with zeros between members; the rest is not touched yet."""
+        array = np.empty(self.shape, dtype.numpy())  # `np.zeros` does not use huge pages
         flat, offset = array.reshape(-1), 0
         for shape, size in zip(self.group.shapes, self.sizes, strict=True):
             flat[offset + math.prod(shape) : offset + size] = 0
@@ -123,11 +123,11 @@ class Packed:
 
     @property
     def in_place(self) -> bool:
-        """Whether an update writes over present values."""
+        """Whether an update overwrites the current values."""
         return any(a is b for i, (a, b) in self.arrays.items() if self.group.roles[i].updated)
 
     def views(self, index: int, turn: int) -> list[Array]:
-        """Returns the tensors that play a role, which lie in its array."""
+        """Returns the tensors of a role as views of its array."""
         array = self.arrays[index][turn].reshape(-1)
         result, offset = [], 0
         for shape, size in zip(self.group.shapes, self.sizes, strict=True):
@@ -136,7 +136,7 @@ class Packed:
         return result
 
     def spans(self, row: int) -> list[tuple[int, slice, slice]]:
-        """Returns what lies in a chunk: a member, which part of its elements, and where."""
+        """Returns the contents of a chunk: member, slice of its elements, slice of the chunk."""
         length = math.prod(self.chunk)
         result, offset = [], -row * length
         for member, (shape, size) in enumerate(zip(self.group.shapes, self.sizes, strict=True)):
@@ -147,7 +147,7 @@ class Packed:
         return result
 
     def pack(self, tape: Tape, values: Sequence[ir.Value]) -> ir.Value:
-        """Writes the nodes that put the tensors of a role side by side."""
+        """Emits the nodes that concatenate the tensors of a role."""
         parts: list[object] = []
         for value, shape, size in zip(values, self.group.shapes, self.sizes, strict=True):
             parts.append(op.Reshape(tape.tensor(value), [-1]))
@@ -158,11 +158,11 @@ class Packed:
         return packed
 
     def inputs(self, prefix: str, rows: str | None = None) -> list[ir.Value]:
-        """Returns inputs for a graph that holds the formula: one for each role, then the scalars.
+        """Returns inputs for a graph with the formula: one for each role, then the scalars.
 
         Args:
-            prefix: Of their names; it is followed by the index.
-            rows: What the number of chunks is called; None for a single one.
+            prefix: The prefix of their names, followed by the index.
+            rows: The symbol for the number of chunks; None for a single chunk.
         """
         shape = ir.Shape(self.chunk if rows is None else [rows, *self.chunk])
         return [
@@ -181,8 +181,8 @@ class Packed:
         for each role that is updated.
 
         Args:
-            rows: The number of chunks that a run updates. More than one are worked through by a
-                Scan, which takes any number.
+            rows: The number of chunks that a run updates. Several are processed by a Scan, which
+                accepts any number.
         """
         imports = dict(self.group.formula.opset_imports)
         inputs = self.inputs("input_", None if rows == 1 else "rows")

@@ -25,12 +25,12 @@ LOSSES = "losses"
 
 
 def stacked(name: str) -> str:
-    """Returns the name of the input that takes a feed of all steps, the steps along axis 0."""
+    """Returns the name of the input for the feeds of all steps, stacked along axis 0."""
     return f"{name}/steps"
 
 
 def state_output(name: str) -> str:
-    """Returns the name of the output with the last value of a state."""
+    """Returns the name of the output for the last value of a state."""
     return f"{name}/last"
 
 
@@ -69,8 +69,8 @@ class Repetition:
 
         Args:
             buffers: See `ortops.execution.variant.Variant.bind`.
-            turn: The same.
-            feeds: For each input the batches, stacked along axis 0.
+            turn: See `ortops.execution.variant.Variant.bind`.
+            feeds: The batches of each input, stacked along axis 0.
 
         Returns:
             The losses.
@@ -107,18 +107,18 @@ def repeat(
     feeds: Sequence[str],
     loss: str,
 ) -> ir.Model:
-    """Returns a model that makes as many steps as it is fed batches.
+    """Returns a model that makes one step for each batch.
 
-    Its inputs are the states, the `stacked` feeds, and what else the step reads; its outputs
-    `LOSSES` and, for each state, its `state_output`.
+    The inputs are the states, the `stacked` feeds, and all other inputs of the step. The outputs
+    are `LOSSES` and the `state_output` of each state.
 
     Args:
         step: The graph of a step; not changed.
-        states: Inputs of the graph → outputs that are their next values.
-        packed: Those of the states that hold a packed role. The tensors in it, which the step
-            reads as inputs of their own, are taken out of it.
-        feeds: The inputs that a batch fills.
-        loss: An output.
+        states: The output that is the next value, by input.
+        packed: The states that hold a packed role. Inputs of the step that are members of a role
+            are replaced by slices of the packed state.
+        feeds: The inputs that a batch provides.
+        loss: The output that is the loss.
     """
     body = step.clone()
     inputs = {value.name or "": value for value in body.inputs}
@@ -163,7 +163,7 @@ def repeat(
 def _unpack(
     body: ir.Graph, source: ir.Value, packed: Packed, index: int, inputs: dict[str, ir.Value]
 ) -> None:
-    """Makes the tensors of a packed role, so far inputs, parts of it."""
+    """Replaces inputs that are members of a packed role by slices of it."""
     role = packed.group.roles[index]
     if not any(name in inputs for name in role.names):
         return

@@ -1,4 +1,4 @@
-"""How steps are executed; the defaults are what was measured to be fastest."""
+"""Settings of the execution of steps; the defaults were the fastest in measurements."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ortops.errors import OrtopsError, did_you_mean
+from ortops.errors import ArgumentError, did_you_mean
 from ortops.execution.memory import Device
 from ortops.passes import Pass, passes_for
 
@@ -14,33 +14,33 @@ __all__ = ["Settings"]
 
 
 def _cores() -> int:
-    known = hasattr(os, "sched_getaffinity")  # not everywhere
+    known = hasattr(os, "sched_getaffinity")  # only on some systems
     return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How steps are executed. Numbers are the same with any, but for rounding.
+    """Settings of the execution of steps. They do not change results, up to rounding.
 
     Attributes:
-        passes: What makes graphs fast on onnxruntime's CPU provider.
-        joined: The largest number of packed elements that are updated in the graph of gradients
-            itself, which saves a run.
-        chunk: How many elements of a role are updated at a time otherwise: they stay in a core's
-            cache.
-        passed: The smallest number of packed elements whose gradients take memory of
-            onnxruntime's, which the forward pass has used, from step to step. Smaller ones have
-            memory of their own, which takes less time.
-        shapes: How many shapes of batches get graphs of their own, as many as a data set of equal
-            samples has: that of a batch and that of the last one.
-        threads: How many threads share the chunks, where the options for sessions do not say.
-        spin: For how many microseconds a thread of onnxruntime waits actively for work before it
-            sleeps, where the options for sessions do not say: about as long as it takes to wake it,
-            so that waiting never costs much more than either alone, and a core that others use is
-            not taken from them. None stands for onnxruntime's own default, a million pauses, 3
-            to 50 ms; so does any number where onnxruntime does not know this setting.
-        scaled_sums: Whether sums y + c · x of long tensors may be made in one pass over memory.
-        device: The device that variables lie on, whatever the providers say.
+        passes: The graph rewrites for onnxruntime's CPU provider.
+        joined: The maximum number of packed elements for which updates are part of the gradient
+            graph, which saves a run.
+        chunk: The number of elements that a separate update processes at a time, so that they stay
+            in the cache of a core.
+        passed: The minimum number of packed elements for which gradients are passed from step to
+            update in onnxruntime's memory, which the forward pass has used before. Below it, they
+            are written to memory of their own, which is faster.
+        shapes: How many shapes of batches get graphs of their own. A data set of equal samples has
+            two: that of a full batch and that of the last batch.
+        threads: The number of threads that share the chunks, unless the session options set it.
+        spin: How many microseconds a thread of onnxruntime waits actively for work before it
+            sleeps, unless the session options set it. The default is about the time that waking a
+            thread takes, so that waiting costs at most about twice the optimum, and cores remain
+            free for others. None means onnxruntime's own default, a million pauses (3 to 50 ms); so
+            does any number if onnxruntime does not know this setting.
+        scaled_sums: Whether sums y + c · x of long tensors may be computed in one pass over memory.
+        device: The device for variables; by default, that of the providers.
     """
 
     passes: Sequence[Pass] = field(default_factory=lambda: passes_for("session"))
@@ -57,7 +57,7 @@ class Settings:
         """Returns settings without some passes.
 
         Raises:
-            OrtopsError: If there is no such pass.
+            ArgumentError: If a pass is unknown.
 
         Example:
             >>> settings = Settings().without("max_pool", "recurrent", "blocked", "scales")
@@ -67,5 +67,5 @@ class Settings:
         known = [each.name for each in self.passes]
         for name in names:
             if name not in known:
-                raise OrtopsError(f"passes: there is no pass '{name}'; {did_you_mean(name, known)}")
+                raise ArgumentError(f"unknown pass '{name}'; {did_you_mean(name, known)}")
         return replace(self, passes=[each for each in self.passes if each.name not in names])

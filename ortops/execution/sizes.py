@@ -1,4 +1,4 @@
-"""Sizes for the symbols in the shapes of a graph, once a batch has told them."""
+"""Replaces the symbolic dimensions of a graph by the sizes of a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["bind_sizes", "sizes_in"]
 
 
 def sizes_in(model: ir.Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Returns the sizes that the symbols in the shapes of a model's inputs have in feeds."""
+    """Returns the sizes of a model's symbolic input dimensions for feeds of given shapes."""
     return {
         dim.value: size
         for value in model.graph.inputs
@@ -25,11 +25,11 @@ def sizes_in(model: ir.Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
 
 
 def bind_sizes(model: ir.Model, sizes: Mapping[str, int]) -> None:
-    """Replaces symbolic dimensions by sizes, and infers what follows from them.
+    """Replaces symbolic dimensions by sizes, and infers the shapes that follow from them.
 
     Args:
-        model: A prepared model, in place. It then takes inputs of these sizes only.
-        sizes: The sizes by symbol, as in ``{"batch": 32}``.
+        model: A prepared model, changed in place. It then accepts only inputs of these sizes.
+        sizes: The sizes by symbol, such as ``{"batch": 32}``.
     """
     graph = model.graph
     for inner in (graph, *graph.subgraphs()):
@@ -44,7 +44,7 @@ def bind_sizes(model: ir.Model, sizes: Mapping[str, int]) -> None:
                 value.shape = None
     infer_types(model)
     if fold(graph) and not all(map(_is_static, all_nodes(graph))):
-        infer_types(model)  # with what the sizes make constant
+        infer_types(model)  # again, with the values that the sizes make constant
     for value, shape in known.items():
         if value.shape is None:
             value.shape = _bound(shape, sizes)

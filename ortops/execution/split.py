@@ -1,8 +1,9 @@
-"""Splits a training step into gradients and the updates that work element by element.
+"""Splits a training step into gradients and elementwise updates.
 
-An update like Adam's reads and writes each element of a parameter and its state alone. All
-parameters that one formula updates can then lie side by side in memory, one long tensor for each
-role (parameter, gradient, running mean …), and be updated by one run of the formula.
+An update such as Adam's is elementwise: each element of a parameter and its state is updated
+independently. Therefore all parameters with the same update formula can be contiguous in memory,
+one long tensor for each role (parameter, gradient, running mean …), and one run of the formula
+updates them all.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ _SHORT = 64
 
 @dataclass(frozen=True)
 class Role:
-    """A part that tensors play in a formula: parameter, gradient, running mean and so on.
+    """A role of tensors in a formula: parameter, gradient, running mean and so on.
 
     Attributes:
-        names: For each member of a group the tensor that plays it: a variable, what is fed, or what
-            the graph of gradients puts out.
-        dtype: The type of them all.
-        updated: Whether it is a variable whose next value the formula gives.
-        fed: Whether the caller of a step gives it.
+        names: The tensor with this role for each member of a group: a variable, a feed, or an
+            output of the gradient graph.
+        dtype: The type of all these tensors.
+        updated: Whether it is a variable whose next value the formula computes.
+        fed: Whether it is a feed.
     """
 
     names: tuple[str, ...]
@@ -48,14 +49,14 @@ class Role:
 
 @dataclass(frozen=True)
 class Group:
-    """Variables that one formula updates, element by element.
+    """Variables that one elementwise formula updates.
 
     Attributes:
-        formula: A graph. Its inputs are a tensor for each role, then the scalars; its outputs are
-            the next values of the roles that are updated, in their order.
-        roles: What the formula reads and updates.
+        formula: A graph. Its inputs are a tensor for each role, then the scalars. Its outputs are
+            the next values of the updated roles, in the same order.
+        roles: The roles of the tensors that the formula reads and updates.
         shapes: The shape of each member, the same in all roles.
-        scalars: 0-d tensors that the graph of gradients puts out and the formula reads.
+        scalars: 0-d outputs of the gradient graph that the formula reads.
     """
 
     formula: ir.Graph
@@ -65,26 +66,26 @@ class Group:
 
     @property
     def size(self) -> int:
-        """The number of elements of a role, all members together."""
+        """The number of elements of all members, in one role."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     @property
     def updated(self) -> list[ir.Value]:
-        """The formula's inputs for the roles that are updated."""
+        """The formula's inputs for the updated roles."""
         return [self.formula.inputs[index] for index in self.next_values]
 
     @property
     def next_values(self) -> dict[int, ir.Value]:
-        """The formula's output for each role that is updated, by the role's index."""
+        """The formula's outputs for the updated roles, by role index."""
         updated = [index for index, role in enumerate(self.roles) if role.updated]
         return dict(zip(updated, self.formula.outputs, strict=True))
 
     def emit(self, tape: Tape, inputs: Sequence[ir.Value]) -> list[ir.Value]:
-        """Writes the formula's nodes.
+        """Emits the formula's nodes.
 
         Args:
-            tape: Where to.
-            inputs: A tensor for each role, all of one shape, and a 0-d one for each scalar.
+            tape: The tape to emit to.
+            inputs: A tensor for each role, all of one shape, and a 0-d tensor for each scalar.
 
         Returns:
             The formula's outputs.
@@ -109,20 +110,21 @@ def split(
     *,
     keep: Keep | None = None,
 ) -> tuple[list[Group], dict[str, str]]:
-    """Takes the updates that work element by element out of the graph of a step.
+    """Moves the elementwise updates out of the graph of a step.
 
     Args:
-        graph: The step. Its variables are inputs, its optimizer nodes one-tensor nodes, its
-            Gradient nodes are not lowered. Changed: the groups' nodes and what only they read are
-            removed; what a formula reads besides its variables becomes an output.
-        updates: Variable → its next value, an output.
-        feeds: The inputs that the caller of a step gives.
-        shown: Outputs that stay.
-        keep: Which optimizer nodes stay in formulas (see `ortops.lowering.lower_ir`); the others
-            are lowered there, once for all members of a group.
+        graph: The step, changed in place: nodes of groups, and nodes that only they read, are
+            removed; tensors other than variables that a formula reads become outputs. Variables
+            must be inputs, optimizer nodes must update one tensor each, and Gradient nodes must not
+            be lowered yet.
+        updates: The output that is the next value, by variable.
+        feeds: The inputs that a batch provides.
+        shown: Outputs to keep.
+        keep: Which optimizer nodes to keep in formulas (see `ortops.lowering.lower_ir`); the others
+            are lowered, once for all members of a group.
 
     Returns:
-        The groups, and the updates that stay in the graph.
+        The groups, and the updates that remain in the graph.
     """
     variables = {value.name: value for value in graph.inputs}
     outputs = {value.name: value for value in graph.outputs}
@@ -131,18 +133,18 @@ def split(
         outputs[output]: variables[name]
         for name, output in updates.items()
         if name in variables and readers[output] == 1 and output not in shown
-        if _alike(outputs[output], variables[name])
+        if _same_type(outputs[output], variables[name])
     }
     components = _components(_cone(graph, targets), targets)
-    alike: dict[object, list[_Component]] = {}
+    by_signature: dict[object, list[_Component]] = {}
     for component in components:
-        alike.setdefault(component.signature(), []).append(component)
-    alike = {key: members for key, members in alike.items() if _is_worth_it(members)}
-    components = [component for members in alike.values() for component in members]
+        by_signature.setdefault(component.signature(), []).append(component)
+    packed = [members for members in by_signature.values() if _saves_work(members)]
+    components = [component for members in packed for component in members]
     tape = Tape(graph)
     fed = {value for value in graph.inputs if value.name in feeds}
     out = _Outputs(tape)
-    groups = [_group(members, fed, out, keep) for members in alike.values()]
+    groups = [_group(members, fed, out, keep) for members in packed]
     taken = {target for component in components for target in component.targets}
     kept = [value for value in graph.outputs if value not in taken]
     graph.outputs.clear()
@@ -157,18 +159,18 @@ def split(
 
 
 def is_safe_in_place(value: ir.Value, next_value: ir.Value) -> bool:
-    """Whether a formula's next value may be written into the memory of the present one.
+    """Whether a formula's next value may overwrite the current value in memory.
 
-    It may where every node that reads the present value is the one that writes the next, or has to
-    run before it. All nodes of a formula work element by element, so the writer itself may read,
-    unless it `overwrites` the value first.
+    It may if every node that reads the current value is the node that writes the next value, or an
+    ancestor of it. All nodes of a formula are elementwise, so the writer itself may read, unless it
+    `overwrites` the value first.
 
     Args:
         value: An input of a formula.
-        next_value: The output that takes its place.
+        next_value: The output that is its next value.
     """
     writer = next_value.producer()
-    if writer is None:  # an input is put out as it is
+    if writer is None:  # an input is an output as well
         return next_value is value
     before = ancestor_nodes(next_value, set())
     return not overwrites(writer, value) and all(reader in before for reader, _ in value.uses())
@@ -180,14 +182,14 @@ class _Component:
 
     Attributes:
         nodes: The nodes in topological order.
-        targets: Next values → the variables that take them.
+        targets: The variables by next value.
     """
 
     nodes: list[ir.Node] = field(default_factory=list)
     targets: dict[ir.Value, ir.Value] = field(default_factory=dict)
 
     def leaves(self) -> list[ir.Value]:
-        """Returns the tensors that are read, in the order of reading, then the other variables."""
+        """Returns the tensors that the nodes read, in this order, then the other variables."""
         found: dict[ir.Value, None] = {}
         inside = {value for node in self.nodes for value in node.outputs}
         for value in _tensors_read(self.nodes):
@@ -196,12 +198,12 @@ class _Component:
         return list(dict.fromkeys((*found, *self.targets.values())))
 
     def scalars(self) -> list[ir.Value]:
-        """Returns the 0-d tensors that are read, in the order of reading."""
+        """Returns the 0-d tensors that the nodes read, in this order."""
         read = (value for node in self.nodes for value in node.inputs if value is not None)
         return [value for value in read if _is_scalar(value)]
 
     def signature(self) -> tuple[object, ...]:
-        """Returns what is equal for two components exactly if one formula serves both."""
+        """Returns a key that is equal for two components if and only if they have one formula."""
         numbers: dict[ir.Value, object] = {}
         for index, leaf in enumerate(self.leaves()):
             numbers[leaf] = (index, leaf.dtype, leaf in self.targets.values())
@@ -214,14 +216,14 @@ class _Component:
             lines.append((*_kind(node), *read))
             for index, value in enumerate(node.outputs):
                 variable = self.targets.get(value)
-                played = None if variable is None else numbers[variable]
-                numbers[value] = (position, index, played)
+                role = None if variable is None else numbers[variable]
+                numbers[value] = (position, index, role)
                 lines.append((value.dtype, numbers[value]))
         return tuple(lines)
 
 
 class _Outputs:
-    """Names for values of a graph that are to become outputs of it."""
+    """Names of values that become outputs of a graph."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
@@ -237,7 +239,7 @@ class _Outputs:
 
 
 def _cone(graph: ir.Graph, targets: Mapping[ir.Value, ir.Value]) -> list[ir.Node]:
-    """Returns the nodes that nothing but next values depends on, in topological order."""
+    """Returns the nodes that only next values depend on, in topological order."""
     cone: dict[ir.Node, None] = {}
     for node in reversed(graph):
         if _is_elementwise(node) and all(
@@ -251,7 +253,7 @@ def _cone(graph: ir.Graph, targets: Mapping[ir.Value, ir.Value]) -> list[ir.Node
 
 
 def _is_elementwise(node: ir.Node) -> bool:
-    """Whether all tensors of a node are of one static shape, and it works element by element."""
+    """Whether a node is elementwise, and all its tensors have the same static shape."""
     known = node.op_type in ELEMENTWISE if not node.domain else node.domain == TRAINING_DOMAIN
     shape = _static(node.outputs[0])
     return (
@@ -265,7 +267,7 @@ def _is_elementwise(node: ir.Node) -> bool:
 
 
 def _components(cone: Iterable[ir.Node], targets: Mapping[ir.Value, ir.Value]) -> list[_Component]:
-    """Returns the parts of a cone that share no tensor, neither one computed nor one read."""
+    """Returns the connected components of a cone: they share no tensors."""
     parents: dict[object, object] = {}
 
     def root(item: object) -> object:
@@ -293,12 +295,12 @@ def _group(
     first, *_ = members
     leaves = [member.leaves() for member in members]
     roles = []
-    for played in zip(*leaves, strict=True):
-        updated = played[0] in first.targets.values()
-        fed = all(value in given for value in played)
-        names = tuple((v.name or "") if updated or fed else out.name(v) for v in played)
-        assert played[0].dtype is not None
-        roles.append(Role(names, played[0].dtype, updated, fed))
+    for role in zip(*leaves, strict=True):
+        updated = role[0] in first.targets.values()
+        fed = all(value in given for value in role)
+        names = tuple((v.name or "") if updated or fed else out.name(v) for v in role)
+        assert role[0].dtype is not None
+        roles.append(Role(names, role[0].dtype, updated, fed))
     scalars = [v for v in dict.fromkeys(first.scalars()) if constant_tensor(v) is None]
     inputs = [
         ir.Value(name=f"role_{i}", type=v.type, shape=ir.Shape(["elements"]))
@@ -331,15 +333,15 @@ def _group(
 def _move_scalars(
     formula: ir.Graph, scalars: Mapping[ir.Value, ir.Value], tape: Tape
 ) -> list[ir.Value]:
-    """Moves what a formula computes from scalars alone out of it: once is enough.
+    """Moves the computations on scalars from a formula to the step, where they run once.
 
     Args:
         formula: The formula; changed in place.
-        scalars: Its inputs that are scalars → the tensors of the step that they are.
+        scalars: The tensors of the step by scalar input of the formula.
         tape: The step.
 
     Returns:
-        The scalars of the step that it reads now, in the order of its inputs.
+        The scalars of the step that the formula reads afterwards, in the order of its inputs.
     """
     moved: dict[ir.Value, ir.Value] = dict(scalars)
     for node in list(formula):
@@ -385,9 +387,9 @@ def _kind(node: ir.Node) -> tuple[object, ...]:
 
 
 def _scalar_key(value: ir.Value) -> object:
-    """Returns what is equal for scalars only if they are equal in every run.
+    """Returns a key that is equal only for scalars that are equal in every run.
 
-    Between scalars there may be short tensors, which are computed from them and summed.
+    Computations between scalars may include short tensors that are computed from them and summed.
     """
     constant = constant_tensor(value)
     if constant is not None:
@@ -398,8 +400,8 @@ def _scalar_key(value: ir.Value) -> object:
     is_standard = node.domain == ""
     if is_standard and node.op_type not in _OF_SCALARS:
         return value
-    most = _SHORT if is_standard else 1
-    if not all(read is None or _has_at_most(most, read) for read in node.inputs):
+    count = _SHORT if is_standard else 1
+    if not all(read is None or _has_at_most(count, read) for read in node.inputs):
         return value
     return (
         *_kind(node),
@@ -408,11 +410,11 @@ def _scalar_key(value: ir.Value) -> object:
     )
 
 
-def _is_worth_it(members: Sequence[_Component]) -> bool:
-    """Whether components of one signature are to be taken out.
+def _saves_work(members: Sequence[_Component]) -> bool:
+    """Whether packing components with one signature saves anything.
 
-    One that reads a scalar such as the norm of its own parameter is alike no other: each parameter
-    would get a formula for itself, which saves nothing.
+    A component that reads a scalar of its own, such as the norm of its parameter, has no equals, so
+    each parameter would have its own formula.
     """
     first = members[0]
     from_tensors = [value for value in first.scalars() if _depends_on_tensors(value)]
@@ -420,7 +422,7 @@ def _is_worth_it(members: Sequence[_Component]) -> bool:
 
 
 def _is_own(scalar: ir.Value, nodes: Container[ir.Node]) -> bool:
-    """Whether no other nodes read a scalar, nor what it is computed from by scalars alone."""
+    """Whether only these nodes read a scalar, and the scalars that it is computed from."""
     left, seen = [scalar], {scalar}
     while left:
         value = left.pop()
@@ -439,7 +441,7 @@ def _is_own(scalar: ir.Value, nodes: Container[ir.Node]) -> bool:
 
 
 def _depends_on_tensors(scalar: ir.Value) -> bool:
-    """Whether a scalar is computed from other variables or inputs than scalars."""
+    """Whether a scalar is computed from variables or inputs that are not scalars."""
     left, seen = [scalar], {scalar}
     while left:
         value = left.pop()
@@ -454,13 +456,13 @@ def _depends_on_tensors(scalar: ir.Value) -> bool:
     return False
 
 
-def _has_at_most(most: int, value: ir.Value) -> bool:
-    """Whether a value has so many elements or fewer, as far as is known."""
+def _has_at_most(count: int, value: ir.Value) -> bool:
+    """Whether a value is known to have at most a number of elements."""
     shape = _static(value)
-    return shape is not None and math.prod(shape) <= most
+    return shape is not None and math.prod(shape) <= count
 
 
-def _alike(a: ir.Value, b: ir.Value) -> bool:
+def _same_type(a: ir.Value, b: ir.Value) -> bool:
     return a.dtype == b.dtype and _static(a) is not None and _static(a) == _static(b)
 
 
@@ -469,7 +471,7 @@ def _is_scalar(value: ir.Value) -> bool:
 
 
 def _static(value: ir.Value) -> Shape | None:
-    """Returns the shape of a value where all of it is known."""
+    """Returns the shape of a value if it is static, else None."""
     if value.shape is None:
         return None
     sizes = tuple(dim for dim in value.shape if isinstance(dim, int))

@@ -1,4 +1,4 @@
-"""A training step as a flat graph: what execution is given."""
+"""A training step as a flat graph."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ class Step:
 
     Attributes:
         model: The graph, prepared for lowering, Gradient nodes bound.
-        updates: Mutable variable (an input) → its next value (an output).
+        updates: The output that is the next value, by mutable variable (an input).
         learning_rates: Inputs that hold a learning rate.
         variables: All inputs that are variables: mutable ones and learning rates.
-        feeds: Inputs that a batch fills.
-        outputs: Outputs for people: the loss, and the model's own that the loss depends on.
-        loss: The name of the loss; empty where the algorithm has no output.
-        parameters: What Gradient nodes differentiate with respect to, and updates change.
-        scale: The variable that the loss is multiplied with; empty where there is none.
-        seed: The variable that tells what Dropout drops; empty where nothing does.
-        counts: Further outputs: what the summands of the loss were divided by. Gradients of a step
-            come with them.
-        varying: Those of them that depend on what is fed, and not on its shapes only, as where
-            labels are ignored. A step computes them, too, for those who ask for them.
+        feeds: Inputs that a batch provides.
+        outputs: The outputs to return: the loss, and the model's outputs that the loss depends on.
+        loss: The name of the loss; empty if the algorithm has no output.
+        parameters: The updated variables that Gradient nodes differentiate with respect to.
+        scale: The variable that the loss is multiplied by; empty if there is none.
+        seed: The variable that seeds Dropout; empty if there is none.
+        counts: Further outputs: the counts that summands of the loss are divided by. Gradients are
+            returned with them.
+        varying: Those counts that depend on values of feeds, not only on their shapes, for example
+            if some labels are ignored. They are computed in each step for callers that request
+            them.
     """
 
     model: ir.Model

@@ -1,8 +1,8 @@
-"""Says the formula of an update as the text of a Python function: one loop over the elements.
+"""Translates the formula of an update to a Python function: one loop over the elements.
 
-Each node becomes one line, rounded as onnxruntime's kernel rounds it, so that a compiler that
-neither contracts nor reorders gives the same bits. Only operators whose kernels are exact qualify:
-their results are those of IEEE 754 on any machine, which those of an exponential are not.
+Each node becomes one line with the same rounding as onnxruntime's kernel, so a compiler that
+neither contracts nor reorders operations produces the same bits. Only operators whose results are
+defined exactly by IEEE 754 are supported, which excludes exponentials, for example.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _MEMORY = {
 
 @dataclass(frozen=True)
 class Translation:
-    """A formula as text.
+    """A formula as source code.
 
     Attributes:
-        name: The name of a function, which differs where anything else but constants does: numba
-            tells compiled functions apart by it.
-        text: A module with that function. Its arguments are flat arrays of one length: of
-            each role, followed by that of its next values where they lie elsewhere; then an array
-            of one element for each scalar, and the arrays of constants. Numbers of 16 bits are
-            given as ``uint16``.
-        signature: The types of the arguments, as numba writes them.
+        name: The name of the function. It is different for formulas that differ in more than
+            constants, because numba identifies compiled functions by name.
+        text: A module with the function. Its arguments are flat arrays: for each role an array,
+            followed by the array for its next values unless the update is in place; then an array
+            of one element for each scalar, and the arrays of constants. 16-bit numbers are passed
+            as ``uint16``.
+        signature: The types of the arguments in numba's notation.
         constants: The arrays of constants.
     """
 
@@ -58,15 +58,15 @@ class Translation:
 
 
 def translate(group: Group, *, in_place: bool) -> Translation:
-    """Says a formula as text.
+    """Translates a formula to source code.
 
     Args:
         group: The group of the formula.
-        in_place: Whether next values are written over present ones.
+        in_place: Whether next values overwrite current values.
 
     Raises:
-        UnsupportedError: If a node's result is not the same on any machine, or of another type
-            than there are forms for; the message names it.
+        UnsupportedError: If the result of a node is not the same on all machines, or has a type
+            that is not supported; the message names the node.
     """
     writer = _Writer()
     for index, (value, role) in enumerate(zip(group.formula.inputs, group.roles, strict=False)):
@@ -86,14 +86,14 @@ def translate(group: Group, *, in_place: bool) -> Translation:
 
 @dataclass
 class _Writer:
-    """Writes the text, node by node.
+    """Writes the source code, node by node.
 
     Attributes:
-        names: What the text calls a value.
-        arguments: The arguments of the function, and their types.
+        names: The names of values in the source code.
+        arguments: The types of the function's arguments by name.
         before: Lines before the loop.
         lines: Lines in the loop.
-        constants: By type the constants so far.
+        constants: The constants so far, by dtype.
     """
 
     names: dict[ir.Value, str] = field(default_factory=dict)
@@ -105,10 +105,10 @@ class _Writer:
     def add_argument(
         self, value: ir.Value, name: str, read: str = "", *, readonly: bool = False
     ) -> None:
-        """Adds an argument that holds a value, which is read as ``read`` says, if it is."""
+        """Adds an argument for a value, and a line that reads it with the expression ``read``."""
         memory = None if value.dtype is None else _MEMORY.get(value.dtype)
         if memory is None:
-            raise UnsupportedError(f"a tensor of type {value.dtype} is read")
+            raise UnsupportedError(f"it reads a tensor of type {value.dtype}")
         suffix = ", readonly=True" if readonly else ""
         self.arguments[name] = f"Array({memory}, 1, 'C'{suffix})"
         if read:
@@ -117,7 +117,7 @@ class _Writer:
             lines.append(f"{self.names[value]} = {read}")
 
     def add_node(self, node: ir.Node) -> None:
-        """Writes a node."""
+        """Adds the lines of a node."""
         (output,) = node.outputs
         if (constant := constant_tensor(output)) is not None:
             self._add_constant(output, constant.numpy())
@@ -125,11 +125,11 @@ class _Writer:
         form = _FORMS.get((node.domain, node.op_type))
         if form is None:
             raise UnsupportedError(
-                f"{describe(node)}: results of this operator are not the same in any kernel"
+                f"{describe(node)}: kernels of this operator have different results"
             )
         operands = [value for value in node.inputs if value is not None]
         if len(operands) != len(node.inputs):
-            raise UnsupportedError(f"{describe(node)}: an input is left out")
+            raise UnsupportedError(f"{describe(node)}: an input is missing")
         if node.op_type != "Cast":
             _check_types(node, operands)
         expression = form(node, [self.names[value] for value in operands])
@@ -152,7 +152,7 @@ class _Writer:
         numbers.append(number)
 
     def finish(self, writes: Mapping[str, str]) -> Translation:
-        """Returns the text, which writes values to arrays at last."""
+        """Returns the translation, whose loop ends with lines that write values to arrays."""
         for dtype in self.constants:
             self.arguments[f"constants_{dtype}"] = f"Array({dtype}, 1, 'C')"
         self.before += [f"zero_{dtype} = np.{dtype}(0)" for dtype in _FLOATS.values()]
@@ -193,7 +193,7 @@ def _zero(node: ir.Node, index: int = 0) -> str:
 # ------------------------------------------------------------------------------ forms of operators
 
 _Form: TypeAlias = Callable[[ir.Node, list[str]], "str | list[str]"]
-"""Gives, for a node and what its operands are called, what is computed; lines before it, if any."""
+"""Returns the expression of a node for its operands, after the lines that must precede it."""
 
 
 def _infix(sign: str) -> _Form:
@@ -205,7 +205,7 @@ def _call(function: str) -> _Form:
 
 
 def _extreme(sign: str) -> _Form:
-    """Max or Min: of two equal numbers the first, but a scalar counts as the second."""
+    """Max or Min: the first of two equal numbers, where a scalar counts as the second operand."""
 
     def form(node: ir.Node, operands: list[str]) -> str:
         if len(operands) == 1:
@@ -239,14 +239,14 @@ def _sign(node: ir.Node, operands: list[str]) -> str:
 
 
 def _where(node: ir.Node, operands: list[str]) -> str:
-    """Where; of -0, if it is chosen by the condition, onnxruntime's kernel makes 0."""
+    """Where. If the condition selects -0, onnxruntime's kernel returns 0."""
     condition, x, y = operands
     zero = _zero(node, 1)
     return f"{x} + {zero} if {condition} else {y}" if zero else f"{x} if {condition} else {y}"
 
 
 def _scaled_sum(node: ir.Node, operands: list[str]) -> str:
-    """Y + factor · x, as the kernel makes it that is here."""
+    """Y + factor · x, as the available kernel computes it."""
     x, factor, y = operands
     sign = "-" if node.attributes["sign"].as_int() < 0 else ""
     product = f"{sign}{factor} * {x}"
@@ -274,8 +274,8 @@ def _cast(node: ir.Node, operands: list[str]) -> str | list[str]:
     raise UnsupportedError(f"{describe(node)}: it casts {old} to {new}")
 
 
-# To the nearest, of two the even one. Below the smallest normal number, 2^-14, the addition of 0.5
-# rounds; above it the carry of an addition does.
+# Round half to even. Below the smallest normal number, 2^-14, adding 0.5 rounds; above it, the
+# carry of an addition does.
 _TO_FLOAT16 = (
     "b = np.float32({x}).view(np.uint32)",
     "m = np.uint32(b & np.uint32(0x7FFFFFFF))",
@@ -292,7 +292,7 @@ _TO_BFLOAT16 = (
     "h = np.uint32(b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1)))",
     "np.uint16(np.uint32(h >> np.uint32(16)) if {x} == {x} else np.uint32(0x7FC0))",
 )
-# A product with 2^112 moves the exponent, and makes subnormal numbers normal.
+# Multiplying by 2^112 shifts the exponent, and makes subnormal numbers normal.
 _FROM_FLOAT16 = (
     "b = np.uint32({x})",
     "m = np.uint32((b & np.uint32(0x7FFF)) << np.uint32(13))",

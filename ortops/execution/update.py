@@ -1,4 +1,4 @@
-"""Packed updates that are made apart from the gradients, chunk by chunk, or compiled."""
+"""Packed updates that are separate from the gradient graph, chunk by chunk or compiled."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Work: TypeAlias = Callable[[Mapping[str, Array]], None]
 
 
 class SharedUpdate(ABC):
-    """A packed update, and the threads that share its chunks.
+    """A packed update whose chunks are shared by threads.
 
     Args:
         packed: The update.
-        threads: How many threads may share it.
+        threads: The maximum number of threads.
     """
 
     def __init__(self, packed: Packed, threads: int) -> None:
@@ -40,14 +40,15 @@ class SharedUpdate(ABC):
 
     @property
     def interruptible(self) -> bool:
-        """Whether nothing is lost where an exception of a signal handler ends a run too early.
+        """Whether it does no harm if an exception of a signal handler ends a run early.
 
-        Then it writes nothing that a step reads before that is made, and no thread goes on.
+        This requires that the update writes only to buffers that nobody reads before the step is
+        complete, and that no other thread continues.
         """
         return False
 
     def bind(self, scalars: Sequence[Array], turn: int) -> Callable[[Mapping[str, Array]], None]:
-        """Binds the update to memory; returns what runs it, given feeds and gradients."""
+        """Binds the update to memory; returns a function of feeds and gradients that runs it."""
         rows = self.packed.rows
         ends = [rows * number // self._threads for number in range(self._threads + 1)]
         works = [self._bind_rows(*span, scalars, turn) for span in itertools.pairwise(ends)]
@@ -64,7 +65,7 @@ class SharedUpdate(ABC):
         return update
 
     def _start(self, work: Work, feeds: Mapping[str, Array]) -> Future[None]:
-        """Starts some of the work in another thread, or does it where there are no more."""
+        """Starts work in another thread; does it in this one if no thread can be started."""
         assert self._pool is not None
         try:
             return self._pool.submit(work, feeds)
@@ -76,14 +77,14 @@ class SharedUpdate(ABC):
 
     @abstractmethod
     def _bind_rows(self, begin: int, end: int, scalars: Sequence[Array], turn: int) -> Work:
-        """Binds some of the chunks to memory; returns what a thread runs."""
+        """Binds a range of chunks to memory; returns the work of one thread."""
 
 
 class Update(SharedUpdate):
-    """A packed update that a session makes.
+    """A packed update in an onnxruntime session.
 
-    What is given is read where it lies if it fills a chunk, and let go of; pieces of several
-    tensors are copied for each chunk, into memory that stays in a core's cache.
+    A gradient that fills a chunk is read without a copy, and released afterwards. Slices of several
+    gradients are copied for each chunk, into memory that stays in the cache of a core.
     """
 
     def __init__(self, packed: Packed, sessions: Sessions) -> None:
@@ -102,7 +103,7 @@ class Update(SharedUpdate):
             index: np.zeros(self.packed.chunk, group.roles[index].dtype.numpy())
             for index in self.packed.given
         }
-        nothing = ort_value(np.zeros(1, np.float32))
+        released = ort_value(np.zeros(1, np.float32))
         chunks = []
         for row in range(begin, end):
             where = row if self.packed.rows > 1 else slice(None)
@@ -124,8 +125,8 @@ class Update(SharedUpdate):
                     chunk = feeds[name].reshape(-1)[part].reshape(self.packed.chunk)
                     binding.bind_ortvalue_input(read, ort_value(chunk))
                 run(binding)
-                for read, _, _ in views:  # or the binding would keep it alive
-                    binding.bind_ortvalue_input(read, nothing)
+                for read, _, _ in views:  # otherwise the binding would keep it alive
+                    binding.bind_ortvalue_input(read, released)
 
         return work
 
@@ -151,14 +152,14 @@ class Update(SharedUpdate):
 
 
 class CompiledUpdate(SharedUpdate):
-    """A packed update that compiled code makes, in one pass over memory.
+    """A packed update in compiled code, in one pass over memory.
 
-    What is given is read where it lies, piece by piece.
+    Gradients are read without copies, slice by slice.
 
     Args:
         packed: The update; it has a translation.
-        function: The translation, compiled.
-        threads: How many threads may share it.
+        function: The compiled translation.
+        threads: The maximum number of threads.
     """
 
     def __init__(self, packed: Packed, function: Callable[..., None], threads: int) -> None:
@@ -167,7 +168,7 @@ class CompiledUpdate(SharedUpdate):
 
     @property
     def interruptible(self) -> bool:
-        """As in `SharedUpdate`; the code itself is never interrupted, but what calls it may be."""
+        """As in `SharedUpdate`; the compiled code is never interrupted, but its caller may be."""
         return self._threads == 1 and not self.packed.in_place
 
     def _bind_rows(self, begin: int, end: int, scalars: Sequence[Array], turn: int) -> Work:
@@ -198,7 +199,7 @@ class CompiledUpdate(SharedUpdate):
         return work
 
     def _arguments(self, where: slice, scalars: Sequence[Array], turn: int) -> list[Array | None]:
-        """Returns the arguments for some elements; None stands for what is given."""
+        """Returns the arguments for a slice of the elements; None for passed tensors."""
         packed = self.packed
         assert packed.translation is not None
         arguments: list[Array | None] = []
@@ -214,7 +215,7 @@ class CompiledUpdate(SharedUpdate):
 
 
 def _numbers(array: Array) -> Array:
-    """Returns an array flat, numbers of 16 bits as what compiled code takes them for."""
+    """Returns a flat view; 16-bit numbers as uint16, as compiled code expects them."""
     flat = array.reshape(-1)
     return flat.view(np.uint16) if flat.dtype.itemsize == 2 else flat
 

@@ -507,13 +507,9 @@ def _concatenate(proto: onnx.ModelProto, entry: int) -> onnx.ModelProto:
     algorithm = proto.training_info[entry].algorithm
     taken = {name for node in proto.graph.node for name in node.output if name}
     taken.update(tensor.name for tensor in (*proto.graph.initializer, *proto.graph.input))
-    for tensor in (*algorithm.initializer, *algorithm.input):
-        if tensor.name in taken:
-            raise ModelError(
-                f"training_info entry {entry}: '{tensor.name}' is also a tensor of the inference "
-                "graph; rename one of them"
-            )
-    for name in (name for node in algorithm.node for name in node.output if name):
+    added = [tensor.name for tensor in (*algorithm.initializer, *algorithm.input)]
+    added += [name for node in algorithm.node for name in node.output if name]
+    for name in added:
         if name in taken:
             raise ModelError(
                 f"training_info entry {entry}: '{name}' is also a tensor of the inference graph; "
