@@ -350,16 +350,16 @@ def test_the_inference_model_of_averages(original: bool) -> None:
 
 def test_an_inference_model_without_averages_is_refused() -> None:
     session = TrainingSession(trainable())
-    with pytest.raises(ModelError, match=r"ema: the training keeps no averages of its parameters"):
+    with pytest.raises(ModelError, match=r"ema: the model has no averages of its parameters"):
         session.inference_model(ema=True)
 
 
 def test_no_averages_are_said() -> None:
     noted = training_metadata(trainable())
-    with pytest.raises(ModelError, match=r"keeps no averages .* build the model with ema_decay="):
+    with pytest.raises(ModelError, match=r"has no averages .* build it with ema_decay="):
         noted.averaged({})
     noted = training_metadata(trainable(ema_decay=0.5))
-    with pytest.raises(ModelError, match=r"its 'averages' has 'w1.ema' for 'w1'; variables of one"):
+    with pytest.raises(ModelError, match=r"'averages' has 'w1.ema' for 'w1', which must be vari"):
         noted.averaged({"w1": np.zeros(3)})
 
 

@@ -597,7 +597,7 @@ def test_the_rate_of_a_step_is_that_of_its_schedule() -> None:
     )
     np.testing.assert_allclose(rates, [0.5 * (1 - step / 8) for step in range(8)], rtol=1e-6)
     assert history.columns["learning_rate"] == [rates[3], rates[7]]
-    with pytest.raises(OrtopsError, match="schedule: the model's steps follow one"):
+    with pytest.raises(OrtopsError, match="schedule: the model has the schedule "):
         session.fit(affine_batch(8), schedule=lambda done: 0.1, progress=False)
 
 

@@ -873,7 +873,7 @@ def test_what_predict_refuses() -> None:
     with pytest.raises(OrtopsError) as raised:
         session.predict({"x": X}, outputs="boxes", ema=True)
     assert str(raised.value) == (
-        "ema: the training keeps no averages of its parameters; build the model with ema_decay="
+        "ema: the model has no averages of its parameters; build it with ema_decay="
     )
 
 
@@ -929,6 +929,5 @@ def test_predictions_of_a_file_that_are_none() -> None:
     with pytest.raises(ModelError) as raised:
         TrainingSession(model)
     assert str(raised.value) == (
-        "metadata_props 'ortops.training': its 'predictions' is {'tensor': 'boxes'}; an array is "
-        "accepted"
+        "metadata_props 'ortops.training': 'predictions' must be an array, got {'tensor': 'boxes'}"
     )

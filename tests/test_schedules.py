@@ -380,8 +380,8 @@ def test_a_second_schedule_is_refused() -> None:
     with pytest.raises(ortops.OrtopsError) as refused:
         noted.refuse_second_schedule()
     assert str(refused.value) == (
-        "schedule: the model's steps follow one, cosine(steps=20, restarts=0, end=0.05); set "
-        "session.learning_rate to rescale that, or build the model with a number as learning rate"
+        "schedule: the model has the schedule cosine(steps=20, restarts=0, end=0.05) already; set "
+        "session.learning_rate to rescale it, or build the model with a number as learning rate"
     )
     training_metadata(trainable(SGD(0.1))).refuse_second_schedule()
 

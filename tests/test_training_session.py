@@ -374,11 +374,13 @@ def test_trained_weights_go_back_into_the_original(opset: int, tmp_path: Path) -
 
 def test_an_original_that_does_not_fit() -> None:
     session = affine_session()
-    with pytest.raises(ModelError, match="original: it has no weight 'w', which was trained"):
+    with pytest.raises(ModelError, match="original: it has no weight 'w', which is a trained"):
         session.inference_model(original=normalizing())
     other = affine()
     other.graph.initializer[0].CopyFrom(numpy_helper.from_array(np.ones((2, 2), np.float32), "w"))
-    expected = r"its 'w' is float32\[2, 2\], and float32\[3, 2\] was trained; give the model that"
+    expected = (
+        r"original: 'w' must be float32\[3, 2\] as in the training, got float32\[2, 2\]; give the"
+    )
     with pytest.raises(ModelError, match=expected):
         session.inference_model(original=other)
 

@@ -1,7 +1,7 @@
-"""Running a model from an untrusted file in a child process, with limits of time and memory.
+"""Runs a model from an untrusted file in a child process, with limits of time and memory.
 
-onnxruntime cannot interrupt an operator, and its memory cannot be limited from Python. A process
-can be killed, and on most systems its memory can be limited.
+onnxruntime cannot interrupt an operator, and Python cannot limit its memory. A process can be
+killed, and most systems can limit its memory.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy.typing as npt
 
 from ortops.errors import ModelError, UnsupportedError
 
-__all__ = ["run_apart"]
+__all__ = ["run_in_child"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_NO_MEMORY = ("MemoryError", "bad_alloc", "bad allocation", "Failed to allocate memory")
-"""What is said where memory does not suffice, by Python, by C++ and by onnxruntime."""
+_OUT_OF_MEMORY = ("MemoryError", "bad_alloc", "bad allocation", "Failed to allocate memory")
+"""Messages of Python, C++ and onnxruntime for a lack of memory."""
 
 _CHILD = """
 import json, sys
@@ -57,7 +57,7 @@ try:
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     for name, value in zip(names, session.run(names, {})):
         if not isinstance(value, np.ndarray) or value.dtype.hasobject:
-            raise TypeError(f"output '{name}' is no tensor of numbers")
+            raise TypeError(f"output '{name}' must be a tensor of numbers")
         arrays.append(np.ascontiguousarray(value).reshape(value.shape))
 except BaseException as error:
     arrays, problem = [], str(error).strip() or type(error).__name__
@@ -69,7 +69,7 @@ output.flush()
 """
 
 
-def run_apart(
+def run_in_child(
     model: bytes, names: Sequence[str], *, what: str, seconds: float, memory: int
 ) -> list[Array]:
     """Runs a model without inputs in a child process, on the CPU and without optimizations.
@@ -77,26 +77,25 @@ def run_apart(
     Args:
         model: The model, of standard operators.
         names: The outputs to compute.
-        what: What it is, for messages.
-        seconds: How long loading and running it may take.
-        memory: How many bytes of memory it may take, where the system has a limit for that: Linux
-            does.
+        what: The name of the model in messages.
+        seconds: The maximum time for loading and running it.
+        memory: The maximum memory in bytes, on systems that can limit it, such as Linux.
 
     Returns:
         The outputs, in the order of their names.
 
     Raises:
-        ModelError: If onnxruntime refuses the model or it fails, or it takes more than it may.
+        ModelError: If the model fails, or exceeds a limit.
         UnsupportedError: If no child process can be started.
     """
     if not sys.executable or getattr(sys, "frozen", False):
         raise UnsupportedError(
-            f"{what} runs in a process of its own, which needs a Python interpreter, and this "
-            "program has none; if you trust the file, let it run in this process by setting "
+            f"{what} runs in a child process, which needs a Python interpreter, and this program "
+            "has none; if you trust the file, run it in this process by setting "
             "ortops.graph.limits.LIMITS.initialization_seconds to math.inf"
         )
     command = [sys.executable, "-c", _CHILD, json.dumps(sys.path)]
-    environment = {**os.environ, "MALLOC_ARENA_MAX": "2"}  # each of glibc's reserves addresses
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "2"}  # each arena of glibc reserves addresses
     try:
         process = subprocess.Popen(
             command,
@@ -107,21 +106,21 @@ def run_apart(
         )
     except OSError as error:
         raise UnsupportedError(
-            f"{what} runs in a process of its own, and none can be started: {error}"
+            f"{what} runs in a child process, which cannot be started: {error}"
         ) from error
     with process:
         try:
             assert process.stdout is not None
-            process.stdout.readline()  # Python has started, which may take a while
+            process.stdout.readline()  # wait until Python has started, which may take a while
             request = json.dumps([list(names), memory]).encode() + b"\n"
             answer, _ = process.communicate(request + model, timeout=seconds)
         except subprocess.TimeoutExpired as error:
             raise ModelError(
-                f"{what} has not ended after {seconds:g} s; correct its graph, or allow more time "
+                f"{what} did not end within {seconds:g} s; correct its graph, or allow more time "
                 "(ortops.graph.limits.LIMITS.initialization_seconds)"
             ) from error
         finally:
-            process.kill()  # nothing happens if it has ended
+            process.kill()  # does nothing if it has ended
     return _read(answer, what, process.returncode, memory)
 
 
@@ -129,16 +128,16 @@ def _read(answer: bytes, what: str, status: int, memory: int) -> list[Array]:
     """Returns the arrays of an answer.
 
     Raises:
-        ModelError: If it says that something went wrong, or is not whole.
+        ModelError: If the answer is an error, or not complete.
     """
     at = answer.find(b"\n") + 1
     try:
         problem, shown = json.loads(answer[:at])
     except ValueError:
         problem, shown = f"its process ended with status {status}", []
-    if any(sign in problem for sign in _NO_MEMORY):
+    if any(sign in problem for sign in _OUT_OF_MEMORY):
         raise ModelError(
-            f"{what} takes more than {memory:,} bytes of memory; correct its graph, or allow more "
+            f"{what} needs more than {memory:,} bytes of memory; correct its graph, or allow more "
             "(ortops.graph.limits.LIMITS.initialization_memory)"
         )
     if problem:

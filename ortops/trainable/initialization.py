@@ -1,4 +1,4 @@
-"""Running the initialization graph of a training_info entry, which comes from a file."""
+"""Runs the initialization graph of a training_info entry from an untrusted file."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ortops.graph.limits import LIMITS
 from ortops.graph.shapes import infer_shapes, may_be_equal
 from ortops.inference import InferenceSession
 from ortops.lowering import has_domain, lower
-from ortops.trainable.child_process import run_apart
+from ortops.trainable.child_process import run_in_child
 
 __all__ = ["initial_values"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_SHORT = frozenset(
+_FAST = frozenset(
     {
         *("Constant", "ConstantOfShape", "EyeLike", "Range"),
         *("Bernoulli", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
@@ -42,7 +42,7 @@ _SHORT = frozenset(
         *("ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum"),
     }
 )
-"""Operators that take no more time than reading their inputs and writing their outputs does."""
+"""Operators whose time is proportional to the size of their inputs and outputs."""
 
 
 @convert.blame_model
@@ -54,22 +54,22 @@ def initial_values(
     options: onnxruntime.SessionOptions | None,
     providers: Sequence[Any],
 ) -> dict[str, Array]:
-    """Returns what the initialization graph of a training_info entry computes.
+    """Returns the values that the initialization graph of a training_info entry computes.
 
     Args:
         proto: A light trainable model; not changed.
         data: Its data (see `ortops.graph.files.external`).
-        entry: The number of the entry.
-        variables: The variables by name, which tell what the values have to be like.
+        entry: The index of the entry.
+        variables: The variables by name, whose shapes the values must have.
         options: The user's options for the session.
         providers: Its execution providers.
 
     Returns:
-        The value of each variable that is bound.
+        The values of the bound variables by name.
 
     Raises:
-        ModelError: If the graph is not legal, computes something else than the variables, or takes
-            more memory or time than `ortops.graph.limits` accept.
+        ModelError: If the graph is not valid, its values do not fit the variables, or it exceeds
+            the limits of memory or time in `ortops.graph.limits`.
     """
     info = proto.training_info[entry]
     if not info.initialization_binding:
@@ -84,17 +84,17 @@ def initial_values(
     if model.graph.input:
         raise ModelError(
             f"training_info entry {entry}: its initialization has an input "
-            f"'{model.graph.input[0].name}'; nothing is fed to it, so make it an initializer"
+            f"'{model.graph.input[0].name}', which is never fed; make it an initializer"
         )
     what = f"training_info entry {entry}: its initialization"
-    is_short = _check_sizes(_without_claims(model), data, names, variables, entry)
+    is_fast = _check_sizes(_without_shapes(model), data, names, variables, entry)
     values = list(dict.fromkeys(names.values()))
     whole = external.attach(model, data)
-    if is_short or math.isinf(LIMITS.initialization_seconds):
+    if is_fast or math.isinf(LIMITS.initialization_seconds):
         outputs = _run_here(whole, values, what, options, providers)
     else:
         standard = lower(whole) if has_domain(whole) else whole
-        found = run_apart(
+        found = run_in_child(
             external.serialize(standard),
             values,
             what=what,
@@ -106,7 +106,7 @@ def initial_values(
 
 
 def _memory(variables: Mapping[str, Array]) -> int:
-    """Returns how many bytes an initialization may take in all."""
+    """Returns the maximum memory of an initialization in bytes."""
     return max(LIMITS.initialization_memory, 8 * sum(array.nbytes for array in variables.values()))
 
 
@@ -117,7 +117,7 @@ def _run_here(
     options: onnxruntime.SessionOptions | None,
     providers: Sequence[Any],
 ) -> dict[str, Array]:
-    """Returns values of a graph whose operators are short; it can be ended between two of them."""
+    """Returns values of a graph of fast operators, which can be stopped between two of them."""
     with _unoptimized(options) as chosen:
         session = InferenceSession(model, chosen, providers, kernels="onnx")
     run_options, ended = onnxruntime.RunOptions(), threading.Event()
@@ -136,7 +136,7 @@ def _run_here(
         if not ended.is_set():
             raise
         raise ModelError(
-            f"{what} has not ended after {LIMITS.initialization_seconds:g} s; correct its graph, "
+            f"{what} did not end within {LIMITS.initialization_seconds:g} s; correct its graph, "
             "or allow more time (ortops.graph.limits.LIMITS.initialization_seconds)"
         ) from error
     finally:
@@ -148,7 +148,7 @@ def _run_here(
 def _unoptimized(
     options: onnxruntime.SessionOptions | None,
 ) -> Iterator[onnxruntime.SessionOptions]:
-    """Gives options without optimizations, which would run the graph where nothing can stop it."""
+    """Yields options without optimizations, which would evaluate the graph without a time limit."""
     chosen = onnxruntime.SessionOptions() if options is None else options
     level = chosen.graph_optimization_level
     chosen.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -158,8 +158,8 @@ def _unoptimized(
         chosen.graph_optimization_level = level
 
 
-def _without_claims(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns a copy of a light model that does not say which shapes its values have."""
+def _without_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a copy of a light model without declared shapes, which may be wrong."""
     result = onnx.ModelProto()
     result.CopyFrom(model)
     del result.graph.value_info[:]
@@ -177,14 +177,14 @@ def _check_sizes(
     variables: Mapping[str, Array],
     entry: int,
 ) -> bool:
-    """Refuses values of other shapes than the variables', and tensors that do not fit in memory.
+    """Raises a ModelError if the shape of a value is wrong, or a tensor is too large.
 
     Returns:
-        Whether each node is known to take a short time, and all of them together little memory.
+        Whether all nodes are known to be fast, and to need little memory together.
     """
     model = convert.to_ir(proto, None, data)
     named_alike = any(not function.domain for function in model.functions.values())
-    is_short = not named_alike and all(map(_is_short, all_nodes(model.graph)))
+    is_fast = not named_alike and all(map(_is_fast, all_nodes(model.graph)))
     convert.inline(model)
     infer_shapes(model)
     outputs = {value.name: value for value in model.graph.outputs}
@@ -195,31 +195,31 @@ def _check_sizes(
         if not may_be_equal(value.shape, ir.Shape(variable.shape)):
             raise ModelError(
                 f"training_info entry {entry}: its initialization sets '{name}' of shape "
-                f"{list(variable.shape)} to '{output}' of shape {value.shape}; a variable keeps "
-                "its shape"
+                f"{list(variable.shape)} to '{output}' of shape {value.shape}; the shape of a "
+                "variable cannot change"
             )
-    most = max([LIMITS.initialization_bytes, *(array.nbytes for array in variables.values())])
+    limit = max([LIMITS.initialization_bytes, *(array.nbytes for array in variables.values())])
     total = 0
     for node in all_nodes(model.graph):
         for value in node.outputs:
             size, is_known = _size(value)
-            if size > most:
+            if size > limit:
                 raise ModelError(
                     f"{describe(node)}: in the initialization of training_info entry {entry}, its "
-                    f"output takes {size:,} bytes; {most:,} are accepted "
+                    f"output must have at most {limit:,} bytes, got {size:,} "
                     "(ortops.graph.limits.LIMITS.initialization_bytes)"
                 )
             total += size
-            is_short = is_short and is_known
-    return is_short and total <= _memory(variables)
+            is_fast = is_fast and is_known
+    return is_fast and total <= _memory(variables)
 
 
-def _is_short(node: ir.Node) -> bool:
-    return node.domain == "" and node.op_type in _SHORT
+def _is_fast(node: ir.Node) -> bool:
+    return node.domain == "" and node.op_type in _FAST
 
 
 def _size(value: ir.Value) -> tuple[int, bool]:
-    """Returns how many bytes a value takes at least, and whether it takes no more."""
+    """Returns the minimum size of a value in bytes, and whether the size is exact."""
     if value.shape is None or value.dtype is None:
         return 0, False
     known = [dim for dim in value.shape if isinstance(dim, int)]

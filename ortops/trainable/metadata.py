@@ -1,10 +1,10 @@
-"""What a trainable file says of itself in its metadata: which of its names play which part."""
+"""The metadata of a trainable file: the roles of its names."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from ortops.numbers import real
 __all__ = ["METADATA_KEY", "LossPart", "PredictionNote", "TrainingMetadata", "training_metadata"]
 
 METADATA_KEY = "ortops.training"
-"""The key in a model's ``metadata_props`` of a JSON object with the names that training uses."""
+"""The metadata key of a JSON object with the names that training uses."""
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -30,12 +30,12 @@ class LossPart:
     """A summand of the loss; see `ortops.losses.loss.Part`.
 
     Attributes:
-        name: The tensor that is its value.
-        label: What people call it.
-        weight: What it is multiplied with.
-        count: The tensor that its sum was divided by; rows stand for it where there is none.
+        name: The tensor with its value.
+        label: The name to show.
+        weight: Its factor in the loss.
+        count: The tensor that its sum was divided by; empty if that is the number of rows.
         is_sum: Whether it is a sum.
-        couples_rows: Whether rows of a batch take part in each other's loss.
+        couples_rows: Whether the loss of a row depends on other rows of the batch.
     """
 
     name: str = ""
@@ -48,15 +48,15 @@ class LossPart:
 
 @dataclass(frozen=True)
 class PredictionNote:
-    """What the loss looks at; see `ortops.losses.Prediction`.
+    """A tensor that the loss compares with targets; see `ortops.losses.Prediction`.
 
     Attributes:
         tensor: The tensor.
-        kind: What its numbers are.
+        kind: The meaning of its numbers, such as ``"logits"``.
         axis: The axis of the classes, or None.
         target: The input that it is compared with.
-        ignored: The label that does not count, or None.
-        output: The tensor that the user named for it, which may be a Softmax behind it.
+        ignored: The label that is ignored, or None.
+        output: The tensor that the user named, which may be a Softmax of it.
     """
 
     tensor: str = ""
@@ -69,29 +69,29 @@ class PredictionNote:
 
 @dataclass(frozen=True)
 class TrainingMetadata:
-    """What the builder wrote about a trainable model: which of its names play which part.
+    """The metadata that `ortops.build_training_model` writes: the roles of names.
 
     Attributes:
         loss: The output of the algorithm that is the loss.
         learning_rate: The initializer that is the learning rate.
         step: The initializer that counts steps.
-        training_copies: Outputs of the algorithm → outputs of the inference graph that they are
-            the training-mode copies of.
+        training_copies: The outputs of the inference graph by their training-mode copies, which
+            are outputs of the algorithm.
         losses: The summands of the loss.
-        prediction: What the loss looks at.
-        predictions: What each of several summands looks at.
-        dropouts: Tensors of the algorithm → what they are without Dropout.
-        masters: Parameters of 16 bits → the variables that are their float32 values.
-        loss_scale: The variable that the loss is multiplied by, where gradients are scaled.
-        good_steps: The variable that counts steps since that has changed.
-        seed: The variable that, with the steps, determines what Dropout drops.
-        schedule: The schedule in the graph, as text; empty for none.
-        scheduled_learning_rate: The output of the algorithm that is the learning rate of a step,
-            where there is a schedule; ``learning_rate`` is its peak.
-        clipping: How gradients are clipped, as text; empty if they are not.
-        averages: Parameters → the variables that are their averages over steps.
-        averaging: How these are made, as text; empty if there are none.
-        groups: Parameters → the settings of the optimizer that are their own, as text.
+        prediction: The tensor that the loss compares with targets.
+        predictions: The tensors of the summands, if there are several.
+        dropouts: The tensors without Dropout by the tensors of the algorithm with Dropout.
+        masters: The variables with float32 values of 16-bit parameters, by parameter.
+        loss_scale: The variable that the loss is multiplied by; empty without loss scaling.
+        good_steps: The variable that counts steps since the loss scale changed.
+        seed: The variable that seeds Dropout.
+        schedule: The schedule in the graph as text; empty if there is none.
+        scheduled_learning_rate: The output of the algorithm that is the learning rate of a step, if
+            there is a schedule; ``learning_rate`` is its peak.
+        clipping: The clipping of gradients as text; empty if there is none.
+        averages: The variables with averages over steps, by parameter.
+        averaging: The kind of averages as text; empty if there are none.
+        groups: The optimizer settings of parameters in groups as text, by parameter.
     """
 
     loss: str = ""
@@ -114,67 +114,41 @@ class TrainingMetadata:
     groups: Mapping[str, str] = field(default_factory=dict)
 
     def refuse_second_schedule(self) -> None:
-        """Refuses a schedule beside the one that steps follow.
+        """Raises an error if the model has a schedule already.
 
         Raises:
-            OrtopsError: If there is one in the graph.
+            OrtopsError: If there is a schedule in the graph.
         """
         if self.schedule:
             raise OrtopsError(
-                f"schedule: the model's steps follow one, {self.schedule}; set "
-                "session.learning_rate to rescale that, or build the model with a number as "
+                f"schedule: the model has the schedule {self.schedule} already; set "
+                "session.learning_rate to rescale it, or build the model with a number as "
                 "learning rate"
             )
 
     def averaged(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Returns the values of variables, with averages in the place of parameters.
+        """Returns the values of variables, with parameters replaced by their averages.
 
         Args:
-            arrays: The value of each variable, by name.
+            arrays: The values of variables by name.
 
         Raises:
-            ModelError: If the training keeps no averages, or what the file calls one is none.
+            ModelError: If there are no averages, or the metadata names one that does not exist.
         """
         if not self.averages:
             raise ModelError(
-                "ema: the training keeps no averages of its parameters; build the model with "
-                "ema_decay="
+                "ema: the model has no averages of its parameters; build it with ema_decay="
             )
         result = dict(arrays)
         for name, average in self.averages.items():
             if not {name, average} <= arrays.keys() or arrays[name].shape != arrays[average].shape:
                 raise ModelError(
-                    f"{_WHERE}: its 'averages' has '{average}' for "
-                    f"'{name}'; variables of one shape are accepted"
+                    f"{_WHERE}: 'averages' has '{average}' for '{name}', which must be variables "
+                    "of the same shape"
                 )
             with np.errstate(over="ignore"):
                 result[name] = arrays[average].astype(arrays[name].dtype)
         return result
-
-
-_TEXT, _NAMES = "the name of a tensor", "an object of names of tensors"
-_STRING, _STRINGS = "a string", "an object of strings"
-_NOTED: Mapping[type, Mapping[str, str]] = {
-    TrainingMetadata: {
-        **dict.fromkeys(
-            ("loss", "learning_rate", "step", "loss_scale", "good_steps", "seed"), _TEXT
-        ),
-        "scheduled_learning_rate": _TEXT,
-        **dict.fromkeys(("training_copies", "dropouts", "masters", "averages"), _NAMES),
-        **dict.fromkeys(("schedule", "clipping", "averaging"), _STRING),
-        "groups": _STRINGS,
-    },
-    LossPart: {
-        **dict.fromkeys(("name", "label", "count"), _TEXT),
-        "weight": "a finite number",
-        **dict.fromkeys(("is_sum", "couples_rows"), "true or false"),
-    },
-    PredictionNote: {
-        **dict.fromkeys(("tensor", "kind", "target", "output"), _TEXT),
-        **dict.fromkeys(("axis", "ignored"), "an integer of 64 bits or null"),
-    },
-}
-"""What is accepted in a file."""
 
 
 def _is_text(value: object) -> bool:
@@ -189,29 +163,30 @@ def _is_integer_or_null(value: object) -> bool:
     return value is None or (type(value) is int and -(2**63) <= value < 2**63)
 
 
-_FITS: Mapping[str, Callable[[Any], bool]] = {
-    **dict.fromkeys((_TEXT, _STRING), _is_text),
-    **dict.fromkeys((_NAMES, _STRINGS), _are_texts),
-    "a finite number": lambda value: math.isfinite(real(value)),
-    "true or false": lambda value: isinstance(value, bool),
-    "an integer of 64 bits or null": _is_integer_or_null,
+_VALID: Mapping[Any, tuple[str, Callable[[Any], bool]]] = {
+    "str": ("a string", _is_text),
+    "Mapping[str, str]": ("an object of strings", _are_texts),
+    "float": ("a finite number", lambda value: math.isfinite(real(value))),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "int | None": ("an integer of 64 bits or null", _is_integer_or_null),
 }
+"""What JSON values must be, and whether they are, by the type of a field."""
 
 
 def training_metadata(proto: onnx.ModelProto) -> TrainingMetadata:
-    """Returns what the builder wrote about a trainable model; nothing for anybody else's.
+    """Returns the metadata of a trainable model; an empty one if ortops did not build the model.
 
     Raises:
-        ModelError: If it is not what the builder writes.
+        ModelError: If the metadata is not valid.
     """
     found = read_note(proto.metadata_props, METADATA_KEY, "give a JSON object, or remove it") or {}
     parts, predictions = (found.get(name, []) for name in ("losses", "predictions"))
     for name, array in (("losses", parts), ("predictions", predictions)):
         if not isinstance(array, list):
-            raise ModelError(f"{_WHERE}: its '{name}' is {array!r:.80}; an array is accepted")
+            raise ModelError(f"{_WHERE}: '{name}' must be an array, got {array!r:.80}")
     metadata = _read_note(TrainingMetadata, found)
     losses = [_read_note(LossPart, part) for part in parts]
-    if len(losses) == 1 and losses[0].name == metadata.loss:  # its weight is in its value
+    if len(losses) == 1 and losses[0].name == metadata.loss:  # its value includes its weight
         losses = [replace(losses[0], weight=1.0)]
     return replace(
         metadata,
@@ -225,12 +200,14 @@ _Note = TypeVar("_Note", TrainingMetadata, LossPart, PredictionNote)
 
 
 def _read_note(kind: type[_Note], found: object) -> _Note:
-    """Returns a note from what stands in a file."""
+    """Returns a dataclass with values from JSON; other fields have their defaults."""
     if not isinstance(found, dict):
-        raise ModelError(f"{_WHERE}: it has {found!r:.80}; an object is accepted there")
-    known = {name: found[name] for name in _NOTED[kind] if name in found}
-    for name, value in known.items():
-        accepted = _NOTED[kind][name]
-        if not _FITS[accepted](value):
-            raise ModelError(f"{_WHERE}: its '{name}' is {value!r:.80}; {accepted} is accepted")
+        raise ModelError(f"{_WHERE}: a {kind.__name__} must be an object, got {found!r:.80}")
+    known = {}
+    for name, type_name in ((each.name, each.type) for each in fields(kind)):
+        if name in found and type_name in _VALID:
+            known[name] = found[name]
+            expected, is_valid = _VALID[type_name]
+            if not is_valid(known[name]):
+                raise ModelError(f"{_WHERE}: '{name}' must be {expected}, got {known[name]!r:.80}")
     return kind(**known)

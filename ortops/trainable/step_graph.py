@@ -59,7 +59,7 @@ from ortops.lowering import (
     takes_python_kernel,
 )
 from ortops.optimizers import OPERATORS
-from ortops.trainable.bfloat16 import widen
+from ortops.trainable.bfloat16 import compute_in_float32
 from ortops.trainable.metadata import METADATA_KEY, LossPart, TrainingMetadata, training_metadata
 from ortops.trainable.training_mode import write_inference_mode
 
@@ -246,7 +246,7 @@ def flatten(
     rates = _learning_rates(graph, metadata)
     variables = [n for n in dict.fromkeys((*bound, *rates)) if n in graph.initializers]
     _make_inputs(graph, variables)
-    widen(graph, updates)
+    compute_in_float32(graph, updates)
     # Without Gradient nodes, the parameters are the updated initializers of the inference graph.
     parameters = list(differentiated(graph, variables, updates))
     return Step(
@@ -375,7 +375,7 @@ def evaluation_model(
     write_inference_mode(model)
     prune(graph)
     _make_inputs(graph, [name for name in step.variables if name in graph.initializers])
-    widen(graph, {})
+    compute_in_float32(graph, {})
     remove_defaults(graph, step.variables)
     feeds = [v.name or "" for v in graph.inputs if v.name not in step.variables]
     outputs = [value.name or "" for value in graph.outputs]

@@ -1,7 +1,7 @@
-"""Training mode: what BatchNormalization and Dropout do differently while a model learns.
+"""Training mode: batch statistics in BatchNormalization, and random masks in Dropout.
 
-The inference graph stays as it is. The algorithm gets a renamed copy of the nodes that behave
-differently and of all that depends on them.
+The inference graph is not changed. The algorithm gets renamed copies of these nodes and of all
+nodes that depend on them.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TrainingCopies:
-    """What `copy_in_training_mode` made.
+    """The results of `copy_in_training_mode`.
 
     Attributes:
-        copies: The copy of each value of the inference graph that has one.
-        statistics: The updated running statistics, by the names of the initializers that hold them.
-        dropouts: Names of outputs of Dropout in the copies, and of the inputs that they are without
-            Dropout.
+        copies: The copies of values of the inference graph.
+        statistics: The updated running statistics by initializer name.
+        dropouts: The names of the inputs of Dropout, by the names of its outputs in the copies.
     """
 
     copies: dict[ir.Value, ir.Value]
@@ -59,23 +58,22 @@ def copy_in_training_mode(
     seed: Callable[[], Tensor],
     is_frozen: Callable[[ir.Node], bool],
 ) -> TrainingCopies:
-    """Copies what training changes: BatchNormalization, Dropout, and all that depends on them.
+    """Copies BatchNormalization and Dropout in training mode, and all nodes that depend on them.
 
     Args:
-        tape: Where the copies go.
+        tape: The tape for the copies.
         nodes: The nodes of the inference graph, in topological order, functions inlined.
-        visible: The names of values that copies can read; a copy that needs another value, which
-            is inside a function, gets a copy of what computes it.
-        step: The number of finished steps, which together with the seed determines which elements
-            Dropout drops.
-        seed: Gives the seed, a scalar of int64; called where there is Dropout.
-        is_frozen: Tells which BatchNormalization nodes run in inference mode.
+        visible: The names of values that copies can read. Other values are inside functions, so the
+            nodes that compute them are copied as well.
+        step: The number of finished steps. Step and seed determine the elements that Dropout drops.
+        seed: Returns the seed, an int64 scalar; called only if there is Dropout.
+        is_frozen: Returns whether a BatchNormalization node runs in inference mode.
 
     Raises:
         ModelError: If the ratio of a Dropout node is not a constant in [0, 1).
         UnsupportedError: If such a node is in a sub-graph.
     """
-    _refuse_inner_graphs(nodes, is_frozen)
+    _check_inner_graphs(nodes, is_frozen)
     changed = [node for node in nodes if _changes(node, is_frozen)]
     reached = dependent_values(nodes, [value for node in changed for value in node.outputs])
     copied = {node for node in nodes if not reached.isdisjoint(node.outputs)}
@@ -119,13 +117,13 @@ def copy_in_training_mode(
 def reveal(
     tape: Tape, value: ir.Value, visible: Container[str], copies: dict[ir.Value, ir.Value]
 ) -> ir.Value:
-    """Returns a value that an algorithm can read: itself, or a copy where it is in a function.
+    """Returns a value that the algorithm can read: the value, or a copy if it is in a function.
 
     Args:
-        tape: Where copies go.
+        tape: The tape for copies.
         value: A value of the inference graph, functions inlined.
         visible: See `copy_in_training_mode`.
-        copies: The copy of each value that has one; extended.
+        copies: The copies of values; extended.
     """
     if value in copies:
         return copies[value]
@@ -140,20 +138,20 @@ def reveal(
     return copies[value]
 
 
-def _refuse_inner_graphs(nodes: list[ir.Node], is_frozen: Callable[[ir.Node], bool]) -> None:
-    """Refuses what a copy of the top level would leave in inference mode."""
+def _check_inner_graphs(nodes: list[ir.Node], is_frozen: Callable[[ir.Node], bool]) -> None:
+    """Raises an UnsupportedError if a sub-graph has a node that would need training mode."""
     for node in nodes:
         for graph in inner_graphs(node):
             for inner in all_nodes(graph):
                 if _changes(inner, is_frozen):
                     raise UnsupportedError(
-                        f"{describe(inner)}: it is in a sub-graph of {describe(node)}, where it "
-                        "cannot be put into training mode; move it out of there, or remove it"
+                        f"{describe(inner)}: it is in a sub-graph of {describe(node)}, where "
+                        "training mode is not supported; move it out of the sub-graph, or remove it"
                     )
 
 
 def _changes(node: ir.Node, is_frozen: Callable[[ir.Node], bool]) -> bool:
-    """Whether a node has to behave differently, or has running statistics to update."""
+    """Whether a node behaves differently in training mode, or updates running statistics."""
     if is_batch_normalization(node):
         if is_frozen(node):
             return bool(node.attributes.get_int("training_mode", 0))
@@ -169,13 +167,13 @@ def is_batch_normalization(node: ir.Node) -> bool:
 
 
 def _normalize_by_running_statistics(node: ir.Node) -> None:
-    """Puts a BatchNormalization node into inference mode."""
+    """Sets a BatchNormalization node to inference mode."""
     node.attributes["training_mode"] = ir.AttrInt64("training_mode", 0)
     node.resize_outputs(1)
 
 
 def _normalize_by_batch(tape: Tape, node: ir.Node, statistics: Mapping[str, Tensor]) -> None:
-    """Puts a BatchNormalization node into training mode."""
+    """Sets a BatchNormalization node to training mode."""
     node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
     node.resize_outputs(3)
     for value in node.outputs[1:]:
@@ -183,25 +181,27 @@ def _normalize_by_batch(tape: Tape, node: ir.Node, statistics: Mapping[str, Tens
     for index in (3, 4):
         old = node.inputs[index]
         assert old is not None
-        latest = statistics.get(old.name or "")  # of a node before this one, if they share them
-        if latest is None:  # a copy, because onnxruntime may overwrite what the node reads here
+        latest = statistics.get(
+            old.name or ""
+        )  # from a preceding node, if the two share statistics
+        if latest is None:  # a copy, because onnxruntime may overwrite this input
             latest = op.Sum(tape.tensor(old))
         node.replace_input_with(index, latest.value)
 
 
 def _ratio(node: ir.Node) -> float:
-    """Returns the share of elements that a Dropout node drops in training."""
+    """Returns the ratio of elements that a Dropout node drops in training."""
     ratio = node.inputs[1] if len(node.inputs) > 1 else None
     if ratio is None:
         return 0.5
     tensor = constant_tensor(ratio)
     if tensor is None:
         raise ModelError(
-            f"{describe(node)}: its ratio '{ratio.name}' is computed; a constant is accepted"
+            f"{describe(node)}: its ratio '{ratio.name}' must be a constant, but it is computed"
         )
     value = float(tensor.numpy())
     if not 0 <= value < 1:
-        raise ModelError(f"{describe(node)}: its ratio is {value}; 0 <= ratio < 1 is accepted")
+        raise ModelError(f"{describe(node)}: its ratio must be >= 0 and < 1, got {value}")
     return value
 
 
@@ -213,10 +213,10 @@ def _dropout(
     seed: Tensor,
     number: int,
 ) -> list[ir.Value]:
-    """Emits y = x · mask / (1 − ratio), with a mask that seed, step and position determine.
+    """Emits y = x · mask / (1 - ratio), with a mask that depends on seed, step and position.
 
-    A Dropout node would draw from a generator whose state no file holds, so a resumed training
-    would differ from one that never stopped.
+    The random state of a Dropout node cannot be saved, so a training that is resumed would differ
+    from one without interruption.
     """
     source = node.inputs[0]
     assert source is not None
@@ -234,16 +234,16 @@ def _dropout(
 def uniform_bits(x: Tensor, step: Tensor, key: Tensor) -> Tensor:
     """Returns 32 uniform random bits for each element of a tensor.
 
-    A counter-based generator: the bits depend on the key, the step and the element's position and
-    on nothing else, whatever else runs on the machine.
+    A counter-based generator: the bits depend only on the key, the step and the position of the
+    element.
 
     Args:
-        x: Gives the shape.
-        step: A scalar of int64.
-        key: Tells one use from another, a scalar of uint32.
+        x: A tensor of the wanted shape.
+        step: An int64 scalar.
+        key: A uint32 scalar, different for each use.
 
     Returns:
-        A tensor of uint32 in the shape of ``x``.
+        A uint32 tensor in the shape of ``x``.
 
     Source:
         The mixing function is the finalizer of MurmurHash3 (Appleby, 2011).
@@ -264,7 +264,7 @@ def _mix(bits: Tensor) -> Tensor:
 
 
 def write_inference_mode(model: ir.Model) -> None:
-    """Puts BatchNormalization and Dropout of a model into inference mode, in place."""
+    """Sets BatchNormalization and Dropout of a model to inference mode, in place."""
     for graph in (model.graph, *(function.graph for function in model.functions.values())):
         for node in all_nodes(graph):
             if is_batch_normalization(node):

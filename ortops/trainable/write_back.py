@@ -1,4 +1,4 @@
-"""Writing trained values into models."""
+"""Writes trained values into models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 def write_back(original: onnx.ModelProto, data: external.Data, arrays: Mapping[str, Array]) -> None:
-    """Writes trained arrays to where they stand in the model that training began with."""
+    """Writes trained arrays to the weights of the model that the training started from."""
     known = weights(original, data)
     others = {t.name: t for t in original.graph.initializer if t.name not in known}
     for name, array in arrays.items():
@@ -30,14 +30,13 @@ def write_back(original: onnx.ModelProto, data: external.Data, arrays: Mapping[s
             shape = tuple(tensor.dims)
         else:
             raise ModelError(
-                f"original: it has no weight '{name}', which was trained; "
+                f"original: it has no weight '{name}', which is a trained parameter; "
                 + did_you_mean(name, [*known, *others])
             )
         if (dtype, shape) != (array.dtype, array.shape):
             raise ModelError(
-                f"original: its '{name}' is {dtype}{list(shape)}, and "
-                f"{array.dtype}{list(array.shape)} was trained; give the model that the training "
-                "began with"
+                f"original: '{name}' must be {array.dtype}{list(array.shape)} as in the training, "
+                f"got {dtype}{list(shape)}; give the model that the training started from"
             )
         if name in known:
             known[name].set(array)
@@ -46,7 +45,7 @@ def write_back(original: onnx.ModelProto, data: external.Data, arrays: Mapping[s
 
 
 def write_values(graph: onnx.GraphProto, data: external.Data, arrays: Mapping[str, Array]) -> None:
-    """Writes arrays to initializers of their names."""
+    """Writes arrays to the initializers with the same names."""
     for tensor in graph.initializer:
         if tensor.name in arrays:
             external.set_array(tensor, data, arrays[tensor.name])

@@ -568,7 +568,7 @@ REFUSED: dict[str, tuple[Callable[[], onnx.ModelProto | bytes], str]] = {
     "rate that is an object": (lambda: parts_of(learning_rate={}), "learning_rate"),
     "step that is null": (lambda: parts_of(step=None), "step"),
     # initialization
-    "initialization without end": (endless, "has not ended after"),
+    "initialization without end": (endless, "did not end within"),
     "initialization of 4 TB": (
         lambda: with_initial(
             [
@@ -578,7 +578,7 @@ REFUSED: dict[str, tuple[Callable[[], onnx.ModelProto | bytes], str]] = {
                 node("Cast", ["sum"], ["start"], to=7),
             ]
         ),
-        "takes 4,000,000,000,000 bytes",
+        "bytes, got 4,000,000,000,000",
     ),
     "initialization of another shape": (
         lambda: with_initial(
@@ -589,7 +589,7 @@ REFUSED: dict[str, tuple[Callable[[], onnx.ModelProto | bytes], str]] = {
             value("start", [10**12]),
             "w.V",
         ),
-        "keeps its shape",
+        "the shape of a variable cannot change",
     ),
     "initialization with a input": (
         lambda: edited(
@@ -598,15 +598,15 @@ REFUSED: dict[str, tuple[Callable[[], onnx.ModelProto | bytes], str]] = {
         ),
         "has an input 'given'",
     ),
-    "initialization with a long operator": (long_operator, "has not ended after"),
-    "initialization with a long function": (long_function, "has not ended after"),
+    "initialization with a long operator": (long_operator, "did not end within"),
+    "initialization with a long function": (long_function, "did not end within"),
     "initialization of sizes that are not known": (
         unknown_size,
-        "takes more than 4,294,967,296 bytes of memory",
+        "needs more than 4,294,967,296 bytes of memory",
     ),
     "initialization of sizes that are lies": (
         wrong_size,
-        "takes more than 4,294,967,296 bytes of memory",
+        "needs more than 4,294,967,296 bytes of memory",
     ),
     "initialization that fails": (
         lambda: with_initial(

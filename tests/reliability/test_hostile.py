@@ -37,8 +37,7 @@ from ortops import lowering
 from ortops.check import check
 from ortops.graph.files import loading
 from ortops.graph.limits import LIMITS
-from ortops.trainable import child_process as apart
-from ortops.trainable import initialization
+from ortops.trainable import child_process, initialization
 
 RUN = Path(__file__).with_name("hostile_run.py")
 SECONDS = 60  # that a case may take; none takes more than a few
@@ -413,7 +412,7 @@ def test_what_an_initialization_computes_is_taken(monkeypatch: pytest.MonkeyPatc
     large += [onnx.helper.make_node("ReduceSum", ["all"], ["start"], keepdims=0)]
     session = ortops.TrainingSession(with_initial(large))
     monkeypatch.setattr(LIMITS, "initialization_bytes", 7999)
-    with pytest.raises(ortops.ModelError, match="takes 8,000 bytes; 7,999 are accepted"):
+    with pytest.raises(ortops.ModelError, match="must have at most 7,999 bytes, got 8,000 "):
         session.reset()
     monkeypatch.setattr(LIMITS, "initialization_bytes", 8000)
     session.reset()
@@ -444,14 +443,16 @@ def test_an_initialization_in_another_process_gives_the_same_values(
     session.reset()
     np.testing.assert_allclose(session.state["w"], expected, rtol=1e-6)
     monkeypatch.setattr(LIMITS, "initialization_seconds", math.inf)
-    monkeypatch.setattr(initialization, "run_apart", None)  # in this process, where it is trusted
+    monkeypatch.setattr(
+        initialization, "run_in_child", None
+    )  # in this process, where it is trusted
     session.state["w"] = np.zeros((3, 2), np.float32)
     session.reset()
     np.testing.assert_allclose(session.state["w"], expected, rtol=1e-6)
 
 
 def test_models_of_ours_are_initialized_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initialization, "run_apart", None)
+    monkeypatch.setattr(initialization, "run_in_child", None)
     for optimizer in (*ortops.optimizers.OPTIMIZERS, "SGD"):
         model = ortops.build_training_model(
             affine(), loss="MeanSquaredError", optimizer=optimizer, ema_decay=0.9
@@ -462,8 +463,8 @@ def test_models_of_ours_are_initialized_in_this_process(monkeypatch: pytest.Monk
 def test_an_initialization_whose_process_dies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     session = ortops.TrainingSession(orthogonal()[0])
     session.state["w"] = np.ones((3, 2), np.float32)
-    child = apart._CHILD.replace("session.run(names, {})", "os.abort()")
-    monkeypatch.setattr(apart, "_CHILD", f"import os\n{child}")
+    child = child_process._CHILD.replace("session.run(names, {})", "os.abort()")
+    monkeypatch.setattr(child_process, "_CHILD", f"import os\n{child}")
     with pytest.raises(ortops.ModelError, match=r"initialization failed: .* ended with status"):
         session.reset()
     np.testing.assert_array_equal(session.state["w"], np.ones((3, 2)))
