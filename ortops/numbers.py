@@ -10,7 +10,7 @@ from typing import Any, SupportsFloat, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["cast_numbers", "integer", "is_numeric", "plain", "real"]
+__all__ = ["Array", "cast_numbers", "integer", "is_numeric", "plain", "real"]
 
 Array: TypeAlias = npt.NDArray[Any]
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime
 
 from ortops.execution.memory import Memory, fetch, ort_value, put
 from ortops.execution.onnxruntime_sessions import errors_as_ours
 from ortops.inference import InferenceSession
+from ortops.numbers import Array
 
 __all__ = ["Binding"]
 
-Array: TypeAlias = npt.NDArray[Any]
 
 _COPIED = 2**20  # the largest outputs, in bytes, that are copied from onnxruntime's memory
 
 
+@dataclass(eq=False)
 class Binding:
     """A part of a step, bound to memory.
 
-    Args:
+    Attributes:
         session: The gradient graph; None if it has no outputs.
         read: The memory of all inputs except feeds.
         written: The memory of outputs by name.
@@ -34,36 +34,25 @@ class Binding:
         rebound: Inputs that are bound before each run and released after it: variables that a
             caller may replace, and large feeds.
         passed: Outputs in onnxruntime's memory that are passed to the updates and released.
-
-    Attributes:
-        interruptible: Whether an interrupted update does no harm.
     """
 
-    def __init__(
-        self,
-        session: InferenceSession | None,
-        read: Mapping[str, Memory],
-        written: Mapping[str, Memory],
-        shown: Sequence[str],
-        copies: Sequence[tuple[Memory, Memory]],
-        updates: Sequence[Callable[[Mapping[str, Array]], None]],
-        interruptible: bool,
-        rebound: Collection[str] = (),
-        passed: Sequence[str] = (),
-    ) -> None:
-        self._session = session
-        self._read = read
-        self._written = written
-        self._shown = shown
-        self._copies = copies
-        self._updates = updates
-        self.interruptible = interruptible
-        self._passed = passed
+    session: InferenceSession | None
+    read: Mapping[str, Memory]
+    written: Mapping[str, Memory]
+    shown: Sequence[str]
+    copies: Sequence[tuple[Memory, Memory]]
+    updates: Sequence[Callable[[Mapping[str, Array]], None]]
+    interruptible: bool
+    rebound: Collection[str]
+    passed: Sequence[str]
+
+    def __post_init__(self) -> None:
+        """Determines which inputs are feeds."""
         self._given: Mapping[str, Array] = {}
-        inputs = [] if session is None else session.get_inputs()
+        inputs = [] if self.session is None else self.session.get_inputs()
         names = {value.name for value in inputs}
-        self._rebound = names & set(rebound)
-        self._feeds = names - read.keys() - self._rebound
+        self.rebound = names & set(self.rebound)
+        self._feeds = names - self.read.keys() - self.rebound
         self._released = ort_value(np.zeros(1, np.float32))
         self._bindings: dict[tuple[str, ...], onnxruntime.IOBinding] = {}
 
@@ -80,19 +69,19 @@ class Binding:
             wanted: The outputs to return; all by default.
             into: Arrays for further outputs, which must be the same outputs in each run.
         """
-        if self._session is None:
+        if self.session is None:
             return {}
-        names = tuple(n for n in self._shown if wanted is None or n in wanted)
-        fetched = tuple(name for name in names if name not in self._written)
+        names = tuple(n for n in self.shown if wanted is None or n in wanted)
+        fetched = tuple(name for name in names if name not in self.written)
         binding = self._bindings.get(fetched)
         if binding is None:
-            binding = self._bindings[fetched] = self._bind(self._session)
+            binding = self._bindings[fetched] = self._bind(self.session)
         for name in self._feeds:
             binding.bind_cpu_input(name, feeds[name])
-        for name in self._rebound:
-            memory = feeds[name] if name in feeds else self._read[name]
+        for name in self.rebound:
+            memory = feeds[name] if name in feeds else self.read[name]
             binding.bind_ortvalue_input(name, ort_value(memory))
-        for name in self._passed:
+        for name in self.passed:
             binding.bind_output(name)
         into = into or {}
         for name, array in into.items():
@@ -100,27 +89,27 @@ class Binding:
         for name in fetched:  # otherwise onnxruntime would write into the results of the last step
             binding.bind_output(name)
         with errors_as_ours():
-            self._session.run_with_iobinding(binding)
-        for source, target in self._copies:
+            self.session.run_with_iobinding(binding)
+        for source, target in self.copies:
             put(target, fetch(source))
-        shown = {name: fetch(self._written[name]).copy() for name in names if name in self._written}
-        if fetched or self._passed:
-            found = iter(list(binding.get_outputs_as_ortvaluevector())[len(self._written) :])
-            self._given = {name: next(found).numpy() for name in self._passed}
+        shown = {name: fetch(self.written[name]).copy() for name in names if name in self.written}
+        if fetched or self.passed:
+            found = iter(list(binding.get_outputs_as_ortvaluevector())[len(self.written) :])
+            self._given = {name: next(found).numpy() for name in self.passed}
             for _ in into:
                 next(found)
             shown |= {name: _copied(next(found).numpy()) for name in fetched}
-        for name in self._rebound:  # otherwise the binding would keep them alive
+        for name in self.rebound:  # otherwise the binding would keep them alive
             binding.bind_ortvalue_input(name, self._released)
-        for name in (*self._passed, *into):
+        for name in (*self.passed, *into):
             binding.bind_ortvalue_output(name, self._released)
         return shown
 
     def _bind(self, session: InferenceSession) -> onnxruntime.IOBinding:
         binding = session.io_binding()
-        for name, memory in self._read.items():
+        for name, memory in self.read.items():
             binding.bind_ortvalue_input(name, ort_value(memory))
-        for name, memory in self._written.items():
+        for name, memory in self.written.items():
             binding.bind_ortvalue_output(name, ort_value(memory))
         return binding
 
@@ -128,7 +117,7 @@ class Binding:
         """Runs the packed updates."""
         if self._given:
             feeds, self._given = {**feeds, **self._given}, {}
-        for update in self._updates:
+        for update in self.updates:
             update(feeds)
 
 

@@ -26,8 +26,6 @@ from ortops.graph.tensor import Names, Tape, Tensor, op
 
 __all__ = ["Cut", "cut", "differentiated", "next_values"]
 
-_16_BITS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-
 
 @dataclass(frozen=True)
 class Cut:
@@ -240,7 +238,7 @@ def _keep_gradients(
 def _float32_type(gradient: ir.Value) -> ir.DataType:
     """Returns the type that a gradient is computed in: float32 if it has 16 bits."""
     assert gradient.dtype is not None
-    return ir.DataType.FLOAT if gradient.dtype in _16_BITS else gradient.dtype
+    return ir.DataType.FLOAT if gradient.dtype.bitwidth == 16 else gradient.dtype
 
 
 def _input(

@@ -18,10 +18,9 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime
 
 from ortops.autodiff.registry import Rules
@@ -34,12 +33,12 @@ from ortops.execution.shape_cache import CachedStep, ShapeCache
 from ortops.execution.split_step import Differentiated, Layout, SplitStep
 from ortops.execution.step import Step
 from ortops.execution.template import Template
+from ortops.numbers import Array
 from ortops.passes.rematerialization import Checkpoint, check, computed_names
 from ortops.uninterrupted import AtomicChanges, run_uninterrupted
 
 __all__ = ["Execution"]
 
-Array: TypeAlias = npt.NDArray[Any]
 
 logger = logging.getLogger("ortops")
 
@@ -250,8 +249,7 @@ class Execution:
             self._position = (1 - turn, made + 1)
 
         if last.interruptible:  # the step wrote only to buffers that nobody reads yet
-            last.update(feeds)
-            self._position = (1 - turn, made + 1)
+            finish()
         else:
             self._changes.change(finish)
         return shown

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnxruntime
 
 from ortops.errors import KernelError, UnsupportedError
+from ortops.numbers import Array
 
 __all__ = [
     "Device",
@@ -31,7 +31,6 @@ __all__ = [
     "put_all",
 ]
 
-Array: TypeAlias = npt.NDArray[Any]
 
 _DEVICES = {
     "CANNExecutionProvider": "cann",

@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from ortops.execution.memory import Memory
 from ortops.execution.split import Group, is_safe_in_place
 from ortops.execution.translation import Translation
 from ortops.graph.tensor import IR_VERSION, Tape, op
+from ortops.numbers import Array
 from ortops.passes.scaled_sums import MULTIPLE, arranged, expand
 
 __all__ = ["Packed", "Variable"]
 
-Array: TypeAlias = npt.NDArray[Any]
 
 _ALIGNMENT = 16  # elements
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from ortops.execution.memory import Memory, ort_value
@@ -15,10 +13,10 @@ from ortops.execution.onnxruntime_sessions import Sessions, errors_as_ours
 from ortops.execution.packed import Packed
 from ortops.graph.tensor import IR_VERSION, Names, Tape, op
 from ortops.lowering import to_proto
+from ortops.numbers import Array
 
 __all__ = ["LOSSES", "Repetition", "repeat", "stacked", "state_output"]
 
-Array: TypeAlias = npt.NDArray[Any]
 
 LOSSES = "losses"
 """The output with the loss of each step."""

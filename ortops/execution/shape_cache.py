@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
-
-import numpy.typing as npt
+from typing import TypeAlias
 
 from ortops.execution.binding import Binding
 from ortops.execution.memory import Memory
@@ -17,7 +15,6 @@ from ortops.uninterrupted import run_uninterrupted
 
 __all__ = ["CachedStep", "ShapeCache"]
 
-Array: TypeAlias = npt.NDArray[Any]
 Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 Buffers: TypeAlias = Callable[[int, int], Callable[[str], tuple[Memory, Memory]]]
 """Maps the number of a part and a turn to a function that returns the memory of a variable."""

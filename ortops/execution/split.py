@@ -21,7 +21,7 @@ from ortops.graph.tensor import Tape, constant_tensor, op
 from ortops.lowering import TRAINING_DOMAIN, Keep, lower_optimizers
 from ortops.passes.scaled_sums import overwrites
 
-__all__ = ["Group", "Role", "is_safe_in_place", "split"]
+__all__ = ["Group", "Role", "is_safe_in_place", "is_scalar", "split"]
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -200,7 +200,7 @@ class _Component:
     def scalars(self) -> list[ir.Value]:
         """Returns the 0-d tensors that the nodes read, in this order."""
         read = (value for node in self.nodes for value in node.inputs if value is not None)
-        return [value for value in read if _is_scalar(value)]
+        return [value for value in read if is_scalar(value)]
 
     def signature(self) -> tuple[object, ...]:
         """Returns a key that is equal for two components if and only if they have one formula."""
@@ -210,7 +210,7 @@ class _Component:
         lines: list[object] = []
         for position, node in enumerate(self.nodes):
             read = [
-                None if v is None else _scalar_key(v) if _is_scalar(v) else numbers[v]
+                None if v is None else _scalar_key(v) if is_scalar(v) else numbers[v]
                 for v in node.inputs
             ]
             lines.append((*_kind(node), *read))
@@ -346,7 +346,7 @@ def _move_scalars(
     moved: dict[ir.Value, ir.Value] = dict(scalars)
     for node in list(formula):
         operands = [value for value in node.inputs if value is not None]
-        if not any(value in moved for value in operands) or not all(map(_is_scalar, operands)):
+        if not any(value in moved for value in operands) or not all(map(is_scalar, operands)):
             continue
         for value in operands:
             if value not in moved and (constant := constant_tensor(value)) is not None:
@@ -377,7 +377,7 @@ def _imports(node: ir.Node) -> dict[str, int]:
 
 def _tensors_read(nodes: Iterable[ir.Node]) -> list[ir.Value]:
     read = (value for node in nodes for value in node.inputs if value is not None)
-    return [value for value in read if not _is_scalar(value)]
+    return [value for value in read if not is_scalar(value)]
 
 
 def _kind(node: ir.Node) -> tuple[object, ...]:
@@ -429,12 +429,12 @@ def _is_own(scalar: ir.Value, nodes: Container[ir.Node]) -> bool:
         found: list[ir.Value] = []
         for reader, _ in value.uses():
             if reader not in nodes:
-                if not all(map(_is_scalar, reader.outputs)):
+                if not all(map(is_scalar, reader.outputs)):
                     return False
                 found += reader.outputs
         node = value.producer()
         read = [] if node is None else [v for v in node.inputs if v is not None]
-        found += [v for v in read if _is_scalar(v) and _depends_on_tensors(v)]
+        found += [v for v in read if is_scalar(v) and _depends_on_tensors(v)]
         left += [v for v in dict.fromkeys(found) if v not in seen]
         seen.update(found)
     return True
@@ -448,7 +448,7 @@ def _depends_on_tensors(scalar: ir.Value) -> bool:
         node = value.producer()
         if constant_tensor(value) is not None:
             continue
-        if node is None and not _is_scalar(value):
+        if node is None and not is_scalar(value):
             return True
         read = {v for v in (node.inputs if node is not None else ()) if v is not None} - seen
         seen |= read
@@ -466,7 +466,8 @@ def _same_type(a: ir.Value, b: ir.Value) -> bool:
     return a.dtype == b.dtype and _static(a) is not None and _static(a) == _static(b)
 
 
-def _is_scalar(value: ir.Value) -> bool:
+def is_scalar(value: ir.Value) -> bool:
+    """Whether a value is known to be 0-d."""
     return _static(value) == ()
 
 

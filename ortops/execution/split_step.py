@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ortops.execution.cut import Cut
 from ortops.execution.memory import Memory
 from ortops.execution.shape_cache import ShapeCache
+from ortops.numbers import Array
 
 __all__ = ["Differentiated", "Layout", "SplitStep"]
 
-Array: TypeAlias = npt.NDArray[Any]
 
 _ALIGNMENT = 16  # elements
 

@@ -10,22 +10,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from ortops.errors import UnsupportedError
-from ortops.execution.split import Group
+from ortops.execution.split import Group, is_scalar
 from ortops.graph.edit import describe
 from ortops.graph.tensor import constant_tensor
+from ortops.numbers import Array
 from ortops.passes.scaled_sums import DOMAIN as SCALED_SUMS
 from ortops.passes.scaled_sums import adds_to_zero
 
 __all__ = ["Translation", "translate"]
 
-Array: TypeAlias = npt.NDArray[Any]
 
 _FLOATS = {ir.DataType.FLOAT: "float32", ir.DataType.DOUBLE: "float64"}
 _16_BITS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -113,7 +112,7 @@ class _Writer:
         self.arguments[name] = f"Array({memory}, 1, 'C'{suffix})"
         if read:
             self.names[value] = f"x{len(self.names)}"
-            lines = self.before if _is_scalar(value) else self.lines
+            lines = self.before if is_scalar(value) else self.lines
             lines.append(f"{self.names[value]} = {read}")
 
     def add_node(self, node: ir.Node) -> None:
@@ -180,10 +179,6 @@ def _check_types(node: ir.Node, operands: list[ir.Value]) -> None:
             raise UnsupportedError(f"{describe(node)}: it computes with numbers of {value.dtype}")
 
 
-def _is_scalar(value: ir.Value) -> bool:
-    return value.shape is not None and not value.shape
-
-
 def _zero(node: ir.Node, index: int = 0) -> str:
     value = node.inputs[index]
     assert value is not None
@@ -216,7 +211,7 @@ def _extreme(sign: str) -> _Form:
         first, second = node.inputs
         assert first is not None
         assert second is not None
-        if _is_scalar(first) and not _is_scalar(second):
+        if is_scalar(first) and not is_scalar(second):
             a, b = b, a
         return f"{a} if {a} {sign} {b} or {a} != {a} else {b}"
 

@@ -7,20 +7,19 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime
 
 from ortops.execution.memory import ort_value
 from ortops.execution.onnxruntime_sessions import Sessions, errors_as_ours
 from ortops.execution.packed import Packed
 from ortops.lowering import to_proto
+from ortops.numbers import Array
 
 __all__ = ["CompiledUpdate", "SharedUpdate", "Update"]
 
-Array: TypeAlias = npt.NDArray[Any]
 Work: TypeAlias = Callable[[Mapping[str, Array]], None]
 
 

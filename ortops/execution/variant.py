@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from ortops.execution.binding import Binding
 from ortops.execution.memory import DeviceArray, Memory
 from ortops.execution.packed import Packed
 from ortops.execution.repetition import Repetition
+from ortops.execution.split import is_scalar
 from ortops.execution.template import Template
 from ortops.graph.files import external
 from ortops.graph.tensor import Names, Tape
+from ortops.numbers import Array
 from ortops.passes.blocked import is_mostly_blocked
 from ortops.passes.order import put_last_results_first
 
 __all__ = ["Variant"]
 
-Array: TypeAlias = npt.NDArray[Any]
 _LENT = 2**24
 """Constants of at least this many bytes, such as frozen weights, are shared with onnxruntime."""
 
@@ -114,7 +114,7 @@ class Variant:
                     written |= zip(role.names, update.packed.views(index, turn), strict=True)
             updates.append(update.bind([scalars[name] for name in group.scalars], turn))
         for value in self._graph.outputs:
-            if value.name == step.loss and value.dtype is not None and _is_scalar(value):
+            if value.name == step.loss and value.dtype is not None and is_scalar(value):
                 written.setdefault(step.loss, np.zeros((), value.dtype.numpy()))
         interruptible = all(update.interruptible for update in self._updates)
         passed = [name for update in self._updates for name in update.packed.passed]
@@ -131,10 +131,6 @@ class Variant:
         return Repetition(
             self._graph, states, self._inputs, step.feeds, step.loss, self._template.sessions
         )
-
-
-def _is_scalar(value: ir.Value) -> bool:
-    return value.shape is not None and not value.shape
 
 
 def _join(graph: ir.Graph, all_packed: list[Packed]) -> tuple[SlicesByName, SlicesByName]:

@@ -12,16 +12,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from ortops.errors import ModelError, UnsupportedError
+from ortops.numbers import Array
 
 __all__ = ["run_in_child"]
 
-Array: TypeAlias = npt.NDArray[Any]
 
 _OUT_OF_MEMORY = ("MemoryError", "bad_alloc", "bad allocation", "Failed to allocate memory")
 """Messages of Python, C++ and onnxruntime for a lack of memory."""

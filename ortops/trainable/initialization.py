@@ -6,9 +6,8 @@ import contextlib
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 import onnxruntime
@@ -23,11 +22,11 @@ from ortops.graph.limits import LIMITS
 from ortops.graph.shapes import infer_shapes, may_be_equal
 from ortops.inference import InferenceSession
 from ortops.lowering import has_domain, lower
+from ortops.numbers import Array
 from ortops.trainable.child_process import run_in_child
 
 __all__ = ["initial_values"]
 
-Array: TypeAlias = npt.NDArray[Any]
 
 _FAST = frozenset(
     {

@@ -5,22 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 
 from ortops.errors import ModelError, OrtopsError
 from ortops.graph.files.json_metadata import read_note, where
-from ortops.numbers import real
+from ortops.numbers import Array, real
 
 __all__ = ["METADATA_KEY", "LossPart", "PredictionNote", "TrainingMetadata", "training_metadata"]
 
 METADATA_KEY = "ortops.training"
 """The metadata key of a JSON object with the names that training uses."""
 
-Array: TypeAlias = npt.NDArray[Any]
 
 _WHERE = where(METADATA_KEY)
 

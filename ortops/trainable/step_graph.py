@@ -11,9 +11,8 @@ import json
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
@@ -72,7 +71,6 @@ __all__ = [
     "step_graph",
 ]
 
-Array: TypeAlias = npt.NDArray[Any]
 
 STEP_GRAPH_KEY = "ortops.step_graph"
 """The metadata key of a JSON object {input: output}: which output feeds which input next."""

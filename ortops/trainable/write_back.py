@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
 
-import numpy.typing as npt
 import onnx
 
 from ortops.errors import ModelError, did_you_mean
 from ortops.graph.files import external
 from ortops.graph.weights import weights
+from ortops.numbers import Array
 
 __all__ = ["write_back", "write_values"]
-
-Array: TypeAlias = npt.NDArray[Any]
 
 
 def write_back(original: onnx.ModelProto, data: external.Data, arrays: Mapping[str, Array]) -> None:
