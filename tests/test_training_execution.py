@@ -34,7 +34,7 @@ from benchmarks.task import OPTIMIZERS as HYPERPARAMETERS
 from models.mlp import mlp
 from ortops import TrainingSession, optimizers
 from ortops.errors import FeedError, OrtopsError
-from ortops.execution import packed, split, variant
+from ortops.execution import onnxruntime_sessions, packed, split, variant
 from ortops.execution.binding import Binding
 from ortops.execution.settings import Settings
 
@@ -525,13 +525,13 @@ def test_frozen_weights_are_lent_to_onnxruntime(
     ]
     options = onnxruntime.SessionOptions() if asked else None
     found, sizes = [], []
-    made = variant.Sessions.open
+    made = onnxruntime_sessions.Sessions.open
 
     def note(self: Any, proto: onnx.ModelProto, **arguments: Any) -> Any:
         sizes.append(proto.ByteSize())
         return made(self, proto, **arguments)
 
-    monkeypatch.setattr(variant.Sessions, "open", note)
+    monkeypatch.setattr(onnxruntime_sessions.Sessions, "open", note)
     for limit in (2**24, 0):
         monkeypatch.setattr(variant, "_LENT", limit)
         session = TrainingSession(model, sess_options=options)

@@ -89,21 +89,12 @@ class Execution:
         if recompute is not None:
             parts = [computed_names(s.model.graph, s.feeds, s.outputs) for s in steps]
             check(recompute, [name for names in parts for name in names])
-        sessions = Sessions(
-            kernels,
-            options,
-            providers,
-            threads=settings.threads,
-            spin=settings.spin,
-            save_memory=recompute is not None,
-            device=settings.device,
-        )
+        save_memory = recompute is not None
+        sessions = Sessions(kernels, options, providers, settings, save_memory=save_memory)
         # With several parts, updates are not in place, because a later part might fail.
         in_place = kernels != "python" and len(steps) == 1
         self._templates = [
-            Template(
-                step, rules, kernels, settings, sessions, in_place=in_place, recompute=recompute
-            )
+            Template(step, rules, sessions, in_place=in_place, recompute=recompute)
             for step in steps
         ]
         all_packed = [packed for template in self._templates for packed in template.packed]

@@ -12,8 +12,9 @@ import onnxruntime
 
 from ortops.arguments import choice
 from ortops.errors import KernelError, OrtopsError, UnsupportedError, is_raised_by
-from ortops.execution.memory import Device, device_of
-from ortops.inference import InferenceSession, Kernels, lend, open_lowered
+from ortops.execution.memory import device_of
+from ortops.execution.settings import Settings
+from ortops.inference import InferenceSession, lend, open_lowered
 
 __all__ = ["Sessions", "UpdateKernels", "errors_as_ours"]
 
@@ -34,12 +35,12 @@ class Sessions:
         kernels: The kernels for updates.
         options: The user's options.
         providers: The providers.
-        threads: The number of threads for large updates, unless the options set it.
-        spin: How many microseconds threads wait actively for work, unless the options set it.
+        settings: How steps are executed.
         save_memory: Whether to reuse less memory, so that tensors are freed as early as possible.
-        device: The device for variables; by default, that of the providers.
 
     Attributes:
+        kernels: The kernels for updates.
+        settings: How steps are executed.
         threads: The number of threads for large updates.
         on_cpu: Whether only onnxruntime's CPU provider is used.
         device: The device for variables; None for numpy's memory.
@@ -54,21 +55,18 @@ class Sessions:
         kernels: UpdateKernels,
         options: onnxruntime.SessionOptions | None,
         providers: Sequence[Any],
+        settings: Settings,
         *,
-        threads: int,
-        spin: int | None,
         save_memory: bool,
-        device: Device | None = None,
     ) -> None:
-        choice("kernels", kernels, get_args(UpdateKernels))
-        self._kernels: Kernels = "python" if kernels == "python" else "onnx"
+        self.kernels = choice("kernels", kernels, get_args(UpdateKernels))
+        self.settings = settings
         self._options = options
         self._providers = providers
         self._save_memory = save_memory
-        self._spin = spin
         asked = 0 if options is None else options.intra_op_num_threads
-        self.threads = 1 if kernels == "python" else asked or threads
-        self.device = device or device_of(providers)
+        self.threads = 1 if kernels == "python" else asked or settings.threads
+        self.device = settings.device or device_of(providers)
         self.on_cpu = self.device is None and list(providers) == ["CPUExecutionProvider"]
         if self.device is not None and kernels != "onnx":
             raise UnsupportedError(
@@ -82,7 +80,7 @@ class Sessions:
 
         Sharing needs options of its own, and Python kernels need a complete model.
         """
-        return self._options is None and self._kernels == "onnx"
+        return self._options is None and self.kernels != "python"
 
     def open(
         self,
@@ -119,15 +117,15 @@ class Sessions:
                 options.graph_optimization_level = (
                     onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
                 )
-            if self._spin is not None:
+            if self.settings.spin is not None:
                 key = "session.intra_op.spin_duration_us"
-                options.add_session_config_entry(key, str(self._spin))
+                options.add_session_config_entry(key, str(self.settings.spin))
             if not spin:  # waiting threads would occupy the cores of the update
                 options.add_session_config_entry("session.force_spinning_stop", "1")
             if lent:
                 lend(options, lent)
-        if self._kernels == "python":
-            return InferenceSession(model, options, self._providers, kernels=self._kernels)
+        if self.kernels == "python":
+            return InferenceSession(model, options, self._providers, kernels="python")
         return open_lowered(model, options, self._providers)
 
 

@@ -13,9 +13,8 @@ from ortops.autodiff.registry import Rules
 from ortops.errors import UnsupportedError
 from ortops.execution.compilation import compile_all
 from ortops.execution.cut import Cut, cut, next_values
-from ortops.execution.onnxruntime_sessions import Sessions, UpdateKernels
+from ortops.execution.onnxruntime_sessions import Sessions
 from ortops.execution.packed import Packed
-from ortops.execution.settings import Settings
 from ortops.execution.sizes import bind_sizes, sizes_in
 from ortops.execution.split import Group, split
 from ortops.execution.step import Step
@@ -37,8 +36,6 @@ class Template:
     Args:
         step: The part; its model must not be used afterwards.
         rules: The gradient rules.
-        kernels: The kernels for updates.
-        settings: How steps are executed.
         sessions: Opens the sessions.
         in_place: Whether updates may be in place if their formula allows it.
         recompute: Which activations to keep if the backward pass recomputes the others.
@@ -59,13 +56,12 @@ class Template:
         self,
         step: Step,
         rules: Rules,
-        kernels: UpdateKernels,
-        settings: Settings,
         sessions: Sessions,
         *,
         in_place: bool,
         recompute: Checkpoint | None,
     ) -> None:
+        kernels, settings = sessions.kernels, sessions.settings
         self.step = step
         self.sessions = sessions
         self._rules = rules
@@ -94,10 +90,7 @@ class Template:
         self.standard: dict[str, str] = {}
         if kernels == "compiled":
             self.standard = dict.fromkeys(self.left, "it is not elementwise")
-        self.packed = [
-            self._pack(group, kernels, settings, in_place=in_place and not small, small=small)
-            for group in groups
-        ]
+        self.packed = [self._pack(group, in_place=in_place, small=small) for group in groups]
         self.joined = small and all(packed.joined for packed in self.packed)
         translations = [p.translation for p in self.packed if p.translation is not None]
         self._functions = compile_all(translations) if kernels == "compiled" else {}
@@ -108,18 +101,11 @@ class Template:
         has_names = bool(names_in(recompute))
         self.gains = not has_names and any(each.gains(step.model, None) for each in self._passes)
 
-    def _pack(
-        self,
-        group: Group,
-        kernels: UpdateKernels,
-        settings: Settings,
-        *,
-        in_place: bool,
-        small: bool,
-    ) -> Packed:
+    def _pack(self, group: Group, *, in_place: bool, small: bool) -> Packed:
         """Returns a group with its memory; records the reason if it cannot be compiled."""
+        in_place, settings = in_place and not small, self.sessions.settings
         translation: Translation | None = None
-        if kernels == "compiled":
+        if self.sessions.kernels == "compiled":
             try:
                 translation = translate(group, in_place=in_place)
             except UnsupportedError as error:
