@@ -160,8 +160,8 @@ def choose(
 
     Args:
         weights: The initializers by name.
-        trainable: Names, or patterns of names or of the scopes of the nodes that read them. None
-            stands for all weights (see `why_not`). An initializer given by its exact name is always
+        trainable: Names, or patterns of names or of the scopes of the nodes that read them. The
+            default is all weights (see `why_not`). An initializer given by its exact name is always
             trained.
         scopes: The scopes of the nodes that read each initializer (see `read_scopes`).
         unnamed: The reason why initializers that are not named are not trained.

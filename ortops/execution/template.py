@@ -45,7 +45,7 @@ class Template:
         sessions: Opens the sessions.
         joined: Whether all packed updates are in the gradient graph.
         packed: The packed updates, with their memory.
-        left: The output that is the next value, by variable, for updates that are not packed.
+        unpacked: The output that is the next value, by variable, for updates that are not packed.
         standard: Why updates are not compiled although this was requested, by variable.
         spins: Whether threads may wait actively for the next run, because no update needs the
             cores.
@@ -77,10 +77,10 @@ class Template:
         self._updates: list[SharedUpdate] = []
         self._dropped = [name for name in step.counts if name not in step.varying]
         groups: list[Group] = []
-        self.left: dict[str, str] = dict(step.updates)
+        self.unpacked: dict[str, str] = dict(step.updates)
         if sessions.device is None:  # device memory cannot be packed
             shown = [*step.outputs, *step.counts]
-            groups, self.left = split(graph, step.updates, step.feeds, shown, keep=self._keep)
+            groups, self.unpacked = split(graph, step.updates, step.feeds, shown, keep=self._keep)
         small = kernels != "python" and sum(group.size for group in groups) <= settings.joined
         apart = sessions.on_cpu and not small and kernels != "python"
         if apart and settings.scaled_sums and scaled_sums.has_kernel():
@@ -89,14 +89,14 @@ class Template:
         self.spins = small or not groups
         self.standard: dict[str, str] = {}
         if kernels == "compiled":
-            self.standard = dict.fromkeys(self.left, "it is not elementwise")
+            self.standard = dict.fromkeys(self.unpacked, "it is not elementwise")
         self.packed = [self._pack(group, in_place=in_place, small=small) for group in groups]
         self.joined = small and all(packed.joined for packed in self.packed)
         translations = [p.translation for p in self.packed if p.translation is not None]
         self._functions = compile_all(translations) if kernels == "compiled" else {}
         self._remove_unread_feeds()
         # Repeated steps pass states from one to the next, so each of them must be an input.
-        self._all_read = set(self.left) <= {value.name for value in graph.inputs}
+        self._all_read = set(self.unpacked) <= {value.name for value in graph.inputs}
         # Graphs for known sizes may lack the tensors that were named to be kept.
         has_names = bool(names_in(recompute))
         self.gains = not has_names and any(each.gains(step.model, None) for each in self._passes)
@@ -137,7 +137,7 @@ class Template:
     def repeatable(self) -> bool:
         """Whether one run can make several steps."""
         loss = self.step.loss
-        outputs = [*self.left.values(), loss]
+        outputs = [*self.unpacked.values(), loss]
         alone = len(set(outputs)) == len(outputs)
         return self.joined and bool(loss) and alone and self._all_read
 
@@ -202,7 +202,7 @@ class Template:
         parts = cut(
             step,
             shown=shown,
-            ends=[*self.left.values(), *read, *scalars],
+            ends=[*self.unpacked.values(), *read, *scalars],
             fed=[name for role in roles if role.fed for name in role.names],
             labels=self._next_values,
         )
@@ -211,7 +211,7 @@ class Template:
         gradients.step = replace(
             step, model=parts.gradients, outputs=[*shown, *fetched], updates={}, varying=()
         )
-        gradients.packed, gradients.left, gradients._updates = [], {}, []
+        gradients.packed, gradients.unpacked, gradients._updates = [], {}, []
         feeds = [*parts.given.values(), *parts.carried.values(), *parts.fed]
         apply.step = replace(step, model=parts.apply, feeds=feeds, outputs=[], loss="", varying=())
         gradients._dropped = apply._dropped = []

@@ -92,7 +92,7 @@ class Variant:
                 read[name] = buffers(name)[0]
         written: dict[str, Memory] = {}
         copies: list[tuple[Memory, Memory]] = []
-        for name, output in self._template.left.items():
+        for name, output in self._template.unpacked.items():
             target = buffers(name)[1]
             if written.setdefault(output, target) is not target:
                 copies.append((written[output], target))
@@ -126,7 +126,7 @@ class Variant:
     @functools.cached_property
     def repetition(self) -> Repetition:
         """Runs several steps at once."""
-        states = {**self._template.left, **dict(zip(self._inputs, self._outputs, strict=True))}
+        states = {**self._template.unpacked, **dict(zip(self._inputs, self._outputs, strict=True))}
         step = self._template.step
         return Repetition(
             self._graph, states, self._inputs, step.feeds, step.loss, self._template.sessions

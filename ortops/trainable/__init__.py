@@ -1,1 +1,1 @@
-"""Trainable files: their metadata, their step graph, and what is written back."""
+"""Trainable files: metadata, step graphs, initialization, and writing values back."""
