@@ -474,7 +474,7 @@ def test_an_initialization_that_no_process_can_run_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     session = ortops.TrainingSession(orthogonal()[0])
-    for executable, message in (("", "has none"), ("/nowhere/python", "none can be started")):
+    for executable, message in (("", "has none"), ("/nowhere/python", "which cannot be started")):
         monkeypatch.setattr(sys, "executable", executable)
         with pytest.raises(ortops.UnsupportedError, match=message):
             session.reset()
