@@ -161,7 +161,7 @@ def _through_rule(at: Site, rule: Rule, attributes: Mapping[str, Any]) -> Cotang
         _require_output(tape, node, index)
     outputs = tuple(_tensor(tape, value) for value in node.outputs)
     inputs = tuple(_tensor(tape, value) for value in node.inputs)
-    if at.rules.rearranges(node):
+    if at.rules.rearranges(node):  # quantized tensors have floating-point cotangents
         outputs, inputs = (
             tuple(None if x is None else _real(x, at) for x in some) for some in (outputs, inputs)
         )

@@ -179,7 +179,7 @@ def _infer(node: ir.Node, known: Definition | None, names: Names) -> None:
     if known is None:
         before = [output.shape for output in node.outputs]
         for output in node.outputs:
-            output.shape = None
+            output.shape = None  # `infer` would keep it, although it may contain unknown sizes
         with contextlib.suppress(ModelError):  # an unknown operator
             Tape(graph, before=node, names=names).infer(node)
         for output, shape in zip(node.outputs, before, strict=True):
@@ -251,7 +251,7 @@ def _call_body(model: ir.Model, node: ir.Node) -> bool:
     proto.overload = str(len(model.functions))
     function = ir.serde.deserialize_function(proto)
     _check_same(node, function, opset)
-    function.opset_imports[""] = opset
+    function.opset_imports[""] = opset  # a model can have only one version of the operators
     model.functions[function.identifier()] = function
     model.graph.opset_imports[EXPANDED_DOMAIN] = 1
     node.domain, node.overload = EXPANDED_DOMAIN, proto.overload

@@ -18,7 +18,7 @@ from ortops.graph.tensor import Tape, Tensor, constant_number, constant_tensor, 
 from ortops.passes.draft import ANYWHERE, ONNXRUNTIME
 from ortops.passes.rewrite import PatternPass, Result, pattern
 
-__all__ = ["ROW_SUMS", "SCALES", "TRANSPOSES", "fused_matmul"]
+__all__ = ["ROW_SUMS", "SCALES", "TRANSPOSES", "fused_matmul", "transpose_flags"]
 
 FUSED_DOMAIN = "com.microsoft"
 
@@ -37,7 +37,7 @@ def _transposed_factors(node: ir.Node, tape: Tape) -> Result:
     """
     if not _is_product(node) and not _is_gemm(node):
         return None
-    written, operands, flags = _flags(node), [], []
+    written, operands, flags = transpose_flags(node), [], []
     for index, value in enumerate(node.inputs[:2]):
         assert value is not None
         # If a stack is multiplied by one matrix, onnxruntime cannot transpose the stack.
@@ -58,20 +58,20 @@ def _transposed_product(node: ir.Node, tape: Tape) -> Result:
     product = None if y is None else y.producer()
     if perm is None or perm[-1] != len(perm) - 2 or y is None or product is None:
         return None
-    if len(y.uses()) != 1 or y.is_graph_output() or product.graph is not node.graph:
+    if not has_one_reader(y) or product.graph is not node.graph:
         return None
-    alone = _is_gemm(product) and len(product.inputs) == 2
+    without_bias = _is_gemm(product) and len(product.inputs) == 2
     fused = product.op_type == "FusedMatMul" and tape.emitted(y)
-    if not (alone or ((fused or _is_product(product)) and not _is_shared(product))):
+    if not (without_bias or ((fused or _is_product(product)) and not _is_shared(product))):
         return None
     operands = [value for value in reversed(product.inputs) if value is not None]
-    flags = [1 - flag for flag in reversed(_flags(product))]
+    flags = [1 - flag for flag in reversed(transpose_flags(product))]
     swapped = _with_flags(tape, product, operands, flags).with_shape_of(_swapped(tape.tensor(y)))
     rest = _swap(perm)
     return swapped if rest == tuple(range(len(rest))) else op.Transpose(swapped, perm=rest)
 
 
-def _flags(node: ir.Node) -> list[int]:
+def transpose_flags(node: ir.Node) -> list[int]:
     """Returns whether each factor of a product is transposed."""
     return [node.attributes.get_int(name, 0) or 0 for name in ("transA", "transB")]
 

@@ -248,7 +248,7 @@ class _Recomputation:
                 pending += read_inputs(node)
         for node in sorted(missing, key=self._forward.__getitem__):
             inputs = {v: self._copies[v] for v in read_inputs(node) if v in self._copies}
-            if not inputs:  # onnxruntime would merge the two nodes
+            if not inputs:  # without other inputs, onnxruntime would merge the two nodes
                 read = next((v for v in node.inputs if v is not None and v in self._batch), None)
                 inputs = {} if read is None else {read: self._delay(read, cotangent)}
             copy = copy_node(node, inputs)

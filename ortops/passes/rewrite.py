@@ -76,10 +76,11 @@ def _replace(tape: Tape, node: ir.Node, results: Sequence[Tensor]) -> None:
         if not old.name:
             continue
         emitted, shown = tape.emitted(new.value), old.is_graph_output()
+        # Inputs and outputs of the graph keep their names, and cannot take that of the old value.
         stays = new.value.is_graph_output() or new.value.producer() is None
         if emitted and (new.shape is None or None in new.shape):
             new = new.with_shape_of(tape.tensor(old))
-        if emitted or (shown and stays):  # a value that stays keeps its name
+        if emitted or (shown and stays):
             replace_value(tape, old, new)
         elif shown:
             take_place(old, new.value)

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from ortops.graph.edit import ELEMENTWISE, copy_node, remove_unread, replace_value
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.passes.draft import ONNXRUNTIME, Draft, Pass
-from ortops.passes.products import fused_matmul
+from ortops.passes.products import fused_matmul, transpose_flags
 
 __all__ = ["TRANSPOSED"]
 
@@ -150,18 +150,16 @@ def _product(
     assert b is not None
     if a.ndim == 1:
         return fused_matmul(tape, [a.value, twins[b.value]], [0, 1])
-    factors = [(a, _flag(node, "transA")), (b, _flag(node, "transB"))]
+    factors = list(zip((a, b), transpose_flags(node), strict=True))
     if transposed:  # (A B)ᵀ = Bᵀ Aᵀ
-        factors = [(b, not _flag(node, "transB")), (a, not _flag(node, "transA"))]
+        factors = [(factor, 1 - flag) for factor, flag in reversed(factors)]
         added = [None if c is None else _column(c) for c in added]
     (left, trans_a), (right, trans_b) = (
-        (tape.tensor(twins[factor.value]), not flag) if factor.value in twins else (factor, flag)
+        (tape.tensor(twins[factor.value]), 1 - flag) if factor.value in twins else (factor, flag)
         for factor, flag in factors
     )
     alpha, beta = (node.attributes.get_float(name, 1.0) for name in ("alpha", "beta"))
-    return op.Gemm(
-        left, right, *added, alpha=alpha, beta=beta, transA=int(trans_a), transB=int(trans_b)
-    )
+    return op.Gemm(left, right, *added, alpha=alpha, beta=beta, transA=trans_a, transB=trans_b)
 
 
 def _elementwise(tape: Tape, node: ir.Node, twins: Mapping[ir.Value, ir.Value]) -> Tensor:
@@ -182,7 +180,3 @@ def _elementwise(tape: Tape, node: ir.Node, twins: Mapping[ir.Value, ir.Value]) 
 def _column(x: Tensor) -> Tensor:
     """Returns a vector with an element per feature as a column."""
     return op.Unsqueeze(x, [1]) if x.ndim == 1 else x
-
-
-def _flag(node: ir.Node, name: str) -> bool:
-    return bool(node.attributes.get_int(name, 0))

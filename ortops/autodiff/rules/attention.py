@@ -323,7 +323,8 @@ def _masked_attention(
         bias = _bias(q, window, bias, float(ir.DataType.from_numpy(q.dtype).min))
     if added is not None:
         bias = added if bias is None else bias + added
-    y, _, _ = _attend(q, k, v, bias, scale=attributes.get("scale") or None, masked_rows=False)
+    scale = attributes.get("scale") or None  # 0 selects the default
+    y, _, _ = _attend(q, k, v, bias, scale=scale, masked_rows=False)
     return _merge(y)
 
 

@@ -9,7 +9,7 @@ pass reads one, it repeats all previous iterations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -33,11 +33,9 @@ def if_(at: Site) -> Cotangents:
     for name in ("then_branch", "else_branch"):
         branch = node.attributes[name].as_graph()
         with tape.subgraph(f"{branch.name}_gradient") as inner:
-            copies = _repeat(inner, branch, {})
-            outputs = [copies.get(value, value) for value in branch.outputs]
             seeds = [
                 (value, None if part is None else _seed_of_branch(inner, part, value))
-                for value, part in zip(outputs, g, strict=True)
+                for value, part in zip(_repeat(inner, branch), g, strict=True)
             ]
             _differentiate(at, inner, seeds, captured)
         branches.append(ir.AttrGraph(name, inner.graph))
@@ -93,8 +91,7 @@ def loop(at: Site) -> Cotangents:
             at_number(before_of[inside], inside) if inside in before_of else inner.tensor(again)
             for inside, again in zip(body.inputs[2:], replayed, strict=True)
         ]
-        copies = _repeat(inner, body, dict(zip(body.inputs, _values(inputs), strict=True)))
-        outputs = [copies.get(value, value) for value in body.outputs[1:]]
+        outputs = _repeat(inner, body, inputs)[1:]
         seeds: list[tuple[ir.Value, Cotangent]] = [
             (outputs[i], carry) for i, carry in zip(states, carried, strict=True)
         ]
@@ -131,10 +128,7 @@ def scan(at: Site) -> Cotangents:
         slices = [_input_like(inner, value) for value in body.inputs[split:]]
         before = [_input_like(inner, v, s) for v, s in zip(body.inputs, starts, strict=False)]
         parts = [_input_like(inner, body.outputs[split + i]) for i in slopes]
-        copies = _repeat(
-            inner, body, dict(zip(body.inputs, _values([*before, *slices]), strict=True))
-        )
-        outputs = [copies.get(value, value) for value in body.outputs]
+        outputs = _repeat(inner, body, [*before, *slices])
         seeds = [
             *((outputs[i], carry) for i, carry in zip(states, carried, strict=True)),
             *((outputs[split + i], part) for i, part in zip(slopes, parts, strict=True)),
@@ -172,29 +166,22 @@ def sequence_map(at: Site) -> Cotangents:
                 f"{describe(node)}: no gradient for the outer sequence '{value.name}' that its "
                 f"body reads (asked for by {at.asked_by}); make it an input of the node"
             )
-    slopes = [
-        (output, part) for output, part in zip(body.outputs, g, strict=True) if part is not None
-    ]
+    slopes = [index for index, part in enumerate(g) if part is not None]
     with tape.subgraph(f"{body.name}_gradient") as inner:
         inputs = [_input_like(inner, value) for value in body.inputs]
-        parts = [_input_like(inner, output) for output, _ in slopes]
-        copies = _repeat(
-            inner, body, dict(zip(body.inputs, (t.value for t in inputs), strict=True))
-        )
-        seeds = [
-            (copies.get(output, output), part)
-            for (output, _), part in zip(slopes, parts, strict=True)
-        ]
+        parts = [_input_like(inner, body.outputs[index]) for index in slopes]
+        outputs = _repeat(inner, body, inputs)
+        seeds = [(outputs[i], part) for i, part in zip(slopes, parts, strict=True)]
         xs = [*(inputs[index].value for index in wanted), *captured]
         _differentiate(at, inner, seeds, xs)
     likes = [*(values[index] for index in wanted), *captured]
     made = op.SequenceMap(
         *(tape.tensor(value) for value in values),
-        *(part for _, part in slopes),
+        *(g[index] for index in slopes),
         body=inner.graph,
         outputs=len(likes),
     )
-    passed: Cotangents = {}
+    totals = []
     for like, sequence in zip(likes, made if isinstance(made, tuple) else (made,), strict=True):
         if like.dtype is not None:
             sequence.value.type = ir.SequenceType(ir.TensorType(like.dtype))
@@ -202,8 +189,8 @@ def sequence_map(at: Site) -> Cotangents:
         if not isinstance(like.type, ir.SequenceType):  # each call reads the whole tensor
             part = op.ReduceSum(op.ConcatFromSequence(part, axis=0, new_axis=1), [0], keepdims=0)
             part = part.with_shape_of(tape.tensor(like))
-        passed[like] = add_cotangents(passed[like], part) if like in passed else part
-    return passed
+        totals.append((like, part))
+    return _summed(totals)
 
 
 def _captured(at: Site) -> list[ir.Value]:
@@ -234,11 +221,9 @@ def _input_like(tape: Tape, *candidates: ir.Value) -> Tensor:
     return tape.tensor(made)
 
 
-def _repeat(
-    tape: Tape, graph: ir.Graph, copies: dict[ir.Value, ir.Value]
-) -> dict[ir.Value, ir.Value]:
-    """Copies the nodes of a graph to a tape; returns a map from old to new values."""
-    copies = dict(copies)
+def _repeat(tape: Tape, graph: ir.Graph, inputs: Sequence[Tensor] = ()) -> list[ir.Value]:
+    """Copies the nodes of a graph to a tape, with other inputs; returns the new outputs."""
+    copies = dict(zip(graph.inputs, _values(inputs), strict=True))
     for value in graph.initializers.values():
         if value.const_value is not None and value not in copies:
             copies[value] = tape.constant(value.const_value.numpy()).value
@@ -246,7 +231,15 @@ def _repeat(
         copy = copy_node(node, copies)
         tape.append(copy)
         copies.update(zip(node.outputs, copy.outputs, strict=True))
-    return copies
+    return [copies.get(value, value) for value in graph.outputs]
+
+
+def _summed(parts: Iterable[tuple[ir.Value, Tensor]]) -> Cotangents:
+    """Adds up the cotangents of each value."""
+    sums: Cotangents = {}
+    for value, part in parts:
+        sums[value] = add_cotangents(sums[value], part) if value in sums else part
+    return sums
 
 
 def _differentiate(
@@ -265,11 +258,9 @@ def _differentiate(
         xs: The values whose cotangents are outputs; zeros if there is no cotangent.
         totals: A tensor or None for each x, which is added to its cotangent.
     """
-    seeds: Cotangents = {}
-    for value, part in cotangents:
-        if part is not None:
-            part = tape.tensor(part.value)
-            seeds[value] = add_cotangents(seeds[value], part) if value in seeds else part
+    seeds = _summed(
+        (value, tape.tensor(part.value)) for value, part in cotangents if part is not None
+    )
     found = backward(tape, list(tape.graph), seeds, xs, at.rules, asked_by=at.asked_by)
     for index, (x, cotangent) in enumerate(zip(xs, found, strict=True)):
         total = totals[index] if totals else None
@@ -313,11 +304,10 @@ def _emit(
     """Appends a node whose outputs are cotangents, and adds those of the same value."""
     node = ir.Node("", op_type, inputs, attributes, num_outputs=len(likes))
     tape.append(node)
-    passed: Cotangents = {}
-    for output, like in zip(node.outputs, likes, strict=True):
-        part = _typed(tape.tensor(output), like)
-        passed[like] = add_cotangents(passed[like], part) if like in passed else part
-    return passed
+    return _summed(
+        (like, _typed(tape.tensor(output), like))
+        for output, like in zip(node.outputs, likes, strict=True)
+    )
 
 
 def _order(node: ir.Node, kind: str, count: int) -> list[tuple[int, int]]:
@@ -341,7 +331,7 @@ def _states_at(tape: Tape, loop: ir.Node, number: Tensor, count: int) -> list[ir
     loop.replace_input_with(0, number.value)
     loop.resize_outputs(count)
     body = loop.attributes["body"].as_graph()
-    del body.outputs[1 + count :]
+    del body.outputs[1 + count :]  # the stacked outputs are not needed
     remove_unread(list(body))
     tape.append(loop)
     for value, inside in zip(loop.outputs, body.outputs[1:], strict=True):
@@ -351,7 +341,9 @@ def _states_at(tape: Tape, loop: ir.Node, number: Tensor, count: int) -> list[ir
 
 def _keep(tape: Tape, node: ir.Node, body: ir.Graph, states: Sequence[ir.Value]) -> list[ir.Value]:
     """Adds outputs to a Loop or Scan: its states at the beginning of each iteration."""
-    body.opset_imports.update(tape.graph.opset_imports)
+    body.opset_imports.update(
+        tape.graph.opset_imports
+    )  # a subgraph has none, but a tape needs them
     inner = Tape(body, names=tape.names)
     for state in states:
         body.outputs.append(_typed(op.Identity(inner.tensor(state)), state).value)

@@ -35,7 +35,7 @@ from ortops.autodiff.rules.table import nested_vjp
 from ortops.errors import UnsupportedError
 from ortops.graph.edit import describe
 from ortops.graph.shapes import size_of
-from ortops.graph.tensor import Dim, Tape, Tensor, ones_like, op, zeros_like
+from ortops.graph.tensor import Dim, Tensor, ones_like, op, zeros_like
 
 MaybeTensor = Tensor | None
 
@@ -651,15 +651,7 @@ def scan(
     """
     tape = states[0].tape
     sequences = [sequence for sequence in slices if sequence is not None]
-    graph = ir.Graph(
-        [],
-        [],
-        nodes=[],
-        opset_imports=dict(tape.graph.opset_imports),
-        name=f"{tape.scope}{'backwards' if backwards else 'forwards'}",
-    )
-    inner = Tape(graph, names=tape.names)
-    inner.scope = tape.scope
+    inner = tape.subgraph(f"{tape.scope}{'backwards' if backwards else 'forwards'}")
 
     def slice_of(sequence: Tensor) -> Tensor:
         return inner.input(f"{inner.scope}slice", sequence.dtype, (sequence.shape or ())[1:])
@@ -669,9 +661,10 @@ def scan(
         *carried, *[None if sequence is None else slice_of(sequence) for sequence in slices]
     )
     for result in results:
+        # A value may be an output only once, and not an input too.
         if result.value.is_graph_input() or result.value.is_graph_output():
             result = op.Identity(result)
-        graph.outputs.append(result.value)
+        inner.graph.outputs.append(result.value)
     count = len(sequences)
     made = len(results) - len(states)
     node = ir.Node(
@@ -679,7 +672,7 @@ def scan(
         "Scan",
         [*(z.value for z in states), *(sequence.value for sequence in sequences)],
         [
-            ir.AttrGraph("body", graph),
+            ir.AttrGraph("body", inner.graph),
             ir.AttrInt64("num_scan_inputs", count),
             ir.AttrInt64s("scan_input_directions", [int(backwards)] * count),
             ir.AttrInt64s("scan_output_directions", [int(backwards)] * made),

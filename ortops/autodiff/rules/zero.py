@@ -1,58 +1,23 @@
-"""Operators whose derivative is zero wherever it exists.
-
-These are step functions, comparisons, integer operators, and operators that draw random numbers.
-"""
+"""Operators whose derivative is zero wherever it exists."""
 
 from ortops.autodiff.rules.table import zero
 
 zero(
-    "And",
-    "ArgMax",
-    "ArgMin",
-    "Bernoulli",
-    "BitCast",
-    "BitShift",
-    "BitwiseAnd",
-    "BitwiseNot",
-    "BitwiseOr",
-    "BitwiseXor",
-    "BlackmanWindow",
-    "Ceil",
-    "Constant",
-    "ConstantOfShape",
-    "Equal",
-    "EyeLike",
-    "Floor",
-    "Greater",
-    "GreaterOrEqual",
-    "HammingWindow",
-    "HannWindow",
-    "ImageDecoder",
-    "IsInf",
-    "IsNaN",
-    "Less",
-    "LessOrEqual",
-    "MelWeightMatrix",
-    "Multinomial",
-    "NonMaxSuppression",
-    "NonZero",
-    "Not",
-    "OptionalHasElement",
-    "Or",
-    "RandomNormal",
-    "RandomNormalLike",
-    "RandomUniform",
+    # Comparisons, and logic
+    *("And", "Equal", "Greater", "GreaterOrEqual", "IsInf", "IsNaN", "Less", "LessOrEqual", "Not"),
+    *("OptionalHasElement", "Or", "Xor"),
+    # Step functions, and choices of indices
+    *("ArgMax", "ArgMin", "Ceil", "Floor", "NonMaxSuppression", "NonZero", "Round", "Sign"),
+    # Integers, and bits
+    *("BitCast", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor"),
+    *("SequenceLength", "Shape", "Size"),
+    # Constants, some of which depend on shapes or numbers of elements
+    *("BlackmanWindow", "Constant", "ConstantOfShape", "EyeLike", "HammingWindow", "HannWindow"),
+    *("MelWeightMatrix", "SequenceEmpty"),
+    # Random numbers
+    *("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform"),
     "RandomUniformLike",
-    "RegexFullMatch",
-    "Round",
-    "SequenceEmpty",
-    "SequenceLength",
-    "Shape",
-    "Sign",
-    "Size",
-    "StringConcat",
-    "StringNormalizer",
-    "StringSplit",
+    # Strings, and encoded images
+    *("ImageDecoder", "RegexFullMatch", "StringConcat", "StringNormalizer", "StringSplit"),
     "TfIdfVectorizer",
-    "Xor",
 )

@@ -62,7 +62,7 @@ class _Insertion:
             if value.uses() or value.is_graph_output():
                 producer = twin.value.producer()
                 assert producer is not None
-                self.tape.before = _next(producer)
+                self.tape.before = _next(producer)  # before all consumers
                 plain = rules.leave(twin, self.size, sizes(self.tape.tensor(value))[1])
                 replace_value(self.tape, value, plain)
         remove_unread(list(graph))
@@ -126,10 +126,11 @@ class _Insertion:
         n, channels, *_ = sizes(x)
         m, part, *kernel = sizes(w)
         outputs = self._whole(m)
+        # The kernels read inputs with fewer channels than a block in the plain layout.
         taken = channels if channels < self.size else self._whole(channels)
         if outputs is None or taken is None:
             return
-        if group > 1 and not part == 1 < m == channels == group:
+        if group > 1 and not part == 1 < m == channels == group:  # grouped, but not depthwise
             return
         at = convolution.node_windows(node, x, kernel)
         if not rules.can_transpose(at):
