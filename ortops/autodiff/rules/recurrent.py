@@ -475,7 +475,9 @@ def _recurrent(node: _Node, cell: Cell, usual: Sequence[str]) -> Cotangents:
         usual: The default activations of a direction.
     """
     x = cast(Tensor, node.inputs[0])
-    if x.shape is not None and 0 in x.shape[:2]:  # then onnxruntime ignores the initial states
+    if (
+        x.shape is not None and 0 in x.shape[:2]
+    ):  # then onnxruntime ignores states and returns zeros
         return (None,) * len(node.inputs)
     tape = x.tape
     start = len(tape.nodes)
