@@ -344,7 +344,7 @@ def _weights(g: Tensor, x: Tensor, w: Tensor, at: Windows, size: int) -> Tensor:
 
 
 def _images_as_channels(x: Tensor, at: Windows, channels: int, size: int) -> tuple[Tensor, int]:
-    """Returns x in blocks of images, (lanes / size, rows · row · channels, size), and the row.
+    """Returns x in blocks of images, (lanes / size, rows · row · channels, size), and the row size.
 
     Rows are padded, and elements after the last window are cut off.
     """
