@@ -69,7 +69,7 @@ def names(module: ModuleType) -> list[str]:
 
 
 def value_of(module: ModuleType, name: str) -> Any:
-    """Returns what a name of `names` stands for."""
+    """Returns the object that a name of `names` refers to."""
     if module.__name__ == "ortops" and name in RETURNED:
         module = importlib.import_module(RETURNED[name])
     return getattr(module, name)

@@ -324,7 +324,7 @@ def test_a_file_that_stock_onnxruntime_does_not_run_says_so(tmp_path, caplog):
         session.save(tmp_path / "trained.onnx")
     (said,) = caplog.messages
     assert said.endswith(
-        f"ortops.lower('{tmp_path / 'trained.onnx'}') gives one for stock onnxruntime"
+        f"ortops.lower('{tmp_path / 'trained.onnx'}') returns a model for stock onnxruntime"
     )
     x = np.ones((2, 3), F)
     lowered = run(ortops.lower(tmp_path / "trained.onnx"), {"x": x})
