@@ -27,7 +27,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = {
     "autodiff/rules": ("test_rules_*", "test_gradients", "test_expansion", "test_onnx_node_cases"),
-    "losses": ("test_losses*",),
+    "losses": ("test_losses*", "test_builder"),
     "optimizers": ("test_optimizer*", "test_clipping_and_groups", "test_training_session"),
     "training": (
         *("test_builder", "test_step_graph", "test_fit*", "test_data", "test_clipping_and_groups"),
@@ -65,8 +65,8 @@ OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.And: ast.Or,
     ast.Or: ast.And,
 }
-TIMEOUT = 900
-"""Seconds after which the tests of a mutant count as failed."""
+TIMEOUT = 1800
+"""Seconds after which tests of a mutant are ended; it counts as killed, which its line says."""
 
 
 class Mutant(NamedTuple):
