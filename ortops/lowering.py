@@ -15,7 +15,6 @@ import onnx_ir as ir
 from ortops import custom_ops
 from ortops.arguments import choice
 from ortops.autodiff.expansion import expand
-from ortops.autodiff.grad import of_shape
 from ortops.autodiff.gradient_node import (
     GRADIENT_DOMAINS,
     Bound,
@@ -36,7 +35,7 @@ from ortops.graph.edit import all_nodes, ancestor_nodes, describe, remove_unread
 from ortops.graph.files.messages import has_domain
 from ortops.graph.files.serialization import BOUND_DOMAIN, to_proto
 from ortops.graph.shapes import infer_shapes, may_be_equal
-from ortops.graph.tensor import Names, Tape
+from ortops.graph.tensor import Names, Tape, Tensor, op, shape_of
 from ortops.optimizers import OPERATORS
 from ortops.passes import Draft, Pass, Runtime, passes_for
 from ortops.passes.order import put_last_results_first
@@ -404,7 +403,7 @@ def _lower_optimizer(node: ir.Node, names: Names, keep: Keep | None) -> list[ir.
             for position in range(len(single.inputs)):
                 single.replace_input_with(position, None)
             x, *others = (tape.tensor(value) for value in group)
-            tensors = [x, *(of_shape(tensor, x) for tensor in others)]
+            tensors = [x, *(_of_shape(tensor, x) for tensor in others)]
             results = list(operator.rule(*scalars, *tensors, **attributes))
         x = tape.tensor(group[0])
         for output, result in zip(wanted, results, strict=True):
@@ -420,6 +419,16 @@ def _write_out(node: ir.Node, update: _OptimizerNode) -> None:
     (group,) = update.groups
     for output, like in zip(node.outputs, [group[0], *group[2:]], strict=True):
         output.type, output.shape = like.type, like.shape
+
+
+def _of_shape(tensor: Tensor, x: Tensor) -> Tensor:
+    """Reshapes a tensor like another, so that a mismatch fails instead of broadcasting.
+
+    Unlike in `ortops.autodiff.grad`, equal symbols are enough: a Reshape breaks updates in place.
+    """
+    if tensor.shape is not None and tensor.shape == x.shape and None not in tensor.shape:
+        return tensor
+    return op.Reshape(tensor, shape_of(x), allowzero=1)
 
 
 def _check_attributes(node: ir.Node) -> None:
