@@ -502,6 +502,11 @@ def test_a_partial_function_sets_attributes() -> None:
     assert Custom(centered, learning_rate=2).learning_rate == 2.0
 
 
+class NotAnOptimizer:
+    def __init__(self, rate: float = 0.1) -> None:
+        self.rate = rate
+
+
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
@@ -512,6 +517,7 @@ def test_a_partial_function_sets_attributes() -> None:
             r"must be one of ortops.optimizers, the name of .*or an update function.*got 3",
         ),
         (None, r"optimizer must be one of ortops.optimizers,.*got None"),
+        (NotAnOptimizer, r"optimizer NotAnOptimizer\(rate.*\).*: wrong signature"),
         (
             lambda x, g: x - g,
             r"optimizer <lambda>\(x, g\): wrong signature; .*r, t, x and g",
