@@ -415,7 +415,7 @@ def test_without_defaults_all_has_to_be_fed(part: Any) -> None:
 
 def test_what_there_is_not_is_refused() -> None:
     given = trainable()
-    with pytest.raises(OrtopsError, match="part is 'update'; 'gradients', 'apply' or None is acc"):
+    with pytest.raises(ArgumentError, match="part must be None, 'gradients' or 'apply', got 'up"):
         step_graph(given, part="update")  # type: ignore[arg-type]
     with pytest.raises(
         ArgumentError, match="target must be None, 'onnxruntime' or 'webgpu', got 'tpu'"

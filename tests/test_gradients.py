@@ -767,7 +767,7 @@ def test_feeds_that_an_update_reads_are_carried(way: str) -> None:
 def test_steps_without_gradients_are_refused() -> None:
     model = by_somebody(helper.make_node("Mul", ["w", "l"], ["w_next"]))
     session = TrainingSession(model)
-    with pytest.raises(UnsupportedError, match="no Gradient node of a variable that it updates"):
+    with pytest.raises(UnsupportedError, match="no Gradient node for a variable that it updates"):
         session.gradients(FEEDS)
     with pytest.raises(UnsupportedError, match="no Gradient node"):
         session.apply({})
