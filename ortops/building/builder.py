@@ -34,6 +34,7 @@ from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import ancestor_nodes
 from ortops.graph.files import external
+from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.losses import Loss, LossLike
 from ortops.losses.loss import Function
@@ -272,9 +273,7 @@ class Plan:
         metadata = self._forward.metadata() | updates.metadata() | self.notes
         if updates.scaling is not None:
             metadata |= updates.scaling.metadata()
-        entry = next((e for e in result.metadata_props if e.key == METADATA_KEY), None)
-        entry = entry or result.metadata_props.add(key=METADATA_KEY)
-        entry.value = json.dumps(metadata)
+        write_metadata(result, METADATA_KEY, json.dumps(metadata))
         return external.attach(result, self.prepared.data)
 
     def _emit_updates(self) -> tuple[Tensor, Updates]:

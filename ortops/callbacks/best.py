@@ -23,6 +23,7 @@ from ortops.callbacks.monitor import (
 from ortops.errors import ArgumentError, ModelError, OrtopsError
 from ortops.graph import convert
 from ortops.graph.files import external, saving
+from ortops.graph.files.messages import initializers
 from ortops.training.callback import Callback, Record
 from ortops.training.position import read_position
 from ortops.training.session import TrainingSession
@@ -219,8 +220,7 @@ class EarlyStopping(Callback):
         """
         assert self._file is not None
         proto, data = convert.load_light(self._file)
-        graphs = [proto.graph, *(info.algorithm for info in proto.training_info)]
-        tensors = {tensor.name: tensor for graph in graphs for tensor in graph.initializer}
+        tensors = {each.name: each for each in initializers(proto, initialization=False)}
         for name in session.state:
             if name not in tensors:
                 raise ModelError(

@@ -6,7 +6,6 @@ import contextlib
 import csv
 import importlib
 import io
-import json
 import math
 import re
 import warnings
@@ -32,7 +31,6 @@ __all__ = [
     "Classes",
     "DataFile",
     "Wanted",
-    "note",
     "read_classes",
     "read_data",
     "rows_of",
@@ -251,13 +249,6 @@ def read_classes(model: onnx.ModelProto) -> Classes:
             f"{text!r:.80}"
         )
     return dict(found or {})
-
-
-def note(model: onnx.ModelProto, key: str, value: object) -> None:
-    """Writes a value to the metadata of a model as JSON."""
-    entry = next((entry for entry in model.metadata_props if entry.key == key), None)
-    entry = entry or model.metadata_props.add(key=key)
-    entry.value = json.dumps(value)
 
 
 # ---------------------------------------------------------------------------------- arrays

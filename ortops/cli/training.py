@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import os
 import shlex
 from pathlib import Path
@@ -22,7 +23,6 @@ from ortops.cli.data import (
     CLASSES_KEY,
     Classes,
     DataFile,
-    note,
     read_classes,
     read_data,
     rows_of,
@@ -34,6 +34,7 @@ from ortops.cli.parser import make_parser
 from ortops.cli.standard_streams import print_text, say
 from ortops.cli.streams import describe_stream, print_json, read_model, write_model
 from ortops.errors import OrtopsError
+from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.json_text import read_json
 from ortops.training.session import TrainingSession
 
@@ -80,7 +81,7 @@ def train(options: argparse.Namespace) -> int:
         configuration.write_options(options, options.write_config)
     model, training, validation = _prepare(model, options)
     if not resumes:
-        note(model, OPTIONS_KEY, _given(options))
+        write_metadata(model, OPTIONS_KEY, json.dumps(_given(options)))
     session = TrainingSession(model)
     if trainable and not resumes and options.learning_rate is not None:
         session.learning_rate = _number(options)
@@ -435,7 +436,7 @@ def _callbacks(options: argparse.Namespace, validated: bool) -> list[Any]:
 def _note_classes(model: onnx.ModelProto, data: DataFile) -> None:
     """Records the class names of labels in the model."""
     if data.classes:
-        note(model, CLASSES_KEY, read_classes(model) | data.classes)
+        write_metadata(model, CLASSES_KEY, json.dumps(read_classes(model) | data.classes))
 
 
 def _resuming(given: list[str]) -> str:

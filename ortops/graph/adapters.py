@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeAlias
 
 from ortops.errors import ModelError
-from ortops.graph.files.json_metadata import Entry, read_note, where
+from ortops.graph.files.json_metadata import Entry, read_metadata, where
 
 __all__ = [
     "METADATA_KEY",
@@ -138,7 +138,7 @@ def adapter_of(metadata: Iterable[Entry]) -> Adapter | None:
     Raises:
         ModelError: If the description is invalid.
     """
-    found = read_note(metadata, METADATA_KEY, _REMEDY)
+    found = read_metadata(metadata, METADATA_KEY, _REMEDY)
     if found is None:
         return None
     _check(found, Adapter, "")

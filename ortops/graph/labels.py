@@ -10,7 +10,7 @@ import onnx_ir as ir
 from ortops.errors import ModelError
 from ortops.graph.files.json_text import read_json
 
-__all__ = ["Labels", "note_labels", "noted_labels"]
+__all__ = ["Labels", "add_labels", "read_labels"]
 
 _KEY = "ortops.labels"
 
@@ -28,13 +28,13 @@ class Labels:
     ignored: int | None
 
 
-def note_labels(value: ir.Value, labels: Labels) -> None:
+def add_labels(value: ir.Value, labels: Labels) -> None:
     """Records the labels that a loss accepts, in addition to those of other losses."""
-    notes = [asdict(each) for each in noted_labels(value)]
-    value.metadata_props[_KEY] = json.dumps([*notes, asdict(labels)])
+    known = [asdict(each) for each in read_labels(value)]
+    value.metadata_props[_KEY] = json.dumps([*known, asdict(labels)])
 
 
-def noted_labels(value: ir.Value) -> list[Labels]:
+def read_labels(value: ir.Value) -> list[Labels]:
     """Returns the labels that the losses of an input accept.
 
     Raises:
@@ -42,7 +42,7 @@ def noted_labels(value: ir.Value) -> list[Labels]:
     """
     text = value.metadata_props.get(_KEY, "[]")
     try:
-        found = [Labels(note["classes"], note["ignored"]) for note in read_json(text)]
+        found = [Labels(each["classes"], each["ignored"]) for each in read_json(text)]
         fits = all(
             number is None or (type(number) is int and abs(number) < 2**63)
             for labels in found

@@ -508,6 +508,20 @@ class Tape:
         return tuple(found)
 
 
+def _operator(
+    function: Callable[[Any, Any], Tensor],
+) -> tuple[Callable[[Tensor, object], Tensor], Callable[[Tensor, object], Tensor]]:
+    """Returns the methods of a binary operator: for a Tensor on the left, and on the right."""
+
+    def forward(self: Tensor, other: object) -> Tensor:
+        return function(self, other) if _is_operand(other) else cast(Tensor, NotImplemented)
+
+    def reflected(self: Tensor, other: object) -> Tensor:
+        return function(other, self) if _is_operand(other) else cast(Tensor, NotImplemented)
+
+    return forward, reflected
+
+
 class Tensor:
     """A value of an ONNX graph under construction.
 
@@ -810,47 +824,24 @@ class Tensor:
     def __invert__(self) -> Tensor:
         return op.Not(self) if _is_boolean("~", self) else op.BitwiseNot(self)
 
-    def __add__(self, other: object) -> Tensor:
-        return _binary(op.Add, self, other)
-
-    def __radd__(self, other: object) -> Tensor:
-        return _binary(op.Add, other, self)
-
-    def __sub__(self, other: object) -> Tensor:
-        return _binary(op.Sub, self, other)
-
-    def __rsub__(self, other: object) -> Tensor:
-        return _binary(op.Sub, other, self)
-
-    def __mul__(self, other: object) -> Tensor:
-        return _binary(op.Mul, self, other)
-
-    def __rmul__(self, other: object) -> Tensor:
-        return _binary(op.Mul, other, self)
-
-    def __truediv__(self, other: object) -> Tensor:
-        return _binary(_divide, self, other)
-
-    def __rtruediv__(self, other: object) -> Tensor:
-        return _binary(_divide, other, self)
-
-    def __floordiv__(self, other: object) -> Tensor:
-        return _binary(_floor_divide, self, other)
-
-    def __rfloordiv__(self, other: object) -> Tensor:
-        return _binary(_floor_divide, other, self)
-
-    def __mod__(self, other: object) -> Tensor:
-        return _binary(_remainder, self, other)
-
-    def __rmod__(self, other: object) -> Tensor:
-        return _binary(_remainder, other, self)
-
-    def __pow__(self, other: object) -> Tensor:
-        return _binary(_power, self, other)
-
-    def __rpow__(self, other: object) -> Tensor:
-        return _binary(_power, other, self)
+    # Lambdas, because the functions are defined further down.
+    __add__, __radd__ = _operator(lambda a, b: op.Add(a, b))
+    __sub__, __rsub__ = _operator(lambda a, b: op.Sub(a, b))
+    __mul__, __rmul__ = _operator(lambda a, b: op.Mul(a, b))
+    __truediv__, __rtruediv__ = _operator(lambda a, b: _divide(a, b))
+    __floordiv__, __rfloordiv__ = _operator(lambda a, b: _floor_divide(a, b))
+    __mod__, __rmod__ = _operator(lambda a, b: _remainder(a, b))
+    __pow__, __rpow__ = _operator(lambda a, b: _power(a, b))
+    __matmul__, __rmatmul__ = _operator(lambda a, b: op.MatMul(a, b))
+    __and__, __rand__ = _operator(lambda a, b: _bitwise("&", "And", a, b))
+    __or__, __ror__ = _operator(lambda a, b: _bitwise("|", "Or", a, b))
+    __xor__, __rxor__ = _operator(lambda a, b: _bitwise("^", "Xor", a, b))
+    __lshift__, __rlshift__ = _operator(lambda a, b: _shift("<<", "LEFT", a, b))
+    __rshift__, __rrshift__ = _operator(lambda a, b: _shift(">>", "RIGHT", a, b))
+    __lt__ = _operator(lambda a, b: op.Less(a, b))[0]
+    __le__ = _operator(lambda a, b: op.LessOrEqual(a, b))[0]
+    __gt__ = _operator(lambda a, b: op.Greater(a, b))[0]
+    __ge__ = _operator(lambda a, b: op.GreaterOrEqual(a, b))[0]
 
     def __divmod__(self, other: object) -> tuple[Tensor, Tensor]:
         return self // other, self % other
@@ -858,59 +849,11 @@ class Tensor:
     def __rdivmod__(self, other: object) -> tuple[Tensor, Tensor]:
         return other // self, other % self
 
-    def __matmul__(self, other: object) -> Tensor:
-        return _binary(op.MatMul, self, other)
-
-    def __rmatmul__(self, other: object) -> Tensor:
-        return _binary(op.MatMul, other, self)
-
-    def __and__(self, other: object) -> Tensor:
-        return _binary(_and, self, other)
-
-    def __rand__(self, other: object) -> Tensor:
-        return _binary(_and, other, self)
-
-    def __or__(self, other: object) -> Tensor:
-        return _binary(_or, self, other)
-
-    def __ror__(self, other: object) -> Tensor:
-        return _binary(_or, other, self)
-
-    def __xor__(self, other: object) -> Tensor:
-        return _binary(_xor, self, other)
-
-    def __rxor__(self, other: object) -> Tensor:
-        return _binary(_xor, other, self)
-
-    def __lshift__(self, other: object) -> Tensor:
-        return _binary(_shift_left, self, other)
-
-    def __rlshift__(self, other: object) -> Tensor:
-        return _binary(_shift_left, other, self)
-
-    def __rshift__(self, other: object) -> Tensor:
-        return _binary(_shift_right, self, other)
-
-    def __rrshift__(self, other: object) -> Tensor:
-        return _binary(_shift_right, other, self)
-
     def __eq__(self, other: object) -> Tensor:  # type: ignore[override]
         return op.Equal(self, _comparable(self, other))
 
     def __ne__(self, other: object) -> Tensor:  # type: ignore[override]
         return op.Not(op.Equal(self, _comparable(self, other)))
-
-    def __lt__(self, other: object) -> Tensor:
-        return _binary(op.Less, self, other)
-
-    def __le__(self, other: object) -> Tensor:
-        return _binary(op.LessOrEqual, self, other)
-
-    def __gt__(self, other: object) -> Tensor:
-        return _binary(op.Greater, self, other)
-
-    def __ge__(self, other: object) -> Tensor:
-        return _binary(op.GreaterOrEqual, self, other)
 
 
 class _Emit(Protocol):
@@ -977,7 +920,7 @@ class _Operators:
         return cast(_Emit, emit)
 
 
-op = _Operators()
+op: _Operators = _Operators()
 
 
 class ArrayNamespace:
@@ -1320,11 +1263,6 @@ def _is_scalar(given: object) -> bool:
     return given.shape == () if isinstance(given, Tensor) else np.ndim(cast(Any, given)) == 0
 
 
-def _binary(function: Callable[[Any, Any], Tensor], a: object, b: object) -> Tensor:
-    """Applies a binary function; returns NotImplemented for unsupported operands."""
-    return function(a, b) if _is_operand(a) and _is_operand(b) else cast(Tensor, NotImplemented)
-
-
 def _comparable(x: Tensor, other: object) -> object:
     if not _is_operand(other):
         raise TypeError(
@@ -1421,27 +1359,10 @@ def _is_boolean(symbol: str, x: Tensor) -> bool:
     return x.dtype.kind == "b"
 
 
-def _and(a: object, b: object) -> Tensor:
-    x, y = _alike("&", a, b)
-    return op.And(x, y) if _is_boolean("&", x) else op.BitwiseAnd(x, y)
-
-
-def _or(a: object, b: object) -> Tensor:
-    x, y = _alike("|", a, b)
-    return op.Or(x, y) if _is_boolean("|", x) else op.BitwiseOr(x, y)
-
-
-def _xor(a: object, b: object) -> Tensor:
-    x, y = _alike("^", a, b)
-    return op.Xor(x, y) if _is_boolean("^", x) else op.BitwiseXor(x, y)
-
-
-def _shift_left(a: object, b: object) -> Tensor:
-    return _shift("<<", "LEFT", a, b)
-
-
-def _shift_right(a: object, b: object) -> Tensor:
-    return _shift(">>", "RIGHT", a, b)
+def _bitwise(symbol: str, op_type: str, a: object, b: object) -> Tensor:
+    x, y = _alike(symbol, a, b)
+    combine = getattr(op, op_type if _is_boolean(symbol, x) else f"Bitwise{op_type}")
+    return cast(Tensor, combine(x, y))
 
 
 def _shift(symbol: str, direction: str, a: object, b: object) -> Tensor:

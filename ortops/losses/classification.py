@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ortops.arguments import number
 from ortops.errors import ArgumentError, ModelError
-from ortops.graph.labels import Labels, note_labels
+from ortops.graph.labels import Labels, add_labels
 from ortops.graph.tensor import Tensor, op, shape_of, zeros_like
 from ortops.losses.loss import (
     Loss,
@@ -124,7 +124,7 @@ class ClassLoss(Loss):
             None if prediction.shape is None else prediction.shape[self.class_axis(prediction)]
         )
         ignored = getattr(self, "ignore_index", None)
-        note_labels(
+        add_labels(
             labels.value,
             Labels(
                 classes=classes if isinstance(classes, int) else None,

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 
 from ortops.errors import ModelError, OrtopsError
-from ortops.graph.files.json_metadata import read_note, where
+from ortops.graph.files.json_metadata import read_metadata, where
 from ortops.numbers import Array, real
 
 __all__ = ["METADATA_KEY", "LossPart", "PredictionNote", "TrainingMetadata", "training_metadata"]
@@ -177,27 +177,28 @@ def training_metadata(proto: onnx.ModelProto) -> TrainingMetadata:
     Raises:
         ModelError: If the metadata is not valid.
     """
-    found = read_note(proto.metadata_props, METADATA_KEY, "give a JSON object, or remove it") or {}
+    remedy = "give a JSON object, or remove it"
+    found = read_metadata(proto.metadata_props, METADATA_KEY, remedy) or {}
     parts, predictions = (found.get(name, []) for name in ("losses", "predictions"))
     for name, array in (("losses", parts), ("predictions", predictions)):
         if not isinstance(array, list):
             raise ModelError(f"{_WHERE}: '{name}' must be an array, got {array!r:.80}")
-    metadata = _read_note(TrainingMetadata, found)
-    losses = [_read_note(LossPart, part) for part in parts]
+    metadata = _read_record(TrainingMetadata, found)
+    losses = [_read_record(LossPart, part) for part in parts]
     if len(losses) == 1 and losses[0].name == metadata.loss:  # its value includes its weight
         losses = [replace(losses[0], weight=1.0)]
     return replace(
         metadata,
         losses=losses,
-        prediction=_read_note(PredictionNote, found.get("prediction", {})),
-        predictions=[_read_note(PredictionNote, each) for each in predictions],
+        prediction=_read_record(PredictionNote, found.get("prediction", {})),
+        predictions=[_read_record(PredictionNote, each) for each in predictions],
     )
 
 
 _Note = TypeVar("_Note", TrainingMetadata, LossPart, PredictionNote)
 
 
-def _read_note(kind: type[_Note], found: object) -> _Note:
+def _read_record(kind: type[_Note], found: object) -> _Note:
     """Returns a dataclass with values from JSON; other fields have their defaults."""
     if not isinstance(found, dict):
         raise ModelError(f"{_WHERE}: a {kind.__name__} must be an object, got {found!r:.80}")

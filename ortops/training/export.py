@@ -22,8 +22,9 @@ from ortops.graph.edit import merge_equal_nodes
 from ortops.graph.files import external
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.external import Data
-from ortops.graph.files.json_metadata import remove_note
+from ortops.graph.files.json_metadata import remove_metadata
 from ortops.graph.files.json_text import read_json
+from ortops.graph.files.messages import initializers
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.files.wire_format import byte_spans
 from ortops.graph.safetensors import dump_safetensors
@@ -214,19 +215,16 @@ def _step_message(whole: onnx.ModelProto, entry: int, target: Target | None) -> 
 
 def _present(proto: onnx.ModelProto, data: Data, variables: Sequence[str]) -> dict[str, Array]:
     """Returns the values of variables in a light model."""
-    found = {}
-    graphs = [proto.graph, *(info.algorithm for info in proto.training_info)]
-    for tensor in (tensor for graph in graphs for tensor in graph.initializer):
-        if tensor.name in variables and tensor.name not in found:
-            found[tensor.name] = external.array_of(tensor, data)
-    return {name: found[name] for name in variables}
+    tensors = reversed([*initializers(proto, initialization=False)])  # the first of a name counts
+    found = {tensor.name: tensor for tensor in tensors}
+    return {name: external.array_of(found[name], data) for name in variables}
 
 
 def _write_raw(proto: onnx.ModelProto, data: Data, arrays: Mapping[str, Array]) -> None:
     """Makes the data of variables raw ones, and leaves out how far a `fit` is."""
     for graph in (proto.graph, *(info.algorithm for info in proto.training_info)):
         write_values(graph, data, arrays)
-    remove_note(proto, POSITION_KEY)
+    remove_metadata(proto, POSITION_KEY)
 
 
 def _evaluation(proto: onnx.ModelProto, data: Data, entry: int, step: Step) -> EvaluationModel:

@@ -15,7 +15,7 @@ import onnxruntime
 
 from ortops.errors import FeedError, did_you_mean
 from ortops.execution.step import Step
-from ortops.graph.labels import Labels, noted_labels
+from ortops.graph.labels import Labels, read_labels
 from ortops.graph.tensor import numpy_dtype
 from ortops.training import tables
 
@@ -508,7 +508,7 @@ def _labels(step: Step) -> list[tuple[str, Labels]]:
     found: list[tuple[str, Labels]] = []
     for value in step.model.graph.inputs:
         if value.name in step.feeds:
-            found += [(value.name or "", labels) for labels in noted_labels(value)]
+            found += [(value.name or "", labels) for labels in read_labels(value)]
     for node in step.model.graph:
         if node.op_type not in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"):
             continue

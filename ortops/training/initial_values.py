@@ -16,9 +16,10 @@ from ortops.execution.step import Step
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.files import external
+from ortops.graph.files.messages import initializers
 from ortops.training.state import check_master, is_rounded
 
-__all__ = ["Values", "all_entries", "computed", "copy_to_memory", "given_values", "initializers"]
+__all__ = ["Values", "all_entries", "computed", "copy_to_memory", "given_values"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -108,9 +109,10 @@ def copy_to_memory(model: ModelLike, entry: int | None) -> tuple[onnx.ModelProto
     light, data = convert.load_light(model)
     entries = all_entries(light) if entry is None else [entry]
     anew = computed(light, entries)
-    lent = [tensor for tensor in initializers(light) if tensor.name in anew]
+    tensors = list(initializers(light, initialization=False))
+    lent = [tensor for tensor in tensors if tensor.name in anew]
     bound = {binding.key for info in light.training_info for binding in info.update_binding}
-    given = [tensor for tensor in initializers(light) if tensor.name in bound - anew]
+    given = [tensor for tensor in tensors if tensor.name in bound - anew]
     return light, external.copy_to_memory(data, lent, given)
 
 
@@ -118,13 +120,6 @@ def computed(proto: onnx.ModelProto, entries: Iterable[int]) -> set[str]:
     """Returns the names of what the initialization of some entries computes."""
     infos = [info for number, info in enumerate(proto.training_info) if number in list(entries)]
     return {binding.key for info in infos for binding in info.initialization_binding}
-
-
-def initializers(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yields the initializers of a model and of its algorithms."""
-    yield from proto.graph.initializer
-    for info in proto.training_info:
-        yield from info.algorithm.initializer
 
 
 def all_entries(proto: onnx.ModelProto) -> list[int]:

@@ -20,6 +20,7 @@ from ortops.execution.onnxruntime_sessions import UpdateKernels
 from ortops.execution.settings import Settings
 from ortops.graph.convert import ModelLike
 from ortops.graph.files import external
+from ortops.graph.files.messages import initializers
 from ortops.passes.rematerialization import Checkpoint
 from ortops.trainable.initialization import initial_values
 from ortops.trainable.metadata import LossPart, training_metadata
@@ -33,7 +34,6 @@ from ortops.training.initial_values import (
     computed,
     copy_to_memory,
     given_values,
-    initializers,
 )
 from ortops.training.position import ResumeState, read_position
 from ortops.training.state import State, masters
@@ -193,7 +193,7 @@ class LoadedModel:
             assert alive is not None
             return alive.present(name)
 
-        for tensor in initializers(self.proto):
+        for tensor in initializers(self.proto, initialization=False):
             later = functools.partial(present, tensor.name)
             external.set_later(tensor, self.data, later if tensor.name in anew else None)
         return given.without(anew)

@@ -17,7 +17,7 @@ from ortops.errors import OrtopsError
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.files import external, saving
-from ortops.graph.files.json_metadata import remove_note
+from ortops.graph.files.json_metadata import remove_metadata, write_metadata
 from ortops.graph.limits import LIMITS
 from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
 from ortops.trainable.metadata import METADATA_KEY
@@ -67,7 +67,7 @@ class ModelFile:
     def _write_position(self, model: onnx.ModelProto) -> None:
         """Writes the position of `fit`, if it was called."""
         position = self._loaded.resume_state.position
-        remove_note(model, POSITION_KEY)
+        remove_metadata(model, POSITION_KEY)
         if position is None:
             return
         text = position.text(self._loaded.execution.steps_made)
@@ -79,7 +79,7 @@ class ModelFile:
                 *(len(text), LIMITS.metadata_bytes),
             )
         else:
-            model.metadata_props.add(key=POSITION_KEY, value=text)
+            write_metadata(model, POSITION_KEY, text)
 
     def check_writable(self, path: str | os.PathLike[str]) -> None:
         """Warns once if stock onnxruntime will not run the file.

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 
 from ortops.errors import ModelError, OrtopsError
-from ortops.graph.files.json_metadata import read_note, where
+from ortops.graph.files.json_metadata import read_metadata, where
 from ortops.graph.files.json_text import read_json
 from ortops.numbers import plain
 from ortops.training.history import History
@@ -318,7 +318,7 @@ def read_position(proto: onnx.ModelProto) -> tuple[Position, int] | None:
     Raises:
         ModelError: If it is not what `Position.text` writes.
     """
-    found = read_note(proto.metadata_props, POSITION_KEY, _REMEDY)
+    found = read_metadata(proto.metadata_props, POSITION_KEY, _REMEDY)
     if found is None:
         return None
     found = {**_OPTIONAL, **found}

@@ -11,7 +11,7 @@ from ortops.errors import ModelError
 from ortops.graph.files.json_text import read_json
 from ortops.graph.limits import LIMITS
 
-__all__ = ["Entry", "read_note", "remove_note", "where"]
+__all__ = ["Entry", "read_metadata", "remove_metadata", "where", "write_metadata"]
 
 
 def where(key: str) -> str:
@@ -31,7 +31,7 @@ class Entry(Protocol):
     value: str
 
 
-def read_note(metadata: Iterable[Entry], key: str, remedy: str) -> dict[str, Any] | None:
+def read_metadata(metadata: Iterable[Entry], key: str, remedy: str) -> dict[str, Any] | None:
     """Returns the object under a key; None if there is no such entry.
 
     Args:
@@ -59,8 +59,15 @@ def read_note(metadata: Iterable[Entry], key: str, remedy: str) -> dict[str, Any
     return found
 
 
-def remove_note(proto: onnx.ModelProto, key: str) -> None:
+def remove_metadata(proto: onnx.ModelProto, key: str) -> None:
     """Removes the entry of a key, if there is one."""
     kept = [entry for entry in proto.metadata_props if entry.key != key]
     del proto.metadata_props[:]
     proto.metadata_props.extend(kept)
+
+
+def write_metadata(proto: onnx.ModelProto, key: str, text: str) -> None:
+    """Sets the text of a key, and adds the entry if there is none."""
+    entry = next((each for each in proto.metadata_props if each.key == key), None)
+    entry = entry or proto.metadata_props.add(key=key)
+    entry.value = text

@@ -216,12 +216,20 @@ def is_light(tensor: onnx.TensorProto) -> bool:
     return location_of(tensor).startswith(LOCATION)
 
 
-def initializers(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yields the initializers of a model and of its training graphs, whose data can be detached."""
+def initializers(
+    proto: onnx.ModelProto, *, initialization: bool = True
+) -> Iterator[onnx.TensorProto]:
+    """Yields the initializers of a model and of its training graphs, whose data can be detached.
+
+    Args:
+        proto: The model.
+        initialization: Whether to include those of initialization graphs.
+    """
     yield from proto.graph.initializer
     for info in proto.training_info:
         yield from info.algorithm.initializer
-        yield from info.initialization.initializer
+        if initialization:
+            yield from info.initialization.initializer
 
 
 def data_size(proto: onnx.ModelProto) -> int:
