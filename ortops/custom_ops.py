@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from ortops.errors import KernelError
+from ortops.numbers import Array
 from ortops.optimizers import OPERATORS
 from ortops.uninterrupted import finished_at_exit, run_uninterrupted, wait_for_threads
 
@@ -52,7 +52,6 @@ DOMAIN = "ai.onnx.preview.training"
 DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 """The element types that R and the tensors of a node may have, independently of each other."""
 
-Array: TypeAlias = npt.NDArray[Any]
 
 _PROTOBUF = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
 

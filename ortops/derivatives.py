@@ -72,8 +72,8 @@ def gradient(
         xs: The names of the tensors to differentiate with respect to: inputs, initializers or
             intermediate tensors, which must not depend on each other. By default, all
             floating-point inputs without a default value.
-        y: The name of the tensor to differentiate, or several names; a tensor stands for the sum of
-            its elements. By default, the first floating-point output.
+        y: The name of the tensor to differentiate, or several names. The elements of a tensor are
+            summed. By default, the first floating-point output.
         lowered: Whether to lower the result to standard nodes (see `ortops.lower`) instead of
             keeping Gradient nodes.
 

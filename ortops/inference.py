@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import numpy.typing as npt
 import onnx
 import onnxruntime
 
@@ -20,6 +19,7 @@ from ortops.arguments import choice
 from ortops.errors import KernelError, ModelError, UnsupportedError, is_raised_by
 from ortops.graph.files.loading import ModelLike, blame_model, is_file, load
 from ortops.graph.files.messages import has_domain
+from ortops.numbers import Array
 from ortops.uninterrupted import finished_at_exit, run_uninterrupted
 
 __all__ = ["InferenceSession", "Kernels", "lend", "open_lowered"]
@@ -99,7 +99,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         proto, folder = load(path_or_bytes)
         self._kernel_nodes: dict[str, list[str]] = {}
         self._kernels_on_other_threads = False
-        arrays: dict[str, npt.NDArray[Any]] = {}
+        arrays: dict[str, Array] = {}
         source: str | bytes
         if has_domain(proto):
             lowered, arrays = self._lower(proto, folder, kernels)
@@ -121,7 +121,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 
     def _lower(
         self, proto: onnx.ModelProto, folder: Path | None, kernels: Kernels
-    ) -> tuple[onnx.ModelProto, dict[str, npt.NDArray[Any]]]:
+    ) -> tuple[onnx.ModelProto, dict[str, Array]]:
         """Lowers a model, and notes which nodes have Python kernels.
 
         Returns:
@@ -146,7 +146,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         source: str | bytes,
         sess_options: onnxruntime.SessionOptions | None,
         folder: Path | None,
-        arrays: Mapping[str, npt.NDArray[Any]],
+        arrays: Mapping[str, Array],
         *arguments: Any,
         **kwargs: Any,
     ) -> None:
@@ -259,7 +259,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         return run_uninterrupted(guarded)  # an exception from a signal handler would be fatal
 
 
-def _serialized(proto: onnx.ModelProto) -> tuple[bytes, dict[str, npt.NDArray[Any]]]:
+def _serialized(proto: onnx.ModelProto) -> tuple[bytes, dict[str, Array]]:
     """Returns the bytes of a model, and the arrays that exceed their size limit, by name."""
     from ortops.graph import convert
     from ortops.graph.files import external
@@ -301,7 +301,7 @@ def open_lowered(
     return session
 
 
-def lend(options: onnxruntime.SessionOptions, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+def lend(options: onnxruntime.SessionOptions, arrays: Mapping[str, Array]) -> None:
     """Adds in-memory data of external initializers to session options.
 
     Args:
@@ -316,7 +316,7 @@ def lend(options: onnxruntime.SessionOptions, arrays: Mapping[str, npt.NDArray[A
 def _options_for(
     options: onnxruntime.SessionOptions | None,
     folder: Path | None,
-    arrays: Mapping[str, npt.NDArray[Any]],
+    arrays: Mapping[str, Array],
 ) -> Iterator[onnxruntime.SessionOptions | None]:
     """Yields options that refer to a model's external data; the caller's are restored afterwards.
 

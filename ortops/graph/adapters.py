@@ -159,7 +159,7 @@ def adapter_of(metadata: Iterable[Entry]) -> Adapter | None:
 
 
 def _check(found: object, kind: type[Adapter | Module], place: str) -> None:
-    """Rejects what is not an object with the fields of a class."""
+    """Rejects values that are not JSON objects with the fields of a class."""
     if not isinstance(found, dict):
         raise _refused(place.rstrip(": "), "be an object", found)
     known = {each.name for each in fields(kind)}

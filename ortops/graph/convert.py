@@ -112,15 +112,15 @@ def to_ir(
             "as a dense TensorProto"
         )
     # A copy, because onnx-ir refers to the tensors and renames them.
-    own, beside = (proto, {}) if given_away else detach(proto)
-    beside = beside | (data or {})
+    own, detached = (proto, {}) if given_away else detach(proto)
+    detached = detached | (data or {})
     try:
         model = from_proto(own)
     except Exception as error:  # onnx-ir's exceptions have no common base class
         cause = error.__cause__ or error
         raise ModelError(f"model: {cause}; check it with onnx.checker.check_model") from error
     for value in model.graph.initializers.values():
-        content = find(value.const_value, beside)
+        content = find(value.const_value, detached)
         if content is not None:
             value.const_value = Reference(content, value.name)
     if folder is not None:

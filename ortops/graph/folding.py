@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from ortops.graph.edit import attribute_values, remove_unread
 from ortops.graph.files.serialization import BOUND_DOMAIN
 from ortops.graph.tensor import Names, Tape, constant_tensor
+from ortops.numbers import Array
 
 __all__ = ["fold"]
 
-Array: TypeAlias = npt.NDArray[Any]
 
 _MOST = 1024  # elements: shapes and paddings have about ten, and weights are not folded
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph.files.messages import describe_node
 from ortops.graph.tensor import Names
+from ortops.numbers import Array
 
 __all__ = ["LinearModel"]
 
-Array: TypeAlias = npt.NDArray[Any]
 
 _TRANSFORMS = ("NONE", "SOFTMAX", "LOGISTIC", "SOFTMAX_ZERO", "PROBIT")
 _AXES_OF_SUMS_ARE_INPUTS = 13  # the first opset in which axes are an input of ReduceSum

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +19,10 @@ import onnx_ir as ir
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.json_text import read_json
+from ortops.numbers import Array
 
 __all__ = ["dump_safetensors", "read_safetensors", "write_safetensors"]
 
-Array: TypeAlias = npt.NDArray[Any]
 
 _TYPES: Mapping[str, npt.DTypeLike] = {
     "F64": np.float64,

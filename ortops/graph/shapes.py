@@ -6,10 +6,9 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, cast
+from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
@@ -19,6 +18,7 @@ from ortops.graph.files.external import external_to_inputs, move_aside
 from ortops.graph.files.serialization import is_map
 from ortops.graph.pooling import is_miscounted, without_ceil_mode
 from ortops.graph.tensor import Names, Tape, Tensor, op, shape_of
+from ortops.numbers import Array
 
 __all__ = [
     "expand_like",
@@ -36,7 +36,6 @@ __all__ = [
 
 logger = logging.getLogger("ortops")
 
-Array: TypeAlias = npt.NDArray[Any]
 
 _SMALL_IMAGE = 1024  # elements: up to this size, a single sum is as exact, and faster (measured)
 

@@ -35,7 +35,7 @@ from ortops.errors import ModelError, OrtopsError
 from ortops.graph.files.external import without_data
 from ortops.graph.files.serialization import GRADIENT_DOMAIN, is_map, name_tensors
 from ortops.graph.pooling import pooled_sizes
-from ortops.numbers import cast_numbers, is_numeric
+from ortops.numbers import Array, cast_numbers, is_numeric
 
 __all__ = [
     "DEFAULT_OPSET",
@@ -57,7 +57,6 @@ __all__ = [
 Dim: TypeAlias = int | str | None
 """A dimension: its size, its symbol, or None if it is unknown."""
 
-Array: TypeAlias = npt.NDArray[Any]
 Axes: TypeAlias = int | Sequence[int] | None
 _T = TypeVar("_T")
 

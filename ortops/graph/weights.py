@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 
 from ortops.errors import ModelError
@@ -21,10 +20,10 @@ from ortops.graph.files import external
 from ortops.graph.files.messages import attribute_graphs, describe_node, node_graphs
 from ortops.graph.linear_models import LinearModel
 from ortops.graph.tensor import Names
+from ortops.numbers import Array
 
 __all__ = ["Origin", "Weight", "lift", "weights"]
 
-Array: TypeAlias = npt.NDArray[Any]
 
 _FLOATS = (
     onnx.TensorProto.FLOAT,

@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 
 import google.protobuf.message
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
@@ -40,6 +39,7 @@ from ortops.graph.files.messages import (
 )
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.files.wire_format import ByteSpan
+from ortops.numbers import Array
 
 __all__ = [
     "ITEM_SIZES",
@@ -183,8 +183,8 @@ def read_light(path: Path) -> tuple[onnx.ModelProto, Data] | None:
     data = Data()
 
     def detach_tensor(tensor: onnx.TensorProto, content: InFile) -> bool:
-        beside = tensor.data_location != onnx.TensorProto.DEFAULT or tensor.external_data
-        if beside or min(tensor.dims, default=0) < 0 or size_of(tensor) != content.length:
+        external = tensor.data_location != onnx.TensorProto.DEFAULT or tensor.external_data
+        if external or min(tensor.dims, default=0) < 0 or size_of(tensor) != content.length:
             return False
         _refer(tensor, data, content)
         return True
@@ -283,7 +283,7 @@ class _External(ir.ExternalTensor):
             self._content = _external(ir.serde.serialize_tensor(self), self._folder)
         return self._content
 
-    def numpy(self) -> npt.NDArray[Any]:
+    def numpy(self) -> Array:
         return self.content.numpy()
 
     def tobytes(self) -> bytes:
@@ -292,7 +292,7 @@ class _External(ir.ExternalTensor):
     def tofile(self, file: Any) -> None:
         file.write(self.tobytes())
 
-    def __array__(self, dtype: Any = None) -> npt.NDArray[Any]:
+    def __array__(self, dtype: Any = None) -> Array:
         return np.asarray(self.numpy(), dtype)
 
 
@@ -337,7 +337,7 @@ def ends(tensor: ir.TensorProtocol, length: int) -> tuple[bytes, bytes]:
     return whole[:length].tobytes(), whole[-length:].tobytes()
 
 
-def array_of(tensor: onnx.TensorProto, data: Data) -> npt.NDArray[Any]:
+def array_of(tensor: onnx.TensorProto, data: Data) -> Array:
     """Returns the value of a tensor of a light model."""
     if is_light(tensor):
         return data[location_of(tensor)].numpy()
@@ -349,7 +349,7 @@ def array_of(tensor: onnx.TensorProto, data: Data) -> npt.NDArray[Any]:
     return onnx.numpy_helper.to_array(tensor)
 
 
-def set_array(tensor: onnx.TensorProto, data: Data, array: npt.NDArray[Any]) -> None:
+def set_array(tensor: onnx.TensorProto, data: Data, array: Array) -> None:
     """Sets the value of a tensor of a light model; detached data are not copied."""
     if is_light(tensor):
         kind = ir.DataType(tensor.data_type)
@@ -358,9 +358,7 @@ def set_array(tensor: onnx.TensorProto, data: Data, array: npt.NDArray[Any]) -> 
         tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
 
 
-def set_later(
-    tensor: onnx.TensorProto, data: Data, array: Callable[[], npt.NDArray[Any]] | None
-) -> None:
+def set_later(tensor: onnx.TensorProto, data: Data, array: Callable[[], Array] | None) -> None:
     """Replaces lent data of a light model by the result of a function, which is called lazily.
 
     Args:
@@ -401,13 +399,13 @@ def _in_memory(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
     return ir.Tensor(_copied(tensor.numpy()), dtype=tensor.dtype)
 
 
-def _copied(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _copied(array: Array) -> Array:
     if isinstance(_owner(array), bytes):  # immutable
         return array
     return np.array(array, order="C")
 
 
-def _owner(array: npt.NDArray[Any]) -> object:
+def _owner(array: Array) -> object:
     """Returns the object that owns the memory of an array."""
     owner: object = array
     while isinstance(owner, np.ndarray) and owner.base is not None:
@@ -463,7 +461,7 @@ def serialize(proto: onnx.ModelProto) -> bytes:
     )
 
 
-def move_to_inputs(model: ir.Model) -> dict[str, npt.NDArray[Any]]:
+def move_to_inputs(model: ir.Model) -> dict[str, Array]:
     """Converts big initializers to inputs, in place, if a model does not fit into one message.
 
     onnxruntime copies initializers, but reads inputs in place.
@@ -475,20 +473,14 @@ def move_to_inputs(model: ir.Model) -> dict[str, npt.NDArray[Any]]:
     arrays = _big_arrays(graph, MESSAGE_LIMIT)
     for name, array in arrays.items():
         value = graph.initializers.pop(name)
-        kind = ir.DataType.from_numpy(array.dtype)
-        value.type, value.shape, value.const_value = (
-            ir.TensorType(kind),
-            ir.Shape(array.shape),
-            None,
-        )
+        value.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
+        value.shape, value.const_value = ir.Shape(array.shape), None
         if value not in graph.inputs:
             graph.inputs.append(value)
     return arrays
 
 
-def move_out(
-    model: ir.Model, limit: int | None = None
-) -> tuple[onnx.ModelProto, dict[str, npt.NDArray[Any]]]:
+def move_out(model: ir.Model, limit: int | None = None) -> tuple[onnx.ModelProto, dict[str, Array]]:
     """Converts a model to protobuf, without its big initializers if all exceed a limit in total.
 
     Args:
@@ -508,7 +500,7 @@ def move_out(
 
 def _big_arrays(
     graph: ir.Graph, limit: int, skipped: type[Any] | tuple[()] = ()
-) -> dict[str, npt.NDArray[Any]]:
+) -> dict[str, Array]:
     """Returns the big initializers that onnxruntime can read in place, if all exceed a limit."""
     tensors = {
         name: tensor
@@ -566,7 +558,7 @@ def _without(
     return proto
 
 
-def _native(tensor: ir.TensorProtocol) -> npt.NDArray[Any] | None:
+def _native(tensor: ir.TensorProtocol) -> Array | None:
     """Returns a big tensor as an array that onnxruntime can read in place, or None."""
     if tensor.nbytes <= BIG or tensor.dtype.numpy().type.__module__ != "numpy":
         return None  # onnxruntime does not support arrays of other dtypes

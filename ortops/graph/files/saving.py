@@ -94,10 +94,10 @@ def remove_model(path: str | os.PathLike[str]) -> None:
     target = destination(path)
     if target is None:
         return
-    beside = siblings(target, _DATA)
+    data_files = siblings(target, _DATA)
     with naming(path):
         target.unlink(missing_ok=True)
-    for file in beside:
+    for file in data_files:
         _remove(file)
 
 
