@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
 from ortops.execution.memory import Memory, ort_value
-from ortops.execution.onnxruntime_sessions import Sessions, errors_as_ours
+from ortops.execution.onnxruntime_sessions import errors_as_ours
 from ortops.execution.packed import Packed
 from ortops.graph.tensor import IR_VERSION, Names, Tape, op
-from ortops.lowering import to_proto
+from ortops.inference import InferenceSession
 from ortops.numbers import Array
 
 __all__ = ["LOSSES", "Repetition", "repeat", "stacked", "state_output"]
@@ -32,30 +33,19 @@ def state_output(name: str) -> str:
     return f"{name}/last"
 
 
+@dataclass(frozen=True)
 class Repetition:
     """Several steps in one run.
 
-    Args:
-        step: See `repeat`.
-        states: See `repeat`.
+    Attributes:
+        session: Runs the model of `repeat`.
+        states: The names of the states.
         packed: See `repeat`.
-        feeds: See `repeat`.
-        loss: See `repeat`.
-        sessions: Opens the session.
     """
 
-    def __init__(
-        self,
-        step: ir.Graph,
-        states: Mapping[str, str],
-        packed: Mapping[str, tuple[Packed, int]],
-        feeds: Sequence[str],
-        loss: str,
-        sessions: Sessions,
-    ) -> None:
-        self._packed = packed
-        self._left = [name for name in states if name not in packed]
-        self._session = sessions.open(to_proto(repeat(step, states, packed, feeds, loss)))
+    session: InferenceSession
+    states: Collection[str]
+    packed: Mapping[str, tuple[Packed, int]]
 
     def run(
         self,
@@ -77,23 +67,23 @@ class Repetition:
             KernelError: If the run failed.
         """
         given = {stacked(name): array for name, array in feeds.items()}
-        binding = self._session.io_binding()
-        for name in (value.name for value in self._session.get_inputs()):
+        binding = self.session.io_binding()
+        for name in (value.name for value in self.session.get_inputs()):
             memory: Memory
-            if name in self._packed:
-                group, index = self._packed[name]
+            if name in self.packed:
+                group, index = self.packed[name]
                 memory = group.arrays[index][turn]
             else:
                 memory = given[name] if name in given else buffers(name)[0]
             binding.bind_ortvalue_input(name, ort_value(memory))
         binding.bind_output(LOSSES)
-        for name in self._left:
+        for name in (name for name in self.states if name not in self.packed):
             binding.bind_ortvalue_output(state_output(name), ort_value(buffers(name)[1]))
-        for name, (group, index) in self._packed.items():
+        for name, (group, index) in self.packed.items():
             array = group.arrays[index][1 - turn]
             binding.bind_ortvalue_output(state_output(name), ort_value(array))
         with errors_as_ours():
-            self._session.run_with_iobinding(binding)
+            self.session.run_with_iobinding(binding)
         losses: Array = binding.get_outputs_as_ortvaluevector()[0].numpy().copy()
         return losses
 

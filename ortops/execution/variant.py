@@ -12,11 +12,12 @@ import onnx_ir as ir
 from ortops.execution.binding import Binding
 from ortops.execution.memory import DeviceArray, Memory
 from ortops.execution.packed import Packed
-from ortops.execution.repetition import Repetition
+from ortops.execution.repetition import Repetition, repeat
 from ortops.execution.split import is_scalar
 from ortops.execution.template import Template
 from ortops.graph.files import external
 from ortops.graph.tensor import Names, Tape
+from ortops.lowering import to_proto
 from ortops.numbers import Array
 from ortops.passes.blocked import is_mostly_blocked
 from ortops.passes.order import put_last_results_first
@@ -128,9 +129,9 @@ class Variant:
         """Runs several steps at once."""
         states = {**self._template.unpacked, **dict(zip(self._inputs, self._outputs, strict=True))}
         step = self._template.step
-        return Repetition(
-            self._graph, states, self._inputs, step.feeds, step.loss, self._template.sessions
-        )
+        model = repeat(self._graph, states, self._inputs, step.feeds, step.loss)
+        session = self._template.sessions.open(to_proto(model))
+        return Repetition(session, states, self._inputs)
 
 
 def _join(graph: ir.Graph, all_packed: list[Packed]) -> tuple[SlicesByName, SlicesByName]:
