@@ -414,7 +414,9 @@ def test_a_new_fit_is_in_no_file_of_an_earlier_one(
 
 def test_what_is_no_callback() -> None:
     session = TrainingSession(trainable())
-    with pytest.raises(OrtopsError, match=r"callbacks: <class .* was given; an inst"):
+    with pytest.raises(
+        OrtopsError, match=r"callbacks must be instances of subclasses of .*Callback, got <class "
+    ):
         session.fit(rows(), callbacks=[Callback], progress=False)  # type: ignore[list-item]
 
 

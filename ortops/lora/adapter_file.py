@@ -38,7 +38,7 @@ def read_adapter_file(file: Path) -> tuple[Mapping[str, Array], int]:
     Raises:
         ModelError: If it cannot be read, or is not an adapter file.
     """
-    refuse_irregular(file, "give the path of an adapter")
+    refuse_irregular(file, "pass the path of an adapter")
     try:
         return _Flatbuffer(file.read_bytes()).adapter()
     except (struct.error, ValueError, OverflowError) as error:
