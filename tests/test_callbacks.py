@@ -989,7 +989,7 @@ def test_a_signal_ends_fit_with_a_checkpoint(
     early = EarlyStopping(50, "learning_rate", restore_best=True)
     with pytest.raises(raised):
         classifying().fit(data, callbacks=[Checkpoint(file, every=99), early, Signal()], **options)
-    assert f"ended it after step 8; TrainingSession('{file}')" in caplog.text
+    assert f"after step 8; call TrainingSession('{file}')" in caplog.text
     resumed = TrainingSession(file)
     assert resumed.steps_done == 8
     callbacks = [Checkpoint(file), EarlyStopping(50, "learning_rate"), Callback()]

@@ -282,7 +282,7 @@ def test_what_is_no_image_or_in_no_class_is_said(pictures, capsys):
             "input 'points' has the value 1e+39, which is out of range for float32",
         ),
         ("x,y,labels\n1,é,0\n".encode("latin-1"), "save it as UTF-8"),
-        ("x,y,labels\n", "there is no batch in it"),
+        ("x,y,labels\n", "there are no batches"),
     ],
 )
 def test_tables_that_do_not_fit(folder, capsys, content, told):

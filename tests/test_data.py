@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings, strategies
 from training_models import Arrays, affine, affine_batch, assert_same_arrays
 
-from ortops import FeedError, Tape, TrainingSession, build_training_model, op
+from ortops import ArgumentError, FeedError, Tape, TrainingSession, build_training_model, op
 from ortops.optimizers import SGD
 from ortops.training.data import open_data, rows
 from ortops.training.feeds import Inputs
@@ -213,7 +213,7 @@ def test_one_array_is_the_only_input() -> None:
     with pytest.raises(FeedError) as raised:
         open_data(x, affine_inputs())
     assert str(raised.value) == (
-        "feeds: 1 array was given without names, and there are 2 inputs; give a dict, or a tuple "
+        "feeds: 1 array without names for 2 inputs; give a dict, or a tuple "
         "with an array for each of 'x', 'targets' in this order"
     )
 
@@ -224,9 +224,7 @@ def test_positions_are_the_models_inputs_and_then_the_losses() -> None:
     check_rows((a, b, targets), arrays, three_inputs())
     check_rows(((a, b), targets), arrays, three_inputs())
     for data in ((a, b), (a, b, targets, a), ((a, b), targets, a)):
-        with pytest.raises(
-            FeedError, match=r"without names, and there are 3 inputs; .* 'a', 'b', "
-        ):
+        with pytest.raises(FeedError, match=r"without names for 3 inputs; .* 'a', 'b', "):
             open_data(data, three_inputs())
 
 
@@ -279,17 +277,20 @@ def test_rows_or_the_same_in_every_batch() -> None:
     with pytest.raises(FeedError) as raised:
         open_data(data, scaled_inputs())
     assert str(raised.value) == (
-        "data: 'mixing' has 3 rows, as many as there are samples and as the model always takes, so "
-        "that they may be those of the samples, or the same in every batch; give a list of batches"
+        "data: 'mixing' is ambiguous: its 3 rows may be those of the samples, or the same in every "
+        "batch, as the model needs as many; give a list of batches"
     )
     assert rows(next(open_data([data], scaled_inputs()).epoch())) == 3
-    with pytest.raises(FeedError, match=r"different lengths \('x' 10, 'targets' 10, 'mix"):
+    with pytest.raises(FeedError, match=r"the same length, got 'x' 10, 'targets' 10, 'mix"):
         open_data(affine_batch(ROWS) | {"scale": 1, "mixing": np.ones((4, 3))}, scaled_inputs())
 
 
 def test_an_axis_is_not_made_of_nothing() -> None:
     for x in (3.0, np.float32(3)):
-        with pytest.raises(FeedError, match="data: 'x' is a single float; give an array with a"):
+        with pytest.raises(
+            FeedError,
+            match="data: 'x' must be an array with a row for each sample, got a single float",
+        ):
             open_data({"x": x}, one_input())
 
 
@@ -297,7 +298,7 @@ def test_nothing_is_lost_silently() -> None:
     x = np.full((ROWS, 3), 0.5)
     x[7, 1] = 0.1
     for data in ({"x": x}, {"x": Stored(x)}, Samples({"x": x}, tuple), [{"x": x}]):
-        with pytest.raises(FeedError, match=r"has the value 0\.1, which float32 does not hold"):
+        with pytest.raises(FeedError, match=r"with the value 0\.1, which float32 cannot represent"):
             list(open_data(data, one_input(), batch_size=SIZE).epoch())
 
 
@@ -334,14 +335,17 @@ def test_samples_of_numbers() -> None:
 @pytest.mark.parametrize(
     ("items", "message"),
     [
-        ([], "data: there is no batch in it; give at least one row"),
-        ([(np.ones(3), np.ones(2)), {"x": np.ones(3)}], "sample 1 has 'x', and sample 0 has 'x', "),
-        ([(np.ones(3), np.ones(2)), (np.ones(4), np.ones(2))], "feeds: 'x' is no array: setting"),
-        ([(np.ones(4), np.ones(2))], r"'x' has shape [1, 4]; [batch, 3] is accepted"),
+        ([], "data: there are no batches; give at least one row"),
+        ([(np.ones(3), np.ones(2)), {"x": np.ones(3)}], "sample 1 has 'x' and sample 0 has 'x', "),
+        (
+            [(np.ones(3), np.ones(2)), (np.ones(4), np.ones(2))],
+            "feeds: 'x' cannot be converted to an array: setting",
+        ),
+        ([(np.ones(4), np.ones(2))], r"'x' must have shape [batch, 3], got [1, 4]"),
         ([{"x": np.ones(3), "y": np.ones(2)}], "feeds: there is no input 'y'"),
         ([{"x": np.ones(3)}], "feeds: input 'targets' is missing"),
-        ([np.ones(3)], "feeds: 1 array was given without names, and there are 2 inputs"),
-        (["text"], "feeds: str was given; give a dict of an array for each input, or a tuple"),
+        ([np.ones(3)], "feeds: 1 array without names for 2 inputs"),
+        (["text"], "order of the inputs, got str"),
     ],
 )
 def test_samples_that_do_not_fit(items: list[Any], message: str) -> None:
@@ -569,15 +573,15 @@ def test_a_generator_is_refused_before_the_first_step() -> None:
     with pytest.raises(FeedError) as raised:
         session.fit(generated(), epochs=3, progress=False)
     assert str(raised.value) == (
-        "data: generator can be gone through once, and there are 3 epochs; give arrays, a list, or "
-        "a function that returns a new one for each epoch"
+        "data: generator can be iterated over once, but there are 3 epochs; give arrays, a list, "
+        "or a function that returns a new one for each epoch"
     )
     used_up = generated()
     list(used_up)
     for use in (session.fit, session.evaluate):
-        with pytest.raises(FeedError, match="data: there is no batch in it; an iterator can be"):
+        with pytest.raises(FeedError, match="data: there are no batches; an iterator can be"):
             use(used_up)
-    with pytest.raises(FeedError, match="generator can be gone through once, and there are 2"):
+    with pytest.raises(FeedError, match="generator can be iterated over once, but there are 2"):
         session.fit(affine_batch(), epochs=2, validation=generated(), progress=False)
     assert_same_arrays(dict(session.state), before)
     assert len(session.fit(generated, epochs=3, progress=False)) == 3
@@ -602,22 +606,22 @@ def test_a_function_is_told_the_epoch_if_it_asks() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (lambda: 3, "data: int was given; give arrays by name or an iterable of batches"),
+        (lambda: 3, "data must be arrays by name or an iterable of batches, got int"),
         (lambda: lambda: 3, "the function returned another function; return an iterable of batch"),
-        (list, "data: there is no batch in it"),
-        (lambda: iter([]), "data: there is no batch in it"),
-        (Loader([]), "data: there is no batch in it"),
-        ([], "data: there is no batch in it"),
-        ((), "data: there is no batch in it"),
+        (list, "data: there are no batches"),
+        (lambda: iter([]), "data: there are no batches"),
+        (Loader([]), "data: there are no batches"),
+        ([], "data: there are no batches"),
+        ((), "data: there are no batches"),
         ({}, "data: there are no arrays; give one for each input"),
-        (affine_batch(0), "data: there is no batch in it"),
-        ("train.npz", "data: str was given; give arrays by name or an iterable of batches"),
-        (None, "data: NoneType was given"),
-        (3, "data: int was given"),
-        ([affine_batch()["x"]] * 2, "1 array was given without names, and there are 2 inputs"),
-        ([3], "feeds: int was given; give a dict of an array for each input, or a tuple of"),
-        ([()], "feeds: tuple was given"),
-        (Loader([{"x": [[1.0]] * 2, "targets": 1}]), "'x' has shape [2, 1]; [batch, 3] is"),
+        (affine_batch(0), "data: there are no batches"),
+        ("train.npz", "data must be arrays by name or an iterable of batches, got str"),
+        (None, "data must be arrays by name or an iterable of batches, got NoneType"),
+        (3, "data must be arrays by name or an iterable of batches, got int"),
+        ([affine_batch()["x"]] * 2, "1 array without names for 2 inputs"),
+        ([3], "order of the inputs, got int"),
+        ([()], "order of the inputs, got tuple"),
+        (Loader([{"x": [[1.0]] * 2, "targets": 1}]), "'x' must have shape [batch, 3], got [2, 1]"),
     ],
 )
 def test_data_that_are_none(data: Any, message: str) -> None:
@@ -629,9 +633,10 @@ def test_data_that_are_none(data: Any, message: str) -> None:
 @pytest.mark.parametrize("what", ["batch_size", "prefetch"])
 @pytest.mark.parametrize("number", [-1, 2.5, "3", True, np.array([2]), np.array([2, 3])])
 def test_numbers_that_are_no_counts(what: Any, number: Any) -> None:
-    with pytest.raises(FeedError) as raised:
+    with pytest.raises(ArgumentError) as raised:
         open_data(affine_batch(), affine_inputs(), **{what: number})
-    assert str(raised.value).startswith(f"{what} is {number!r}; an integer of at least ")
+    least = {"batch_size": 1, "prefetch": 0}[what]
+    assert str(raised.value) == f"{what} must be an integer >= {least}, got {number!r}"
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int8, np.int64])
@@ -657,7 +662,7 @@ def test_counts_of_numpy_do_not_overflow(kind: Any) -> None:
 )
 def test_a_place_that_is_not_there(make: Callable[[], Any]) -> None:
     source = open_data(make(), affine_inputs(), batch_size=SIZE)
-    expected = "data: there are 3 batches in it, and 4 of the epoch are done; give the data that it"
+    expected = "data: there are 3 batches, but 4 of the epoch are finished; give the data with"
     with pytest.raises(FeedError, match=expected):
         list(source.epoch(start=4))
 
@@ -845,7 +850,7 @@ def test_a_loader_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
 def test_a_batch_that_does_not_fit_ends_the_thread() -> None:
     batches = [*cut(affine_batch(ROWS)), {"x": np.ones((2, 4), np.float32)}]
     found: list[Arrays] = []
-    with pytest.raises(FeedError, match=r"'x' has shape \[2, 4\]; \[batch, 3\]"):
+    with pytest.raises(FeedError, match=r"'x' must have shape \[batch, 3\], got \[2, 4\]"):
         found.extend(open_data(Loader(batches), affine_inputs(), prefetch=3).epoch())
     assert len(found) == 3
     assert threads() == 0
@@ -916,7 +921,7 @@ def test_stored_tables() -> None:
     check_rows(StoredTable(columns), arrays, three_inputs())
     with pytest.raises(FeedError, match="feeds: input 'b' is missing; the inputs are 'a', 'b', "):
         list(open_data(StoredTable({"a": columns["a"]}), three_inputs()).epoch())
-    with pytest.raises(FeedError, match="data: there is no batch in it; give at least one row"):
+    with pytest.raises(FeedError, match="data: there are no batches; give at least one row"):
         open_data(StoredTable({name: [] for name in columns}), three_inputs())
 
 
@@ -932,8 +937,8 @@ def test_values_that_are_missing_are_no_nan() -> None:
         for data in ({"x": Column(count)}, [{"x": Column(count)}]):
             with pytest.raises(FeedError) as raised:
                 list(open_data(data, one_input()).epoch())
-            expected = "'x' is no array: 2 of its values are missing (null); give a numpy array"
-            assert str(raised.value) == f"feeds: {expected}"
+            expected = "2 of its values are missing (null); give a numpy array"
+            assert str(raised.value) == f"feeds: 'x' cannot be converted to an array: {expected}"
     assert np.isnan(next(open_data({"x": Column(0)}, one_input()).epoch())["x"]).all()
 
 
@@ -956,12 +961,14 @@ def test_pandas() -> None:
     check_rows({"x": wide, "targets": data["targets"]}, data, affine_inputs())
     labels = pandas.Series([1, None, 3], dtype="Int64")
     for frame in (pandas.DataFrame(dict.fromkeys(arrays, labels)), dict.fromkeys(arrays, labels)):
-        with pytest.raises(FeedError, match="'a' is no array: 1 of its values are missing"):
+        with pytest.raises(
+            FeedError, match="'a' cannot be converted to an array: 1 of its values are missing"
+        ):
             open_data(frame, three_inputs())
     whole = pandas.DataFrame(dict.fromkeys(arrays, pandas.Series([1, 2], dtype="Int64")))
     check_rows(whole, dict.fromkeys(arrays, np.array([[1], [2]], np.float32)), three_inputs())
     words = pandas.DataFrame({name: ["a", "b"] for name in arrays})
-    with pytest.raises(FeedError, match="'a' is of type object; float32 is accepted"):
+    with pytest.raises(FeedError, match="'a' must be float32, got object"):
         list(open_data(words, three_inputs()).epoch())
 
 
@@ -978,13 +985,19 @@ def test_tables_of_columns(library: str) -> None:
     check_rows({name: nested[name] for name in data}, data, affine_inputs())
     check_rows((nested["x"], nested["targets"]), data, affine_inputs())
     missing = make({"x": [[1.0, 2.0, 3.0], None], "targets": [[1.0, 2.0]] * 2})
-    with pytest.raises(FeedError, match="'x' is no array: 1 of its values are missing"):
+    with pytest.raises(
+        FeedError, match="'x' cannot be converted to an array: 1 of its values are missing"
+    ):
         open_data(missing, affine_inputs())
     ragged = make({"x": [[1.0, 2.0, 3.0], [1.0]], "targets": [[1.0, 2.0]] * 2})
-    with pytest.raises(FeedError, match="'x' is no array: all input arrays must have the same"):
+    with pytest.raises(
+        FeedError, match="'x' cannot be converted to an array: all input arrays must have the same"
+    ):
         open_data(ragged, affine_inputs())
     within = make({"x": [[1.0, 2.0, 3.0], [1.0, None, 2.0]], "targets": [[1.0, 2.0]] * 2})
-    with pytest.raises(FeedError, match="'x' is no array: 1 of its values are missing"):
+    with pytest.raises(
+        FeedError, match="'x' cannot be converted to an array: 1 of its values are missing"
+    ):
         open_data(within, affine_inputs())
 
 

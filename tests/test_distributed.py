@@ -252,7 +252,7 @@ def test_parts_that_do_not_add_up_are_refused_in_all_ranks(
         session.fit(data, progress=False, **options)
 
     for said in raised_in_all(work, 3):
-        assert "so that gradients of parts of a batch do not add up; give the parts equal" in said
+        assert "so the gradients of parts of a batch do not add up; give the parts equal" in said
 
 
 def test_a_step_against_formulas_in_numpy() -> None:
@@ -359,7 +359,7 @@ def test_statistics_are_averaged_by_rows(caplog: pytest.LogCaptureFixture) -> No
         assert not np.allclose(first.state[name], found[0].statistics[name])
     assert_same_arrays(dict(first.state), dict(second.state))
     (message,) = (record.getMessage() for record in caplog.records)
-    assert message.startswith("join: the batch sets the running statistic 'bn.mean'")
+    assert message.startswith("join: the batch updates the running statistic 'bn.mean'")
     assert message.endswith("so a step of 2 ranks differs from one of a single process")
 
 
@@ -607,7 +607,7 @@ def test_a_loss_that_is_no_number_ends_all(accumulate: int) -> None:
         return str(error.value)
 
     first, second = in_ranks(work)
-    assert "loss: it is nan in step 1 (batch 1 of epoch 1); in the batch 'x' has 6 of 48" in second
+    assert "loss is nan at step 1 (batch 1 of epoch 1): in the batch, 'x' has 6 of 48" in second
     if accumulate == 1:
         assert first == second
     else:

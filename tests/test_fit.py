@@ -131,10 +131,10 @@ def test_an_iterator_serves_one_epoch() -> None:
     batches = cut(affine_batch(8), 4)
     assert len(affine_session().fit(iter(batches), progress=False)) == 1
     session, used_up = affine_session(), iter(batches)
-    with pytest.raises(FeedError, match="data: list_iterator can be gone through once, and there"):
+    with pytest.raises(FeedError, match="data: list_iterator can be iterated over once, but there"):
         session.fit(iter(batches), epochs=2, progress=False)
     assert len(list(used_up)) == 2
-    expected = "data: there is no batch in it; an iterator can be used for one epoch only, give"
+    expected = "data: there are no batches; an iterator can be used for one epoch only, so give"
     with pytest.raises(FeedError, match=expected):
         session.fit(used_up, progress=False)
     assert session.steps_done == 0
@@ -152,8 +152,8 @@ def test_a_fixed_batch_size() -> None:
     before = dict(session.state)
     for rows, size in ((8, 32), (10, 4), (8, 2)):
         expected = (
-            rf"data: 'x' has {rows} rows, in batches of {size}; the model's batch is fixed at 4, so"
-            " give batch_size=4 and a multiple of 4 rows, or a model whose batch dimension"
+            rf"data: 'x' has {rows} rows in batches of {size}, but the model's batch size is fixed "
+            "at 4; give batch_size=4 and a multiple of 4 rows, or a model whose batch dimension"
         )
         with pytest.raises(FeedError, match=expected):
             session.fit(affine_batch(rows), batch_size=size, progress=False)
@@ -172,11 +172,9 @@ def test_a_fixed_batch_size() -> None:
         (
             {"x": np.zeros((4, 3), np.float32), "targets": np.zeros((3, 2), np.float32)},
             {},
-            "data: the arrays have different lengths ('x' 4, 'targets' 3); they must have one",
+            "data: the arrays must have the same length, got 'x' 4, 'targets' 3",
         ),
-        (affine_batch(0), {}, "data: there is no batch in it"),
-        (affine_batch(), {"batch_size": 0}, "batch_size is 0; an integer of at least 1 is"),
-        (affine_batch(), {"batch_size": 2.5}, "batch_size is 2.5; an integer of at least 1 is"),
+        (affine_batch(0), {}, "data: there are no batches"),
         (
             {"x": affine_batch()["x"]},
             {},
@@ -187,8 +185,8 @@ def test_a_fixed_batch_size() -> None:
             {},
             "feeds: there is no input 'target'; did you mean 'targets'?",
         ),
-        ([3], {}, "feeds: int was given; give a dict of an array for each input"),
-        (3, {}, "data: int was given; give arrays by name or an iterable of batches"),
+        ([3], {}, "order of the inputs, got int"),
+        (3, {}, "data must be arrays by name or an iterable of batches, got int"),
     ],
 )
 def test_bad_data_change_nothing(
@@ -209,7 +207,7 @@ def test_bad_data_change_nothing(
 def test_bad_arguments_are_found_before_training() -> None:
     session = affine_session()
     validation = affine_batch() | {"targets": np.zeros((5, 2), np.float32)}
-    with pytest.raises(FeedError, match="data: the arrays have different lengths"):
+    with pytest.raises(FeedError, match="data: the arrays must have the same length"):
         session.fit(affine_batch(), validation=validation, progress=False)
     with pytest.raises(OrtopsError, match="unknown metric 'acuracy'; did you mean 'accuracy'"):
         session.fit(affine_batch(), validation=affine_batch(), metrics=["acuracy"], progress=False)
@@ -228,6 +226,16 @@ def test_numbers_that_are_no_counts(name: str, number: Any) -> None:
     with pytest.raises(ArgumentError, match=expected):
         session.fit(affine_batch(), **{name: number}, progress=False)
     assert session.steps_done == 0
+
+
+@pytest.mark.parametrize("size", [0, 2.5])
+def test_batch_sizes_that_are_no_counts(size: Any) -> None:
+    session = affine_session()
+    before = dict(session.state)
+    for call in (session.fit, session.evaluate):
+        with pytest.raises(ArgumentError, match=f"batch_size must be an integer >= 1, got {size}"):
+            call(affine_batch(), batch_size=size)
+    assert_same_arrays(dict(session.state), before)
 
 
 @pytest.mark.parametrize(

@@ -194,11 +194,14 @@ def test_n_more_epochs_or_those_that_were_begun() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"batch_size": 5}, "begun with batch_size=6, and 5 is given"),
-        ({"shuffle": False}, "begun with shuffle=True, and False is given"),
-        ({"seed": 6}, "begun with seed=5, and 6 is given"),
-        ({"callbacks": []}, "had the callback Counting, which is not given; give one, or leave"),
-        ({"data": labelled((6,), rows=19)}, "begun with data of 20 rows, and 19 are given"),
+        ({"batch_size": 5}, "fit: batch_size must be 6, as in the training to resume, got 5"),
+        ({"shuffle": False}, "fit: shuffle must be True, as in the training to resume, got False"),
+        ({"seed": 6}, "fit: seed must be 5, as in the training to resume, got 6"),
+        ({"callbacks": []}, "had the callback Counting, which is missing; give one, or leave"),
+        (
+            {"data": labelled((6,), rows=19)},
+            "fit: the data must have 20 rows, as in the training to resume, got 19",
+        ),
     ],
 )
 def test_other_arguments_are_refused(given: dict[str, Any], message: str) -> None:
@@ -392,7 +395,7 @@ def test_the_message_after_an_interruption_names_no_file_of_another_state(
     session = TrainingSession(trainable())
     with pytest.raises(KeyboardInterrupt):
         session.fit(rows(), **arguments(callbacks=[Interrupting()]))
-    assert "fit: SIGINT ended it after step 3; " in caplog.text
+    assert "training interrupted by SIGINT after step 3; call " in caplog.text
     assert ("saved.onnx" in caplog.text) == (change == "nothing")
 
 
@@ -408,7 +411,7 @@ def test_a_new_fit_is_in_no_file_of_an_earlier_one(
     session.save(tmp_path / "saved.onnx")
     with pytest.raises(KeyboardInterrupt):
         session.fit(rows(), **arguments(epochs=5, callbacks=[Interrupting()]))
-    assert f"fit: SIGINT ended it after step {STEPS}; " in caplog.text
+    assert f"training interrupted by SIGINT after step {STEPS}; call " in caplog.text
     assert "saved.onnx" not in caplog.text
 
 
@@ -492,22 +495,22 @@ def test_the_file_says_what_was_begun() -> None:
             "metadata_props 'ortops.fit': nested 901 levels deep, the lim",
         ),
         ({"seconds": nested(900)}, "metadata_props 'ortops.fit': nested 901 levels deep, the lim"),
-        ("[]", "must be an object, got a list; what TrainingSession.save writes is accepted"),
-        ({"epoch": 0}, "its 'epoch' is 0; an integer >= 1 is accepted"),
-        ({"epoch": True}, "its 'epoch' is True; an integer >= 1 is accepted"),
-        ({"batch": -1}, "its 'batch' is -1; an integer >= 0 is accepted"),
-        ({"batch": 2**63}, "an integer >= 0 is accepted"),
-        ({"rows": 1.5}, "its 'rows' is 1.5; an integer >= 0 or null is accepted"),
-        ({"shuffle": 1}, "its 'shuffle' is 1; true or false is accepted"),
-        ({"totals": {}}, "its 'totals' is {}; an array of numbers is accepted"),
-        ({"totals": [10**400]}, "an array of numbers is accepted"),
-        ({"history": [3]}, "its 'history' is [3]; an array of objects of numbers is accepted"),
+        ("[]", "must be an object, got a list; TrainingSession.save writes it"),
+        ({"epoch": 0}, "'epoch' must be an integer >= 1, got 0"),
+        ({"epoch": True}, "'epoch' must be an integer >= 1, got True"),
+        ({"batch": -1}, "'batch' must be an integer >= 0, got -1"),
+        ({"batch": 2**63}, "must be an integer >= 0, got"),
+        ({"rows": 1.5}, "'rows' must be an integer >= 0 or null, got 1.5"),
+        ({"shuffle": 1}, "'shuffle' must be true or false, got 1"),
+        ({"totals": {}}, "'totals' must be an array of numbers, got {}"),
+        ({"totals": [10**400]}, "must be an array of numbers, got"),
+        ({"history": [3]}, "'history' must be an array of objects of numbers, got [3]"),
         (
             {"callbacks": [1]},
-            "its 'callbacks' is [1]; an array of objects of 'class' and",
+            "'callbacks' must be an array of objects of 'class' and 'state', got [1]",
         ),
-        ({"seconds": "x"}, "its 'seconds' is 'x'; a number >= 0 is accepted"),
-        ({"seed": None}, "its 'seed' is None; an integer >= 0 is accepted"),
+        ({"seconds": "x"}, "'seconds' must be a number >= 0, got 'x'"),
+        ({"seed": None}, "'seed' must be an integer >= 0, got None"),
     ],
 )
 def test_a_position_that_nobody_wrote_is_refused(text: Any, message: str) -> None:
@@ -529,7 +532,7 @@ def test_a_position_without_a_field_is_refused() -> None:
     found = json.loads(entry.value)
     del found["first_step"]
     entry.value = json.dumps(found)
-    with pytest.raises(ModelError, match="its 'first_step' is missing; an integer >= 0 is acce"):
+    with pytest.raises(ModelError, match="'first_step' must be an integer >= 0, but is missing"):
         TrainingSession(model)
 
 
@@ -584,7 +587,7 @@ def test_a_position_that_could_not_be_read_is_left_out(
     limit = len(json.dumps(position_in(session.model())))
     monkeypatch.setattr("ortops.graph.limits.LIMITS.metadata_bytes", limit - 100)
     assert position_in(session.model()) is None
-    assert "it is left out: the file does not resume it" in caplog.text
+    assert "it is left out, so fit cannot resume from the file" in caplog.text
 
 
 def test_a_loss_that_is_no_number_is_kept() -> None:
@@ -614,11 +617,9 @@ def test_running_statistics_see_each_batch_in_turn(caplog: pytest.LogCaptureFixt
     assert joined.steps_done == 2
     said = [r.getMessage() for r in caplog.records if "accumulate" in r.getMessage()]
     assert len(said) == 1
-    begun = (
-        "fit: accumulate=3: the batch sets the running statistic 'bn.mean', as BatchNormalization"
-    )
+    begun = "fit: accumulate=3: the batch updates the running statistic 'bn.mean', as in BatchNorm"
     assert said[0].startswith(begun)
-    assert said[0].endswith("so that a step is not that of one batch of all rows")
+    assert said[0].endswith("so a step differs from that of one batch with all rows")
 
 
 def test_an_infinite_loss_in_a_window_is_found_before_its_step() -> None:
@@ -629,15 +630,15 @@ def test_an_infinite_loss_in_a_window_is_found_before_its_step() -> None:
     )
     with pytest.raises(ortops.DivergedError) as raised:
         session.fit(data, batch_size=2, accumulate=4, shuffle=False, progress=False)
-    assert "in step 1 (batch 1 of epoch 1); in the batch 'x' has 1 of" in str(raised.value)
-    assert "That step has not been made" in str(raised.value)
+    assert "at step 1 (batch 1 of epoch 1): in the batch, 'x' has 1 of" in str(raised.value)
+    assert "The step has not been made" in str(raised.value)
     assert session.steps_done == 0
 
 
 @pytest.mark.parametrize("number", [0, 1.5])
 def test_accumulate_is_a_count(number: Any) -> None:
     session = TrainingSession(trainable())
-    with pytest.raises(OrtopsError, match=f"accumulate is {number}; an integer of at least 1 is"):
+    with pytest.raises(OrtopsError, match=f"accumulate must be an integer >= 1, got {number}"):
         session.fit(rows(), accumulate=number, progress=False)
 
 

@@ -299,7 +299,7 @@ def test_running_statistics_come_with_them() -> None:
     gradients = session.gradients(feeds)
     assert set(gradients.statistics) == {"bn.mean", "bn.var"}
     assert not gradients.additive
-    assert "sets the running statistic 'bn.mean', as BatchNorm" in gradients.not_additive
+    assert "updates the running statistic 'bn.mean', as in BatchNorm" in gradients.not_additive
     assert_same_arrays(dict(session.state), before)
     gradients.statistics["bn.mean"][:] = [1, 2, 3]
     session.apply(gradients)
@@ -353,20 +353,23 @@ def test_dicts_are_applied() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"w": np.zeros((3, 2))}, "gradients: there is none for 'b'; give one for each parameter"),
-        ({}, "gradients: there is none for 'w' and 1 more; give one"),
+        ({"w": np.zeros((3, 2))}, "gradients: the gradient of 'b' is missing; give one for each"),
+        ({}, "gradients: the gradient of 'w' is missing, and 1 more; give one"),
         ({"W": np.zeros((3, 2))}, "gradients: there is no parameter 'W'; known names: 'w', 'b'"),
         (
             {"w": np.zeros((2, 3)), "b": np.zeros(2)},
-            r"gradients: 'w' is float64\[2, 3\]; float32\[3, 2\] is accepted",
+            r"gradients: 'w' must be float32\[3, 2\], got float64\[2, 3\]",
         ),
         (
             {"w": np.zeros((3, 2), np.complex64), "b": np.zeros(2)},
-            r"'w' is complex64\[3, 2\]; float32\[3, 2\] is accepted",
+            r"'w' must be float32\[3, 2\], got complex64\[3, 2\]",
         ),
         ({"w": np.zeros((3, 2)), 1: 2}, "gradients: there is no parameter '1'; known names: 'w'"),
-        ({"w": np.zeros((3, 2)), "b": [[1], [1, 2]]}, "gradients: 'b' is no array: setting an "),
-        ([1, 2], "gradients: list was given; give what `gradients` returned, or a dict"),
+        (
+            {"w": np.zeros((3, 2)), "b": [[1], [1, 2]]},
+            "gradients: 'b' cannot be converted to an array: setting an ",
+        ),
+        ([1, 2], "gradients must be a result of `gradients` or a dict with .* got list"),
     ],
 )
 def test_what_is_no_gradient_is_refused(given: Any, message: str) -> None:
@@ -550,7 +553,10 @@ def test_parts_that_do_not_add_up_are_refused() -> None:
     mixed = SoftmaxCrossEntropy() + SoftmaxCrossEntropy(reduction="sum")
     gradients = TrainingSession(build(classifier(), loss=mixed)).gradients(labelled((6,)))
     assert not gradients.additive
-    with pytest.raises(OrtopsError, match="some are means and some are sums, so that gradients"):
+    with pytest.raises(
+        OrtopsError,
+        match="some summands of the loss are means and others are sums, so the gradients",
+    ):
         Accumulation(gradients)
     differing = SoftmaxCrossEntropy() + SoftmaxCrossEntropy(ignore_index=2)
     session = TrainingSession(build(classifier(), loss=differing))
@@ -558,7 +564,7 @@ def test_parts_that_do_not_add_up_are_refused() -> None:
     first["labels"][:], second["labels"][:] = 1, [1, 2] * 4
     total = Accumulation(session.gradients(first))
     with pytest.raises(
-        OrtopsError, match=r"is divided by 4 where 'loss_.*' is by 8, and before by 8 and 8"
+        OrtopsError, match=r"are 4 and 8 in this part, but 8 and 8 before, so the gradients"
     ):
         total.add(session.gradients(second))
 
@@ -576,7 +582,7 @@ def test_losses_that_couple_rows_say_so() -> None:
     feeds = {name: rng.normal(size=(4, 3)).astype(np.float32) for name in ("x", "y")}
     gradients = session.gradients(feeds)
     assert not gradients.additive
-    assert "lets rows of a batch take part in each other's loss" in gradients.not_additive
+    assert "the loss of a row depends on other rows" in gradients.not_additive
 
 
 def test_parts_go_on_from_running_statistics() -> None:

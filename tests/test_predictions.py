@@ -317,7 +317,7 @@ def test_the_axis_of_the_classes(axis: int | None) -> None:
     accuracy = session.evaluate(batch, metrics=["accuracy"])["accuracy"]
     now = tokens @ session.state["w"]
     assert accuracy == pytest.approx((now.argmax(axis=-1) == labels).mean())
-    with pytest.raises(ortops.FeedError, match="'labels' has the label 3; 0 to 2 are accepted"):
+    with pytest.raises(ortops.FeedError, match="labels in 'labels' must be from 0 to 2, got 3"):
         session.step({"x": tokens, "labels": np.full((2, 5), 3)})
 
 

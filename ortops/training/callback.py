@@ -1,4 +1,4 @@
-"""What `fit` tells others while it goes on."""
+"""The callback interface of `fit`."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ __all__ = ["Callback", "Record"]
 
 @dataclass
 class Record:
-    """How far a call of `fit` is.
+    """The progress of a call of `fit`.
 
     Attributes:
         epoch: The epoch, from 1.
-        epochs: How many there are to be.
-        batch: How many batches of the epoch are done.
-        batches: How many it has, where that is known.
-        step: How many steps the session has made (`TrainingSession.steps_done`).
-        values: In `Callback.on_step` ``loss``, ``loss_<name>`` of each summand and
-            ``learning_rate`` of the step; in `Callback.on_epoch` the epoch's entry in the history;
-            in `Callback.on_end` that of the last epoch, or what there is of one that was cut
-            short.
-        samples: How many rows of the epoch are done.
-        seconds: The time since the training began; that of interrupted calls counts.
+        epochs: The number of epochs.
+        batch: The number of finished batches of the epoch.
+        batches: The number of batches of the epoch, if known.
+        step: The number of finished steps (`TrainingSession.steps_done`).
+        values: In `Callback.on_step`, ``loss``, ``loss_<name>`` of each summand and
+            ``learning_rate`` of the step. In `Callback.on_epoch`, the entry of the epoch in the
+            history. In `Callback.on_end`, the entry of the last epoch, or the averages of an
+            unfinished one.
+        samples: The number of finished rows of the epoch.
+        seconds: The time since training began, including interrupted calls.
         history: The entries of the finished epochs.
-        interrupted: ``"SIGINT"``, ``"SIGTERM"`` or ``"SIGHUP"`` in `Callback.on_end`, if such a
-            signal ended the training; else "".
-        stopped: Why the training is to end, if `stop` was called.
+        interrupted: ``"SIGINT"``, ``"SIGTERM"`` or ``"SIGHUP"`` in `Callback.on_end`, if a signal
+            ended training; else "".
+        stopped: The reason given to `stop`, if it was called.
 
     Example:
         >>> from models import line
@@ -57,30 +57,30 @@ class Record:
     stopped: str = field(default="", init=False)
 
     def stop(self, reason: str) -> None:
-        """Ends the training after this step or epoch.
+        """Stops training after this step or epoch.
 
         Args:
-            reason: Why, in words.
+            reason: The reason, for messages.
         """
         self.stopped = self.stopped or reason or "a callback asked for it"
 
 
 class Callback:
-    """Is called while `fit` goes on: ``fit(…, callbacks=[…])``.
+    """The base class of callbacks, which `fit` calls: ``fit(…, callbacks=[…])``.
 
-    Subclass it and define what you need. The session may be read, evaluated, saved and changed;
-    what is raised ends the training and reaches the caller of `fit`.
+    Subclass it and override the methods that you need. They may read, evaluate, save and change the
+    session. An exception ends training and is raised by `fit`.
 
-    Of each event, first all callbacks are told, in the order in which they were given, and then
-    `on_save` of each is called. A callback that saves the session does so there: the file also
-    holds the `state` of all callbacks, and by then all of them have seen the event.
+    For each event, all callbacks are called in the order in which they were given, and then
+    `on_save` of each. Save the session only in `on_save`: the file also holds the `state` of all
+    callbacks, and by then all of them have seen the event.
 
     Attributes:
-        saves: Whether it saves the session. One that does so in another method than `on_save` is
-            told after all others.
-        writes: Whether it writes or shows something. Where several processes train together (see
-            `ortops.distributed`), only the first one calls it, as one that saves; so it changes
-            nothing in the session.
+        saves: Whether it saves the session. If it saves in another method than `on_save`, it is
+            called after all others.
+        writes: Whether it writes or shows something. If several processes train together (see
+            `ortops.distributed`), only the first one calls it, as with ``saves``, so it must not
+            change the session.
 
     Example:
         >>> class Print(Callback):
@@ -92,26 +92,26 @@ class Callback:
     writes: bool = False
 
     def on_begin(self, record: Record, session: Any) -> None:
-        """Is called before the first step, and after `restore` where a training is resumed."""
+        """Called before the first step, and after `restore` if training is resumed."""
 
     def on_step(self, record: Record, session: Any) -> None:
-        """Is called after each step; after each window of batches with ``accumulate=``."""
+        """Called after each step, which covers several batches with ``accumulate=``."""
 
     def on_epoch(self, record: Record, session: Any) -> None:
-        """Is called after each epoch and its validation."""
+        """Called after each epoch and its validation."""
 
     def on_end(self, record: Record, session: Any) -> None:
-        """Is called when training ends: it is done, was stopped, or interrupted by a signal."""
+        """Called when training ends: finished, stopped, or interrupted by a signal."""
 
     def on_save(self, record: Record, session: Any) -> None:
-        """Is called after each of the methods above, once all callbacks have been told."""
+        """Called after each of the methods above, when all callbacks have been called."""
 
     def on_close(self) -> None:
-        """Is called once when `fit` returns or raises, after anything else: close files here."""
+        """Called once when `fit` returns or raises an exception; close files here."""
 
     def state(self) -> dict[str, Any]:
-        """Returns what has to be restored when the training is resumed, as JSON has it."""
+        """Returns the state to restore when training is resumed, as JSON values."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes back what `state` returned when the session was saved."""
+        """Restores what `state` returned when the session was saved."""

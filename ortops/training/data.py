@@ -1,4 +1,4 @@
-"""Data sets in any form, as batches that fit."""
+"""Data sets in any form, as checked batches."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ortops.arguments import whole_number
 from ortops.errors import FeedError
-from ortops.numbers import integer
 from ortops.training import tables
 from ortops.training.feeds import Checked, Feeds, Inputs
 from ortops.training.prefetch import Prefetcher
@@ -28,12 +28,12 @@ _Read: TypeAlias = Callable[[int, np.random.Generator | None, int], Iterator[Che
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that is gone through epoch by epoch.
+    """A data set that can be iterated over, epoch by epoch.
 
     Attributes:
-        rows: The number of samples, or None where batches are given.
-        batches: The number of batches in an epoch, or None where that is not known.
-        prefetch: How many batches a thread reads ahead; 0 for none.
+        rows: The number of samples; None if batches are given.
+        batches: The number of batches in an epoch; None if unknown.
+        prefetch: The number of batches that a thread reads ahead; 0 for none.
     """
 
     rows: int | None
@@ -41,24 +41,24 @@ class Source:
     prefetch: int
     _read: _Read
     _keeps: bool = False
-    """Whether a batch stays as it is while later ones are read: none of them fills its memory."""
+    """Whether a batch stays valid while later ones are read into other memory."""
 
     def epoch(
         self, number: int = 1, *, order: np.random.Generator | None = None, start: int = 0
     ) -> Iterator[Checked]:
         """Returns the batches of an epoch, checked.
 
-        Whoever may leave before the end closes the iterator, as `contextlib.closing` does: that
-        ends the thread that reads ahead.
+        A caller that may stop early has to close the iterator, for example with
+        `contextlib.closing`, to end the thread that reads ahead.
 
         Args:
-            number: Which epoch, from 1; told to a function that asks for it.
-            order: Shuffles the rows. Batches that are given as such keep their order.
-            start: How many batches to leave out at the beginning: the rest is as it would be.
+            number: The epoch, from 1; passed to a data function that has a parameter for it.
+            order: Shuffles the rows. The order of given batches does not change.
+            start: The number of batches to skip at the beginning; the others do not change.
 
         Raises:
-            FeedError: If a batch does not fit the inputs, there is none, or not even those that are
-                to be left out.
+            FeedError: If a batch does not fit the inputs, there is none, or there are fewer than
+                ``start``.
         """
         batches = self._read(number, order, start)
         if not self.prefetch:
@@ -71,42 +71,43 @@ class Source:
 def open_data(
     data: Data, inputs: Inputs, *, batch_size: int = 32, epochs: int = 1, prefetch: int = 0
 ) -> Source:
-    """Returns a data set as batches, whatever form it has.
+    """Opens a data set in any form as batches.
 
-    Each read may fill the same memory again: what is still needed of a read is copied before the
-    next one.
+    Each read may reuse the memory of the previous one: what is needed longer is copied first.
 
     Args:
-        data: A source, which is returned as it is, or one of
+        data: A source, which is returned unchanged, or one of
 
-            - arrays by name, which are cut along axis 0: all of one length, but for those of inputs
-              that have no axis of samples, which are the same in every batch. What is not in memory
-              (of h5py, zarr, a memory map) or sparse is read batch by batch;
-            - arrays in a tuple: the model's inputs in their order, then the loss's; or one array,
-              where there is one input;
-            - a table, whose columns named like inputs are used: of pandas, polars or pyarrow, or a
-              dataset of Hugging Face, which is read batch by batch;
-            - samples: an object with ``__len__`` and ``__getitem__`` and no ``__iter__``, like
-              PyTorch's datasets, that gives a dict or tuple for a number. If what it gives has an
-              axis more, these are batches;
-            - batches: a list, or anything that can be iterated over once for each epoch, like a
-              DataLoader, of dicts, tuples, lists or tables;
-            - a function that returns any of these for an epoch. If it takes an argument, it is told
-              the number of the epoch, from 1.
-        inputs: What a batch has to fit.
-        batch_size: How many rows a batch has, where rows are given; the last one has what is left.
-        epochs: How many times the data are to be gone through: an iterator serves once.
-        prefetch: How many batches a thread reads ahead.
+            - arrays by name, which are sliced along axis 0: all have the same length, except for
+                inputs without an axis of samples, which are the same in every batch. Sparse arrays,
+                and arrays that are not in memory (h5py, zarr, memory maps), are read batch by
+                batch;
+            - arrays in a tuple: the inputs of the model in order, then those of the loss; or one
+                array, if there is one input;
+            - a table of pandas, polars or pyarrow, of which the columns with names of inputs are
+                used, or a dataset of Hugging Face, which is read batch by batch;
+            - samples: an object with ``__len__`` and ``__getitem__`` and without ``__iter__``, like
+                PyTorch's datasets, that returns a dict or tuple for an index. If what it returns
+                has an additional axis, these are batches;
+            - batches: a list, or an object that can be iterated over once per epoch, like a
+                DataLoader, of dicts, tuples, lists or tables;
+            - a function that returns any of these for an epoch. If it has a parameter, it is called
+                with the number of the epoch, from 1.
+        inputs: The inputs that a batch has to fit.
+        batch_size: The number of rows per batch, if rows are given; the last batch has the rest.
+        epochs: The number of passes over the data; an iterator allows one.
+        prefetch: The number of batches that a thread reads ahead.
 
     Raises:
-        FeedError: If it is something else, there is nothing in it, its arrays differ in length or
-            leave a smaller batch over where the model's batch is fixed, or if it is an iterator and
-            there are several epochs.
+        ArgumentError: If ``batch_size`` or ``prefetch`` is wrong.
+        FeedError: If it has another form or is empty, its arrays differ in length or leave a
+            partial batch although the model's batch size is static, or it is an iterator and there
+            are several epochs.
     """
     if isinstance(data, Source):
         return data
-    batch_size = _count("batch_size", batch_size, 1)
-    prefetch = _count("prefetch", prefetch, 0)
+    batch_size = whole_number("batch_size", batch_size, 1)
+    prefetch = whole_number("prefetch", prefetch, 0)
     if isinstance(data, Mapping) or tables.is_table(data) or _is_arrays(data):
         if tables.is_stored_table(data):
             return _stored_table(data, inputs, batch_size, prefetch)
@@ -122,15 +123,15 @@ def open_data(
     if callable(data):
         return _function(data, inputs, batch_size, prefetch)
     raise FeedError(
-        f"data: {type(data).__name__} was given; give arrays by name or an iterable of batches"
+        f"data must be arrays by name or an iterable of batches, got {type(data).__name__}"
     )
 
 
 def rows(feeds: Mapping[str, npt.NDArray[Any]]) -> int:
-    """Returns how many samples a batch has: the size of the first axis that there is.
+    """Returns the number of samples in a batch: the size of the first axis that there is.
 
     Args:
-        feeds: Arrays by name. In a checked batch, those that are the same in every batch do not
+        feeds: Arrays by name. In a checked batch, inputs that are the same in every batch do not
             count.
 
     Raises:
@@ -140,27 +141,17 @@ def rows(feeds: Mapping[str, npt.NDArray[Any]]) -> int:
     shapes = {name: feeds[name].shape for name in names if feeds[name].ndim}
     if shapes and not any(shape[0] for shape in shapes.values()):
         name, shape = next(iter(shapes.items()))
-        raise FeedError(
-            f"feeds: '{name}' has shape {list(shape)}, so that there is nothing to compute a loss "
-            "from; a batch has at least one row"
-        )
+        raise FeedError(f"feeds: '{name}' must have at least one row, got shape {list(shape)}")
     return next((shape[0] for shape in shapes.values() if shape[0]), 1)
 
 
-def _count(what: str, given: object, least: int) -> int:
-    number = integer(given)
-    if number is None or number < least:
-        raise FeedError(f"{what} is {given!r:.80}; an integer of at least {least} is accepted")
-    return number
-
-
 def _copied(batch: Checked) -> Checked:
-    """Returns a batch in memory of its own; that of the given one may be filled again."""
+    """Returns a batch in its own memory; that of the given one may be reused."""
     return Checked({name: array.copy() for name, array in batch.items()}, batch.by)
 
 
 def _is_arrays(data: object) -> bool:
-    """Whether it is an array, or a tuple of some, and no batches."""
+    """Whether data are an array, or a tuple of arrays, and not batches."""
     if isinstance(data, tuple):
         return any(tables.is_array(part) for part in data)
     return not isinstance(data, list) and tables.is_array(data)
@@ -186,24 +177,24 @@ def _cut(
     """Returns a data set of rows.
 
     Args:
-        read: Gives those at some places.
-        size: How many there are.
+        read: Reads the rows with some indices.
+        size: The number of rows.
         names: The inputs of which a batch has rows.
         inputs: See `open_data`.
         batch_size: See `open_data`.
         prefetch: See `open_data`.
-        keeps: Whether what ``read`` gave stays as it is when it is called again.
+        keeps: Whether what ``read`` returned stays valid when it is called again.
     """
     for name in names:
         fixed = inputs.fixed_rows(name)
         if fixed is not None and size and (batch_size != fixed or size % fixed):
             raise FeedError(
-                f"data: '{name}' has {size} rows, in batches of {batch_size}; the model's "
-                f"batch is fixed at {fixed}, so give batch_size={fixed} and a multiple of "
-                f"{fixed} rows, or a model whose batch dimension is a symbol"
+                f"data: '{name}' has {size} rows in batches of {batch_size}, but the model's batch "
+                f"size is fixed at {fixed}; give batch_size={fixed} and a multiple of {fixed} "
+                "rows, or a model whose batch dimension is a symbol"
             )
     if not size:
-        raise FeedError("data: there is no batch in it; give at least one row")
+        raise FeedError("data: there are no batches; give at least one row")
 
     def epoch(_: int, order: np.random.Generator | None, start: int) -> Iterator[Checked]:
         rows = None if order is None else order.permutation(size)
@@ -227,9 +218,8 @@ def _arrays(data: Mapping[str, Any], inputs: Inputs, batch_size: int, prefetch: 
         own, fixed = arrays[name].shape[:1], inputs.fixed_rows(name)
         if own == (size,) == (fixed,):
             raise FeedError(
-                f"data: '{name}' has {size} rows, as many as there are samples and as the model "
-                "always takes, so that they may be those of the samples, or the same in every "
-                "batch; give a list of batches"
+                f"data: '{name}' is ambiguous: its {size} rows may be those of the samples, or the "
+                "same in every batch, as the model needs as many; give a list of batches"
             )
         if not own or own == (fixed,):
             array = arrays.pop(name)
@@ -237,7 +227,7 @@ def _arrays(data: Mapping[str, Any], inputs: Inputs, batch_size: int, prefetch: 
     lengths = {name: array.shape[0] for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"'{name}' {length}" for name, length in lengths.items())
-        raise FeedError(f"data: the arrays have different lengths ({shown}); they must have one")
+        raise FeedError(f"data: the arrays must have the same length, got {shown}")
 
     def read(rows: RowIndex) -> dict[str, Any]:
         return {name: tables.take(array, rows) for name, array in arrays.items()} | constants
@@ -248,7 +238,7 @@ def _arrays(data: Mapping[str, Any], inputs: Inputs, batch_size: int, prefetch: 
 def _stored_table(data: Any, inputs: Inputs, batch_size: int, prefetch: int) -> Source:
     wanted = [name for name in inputs if name in data.column_names]
     data = data.select_columns(wanted)
-    if data.format["type"] is None and len(data):  # numbers are read faster without Python's
+    if data.format["type"] is None and len(data):  # numbers are read faster than as Python objects
         arrow = data.with_format("arrow")
         if all(tables.is_numeric(arrow[:1][name]) for name in wanted):
             data = arrow
@@ -274,8 +264,8 @@ def _samples(data: Any, inputs: Inputs, batch_size: int, prefetch: int) -> Sourc
             columns = columns or {name: [] for name in sample}
             if sample.keys() != columns.keys():
                 raise FeedError(
-                    f"data: sample {number} has {_listed(sample)}, and sample {numbers[0]} has "
-                    f"{_listed(columns)}; give the same in all"
+                    "data: all samples must have the same names, but sample "
+                    f"{number} has {_listed(sample)} and sample {numbers[0]} has {_listed(columns)}"
                 )
             for name, value in sample.items():
                 columns[name].append(value)
@@ -285,7 +275,7 @@ def _samples(data: Any, inputs: Inputs, batch_size: int, prefetch: int) -> Sourc
 
 
 def _is_batch(item: object, inputs: Inputs) -> bool:
-    """Whether what a sequence gives for a number is a batch, and not a sample, by its axes."""
+    """Whether an item of a sequence is a batch and not a sample, by its axes."""
     for name, value in inputs.named(item).items():
         dims = inputs[name].dims if name in inputs else None
         if dims:
@@ -302,7 +292,7 @@ def _listed(names: Iterable[str]) -> str:
 
 def _batch_list(data: Sequence[Any], inputs: Inputs, prefetch: int) -> Source:
     if not data:
-        raise FeedError("data: there is no batch in it; give at least one")
+        raise FeedError("data: there are no batches; give at least one")
 
     def epoch(_: int, __: np.random.Generator | None, start: int) -> Iterator[Checked]:
         _check_start(start, len(data))
@@ -316,7 +306,7 @@ def _iterable(data: Iterable[Any], inputs: Inputs, epochs: int, prefetch: int) -
     if isinstance(data, Iterator):
         if epochs > 1:
             raise FeedError(
-                f"data: {type(data).__name__} can be gone through once, and there are {epochs} "
+                f"data: {type(data).__name__} can be iterated over once, but there are {epochs} "
                 "epochs; give arrays, a list, or a function that returns a new one for each epoch"
             )
         first = [_copied(inputs.check(batch)) for batch in itertools.islice(data, epochs)]
@@ -347,16 +337,16 @@ def _length(data: object) -> int | None:
 def _function(
     function: Callable[..., Any], inputs: Inputs, batch_size: int, prefetch: int
 ) -> Source:
-    told = False
+    has_parameter = False
     try:
         inspect.signature(function).bind()
-    except TypeError:  # it needs an argument
-        told = True
-    except ValueError:  # it says nothing
+    except TypeError:  # an argument is missing
+        has_parameter = True
+    except ValueError:  # it has no signature
         pass
 
     def epoch(number: int, order: np.random.Generator | None, start: int) -> Iterator[Checked]:
-        data = function(number) if told else function()
+        data = function(number) if has_parameter else function()
         if callable(data) and not isinstance(data, Iterable):
             raise FeedError(
                 "data: the function returned another function; return an iterable of batches"
@@ -378,7 +368,7 @@ def _stream(data: Any, inputs: Inputs, batch_size: int) -> Callable[[], Iterator
 
 def _nothing() -> FeedError:
     return FeedError(
-        "data: there is no batch in it; an iterator can be used for one epoch only, give a list or "
+        "data: there are no batches; an iterator can be used for one epoch only, so give a list or "
         "arrays"
     )
 
@@ -386,6 +376,6 @@ def _nothing() -> FeedError:
 def _check_start(start: int, there: int) -> None:
     if start > there:
         raise FeedError(
-            f"data: there are {there} batches in it, and {start} of the epoch are done; give the "
-            "data that it began with"
+            f"data: there are {there} batches, but {start} of the epoch are finished; give the "
+            "data with which the epoch began"
         )

@@ -38,14 +38,14 @@ _EVALUATIONS = 8
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A session that computes tensors in inference mode.
+    """An onnxruntime session that computes tensors in inference mode.
 
     Attributes:
         session: The session.
-        inputs: What a batch has to fit.
+        inputs: The inputs that a batch has to fit.
         parts: The summands of the loss that it computes.
-        tensors: The output that each tensor that was asked for is.
-        kinds: The kind and the class axis of those that are known to be probabilities.
+        tensors: The output for each requested tensor.
+        kinds: The kind and the class axis of tensors that are known to be probabilities.
         constants: What the session is fed in every run.
     """
 
@@ -67,12 +67,13 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class MetricBinding:
-    """What a metric compares.
+    """A metric with the tensor and the target that it compares.
 
     Attributes:
-        metric: The metric as it was given.
-        note: The tensor, what is known of it, and the target.
-        known: Whether that is of this very tensor; else it may be known better from the graph.
+        metric: The metric that was given.
+        note: The tensor, its properties, and the target.
+        known: Whether the properties are those of this tensor; otherwise the graph may have better
+            ones.
     """
 
     metric: StreamingMetric
@@ -80,7 +81,7 @@ class MetricBinding:
     known: bool
 
     def begin(self, kinds: Mapping[str, tuple[str, int | None]]) -> StreamingMetric:
-        """Returns a copy of the metric that has seen nothing.
+        """Returns a copy of the metric, without any batches.
 
         Args:
             kinds: See `Evaluation`.
@@ -103,13 +104,13 @@ def bind_metric(
 
     Args:
         metric: The metric.
-        metadata: What the builder wrote.
-        output: The tensor to look at where it wrote nothing.
+        metadata: What the builder wrote about the model.
+        output: The tensor to read if the builder wrote nothing.
         inputs: The inputs of a step.
-        own: Those of the model.
+        own: The inputs of the model.
 
     Raises:
-        OrtopsError: If there is no such input, or none that outputs are compared with.
+        OrtopsError: If there is no such input, or it is not known which one to compare with.
     """
     first = metadata.prediction
     notes = [first, *metadata.predictions]
@@ -144,13 +145,13 @@ def bind_metric(
 
 @dataclass
 class Total:
-    """A part of a loss over batches.
+    """A part of a loss, accumulated over batches.
 
     Attributes:
         part: The part.
         total: The sum so far.
-        count: What it is to be divided by.
-        batches: How many batches there were.
+        count: The divisor so far.
+        batches: The number of batches.
     """
 
     part: LossPart
@@ -164,7 +165,7 @@ class Total:
         if self.part.is_sum:
             count = 1.0
         self.batches += 1
-        if count:  # or the mean is that of nothing
+        if count:  # otherwise, it is a mean of nothing
             self.total += number_of(outputs[self.part.name]) * count
             self.count += count
 

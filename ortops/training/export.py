@@ -1,4 +1,4 @@
-"""A training step as a folder of files, which a program in any language drives."""
+"""A training step as a folder of files, for programs in any language."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = ["FORMAT", "VERSION", "export_step"]
 Array: TypeAlias = npt.NDArray[Any]
 
 FORMAT, VERSION = "ortops.step", 1
-"""What ``step.json`` says that it is."""
+"""The format and version in ``step.json``."""
 
 _DESCRIPTION = "step.json"
 _WEB_FILES = ("ortops.mjs", "ortops.d.mts", "index.html")
@@ -59,19 +59,19 @@ def export_step(
 
     The files are:
 
-    - ``step.onnx``: a step, lowered to standard operators. All its inputs have to be fed, so it
-      holds no state.
-    - ``evaluate.onnx``: the loss and the outputs of the model in inference mode. Its inputs are
-      the variables that they depend on, and feeds.
+    - ``step.onnx``: a step, lowered to standard operators. All its inputs have to be fed, so it has
+      no state.
+    - ``evaluate.onnx``: the loss and the outputs of the model in inference mode. Its inputs are the
+      variables that they depend on, and feeds.
     - ``state.safetensors``: the present value of each variable, by name.
-    - ``model.onnx``: the trainable model. The state is written back into it: it has the same bytes
-      but for those of the variables, whose places are known.
+    - ``model.onnx``: the trainable model. A driver writes the state back into it: only the bytes of
+      the variables change, and their offsets are known.
     - ``step.json``: what a driver needs to know. It is written last, and has the lengths and the
       checksums of the others.
 
     To make a step, a driver feeds a batch and all variables to ``step.onnx``; the outputs that
-    belong to variables are the next values of these. A learning rate and a seed have no such
-    output: they keep their values. ``step.json`` is an object of:
+    belong to variables are their next values. A learning rate and a seed have no output, so they
+    keep their values. ``step.json`` is an object of:
 
     - ``format`` (``"ortops.step"``), ``version`` (1), ``target``
     - ``files``: file → ``{"bytes": its length, "crc32": CRC-32 of IEEE 802.3, as in zlib}``
@@ -79,9 +79,10 @@ def export_step(
       "type", "shape"}``; types are numpy's names, and a dimension is a number, a symbol or null.
     - ``evaluate``: ``{"feeds": […], "variables": [names], "outputs": {name: output}, "losses":
       [{"name", "weight", "count", "sum"}]}``. The loss of a batch is the sum of weight × value of
-      the outputs ``name``. One of several batches: each value is averaged with the output ``count``
-      as weight (the rows of the batch, where that is null), or added, where ``sum`` is true.
-    - ``learning_rates``: the variables that hold one; ``counter``: that which counts steps, or null
+      the outputs ``name``. For several batches, each value is averaged with the output ``count`` as
+      weight (the rows of the batch if that is null), or added if ``sum`` is true.
+    - ``learning_rates``: the variables with a learning rate; ``counter``: the one that counts
+      steps, or null
     - ``variables``: name → ``{"type", "shape", "next": output or null, "role", "places"}``. Roles
       are ``parameter learning_rate step seed loss_scale good_steps master average statistic
       optimizer``; a ``master`` (the float32 value of a 16-bit parameter) and an ``average`` have
@@ -90,18 +91,18 @@ def export_step(
 
     Args:
         model: A trainable model.
-        folder: The folder, which is made if need be. Files of an earlier export are replaced.
-        web: Whether to write a driver in JavaScript and a page that trains, too.
-        entry: Which of several training_info entries; each is exported to a folder of its own.
+        folder: The folder, which is created if necessary. Files of an earlier export are replaced.
+        web: Whether to write also a driver in JavaScript and a page that trains.
+        entry: The number of the training_info entry; each is exported to its own folder.
         target: What the step is lowered for (see `ortops.step_graph`).
-        overwrite: Whether files of these names that no export wrote, or that were changed since,
-            are replaced, too.
+        overwrite: Whether to replace also files with these names that no export wrote, or that were
+            changed since.
 
     Raises:
-        ModelError: If the model is not trainable, not legal, or of 2 GB and more.
+        ModelError: If the model is not trainable, not legal, or of 2 GB or more.
         OrtopsError: If the folder has such a file, and ``overwrite`` is False.
         OSError: If a file cannot be written.
-        UnsupportedError: If safetensors has no name for the type of a variable.
+        UnsupportedError: If safetensors does not support the type of a variable.
 
     Example:
         >>> import tempfile
@@ -171,7 +172,7 @@ def export_step(
 
 
 def _refuse_others(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Refuses to replace files that no export wrote, or that were changed since."""
+    """Raises an error if other files would be replaced."""
     written = _written(folder / _DESCRIPTION)
     for name, content in files.items():
         path = folder / name
@@ -181,14 +182,14 @@ def _refuse_others(folder: Path, files: Mapping[str, bytes]) -> None:
         if present == content or written.get(name) == _describe_file(present):
             continue
         raise OrtopsError(
-            f"export_step: '{path}' is not a file that an export to this folder wrote, or it was "
-            "changed since; give another folder, or overwrite=True (--force on the command line) "
-            "to replace it"
+            f"export_step: '{path}' was not written by an export to this folder, or was changed "
+            "since; give another folder, or overwrite=True (--force on the command line) to "
+            "replace it"
         )
 
 
 def _written(description: Path) -> dict[str, Any]:
-    """Returns which files an earlier export wrote, with their lengths and checksums."""
+    """Returns the files that an earlier export wrote, with their lengths and checksums."""
     try:
         content = description.read_bytes()
         found = read_json(content)
@@ -204,7 +205,7 @@ def _describe_file(content: bytes) -> dict[str, int]:
 
 
 def _step_message(whole: onnx.ModelProto, entry: int, target: Target | None) -> bytes:
-    """Returns a step as a file: small, since many a driver downloads it."""
+    """Returns a step as a file, made small for drivers that download it."""
     step = step_graph(whole, entry=entry, defaults=False, target=target)
     model = convert.to_ir(lower(step) if target is None else step)
     merge_equal_nodes(model.graph)
@@ -221,7 +222,7 @@ def _present(proto: onnx.ModelProto, data: Data, variables: Sequence[str]) -> di
 
 
 def _write_raw(proto: onnx.ModelProto, data: Data, arrays: Mapping[str, Array]) -> None:
-    """Makes the data of variables raw ones, and leaves out how far a `fit` is."""
+    """Writes variables as raw data, and removes the position of `fit`."""
     for graph in (proto.graph, *(info.algorithm for info in proto.training_info)):
         write_values(graph, data, arrays)
     remove_metadata(proto, POSITION_KEY)
@@ -233,7 +234,7 @@ def _evaluation(proto: onnx.ModelProto, data: Data, entry: int, step: Step) -> E
 
 
 def _role(name: str, step: Step, metadata: TrainingMetadata, own: set[str]) -> dict[str, str]:
-    """Returns which part a variable plays, and of what."""
+    """Returns the role of a variable, and its parameter."""
     scalars = {metadata.step: "step", metadata.seed: "seed", metadata.loss_scale: "loss_scale"}
     scalars |= {metadata.good_steps: "good_steps"}
     for role, names in (("master", metadata.masters), ("average", metadata.averages)):

@@ -1,4 +1,4 @@
-"""What a training step is fed: the inputs, and the check of a batch against them."""
+"""The inputs of a training step, and the checks of a batch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["Checked", "Feeds", "Input", "Inputs", "to_array"]
 Array: TypeAlias = npt.NDArray[Any]
 
 Feeds: TypeAlias = Mapping[str, npt.NDArray[Any]] | Sequence[Any] | npt.NDArray[Any]
-"""One batch: an array for each input, or what can be one (see `Input.array`), by name or in the
-order of the inputs (see `Inputs.named`)."""
+"""A batch: an array, or an array-like (see `Input.array`), for each input, by name or in the order
+of the inputs (see `Inputs.named`)."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Input:
 
     Attributes:
         name: Its name.
-        dtype: Its element type, or None if any is taken.
-        dims: Its sizes; a symbol stands for a size that is the same wherever it occurs, None for
-            any. None if the rank is not known.
-        unbound: What it takes, where onnxruntime cannot bind that to the memory of a step.
+        dtype: Its element type; None if any type is allowed.
+        dims: Its shape. Dimensions with the same symbol have the same size; None is any size. None
+            if the rank is unknown.
+        unbound: The kind of its values, if onnxruntime cannot bind them to a training step.
     """
 
     name: str
@@ -46,41 +46,41 @@ class Input:
     unbound: str | None = None
 
     def array(self, given: object) -> Array:
-        """Returns what was given as an array: its own memory, where it has an array's.
+        """Converts a value to an array, without copying the memory of an array.
 
-        Numbers of Python have no precision of their own and get the input's; what has a type keeps
-        it here.
+        Python numbers have no precision of their own and get the type of the input; values with a
+        type keep it.
 
         Args:
-            given: Anything with values: an array of any library, an OrtValue, numbers in lists.
+            given: Any array-like: an array of any library, an OrtValue, numbers in lists.
 
         Raises:
-            FeedError: If it is no array, or has values that its type cannot hold.
+            FeedError: If it cannot be converted, or the type cannot represent its values.
         """
         array, plain = _opened_array(f"feeds: '{self.name}'", given)
         return self._typed(array, plain) if isinstance(plain, list | float) else array
 
     def fit(self, given: object, sizes: dict[str, tuple[int, str]]) -> Array:
-        """Returns what was fed as onnxruntime takes it: of the type, contiguous and aligned.
+        """Converts a value to the array that onnxruntime needs: contiguous, aligned, of the type.
 
         Args:
-            given: What was fed (see `array`). Values of another type are converted where all of
-                them survive: integers and bools for floats, and one precision for another.
-            sizes: The sizes that symbols have so far, and the inputs that told; extended.
+            given: The value (see `array`). Another type is converted if that preserves all values:
+                integers and booleans to floats, and one precision to another.
+            sizes: The sizes of symbols so far, each with the input that defined it; extended.
 
         Raises:
-            FeedError: If it does not fit.
+            FeedError: If the value does not fit.
         """
         if self.unbound is not None:
             raise FeedError(
-                f"feeds: '{self.name}' takes {self.unbound}, which onnxruntime does not bind to a "
-                "training step; make it an input of numbers that numpy has, like float32"
+                f"feeds: '{self.name}' is an input of type {self.unbound}, which onnxruntime "
+                "cannot bind to a training step; use a numeric type of numpy, such as float32"
             )
         array = self.array(given)
         if self.dtype is not None and array.dtype != self.dtype:
             array = self._converted(array)
         elif array.dtype.kind not in "biufcV":
-            raise FeedError(f"feeds: '{self.name}' is of type {array.dtype}; numbers are accepted")
+            raise FeedError(f"feeds: '{self.name}' must have numbers, got type {array.dtype}")
         if self.dims is not None:
             self._check_shape(array.shape, self.dims, sizes)
         if not (array.flags.c_contiguous and array.flags.aligned):
@@ -88,7 +88,7 @@ class Input:
         return array
 
     def _typed(self, array: Array, plain: list[Any] | float) -> Array:
-        """Returns numbers of Python in the input's type, if it is of floats."""
+        """Returns Python numbers in the type of the input, if that is a float type."""
         numbers = list(_leaves(plain))
         if not numbers:  # an empty list has no type
             return array if self.dtype is None else array.astype(self.dtype)
@@ -104,8 +104,8 @@ class Input:
         for number, converted in zip(flat, result.flat, strict=True):
             if not _stands_for(float(converted), number):
                 raise FeedError(
-                    f"feeds: '{self.name}' has the value {number}, which {result.dtype} does not "
-                    f"hold; give values of {result.dtype}"
+                    f"feeds: '{self.name}' has the value {number}, which {result.dtype} cannot "
+                    f"represent; give values of type {result.dtype}"
                 )
         return result
 
@@ -116,16 +116,14 @@ class Input:
         have, want = ranks.get(_kind(array.dtype), 3), ranks.get(_kind(wanted), -1)
         hint = f" (convert it with .astype(np.{wanted}))" if array.dtype.kind in "biuf" else ""
         if have > want:
-            raise FeedError(
-                f"feeds: '{self.name}' is of type {array.dtype}; {wanted} is accepted{hint}"
-            )
+            raise FeedError(f"feeds: '{self.name}' must be {wanted}, got {array.dtype}{hint}")
         with np.errstate(all="ignore"):
             result = array.astype(wanted)
             lost = ~_survives(array, result)
         if lost.any():
             raise FeedError(
-                f"feeds: '{self.name}' is of type {array.dtype} and has the value "
-                f"{array[lost].flat[0]}, which {wanted} does not hold; {wanted} is accepted{hint}"
+                f"feeds: '{self.name}' must be {wanted}, got {array.dtype} with the value "
+                f"{array[lost].flat[0]}, which {wanted} cannot represent{hint}"
             )
         return result
 
@@ -139,7 +137,7 @@ class Input:
             isinstance(dim, int) and dim != size for dim, size in zip(dims, shape, strict=True)
         ):
             shown = ", ".join("?" if dim is None else str(dim) for dim in dims)
-            raise FeedError(f"feeds: '{self.name}' has shape {list(shape)}; [{shown}] is accepted")
+            raise FeedError(f"feeds: '{self.name}' must have shape [{shown}], got {list(shape)}")
         for dim, size in zip(dims, shape, strict=True):
             if isinstance(dim, str):
                 known, teller = sizes.setdefault(dim, (size, self.name))
@@ -151,20 +149,20 @@ class Input:
 
 
 def to_array(what: str, given: object) -> Array:
-    """Returns anything with values as an array: its own memory, where it has an array's.
+    """Converts an array-like to an array, without copying the memory of an array.
 
     Args:
-        what: What it is, for messages.
+        what: Its name in messages.
         given: An array of any library, an OrtValue, numbers in lists.
 
     Raises:
-        FeedError: If it is no array, or has values that are missing.
+        FeedError: If it cannot be converted, or has missing values.
     """
     return _opened_array(what, given)[0]
 
 
 def _opened_array(what: str, given: object) -> tuple[Array, Any]:
-    """Returns what was given as an array, and what numpy made that of."""
+    """Returns a value as an array, and the object that numpy converted."""
     if type(given) is np.ndarray:
         return given, given
     try:
@@ -174,11 +172,13 @@ def _opened_array(what: str, given: object) -> tuple[Array, Any]:
         raise
     except Exception as error:  # whatever has an __array__ may raise anything
         why = str(error).strip().split("\n")[0] or type(error).__name__
-        raise FeedError(f"{what} is no array: {why}; give a numpy array") from error
+        raise FeedError(
+            f"{what} cannot be converted to an array: {why}; give a numpy array"
+        ) from error
 
 
 def _plain(given: Any) -> Any:
-    """Returns what numpy makes an array of without leaving anything out."""
+    """Returns an object that numpy converts to an array without losing anything."""
     if isinstance(given, np.ma.MaskedArray):
         masked = int(np.ma.getmaskarray(given).sum())
         if masked:
@@ -202,7 +202,7 @@ def _plain(given: Any) -> Any:
 
 
 def _leaves(plain: Any) -> Iterator[Any]:
-    """Yields what nested lists hold."""
+    """Yields the items of nested lists."""
     if isinstance(plain, list):
         for part in plain:
             yield from _leaves(part)
@@ -215,7 +215,7 @@ def _has_no_type(number: object) -> bool:
 
 
 def _stands_for(converted: float, number: Any) -> bool:
-    """Whether a float is a number, or the nearest one to a float of Python."""
+    """Whether a float equals a number, or is the nearest one to a Python float."""
     if type(number) is float:
         alike = math.isfinite(number) == math.isfinite(converted)
         return alike and (number == 0) == (converted == 0)
@@ -224,12 +224,12 @@ def _stands_for(converted: float, number: Any) -> bool:
 
 
 def _kind(dtype: np.dtype[Any]) -> str:
-    """Returns numpy's letter for the kind of a type; ml_dtypes' floats, like bfloat16, are such."""
+    """Returns numpy's letter for the kind of a type; "f" also for ml_dtypes' floats."""
     return "f" if dtype.kind == "V" and np.can_cast(dtype, np.float64) else dtype.kind
 
 
 def _survives(array: Array, result: Array) -> Array:
-    """Tells which values are the same in another type."""
+    """Returns which values stay the same in another type."""
     same: Array = np.equal(result.astype(array.dtype), array)
     if array.dtype.kind not in "biu":
         same |= np.isnan(array)
@@ -246,11 +246,10 @@ _MOVING = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Un
 
 
 def _check_labels(name: str, labels: Array, accepted: Labels) -> None:
-    """Refuses labels of an input that a loss does not accept."""
+    """Raises an error if labels are outside of the range of a loss."""
     if not labels.size:
         raise FeedError(
-            f"feeds: '{name}' has shape {list(labels.shape)}, so that there is nothing to compute "
-            "a loss from; a batch has at least one row"
+            f"feeds: '{name}' must have at least one row, got shape {list(labels.shape)}"
         )
     classes, ignored = accepted.classes, accepted.ignored
     bits = 8 * labels.itemsize
@@ -260,18 +259,16 @@ def _check_labels(name: str, labels: Array, accepted: Labels) -> None:
     outside = labels < 0 if classes is None else (labels < 0) | (labels >= classes)
     wrong = labels[outside & (labels != ignored)]
     if wrong.size:
-        those = "0 and above" if classes is None else f"0 to {classes - 1}"
-        extra = "" if ignored is None else f", or {ignored}, which does not count"
-        raise FeedError(
-            f"feeds: '{name}' has the label {wrong.flat[0]}; {those} are accepted{extra}"
-        )
+        allowed = ">= 0" if classes is None else f"from 0 to {classes - 1}"
+        extra = "" if ignored is None else f", or {ignored}, which is ignored"
+        raise FeedError(f"feeds: labels in '{name}' must be {allowed}{extra}, got {wrong.flat[0]}")
 
 
 class Checked(dict[str, Array]):
-    """A batch that fits: what `Inputs.check` returns, and takes as it is.
+    """A checked batch: `Inputs.check` returns it, and accepts it without another check.
 
     Attributes:
-        by: What has checked it.
+        by: The inputs that it was checked for.
     """
 
     def __init__(self, arrays: Mapping[str, Array], by: Inputs) -> None:
@@ -280,7 +277,7 @@ class Checked(dict[str, Array]):
 
 
 class Inputs(dict[str, Input]):
-    """The inputs of a training step by name: those of the model in its order, then the loss's.
+    """The inputs of a training step by name: those of the model in order, then those of the loss.
 
     Args:
         steps: The parts of the step.
@@ -309,7 +306,7 @@ class Inputs(dict[str, Input]):
         """Returns some of the inputs; the others may be fed, but are not read.
 
         Args:
-            names: Which ones. Their places in a tuple (see `named`) stay as they are.
+            names: Their names. Their positions in a tuple (see `named`) do not change.
         """
         chosen = set(names)
         result = Inputs((), self._unread | self.keys())
@@ -322,13 +319,13 @@ class Inputs(dict[str, Input]):
         """Returns a batch, or a data set of arrays, by name.
 
         Args:
-            feeds: A mapping; a table, of whose columns those named like inputs are taken; arrays
-                in a tuple or list, the model's inputs in their order and then the loss's (inner
-                tuples are opened, so that ``((x1, x2), y)`` is ``(x1, x2, y)``); or one array,
-                where there is one input.
+            feeds: A mapping; a table, of which the columns with names of inputs are used; arrays in
+                a tuple or list, the inputs of the model in order and then those of the loss (nested
+                tuples are flattened: ``((x1, x2), y)`` is ``(x1, x2, y)``); or one array, if there
+                is one input.
 
         Raises:
-            FeedError: If it is something else, or arrays are missing or too many.
+            FeedError: If it is something else, or the number of arrays is wrong.
         """
         if isinstance(feeds, Mapping):
             return feeds
@@ -341,15 +338,15 @@ class Inputs(dict[str, Input]):
             parts = _opened(feeds)
         else:
             raise FeedError(
-                f"feeds: {type(feeds).__name__} was given; give a dict of an array for each input, "
-                "or a tuple of arrays in the order of the inputs"
+                "feeds must be a dict with an array for each input, or a tuple of arrays in the "
+                f"order of the inputs, got {type(feeds).__name__}"
             )
         needed = max((n for n, name in enumerate(self._places, 1) if name in self), default=0)
         if not needed <= len(parts) <= len(self._places):
             raise FeedError(
-                f"feeds: {len(parts)} array{'s were' if len(parts) > 1 else ' was'} given without "
-                f"names, and there are {len(self._places)} inputs; give a dict, or a tuple with an "
-                f"array for each of {_listed(self._places)} in this order"
+                f"feeds: {len(parts)} array{'s' * (len(parts) > 1)} without names for "
+                f"{len(self._places)} inputs; give a dict, or a tuple with an array for each of "
+                f"{_listed(self._places)} in this order"
             )
         return dict(zip(self._places, parts, strict=False))
 
@@ -357,10 +354,10 @@ class Inputs(dict[str, Input]):
         return self.as_columns(tables.columns(table, list(self)))
 
     def as_columns(self, found: Mapping[str, object]) -> dict[str, object]:
-        """Returns columns of a table, as columns of matrices where the inputs have one column.
+        """Reshapes columns of a table to [rows, 1] for inputs of that shape.
 
         Args:
-            found: Columns by name, each that of an input.
+            found: Columns by the names of inputs.
         """
         found = dict(found)
         for name, column in found.items():
@@ -372,24 +369,24 @@ class Inputs(dict[str, Input]):
 
     @functools.cached_property
     def sampled(self) -> list[str]:
-        """The inputs that have a row for each sample.
+        """The inputs with a row for each sample.
 
-        The others, in a model that takes batches of any size, have a first dimension of their own,
-        or none: they are the same in every batch.
+        In a model with a dynamic batch size, inputs with a static first dimension, or without
+        dimensions, are the same in every batch.
         """
         free = [n for n, value in self.items() if value.dims is None or _is_free(value.dims)]
         return free or [name for name, value in self.items() if value.dims]
 
     def fixed_rows(self, name: str) -> int | None:
-        """Returns the size of an input's first dimension, where the model fixes that."""
+        """Returns the size of the first dimension of an input, if it is static."""
         dims = self[name].dims if name in self else None
         return dims[0] if dims and isinstance(dims[0], int) else None
 
     def check(self, feeds: Feeds) -> Checked:
-        """Returns the feeds as arrays that fit.
+        """Returns the feeds as arrays that fit the inputs.
 
         Raises:
-            FeedError: If they do not.
+            FeedError: If they do not fit.
         """
         if isinstance(feeds, Checked) and feeds.by is self:
             return feeds
@@ -408,13 +405,13 @@ class Inputs(dict[str, Input]):
         return Checked(arrays, self)
 
     def sample(self, feeds: object) -> dict[str, Array | None]:
-        """Returns a sample by name, in memory of its own: the next may be read into the same.
+        """Returns a sample by name, in its own memory: the next one may reuse that of this one.
 
         Args:
-            feeds: See `named`. What no step reads is None in the result.
+            feeds: See `named`. Inputs that no step reads are None in the result.
 
         Raises:
-            FeedError: If something in it is not an array.
+            FeedError: If a value cannot be converted to an array.
         """
         given = self.named(feeds)
         return {
@@ -425,14 +422,14 @@ class Inputs(dict[str, Input]):
     def columns(self, data: Mapping[str, object]) -> dict[str, Any]:
         """Returns a data set as arrays, from which batches are cut.
 
-        Values of another type stay as they are: `check` converts them batch by batch. What is not
-        in memory stays where it is.
+        Types do not change: `check` converts batch by batch. Arrays that are not in memory stay
+        where they are.
 
         Args:
-            data: An array for each input, or what can be one (see `Input.array`).
+            data: An array, or an array-like (see `Input.array`), for each input.
 
         Raises:
-            FeedError: If there is something else in it.
+            FeedError: If a value cannot be converted to an array.
         """
         self._check_names(data)
         found = {}
@@ -443,8 +440,8 @@ class Inputs(dict[str, Input]):
             array: Any = given if tables.is_lazy(given) else own.array(given)
             if not array.shape and own.dims != ():
                 raise FeedError(
-                    f"data: '{name}' is a single {type(array.item()).__name__}; give an array with "
-                    "a row for each sample"
+                    f"data: '{name}' must be an array with a row for each sample, got a single "
+                    f"{type(array.item()).__name__}"
                 )
             found[name] = array
         for name in self:
@@ -459,7 +456,8 @@ class Inputs(dict[str, Input]):
         for name in given:
             if not isinstance(name, str):
                 raise FeedError(
-                    f"feeds: the key {name!r} is no name; the inputs are {_listed(self)}"
+                    f"feeds: keys must be names of inputs, got {name!r}; the inputs are "
+                    f"{_listed(self)}"
                 )
             if name not in self and name not in self._unread:
                 raise FeedError(f"feeds: there is no input '{name}'; " + did_you_mean(name, self))
@@ -470,7 +468,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _is_free(dims: Sequence[int | str | None]) -> bool:
-    """Whether the first dimension may have any size."""
+    """Whether the first dimension is dynamic."""
     return bool(dims) and not isinstance(dims[0], int)
 
 
@@ -484,7 +482,7 @@ def _opened(parts: Iterable[object]) -> list[object]:
 
 
 def _read(given: Mapping[str, object], name: str) -> object:
-    """Returns what a mapping has for a name; some read it from a file only now."""
+    """Returns the value of a mapping for a name; some mappings read a file on access."""
     try:
         return given[name]
     except MemoryError:
@@ -494,7 +492,7 @@ def _read(given: Mapping[str, object], name: str) -> object:
 
 
 def _unbound(value: ir.Value) -> str | None:
-    """Returns what an input takes, if onnxruntime binds arrays of numpy's numbers only."""
+    """Returns the kind of values of an input, if onnxruntime cannot bind them."""
     if isinstance(value.type, ir.SequenceType | ir.OptionalType):
         return "a sequence" if isinstance(value.type, ir.SequenceType) else "an optional"
     dtype = numpy_dtype(value)
@@ -504,7 +502,7 @@ def _unbound(value: ir.Value) -> str | None:
 
 
 def _labels(step: Step) -> list[tuple[str, Labels]]:
-    """Returns the inputs that are labels, by what a loss noted and by what reads them."""
+    """Returns the inputs that are labels, by metadata of losses and the nodes that read them."""
     found: list[tuple[str, Labels]] = []
     for value in step.model.graph.inputs:
         if value.name in step.feeds:

@@ -1,4 +1,4 @@
-"""The loop of `fit`."""
+"""The training loop of `fit`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ logger = logging.getLogger("ortops")
 
 
 class Trainer(Protocol):
-    """What the loop needs of a session."""
+    """The interface of a session that the loop uses."""
 
     learning_rate: float
     resume_state: ResumeState
@@ -70,7 +70,7 @@ class Trainer(Protocol):
 
     @property
     def saved_in(self) -> str:
-        """The file that the present state was saved in, if it was."""
+        """The file that the present state was saved in; "" if it was not saved."""
 
     def loss_names(self) -> list[str]:
         """Returns the names of the loss and its parts."""
@@ -79,7 +79,7 @@ class Trainer(Protocol):
         """Returns the input that metrics compare outputs with."""
 
     def apply(self, gradients: Gradients) -> None:
-        """Makes a step of gradients."""
+        """Applies gradients."""
 
     def evaluate(
         self, data: Data, *, batch_size: int, metrics: Sequence[str | Metric]
@@ -93,18 +93,19 @@ class Differentiate(Protocol):
     def __call__(
         self, feeds: Batch, *, outputs: Sequence[str], after: Gradients | None
     ) -> Gradients:
-        """Returns them; see `ortops.TrainingSession.gradients`."""
+        """Returns the gradients; see `ortops.TrainingSession.gradients`."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What several processes do together. All call the same in the same order, and wait.
+    """What several processes do together. All make the same calls in the same order, and wait.
 
     Attributes:
-        agree: Is given why the training ends, the signal that ends it, each "" if nothing does, and
-            what all processes should have. Returns what ends it in any of them, and whether they
-            have the same.
-        same: Is given a name, and what is called so, and refuses that if a process has another.
+        agree: Combines the states of all processes. Arguments: the reason why training stops and
+            the name of the signal that ends it ("" for none), and an object that should be the same
+            in all processes. Returns the reason and the signal of any process, and whether the
+            objects are the same.
+        same: Raises an error if processes differ in an object. Arguments: its name and the object.
         add_up: Returns the gradients of a whole batch, given those of this process's parts.
     """
 
@@ -115,15 +116,15 @@ class Shared:
 
 @dataclass(frozen=True)
 class StepStrategy:
-    """How steps are made with the batches of the data set, by one process or several.
+    """How steps are made with the batches of a data set, by one process or several.
 
     Attributes:
-        step: Makes a step with a batch. It calls its last argument with the outputs that the other
-            one names once they are known, before anything changes.
-        gradients: Computes the gradients of a batch, of this process's part of it.
-        counts: For the loss, and each of its parts, the output that tells how much of a batch
-            counts; "" where all does.
-        leads: Whether this process shows progress, and tells callbacks that write.
+        step: Makes a step with a batch. It calls its last argument with the outputs that its second
+            argument names, before anything changes.
+        gradients: Computes the gradients of a batch, or of this process's part of it.
+        counts: For the loss and each of its parts, the output with its divisor; "" if all rows
+            count.
+        leads: Whether this process shows progress and calls callbacks that write.
         shared: What several processes do together; None for one process.
     """
 
@@ -249,14 +250,14 @@ def _first_position(
 
 
 class _Loop:
-    """A call of `fit` that goes on from a position.
+    """A call of `fit`, from a position on.
 
     Attributes:
-        position: Where the training is.
+        position: The position in the training.
         history: The entries of the finished epochs.
-        interruption: What a signal left.
+        interruption: The signal that came, if any.
         progress: Whether to show a line for each epoch.
-        stop_on_nan: Whether to stop at a loss that is no number.
+        stop_on_nan: Whether to stop at a loss that is NaN or infinite.
     """
 
     progress = True
@@ -293,8 +294,7 @@ class _Loop:
         rate = trainer.metadata.scheduled_learning_rate
         self._rate = rate
         self._counts = strategy.counts if any(strategy.counts) else []
-        told = [name for name in (rate, *self._counts) if name]
-        self._outputs = [*self._names, *told]
+        self._outputs = [*self._names, *(name for name in (rate, *self._counts) if name)]
         self._shares = {part.name: part.weight for part in trainer.metadata.losses}
         self._on_step = [each for each in self.callbacks if _defines(each, "on_step")]
         self._on_save = [each for each in self.callbacks if _defines(each, "on_save")]
@@ -307,18 +307,18 @@ class _Loop:
         self._restore(callbacks)
 
     def _restore(self, callbacks: Sequence[Callback]) -> None:
-        """Gives the callbacks what they knew, and says where their states are from now on."""
+        """Restores the states of the callbacks, and registers them for later positions."""
         left = list(callbacks)
         for saved in self.position.epoch_state.states():
             name, state = saved["class"], saved["state"]
-            taker = next((each for each in left if type(each).__name__ == name), None)
-            if taker is not None:
-                left.remove(taker)
-                taker.restore(dict(state))
+            callback = next((each for each in left if type(each).__name__ == name), None)
+            if callback is not None:
+                left.remove(callback)
+                callback.restore(dict(state))
             elif state:
                 raise OrtopsError(
-                    f"fit: resume=True goes on with a training that had the callback {name}, which "
-                    "is not given; give one, or leave out resume=True to begin another training"
+                    f"fit: the training to resume had the callback {name}, which is missing; give "
+                    "one, or leave out resume=True to start a new training"
                 )
         given = list(callbacks)
         epoch_state = self.position.epoch_state._replace(
@@ -330,9 +330,9 @@ class _Loop:
         self.position = self.position._replace(epoch_state=epoch_state)
 
     def run(self) -> None:
-        """Trains until all epochs are done, or something ends it before."""
+        """Trains until all epochs are finished or something ends training early."""
         self.trainer.resume_state.set(self.position)
-        self._tell("on_begin", self._averages())
+        self._notify("on_begin", self._averages())
         if self.stopped and self.strategy.leads:
             logger.warning("fit: stopped before the first step: %s", self.stopped)
         epochs = self.position.epoch_state.call.epochs
@@ -350,23 +350,23 @@ class _Loop:
                 break
             if bar:
                 bar.finish(entry)
-            self._tell("on_epoch", entry, finished=True)
-        self._ended()  # what callbacks of other processes have written is there
+            self._notify("on_epoch", entry, finished=True)
+        self._ended()  # waits until callbacks of other processes have written
         progress = self.position.progress
         between = bool(self.history) and not progress.batch
         last = self.history[-1] if between else self._averages()
-        self._tell("on_end", dict(last), finished=between)
-        self._ended()  # none leaves, with a signal that ends all, while others write
+        self._notify("on_end", dict(last), finished=between)
+        self._ended()  # waits for the others, as a signal may end all processes at once
 
     def _ended(self) -> bool:
         ended, _ = self._agree(None)
         return ended
 
     def _agree(self, found: object) -> tuple[bool, bool]:
-        """Returns whether the training ends, and whether all processes have the same of something.
+        """Returns whether training ends, and whether all processes have the same object.
 
         Args:
-            found: What they should have.
+            found: The object.
         """
         if self.strategy.shared is None:
             return bool(self.stopped or self.interruption.name), True
@@ -374,14 +374,14 @@ class _Loop:
             self.stopped, self.interruption.name, found
         )
         self.stopped = stopped
-        if signal:  # one that has come since is not to be forgotten
+        if signal:  # keeps one that has come since
             self.interruption.name = signal
         return bool(stopped or signal), alike
 
     # -------------------------------------------------------------------------------- an epoch
 
     def _train(self, bar: ProgressBar | None) -> None:
-        """Goes through what is left of an epoch."""
+        """Trains on the remaining batches of an epoch."""
         epoch_state, progress = self.position
         call = epoch_state.call
         if self.schedule is not None and not progress.batch:
@@ -396,32 +396,33 @@ class _Loop:
                     progress = self.position.progress
                     bar.update(progress.batch, progress.samples, self._averages)
                 if self._on_step:
-                    self._tell_step()
+                    self._notify_of_step()
                 if self._ended():
                     return
 
     def _close(self, batches: Iterator[Batch]) -> None:
-        """Ends what gives batches; after a signal without waiting for one that is being read."""
+        """Closes the batches; after a signal, without waiting for one that is being read."""
         if isinstance(batches, Prefetcher):
             batches.close(wait=not self.interruption.name)
         elif hasattr(batches, "close"):
             batches.close()
 
     def _read(self, batches: Iterator[Batch]) -> Batch | None:
-        """Returns the next batch; None at the end of the epoch, or where a signal came.
+        """Returns the next batch; None at the end of the epoch, or if a signal came.
 
-        A signal does not wait for the data: the session stands at a whole step.
+        A signal does not wait for the data: the session is in the state after a whole step.
         """
         return self.interruption.at_once(functools.partial(next, batches, None))
 
-    def _goes_on(self, sizes: Sequence[int]) -> bool:
-        """Whether an update is made of batches that were read.
+    def _is_update_due(self, sizes: Sequence[int]) -> bool:
+        """Whether an update is made with the batches that were read.
 
-        It is not at the end of the epoch, nor where a signal has come to any process since the last
+        It is not made at the end of the epoch, nor if any process got a signal since the last
         update.
 
         Args:
-            sizes: How many rows they have; other batches in another process are refused.
+            sizes: The numbers of rows of the batches. If another process has other batches, an
+                error is raised.
         """
         shared = self.strategy.shared
         if shared is None:
@@ -435,15 +436,15 @@ class _Loop:
         return bool(sizes) and not ended
 
     def _make_update(self, batches: Iterator[Batch]) -> bool:
-        """Makes a step with the next batch; its position is that after the batch, once it is made.
+        """Makes a step with the next batch; afterwards, the position is the one after the batch.
 
         Returns:
-            Whether there was one.
+            Whether there was a batch.
         """
         before = self.position.progress
         batch = self._read(batches)
         size = 0 if batch is None else rows(batch)
-        if not self._goes_on([size] if batch is not None else []):
+        if not self._is_update_due([size] if batch is not None else []):
             return False
         assert batch is not None
         self.strategy.step(
@@ -455,7 +456,7 @@ class _Loop:
         return True
 
     def _make_joined_update(self, batches: Iterator[Batch]) -> bool:
-        """Makes a step with the gradients of the next batches, as if they were one.
+        """Makes a step with the accumulated gradients of the next batches.
 
         Returns:
             Whether there were any, and no signal came between them.
@@ -487,7 +488,7 @@ class _Loop:
             read = batch
         if len(sizes) < epoch_state.call.accumulate and shared is None and self.interruption.name:
             return False
-        if not self._goes_on(sizes):
+        if not self._is_update_due(sizes):
             return False
         assert total is not None
         joined = total.result() if shared is None else shared.add_up(total)
@@ -501,7 +502,7 @@ class _Loop:
         return True
 
     def _differs(self, gradients: Gradients) -> bool:
-        """Whether the step differs from that of the joined batch, which is said once."""
+        """Whether the step differs from that of the joined batch; warns once."""
         kinds = {summand.is_sum for summand in gradients.summands if summand.weight}
         if gradients.additive or len(kinds) > 1:  # the latter has no meaning that would be near
             return False
@@ -509,14 +510,14 @@ class _Loop:
             self._said = True
             log = logger.warning if self.strategy.leads else logger.debug
             log(
-                "fit: accumulate=%d: %s, so that a step is not that of one batch of all rows",
+                "fit: accumulate=%d: %s, so a step differs from that of one batch with all rows",
                 self.position.epoch_state.call.accumulate,
                 gradients.not_additive,
             )
         return True
 
     def _prepare(self, before: Progress, count: int, size: int, found: Mapping[str, Array]) -> None:
-        """Says what the position is after the batches whose step is made next."""
+        """Sets the position after the batches of the next step."""
         self._losses = [number_of(found[name]) for name in self._names]
         added: Sequence[float] = [size] * len(self._names)
         weights: tuple[float, ...] = ()
@@ -541,14 +542,14 @@ class _Loop:
     def _weigh(
         self, before: Progress, size: int, found: Mapping[str, Array]
     ) -> tuple[Sequence[float], tuple[float, ...]]:
-        """Returns the weights that the losses of some rows have in the averages of the epoch.
+        """Returns the weights of the losses of some rows in the averages of the epoch.
 
-        A loss weighs what it was divided by, such as the labels that are not ignored, in units
-        that make it the number of rows where all labels count.
+        The weight of a loss is its divisor, such as the number of labels that are not ignored, in
+        units that make it the number of rows if all labels count.
 
         Args:
-            before: The place before them.
-            size: How many rows they are.
+            before: The position before these rows.
+            size: The number of rows.
             found: The losses and counts.
 
         Returns:
@@ -566,14 +567,14 @@ class _Loop:
             weights.append(weight)
             units.append(unit)
         if any(weight != size for weight in weights[1:]):
-            weights[0] = 0.0  # the sum's average is not one over rows, but that of its summands
+            weights[0] = 0.0  # the average of the sum is the sum of the averages of its summands
         return weights, tuple(units)
 
     def _finish_epoch(self) -> dict[str, float] | None:
-        """Evaluates, and moves on to the next epoch.
+        """Evaluates, and moves to the next epoch.
 
         Returns:
-            The entry of the history; None if a signal came before there is one.
+            The entry of the history; None if a signal came before.
         """
         epoch_state, progress = self.position
         entry = self._averages()
@@ -606,7 +607,7 @@ class _Loop:
         return entry
 
     def _averages(self) -> dict[str, float]:
-        """Returns the losses of the epoch so far; NaN where none of its labels counts."""
+        """Returns the mean losses of the epoch so far; NaN if no label counts."""
         progress = self.position.progress
         names = ["loss", *self._names[1:]]
         if not progress.samples:
@@ -642,7 +643,7 @@ class _Loop:
 
     # ------------------------------------------------------------------------------- callbacks
 
-    def _tell_step(self) -> None:
+    def _notify_of_step(self) -> None:
         names = ["loss", *self._names[1:]]
         values = dict(zip(names, self._losses, strict=True)) | self._present_rate()
         record = self._record(values)
@@ -651,7 +652,7 @@ class _Loop:
             _make_plain(record.values, callback)
         self._save(record, self._on_save_of_step)
 
-    def _tell(self, event: str, values: dict[str, float], *, finished: bool = False) -> None:
+    def _notify(self, event: str, values: dict[str, float], *, finished: bool = False) -> None:
         record = self._record(values, finished=finished)
         for callback in self.callbacks:
             getattr(callback, event)(record, self.trainer)
@@ -659,14 +660,14 @@ class _Loop:
         self._save(record, self._on_save)
 
     def _save(self, record: Record, callbacks: Sequence[Callback]) -> None:
-        """Lets callbacks save the session, now that all have seen an event."""
+        """Lets callbacks save the session, after all have seen an event."""
         for callback in callbacks:
             callback.on_save(record, self.trainer)
         self.stopped = self.stopped or record.stopped
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
-        """Closes all callbacks at the end, whatever is raised, by one of them too."""
+        """Closes all callbacks at the end, whatever is raised, also by one of them."""
         with contextlib.ExitStack() as stack:
             for callback in reversed(self.callbacks):
                 stack.callback(callback.on_close)
@@ -691,12 +692,12 @@ class _Loop:
 
 
 def _defines(callback: Callback, method: str) -> bool:
-    """Whether a callback has a method of its own, which is not that of `Callback`."""
+    """Whether a callback overrides a method of `Callback`."""
     return getattr(type(callback), method) is not getattr(Callback, method)
 
 
 def _make_plain(values: dict[str, float], callback: Callback) -> None:
-    """Makes the numbers that a callback has put into a record Python's, as files take no others."""
+    """Converts the numbers that a callback put into a record to Python's, for files."""
     for name, value in values.items():
         if type(value) is not float:
             found = plain(value)
@@ -710,7 +711,7 @@ def _make_plain(values: dict[str, float], callback: Callback) -> None:
 
 
 def _check_same(shared: Shared, call: FitArguments, position: Position) -> None:
-    """Refuses arguments that other processes do not have."""
+    """Raises an error if processes have different arguments or positions."""
     epoch_state = position.epoch_state
     progress = {
         "epoch": epoch_state.epoch,
@@ -722,11 +723,11 @@ def _check_same(shared: Shared, call: FitArguments, position: Position) -> None:
 
 
 def _warn_if_schedule_ends(trainer: Trainer, position: Position) -> None:
-    """Says if the epochs of a training make more steps than the schedule in its graph has."""
+    """Warns if training has more steps than the schedule in its graph."""
     schedule = trainer.metadata.schedule
     planned = re.search(r"[(, ]steps=(\d+)", schedule)
     call, progress = position.epoch_state.call, position.progress
-    if planned is None:  # it goes on for ever
+    if planned is None:  # it never ends
         return
     epochs = call.epochs - position.epoch_state.epoch + 1
     if call.batches is not None:
@@ -743,14 +744,17 @@ def _warn_if_schedule_ends(trainer: Trainer, position: Position) -> None:
 def _log_how_to_continue(trainer: Trainer, name: str) -> None:
     file = trainer.saved_in
     if file:
-        how = f"TrainingSession({file!r}).fit(…, resume=True) goes on from there"
+        how = f"TrainingSession({file!r}).fit(…, resume=True)"
     else:
-        how = "fit(…, resume=True) goes on, of this session or of the file that save(path) writes"
-    logger.warning("fit: %s ended it after step %d; %s", name, trainer.steps_done, how)
+        how = "fit(…, resume=True) of this session, or of the file that save(path) writes,"
+    logger.warning(
+        "training interrupted by %s after step %d; call %s to continue",
+        *(name, trainer.steps_done, how),
+    )
 
 
 def _check_loss(trainer: Trainer, loss: float, feeds: Batch, where: str) -> None:
-    """Refuses to go on after a loss that is no number, or where no step can be made."""
+    """Raises an error if the loss is not finite, or if no step can be made any more."""
     if not math.isfinite(loss):
         raise _diverged(trainer, loss, feeds, where)
     metadata = trainer.metadata
@@ -763,23 +767,22 @@ def _check_loss(trainer: Trainer, loss: float, feeds: Batch, where: str) -> None
     good_steps = int(trainer.state[metadata.good_steps])
     if scale <= SMALLEST_SCALE and not good_steps:
         raise DivergedError(
-            f"gradients: they are infinite or NaN after step {trainer.steps_done} ({where}), "
-            f"down to the smallest scale of the loss, {scale:g}, so that steps change "
-            "nothing; look at logarithms, divisions, roots and powers in the model and the "
-            f"loss, then set state['{metadata.loss_scale}']. stop_on_nan=False goes on all "
-            "the same"
+            f"gradients are infinite or NaN after step {trainer.steps_done} ({where}) even at the "
+            f"smallest loss scale, {scale:g}, so steps have no effect; check logarithms, "
+            "divisions, roots and powers in the model and the loss, then set "
+            f"state['{metadata.loss_scale}']. Pass stop_on_nan=False to continue anyway"
         )
 
 
 def _diverged(
     trainer: Trainer, loss: float, feeds: Batch | None, where: str, *, made: bool = True
 ) -> DivergedError:
-    """Returns the error of a loss that is no number, with what to look at.
+    """Returns the error for a loss that is not finite, with its likely cause.
 
     Args:
         trainer: The session.
         loss: The loss.
-        feeds: The batch; None if another process has what is wrong.
+        feeds: The batch; None if the cause is in another process.
         where: Which batch it is.
         made: Whether the step was made.
     """
@@ -795,25 +798,25 @@ def _diverged(
                 f"{value} at {places[0].tolist()}"
             )
     if wrong:
-        look = f"in the batch {', '.join(wrong)}: clean the data"
+        look = f"in the batch, {', '.join(wrong)}; clean the data"
     elif feeds is None:
-        look = "the part of this process is finite; the error of another process says what is wrong"
+        look = "the part of this process is finite; see the error of the other process"
     else:
         try:
             rate = f" ({trainer.learning_rate:g})"
         except OrtopsError:  # the algorithm has none
             rate = ""
         look = (
-            f"the batch is finite, so look at the learning rate{rate}, and at logarithms, "
-            "divisions, roots and powers in the model and the loss"
+            f"the batch is finite, so check the learning rate{rate}, and logarithms, divisions, "
+            "roots and powers in the model and the loss"
         )
     if not made:
         return DivergedError(
-            f"loss: it is {loss} in step {trainer.steps_done + 1} ({where}); {look}. That step has "
-            "not been made. stop_on_nan=False goes on all the same"
+            f"loss is {loss} at step {trainer.steps_done + 1} ({where}): {look}. The step has not "
+            "been made. Pass stop_on_nan=False to continue anyway"
         )
     return DivergedError(
-        f"loss: it is {loss} in step {trainer.steps_done} ({where}); {look}. The session is in "
-        "the state after this step; the weights of before are there only if they were saved. "
-        "stop_on_nan=False goes on all the same"
+        f"loss is {loss} at step {trainer.steps_done} ({where}): {look}. The session is in the "
+        "state after this step; earlier weights are available only if they were saved. Pass "
+        "stop_on_nan=False to continue anyway"
     )

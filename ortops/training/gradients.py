@@ -1,4 +1,4 @@
-"""The gradients of a batch: what a step computes before it changes anything."""
+"""The gradients of a batch, which a step computes before it changes anything."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ortops.errors import OrtopsError, did_you_mean
+from ortops.errors import ArgumentError, OrtopsError, did_you_mean
 from ortops.execution.split_step import Differentiated, Layout
 from ortops.numbers import cast_numbers
 from ortops.trainable.metadata import LossPart
@@ -40,7 +40,7 @@ def numbers_of(losses: Array, steps: int) -> Array:
 
 
 def number_of(loss: Array) -> float:
-    """Returns a loss as a number of Python."""
+    """Returns a loss as a Python number."""
     return float(numbers_of(loss, 1)[0])
 
 
@@ -51,12 +51,12 @@ class Summand:
     Attributes:
         name: Its name among the outputs.
         value: Its value, before it is multiplied by its weight.
-        weight: What it is multiplied by in the loss.
-        count: What its sum was divided by; the rows of the batch where it tells none, 1 for a sum.
-            Where it is 0, as all labels are ignored, so is the value.
-        is_sum: Whether it is a sum.
-        batch_coupled: Whether rows of a batch take part in each other's loss.
-        counter: The output that the count is, if there is one.
+        weight: Its factor in the loss.
+        count: The divisor of its sum; the rows of the batch if the loss has no count, 1 for a sum.
+            If it is 0, because all labels are ignored, so is the value.
+        is_sum: Whether it is a sum and not a mean.
+        batch_coupled: Whether its value for a row depends on other rows of the batch.
+        counter: The output with the count, if there is one.
     """
 
     name: str
@@ -69,21 +69,20 @@ class Summand:
 
 
 class Gradients(Mapping[str, Array]):
-    """The gradients of a batch by parameter, as `ortops.TrainingSession.gradients` gives them.
+    """The gradients of a batch by parameter, as `ortops.TrainingSession.gradients` returns them.
 
-    They are those of the loss as it stands in `loss`: not scaled, not clipped, and float32 where a
-    parameter has 16 bits.
+    They are the gradients of `loss`: not scaled, not clipped, and float32 for 16-bit parameters.
 
     Attributes:
-        flat: Arrays of one axis that all gradients are views of, one for each type; to be changed
+        flat: 1-d arrays, one for each type, of which all gradients are views. They can be changed
             in place, as an all-reduce does. Zeros lie between the gradients.
-        count: What the sum in the loss was divided by: the rows of the batch where the loss tells
-            no count, 1 for a sum. To be changed like `loss`, for one's own bookkeeping.
-        summands: The summands of the loss; one, where it is no sum of losses.
+        count: The divisor of the loss: the rows of the batch if the loss has no count, 1 for a sum.
+            Like `loss`, it can be changed for bookkeeping.
+        summands: The summands of the loss; a single one if it is not a sum of losses.
         outputs: The outputs that `ortops.TrainingSession.step` returns, by name.
-        statistics: What else the step will set: the next values of running statistics, by the
-            names of these variables, and whatever else the update reads of the batch.
-        part: How many parts of the same batch came before (see
+        statistics: What else the step will set: the next values of running statistics, by variable,
+            and other values of the batch that the update reads.
+        part: The number of earlier parts of the same batch (see
             `ortops.TrainingSession.gradients`).
     """
 
@@ -123,7 +122,7 @@ class Gradients(Mapping[str, Array]):
 
     @property
     def loss(self) -> float:
-        """The loss; NaN where the algorithm puts out none."""
+        """The loss; NaN if the algorithm does not output one."""
         return number_of(self.outputs[self._loss]) if self._loss else math.nan
 
     @loss.setter
@@ -133,50 +132,44 @@ class Gradients(Mapping[str, Array]):
 
     @property
     def additive(self) -> bool:
-        """Whether gradients of parts of a batch, weighted by `count`, are those of the batch."""
+        """Whether the gradients of a batch are the means of its parts, weighted by `count`."""
         return not self.not_additive
 
     @property
     def not_additive(self) -> str:
-        """Why gradients of parts of a batch do not add up to those of the batch; empty if they do.
+        """Why gradients of parts do not add up to those of the batch; empty if they do.
 
-        Dropout, whose masks depend on where a row stands, does not count.
+        Dropout does not count, although its masks depend on the position of a row.
         """
         if self._couples:
             return self._couples
         for summand in self.summands:
             if summand.batch_coupled:
-                return f"loss '{summand.name}' lets rows of a batch take part in each other's loss"
+                return f"in loss '{summand.name}', the loss of a row depends on other rows"
         if len({summand.is_sum for summand in self.summands if summand.weight}) > 1:
-            return "the loss is a sum of losses of which some are means and some are sums"
+            return "some summands of the loss are means and others are sums"
         return ""
 
 
 class Accumulation:
-    """Gradients of several parts of a batch, added up to those of the batch.
+    """The sum of the gradients of several parts of a batch.
 
-    They are Σ gradient · count / Σ count, divided once; those of sums are added.
+    They are Σ gradient · count / Σ count, divided once; gradients of sums are added.
 
     Args:
-        first: The gradients of the first part; taken over, so not to be applied by themselves.
-        exact: Whether gradients that do not add up are refused. Otherwise each part is weighted
-            with its count all the same, as an estimate.
+        first: The gradients of the first part. They are changed, so they cannot be applied
+            separately.
+        exact: Whether gradients that do not add up are an error. Otherwise each part is weighted
+            with its count, as an estimate.
         shared: Whether several processes have parts, so that only `reduce`, in all of them, can
-            tell whether these add up.
+            check whether the parts add up.
 
     Raises:
         OrtopsError: If they do not add up (see `Gradients.not_additive`).
 
     Example:
-        >>> import numpy as np
-        >>> import ortops
-        >>> from ortops import Tape
-        >>> with Tape(name="linear") as tape:
-        ...     x = tape.input("x", np.float32, ["batch", 1])
-        ...     y = tape.output(x @ tape.initializer("w", np.zeros((1, 1), np.float32)), "y")
-        >>> model = ortops.build_training_model(
-        ...     tape.model(), loss="MeanSquaredError", optimizer="SGD")
-        >>> session = ortops.TrainingSession(model)
+        >>> from models import line
+        >>> session = line.session()
         >>> ones = np.ones((3, 1), np.float32)
         >>> first = session.gradients({"x": ones[:2], "targets": ones[:2]})
         >>> total = Accumulation(first)
@@ -189,8 +182,8 @@ class Accumulation:
     def __init__(self, first: Gradients, *, exact: bool = True, shared: bool = False) -> None:
         if exact and first.not_additive:
             raise OrtopsError(
-                f"gradients: {first.not_additive}, so that gradients of parts of a batch do not "
-                "add up to those of the batch; give the whole batch at once"
+                f"gradients: {first.not_additive}, so the gradients of parts of a batch do not add "
+                "up to those of the batch; give the whole batch at once"
             )
         self._total = first
         self._exact = exact
@@ -210,11 +203,11 @@ class Accumulation:
                 flat.fill(0)
 
     def add(self, gradients: Gradients) -> None:
-        """Adds the gradients of a further part; they are changed.
+        """Adds the gradients of another part, which are changed.
 
         Raises:
-            OrtopsError: If the summands of a sum of losses count differently in this part, so that
-                the one cannot be weighted with the other.
+            OrtopsError: If the summands of a sum of losses have different ratios of counts in this
+                part, so that a common weight does not exist.
         """
         total = self._total
         whole = self._whole
@@ -223,10 +216,10 @@ class Accumulation:
             fits = self._shared or math.isclose(summand.count * before, count * gradients.count)
             if self._exact and summand.weight and not fits:
                 raise OrtopsError(
-                    f"gradients: loss '{summand.name}' is divided by {summand.count:g} where "
-                    f"'{total.summands[whole].name}' is by {gradients.count:g}, and before by "
-                    f"{count:g} and {before:g}, so that gradients of parts of a batch do not add "
-                    "up; give the whole batch at once"
+                    f"gradients: the divisors of the losses '{summand.name}' and "
+                    f"'{total.summands[whole].name}' are {summand.count:g} and {gradients.count:g} "
+                    f"in this part, but {count:g} and {before:g} before, so the gradients of parts "
+                    "do not add up; give the whole batch at once"
                 )
         self._weigh(gradients)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -244,17 +237,17 @@ class Accumulation:
         total.loss = math.nan
 
     def reduce(self, sum_over: Callable[[Array], object], more: Array) -> Array:
-        """Adds up what processes have, each of its parts of the batch.
+        """Sums up the gradients of all processes.
 
         Args:
-            sum_over: Replaces an array of one axis, in place, by its sum over the processes.
-            more: Further float64 numbers to add up, on one axis.
+            sum_over: Replaces a 1-d array, in place, by its sum over the processes.
+            more: Further float64 numbers to sum up, as a 1-d array.
 
         Returns:
             Their sums.
 
         Raises:
-            OrtopsError: As `add`, in all of the processes.
+            OrtopsError: As `add`, in all processes.
         """
         total = self._total
         for flat in total.flat:
@@ -271,7 +264,7 @@ class Accumulation:
 
     @property
     def gradients(self) -> Gradients:
-        """The gradients of the first part, which those of others are added to."""
+        """The gradients of the first part, to which the others are added."""
         return self._total
 
     @property
@@ -281,11 +274,11 @@ class Accumulation:
 
     @property
     def _whole(self) -> int:
-        """The summand with whose count gradients are weighted."""
+        """The index of the summand whose count weights the gradients."""
         return next((i for i, s in enumerate(self._total.summands) if not s.is_sum), 0)
 
     def _check_shares(self, sum_over: Callable[[Array], object]) -> None:
-        """Refuses parts of which the means of a sum count other shares, in all processes alike."""
+        """Raises an error in all processes if means have different shares of counts."""
         wrong = ""
         whole, summands = self._whole, self._total.summands
         name, all_own = summands[whole].name, self._counts[whole]
@@ -294,16 +287,16 @@ class Accumulation:
                 fits = math.isclose(count * all_own, all_count * part[whole])
                 if summand.weight and not summand.is_sum and not fits:
                     wrong = (
-                        f"loss '{summand.name}' is divided by {count:g} of {all_count:g} here, "
-                        f"where '{name}' is by {part[whole]:g} of {all_own:g}"
+                        f"the divisor of loss '{summand.name}' is {count:g} of {all_count:g} in "
+                        f"this process, but that of '{name}' is {part[whole]:g} of {all_own:g}"
                     )
         found = np.array([bool(wrong)], np.float64)
         sum_over(found)
         if found[0]:
-            wrong = wrong or f"losses are divided by other shares than '{name}' in another process"
+            wrong = wrong or f"another process has other shares of divisors than those of '{name}'"
             raise OrtopsError(
-                f"gradients: {wrong}, so that gradients of parts of a batch do not add up; give "
-                "the parts equal shares of what the losses count, or the whole batch to one process"
+                f"gradients: {wrong}, so the gradients of parts of a batch do not add up; give the "
+                "parts equal shares of what the losses count, or the whole batch to one process"
             )
 
     def result(self) -> Gradients:
@@ -334,7 +327,7 @@ class Accumulation:
 
 
 def _times(value: float, count: float) -> float:
-    """Returns the sum that a mean was of; that of nothing is 0."""
+    """Returns the sum that belongs to a mean; 0 for the mean of nothing."""
     return value * count if count else 0.0
 
 
@@ -348,15 +341,15 @@ def collect(
     couples: str,
     part: int,
 ) -> Gradients:
-    """Returns gradients with what the outputs say about the loss.
+    """Returns gradients with the information of the outputs about the loss.
 
     Args:
-        found: The gradients and all outputs, counts included, which are taken away.
-        loss: The output that is the loss; empty if there is none.
-        parts: Its summands.
-        rows: The rows of the batch.
-        shown: The outputs that stay besides the loss.
-        couples: What lets rows take part in each other's loss; empty if nothing does.
+        found: The gradients and all outputs; counts are removed from these.
+        loss: The output with the loss; empty if there is none.
+        parts: The summands of the loss.
+        rows: The number of rows of the batch.
+        shown: The outputs to keep in addition to the loss.
+        couples: Why rows depend on each other; empty if they do not.
         part: See `Gradients`.
     """
     outputs = found.outputs
@@ -381,15 +374,15 @@ def collect(
 
 
 def check_gradients(given: Mapping[str, npt.ArrayLike], layout: Layout) -> dict[str, Array]:
-    """Returns given gradients as they are applied.
+    """Returns gradients in the form in which they are applied.
 
     Raises:
-        OrtopsError: If there is not one for each parameter, of its shape and of numbers that fit.
+        OrtopsError: If there is not one for each parameter, with its shape and a type that fits.
     """
     if not isinstance(given, Mapping):
-        raise OrtopsError(
-            f"gradients: {type(given).__name__} was given; give what `gradients` returned, or a "
-            "dict of an array for each parameter"
+        raise ArgumentError(
+            "gradients must be a result of `gradients` or a dict with an array for each parameter, "
+            f"got {type(given).__name__}"
         )
     for name in given:
         if name not in layout.names:
@@ -399,9 +392,9 @@ def check_gradients(given: Mapping[str, npt.ArrayLike], layout: Layout) -> dict[
     missing = [name for name in layout.names if name not in given]
     if missing:
         raise OrtopsError(
-            f"gradients: there is none for '{missing[0]}'"
-            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
-            + "; give one for each parameter, zeros where it is to stay"
+            f"gradients: the gradient of '{missing[0]}' is missing"
+            + (f", and {len(missing) - 1} more" if len(missing) > 1 else "")
+            + "; give one for each parameter, with zeros to leave it unchanged"
         )
     return {name: check_array(name, given[name], *layout.like(name)) for name in layout.names}
 
@@ -409,16 +402,16 @@ def check_gradients(given: Mapping[str, npt.ArrayLike], layout: Layout) -> dict[
 def check_array(
     name: str, given: npt.ArrayLike, dtype: np.dtype[Any], shape: tuple[int, ...]
 ) -> Array:
-    """Returns an array that stands for a gradient, or for what goes with gradients.
+    """Returns an array for a gradient, or for a value that belongs to gradients.
 
     Raises:
-        OrtopsError: If its type or shape is another.
+        OrtopsError: If its type or shape does not fit.
     """
     array = to_array(f"gradients: '{name}'", given)
     if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
         raise OrtopsError(
-            f"gradients: '{name}' is {array.dtype}{list(array.shape)}; {dtype}{list(shape)} is "
-            "accepted"
+            f"gradients: '{name}' must be {dtype}{list(shape)}, got "
+            f"{array.dtype}{list(array.shape)}"
         )
     converted, lost = cast_numbers(array, dtype)
     if lost is not None:

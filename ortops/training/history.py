@@ -1,4 +1,4 @@
-"""What the epochs of a training gave, as a list and as a table."""
+"""The results of the epochs of a training, as a list and as a table."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _TIMES = frozenset(("seconds",))
 class History(list[dict[str, float]]):
     """A dict of numbers for each epoch.
 
-    ``loss`` (and ``loss_<name>`` of each summand of a sum of losses) is the average over the
-    epoch's rows, ``validation_<name>`` what the validation data gave, ``learning_rate`` that of
-    the epoch's last step, ``steps`` how many steps were done at its end, and ``seconds`` how long
-    it took. Two histories are equal where all but ``seconds`` is.
+    ``loss`` (and ``loss_<name>`` of each summand of a sum of losses) is the mean over the rows of
+    the epoch, ``validation_<name>`` a result on the validation data, ``learning_rate`` that of the
+    last step, ``steps`` the number of finished steps at the end of the epoch, and ``seconds`` its
+    duration. Histories are equal if everything but ``seconds`` is.
 
     Example:
         >>> history = History([{"loss": 2.0, "steps": 10}, {"loss": 0.5, "steps": 20}])
@@ -30,12 +30,12 @@ class History(list[dict[str, float]]):
 
     @property
     def columns(self) -> dict[str, list[float]]:
-        """For each name a list of the epochs' numbers; NaN where an epoch has none."""
+        """A list of the numbers of all epochs for each name; NaN if an epoch has none."""
         names = dict.fromkeys(name for entry in self for name in entry)
         return {name: [entry.get(name, float("nan")) for entry in self] for name in names}
 
     def table(self) -> str:
-        """Returns a line of names and a line for each epoch, aligned."""
+        """Returns an aligned table with a line for each epoch."""
         rows = self._cells()
         widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
         return "\n".join(
@@ -44,7 +44,7 @@ class History(list[dict[str, float]]):
         )
 
     def _repr_html_(self) -> str:
-        """Returns the table as notebooks show it."""
+        """Returns the table for notebooks."""
         head, *body = self._cells()
         lines = [_line(head, "th"), *(_line(row, "td") for row in body)]
         return "<table>" + "".join(lines) + "</table>"

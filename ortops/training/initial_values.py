@@ -1,4 +1,4 @@
-"""The values that variables have in a trainable model, before its first step."""
+"""The values of variables in a trainable model, before its first step."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ def given_values(
     entries: Sequence[int],
     masters: Mapping[str, str],
 ) -> Values:
-    """Returns the values that variables have in a model, read when they are asked for.
+    """Returns the values that variables have in a model; each is read on access.
 
     Args:
         proto: The light model.
         data: Its data.
-        steps: What has the variables.
+        steps: The steps that have the variables.
         entries: The training_info entries of the steps.
-        masters: Parameters of 16 bits → the variables that are their float32 values.
+        masters: 16-bit parameters → the variables with their float32 values.
 
     Raises:
-        ModelError: If entries have different values of a variable, or a master is none.
+        ModelError: If entries have different values for a variable, or a float32 value does not fit
+            its parameter.
     """
     wanted = {name for step in steps for name in (*step.variables, *step.updates)}
     found: dict[str, Callable[[], Array]] = {}
@@ -65,8 +66,8 @@ def given_values(
         check_master(name, value, master, wide)
         if not is_rounded(value, wide):
             logger.warning(
-                "model: '%s' is not '%s' in %s, as if it was changed since; training goes on "
-                "from '%s'",
+                "model: '%s' differs from '%s' rounded to %s, so it was probably changed; training "
+                "continues from '%s'",
                 *(name, master, value.dtype, name),
             )
             found[master] = functools.partial(value.astype, np.float32)
@@ -74,10 +75,10 @@ def given_values(
 
 
 class Values(Mapping[str, Array]):
-    """Values that are read when they are asked for, so that not all of them take memory at once.
+    """Values that are read on access, so that they are not all in memory at once.
 
     Args:
-        read: What returns them, by name.
+        read: A function for each name that returns the value.
     """
 
     def __init__(self, read: Mapping[str, Callable[[], Array]]) -> None:
@@ -96,15 +97,15 @@ class Values(Mapping[str, Array]):
         return name in self._read
 
     def without(self, names: Collection[str]) -> Values:
-        """Returns the values but for some."""
+        """Returns all values except some."""
         return Values({name: read for name, read in self._read.items() if name not in names})
 
 
 def copy_to_memory(model: ModelLike, entry: int | None) -> tuple[onnx.ModelProto, external.Data]:
-    """Returns a light model and its data, which neither a file nor a caller can change.
+    """Returns a light model and its data, which neither a file nor the caller can change.
 
-    Variables that `reset` computes are lent, until they have their values. Others stay in the
-    model's file, if it has one: `reset` reads them again.
+    Variables that `reset` computes are only borrowed until they have their values. Others stay in
+    the model's file, if it has one: `reset` reads them again.
     """
     light, data = convert.load_light(model)
     entries = all_entries(light) if entry is None else [entry]
@@ -117,11 +118,11 @@ def copy_to_memory(model: ModelLike, entry: int | None) -> tuple[onnx.ModelProto
 
 
 def computed(proto: onnx.ModelProto, entries: Iterable[int]) -> set[str]:
-    """Returns the names of what the initialization of some entries computes."""
+    """Returns the variables that the initialization of some entries computes."""
     infos = [info for number, info in enumerate(proto.training_info) if number in list(entries)]
     return {binding.key for info in infos for binding in info.initialization_binding}
 
 
 def all_entries(proto: onnx.ModelProto) -> list[int]:
-    """Returns the numbers of the training_info entries, in the order in which a step makes them."""
-    return list(range(max(1, len(proto.training_info))))  # entry 0 of none is refused later
+    """Returns the numbers of the training_info entries, in the order of a step."""
+    return list(range(max(1, len(proto.training_info))))  # a missing entry 0 is an error later

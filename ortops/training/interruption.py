@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGHUP end a training after a step, in place of somewhere in it."""
+"""SIGINT, SIGTERM and SIGHUP end training after a whole step."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _STATUSES = {"SIGTERM": 143, "SIGHUP": 129}
 
 
 class Interruption:
-    """Notes the first SIGINT, SIGTERM or SIGHUP; the next signal does what it always does.
+    """Records the first SIGINT, SIGTERM or SIGHUP; the next signal has its usual effect.
 
-    What is run by `at_once` ends when the signal comes.
+    Work that `at_once` runs ends when the signal comes.
 
-    Only where the process has Python's own handlers, and in the main thread: a handler of the
-    program's own stays, and what it raises arrives at once.
+    This applies only in the main thread, and only to signals with Python's default handlers. A
+    handler of the program stays in place, and its exceptions are raised at once.
 
     Args:
-        code: The function that is interrupted, one of whose variables this is. A handler that was
-            left behind, because another signal's raised while it was to be taken away, does nothing
-            outside of that call.
+        code: The code of the interrupted function; one of its local variables must be this object.
+            A handler that was left in place, because the handler of another signal raised an
+            exception while it was being removed, has no effect outside of that call.
 
     Attributes:
-        name: ``"SIGINT"``, ``"SIGTERM"``, ``"SIGHUP"`` or "" as long as none has come.
+        name: ``"SIGINT"``, ``"SIGTERM"`` or ``"SIGHUP"``; "" if none has come.
     """
 
     def __init__(self, code: CodeType) -> None:
@@ -42,7 +42,7 @@ class Interruption:
         self._at_once = False
 
     def watch(self) -> None:
-        """Puts the handlers in place."""
+        """Installs the handlers."""
         if threading.current_thread() is not threading.main_thread():
             return
         for name, default in _DEFAULTS.items():
@@ -53,7 +53,7 @@ class Interruption:
                 signal.signal(number, self._note)
 
     def release(self) -> None:
-        """Puts back the handlers that were there."""
+        """Restores the previous handlers."""
         for name in reversed(self._taken):  # SIGINT last: what it raises leaves none of them here
             number = getattr(signal, name)
             if signal.getsignal(number) == self._note:
@@ -70,7 +70,7 @@ class Interruption:
             self.throw()
 
     def _is_watching(self, frame: FrameType | None) -> bool:
-        """Whether the call that has this is under way, and not only another one of the function."""
+        """Whether the call that has this object is running."""
         while frame is not None:
             if frame.f_code is self._code and any(v is self for v in frame.f_locals.values()):
                 return True
@@ -79,21 +79,21 @@ class Interruption:
 
     @staticmethod
     def _was_left(handler: Any) -> bool:
-        """Whether a handler was left behind by a call that has ended."""
+        """Whether a handler was left in place by a call that has ended."""
         owner = getattr(handler, "__self__", None)
         return isinstance(owner, Interruption) and not owner._is_watching(sys._getframe())
 
     def at_once(self, work: Callable[[], _Result]) -> _Result | None:
-        """Calls a function that a signal may end at any moment, as it changes nothing.
+        """Calls a function that a signal may interrupt at any moment, as it changes nothing.
 
-        The handler raises what `throw` does. Code of the user's in between may catch that, or make
-        another exception of it: the result is the same.
+        The handler raises the exception of `throw`. User code in between may catch it or raise
+        another exception: the result is the same.
 
         Args:
             work: The function.
 
         Returns:
-            What it returns; None if a signal came, before or while it ran.
+            Its result; None if a signal came before or while it ran.
         """
         try:
             try:
@@ -107,12 +107,11 @@ class Interruption:
         return None if self.name else found
 
     def throw(self) -> None:
-        """Raises what the signal that came stands for.
+        """Raises the exception that corresponds to the signal.
 
         Raises:
             KeyboardInterrupt: For SIGINT.
-            SystemExit: For SIGTERM and SIGHUP, with the status that shells give such an end: 143
-                and 129.
+            SystemExit: For SIGTERM and SIGHUP, with the exit status that shells use: 143 and 129.
         """
         if self.name == "SIGINT":
             raise KeyboardInterrupt

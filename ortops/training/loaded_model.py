@@ -290,8 +290,8 @@ class LoadedModel:
         found = self.execution.gradients(feeds, list(wanted), instead)
         moved = next((name for name in step.updates if name in found.carried), "")
         couples = moved and (
-            f"the batch sets the running statistic '{moved}', as BatchNormalization does, whose "
-            "rows take part in each other's loss"
+            f"the batch updates the running statistic '{moved}', as in BatchNormalization, where "
+            "the loss of a row depends on other rows"
         )
         return collect(
             found, step.loss, parts, rows(feeds), shown=chosen, couples=couples, part=part

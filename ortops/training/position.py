@@ -1,4 +1,4 @@
-"""How far a training is: what a call of `fit` has begun, kept beside the weights it belongs to."""
+"""The position in a training: the progress of a call of `fit`, stored together with the weights."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ __all__ = [
 ]
 
 POSITION_KEY = "ortops.fit"
-"""Where a trainable model's ``metadata_props`` has the position, as JSON."""
+"""The key in a trainable model's ``metadata_props`` for the position, as JSON."""
 
 _WHERE = where(POSITION_KEY)
-_REMEDY = "what TrainingSession.save writes is accepted, or nothing: remove it"
+_REMEDY = "TrainingSession.save writes it; remove it if it is damaged"
 
 
 @dataclass(frozen=True)
 class FitArguments:
-    """What a call of `fit` was given that says which rows its steps see.
+    """The arguments of `fit` that determine the rows of each step.
 
     Attributes:
-        epochs: How many epochs it is to make.
-        batch_size: Rows in a batch.
+        epochs: The number of epochs.
+        batch_size: The number of rows per batch.
         shuffle: Whether rows are shuffled.
         seed: Determines their order.
-        accumulate: How many batches make an update.
-        rows: How many rows the data have, where that is known.
-        batches: How many batches an epoch has, where that is known.
+        accumulate: The number of batches per update.
+        rows: The number of rows of the data, if known.
+        batches: The number of batches in an epoch, if known.
     """
 
     epochs: int
@@ -57,22 +57,21 @@ class FitArguments:
     batches: int | None
 
     def resumed(self, given: FitArguments) -> FitArguments:
-        """Returns this call with the number of epochs of the one that goes on with it.
+        """Returns these arguments with the number of epochs of the resuming call.
 
         Raises:
-            OrtopsError: If an argument differs that says which rows a step sees. What is not known
-                of the data is not compared.
+            OrtopsError: If another argument differs. Properties of the data are compared only if
+                they are known.
         """
         for name, begun in asdict(self).items():
             now = getattr(given, name)
             data = name in ("rows", "batches")
             if name == "epochs" or begun == now or (data and None in (begun, now)):
                 continue
-            what = f"data of {begun} {name}" if data else f"{name}={begun}"
+            what = f"the data must have {begun} {name}" if data else f"{name} must be {begun}"
             raise OrtopsError(
-                f"fit: resume=True goes on with a training that was begun with {what}, and {now} "
-                f"{'are' if data else 'is'} given; give the same, or leave out resume=True to "
-                "begin another one"
+                f"fit: {what}, as in the training to resume, got {now}; leave out resume=True to "
+                "start a new training"
             )
         return self if given.epochs == self.epochs else replace(self, epochs=given.epochs)
 
@@ -81,15 +80,15 @@ class Progress(NamedTuple):
     """What changes with every update.
 
     Attributes:
-        batch: How many batches of the epoch are done.
-        samples: How many rows they had.
-        totals: For the loss and each of its parts the sum over these rows; empty before the first.
-        rate: The learning rate of the last step, if it is one of a schedule.
-        seconds: The time since the training began.
-        weights: For the loss and each of its parts the number of rows, those whose labels do not
-            count left out; empty where all count. The totals are sums over these rows.
-        units: For the loss and each of its parts how many labels stand for a row; 0 as long as
-            that is not known. Empty like the weights.
+        batch: The number of finished batches of the epoch.
+        samples: The number of their rows.
+        totals: For the loss and each of its parts, the sum over these rows; empty before the first.
+        rate: The learning rate of the last step, if it follows a schedule.
+        seconds: The time since training began.
+        weights: For the loss and each of its parts, the number of rows, without those whose labels
+            are ignored; empty if all count. The totals are sums over these rows.
+        units: For the loss and each of its parts, the number of labels per row; 0 while unknown.
+            Empty like the weights.
     """
 
     batch: int = 0
@@ -107,7 +106,7 @@ class Progress(NamedTuple):
             count: The number of losses.
 
         Raises:
-            ModelError: If there are more or fewer sums.
+            ModelError: If the numbers differ.
         """
         for name in _TUPLES:
             found = len(getattr(self, name))
@@ -122,12 +121,13 @@ class EpochState(NamedTuple):
     """What changes with every epoch.
 
     Attributes:
-        call: What `fit` was given.
-        epoch: The epoch, from 1; one more than there are when all is done.
-        first_step: How many steps were made before it, which with the seed determines its order.
-        entries: The entries of all epochs so far, which later positions share.
-        finished: How many of them are those of the epochs before it.
-        states: Returns the callbacks' classes and states.
+        call: The arguments of `fit`.
+        epoch: The epoch, from 1; the number of epochs + 1 at the end.
+        first_step: The number of steps before the epoch, which determines its order together with
+            the seed.
+        entries: The entries of all epochs so far, shared with later positions.
+        finished: The number of entries of earlier epochs.
+        states: Returns the classes and states of the callbacks.
     """
 
     call: FitArguments
@@ -139,12 +139,12 @@ class EpochState(NamedTuple):
 
     @property
     def history(self) -> History:
-        """The entries of the epochs before it, in a list of its own."""
+        """A new list of the entries of earlier epochs."""
         return History(self.entries.history[: self.finished])
 
 
 class Position(NamedTuple):
-    """How far a training is, always at a whole update.
+    """The position in a training, always after a whole update.
 
     Attributes:
         epoch_state: What changes with every epoch.
@@ -155,11 +155,11 @@ class Position(NamedTuple):
     progress: Progress
 
     def resumed(self, given: FitArguments) -> Position:
-        """Returns the position with the number of epochs of the call that goes on with it.
+        """Returns the position with the number of epochs of the resuming call.
 
         Raises:
-            OrtopsError: If the call differs in more than that (see `FitArguments.resumed`), or
-                has fewer epochs than were begun.
+            OrtopsError: If other arguments differ (see `FitArguments.resumed`), or there are fewer
+                epochs than were begun.
         """
         epoch_state, epoch = self.epoch_state, self.epoch_state.epoch
         call = epoch_state.call.resumed(given)
@@ -175,14 +175,14 @@ class Position(NamedTuple):
         return self._replace(epoch_state=epoch_state._replace(call=call))
 
     def text(self, steps: int) -> str:
-        """Returns the position as JSON (numbers that are not finite as Python writes them).
+        """Returns the position as JSON, with NaN and infinity as Python writes them.
 
         Args:
-            steps: How many steps the session has made.
+            steps: The number of steps that the session has made.
 
         Raises:
-            OrtopsError: If the state of a callback has no JSON, or `read_position` would refuse
-                what a callback has made of it or of the history.
+            OrtopsError: If the state of a callback cannot be written as JSON, or `read_position`
+                could not read what a callback has made of it or of the history.
         """
         epoch_state, states = self.epoch_state, []
         found = {
@@ -201,24 +201,21 @@ class Position(NamedTuple):
                 )
             states.append(_state_text(saved))
         for name, value in found.items():
-            accepted, fits = _FIELDS[name]
+            expected, fits = _FIELDS[name]
             if not fits(value):
-                raise OrtopsError(
-                    f"save: '{name}' of fit is {value!r:.200}, which could not be read again; "
-                    f"{accepted} is accepted"
-                )
+                raise OrtopsError(f"save: '{name}' of fit must be {expected}, got {value!r:.200}")
         entries = epoch_state.entries.text(epoch_state.finished)
-        # The history is text already, so that a save takes no longer as epochs add up.
+        # The history is text already, so the time of a save does not grow with the epochs.
         written = {name: value for name, value in found.items() if value or name not in _OPTIONAL}
         head = json.dumps(written).removesuffix("}")
         return f'{head}, "history": [{entries}], "callbacks": [{", ".join(states)}]}}'
 
 
 class Entries:
-    """The entries of epochs, of which each is made text only once.
+    """The entries of epochs, each of which is converted to text only once.
 
     Args:
-        history: The entries; further ones are appended as epochs end.
+        history: The entries; more are appended as epochs end.
     """
 
     def __init__(self, history: History) -> None:
@@ -229,10 +226,11 @@ class Entries:
         """Returns the first entries as JSON objects, separated by commas.
 
         Args:
-            count: How many.
+            count: The number of entries.
 
         Raises:
-            OrtopsError: If one has something else than numbers, or numbers that no file holds.
+            OrtopsError: If an entry has something other than numbers, or numbers that JSON cannot
+                hold.
         """
         copies, text = self._done
         entries = self.history[:count]
@@ -248,7 +246,7 @@ class Entries:
 
 
 def _plain_entry(entry: Mapping[str, Any], epoch: int) -> dict[str, float]:
-    """Returns an entry of the history with numbers of Python."""
+    """Returns an entry of the history with Python numbers."""
     found: dict[str, float] = {}
     for name, value in entry.items():
         number = plain(value)
@@ -275,7 +273,7 @@ def _state_text(saved: Mapping[str, Any]) -> str:
 
 
 def _number(value: object) -> bool | int | float:
-    """Returns what is written for a number that is not one of Python's."""
+    """Returns the Python number to write for another number."""
     found = bool(value) if isinstance(value, np.bool_) else plain(value)
     if found is None:
         raise TypeError(f"{value!r:.80} is a {type(value).__name__}")
@@ -285,11 +283,11 @@ def _number(value: object) -> bool | int | float:
 class ResumeState:
     """The position that belongs to the present state of a session.
 
-    The state of a session changes by one store, that of how many steps were made, which nothing
-    cuts in two. What the position is follows from that number, so that no moment lies between.
+    A single assignment, of the number of steps, changes the state of a session, and a signal cannot
+    split it. The position is derived from that number, so the two always agree.
 
     Args:
-        made: Returns how many steps were made.
+        made: Returns the number of steps.
     """
 
     def __init__(self, made: Callable[[], int]) -> None:
@@ -298,7 +296,7 @@ class ResumeState:
 
     @property
     def position(self) -> Position | None:
-        """The position; None where nothing was begun, or the session was reset since."""
+        """The position; None if `fit` was not called, or the session was reset since."""
         made, before, after = self._now
         now = self._made()
         return before if now == made else after if now > made else None
@@ -308,24 +306,24 @@ class ResumeState:
         self._now = (self._made(), position, position)
 
     def prepare(self, position: Position) -> None:
-        """Says what the position will be when one more step is made."""
+        """Sets the position after one more step."""
         self._now = (self._made(), self.position, position)
 
 
 def read_position(proto: onnx.ModelProto) -> tuple[Position, int] | None:
-    """Returns the position in a trainable model, and how many steps were made.
+    """Returns the position in a trainable model, and the number of steps.
 
     Raises:
-        ModelError: If it is not what `Position.text` writes.
+        ModelError: If it is not in the form that `Position.text` writes.
     """
     found = read_metadata(proto.metadata_props, POSITION_KEY, _REMEDY)
     if found is None:
         return None
     found = {**_OPTIONAL, **found}
-    for name, (accepted, fits) in _FIELDS.items():
+    for name, (expected, fits) in _FIELDS.items():
         if name not in found or not fits(found[name]):
-            shown = f"{found[name]!r:.80}" if name in found else "missing"
-            raise ModelError(f"{_WHERE}: its '{name}' is {shown}; {accepted} is accepted")
+            shown = f"got {found[name]!r:.80}" if name in found else "but is missing"
+            raise ModelError(f"{_WHERE}: '{name}' must be {expected}, {shown}")
     call = FitArguments(**{field.name: found[field.name] for field in fields(FitArguments)})
     states = found["callbacks"]
     entries = Entries(History(found["history"]))

@@ -1,4 +1,4 @@
-"""Items that a thread fetches before they are asked for."""
+"""Items that a thread reads ahead."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LONGEST_WAIT = 0.5
 
 
 class _Fetching(Generic[_T]):
-    """What the thread knows: nothing of the one who takes items, so that it ends with that one."""
+    """The state of the thread; it does not refer to the consumer, so it ends with that."""
 
     def __init__(self, items: Iterator[_T], ahead: int) -> None:
         self.items = items
@@ -72,7 +72,7 @@ _running: weakref.WeakKeyDictionary[threading.Thread, _Fetching[Any]] = weakref.
 
 
 def _end_all() -> None:
-    """Ends all threads when Python exits, which would abort where they are inside C++ code."""
+    """Ends all threads when Python exits; it would abort if they were in C++ code."""
     running = list(_running.items())
     for _, fetching in running:
         fetching.stop()
@@ -85,14 +85,14 @@ atexit.register(_end_all)
 
 
 class Prefetcher(Iterator[_T]):
-    """Yields the items of an iterator, which a thread of its own fetches some ahead, in order.
+    """Yields the items of an iterator in order, while a thread reads ahead.
 
-    What the iterator raises is raised here, in its turn and with its traceback. The thread ends
-    with the iterator, with an error, at `close`, and when the prefetcher is garbage.
+    Exceptions of the iterator are raised here, in order and with their traceback. The thread ends
+    with the iterator, with an exception, with `close`, and when the prefetcher is deleted.
 
     Args:
         items: The iterator. It runs, and is closed, in the thread.
-        ahead: How many items may be fetched before they are asked for; at least 1.
+        ahead: The maximum number of items to read ahead; at least 1.
 
     Example:
         >>> list(Prefetcher(iter("abc"), 2))
@@ -130,8 +130,8 @@ class Prefetcher(Iterator[_T]):
         """Ends the thread.
 
         Args:
-            wait: Whether to wait, for some seconds, for an item that is being fetched. Otherwise
-                the thread ends by itself when it has the item.
+            wait: Whether to wait, for some seconds, for the item that is being read. Otherwise the
+                thread ends when it has read the item.
         """
         self._ended = True
         self._stop()

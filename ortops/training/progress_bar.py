@@ -1,4 +1,4 @@
-"""Progress of a training, in a terminal, a notebook or a file."""
+"""The progress of training in a terminal, a notebook or a file."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _HIDDEN = frozenset(("learning_rate", "steps", "seconds"))
 
 
 class ProgressBar:
-    """A line per epoch: where somebody watches it moves, elsewhere it is written at the end.
+    """A line per epoch: live in a terminal or notebook, elsewhere written when the epoch ends.
 
-    Where the stream cannot be written any more, because the terminal was closed or the disk is
-    full, nothing is shown and the training goes on.
+    If the stream cannot be written, because the terminal was closed or the disk is full, nothing is
+    shown and training continues.
 
     Args:
         epoch: The number of the epoch, from 1.
-        epochs: How many there are.
-        batches: How many batches the epoch has, or None.
-        done: How many of them were done before this call.
-        samples: How many rows these had.
-        stream: Where the line goes; standard error by default.
+        epochs: The number of epochs.
+        batches: The number of batches of the epoch, or None.
+        done: The number of batches that were finished before this call.
+        samples: The number of rows of these batches.
+        stream: The stream to write to; standard error by default.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class ProgressBar:
         self.drawn = 0.0
 
     def update(self, done: int, samples: int, values: Callable[[], Mapping[str, float]]) -> None:
-        """Shows how far the epoch is.
+        """Shows the progress of the epoch.
 
         Args:
-            done: How many batches are done.
-            samples: How many rows they had.
-            values: Gives what to show behind the bar, when it is drawn.
+            done: The number of finished batches.
+            samples: The number of their rows.
+            values: Returns the numbers to show; called only if the line is drawn.
         """
         self.done, self.samples = done, samples
         if not self.live and self.cell is None:
@@ -68,7 +68,7 @@ class ProgressBar:
             self._draw(self._line(values(), ended=False), "")
 
     def abandon(self) -> None:
-        """Ends the line where it is, because the training does."""
+        """Ends the line when training ends in the middle of an epoch."""
         if self.live and self.drawn:
             self._write("\n")
 
@@ -77,7 +77,7 @@ class ProgressBar:
         self._draw(self._line(values, ended=True), "\n")
 
     def _line(self, values: Mapping[str, float], *, ended: bool) -> str:
-        """Returns the line; what it can be read without goes where the terminal is narrow."""
+        """Returns the line; a narrow terminal gets only its most important parts."""
         seconds = time.perf_counter() - self.start
         speed = (self.samples - self.first_sample) / seconds if seconds else 0.0
         shown = f"{self.done}/{self.batches}" if self.batches else str(self.done)
@@ -103,7 +103,7 @@ class ProgressBar:
         return line if ended else line[: columns - 1]
 
     def _columns(self) -> int:
-        """Returns how wide a line may be."""
+        """Returns the maximum width of a line."""
         if self.stream is None or not self.live:
             return sys.maxsize
         try:
@@ -134,7 +134,7 @@ class ProgressBar:
 
 
 class _Text:
-    """What a notebook shows as it is."""
+    """Text that a notebook shows without quotes."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -144,7 +144,7 @@ class _Text:
 
 
 def _new_cell() -> Any:
-    """Returns a place in the notebook that this runs in, which can be drawn anew; else None."""
+    """Returns a display of the notebook that can be updated; None outside of notebooks."""
     module = sys.modules.get("IPython")
     shell = module.get_ipython() if module is not None else None
     if shell is None or not hasattr(shell, "kernel"):

@@ -1,4 +1,4 @@
-"""The variables of a training session, as a mapping that checks what is set."""
+"""The variables of a training session, as a mapping that checks values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ortops.errors import ModelError, OrtopsError, UnknownVariableError, did_you_mean
+from ortops.errors import (
+    ArgumentError,
+    ModelError,
+    OrtopsError,
+    UnknownVariableError,
+    did_you_mean,
+)
 from ortops.execution.execution import Execution
 from ortops.numbers import cast_numbers
 from ortops.trainable.metadata import METADATA_KEY, TrainingMetadata
@@ -22,13 +28,12 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 class State(MutableMapping[str, Array]):
-    """The variables of a session by name; reading copies, setting checks.
+    """The variables of a session by name. Reading returns copies, setting checks the values.
 
     Args:
-        execution: What holds them.
-        lock: What is held while they are read.
-        metadata: Which of them are parameters of 16 bits and their float32 values, and a loss
-            scale.
+        execution: Holds the variables.
+        lock: Held while they are read.
+        metadata: Names the 16-bit parameters with their float32 values, and the loss scale.
         assign: Sets some of them.
     """
 
@@ -71,7 +76,7 @@ class State(MutableMapping[str, Array]):
         """Returns an array that can be the value of a variable.
 
         Raises:
-            OrtopsError: If there is no such variable, or its type or shape is another.
+            OrtopsError: If there is no such variable, or it has another type or shape.
         """
         self._known(name)
         present, _ = self._execution.variables[name].buffers
@@ -79,24 +84,22 @@ class State(MutableMapping[str, Array]):
         fits = np.can_cast(given.dtype, present.dtype, "same_kind")
         if not fits or given.shape != present.shape:
             raise OrtopsError(
-                f"state '{name}': {given.dtype}{list(given.shape)} was given; "
-                f"{present.dtype}{list(present.shape)} is accepted"
+                f"state '{name}' must be {present.dtype}{list(present.shape)}, got "
+                f"{given.dtype}{list(given.shape)}"
             )
         converted, lost = cast_numbers(given, present.dtype)
         if lost is not None:
             raise _misfit(name, lost, present.dtype)
         result = np.ascontiguousarray(converted).reshape(present.shape).copy()
         if name == self._metadata.loss_scale and not 0 < result < np.inf:
-            raise OrtopsError(
-                f"state '{name}': {result} was given; a finite number > 0 is accepted"
-            )
+            raise ArgumentError(f"state '{name}' must be a finite number > 0, got {result}")
         return result
 
     def with_masters(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Returns values that set parameters of 16 bits and their float32 values to the same.
+        """Returns values in which 16-bit parameters and their float32 values are the same.
 
         Raises:
-            OrtopsError: If both are given, and are not.
+            OrtopsError: If both are given and differ.
         """
         result = dict(arrays)
         for name, master in masters(self._metadata, self._execution.variables).items():
@@ -109,8 +112,8 @@ class State(MutableMapping[str, Array]):
                 result[master] = arrays[name].astype(np.float32)
             elif name in arrays and not is_rounded(arrays[name], arrays[master]):
                 raise OrtopsError(
-                    f"state: '{name}' is not '{master}' in {narrow}, and both were given; give one "
-                    "of them, which sets the other"
+                    f"state: '{name}' differs from '{master}' rounded to {narrow}; give only one "
+                    "of them, which also sets the other"
                 )
         return result
 
@@ -123,19 +126,19 @@ class State(MutableMapping[str, Array]):
 
 
 def masters(metadata: TrainingMetadata, known: Container[str]) -> dict[str, str]:
-    """Returns the parameters of 16 bits, and the variables that are their float32 values."""
+    """Returns the 16-bit parameters, and the variables with their float32 values."""
     pairs = metadata.masters.items()
     return {name: master for name, master in pairs if name in known and master in known}
 
 
 def rounded(master: Array, dtype: np.dtype[Any]) -> Array:
-    """Returns float32 values as a parameter of 16 bits has them."""
+    """Returns float32 values in the 16-bit type of a parameter."""
     with np.errstate(over="ignore"):
         return master.astype(dtype)
 
 
 def is_rounded(parameter: Array, master: Array) -> bool:
-    """Whether a parameter of 16 bits is its float32 values, rounded."""
+    """Whether a 16-bit parameter equals its float32 values, rounded."""
     expected = rounded(master, parameter.dtype)
     return np.array_equal(parameter.view(np.uint16), expected.view(np.uint16))
 
@@ -145,12 +148,12 @@ def _misfit(name: str, value: object, dtype: np.dtype[Any]) -> OrtopsError:
 
 
 def check_master(name: str, parameter: Array, master: str, array: Array) -> None:
-    """Refuses what a file calls the float32 values of a parameter, and cannot be."""
+    """Raises an error unless a variable in a file can hold the float32 values of a parameter."""
     narrow = parameter.dtype.name in ("float16", "bfloat16") and array.dtype == np.float32
     if not narrow or parameter.shape != array.shape:
         raise ModelError(
-            f"metadata_props '{METADATA_KEY}': its 'masters' has '{master}', "
+            f"metadata_props '{METADATA_KEY}': 'masters' must map a float16 or bfloat16 parameter "
+            f"to a float32 variable of the same shape, got '{master}', "
             f"{array.dtype}{list(array.shape)}, for '{name}', "
-            f"{parameter.dtype}{list(parameter.shape)}; float32 of the shape of a float16 or "
-            "bfloat16 is accepted"
+            f"{parameter.dtype}{list(parameter.shape)}"
         )

@@ -1,6 +1,6 @@
-"""Tables and arrays of other libraries, known by what they can do: none of them is imported.
+"""Tables and arrays of other libraries, recognized by their methods, without an import.
 
-And cells of the tables that ortops writes.
+Also the cells of CSV files that ortops writes.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ RowIndex: TypeAlias = slice | npt.NDArray[np.integer[Any]]
 
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
-"""How text begins that spreadsheets take for a formula."""
+"""The first characters of text that a spreadsheet evaluates as a formula."""
 
 
 def as_cell(value: Any) -> Any:
-    """Returns what stands for a value in a cell of a CSV file.
+    """Returns a value as a cell of a CSV file.
 
-    A spreadsheet that opens the file would run text such as ``=HYPERLINK(…)``, which may come from
-    whoever named a file, a class or an output. An apostrophe before it makes it text.
+    A spreadsheet evaluates text such as ``=HYPERLINK(…)``, which may be in the name of a file, a
+    class or an output. An apostrophe in front of it makes it plain text.
 
     Args:
-        value: The value. Numbers, also as text, stay as they are.
+        value: The value. Numbers, also as text, do not change.
 
     Example:
         >>> as_cell("=1+1"), as_cell("-1.5"), as_cell(-1.5), as_cell("cat")
@@ -58,10 +58,10 @@ def as_cell(value: Any) -> Any:
 
 
 def csv_text(rows: Iterable[Iterable[Any]]) -> str:
-    """Returns rows as comma-separated values, lines that end with a newline.
+    """Returns rows as comma-separated values, with a newline at the end of each line.
 
     Args:
-        rows: The rows; text goes through `as_cell`.
+        rows: The rows; text is passed through `as_cell`.
     """
     stream = io.StringIO()
     plain = csv.writer(stream, lineterminator="\n")
@@ -77,8 +77,8 @@ def csv_text(rows: Iterable[Iterable[Any]]) -> str:
 def is_table(data: object) -> bool:
     """Whether data have named columns.
 
-    They do in frames of pandas and polars, arrow tables, datasets of Hugging Face and arrays of
-    records.
+    This holds for data frames of pandas and polars, Arrow tables, datasets of Hugging Face and
+    structured arrays.
     """
     if isinstance(data, Mapping | type):
         return False
@@ -91,12 +91,12 @@ def is_table(data: object) -> bool:
 
 
 def is_stored_table(data: object) -> bool:
-    """Whether a table is a dataset of Hugging Face, whose rows are read when they are asked for."""
+    """Whether a table is a dataset of Hugging Face, whose rows are read on access."""
     return is_table(data) and hasattr(data, "with_format") and hasattr(data, "select_columns")
 
 
 def columns(table: Any, wanted: Sequence[str]) -> dict[str, object]:
-    """Returns those columns of a table that are wanted and there; the others are left alone."""
+    """Returns the wanted columns that a table has; other columns are not read."""
     there = _names(table)
     return {name: table[name] for name in wanted if name in there}
 
@@ -108,7 +108,7 @@ def _names(table: Any) -> list[str]:
 
 
 def is_array(data: object) -> bool:
-    """Whether data are one array: of any library, or numbers in lists."""
+    """Whether data are one array, of any library, or numbers in lists."""
     if isinstance(data, list | tuple):
         return len(data) > 0 and (_is_number(data[0]) or _holds_numbers(data[0]))
     if isinstance(data, Mapping | type):
@@ -127,9 +127,9 @@ def _holds_numbers(data: object) -> bool:
 
 
 def is_lazy(data: object) -> bool:
-    """Whether an array is not to become one of numpy as a whole, but the rows of a batch only.
+    """Whether an array should be read batch by batch, and not converted to numpy as a whole.
 
-    Such are arrays in files, of HDF5 and Zarr, and sparse ones.
+    This holds for arrays in files, of HDF5 and Zarr, and for sparse arrays.
     """
     if isinstance(data, np.ndarray | np.generic) or not getattr(data, "shape", ()):
         return False
@@ -141,17 +141,17 @@ def is_lazy(data: object) -> bool:
 
 
 def take(array: Any, rows: RowIndex) -> Any:
-    """Returns rows of an array: a view of one of numpy, else in memory of their own.
+    """Returns rows of an array: a view of a numpy array, else a copy.
 
     Args:
-        array: Of numpy, or a lazy one (see `is_lazy`).
-        rows: Which rows, each at most once.
+        array: A numpy array, or a lazy one (see `is_lazy`).
+        rows: The indices of the rows, each at most once.
     """
     if isinstance(array, np.ndarray):
         return array[rows]
     if isinstance(rows, slice):
-        return _in_memory(array[rows]).copy()  # the next read may fill the same memory
-    ascending = np.argsort(rows)  # HDF5 reads in no other order
+        return _in_memory(array[rows]).copy()  # the next read may reuse the memory
+    ascending = np.argsort(rows)  # HDF5 requires ascending indices
     rows = _in_memory(getattr(array, "oindex", array)[rows[ascending]])
     back = np.empty_like(ascending)
     back[ascending] = np.arange(len(rows))
@@ -163,9 +163,9 @@ def _in_memory(rows: Any) -> Array:
 
 
 def dense(column: Any) -> Array:
-    """Returns a column as an array, or a table as one of two dimensions.
+    """Returns a column as an array, or a table as a 2-d array.
 
-    Where the rows of a column are lists or arrays, they become axes.
+    If the rows of a column are lists or arrays, they become axes.
 
     Raises:
         ValueError: If values are missing, or rows differ in shape.
@@ -179,7 +179,7 @@ def dense(column: Any) -> Array:
 
 
 def is_numeric(column: Any) -> bool:
-    """Whether a column of arrow holds numbers, or lists of them."""
+    """Whether an Arrow column has numbers, or lists of numbers."""
     kind = column.type
     while hasattr(kind, "value_type"):
         kind = kind.value_type
@@ -188,7 +188,7 @@ def is_numeric(column: Any) -> bool:
 
 
 def _missing(column: Any) -> int:
-    """Returns how many values are null, of which numpy would make NaN."""
+    """Returns the number of null values, which numpy would convert to NaN."""
     dtype = getattr(column, "dtype", None)
     if hasattr(column, "isna") and not isinstance(dtype, np.dtype):  # of pandas, with a mask
         return int(column.isna().sum())

@@ -34,11 +34,11 @@ def test_a_loss_that_is_not_finite_stops(progress: bool) -> None:
     with pytest.raises(DivergedError) as raised:
         session.fit(data, epochs=9, batch_size=2, shuffle=False, progress=progress)
     assert str(raised.value) == (
-        f"loss: it is {loss} in step {made} (batch {(made - 1) % 4 + 1} of epoch "
-        f"{(made - 1) // 4 + 1}); the batch is finite, so look at the learning rate (1e+15), and "
-        "at logarithms, divisions, roots and powers in the model and the loss. The session is in "
-        "the state after this step; the weights of before are there only if they were saved. "
-        "stop_on_nan=False goes on all the same"
+        f"loss is {loss} at step {made} (batch {(made - 1) % 4 + 1} of epoch "
+        f"{(made - 1) // 4 + 1}): the batch is finite, so check the learning rate (1e+15), and "
+        "logarithms, divisions, roots and powers in the model and the loss. The session is in the "
+        "state after this step; earlier weights are available only if they were saved. "
+        "Pass stop_on_nan=False to continue anyway"
     )
     assert isinstance(raised.value, OrtopsError)
     assert session.steps_done == made
@@ -54,8 +54,8 @@ def test_steps_are_counted_in_the_whole_training_and_in_the_epoch() -> None:
     with pytest.raises(DivergedError) as raised:
         session.fit(data, batch_size=2, shuffle=False, progress=False)
     assert str(raised.value).startswith(
-        "loss: it is nan in step 7 (batch 3 of epoch 1); in the batch 'x' has 2 of 6 values that "
-        "are not finite, first inf at [0, 2]: clean the data. The session is in the state after"
+        "loss is nan at step 7 (batch 3 of epoch 1): in the batch, 'x' has 2 of 6 values that "
+        "are not finite, first inf at [0, 2]; clean the data. The session is in the state after"
     )
     assert session.steps_done == 7
 
@@ -76,5 +76,5 @@ def test_integers_are_finite() -> None:
     )
     batch = labelled((6,))
     batch["x"][0, 0] = np.nan
-    with pytest.raises(DivergedError, match="in the batch 'x' has 1 of 48 values that are not"):
+    with pytest.raises(DivergedError, match="in the batch, 'x' has 1 of 48 values that are not"):
         session.fit(batch, progress=False)

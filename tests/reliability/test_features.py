@@ -62,18 +62,18 @@ def test_every_pair_of_values_is_drawn() -> None:
 
 
 REFUSED = [
-    (Draw(data="iterator", epochs=2), "can be gone through once"),
-    (Draw(data="dict", fixed=True, batch_size=4), "the model's batch is fixed at 4"),
-    (Draw(data="single array"), "without names, and there are 2 inputs"),
+    (Draw(data="iterator", epochs=2), "can be iterated over once"),
+    (Draw(data="dict", fixed=True, batch_size=4), "the model's batch size is fixed at 4"),
+    (Draw(data="single array"), "without names for 2 inputs"),
     (
         Draw(loss="sum of classes", accumulate=4, batch_size=1, reference="fit"),
-        "so that gradients of parts of a batch do not add up",
+        "so the gradients of parts",
     ),
-    (Draw(metrics=True), "is computed from validation data"),
-    (Draw(metrics=True, validation="dict", loss="function"), "0 inputs of its own"),
+    (Draw(metrics=True), "is computed on validation data"),
+    (Draw(metrics=True, validation="dict", loss="function"), "the loss has 0 inputs"),
     (
         Draw(callbacks="restore_best in memory", epochs=2, end="error", stop=3, goes_on="file"),
-        "was in the memory of the session that fit began with",
+        "is only in the memory of the callback that fit started with",
     ),
 ]
 """Combinations that ortops refuses, with what it says."""

@@ -75,8 +75,8 @@ def test_a_signal_ends_it_after_the_step(name: str) -> None:
     assert send.ends == [(2, 5, 17, "NAME")]
     assert session.steps_done == int(attacks.read("saved.onnx")["step"]) == 17
     assert said == [
-        "fit: NAME ended it after step 17; TrainingSession('saved.onnx').fit(…, resume=True) goes "
-        "on from there"
+        "training interrupted by NAME after step 17; call TrainingSession('saved.onnx').fit(…, "
+        "resume=True) to continue"
     ], said
     check_resumed(TrainingSession("saved.onnx"))
     check_resumed(session)
@@ -96,8 +96,8 @@ def test_without_a_file_the_message_says_how_to_get_one() -> None:
     check_resumed(session)
     """
     assert run_with(code) == (
-        "fit: SIGINT ended it after step 17; fit(…, resume=True) goes on, of this session or of "
-        "the file that save(path) writes"
+        "training interrupted by SIGINT after step 17; call fit(…, resume=True) of this session, "
+        "or of the file that save(path) writes, to continue"
     )
 
 
@@ -193,7 +193,8 @@ BLOCKED = """
         else:
             raise AssertionError("it did not end")
         assert send.ends == [(*place, steps, name)], send.ends
-        assert said[-1].startswith(f"fit: {name} ended it after step {steps}; "), said
+        expected = f"training interrupted by {name} after step {steps}; call "
+        assert said[-1].startswith(expected), said
         return session
 """
 
