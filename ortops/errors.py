@@ -111,8 +111,8 @@ class DivergedError(OrtopsError, ArithmeticError):
         >>> try:
         ...     session.fit({"images": images, "targets": targets}, progress=False)
         ... except ortops.DivergedError as error:
-        ...     print(str(error).split(";")[0])
-        loss: it is nan in step 1 (batch 1 of epoch 1)
+        ...     print(str(error).split(":")[0])
+        loss is nan at step 1 (batch 1 of epoch 1)
     """
 
 
