@@ -349,7 +349,7 @@ def test_labels_that_no_class_has_are_refused(loss: losses.Loss) -> None:
     if isinstance(loss, losses.Distillation):
         feeds["teacher"] = X @ V
     for label in (-1, classes):
-        expected = f"feeds: 'kinds' has the label {label}; 0 to {classes - 1} are accepted"
+        expected = f"feeds: labels in 'kinds' must be from 0 to {classes - 1}, got {label}"
         with pytest.raises(FeedError, match=expected):
             session.step({**feeds, "kinds": np.full(len(X), label)})
         with pytest.raises(FeedError, match=expected):
@@ -363,7 +363,7 @@ def test_a_label_that_does_not_count_is_accepted(loss: Any) -> None:
     labels[0] = -1
     assert np.isfinite(session.step({"x": X, "labels": labels})["loss"])
     labels[0] = -2
-    expected = "feeds: 'labels' has the label -2; .* are accepted, or -1, which does not count"
+    expected = "labels in 'labels' must be from 0 to 2, or -1, which is ignored, got -2"
     with pytest.raises(FeedError, match=expected):
         session.step({"x": X, "labels": labels})
 

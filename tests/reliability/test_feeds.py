@@ -209,7 +209,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "list that vanishes": (lambda: [[1e-60, 0.1]], "'x' has the value 1e-60, which float32 cann"),
     "list with an integer too large": (lambda: [[16777217, 0.5]], "'x' has the value 16777217,"),
     "list with float64": (lambda: [[np.float64(0.1), 1.0]], "'x' has the value 0.1, which"),
-    "list of float64 only": (lambda: [[np.float64(0.1)] * 2], "'x' must be float32, got float64"),
+    "list of float64 only": (
+        lambda: [[np.float64(0.1)] * 2],
+        "'x' must be float32, got float64 with the value 0.1",
+    ),
     "huge integers": (lambda: [[2**70, 1]], "feeds: 'x' must be float32, got object"),
     "ragged": (
         lambda: [[1.0, 2.0], [3.0]],
