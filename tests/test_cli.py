@@ -27,6 +27,7 @@ from ortops.cli.calls import read_call
 from ortops.cli.parser import make_parser
 from ortops.cli.streams import print_json
 from ortops.cli.training import _resuming
+from ortops.graph.limits import LIMITS
 
 CLASSIFIER = """
 <ir_version: 10, opset_import: ["" : 18]>
@@ -246,6 +247,23 @@ def test_a_folder_of_images_by_class(pictures, capsys):
     evaluation = ["eval", "tinted.onnx", "--data", "photos", "--scale", "255", "--mean", "0.5"]
     assert run(*evaluation, "--metrics", "accuracy", "--json") == 0
     assert json.loads(capsys.readouterr().out)["accuracy"] == 1.0
+
+
+@pytest.mark.optional("PIL", "images")
+def test_images_read_batch_by_batch_train_the_same_model(pictures, monkeypatch, capsys):
+    arguments = ["train", "tint.onnx", "--data", "photos", "--loss", "SoftmaxCrossEntropy"]
+    arguments += ["--validation", "0.25", "--batch-size", "5", "--quiet", "--seed", "3"]
+    assert run(*arguments, "--epochs", "4", "--save", "held.onnx") == 0
+    assert run("predict", "tint.onnx", "--data", "photos", "--output", "held.npz") == 0
+    monkeypatch.setattr(LIMITS, "data_bytes", 1000)
+    assert run(*arguments, "--epochs", "2", "--save", "read.onnx") == 0
+    assert "then read batch by batch" in capsys.readouterr().err
+    assert run(*arguments, "--epochs", "4", "--save", "read.onnx", "--resume") == 0
+    held, read = (dict(ortops.TrainingSession(f"{name}.onnx").state) for name in ("held", "read"))
+    assert held.keys() == read.keys()
+    assert all(np.array_equal(held[name], read[name]) for name in held)
+    assert run("predict", "tint.onnx", "--data", "photos", "--output", "read.npz") == 0
+    assert np.array_equal(np.load("held.npz")["logits"], np.load("read.npz")["logits"])
 
 
 @pytest.mark.optional("PIL", "images")

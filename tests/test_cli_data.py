@@ -18,9 +18,10 @@ import onnx
 import pytest
 
 from ortops import FeedError, OrtopsError
+from ortops.cli import data as data_module
 from ortops.cli import main
 from ortops.cli.archive import open_regular, read_arrays
-from ortops.cli.data import Wanted, read_data
+from ortops.cli.data import Images, Wanted, read_data, select
 from ortops.graph.limits import LIMITS
 
 posix = pytest.mark.skipif(os.name == "nt", reason="pipes and links are POSIX's")
@@ -646,15 +647,48 @@ def test_settings_that_make_no_numbers(options: dict[str, Any], told: str) -> No
 
 
 @images
-def test_many_images_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_images_are_read_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for number in range(10):
+        picture(f"photos/{number}.png")
+        Image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8)).save(f"photos/{number}.png")
+    expected = read_data("photos", [PIXELS]).arrays["x"]
+    assert isinstance(expected, np.ndarray)
+    assert expected.nbytes == 1920
+    monkeypatch.setattr(LIMITS, "data_bytes", 1920)
+    assert isinstance(read_data("photos", [PIXELS]).arrays["x"], np.ndarray)
+    monkeypatch.setattr(LIMITS, "data_bytes", 1900)
+    found = read_data("photos", [PIXELS])
+    lazy = found.arrays["x"]
+    assert isinstance(lazy, Images)
+    (sentence,) = found.said
+    assert "would take 1.92e-06 GB of memory; they are checked now and then read batch" in sentence
+    opened = []
+    plain = data_module.open_regular
+    monkeypatch.setattr(
+        data_module, "open_regular", lambda path, **rest: opened.append(path) or plain(path, **rest)
+    )
+    assert (lazy.shape, lazy.dtype) == (expected.shape, expected.dtype)
+    rows = np.array([7, 2, 5])
+    held_out = select(lazy, rows)
+    assert not opened
+    np.testing.assert_array_equal(held_out[1:], expected[[2, 5]])
+    assert [Path(path).name for path in opened] == ["2.png", "5.png"]
+    np.testing.assert_array_equal(lazy[rows], expected[rows])
+    Path("photos/5.png").unlink()
+    with pytest.raises(OSError, match=r"5\.png"):
+        lazy[:]
+
+
+@images
+def test_an_unreadable_image_among_many_is_found_first(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(10):
         picture(f"photos/{number}.png")
     monkeypatch.setattr(LIMITS, "data_bytes", 1900)
-    assert "data 'photos' would take 1.92e-06 GB of memory, more than the limit" in refused(
-        "photos", PIXELS
-    )
-    monkeypatch.setattr(LIMITS, "data_bytes", 1920)
-    assert read_data("photos", [PIXELS]).arrays["x"].nbytes == 1920
+    Path("photos/9.png").write_bytes(Path("photos/8.png").read_bytes()[:45])
+    assert "9.png': " in refused("photos", PIXELS)
 
 
 @images

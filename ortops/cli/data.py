@@ -9,7 +9,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -22,19 +22,24 @@ from ortops.cli.archive import check_size, open_regular, read_arrays
 from ortops.cli.standard_streams import standard_input
 from ortops.errors import FeedError, OrtopsError, did_you_mean
 from ortops.graph.files.json_text import read_json
+from ortops.graph.limits import LIMITS
 from ortops.numbers import cast_numbers
 from ortops.training import tables
+from ortops.training.tables import RowIndex
 
 __all__ = [
     "CLASSES_KEY",
     "IMAGES",
     "Classes",
+    "Column",
     "DataFile",
+    "Images",
     "Wanted",
     "read_classes",
     "read_data",
     "rows_of",
     "sampled",
+    "select",
     "wanted_inputs",
 ]
 
@@ -55,6 +60,9 @@ _PARQUET_SIZES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4}
 
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 """The image formats that are read, whatever the extension of the file."""
+
+_HELD_BYTES = 2**29
+"""The size in bytes up to which the images of a folder are held in memory."""
 
 _OF_SYSTEMS = ("Thumbs.db", "desktop.ini")
 """Files that operating systems put into folders."""
@@ -80,18 +88,61 @@ class Wanted:
     is_target: bool = False
 
 
+class Images:
+    """The images of a data set, which are read when rows are taken.
+
+    It is a lazy array (see `ortops.training.tables.is_lazy`): a training reads it batch by batch.
+
+    Args:
+        files: The files, in the order of the rows.
+        read: Returns the image in a file as an array.
+        like: The first image, whose shape and type all others have.
+
+    Attributes:
+        shape: The number of images, and the shape of each.
+        dtype: The element type.
+    """
+
+    def __init__(self, files: Iterable[Path], read: Callable[[Path], Array], like: Array) -> None:
+        self._files = np.array(list(files), object)
+        self._read = read
+        self._like = np.empty_like(like)
+        self.shape = (len(self._files), *like.shape)
+        self.dtype = like.dtype
+
+    def __getitem__(self, rows: RowIndex) -> Array:
+        files = self._files[rows]
+        result = np.empty((len(files), *self._like.shape), self.dtype)
+        for number, file in enumerate(files):
+            result[number] = self._read(file)
+        return result
+
+    def select(self, rows: RowIndex) -> Images:
+        """Returns some of the images, without reading them."""
+        return Images(self._files[rows], self._read, self._like)
+
+
+Column: TypeAlias = Array | Images
+"""The rows of a data set for one input."""
+
+
+def select(column: Column, rows: RowIndex) -> Column:
+    """Returns some rows of a column; images are not read yet."""
+    return column.select(rows) if isinstance(column, Images) else column[rows]
+
+
 @dataclass
 class DataFile:
     """A data set.
 
     Attributes:
-        arrays: An array for each input, all with the same number of rows.
+        arrays: The rows for each input, all with the same number of them.
         classes: For inputs given as class names, these names in the order of their numbers.
         said: The automatic choices that were made, one sentence each.
         files: For a folder of images, the file names in the order of the rows.
     """
 
-    arrays: dict[str, Array]
+    arrays: dict[str, Column]
     classes: dict[str, list[str]] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
@@ -158,9 +209,9 @@ def read_data(
     return found
 
 
-def _rounded(array: Array, wanted: Wanted, path: str) -> Array:
+def _rounded(array: Column, wanted: Wanted, path: str) -> Column:
     """Returns floats in the precision of an input."""
-    if array.dtype.kind != "f" or wanted.dtype.kind in "iubO":
+    if isinstance(array, Images) or array.dtype.kind != "f" or wanted.dtype.kind in "iubO":
         return array
     result, lost = cast_numbers(array, wanted.dtype)
     if lost is not None:
@@ -672,8 +723,8 @@ class _Pictures:
                     why = f"it is not an image of a known format ({', '.join(_FORMATS)})"
                 raise FeedError(f"data '{path}': {why}; repair or remove it") from error
         caught = [each for each in caught if issubclass(each.category, UserWarning)]
-        if caught:
-            self.warned.append(f"data '{path}': {caught[0].message}")
+        if caught and (said := f"data '{path}': {caught[0].message}") not in self.warned:
+            self.warned.append(said)
         return image
 
 
@@ -776,7 +827,7 @@ def _read_folder(
             found.said.append(f"the folders of '{folder}' are classes: {_numbered(names)}")
         found.classes[target] = list(names)
         found.arrays[target] = _places(by_class, names, labels[0], f"data '{folder}': it")
-    found.arrays[images[0].name] = _stacked(folder, files, images[0], pictures)
+    found.arrays[images[0].name] = _all_images(folder, files, images[0], pictures, found.said)
     if pictures.warned:
         more = len(pictures.warned) - 1
         found.said.append(
@@ -785,8 +836,13 @@ def _read_folder(
     return found
 
 
-def _stacked(folder: Path, files: Sequence[Path], wanted: Wanted, pictures: _Pictures) -> Array:
-    """Returns images as one array."""
+def _all_images(
+    folder: Path, files: Sequence[Path], wanted: Wanted, pictures: _Pictures, said: list[str]
+) -> Column:
+    """Returns images as one array; as `Images` if that array would be large.
+
+    Every image is read here, so that a file that cannot be read is an error before the training.
+    """
     try:
         importlib.import_module("PIL.Image")
     except ImportError as error:
@@ -795,14 +851,24 @@ def _stacked(folder: Path, files: Sequence[Path], wanted: Wanted, pictures: _Pic
         ) from error
     pictures.check(wanted)
     first = pictures.array(files[0], wanted)
-    check_size(f"data '{folder}'", first.nbytes * len(files))
-    result = np.empty((len(files), *first.shape), first.dtype)
-    for number, file in enumerate(files):
-        array = pictures.array(file, wanted) if number else first
+
+    def read(file: Path) -> Array:
+        array = pictures.array(file, wanted)
         if array.shape != first.shape:
             raise FeedError(
                 f"data '{folder}': the images differ in size, and input '{wanted.name}' has no "
                 "fixed size to resize them to; resize them to one size"
             )
-        result[number] = array
-    return result
+        return array
+
+    images = Images(files, read, first)
+    size = first.nbytes * len(files)
+    if size <= min(_HELD_BYTES, LIMITS.data_bytes):
+        return images[:]
+    said.append(
+        f"the images of '{folder}' would take {size / 1e9:.3g} GB of memory; they are checked now "
+        "and then read batch by batch"
+    )
+    for file in files:
+        read(file)
+    return images

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 
 from ortops import callbacks, losses, metrics, optimizers, schedules
@@ -22,11 +21,13 @@ from ortops.cli.calls import make, read_call
 from ortops.cli.data import (
     CLASSES_KEY,
     Classes,
+    Column,
     DataFile,
     read_classes,
     read_data,
     rows_of,
     sampled,
+    select,
     wanted_inputs,
 )
 from ortops.cli.outputs import check_outputs, check_writable
@@ -40,7 +41,7 @@ from ortops.training.session import TrainingSession
 
 __all__ = ["build", "evaluate", "train"]
 
-Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
+Columns: TypeAlias = dict[str, Column]
 
 OPTIONS_KEY = "ortops.train"
 """The metadata key under which a file records, as JSON, the options its training started with."""
@@ -132,7 +133,7 @@ def _check_algorithm(
 
 def _prepare(
     model: onnx.ModelProto, options: argparse.Namespace
-) -> tuple[onnx.ModelProto, Arrays, Arrays | None]:
+) -> tuple[onnx.ModelProto, Columns, Columns | None]:
     """Returns the trainable model, the training data and the validation data."""
     trainable = bool(model.training_info)
     if not trainable:
@@ -154,8 +155,8 @@ def _prepare(
 
 def _fit(
     session: TrainingSession,
-    training: Arrays,
-    validation: Arrays | None,
+    training: Columns,
+    validation: Columns | None,
     options: argparse.Namespace,
     save: str,
     *,
@@ -377,7 +378,7 @@ def _read(options: argparse.Namespace, path: str, inputs: Any, classes: Classes)
 
 def _parts(
     data: DataFile, options: argparse.Namespace, inputs: Any, size: int, classes: Classes
-) -> tuple[Arrays, Arrays | None]:
+) -> tuple[Columns, Columns | None]:
     """Returns the training data and the validation data."""
     if options.validation is None:
         return data.arrays, None
@@ -402,8 +403,8 @@ def _parts(
     say(f"held out {count} of {size} rows for validation")
     names = sampled(inputs)
     return (
-        data.arrays | {name: data.arrays[name][rest] for name in names},
-        data.arrays | {name: data.arrays[name][aside] for name in names},
+        data.arrays | {name: select(data.arrays[name], rest) for name in names},
+        data.arrays | {name: select(data.arrays[name], aside) for name in names},
     )
 
 

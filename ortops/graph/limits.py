@@ -41,8 +41,8 @@ class Limits:
             of the variables that the graph sets is larger.
         initialization_memory: The total memory in bytes of an initialization graph, or eight times
             the size of its variables if that is more. Child processes are limited on Linux only.
-        data_bytes: The memory in bytes for the arrays, tables or images of a data set that the
-            command line reads; by default, the memory of the machine.
+        data_bytes: The memory in bytes for the arrays or tables of a data set that the command line
+            reads; by default, the memory of the machine. Larger images are read batch by batch.
     """
 
     nested_graphs: int = 30
