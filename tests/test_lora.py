@@ -767,7 +767,7 @@ def test_adapter_files_that_do_not_fit(tmp_path: Path) -> None:
     path.write_bytes(b"no adapter")
     with pytest.raises(ModelError, match=r"a.onnx_adapter': not an adapter of onnxruntime \("):
         lora.load_adapter(base, path)
-    with pytest.raises(ModelError, match=r"missing': No such file or directory; give the path of"):
+    with pytest.raises(ModelError, match=r"missing': No such file or directory; pass the path of"):
         lora.load_adapter(base, tmp_path / "missing")
 
 

@@ -211,7 +211,7 @@ def test_without_any() -> None:
 
 
 def test_without_a_pass_that_does_not_exist() -> None:
-    with pytest.raises(OrtopsError, match="no pass 'recurent'; did you mean 'recurrent'"):
+    with pytest.raises(OrtopsError, match="unknown pass 'recurent'; did you mean 'recurrent'"):
         Settings().without("recurent")
 
 
