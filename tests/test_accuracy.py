@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,16 @@ from ortops import Tensor, op
 from ortops.execution.settings import Settings
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """PyTorch's sums depend on its threads; it is compared with those that it has by default."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(before)
+
 
 TIMES = 3.0
 BATCHES = 5

@@ -107,7 +107,7 @@ def test_a_quick_run_writes_tables_figures_and_a_plot(
     assert 0 < started["seconds"] < 60
     assert 10 < started["megabytes"] < 2000
     assert {goal["what"] for goal in data["goals"]} >= {
-        "s to make the session, 12 layers",
+        "s to create the session, 12 layers",
         "s to import TrainingSession",
         "time, Python custom ops",
     }

@@ -587,7 +587,9 @@ def test_parts_that_do_not_add_up_are_refused() -> None:
     inputs = [name for name in TrainingSession(model).inputs if name != "x"]
     data = {"x": labelled((6,), rows=8)["x"]}
     data |= {name: np.array([0, 0, 0, 1, 1, 1, 1, 2]) for name in inputs}
-    with pytest.raises(OrtopsError, match=r"here, where '.*' is by .*give the parts equal shares"):
+    with pytest.raises(
+        OrtopsError, match=r"divisor of loss '.*' is .* but that of '.*' is .*give the parts"
+    ):
         fit_joined(model, data, batch_size=8, shuffle=False)
 
 
@@ -611,7 +613,7 @@ def test_a_loss_that_is_no_number_ends_all(accumulate: int) -> None:
     if accumulate == 1:
         assert first == second
     else:
-        assert "(batches up to batch 2 of epoch 1); the part of this process is finite" in first
+        assert "(batches up to batch 2 of epoch 1): the part of this process is finite" in first
 
 
 def test_labels_that_do_not_count_in_any_rank_change_nothing() -> None:

@@ -307,7 +307,7 @@ def test_files_of_others_are_not_replaced(tmp_path: Path, name: str, capsys: Any
     onnx.save(trainable(), tmp_path / "trained.onnx")
     (tmp_path / name).write_bytes(b"{}")
     before = kept(tmp_path)
-    with pytest.raises(OrtopsError, match=f"{name}' is not a file that an export"):
+    with pytest.raises(OrtopsError, match=f"{name}' was not written by an export"):
         export_step(trainable(), tmp_path, web=True)
     command = ["export-step", str(tmp_path / "trained.onnx"), str(tmp_path), "--web"]
     assert main(command) == 1
@@ -321,11 +321,11 @@ def test_files_of_others_are_not_replaced(tmp_path: Path, name: str, capsys: Any
 def test_the_model_is_not_replaced_by_what_is_exported(tmp_path: Path) -> None:
     onnx.save(trainable(), tmp_path / "model.onnx")
     before = kept(tmp_path)
-    with pytest.raises(OrtopsError, match=r"model.onnx' is not a file that an export"):
+    with pytest.raises(OrtopsError, match=r"model.onnx' was not written by an export"):
         export_step(trainable(optimizer="SGD"), tmp_path)
     (tmp_path / "step").mkdir()
     (tmp_path / "step" / "model.onnx").symlink_to(tmp_path / "model.onnx")
-    with pytest.raises(OrtopsError, match=r"model.onnx' is not a file that an export"):
+    with pytest.raises(OrtopsError, match=r"model.onnx' was not written by an export"):
         export_step(trainable(optimizer="SGD"), tmp_path / "step")
     assert (tmp_path / "model.onnx").read_bytes() == before["model.onnx"]
 
@@ -340,7 +340,7 @@ def test_an_export_replaces_an_earlier_one(tmp_path: Path) -> None:
     (tmp_path / "step.json").unlink()  # as if that had been interrupted
     export_step(tmp_path / "model.onnx", tmp_path, target="onnxruntime")
     (tmp_path / "model.onnx").write_bytes(b"trained elsewhere")
-    with pytest.raises(OrtopsError, match="or it was changed since"):
+    with pytest.raises(OrtopsError, match="or was changed since"):
         export_step(trainable(), tmp_path)
     assert (tmp_path / "model.onnx").read_bytes() == b"trained elsewhere"
 

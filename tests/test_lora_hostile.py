@@ -548,7 +548,8 @@ def test_files_without_an_end(name: str, adapted: onnx.ModelProto, folder: Path)
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
         file.unlink()
         make(file)
-        with pytest.raises(ModelError, match=rf"{name}': it is not a regular file; (give|save) "):
+        message = rf"{name}': it is not a regular file; (give|save|pass) "
+        with pytest.raises(ModelError, match=message):
             read()
         if file.is_dir():
             file.rmdir()

@@ -335,7 +335,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "SVC": (
         classifier(2, estimator("svm", "SVC")),
-        r"SVMClassifier node '\w+': there is no gradient rule for the votes",
+        r"SVMClassifier node '\w+': there is no gradient rule for an SVM's votes",
     ),
 }
 
