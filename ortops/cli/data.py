@@ -96,30 +96,36 @@ class Images:
     Args:
         files: The files, in the order of the rows.
         read: Returns the image in a file as an array.
-        like: The first image, whose shape and type all others have.
+        shape: The shape of each image.
+        dtype: The element type.
 
     Attributes:
         shape: The number of images, and the shape of each.
         dtype: The element type.
     """
 
-    def __init__(self, files: Iterable[Path], read: Callable[[Path], Array], like: Array) -> None:
+    def __init__(
+        self,
+        files: Iterable[Path],
+        read: Callable[[Path], Array],
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+    ) -> None:
         self._files = np.array(list(files), object)
         self._read = read
-        self._like = np.empty_like(like)
-        self.shape = (len(self._files), *like.shape)
-        self.dtype = like.dtype
+        self.shape = (len(self._files), *shape)
+        self.dtype = dtype
 
     def __getitem__(self, rows: RowIndex) -> Array:
         files = self._files[rows]
-        result = np.empty((len(files), *self._like.shape), self.dtype)
+        result = np.empty((len(files), *self.shape[1:]), self.dtype)
         for number, file in enumerate(files):
             result[number] = self._read(file)
         return result
 
     def select(self, rows: RowIndex) -> Images:
         """Returns some of the images, without reading them."""
-        return Images(self._files[rows], self._read, self._like)
+        return Images(self._files[rows], self._read, self.shape[1:], self.dtype)
 
 
 Column: TypeAlias = Array | Images
@@ -861,7 +867,7 @@ def _all_images(
             )
         return array
 
-    images = Images(files, read, first)
+    images = Images(files, read, first.shape, first.dtype)
     size = first.nbytes * len(files)
     if size <= min(_HELD_BYTES, LIMITS.data_bytes):
         return images[:]
