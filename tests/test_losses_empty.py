@@ -302,6 +302,33 @@ def test_a_function_with_a_loss_of_ortops() -> None:
     assert_finite(session)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("lowered", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "ignored", "weights", "smoothed", "likelihood"])
+def test_cross_entropy_of_0_rows(kind: str, lowered: bool, reduction: str) -> None:
+    """As of other losses; here the only row of the batch has no next one."""
+    loss = {
+        "plain": SOFTMAX(reduction=reduction),
+        "ignored": SOFTMAX(ignore_index=IGNORED, reduction=reduction),
+        "weights": SOFTMAX(weights=(1.0, 2.0, 3.0), reduction=reduction),
+        "smoothed": SOFTMAX(ignore_index=IGNORED, label_smoothing=0.1, reduction=reduction),
+        "likelihood": LIKELIHOOD(ignore_index=IGNORED, reduction=reduction),
+    }[kind]
+
+    def of_next(logits: Tensor, labels: Tensor) -> Tensor:
+        return loss(logits[:-1], labels[1:])
+
+    session = TrainingSession(build_training_model(classifier(), loss=of_next, optimizer=SGD))
+    before, row = session.parameters, labelled((6,), rows=1, seed=0)
+    if lowered:
+        graph = ortops.lower(ortops.step_graph(session.model()))
+        plain = onnxruntime.InferenceSession(graph.SerializeToString())
+        assert plain.run(["loss"], row) == [0]
+        return
+    assert session.step(row)["loss"] == 0
+    assert_same_arrays(dict(session.parameters), dict(before))
+
+
 def test_a_summand_of_nothing() -> None:
     """The others count as they do; the sum has no NaN."""
     boxes = losses.MeanSquaredError("logits", target="boxes")
@@ -365,7 +392,6 @@ def test_step_graphs_in_stock_onnxruntime(kind: str, lowered: bool) -> None:
     assert not any(np.isnan(array).any() for array in plain.run(None, batch(kind, NONE)))
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
 class StopAt(Callback):
     """Ends the training after some batches."""
 
