@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,7 +13,16 @@ import numpy as np
 from ortops.errors import ArgumentError
 from ortops.numbers import integer, real
 
-__all__ = ["boolean", "choice", "function", "number", "renamed", "text", "whole_number"]
+__all__ = [
+    "boolean",
+    "choice",
+    "function",
+    "number",
+    "parameters_of",
+    "renamed",
+    "text",
+    "whole_number",
+]
 
 _T = TypeVar("_T")
 
@@ -178,6 +188,28 @@ def function(name: str, value: _T, what: str = "a function") -> _T:
     if not isinstance(value, Callable):  # type: ignore[arg-type]
         raise ArgumentError(f"{name} must be {what}, got {value!r:.80}")
     return value
+
+
+def parameters_of(name: str, value: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of a function.
+
+    Args:
+        name: What messages call the function.
+        value: The function.
+
+    Raises:
+        ArgumentError: If it has no signature, like some classes that are written in C.
+
+    Example:
+        >>> parameters_of("loss", dict)
+        Traceback (most recent call last):
+        ...
+        ortops.errors.ArgumentError: loss: cannot inspect its parameters; wrap it in a `def`
+    """
+    try:
+        return inspect.signature(value).parameters
+    except ValueError as error:
+        raise ArgumentError(f"{name}: cannot inspect its parameters; wrap it in a `def`") from error
 
 
 def renamed(name: str, value: _T | None, former: str, given: _T, *, stacklevel: int) -> _T:

@@ -1107,6 +1107,30 @@ def test_adapters(folder, capsys):
     assert np.corrcoef(small.ravel(), merged.ravel())[0, 1] > 0.99
 
 
+@pytest.mark.optional("safetensors", "lora")
+def test_an_adapter_of_another_tool_is_replaced_with_force_only(folder, capsys):
+    """As by export-step: what ortops wrote is replaced, other files only with --force."""
+    onnx.save(mlp.mlp((4, 16, 2)), "mlp.onnx")
+    assert run("lora", "add", "mlp.onnx", "adapted.onnx", "--rank", "2") == 0
+    for _ in range(2):
+        assert run("lora", "export", "adapted.onnx", "peft") == 0
+    config = Path("peft/adapter_config.json")
+    weights = Path("peft/adapter_model.safetensors")
+    settings = json.loads(config.read_text())
+    for text in (json.dumps({**settings, "peft_version": "0.21"}), "[]", "{", None):
+        config.write_text(text) if text is not None else config.unlink()
+        weights.write_bytes(b"precious")
+        capsys.readouterr()
+        assert run("lora", "export", "adapted.onnx", "peft") == 1
+        assert capsys.readouterr().err == (
+            f"ortops: output: '{weights if text is None else config}' was not written by ortops; "
+            "give another folder, or --force to replace it\n"
+        )
+        assert weights.read_bytes() == b"precious"
+    assert run("lora", "export", "adapted.onnx", "peft", "--force") == 0
+    assert json.loads(config.read_text()) == settings
+
+
 def test_quantized_export(folder):
     assert train("--epochs", "20", "--save", "trained.onnx") == 0
     assert run("export", "trained.onnx", "small.onnx", "--quantize") == 0

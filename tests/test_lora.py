@@ -495,6 +495,23 @@ def test_an_adapter_that_was_taken_apart() -> None:
         lora.merge(broken)
 
 
+@pytest.mark.parametrize(
+    ("name", "large", "dtype"), [("MatMul in float16", 6e4, "float16"), ("MatMul", 3e38, "float32")]
+)
+def test_a_merged_weight_that_overflows_is_refused(name: str, large: float, dtype: str) -> None:
+    """Not written as infinity: the sum is within float32 where the weight's type is float16."""
+    model = adapted(CASES[name])
+    fill = {key: np.full_like(array, 1) for key, array in random_adapter(model).items()}
+    (b,) = (key for key in fill if ".lora_B" in key)
+    fill[b] = fill[b] * fill[b].dtype.type(large)
+    with pytest.raises(ModelError) as raised:
+        lora.merge(with_values(model, fill))
+    assert str(raised.value) == (
+        f"model: merging the adapter of layer 'fc' overflows {dtype}, the type of its weight "
+        "'fc.weight'; keep the adapter, or give a model of a wider type"
+    )
+
+
 def test_merging_where_the_weight_has_no_effect() -> None:
     model = built(ROWS, lambda x, weight: op.Gemm(x, weight, None, alpha=0.0), weight=normal(6, 4))
     with pytest.raises(

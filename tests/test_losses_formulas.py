@@ -464,6 +464,23 @@ def test_logits_far_apart(
         np.testing.assert_allclose(gradients["y"], gradient, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [losses.Dice, losses.Focal])
+def test_the_end_of_the_model_decides_whether_classes_are_exclusive(kind: Any) -> None:
+    """By multiclass=None: with a Softmax they are, and targets are labels."""
+    ends: list[tuple[bool, Any, dict[str, Array]]] = [
+        (True, lambda y: op.Softmax(y, axis=1), {"labels": MAP_LABELS}),
+        (False, op.Sigmoid, {"targets": MAP_SHARES}),
+        (False, None, {"targets": MAP_SHARES}),
+    ]
+    for multiclass, squash, feeds in ends:
+        found, expected = (
+            loss_and_gradients(kind(multiclass=given), {"y": MAPS}, feeds, squash)
+            for given in (None, multiclass)
+        )
+        assert found[0] == expected[0] > 0
+        np.testing.assert_array_equal(found[1]["y"], expected[1]["y"])
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_probabilities_of_0_and_1(dtype: Any) -> None:
     y = np.array([[0.0, 0.0, 1.0, 1.0, 1e-30]], dtype)

@@ -517,6 +517,7 @@ class NotAnOptimizer:
             r"must be one of ortops.optimizers, the name of .*or an update function.*got 3",
         ),
         (None, r"optimizer must be one of ortops.optimizers,.*got None"),
+        (dict, r"optimizer dict: cannot inspect its parameters; wrap it in a `def`$"),
         (NotAnOptimizer, r"optimizer NotAnOptimizer\(rate.*\).*: wrong signature"),
         (
             lambda x, g: x - g,

@@ -11,6 +11,7 @@ from ortops import lora as lora_models
 from ortops.cli.outputs import check_outputs, check_writable
 from ortops.cli.standard_streams import say
 from ortops.cli.streams import describe_stream, read_model, write_model
+from ortops.lora.peft import refuse_others
 from ortops.training.session import TrainingSession
 
 __all__ = ["lora"]
@@ -31,6 +32,8 @@ def lora(options: argparse.Namespace) -> int:
     elif Path(options.output).suffix == ".onnx_adapter":
         lora_models.save_adapter(_trained(model), options.output)
     else:
+        if not options.force:
+            refuse_others(options.output)
         lora_models.to_peft(_trained(model), options.output)
     say(f"wrote {describe_stream(options.output)}")
     return 0

@@ -43,7 +43,7 @@ def merge(model: ModelLike, *, dequantize: bool = False) -> onnx.ModelProto:
 
     Raises:
         ModelError: If the model has no adapter, the adapter's nodes were changed or its values are
-            not finite, or the model has training_info.
+            not finite, a sum overflows the weight's type, or the model has training_info.
         UnsupportedError: If a weight is quantized and ``dequantize`` is false, or the output of a
             layer is quantized.
 
@@ -64,8 +64,9 @@ def merge(model: ModelLike, *, dequantize: bool = False) -> onnx.ModelProto:
     for name, values in remove_adapter(work, adapted.adapter).items():
         module = adapted.adapter.modules[name]
         nodes = [_node(value, name) for value in values]
-        delta = _product(module, adapted.parameters[module.a], adapted.parameters[module.b])
-        _fold(work, names, name, nodes, delta, dequantize)
+        a, b = adapted.parameters[module.a], adapted.parameters[module.b]
+        with np.errstate(over="ignore", invalid="ignore"):  # `_sum` rejects an overflow
+            _fold(work, names, name, nodes, _product(module, a, b), dequantize)
     del work.metadata_props[METADATA_KEY]
     return to_proto(work)
 
@@ -136,10 +137,10 @@ def _fold(
                 delta = np.transpose(delta, np.argsort(axes))
         tensor = ir.convenience.get_const_tensor(source)
         assert tensor is not None
-        _set(source, _sum(layer, tensor.numpy(), delta))
+        _set(source, _sum(layer, source.name, tensor.numpy(), delta))
         return
     old = [each.inputs[index] for each in nodes]
-    weight = _sum(layer, _evaluated(work, node, index, steps), delta)
+    weight = _sum(layer, source.name, _evaluated(work, node, index, steps), delta)
     value = ir.Value(name=names.unique(f"{layer}.weight"), const_value=ir.tensor(weight))
     work.graph.register_initializer(value)
     for each in nodes:
@@ -152,15 +153,20 @@ def _fold(
         _drop(unread)
 
 
-def _sum(layer: str, weight: Array, delta: Array) -> Array:
+def _sum(layer: str, name: str | None, weight: Array, delta: Array) -> Array:
     if weight.shape != delta.shape:
         raise ModelError(
             f"model: the product of A and B of layer '{layer}' has shape {list(delta.shape)}, but "
             f"the layer's weight has {list(weight.shape)}; add the adapter again"
         )
     dtype = np.promote_types(weight.dtype, np.float32)
-    total: Array = weight.astype(dtype) + delta.astype(dtype)
-    return total.astype(weight.dtype)
+    total: Array = (weight.astype(dtype) + delta.astype(dtype)).astype(weight.dtype)
+    if not np.isfinite(total[np.isfinite(weight)]).all():
+        raise ModelError(
+            f"model: merging the adapter of layer '{layer}' overflows {weight.dtype}, the type of "
+            f"its weight '{name}'; keep the adapter, or give a model of a wider type"
+        )
+    return total
 
 
 def _set(source: ir.Value, array: Array) -> None:

@@ -5,6 +5,7 @@ Source: the checkpoint format in PEFT's documentation, and PEFT 0.21's LoraConfi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ortops.errors import ModelError, UnsupportedError, did_you_mean
+from ortops.errors import ModelError, OrtopsError, UnsupportedError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.adapters import Adapter, Module, ends_with, is_alpha, is_rank, scaling
 from ortops.graph.convert import ModelLike
@@ -34,7 +35,7 @@ from ortops.lora.model import (
 from ortops.lora.patterns import Patterns
 from ortops.lora.targets import Target, targets
 
-__all__ = ["from_peft", "to_peft"]
+__all__ = ["from_peft", "refuse_others", "to_peft"]
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -142,6 +143,24 @@ def _written_config(adapter: Adapter, modules: Mapping[str, Module]) -> dict[str
             if module.alpha != adapter.alpha
         },
     }
+
+
+def refuse_others(folder: str | os.PathLike[str]) -> None:
+    """Rejects a folder with an adapter that `to_peft` did not write: PEFT writes more settings.
+
+    Raises:
+        OrtopsError: If there is one.
+    """
+    present = [path for name in (_CONFIG, _WEIGHTS) if (path := Path(folder, name)).exists()]
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        settings = read_json(Path(folder, _CONFIG).read_bytes()).keys()
+        if settings == _written_config(Adapter(1, 1.0, False, "", {}), {}).keys():
+            return
+    if present:
+        raise OrtopsError(
+            f"output: '{present[0]}' was not written by ortops; give another folder, or --force to "
+            "replace it"
+        )
 
 
 @convert.blame_model

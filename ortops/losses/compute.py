@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from ortops.arguments import parameters_of
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import attribute_values, copy_node, describe, is_float
@@ -563,12 +564,7 @@ def _checked_part(part: Part) -> Part:
 
 def _parameters(loss: Function, name: str) -> Mapping[str, inspect.Parameter]:
     """Returns the parameters of a loss function, each of which must be a single tensor."""
-    try:
-        parameters = inspect.signature(loss).parameters
-    except ValueError as error:
-        raise ArgumentError(
-            f"loss {name}: cannot inspect its parameters; wrap it in a `def`"
-        ) from error
+    parameters = parameters_of(f"loss {name}", loss)
     for parameter, details in parameters.items():
         if details.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
             raise ArgumentError(

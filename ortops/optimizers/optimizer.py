@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from ortops.arguments import boolean, number
+from ortops.arguments import boolean, number, parameters_of
 from ortops.errors import ArgumentError
 from ortops.schedules import Schedule
 
@@ -138,7 +138,12 @@ class Operator:
 
 @functools.lru_cache(maxsize=64)  # called for each parameter of a model
 def _parameters(rule: UpdateRule) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(rule).parameters
+    return parameters_of(f"optimizer {_name(rule)}", rule)
+
+
+def _name(rule: UpdateRule) -> str:
+    function = getattr(rule, "func", rule)  # unwraps a functools.partial
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _keyword_only(rule: UpdateRule) -> dict[str, inspect.Parameter]:
@@ -355,8 +360,7 @@ class Custom(Optimizer):
     @property
     def name(self) -> str:
         """The function's name."""
-        function = getattr(self.function, "func", self.function)  # unwraps a functools.partial
-        return str(getattr(function, "__name__", type(function).__name__))
+        return _name(self.function)
 
     @property
     def attributes(self) -> dict[str, Any]:
