@@ -6,6 +6,7 @@ They require scikit-learn (``pip install ortops[sklearn]``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -37,39 +38,24 @@ MakesModel: TypeAlias = Callable[[int, int], ModelLike]
 """A function that returns a model for a number of features and a number of outputs."""
 
 
+@dataclass(eq=False, repr=False)
 class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hints
     """Base class of both estimators. The arguments are those of `OnnxRegressor`."""
 
-    def __init__(
-        self,
-        model: ModelLike | MakesModel,
-        *,
-        loss: LossLike = "MeanSquaredError",
-        optimizer: str | Optimizer | type[Optimizer] | UpdateRule = "Adam",
-        learning_rate: float | None = None,
-        epochs: int = 10,
-        batch_size: int = 32,
-        shuffle: bool = True,
-        seed: int = 0,
-        trainable: Sequence[str] | None = None,
-        batch_normalization: str = "auto",
-        callbacks: Sequence[Any] = (),
-        warm_start: bool = False,
-        progress: bool = False,
-    ) -> None:
-        self.model = model
-        self.loss = loss
-        self.optimizer = optimizer
-        self.learning_rate = learning_rate
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.trainable = trainable
-        self.batch_normalization = batch_normalization
-        self.callbacks = callbacks
-        self.warm_start = warm_start
-        self.progress = progress
+    model: ModelLike | MakesModel
+    _: KW_ONLY
+    loss: LossLike = "MeanSquaredError"
+    optimizer: str | Optimizer | type[Optimizer] | UpdateRule = "Adam"
+    learning_rate: float | None = None
+    epochs: int = 10
+    batch_size: int = 32
+    shuffle: bool = True
+    seed: int = 0
+    trainable: Sequence[str] | None = None
+    batch_normalization: str = "auto"
+    callbacks: Sequence[Any] = ()
+    warm_start: bool = False
+    progress: bool = False
 
     # ----------------------------------------------------------------------------- training
 
@@ -185,6 +171,7 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
         return hasattr(self, "session_")
 
 
+@dataclass(eq=False, repr=False)
 class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
     """A scikit-learn classifier that trains an ONNX model.
 
@@ -224,40 +211,9 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
         (['a', 'b'], 1.0)
     """
 
-    def __init__(
-        self,
-        model: ModelLike | MakesModel,
-        *,
-        loss: LossLike = "SoftmaxCrossEntropy",
-        optimizer: str | Optimizer | type[Optimizer] | UpdateRule = "Adam",
-        learning_rate: float | None = None,
-        epochs: int = 10,
-        batch_size: int = 32,
-        shuffle: bool = True,
-        seed: int = 0,
-        trainable: Sequence[str] | None = None,
-        batch_normalization: str = "auto",
-        callbacks: Sequence[Any] = (),
-        warm_start: bool = False,
-        progress: bool = False,
-        classes: Sequence[Any] | None = None,
-    ) -> None:
-        super().__init__(
-            model,
-            loss=loss,
-            optimizer=optimizer,
-            learning_rate=learning_rate,
-            epochs=epochs,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            trainable=trainable,
-            batch_normalization=batch_normalization,
-            callbacks=callbacks,
-            warm_start=warm_start,
-            progress=progress,
-        )
-        self.classes = classes
+    _: KW_ONLY
+    loss: LossLike = "SoftmaxCrossEntropy"
+    classes: Sequence[Any] | None = None
 
     def fit(self, X: Any, y: Any) -> OnnxClassifier:
         """Trains the model.
