@@ -1107,7 +1107,6 @@ def test_adapters(folder, capsys):
     assert np.corrcoef(small.ravel(), merged.ravel())[0, 1] > 0.99
 
 
-@pytest.mark.optional("safetensors", "lora")
 def test_an_adapter_of_another_tool_is_replaced_with_force_only(folder, capsys):
     """As by export-step: what ortops wrote is replaced, other files only with --force."""
     onnx.save(mlp.mlp((4, 16, 2)), "mlp.onnx")

@@ -455,10 +455,16 @@ def test_other_files_and_types_are_refused(tmp_path: Path) -> None:
         write_safetensors(tmp_path / "x", {"z": np.zeros(1, np.complex64)})
     write_safetensors(tmp_path / "x", {"a": np.zeros(3, np.float32)})
     whole = (tmp_path / "x").read_bytes()
-    for content in (b"", b"\x08", whole[:-1], whole[:20]):
+    gap = whole.replace(b"[0,12]", b"[4,16]") + bytes(4)
+    negative = whole.replace(b"[3]", b"[-1,-3]").replace(b"8", b"<", 1)
+    shapes = (whole.replace(b"[3]", b"[2]"), negative)
+    for content in (b"", b"\x08", whole[:-1], whole + b"0", whole[:20], gap, *shapes):
         (tmp_path / "x").write_bytes(content)
         with pytest.raises(ModelError, match="not a safetensors file"):
             read_safetensors(tmp_path / "x")
+    (tmp_path / "x").write_bytes(whole.replace(b"F32", b"F6x"))
+    with pytest.raises(UnsupportedError, match=r"'a' must be of type F64, F32, .*, got F6x$"):
+        read_safetensors(tmp_path / "x")
 
 
 def test_places_skip_what_is_no_raw_data() -> None:

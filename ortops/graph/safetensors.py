@@ -51,13 +51,19 @@ def write_safetensors(path: str | os.PathLike[str], arrays: Mapping[str, Array])
     write_atomically(path, dump_safetensors(arrays))
 
 
-def dump_safetensors(arrays: Mapping[str, Array]) -> bytes:
+def dump_safetensors(
+    arrays: Mapping[str, Array], metadata: Mapping[str, str] | None = None
+) -> bytes:
     """Returns arrays in the safetensors format.
+
+    Args:
+        arrays: The arrays by name.
+        metadata: Texts to store with them, by key.
 
     Raises:
         UnsupportedError: If the format does not support a dtype.
     """
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     contents, end = [], 0
     for name, array in arrays.items():
         if array.dtype not in _NAMES:
@@ -83,6 +89,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Array]:
 
     Raises:
         ModelError: If it is not a safetensors file.
+        UnsupportedError: If numpy has no such element type.
     """
     content = Path(path).read_bytes()
     size = int.from_bytes(content[:8], "little")
@@ -91,16 +98,25 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Array]:
         header = read_json(content[8 : 8 + size])
         header.pop("__metadata__", None)
         data = memoryview(content)[8 + size :]
+        spans = sorted(entry["data_offsets"] for entry in header.values())
+        if [0, *(end for _, end in spans)] != [*(begin for begin, _ in spans), len(data)]:
+            raise ValueError("its tensors do not cover the data without gaps and overlaps")
         for name, entry in header.items():
-            dtype = np.dtype(_TYPES[entry["dtype"]])
+            kind, shape = entry["dtype"], entry["shape"]
+            if kind not in _TYPES:
+                raise UnsupportedError(
+                    f"file '{path}': '{name}' must be of type {', '.join(_TYPES)}, got {kind!s:.80}"
+                )
+            dtype = np.dtype(_TYPES[kind])
             begin, end = entry["data_offsets"]
-            shape = tuple(entry["shape"])
-            if not 0 <= begin <= end <= len(data) or end - begin != (
-                math.prod(shape) * dtype.itemsize
-            ):
-                raise ValueError(f"'{name}' has bytes {begin} to {end} of {len(data)}")
+            if not all(0 <= size < 2**63 for size in shape):
+                raise ValueError(f"'{name}' has an invalid shape {shape!s:.80}")
+            if end - begin != math.prod(shape) * dtype.itemsize:
+                raise ValueError(f"'{name}' has bytes {begin} to {end}, which do not fit its shape")
             little = np.frombuffer(data[begin:end], dtype.newbyteorder("<"))
             found[name] = little.astype(dtype).reshape(shape)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"file '{path}': not a safetensors file ({error})") from error
+        raise ModelError(
+            f"file '{path}': not a safetensors file ({error}); write it again"
+        ) from error
     return found

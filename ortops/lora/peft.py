@@ -24,6 +24,7 @@ from ortops.graph.convert import ModelLike
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.json_text import read_json
 from ortops.graph.limits import LIMITS
+from ortops.graph.safetensors import dump_safetensors, read_safetensors
 from ortops.lora.addition import Layer, attach, read_base
 from ortops.lora.model import (
     Array,
@@ -53,14 +54,12 @@ _WITHOUT_EFFECT = {
 _SAME_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 """Initializations of A and B that do not change the weights of the base."""
 
-_TYPES: Mapping[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+_BFLOAT16 = ir.DataType.BFLOAT16.numpy()
 
 
 @convert.blame_model
 def to_peft(model: ModelLike, folder: str | os.PathLike[str], *, prefix: str = "") -> None:
     """Writes the adapter of a model in PEFT's format, for ``PeftModel.from_pretrained``.
-
-    Needs the package safetensors (``pip install ortops[lora]``).
 
     Args:
         model: A model with an adapter: a ModelProto, its bytes, or its path.
@@ -71,8 +70,7 @@ def to_peft(model: ModelLike, folder: str | os.PathLike[str], *, prefix: str = "
 
     Raises:
         ModelError: If the model has no adapter, its base has changed since the adapter was added,
-            the adapter's values are not finite, a layer's name does not start with the prefix, or
-            safetensors is not installed.
+            the adapter's values are not finite, or a layer's name does not start with the prefix.
         OSError: If a file cannot be written.
 
     Example:
@@ -108,7 +106,7 @@ def to_peft(model: ModelLike, folder: str | os.PathLike[str], *, prefix: str = "
             "model: two of its layers have the same name in PEFT; merge the adapter, or add it "
             "again"
         )
-    content = _safetensors().numpy.save(tensors, {"format": "pt"})
+    content = dump_safetensors(tensors, {"format": "pt"})
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     write_atomically(target / _WEIGHTS, content)
@@ -168,8 +166,7 @@ def from_peft(model: ModelLike, folder: str | os.PathLike[str]) -> onnx.ModelPro
     """Returns a model with an adapter from a folder in PEFT's format.
 
     Layers are matched by name or by the end of their name: ``encoder.layer.0.query`` in PEFT
-    matches ``model.encoder.layer.0.query`` in the model. Needs the package safetensors
-    (``pip install ortops[lora]``).
+    matches ``model.encoder.layer.0.query`` in the model.
 
     Args:
         model: The base, without an adapter: a ModelProto, its bytes, or its path; not changed.
@@ -181,8 +178,7 @@ def from_peft(model: ModelLike, folder: str | os.PathLike[str]) -> onnx.ModelPro
 
     Raises:
         ModelError: If a file is missing or invalid, a layer of the adapter matches no layer of the
-            model or several, a shape differs, a value is not finite, or safetensors is not
-            installed.
+            model or several, a shape differs, or a value is not finite.
         UnsupportedError: If the adapter is not plain LoRA (DoRA, trained biases, saved modules,
             initializations that change the base), or a layer cannot have an adapter.
 
@@ -276,25 +272,10 @@ def _short(number: float) -> float:
     return int(number) if float(number).is_integer() else number
 
 
-def _safetensors() -> Any:
-    try:
-        import safetensors
-        import safetensors.numpy
-    except ImportError as error:
-        raise ModelError(
-            "PEFT's weight files need the package safetensors; pip install ortops[lora]"
-        ) from error
-    return safetensors
-
-
-def _content(file: Path, remedy: str) -> bytes:
-    refuse_irregular(file, remedy)
-    return file.read_bytes()
-
-
 def _config(file: Path) -> dict[str, Any]:
     """Reads the settings; rejects what is not plain LoRA."""
-    content = _content(file, "give a folder written by PEFT")
+    refuse_irregular(file, "give a folder written by PEFT")
+    content = file.read_bytes()
     if len(content) > LIMITS.metadata_bytes:
         raise ModelError(
             f"file '{file}' must have at most {LIMITS.metadata_bytes:,} bytes, got "
@@ -366,34 +347,18 @@ def _check_numbers(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def _tensors(file: Path) -> dict[str, Array]:
-    package = _safetensors()
-    try:
-        entries = package.deserialize(
-            _content(file, "save the adapter in PEFT with safe_serialization=True")
-        )
-    except package.SafetensorError as error:
-        raise ModelError(
-            f"file '{file}': not a safetensors file ({error}); write the adapter again"
-        ) from error
-    return {name: _array(file, name, entry) for name, entry in entries}
-
-
-def _array(file: Path, name: str, entry: Mapping[str, Any]) -> Array:
-    kind, shape = entry["dtype"], entry["shape"]
-    if kind not in (*_TYPES, "BF16"):
-        raise UnsupportedError(
-            f"file '{file}': '{name}' must be of type F16, BF16, F32 or F64, got {kind}"
-        )
-    try:
-        if kind == "BF16":  # numpy lacks it; it is the upper half of a float32
-            half = np.frombuffer(entry["data"], "<u2").astype(np.uint32)
-            return (half << 16).view(np.float32).reshape(shape)
-        return np.frombuffer(entry["data"], _TYPES[kind]).reshape(shape)
-    except ValueError as error:  # beside an axis of size 0, another may exceed numpy's limit
-        raise ModelError(
-            f"file '{file}': '{name}' has an invalid shape {shape} ({error}); write the adapter "
-            "again"
-        ) from error
+    """Reads the matrices; bfloat16 becomes float32, as numpy cannot compute with it."""
+    refuse_irregular(file, "save the adapter in PEFT with safe_serialization=True")
+    found = read_safetensors(file)
+    for name, array in found.items():
+        if array.dtype == _BFLOAT16:
+            found[name] = array.astype(np.float32)
+        elif array.dtype.kind != "f":
+            raise UnsupportedError(
+                f"file '{file}': '{name}' must be of type float16, bfloat16, float32 or float64, "
+                f"got {array.dtype}"
+            )
+    return found
 
 
 def _pairs(
