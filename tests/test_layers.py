@@ -45,6 +45,7 @@ WITHIN = {
         *("factored", "orthogonal", "__init__"),
     ),
     "autodiff": ("registry", "backward", "gradient_node", "grad", "expansion", "rules"),
+    "derivatives": ("builder", "formulas", "__init__"),
     "callbacks": (
         *("monitor", "best", "checkpoint", "logs", "drawing", "plot", "rate_finder", "__init__"),
     ),

@@ -1,0 +1,259 @@
+"""Derivatives of a model: functions that return the model with additional derivative outputs.
+
+Each function takes a model and returns a new one. The derivatives are appended to its outputs, and
+the seeds to its inputs:
+
+========  ==============  ================  ============  ========================================
+function  inputs          outputs           shaped like   which are
+========  ==============  ================  ============  ========================================
+gradient                  ``d_<y>_d_<x>``   x             ∂ sum(y) / ∂x
+vjp       ``seed_<y>``    ``vjp_<x>``       x             ∂ (Σ over y of sum(seed · y)) / ∂x
+jvp       ``seed_<x>``    ``jvp_<y>``       y             Σ over x of ∂y/∂x · seed
+hvp       ``seed_<x>``    ``hvp_<x>``       x             Σ over x' of ∂² sum(y) / ∂x∂x' · seed'
+jacobian                  ``d_<y>_d_<x>``   y, then x     ∂y / ∂x
+========  ==============  ================  ============  ========================================
+
+A seed has the shape and dtype of its tensor. A name that is already used gets a numeric suffix, as
+in ``seed_x_1``. By default, y is the first floating-point output and x are all floating-point
+inputs; pass names to select one or more other tensors.
+
+The returned models contain Gradient nodes in addition to standard nodes, or only standard nodes
+with ``lowered=True``. Both can be differentiated again, trained and served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import onnx
+
+from ortops.derivatives.builder import Builder
+from ortops.derivatives.formulas import add_gradient, add_hvp, add_jacobian, add_jvp, add_vjp
+from ortops.graph import convert
+from ortops.graph.convert import ModelLike
+from ortops.graph.files.serialization import (
+    BOUND_DOMAIN,
+    GRADIENT_DOMAIN,
+    algorithm_names,
+    name_tensors,
+    to_proto,
+)
+from ortops.lowering import infer_types, lower_ir, normalize
+
+__all__ = ["gradient", "hvp", "jacobian", "jvp", "vjp"]
+
+
+@convert.blame_model
+def gradient(
+    model: ModelLike,
+    *,
+    xs: str | Sequence[str] | None = None,
+    y: str | Sequence[str] | None = None,
+    lowered: bool = False,
+) -> onnx.ModelProto:
+    """Returns a model that also outputs the gradient of an output.
+
+    Args:
+        model: A ModelProto, its bytes or its path; it is not modified. A model with an opset below
+            21 is converted to opset 21, which is logged. Functions are inlined.
+        xs: The names of the tensors to differentiate with respect to: inputs, initializers or
+            intermediate tensors, which must not depend on each other. By default, all
+            floating-point inputs without a default value.
+        y: The name of the tensor to differentiate, or several names. The elements of a tensor are
+            summed. By default, the first floating-point output.
+        lowered: Whether to lower the result to standard nodes (see `ortops.lower`) instead of
+            keeping Gradient nodes.
+
+    Returns:
+        A new model with an output ``d_<y>_d_<x>`` for each y and x, of the shape and dtype of x.
+        External data stay external, relative to the folder of the given file.
+
+    Raises:
+        ArgumentError: If ``xs`` or ``y`` are not names of tensors.
+        ModelError: If the model is invalid, if a tensor does not exist or is not floating-point,
+            or if an x depends on another.
+        UnsupportedError: With ``lowered``, if an operator between x and y has no gradient.
+
+    Example:
+        >>> from models import mlp
+        >>> model = gradient(mlp.mlp((4, 16, 2)))
+        >>> [value.name for value in model.graph.output]
+        ['logits', 'd_logits_d_images']
+    """
+    return _with_outputs(model, add_gradient, lowered, xs, y)
+
+
+@convert.blame_model
+def vjp(
+    model: ModelLike,
+    *,
+    xs: str | Sequence[str] | None = None,
+    y: str | Sequence[str] | None = None,
+    seeds: int | bool | None = None,
+    lowered: bool = False,
+) -> onnx.ModelProto:
+    """Returns a model that also outputs vector-Jacobian products (reverse mode).
+
+    Args:
+        model: See `gradient`.
+        xs: See `gradient`.
+        y: See `gradient`.
+        seeds: The number of seeds per run, or True for any number of at least one. Seeds and
+            products then have a leading axis, and share one forward pass. By default, there is one
+            seed, without that axis.
+        lowered: See `gradient`.
+
+    Returns:
+        A new model with an input ``seed_<y>`` for each y and an output ``vjp_<x>`` for each x, of
+        their shapes and dtypes.
+
+    Raises:
+        ArgumentError: See `gradient`; or if ``seeds`` is not a positive integer or a boolean.
+        ModelError: See `gradient`.
+        UnsupportedError: See `gradient`.
+
+    Example:
+        >>> from models import mlp
+        >>> model = vjp(mlp.mlp((4, 16, 2)), seeds=3)
+        >>> ends = model.graph.input[-1], model.graph.output[-1]
+        >>> [onnx.helper.printable_value_info(value) for value in ends]
+        ['%seed_logits[FLOAT, 3xbatchx2]', '%vjp_images[FLOAT, 3xbatchx4]']
+    """
+    return _with_outputs(model, add_vjp, lowered, xs, y, seeds)
+
+
+@convert.blame_model
+def jvp(
+    model: ModelLike,
+    *,
+    xs: str | Sequence[str] | None = None,
+    y: str | Sequence[str] | None = None,
+    seeds: int | bool | None = None,
+    lowered: bool = False,
+) -> onnx.ModelProto:
+    """Returns a model that also outputs Jacobian-vector products (forward mode).
+
+    They are computed by reverse mode applied twice: a vector-Jacobian product is linear in its
+    vector, and its transpose, obtained by differentiating with respect to that vector, is the
+    Jacobian-vector product. After lowering, only those parts of the backward pass remain that the
+    product reads.
+
+    Args:
+        model: See `gradient`.
+        xs: See `gradient`.
+        y: See `gradient`.
+        seeds: See `vjp`.
+        lowered: See `gradient`.
+
+    Returns:
+        A new model with an input ``seed_<x>`` for each x and an output ``jvp_<y>`` for each y, of
+        their shapes and dtypes.
+
+    Raises:
+        ArgumentError: See `vjp`.
+        ModelError: See `gradient`.
+        UnsupportedError: See `gradient`.
+
+    Example:
+        >>> from models import mlp
+        >>> model = jvp(mlp.mlp((4, 16, 2)))
+        >>> [value.name for value in (*model.graph.input, *model.graph.output)]
+        ['images', 'seed_images', 'logits', 'jvp_logits']
+    """
+    return _with_outputs(model, add_jvp, lowered, xs, y, seeds)
+
+
+@convert.blame_model
+def hvp(
+    model: ModelLike,
+    *,
+    xs: str | Sequence[str] | None = None,
+    y: str | Sequence[str] | None = None,
+    seeds: int | bool | None = None,
+    lowered: bool = False,
+) -> onnx.ModelProto:
+    """Returns a model that also outputs Hessian-vector products.
+
+    Args:
+        model: See `gradient`.
+        xs: See `gradient`.
+        y: See `gradient`. The Hessian of the sum of all ys with respect to all xs is used.
+        seeds: See `vjp`.
+        lowered: See `gradient`.
+
+    Returns:
+        A new model with an input ``seed_<x>`` and an output ``hvp_<x>`` for each x, of its shape
+        and dtype.
+
+    Raises:
+        ArgumentError: See `vjp`.
+        ModelError: See `gradient`.
+        UnsupportedError: See `gradient`.
+
+    Example:
+        >>> from models import mlp
+        >>> model = hvp(mlp.mlp((4, 16, 2)))
+        >>> [value.name for value in (*model.graph.input, *model.graph.output)]
+        ['images', 'seed_images', 'logits', 'hvp_images']
+    """
+    return _with_outputs(model, add_hvp, lowered, xs, y, seeds)
+
+
+@convert.blame_model
+def jacobian(
+    model: ModelLike,
+    *,
+    xs: str | Sequence[str] | None = None,
+    y: str | Sequence[str] | None = None,
+    lowered: bool = False,
+) -> onnx.ModelProto:
+    """Returns a model that also outputs the Jacobian of an output.
+
+    It runs one backward pass for each element of y, which must not be empty; all of them share one
+    forward pass. The Jacobian of a `gradient` is the Hessian.
+
+    Args:
+        model: See `gradient`.
+        xs: See `gradient`.
+        y: See `gradient`.
+        lowered: See `gradient`.
+
+    Returns:
+        A new model with an output ``d_<y>_d_<x>`` for each y and x, of shape y.shape + x.shape.
+
+    Raises:
+        ArgumentError: See `gradient`.
+        ModelError: See `gradient`.
+        UnsupportedError: See `gradient`.
+
+    Example:
+        >>> from models import mlp
+        >>> model = jacobian(mlp.mlp((4, 16, 2)))
+        >>> onnx.helper.printable_value_info(model.graph.output[-1])
+        '%d_logits_d_images[FLOAT, batchx2xbatchx4]'
+    """
+    return _with_outputs(model, add_jacobian, lowered, xs, y)
+
+
+def _with_outputs(
+    model: ModelLike,
+    add: Callable[[Builder], object],
+    lowered: bool,
+    xs: str | Sequence[str] | None,
+    y: str | Sequence[str] | None,
+    seeds: int | bool | None = None,
+) -> onnx.ModelProto:
+    """Returns a model with the outputs that a formula adds."""
+    proto, folder = convert.load(model)
+    work = normalize(convert.to_ir(proto, folder))
+    infer_types(work)
+    add(Builder(work, xs, y, seeds, algorithm_names(proto)))
+    work.graph.opset_imports.setdefault(GRADIENT_DOMAIN, 1)
+    result = to_proto(lower_ir(work) if lowered else work)
+    if name_tensors(result.graph.node):
+        for entry in list(result.opset_import):
+            if entry.domain == BOUND_DOMAIN:
+                result.opset_import.remove(entry)
+    for info in proto.training_info:  # one by one: `extend` fails for messages of 2 GB
+        result.training_info.add().CopyFrom(info)
+    return result

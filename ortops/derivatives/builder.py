@@ -1,0 +1,186 @@
+"""Adds derivatives to a model: the tensors that are differentiated, seed inputs and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+import onnx_ir as ir
+
+from ortops.arguments import whole_number
+from ortops.errors import ArgumentError, ModelError, did_you_mean
+from ortops.graph.edit import is_float
+from ortops.graph.tensor import Dim, Names, Tape, Tensor, op
+from ortops.losses.compute import default_output
+
+__all__ = ["Builder", "Formula", "for_each"]
+
+Formula: TypeAlias = Callable[..., Sequence[Tensor]]
+"""Emits derivatives on a tape, given the seeds."""
+
+_SEEDS = "seeds"
+
+
+class Builder:
+    """Adds derivatives to a model.
+
+    Args:
+        model: A normalized model with inferred types; derivatives are added to it.
+        xs: See `ortops.derivatives.gradient`.
+        y: See `ortops.derivatives.gradient`.
+        seeds: See `ortops.derivatives.vjp`.
+        taken: Names that new tensors must not have, in addition to those in the graph.
+
+    Attributes:
+        model: The model.
+        tape: The tape for new nodes.
+        xs: The tensors to differentiate with respect to.
+        ys: The tensors to differentiate.
+        seeds: The names of the seed inputs that were added.
+    """
+
+    def __init__(
+        self,
+        model: ir.Model,
+        xs: str | Sequence[str] | None,
+        y: str | Sequence[str] | None,
+        seeds: int | bool | None = None,
+        taken: Iterable[str] = (),
+    ) -> None:
+        if seeds is False:
+            seeds = None
+        what = "seeds (a number, True or None)"
+        self._seeds = seeds if seeds is None or seeds is True else whole_number(what, seeds, 1)
+        self.model = model
+        names = Names(model.graph)
+        for name in taken:
+            names.take(name)
+        self.tape = Tape(model.graph, names=names)
+        self.ys = [self.tape.tensor(value) for value in self._ys(y)]
+        self.xs = [self.tape.tensor(value) for value in self._xs(xs)]
+        self.seeds: list[str] = []
+
+    def put_out(self, tensor: Tensor, name: str) -> str:
+        """Makes a tensor an output, and returns its name: ``name``, or with a suffix if in use."""
+        return self.tape.output(tensor, name).value.name or ""
+
+    def for_seeds(self, likes: Sequence[Tensor], formula: Formula) -> Sequence[Tensor]:
+        """Adds a seed input for each tensor, and returns the derivatives for these seeds."""
+        axis: list[Dim] = []
+        if self._seeds is True:
+            axis = [self._symbol()]
+        elif self._seeds is not None:
+            axis = [self._seeds]
+        inputs = []
+        for like in likes:
+            shape = None if like.shape is None else [*axis, *like.shape]
+            inputs.append(self.tape.input(f"seed_{like.name}", like.dtype, shape))
+        self.seeds += [each.name for each in inputs]
+        return for_each(self.tape, inputs, formula) if axis else formula(self.tape, *inputs)
+
+    def _symbol(self) -> str:
+        """Returns a name for a symbolic dimension that the model does not use."""
+        taken = Names()
+        for value in (*self.tape.graph.inputs, *(each.value for each in (*self.xs, *self.ys))):
+            for dim in value.shape or ():
+                taken.take(str(dim))
+        return taken.unique(_SEEDS)
+
+    def _ys(self, names: str | Sequence[str] | None) -> Sequence[ir.Value]:
+        if names is not None:
+            return self._named("y", names)
+        graph = self.tape.graph
+        value = default_output(graph.outputs)
+        if value is None:
+            listed = ", ".join(f"'{v.name}' ({v.type or 'unknown'})" for v in graph.outputs)
+            raise ModelError(
+                f"y: the model has no floating-point output, only {listed}; pass the name of "
+                "another tensor as y="
+            )
+        return [self._checked("y", value)]
+
+    def _xs(self, names: str | Sequence[str] | None) -> Sequence[ir.Value]:
+        graph = self.tape.graph
+        if names is not None:
+            return self._named("xs", names)
+        inputs = [value for value in graph.inputs if value.name not in graph.initializers]
+        found = [v for v in inputs if isinstance(v.type, ir.TensorType) and is_float(v)]
+        if not found:
+            listed = ", ".join(f"'{v.name}' ({v.type or 'unknown'})" for v in inputs) or "none"
+            raise ModelError(
+                f"xs: the model has no floating-point input, only {listed}; pass names of other "
+                "tensors as xs=, for example the output of an embedding"
+            )
+        return found
+
+    def _named(self, role: str, names: str | Sequence[str]) -> Sequence[ir.Value]:
+        """Returns tensors of the main graph by name."""
+        graph = self.tape.graph
+        values = [*graph.inputs, *graph.initializers.values()]
+        values += [value for node in graph for value in node.outputs]
+        known = {value.name: value for value in values if value.name}
+        if not isinstance(names, Iterable):
+            raise ArgumentError(f"{role} must be one or more names of tensors, got {names!r}")
+        named = [names] if isinstance(names, str) else list(names)
+        if not named:
+            raise ArgumentError(f"{role} is empty; name at least one tensor, or omit {role}")
+        for name in named:
+            if not isinstance(name, str):
+                raise ArgumentError(f"{role} must be one or more names of tensors, got {name!r}")
+            if name not in known:
+                raise ModelError(
+                    f"{role}: the main graph has no tensor '{name}'; {did_you_mean(name, known)}"
+                )
+            if named.count(name) > 1:
+                raise ArgumentError(f"{role}: '{name}' is listed twice; list it once")
+        return [self._checked(role, known[name]) for name in named]
+
+    def _checked(self, role: str, value: ir.Value) -> ir.Value:
+        """Returns a tensor, if it is floating-point."""
+        kind = value.type
+        if kind is None:
+            raise ModelError(
+                f"{role}: the type of tensor '{value.name}' is unknown; add a value_info for it"
+            )
+        if not isinstance(kind, ir.TensorType) or not is_float(value):
+            raise ModelError(
+                f"{role}: tensor '{value.name}' must be a floating-point tensor, got type {kind}"
+            )
+        return value
+
+
+def for_each(tape: Tape, sequences: Sequence[Tensor], formula: Formula) -> Sequence[Tensor]:
+    """Emits a Scan that applies a formula to each slice of some tensors along the first axis.
+
+    Args:
+        tape: The tape for the node.
+        sequences: The tensors, of equal length.
+        formula: A function of the tape of the body and a slice of each tensor. Other tensors that
+            it reads come from the outer graph and are computed once.
+
+    Returns:
+        The results, each with a leading axis.
+    """
+    body = tape.subgraph("each")
+    slices = [
+        body.input(f"{each.name}_each", each.dtype, each.shape and each.shape[1:])
+        for each in sequences
+    ]
+    with body:
+        results = [op.Identity(result) for result in formula(body, *slices)]
+    for result in results:
+        body.graph.outputs.append(result.value)
+    node = ir.Node(
+        "",
+        "Scan",
+        [sequence.value for sequence in sequences],
+        [ir.AttrGraph("body", body.graph), ir.AttrInt64("num_scan_inputs", len(sequences))],
+        num_outputs=len(results),
+    )
+    tape.append(node)
+    length = sequences[0].shape[0] if sequences[0].shape else None
+    for output, result in zip(node.outputs, results, strict=True):
+        output.type = result.value.type
+        if result.shape is not None:
+            output.shape = ir.Shape([length, *result.shape])
+    return [tape.tensor(output) for output in node.outputs]

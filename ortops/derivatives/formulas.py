@@ -1,0 +1,138 @@
+"""The formulas of derivatives: each adds outputs to a model, and returns their names."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+
+from ortops.autodiff.grad import grad, of_shape
+from ortops.derivatives.builder import Builder, for_each
+from ortops.graph.tensor import Tape, Tensor, op, shape_of, zeros_like
+
+__all__ = ["add_gradient", "add_hessian", "add_hvp", "add_jacobian", "add_jvp", "add_vjp"]
+
+
+def add_gradient(builder: Builder) -> list[str]:
+    """Adds ∂ sum(y) / ∂x for each y and each x."""
+    with builder.tape:
+        return [
+            builder.put_out(slope, f"d_{y.name}_d_{x.name}")
+            for y in builder.ys
+            for x, slope in zip(builder.xs, grad(y, builder.xs), strict=True)
+        ]
+
+
+def add_vjp(builder: Builder) -> list[str]:
+    """Adds ∂ (Σ over y of sum(seed · y)) / ∂x for each x."""
+
+    def pulled_back(tape: Tape, *seeds: Tensor) -> Sequence[Tensor]:
+        return grad(_dot(tape, builder.ys, seeds, builder.ys), [_on(tape, x) for x in builder.xs])
+
+    with builder.tape:
+        products = builder.for_seeds(builder.ys, pulled_back)
+        return [
+            builder.put_out(product, f"vjp_{x.name}")
+            for x, product in zip(builder.xs, products, strict=True)
+        ]
+
+
+def add_jvp(builder: Builder) -> list[str]:
+    """Adds Σ over x of ∂y/∂x · seed for each y.
+
+    A vector-Jacobian product is linear in its vector. Its derivative with respect to that vector is
+    the transpose, the Jacobian-vector product.
+    """
+    with builder.tape:
+        vectors = [op.Identity(zeros_like(each)).with_shape_of(each) for each in builder.ys]
+        products = grad(_dot(builder.tape, builder.ys, vectors, builder.ys), builder.xs)
+
+        def pushed_forward(tape: Tape, *seeds: Tensor) -> Sequence[Tensor]:
+            return grad(_dot(tape, products, seeds, builder.xs), [_on(tape, v) for v in vectors])
+
+        results = builder.for_seeds(builder.xs, pushed_forward)
+        return [
+            builder.put_out(product, f"jvp_{y.name}")
+            for y, product in zip(builder.ys, results, strict=True)
+        ]
+
+
+def add_hvp(builder: Builder) -> list[str]:
+    """Adds Σ over x' of ∂² sum(y) / ∂x∂x' · seed' for each x."""
+    with builder.tape:
+        slopes = grad(_total([each.sum() for each in builder.ys]), builder.xs)
+
+        def product(tape: Tape, *seeds: Tensor) -> Sequence[Tensor]:
+            return grad(_dot(tape, slopes, seeds, builder.xs), [_on(tape, x) for x in builder.xs])
+
+        results = builder.for_seeds(builder.xs, product)
+        return [
+            builder.put_out(result, f"hvp_{x.name}")
+            for x, result in zip(builder.xs, results, strict=True)
+        ]
+
+
+def add_jacobian(builder: Builder) -> list[str]:
+    """Adds ∂y / ∂x for each y and each x."""
+    with builder.tape:
+        return [
+            builder.put_out(result, f"d_{y.name}_d_{x.name}")
+            for y in builder.ys
+            for x, result in zip(builder.xs, _jacobians(builder.tape, y, builder.xs), strict=True)
+        ]
+
+
+def add_hessian(builder: Builder) -> list[str]:
+    """Adds ∂² sum(y) / ∂x∂x' for the only y, each x and each x', in this order."""
+    (y,) = builder.ys
+    with builder.tape:
+        return [
+            builder.put_out(result, f"d2_{y.name}_d_{x.name}_d_{other.name}")
+            for x, slope in zip(builder.xs, grad(y, builder.xs), strict=True)
+            for other, result in zip(
+                builder.xs, _jacobians(builder.tape, slope, builder.xs), strict=True
+            )
+        ]
+
+
+def _jacobians(tape: Tape, y: Tensor, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns the Jacobians of y with respect to each x: the gradients of all elements of y."""
+    if y.shape == ():
+        return grad(y, xs)
+    elements = op.Reshape(y, [-1])
+
+    def row(inner: Tape, number: Tensor) -> Sequence[Tensor]:
+        element = op.Gather(_on(inner, elements), number, axis=0)
+        return grad(element, [_on(inner, x) for x in xs])
+
+    results = []
+    rows = for_each(tape, [op.Range(0, op.Size(y), 1)], row)
+    for x, stacked in zip(xs, rows, strict=True):
+        shape = op.Concat(shape_of(y), shape_of(x), axis=0)
+        result = op.Reshape(stacked, shape, allowzero=1)
+        if y.shape is not None and x.shape is not None:
+            result = result.with_shape([*y.shape, *x.shape])
+        results.append(result)
+    return results
+
+
+def _on(tape: Tape, tensor: Tensor) -> Tensor:
+    """Returns a tensor for use on a tape, which may belong to a subgraph."""
+    return tape.tensor(tensor.value)
+
+
+def _dot(
+    tape: Tape, tensors: Sequence[Tensor], weights: Sequence[Tensor], likes: Sequence[Tensor]
+) -> Tensor:
+    """Returns the scalar Σ tensors · weights; both have the shapes of ``likes``."""
+    terms = [
+        (_on(tape, tensor) * of_shape(weight, _on(tape, like))).sum()
+        for tensor, weight, like in zip(tensors, weights, likes, strict=True)
+    ]
+    return _total(terms)
+
+
+def _total(numbers: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of scalars, which may have different types."""
+    first = numbers[0]
+    return functools.reduce(operator.add, [number.astype(first.dtype) for number in numbers])
