@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         OrtopsError,
         UnsupportedError,
     )
+    from ortops.functions.function import Function
     from ortops.graph.files.saving import save_model
     from ortops.graph.tensor import Tape, Tensor, op
     from ortops.inference import InferenceSession
@@ -51,6 +52,7 @@ __all__ = [
     "ArgumentError",
     "DivergedError",
     "FeedError",
+    "Function",
     "InferenceSession",
     "KernelError",
     "ModelError",
@@ -84,6 +86,7 @@ _MODULES = {
     "ArgumentError": "ortops.errors",
     "DivergedError": "ortops.errors",
     "FeedError": "ortops.errors",
+    "Function": "ortops.functions.function",
     "InferenceSession": "ortops.inference",
     "KernelError": "ortops.errors",
     "ModelError": "ortops.errors",

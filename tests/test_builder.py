@@ -1077,3 +1077,8 @@ def test_weights_in_constant_nodes_become_initializers(trainable, caplog):
     written = numpy_helper.to_array(original.graph.node[0].attribute[0].t)
     np.testing.assert_array_equal(written, session.state["w"])
     assert [node.op_type for node in original.graph.node] == [n.op_type for n in proto.graph.node]
+
+
+def test_wrong_arguments_are_not_blamed_on_the_model() -> None:
+    with pytest.raises(TypeError, match="takes 1 positional argument but 3 were given"):
+        ortops.build_training_model(onnx.ModelProto(), "MeanSquaredError", "Adam")  # type: ignore[call-arg]

@@ -24,7 +24,7 @@ FLOORS = (
     ("trainable",),
     ("building",),
     ("training",),
-    ("callbacks", "check", "distributed", "lora", "sklearn"),
+    ("callbacks", "check", "distributed", "functions", "lora", "sklearn"),
     ("__init__",),
     ("cli",),
     ("__main__",),
@@ -46,6 +46,7 @@ WITHIN = {
     ),
     "autodiff": ("registry", "backward", "gradient_node", "grad", "expansion", "rules"),
     "derivatives": ("builder", "formulas", "__init__"),
+    "functions": ("residuals", "programs", "function", "__init__"),
     "callbacks": (
         *("monitor", "best", "checkpoint", "logs", "drawing", "plot", "rate_finder", "__init__"),
     ),

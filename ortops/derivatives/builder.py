@@ -36,7 +36,6 @@ class Builder:
         tape: The tape for new nodes.
         xs: The tensors to differentiate with respect to.
         ys: The tensors to differentiate.
-        seeds: The names of the seed inputs that were added.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class Builder:
         self.tape = Tape(model.graph, names=names)
         self.ys = [self.tape.tensor(value) for value in self._ys(y)]
         self.xs = [self.tape.tensor(value) for value in self._xs(xs)]
-        self.seeds: list[str] = []
 
     def put_out(self, tensor: Tensor, name: str) -> str:
         """Makes a tensor an output, and returns its name: ``name``, or with a suffix if in use."""
@@ -75,7 +73,6 @@ class Builder:
         for like in likes:
             shape = None if like.shape is None else [*axis, *like.shape]
             inputs.append(self.tape.input(f"seed_{like.name}", like.dtype, shape))
-        self.seeds += [each.name for each in inputs]
         return for_each(self.tape, inputs, formula) if axis else formula(self.tape, *inputs)
 
     def _symbol(self) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import google.protobuf.message
 import onnx
@@ -122,6 +123,7 @@ def blame_model(function: Callable[P, T]) -> Callable[P, T]:
     Returns:
         The decorated function.
     """
+    signature = inspect.signature(function)
 
     @functools.wraps(function)
     def decorated(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -130,6 +132,8 @@ def blame_model(function: Callable[P, T]) -> Callable[P, T]:
         except (OrtopsError, OSError, MemoryError):
             raise
         except Exception as error:
+            if isinstance(error, TypeError) and not _fits(signature, args, kwargs):
+                raise
             given = (*args[:2], kwargs.get("model"), kwargs.get("path_or_bytes"))
             models = [each for each in given if isinstance(each, _KINDS)]
             if any(isinstance(each, str | os.PathLike) and not is_file(each) for each in models):
@@ -144,6 +148,15 @@ def blame_model(function: Callable[P, T]) -> Callable[P, T]:
             raise ModelError(f"model: {fault}; check it with onnx.checker.check_model") from error
 
     return decorated
+
+
+def _fits(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function can be called with these arguments."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:

@@ -1,0 +1,583 @@
+"""Function: an ONNX model as a differentiable function of NumPy arrays."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnxruntime
+
+from ortops.errors import ArgumentError, did_you_mean
+from ortops.functions.programs import Kind, Program, Request, Source, as_array, input_of
+from ortops.graph.convert import ModelLike, blame_model
+from ortops.numbers import Array
+from ortops.training.feeds import Input
+
+__all__ = ["Function"]
+
+_CHECKED = 1024
+"""The number of combinations of types and shapes that are remembered as checked."""
+
+Wrt: TypeAlias = str | int | Sequence[str | int] | None
+"""Inputs or weights by name, or inputs by position; None for all floating-point inputs."""
+
+
+class Function:
+    """An ONNX model as a differentiable function: NumPy arrays in, NumPy arrays out.
+
+    The model and its derivatives run in onnxruntime sessions, which are created on first use and
+    then reused. Any inference model works, with control flow and quantized operators; models
+    with training_info are used without it. Several threads may call one Function.
+
+    Arguments of all methods are arrays for the inputs: by position in the order of `inputs`, or by
+    name. Values are converted to the type of an input if that preserves them, integers to floats
+    for example. A result is one array if the model has one output, otherwise a tuple in the order
+    of `outputs`.
+
+    Args:
+        model: A ModelProto, its bytes or its path; it is not modified.
+        outputs: The tensor to return, or several: names of outputs or of other tensors of the main
+            graph. By default, all outputs of the model.
+        sess_options: Options of onnxruntime for all sessions.
+        providers: Providers of onnxruntime; by default, the CPU.
+
+    Raises:
+        ArgumentError: If ``outputs`` are not names.
+        ModelError: If the model is invalid, or has no such tensor.
+        UnsupportedError: On the first use of a session, if an operator has no gradient, or
+            onnxruntime has no kernel for it (for example Conv in float64 on the CPU).
+
+    Example:
+        >>> from models import mlp
+        >>> f = Function(mlp.mlp((4, 16, 2)))
+        >>> f
+        Function(images: float32[batch, 4]) -> logits: float32[batch, 2], 4 weights (114 numbers)
+        >>> x = np.ones((3, 4), np.float32)
+        >>> logits, pullback = f.vjp(x)
+        >>> (gradient,) = pullback(np.ones_like(logits))
+        >>> logits.shape, gradient.shape, f.jacobian(x).shape
+        ((3, 2), (3, 4), (3, 2, 3, 4))
+    """
+
+    @blame_model
+    def __init__(
+        self,
+        model: ModelLike,
+        *,
+        outputs: str | Sequence[str] | None = None,
+        sess_options: onnxruntime.SessionOptions | None = None,
+        providers: Sequence[Any] | None = None,
+    ) -> None:
+        names = None if outputs is None else _names("outputs", outputs)
+        self._source = Source(model, names, sess_options, providers or ["CPUExecutionProvider"])
+        self._replaced: dict[str, Array] = {}
+        self._fed: tuple[str, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the inputs that have no default value."""
+        return tuple(self._source.inputs)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of the returned tensors."""
+        return tuple(self._source.outputs)
+
+    @property
+    def parameters(self) -> Mapping[str, Array]:
+        """The weights by name, read-only; see `with_parameters`.
+
+        These are the weights that are trained by default. Others, such as the running statistics of
+        BatchNormalization, can be replaced and differentiated by their names, too.
+        """
+        return _Parameters(self)
+
+    def with_parameters(self, values: Mapping[str, Any]) -> Function:
+        """Returns a Function with other values for some weights.
+
+        It shares the sessions of this Function and of all others with the same weights replaced.
+
+        Args:
+            values: New values by the names of floating-point weights, of their shapes and dtypes.
+
+        Raises:
+            ArgumentError: If there is no such weight.
+            FeedError: If a value has another shape, or a type that cannot be converted.
+
+        Example:
+            >>> from models import mlp
+            >>> f = Function(mlp.mlp((4, 16, 2)))
+            >>> zeros = {name: np.zeros_like(array) for name, array in f.parameters.items()}
+            >>> f.with_parameters(zeros)(np.ones((1, 4), np.float32))
+            array([[0., 0.]], dtype=float32)
+        """
+        if not isinstance(values, Mapping):
+            raise ArgumentError(f"values must be a dict of arrays, got {type(values).__name__}")
+        result = object.__new__(type(self))
+        result._source = self._source
+        result._replaced = dict(self._replaced)
+        for name, value in values.items():
+            array = self._weight(name).fit(value, {})
+            result._replaced[name] = array.copy() if array is value else array
+        result._fed = tuple(name for name in self._source.weights if name in result._replaced)
+        return result
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Returns the outputs.
+
+        Raises:
+            ArgumentError: If an input is missing, unknown or given twice.
+            FeedError: If an array has another shape, or a type that cannot be converted.
+            KernelError: If onnxruntime cannot compute the outputs.
+        """
+        return _one_or_all(self._run("outputs", (), self._feeds(args, named)))
+
+    def vjp(
+        self, *args: Any, wrt: Wrt = None, **named: Any
+    ) -> tuple[Any, Callable[[Any], tuple[Array | None, ...]]]:
+        """Computes the outputs, and returns a function for vector-Jacobian products (reverse mode).
+
+        Args:
+            *args: Arrays for the inputs.
+            wrt: What to differentiate with respect to; by default, all inputs.
+            **named: Arrays for the inputs, by name.
+
+        Returns:
+            The outputs, and the pullback. That maps cotangents, shaped like the outputs (one array,
+            or a tuple with None for outputs that are not floating-point), to a tuple with one
+            product for each entry of ``wrt``; by default, for each input, with None for inputs that
+            are not floating-point. It may be called several times. It keeps the results of the
+            forward pass that it needs.
+
+        Raises:
+            ArgumentError: See `__call__`; or if ``wrt`` names no floating-point input or weight.
+            FeedError: See `__call__`.
+            KernelError: See `__call__`.
+            UnsupportedError: If an operator has no gradient.
+        """
+        feeds = self._feeds(args, named)
+        names = self._wrt(wrt)
+        program = self._program("vjp", names)
+        forward, backward = program.parts(feeds)
+        found = forward.compute(feeds)
+        # Copies, because the caller may change arrays before calling the pullback.
+        kept = {n: feeds[n].copy() for n in backward.inputs if n in feeds} | {
+            name: value for name, value in found.items() if name in backward.inputs
+        }
+        likes = {name: as_array(found[name], copied=name in kept) for name in self.outputs}
+        shown = self.inputs if wrt is None else names
+
+        def pullback(cotangents: Any) -> tuple[Array | None, ...]:
+            vectors = self._like("cotangents", cotangents, likes, self._source.float_outputs)
+            seeds = dict(zip(program.seeds, vectors, strict=True))
+            products = map(as_array, backward.compute({**kept, **seeds}).values())
+            by_name = dict(zip(names, products, strict=True))
+            return tuple(by_name.get(name) for name in shown)
+
+        return _one_or_all(list(likes.values())), pullback
+
+    def jvp(
+        self, xs: Sequence[Any], tangents: Sequence[Any], *, wrt: Wrt = None
+    ) -> tuple[Any, Any]:
+        """Computes the outputs and a Jacobian-vector product (forward mode).
+
+        Args:
+            xs: A tuple of arrays for the inputs.
+            tangents: A tuple with one vector for each entry of ``wrt``, of its shape; by default,
+                for each input, with None for inputs that are not floating-point.
+            wrt: See `vjp`.
+
+        Returns:
+            The outputs, and their tangents. Outputs that are not floating-point have the tangent
+            None.
+
+        Raises:
+            ArgumentError: See `vjp`.
+            FeedError: See `vjp`.
+            KernelError: See `vjp`.
+            UnsupportedError: See `vjp`.
+
+        Example:
+            >>> from models import mlp
+            >>> f = Function(mlp.mlp((4, 16, 2)))
+            >>> x = np.ones((3, 4), np.float32)
+            >>> logits, tangents = f.jvp((x,), (np.ones_like(x),))
+            >>> tangents.shape
+            (3, 2)
+        """
+        feeds = self._feeds(_tuple("xs", xs), {})
+        names = self._wrt(wrt)
+        vectors = self._vectors("tangents", tangents, wrt, names, feeds)
+        found = self._run("jvp", names, feeds, vectors)
+        count = len(self.outputs)
+        products = dict(zip(self._source.float_outputs, found[count:], strict=True))
+        return _one_or_all(found[:count]), _one_or_all([products.get(n) for n in self.outputs])
+
+    def value_and_grad(self, *args: Any, wrt: Wrt = None, **named: Any) -> tuple[Array, Any]:
+        """Computes a scalar output and its gradient.
+
+        Args:
+            *args: See `vjp`.
+            wrt: What to differentiate with respect to; by default, all floating-point inputs.
+            **named: See `vjp`.
+
+        Returns:
+            The output, and its gradient: one array, or a tuple for several entries of ``wrt``.
+
+        Raises:
+            ArgumentError: See `vjp`; or if the Function has several outputs, or its output has more
+                than one element.
+            FeedError: See `vjp`.
+            KernelError: See `vjp`.
+            UnsupportedError: See `vjp`.
+
+        Example:
+            >>> import ortops
+            >>> with ortops.Tape(name="energy") as tape:
+            ...     x = tape.input("x", np.float32, ["n"])
+            ...     y = tape.output((x * x).sum(), "y")
+            >>> Function(tape.model()).value_and_grad(np.float32([1, 2]))
+            (array(5., dtype=float32), array([2., 4.], dtype=float32))
+        """
+        feeds = self._feeds(args, named)
+        self._check_scalar("value_and_grad")
+        value, *gradients = self._run("gradient", self._wrt(wrt), feeds)
+        self._check_one_element("value_and_grad", value.shape)
+        return value, _one_or_all(gradients)
+
+    def jacobian(self, *args: Any, wrt: Wrt = None, **named: Any) -> Any:
+        """Computes the Jacobian of each output.
+
+        Args:
+            *args: See `vjp`.
+            wrt: See `value_and_grad`.
+            **named: See `vjp`.
+
+        Returns:
+            An array of shape ``[*y.shape, *x.shape]``; a tuple of arrays for several entries of
+            ``wrt``; a tuple of these for several floating-point outputs.
+
+        Raises:
+            ArgumentError: See `vjp`.
+            FeedError: See `vjp`.
+            KernelError: See `vjp`.
+            UnsupportedError: See `vjp`.
+        """
+        names = self._wrt(wrt)
+        return _nested(self._run("jacobian", names, self._feeds(args, named)), len(names))
+
+    def hessian(self, *args: Any, wrt: Wrt = None, **named: Any) -> Any:
+        """Computes the Hessian of a scalar output.
+
+        Args:
+            *args: See `vjp`.
+            wrt: See `value_and_grad`.
+            **named: See `vjp`.
+
+        Returns:
+            An array of shape ``[*x.shape, *x.shape]``; for several entries of ``wrt``, a tuple of
+            tuples of arrays.
+
+        Raises:
+            ArgumentError: See `value_and_grad`.
+            FeedError: See `vjp`.
+            KernelError: See `vjp`.
+            UnsupportedError: See `vjp`.
+        """
+        self._check_scalar("hessian")
+        names = self._wrt(wrt)
+        feeds = self._feeds(args, named)
+        value, *found = self._run("hessian", names, feeds)
+        self._check_one_element("hessian", value.shape)
+        return _nested(found, len(names))
+
+    def hvp(self, xs: Sequence[Any], vectors: Sequence[Any], *, wrt: Wrt = None) -> Any:
+        """Computes the product of the Hessian of a scalar output with a vector.
+
+        Args:
+            xs: See `jvp`.
+            vectors: As the tangents of `jvp`.
+            wrt: See `vjp`.
+
+        Returns:
+            The product, shaped like the vector: one array, or a tuple for several entries of
+            ``wrt``.
+
+        Raises:
+            ArgumentError: See `value_and_grad`.
+            FeedError: See `vjp`.
+            KernelError: See `vjp`.
+            UnsupportedError: See `vjp`.
+        """
+        self._check_scalar("hvp")
+        names = self._wrt(wrt)
+        feeds = self._feeds(_tuple("xs", xs), {})
+        given = self._vectors("vectors", vectors, wrt, names, feeds)
+        value, *found = self._run("hvp", names, feeds, given)
+        self._check_one_element("hvp", value.shape)
+        return _one_or_all(found)
+
+    def __repr__(self) -> str:
+        """Shows inputs, outputs and the number of weights."""
+        inputs = ", ".join(map(_shown, self._source.inputs.values()))
+        outputs = ", ".join(_shown(input_of(value)) for value in self._source.outputs.values())
+        values = [self._source.weights[name] for name in self.parameters]
+        numbers = sum(math.prod(value.shape.numpy()) for value in values if value.shape)
+        plural = "s" * (len(values) != 1)
+        return (
+            f"Function({inputs}) -> {outputs}, {len(values)} weight{plural} ({numbers:,} numbers)"
+        )
+
+    def _program(self, kind: Kind, names: tuple[str, ...]) -> Program:
+        return self._source.program(Request(kind, names, self._fed))
+
+    def _run(
+        self,
+        kind: Kind,
+        names: tuple[str, ...],
+        feeds: dict[str, Array],
+        vectors: Sequence[Array] = (),
+    ) -> list[Any]:
+        """Runs a program that has one part; returns its outputs."""
+        program = self._program(kind, names)
+        if vectors:
+            feeds = {**feeds, **dict(zip(program.seeds, vectors, strict=True))}
+        (part,) = program.parts(feeds)
+        return part.run(feeds)
+
+    def _feeds(self, args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Array]:
+        """Returns checked arrays for all inputs, and for the weights that are fed."""
+        inputs = self._source.inputs
+        if len(args) != len(inputs) or named:
+            args = self._in_order(args, named)
+        source, sizes = self._source, dict[str, tuple[int, str]]()
+        kinds = _kinds(args)
+        if kinds in source.checked and not named:
+            feeds = dict(zip(inputs, args, strict=True))
+        else:
+            given = zip(inputs.items(), args, strict=True)
+            feeds = {name: each.fit(value, sizes) for (name, each), value in given}
+            as_given = all(map(operator.is_, feeds.values(), args))
+            if as_given and None not in kinds and len(source.checked) < _CHECKED:
+                source.checked.add(kinds)
+            for name in named.keys() & source.optional.keys():
+                feeds[name] = source.optional[name].fit(named[name], sizes)
+        return feeds | self._replaced if self._replaced else feeds
+
+    def _in_order(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+        """Returns arguments in the order of the inputs."""
+        inputs, optional = self.inputs, self._source.optional
+        if len(args) > len(inputs):
+            raise ArgumentError(
+                f"the Function has {len(inputs)} inputs ({', '.join(inputs)}), got {len(args)} "
+                "arrays; pass one array for each"
+            )
+        found = dict(zip(inputs, args, strict=False))
+        for name, value in named.items():
+            if name not in self._source.inputs and name not in optional:
+                known = [*inputs, *optional]
+                raise ArgumentError(f"no input is named '{name}'; {did_you_mean(name, known)}")
+            if name in found:
+                raise ArgumentError(f"input '{name}' is given twice, by position and by name")
+            if name not in optional:
+                found[name] = value
+        missing = [_shown(self._source.inputs[name]) for name in inputs if name not in found]
+        if missing:
+            raise ArgumentError(f"pass an array for each input; missing: {', '.join(missing)}")
+        return [found[name] for name in inputs]
+
+    def _wrt(self, wrt: Wrt) -> tuple[str, ...]:
+        """Returns the names of inputs and weights to differentiate with respect to."""
+        floats = self._source.float_inputs
+        if wrt is None:
+            if not floats:
+                raise ArgumentError(
+                    f"{self!r:.200} has no floating-point input; pass names of weights as wrt="
+                )
+            return floats
+        given = [wrt] if isinstance(wrt, str | int | np.integer) else wrt
+        if not isinstance(given, Sequence) or not given:
+            raise ArgumentError(f"wrt must be names or positions of inputs, got {wrt!r:.80}")
+        return tuple(dict.fromkeys(self._differentiable(each, floats) for each in given))
+
+    def _differentiable(self, entry: object, floats: Sequence[str]) -> str:
+        """Returns the name of a floating-point input or weight, given its name or position."""
+        inputs = self.inputs
+        name = entry
+        if isinstance(entry, int | np.integer) and not isinstance(entry, bool):
+            if not -len(inputs) <= entry < len(inputs):
+                raise ArgumentError(f"wrt: position {entry} of {len(inputs)} inputs does not exist")
+            name = inputs[int(entry)]
+        if not isinstance(name, str):
+            raise ArgumentError(f"wrt must be names or positions of inputs, got {entry!r:.80}")
+        if name in floats or name in self._source.weights:
+            return name
+        if name in inputs:
+            kind = self._source.inputs[name].dtype
+            raise ArgumentError(
+                f"wrt: input '{name}' must be floating-point to be differentiated, got {kind}"
+            )
+        known = [*floats, *self._source.weights]
+        raise ArgumentError(
+            f"wrt: the model has no input or weight '{name}'; {did_you_mean(name, known)}"
+        )
+
+    def _weight(self, name: object) -> Input:
+        """Returns what a weight accepts."""
+        weights = self._source.weights
+        if not isinstance(name, str) or name not in weights:
+            hint = did_you_mean(str(name), list(weights))
+            raise ArgumentError(f"the model has no floating-point weight '{name}'; {hint}")
+        return input_of(weights[name])
+
+    def _like(
+        self, what: str, given: Any, likes: Mapping[str, Array], allowed: Sequence[str]
+    ) -> list[Array]:
+        """Returns vectors shaped like arrays, for those that are floating-point.
+
+        Args:
+            what: Their name in messages.
+            given: A tuple with one vector for each array, or None for one that is not
+                floating-point; one vector without a tuple if there is one array.
+            likes: The arrays by name.
+            allowed: Those that are floating-point.
+        """
+        one = len(likes) == 1 and not isinstance(given, tuple | list)
+        vectors = (given,) if one else _tuple(what, given)
+        if len(vectors) != len(likes):
+            raise ArgumentError(
+                f"{what} must have one array for each of {', '.join(likes)}, got {len(vectors)}"
+            )
+        found = []
+        for (name, like), vector in zip(likes.items(), vectors, strict=True):
+            label = f"{what}: '{name}'"
+            if name not in allowed:
+                if vector is not None:
+                    raise ArgumentError(f"{label} is {like.dtype} and has no derivative; pass None")
+                continue
+            if vector is None:
+                raise ArgumentError(f"{label} needs an array of shape {list(like.shape)}, got None")
+            array = Input(name, like.dtype, None).fit(vector, {})
+            if array.shape != like.shape:
+                raise ArgumentError(
+                    f"{label} must have shape {list(like.shape)}, got {list(array.shape)}"
+                )
+            found.append(array)
+        return found
+
+    def _vectors(
+        self,
+        what: str,
+        given: Any,
+        wrt: Wrt,
+        names: tuple[str, ...],
+        feeds: Mapping[str, Array],
+    ) -> list[Array]:
+        """Returns vectors shaped like the inputs or weights of ``wrt``."""
+        shown = self.inputs if wrt is None else names
+        likes = {name: feeds[name] if name in feeds else self.parameters[name] for name in shown}
+        return self._like(what, given, likes, names)
+
+    def _check_scalar(self, method: str) -> None:
+        """Checks that there is one output, which may have one element."""
+        outputs = self._source.outputs
+        if len(outputs) != 1:
+            raise ArgumentError(
+                f"{method} needs one scalar output, got {', '.join(outputs)}; select one with "
+                "Function(model, outputs=...)"
+            )
+        (value,) = outputs.values()
+        if not self._source.float_outputs:
+            raise ArgumentError(f"{method} needs a floating-point output, got {value.type}")
+        if value.shape is not None and value.shape.is_static():
+            self._check_one_element(method, value.shape.numpy())
+
+    def _check_one_element(self, method: str, shape: tuple[int, ...]) -> None:
+        if math.prod(shape) != 1:
+            raise ArgumentError(
+                f"{method} needs a scalar output, but '{self.outputs[0]}' has shape "
+                f"{list(shape)}; use jacobian or vjp"
+            )
+
+
+class _Parameters(Mapping[str, Array]):
+    """The weights of a Function by name, read when they are accessed."""
+
+    def __init__(self, function: Function) -> None:
+        self._source, self._replaced = function._source, function._replaced
+
+    def __getitem__(self, name: str) -> Array:
+        if name not in self._source.weights:
+            raise KeyError(name)
+        array = self._replaced[name] if name in self._replaced else self._source.value(name)
+        shown = array.view()
+        shown.flags.writeable = False
+        return shown
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys((*self._source.trained, *self._replaced)))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __repr__(self) -> str:
+        shown = ", ".join(_shown(input_of(self._source.weights[name])) for name in self)
+        return f"<parameters {shown}>"
+
+
+def _names(what: str, given: object) -> list[str]:
+    """Returns an argument that is one name or several as a list."""
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, Sequence) or not names:
+        raise ArgumentError(f"{what} must be one or more names of tensors, got {given!r:.80}")
+    for name in names:
+        if not isinstance(name, str):
+            raise ArgumentError(f"{what} must be one or more names of tensors, got {name!r:.80}")
+        if list(names).count(name) > 1:
+            raise ArgumentError(f"{what}: '{name}' is listed twice; list it once")
+    return list(names)
+
+
+def _kinds(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns all that the check of arrays depends on; None for what is not a plain array."""
+    plain = [type(array) is np.ndarray for array in args]
+    return tuple(
+        [
+            (array.dtype, array.shape) if known and _is_contiguous(array) else None
+            for array, known in zip(args, plain, strict=True)
+        ]
+    )
+
+
+def _is_contiguous(array: Array) -> bool:
+    flags = array.flags
+    return flags.c_contiguous and flags.aligned
+
+
+def _tuple(what: str, given: Any) -> tuple[Any, ...]:
+    """Returns an argument that must be a tuple or a list, as a tuple."""
+    if not isinstance(given, tuple | list):
+        raise ArgumentError(f"{what} must be a tuple of arrays, got {type(given).__name__}")
+    return tuple(given)
+
+
+def _one_or_all(values: Sequence[Any]) -> Any:
+    """Returns the only value, or all as a tuple."""
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _nested(values: Sequence[Any], count: int) -> Any:
+    """Returns values in rows of ``count``; rows and columns of one are not wrapped."""
+    rows = [values[start : start + count] for start in range(0, len(values), count)]
+    return _one_or_all([_one_or_all(row) for row in rows])
+
+
+def _shown(given: Input) -> str:
+    """Returns an input as text, such as ``x: float32[batch, 4]``."""
+    dims = (
+        "..." if given.dims is None else ", ".join("?" if d is None else str(d) for d in given.dims)
+    )
+    return f"{given.name}: {given.dtype if given.unbound is None else given.unbound}[{dims}]"

@@ -1,0 +1,388 @@
+"""Derives models from the model of a Function, and opens them on first use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+
+from ortops.building.parameters import choose, read_scopes
+from ortops.derivatives.builder import Builder
+from ortops.derivatives.formulas import (
+    add_gradient,
+    add_hessian,
+    add_hvp,
+    add_jacobian,
+    add_jvp,
+    add_vjp,
+)
+from ortops.errors import ModelError, did_you_mean
+from ortops.execution.memory import ort_value
+from ortops.execution.onnxruntime_sessions import Sessions, errors_as_ours
+from ortops.execution.settings import Settings
+from ortops.execution.sizes import bind_sizes, sizes_in
+from ortops.functions.residuals import divide
+from ortops.garbage_collection import pause_collection
+from ortops.graph import convert
+from ortops.graph.convert import ModelLike
+from ortops.graph.edit import is_float, prune
+from ortops.graph.files import external
+from ortops.graph.files.serialization import GRADIENT_DOMAIN, to_proto
+from ortops.graph.folding import fold
+from ortops.graph.tensor import numpy_dtype
+from ortops.graph.weights import lift
+from ortops.inference import InferenceSession
+from ortops.lowering import has_domain, infer_types, lower_ir, lower_prepared, normalize, prepare
+from ortops.numbers import Array
+from ortops.passes.blocked import is_mostly_blocked
+from ortops.passes.order import put_last_results_first
+from ortops.training.feeds import Input
+from ortops.uninterrupted import run_uninterrupted
+
+__all__ = ["Kind", "Program", "Request", "Source", "as_array", "input_of"]
+
+Kind: TypeAlias = Literal["outputs", "gradient", "vjp", "jvp", "hvp", "jacobian", "hessian"]
+"""What a program computes: the outputs, with derivatives; for ``"jacobian"``, derivatives alone."""
+
+Value: TypeAlias = Any
+"""An array, or an OrtValue."""
+
+_FORMULAS: Mapping[str, Callable[[Builder], list[str]]] = {
+    "gradient": add_gradient,
+    "vjp": add_vjp,
+    "jvp": add_jvp,
+    "hvp": add_hvp,
+    "jacobian": add_jacobian,
+    "hessian": add_hessian,
+}
+
+_LENT = 2**24
+"""Constants of at least this many bytes are shared with onnxruntime."""
+
+_SHAPES = 4
+"""The number of shapes of inputs for which a program may have graphs of their own."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a program computes.
+
+    Attributes:
+        kind: The kind of derivatives.
+        wrt: The inputs and weights to differentiate with respect to.
+        fed: The weights that are inputs.
+    """
+
+    kind: Kind
+    wrt: tuple[str, ...]
+    fed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A model in an open session.
+
+    Attributes:
+        session: The session.
+        inputs: The names of its inputs.
+        outputs: The names of its outputs.
+        lent: The memory of weights that the session reads.
+    """
+
+    session: InferenceSession
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    lent: Mapping[str, Array]
+
+    def run(self, feeds: Mapping[str, Array]) -> list[Any]:
+        """Returns the outputs for arrays; names that are not inputs are ignored."""
+        if len(feeds) != len(self.inputs):
+            feeds = {name: feeds[name] for name in self.inputs if name in feeds}
+        try:
+            found: list[Any] = self.session.run(self.outputs, feeds)
+        except Exception:
+            with errors_as_ours():  # entered only here, because it takes longer than a small model
+                raise
+        return found
+
+    def compute(self, feeds: Mapping[str, Value]) -> dict[str, Value]:
+        """Returns the outputs by name, in memory of onnxruntime, which saves copies.
+
+        Args:
+            feeds: Arrays, or values that were computed before; names that are not inputs are
+                ignored.
+        """
+        given = {name: feeds[name] for name in self.inputs if name in feeds}
+        if any(map(_is_text, given.values())):
+            return dict(zip(self.outputs, self.run(given), strict=True))
+        with errors_as_ours():
+            binding = self.session.io_binding()
+            for name, value in given.items():
+                is_array = isinstance(value, np.ndarray)
+                binding.bind_ortvalue_input(name, ort_value(value) if is_array else value)
+            for name in self.outputs:
+                binding.bind_output(name)
+            self.session.run_with_iobinding(binding)
+            found = binding.get_outputs_as_ortvaluevector()
+        # By index, because its iterator takes ten times as long.
+        values = (onnxruntime.OrtValue(found[index]) for index in range(len(self.outputs)))
+        return dict(zip(self.outputs, values, strict=True))
+
+
+def _is_text(value: Value) -> bool:
+    """Whether it is an array of strings, which onnxruntime must copy."""
+    return isinstance(value, np.ndarray) and value.dtype.kind in "OUS"
+
+
+def as_array(value: Value, *, copied: bool = False) -> Any:
+    """Returns a computed value as an array; a view of onnxruntime's memory unless ``copied``."""
+    if not isinstance(value, onnxruntime.OrtValue):
+        return value
+    found = value.numpy()
+    return found.copy() if copied else found
+
+
+class Program:
+    """A derived model, with sessions that are opened for the shapes of its inputs.
+
+    Args:
+        model: The model, prepared for lowering; do not use it afterwards.
+        sessions: Opens the sessions.
+        outputs: The outputs that do not depend on seeds.
+        seeds: The seed inputs.
+        divided: Whether it has a forward and a backward part.
+        lowered: Whether it is run as it is, without optimization passes of ortops.
+
+    Attributes:
+        inputs: The inputs by name.
+        seeds: The names of the seed inputs.
+    """
+
+    def __init__(
+        self,
+        model: ir.Model,
+        sessions: Sessions,
+        outputs: Sequence[str],
+        seeds: Sequence[str],
+        *,
+        divided: bool = False,
+        lowered: bool = False,
+    ) -> None:
+        self._model = model
+        self._sessions = sessions
+        self._outputs = outputs
+        self._divided, self._lowered = divided, lowered
+        fast = sessions.on_cpu and not lowered
+        self._passes = list(sessions.settings.passes) if fast else []
+        self.seeds = seeds
+        self.inputs = {value.name or "": input_of(value) for value in model.graph.inputs}
+        if not lowered:
+            fold(model.graph)
+        self._gains = any(each.gains(model, None) for each in self._passes)
+        self._general: tuple[_Part, ...] = ()
+        self._by_shape: dict[object, tuple[_Part, ...]] = {}
+        self._lock = threading.RLock()
+
+    def parts(self, feeds: Mapping[str, Array]) -> tuple[_Part, ...]:
+        """Returns the model in open sessions: one, or those of the forward and backward pass."""
+        if not self._gains:
+            return self._general or self._opened(None)
+        key = tuple((name, array.shape) for name, array in feeds.items())
+        return self._by_shape.get(key) or self._opened(dict(key))
+
+    def _opened(self, shapes: Mapping[str, tuple[int, ...]] | None) -> tuple[_Part, ...]:
+        with self._lock:
+            if shapes is not None:
+                key = tuple(shapes.items())
+                sizes = sizes_in(self._model, shapes)
+                if key not in self._by_shape and len(self._by_shape) < _SHAPES:
+                    gains = any(each.gains(self._model, sizes) for each in self._passes)
+                    self._by_shape[key] = self._open(sizes) if gains else self._opened(None)
+                if key in self._by_shape:
+                    return self._by_shape[key]
+            self._general = self._general or self._open(None)
+            return self._general
+
+    def _open(self, sizes: Mapping[str, int] | None) -> tuple[_Part, ...]:
+        @pause_collection()
+        def opened() -> tuple[_Part, ...]:
+            if self._lowered:
+                return (self._open_part(self._model),)
+            model = self._model.clone()
+            if sizes is not None:
+                bind_sizes(model, sizes)
+            model = lower_prepared(
+                model,
+                passes=self._passes,
+                sizes=sizes,
+                feeds=list(self.inputs),
+                shown=self._outputs,
+            )
+            if not self._divided:
+                return (self._open_part(model),)
+            passes = divide(model, self._outputs, self.seeds)
+            return self._open_part(passes.forward), self._open_part(passes.backward)
+
+        # Uninterrupted, because other libraries wrap exceptions of signal handlers in their own.
+        return run_uninterrupted(opened)
+
+    def _open_part(self, model: ir.Model) -> _Part:
+        graph = model.graph
+        put_last_results_first(graph)
+        inputs = [value.name or "" for value in graph.inputs]
+        outputs = [value.name or "" for value in graph.outputs]
+        proto, lent = external.move_out(model, _LENT if self._sessions.lends else None)
+        optimize = not is_mostly_blocked(graph)
+        session = self._sessions.open(proto, optimize=optimize, lent=lent)
+        return _Part(session, inputs, outputs, lent)
+
+
+class Source:
+    """The model of a Function, and the programs that are derived from it.
+
+    Args:
+        model: The model.
+        outputs: The names of the tensors that the Function returns; None for the model's outputs.
+        options: Options of onnxruntime.
+        providers: The providers of onnxruntime.
+
+    Attributes:
+        inputs: The inputs without a default value, by name.
+        optional: The inputs with a default value, by name.
+        outputs: The returned tensors, by name.
+        float_inputs: The names of the floating-point inputs.
+        float_outputs: The names of the floating-point outputs.
+        weights: All floating-point weights, by name.
+        trained: The names of the weights that are trained by default.
+        checked: Types and shapes of arrays that are valid for the inputs.
+    """
+
+    def __init__(
+        self,
+        model: ModelLike,
+        outputs: Sequence[str] | None,
+        options: onnxruntime.SessionOptions | None,
+        providers: Sequence[Any],
+    ) -> None:
+        light, self._data = convert.load_light(model)
+        self._light, _ = lift(light, self._data)
+        self._sessions = Sessions("onnx", options, providers, Settings(), save_memory=False)
+        self._selected = outputs
+        self._model = normalize(self._read())
+        infer_types(self._model)
+        graph = self._model.graph
+        self.outputs = {value.name or "": value for value in graph.outputs}
+        given = {value.name or "": value for value in graph.inputs}
+        self.inputs = {
+            name: input_of(value) for name, value in given.items() if name not in graph.initializers
+        }
+        self.optional = {n: input_of(v) for n, v in given.items() if n in graph.initializers}
+        self.float_inputs = tuple(n for n in self.inputs if is_float(given[n]))
+        self.float_outputs = tuple(n for n, value in self.outputs.items() if is_float(value))
+        self.weights = {n: v for n, v in graph.initializers.items() if is_float(v)}
+        scopes = read_scopes(self.weights.values())
+        self.trained = list(choose(self.weights, None, scopes).trained)
+        self.checked: set[tuple[Any, ...]] = set()
+        self._programs: dict[Request, Program] = {}
+        self._lock = threading.RLock()
+
+    def program(self, request: Request) -> Program:
+        """Returns a program, which is derived once."""
+        program = self._programs.get(request)
+        if program is None:
+            with self._lock:
+                program = self._programs.get(request) or self._derived(request)
+                self._programs[request] = program
+        return program
+
+    def _read(self) -> ir.Model:
+        """Returns the model with the selected outputs."""
+        model = convert.to_ir(self._light, data=self._data)
+        if self._selected is not None:
+            known = _values(model.graph)
+            for name in self._selected:
+                if name not in known:
+                    raise ModelError(
+                        f"outputs: the model has no tensor '{name}'; {did_you_mean(name, known)}"
+                    )
+            _set_outputs(model.graph, [known[name] for name in self._selected])
+        return model
+
+    def _derived(self, request: Request) -> Program:
+        if request.kind == "outputs":  # the model as it is, so that results are bit-equal
+            model = self._read()
+            _feed(model.graph, request.fed)
+            if has_domain(self._light):
+                model = lower_ir(model)
+            return Program(model, self._sessions, list(self.outputs), [], lowered=True)
+        model, outputs, seeds = self._model_for(request)
+        divided = request.kind == "vjp"
+        return Program(prepare(model), self._sessions, outputs, seeds, divided=divided)
+
+    def value(self, name: str) -> Array:
+        """Returns the value of a weight."""
+        tensor = self.weights[name].const_value
+        assert tensor is not None
+        return tensor.numpy()
+
+    def model(self, request: Request) -> tuple[onnx.ModelProto, list[str]]:
+        """Returns a derived model with Gradient nodes, and the names of its derivatives."""
+        model, outputs, _ = self._model_for(request)
+        found = [value.name or "" for value in model.graph.outputs if value.name not in outputs]
+        return to_proto(model), found
+
+    def _model_for(self, request: Request) -> tuple[ir.Model, list[str], list[str]]:
+        """Returns a derived model, its outputs without derivatives, and its seed inputs."""
+        model = self._model.clone()
+        graph = model.graph
+        _feed(graph, request.fed)
+        inputs = list(graph.inputs)
+        builder = Builder(model, list(request.wrt), self.float_outputs)
+        added = _FORMULAS[request.kind](builder)
+        seeds = [value for value in graph.inputs if value not in inputs]
+        outputs = [] if request.kind == "jacobian" else list(self.outputs)
+        known = {value.name: value for value in graph.outputs}
+        _set_outputs(graph, [known[name] for name in (*outputs, *added)])
+        graph.opset_imports.setdefault(GRADIENT_DOMAIN, 1)
+        return model, outputs, [value.name or "" for value in seeds]
+
+
+def input_of(value: ir.Value) -> Input:
+    """Returns what an input accepts."""
+    dims = None
+    if value.shape is not None:
+        dims = tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
+    unbound = None if isinstance(value.type, ir.TensorType | None) else str(value.type)
+    return Input(value.name or "", numpy_dtype(value), dims, unbound)
+
+
+def _feed(graph: ir.Graph, names: Sequence[str]) -> None:
+    """Makes initializers inputs without a default value."""
+    for name in names:
+        value = graph.initializers.pop(name)
+        value.const_value = None
+        if value not in graph.inputs:
+            graph.inputs.append(value)
+
+
+def _values(graph: ir.Graph) -> dict[str, ir.Value]:
+    """Returns the tensors of the main graph by name."""
+    values = [*graph.inputs, *graph.initializers.values()]
+    values += [value for node in graph for value in node.outputs]
+    return {value.name: value for value in values if value.name}
+
+
+def _set_outputs(graph: ir.Graph, values: Sequence[ir.Value]) -> None:
+    """Makes tensors the only outputs of a graph, and removes the nodes that they do not need."""
+    inputs = list(graph.inputs)
+    graph.outputs.clear()
+    graph.outputs.extend(values)
+    prune(graph)
+    graph.inputs.clear()
+    graph.inputs.extend(inputs)
