@@ -12,9 +12,9 @@ summed, and each rank applies the same update.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
@@ -29,8 +29,10 @@ from ortops.training.data import rows
 from ortops.training.feeds import Checked
 from ortops.training.fitting import Shared, StepStrategy
 from ortops.training.gradients import Accumulation, Gradients
+from ortops.training.loaded_model import LoadedModel
 from ortops.training.model_file import bytes_digest
 from ortops.training.session import TrainingSession
+from ortops.training.steps import Steps
 
 __all__ = ["Communicator", "JoinedSession", "join"]
 
@@ -176,16 +178,13 @@ class JoinedSession(TrainingSession):
             )
         self.__dict__ = session.__dict__  # the same memory and the same lock
         session.__class__ = JoinedSession  # other references to it are joined, too
-        self._communicator = communicator
-        self._size = size
-        self._warned = False
-        self._compared = False  # whether ranks have compared a batch of this `fit`
-        self._assigned: dict[str, bytes] = {}  # digests of the variables set since the last step
+        self._communicator, self._rank, self._size = communicator, rank, size
         if size > 1:
             self._execution.split_step()  # raises an error if the algorithm has no gradients
-            self._rank = rank
-            self._check_same()
-            self._take_state()
+            self._steps = self._joined = JoinedSteps(self._loaded, communicator)
+            self._file.writes = not rank
+            self._joined.check_same(self._file.digest())
+            self._joined.take_state()
 
     @property
     def rank(self) -> int:
@@ -197,9 +196,46 @@ class JoinedSession(TrainingSession):
         """The number of processes that train together."""
         return self._size
 
-    def _check_same(self) -> None:
-        """Raises an error if the sessions differ in more than the values of variables."""
-        position = self.resume_state.position
+    def reset(self) -> None:
+        """Resets the training to its start, that of rank 0.
+
+        Example:
+            >>> from models import line
+            >>> session = join(line.session(), line.Alone())
+            >>> _ = session.step(line.BATCH)
+            >>> session.reset()
+            >>> session.steps_done
+            0
+        """
+        super().reset()
+        if self._size > 1:
+            self._joined.take_state()
+
+
+class JoinedSteps(Steps):
+    """Makes steps together with other processes: those of a `JoinedSession`.
+
+    Args:
+        loaded: The model.
+        communicator: Communicates between ranks.
+    """
+
+    def __init__(self, loaded: LoadedModel, communicator: Communicator) -> None:
+        super().__init__(loaded, int(communicator.rank))
+        self._communicator = communicator
+        self._size = int(communicator.size)
+        self._warned = False
+        self._compared = False  # whether ranks have compared a batch of this `fit`
+        self._assigned: dict[str, bytes] = {}  # digests of the variables set since the last step
+        loaded.on_assign = functools.partial(_add_digests, self._assigned)
+
+    def check_same(self, model: bytes) -> None:
+        """Raises an error if the sessions differ in more than the values of variables.
+
+        Args:
+            model: The digest of the model.
+        """
+        position = self._loaded.resume_state.position
         begun = position and (
             position.epoch_state.call,
             position.epoch_state.epoch,
@@ -207,7 +243,7 @@ class JoinedSession(TrainingSession):
             position.progress.batch,
         )
         for what, digest in (
-            ("another model", self._file.digest()),
+            ("another model", model),
             ("another point of `fit`, or none,", _digest(begun)),
         ):
             first = np.frombuffer(digest, np.uint8).copy()
@@ -218,20 +254,14 @@ class JoinedSession(TrainingSession):
                     "ranks"
                 )
 
-    def _take_state(self) -> None:
+    def take_state(self) -> None:
         """Sets all variables to those of rank 0."""
-        arrays = dict(self.state)
+        arrays = dict(self._loaded.state)
         for array in arrays.values():
             self._communicator.broadcast(array.reshape(-1).view(np.uint8))
         if self._rank:
-            super()._assign(arrays)
+            self._loaded.assign(arrays)
         self._assigned.clear()
-
-    def _assign(self, arrays: Mapping[str, Array], *, steps_made: int | None = None) -> None:
-        super()._assign(arrays, steps_made=steps_made)
-        if self._size > 1:
-            for name, array in arrays.items():
-                self._assigned[name] = bytes_digest(array)
 
     def _all_same(self, found: object) -> bool:
         """Whether an object has the same repr in all ranks."""
@@ -252,23 +282,6 @@ class JoinedSession(TrainingSession):
                 "set the same in all ranks"
             )
         self._assigned.clear()
-
-    def reset(self) -> None:
-        """Resets the training to its start, that of rank 0.
-
-        Example:
-            >>> from models import line
-            >>> session = join(line.session(), line.Alone())
-            >>> _ = session.step(line.BATCH)
-            >>> session.reset()
-            >>> session.steps_done
-            0
-        """
-        super().reset()
-        if self._size > 1:
-            self._take_state()
-
-    # ----------------------------------------------------------------------------------- steps
 
     def _all_reduce(self, gradients: Gradients, count: int) -> None:
         """Replaces the gradients of a part by those of the batch.
@@ -291,7 +304,7 @@ class JoinedSession(TrainingSession):
         """
         statistics = total.statistics
         for name in statistics:
-            if name not in self._execution.variables:
+            if name not in self._loaded.execution.variables:
                 raise UnsupportedError(
                     f"join: the update reads '{name}' of the batch, but each rank has only its "
                     "part; train in one process, or let the update read only gradients"
@@ -315,7 +328,7 @@ class JoinedSession(TrainingSession):
         """Sets the weight of gradients to 0: those of a placeholder row for an empty part."""
         gradients.count = 0.0
         gradients.summands = [replace(s, value=0.0, count=0.0) for s in gradients.summands]
-        before = self.state if after is None else after.statistics
+        before = self._loaded.state if after is None else after.statistics
         statistics = gradients.statistics
         statistics |= {name: before[name] for name in statistics if name in before}
 
@@ -348,8 +361,6 @@ class JoinedSession(TrainingSession):
         note: Callable[[Mapping[str, Array]], object] | None,
     ) -> dict[str, Array]:
         """Computes a step with a part of a batch, of which all rows count, or none if empty."""
-        if self._size == 1:
-            return super()._step(feeds, outputs, note)
 
         def reduce(gradients: Gradients) -> None:
             self._all_reduce(gradients, count)
@@ -365,8 +376,7 @@ class JoinedSession(TrainingSession):
         reduce: Callable[[Gradients], object],
     ) -> dict[str, Array]:
         def both(gradients: Gradients) -> None:
-            if self._size > 1:
-                self._all_reduce(gradients, rows(feeds))
+            self._all_reduce(gradients, rows(feeds))
             reduce(gradients)
 
         return super()._reduced_step(feeds, outputs, both)
@@ -378,22 +388,18 @@ class JoinedSession(TrainingSession):
         after: Gradients | None,
     ) -> Gradients:
         found = super()._gradients(feeds, outputs, after)
-        if self._size > 1:
-            self._all_reduce(found, rows(feeds))
+        self._all_reduce(found, rows(feeds))
         return found
 
     def _several_steps(self, feeds: Mapping[str, Array], count: int) -> Array:
-        if self._size == 1:
-            return super()._several_steps(feeds, count)
         loss = self._loaded.loss
         batches = [{name: array[i] for name, array in feeds.items()} for i in range(count)]
         return np.stack([self._step(batch, [loss])[loss] for batch in batches])
 
     # ------------------------------------------------------------------------------------- fit
 
-    def _step_strategy(self) -> StepStrategy:
-        if self._size == 1:
-            return super()._step_strategy()
+    def strategy(self) -> StepStrategy:
+        """Returns how `fit` makes steps with this rank's part of each batch."""
 
         def step(
             batch: Mapping[str, Array],
@@ -409,7 +415,7 @@ class JoinedSession(TrainingSession):
         ) -> Gradients:
             nonlocal count
             part, size = self._part(feeds)
-            found = TrainingSession._gradients(self, part, outputs, after)
+            found = Steps._gradients(self, part, outputs, after)
             if not size:
                 self._clear(found, after)
             count = size if after is None else count + size
@@ -447,7 +453,9 @@ class JoinedSession(TrainingSession):
 
     def _check_axes(self) -> None:
         """Raises an error for inputs whose rows are not along axis 0, judged by symbolic sizes."""
-        inputs = {name: self.inputs[name].dims or () for name in self.inputs.sampled}
+        inputs = {
+            name: self._loaded.inputs[name].dims or () for name in self._loaded.inputs.sampled
+        }
         rows_of = {dims[0] for dims in inputs.values() if dims} | {"batch", "batch_size"}
         for name, dims in inputs.items():
             for axis, size in enumerate(dims[1:], 1):
@@ -499,9 +507,9 @@ class JoinedSession(TrainingSession):
         stopped = stopped or ("another rank has stopped" if ends[0] else "")
         return stopped, signal or others, _is_of_all(mark, self._size)
 
-    def _write(self, path: str | os.PathLike[str]) -> None:
-        if not self._rank:
-            super()._write(path)
+
+def _add_digests(digests: dict[str, bytes], arrays: Mapping[str, Array]) -> None:
+    digests.update((name, bytes_digest(array)) for name, array in arrays.items())
 
 
 def _digest(found: object) -> bytes:

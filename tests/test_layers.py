@@ -120,7 +120,7 @@ WITHIN = {
     "training": (
         *("history", "callback", "interruption", "position", "progress_bar", "tables", "prefetch"),
         *("feeds", "data", "state", "initial_values", "gradients", "loaded_model", "evaluation"),
-        *("fitting", "model_file", "session", "export"),
+        *("fitting", "steps", "model_file", "session", "export"),
     ),
 }
 """The files of a room, of which each imports from those before it."""

@@ -196,7 +196,34 @@ class Evaluator:
         metrics: str | Metric | Sequence[str | Metric],
         ema: bool,
     ) -> dict[str, float]:
-        """Computes the loss and metrics; see `ortops.TrainingSession.evaluate`."""
+        """Computes the loss and metrics in inference mode, and changes nothing.
+
+        Batches are evaluated one by one; only what a metric stores is kept in memory.
+
+        Args:
+            data: As for `fit`: arrays for each input of the model and of the loss, or batches.
+            batch_size: The number of rows per batch, if rows are given.
+            metrics: The metrics to compute: names, objects and functions (see `ortops.metrics`).
+                They read what the loss reads, or any tensor of the model.
+            ema: Whether to use the averages of parameters (``ema_decay=`` of
+                `ortops.build_training_model`).
+
+        Returns:
+            ``loss``, as if all batches were one (averaged over the rows if a loss function returns
+            no count; NaN if no label counts); for a sum of losses also ``loss_<name>`` of each; and
+            the metrics by name.
+
+        Raises:
+            FeedError: If the data do not fit the model.
+            ModelError: If there are no averages.
+            OrtopsError: If a metric does not fit what it compares.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> session.evaluate(line.BATCH, metrics=["mean_absolute_error"])
+            {'loss': 1.0, 'mean_absolute_error': 1.0}
+        """
         bindings = self.bind(metric_functions.resolve(metrics))
         self._loaded.loss_names()
         tensors = tuple(dict.fromkeys(each.note.tensor for each in bindings.values()))
@@ -224,8 +251,38 @@ class Evaluator:
 
     def predict(
         self, data: Data, *, batch_size: int, outputs: str | Sequence[str] | None, ema: bool
-    ) -> dict[str, Array]:
-        """Computes tensors of all rows, by name; see `ortops.TrainingSession.predict`."""
+    ) -> Array | dict[str, Array]:
+        """Computes tensors of the model for all rows in inference mode, and changes nothing.
+
+        Args:
+            data: As for `fit`; only the inputs that the tensors depend on are needed, so labels may
+                be omitted.
+            batch_size: The number of rows per batch, if rows are given.
+            outputs: The names of tensors of the model, outputs or not; all outputs by default. For
+                a ZipMap, the tensor that it reads is returned.
+            ema: Whether to use the averages of parameters (``ema_decay=`` of
+                `ortops.build_training_model`).
+
+        Returns:
+            An array for each name, with the batches concatenated along axis 0; a single array if
+            ``outputs`` is one name.
+
+        Raises:
+            FeedError: If the data do not fit the model.
+            ModelError: If there are no averages.
+            OrtopsError: If there is no such tensor, or its axis 0 does not have the rows of the
+                batch.
+
+        Example:
+            >>> import numpy as np
+            >>> from models import line
+            >>> session = line.session()
+            >>> _ = session.step(line.BATCH)
+            >>> session.predict({"x": np.full((3, 1), 4, np.float32)}, batch_size=2, outputs="y")
+            array([[2.],
+                   [2.],
+                   [2.]], dtype=float32)
+        """
         names = [outputs] if isinstance(outputs, str) else outputs
         if names is None:
             names = [value.name for value in self._loaded.proto.graph.output]
@@ -253,7 +310,8 @@ class Evaluator:
                     )
                 is_fed = any(np.may_share_memory(array, fed) for fed in batch.values())
                 parts[name].append(array.copy() if is_fed else array)  # it may be filled again
-        return {name: np.concatenate(arrays) for name, arrays in parts.items()}
+        result = {name: np.concatenate(arrays) for name, arrays in parts.items()}
+        return result[outputs] if isinstance(outputs, str) else result
 
     def bind(self, metrics: Mapping[str, StreamingMetric]) -> dict[str, MetricBinding]:
         """Finds out what each of some metrics compares."""

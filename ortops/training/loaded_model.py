@@ -6,14 +6,14 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
 from ortops.autodiff.rules import RULES
-from ortops.errors import OrtopsError
+from ortops.errors import ArgumentError, OrtopsError, UnknownVariableError, did_you_mean
 from ortops.execution.execution import Execution
 from ortops.execution.memory import give_back
 from ortops.execution.onnxruntime_sessions import UpdateKernels
@@ -23,11 +23,9 @@ from ortops.graph.files import external
 from ortops.graph.files.messages import initializers
 from ortops.passes.rematerialization import Checkpoint
 from ortops.trainable.initialization import initial_values
-from ortops.trainable.metadata import LossPart, training_metadata
+from ortops.trainable.metadata import training_metadata
 from ortops.trainable.step_graph import flatten
-from ortops.training.data import rows
 from ortops.training.feeds import Inputs
-from ortops.training.gradients import Gradients, check_gradients, collect
 from ortops.training.initial_values import (
     Values,
     all_entries,
@@ -36,23 +34,14 @@ from ortops.training.initial_values import (
     given_values,
 )
 from ortops.training.position import ResumeState, read_position
-from ortops.training.state import State, masters
-from ortops.uninterrupted import finished_at_exit
+from ortops.training.state import State, check_dict, masters
+from ortops.uninterrupted import finished_at_exit, run_uninterrupted
 
 __all__ = ["LoadedModel", "changes", "reads"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-
-_BETWEEN_PARTS = 0x5851F42D
-
-
-class _Part(Protocol):
-    """A session, or an object that it holds."""
-
-    @property
-    def _loaded(self) -> LoadedModel: ...
 
 
 def _holding(operation: str, *, alone: bool) -> Callable[[_Method], _Method]:
@@ -68,8 +57,8 @@ def _holding(operation: str, *, alone: bool) -> Callable[[_Method], _Method]:
 
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
-        def call(self: _Part, *args: Any, **kwargs: Any) -> Any:
-            loaded = self._loaded
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            loaded: LoadedModel = getattr(self, "_loaded", self)  # the model, or what holds it
             with finished_at_exit, loaded.lock:
                 before = loaded.operation
                 try:  # nothing that a handler raises comes between these lines and the `finally`
@@ -120,6 +109,8 @@ class LoadedModel:
         resume_state: How far `fit` is.
         lock: Held while variables are read or changed.
         operation: The public method that holds the lock; "" if none does.
+        assigned: The number of calls of `assign`.
+        on_assign: A function that is called with the values that `assign` has set.
     """
 
     def __init__(
@@ -146,6 +137,8 @@ class LoadedModel:
         self.outputs = [name for step in self.steps for name in step.outputs]
         self.lock = threading.RLock()
         self.operation = ""
+        self.assigned = 0
+        self.on_assign: Callable[[Mapping[str, Array]], object] | None = None
         given = given_values(self.proto, self.data, self.steps, self.entries, self.metadata.masters)
         execution = self.execution = Execution(
             self.steps,
@@ -220,7 +213,19 @@ class LoadedModel:
         return self.steps[0].loss
 
     def loss_names(self) -> list[str]:
-        """Returns the names of the loss, and of its parts if there are several."""
+        """Returns the names of the loss and, if there are several, of its summands.
+
+        Raises:
+            OrtopsError: If the training algorithm has no loss.
+
+        Example:
+            >>> import ortops
+            >>> from models import line
+            >>> line.session().loss_names()
+            ['loss']
+            >>> line.session(loss=ortops.losses.L1("y") + ortops.losses.Huber("y")).loss_names()
+            ['loss', 'loss_y', 'loss_y_1']
+        """
         parts = [part.name for part in self.metadata.losses]
         several = [name for name in parts if name in self.outputs] if len(parts) > 1 else []
         return [self.loss, *several]
@@ -240,6 +245,85 @@ class LoadedModel:
         names = dict.fromkeys(name for step in self.steps for name in step.parameters)
         return {name: wide.get(name, name) for name in names}
 
+    @property
+    def state(self) -> State:
+        """The variables by name; see `ortops.TrainingSession.state`."""
+        return State(self.execution, self.lock, self.metadata, self.assign)
+
+    @changes("state")
+    def assign(self, arrays: Mapping[str, Array], *, steps_made: int | None = None) -> None:
+        """Sets variables to values that have been checked, and the number of steps."""
+        self.assigned += 1  # first: `saved_in` never names a file with other values
+        self.execution.assign(arrays, steps_made=steps_made)
+        if self.on_assign is not None:
+            self.on_assign(arrays)
+
+    @property
+    def steps_done(self) -> int:
+        """The number of finished steps; see `ortops.TrainingSession.steps_done`."""
+        with finished_at_exit, self.lock:
+            if self.metadata.step not in self.execution.variables:
+                return self.execution.steps_made
+            return int(self.execution.present(self.metadata.step))
+
+    def reset(self) -> None:
+        """Returns to the start of training.
+
+        As the standard defines it, all variables are set to their values in the given model, and
+        then to the results of the initialization graph (optimizer state, step, learning rate).
+
+        A session on a file keeps it open and reads the values from it again, instead of holding a
+        second copy in memory. In the meantime another file may take its name, as with `save`.
+
+        Raises:
+            ModelError: If the file was changed in place; the session is left unchanged.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> losses = session.run_steps([line.BATCH] * 5)
+            >>> session.reset()
+            >>> session.steps_done, session.state["w"].item()
+            (0, 0.0)
+        """
+        given, state = dict(self.given), self.state  # read before anything is changed
+        arrays = {name: functools.partial(given.__getitem__, name) for name in given}
+        for number in self.entries:
+            found = run_uninterrupted(functools.partial(self.initial_values, number))
+            for name, array in found.items():
+                if name in self.execution.variables:
+                    state.check(name, array)
+                    arrays[name] = functools.partial(state.check, name, array)  # one at a time
+        self.assign(Values(arrays), steps_made=0)
+        self.resume_state.set(None)
+
+    def parameters(self) -> dict[str, Array]:
+        """Returns copies of the trained parameters; see `ortops.TrainingSession.parameters`."""
+        with finished_at_exit, self.lock:
+            return {n: self.execution.present(v).copy() for n, v in self.trained().items()}
+
+    def set_parameters(self, arrays: Mapping[str, npt.ArrayLike]) -> None:
+        """Sets some of the trained parameters."""
+        check_dict("parameters", arrays)
+        trained = self.trained()
+        for name in arrays:
+            if name not in trained:
+                raise UnknownVariableError(
+                    f"parameters: '{name}' is not trained; " + did_you_mean(name, trained)
+                )
+        self.state.assign({trained[name]: array for name, array in arrays.items()})
+
+    def set_learning_rate(self, value: float) -> None:
+        """Sets all variables that hold a learning rate."""
+        try:
+            accepted = 0 <= float(value) <= float(np.finfo(np.float32).max)
+        except (TypeError, ValueError, OverflowError):
+            accepted = False
+        if not accepted:
+            raise ArgumentError(f"learning_rate must be a finite number >= 0, got {value!r}")
+        for name in self.learning_rates():
+            self.state[name] = np.asarray(value, self.state[name].dtype)
+
     def learning_rates(self) -> list[str]:
         """Returns the variables that hold a learning rate.
 
@@ -253,65 +337,3 @@ class LoadedModel:
                 "set the variables that it uses through `state`"
             )
         return rates
-
-    def differentiate(
-        self,
-        feeds: Mapping[str, Array],
-        outputs: Sequence[str] | None,
-        after: Gradients | None,
-        *,
-        rank: int,
-        state: State,
-    ) -> Gradients:
-        """Computes the gradients of a batch; see `ortops.TrainingSession.gradients`.
-
-        Args:
-            feeds: The batch, checked.
-            outputs: The outputs to compute besides the loss; None for all of them.
-            after: The gradients of the previous part of the batch.
-            rank: The number of this process among those that train together.
-            state: The variables.
-        """
-        (step, *others), metadata = self.steps, self.metadata
-        instead: dict[str, Array] = {}
-        part = 0
-        if after is not None:
-            part = after.part + 1
-            statistics = after.statistics.items()
-            instead = {n: state.check(n, a) for n, a in statistics if n in state}
-        if step.seed and (part or rank):  # parts are far from the seeds that ranks have
-            seed = int(self.execution.present(step.seed)) + part * _BETWEEN_PARTS + rank
-            instead[step.seed] = np.array(seed % 2**32, np.int64)
-        parts = [p for p in metadata.losses if p.name in step.outputs] if not others else []
-        parts = parts or [LossPart(name=step.loss)] * bool(step.loss)
-        chosen = [*step.outputs] if outputs is None else list(outputs)
-        read = [step.loss, *(name for p in parts for name in (p.name, p.count))]
-        wanted = dict.fromkeys((*chosen, *(name for name in read if name)))
-        found = self.execution.gradients(feeds, list(wanted), instead)
-        moved = next((name for name in step.updates if name in found.carried), "")
-        couples = moved and (
-            f"the batch updates the running statistic '{moved}', as in BatchNormalization, where "
-            "the loss of a row depends on other rows"
-        )
-        return collect(
-            found, step.loss, parts, rows(feeds), shown=chosen, couples=couples, part=part
-        )
-
-    def update(self, gradients: Mapping[str, npt.ArrayLike], state: State) -> None:
-        """Applies gradients; see `ortops.TrainingSession.apply`."""
-        split = self.execution.split_step()
-        arrays = check_gradients(gradients, split.layout)
-        carried: dict[str, Array] = {}
-        given = gradients.statistics if isinstance(gradients, Gradients) else {}
-        for name in split.carried:
-            if name in self.execution.variables:
-                if name in given:
-                    carried[name] = state.check(name, given[name])
-            elif name in given:
-                carried[name] = np.require(given[name], requirements=["C", "A"])
-            else:
-                raise OrtopsError(
-                    f"gradients: the update also reads '{name}' of the batch; pass what "
-                    "`gradients` returned"
-                )
-        self.execution.apply(arrays, carried)

@@ -39,15 +39,29 @@ class ModelFile:
 
     Args:
         loaded: The model.
+
+    Attributes:
+        writes: Whether `save` writes, and not another process.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
-        self._saved: tuple[str, int, FitArguments | None] | None = None
+        self.writes = True
+        self._saved: tuple[str, tuple[int, int], FitArguments | None] = ("", (0, 0), None)
         self._warned = False
 
     def model(self) -> onnx.ModelProto:
-        """Returns the trainable model with the present state."""
+        """Returns the trainable model with the present state.
+
+        Example:
+            >>> import ortops
+            >>> from models import line
+            >>> session = line.session()
+            >>> first = session.step(line.BATCH)
+            >>> other = ortops.TrainingSession(session.model())
+            >>> other.steps_done, other.state["w"].item()
+            (1, 0.5)
+        """
         with finished_at_exit, self._loaded.lock:
             return external.attach(*self._light_model())
 
@@ -81,7 +95,32 @@ class ModelFile:
         else:
             write_metadata(model, POSITION_KEY, text)
 
-    def check_writable(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the trainable model with the present state; a session on it resumes exactly.
+
+        The file is standard ONNX, and stock onnxruntime runs it as the trained model. If the model
+        itself has Gradient nodes, it has to be lowered first (`ortops.lower`), as a warning says.
+
+        Args:
+            path: The file. At any time it contains either the old model or the new one, complete. A
+                model of 2 GB or more has a data file next to it (see `ortops.save_model`).
+
+        Example:
+            >>> import ortops
+            >>> from models import line
+            >>> session = line.session()
+            >>> import tempfile
+            >>> first = session.step(line.BATCH)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     session.save(f"{folder}/line.onnx")
+            ...     ortops.TrainingSession(f"{folder}/line.onnx").step(line.BATCH)["loss"]
+            array(0.25, dtype=float32)
+        """
+        self._check_writable(path)
+        if self.writes:
+            self._write(path)
+
+    def _check_writable(self, path: str | os.PathLike[str]) -> None:
         """Warns once if stock onnxruntime will not run the file.
 
         Raises:
@@ -102,24 +141,36 @@ class ModelFile:
             )
 
     @reads("save")
-    def write(self, path: str | os.PathLike[str]) -> None:
+    def _write(self, path: str | os.PathLike[str]) -> None:
         """Writes the trainable model with the present state."""
-        steps_made = self._loaded.execution.steps_made
+        changes = self._changes()
         saving.write_model(path, *self._light_model())
-        self._saved = (os.fspath(path), steps_made, self._fit_arguments())
+        self._saved = os.fspath(path), changes, self._fit_arguments()
 
     @property
     def saved_in(self) -> str:
-        """The file with the present state; "" if there is none."""
-        if self._saved is None:
-            return ""
-        path, steps, call = self._saved
-        is_present = steps == self._loaded.execution.steps_made and call is self._fit_arguments()
-        return path if is_present else ""
+        """The file that the present state was last saved in; "" if it was not saved.
 
-    def forget_saved(self) -> None:
-        """Makes `saved_in` empty, before the state is changed."""
-        self._saved = None
+        A step, setting a variable and a new `fit` each change the state.
+
+        Example:
+            >>> import tempfile
+            >>> from models import line
+            >>> session = line.session()
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     session.save(f"{folder}/line.onnx")
+            ...     session.saved_in == f"{folder}/line.onnx"
+            True
+            >>> first = session.step(line.BATCH)
+            >>> session.saved_in
+            ''
+        """
+        path, changes, call = self._saved
+        return path if changes == self._changes() and call is self._fit_arguments() else ""
+
+    def _changes(self) -> tuple[int, int]:
+        """Returns how often variables were set, and the number of steps."""
+        return self._loaded.assigned, self._loaded.execution.steps_made
 
     def _fit_arguments(self) -> FitArguments | None:
         """Returns the arguments of the last `fit`, if there was one."""
@@ -127,7 +178,29 @@ class ModelFile:
         return None if position is None else position.epoch_state.call
 
     def inference_model(self, original: ModelLike | None, *, ema: bool) -> onnx.ModelProto:
-        """Returns the trained model; see `ortops.TrainingSession.inference_model`."""
+        """Returns the trained model, without anything that belongs to training.
+
+        Args:
+            original: The model that training began with. The trained weights are written to a copy
+                of it, which keeps its opset and everything else. By default, the inference graph of
+                the trainable model is returned, with BatchNormalization and Dropout in inference
+                mode.
+            ema: Whether to use the averages of parameters (``ema_decay=`` of
+                `ortops.build_training_model`).
+
+        Raises:
+            ModelError: If a trained variable is not in the original, or there are no averages.
+
+        Example:
+            >>> import numpy as np
+            >>> import onnxruntime
+            >>> from models import line
+            >>> session = line.session()
+            >>> first = session.step(line.BATCH)
+            >>> plain = onnxruntime.InferenceSession(session.inference_model().SerializeToString())
+            >>> plain.run(None, {"x": np.array([[4]], np.float32)})
+            [array([[2.]], dtype=float32)]
+        """
         loaded, proto = self._loaded, self._loaded.proto
         own = {tensor.name for tensor in proto.graph.initializer}
         with finished_at_exit, loaded.lock:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar, overload
 
-import numpy as np
 import numpy.typing as npt
 import onnx
 import onnxruntime
 
-from ortops.arguments import function, renamed
-from ortops.errors import ArgumentError, FeedError, OrtopsError, UnknownVariableError, did_you_mean
+from ortops.arguments import renamed
+from ortops.errors import OrtopsError
 from ortops.execution.onnxruntime_sessions import UpdateKernels
 from ortops.execution.settings import Settings
 from ortops.garbage_collection import pause_collection
@@ -28,20 +25,33 @@ from ortops.training.data import Data, Feeds
 from ortops.training.evaluation import Evaluator
 from ortops.training.feeds import Inputs
 from ortops.training.fitting import StepStrategy, fit
-from ortops.training.gradients import Gradients, numbers_of
+from ortops.training.gradients import Gradients
 from ortops.training.history import History
-from ortops.training.initial_values import Values
-from ortops.training.loaded_model import LoadedModel, changes
+from ortops.training.loaded_model import LoadedModel
 from ortops.training.model_file import ModelFile
 from ortops.training.position import ResumeState
 from ortops.training.state import State
-from ortops.uninterrupted import finished_at_exit, run_uninterrupted
+from ortops.training.steps import Steps
+from ortops.uninterrupted import finished_at_exit
 
 __all__ = ["TrainingSession"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_STEPS_IN_A_RUN = 64
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _documented_by(part: Any) -> Callable[[_Method], _Method]:
+    """Gives a method the docstring of the method that does its work, for `help` and the reference.
+
+    Editors that only read the source show the first line, which stands here as well.
+    """
+
+    def decorate(method: _Method) -> _Method:
+        method.__doc__ = part.__doc__
+        return method
+
+    return decorate
 
 
 class TrainingSession:
@@ -78,6 +88,7 @@ class TrainingSession:
             cannot store the variables.
 
     Example:
+        >>> import numpy as np
         >>> import ortops
         >>> from ortops import Tape
         >>> with Tape(name="linear") as tape:
@@ -126,9 +137,9 @@ class TrainingSession:
             settings=settings,
         )
         self._execution = self._loaded.execution
+        self._steps = Steps(self._loaded)
         self._evaluator = Evaluator(self._loaded)
         self._file = ModelFile(self._loaded)
-        self._rank = 0  # among the sessions that one is joined with
         self.metadata = self._loaded.metadata
         self.resume_state = self._loaded.resume_state
 
@@ -149,6 +160,7 @@ class TrainingSession:
 
     # ------------------------------------------------------------------------------- training
 
+    @_documented_by(Steps.step)
     def step(
         self,
         feeds: Feeds,
@@ -156,54 +168,10 @@ class TrainingSession:
         outputs: Sequence[str] | None = None,
         reduce: Callable[[Gradients], object] | None = None,
     ) -> dict[str, Array]:
-        """Runs one training step.
+        """Runs one training step."""
+        return self._steps.step(feeds, outputs=outputs, reduce=reduce)
 
-        Args:
-            feeds: A batch: an array for each input of the model and of the loss, by name or in a
-                tuple, in which the inputs of the model come first.
-            outputs: The names of the outputs to return; all by default.
-            reduce: A function that is called with the gradients before they are applied. It may
-                change them in place, with their loss and running statistics, for example to average
-                them over several workers. It may read the session, but not change it.
-
-        Returns:
-            The loss, and the outputs of the model that it was computed from, by name. An output
-            that BatchNormalization or Dropout changes in training mode is called
-            ``<name>_training``.
-
-        Raises:
-            FeedError: If the feeds do not fit; then nothing has changed.
-            KernelError: If a kernel failed; then nothing has changed.
-            OrtopsError: If there is no such output, or ``reduce`` left something that is not a
-                gradient.
-            UnsupportedError: If ``reduce`` is given and the step has no gradients (see
-                `gradients`).
-            Exception: Whatever ``reduce`` raises; then nothing has changed.
-
-        Example:
-            >>> from models import line
-            >>> session = line.session()
-            >>> {name: array.item() for name, array in session.step(line.BATCH).items()}
-            {'loss': 1.0, 'y': 0.0}
-            >>> session.step(line.BATCH, outputs=["loss"])
-            {'loss': array(0.25, dtype=float32)}
-        """
-        self._check_outputs(outputs)
-        if reduce is None:
-            return self._step(self.inputs.check(feeds), outputs)
-        function("reduce", reduce, "a function of gradients")
-        return self._reduced_step(self.inputs.check(feeds), outputs, reduce)
-
-    def _check_outputs(self, outputs: Sequence[str] | None) -> None:
-        if isinstance(outputs, str) or not isinstance(outputs, Iterable | None):
-            raise ArgumentError(f"outputs must be a list of names, got {outputs!r}")
-        known = self._loaded.outputs
-        for name in outputs or ():
-            if name not in known:
-                raise OrtopsError(
-                    f"outputs: there is no output '{name}'; " + did_you_mean(name, known)
-                )
-
+    @_documented_by(Steps.gradients)
     def gradients(
         self,
         feeds: Feeds,
@@ -211,154 +179,18 @@ class TrainingSession:
         outputs: Sequence[str] | None = None,
         after: Gradients | None = None,
     ) -> Gradients:
-        """Computes the gradients of a batch in training mode, and changes nothing.
+        """Computes the gradients of a batch in training mode, and changes nothing."""
+        return self._steps.gradients(feeds, outputs=outputs, after=after)
 
-        ``apply(gradients(feeds))`` gives the same bits as ``step(feeds)``.
-
-        Args:
-            feeds: A batch, as for `step`.
-            outputs: The names of the outputs to compute in addition to the loss; all by default.
-            after: The gradients of the previous part, if the parts of a batch are to be applied
-                together (see `ortops.training.gradients.Accumulation`). Running statistics continue
-                from there, and Dropout draws other numbers.
-
-        Returns:
-            The gradients by parameter, with the loss, its divisor, the outputs and the running
-            statistics of this batch.
-
-        Raises:
-            FeedError: If the feeds do not fit.
-            KernelError: If a kernel failed.
-            OrtopsError: If there is no such output.
-            UnsupportedError: If the training algorithm updates variables without a Gradient node,
-                or a step runs several training_info entries.
-
-        Example:
-            >>> from models import line
-            >>> session = line.session()
-            >>> gradients = session.gradients(line.BATCH)
-            >>> gradients["w"], gradients.loss, session.steps_done
-            (array([[-2.]], dtype=float32), 1.0, 0)
-            >>> session.apply(gradients)
-            >>> session.state["w"], session.steps_done
-            (array([[0.5]], dtype=float32), 1)
-        """
-        self._check_outputs(outputs)
-        if after is not None and not isinstance(after, Gradients):
-            raise ArgumentError(f"after must be a result of `gradients`, got {after!r:.80}")
-        return self._gradients(self.inputs.check(feeds), outputs, after)
-
-    @changes("gradients")
-    def _gradients(
-        self,
-        feeds: Mapping[str, Array],
-        outputs: Sequence[str] | None,
-        after: Gradients | None,
-    ) -> Gradients:
-        return self._loaded.differentiate(feeds, outputs, after, rank=self._rank, state=self.state)
-
+    @_documented_by(Steps.apply)
     def apply(self, gradients: Mapping[str, npt.ArrayLike]) -> None:
-        """Applies gradients: the part of a step that follows the backward pass.
+        """Applies gradients: the part of a step that follows the backward pass."""
+        self._steps.apply(gradients)
 
-        Parameters, optimizer state, ``step`` and the loss scale change as in `step`, and running
-        statistics become those that the gradients contain.
-
-        Args:
-            gradients: A result of `gradients`, of this session or another one with the same model;
-                or a dict with an array for each parameter (float32 for a 16-bit parameter), which
-                leaves running statistics unchanged.
-
-        Raises:
-            KernelError: If a kernel failed, as in `step`.
-            OrtopsError: If the gradients do not fit the parameters; then nothing has changed.
-            UnsupportedError: See `gradients`.
-
-        Example:
-            >>> from models import line
-            >>> session = line.session()
-            >>> gradients = session.gradients(line.BATCH)
-            >>> session.apply({"w": gradients["w"] * 2})  # SGD with rate 0.25: 0 - 0.25 · 2 · -2
-            >>> session.state["w"].item()
-            1.0
-        """
-        self._apply(gradients)
-
-    @changes("apply")
-    def _apply(self, gradients: Mapping[str, npt.ArrayLike]) -> None:
-        self._loaded.update(gradients, self.state)
-
-    @changes("step")
-    def _reduced_step(
-        self,
-        feeds: Mapping[str, Array],
-        outputs: Sequence[str] | None,
-        reduce: Callable[[Gradients], object],
-    ) -> dict[str, Array]:
-        state = self.state
-        gradients = self._loaded.differentiate(feeds, outputs, None, rank=self._rank, state=state)
-        reduce(gradients)
-        self._loaded.update(gradients, state)
-        chosen = self._loaded.outputs if outputs is None else outputs
-        return {n: a for n, a in gradients.outputs.items() if n in chosen}
-
-    @changes("step")
-    def _step(
-        self,
-        feeds: Mapping[str, Array],
-        outputs: Sequence[str] | None,
-        note: Callable[[Mapping[str, Array]], object] | None = None,
-    ) -> dict[str, Array]:
-        return self._execution.step(feeds, outputs, note)
-
-    @changes("run_steps")
-    def _several_steps(self, feeds: Mapping[str, Array], count: int) -> Array:
-        return self._execution.steps(feeds, count)
-
+    @_documented_by(Steps.run_steps)
     def run_steps(self, batches: Iterable[Feeds]) -> Array:
-        """Runs a training step with each of several batches.
-
-        This reduces the overhead of small models: up to 64 steps with batches of the same shapes
-        run in one call of onnxruntime. The results are those of `step`.
-
-        Args:
-            batches: The batches, each as for `step`.
-
-        Returns:
-            The loss of each step.
-
-        Raises:
-            FeedError: If a batch does not fit. Steps with earlier batches may have been made;
-                `steps_done` counts them.
-            KernelError: If a kernel failed; the same holds.
-
-        Example:
-            >>> from models import line
-            >>> session = line.session()
-            >>> session.run_steps([line.BATCH] * 3)
-            array([1.    , 0.25  , 0.0625], dtype=float32)
-        """
-        if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
-            raise FeedError(
-                f"batches: {type(batches).__name__} was given; give an iterable of batches, each a "
-                "dict or tuple of an array for each input"
-            )
-        loss = self._loaded.loss
-        losses: list[Array] = []
-        with finished_at_exit, self._loaded.lock:
-            at_once = _STEPS_IN_A_RUN if self._execution.repeatable else 1
-            checked: Iterator[dict[str, Array]] = (self.inputs.check(feeds) for feeds in batches)
-            if at_once > 1:  # copies: what gives the batches may fill the same memory again
-                checked = ({name: array.copy() for name, array in b.items()} for b in checked)
-            for _, alike in itertools.groupby(checked, key=_shapes):
-                while group := list(itertools.islice(alike, at_once)):
-                    if len(group) > 1:
-                        stacks = {name: np.stack([b[name] for b in group]) for name in group[0]}
-                        losses.append(
-                            numbers_of(self._several_steps(stacks, len(group)), len(group))
-                        )
-                    else:
-                        losses += [numbers_of(self._step(b, [loss])[loss], 1) for b in group]
-        return np.concatenate(losses) if losses else np.zeros(0, np.float32)
+        """Runs a training step with each of several batches."""
+        return self._steps.run_steps(batches)
 
     def fit(
         self,
@@ -380,26 +212,16 @@ class TrainingSession:
     ) -> History:
         """Trains on a data set.
 
-        The seed and the number of finished steps determine the order of the rows. If training ends
-        early, because of a signal, an error or a callback, or if the process is killed after the
-        session was saved, ``resume=True`` continues it, even in the middle of an epoch, as if it
-        had never stopped: `save` stores the position together with the weights. `reset` discards
-        the position.
-
-        SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) end training after the current step,
-        or at once while `fit` waits for data or evaluates. Then the callbacks are notified, a
-        message says how to continue, and KeyboardInterrupt or SystemExit (with status 143 or 129)
-        is raised. Batches that were accumulated for an unfinished step are read again with
-        ``resume=True``. A second signal has its usual effect at once. All this holds if `fit` runs
-        in the main thread and the program has no signal handler. A handler of the program is called
-        as usual: if it raises an exception, `fit` ends at once, and the session is in the state
-        after a whole step.
+        The seed and the number of finished steps determine the order of the rows. If a signal, an
+        error or a callback ends training early, or the process is killed after the session was
+        saved, ``resume=True`` continues, even in the middle of an epoch, as if training had never
+        stopped: `save` stores the position together with the weights. `reset` discards it. The page
+        on training (``ortops/docs/training.md``, "Callbacks and resuming") describes signals.
 
         Args:
-            data: The data set, in any form that `ortops.training.data.open_data` accepts: an array
-                for each input, a tuple of arrays, a table, samples, an iterable of batches (a list,
-                or an object that can be iterated over once per epoch), or a function that returns
-                one.
+            data: The data set, in any form that `ortops.training.data.open_data` accepts: arrays by
+                name or in a tuple, a table, samples, an iterable of batches, or a function that
+                returns one of these.
             epochs: The number of passes over the data. With ``resume=True``, finished epochs count,
                 and a larger number than before extends the training.
             batch_size: The number of rows per batch, if rows are given.
@@ -414,13 +236,9 @@ class TrainingSession:
             accumulate: The number of batches per step. A step is that of all their rows; the last
                 one of an epoch may have fewer.
             prefetch: The number of batches that a thread reads ahead.
-            resume: Whether to continue the training that an earlier call began, if there is one.
-                The arguments that determine the rows of a step have to be the same: ``seed``,
-                ``shuffle``, ``batch_size``, ``accumulate`` and the number of rows and batches.
-                ``epochs`` may differ, but must include the epochs that were begun. A schedule in
-                the model's graph keeps its final rate after its last step. If the training is
-                complete, the history is returned at once. Batches of an iterable that were already
-                used are read again and skipped.
+            resume: Whether to continue the training that an earlier call began, if there is one,
+                with the same ``seed``, ``shuffle``, ``batch_size``, ``accumulate`` and number of
+                rows and batches. ``epochs`` must include the epochs that were begun.
             progress: Whether to show a line for each epoch on standard error. A terminal or
                 notebook shows it while the epoch runs, a file gets it at the end of the epoch.
             stop_on_nan: Whether to stop at a loss that is NaN or infinite. A float16 step that is
@@ -472,8 +290,7 @@ class TrainingSession:
         )
 
     def _step_strategy(self) -> StepStrategy:
-        """Returns how `fit` makes steps."""
-        return StepStrategy(self._step, self._gradients, self._loaded.counts())
+        return self._steps.strategy()
 
     @property
     def inputs(self) -> Inputs:
@@ -501,25 +318,12 @@ class TrainingSession:
         return History() if position is None else position.epoch_state.history
 
     @property
+    @_documented_by(ModelFile.saved_in)
     def saved_in(self) -> str:
-        """The file that the present state was last saved in; "" if it was not saved.
-
-        A step, setting a variable and a new `fit` each change the state.
-
-        Example:
-            >>> import tempfile
-            >>> from models import line
-            >>> session = line.session()
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     session.save(f"{folder}/line.onnx")
-            ...     session.saved_in == f"{folder}/line.onnx"
-            True
-            >>> first = session.step(line.BATCH)
-            >>> session.saved_in
-            ''
-        """
+        """The file that the present state was last saved in; "" if it was not saved."""
         return self._file.saved_in
 
+    @_documented_by(Evaluator.evaluate)
     def evaluate(
         self,
         data: Data,
@@ -528,34 +332,7 @@ class TrainingSession:
         metrics: str | Metric | Sequence[str | Metric] = (),
         ema: bool = False,
     ) -> dict[str, float]:
-        """Computes the loss and metrics in inference mode, and changes nothing.
-
-        Batches are evaluated one by one; only what a metric stores is kept in memory.
-
-        Args:
-            data: As for `fit`: arrays for each input of the model and of the loss, or batches.
-            batch_size: The number of rows per batch, if rows are given.
-            metrics: The metrics to compute: names, objects and functions (see `ortops.metrics`).
-                They read what the loss reads, or any tensor of the model.
-            ema: Whether to use the averages of parameters (``ema_decay=`` of
-                `ortops.build_training_model`).
-
-        Returns:
-            ``loss``, as if all batches were one (averaged over the rows if a loss function returns
-            no count; NaN if no label counts); for a sum of losses also ``loss_<name>`` of each; and
-            the metrics by name.
-
-        Raises:
-            FeedError: If the data do not fit the model.
-            ModelError: If there are no averages.
-            OrtopsError: If a metric does not fit what it compares.
-
-        Example:
-            >>> from models import line
-            >>> session = line.session()
-            >>> session.evaluate(line.BATCH, metrics=["mean_absolute_error"])
-            {'loss': 1.0, 'mean_absolute_error': 1.0}
-        """
+        """Computes the loss and metrics in inference mode, and changes nothing."""
         return self._evaluator.evaluate(data, batch_size=batch_size, metrics=metrics, ema=ema)
 
     @overload
@@ -573,6 +350,7 @@ class TrainingSession:
         ema: bool = ...,
     ) -> dict[str, Array]: ...
 
+    @_documented_by(Evaluator.predict)
     def predict(
         self,
         data: Data,
@@ -581,53 +359,12 @@ class TrainingSession:
         outputs: str | Sequence[str] | None = None,
         ema: bool = False,
     ) -> Array | dict[str, Array]:
-        """Computes tensors of the model for all rows in inference mode, and changes nothing.
+        """Computes tensors of the model for all rows in inference mode, and changes nothing."""
+        return self._evaluator.predict(data, batch_size=batch_size, outputs=outputs, ema=ema)
 
-        Args:
-            data: As for `fit`; only the inputs that the tensors depend on are needed, so labels may
-                be omitted.
-            batch_size: The number of rows per batch, if rows are given.
-            outputs: The names of tensors of the model, outputs or not; all outputs by default. For
-                a ZipMap, the tensor that it reads is returned.
-            ema: Whether to use the averages of parameters (``ema_decay=`` of
-                `ortops.build_training_model`).
-
-        Returns:
-            An array for each name, with the batches concatenated along axis 0; a single array if
-            ``outputs`` is one name.
-
-        Raises:
-            FeedError: If the data do not fit the model.
-            ModelError: If there are no averages.
-            OrtopsError: If there is no such tensor, or its axis 0 does not have the rows of the
-                batch.
-
-        Example:
-            >>> from models import line
-            >>> session = line.session()
-            >>> _ = session.step(line.BATCH)
-            >>> session.predict({"x": np.full((3, 1), 4, np.float32)}, batch_size=2, outputs="y")
-            array([[2.],
-                   [2.],
-                   [2.]], dtype=float32)
-        """
-        found = self._evaluator.predict(data, batch_size=batch_size, outputs=outputs, ema=ema)
-        return found[outputs] if isinstance(outputs, str) else found
-
+    @_documented_by(LoadedModel.loss_names)
     def loss_names(self) -> list[str]:
-        """Returns the names of the loss and, if there are several, of its summands.
-
-        Raises:
-            OrtopsError: If the training algorithm has no loss.
-
-        Example:
-            >>> import ortops
-            >>> from models import line
-            >>> line.session().loss_names()
-            ['loss']
-            >>> line.session(loss=ortops.losses.L1("y") + ortops.losses.Huber("y")).loss_names()
-            ['loss', 'loss_y', 'loss_y_1']
-        """
+        """Returns the names of the loss and, if there are several, of its summands."""
         return self._loaded.loss_names()
 
     def target(self, metrics: Mapping[str, StreamingMetric]) -> str:
@@ -663,13 +400,11 @@ class TrainingSession:
             >>> session.step(line.BATCH)["loss"]
             array(0.0625, dtype=float32)
         """
-        return State(self._execution, self._loaded.lock, self.metadata, self._assign)
+        return self._loaded.state
 
     @state.setter
     def state(self, arrays: Mapping[str, npt.ArrayLike]) -> None:
-        _check_dict("state", arrays)
-        state = self.state
-        self._assign(state.with_masters({n: state.check(n, array) for n, array in arrays.items()}))
+        self._loaded.state.assign(arrays)
 
     @property
     def parameters(self) -> Mapping[str, Array]:
@@ -686,20 +421,11 @@ class TrainingSession:
             >>> dict(session.parameters)
             {'w': array([[0.5]], dtype=float32)}
         """
-        trained = self._loaded.trained()
-        with finished_at_exit, self._loaded.lock:
-            return {name: self._execution.present(v).copy() for name, v in trained.items()}
+        return self._loaded.parameters()
 
     @parameters.setter
     def parameters(self, arrays: Mapping[str, npt.ArrayLike]) -> None:
-        _check_dict("parameters", arrays)
-        trained = self._loaded.trained()
-        for name in arrays:
-            if name not in trained:
-                raise UnknownVariableError(
-                    f"parameters: '{name}' is not trained; " + did_you_mean(name, trained)
-                )
-        self.state = {trained[name]: array for name, array in arrays.items()}
+        self._loaded.set_parameters(arrays)
 
     @property
     def noted(self) -> TrainingMetadata:
@@ -726,14 +452,7 @@ class TrainingSession:
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        try:
-            accepted = 0 <= float(value) <= float(np.finfo(np.float32).max)
-        except (TypeError, ValueError, OverflowError):
-            accepted = False
-        if not accepted:
-            raise ArgumentError(f"learning_rate must be a finite number >= 0, got {value!r}")
-        for name in self._loaded.learning_rates():
-            self.state[name] = np.asarray(value, self.state[name].dtype)
+        self._loaded.set_learning_rate(value)
 
     @property
     def steps_done(self) -> int:
@@ -746,42 +465,12 @@ class TrainingSession:
             >>> session.steps_done
             5
         """
-        counter = self.metadata.step
-        with finished_at_exit, self._loaded.lock:
-            if counter not in self._execution.variables:
-                return self._execution.steps_made
-            return int(self._execution.present(counter))
+        return self._loaded.steps_done
 
+    @_documented_by(LoadedModel.reset)
     def reset(self) -> None:
-        """Returns to the start of training.
-
-        As the standard defines it, all variables are set to their values in the given model, and
-        then to the results of the initialization graph (optimizer state, step, learning rate).
-
-        A session on a file keeps it open and reads the values from it again, instead of holding a
-        second copy in memory. In the meantime another file may take its name, as with `save`.
-
-        Raises:
-            ModelError: If the file was changed in place; the session is left unchanged.
-
-        Example:
-            >>> from models import line
-            >>> session = line.session()
-            >>> losses = session.run_steps([line.BATCH] * 5)
-            >>> session.reset()
-            >>> session.steps_done, session.state["w"].item()
-            (0, 0.0)
-        """
-        given, state = dict(self._loaded.given), self.state  # read before anything is changed
-        arrays = {name: functools.partial(given.__getitem__, name) for name in given}
-        for number in self._loaded.entries:
-            found = run_uninterrupted(functools.partial(self._loaded.initial_values, number))
-            for name, array in found.items():
-                if name in self._execution.variables:
-                    state.check(name, array)
-                    arrays[name] = functools.partial(state.check, name, array)  # one at a time
-        self._assign(Values(arrays), steps_made=0)
-        self.resume_state.set(None)
+        """Returns to the start of training."""
+        self._loaded.reset()
 
     def __reduce__(self) -> Any:
         raise OrtopsError(
@@ -789,85 +478,21 @@ class TrainingSession:
             "and open the file, or pass session.model() to another TrainingSession"
         )
 
-    @changes("state")
-    def _assign(self, arrays: Mapping[str, Array], *, steps_made: int | None = None) -> None:
-        self._file.forget_saved()  # first: `saved_in` never names a file with other values
-        self._execution.assign(arrays, steps_made=steps_made)
-
     # ---------------------------------------------------------------------------------- files
 
+    @_documented_by(ModelFile.model)
     def model(self) -> onnx.ModelProto:
-        """Returns the trainable model with the present state.
-
-        Example:
-            >>> from models import line
-            >>> session = line.session()
-            >>> first = session.step(line.BATCH)
-            >>> other = TrainingSession(session.model())
-            >>> other.steps_done, other.state["w"].item()
-            (1, 0.5)
-        """
+        """Returns the trainable model with the present state."""
         return self._file.model()
 
+    @_documented_by(ModelFile.save)
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the trainable model with the present state; a session on it resumes exactly.
+        """Writes the trainable model with the present state; a session on it resumes exactly."""
+        self._file.save(path)
 
-        The file is standard ONNX, and stock onnxruntime runs it as the trained model. If the model
-        itself has Gradient nodes, it has to be lowered first (`ortops.lower`), as a warning says.
-
-        Args:
-            path: The file. At any time it contains either the old model or the new one, complete. A
-                model of 2 GB or more has a data file next to it (see `ortops.save_model`).
-
-        Example:
-            >>> from models import line
-            >>> session = line.session()
-            >>> import tempfile
-            >>> first = session.step(line.BATCH)
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     session.save(f"{folder}/line.onnx")
-            ...     TrainingSession(f"{folder}/line.onnx").step(line.BATCH)["loss"]
-            array(0.25, dtype=float32)
-        """
-        self._file.check_writable(path)
-        self._write(path)
-
-    def _write(self, path: str | os.PathLike[str]) -> None:
-        self._file.write(path)
-
+    @_documented_by(ModelFile.inference_model)
     def inference_model(
         self, original: ModelLike | None = None, *, ema: bool = False
     ) -> onnx.ModelProto:
-        """Returns the trained model, without anything that belongs to training.
-
-        Args:
-            original: The model that training began with. The trained weights are written to a copy
-                of it, which keeps its opset and everything else. By default, the inference graph of
-                the trainable model is returned, with BatchNormalization and Dropout in inference
-                mode.
-            ema: Whether to use the averages of parameters (``ema_decay=`` of
-                `ortops.build_training_model`).
-
-        Raises:
-            ModelError: If a trained variable is not in the original, or there are no averages.
-
-        Example:
-            >>> from models import line
-            >>> session = line.session()
-            >>> first = session.step(line.BATCH)
-            >>> plain = onnxruntime.InferenceSession(session.inference_model().SerializeToString())
-            >>> plain.run(None, {"x": np.array([[4]], np.float32)})
-            [array([[2.]], dtype=float32)]
-        """
+        """Returns the trained model, without anything that belongs to training."""
         return self._file.inference_model(original, ema=ema)
-
-
-def _check_dict(name: str, arrays: object) -> None:
-    if not isinstance(arrays, Mapping):
-        raise ArgumentError(
-            f"{name} must be a dict with an array for each name, got {type(arrays).__name__}"
-        )
-
-
-def _shapes(feeds: Mapping[str, Array]) -> tuple[tuple[int, ...], ...]:
-    return tuple(array.shape for array in feeds.values())

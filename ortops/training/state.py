@@ -22,7 +22,7 @@ from ortops.trainable.metadata import METADATA_KEY, TrainingMetadata
 from ortops.training.feeds import to_array
 from ortops.uninterrupted import finished_at_exit
 
-__all__ = ["State", "check_master", "is_rounded", "masters"]
+__all__ = ["State", "check_dict", "check_master", "is_rounded", "masters"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -55,7 +55,13 @@ class State(MutableMapping[str, Array]):
             return self._execution.present(name).copy()
 
     def __setitem__(self, name: str, array: npt.ArrayLike) -> None:
-        self._assign(self.with_masters({name: self.check(name, array)}))
+        self.assign({name: array})
+
+    def assign(self, arrays: Mapping[str, npt.ArrayLike]) -> None:
+        """Sets several variables at once; nothing is set if a value does not fit."""
+        check_dict("state", arrays)
+        checked = {name: self.check(name, array) for name, array in arrays.items()}
+        self._assign(self.with_masters(checked))
 
     def __delitem__(self, name: str) -> None:
         raise OrtopsError(f"state '{name}': a variable cannot be removed; set it")
@@ -123,6 +129,14 @@ class State(MutableMapping[str, Array]):
             raise UnknownVariableError(
                 f"state: there is no variable '{name}'; " + did_you_mean(name, known)
             )
+
+
+def check_dict(what: str, arrays: object) -> None:
+    """Raises an ArgumentError unless arrays are given by name."""
+    if not isinstance(arrays, Mapping):
+        raise ArgumentError(
+            f"{what} must be a dict with an array for each name, got {type(arrays).__name__}"
+        )
 
 
 def masters(metadata: TrainingMetadata, known: Container[str]) -> dict[str, str]:

@@ -1,0 +1,304 @@
+"""Training steps with a model in memory: whole, in two parts, or several in one call."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ortops.arguments import function
+from ortops.errors import ArgumentError, FeedError, OrtopsError, did_you_mean
+from ortops.trainable.metadata import LossPart
+from ortops.training.data import Feeds, rows
+from ortops.training.fitting import StepStrategy
+from ortops.training.gradients import Gradients, check_gradients, collect, numbers_of
+from ortops.training.loaded_model import LoadedModel, changes
+from ortops.uninterrupted import finished_at_exit
+
+__all__ = ["Steps"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_AT_ONCE = 64  # steps in a run
+_BETWEEN_PARTS = 0x5851F42D
+
+
+class Steps:
+    """Makes training steps with a model in memory.
+
+    Args:
+        loaded: The model.
+        rank: The index of this process among those that train together.
+    """
+
+    def __init__(self, loaded: LoadedModel, rank: int = 0) -> None:
+        self._loaded = loaded
+        self._rank = rank
+
+    def step(
+        self,
+        feeds: Feeds,
+        *,
+        outputs: Sequence[str] | None = None,
+        reduce: Callable[[Gradients], object] | None = None,
+    ) -> dict[str, Array]:
+        """Runs one training step.
+
+        Args:
+            feeds: A batch: an array for each input of the model and of the loss, by name or in a
+                tuple, in which the inputs of the model come first.
+            outputs: The names of the outputs to return; all by default.
+            reduce: A function that is called with the gradients before they are applied. It may
+                change them in place, with their loss and running statistics, for example to average
+                them over several workers. It may read the session, but not change it.
+
+        Returns:
+            The loss, and the outputs of the model that it was computed from, by name. An output
+            that BatchNormalization or Dropout changes in training mode is called
+            ``<name>_training``.
+
+        Raises:
+            FeedError: If the feeds do not fit; then nothing has changed.
+            KernelError: If a kernel failed; then nothing has changed.
+            OrtopsError: If there is no such output, or ``reduce`` left something that is not a
+                gradient.
+            UnsupportedError: If ``reduce`` is given and the step has no gradients (see
+                `gradients`).
+            Exception: Whatever ``reduce`` raises; then nothing has changed.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> {name: array.item() for name, array in session.step(line.BATCH).items()}
+            {'loss': 1.0, 'y': 0.0}
+            >>> session.step(line.BATCH, outputs=["loss"])
+            {'loss': array(0.25, dtype=float32)}
+        """
+        self._check_outputs(outputs)
+        if reduce is None:
+            return self._step(self._loaded.inputs.check(feeds), outputs)
+        function("reduce", reduce, "a function of gradients")
+        return self._reduced_step(self._loaded.inputs.check(feeds), outputs, reduce)
+
+    def _check_outputs(self, outputs: Sequence[str] | None) -> None:
+        if isinstance(outputs, str) or not isinstance(outputs, Iterable | None):
+            raise ArgumentError(f"outputs must be a list of names, got {outputs!r}")
+        known = self._loaded.outputs
+        for name in outputs or ():
+            if name not in known:
+                raise OrtopsError(
+                    f"outputs: there is no output '{name}'; " + did_you_mean(name, known)
+                )
+
+    def gradients(
+        self,
+        feeds: Feeds,
+        *,
+        outputs: Sequence[str] | None = None,
+        after: Gradients | None = None,
+    ) -> Gradients:
+        """Computes the gradients of a batch in training mode, and changes nothing.
+
+        ``apply(gradients(feeds))`` gives the same bits as ``step(feeds)``.
+
+        Args:
+            feeds: A batch, as for `step`.
+            outputs: The names of the outputs to compute in addition to the loss; all by default.
+            after: The gradients of the previous part, if the parts of a batch are to be applied
+                together (see `ortops.training.gradients.Accumulation`). Running statistics continue
+                from there, and Dropout draws other numbers.
+
+        Returns:
+            The gradients by parameter, with the loss, its divisor, the outputs and the running
+            statistics of this batch.
+
+        Raises:
+            FeedError: If the feeds do not fit.
+            KernelError: If a kernel failed.
+            OrtopsError: If there is no such output.
+            UnsupportedError: If the training algorithm updates variables without a Gradient node,
+                or a step runs several training_info entries.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> gradients = session.gradients(line.BATCH)
+            >>> gradients["w"], gradients.loss, session.steps_done
+            (array([[-2.]], dtype=float32), 1.0, 0)
+            >>> session.apply(gradients)
+            >>> session.state["w"], session.steps_done
+            (array([[0.5]], dtype=float32), 1)
+        """
+        self._check_outputs(outputs)
+        if after is not None and not isinstance(after, Gradients):
+            raise ArgumentError(f"after must be a result of `gradients`, got {after!r:.80}")
+        return self._gradients(self._loaded.inputs.check(feeds), outputs, after)
+
+    @changes("gradients")
+    def _gradients(
+        self,
+        feeds: Mapping[str, Array],
+        outputs: Sequence[str] | None,
+        after: Gradients | None,
+    ) -> Gradients:
+        return self._differentiate(feeds, outputs, after)
+
+    @changes("apply")
+    def apply(self, gradients: Mapping[str, npt.ArrayLike]) -> None:
+        """Applies gradients: the part of a step that follows the backward pass.
+
+        Parameters, optimizer state, ``step`` and the loss scale change as in `step`, and running
+        statistics become those that the gradients contain.
+
+        Args:
+            gradients: A result of `gradients`, of this session or another one with the same model;
+                or a dict with an array for each parameter (float32 for a 16-bit parameter), which
+                leaves running statistics unchanged.
+
+        Raises:
+            KernelError: If a kernel failed, as in `step`.
+            OrtopsError: If the gradients do not fit the parameters; then nothing has changed.
+            UnsupportedError: See `gradients`.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> gradients = session.gradients(line.BATCH)
+            >>> session.apply({"w": gradients["w"] * 2})  # SGD with rate 0.25: 0 - 0.25 · 2 · -2
+            >>> session.state["w"].item()
+            1.0
+        """
+        self._update(gradients)
+
+    @changes("step")
+    def _reduced_step(
+        self,
+        feeds: Mapping[str, Array],
+        outputs: Sequence[str] | None,
+        reduce: Callable[[Gradients], object],
+    ) -> dict[str, Array]:
+        gradients = self._differentiate(feeds, outputs, None)
+        reduce(gradients)
+        self._update(gradients)
+        chosen = self._loaded.outputs if outputs is None else outputs
+        return {n: a for n, a in gradients.outputs.items() if n in chosen}
+
+    @changes("step")
+    def _step(
+        self,
+        feeds: Mapping[str, Array],
+        outputs: Sequence[str] | None,
+        note: Callable[[Mapping[str, Array]], object] | None = None,
+    ) -> dict[str, Array]:
+        return self._loaded.execution.step(feeds, outputs, note)
+
+    @changes("run_steps")
+    def _several_steps(self, feeds: Mapping[str, Array], count: int) -> Array:
+        return self._loaded.execution.steps(feeds, count)
+
+    def run_steps(self, batches: Iterable[Feeds]) -> Array:
+        """Runs a training step with each of several batches.
+
+        This reduces the overhead of small models: up to 64 steps with batches of the same shapes
+        run in one call of onnxruntime. The results are those of `step`.
+
+        Args:
+            batches: The batches, each as for `step`.
+
+        Returns:
+            The loss of each step.
+
+        Raises:
+            FeedError: If a batch does not fit. Steps with earlier batches may have been made;
+                `steps_done` counts them.
+            KernelError: If a kernel failed; the same holds.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> session.run_steps([line.BATCH] * 3)
+            array([1.    , 0.25  , 0.0625], dtype=float32)
+        """
+        if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
+            raise FeedError(
+                f"batches: {type(batches).__name__} was given; give an iterable of batches, each a "
+                "dict or tuple of an array for each input"
+            )
+        loaded, loss = self._loaded, self._loaded.loss
+        losses: list[Array] = []
+        with finished_at_exit, loaded.lock:
+            at_once = _AT_ONCE if loaded.execution.repeatable else 1
+            checked: Iterator[dict[str, Array]] = map(loaded.inputs.check, batches)
+            if at_once > 1:  # copies: what gives the batches may fill the same memory again
+                checked = ({name: array.copy() for name, array in b.items()} for b in checked)
+            for _, alike in itertools.groupby(checked, key=_shapes):
+                while group := list(itertools.islice(alike, at_once)):
+                    if len(group) > 1:
+                        stacks = {name: np.stack([b[name] for b in group]) for name in group[0]}
+                        losses.append(
+                            numbers_of(self._several_steps(stacks, len(group)), len(group))
+                        )
+                    else:
+                        losses += [numbers_of(self._step(b, [loss])[loss], 1) for b in group]
+        return np.concatenate(losses) if losses else np.zeros(0, np.float32)
+
+    def strategy(self) -> StepStrategy:
+        """Returns how `fit` makes steps."""
+        return StepStrategy(self._step, self._gradients, self._loaded.counts())
+
+    def _differentiate(
+        self, feeds: Mapping[str, Array], outputs: Sequence[str] | None, after: Gradients | None
+    ) -> Gradients:
+        """Computes the gradients of a checked batch; see `gradients`."""
+        loaded, state = self._loaded, self._loaded.state
+        (step, *others), metadata = loaded.steps, loaded.metadata
+        instead: dict[str, Array] = {}
+        part = 0
+        if after is not None:
+            part = after.part + 1
+            known = after.statistics.keys() & loaded.execution.variables.keys()
+            instead = {name: state.check(name, after.statistics[name]) for name in known}
+        if step.seed and (part or self._rank):  # parts are far from the seeds that ranks have
+            seed = int(loaded.execution.present(step.seed)) + part * _BETWEEN_PARTS + self._rank
+            instead[step.seed] = np.array(seed % 2**32, np.int64)
+        parts = [p for p in metadata.losses if p.name in step.outputs] if not others else []
+        parts = parts or [LossPart(name=step.loss)] * bool(step.loss)
+        chosen = [*step.outputs] if outputs is None else list(outputs)
+        read = [step.loss, *(name for p in parts for name in (p.name, p.count))]
+        wanted = dict.fromkeys((*chosen, *(name for name in read if name)))
+        found = loaded.execution.gradients(feeds, list(wanted), instead)
+        moved = next((name for name in step.updates if name in found.carried), "")
+        couples = moved and (
+            f"the batch updates the running statistic '{moved}', as in BatchNormalization, where "
+            "the loss of a row depends on other rows"
+        )
+        return collect(
+            found, step.loss, parts, rows(feeds), shown=chosen, couples=couples, part=part
+        )
+
+    def _update(self, gradients: Mapping[str, npt.ArrayLike]) -> None:
+        """Applies gradients; see `apply`."""
+        execution, state = self._loaded.execution, self._loaded.state
+        split = execution.split_step()
+        arrays = check_gradients(gradients, split.layout)
+        carried: dict[str, Array] = {}
+        given = gradients.statistics if isinstance(gradients, Gradients) else {}
+        for name in split.carried:
+            if name in execution.variables:
+                if name in given:
+                    carried[name] = state.check(name, given[name])
+            elif name in given:
+                carried[name] = np.require(given[name], requirements=["C", "A"])
+            else:
+                raise OrtopsError(
+                    f"gradients: the update also reads '{name}' of the batch; pass what "
+                    "`gradients` returned"
+                )
+        execution.apply(arrays, carried)
+
+
+def _shapes(feeds: Mapping[str, Array]) -> tuple[tuple[int, ...], ...]:
+    return tuple(array.shape for array in feeds.values())
