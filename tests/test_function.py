@@ -395,3 +395,22 @@ def test_an_operator_without_a_gradient_is_said() -> None:
     assert f(x).tolist() == [[0.5, 0], [0, 0.25]]
     with pytest.raises(ortops.UnsupportedError, match="Inverse"):
         f.vjp(x)
+
+
+def test_derivatives_are_functions_that_can_be_differentiated(scalar: Function) -> None:
+    reading = scalar.reading(["w1"])
+    assert reading.inputs == ("x", "w1")
+    assert reading(X, W1) == pytest.approx(loss(X), rel=1e-12)
+    product = reading.derivative("vjp")
+    assert product.inputs == ("x", "w1", "seed_y")
+    dx, dw = product(X, W1, 2.0)
+    assert np.allclose(dx, 2 * jacobian(loss, X), rtol=1e-10)
+    assert np.allclose(dw, 2 * jacobian(lambda w: loss(X, w), W1), rtol=1e-10)
+    cotangent = RNG.normal(size=X.shape)
+    _, pullback = product.vjp(X, W1, 1.0)
+    expected = np.einsum("abcd,ab->cd", hessian(loss, X), cotangent)
+    assert np.allclose(pullback((cotangent, np.zeros_like(W1)))[0], expected, rtol=1e-6, atol=1e-8)
+    pushed = scalar.derivative("jvp")(X, cotangent)
+    assert pushed == pytest.approx((jacobian(loss, X) * cotangent).sum(), rel=1e-10)
+    other = scalar.with_parameters({"w1": 2 * W1}).derivative("vjp")
+    assert np.allclose(other(X, 1.0), jacobian(lambda x: loss(x, 2 * W1), X), rtol=1e-10)

@@ -32,10 +32,9 @@ from ortops.derivatives.formulas import add_gradient, add_hvp, add_jacobian, add
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.files.serialization import (
-    BOUND_DOMAIN,
     GRADIENT_DOMAIN,
     algorithm_names,
-    name_tensors,
+    name_gradients,
     to_proto,
 )
 from ortops.lowering import infer_types, lower_ir, normalize
@@ -250,10 +249,7 @@ def _with_outputs(
     add(Builder(work, xs, y, seeds, algorithm_names(proto)))
     work.graph.opset_imports.setdefault(GRADIENT_DOMAIN, 1)
     result = to_proto(lower_ir(work) if lowered else work)
-    if name_tensors(result.graph.node):
-        for entry in list(result.opset_import):
-            if entry.domain == BOUND_DOMAIN:
-                result.opset_import.remove(entry)
+    name_gradients(result)
     for info in proto.training_info:  # one by one: `extend` fails for messages of 2 GB
         result.training_info.add().CopyFrom(info)
     return result

@@ -12,6 +12,7 @@ import onnxruntime
 
 from ortops.errors import ArgumentError, did_you_mean
 from ortops.functions.programs import Kind, Program, Request, Source, as_array, input_of
+from ortops.graph import convert
 from ortops.graph.convert import ModelLike, blame_model
 from ortops.numbers import Array
 from ortops.training.feeds import Input
@@ -72,7 +73,8 @@ class Function:
         providers: Sequence[Any] | None = None,
     ) -> None:
         names = None if outputs is None else _names("outputs", outputs)
-        self._source = Source(model, names, sess_options, providers or ["CPUExecutionProvider"])
+        chosen = providers or ["CPUExecutionProvider"]
+        self._source = Source(*convert.load_light(model), names, sess_options, chosen)
         self._replaced: dict[str, Array] = {}
         self._fed: tuple[str, ...] = ()
 
@@ -330,6 +332,40 @@ class Function:
         return (
             f"Function({inputs}) -> {outputs}, {len(values)} weight{plural} ({numbers:,} numbers)"
         )
+
+    def reading(self, weights: Sequence[str]) -> Function:
+        """Returns a Function that has weights as further inputs, after those of this one.
+
+        Args:
+            weights: Names of floating-point weights.
+
+        Raises:
+            ArgumentError: If there is no such weight.
+        """
+        for name in weights:
+            self._weight(name)
+        return self._of(Request("outputs", (), tuple(weights)))
+
+    def derivative(self, kind: Kind) -> Function:
+        """Returns a Function that computes derivatives with respect to the floating-point inputs.
+
+        Args:
+            kind: ``"vjp"``, whose further inputs are the cotangents of the floating-point outputs;
+                or ``"jvp"`` and ``"hvp"``, whose further inputs are the tangents of the
+                floating-point inputs.
+
+        Raises:
+            ArgumentError: If there is no floating-point input.
+        """
+        return self._of(Request(kind, self._wrt(None), ()))
+
+    def _of(self, request: Request) -> Function:
+        """Returns a Function of a derived model, with the weights of this one."""
+        result = object.__new__(type(self))
+        result._source = self._source.derived(request)
+        result._replaced, result._fed = {}, ()
+        left = {n: v for n, v in self._replaced.items() if n in result._source.weights}
+        return result.with_parameters(left) if left else result
 
     def _program(self, kind: Kind, names: tuple[str, ...]) -> Program:
         return self._source.program(Request(kind, names, self._fed))

@@ -30,10 +30,9 @@ from ortops.execution.sizes import bind_sizes, sizes_in
 from ortops.functions.residuals import divide
 from ortops.garbage_collection import pause_collection
 from ortops.graph import convert
-from ortops.graph.convert import ModelLike
 from ortops.graph.edit import is_float, prune
 from ortops.graph.files import external
-from ortops.graph.files.serialization import GRADIENT_DOMAIN, to_proto
+from ortops.graph.files.serialization import GRADIENT_DOMAIN, name_gradients
 from ortops.graph.folding import fold
 from ortops.graph.tensor import numpy_dtype
 from ortops.graph.weights import lift
@@ -247,7 +246,8 @@ class Source:
     """The model of a Function, and the programs that are derived from it.
 
     Args:
-        model: The model.
+        light: The light model.
+        data: Its data (see `ortops.graph.files.external`).
         outputs: The names of the tensors that the Function returns; None for the model's outputs.
         options: Options of onnxruntime.
         providers: The providers of onnxruntime.
@@ -265,13 +265,15 @@ class Source:
 
     def __init__(
         self,
-        model: ModelLike,
+        light: onnx.ModelProto,
+        data: external.Data,
         outputs: Sequence[str] | None,
         options: onnxruntime.SessionOptions | None,
         providers: Sequence[Any],
     ) -> None:
-        light, self._data = convert.load_light(model)
-        self._light, _ = lift(light, self._data)
+        self._data = data
+        self._light, _ = lift(light, data)
+        self._options = options, providers
         self._sessions = Sessions("onnx", options, providers, Settings(), save_memory=False)
         self._selected = outputs
         self._model = normalize(self._read())
@@ -331,11 +333,21 @@ class Source:
         assert tensor is not None
         return tensor.numpy()
 
-    def model(self, request: Request) -> tuple[onnx.ModelProto, list[str]]:
-        """Returns a derived model with Gradient nodes, and the names of its derivatives."""
-        model, outputs, _ = self._model_for(request)
-        found = [value.name or "" for value in model.graph.outputs if value.name not in outputs]
-        return to_proto(model), found
+    def derived(self, request: Request) -> Source:
+        """Returns a source with all inputs of a program, and its derivatives as outputs.
+
+        For the kind ``"outputs"``, it has the same outputs and reads weights as inputs.
+        """
+        if request.kind == "outputs":
+            model = self._read()
+            _feed(model.graph, request.fed)
+        else:
+            model, outputs, _ = self._model_for(request)
+            graph = model.graph
+            _set_outputs(graph, [value for value in graph.outputs if value.name not in outputs])
+        light, data = external.move_aside(model)
+        name_gradients(light)
+        return Source(light, data, None, *self._options)
 
     def _model_for(self, request: Request) -> tuple[ir.Model, list[str], list[str]]:
         """Returns a derived model, its outputs without derivatives, and its seed inputs."""

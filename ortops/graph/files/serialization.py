@@ -20,6 +20,7 @@ __all__ = [
     "from_proto",
     "is_map",
     "map_types",
+    "name_gradients",
     "name_tensors",
     "to_proto",
 ]
@@ -89,6 +90,13 @@ def name_tensors(nodes: Iterable[onnx.NodeProto]) -> bool:
             node.domain = GRADIENT_DOMAIN
             found = True
     return found
+
+
+def name_gradients(proto: onnx.ModelProto) -> None:
+    """Converts the bound Gradient nodes of a model with `name_tensors`, in place."""
+    if name_tensors(proto.graph.node):
+        for entry in [entry for entry in proto.opset_import if entry.domain == BOUND_DOMAIN]:
+            proto.opset_import.remove(entry)
 
 
 def algorithm_names(proto: onnx.ModelProto) -> Iterator[str]:
