@@ -33,7 +33,33 @@ __all__ = ["BestModel", "EarlyStopping"]
 logger = logging.getLogger("ortops")
 
 
-class EarlyStopping(Callback):
+class _OfBest(Callback):
+    """Base class of callbacks that find the best epoch and keep something of it."""
+
+    _monitor: Monitor
+    _due = False  # whether `on_save` has to keep the present epoch
+
+    @property
+    def best(self) -> float | None:
+        """The best value so far, or None."""
+        return self._monitor.best
+
+    @property
+    def best_epoch(self) -> int:
+        """The epoch of the best value; 0 if there is none."""
+        return self._monitor.epoch
+
+    def on_save(self, record: Record, session: TrainingSession) -> None:
+        """Keeps the present epoch if it is the best."""
+        if self._due:
+            self._due = False
+            self._keep(session)
+
+    def _keep(self, session: TrainingSession) -> None:
+        raise NotImplementedError
+
+
+class EarlyStopping(_OfBest):
     """Stops training when a metric has not improved for several epochs.
 
     Each fit starts counting from zero; a resumed fit continues counting.
@@ -95,20 +121,9 @@ class EarlyStopping(Callback):
         self._keeps = restore_best is True
         self._file = None if isinstance(restore_best, bool) else Path(restore_best)
         self._kept: tuple[int, dict[str, npt.NDArray[Any]]] | None = None  # the epoch and its state
-        self._due = False  # whether `on_save` has to keep the state
         self._waited = 0
         self._reason = ""  # why it has stopped training
         self._restored = False
-
-    @property
-    def best(self) -> float | None:
-        """The best value so far, or None."""
-        return self._monitor.best
-
-    @property
-    def best_epoch(self) -> int:
-        """The epoch of the best value; 0 if there is none."""
-        return self._monitor.epoch
 
     def on_begin(self, record: Record, session: TrainingSession) -> None:
         """Counts the finished epochs of a resumed fit.
@@ -196,11 +211,7 @@ class EarlyStopping(Callback):
         self._reason = str(state.get("reason", ""))
         self._restored = state.get("restored") is True
 
-    def on_save(self, record: Record, session: TrainingSession) -> None:
-        """Keeps the state of the best epoch, in memory or in the file."""
-        if not self._due:
-            return
-        self._due = False
+    def _keep(self, session: TrainingSession) -> None:
         if self._keeps:
             self._kept = self.best_epoch, dict(session.state)
         if self._file:
@@ -240,7 +251,7 @@ class EarlyStopping(Callback):
         return {name: external.array_of(tensors[name], data) for name in session.state}
 
 
-class BestModel(Callback):
+class BestModel(_OfBest):
     """Writes a file after each epoch that is the best so far.
 
     The file is replaced atomically, so it is complete at any time. The best epoch is chosen among
@@ -284,21 +295,10 @@ class BestModel(Callback):
         self._monitor = Monitor("BestModel", monitor, mode, minimum_change)
         self._inference = inference
         self._before: float | None = None  # the best value of earlier fits
-        self._due = False  # whether `on_save` has to write
 
     def __repr__(self) -> str:
         mode = "max" if self._monitor.is_more_better else "min"
         return f"BestModel('{self.path}', monitor='{self._monitor.name}', mode='{mode}')"
-
-    @property
-    def best(self) -> float | None:
-        """The best value so far, or None."""
-        return self._monitor.best
-
-    @property
-    def best_epoch(self) -> int:
-        """The epoch of the best value; 0 if there is none."""
-        return self._monitor.epoch
 
     def on_begin(self, record: Record, session: TrainingSession) -> None:
         """Checks that the file can be written, and adds the finished epochs of a resumed fit."""
@@ -319,11 +319,7 @@ class BestModel(Callback):
         """Checks whether the epoch is the best."""
         self._due = self._monitor.improves(record.epoch, record.values)
 
-    def on_save(self, record: Record, session: TrainingSession) -> None:
-        """Writes the file if the epoch is the best."""
-        if not self._due:
-            return
-        self._due = False
+    def _keep(self, session: TrainingSession) -> None:
         if self._inference:
             saving.save_model(session.inference_model(), self.path)
         else:

@@ -144,7 +144,7 @@ def check_path(who: str, path: str | os.PathLike[str]) -> None:
         raise OrtopsError(f"{who}: cannot write '{file}', because it is a folder; name a file")
 
 
-def optional_module(who: str, module: str, group: str) -> Any:
+def optional_module(who: str, module: str, group: str, package: str = "") -> Any:
     """Imports a module of an optional package.
 
     Raises:
@@ -153,7 +153,7 @@ def optional_module(who: str, module: str, group: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0]
+        package = package or module.partition(".")[0]
         raise OrtopsError(
             f"{who}: the package {package} is not installed; pip install ortops[{group}]"
         ) from error

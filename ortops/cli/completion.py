@@ -5,20 +5,15 @@ from __future__ import annotations
 import argparse
 
 from ortops import __version__
+from ortops.callbacks.monitor import optional_module
 from ortops.cli.parser import make_parser
 from ortops.cli.standard_streams import print_text
-from ortops.errors import OrtopsError
 
 __all__ = ["print_completion"]
 
 
 def print_completion(options: argparse.Namespace) -> int:
     """Prints a shell completion script."""
-    try:
-        import shtab
-    except ImportError as error:
-        raise OrtopsError(
-            "completion needs the package shtab; pip install ortops[completion]"
-        ) from error
+    shtab = optional_module("completion", "shtab", "completion")
     print_text(shtab.complete(make_parser(__version__), shell=options.shell))
     return 0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import csv
-import importlib
 import io
 import math
 import re
@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
+from ortops.callbacks.monitor import optional_module
 from ortops.cli.archive import check_size, open_regular, read_arrays
-from ortops.cli.standard_streams import standard_input
+from ortops.cli.standard_streams import say, standard_input
 from ortops.errors import FeedError, OrtopsError, did_you_mean
 from ortops.graph.files.json_text import read_json
 from ortops.graph.limits import LIMITS
@@ -37,6 +38,7 @@ __all__ = [
     "Wanted",
     "read_classes",
     "read_data",
+    "read_given",
     "rows_of",
     "sampled",
     "select",
@@ -215,6 +217,23 @@ def read_data(
     return found
 
 
+def read_given(
+    options: argparse.Namespace,
+    path: str,
+    inputs: Sequence[Wanted],
+    classes: Classes,
+    *,
+    ignored: Collection[str] = (),
+) -> DataFile:
+    """Reads a data set with the options of the command line, and prints the automatic choices."""
+    names = ("columns", "scale", "mean", "deviation")
+    settings = {name: getattr(options, name) for name in names}
+    data = read_data(path, inputs, classes=classes, ignored=ignored, **settings)
+    for sentence in data.said:
+        say(sentence)
+    return data
+
+
 def _rounded(array: Column, wanted: Wanted, path: str) -> Column:
     """Returns floats in the precision of an input."""
     if isinstance(array, Images) or array.dtype.kind != "f" or wanted.dtype.kind in "iubO":
@@ -250,18 +269,18 @@ def _read(
     if path == "-":
         piped = io.TextIOWrapper(standard_input(), "utf-8-sig", newline="")
         table = _csv_columns(piped, "standard input")
-        return _from_table(table, inputs, columns, classes, "standard input", ignored)
+        return _Table(table, "standard input", columns, classes, ignored).data(inputs)
     if suffix == ".npz":
         return _read_npz(path, inputs, columns)
     if suffix == ".csv":
         with io.TextIOWrapper(open_regular(path), "utf-8-sig", newline="") as stream:
             check_size(f"data '{path}'", Path(path).stat().st_size)
             table = _csv_columns(stream, path)
-        return _from_table(table, inputs, columns, classes, path, ignored)
+        return _Table(table, path, columns, classes, ignored).data(inputs)
     if suffix == ".parquet":
         with open_regular(path) as file:
             parquet = _ParquetColumns(file, path)
-            return _from_table(parquet, inputs, columns, classes, path, ignored)
+            return _Table(parquet, path, columns, classes, ignored).data(inputs)
     raise OrtopsError(
         f"data '{path}': unsupported file format; give an .npz, .csv or .parquet file, a folder of "
         "images, or -"
@@ -396,14 +415,8 @@ class _ParquetColumns(Mapping[str, Any]):
     """The columns of a Parquet file, each read on access."""
 
     def __init__(self, file: BinaryIO, path: str) -> None:
-        try:
-            import pyarrow
-            from pyarrow import parquet
-        except ImportError as error:
-            raise OrtopsError(
-                f"data '{path}': reading .parquet files needs the package pyarrow; pip install "
-                "ortops[tables]"
-            ) from error
+        pyarrow = optional_module(f"data '{path}'", "pyarrow", "tables")
+        parquet = optional_module(f"data '{path}'", "pyarrow.parquet", "tables")
         self._types: Any = pyarrow.types
         self._broken = (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError)
         self._path = path
@@ -452,122 +465,110 @@ class _ParquetColumns(Mapping[str, Any]):
         return len(self._names)
 
 
-def _from_table(
-    table: Mapping[str, Sequence[Any]],
-    inputs: Sequence[Wanted],
-    columns: Sequence[str] | None,
-    classes: Mapping[str, Sequence[str]],
-    path: str,
-    ignored: Collection[str],
-) -> DataFile:
-    """Forms arrays from columns.
+@dataclass
+class _Table:
+    """Forms arrays from columns with names.
 
     An input gets the columns chosen for it, else the column of its name. A single remaining input
     gets all remaining columns.
+
+    Attributes:
+        columns: The columns, by name.
+        path: What messages call the file.
+        given: ``input=column,column`` for inputs formed from columns of other names.
+        classes: The class names stored in the model, by input.
+        ignored: Columns that do not become part of an input unless they are named.
     """
-    found = DataFile({})
-    chosen = _chosen(columns, inputs)
-    for wanted in inputs:
-        if wanted.name not in chosen and wanted.name in table:
-            chosen[wanted.name] = [wanted.name]
-    taken = {name for names in chosen.values() for name in names}
-    rest = [name for name in table if name not in taken and name not in ignored]
-    indices = [name for name in rest if not name or _INDEX.fullmatch(name)]
-    rest = [name for name in rest if name not in indices]
-    open_inputs = [wanted for wanted in inputs if wanted.name not in chosen]
-    if len(open_inputs) == 1 and rest and not open_inputs[0].is_target:
-        name = open_inputs[0].name
-        chosen[name] = rest
-        found.said.append(f"input '{name}' is formed from the columns {_listed(rest)}")
-        if indices:
-            found.said.append("an unnamed column is ignored, as it looks like a row index")
-    for wanted in inputs:
-        if wanted.name not in chosen:
-            raise FeedError(
-                f"data '{path}' has no column for input '{wanted.name}'; give "
-                f"--columns {wanted.name}=COLUMN,… (the columns are {_listed(list(table))})"
-            )
-        for name in chosen[wanted.name]:
-            if name not in table:
-                raise OrtopsError(
-                    f"data '{path}': there is no column '{name}'; {did_you_mean(name, table)}"
+
+    columns: Mapping[str, Sequence[Any]]
+    path: str
+    given: Sequence[str] | None
+    classes: Mapping[str, Sequence[str]]
+    ignored: Collection[str]
+
+    def data(self, inputs: Sequence[Wanted]) -> DataFile:
+        """Returns the arrays of inputs."""
+        found, chosen = DataFile({}), _chosen(self.given, inputs)
+        for wanted in inputs:
+            if wanted.name not in chosen and wanted.name in self.columns:
+                chosen[wanted.name] = [wanted.name]
+        taken = {name for names in chosen.values() for name in names}
+        rest = [name for name in self.columns if name not in taken and name not in self.ignored]
+        indices = [name for name in rest if not name or _INDEX.fullmatch(name)]
+        rest = [name for name in rest if name not in indices]
+        open_inputs = [wanted for wanted in inputs if wanted.name not in chosen]
+        if len(open_inputs) == 1 and rest and not open_inputs[0].is_target:
+            name = open_inputs[0].name
+            chosen[name] = rest
+            found.said.append(f"input '{name}' is formed from the columns {_listed(rest)}")
+            if indices:
+                found.said.append("an unnamed column is ignored, as it looks like a row index")
+        for wanted in inputs:
+            if wanted.name not in chosen:
+                raise FeedError(
+                    f"data '{self.path}' has no column for input '{wanted.name}'; give --columns "
+                    f"{wanted.name}=COLUMN,… (the columns are {_listed(list(self.columns))})"
                 )
-        found.arrays[wanted.name] = _made_of(
-            [(name, table[name]) for name in chosen[wanted.name]], wanted, classes, path, found
-        )
-    return found
+            for name in chosen[wanted.name]:
+                if name not in self.columns:
+                    raise OrtopsError(
+                        f"data '{self.path}': there is no column '{name}'; "
+                        f"{did_you_mean(name, self.columns)}"
+                    )
+            found.arrays[wanted.name] = self._array(chosen[wanted.name], wanted, found)
+        return found
 
-
-def _made_of(
-    columns: Sequence[tuple[str, Sequence[Any]]],
-    wanted: Wanted,
-    classes: Mapping[str, Sequence[str]],
-    path: str,
-    found: DataFile,
-) -> Array:
-    """Returns the array of an input that is formed from columns."""
-    arrays = [_numbers(name, values, wanted, classes, path, found) for name, values in columns]
-    if len(arrays) > 1 and any(array.ndim > 1 for array in arrays):
-        raise FeedError(
-            f"data '{path}': columns with several numbers per row cannot be combined to input "
-            f"'{wanted.name}' ('{columns[0][0]}' and others); give it a single such column"
-        )
-    rank = None if wanted.dims is None else len(wanted.dims)
-    if len(arrays) == 1 and (arrays[0].ndim > 1 or rank != 2):
-        joined = arrays[0]
-    else:
-        joined = np.stack(arrays, axis=1)
-    rest = () if wanted.dims is None else wanted.dims[1:]
-    if rank is not None and joined.ndim != rank and all(isinstance(dim, int) for dim in rest):
-        size = int(np.prod([dim for dim in rest if dim is not None]))
-        if joined.ndim == 2 and joined.shape[1] == size:
-            joined = joined.reshape(-1, *(dim for dim in rest if dim is not None))
-    return joined
-
-
-def _numbers(
-    name: str,
-    values: Sequence[Any],
-    wanted: Wanted,
-    classes: Mapping[str, Sequence[str]],
-    path: str,
-    found: DataFile,
-) -> Array:
-    """Returns a column as numbers; class names of labels become their numbers."""
-    if not isinstance(values, list):  # a column of pyarrow
-        try:
-            array = tables.dense(values)
-        except (ValueError, TypeError, NotImplementedError) as error:
+    def _array(self, names: Sequence[str], wanted: Wanted, found: DataFile) -> Array:
+        """Returns the array of an input that is formed from columns."""
+        arrays = [self._numbers(name, wanted, found) for name in names]
+        if len(arrays) > 1 and any(array.ndim > 1 for array in arrays):
             raise FeedError(
-                f"data '{path}': column '{name}': {error}; fill or drop them"
-            ) from error
-        if array.dtype.kind in "mMV":  # times would become integers of some unit
-            raise FeedError(
-                f"data '{path}': column '{name}' must be numeric, got type {array.dtype}"
+                f"data '{self.path}': columns with several numbers per row cannot be combined to "
+                f"input '{wanted.name}' ('{names[0]}' and others); give it a single such column"
             )
-        if array.dtype.kind in "biuf":
-            return _whole(array) if wanted.dtype.kind in "iub" else array
-        values = array.tolist()
-    whole = wanted.dtype.kind in "iub"
-    numbers = [_number(value, whole=whole) for value in values]
-    if None not in numbers:
-        if not whole:
-            return np.array(numbers, np.float64)
-        return _integers(numbers, wanted, f"data '{path}': column '{name}'")
-    names = classes.get(wanted.name)
-    row, value = next((i, v) for i, v in enumerate(values) if numbers[i] is None)
-    are_names = whole and all(isinstance(one, str) and one for one in values)
-    if not are_names or (names is None and _number(value, whole=False) is not None):
-        raise FeedError(
-            f"data '{path}': row {row + 1} of column '{name}' must be "
-            f"{'an integer or a class name' if whole else 'a number'} for input '{wanted.name}', "
-            f"got {value!r:.80}"
-        )
-    if names is None:
-        names = sorted(set(values))
-        found.said.append(f"the names in column '{name}' are classes: {_numbered(names)}")
-    found.classes[wanted.name] = list(names)
-    return _places(values, names, wanted, f"data '{path}': column '{name}'")
+        rank = None if wanted.dims is None else len(wanted.dims)
+        if len(arrays) == 1 and (arrays[0].ndim > 1 or rank != 2):
+            joined = arrays[0]
+        else:
+            joined = np.stack(arrays, axis=1)
+        rest = () if wanted.dims is None else wanted.dims[1:]
+        sizes = [dim for dim in rest if dim is not None]
+        flat = joined.ndim == 2 and rank not in (None, 2) and len(sizes) == len(rest)
+        if flat and joined.shape[1] == math.prod(sizes):
+            joined = joined.reshape(-1, *sizes)
+        return joined
+
+    def _numbers(self, name: str, wanted: Wanted, found: DataFile) -> Array:
+        """Returns a column as numbers; class names of labels become their numbers."""
+        values, where = self.columns[name], f"data '{self.path}': column '{name}'"
+        if not isinstance(values, list):  # a column of pyarrow
+            try:
+                array = tables.dense(values)
+            except (ValueError, TypeError, NotImplementedError) as error:
+                raise FeedError(f"{where}: {error}; fill or drop them") from error
+            if array.dtype.kind in "mMV":  # times would become integers of some unit
+                raise FeedError(f"{where} must be numeric, got type {array.dtype}")
+            if array.dtype.kind in "biuf":
+                return _whole(array) if wanted.dtype.kind in "iub" else array
+            values = array.tolist()
+        whole = wanted.dtype.kind in "iub"
+        numbers = [_number(value, whole=whole) for value in values]
+        if None not in numbers:
+            return _integers(numbers, wanted, where) if whole else np.array(numbers, np.float64)
+        names = self.classes.get(wanted.name)
+        row, value = next((i, v) for i, v in enumerate(values) if numbers[i] is None)
+        are_names = whole and all(isinstance(one, str) and one for one in values)
+        if not are_names or (names is None and _number(value, whole=False) is not None):
+            raise FeedError(
+                f"data '{self.path}': row {row + 1} of column '{name}' must be "
+                f"{'an integer or a class name' if whole else 'a number'} for input "
+                f"'{wanted.name}', got {value!r:.80}"
+            )
+        if names is None:
+            names = sorted(set(values))
+            found.said.append(f"the names in column '{name}' are classes: {_numbered(names)}")
+        found.classes[wanted.name] = list(names)
+        return _places(values, names, wanted, where)
 
 
 def _whole(array: Array) -> Array:
@@ -849,12 +850,7 @@ def _all_images(
 
     Every image is read here, so that a file that cannot be read is an error before the training.
     """
-    try:
-        importlib.import_module("PIL.Image")
-    except ImportError as error:
-        raise OrtopsError(
-            f"data '{folder}': reading images needs the package Pillow; pip install ortops[images]"
-        ) from error
+    optional_module(f"data '{folder}'", "PIL.Image", "images", package="Pillow")
     pictures.check(wanted)
     first = pictures.array(files[0], wanted)
 

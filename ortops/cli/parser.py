@@ -257,35 +257,28 @@ def _add_force(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def _add_list(
+    group: argparse._ActionsContainer, name: str, metavar: str, about: str, **settings: Any
+) -> None:
+    """Adds an option with one or more values, which may be repeated."""
+    group.add_argument(name, action="extend", nargs="+", metavar=metavar, help=about, **settings)
+
+
 def _add_data(parser: argparse.ArgumentParser, *, batch: int = 256) -> None:
     group = parser.add_argument_group("data")
     add = group.add_argument
     add("--data", metavar="DATA", help=_DATA)
-    add(
+    _add_list(
+        group,
         "--columns",
-        action="extend",
-        nargs="+",
-        metavar="INPUT=COLUMNS",
-        help="the table columns that form an input, as in points=x,y labels=kind; by default the "
+        "INPUT=COLUMNS",
+        "the table columns that form an input, as in points=x,y labels=kind; by default the "
         "column of the same name; a single remaining input gets all remaining columns",
     )
     add("--scale", type=_divisor, metavar="N", help="divide image pixels by this (default: 1)")
-    add(
-        "--mean",
-        type=float,
-        action="extend",
-        nargs="+",
-        metavar="M",
-        help="subtract this from each channel, after --scale",
-    )
-    add(
-        "--deviation",
-        type=_divisor,
-        action="extend",
-        nargs="+",
-        metavar="D",
-        help="divide each channel by this, after --mean",
-    )
+    mean = "subtract this from each channel, after --scale"
+    _add_list(group, "--mean", "M", mean, type=float)
+    _add_list(group, "--deviation", "D", "divide each channel by this, after --mean", type=_divisor)
     add("--batch-size", type=_count, metavar="N", help=f"rows per batch (default: {batch})")
 
 
@@ -314,13 +307,7 @@ def _add_train(command: _Command) -> None:
         help="data to evaluate after each epoch, or the fraction of --data to hold out, such as "
         "0.1",
     )
-    add(
-        "--metrics",
-        action="extend",
-        nargs="+",
-        metavar="METRIC",
-        help="metrics to compute, such as accuracy",
-    )
+    _add_list(group, "--metrics", "METRIC", "metrics to compute, such as accuracy")
     add(
         "--early-stopping", type=_count, metavar="N", help="stop after N epochs without improvement"
     )

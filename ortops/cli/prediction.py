@@ -16,13 +16,13 @@ from ortops.cli.data import (
     DataFile,
     Wanted,
     read_classes,
-    read_data,
+    read_given,
     rows_of,
     sampled,
     wanted_inputs,
 )
 from ortops.cli.outputs import check_outputs, check_writable
-from ortops.cli.standard_streams import print_bytes, say
+from ortops.cli.standard_streams import print_bytes
 from ortops.cli.streams import read_model
 from ortops.errors import FeedError, OrtopsError, did_you_mean
 from ortops.graph.files.atomic import write_atomically
@@ -49,18 +49,8 @@ def predict(options: argparse.Namespace) -> int:
     inputs = wanted_inputs(model, only_model=True)
     classes = read_classes(model)
     labels = {one.name for one in wanted_inputs(model)} | set(classes)
-    data = read_data(
-        options.data,
-        inputs,
-        columns=options.columns,
-        classes=classes,
-        ignored=labels - {one.name for one in inputs},
-        scale=options.scale,
-        mean=options.mean,
-        deviation=options.deviation,
-    )
-    for sentence in data.said:
-        say(sentence)
+    ignored = labels - {one.name for one in inputs}
+    data = read_given(options, options.data, inputs, classes, ignored=ignored)
     arrays = _outputs(InferenceSession(model), data, inputs, options)
     if suffix == ".npz":
         files = {"file": np.array(data.files)} if data.files else {}

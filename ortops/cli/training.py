@@ -24,7 +24,7 @@ from ortops.cli.data import (
     Column,
     DataFile,
     read_classes,
-    read_data,
+    read_given,
     rows_of,
     sampled,
     select,
@@ -141,7 +141,7 @@ def _prepare(
             inputs = wanted_inputs(_build(model, options, steps=_ANY_STEPS))
     else:
         inputs = wanted_inputs(model)
-    data = _read(options, options.data, inputs, read_classes(model))
+    data = read_given(options, options.data, inputs, read_classes(model))
     size = rows_of(data, inputs)
     training, validation = _parts(data, options, inputs, size, read_classes(model))
     if not trainable:
@@ -231,7 +231,7 @@ def evaluate(options: argparse.Namespace) -> int:
         model = build_training_model(model, loss=_loss(options.loss), optimizer="SGD")
     elif options.loss:
         raise OrtopsError(f"--loss: '{options.model}' already has a loss; omit --loss")
-    data = _read(options, options.data, wanted_inputs(model), read_classes(model))
+    data = read_given(options, options.data, wanted_inputs(model), read_classes(model))
     found = TrainingSession(model).evaluate(
         data.arrays,
         batch_size=options.batch_size or 256,
@@ -361,21 +361,6 @@ def _rate(text: str, steps: int | None) -> float | schedules.Schedule:
     return made
 
 
-def _read(options: argparse.Namespace, path: str, inputs: Any, classes: Classes) -> DataFile:
-    data = read_data(
-        path,
-        inputs,
-        columns=options.columns,
-        classes=classes,
-        scale=options.scale,
-        mean=options.mean,
-        deviation=options.deviation,
-    )
-    for sentence in data.said:
-        say(sentence)
-    return data
-
-
 def _parts(
     data: DataFile, options: argparse.Namespace, inputs: Any, size: int, classes: Classes
 ) -> tuple[Columns, Columns | None]:
@@ -385,7 +370,7 @@ def _parts(
     try:
         share = float(options.validation)
     except ValueError:
-        return data.arrays, _read(
+        return data.arrays, read_given(
             options, options.validation, inputs, classes | data.classes
         ).arrays
     if not 0 < share < 1:
