@@ -217,7 +217,7 @@ def check(
     """
     proto, folder = convert.load(model)
     report = _inference_report(proto, convert.to_ir(proto, folder))
-    light, data = external.detach(proto, folder)
+    light = external.detach(proto, folder)
     existing: dict[str, Any] = {}
     if (optimizer, clip_norm, clip_value, ema_decay, groups) == (None,) * 5:
         found = training_metadata(proto)
@@ -225,7 +225,7 @@ def check(
         existing["groups"] = dict(found.groups)
     try:
         prepared = prepare_for_training(
-            light, _trained(light, trainable), batch_normalization, data=data
+            light, _trained(light.proto, trainable), batch_normalization
         )
         output = default_output(prepared.graph.outputs)
         fitting = [] if output is None else _fitting(output)
@@ -403,8 +403,7 @@ def _problem(node: ir.Node) -> str:
 def _failures(plan: Plan) -> list[str]:
     """Differentiates a plan and returns the error, if there is one."""
     try:
-        light, data = external.detach(plan.write())
-        lower_prepared(flatten(light, data).model)
+        lower_prepared(flatten(external.detach(plan.write())).model)
     except OrtopsError as error:
         return [str(error)]
     return []

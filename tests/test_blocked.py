@@ -445,7 +445,7 @@ def test_training_step(net: str) -> None:
         "labels": rng.integers(0, 10, B),
     }
     trainable = build_training_model(build(), loss="SoftmaxCrossEntropy", optimizer=SGD(1.0))
-    steps = [flatten(*detach(trainable)), flatten(*detach(trainable))]
+    steps = [flatten(detach(trainable)), flatten(detach(trainable))]
     for step in steps:
         remove_defaults(step.model.graph, step.variables)
         bind_sizes(step.model, {"batch": B})

@@ -594,7 +594,7 @@ def test_what_is_not_trained_is_in_no_group() -> None:
 
 
 def groups_of(model: onnx.ModelProto) -> tuple[Sequence[Group], dict[str, str]]:
-    step = flatten(*detach(model))
+    step = flatten(detach(model))
     graph = step.model.graph
     remove_defaults(graph, step.variables)
     lower_optimizers(graph, Names(graph), lambda node: True)

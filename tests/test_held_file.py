@@ -589,7 +589,7 @@ def test_the_ends_of_data_are_read_alone(tmp_path: Path, monkeypatch: pytest.Mon
     found = external.read_light(tmp_path / "model.onnx")
     assert found is not None
     ((location, tensor),) = found[1].items()
-    lent = external.lend({location: tensor})[location]
+    lent = external.lend(external.LightModel(onnx.ModelProto(), {location: tensor})).data[location]
     read: list[int] = []
     original = held_file.HeldFile.read
     monkeypatch.setattr(

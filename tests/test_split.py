@@ -18,7 +18,7 @@ def _split(optimizer: object) -> tuple[list[Group], dict[str, str]]:
     model = ortops.build_training_model(
         mlp((4, 8, 8, 2)), loss="SoftmaxCrossEntropy", optimizer=optimizer
     )
-    step = flatten(*detach(model))
+    step = flatten(detach(model))
     graph = step.model.graph
     remove_defaults(graph, step.variables)
     lower_optimizers(graph, Names(graph), lambda node: True)

@@ -962,7 +962,7 @@ def test_given_state_that_reset_computes_is_not_held(tmp_path: Path) -> None:
     moment = session.state["fc1.weight.V"]
     assert not np.array_equal(moment, first.state["fc1.weight.V"])
     tensors = {t.name: t for t in session._loaded.proto.training_info[0].algorithm.initializer}
-    held = external.array_of(tensors["fc1.weight.V"], session._loaded.data)
+    held = external.array_of(tensors["fc1.weight.V"], session._loaded.light.data)
     np.testing.assert_array_equal(held, moment)
     session.reset()
     assert not session.state["fc1.weight.V"].any()
@@ -972,7 +972,7 @@ def test_given_state_that_reset_computes_is_not_held(tmp_path: Path) -> None:
 def test_initial_state_of_a_given_model_is_not_kept() -> None:
     model = build_training_model(mlp((64, 32, 4)), loss="SoftmaxCrossEntropy", optimizer="Adam")
     session = TrainingSession(model)
-    held = session._loaded.data.values()
+    held = session._loaded.light.data.values()
     lent = [tensor for tensor in held if isinstance(tensor, external.Reference)]
     assert len(lent) == 2  # the moments of the big weight
     arrays = [session._execution.present(name) for name in session.state]

@@ -19,6 +19,7 @@ from running import run
 import ortops
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph.files import external
+from ortops.graph.files.external import LightModel
 from ortops.graph.weights import Weight, lift, weights
 
 FOLDER = Path(__file__).parents[1] / ".models"
@@ -28,10 +29,11 @@ X = np.array([[1.5, -2.0], [0.25, 3.0], [-1.0, 0.5]], np.float32)
 Array = np.ndarray[Any, Any]
 
 
-def elsewhere(model: onnx.ModelProto, data: external.Data | None = None) -> dict[str, Weight]:
+def elsewhere(model: onnx.ModelProto | LightModel) -> dict[str, Weight]:
     """Returns the weights that are no initializers of the main graph."""
-    found = weights(model, {} if data is None else data)
-    own = {tensor.name for tensor in model.graph.initializer}
+    light = model if isinstance(model, LightModel) else LightModel(model, {})
+    found = weights(light)
+    own = {tensor.name for tensor in light.proto.graph.initializer}
     return {name: weight for name, weight in found.items() if name not in own}
 
 
@@ -67,10 +69,10 @@ def check(
         The model with all weights lifted.
     """
     before = model.SerializeToString(deterministic=True)
-    light, data = external.detach(model)
+    light = external.detach(model)
 
     def lifted(names: Any) -> onnx.ModelProto:
-        result, origins = lift(light, data, names)
+        (result, data), origins = lift(light, names)
         assert set(names) <= set(origins)
         initializers = {tensor.name for tensor in result.graph.initializer}
         assert set(origins) <= initializers
@@ -85,22 +87,22 @@ def check(
             for a, b in zip(run(first, fed), run(second, fed), strict=True):
                 compare(a, b, tolerance)
 
-    names = list(elsewhere(light, data))
+    names = list(elsewhere(light))
     assert names
     everything = lifted(names)
     same(model, everything)
     assert not [name for name, weight in elsewhere(everything).items() if weight.shape]
     for name in names if each else ():
         same(model, lifted([name]))
-    by_default, origins = lift(light, data)
-    assert set(origins) == {n for n, w in elsewhere(light, data).items() if w.shape}
-    same(model, external.attached(by_default, data))
+    by_default, origins = lift(light)
+    assert set(origins) == {n for n, w in elsewhere(light).items() if w.shape}
+    same(model, external.attached(*by_default))
 
     rng = np.random.default_rng(7)
     known = {tensor.name: numpy_helper.to_array(tensor) for tensor in everything.graph.initializer}
     for name in names:
-        original, beside = external.detach(model)
-        weight = weights(original, beside)[name]
+        original = external.detach(model)
+        weight = weights(original)[name]
         np.testing.assert_array_equal(weight.array(), known[name])
         assert weight.array().dtype == weight.dtype == known[name].dtype
         array = (known[name] + change * rng.uniform(0.5, 1.5, known[name].shape)).astype(
@@ -108,7 +110,7 @@ def check(
         )
         weight.set(array)
         np.testing.assert_array_equal(weight.array(), array)
-        changed = external.attach(original, beside)
+        changed = original.attach()
         same(changed, with_arrays(everything, {name: array}))
         if each:
             assert any(is_other(run(model, fed), run(changed, fed)) for fed in feeds), name
@@ -443,7 +445,7 @@ def test_lists_of_graphs_keep_their_inputs() -> None:
     branch = model.graph.node[0].attribute[0].g
     branch.initializer.append(numpy_helper.from_array(np.ones(2, np.float32), "given"))
     branch.input.append(value("given", [2]))
-    assert "given" not in weights(model, {})
+    assert "given" not in weights(LightModel(model, {}))
 
 
 def test_shape_information_goes() -> None:
@@ -456,17 +458,17 @@ def test_shape_information_goes() -> None:
 
 def test_nothing_to_lift() -> None:
     model = parse("g (float[2] x) => (float[2] y) <float[2] w = {1, 2}> { y = Add (x, w) }")
-    lifted, origins = lift(model, {})
+    (lifted, _), origins = lift(LightModel(model, {}))
     assert lifted is model
     assert not origins
     branches = parse(BRANCHES)
-    assert lift(branches, {}, ["w"])[0] is branches
-    assert list(weights(model, {})) == ["w"]
-    assert str(weights(model, {})["w"].origin) == "initializer"
+    assert lift(LightModel(branches, {}), ["w"])[0].proto is branches
+    assert list(weights(LightModel(model, {}))) == ["w"]
+    assert str(weights(LightModel(model, {}))["w"].origin) == "initializer"
 
 
 def test_set_refuses_what_does_not_fit() -> None:
-    weight = weights(parse(BRANCHES), {})["v"]
+    weight = weights(LightModel(parse(BRANCHES), {}))["v"]
     where = r"weight 'v' \(value of Constant node 'v' in else_branch of If node 'y'\)"
     with pytest.raises(ModelError, match=where + r" must be float32\[2\], got float64\[2\]"):
         weight.set(np.ones(2))
@@ -478,7 +480,7 @@ def test_call_with_too_many_inputs() -> None:
     text, _, _ = CASES["function called twice"]
     model = parse(text.replace("own.layer (x)", "own.layer (x, x)"))
     with pytest.raises(ModelError, match="layer node 'h': the function has 1 inputs, got 2"):
-        lift(model, {})
+        lift(LightModel(model, {}))
 
 
 def big_model(array: Array) -> onnx.ModelProto:
@@ -495,18 +497,18 @@ def test_big_data_are_beside() -> None:
     array = np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32)
     x = np.ones((3, 64), np.float32)
     model = big_model(array)
-    light, data = external.detach(model)
-    once, _ = lift(light, data)
-    assert external.is_light(once.graph.initializer[0])
-    assert len(data) == 1
-    again, _ = external.detach(once)
-    assert external.is_light(again.graph.initializer[0])
-    weight = weights(again, data)["layer.w"]
+    light = external.detach(model)
+    once, _ = lift(light)
+    assert external.is_light(once.proto.graph.initializer[0])
+    assert len(light.data) == 1
+    again = once.copy()
+    assert external.is_light(again.proto.graph.initializer[0])
+    weight = weights(again)["layer.w"]
     np.testing.assert_array_equal(weight.array(), array)
     changed = array + 1
     weight.set(changed)
     assert np.shares_memory(weight.array(), changed)
-    compare(*run(external.attach(again, data), {"x": x}), *run(big_model(changed), {"x": x}), 0)
+    compare(*run(again.attach(), {"x": x}), *run(big_model(changed), {"x": x}), 0)
     check(model, {"x": x})
 
 
@@ -518,11 +520,10 @@ def test_external_data_of_functions(tmp_path: Path) -> None:
     tensor.data_location = TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value="w.data")
     (tmp_path / "w.data").write_bytes(array.tobytes())
-    light, data = external.detach(model, tmp_path)
-    lifted, _ = lift(light, data)
-    np.testing.assert_array_equal(weights(lifted, data)["layer.w"].array(), array)
+    lifted, _ = lift(external.detach(model, tmp_path))
+    np.testing.assert_array_equal(weights(lifted)["layer.w"].array(), array)
     with pytest.raises(ModelError, match=r"its data are in the file 'w\.data'"):
-        weights(model, {})["layer.w"].array()
+        weights(LightModel(model, {}))["layer.w"].array()
 
 
 # ------------------------------------------------------------------------ nodes of ai.onnx.ml
@@ -660,7 +661,7 @@ def test_linear_regressor_of_other_types(dtype: Any) -> None:
     given = coefficients(2)
     model = linear("LinearRegressor", kind=kind, shape=["n", 3], targets=2, **given)
     rows = (2 * ROWS).astype(dtype)
-    (scores,) = run(lift(model, {})[0], {"x": rows})
+    (scores,) = run(lift(LightModel(model, {}))[0].proto, {"x": rows})
     expected = rows @ np.reshape(given["coefficients"], (2, 3)).T + given["intercepts"]
     np.testing.assert_allclose(scores, expected, rtol=ROUNDING, atol=ROUNDING)
 
@@ -679,7 +680,7 @@ def test_gradients_of_linear(outputs: int, transform: str) -> None:
         kind = {"targets": outputs, "post_transform": transform}
         return linear("LinearRegressor", shape=["n", 3], **given | kind | {"coefficients": changed})
 
-    lifted, _ = lift(model(), {})
+    (lifted, _), _ = lift(LightModel(model(), {}))
     name = "linear.coefficients"
     weight = np.random.default_rng(2).standard_normal((20, outputs)).astype(np.float32)
     lifted.graph.initializer.append(numpy_helper.from_array(weight, "weight"))
@@ -733,7 +734,9 @@ def test_linear_in_function_and_branch() -> None:
         }"""
     )
     check(model, {"x": X, "c": np.array(True)}, {"x": X, "c": np.array(False)}, tolerance=ROUNDING)
-    assert [f"{origin.node}{origin.place}" for origin in lift(model, {})[1].values()] == [
+    assert [
+        f"{origin.node}{origin.place}" for origin in lift(LightModel(model, {}))[1].values()
+    ] == [
         "LinearRegressor node 'b' in else_branch of If node 'y'",
         *["LinearRegressor node 'y' in function 'regression'"] * 2,
     ]
@@ -789,9 +792,9 @@ BINARY = {"coefficients": [1.0, 2.0], "intercepts": [0.5], "classlabels_ints": [
 def test_linear_refuses_what_is_wrong(attributes: dict[str, Any], message: str) -> None:
     model = linear("LinearClassifier", shape=["n", 2], **BINARY | attributes)
     with pytest.raises(ModelError, match=f"^LinearClassifier node 'linear': {message}"):
-        lift(model, {})
+        lift(LightModel(model, {}))
     with pytest.raises(ModelError, match=message):
-        weights(model, {})
+        weights(LightModel(model, {}))
 
 
 def test_linear_refuses_targets_that_do_not_fit() -> None:
@@ -801,14 +804,14 @@ def test_linear_refuses_targets_that_do_not_fit() -> None:
         "number of targets, got 3 coefficients and 2 targets"
     )
     with pytest.raises(ModelError, match=message):
-        lift(model, {})
+        lift(LightModel(model, {}))
 
 
 def test_linear_refuses_probit_of_one_score() -> None:
     model = linear("LinearClassifier", shape=["n", 2], **BINARY, post_transform="PROBIT")
     message = "onnxruntime leaves the second score undefined if post_transform is 'PROBIT'"
     with pytest.raises(UnsupportedError, match=message):
-        lift(model, {})
+        lift(LightModel(model, {}))
 
 
 # ------------------------------------------------------------------------ models of others
@@ -831,11 +834,11 @@ def test_weights_in_branches_of_a_real_model() -> None:
         }
         for size, rate in ((576, 16000), (288, 8000))
     ]
-    light, data = external.detach(model)
-    names = list(elsewhere(light, data))
+    light = external.detach(model)
+    names = list(elsewhere(light))
     for chosen in (None, names, names[::2]):
-        lifted, origins = lift(light, data, chosen)
-        lifted = external.attached(lifted, data)
+        found, origins = lift(light, chosen)
+        lifted = external.attached(*found)
         assert chosen is None or set(origins) == set(chosen)
         onnx.checker.check_model(lifted, full_check=True)
         for fed in feeds:
@@ -845,16 +848,15 @@ def test_weights_in_branches_of_a_real_model() -> None:
     assert any(" in else_branch of If node " in str(origin) for origin in origins.values())
     arrays = {
         name: (1.01 * weight.array()).astype(weight.dtype)
-        for name, weight in weights(light, data).items()
+        for name, weight in weights(light).items()
         if len(weight.shape) > 1
     }
     for name, array in arrays.items():
-        weights(light, data)[name].set(array)
-    unchanged, beside = external.detach(model)
-    everything, _ = lift(unchanged, beside, names)
-    everything = external.attach(everything, beside)
+        weights(light)[name].set(array)
+    unchanged, _ = lift(external.detach(model), names)
+    everything = unchanged.attach()
     for fed in feeds:
-        found, _ = run(external.attached(light, data), fed)
+        found, _ = run(external.attached(*light), fed)
         expected, _ = run(with_arrays(everything, arrays), fed)
         np.testing.assert_array_equal(found, expected)
         assert not np.array_equal(found, run(model, fed)[0])

@@ -19,6 +19,7 @@ from sklearn.multiclass import OneVsRestClassifier
 from sklearn.svm import LinearSVC
 from test_weights import ROUNDING, check
 
+from ortops.graph.files.external import LightModel
 from ortops.graph.weights import lift, weights
 
 
@@ -49,9 +50,13 @@ def test_classifiers_with_initializers(classifier: Any, zipmap: bool) -> None:
     fitted = classifier(random_state=0).fit(x, np.arange(60) % 3)
     options = {id(fitted): {"zipmap": zipmap}}
     model = skl2onnx.to_onnx(fitted, x[:1], options=options, target_opset=21)
-    found = [weight.array() for weight in weights(model, {}).values() if weight.shape == (4, 3)]
+    found = [
+        weight.array()
+        for weight in weights(LightModel(model, {})).values()
+        if weight.shape == (4, 3)
+    ]
     np.testing.assert_allclose(found, [fitted.coef_.T], rtol=1e-6)
-    assert lift(model, {})[0] is model
+    assert lift(LightModel(model, {}))[0].proto is model
 
 
 @pytest.mark.parametrize("regression", [LinearRegression, Ridge])

@@ -166,7 +166,7 @@ def build_training_model(
     for message in plan.said:
         logger.warning("%s", message)
     result = plan.write()
-    external.let_go(prepared.data)
+    external.let_go(prepared.result)
     return result
 
 
@@ -267,14 +267,14 @@ class Plan:
         with algorithm.tape:
             loss, updates = self._emit_updates()
         algorithm.outputs.sort(key=lambda tensor: tensor is algorithm.updates[step.name])
-        result = self.prepared.result
+        result = self.prepared.result.proto
         counts = [part.count for part in self.loss.parts if part.count is not None]
         write_algorithm(result, algorithm, [*counts, loss])
         metadata = self._forward.metadata() | updates.metadata() | self.notes
         if updates.scaling is not None:
             metadata |= updates.scaling.metadata()
         write_metadata(result, METADATA_KEY, json.dumps(metadata))
-        return external.attach(result, self.prepared.data)
+        return self.prepared.result.attach()
 
     def _emit_updates(self) -> tuple[Tensor, Updates]:
         """Emits gradients and updates; returns the differentiated loss, and the updates."""
@@ -441,7 +441,7 @@ def _messages(prepared: Prepared, loss: losses.Computed, through_bfloat16: bool)
             "steps and evaluation compute in float32, and the file itself, which remains bfloat16, "
             "does not run on the CPU"
         )
-    if has_domain(prepared.result):
+    if has_domain(prepared.result.proto):
         said.append(
             "the model has Gradient nodes of its own, so stock onnxruntime runs the trainable file "
             "only after ortops.lower"

@@ -17,9 +17,10 @@ from ortops.graph.adapters import Adapter, adapter_of
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, ancestor_nodes, read_inputs
 from ortops.graph.files import external
+from ortops.graph.files.external import LightModel
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.tensor import Names
-from ortops.graph.weights import Origin, lift, weights
+from ortops.graph.weights import Origin, lift
 from ortops.lowering import prepare
 from ortops.trainable.training_mode import is_batch_normalization
 
@@ -35,7 +36,6 @@ class Prepared:
 
     Attributes:
         result: The light model to write to.
-        data: Its data.
         graph: The graph to work on: functions inlined, opset 21 or later, types inferred.
         names: The names that are in use.
         visible: The names that the algorithm of ``result`` can refer to. The graph has more names
@@ -47,8 +47,7 @@ class Prepared:
         scopes: The scopes of the nodes that read each initializer.
     """
 
-    result: onnx.ModelProto
-    data: external.Data
+    result: LightModel
     graph: ir.Graph
     names: Names
     visible: set[str]
@@ -60,10 +59,9 @@ class Prepared:
 
 
 def prepare_for_training(
-    model: ModelLike,
+    model: ModelLike | LightModel,
     trainable: Sequence[str] | None,
     batch_normalization: BatchNormalization,
-    data: external.Data | None = None,
 ) -> Prepared:
     """Brings a model into the form that a training algorithm can be added to.
 
@@ -72,7 +70,6 @@ def prepare_for_training(
         trainable: The parameters to train (see `ortops.building.parameters.choose`). None trains
             the adapter if the model has one.
         batch_normalization: Which layers use batch statistics (see `build_training_model`).
-        data: The data of a light model (see `ortops.graph.files.external`).
 
     Raises:
         ArgumentError: If ``trainable`` or ``batch_normalization`` is not valid for any model.
@@ -81,23 +78,20 @@ def prepare_for_training(
     """
     choice("batch_normalization", batch_normalization, get_args(BatchNormalization))
     trainable = _checked(trainable)
-    proto, found = convert.load_light(model)
+    light = external.lend(convert.load_light(model))
+    proto = light.proto
     if proto.training_info:
         raise ModelError(
             "model: it has training_info already; run it with TrainingSession, or get the model "
             "without it with TrainingSession.inference_model()"
         )
-    found = external.lend(found)
-    data = found if data is None else data | found
     adapter = adapter_of(proto.metadata_props)
     only_adapter = adapter is not None and trainable is None
     if adapter is not None and trainable is None:
         adapter.refuse_missing({tensor.name for tensor in proto.graph.initializer})
         trainable = adapter.parameters
-    named = set(trainable or ())
-    wanted = {name for name, w in weights(proto, data).items() if w.shape or name in named}
-    everything, origins = lift(proto, data, wanted)
-    work = convert.to_ir(everything, None, data)
+    everything, origins = lift(light, scalars=trainable or ())
+    work = convert.to_ir(everything)
     convert.inline(work)
     opset = work.graph.opset_imports[""]
     scopes = read_scopes(work.graph.initializers.values())
@@ -113,17 +107,17 @@ def prepare_for_training(
     lifted = {name: origin for name, origin in origins.items() if name in kept}
     _put_back(graph, origins.keys() - lifted.keys())
     if opset < convert.MINIMUM_OPSET:
-        result, moved = _converted(work, proto, adapter)
-        data |= moved
+        moved = _converted(work, proto, adapter)
+        result = LightModel(moved.proto, light.data | moved.data)
     else:
-        result, _ = lift(proto, data, lifted)
-        if not {entry.domain for entry in result.opset_import} & {"", "ai.onnx"}:
-            result.opset_import.add(domain="", version=graph.opset_imports[""])
+        result, _ = lift(light, lifted)
+        if not {entry.domain for entry in result.proto.opset_import} & {"", "ai.onnx"}:
+            result.proto.opset_import.add(domain="", version=graph.opset_imports[""])
     graph = prepare(work).graph
     chosen.floats = {n: graph.initializers[n] for n in chosen.floats if n in graph.initializers}
     chosen.trained = {name: graph.initializers[name] for name in chosen.trained}
-    names, visible = _names(graph, result)
-    return Prepared(result, data, graph, names, visible, chosen, lifted, frozen, opset, scopes)
+    names, visible = _names(graph, result.proto)
+    return Prepared(result, graph, names, visible, chosen, lifted, frozen, opset, scopes)
 
 
 def _checked(trainable: Sequence[str] | None) -> list[str] | None:
@@ -156,10 +150,8 @@ def _upgraded(work: ir.Model) -> ir.Model:
     return work
 
 
-def _converted(
-    work: ir.Model, proto: onnx.ModelProto, adapter: Adapter | None
-) -> tuple[onnx.ModelProto, external.Data]:
-    """Returns a model of an older opset after its conversion, and the data that it was given."""
+def _converted(work: ir.Model, proto: onnx.ModelProto, adapter: Adapter | None) -> LightModel:
+    """Returns a model of an older opset after its conversion."""
     result, data = external.move_aside(work)
     if adapter is not None:  # the initializers of adapters are inputs as well
         own = (work.graph.initializers.get(name) for name in adapter.parameters)
@@ -167,7 +159,7 @@ def _converted(
     for name in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
         if proto.HasField(name):
             setattr(result, name, getattr(proto, name))
-    return result, data
+    return LightModel(result, data)
 
 
 def _frozen(

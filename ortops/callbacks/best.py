@@ -22,7 +22,7 @@ from ortops.callbacks.monitor import (
 )
 from ortops.errors import ArgumentError, ModelError, OrtopsError
 from ortops.graph import convert
-from ortops.graph.files import external, saving
+from ortops.graph.files import saving
 from ortops.graph.files.messages import initializers
 from ortops.training.callback import Callback, Record
 from ortops.training.position import read_position
@@ -230,15 +230,15 @@ class EarlyStopping(_OfBest):
             ModelError: If the file is not of that epoch of this training.
         """
         assert self._file is not None
-        proto, data = convert.load_light(self._file)
-        tensors = {each.name: each for each in initializers(proto, initialization=False)}
+        light = convert.load_light(self._file)
+        known = {each.name for each in initializers(light.proto, initialization=False)}
         for name in session.state:
-            if name not in tensors:
+            if name not in known:
                 raise ModelError(
                     f"EarlyStopping: the file '{self._file}' has no '{name}', so it belongs to "
                     "another training; the session keeps its last epoch"
                 )
-        found = read_position(proto)
+        found = read_position(light.proto)
         epochs = found[0].epoch_state.history if found else None  # None if it would be too long
         if epochs is not None:
             fits = len(epochs) == self.best_epoch or (or_later and len(epochs) > self.best_epoch)
@@ -248,7 +248,7 @@ class EarlyStopping(_OfBest):
                     f"{self.best_epoch}, the best epoch of this training; bring that file back, or "
                     "use restore_best=False"
                 )
-        return {name: external.array_of(tensors[name], data) for name in session.state}
+        return light.arrays(session.state)
 
 
 class BestModel(_OfBest):

@@ -202,7 +202,7 @@ def _remove(file: Path, mark: str) -> None:
     if not file.exists():
         return
     try:
-        model, _ = convert.load_light(file)
+        model = convert.load_light(file).proto
         notes = [note.value for note in model.metadata_props if note.key == POSITION_KEY]
     except (OSError, OrtopsError):
         notes = []

@@ -10,7 +10,7 @@ import onnx
 
 from ortops.cli.standard_streams import print_bytes, print_text, standard_input
 from ortops.graph import convert
-from ortops.graph.files.external import attached, serialize
+from ortops.graph.files.external import serialize
 from ortops.graph.files.saving import save_model
 
 __all__ = ["describe_stream", "print_json", "read_model", "source", "write_model"]
@@ -31,8 +31,7 @@ def read_model(path: str) -> onnx.ModelProto:
         ModelError: If it is not a model.
         OSError: If it cannot be read.
     """
-    light, data = convert.load_light(source(path))
-    return attached(light, data)
+    return convert.load_light(source(path)).attach()
 
 
 def write_model(model: onnx.ModelProto, path: str) -> None:

@@ -74,7 +74,7 @@ class Function:
     ) -> None:
         names = None if outputs is None else _names("outputs", outputs)
         chosen = providers or ["CPUExecutionProvider"]
-        self._source = Source(*convert.load_light(model), names, sess_options, chosen)
+        self._source = Source(convert.load_light(model), names, sess_options, chosen)
         self._replaced: dict[str, Array] = {}
         self._fed: tuple[str, ...] = ()
 

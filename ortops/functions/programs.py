@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import onnxruntime
 
@@ -246,8 +245,7 @@ class Source:
     """The model of a Function, and the programs that are derived from it.
 
     Args:
-        light: The light model.
-        data: Its data (see `ortops.graph.files.external`).
+        light: The model.
         outputs: The names of the tensors that the Function returns; None for the model's outputs.
         options: Options of onnxruntime.
         providers: The providers of onnxruntime.
@@ -265,14 +263,12 @@ class Source:
 
     def __init__(
         self,
-        light: onnx.ModelProto,
-        data: external.Data,
+        light: external.LightModel,
         outputs: Sequence[str] | None,
         options: onnxruntime.SessionOptions | None,
         providers: Sequence[Any],
     ) -> None:
-        self._data = data
-        self._light, _ = lift(light, data)
+        self._light, _ = lift(light)
         self._options = options, providers
         self._sessions = Sessions("onnx", options, providers, Settings(), save_memory=False)
         self._selected = outputs
@@ -305,7 +301,7 @@ class Source:
 
     def _read(self) -> ir.Model:
         """Returns the model with the selected outputs."""
-        model = convert.to_ir(self._light, data=self._data)
+        model = convert.to_ir(self._light)
         if self._selected is not None:
             known = _values(model.graph)
             for name in self._selected:
@@ -320,7 +316,7 @@ class Source:
         if request.kind == "outputs":  # the model as it is, so that results are bit-equal
             model = self._read()
             _feed(model.graph, request.fed)
-            if has_domain(self._light):
+            if has_domain(self._light.proto):
                 model = lower_ir(model)
             return Program(model, self._sessions, list(self.outputs), [], lowered=True)
         model, outputs, seeds = self._model_for(request)
@@ -345,9 +341,9 @@ class Source:
             model, outputs, _ = self._model_for(request)
             graph = model.graph
             _set_outputs(graph, [value for value in graph.outputs if value.name not in outputs])
-        light, data = external.move_aside(model)
-        name_gradients(light)
-        return Source(light, data, None, *self._options)
+        light = external.move_aside(model)
+        name_gradients(light.proto)
+        return Source(light, None, *self._options)
 
     def _model_for(self, request: Request) -> tuple[ir.Model, list[str], list[str]]:
         """Returns a derived model, its outputs without derivatives, and its seed inputs."""

@@ -21,7 +21,7 @@ from onnx_ir.passes import common as passes
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph.edit import all_nodes, describe, replace_value
 from ortops.graph.files.external import (
-    Data,
+    LightModel,
     Reference,
     detach,
     external_to_inputs,
@@ -63,80 +63,78 @@ _UNBATCHED_SCAN = 9  # the first opset without a batch axis in Scan
 logger = logging.getLogger("ortops")
 
 
-def load_light(model: ModelLike) -> tuple[onnx.ModelProto, Data]:
+def load_light(model: ModelLike | LightModel) -> LightModel:
     """Reads a light model; the data of its big initializers stay in the file.
 
     Args:
-        model: A model, its bytes or its path.
+        model: A model, its bytes or its path; or a light model, which is copied.
 
     Returns:
-        A light model and its data (see `ortops.graph.files.external`), including external data.
+        The light model, with its external data.
 
     Raises:
         ModelError: See `load`.
     """
+    if isinstance(model, LightModel):
+        return model.copy()
     if isinstance(model, str | os.PathLike):
         path = Path(model)
         read = readable(path, read_light)
-        if read is not None and read[0].ir_version and read[0].HasField("graph"):
-            proto, folder = read[0], path.resolve().parent
-            validate(proto, folder)
-            light, data = detach(proto, folder)
-            return light, read[1] | data
+        if read is not None and read.proto.ir_version and read.proto.HasField("graph"):
+            folder = path.resolve().parent
+            validate(read.proto, folder)
+            light = detach(read.proto, folder)
+            return LightModel(light.proto, read.data | light.data)
     return detach(*load(model))
 
 
 def to_ir(
-    proto: onnx.ModelProto,
-    folder: Path | None = None,
-    data: Data | None = None,
-    *,
-    given_away: bool = False,
+    model: onnx.ModelProto | LightModel, folder: Path | None = None, *, given_away: bool = False
 ) -> ir.Model:
     """Converts a model to onnx-ir, without its training_info.
 
     Args:
-        proto: The model; it is not modified. The data of its big tensors are not copied.
+        model: The model; it is not modified. The data of its big tensors are not copied.
         folder: The folder of its external data, which are not loaded.
-        data: The data of a light model (see `ortops.graph.files.external`).
-        given_away: Whether ``proto`` is a light model that is not used afterwards, so that it need
-            not be copied.
+        given_away: Whether it is a light model that is not used afterwards, so that it need not be
+            copied.
 
     Raises:
         ModelError: If the model is invalid.
         UnsupportedError: If it has sparse initializers, which onnx-ir drops.
     """
+    proto, data = model if isinstance(model, LightModel) else (model, {})
     for sparse in proto.graph.sparse_initializer:
         raise UnsupportedError(
             f"initializer '{sparse.values.name}': sparse initializers are not supported; store it "
             "as a dense TensorProto"
         )
     # A copy, because onnx-ir refers to the tensors and renames them.
-    own, detached = (proto, {}) if given_away else detach(proto)
-    detached = detached | (data or {})
+    own, detached = LightModel(proto, {}) if given_away else detach(proto)
     try:
-        model = from_proto(own)
+        result = from_proto(own)
     except Exception as error:  # onnx-ir's exceptions have no common base class
         cause = error.__cause__ or error
         raise ModelError(f"model: {cause}; check it with onnx.checker.check_model") from error
-    for value in model.graph.initializers.values():
+    detached = detached | data
+    for value in result.graph.initializers.values():
         content = find(value.const_value, detached)
         if content is not None:
             value.const_value = Reference(content, value.name)
     if folder is not None:
-        ir.external_data.set_base_dir(model.graph, folder)  # for tensors in attributes
-    read_on_demand(model, folder)
-    for node in all_nodes(model.graph):
+        ir.external_data.set_base_dir(result.graph, folder)  # for tensors in attributes
+    read_on_demand(result, folder)
+    for node in all_nodes(result.graph):
         if node.domain == _ONNXRUNTIME:  # onnxruntime does not require the import
-            model.graph.opset_imports.setdefault(node.domain, 1)
-    for graph in model.graphs():
+            result.graph.opset_imports.setdefault(node.domain, 1)
+    for graph in result.graphs():
         for value in (*graph.inputs, *(v for node in graph for v in node.outputs)):
             if value.shape is not None and any(_is_unknown(dim) for dim in value.shape):
                 dims = [None if _is_unknown(dim) else dim for dim in value.shape]
                 value.shape = ir.Shape(dims)
-    if "" not in model.graph.opset_imports:
-        model.graph.opset_imports[""] = MINIMUM_OPSET
-    return model
+    if "" not in result.graph.opset_imports:
+        result.graph.opset_imports[""] = MINIMUM_OPSET
+    return result
 
 
 def _is_unknown(dim: int | ir.SymbolicDim) -> bool:

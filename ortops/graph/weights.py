@@ -120,14 +120,13 @@ class Weight:
         tensor.name = self.name
 
 
-def weights(proto: onnx.ModelProto, data: external.Data) -> dict[str, Weight]:
+def weights(model: external.LightModel) -> dict[str, Weight]:
     """Returns the floating-point tensors of a model, by the names that `lift` gives them.
 
     These are the initializers of the main graph and the weights that `lift` moves there.
 
     Args:
-        proto: A light model. Setting a weight changes it.
-        data: Its data. Setting a weight changes them.
+        model: The model. Setting a weight changes it.
 
     Raises:
         ModelError: If a LinearClassifier or LinearRegressor node is invalid.
@@ -139,24 +138,28 @@ def weights(proto: onnx.ModelProto, data: external.Data) -> dict[str, Weight]:
         ...         w = Constant <value = float[2, 1] {1, 2}> ()
         ...         y = MatMul (x, w)
         ...     }''')
-        >>> weight = weights(model, {})["w"]
+        >>> light = external.detach(model)
+        >>> weight = weights(light)["w"]
         >>> weight.shape, str(weight.origin)
         ((2, 1), "value of Constant node 'w'")
         >>> weight.set(np.float32([[3], [4]]))
-        >>> weights(model, {})["w"].array().tolist()
+        >>> weights(light)["w"].array().tolist()
         [[3.0], [4.0]]
     """
     found = {
-        tensor.name: _of_tensor(tensor.name, Origin("initializer"), tensor, data)
-        for tensor in proto.graph.initializer
+        tensor.name: _of_tensor(tensor.name, Origin("initializer"), tensor, model.data)
+        for tensor in model.proto.graph.initializer
         if tensor.data_type in _FLOATS
     }
-    return found | {w.name: w for site in _Search(proto, data).sites for w in site.weights}
+    return found | {w.name: w for site in _Search(model).sites for w in site.weights}
 
 
 def lift(
-    proto: onnx.ModelProto, data: external.Data, names: Container[str] | None = None
-) -> tuple[onnx.ModelProto, dict[str, Origin]]:
+    model: external.LightModel,
+    names: Container[str] | None = None,
+    *,
+    scalars: Container[str] = (),
+) -> tuple[external.LightModel, dict[str, Origin]]:
     """Returns a model in which all weights are initializers of the main graph.
 
     Lifted are floating-point Constants of the main graph, of subgraphs and of called functions;
@@ -171,10 +174,10 @@ def lift(
     ``<node>.coefficients`` and ``<node>.intercepts``. The names do not depend on ``names``.
 
     Args:
-        proto: A light model (see `ortops.graph.files.external`); it is not modified.
-        data: Its data, to which the data of big weights are added.
+        model: The model; it is not modified, but the data of big weights are added to its data.
         names: The weights to lift; by default, all except scalars. The coefficients and intercepts
             of a node are lifted together.
+        scalars: Scalars to lift as well, by default.
 
     Returns:
         The model, which is the argument if nothing was lifted, and the origin of each lifted
@@ -190,18 +193,18 @@ def lift(
         ...         w = Constant <value = float[2, 1] {1, 2}> ()
         ...         y = MatMul (x, w)
         ...     }''')
-        >>> lifted, origins = lift(model, {})
+        >>> (lifted, _), origins = lift(external.detach(model))
         >>> [node.op_type for node in lifted.graph.node], lifted.graph.initializer[0].name
         (['MatMul'], 'w')
         >>> {name: str(origin) for name, origin in origins.items()}
         {'w': "value of Constant node 'w'"}
     """
     result = onnx.ModelProto()
-    result.CopyFrom(proto)
-    search = _Search(result, data)
-    chosen = [site for site in search.sites if site.is_chosen(names)]
+    result.CopyFrom(model.proto)
+    search = _Search(external.LightModel(result, model.data))
+    chosen = [site for site in search.sites if site.is_chosen(names, scalars)]
     if not chosen:
-        return proto, {}
+        return model, {}
     lifted = [weight for site in chosen for weight in site.weights]
     for weight in lifted:
         weight.copy_to(result.graph)
@@ -209,7 +212,8 @@ def lift(
     for scope in search.scopes:
         scope.remove([site for site in chosen if site.scope is scope], search)
     result.ir_version = max(result.ir_version, _IR_VERSION)
-    return result, {weight.name: weight.origin for weight in lifted}
+    origins = {weight.name: weight.origin for weight in lifted}
+    return external.LightModel(result, model.data), origins
 
 
 _FunctionKey: TypeAlias = tuple[str, str, str]
@@ -284,9 +288,9 @@ class _Site:
     weights: list[Weight]
     linear: LinearModel | None = None
 
-    def is_chosen(self, names: Container[str] | None) -> bool:
+    def is_chosen(self, names: Container[str] | None, scalars: Container[str]) -> bool:
         if names is None:
-            return any(weight.shape for weight in self.weights)
+            return any(weight.shape or weight.name in scalars for weight in self.weights)
         return any(weight.name in names for weight in self.weights)
 
 
@@ -300,8 +304,8 @@ class _Search:
         opset: The version of the standard operators.
     """
 
-    def __init__(self, proto: onnx.ModelProto, data: external.Data) -> None:
-        self._proto, self._data = proto, data
+    def __init__(self, model: external.LightModel) -> None:
+        self._proto, self._data = proto, _ = model
         imports = [entry for entry in proto.opset_import if _domain(entry.domain) == ""]
         self.opset = imports[0].version if imports else MINIMUM_OPSET
         self.names = Names()

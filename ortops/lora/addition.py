@@ -195,7 +195,7 @@ def read_base(model: ModelLike) -> Base:
             "without it"
         )
     refuse_training(proto, WITHOUT_TRAINING)
-    return Base(convert.to_ir(proto, folder), fingerprint(*external.detach(proto, folder)))
+    return Base(convert.to_ir(proto, folder), fingerprint(external.detach(proto, folder)))
 
 
 def attach(base: Base, layers: Sequence[Layer], adapter: Adapter) -> onnx.ModelProto:

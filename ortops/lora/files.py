@@ -117,7 +117,7 @@ def load_adapter(model: ModelLike, path: str | os.PathLike[str]) -> onnx.ModelPr
             version,
         )
     elif version != _version(fingerprint):
-        first = first_fingerprint(adapted.proto, adapted.data, adapted.adapter.parameters)
+        first = first_fingerprint(adapted.model, adapted.adapter.parameters)
         if version != _version(first):
             raise ModelError(
                 f"{where}: the adapter belongs to another base, with other nodes, inputs, outputs "
@@ -147,11 +147,11 @@ def load_adapter(model: ModelLike, path: str | os.PathLike[str]) -> onnx.ModelPr
             )
     refuse_not_finite(given, where)
     proto, _ = convert.load(model)
-    light, data = external.detach(proto)
-    for tensor in light.graph.initializer:
+    light = external.detach(proto)
+    for tensor in light.proto.graph.initializer:
         if tensor.name in given:
             tensor.CopyFrom(onnx.numpy_helper.from_array(given[tensor.name], tensor.name))
-    return external.attach(light, data)
+    return light.attach()
 
 
 def _version(fingerprint: str) -> int:

@@ -21,8 +21,7 @@ import onnx_ir as ir
 from ortops.errors import ModelError
 from ortops.graph import convert
 from ortops.graph.adapters import Adapter
-from ortops.graph.files import external
-from ortops.graph.files.external import Data
+from ortops.graph.files.external import LightModel
 from ortops.graph.weights import lift, weights
 from ortops.lora.removal import remove_adapter
 from ortops.trainable.training_mode import write_inference_mode
@@ -44,7 +43,7 @@ def version_of(fingerprint: str) -> int:
     return int(version) if colon else 1
 
 
-def fingerprint(proto: onnx.ModelProto, data: Data, adapter: Adapter | None = None) -> str:
+def fingerprint(model: LightModel, adapter: Adapter | None = None) -> str:
     """Returns the fingerprint of a model without its adapter.
 
     It covers the names of inputs and outputs and all that contributes to the outputs: operators,
@@ -54,30 +53,28 @@ def fingerprint(proto: onnx.ModelProto, data: Data, adapter: Adapter | None = No
     of the adapter. Initializers and Constant nodes are equivalent.
 
     Args:
-        proto: A light model.
-        data: Its data.
+        model: The model.
         adapter: Its adapter.
 
     Raises:
         ModelError: If external data cannot be read, or nodes of the adapter are missing.
     """
-    model = _trained_form(proto, data, adapter)
-    names = {tensor.name for tensor in proto.graph.initializer}
-    return f"{FINGERPRINT_VERSION}:{_Digest(names).of_model(model).hex()}"
+    names = {tensor.name for tensor in model.proto.graph.initializer}
+    digest = _Digest(names).of_model(_trained_form(model, adapter))
+    return f"{FINGERPRINT_VERSION}:{digest.hex()}"
 
 
-def _trained_form(proto: onnx.ModelProto, data: Data, adapter: Adapter | None) -> ir.Model:
+def _trained_form(given: LightModel, adapter: Adapter | None) -> ir.Model:
     """Returns a model as `ortops.building.preparation` makes it, without its adapter."""
 
     def read() -> ir.Model:
-        model = convert.to_ir(lifted, None, own)
+        model = convert.to_ir(lifted)
         if adapter is not None:
             remove_adapter(model, adapter)
         convert.inline(model)
         return model
 
-    own = dict(data)
-    lifted, _ = lift(proto, own, {name for name, each in weights(proto, own).items() if each.shape})
+    lifted, _ = lift(LightModel(given.proto, dict(given.data)))
     model = read()
     try:
         model = convert.upgrade(model, quietly=True)
@@ -228,15 +225,14 @@ def _hash(*parts: object) -> bytes:
     return bytes(_started(*parts).digest())
 
 
-def first_fingerprint(proto: onnx.ModelProto, data: Data, left_out: Collection[str] = ()) -> str:
+def first_fingerprint(model: LightModel, left_out: Collection[str] = ()) -> str:
     """Returns the first version of fingerprints: a digest of inputs, outputs and weights.
 
     It covers the name, type, shape, values and readers of each weight. It is therefore the same
     before and after a conversion to a newer opset, and before and after training of an adapter.
 
     Args:
-        proto: A light model.
-        data: Its data.
+        model: The model.
         left_out: The names of the adapter's weights, which are not covered.
 
     Raises:
@@ -247,7 +243,7 @@ def first_fingerprint(proto: onnx.ModelProto, data: Data, left_out: Collection[s
     def add(*texts: object) -> None:
         digest.update(("\0".join(map(str, texts)) + "\n").encode())
 
-    graph = proto.graph
+    graph = model.proto.graph
     initializers = {tensor.name: tensor for tensor in graph.initializer}
     add("inputs", *(value.name for value in graph.input if value.name not in initializers))
     add("outputs", *(value.name for value in graph.output))
@@ -256,12 +252,12 @@ def first_fingerprint(proto: onnx.ModelProto, data: Data, left_out: Collection[s
         for name in node.input:
             readers.setdefault(name, set()).add(node.op_type)
     contents: dict[str, Callable[[], Array]]
-    contents = {name: weight.array for name, weight in weights(proto, data).items() if weight.shape}
+    contents = {name: weight.array for name, weight in weights(model).items() if weight.shape}
     for name, tensor in initializers.items():
         if name not in contents and tensor.dims and tensor.data_type != onnx.TensorProto.STRING:
             kind = tensor.data_type
             if kind not in (onnx.TensorProto.INT64, onnx.TensorProto.BOOL):  # sizes and axes
-                contents[name] = functools.partial(external.array_of, tensor, data)
+                contents[name] = functools.partial(model.array_of, tensor)
     for name in sorted(contents.keys() - set(left_out)):
         by = readers.get(name, set())
         if by and by <= _CHANGES_FORM:

@@ -56,7 +56,7 @@ def merge(model: ModelLike, *, dequantize: bool = False) -> onnx.ModelProto:
         True
     """
     adapted = read_adapted(model)
-    refuse_training(adapted.proto, WITHOUT_TRAINING)
+    refuse_training(adapted.model.proto, WITHOUT_TRAINING)
     refuse_not_finite(adapted.parameters, "model")
     proto, folder = convert.load(model)
     work = convert.to_ir(proto, folder)

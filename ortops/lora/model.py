@@ -17,8 +17,7 @@ from ortops.errors import ModelError
 from ortops.graph import convert
 from ortops.graph.adapters import Adapter, adapter_of
 from ortops.graph.convert import ModelLike
-from ortops.graph.files import external
-from ortops.graph.files.external import Data
+from ortops.graph.files.external import LightModel
 from ortops.lora.fingerprints import (
     FINGERPRINT_VERSION,
     fingerprint,
@@ -49,14 +48,12 @@ class Adapted:
     """A light model with an adapter.
 
     Attributes:
-        proto: The light model.
-        data: Its data.
+        model: The light model.
         adapter: The description of its adapter.
         parameters: All A and B, by name.
     """
 
-    proto: onnx.ModelProto
-    data: Data
+    model: LightModel
     adapter: Adapter
     parameters: Mapping[str, Array]
 
@@ -67,21 +64,22 @@ def read_adapted(model: ModelLike) -> Adapted:
     Raises:
         ModelError: If it has no adapter, or the adapter does not match its description.
     """
-    light, data = convert.load_light(model)
-    adapter = adapter_of(light.metadata_props)
+    light = convert.load_light(model)
+    proto = light.proto
+    adapter = adapter_of(proto.metadata_props)
     if adapter is None:
         raise ModelError(
             "model: it has no adapter; add one with ortops.lora.add or ortops.lora.from_peft"
         )
-    tensors = {tensor.name: tensor for tensor in light.graph.initializer}
-    adapter.refuse_missing(tensors.keys() & {value.name for value in light.graph.input})
+    tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
+    adapter.refuse_missing(tensors.keys() & {value.name for value in proto.graph.input})
     for name in adapter.parameters:
         if tensors[name].data_type not in _FLOATS:
             raise ModelError(
                 f"model: '{name}' of its adapter must be of type FLOAT, FLOAT16 or DOUBLE, got "
                 f"data_type {tensors[name].data_type}; restore what ortops.lora.add created"
             )
-    parameters = {name: external.array_of(tensors[name], data) for name in adapter.parameters}
+    parameters = {name: light.array_of(tensors[name]) for name in adapter.parameters}
     for name, module in adapter.modules.items():
         a, b = parameters[module.a], parameters[module.b]
         axes = a.ndim == b.ndim and (a.ndim > 2 if module.kind == "convolution" else a.ndim == 2)
@@ -91,7 +89,7 @@ def read_adapted(model: ModelLike) -> Adapted:
                 f"do not fit a {module.kind} adapter of rank {module.rank}; restore what "
                 "ortops.lora.add created"
             )
-    return Adapted(light, data, adapter, parameters)
+    return Adapted(light, adapter, parameters)
 
 
 def refuse_not_finite(arrays: Mapping[str, Array], where: str) -> None:
@@ -141,10 +139,10 @@ def check_base(adapted: Adapted) -> str:
             f"model: the fingerprint '{stored}' of its base has version {version}, but this ortops "
             f"knows versions up to {FINGERPRINT_VERSION}; update ortops"
         )
-    current = fingerprint(adapted.proto, adapted.data, adapted.adapter)
+    current = fingerprint(adapted.model, adapted.adapter)
     found = current
     if version == 1:
-        found = first_fingerprint(adapted.proto, adapted.data, adapted.adapter.parameters)
+        found = first_fingerprint(adapted.model, adapted.adapter.parameters)
     if found != stored:
         raise ModelError(
             "model: its nodes, inputs, outputs or base weights have changed since the adapter was "

@@ -45,8 +45,7 @@ def put_teacher(tape: Tape, model: ModelLike, find: Callable[[str], Tensor | Non
     Raises:
         ModelError: If the model is invalid, or incompatible with the student.
     """
-    light, data = convert.load_light(model)
-    work = convert.to_ir(light, None, data)
+    work = convert.to_ir(convert.load_light(model))
     convert.inline(work)
     work = convert.upgrade(work)
     infer_shapes(work)

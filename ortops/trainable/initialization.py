@@ -17,7 +17,7 @@ from ortops.execution.onnxruntime_sessions import errors_as_ours
 from ortops.graph import convert
 from ortops.graph.edit import all_nodes, describe
 from ortops.graph.files import external
-from ortops.graph.files.external import ITEM_SIZES, Data
+from ortops.graph.files.external import ITEM_SIZES, LightModel
 from ortops.graph.limits import LIMITS
 from ortops.graph.shapes import infer_shapes, may_be_equal
 from ortops.inference import InferenceSession
@@ -46,8 +46,7 @@ _FAST = frozenset(
 
 @convert.blame_model
 def initial_values(
-    proto: onnx.ModelProto,
-    data: Data,
+    model: LightModel,
     entry: int,
     variables: Mapping[str, Array],
     options: onnxruntime.SessionOptions | None,
@@ -56,8 +55,7 @@ def initial_values(
     """Returns the values that the initialization graph of a training_info entry computes.
 
     Args:
-        proto: A light trainable model; not changed.
-        data: Its data (see `ortops.graph.files.external`).
+        model: A light trainable model; not changed.
         entry: The index of the entry.
         variables: The variables by name, whose shapes the values must have.
         options: The user's options for the session.
@@ -70,25 +68,27 @@ def initial_values(
         ModelError: If the graph is not valid, its values do not fit the variables, or it exceeds
             the limits of memory or time in `ortops.graph.limits`.
     """
+    proto = model.proto
     info = proto.training_info[entry]
     if not info.initialization_binding:
         return {}
-    model = onnx.helper.make_model(
+    started = onnx.helper.make_model(
         info.initialization,
         opset_imports=proto.opset_import,
         ir_version=proto.ir_version,
         functions=proto.functions,
     )
     names = {binding.key: binding.value for binding in info.initialization_binding}
-    if model.graph.input:
+    if started.graph.input:
         raise ModelError(
             f"training_info entry {entry}: its initialization has an input "
-            f"'{model.graph.input[0].name}', which is never fed; make it an initializer"
+            f"'{started.graph.input[0].name}', which is never fed; make it an initializer"
         )
     what = f"training_info entry {entry}: its initialization"
-    is_fast = _check_sizes(_without_shapes(model), data, names, variables, entry)
+    bare = LightModel(_without_shapes(started), model.data)
+    is_fast = _check_sizes(bare, names, variables, entry)
     values = list(dict.fromkeys(names.values()))
-    whole = external.attach(model, data)
+    whole = external.attach(started, model.data)
     if is_fast or math.isinf(LIMITS.initialization_seconds):
         outputs = _run_here(whole, values, what, options, providers)
     else:
@@ -170,8 +170,7 @@ def _without_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _check_sizes(
-    proto: onnx.ModelProto,
-    data: Data,
+    light: LightModel,
     names: Mapping[str, str],
     variables: Mapping[str, Array],
     entry: int,
@@ -181,7 +180,7 @@ def _check_sizes(
     Returns:
         Whether all nodes are known to be fast, and to need little memory together.
     """
-    model = convert.to_ir(proto, None, data)
+    model = convert.to_ir(light)
     named_alike = any(not function.domain for function in model.functions.values())
     is_fast = not named_alike and all(map(_is_fast, all_nodes(model.graph)))
     convert.inline(model)

@@ -42,7 +42,7 @@ from ortops.graph.edit import (
     remove_defaults,
     remove_unread,
 )
-from ortops.graph.files.external import Data, detach
+from ortops.graph.files.external import LightModel, detach
 from ortops.graph.files.messages import describe_node
 from ortops.graph.files.serialization import BOUND_DOMAIN, name_tensors, to_proto
 from ortops.graph.shapes import may_be_equal
@@ -144,7 +144,7 @@ def step_graph(
     """
     choice("part", part, (None, "gradients", "apply"))
     proto, folder = convert.load(model)
-    step = flatten(*detach(proto), entry, folder)
+    step = flatten(detach(proto), entry, folder)
     result, updates = step.model, dict(step.updates)
     notes = {}
     if part is not None:
@@ -196,8 +196,7 @@ def _write_functions(model: ir.Model) -> None:
 
 
 def flatten(
-    proto: onnx.ModelProto,
-    data: Data,
+    light: LightModel,
     entry: int = 0,
     folder: Path | None = None,
     *,
@@ -206,8 +205,7 @@ def flatten(
     """Concatenates the inference graph and the algorithm.
 
     Args:
-        proto: A light trainable model; not changed.
-        data: Its data (see `ortops.graph.files.external`).
+        light: A light trainable model; not changed.
         entry: The index of the training_info entry.
         folder: The folder of its external data, which stay there.
         counts: Whether the counts that summands of the loss are divided by become outputs.
@@ -216,6 +214,7 @@ def flatten(
         ArgumentError: If ``entry`` is not an integer.
         ModelError: If there is no such entry, or a binding names something that does not exist.
     """
+    proto = light.proto
     info = _entry(proto, entry)
     updates = check_bindings(proto, entry)
     bound = [
@@ -224,7 +223,7 @@ def flatten(
         for binding in (*each.update_binding, *each.initialization_binding)
     ]
     _check_algorithm(proto, entry)
-    model = prepare(convert.to_ir(_concatenate(proto, entry), folder, data, given_away=True))
+    model = prepare(convert.to_ir(_concatenate(light, entry), folder, given_away=True))
     graph = model.graph
     by_name = {value.name: value for value in graph.outputs}
     wanted = [value.name for value in info.algorithm.output]
@@ -323,21 +322,14 @@ class EvaluationModel:
 
 @convert.blame_model
 def evaluation_model(
-    proto: onnx.ModelProto,
-    data: Data,
-    entry: int,
-    step: Step,
-    tensors: Sequence[str],
-    *,
-    loss: bool,
+    light: LightModel, entry: int, step: Step, tensors: Sequence[str], *, loss: bool
 ) -> EvaluationModel:
     """Returns a model that computes the loss and other tensors in inference mode.
 
     Variables are inputs.
 
     Args:
-        proto: A light trainable model; not changed.
-        data: Its data (see `ortops.graph.files.external`).
+        light: A light trainable model; not changed.
         entry: The index of the training_info entry.
         step: The step that `flatten` returned for the entry; only its names are read.
         tensors: The tensors to compute. For the maps of a ZipMap, it is the tensor that they are
@@ -348,8 +340,8 @@ def evaluation_model(
     Raises:
         OrtopsError: If a tensor does not exist or is not an array.
     """
-    metadata = training_metadata(proto)
-    model = prepare(convert.to_ir(_concatenate(proto, entry), None, data, given_away=True))
+    metadata = training_metadata(light.proto)
+    model = prepare(convert.to_ir(_concatenate(light, entry), given_away=True))
     graph = model.graph
     values = {value.name: value for value in (*graph.inputs, *graph.initializers.values())}
     values |= {value.name: value for node in graph for value in node.outputs}
@@ -497,8 +489,9 @@ def _check_algorithm(proto: onnx.ModelProto, entry: int) -> None:
             )
 
 
-def _concatenate(proto: onnx.ModelProto, entry: int) -> onnx.ModelProto:
+def _concatenate(model: LightModel, entry: int) -> LightModel:
     """Returns the model whose graph is the inference graph followed by an algorithm."""
+    proto = model.proto
     result = onnx.ModelProto()
     result.CopyFrom(proto)
     del result.training_info[:]
@@ -527,7 +520,7 @@ def _concatenate(proto: onnx.ModelProto, entry: int) -> onnx.ModelProto:
     graph.output.extend(value for value in algorithm.output if value.name not in own)
     typed = {value.name for value in graph.value_info}
     graph.value_info.extend(value for value in algorithm.value_info if value.name not in typed)
-    return result
+    return LightModel(result, model.data)
 
 
 def _learning_rates(graph: ir.Graph, metadata: TrainingMetadata) -> list[str]:

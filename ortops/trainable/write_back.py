@@ -8,16 +8,18 @@ import onnx
 
 from ortops.errors import ModelError, did_you_mean
 from ortops.graph.files import external
+from ortops.graph.files.external import LightModel
+from ortops.graph.files.messages import initializers
 from ortops.graph.weights import weights
 from ortops.numbers import Array
 
 __all__ = ["write_back", "write_values"]
 
 
-def write_back(original: onnx.ModelProto, data: external.Data, arrays: Mapping[str, Array]) -> None:
+def write_back(original: LightModel, arrays: Mapping[str, Array]) -> None:
     """Writes trained arrays to the weights of the model that the training started from."""
-    known = weights(original, data)
-    others = {t.name: t for t in original.graph.initializer if t.name not in known}
+    known = weights(original)
+    others = {t.name: t for t in original.proto.graph.initializer if t.name not in known}
     for name, array in arrays.items():
         if name in known:
             dtype, shape = known[name].dtype, known[name].shape
@@ -38,11 +40,11 @@ def write_back(original: onnx.ModelProto, data: external.Data, arrays: Mapping[s
         if name in known:
             known[name].set(array)
         else:
-            external.set_array(others[name], data, array)
+            external.set_array(others[name], original.data, array)
 
 
-def write_values(graph: onnx.GraphProto, data: external.Data, arrays: Mapping[str, Array]) -> None:
-    """Writes arrays to the initializers with the same names."""
-    for tensor in graph.initializer:
+def write_values(model: LightModel, arrays: Mapping[str, Array]) -> None:
+    """Writes arrays to the initializers of a model and its algorithms with the same names."""
+    for tensor in initializers(model.proto, initialization=False):
         if tensor.name in arrays:
-            external.set_array(tensor, data, arrays[tensor.name])
+            external.set_array(tensor, model.data, arrays[tensor.name])

@@ -354,7 +354,7 @@ class Evaluator:
     def _build(self, tensors: Sequence[str], *, loss: bool) -> Evaluation:
         loaded = self._loaded
         step, entry = loaded.steps[0], loaded.entries[0]
-        found = evaluation_model(loaded.proto, loaded.data, entry, step, tensors, loss=loss)
+        found = evaluation_model(loaded.light, entry, step, tensors, loss=loss)
         model, feeds = found.step.model, found.step.feeds
         known = set(feeds) <= loaded.inputs.keys()
         unread = [value.name for value in loaded.proto.graph.input]

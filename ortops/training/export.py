@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,10 +21,8 @@ from ortops.graph.convert import ModelLike
 from ortops.graph.edit import merge_equal_nodes
 from ortops.graph.files import external
 from ortops.graph.files.atomic import write_atomically
-from ortops.graph.files.external import Data
 from ortops.graph.files.json_metadata import remove_metadata
 from ortops.graph.files.json_text import read_json
-from ortops.graph.files.messages import initializers
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.files.wire_format import byte_spans
 from ortops.graph.safetensors import dump_safetensors
@@ -120,13 +118,15 @@ def export_step(
         >>> [feed["name"] for feed in step["step"]["feeds"]], step["variables"]["w"]["next"]
         (['x', 'targets'], 'w_new')
     """
-    proto, data = convert.load_light(model)
-    step = flatten(proto, data, entry)
+    light = convert.load_light(model)
+    proto, step = light.proto, flatten(light, entry)
     metadata = training_metadata(proto)
-    arrays = _present(proto, data, step.variables)
-    _write_raw(proto, data, arrays)
-    whole = external.attached(proto, data)
-    evaluation = _evaluation(proto, data, entry, step)
+    arrays = light.arrays(step.variables)
+    write_values(light, arrays)  # as raw data, whose positions in the file are known
+    remove_metadata(proto, POSITION_KEY)
+    whole = external.attached(*light)
+    outputs = [value.name for value in proto.graph.output]
+    evaluation = evaluation_model(light, entry, step, outputs, loss=bool(step.loss))
     files = {
         "model.onnx": external.serialize(whole),
         "step.onnx": _step_message(whole, entry, target),
@@ -212,25 +212,6 @@ def _step_message(whole: onnx.ModelProto, entry: int, target: Target | None) -> 
     small = to_proto(model)
     del small.graph.value_info[:]  # what shapes tensors have can be inferred
     return external.serialize(small)
-
-
-def _present(proto: onnx.ModelProto, data: Data, variables: Sequence[str]) -> dict[str, Array]:
-    """Returns the values of variables in a light model."""
-    tensors = reversed([*initializers(proto, initialization=False)])  # the first of a name counts
-    found = {tensor.name: tensor for tensor in tensors}
-    return {name: external.array_of(found[name], data) for name in variables}
-
-
-def _write_raw(proto: onnx.ModelProto, data: Data, arrays: Mapping[str, Array]) -> None:
-    """Writes variables as raw data, and removes the position of `fit`."""
-    for graph in (proto.graph, *(info.algorithm for info in proto.training_info)):
-        write_values(graph, data, arrays)
-    remove_metadata(proto, POSITION_KEY)
-
-
-def _evaluation(proto: onnx.ModelProto, data: Data, entry: int, step: Step) -> EvaluationModel:
-    outputs = [value.name for value in proto.graph.output]
-    return evaluation_model(proto, data, entry, step, outputs, loss=bool(step.loss))
 
 
 def _role(name: str, step: Step, metadata: TrainingMetadata, own: set[str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from ortops.execution.step import Step
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.files import external
+from ortops.graph.files.external import LightModel
 from ortops.graph.files.messages import initializers
 from ortops.training.state import check_master, is_rounded
 
@@ -27,8 +28,7 @@ logger = logging.getLogger("ortops")
 
 
 def given_values(
-    proto: onnx.ModelProto,
-    data: external.Data,
+    model: LightModel,
     steps: Sequence[Step],
     entries: Sequence[int],
     masters: Mapping[str, str],
@@ -36,8 +36,7 @@ def given_values(
     """Returns the values that variables have in a model; each is read on access.
 
     Args:
-        proto: The light model.
-        data: Its data.
+        model: The model.
         steps: The steps that have the variables.
         entries: The training_info entries of the steps.
         masters: 16-bit parameters → the variables with their float32 values.
@@ -48,11 +47,11 @@ def given_values(
     """
     wanted = {name for step in steps for name in (*step.variables, *step.updates)}
     found: dict[str, Callable[[], Array]] = {}
-    graphs = [proto.graph]
-    graphs += [proto.training_info[number].algorithm for number in entries]
+    graphs = [model.proto.graph]
+    graphs += [model.proto.training_info[number].algorithm for number in entries]
     for tensor in (tensor for graph in graphs for tensor in graph.initializer):
         if tensor.name in wanted:
-            read = functools.partial(external.array_of, tensor, data)
+            read = functools.partial(model.array_of, tensor)
             if tensor.name in found and not np.array_equal(found[tensor.name](), read()):
                 raise ModelError(
                     f"training_info: '{tensor.name}' has different values in several entries; "
@@ -101,7 +100,7 @@ class Values(Mapping[str, Array]):
         return Values({name: read for name, read in self._read.items() if name not in names})
 
 
-def copy_to_memory(model: ModelLike, entry: int | None) -> tuple[onnx.ModelProto, external.Data]:
+def copy_to_memory(model: ModelLike, entry: int | None) -> LightModel:
     """Returns a light model and its data, which neither a file nor the caller can change.
 
     Variables that `reset` computes are only borrowed until they have their values. Others stay in
@@ -114,7 +113,7 @@ def copy_to_memory(model: ModelLike, entry: int | None) -> tuple[onnx.ModelProto
     lent = [tensor for tensor in tensors if tensor.name in anew]
     bound = {binding.key for info in light.training_info for binding in info.update_binding}
     given = [tensor for tensor in tensors if tensor.name in bound - anew]
-    return light, external.copy_to_memory(data, lent, given)
+    return LightModel(light, external.copy_to_memory(data, lent, given))
 
 
 def computed(proto: onnx.ModelProto, entries: Iterable[int]) -> set[str]:

@@ -95,8 +95,8 @@ class LoadedModel:
         settings: How steps are executed.
 
     Attributes:
-        proto: The light model.
-        data: Its data.
+        light: The model.
+        proto: Its message, without the data of big tensors.
         options: As given.
         providers: As given, with the default.
         entries: The training_info entries that a step runs.
@@ -124,14 +124,13 @@ class LoadedModel:
         recompute: Checkpoint | None,
         settings: Settings | None,
     ) -> None:
-        self.proto, self.data = copy_to_memory(model, entry)
+        self.light = copy_to_memory(model, entry)
+        self.proto = self.light.proto
         self.options = options
         self.providers = list(providers or ["CPUExecutionProvider"])
         self.entries = all_entries(self.proto) if entry is None else [entry]
         self.metadata = training_metadata(self.proto)
-        self.steps = [
-            flatten(self.proto, self.data, number, counts=True) for number in self.entries
-        ]
+        self.steps = [flatten(self.light, number, counts=True) for number in self.entries]
         unread = [value.name for value in self.proto.graph.input]  # by what a step computes
         self.inputs = Inputs(self.steps, unread)
         self.outputs = [name for step in self.steps for name in step.outputs]
@@ -139,7 +138,7 @@ class LoadedModel:
         self.operation = ""
         self.assigned = 0
         self.on_assign: Callable[[Mapping[str, Array]], object] | None = None
-        given = given_values(self.proto, self.data, self.steps, self.entries, self.metadata.masters)
+        given = given_values(self.light, self.steps, self.entries, self.metadata.masters)
         execution = self.execution = Execution(
             self.steps,
             given,
@@ -188,7 +187,7 @@ class LoadedModel:
 
         for tensor in initializers(self.proto, initialization=False):
             later = functools.partial(present, tensor.name)
-            external.set_later(tensor, self.data, later if tensor.name in anew else None)
+            external.set_later(tensor, self.light.data, later if tensor.name in anew else None)
         return given.without(anew)
 
     def arrays(self) -> dict[str, Array]:
@@ -197,9 +196,7 @@ class LoadedModel:
 
     def initial_values(self, number: int) -> dict[str, Array]:
         """Runs the initialization graph of a training_info entry."""
-        return initial_values(
-            self.proto, self.data, number, self.arrays(), self.options, self.providers
-        )
+        return initial_values(self.light, number, self.arrays(), self.options, self.providers)
 
     @property
     def loss(self) -> str:

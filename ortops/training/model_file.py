@@ -16,7 +16,8 @@ import onnx
 from ortops.errors import OrtopsError
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
-from ortops.graph.files import external, saving
+from ortops.graph.files import saving
+from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import remove_metadata, write_metadata
 from ortops.graph.limits import LIMITS
 from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
@@ -63,20 +64,17 @@ class ModelFile:
             (1, 0.5)
         """
         with finished_at_exit, self._loaded.lock:
-            return external.attach(*self._light_model())
+            return self._light_model().attach()
 
-    def _light_model(self) -> tuple[onnx.ModelProto, external.Data]:
-        """Returns the trainable model with the present state, as a light model and its data.
+    def _light_model(self) -> LightModel:
+        """Returns the trainable model with the present state, as a light model.
 
         The data are the memory of the variables, so the lock has to be held while they are read.
         """
-        result, data = external.detach(self._loaded.proto)
-        data |= self._loaded.data
-        arrays = self._loaded.arrays()
-        for graph in (result.graph, *(info.algorithm for info in result.training_info)):
-            write_values(graph, data, arrays)
-        self._write_position(result)
-        return result, data
+        result = self._loaded.light.copy()
+        write_values(result, self._loaded.arrays())
+        self._write_position(result.proto)
+        return result
 
     def _write_position(self, model: onnx.ModelProto) -> None:
         """Writes the position of `fit`, if it was called."""
@@ -207,8 +205,8 @@ class ModelFile:
             arrays = loaded.metadata.averaged(loaded.arrays()) if ema else loaded.arrays()
             trained = {name: array for name, array in arrays.items() if name in own}
             if original is not None:
-                result, data = convert.load_light(original)
-                write_back(result, data, trained)
+                result = convert.load_light(original)
+                write_back(result, trained)
             else:
                 model = convert.to_ir(proto)  # without training_info and data
                 for key in (METADATA_KEY, POSITION_KEY):
@@ -216,9 +214,9 @@ class ModelFile:
                 if not has_domain(proto):
                     model.graph.opset_imports.pop(TRAINING_DOMAIN, None)
                 write_inference_mode(model)
-                result, data = to_proto(model), dict(loaded.data)
-                write_values(result.graph, data, trained)
-            return external.attach(result, data)
+                result = LightModel(to_proto(model), dict(loaded.light.data))
+                write_values(result, trained)
+            return result.attach()
 
     def digest(self) -> bytes:
         """Returns a digest of the model and the executed entries, without values of variables."""
@@ -227,14 +225,15 @@ class ModelFile:
         for name in sorted(variables):
             array = variables[name].buffers[0]
             found.update(repr((name, array.dtype.str, array.shape)).encode())
-        light, data = external.detach(proto)
+        copy = self._loaded.light.copy()
+        light = copy.proto
         infos = light.training_info
         graphs = [light.graph, *(g for i in infos for g in (i.algorithm, i.initialization))]
         for tensor in itertools.chain.from_iterable(graph.initializer for graph in graphs):
             if tensor.data_type == tensor.STRING:
                 continue
             if tensor.name not in variables:
-                found.update(bytes_digest(external.array_of(tensor, data | self._loaded.data)))
+                found.update(bytes_digest(copy.array_of(tensor)))
             plain = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type)
             plain.dims.extend(tensor.dims)
             tensor.CopyFrom(plain)

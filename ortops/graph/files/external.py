@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import google.protobuf.message
 import numpy as np
@@ -45,6 +45,7 @@ __all__ = [
     "ITEM_SIZES",
     "MESSAGE_LIMIT",
     "Data",
+    "LightModel",
     "Reference",
     "array_of",
     "attach",
@@ -81,6 +82,37 @@ _MEMORY = "ortops.memory"  # the location of data passed to `add_external_initia
 _numbers = itertools.count()
 
 
+class LightModel(NamedTuple):
+    """A model that is in memory without the data of its big tensors, and these data.
+
+    Attributes:
+        proto: The model, whose big tensors contain only the location of their data.
+        data: The data.
+    """
+
+    proto: onnx.ModelProto
+    data: Data
+
+    def array_of(self, tensor: onnx.TensorProto) -> Array:
+        """Returns the value of a tensor of the model."""
+        return array_of(tensor, self.data)
+
+    def arrays(self, names: Iterable[str]) -> dict[str, Array]:
+        """Returns the values of initializers of the model and its algorithms; the first counts."""
+        tensors = reversed([*initializers(self.proto, initialization=False)])
+        found = {tensor.name: tensor for tensor in tensors}
+        return {name: self.array_of(found[name]) for name in names}
+
+    def copy(self) -> LightModel:
+        """Returns a copy with the same data, to which others can be added."""
+        proto, found = detach(self.proto)
+        return LightModel(proto, self.data | found)
+
+    def attach(self) -> onnx.ModelProto:
+        """Stores the data in the model, in place, and returns it."""
+        return attach(self.proto, self.data)
+
+
 class Reference(ir.LazyTensor):
     """A reference to data, with a name of its own, that can be replaced or cleared.
 
@@ -105,19 +137,20 @@ class Reference(ir.LazyTensor):
         return self.content
 
 
-def lend(data: Data) -> Data:
-    """Returns references to data, which `let_go` clears."""
-    return {location: Reference(tensor) for location, tensor in data.items()}
+def lend(model: LightModel) -> LightModel:
+    """Returns a model with references to its data, which `let_go` clears."""
+    data: Data = {location: Reference(tensor) for location, tensor in model.data.items()}
+    return LightModel(model.proto, data)
 
 
-def let_go(data: Data) -> None:
+def let_go(model: LightModel) -> None:
     """Clears the references that `lend` returned; the data must no longer be read."""
-    for tensor in data.values():
+    for tensor in model.data.values():
         if isinstance(tensor, Reference):
             tensor.content = None
 
 
-def detach(proto: onnx.ModelProto, folder: Path | None = None) -> tuple[onnx.ModelProto, Data]:
+def detach(proto: onnx.ModelProto, folder: Path | None = None) -> LightModel:
     """Returns a light copy of a model.
 
     Args:
@@ -136,7 +169,7 @@ def detach(proto: onnx.ModelProto, folder: Path | None = None) -> tuple[onnx.Mod
         nodes = (result.graph.node, *(function.node for function in result.functions))
         for tensor in itertools.chain.from_iterable(map(_inner_tensors, nodes)):
             _load(tensor, folder)
-    return result, data
+    return LightModel(result, data)
 
 
 def copy_tensor(
@@ -167,7 +200,7 @@ def copy_tensor(
     _refer(target, data, content)
 
 
-def read_light(path: Path) -> tuple[onnx.ModelProto, Data] | None:
+def read_light(path: Path) -> LightModel | None:
     """Reads a light model, whose data stay in the file, which stays open.
 
     Args:
@@ -190,7 +223,7 @@ def read_light(path: Path) -> tuple[onnx.ModelProto, Data] | None:
         return True
 
     proto = read_message(path, BIG, detach_tensor)
-    return None if proto is None else (proto, data)
+    return None if proto is None else LightModel(proto, data)
 
 
 def _refer(tensor: onnx.TensorProto, data: Data, content: ir.TensorProtocol) -> None:
@@ -513,7 +546,7 @@ def _big_arrays(
     return {name: array for name, array in found if array is not None}
 
 
-def move_aside(model: ir.Model) -> tuple[onnx.ModelProto, Data]:
+def move_aside(model: ir.Model) -> LightModel:
     """Converts a model to a light model, without copying big initializers.
 
     Args:
@@ -531,7 +564,8 @@ def move_aside(model: ir.Model) -> tuple[onnx.ModelProto, Data]:
         and not isinstance(tensor, ir.ExternalTensor)
     }
     places = {name: (f"{LOCATION}{next(_numbers)}", None, None) for name in big}
-    return _without(model, places), {places[name][0]: tensor for name, tensor in big.items()}
+    data = {places[name][0]: tensor for name, tensor in big.items()}
+    return LightModel(_without(model, places), data)
 
 
 def _without(
