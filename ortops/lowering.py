@@ -300,9 +300,8 @@ def infer_types(model: ir.Model) -> None:
     changed = True
     while changed:  # once more for each order of differentiation
         infer_shapes(model)
-        changed = False
-        for node in gradients:
-            changed |= infer_outputs(node)
+        new = [node for node in gradients if infer_outputs(node)]
+        changed = any(output.uses() for node in new for output in node.outputs)
 
 
 def _check_nodes(model: ir.Model) -> None:

@@ -115,9 +115,15 @@ def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
     An initializer that is also an input has a default value and is not a constant; neither is a
     value marked as a `VARIABLE`.
     """
-    if value.is_graph_input():
+    if value.is_graph_input() or VARIABLE in value.meta:
         return None
-    return None if VARIABLE in value.meta else ir.convenience.get_const_tensor(value)
+    node = value.producer()
+    if value.const_value is None and node is not None and node.op_type == "Constant":
+        content = node.attributes.get("value")
+        if content is not None and not content.is_ref() and node.domain == "":
+            # onnx-ir checks the class of the tensor against a protocol, which takes much longer.
+            return cast(ir.TensorProtocol, content.value)
+    return ir.convenience.get_const_tensor(value)
 
 
 def constant_number(value: ir.Value) -> float | None:
