@@ -1,9 +1,11 @@
 """Settings that hold for every test, and what is left out where something optional is missing."""
 
+import gc
 import importlib.metadata
 import importlib.util
 import os
 import shutil
+import signal
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -120,6 +122,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[tests_left_out] = Counter()
     config.stash[files_left_out] = {}
     config.pluginmanager.register(Importable())
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in `nohup … &`; children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Nothing of what is collected is garbage, and each sweep through a million objects takes long.
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

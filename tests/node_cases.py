@@ -8,9 +8,13 @@ a Cast; what cannot be fed at all is an initializer; a sequence enters as its el
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
+import pickle
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,8 +34,7 @@ Arrays = dict[str, Any]
 
 def _session(model: onnx.ModelProto) -> onnxruntime.InferenceSession | None:
     try:
-        # Small models: threads only get in each other's way. Refusals are expected: no log.
-        return plain_session(model, log_severity_level=4, intra_op_num_threads=1)
+        return plain_session(model, log_severity_level=4)  # refusals are expected
     except REFUSALS:
         return None
 
@@ -186,7 +189,24 @@ def is_float(array: Any) -> bool:
 
 @functools.cache
 def node_cases() -> dict[str, NodeCase]:
-    """Returns the cases with floating-point inputs and outputs, by name. It takes seconds."""
+    """Returns the cases with floating-point inputs and outputs, by name.
+
+    Collecting them takes seconds, in every process of pytest, so they are kept in `build/`.
+    """
+    source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+    versions = f"{onnx.__version__}-{np.__version__}-{source}"
+    kept = Path(__file__).parents[1] / "build" / f"node_cases-{versions}.pickle"
+    if not kept.exists():
+        kept.parent.mkdir(exist_ok=True)
+        written = kept.with_suffix(f".{os.getpid()}")
+        written.write_bytes(pickle.dumps(_collected()))
+        written.replace(kept)  # whole, for the other processes
+    found: dict[str, NodeCase] = pickle.loads(kept.read_bytes())
+    return found
+
+
+def _collected() -> dict[str, NodeCase]:
+    """Returns the cases as onnx makes them."""
     from onnx.backend.test.case.model import collect_testcases as collect_models
     from onnx.backend.test.case.node import collect_testcases as collect_nodes
 

@@ -32,7 +32,7 @@ Model = onnx.ModelProto | bytes | str | os.PathLike[str]
 def plain_session(
     model: Model, *, optimize: bool = True, **options: Any
 ) -> onnxruntime.InferenceSession:
-    """Opens a session that logs errors only.
+    """Opens a session that logs errors only, and has one thread: models of tests are small.
 
     Args:
         model: A model, its bytes or its file.
@@ -42,7 +42,7 @@ def plain_session(
     settings = onnxruntime.SessionOptions()
     if not optimize:
         settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    for name, value in {"log_severity_level": 3, **options}.items():
+    for name, value in {"log_severity_level": 3, "intra_op_num_threads": 1, **options}.items():
         setattr(settings, name, value)
     given = model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
     return onnxruntime.InferenceSession(given, settings, providers=CPU)

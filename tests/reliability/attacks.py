@@ -577,7 +577,8 @@ def run_python(arguments: list[str], *, timeout: float = 60) -> subprocess.Compl
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
             command,
-            env={**os.environ, "PYTHONPATH": path},
+            # onnxruntime_extensions imports transformers, which would import PyTorch.
+            env={**os.environ, "PYTHONPATH": path, "USE_TORCH": "0"},
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
