@@ -299,6 +299,7 @@ def expected_of(op: str, given: Any, x: np.ndarray, w: np.ndarray) -> np.ndarray
     return expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opset", [21, 22])
 @pytest.mark.parametrize("op", ["MaxPool", "AveragePool", "counted AveragePool", "LpPool"])
 def test_against_windows_in_float64(op: str, opset: int) -> None:

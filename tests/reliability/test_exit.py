@@ -15,6 +15,8 @@ from attacks import KINDS, SOAK, VICTIMS, run_code, run_python
 
 from ortops import OrtopsError, TrainingSession
 
+pytestmark = pytest.mark.slow  # each test starts processes
+
 SMALL = [name for name in KINDS if "large" not in name]
 """A large session ends as one in chunks does."""
 

@@ -7,6 +7,8 @@ import sys
 import pytest
 from attacks import run_code
 
+pytestmark = pytest.mark.slow  # each test starts a process
+
 PRELUDE = """
     import logging, os, signal, sys, time
     import numpy as np

@@ -173,6 +173,7 @@ def distorted(original: bytes, rng: random.Random) -> bytes:
 CHANGES = {"bytes": mutated, "fields": distorted}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", ["model", "trainable", "step_graph", "control_flow"])
 def test_a_changed_file_is_taken_or_refused(kind: str, change: str, tmp_path: Path) -> None:

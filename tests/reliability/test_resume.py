@@ -48,6 +48,7 @@ KILLED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
 @pytest.mark.parametrize("victim", KINDS)
 def test_a_kill_leaves_the_last_file_or_the_next(victim: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 from attacks import KINDS, OPERATIONS, SIGNALS, TRIES, VICTIMS, TornError, attack
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(OPERATIONS))
 @pytest.mark.parametrize("victim", KINDS)
 def test_a_signal_arrives_and_leaves_a_whole_step(victim: str, name: str) -> None:
