@@ -299,6 +299,25 @@ def expected_of(op: str, given: Any, x: np.ndarray, w: np.ndarray) -> np.ndarray
     return expected
 
 
+CUT_OFF = [
+    (2, {"kernel_shape": [3], "strides": [2]}, [0.5, 0.5]),
+    (2, {"kernel_shape": [3], "strides": [3], "count_include_pad": 1}, [0.5, 0.5]),
+    (1, {"kernel_shape": [3], "strides": [2], "pads": [0, 1], "count_include_pad": 1}, [0.5]),
+    (2, {"kernel_shape": [2], "dilations": [2], "strides": [2]}, [1.0, 0.0]),
+]
+"""Single windows larger than the padded input, which onnxruntime cuts off."""
+
+
+@pytest.mark.parametrize("opset", [21, 22])
+@pytest.mark.parametrize(("length", "attributes", "expected"), CUT_OFF)
+def test_average_of_a_window_that_is_cut_off(
+    length: int, attributes: dict[str, Any], expected: list[float], opset: int
+) -> None:
+    x, w = np.ones((1, 1, length), np.float32), np.ones((1, 1, 1), np.float32)
+    case = Case("AveragePool", [x], attributes, opset=opset)
+    np.testing.assert_allclose(run(lowered(case), {"x": x, "w": w})[0][0, 0], expected, rtol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("opset", [21, 22])
 @pytest.mark.parametrize("op", ["MaxPool", "AveragePool", "counted AveragePool", "LpPool"])

@@ -111,6 +111,11 @@ class Windows:
         totals = zip(lengths, pads[:rank], pads[rank:], self.extents, strict=True)
         return [length + begin + end - cast(int, extent) for length, begin, end, extent in totals]
 
+    def may_fit(self, lengths: Sequence[int | None]) -> bool:
+        """Whether a window is not known to be larger than the padded tensor, which cuts it off."""
+        known = [length for length in lengths if length is not None]
+        return self.pads is None or len(known) < self.rank or min(self._slack(known)) >= 0
+
     def counts(self, lengths: Sequence[int]) -> list[int]:
         """Returns the number of windows along the axes of a tensor of known sizes."""
         slack = self._slack(lengths)

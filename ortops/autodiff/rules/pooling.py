@@ -84,7 +84,8 @@ def _counts(g: Tensor, x: Tensor, at: Windows, include_pad: bool) -> Tensor:
 
 def _averaged(g: Tensor, x: Tensor, at: Windows, ceil_mode: int, include_pad: int) -> Tensor:
     """Returns g divided by the number of elements of each window."""
-    if not ceil_mode and (include_pad or not at.is_padded):
+    is_whole = not ceil_mode and at.may_fit(static_sizes(x, at.rank))
+    if is_whole and (include_pad or not at.is_padded):
         return g / math.prod(cast(tuple[int, ...], at.kernel))
     return g / _counts(g, x, at, bool(include_pad))
 
