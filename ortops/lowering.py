@@ -423,7 +423,8 @@ def _write_out(node: ir.Node, update: _OptimizerNode) -> None:
 def _of_shape(tensor: Tensor, x: Tensor) -> Tensor:
     """Reshapes a tensor like another, so that a mismatch fails instead of broadcasting.
 
-    Unlike in `ortops.autodiff.grad`, equal symbols are enough: a Reshape breaks updates in place.
+    Unlike in `ortops.autodiff.grad`, equal symbols are enough, because the formula of a packed
+    update must be elementwise (see `ortops.execution.split`).
     """
     if tensor.shape is not None and tensor.shape == x.shape and None not in tensor.shape:
         return tensor

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 import ortops
+from ortops import lowering
 from models.mlp import mlp
 from ortops.execution.split import Group, split
 from ortops.graph.edit import remove_defaults
 from ortops.graph.files.external import detach
-from ortops.graph.tensor import Names, constant_tensor
+from ortops.graph.tensor import Names, constant_tensor, op, shape_of
 from ortops.lowering import lower_optimizers
 from ortops.trainable.step_graph import flatten
 
@@ -43,3 +45,13 @@ def test_a_scalar_that_a_formula_reads_as_it_is_stays_one() -> None:
     assert len(group.scalars) == 1
     constants = [constant_tensor(value) for node in group.formula for value in node.outputs]
     assert not any(c is not None and c.numpy() == np.float32(0.5) for c in constants)
+
+
+def test_a_formula_with_a_reshape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its result may be in the memory of a state, which the update in place overwrites."""
+    model = ortops.build_training_model(
+        mlp((4, 8, 2)), loss="SoftmaxCrossEntropy", optimizer=ortops.optimizers.Momentum()
+    )
+    monkeypatch.setattr(lowering, "_of_shape", lambda x, like: op.Reshape(x, shape_of(like)))
+    with pytest.raises(AssertionError, match=r"the formula of .* is not elementwise: .*'Reshape'"):
+        ortops.TrainingSession(model)

@@ -19,6 +19,7 @@ import onnx_ir as ir
 from ortops.graph.edit import ELEMENTWISE, ancestor_nodes, copy_node, remove_unread
 from ortops.graph.tensor import Tape, constant_tensor, op
 from ortops.lowering import TRAINING_DOMAIN, Keep, lower_optimizers
+from ortops.optimizers import OPERATORS
 from ortops.passes.scaled_sums import overwrites
 
 __all__ = ["Group", "Role", "is_safe_in_place", "is_scalar", "split"]
@@ -325,6 +326,9 @@ def _group(
     targets = {variable: copies[target] for target, variable in first.targets.items()}
     formula.outputs.extend(targets[leaf] for leaf in leaves[0] if leaf in targets)
     remove_unread(lower_optimizers(formula, tape.names, keep))
+    # A Reshape, for example, shares memory with its input, so that an update in place is wrong.
+    others = {node.op_type for node in formula} - ELEMENTWISE - {"Constant", *OPERATORS}
+    assert not others, f"the formula of {first.nodes[0].name} is not elementwise: {others}"
     read = _move_scalars(formula, dict(zip(inputs[len(roles) :], scalars, strict=True)), out.tape)
     shapes = tuple(_static(member.leaves()[0]) or () for member in members)
     return Group(formula, tuple(roles), shapes, tuple(out.name(value) for value in read))
