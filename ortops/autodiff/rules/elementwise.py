@@ -6,6 +6,7 @@ At kinks, bounds and ties they return the same subgradient as PyTorch.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -25,6 +26,39 @@ def _times_slope(g: Tensor, slope: Tensor) -> Tensor:
     zero = g.tape.constant(np.array(0, g.dtype))
     is_flat = op.And(abs(slope) >= math.inf, equal(g, zero))
     return g * op.Where(is_flat, 0, slope)
+
+
+# Functions of one tensor
+
+_UNARY: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "Neg": lambda g, y, x: -g,
+    "Reciprocal": lambda g, y, x: -g * y * y,
+    "Sqrt": lambda g, y, x: g * 0.5 / y,
+    "Exp": lambda g, y, x: _times_slope(g, y),
+    "Log": lambda g, y, x: g / x,
+    "Erf": lambda g, y, x: g * (2 / math.sqrt(math.pi) * op.Exp(-x * x)),
+    "Sin": lambda g, y, x: g * op.Cos(x),
+    "Cos": lambda g, y, x: -g * op.Sin(x),
+    "Tan": lambda g, y, x: g * (1 + y * y),
+    "Asin": lambda g, y, x: g / op.Sqrt((1 - x) * (1 + x)),  # 1 − x² would cancel near ±1
+    "Acos": lambda g, y, x: -g / op.Sqrt((1 - x) * (1 + x)),
+    "Atan": lambda g, y, x: g / (1 + x * x),
+    "Sinh": lambda g, y, x: _times_slope(g, op.Cosh(x)),
+    "Cosh": lambda g, y, x: _times_slope(g, op.Sinh(x)),
+    "Tanh": lambda g, y, x: g * (1 - y * y),
+    "Asinh": lambda g, y, x: g / op.Sqrt(1 + x * x),
+    "Acosh": lambda g, y, x: g / op.Sqrt((x - 1) * (x + 1)),
+    "Atanh": lambda g, y, x: g / ((1 - x) * (1 + x)),
+    # In terms of the rounded y, so that the 1 / y of a following logarithm cancels exactly.
+    "Sigmoid": lambda g, y, x: g * (y * (1 - y)),
+    "Softplus": lambda g, y, x: g * op.Sigmoid(x),
+    # A product with a mask would be NaN for an infinite cotangent, such as that of a root at 0.
+    "Relu": lambda g, y, x: op.Where(y > 0, g, 0),
+    "Abs": lambda g, y, x: g * op.Sign(x),
+    "Identity": lambda g, y, x: g,
+}
+for _op_type, _rule in _UNARY.items():
+    vjp(_op_type)(_rule)
 
 
 # Arithmetic
@@ -81,16 +115,6 @@ def _base_cotangent(g: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
     return _times_slope(g, slope)
 
 
-@vjp("Neg")
-def neg(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return -g
-
-
-@vjp("Reciprocal")
-def reciprocal(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return -g * y * y
-
-
 @vjp("Sum", elementwise=True)
 def variadic_sum(g: Tensor, y: Tensor, *xs: Tensor) -> Cotangents:
     return (g,) * len(xs)
@@ -115,113 +139,13 @@ def mod(g: Tensor, y: Tensor, a: Tensor, b: Tensor, *, fmod: int = 0) -> Cotange
     return g, -g * op.Round((a - y) / b)  # y = a − b · quotient, for either rounding
 
 
-# Exponentials, roots, trigonometry
-
-
-@vjp("Sqrt")
-def sqrt(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return g * 0.5 / y
-
-
-@vjp("Exp")
-def exp(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return _times_slope(g, y)
-
-
-@vjp("Log")
-def log(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return g / x
-
-
-@vjp("Erf")
-def erf(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return g * (2 / math.sqrt(math.pi) * op.Exp(-x * x))
-
-
-@vjp("Sin")
-def sin(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return g * op.Cos(x)
-
-
-@vjp("Cos")
-def cos(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return -g * op.Sin(x)
-
-
-@vjp("Tan")
-def tan(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return g * (1 + y * y)
-
-
-@vjp("Asin")
-def asin(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return g / op.Sqrt((1 - x) * (1 + x))  # 1 − x² would cancel near ±1
-
-
-@vjp("Acos")
-def acos(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return -g / op.Sqrt((1 - x) * (1 + x))
-
-
-@vjp("Atan")
-def atan(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return g / (1 + x * x)
-
-
-@vjp("Sinh")
-def sinh(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return _times_slope(g, op.Cosh(x))
-
-
-@vjp("Cosh")
-def cosh(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return _times_slope(g, op.Sinh(x))
-
-
-@vjp("Tanh")
-def tanh(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return g * (1 - y * y)
-
-
-@vjp("Asinh")
-def asinh(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return g / op.Sqrt(1 + x * x)
-
-
-@vjp("Acosh")
-def acosh(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return g / op.Sqrt((x - 1) * (x + 1))
-
-
-@vjp("Atanh")
-def atanh(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return g / ((1 - x) * (1 + x))
-
-
 # Activations
-
-
-@vjp("Sigmoid")
-def sigmoid(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    # In terms of the rounded y, so that the 1 / y of a following logarithm cancels exactly.
-    return g * (y * (1 - y))
-
-
-@vjp("Softplus")
-def softplus(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return g * op.Sigmoid(x)
 
 
 @vjp("Softsign")
 def softsign(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
     size = 1 + abs(x)
     return g / size / size  # size² could overflow
-
-
-@vjp("Relu")
-def relu(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    # A product with a mask would be NaN for an infinite cotangent, such as that of a root at 0.
-    return op.Where(y > 0, g, 0)
 
 
 @vjp("LeakyRelu")
@@ -305,11 +229,6 @@ def swish(g: Tensor, y: Tensor, x: Tensor, *, alpha: float = 1.0) -> Cotangents:
 # Selection
 
 
-@vjp("Abs")
-def absolute(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return g * op.Sign(x)
-
-
 @vjp("Shrink")
 def shrink(g: Tensor, y: Tensor, x: Tensor, *, bias: float = 0.0, lambd: float = 0.5) -> Cotangents:
     return op.Where(abs(x) > lambd, g, 0)
@@ -338,11 +257,6 @@ def where(g: Tensor, y: Tensor, condition: Tensor, a: Tensor, b: Tensor) -> Cota
 
 
 # Type
-
-
-@vjp("Identity")
-def identity(g: Tensor, y: Tensor, x: Tensor) -> Cotangents:
-    return g
 
 
 @vjp("Cast")
