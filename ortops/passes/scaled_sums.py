@@ -18,7 +18,7 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortops.graph.tensor import Names, Tape, Tensor, constant_tensor, op
-from ortops.passes.blocked.kernels import KERNEL_DOMAIN, block_size, convolve, emit, sizes
+from ortops.passes.blocked.kernels import KERNEL_DOMAIN, block_size, convolve, emit_one, sizes
 from ortops.passes.rewrite import Result, pattern, rewrite
 
 __all__ = ["MULTIPLE", "adds_to_zero", "arranged", "expand", "has_kernel", "insert", "overwrites"]
@@ -130,7 +130,7 @@ def _factored(x: Tensor) -> tuple[Tensor | None, Tensor]:
 
 
 def _node(x: Tensor, factor: Tensor, y: Tensor, sign: int) -> Tensor:
-    (total,) = emit(x.tape, DOMAIN, "ScaledSum", [x, factor, y], [()], sign=sign)
+    total = emit_one(DOMAIN, "ScaledSum", [x, factor, y], (), sign=sign)
     total.value.shape = y.value.shape
     return total
 
@@ -163,5 +163,4 @@ def _kernel(node: ir.Node, tape: Tape) -> Result:
 def _gated_add(x: Tensor, weights: Tensor, y: Tensor) -> Tensor:
     """Returns y + weights · x, with a weight for each row of x."""
     y.tape.graph.opset_imports[_GATED_ADD] = 1
-    (total,) = emit(y.tape, _GATED_ADD, "GatedAdd", [y, x, weights], [sizes(y)])
-    return total
+    return emit_one(_GATED_ADD, "GatedAdd", [y, x, weights], sizes(y))

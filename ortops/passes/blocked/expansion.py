@@ -31,14 +31,14 @@ def expand(graph: ir.Graph, names: Names) -> None:
     graph.opset_imports[KERNEL_DOMAIN] = 1
 
 
-def _expand_block(x: Tensor, *, block: int) -> tuple[Tensor, ...]:
+def _expand_block(x: Tensor, *, block: int) -> Tensor:
     same = math.prod(sizes(x)[2:]) == 1 and sizes(x)[1] % block == 0
-    return (x if same else kernels.to_blocks(x, block),)
+    return x if same else kernels.to_blocks(x, block)
 
 
-def _expand_unblock(x: Tensor, *, block: int, channels: int) -> tuple[Tensor, ...]:
+def _expand_unblock(x: Tensor, *, block: int, channels: int) -> Tensor:
     same = math.prod(sizes(x)[2:]) == 1 and sizes(x)[1] == channels
-    return (x if same else kernels.to_plain(x, channels),)
+    return x if same else kernels.to_plain(x, channels)
 
 
 def _expand_conv(
@@ -51,11 +51,11 @@ def _expand_conv(
     group: int,
     pads: Sequence[int],
     strides: Sequence[int],
-) -> tuple[Tensor, ...]:
+) -> Tensor:
     n, _, *lengths = sizes(x)
     m, _, *kernel = sizes(w)
     counts = windows_on(kernel, strides, dilations, pads).counts(lengths)
-    result = kernels.convolve(
+    return kernels.convolve(
         x,
         kernels.filter_of(w, block),
         (n, m, *counts),
@@ -66,7 +66,6 @@ def _expand_conv(
         pads=pads,
         group=group,
     )
-    return (result,)
 
 
 def _expand_batch_normalization(
@@ -92,38 +91,29 @@ def _expand_batch_normalization(
     return y, new_mean, new_var, centred, inverse_std
 
 
-def _expand_affine(x: Tensor, factor: Tensor, shift: Tensor) -> tuple[Tensor, ...]:
-    return (affine(x, factor, shift),)
-
-
-def _expand_relu(x: Tensor, *, exact: int) -> tuple[Tensor, ...]:
-    return (op.Relu(x),)
+def _expand_relu(x: Tensor, *, exact: int) -> Tensor:
+    return op.Relu(x)
 
 
 def _expand_clip(
     x: Tensor, *, exact: int, low: float | None = None, high: float | None = None
-) -> tuple[Tensor, ...]:
-    bounds = (None if bound is None else np.float32(bound) for bound in (low, high))
-    return (op.Clip(x, *bounds),)
+) -> Tensor:
+    return op.Clip(x, *(None if bound is None else np.float32(bound) for bound in (low, high)))
 
 
-def _expand_max_pool(
-    x: Tensor, *, block: int, kernel_shape: Sequence[int], exact: int
-) -> tuple[Tensor, ...]:
+def _expand_max_pool(x: Tensor, *, block: int, kernel_shape: Sequence[int], exact: int) -> Tensor:
     n, channels, *lengths = sizes(x)
     counts = [length // step for length, step in zip(lengths, kernel_shape, strict=True)]
     attributes = {"kernel_shape": list(kernel_shape), "strides": list(kernel_shape)}
-    return kernels.emit(
-        x.tape, KERNEL_DOMAIN, "MaxPool", [x], [(n, channels, *counts)], **attributes
-    )
+    return kernels.emit_one(KERNEL_DOMAIN, "MaxPool", [x], (n, channels, *counts), **attributes)
 
 
-def _expand_global_average_pool(x: Tensor, *, block: int) -> tuple[Tensor, ...]:
-    return (kernels.channel_means(x),)
+def _expand_global_average_pool(x: Tensor, *, block: int) -> Tensor:
+    return kernels.channel_means(x)
 
 
-_EXPANSIONS: Mapping[str, Callable[..., tuple[Tensor, ...]]] = {
-    "Affine": _expand_affine,
+_EXPANSIONS: Mapping[str, Callable[..., Result]] = {
+    "Affine": affine,
     "BatchNormalization": _expand_batch_normalization,
     "Block": _expand_block,
     "Clip": _expand_clip,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import onnx_ir as ir
 
 from ortops.autodiff.gradient_node import is_bound
@@ -11,7 +9,7 @@ from ortops.autodiff.rules import convolution
 from ortops.graph.edit import attribute_values, has_one_reader, remove_unread, replace_value
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.passes.blocked import kernels, rules
-from ortops.passes.blocked.kernels import sizes
+from ortops.passes.blocked.kernels import emit_one, sizes
 from ortops.passes.blocked.rules import DOMAIN
 from ortops.passes.draft import Draft
 from ortops.passes.finite import clip_bounds
@@ -69,32 +67,18 @@ class _Insertion:
 
     def _replace(self, node: ir.Node) -> None:
         """Computes blocked twins of a node's outputs, if possible."""
-        match node.op_type:
-            case "Conv":
-                self._conv(node)
-            case "BatchNormalization":
-                self._batch_normalization(node)
-            case "Relu":
-                self._relu(node)
-            case "Clip":
-                self._clip(node)
-            case "MaxPool":
-                self._max_pool(node)
-            case "GlobalAveragePool":
-                self._global_average_pool(node)
-            case "Concat":
-                self._concat(node)
-            case _ if node.op_type in _ELEMENTWISE:
-                self._elementwise(node)
-
-    def _emit(
-        self,
-        op_type: str,
-        inputs: Sequence[Tensor | None],
-        shapes: Sequence[Sequence[int]],
-        **attributes: object,
-    ) -> tuple[Tensor, ...]:
-        return kernels.emit(self.tape, DOMAIN, op_type, inputs, shapes, **attributes)
+        replacements = {
+            "Conv": self._conv,
+            "BatchNormalization": self._batch_normalization,
+            "Relu": self._relu,
+            "Clip": self._clip,
+            "MaxPool": self._max_pool,
+            "GlobalAveragePool": self._global_average_pool,
+            "Concat": self._concat,
+            **dict.fromkeys(_ELEMENTWISE, self._elementwise),
+        }
+        if node.op_type in replacements:
+            replacements[node.op_type](node)
 
     def _twin(self, value: ir.Value | None) -> Tensor | None:
         if value is None:
@@ -138,10 +122,11 @@ class _Insertion:
         blocked = x if channels < self.size else self._blocked(x)
         _, _, *counts = sizes(self.tape.tensor(node.outputs[0]))
         w = _with_zeros(w, outputs - m, 0 if group > 1 else taken - channels)
-        (self.twins[node.outputs[0]],) = self._emit(
+        self.twins[node.outputs[0]] = emit_one(
+            DOMAIN,
             "Conv",
             [blocked, w, None if b is None else _with_zeros(b, outputs - m)],
-            [(n, outputs, *counts)],
+            (n, outputs, *counts),
             block=self.size,
             dilations=list(at.dilations),
             group=1 if group == 1 else outputs,
@@ -161,9 +146,11 @@ class _Insertion:
             factor = scale / op.Sqrt(var + node.attributes.get_float("epsilon", 1e-5))
             both = (factor, bias - mean * factor)
             inputs = [x, *(_with_zeros(each, channels - plain) for each in both)]
-            (self.twins[node.outputs[0]],) = self._emit("Affine", inputs, [sizes(x)])
+            self.twins[node.outputs[0]] = emit_one(DOMAIN, "Affine", inputs, sizes(x))
             return
-        y, *statistics = self._emit(
+        y, *statistics = kernels.emit(
+            self.tape,
+            DOMAIN,
             "BatchNormalization",
             [x, *(_with_zeros(each, channels - plain) for each in others)],
             [sizes(x), *[(channels,)] * 2, sizes(x), (channels,)],
@@ -182,15 +169,15 @@ class _Insertion:
         x = self._twin(node.inputs[0])
         if x is not None:
             exact = int(node.outputs[0] in self.unbounded)
-            (self.twins[node.outputs[0]],) = self._emit("Relu", [x], [sizes(x)], exact=exact)
+            self.twins[node.outputs[0]] = emit_one(DOMAIN, "Relu", [x], sizes(x), exact=exact)
 
     def _clip(self, node: ir.Node) -> None:
         x, bounds = self._twin(node.inputs[0]), clip_bounds(node)
         if x is not None and bounds is not None:
             low, high = bounds
             exact = int(node.outputs[0] in self.unbounded)
-            (self.twins[node.outputs[0]],) = self._emit(
-                "Clip", [x], [sizes(x)], low=low, high=high, exact=exact
+            self.twins[node.outputs[0]] = emit_one(
+                DOMAIN, "Clip", [x], sizes(x), low=low, high=high, exact=exact
             )
 
     def _elementwise(self, node: ir.Node) -> None:
@@ -215,8 +202,9 @@ class _Insertion:
         x = self._twin(node.inputs[0])
         if x is not None and not self._is_padded(x, node.outputs[0]):
             n, channels, *_ = sizes(x)
-            shape = (n, channels, 1, 1)
-            (pooled,) = self._emit("GlobalAveragePool", [x], [shape], block=self.size)
+            pooled = emit_one(
+                DOMAIN, "GlobalAveragePool", [x], (n, channels, 1, 1), block=self.size
+            )
             replace_value(self.tape, node.outputs[0], pooled)
 
     def _max_pool(self, node: ir.Node) -> None:
@@ -245,11 +233,10 @@ class _Insertion:
         if swap and before is not None:
             x = self.tape.tensor(before)
         exact = int(node.outputs[0] in self.unbounded)
-        (y,) = self._emit(
-            "MaxPool", [x], [shape], block=self.size, kernel_shape=list(kernel), exact=exact
-        )
+        attributes = {"block": self.size, "kernel_shape": list(kernel), "exact": exact}
+        y = emit_one(DOMAIN, "MaxPool", [x], shape, **attributes)
         if swap:
-            (y,) = self._emit("Relu", [y], [shape], exact=exact)
+            y = emit_one(DOMAIN, "Relu", [y], shape, exact=exact)
         self.twins[node.outputs[0]] = y
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "convolve",
     "crop",
     "emit",
+    "emit_one",
     "filter_of",
     "from_filter",
     "from_lanes",
@@ -115,6 +116,18 @@ def emit(
     return tuple(tape.tensor(value) for value in node.outputs)
 
 
+def emit_one(
+    domain: str,
+    op_type: str,
+    inputs: Sequence[Tensor | None],
+    shape: Sequence[int],
+    **attributes: Any,
+) -> Tensor:
+    """Appends such a node with one output; see `emit`."""
+    tape = next(x.tape for x in inputs if x is not None)
+    return emit(tape, domain, op_type, inputs, [shape], **attributes)[0]
+
+
 def sizes(x: Tensor) -> tuple[int, ...]:
     """Returns the shape of a tensor, whose sizes must be known."""
     assert x.shape is not None
@@ -130,10 +143,7 @@ def reshape(x: Tensor, *shape: int) -> Tensor:
         before = x.value.producer()
     if x.shape == shape:
         return x
-    (result,) = emit(
-        x.tape, "", "Reshape", [x, x.tape.constant(np.array(shape, np.int64))], [shape]
-    )
-    return result
+    return emit_one("", "Reshape", [x, x.tape.constant(np.array(shape, np.int64))], shape)
 
 
 def to_blocks(x: Tensor, block: int, *, channels_last: bool = False) -> Tensor:
@@ -144,26 +154,15 @@ def to_blocks(x: Tensor, block: int, *, channels_last: bool = False) -> Tensor:
     n, *rest = sizes(x)
     *spatial, channels = rest if channels_last else (*rest[1:], rest[0])
     shape = (n, -(-channels // block) * block, *spatial)
-    (result,) = emit(
-        x.tape, KERNEL_DOMAIN, "ReorderInput", [x], [shape], channels_last=int(channels_last)
-    )
-    return result
+    return emit_one(KERNEL_DOMAIN, "ReorderInput", [x], shape, channels_last=int(channels_last))
 
 
 def to_plain(x: Tensor, channels: int, *, channels_last: bool = False) -> Tensor:
     """Converts a blocked tensor to the plain layout (N, C, H, W) or (N, H, W, C)."""
     n, _, *spatial = sizes(x)
     shape = (n, *spatial, channels) if channels_last else (n, channels, *spatial)
-    (result,) = emit(
-        x.tape,
-        KERNEL_DOMAIN,
-        "ReorderOutput",
-        [x],
-        [shape],
-        channels=channels,
-        channels_last=int(channels_last),
-    )
-    return result
+    attributes = {"channels": channels, "channels_last": int(channels_last)}
+    return emit_one(KERNEL_DOMAIN, "ReorderOutput", [x], shape, **attributes)
 
 
 def to_lanes(x: Tensor, lanes: int, block: int) -> Tensor:
@@ -209,19 +208,17 @@ def convolve(
     inputs = [x, w, bias, add]
     while inputs[-1] is None:
         inputs.pop()
-    (result,) = emit(
-        x.tape,
+    return emit_one(
         KERNEL_DOMAIN,
         "Conv",
         inputs,
-        [shape],
+        shape,
         kernel_shape=list(kernel),
         strides=list(strides),
         dilations=list(dilations),
         pads=list(pads),
         group=group,
     )
-    return result
 
 
 def affine(
@@ -259,9 +256,7 @@ def products(a: Tensor, b: Tensor) -> Tensor:
 def channel_means(x: Tensor) -> Tensor:
     """Returns the means over height and width, (N, C, 1, 1), of a blocked tensor."""
     n, channels, *_ = sizes(x)
-    shape = (n, channels, 1, 1)
-    (result,) = emit(x.tape, KERNEL_DOMAIN, "GlobalAveragePool", [x], [shape])
-    return result
+    return emit_one(KERNEL_DOMAIN, "GlobalAveragePool", [x], (n, channels, 1, 1))
 
 
 def pad_columns(x: Tensor, before: int, after: int) -> Tensor:

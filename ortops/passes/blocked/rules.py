@@ -34,8 +34,7 @@ def enter(x: Tensor, size: int) -> Tensor:
     """Converts (N, C, H, W) to the blocked layout, padded with channels of zeros."""
     n, channels, *spatial = sizes(x)
     shape = (n, -(-channels // size) * size, *spatial)
-    (result,) = kernels.emit(x.tape, DOMAIN, "Block", [x], [shape], block=size)
-    return result
+    return kernels.emit_one(DOMAIN, "Block", [x], shape, block=size)
 
 
 def leave(x: Tensor, size: int, channels: int | None = None) -> Tensor:
@@ -43,8 +42,7 @@ def leave(x: Tensor, size: int, channels: int | None = None) -> Tensor:
     n, count, *spatial = sizes(x)
     kept = channels or count
     shape = (n, kept, *spatial)
-    (result,) = kernels.emit(x.tape, DOMAIN, "Unblock", [x], [shape], block=size, channels=kept)
-    return result
+    return kernels.emit_one(DOMAIN, "Unblock", [x], shape, block=size, channels=kept)
 
 
 @vjp("Block", domain=DOMAIN)
