@@ -171,15 +171,13 @@ def _softmax(node: ir.Node) -> _Found | None:
     if node.op_type == "Softmax":
         return "softmax", _first(node), attribute_values(node).get("axis", -1)
     if node.op_type == "Exp":
-        inner = _producer(node.inputs[0])
-        found = None if inner is None or inner.op_type == "Log" else _log_softmax(inner)
+        inner = _producer(node.inputs[0], "LogSoftmax", "Sub")
+        found = None if inner is None else _log_softmax(inner)
         return None if found is None else ("softmax", *found[1:])
     if node.op_type != "Div":
         return None
-    above, below = (_producer(value) for value in node.inputs)
-    if above is None or below is None or (above.op_type, below.op_type) != ("Exp", "ReduceSum"):
-        return None
-    if below.inputs[0] is not above.outputs[0]:
+    above, below = _producer(node.inputs[0], "Exp"), _producer(node.inputs[1], "ReduceSum")
+    if above is None or below is None or below.inputs[0] is not above.outputs[0]:
         return None
     return "softmax", _shifted(_first(above)), _reduced_axis(below)
 
@@ -196,14 +194,13 @@ def _log_softmax(node: ir.Node) -> _Found | None:
         return None if found is None else ("log_softmax", *found[1:])
     if node.op_type != "Sub":
         return None
-    logits, norm = _first(node), _producer(node.inputs[1])
-    while norm is not None and norm.op_type in _MOVING:  # restores the reduced axis
-        norm = _producer(norm.inputs[0])
-    if norm is not None and norm.op_type == "ReduceLogSumExp" and norm.inputs[0] is logits:
-        return "log_softmax", logits, _reduced_axis(norm, node.inputs[1])
-    total = None if norm is None or norm.op_type != "Log" else _producer(norm.inputs[0])
-    exp = None if total is None or total.op_type != "ReduceSum" else _producer(total.inputs[0])
-    if total is None or exp is None or exp.op_type != "Exp" or exp.inputs[0] is not logits:
+    logits, norm = _first(node), _source(node.inputs[1])  # behind nodes that restore the axis
+    reduced = _producer(norm, "ReduceLogSumExp")
+    if reduced is not None and reduced.inputs[0] is logits:
+        return "log_softmax", logits, _reduced_axis(reduced, node.inputs[1])
+    total = _producer(_input_of(_producer(norm, "Log")), "ReduceSum")
+    exp = _producer(_input_of(total), "Exp")
+    if total is None or exp is None or exp.inputs[0] is not logits:
         return None
     return "log_softmax", _shifted(logits), _reduced_axis(total, node.inputs[1])
 
@@ -212,20 +209,22 @@ def _sigmoid(node: ir.Node) -> _Found | None:
     """Recognizes Sigmoid and 1 / (1 + exp(−x))."""
     if node.op_type == "Sigmoid":
         return "sigmoid", _first(node), None
+    negative = _producer(_input_of(_exp_plus_one(_inverted(node))), "Neg")
+    return None if negative is None else ("sigmoid", _first(negative), None)
+
+
+def _inverted(node: ir.Node) -> ir.Value | None:
+    """Returns x for 1 / x, or None."""
     if node.op_type == "Div" and _is_number(node.inputs[0], 1):
-        below = _producer(node.inputs[1])
-    elif node.op_type == "Reciprocal":
-        below = _producer(node.inputs[0])
-    else:
-        return None
-    if below is None or below.op_type != "Add":
-        return None
-    exps = [_producer(value) for value in below.inputs if not _is_number(value, 1)]
-    exp = exps[0] if len(exps) == 1 else None
-    negative = None if exp is None or exp.op_type != "Exp" else _producer(exp.inputs[0])
-    if negative is None or negative.op_type != "Neg":
-        return None
-    return "sigmoid", _first(negative), None
+        return node.inputs[1]
+    return node.inputs[0] if node.op_type == "Reciprocal" else None
+
+
+def _exp_plus_one(value: ir.Value | None) -> ir.Node | None:
+    """Returns the node Exp(x) if a value is 1 + exp(x), as in a Sigmoid of −x."""
+    total = _producer(value, "Add")
+    rest = [] if total is None else [each for each in total.inputs if not _is_number(each, 1)]
+    return _producer(rest[0], "Exp") if len(rest) == 1 else None
 
 
 def _complement(node: ir.Node) -> _Found | None:
@@ -242,20 +241,18 @@ def _complement(node: ir.Node) -> _Found | None:
 
 def _opposite_axis(logits: ir.Value) -> int | None:
     """Returns the axis of logits −z and z, as in scikit-learn's binary classifiers, or None."""
-    node = _producer(logits)
-    if node is not None and node.op_type == "Reshape":
-        shape = None if node.inputs[1] is None else constant_tensor(node.inputs[1])
+    node, reshaped = _producer(logits), _producer(logits, "Reshape")
+    if reshaped is not None and reshaped.inputs[1] is not None:
+        shape = constant_tensor(reshaped.inputs[1])
         if shape is not None and shape.numpy().tolist() == [-1, 2]:
-            node = _producer(node.inputs[0])
+            node = _producer(reshaped.inputs[0])
     if node is None:
         return None
     shape_of_logits = logits.shape
     last = 1 if shape_of_logits is None else len(shape_of_logits) - 1
     if node.op_type == "Concat" and len(node.inputs) == 2:
-        negative, other = _producer(node.inputs[0]), node.inputs[1]
         axis: int = attribute_values(node)["axis"]
-        is_negative = negative is not None and negative.op_type == "Neg"
-        if not is_negative or negative is None or _first(negative) is not other:
+        if _input_of(_producer(node.inputs[0], "Neg")) is not node.inputs[1]:
             return None
         axis = axis % (last + 1) if axis < 0 else axis
         is_pair = shape_of_logits is None or shape_of_logits[axis] == 2
@@ -278,8 +275,8 @@ def _opposite_axis(logits: ir.Value) -> int | None:
 
 def _array(value: ir.Value | None) -> npt.NDArray[Any] | None:
     """Returns a constant, also behind a Transpose, with at least one axis."""
-    node = _producer(value)
-    if node is not None and node.op_type == "Transpose":
+    node = _producer(value, "Transpose")
+    if node is not None:
         matrix = _array(_first(node))
         return None if matrix is None or matrix.ndim != 2 else matrix.T
     tensor = None if value is None else constant_tensor(value)
@@ -318,10 +315,8 @@ def _holds_probabilities(node: ir.Node, value: ir.Value) -> bool:
             return source is not None and source.op_type in ("QLinearSoftmax", "QLinearSigmoid")
         case "HardSigmoid":
             return True
-        case "Reciprocal":
-            return _is_one_and_exp(node.inputs[0])
-        case "Div" if _is_number(node.inputs[0], 1):
-            return _is_one_and_exp(node.inputs[1])
+        case "Reciprocal" | "Div" if _inverted(node) is not None:
+            return _exp_plus_one(_inverted(node)) is not None
         case "Div":
             return _is_divided_by_sum(node) or _is_average(node)
         case "Mul" | "Mean":
@@ -339,22 +334,11 @@ def _is_squashed(value: ir.Value | None) -> bool:
 
 def _is_divided_by_sum(node: ir.Node) -> bool:
     """Whether a Div is x / Σ x, also with small numbers added to avoid division by zero."""
-    above, below = _first(node), _producer(node.inputs[1])
-    guarded = _producer(above)
-    if below is not None and guarded is not None and below.op_type == guarded.op_type == "Add":
+    above = _first(node)
+    below, guarded = _producer(node.inputs[1], "Add"), _producer(above, "Add")
+    if below is not None and guarded is not None:
         return any(_is_sum(_producer(value), guarded.inputs) for value in below.inputs)
-    while below is not None and below.op_type in _MOVING:
-        below = _producer(below.inputs[0])
-    return _is_sum(below, [above])
-
-
-def _is_one_and_exp(value: ir.Value | None) -> bool:
-    """Whether a value is 1 + exp(x), as in a Sigmoid of −x."""
-    node = _producer(value)
-    if node is None or node.op_type != "Add":
-        return False
-    rest = [_producer(each) for each in node.inputs if not _is_number(each, 1)]
-    return len(rest) == 1 and rest[0] is not None and rest[0].op_type == "Exp"
+    return _is_sum(_producer(_source(node.inputs[1])), [above])
 
 
 def _is_average(node: ir.Node) -> bool:
@@ -378,8 +362,8 @@ def _is_average(node: ir.Node) -> bool:
 
 
 def _summands(value: ir.Value | None) -> list[ir.Value | None]:
-    node = _producer(value)
-    if node is None or node.op_type not in ("Add", "Sum"):
+    node = _producer(value, "Add", "Sum")
+    if node is None:
         return [value]
     return [each for given in node.inputs for each in _summands(given)]
 
@@ -393,21 +377,19 @@ def _is_complement(node: ir.Node) -> bool:
     if len(node.inputs) != 2:
         return False
     for one, other in (tuple(node.inputs), tuple(reversed(node.inputs))):
-        rest = _producer(one)
-        if rest is not None and rest.op_type == "Sub" and _is_number(rest.inputs[0], 1):
+        rest = _producer(one, "Sub")
+        if rest is not None and _is_number(rest.inputs[0], 1):
             return rest.inputs[1] is other
     return False
 
 
 def _shifted(value: ir.Value) -> ir.Value:
     """Returns x for x − max(x), and any other value unchanged."""
-    node = _producer(value)
-    if node is None or node.op_type != "Sub":
+    node = _producer(value, "Sub")
+    if node is None:
         return value
-    largest = _producer(node.inputs[1])
-    if largest is None or largest.op_type != "ReduceMax" or largest.inputs[0] is not node.inputs[0]:
-        return value
-    return _first(node)
+    largest = _producer(node.inputs[1], "ReduceMax")
+    return _first(node) if _input_of(largest) is node.inputs[0] else value
 
 
 def _reduced_axis(node: ir.Node, result: ir.Value | None = None) -> int | None:
@@ -432,9 +414,23 @@ def _first(node: ir.Node) -> ir.Value:
     return value
 
 
-def _producer(value: ir.Value | None) -> ir.Node | None:
+def _input_of(node: ir.Node | None) -> ir.Value | None:
+    return None if node is None else node.inputs[0]
+
+
+def _producer(value: ir.Value | None, *op_types: str) -> ir.Node | None:
+    """Returns the standard node that computes a value, if it has one of the types, or any."""
     node = None if value is None else value.producer()
-    return None if node is None or node.domain else node
+    if node is None or node.domain or (op_types and node.op_type not in op_types):
+        return None
+    return node
+
+
+def _source(value: ir.Value | None) -> ir.Value | None:
+    """Returns the value before nodes that only move elements."""
+    while (node := _producer(value, *_MOVING)) is not None:
+        value = node.inputs[0]
+    return value
 
 
 def _is_number(value: ir.Value | None, number: float) -> bool:
