@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, Unpack
 
 from ortops.autodiff.registry import Cotangents
@@ -31,25 +31,35 @@ def _on_integers(op_type: str, domain: str = "") -> Callable[[_F], _F]:
     return definition(op_type, domain=domain, keep=True, quantizes=True, limits=STRAIGHT_THROUGH)
 
 
-def _on_real(op_type: str) -> Callable[[_F], _F]:
-    """Registers the definition of an operator of onnxruntime by a function of real numbers.
+def _on_real(
+    op_type: str, domain: str = MICROSOFT, *, axes: Sequence[int] = (), plain: int = 0
+) -> Callable[[_F], _F]:
+    """Registers the definition of an operator by a function of real numbers.
 
-    Each operand is three inputs of the operator: the integers, the scale and the zero point. The
-    last two inputs are the scale and the zero point of the output.
+    The operator has three inputs for each tensor of the function: the quantized tensor, its scale
+    and its zero point. After them come the scale and the zero point of the result.
+
+    Args:
+        op_type: The operator.
+        domain: Its domain.
+        axes: The axis of each tensor's scale, if that is a vector; the last one by default.
+        plain: The number of first inputs that are not quantized.
     """
 
     def register(function: _F) -> _F:
         kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
-        size = 3 * kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        count = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) - plain
 
         @functools.wraps(function)
         def quantized(*inputs: Any, **attributes: Any) -> Tensor:
-            numbers, scales, zero_points = (inputs[first:size:3] for first in range(3))
-            y = function(*map(real, numbers, scales, zero_points), **attributes)
-            y_scale, y_zero_point = (*inputs[size:], None)[:2]
-            return _integers(y, y_scale, y_zero_point, inputs[0])
+            end = plain + 3 * count
+            numbers, scales, zero_points = (inputs[plain + i : end : 3] for i in range(3))
+            reals = map(real, numbers, scales, zero_points, axes or (-1,) * count)
+            y = function(*inputs[:plain], *reals, **attributes)
+            y_scale, y_zero_point = (*inputs[end:], None)[:2]
+            return _integers(y, y_scale, y_zero_point, numbers[0])
 
-        _on_integers(op_type, MICROSOFT)(quantized)
+        _on_integers(op_type, domain)(quantized)
         return function
 
     return register
@@ -85,20 +95,9 @@ def _integers(y: Tensor, scale: Tensor, zero_point: Tensor | None, like: Tensor)
     return op.QuantizeLinear(y, scale, zero_point, output_dtype=kind)
 
 
-@_on_integers("QLinearMatMul")
-def qlinear_matmul(
-    a: Tensor,
-    a_scale: Tensor,
-    a_zero_point: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    b_zero_point: Tensor,
-    y_scale: Tensor,
-    y_zero_point: Tensor,
-) -> Cotangents:
-    # Vectors of scales are for the rows of the left factor and the columns of the right one.
-    left, right = real(a, a_scale, a_zero_point, -2), real(b, b_scale, b_zero_point, -1)
-    return _integers(op.MatMul(left, right), y_scale, y_zero_point, a)
+@_on_real("QLinearMatMul", "", axes=(-2, -1))  # for rows on the left, for columns on the right
+def qlinear_matmul(a: Tensor, b: Tensor) -> Tensor:
+    return op.MatMul(a, b)
 
 
 @_on_integers("QLinearConv")
@@ -149,20 +148,9 @@ def qlinear_mul(a: Tensor, b: Tensor) -> Tensor:
     return a * b
 
 
-@_on_integers("QLinearWhere", domain=MICROSOFT)
-def qlinear_where(
-    condition: Tensor,
-    a: Tensor,
-    a_scale: Tensor,
-    a_zero_point: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    b_zero_point: Tensor,
-    y_scale: Tensor,
-    y_zero_point: Tensor,
-) -> Cotangents:
-    y = op.Where(condition, real(a, a_scale, a_zero_point), real(b, b_scale, b_zero_point))
-    return _integers(y, y_scale, y_zero_point, a)
+@_on_real("QLinearWhere", plain=1)
+def qlinear_where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return op.Where(condition, a, b)
 
 
 @_on_integers("QLinearConcat", domain=MICROSOFT)
