@@ -44,17 +44,13 @@ def softmax_cross_entropy_loss(
     g_loss, g_log_probabilities = (*g, None)[:2]
     d_scores = d_weights = None
     if g_loss is not None:
-        classes, counted = _classes(labels, ignore_index)
-        rate, slope = _slope(g_loss, labels, classes, counted, weights, reduction)
+        at = _Labels(labels, weights, ignore_index, reduction == "mean")
+        rate, slope = at.slopes(g_loss)
         # probabilities − one_hot(labels), without a one-hot matrix
-        picked = op.GatherElements(probabilities, op.Unsqueeze(classes, [1]), axis=1)
-        difference = op.ScatterElements(
-            probabilities, op.Unsqueeze(classes, [1]), picked - 1, axis=1
-        )
-        d_scores = difference * (op.Unsqueeze(slope, [1]) if slope.ndim else slope)
-        if weights is not None:
-            each = _negative_pick(log_probabilities, classes)
-            d_weights = _weights_vjp(rate, each, loss, classes, counted, weights, reduction)
+        picked = op.GatherElements(probabilities, at.column, axis=1)
+        difference = op.ScatterElements(probabilities, at.column, picked - 1, axis=1)
+        d_scores = difference * slope
+        d_weights = at.weights_vjp(rate, log_probabilities, loss)
     if g_log_probabilities is not None:
         total = op.ReduceSum(g_log_probabilities, [1], keepdims=1)
         part = g_log_probabilities - probabilities * total
@@ -73,77 +69,73 @@ def negative_log_likelihood_loss(
     ignore_index: int | None = None,
     reduction: str = "mean",
 ) -> Cotangents:
-    classes, counted = _classes(labels, ignore_index)
-    rate, slope = _slope(g, labels, classes, counted, weights, reduction)
-    column = op.Unsqueeze(classes, [1])
-    slope = op.Unsqueeze(slope, [1]) if slope.ndim else slope
-    d_x = op.ScatterElements(zeros_like(x), column, expand_like(-slope, column), axis=1)
-    d_weights = None
-    if weights is not None:
-        each = _negative_pick(x, classes)
-        d_weights = _weights_vjp(rate, each, y, classes, counted, weights, reduction)
-    return d_x, None, d_weights
+    at = _Labels(labels, weights, ignore_index, reduction == "mean")
+    rate, slope = at.slopes(g)
+    d_x = op.ScatterElements(zeros_like(x), at.column, expand_like(-slope, at.column), axis=1)
+    return d_x, None, at.weights_vjp(rate, x, y)
 
 
-def _classes(labels: Tensor, ignore_index: int | None) -> tuple[Tensor, Tensor | None]:
-    """Replaces ignored labels with 0; also returns which samples count (None: all)."""
-    if ignore_index is None:
-        return labels, None
-    counted = op.Not(op.Equal(labels, ignore_index))
-    return op.Where(counted, labels, 0), counted
+class _Labels:
+    """The labels and class weights of a loss.
 
+    Args:
+        labels: The labels, (N, …).
+        weights: The weights of the classes.
+        ignore_index: The label that does not count.
+        is_mean: Whether the loss is the weighted mean over the samples.
 
-def _slope(
-    g: Tensor,
-    labels: Tensor,
-    classes: Tensor,
-    counted: Tensor | None,
-    weights: Tensor | None,
-    reduction: str,
-) -> tuple[Tensor, Tensor]:
-    """Returns the cotangents of the weighted and of the unweighted loss of each sample.
-
-    A cotangent that is equal for all samples is a scalar.
+    Attributes:
+        column: The class of each sample, (N, 1, …); 0 for ignored ones.
     """
-    each = None if weights is None else op.Gather(weights, classes)
-    if reduction == "mean":
-        wide = wide_dtype(g)  # float16 cannot count beyond 65504
-        total: Tensor | int
-        if each is not None:
-            kept = each if counted is None else op.Where(counted, each, 0)
-            total = op.ReduceSum(kept.astype(wide), keepdims=0)
-        elif counted is not None:
-            total = op.ReduceSum(counted.astype(wide), keepdims=0)
-        else:
-            count = size_of(labels, range(labels.ndim))
-            total = count.astype(wide) if isinstance(count, Tensor) else count
-        if each is not None or counted is not None:
-            total = op.Where(op.Equal(total, 0), 1, total)  # without samples, the gradient is 0
-        g = (g.astype(wide) / total).astype(g.dtype)
-    slope = g if each is None else g * each
-    if counted is not None:
-        slope = op.Where(counted, slope, 0)
-    return g, slope
 
+    def __init__(
+        self, labels: Tensor, weights: Tensor | None, ignore_index: int | None, is_mean: bool
+    ) -> None:
+        self._classes, self._counted = labels, None
+        if ignore_index is not None:
+            self._counted = op.Not(op.Equal(labels, ignore_index))
+            self._classes = op.Where(self._counted, labels, 0)
+        self._weights, self._is_mean = weights, is_mean
+        self.column = op.Unsqueeze(self._classes, [1])
 
-def _negative_pick(log_probabilities: Tensor, classes: Tensor) -> Tensor:
-    """Returns the unweighted loss of each sample."""
-    picked = op.GatherElements(log_probabilities, op.Unsqueeze(classes, [1]), axis=1)
-    return -op.Squeeze(picked, [1])
+    def _only_counted(self, x: Tensor) -> Tensor:
+        return x if self._counted is None else op.Where(self._counted, x, 0)
 
+    def slopes(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the cotangents of the weighted, and in a column of the unweighted, losses.
 
-def _weights_vjp(
-    rate: Tensor,
-    each: Tensor,
-    loss: Tensor | None,
-    classes: Tensor,
-    counted: Tensor | None,
-    weights: Tensor,
-    reduction: str,
-) -> Tensor:
-    """Returns the cotangent of the class weights, which are also in the denominator of a mean."""
-    part = rate * (each - loss if reduction == "mean" else each)
-    if counted is not None:
-        part = op.Where(counted, part, 0)
-    flat = op.Reshape(classes, [-1])
-    return scatter_add(zeros_like(weights), flat, op.Reshape(part, [-1]))
+        A cotangent that is equal for all samples is a scalar.
+        """
+        each = None if self._weights is None else op.Gather(self._weights, self._classes)
+        if self._is_mean:
+            wide = wide_dtype(g)  # float16 cannot count beyond 65504
+            total: Tensor | int
+            if each is not None:
+                total = op.ReduceSum(self._only_counted(each).astype(wide), keepdims=0)
+            elif self._counted is not None:
+                total = op.ReduceSum(self._counted.astype(wide), keepdims=0)
+            else:
+                count = size_of(self._classes, range(self._classes.ndim))
+                total = count.astype(wide) if isinstance(count, Tensor) else count
+            if each is not None or self._counted is not None:
+                total = op.Where(op.Equal(total, 0), 1, total)  # the gradient of no samples is 0
+            g = (g.astype(wide) / total).astype(g.dtype)
+        slope = self._only_counted(g if each is None else g * each)
+        return g, op.Unsqueeze(slope, [1]) if slope.ndim else slope
+
+    def weights_vjp(
+        self, rate: Tensor, log_probabilities: Tensor, loss: Tensor | None
+    ) -> Tensor | None:
+        """Returns the cotangent of the class weights, which a mean is also divided by.
+
+        Args:
+            rate: The cotangent of the weighted losses.
+            log_probabilities: The log-probabilities of the classes.
+            loss: The result.
+        """
+        if self._weights is None:
+            return None
+        each = -op.Squeeze(op.GatherElements(log_probabilities, self.column, axis=1), [1])
+        part = self._only_counted(rate * (each - loss if self._is_mean else each))
+        places, values = (op.Reshape(x, [-1]) for x in (self._classes, part))
+        return scatter_add(zeros_like(self._weights), places, values)
