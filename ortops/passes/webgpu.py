@@ -17,17 +17,14 @@ from ortops.autodiff.registry import Cotangents, Table
 from ortops.autodiff.rules.convolution import Placement, input_gradient, windows
 from ortops.autodiff.rules.normalization import per_channel
 from ortops.errors import UnsupportedError
-from ortops.graph.edit import all_nodes, describe, inner_graphs
+from ortops.graph.edit import describe, inner_graphs
+from ortops.graph.element_types import replace_type
 from ortops.graph.shapes import reshape_like
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.passes.draft import Draft, Pass
 from ortops.passes.rewrite import Result, pattern, rewrite
 
 __all__ = ["WEBGPU"]
-
-_WIDE, _NARROW = ir.DataType.DOUBLE, ir.DataType.FLOAT
-_TYPES = ("dtype", "output_dtype", "stash_type", "to")
-"""Attributes that are the number of a type."""
 
 
 class _WebGPU(Pass):
@@ -36,7 +33,7 @@ class _WebGPU(Pass):
     def prepare(self, draft: Draft) -> None:
         """Rejects float64 tensors of the model, and adds a rule for MaxPool."""
         for value in (*draft.graph.inputs, *draft.graph.outputs):
-            if value.dtype == _WIDE:
+            if value.dtype == ir.DataType.DOUBLE:
                 raise UnsupportedError(
                     f"tensor '{value.name}' is float64, which WebGPU does not support; use a "
                     "float32 model"
@@ -51,11 +48,7 @@ class _WebGPU(Pass):
         for graph in graphs:
             rewrite(graph, draft.names, _batch_normalization)
             graphs += [inner for node in graph for inner in inner_graphs(node)]
-        for graph in graphs:
-            for value in (*graph.inputs, *graph.initializers.values()):
-                _narrow(value)
-        for node in all_nodes(draft.graph):
-            _narrow_node(node)
+        replace_type(draft.graph, ir.DataType.DOUBLE, ir.DataType.FLOAT, _narrow_tensor)
 
 
 def _max_pool(
@@ -124,24 +117,6 @@ def _batch_normalization(node: ir.Node, tape: Tape) -> Result:
         for old, new in ((mean, batch_mean), (variance, batch_variance))
     ]
     return [y, *shares][: len(node.outputs)]
-
-
-def _narrow(value: ir.Value) -> None:
-    """Converts a value from float64 to float32."""
-    if value.dtype == _WIDE:
-        value.type = ir.TensorType(_NARROW)
-    if value.const_value is not None and value.const_value.dtype == _WIDE:
-        value.const_value = _narrow_tensor(value.const_value)
-
-
-def _narrow_node(node: ir.Node) -> None:
-    for value in node.outputs:
-        _narrow(value)
-    for name, attribute in list(node.attributes.items()):
-        if attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == _WIDE:
-            node.attributes[name] = ir.AttrTensor(name, _narrow_tensor(attribute.as_tensor()))
-        elif name in _TYPES and attribute.value == _WIDE.value:
-            node.attributes[name] = ir.AttrInt64(name, _NARROW.value)
 
 
 def _narrow_tensor(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
