@@ -33,8 +33,17 @@ FLOORS = (
 
 WITHIN = {
     "graph": (
-        *("limits", "files", "safetensors", "adapters", "pooling", "tensor", "edit", "folding"),
-        *("shapes", "convert", "linear_models", "weights", "squashing", "labels"),
+        *("limits", "files", "safetensors", "adapters", "pooling", "tensor", "edit"),
+        *(
+            "element_types",
+            "folding",
+            "shapes",
+            "convert",
+            "linear_models",
+            "weights",
+            "squashing",
+            "labels",
+        ),
     ),
     "graph.files": (
         *("atomic", "json_text", "json_metadata", "messages", "validation", "loading"),
