@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import ortops
-from ortops import lowering
 from models.mlp import mlp
+from ortops import lowering
 from ortops.execution.split import Group, split
 from ortops.graph.edit import remove_defaults
 from ortops.graph.files.external import detach
