@@ -46,7 +46,15 @@ WITHIN = {
         ),
     ),
     "graph.files": (
-        *("atomic", "json_text", "json_metadata", "messages", "validation", "loading"),
+        *(
+            "atomic",
+            "json_text",
+            "json_fields",
+            "json_metadata",
+            "messages",
+            "validation",
+            "loading",
+        ),
         *("serialization", "wire_format", "held_file", "external", "saving"),
     ),
     "optimizers": (

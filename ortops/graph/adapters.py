@@ -6,11 +6,18 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypeAlias
 
 from ortops.errors import ModelError
+from ortops.graph.files.json_fields import (
+    BOOLEAN,
+    TEXT,
+    Expected,
+    array_of,
+    check_fields,
+    object_of,
+)
 from ortops.graph.files.json_metadata import Entry, read_metadata, where
 
 __all__ = [
@@ -167,12 +174,9 @@ def _check(found: object, kind: type[Adapter | Module], place: str) -> None:
         raise _refused(
             place + f"{name!r:.80}", f"not be present; known names are {', '.join(sorted(known))}"
         )
-    for name in known:
-        accepted, fits = _FIELDS[name]
-        if name not in found and name not in _ADDED_LATER:
-            raise _refused(place + f"'{name}'", f"be {accepted}")
-        if name in found and not fits(found[name]):
-            raise _refused(place + f"'{name}'", f"be {accepted}", found[name])
+    expected = {each.name: _FIELDS[each.name] for each in fields(kind)}
+    start = f"{where(METADATA_KEY)}: {place}".rstrip(": ")
+    check_fields(start, found, expected, optional=_ADDED_LATER, remedy=_REMEDY)
 
 
 def _check_names(name: str, module: Module) -> None:
@@ -201,55 +205,38 @@ def _refused(what: str, must: str, value: object = _NOTHING) -> ModelError:
     return ModelError(f"{where(METADATA_KEY)}: {subject}; {_REMEDY}")
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
 def _is_name(value: object) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _are(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Returns a test for objects whose values all pass the given test."""
-    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_name, value))
 
 
-def _are_pairs(value: object) -> bool:
-    return (
-        isinstance(value, list)
-        and value != []
-        and all(isinstance(p, list) and len(p) == 2 and all(map(_is_name, p)) for p in value)
-    )
-
-
-_Field: TypeAlias = tuple[str, Callable[[Any], bool]]
 _KINDS = ("linear", "convolution", "embedding")
-_RANK: _Field = ("an integer >= 1", is_rank)
-_ALPHA: _Field = ("a finite number other than 0", is_alpha)
-_NAME: _Field = ("the name of a tensor", _is_name)
+_NAME = Expected("the name of a tensor", _is_name)
 _FINGERPRINT = re.compile(r"(?:[0-9]{1,3}:)?[0-9a-f]{32}")
 
-_FIELDS: Mapping[str, _Field] = {
-    "rank": _RANK,
-    "alpha": _ALPHA,
-    "rslora": ("true or false", lambda value: isinstance(value, bool)),
-    "fingerprint": (
+_FIELDS: Mapping[str, Expected] = {
+    "rank": Expected("an integer >= 1", is_rank),
+    "alpha": Expected("a finite number other than 0", is_alpha),
+    "rslora": BOOLEAN,
+    "fingerprint": Expected(
         "a fingerprint of 32 hexadecimal digits",
         lambda value: isinstance(value, str) and _FINGERPRINT.fullmatch(value) is not None,
     ),
-    "modules": (
-        "an object of at least one layer",
-        lambda value: isinstance(value, dict) and value != {},
+    "modules": Expected(
+        "an object of at least one layer", lambda value: isinstance(value, dict) and value != {}
     ),
-    "rank_pattern": ("an object of integers >= 1", _are(is_rank)),
-    "alpha_pattern": ("an object of finite numbers other than 0", _are(is_alpha)),
-    "kind": (f"one of {', '.join(_KINDS)}", lambda value: value in _KINDS),
+    "rank_pattern": object_of("integers >= 1", is_rank),
+    "alpha_pattern": object_of("finite numbers other than 0", is_alpha),
+    "kind": Expected(f"one of {', '.join(_KINDS)}", lambda value: value in _KINDS),
     "a": _NAME,
     "b": _NAME,
-    "tensors": ("an array of pairs of names", _are_pairs),
-    "peft": ("a string", _is_text),
+    "tensors": array_of("pairs of names", _is_pair, least=1),
+    "peft": TEXT,
 }
-"""The requirement of each field, as text and as a test."""
+"""What each field must be."""
 
 _ADDED_LATER = ("rank_pattern", "alpha_pattern", "peft")
 """Fields that older files lack."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -11,6 +11,14 @@ import numpy as np
 import onnx
 
 from ortops.errors import ModelError, OrtopsError
+from ortops.graph.files.json_fields import (
+    BOOLEAN,
+    TEXT,
+    Expected,
+    check_fields,
+    object_of,
+    or_null,
+)
 from ortops.graph.files.json_metadata import read_metadata, where
 from ortops.numbers import Array, real
 
@@ -149,26 +157,18 @@ class TrainingMetadata:
         return result
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+def _is_integer(value: object) -> bool:
+    return type(value) is int and -(2**63) <= value < 2**63
 
 
-def _are_texts(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
-
-
-def _is_integer_or_null(value: object) -> bool:
-    return value is None or (type(value) is int and -(2**63) <= value < 2**63)
-
-
-_VALID: Mapping[Any, tuple[str, Callable[[Any], bool]]] = {
-    "str": ("a string", _is_text),
-    "Mapping[str, str]": ("an object of strings", _are_texts),
-    "float": ("a finite number", lambda value: math.isfinite(real(value))),
-    "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "int | None": ("an integer of 64 bits or null", _is_integer_or_null),
+_EXPECTED: Mapping[Any, Expected] = {
+    "str": TEXT,
+    "Mapping[str, str]": object_of("strings", TEXT.fits),
+    "float": Expected("a finite number", lambda value: math.isfinite(real(value))),
+    "bool": BOOLEAN,
+    "int | None": or_null(Expected("an integer of 64 bits", _is_integer)),
 }
-"""What JSON values must be, and whether they are, by the type of a field."""
+"""What JSON values must be, by the type of a field."""
 
 
 def training_metadata(proto: onnx.ModelProto) -> TrainingMetadata:
@@ -202,11 +202,6 @@ def _read_record(kind: type[_Note], found: object) -> _Note:
     """Returns a dataclass with values from JSON; other fields have their defaults."""
     if not isinstance(found, dict):
         raise ModelError(f"{_WHERE}: a {kind.__name__} must be an object, got {found!r:.80}")
-    known = {}
-    for name, type_name in ((each.name, each.type) for each in fields(kind)):
-        if name in found and type_name in _VALID:
-            known[name] = found[name]
-            expected, is_valid = _VALID[type_name]
-            if not is_valid(known[name]):
-                raise ModelError(f"{_WHERE}: '{name}' must be {expected}, got {known[name]!r:.80}")
-    return kind(**known)
+    expected = {each.name: _EXPECTED[each.type] for each in fields(kind) if each.type in _EXPECTED}
+    check_fields(_WHERE, found, expected, optional=expected)
+    return kind(**{name: found[name] for name in expected if name in found})
