@@ -293,6 +293,46 @@ def test_missing_external_data_are_named(tmp_path: Path) -> None:
             use(path)
 
 
+def cached(folder: Path) -> Path:
+    """Writes a model as Hugging Face's cache holds it: each file is a link to a blob."""
+    blobs, revision = folder / "blobs", folder / "snapshots" / "0a1b" / "onnx"
+    blobs.mkdir(parents=True)
+    revision.mkdir(parents=True)
+    in_files(layers(), folder / "model.onnx")
+    for file in [each for each in folder.iterdir() if each.is_file()]:
+        blob = blobs / f"{len(file.name):064x}"
+        file.rename(blob)
+        (revision / file.name).symlink_to(f"../../../blobs/{blob.name}")
+    return revision / "model.onnx"
+
+
+def test_a_model_in_the_cache_of_hugging_face_is_trained(tmp_path: Path) -> None:
+    path = cached(tmp_path / "cache")
+    session = ortops.TrainingSession(trainable(path, ["head"]))
+    other = ortops.TrainingSession(trainable(layers(), ["head"]))
+    assert session.step(batch())["loss"] == other.step(batch())["loss"]
+    assert_equal_states(session, other)
+    tuned = tmp_path / "tuned.onnx"
+    ortops.save_model(session.inference_model(original=path), tuned)
+    feeds = {"x": batch()["x"]}
+    found = onnxruntime.InferenceSession(tuned).run(None, feeds)
+    expected = run(other.inference_model(), feeds)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("target", ["{folder}/secret", "blobs/../secret", "cycle"])
+def test_links_that_leave_the_cache_of_hugging_face(target: str, tmp_path: Path) -> None:
+    path = cached(tmp_path / "cache")
+    (tmp_path / "secret").write_bytes(bytes(10**6))
+    (tmp_path / "cache" / "secret").write_bytes(bytes(10**6))
+    (data,) = (file for file in path.parent.iterdir() if file != path)
+    data.unlink()
+    up = "" if target.startswith("{") else "../../../"
+    data.symlink_to(data.name if target == "cycle" else up + target.format(folder=tmp_path))
+    with pytest.raises(ortops.ModelError, match="must not be behind a link, got the link"):
+        trainable(path, ["head"])
+
+
 @pytest.mark.usefixtures("small_limit")
 def test_a_big_model_in_memory_is_run(tmp_path: Path) -> None:
     feeds = {"x": batch()["x"]}

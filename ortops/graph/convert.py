@@ -30,7 +30,7 @@ from ortops.graph.files.external import (
     read_light,
     read_on_demand,
 )
-from ortops.graph.files.loading import ModelLike, blame_model, is_file, load, readable
+from ortops.graph.files.loading import ModelLike, blame_model, folder_of, is_file, load, readable
 from ortops.graph.files.serialization import from_proto
 from ortops.graph.files.validation import validate
 from ortops.graph.limits import LIMITS
@@ -81,7 +81,7 @@ def load_light(model: ModelLike | LightModel) -> LightModel:
         path = Path(model)
         read = readable(path, read_light)
         if read is not None and read.proto.ir_version and read.proto.HasField("graph"):
-            folder = path.resolve().parent
+            folder = folder_of(path, read.proto)
             validate(read.proto, folder)
             light = detach(read.proto, folder)
             return LightModel(light.proto, read.data | light.data)

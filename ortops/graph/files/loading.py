@@ -18,7 +18,7 @@ from ortops.graph.files.atomic import remedy
 from ortops.graph.files.messages import external_to_inputs, without_big_data
 from ortops.graph.files.validation import validate
 
-__all__ = ["ModelLike", "blame_model", "is_file", "load", "readable"]
+__all__ = ["ModelLike", "blame_model", "folder_of", "is_file", "load", "readable"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,11 +48,10 @@ def load(model: ModelLike) -> tuple[onnx.ModelProto, Path | None]:
     if isinstance(model, onnx.ModelProto):
         validate(model)
         return model, None
-    folder = None
+    path = None
     if isinstance(model, str | os.PathLike):
         path = Path(model)
         what, data = f"file '{path}'", readable(path, _whole)
-        folder = path.resolve().parent
     elif isinstance(model, bytes | bytearray | memoryview):
         what, data = f"{len(model)} bytes", bytes(model)
     else:
@@ -68,8 +67,23 @@ def load(model: ModelLike) -> tuple[onnx.ModelProto, Path | None]:
         raise ModelError(f"{what}: not an ONNX model ({error}); pass a .onnx file") from error
     if not proto.ir_version or not proto.HasField("graph"):
         raise ModelError(f"{what}: not an ONNX model (it has no graph); pass a .onnx file")
+    folder = None if path is None else folder_of(path, proto)
     validate(proto, folder)
     return proto, folder
+
+
+def folder_of(path: Path, proto: onnx.ModelProto) -> Path:
+    """Returns the folder of a model's external data.
+
+    If the model's file is a link, this is the folder of the file that it leads to; but that of the
+    link if only this one has the data, as in the cache of Hugging Face.
+    """
+    folder = path.resolve().parent
+    entries = (entry for tensor in proto.graph.initializer for entry in tensor.external_data)
+    for entry in entries if path.is_symlink() else ():
+        if entry.key == "location" and not os.path.lexists(folder / entry.value):
+            return path.parent if os.path.lexists(path.parent / entry.value) else folder
+    return folder
 
 
 def readable(path: Path, read: Callable[[Path], T]) -> T:

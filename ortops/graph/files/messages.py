@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -140,7 +141,8 @@ def external_file(tensor: onnx.TensorProto, folder: Path | None) -> Path:
     """Returns the file of a tensor's external data; it need not exist.
 
     As in onnx, the file must be in the model's folder, without symbolic or hard links, so that a
-    model cannot read files elsewhere. It must be a regular file: a pipe or a device can be endless.
+    model cannot read files elsewhere. The links of Hugging Face's cache are followed, which lead to
+    files of the same repository. It must be a regular file: a pipe or a device can be endless.
 
     Args:
         tensor: A tensor with external data.
@@ -170,7 +172,10 @@ def external_file(tensor: onnx.TensorProto, folder: Path | None) -> Path:
         for part in path.parts:
             file /= part
             found = file.lstat()
-            if stat.S_ISLNK(found.st_mode):
+            if stat.S_ISLNK(found.st_mode) and _is_cached(file):
+                file = file.resolve(strict=True)
+                found = file.lstat()
+            elif stat.S_ISLNK(found.st_mode):
                 raise ModelError(
                     f"{where} must not be behind a link, got the link '{file}'; replace it by the "
                     "file"
@@ -189,6 +194,15 @@ def external_file(tensor: onnx.TensorProto, folder: Path | None) -> Path:
             "all files of the model together"
         )
     return file
+
+
+def _is_cached(link: Path) -> bool:
+    """Whether a link is from a file in snapshots/<revision>/ of Hugging Face's cache to blobs/."""
+    snapshots = next((each for each in link.absolute().parents if each.name == "snapshots"), None)
+    if snapshots is None:
+        return False
+    target = Path(os.path.realpath(link))  # also for a cycle of links
+    return target.parent == Path(os.path.realpath(snapshots)).parent / "blobs"
 
 
 def _count(text: str, what: str, where: str) -> int:
