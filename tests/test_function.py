@@ -258,6 +258,16 @@ def test_shapes_get_sessions_of_their_own_where_that_is_faster() -> None:
         assert np.allclose(gradients[0], expected[np.arange(rows) % 3], rtol=1e-3, atol=1e-6)
 
 
+def test_a_convolution_has_a_jacobian() -> None:
+    f = Function(lenet.lenet())
+    x = RNG.normal(size=(2, 1, 8, 8)).astype(np.float32)
+    y, pullback = f.vjp(x)
+    found = f.jacobian(x)
+    cotangent = RNG.normal(size=y.shape).astype(np.float32)
+    expected = np.tensordot(cotangent, found, 2)
+    assert np.allclose(pullback(cotangent)[0], expected, rtol=1e-4, atol=1e-6)
+
+
 def test_outputs_name_any_tensor_of_the_main_graph() -> None:
     model = network()
     hidden = next(node.output[0] for node in model.graph.node if node.op_type == "Tanh")

@@ -62,7 +62,7 @@ WITHIN = {
         *("factored", "orthogonal", "__init__"),
     ),
     "autodiff": ("registry", "backward", "gradient_node", "grad", "expansion", "rules"),
-    "derivatives": ("builder", "formulas", "__init__"),
+    "derivatives": ("builder", "formulas", "casadi_files", "__init__"),
     "functions": ("residuals", "programs", "function", "__init__"),
     "callbacks": (
         *("monitor", "best", "checkpoint", "logs", "drawing", "plot", "rate_finder", "__init__"),

@@ -39,12 +39,12 @@ from ortops.graph.tensor import VARIABLE, Names, Tape, Tensor, ones_like, op, ze
 __all__ = [
     "GRADIENT_DOMAINS",
     "Bound",
+    "are_of_first_order",
     "bind",
     "bound_nodes",
     "check",
     "is_bound",
     "is_gradient",
-    "is_of_higher_order",
     "lower_gradient",
     "mark_variables",
     "name_attributes",
@@ -148,12 +148,11 @@ def is_gradient(node: ir.Node) -> bool:
     return node.op_type == "Gradient" and node.domain in GRADIENT_DOMAINS
 
 
-def is_of_higher_order(graph: ir.Graph) -> bool:
-    """Whether a gradient is differentiated again."""
-    return any(
-        is_bound(other)
-        for node in bound_nodes(graph)
-        for other in ancestor_nodes(Bound.of(node).y, set())
+def are_of_first_order(graph: ir.Graph) -> bool:
+    """Whether all Gradient nodes are in the main graph, and none is differentiated again."""
+    nodes = bound_nodes(graph)
+    return all(node.graph is graph for node in nodes) and not any(
+        is_bound(other) for node in nodes for other in ancestor_nodes(Bound.of(node).y, set())
     )
 
 

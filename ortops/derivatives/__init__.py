@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 import onnx
 
 from ortops.derivatives.builder import Builder
+from ortops.derivatives.casadi_files import casadi
 from ortops.derivatives.formulas import add_gradient, add_hvp, add_jacobian, add_jvp, add_vjp
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
@@ -39,7 +40,7 @@ from ortops.graph.files.serialization import (
 )
 from ortops.lowering import infer_types, lower_ir, normalize
 
-__all__ = ["gradient", "hvp", "jacobian", "jvp", "vjp"]
+__all__ = ["casadi", "gradient", "hvp", "jacobian", "jvp", "vjp"]
 
 
 @convert.blame_model

@@ -7,10 +7,45 @@ import operator
 from collections.abc import Sequence
 
 from ortops.autodiff.grad import grad, of_shape
-from ortops.derivatives.builder import Builder, for_each
+from ortops.derivatives.builder import Builder, Formula, for_each
 from ortops.graph.tensor import Tape, Tensor, op, shape_of, zeros_like
 
-__all__ = ["add_gradient", "add_hessian", "add_hvp", "add_jacobian", "add_jvp", "add_vjp"]
+__all__ = [
+    "add_gradient",
+    "add_hessian",
+    "add_hvp",
+    "add_jacobian",
+    "add_jvp",
+    "add_vjp",
+    "dot",
+    "on",
+    "pulled_back",
+    "pushed_forward",
+]
+
+
+def pulled_back(builder: Builder) -> Formula:
+    """Returns the formula of vector-Jacobian products: ∂ (Σ over y of sum(seed · y)) / ∂x."""
+
+    def formula(tape: Tape, *seeds: Tensor) -> Sequence[Tensor]:
+        return grad(dot(tape, builder.ys, seeds, builder.ys), [on(tape, x) for x in builder.xs])
+
+    return formula
+
+
+def pushed_forward(builder: Builder) -> Formula:
+    """Returns the formula of Jacobian-vector products: Σ over x of ∂y/∂x · seed.
+
+    A vector-Jacobian product is linear in its vector. Its derivative with respect to that vector is
+    the transpose, the Jacobian-vector product.
+    """
+    vectors = [op.Identity(zeros_like(each)).with_shape_of(each) for each in builder.ys]
+    products = grad(dot(builder.tape, builder.ys, vectors, builder.ys), builder.xs)
+
+    def formula(tape: Tape, *seeds: Tensor) -> Sequence[Tensor]:
+        return grad(dot(tape, products, seeds, builder.xs), [on(tape, v) for v in vectors])
+
+    return formula
 
 
 def add_gradient(builder: Builder) -> list[str]:
@@ -25,12 +60,8 @@ def add_gradient(builder: Builder) -> list[str]:
 
 def add_vjp(builder: Builder) -> list[str]:
     """Adds ∂ (Σ over y of sum(seed · y)) / ∂x for each x."""
-
-    def pulled_back(tape: Tape, *seeds: Tensor) -> Sequence[Tensor]:
-        return grad(_dot(tape, builder.ys, seeds, builder.ys), [_on(tape, x) for x in builder.xs])
-
     with builder.tape:
-        products = builder.for_seeds(builder.ys, pulled_back)
+        products = builder.for_seeds(builder.ys, pulled_back(builder))
         return [
             builder.put_out(product, f"vjp_{x.name}")
             for x, product in zip(builder.xs, products, strict=True)
@@ -38,19 +69,9 @@ def add_vjp(builder: Builder) -> list[str]:
 
 
 def add_jvp(builder: Builder) -> list[str]:
-    """Adds Σ over x of ∂y/∂x · seed for each y.
-
-    A vector-Jacobian product is linear in its vector. Its derivative with respect to that vector is
-    the transpose, the Jacobian-vector product.
-    """
+    """Adds Σ over x of ∂y/∂x · seed for each y."""
     with builder.tape:
-        vectors = [op.Identity(zeros_like(each)).with_shape_of(each) for each in builder.ys]
-        products = grad(_dot(builder.tape, builder.ys, vectors, builder.ys), builder.xs)
-
-        def pushed_forward(tape: Tape, *seeds: Tensor) -> Sequence[Tensor]:
-            return grad(_dot(tape, products, seeds, builder.xs), [_on(tape, v) for v in vectors])
-
-        results = builder.for_seeds(builder.xs, pushed_forward)
+        results = builder.for_seeds(builder.xs, pushed_forward(builder))
         return [
             builder.put_out(product, f"jvp_{y.name}")
             for y, product in zip(builder.ys, results, strict=True)
@@ -63,7 +84,7 @@ def add_hvp(builder: Builder) -> list[str]:
         slopes = grad(_total([each.sum() for each in builder.ys]), builder.xs)
 
         def product(tape: Tape, *seeds: Tensor) -> Sequence[Tensor]:
-            return grad(_dot(tape, slopes, seeds, builder.xs), [_on(tape, x) for x in builder.xs])
+            return grad(dot(tape, slopes, seeds, builder.xs), [on(tape, x) for x in builder.xs])
 
         results = builder.for_seeds(builder.xs, product)
         return [
@@ -102,8 +123,8 @@ def _jacobians(tape: Tape, y: Tensor, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     elements = op.Reshape(y, [-1])
 
     def row(inner: Tape, number: Tensor) -> Sequence[Tensor]:
-        element = op.Gather(_on(inner, elements), number, axis=0)
-        return grad(element, [_on(inner, x) for x in xs])
+        element = op.Gather(on(inner, elements), number, axis=0)
+        return grad(element, [on(inner, x) for x in xs])
 
     results = []
     rows = for_each(tape, [op.Range(0, op.Size(y), 1)], row)
@@ -116,17 +137,17 @@ def _jacobians(tape: Tape, y: Tensor, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     return results
 
 
-def _on(tape: Tape, tensor: Tensor) -> Tensor:
+def on(tape: Tape, tensor: Tensor) -> Tensor:
     """Returns a tensor for use on a tape, which may belong to a subgraph."""
     return tape.tensor(tensor.value)
 
 
-def _dot(
+def dot(
     tape: Tape, tensors: Sequence[Tensor], weights: Sequence[Tensor], likes: Sequence[Tensor]
 ) -> Tensor:
     """Returns the scalar Σ tensors · weights; both have the shapes of ``likes``."""
     terms = [
-        (_on(tape, tensor) * of_shape(weight, _on(tape, like))).sum()
+        (on(tape, tensor) * of_shape(weight, on(tape, like))).sum()
         for tensor, weight, like in zip(tensors, weights, likes, strict=True)
     ]
     return _total(terms)

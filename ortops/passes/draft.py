@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 import onnx_ir as ir
 
-from ortops.autodiff.gradient_node import is_of_higher_order
+from ortops.autodiff.gradient_node import are_of_first_order
 from ortops.autodiff.registry import Rules, Table
 from ortops.graph.tensor import Names
 from ortops.passes.finite import unbounded_values
@@ -72,8 +72,11 @@ class Draft:
 
     @functools.cached_property
     def is_of_first_order(self) -> bool:
-        """Whether the model before any pass has no gradients of higher order."""
-        return not is_of_higher_order(self.graph)
+        """Whether the model before any pass has only gradients for which passes may add rules.
+
+        Placeholders in subgraphs, or differentiated ones, would remain.
+        """
+        return are_of_first_order(self.graph)
 
     @functools.cached_property
     def unbounded(self) -> set[ir.Value]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from ortops.autodiff.gradient_node import is_of_higher_order
+from ortops.autodiff.gradient_node import are_of_first_order
 from ortops.passes.blocked.expansion import expand
 from ortops.passes.blocked.insertion import insert
 from ortops.passes.blocked.kernels import KERNEL_DOMAIN, block_size
@@ -32,12 +32,12 @@ class _Blocked(Pass):
 
     The result is for onnxruntime's CPU provider on this machine only. Convolutions of unknown sizes
     are not changed. Nothing is changed if onnxruntime lacks these kernels here, or if there are
-    gradients of higher order.
+    gradients of higher order or in subgraphs.
     """
 
     def gains(self, model: ir.Model, sizes: Mapping[str, int] | None) -> bool:
         """Whether there are convolutions of images in float32, and kernels for them."""
-        found = any(map(_is_of_images, model.graph)) and not is_of_higher_order(model.graph)
+        found = any(map(_is_of_images, model.graph)) and are_of_first_order(model.graph)
         return found and block_size() is not None
 
     def prepare(self, draft: Draft) -> None:
