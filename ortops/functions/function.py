@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnxruntime
 
-from ortops.errors import ArgumentError, did_you_mean
+from ortops.errors import ArgumentError, OrtopsError, did_you_mean
 from ortops.functions.programs import Kind, Program, Request, Source, as_array, input_of
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike, blame_model
@@ -346,18 +347,36 @@ class Function:
             self._weight(name)
         return self._of(Request("outputs", (), tuple(weights)))
 
-    def derivative(self, kind: Kind) -> Function:
-        """Returns a Function that computes derivatives with respect to the floating-point inputs.
+    def derivative(self, kind: Kind, wrt: Wrt = None) -> Function:
+        """Returns a Function that computes derivatives.
 
         Args:
             kind: ``"vjp"``, whose further inputs are the cotangents of the floating-point outputs;
-                or ``"jvp"`` and ``"hvp"``, whose further inputs are the tangents of the
-                floating-point inputs.
+                or ``"jvp"`` and ``"hvp"``, whose further inputs are the tangents of the entries of
+                ``wrt``.
+            wrt: What to differentiate with respect to; by default, all floating-point inputs.
 
         Raises:
-            ArgumentError: If there is no floating-point input.
+            ArgumentError: If there is no such floating-point input.
         """
-        return self._of(Request(kind, self._wrt(None), ()))
+        return self._of(Request(kind, self._wrt(wrt), ()))
+
+    def jax(self) -> Callable[..., Any]:
+        """Returns the Function for JAX (requires jax: ``pip install ortops[jax]``).
+
+        Returns:
+            A function ``g(*xs, parameters=None)`` of an array for each input. ``parameters`` is a
+            dict of weights by name that replaces some or all values, such as
+            ``dict(f.parameters)``. It works under ``jit``, ``grad``, ``vmap``, ``jacfwd``,
+            ``jacrev`` and ``hessian``, and can be differentiated by inputs and parameters any
+            number of times. Models with float64 need ``jax_enable_x64``.
+
+        Raises:
+            OrtopsError: If jax is not installed.
+            UnsupportedError: If the model draws random numbers, because functions of JAX must be
+                pure; or if an input has a type that JAX does not have.
+        """
+        return _bridge("jax", "jax_function").jax_function(self)  # type: ignore[no-any-return]
 
     def _of(self, request: Request) -> Function:
         """Returns a Function of a derived model, with the weights of this one."""
@@ -575,6 +594,22 @@ def _names(what: str, given: object) -> list[str]:
         if list(names).count(name) > 1:
             raise ArgumentError(f"{what}: '{name}' is listed twice; list it once")
     return list(names)
+
+
+def _bridge(package: str, module: str) -> Any:
+    """Returns the module of a bridge to a package.
+
+    Raises:
+        OrtopsError: If the package is not installed; the message names what to install.
+    """
+    try:
+        importlib.import_module(package)
+    except ImportError as error:
+        raise OrtopsError(
+            f"Function.{package}: the package {package} is not installed; "
+            f"pip install ortops[{package}]"
+        ) from error
+    return importlib.import_module(f"ortops.functions.{module}")
 
 
 def _kinds(args: Sequence[Any]) -> tuple[Any, ...]:

@@ -29,11 +29,11 @@ from ortops.execution.sizes import bind_sizes, sizes_in
 from ortops.functions.residuals import divide
 from ortops.garbage_collection import pause_collection
 from ortops.graph import convert
-from ortops.graph.edit import is_float, prune
+from ortops.graph.edit import RANDOM, all_nodes, is_float, prune
 from ortops.graph.files import external
 from ortops.graph.files.serialization import GRADIENT_DOMAIN, name_gradients
 from ortops.graph.folding import fold
-from ortops.graph.tensor import numpy_dtype
+from ortops.graph.tensor import constant_number, numpy_dtype
 from ortops.graph.weights import lift
 from ortops.inference import InferenceSession
 from ortops.lowering import has_domain, infer_types, lower_ir, lower_prepared, normalize, prepare
@@ -47,6 +47,9 @@ __all__ = ["Kind", "Program", "Request", "Source", "as_array", "input_of"]
 
 Kind: TypeAlias = Literal["outputs", "gradient", "vjp", "jvp", "hvp", "jacobian", "hessian"]
 """What a program computes: the outputs, with derivatives; for ``"jacobian"``, derivatives alone."""
+
+Shape: TypeAlias = tuple[int | None, ...]
+"""A shape, with None for unknown sizes."""
 
 Value: TypeAlias = Any
 """An array, or an OrtValue."""
@@ -329,6 +332,32 @@ class Source:
         assert tensor is not None
         return tensor.numpy()
 
+    def output_shapes(self, shapes: Mapping[str, Sequence[int | None]]) -> list[Shape | None]:
+        """Returns the shapes of the outputs that the model states, given those of the inputs.
+
+        Args:
+            shapes: The shapes of inputs by name; None for unknown sizes.
+
+        Returns:
+            For each output, its shape, with None for unknown sizes; None for an unknown rank.
+        """
+        sizes = {
+            dim: size
+            for name, shape in shapes.items()
+            for dim, size in zip(self.inputs[name].dims or (), shape, strict=False)
+            if isinstance(dim, str)
+        }
+        return [
+            None
+            if (dims := input_of(value).dims) is None
+            else tuple(dim if isinstance(dim, int) else sizes.get(dim or "") for dim in dims)
+            for value in self.outputs.values()
+        ]
+
+    def random_node(self) -> ir.Node | None:
+        """Returns a node that draws random numbers, or None."""
+        return next(filter(_draws, all_nodes(self._model.graph)), None)
+
     def derived(self, request: Request) -> Source:
         """Returns a source with all inputs of a program, and its derivatives as outputs.
 
@@ -368,6 +397,14 @@ def input_of(value: ir.Value) -> Input:
         dims = tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
     unbound = None if isinstance(value.type, ir.TensorType | None) else str(value.type)
     return Input(value.name or "", numpy_dtype(value), dims, unbound)
+
+
+def _draws(node: ir.Node) -> bool:
+    """Whether a node may draw random numbers: Dropout does so in training mode alone."""
+    if node.op_type != "Dropout":
+        return any(part in node.op_type for part in RANDOM)
+    mode = node.inputs[2] if len(node.inputs) > 2 else None
+    return mode is not None and constant_number(mode) != 0
 
 
 def _feed(graph: ir.Graph, names: Sequence[str]) -> None:

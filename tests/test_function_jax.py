@@ -1,0 +1,309 @@
+"""Function.jax: a model as a function of JAX, under all of its transformations."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import ortops
+from models import lenet
+from ortops import Function, Tape, op
+from tests.test_function import (
+    BRANCH,
+    LOOKUP,
+    MASKED,
+    POWER,
+    W1,
+    X,
+    jacobian,
+    loss,
+    network,
+    numpy_network,
+)
+
+pytestmark = pytest.mark.optional("jax", "jax")
+
+RNG = np.random.default_rng(3)
+
+
+@pytest.fixture(scope="module")
+def jax() -> Any:
+    return importlib.import_module("jax")
+
+
+@pytest.fixture
+def x64(jax: Any) -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="module")
+def f() -> Function:
+    return Function(network())
+
+
+@pytest.fixture(scope="module")
+def scalar() -> Function:
+    return Function(network(scalar=True))
+
+
+def check_grads(*args: Any, **settings: Any) -> None:
+    importlib.import_module("jax.test_util").check_grads(*args, order=2, **settings)
+
+
+@pytest.mark.usefixtures("x64")
+def test_values_and_derivatives_of_second_order(jax: Any, f: Function, scalar: Function) -> None:
+    g, h = f.jax(), scalar.jax()
+    for call in (g, jax.jit(g)):
+        assert np.array_equal(call(X), f(X))
+    check_grads(g, (X,), modes=("fwd", "rev"))
+    check_grads(jax.jit(h), (X,), modes=("fwd", "rev"))
+    assert np.allclose(jax.jit(jax.grad(h))(X), jacobian(loss, X), rtol=1e-10)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("outer", ["jacfwd", "jacrev"])
+@pytest.mark.parametrize("inner", ["jacfwd", "jacrev"])
+def test_jacobians(jax: Any, f: Function, scalar: Function, outer: str, inner: str) -> None:
+    outer, inner = getattr(jax, outer), getattr(jax, inner)
+    assert np.allclose(outer(f.jax())(X), jacobian(numpy_network, X), rtol=1e-10)
+    assert np.allclose(jax.jit(outer(inner(scalar.jax())))(X), scalar.hessian(X), rtol=1e-10)
+
+
+@pytest.mark.usefixtures("x64")
+def test_parameters(jax: Any, scalar: Function) -> None:
+    g = scalar.jax()
+    other = RNG.normal(size=W1.shape)
+    assert g(X, parameters={"w1": other}) == pytest.approx(loss(X, other), rel=1e-12)
+    assert np.allclose(
+        jax.grad(lambda p: g(X, parameters=p))({"w1": other})["w1"],
+        jacobian(lambda w: loss(X, w), other),
+        rtol=1e-10,
+    )
+    everything = dict(scalar.parameters)
+    check_grads(lambda x, p: g(x, parameters=p), (X, everything), modes=("fwd", "rev"))
+    changed = scalar.with_parameters({"w1": other}).jax()
+    assert changed(X) == pytest.approx(loss(X, other), rel=1e-12)
+    assert changed(X, parameters={"w1": W1}) == pytest.approx(loss(X), rel=1e-12)
+    slope = jax.grad(changed)(X)
+    assert np.allclose(slope, jacobian(lambda x: loss(x, other), X), rtol=1e-10)
+
+
+@pytest.mark.usefixtures("x64")
+def test_vmap_in_any_order(jax: Any, scalar: Function) -> None:
+    g, batch = scalar.jax(), RNG.normal(size=(4, 5, 3))
+    expected = np.stack([scalar.value_and_grad(batch[:, row])[1] for row in range(5)])
+    assert np.allclose(jax.vmap(jax.grad(g), in_axes=1)(batch), expected)
+    assert np.allclose(jax.jit(jax.vmap(jax.grad(g), in_axes=1))(batch), expected)
+    total = jax.grad(lambda b: jax.vmap(g, in_axes=1)(b).sum())(batch)
+    assert np.allclose(total, np.moveaxis(expected, 0, 1))
+    of_w1 = jax.grad(lambda p, x: g(x, parameters=p))
+    rows = jax.vmap(of_w1, in_axes=(None, 1))({"w1": W1}, batch)["w1"]
+    assert np.allclose(rows[2], scalar.value_and_grad(batch[:, 2], wrt="w1")[1])
+    hessians = jax.jit(jax.vmap(jax.hessian(g), in_axes=1))(batch)
+    assert np.allclose(hessians[3], scalar.hessian(batch[:, 3]))
+    nested = jax.vmap(jax.vmap(g))(batch.reshape(2, 2, 5, 3))
+    assert np.allclose(nested[1, 0], scalar(batch[2]))
+
+
+def test_float32_and_a_batch_of_any_size(jax: Any) -> None:
+    f = Function(network(np.float32, scalar=True))
+    step = jax.jit(jax.value_and_grad(f.jax()))
+    for rows in (4, 2, 1):
+        x = X[:rows].astype(np.float32)
+        value, slope = step(x)
+        assert value.dtype == slope.dtype == np.float32
+        assert np.allclose(slope, jacobian(loss, X[:rows]), rtol=1e-4, atol=1e-5)
+    assert np.allclose(f.jax()([[1, 2, 3]]), f([[1, 2, 3]]))
+
+
+def test_jax_trains_a_model_between_layers_of_its_own(jax: Any) -> None:
+    f = Function(lenet.lenet())
+    g = f.jax()
+    x = RNG.normal(size=(16, 1, 8, 8)).astype(np.float32)
+    labels = np.arange(16) % 10
+
+    def objective(parameters: Any) -> Any:
+        scaled = jax.numpy.tanh(parameters["scale"] * x)
+        logits = jax.nn.log_softmax(g(scaled, parameters=parameters["net"]) * 2.0)
+        return -logits[np.arange(16), labels].mean()
+
+    parameters = {"scale": np.float32(1), "net": dict(f.parameters)}
+    step = jax.jit(jax.value_and_grad(objective))
+    values = []
+    for _ in range(30):
+        value, slopes = step(parameters)
+        parameters = jax.tree.map(lambda p, s: p - 0.05 * s, parameters, slopes)
+        values.append(float(value))
+    assert values[-1] < 0.7 * values[0]
+    kernel = next(iter(f.parameters))
+    assert parameters["net"][kernel].shape == f.parameters[kernel].shape
+
+
+def test_integer_inputs_and_outputs(jax: Any) -> None:
+    g = Function(onnx.parser.parse_model(LOOKUP)).jax()
+    ids, x = np.array([2, 0]), np.float32([[1, 1], [2, 2]])
+    y, following = jax.jit(g)(ids, x)
+    assert following.dtype == np.int32  # as everywhere in JAX without jax_enable_x64
+    assert following.tolist() == [3, 1]
+    assert y.tolist() == [[5, 6], [2, 4]]
+    (y, _), (tangent, nothing) = jax.jvp(
+        g, (ids, x), (np.zeros(2, jax.dtypes.float0), np.ones_like(x))
+    )
+    assert tangent.tolist() == [[5, 6], [1, 2]]
+    assert nothing.dtype == jax.dtypes.float0
+    _, pullback = jax.vjp(g, ids, x)
+    of_ids, of_x = pullback((np.ones_like(x), np.zeros(2, jax.dtypes.float0)))
+    assert of_ids.dtype == jax.dtypes.float0
+    assert of_x.tolist() == [[5, 6], [1, 2]]
+    of_table = jax.grad(lambda p: g(ids, x, parameters=p)[0].sum())
+    table = {"table": np.float32([[1, 2], [3, 4], [5, 6]])}
+    assert of_table(table)["table"].tolist() == [[2, 2], [0, 0], [1, 1]]
+    rows, _ = jax.vmap(g)(np.stack([ids, ids[::-1]]), np.stack([x, x]))
+    assert rows.tolist() == [[[5, 6], [2, 4]], [[1, 2], [10, 12]]]
+    with jax.enable_x64(True):
+        assert g(ids, x)[1].dtype == np.int64
+
+
+def test_integers_that_lose_bits_are_refused(jax: Any) -> None:
+    g = Function(onnx.parser.parse_model(LOOKUP)).jax()
+    with pytest.raises(ortops.ArgumentError, match="'ids' has values that int32 cannot represent"):
+        g(np.array([2**40, 0]), np.ones((2, 2), np.float32))
+
+
+def test_control_flow(jax: Any) -> None:
+    x = np.float32([1, 2, 3])
+    branch = Function(onnx.parser.parse_model(BRANCH)).jax()
+    slope = jax.jit(jax.grad(lambda square, x: branch(square, x).sum(), argnums=1))
+    assert slope(True, x).tolist() == [2, 4, 6]
+    assert slope(False, x).tolist() == [-1, -1, -1]
+    power = Function(onnx.parser.parse_model(POWER)).jax()
+    for times in (1, 3):
+        cubes = jax.jacfwd(jax.jit(power), argnums=1)(times, x)
+        assert np.allclose(cubes, np.diag(times * x ** (times - 1)))
+    check_grads(lambda x: power(3, x), (x,), modes=("fwd", "rev"), rtol=0.02)
+
+
+QUANTIZED = """<ir_version: 10, opset_import: ["": 21]> f (float[n, 2] x) => (float[n, 2] y)
+<float scale = {0.5}, int8 zero = {0}, float[2, 2] w = {1, 2, 3, 4}> {
+    q = QuantizeLinear (x, scale, zero)
+    d = DequantizeLinear (q, scale, zero)
+    y = MatMul (d, w)
+}"""
+
+
+def test_quantized_models_have_the_derivatives_of_the_function(jax: Any) -> None:
+    f = Function(onnx.parser.parse_model(QUANTIZED))
+    x = np.float32([[0.6, 0.4], [1.1, -0.2]])
+    assert np.array_equal(jax.jit(f.jax())(x), f(x))
+    assert np.array_equal(jax.jacrev(f.jax())(x), f.jacobian(x))
+    assert np.array_equal(jax.jacfwd(f.jax())(x), f.jacobian(x))
+
+
+NONZERO = """<ir_version: 10, opset_import: ["": 21]> f (float[n] x) => (float[m] y) {
+    places = NonZero (x)
+    rows = Transpose (places)
+    y = GatherND (x, rows)
+}"""
+
+FLATTENED = """<ir_version: 10, opset_import: ["": 21]> f (float[n, m] x) => (float[k] y) {
+    minus = Constant <value = int64[1] {-1}> ()
+    z = Reshape (x, minus)
+    y = Mul (z, z)
+}"""
+
+
+def test_shapes_that_the_model_does_not_state(jax: Any) -> None:
+    x = np.float32([[1, 2, 3], [4, 5, 6]])
+    g = Function(onnx.parser.parse_model(FLATTENED)).jax()
+    assert jax.eval_shape(g, x).shape == (6,)
+    assert jax.jit(jax.grad(lambda x: g(x).sum()))(x).tolist() == (2 * x).tolist()
+    nonzero = Function(onnx.parser.parse_model(NONZERO)).jax()
+    assert nonzero(np.float32([0, 2, 3])).tolist() == [2, 3]
+    with pytest.raises(ortops.UnsupportedError, match=r"'y' depends on values .*: \[0\] for zeros"):
+        jax.jit(nonzero)(np.float32([0, 2, 3]))
+    positive = NONZERO.replace("NonZero (x)", "NonZero (p)").replace(
+        "{\n", "{\n two = Constant <value = float {2}> ()\n p = Less (x, two)\n", 1
+    )
+    small = jax.jit(Function(onnx.parser.parse_model(positive)).jax())
+    assert small(np.float32([0, 1])).tolist() == [0, 1]
+    with pytest.raises(Exception, match=r"'y' has shape \[1\], but \[2\] was"):  # by jax
+        small(np.float32([0, 3])).block_until_ready()
+
+
+def test_random_numbers_are_refused() -> None:
+    f = Function(onnx.parser.parse_model(MASKED))
+    with pytest.raises(ortops.UnsupportedError, match="Dropout node 'y' draws random numbers"):
+        f.jax()
+    inference = MASKED.replace("bool {1}", "bool {0}")
+    x = np.ones(3, np.float32)
+    assert np.array_equal(Function(onnx.parser.parse_model(inference)).jax()(x), x)
+
+
+TEXT = """<ir_version: 10, opset_import: ["": 21]> f (string[n] words) => (string[n] y) {
+    y = Identity (words)
+}"""
+
+
+def test_errors_name_the_input(jax: Any, f: Function) -> None:
+    single = Function(network(np.float32)).jax()
+    x = X.astype(np.float32)
+    for call in (single, jax.jit(single)):
+        with pytest.raises(ortops.FeedError, match=r"'x' must have shape \[n, 3\], got \[4, 2\]"):
+            call(x[:, :2])
+        with pytest.raises(ortops.ArgumentError, match="missing: x: float32"):
+            call()
+        with pytest.raises(ortops.ArgumentError, match=r"has 1 inputs \(x\), got 2 arrays"):
+            call(x, x)
+        with pytest.raises(ortops.ArgumentError, match="no floating-point weight 'w9'"):
+            call(x, parameters={"w9": x})
+        with pytest.raises(ortops.FeedError, match=r"'w1' must have shape \[3, 5\], got \[4, 3\]"):
+            call(x, parameters={"w1": x})
+    with pytest.raises(ortops.ArgumentError, match="'x' must be float32, got float64; convert"):
+        single(X)
+    with pytest.raises(ortops.ArgumentError, match="parameters must be a dict of arrays, got list"):
+        single(x, parameters=[x])
+    with pytest.raises(ortops.ArgumentError, match=r"'x' is float64.*'jax_enable_x64', True"):
+        f.jax()(X)
+    with pytest.raises(ortops.UnsupportedError, match=r"'words' .*, but"):
+        Function(onnx.parser.parse_model(TEXT)).jax()
+
+
+def test_float64_outputs_need_64_bits() -> None:
+    with Tape(name="doubled") as tape:
+        x = tape.input("x", np.float32, ["n"])
+        tape.output(op.Cast(x, to=onnx.TensorProto.DOUBLE), "y")
+    g = Function(tape.model()).jax()
+    with pytest.raises(ortops.ArgumentError, match=r"'y' is float64.*'jax_enable_x64', True"):
+        g(np.ones(3, np.float32))
+
+
+@pytest.mark.usefixtures("x64")
+def test_threads_may_share_it(jax: Any, scalar: Function) -> None:
+    g = jax.jit(jax.grad(scalar.jax()))
+    found: dict[float, Any] = {}
+
+    def work(scale: float) -> None:
+        with jax.enable_x64(True):
+            found[scale] = g(scale * X)
+
+    threads = [threading.Thread(target=work, args=(scale,)) for scale in (1.0, 2.0, 3.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3
+    for scale, slope in found.items():
+        assert np.allclose(slope, jacobian(loss, scale * X), rtol=1e-10)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, f: Function) -> None:
+    monkeypatch.setitem(importlib.import_module("sys").modules, "jax", None)
+    with pytest.raises(ortops.OrtopsError, match=r"package jax is not installed; pip install orto"):
+        f.jax()
