@@ -626,6 +626,7 @@ def test_a_training_whose_terminal_is_closed_is_saved(folder):
     assert ortops.TrainingSession("part.onnx").steps_done > 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
 @pytest.mark.parametrize(("name", "status"), [("SIGHUP", 129), ("SIGTERM", 143)])
 def test_a_signal_ends_a_training_with_what_to_do_next(folder, name, status):
@@ -640,6 +641,7 @@ def test_a_signal_ends_a_training_with_what_to_do_next(folder, name, status):
     assert "  ortops train --resume model.onnx --data train.csv" in told
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="pipes are POSIX's")
 @pytest.mark.parametrize("closed", ["2>&-", "2>/dev/full", "2>&1 | head -1"])
 def test_a_training_goes_on_where_nobody_reads_its_messages(folder, closed):
@@ -927,6 +929,7 @@ def test_hostile_metadata(folder, capsys, key, text):
 COMMAND = shlex.join([sys.executable, "-m", "ortops"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="the shell is POSIX's")
 @pytest.mark.parametrize(
     ("script", "status", "told"),

@@ -437,7 +437,13 @@ def is_known(case: Case) -> bool:
     return not (case.attributes.get("layout") and case.lens)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[] if has_shapes(case) else pytest.mark.slow, id=str(case))
+        for case in CASES
+    ],
+)
 def test_gradient(case):
     check(case, symbolic=False)
 
