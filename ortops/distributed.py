@@ -350,20 +350,12 @@ class JoinedSteps(Steps):
         feeds: Mapping[str, Array],
         outputs: Sequence[str] | None,
         note: Callable[[Mapping[str, Array]], object] | None = None,
+        count: int | None = None,
     ) -> dict[str, Array]:
-        return self._step_of(feeds, rows(feeds), outputs, note)
-
-    def _step_of(
-        self,
-        feeds: Mapping[str, Array],
-        count: int,
-        outputs: Sequence[str] | None,
-        note: Callable[[Mapping[str, Array]], object] | None,
-    ) -> dict[str, Array]:
-        """Computes a step with a part of a batch, of which all rows count, or none if empty."""
+        """Makes a step; ``count`` is the number of rows that count, by default all of them."""
 
         def reduce(gradients: Gradients) -> None:
-            self._all_reduce(gradients, count)
+            self._all_reduce(gradients, rows(feeds) if count is None else count)
             if note is not None:
                 note(gradients.outputs)
 
@@ -406,7 +398,8 @@ class JoinedSteps(Steps):
             outputs: Sequence[str],
             note: Callable[[Mapping[str, Array]], object],
         ) -> object:
-            return self._step_of(*self._part(batch), outputs, note)
+            part, size = self._part(batch)
+            return self._step(part, outputs, note, size)
 
         count = 0  # rows of this rank since the last update
 

@@ -23,8 +23,8 @@ from ortops import (
     op,
 )
 from ortops.losses import LOSSES
-from ortops.optimizers import SGD
 from tests import test_losses_formulas, test_losses_torch
+from tests.loss_models import loss_and_gradients
 
 Array = np.ndarray[Any, Any]
 
@@ -38,12 +38,9 @@ def offsets(shape: tuple[Any, ...], parameters: Array) -> onnx.ModelProto:
 
 
 def loss_and_gradient(loss: Any, y: Array, **feeds: Array) -> tuple[float, Array]:
-    """The loss at an output y, and its gradient there: what one step of rate 1 subtracts."""
-    model = offsets(y.shape, np.zeros_like(y))
-    session = TrainingSession(build_training_model(model, loss=loss, optimizer=SGD(1.0)))
-    found = session.step({"x": y, **feeds})["loss"]
-    assert found.shape == ()
-    return float(found), -session.state["p"].astype(np.float64)
+    """The loss at an output y, and its gradient there, in float64."""
+    value, gradients = loss_and_gradients(loss, {"y": y}, feeds)
+    return value, gradients["y"].astype(np.float64)
 
 
 def numeric_gradient(function: Callable[[Array], float], y: Array) -> Array:

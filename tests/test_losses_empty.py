@@ -174,6 +174,10 @@ def batch(kind: str, counted: Array, seed: int = 0) -> Arrays:
     return KINDS[kind][2](labelled((6,), rows=8, seed=seed), counted[:8])
 
 
+def joined(parts: list[Arrays]) -> Arrays:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
 def assert_finite(session: TrainingSession) -> None:
     for name, array in session.state.items():
         assert np.isfinite(array).all(), name
@@ -251,7 +255,7 @@ def test_averages_are_those_of_the_whole(kind: str, accumulate: int) -> None:
         batch(kind, counted, seed)
         for seed, counted in enumerate([NONE, ALL, SOME, NONE, ~SOME, ALL])
     ]
-    whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    whole = joined(parts)
     session = session_of(kind, STILL)
     loss = float(session.step(whole)["loss"])
     found = session.fit(parts, accumulate=accumulate, shuffle=False, progress=False)
@@ -280,7 +284,7 @@ def test_parts_without_labels_add_up_to_the_batch(part: Array) -> None:
     for kind in KINDS:
         session = session_of(kind)
         parts = [batch(kind, part), batch(kind, ALL, seed=1), batch(kind, NONE, seed=2)]
-        whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        whole = joined(parts)
         total = Accumulation(session.gradients(parts[0]))
         for more in parts[1:]:
             total.add(session.gradients(more))
@@ -329,23 +333,27 @@ def test_cross_entropy_of_0_rows(kind: str, lowered: bool, reduction: str) -> No
     assert_same_arrays(dict(session.parameters), dict(before))
 
 
-def test_a_summand_of_nothing() -> None:
-    """The others count as they do; the sum has no NaN."""
+def of_two_losses(*counted: Array) -> tuple[TrainingSession, list[Arrays]]:
+    """A sum of a loss of labels, some of which do not count, and one of numbers; and batches."""
     boxes = losses.MeanSquaredError("logits", target="boxes")
-    model = build_training_model(
-        classifier(), loss=2.0 * SOFTMAX(ignore_index=IGNORED) + 3.0 * boxes, optimizer=STILL
-    )
-    session = TrainingSession(model)
+    loss = 2.0 * SOFTMAX(ignore_index=IGNORED) + 3.0 * boxes
     rng = np.random.default_rng(3)
     parts = [
-        batch("ignored", counted, seed) | {"boxes": rng.normal(size=(8, 3)).astype(np.float32)}
-        for seed, counted in enumerate([NONE, SOME, ALL])
+        batch("ignored", each, seed) | {"boxes": rng.normal(size=(8, 3)).astype(np.float32)}
+        for seed, each in enumerate(counted)
     ]
+    model = build_training_model(classifier(), loss=loss, optimizer=STILL)
+    return TrainingSession(model), parts
+
+
+def test_a_summand_of_nothing() -> None:
+    """The others count as they do; the sum has no NaN."""
+    session, parts = of_two_losses(NONE, SOME, ALL)
     found = session.step(parts[0])
     labels, values = session.loss_names()[1:]
     assert found[labels] == 0
     np.testing.assert_allclose(found["loss"], 3 * found[values], rtol=1e-6)
-    whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    whole = joined(parts)
     expected = session.step(whole, outputs=["loss", labels, values])
     entry = session.fit(parts, shuffle=False, progress=False)[0]
     evaluated = session.evaluate(parts)
@@ -361,17 +369,8 @@ def test_a_summand_of_nothing() -> None:
 
 def test_the_average_of_a_sum_weighs_each_summand_by_what_counts() -> None:
     """Also where as many labels count as if all batches were like the first: half of them."""
-    boxes = losses.MeanSquaredError("logits", target="boxes")
-    model = build_training_model(
-        classifier(), loss=2.0 * SOFTMAX(ignore_index=IGNORED) + 3.0 * boxes, optimizer=STILL
-    )
-    session = TrainingSession(model)
-    rng = np.random.default_rng(3)
-    parts = [
-        batch("ignored", counted, seed) | {"boxes": rng.normal(size=(8, 3)).astype(np.float32)}
-        for seed, counted in enumerate([np.arange(8) < 4, NONE, ALL])
-    ]
-    whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    session, parts = of_two_losses(np.arange(8) < 4, NONE, ALL)
+    whole = joined(parts)
     expected = float(session.step(whole)["loss"])
     entry = session.fit(parts, progress=False)[0]
     np.testing.assert_allclose(entry["loss"], expected, rtol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ _STATES = {"GRU": 2, "LSTM": 2, "RNN": 2}
 _SMALL = 2**24  # bytes; smaller constants become initializers, which some operators require
 
 Run: TypeAlias = Callable[[Mapping[str, Array]], list[Array]]
+_RunNode: TypeAlias = Callable[[Mapping[ir.Value, Array]], list[Array]]
 
 
 @convert.blame_model
@@ -438,8 +440,7 @@ class _Freeing:
     def _run_alone(self, node: ir.Node, feeds: list[dict[ir.Value, Array]]) -> list[list[Array]]:
         try:
             run = self._session(node, feeds[0])
-            found = [run({v.name or "": a for v, a in each.items()}) for each in feeds]
-            again = run({v.name or "": a for v, a in feeds[0].items()})
+            *found, again = (run(each) for each in (*feeds, feeds[0]))
         except _CannotRunError as error:
             raise UnsupportedError(
                 f"{describe(node)}: onnxruntime cannot run it alone ({_cause(error)}), so a "
@@ -453,7 +454,7 @@ class _Freeing:
             )
         return found
 
-    def _session(self, node: ir.Node, arrays: Mapping[ir.Value, Array]) -> Run:
+    def _session(self, node: ir.Node, arrays: Mapping[ir.Value, Array]) -> _RunNode:
         """Opens a session of one node."""
         inputs, constants = [], []
         for value, array in arrays.items():
@@ -471,7 +472,8 @@ class _Freeing:
         graph = onnx.helper.make_graph(
             [ir.serde.serialize_node(node)], "node", inputs, outputs, constants
         )
-        return _open(model_of(self._work, graph, self._functions))
+        run = _open(model_of(self._work, graph, self._functions))
+        return lambda given: run({value.name or "": array for value, array in given.items()})
 
     # ----------------------------------------------------------------------------------- repairing
 
@@ -484,7 +486,7 @@ class _Freeing:
         for repair in (_Repair(), *self._repairs(node, given, rows)):
             arrays = {v: t.new for v, t in given.items()} | repair.arrays
             try:
-                new = self._session(node, arrays)({v.name or "": a for v, a in arrays.items()})
+                new = self._session(node, arrays)(arrays)
             except _CannotRunError as error:
                 why = why or f"onnxruntime rejects it ({_cause(error)})"
                 continue
@@ -554,9 +556,8 @@ class _Freeing:
                 if entry > 0 and size % self._batch == 0:
                     grown = sizes.copy()
                     grown[place] = size // self._batch * self._count
-                    yield _Repair(
-                        {shape: grown}, self._writing_shape(node, index, sizes, place, size, given)
-                    )
+                    write = functools.partial(self._write_shape, node, index, place, size, given)
+                    yield _Repair({shape: grown}, write)
             return
         own = [
             value
@@ -600,12 +601,16 @@ class _Freeing:
 
     # ------------------------------------------------------------------------------------- writing
 
+    def _tape(self, before: ir.Node) -> Tape:
+        tape = Tape(self._graph, before=before, names=self._names)
+        tape.scope = "free_batch/"
+        return tape
+
     def _batch_size(self) -> ir.Value:
         """Returns the batch size as a vector of one element."""
         if self._size is None:
             value, axis = next(iter(self._axes.items()))
-            tape = Tape(self._graph, before=next(iter(self._graph)), names=self._names)
-            tape.scope = "free_batch/"
+            tape = self._tape(next(iter(self._graph)))
             self._size = op.Gather(op.Shape(tape.tensor(value)), [axis]).value
         return self._size
 
@@ -619,53 +624,34 @@ class _Freeing:
         parts += [list(behind)] if behind else []
         return op.Concat(*parts, axis=0) if len(parts) > 1 else size
 
-    def _writing_shape(
-        self,
-        node: ir.Node,
-        index: int,
-        sizes: Array,
-        place: int,
-        size: int,
-        given: Mapping[ir.Value, _Traced],
-    ) -> Callable[[], str]:
-        def write() -> str:
-            shape = [int(each) for each in sizes]
-            tape = Tape(self._graph, before=node, names=self._names)
-            tape.scope = "free_batch/"
-            replaced = node.inputs[index]
-            source = None if node.inputs[0] is None else given[node.inputs[0]]
-            fixed = node.op_type == "Reshape" and not node.attributes.get_int("allowzero", 0)
-            known = [*shape]
-            if fixed and -1 not in shape:
-                known[place] = -1
-            elif (
-                fixed
-                and source is not None
-                and source.axis == place
-                and (source.rows[0].shape[place] == size)
-            ):
-                known[place] = 0
-            if known != shape:
-                new = tape.constant(np.array(known, np.int64))
-            else:
-                new = self._sizes(tape, shape[:place], size // self._batch, shape[place + 1 :])
-            node.replace_input_with(index, new.value)
-            assert replaced is not None
-            drop_unread(replaced)
-            factor = size // self._batch
-            sizes_shown = [str(each) for each in shape]
-            sizes_shown[place] = f"{factor} × batch" if factor > 1 else "batch"
-            return f"{shape} → [{', '.join(sizes_shown)}]"
-
-        return write
+    def _write_shape(
+        self, node: ir.Node, index: int, place: int, size: int, given: Mapping[ir.Value, _Traced]
+    ) -> str:
+        replaced = node.inputs[index]
+        assert replaced is not None
+        shape = [int(each) for each in given[replaced].new]
+        tape = self._tape(node)
+        source = None if node.inputs[0] is None else given[node.inputs[0]]
+        fixed = node.op_type == "Reshape" and not node.attributes.get_int("allowzero", 0)
+        copied = None if source is None or source.axis != place else source.rows[0].shape[place]
+        factor = size // self._batch
+        if fixed and (copied == size or -1 not in shape):
+            marked = [*shape[:place], 0 if -1 in shape else -1, *shape[place + 1 :]]
+            new = tape.constant(np.array(marked, np.int64))
+        else:
+            new = self._sizes(tape, shape[:place], factor, shape[place + 1 :])
+        node.replace_input_with(index, new.value)
+        drop_unread(replaced)
+        sizes_shown = [str(each) for each in shape]
+        sizes_shown[place] = f"{factor} × batch" if factor > 1 else "batch"
+        return f"{shape} → [{', '.join(sizes_shown)}]"
 
     def _write_expansions(
         self, node: ir.Node, axes: Mapping[ir.Value, int], firsts: Mapping[ir.Value, Array]
     ) -> str:
         written = []
         for value, axis in axes.items():
-            tape = Tape(self._graph, before=node, names=self._names)
-            tape.scope = "free_batch/"
+            tape = self._tape(node)
             first = firsts[value]
             one = tape.tensor(value) if self._batch == 1 else tape.constant(first)
             shape = self._sizes(tape, [1] * axis, 1, [1] * (first.ndim - axis - 1))

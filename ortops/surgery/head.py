@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -535,8 +536,7 @@ class _Change:
                 f"{describe(self.head)}: its weight '{root.name}' must be float16, float32 or "
                 f"float64, got {old.dtype}"
             )
-        shape = [*old.shape]
-        shape[columns] = self._classes
+        shape = self._with_classes(old.shape, columns)
         taken = self._shape(self._weight)
         if self.head.op_type in ("Conv", "FusedConv"):
             fan_in = math.prod(taken[1:])
@@ -549,8 +549,7 @@ class _Change:
         for value, axis in biases:
             array = constant(value)
             assert array is not None
-            shape = [*array.shape]
-            shape[axis] = self._classes
+            shape = self._with_classes(array.shape, axis)
             changes.append(f"bias '{value.name}' {list(array.shape)} → {shape} zeros")
             self._set(value, np.zeros(shape, array.dtype))
         names = Names(self._work.graph)
@@ -561,21 +560,26 @@ class _Change:
             assert replaced is not None
             drop_unread(replaced)
             changes.append(f"{describe(node)} {array.tolist()}")
+        changes += self._resize_values()
+        logger.warning(
+            "%s: changed from %d to %d classes: %s",
+            *(describe(self.head), self.old, self._classes, "; ".join(changes)),
+        )
+
+    def _resize_values(self) -> list[str]:
+        """Writes the new number of classes to the shapes of values; describes the outputs."""
+        changes = []
         for value, axis in self.axes.items():
             before = dimensions(value)
             if value.shape is not None and isinstance(value.shape[axis], int):
-                dims = list(value.shape)
-                dims[axis] = self._classes
-                value.shape = ir.Shape(dims)
+                value.shape = ir.Shape(self._with_classes(value.shape, axis))
             if value.is_graph_output():
                 changes.append(f"output '{value.name}' {before} → {dimensions(value)}")
-        logger.warning(
-            "%s: changed from %d to %d classes: %s",
-            describe(self.head),
-            self.old,
-            self._classes,
-            "; ".join(changes),
-        )
+        return changes
+
+    def _with_classes(self, shape: Iterable[Any], axis: int) -> list[Any]:
+        """Returns a shape with the new number of classes."""
+        return [self._classes if place == axis else size for place, size in enumerate(shape)]
 
     def _root(self, value: ir.Value, axis: int) -> tuple[ir.Value, int]:
         """Returns the constant that stores a weight, and the axis of it that an axis maps to."""
