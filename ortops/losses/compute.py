@@ -465,14 +465,7 @@ def _call(loss: Function, scene: _Scene) -> Part:
                 positional.append(details.default)  # later parameters keep their positions
             continue
         else:
-            shown = ", ".join(f"'{each}'" for each in list(scene.names)[:20])
-            more = f" and {len(scene.names) - 20} more" if len(scene.names) > 20 else ""
-            own = ", ".join(f"'{each}'" for each in ("labels", "targets", *scene.declared))
-            raise ModelError(
-                f"loss {name}: no tensor for parameter '{parameter}'; use one of the model's "
-                f"tensors ({shown}{more}) or {own}, or declare an input, for example "
-                f'inputs={{"{parameter}": (np.float32, ["batch"])}}'
-            )
+            raise _unknown(name, parameter, scene)
         if details.kind is inspect.Parameter.POSITIONAL_ONLY:
             positional.append(argument)
         else:
@@ -481,7 +474,22 @@ def _call(loss: Function, scene: _Scene) -> Part:
     target = targets[0] if targets else None  # declared inputs may be masks or weights
     prediction = _prediction(looked_at, target, scene.own(looked_at.value).name or "")
     scene.predictions[0] = (None, prediction)
-    returned = loss(*positional, **named)
+    return _part_of(name, loss(*positional, **named))
+
+
+def _unknown(name: str, parameter: str, scene: _Scene) -> ModelError:
+    shown = ", ".join(f"'{each}'" for each in list(scene.names)[:20])
+    more = f" and {len(scene.names) - 20} more" if len(scene.names) > 20 else ""
+    own = ", ".join(f"'{each}'" for each in ("labels", "targets", *scene.declared))
+    return ModelError(
+        f"loss {name}: no tensor for parameter '{parameter}'; use one of the model's tensors "
+        f"({shown}{more}) or {own}, or declare an input, for example "
+        f'inputs={{"{parameter}": (np.float32, ["batch"])}}'
+    )
+
+
+def _part_of(name: str, returned: object) -> Part:
+    """Returns the loss that a function returned, a Tensor or a pair of a sum and a count."""
     if isinstance(returned, tuple | list) and len(returned) == 2:
         total, count = returned
         if not isinstance(total, Tensor) or not isinstance(count, Tensor):
