@@ -677,7 +677,7 @@ class Adding(Callback):
     """Adds numbers of numpy to what fit tells, and to its state."""
 
     def on_step(self, record: Record, session: Any) -> None:
-        record.values["half"] = np.float16(0.5)  # type: ignore[assignment]
+        record.values["half"] = np.float16(0.5)  # type: ignore[assignment]  # on purpose, as below
 
     def on_epoch(self, record: Record, session: Any) -> None:
         record.values["third"] = np.float32(1 / 3)  # type: ignore[assignment]

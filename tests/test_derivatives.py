@@ -819,7 +819,7 @@ def test_refusals() -> None:
     # protobuf's part of the message depends on its version
     with pytest.raises(ortops.ModelError, match=r"^7 bytes: not an ONNX model \("):
         gradient(b"nothing")
-    assert jvp(two, seeds=np.int64(3)) == jvp(two, seeds=3)  # type: ignore[arg-type]
+    assert jvp(two, seeds=np.int64(3)) == jvp(two, seeds=3)  # type: ignore[arg-type]  # on purpose
     assert gradient(trees)  # the node says so where it is lowered
     with pytest.raises(ortops.UnsupportedError, match="no gradient rule for Unknown"):
         gradient(trees, lowered=True)
