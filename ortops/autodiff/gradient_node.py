@@ -195,8 +195,35 @@ def bind(graph: ir.Graph, outer: Mapping[str, ir.Value] | None = None) -> bool:
 
 
 def _bind_node(node: ir.Node, scope: MutableMapping[str, ir.Value]) -> None:
-    where = describe(node)
     xs, zs, y = _read_attributes(node)
+    _check_names(node, xs, zs, y, scope)
+    assert isinstance(node.graph, ir.Graph)
+    # A new node: replacing inputs one by one takes time quadratic in their number.
+    bound = Bound.make(
+        [value for value in node.inputs if value is not None],
+        [scope[name] for name in xs],
+        [scope[name] for name in zs],
+        scope[y],
+        num_outputs=len(node.outputs),
+        name=node.name,
+        doc_string=node.doc_string,
+        metadata_props=dict(node.metadata_props),
+    ).node
+    node.graph.insert_before(node, bound)
+    for old, new in zip(node.outputs, bound.outputs, strict=True):
+        new.type, new.shape = old.type, old.shape
+        new.metadata_props.update(old.metadata_props)
+        take_place(old, new)
+        if new.name:
+            scope[new.name] = new
+    remove_node(node)
+
+
+def _check_names(
+    node: ir.Node, xs: Sequence[str], zs: Sequence[str], y: str, scope: Mapping[str, ir.Value]
+) -> None:
+    """Checks the inputs, outputs and names of a Gradient node in the form of the specification."""
+    where = describe(node)
     names = [*xs, *zs]
     fed = list(node.inputs)
     if not xs:
@@ -226,26 +253,6 @@ def _bind_node(node: ir.Node, scope: MutableMapping[str, ir.Value]) -> None:
                     f"{where}: the graph has no tensor '{name}', which is listed in {kind}; "
                     + did_you_mean(name, [n for n in scope if n not in own])
                 )
-    assert isinstance(node.graph, ir.Graph)
-    # A new node: replacing inputs one by one takes time quadratic in their number.
-    bound = Bound.make(
-        [value for value in fed if value is not None],
-        [scope[name] for name in xs],
-        [scope[name] for name in zs],
-        scope[y],
-        num_outputs=len(node.outputs),
-        name=node.name,
-        doc_string=node.doc_string,
-        metadata_props=dict(node.metadata_props),
-    ).node
-    node.graph.insert_before(node, bound)
-    for old, new in zip(node.outputs, bound.outputs, strict=True):
-        new.type, new.shape = old.type, old.shape
-        new.metadata_props.update(old.metadata_props)
-        take_place(old, new)
-        if new.name:
-            scope[new.name] = new
-    remove_node(node)
 
 
 def name_attributes(xs: Sequence[ir.Value], zs: Sequence[ir.Value], y: ir.Value) -> list[ir.Attr]:

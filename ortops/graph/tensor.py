@@ -488,29 +488,27 @@ class Tape:
             raise ModelError(
                 f"{node.op_type} node '{node.name}': {reason}; got {shapes}"
             ) from error
-        found: list[tuple[ir.TypeProtocol | None, tuple[Dim, ...] | None]] = []
-        for value in node.outputs:
-            typed = inferred.get(value.name) if value.name else None  # absent outputs share a name
-            if typed is None or is_map(typed):
-                found.append((None, None))
-                continue
-            kind = ir.serde.deserialize_type_proto_for_type(typed)
-            shape = ir.serde.deserialize_type_proto_for_shape(typed)
-            dims = None if shape is None else _dims(shape)
-            if isinstance(kind, ir.SequenceType) and dims is not None:
-                # A symbol would mean that all elements of the sequence have equal sizes.
-                dims = tuple(dim if isinstance(dim, int) else None for dim in dims)
-            found.append((kind, dims))
+        # Absent outputs share a name.
+        typed = [inferred.get(value.name) if value.name else None for value in node.outputs]
         sizes = pooled_sizes(node)
-        if sizes is not None:
-            found = [
-                (
-                    kind,
-                    dims and (*dims[:2], *(a or b for a, b in zip(sizes, dims[2:], strict=True))),
-                )
-                for kind, dims in found
-            ]
-        return tuple(found)
+        return tuple(_type_and_dims(each, sizes) for each in typed)
+
+
+def _type_and_dims(
+    typed: onnx.TypeProto | None, sizes: Sequence[int | None] | None
+) -> tuple[ir.TypeProtocol | None, tuple[Dim, ...] | None]:
+    """Returns an inferred type and its dimensions, with the known spatial sizes of a pooling."""
+    if typed is None or is_map(typed):
+        return None, None
+    kind = ir.serde.deserialize_type_proto_for_type(typed)
+    shape = ir.serde.deserialize_type_proto_for_shape(typed)
+    dims = None if shape is None else _dims(shape)
+    if isinstance(kind, ir.SequenceType) and dims is not None:
+        # A symbol would mean that all elements of the sequence have equal sizes.
+        dims = tuple(dim if isinstance(dim, int) else None for dim in dims)
+    if sizes is not None and dims:
+        dims = (*dims[:2], *(a or b for a, b in zip(sizes, dims[2:], strict=True)))
+    return kind, dims
 
 
 def _operator(
@@ -1397,10 +1395,7 @@ def _split_count(inputs: Sequence[object], attributes: dict[str, Any]) -> int:
 def _index(x: Tensor, key: tuple[object, ...]) -> Tensor:
     """Indexes with integers, slices, None, ``...``, and at most one Tensor or array."""
     used = sum(part is not None and part is not Ellipsis for part in key)
-    starts: list[object] = []
-    ends: list[object] = []
-    axes: list[int] = []
-    steps: list[int] = []
+    slices: list[tuple[object, object, int, int]] = []  # start, end, axis and step
     dropped: list[int] = []
     added: list[int] = []
     chosen: list[tuple[int, Tensor]] = []
@@ -1417,19 +1412,11 @@ def _index(x: Tensor, key: tuple[object, ...]) -> Tensor:
                 axis, position = axis + skipped, position + skipped
             continue
         if isinstance(part, slice):
-            step = 1 if part.step is None else part.step
-            if part.start is not None or part.stop is not None or step != 1:
-                limit = np.iinfo(np.int64).max
-                starts.append((0 if step > 0 else limit) if part.start is None else part.start)
-                ends.append((limit if step > 0 else -limit) if part.stop is None else part.stop)
-                axes.append(axis)
-                steps.append(step)
+            if not (part.start is None and part.stop is None and part.step in (None, 1)):
+                slices.append(_bounds(part, axis))
             position += 1
         elif isinstance(part, int | np.integer) and not isinstance(part, bool):
-            starts.append(int(part))
-            ends.append(int(part) + 1 if part != -1 else np.iinfo(np.int64).max)
-            axes.append(axis)
-            steps.append(1)
+            slices.append((int(part), int(part) + 1 if part != -1 else _END, axis, 1))
             dropped.append(axis)
         else:
             indices = _indices(x, part)
@@ -1446,15 +1433,24 @@ def _index(x: Tensor, key: tuple[object, ...]) -> Tensor:
             f"{x!r}: index {key!r}: an array cannot be combined with other arrays or integers; use "
             "op.GatherND"
         )
-    if axes:
-        x = op.Slice(x, starts, ends, axes, steps)
+    if slices:
+        x = op.Slice(x, *map(list, zip(*slices, strict=True)))
     for place, indices in chosen:
         x = op.Gather(x, indices, axis=place)
     if dropped:
         x = op.Squeeze(x, dropped)
-    if added:
-        x = op.Unsqueeze(x, added)
-    return x
+    return op.Unsqueeze(x, added) if added else x
+
+
+_END = int(np.iinfo(np.int64).max)
+
+
+def _bounds(part: slice, axis: int) -> tuple[object, object, int, int]:
+    """Returns the arguments of Slice for a slice of an axis: start, end, axis and step."""
+    step = 1 if part.step is None else part.step
+    first, last = (0, _END) if step > 0 else (_END, -_END)
+    start = first if part.start is None else part.start
+    return start, last if part.stop is None else part.stop, axis, step
 
 
 def _indices(x: Tensor, part: object) -> Tensor:
