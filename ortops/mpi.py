@@ -8,16 +8,14 @@ import itertools
 import os
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ortops.errors import OrtopsError
+from ortops.numbers import Array
 
 __all__ = ["MPI"]
-
-Array: TypeAlias = npt.NDArray[Any]
 
 _LOOKS = 64
 """The number of tests for completion of an exchange between checks of timeout and exited ranks."""

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from ortops.graph.edit import attribute_values, inner_graphs, is_float
 from ortops.graph.tensor import constant_tensor
+from ortops.numbers import Array
 
 __all__ = ["Squashed", "squashed"]
 
@@ -273,7 +273,7 @@ def _opposite_axis(logits: ir.Value) -> int | None:
     return last if are_opposite else None
 
 
-def _array(value: ir.Value | None) -> npt.NDArray[Any] | None:
+def _array(value: ir.Value | None) -> Array | None:
     """Returns a constant, also behind a Transpose, with at least one axis."""
     node = _producer(value, "Transpose")
     if node is not None:

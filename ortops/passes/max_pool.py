@@ -12,7 +12,8 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from ortops.graph.edit import attribute_values
+from ortops.autodiff.rules.convolution import node_windows
+from ortops.autodiff.rules.pooling import tiles
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.passes.draft import ANYWHERE
 from ortops.passes.rewrite import PatternPass, Result, pattern
@@ -28,23 +29,17 @@ def _compared(node: ir.Node, tape: Tape) -> Result:
     x = node.inputs[0]
     if x is None or x.dtype != ir.DataType.FLOAT or x.shape is None or len(node.outputs) < 2:
         return None
-    attributes, sizes = attribute_values(node), x.shape[1:]
-    kernel = tuple(attributes["kernel_shape"])
-    tiled = (
-        len(sizes) == 3
-        and all(isinstance(size, int) and size > 0 for size in sizes)
-        and kernel == tuple(attributes.get("strides", (1, 1)))
-        and set(attributes.get("dilations", (1,))) == {1}
-        and not any(attributes.get("pads", ()))
-        and not attributes.get("storage_order", 0)
-        and not any(size % step for size, step in zip(sizes[1:], kernel, strict=True))
-    )
-    if not tiled or not 1 < math.prod(kernel) <= _TAPS or not node.outputs[1].uses():
+    images, sizes = tape.tensor(x), x.shape[1:]
+    kernel = tuple(node.attributes["kernel_shape"].as_ints())
+    if len(sizes) != 3 or not all(isinstance(size, int) and size > 0 for size in sizes):
+        return None
+    tiled = tiles(images, node_windows(node, images, kernel))
+    by_column = node.attributes.get_int("storage_order", 0)
+    if not tiled or by_column or not 1 < math.prod(kernel) <= _TAPS or not node.outputs[1].uses():
         return None
     # onnxruntime's optimizer moves these nodes after a Slice, and then infers wrong types.
     if any(other.op_type in ("QuantizeLinear", "DequantizeLinear") for other in node.graph or ()):
         return None
-    images = tape.tensor(x)
     largest = op.MaxPool(images, kernel_shape=kernel, strides=kernel)
     largest = largest.with_shape_of(tape.tensor(node.outputs[0]))
     channels, height, width = (int(str(size)) for size in sizes)

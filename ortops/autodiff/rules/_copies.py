@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias, cast
+from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from ortops.autodiff.rules._precision import wide_dtype
 from ortops.graph.shapes import pad_axes, reshape_like
 from ortops.graph.tensor import Tensor, op
+from ortops.numbers import Array
 
 __all__ = ["add_at", "pad_zeros", "positions", "runnable", "scatter_add"]
-
-Array: TypeAlias = npt.NDArray[Any]
 
 
 def positions(x: Tensor) -> Tensor:

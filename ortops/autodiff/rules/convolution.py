@@ -80,6 +80,12 @@ class Windows:
         return pads is None or any(pads)
 
     @property
+    def are_adjacent(self) -> bool:
+        """Whether they begin at the first element, and each one where the one before it ends."""
+        is_dense = set(self.dilations) == {1}
+        return is_dense and self.kernel == self.strides and not self.is_padded
+
+    @property
     def pads(self) -> list[int] | None:
         """The attribute ``pads`` of ONNX; None if the padding is known only at run time."""
         if isinstance(self.begin, Tensor) or isinstance(self.end, Tensor):

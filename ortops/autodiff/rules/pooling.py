@@ -209,14 +209,9 @@ def _may_miss(x: Tensor, at: Windows) -> bool:
 
 def tiles(x: Tensor, at: Windows) -> bool:
     """Whether the windows are known to cover x without gaps or overlaps."""
-    return (
-        set(at.dilations) == {1}
-        and at.kernel == at.strides
-        and not at.is_padded
-        and all(
-            size is not None and size % step == 0
-            for size, step in zip(static_sizes(x, at.rank), at.strides, strict=True)
-        )
+    return at.are_adjacent and all(
+        size is not None and size % step == 0
+        for size, step in zip(static_sizes(x, at.rank), at.strides, strict=True)
     )
 
 

@@ -209,16 +209,11 @@ class _Insertion:
 
     def _max_pool(self, node: ir.Node) -> None:
         x = self._twin(node.inputs[0])
-        attributes = attribute_values(node)
-        kernel = attributes["kernel_shape"]
-        tiles = (
-            tuple(attributes.get("strides", ())) == tuple(kernel)
-            and not any(attributes.get("pads", ()))
-            and set(attributes.get("dilations", (1,))) == {1}
-            and not attributes.get("ceil_mode", 0)
-            and attributes.get("auto_pad", "NOTSET") in ("NOTSET", "VALID")
-        )
-        if x is None or not tiles or len(node.outputs) > 1:
+        pooled, kernel = node.inputs[0], node.attributes["kernel_shape"].as_ints()
+        assert pooled is not None
+        at = convolution.node_windows(node, self.tape.tensor(pooled), kernel)
+        has_whole = at.are_adjacent and not node.attributes.get_int("ceil_mode", 0)
+        if x is None or not has_whole or len(node.outputs) > 1:
             return
         n, _, *counts = sizes(self.tape.tensor(node.outputs[0]))
         shape = (n, sizes(x)[1], *counts)
@@ -226,10 +221,7 @@ class _Insertion:
         relu = x.value.producer()
         assert relu is not None
         before = relu.inputs[0]
-        pooled = node.inputs[0]
-        assert pooled is not None
-        alone = has_one_reader(pooled)
-        swap = relu.domain == DOMAIN and relu.op_type == "Relu" and alone
+        swap = relu.domain == DOMAIN and relu.op_type == "Relu" and has_one_reader(pooled)
         if swap and before is not None:
             x = self.tape.tensor(before)
         exact = int(node.outputs[0] in self.unbounded)
