@@ -58,12 +58,7 @@ def _seed_of_branch(tape: Tape, part: Tensor, output: ir.Value) -> Tensor:
 def loop(at: Site) -> Cotangents:
     tape, node, g = at.tape, at.node, at.g
     body = node.attributes["body"].as_graph()
-    for value in (*body.inputs, *body.outputs):
-        if isinstance(value.type, ir.OptionalType):
-            raise UnsupportedError(
-                f"{describe(node)}: no gradient for the optional '{value.name}' in its body (asked "
-                f"for by {at.asked_by}); use tensors or sequences as loop-carried values"
-            )
+    _refuse_optionals(at, body)
     starts = [value for value in node.inputs[2:] if value is not None]
     states = [index for index, value in enumerate(starts) if is_float(value)]
     captured = _captured(at)
@@ -105,6 +100,16 @@ def loop(at: Site) -> Cotangents:
     initial = _initial(tape, node, g, states, captured)
     attributes = [ir.AttrGraph("body", inner.graph)]
     return _emit(tape, "Loop", [count.value, None, *_values(initial)], attributes, likes)
+
+
+def _refuse_optionals(at: Site, body: ir.Graph) -> None:
+    """Rejects a loop whose body has optionals as inputs or outputs."""
+    for value in (*body.inputs, *body.outputs):
+        if isinstance(value.type, ir.OptionalType):
+            raise UnsupportedError(
+                f"{describe(at.node)}: no gradient for the optional '{value.name}' in its body "
+                f"(asked for by {at.asked_by}); use tensors or sequences as loop-carried values"
+            )
 
 
 @structural("Scan", limits="at least one iteration")
