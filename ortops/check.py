@@ -24,7 +24,7 @@ from ortops.errors import OrtopsError
 from ortops.graph import convert
 from ortops.graph.adapters import adapter_of
 from ortops.graph.convert import ModelLike
-from ortops.graph.edit import all_nodes, describe, inner_graphs, is_float
+from ortops.graph.edit import all_nodes, describe, inner_graphs, is_float, mapped_tensor
 from ortops.graph.files import external
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.squashing import squashed
@@ -318,10 +318,8 @@ def _trained(proto: onnx.ModelProto, trainable: Sequence[str] | None) -> Sequenc
 
 def _kind(value: ir.Value) -> str:
     """Returns the type and shape of an output, and the activation that computes it, as text."""
-    node = value.producer()
-    if node is not None and (node.domain, node.op_type) == ("ai.onnx.ml", "ZipMap"):
-        mapped = node.inputs[0]
-        assert mapped is not None
+    mapped = mapped_tensor(value)
+    if mapped is not None:
         return f"maps from '{mapped.name}', {_kind(mapped)}"
     found = squashed(value)
     shape = "" if value.shape is None else str(value.shape)

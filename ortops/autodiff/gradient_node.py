@@ -25,8 +25,8 @@ from ortops.graph.edit import (
     describe,
     inner_graphs,
     is_float,
+    mapped_tensor,
     nodes_between,
-    read_inputs,
     remove_node,
     replace_value,
     take_place,
@@ -437,9 +437,8 @@ def check(where: str, bound: Bound) -> None:
         ModelError: If y is a sequence of maps, if an x is not floating-point, if a fed value has a
             different type or shape than its tensor, or if a named tensor depends on another.
     """
-    maker = bound.y.producer()
-    if maker is not None and (maker.domain, maker.op_type) == ("ai.onnx.ml", "ZipMap"):
-        (tensor,) = read_inputs(maker)
+    tensor, maker = mapped_tensor(bound.y), bound.y.producer()
+    if tensor is not None and maker is not None:
         raise ModelError(
             f"{where}: y '{bound.y.name}' is a sequence of maps, created by {describe(maker)}; use "
             f"the tensor '{tensor.name}', which the maps are created from, instead"

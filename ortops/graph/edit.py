@@ -22,8 +22,10 @@ __all__ = [
     "has_one_reader",
     "inner_graphs",
     "is_float",
+    "mapped_tensor",
     "merge_equal_nodes",
     "nodes_between",
+    "producer_of",
     "prune",
     "read_inputs",
     "remove_defaults",
@@ -57,6 +59,29 @@ def describe(node: ir.Node) -> str:
     """Returns ``<op> node '<name>'``; the first output replaces a missing name."""
     name = node.name or next((value.name for value in node.outputs if value.name), "")
     return f"{node.op_type} node '{name}'"
+
+
+def producer_of(value: ir.Value | None, *op_types: str, domain: str = "") -> ir.Node | None:
+    """Returns the node that computes a value.
+
+    Args:
+        value: The value; there is no node if it is None.
+        op_types: The operators that the node may have; any if none are given.
+        domain: Their domain.
+
+    Returns:
+        The node; None if another operator computes the value, or no node does.
+    """
+    node = None if value is None else value.producer()
+    if node is None or node.domain != domain or (op_types and node.op_type not in op_types):
+        return None
+    return node
+
+
+def mapped_tensor(value: ir.Value) -> ir.Value | None:
+    """Returns the tensor that a ZipMap makes maps from; None for other values."""
+    node = producer_of(value, "ZipMap", domain="ai.onnx.ml")
+    return None if node is None else node.inputs[0]
 
 
 def is_float(value: ir.Value) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from ortops.graph.edit import attribute_values, inner_graphs, is_float
+from ortops.graph.edit import attribute_values, inner_graphs, is_float, producer_of
 from ortops.graph.tensor import constant_tensor
 from ortops.numbers import Array
 
@@ -171,12 +171,12 @@ def _softmax(node: ir.Node) -> _Found | None:
     if node.op_type == "Softmax":
         return "softmax", _first(node), attribute_values(node).get("axis", -1)
     if node.op_type == "Exp":
-        inner = _producer(node.inputs[0], "LogSoftmax", "Sub")
+        inner = producer_of(node.inputs[0], "LogSoftmax", "Sub")
         found = None if inner is None else _log_softmax(inner)
         return None if found is None else ("softmax", *found[1:])
     if node.op_type != "Div":
         return None
-    above, below = _producer(node.inputs[0], "Exp"), _producer(node.inputs[1], "ReduceSum")
+    above, below = producer_of(node.inputs[0], "Exp"), producer_of(node.inputs[1], "ReduceSum")
     if above is None or below is None or below.inputs[0] is not above.outputs[0]:
         return None
     return "softmax", _shifted(_first(above)), _reduced_axis(below)
@@ -187,19 +187,19 @@ def _log_softmax(node: ir.Node) -> _Found | None:
     if node.op_type == "LogSoftmax":
         return "log_softmax", _first(node), attribute_values(node).get("axis", -1)
     if node.op_type == "Log":
-        inner = _producer(node.inputs[0])
+        inner = producer_of(node.inputs[0])
         limited = None if inner is None else _before_limits(inner)
-        inner = inner if limited is None else _producer(limited)
+        inner = inner if limited is None else producer_of(limited)
         found = None if inner is None else _softmax(inner)
         return None if found is None else ("log_softmax", *found[1:])
     if node.op_type != "Sub":
         return None
     logits, norm = _first(node), _source(node.inputs[1])  # behind nodes that restore the axis
-    reduced = _producer(norm, "ReduceLogSumExp")
+    reduced = producer_of(norm, "ReduceLogSumExp")
     if reduced is not None and reduced.inputs[0] is logits:
         return "log_softmax", logits, _reduced_axis(reduced, node.inputs[1])
-    total = _producer(_input_of(_producer(norm, "Log")), "ReduceSum")
-    exp = _producer(_input_of(total), "Exp")
+    total = producer_of(_input_of(producer_of(norm, "Log")), "ReduceSum")
+    exp = producer_of(_input_of(total), "Exp")
     if total is None or exp is None or exp.inputs[0] is not logits:
         return None
     return "log_softmax", _shifted(logits), _reduced_axis(total, node.inputs[1])
@@ -209,7 +209,7 @@ def _sigmoid(node: ir.Node) -> _Found | None:
     """Recognizes Sigmoid and 1 / (1 + exp(−x))."""
     if node.op_type == "Sigmoid":
         return "sigmoid", _first(node), None
-    negative = _producer(_input_of(_exp_plus_one(_inverted(node))), "Neg")
+    negative = producer_of(_input_of(_exp_plus_one(_inverted(node))), "Neg")
     return None if negative is None else ("sigmoid", _first(negative), None)
 
 
@@ -222,9 +222,9 @@ def _inverted(node: ir.Node) -> ir.Value | None:
 
 def _exp_plus_one(value: ir.Value | None) -> ir.Node | None:
     """Returns the node Exp(x) if a value is 1 + exp(x), as in a Sigmoid of −x."""
-    total = _producer(value, "Add")
+    total = producer_of(value, "Add")
     rest = [] if total is None else [each for each in total.inputs if not _is_number(each, 1)]
-    return _producer(rest[0], "Exp") if len(rest) == 1 else None
+    return producer_of(rest[0], "Exp") if len(rest) == 1 else None
 
 
 def _complement(node: ir.Node) -> _Found | None:
@@ -232,7 +232,7 @@ def _complement(node: ir.Node) -> _Found | None:
     if node.op_type != "Concat" or not _is_complement(node):
         return None
     for value in node.inputs:
-        found = _producer(value)
+        found = producer_of(value)
         inner = None if found is None else _sigmoid(found)
         if inner is not None:
             return "complement", inner[1], attribute_values(node)["axis"]
@@ -241,18 +241,18 @@ def _complement(node: ir.Node) -> _Found | None:
 
 def _opposite_axis(logits: ir.Value) -> int | None:
     """Returns the axis of logits −z and z, as in scikit-learn's binary classifiers, or None."""
-    node, reshaped = _producer(logits), _producer(logits, "Reshape")
+    node, reshaped = producer_of(logits), producer_of(logits, "Reshape")
     if reshaped is not None and reshaped.inputs[1] is not None:
         shape = constant_tensor(reshaped.inputs[1])
         if shape is not None and shape.numpy().tolist() == [-1, 2]:
-            node = _producer(reshaped.inputs[0])
+            node = producer_of(reshaped.inputs[0])
     if node is None:
         return None
     shape_of_logits = logits.shape
     last = 1 if shape_of_logits is None else len(shape_of_logits) - 1
     if node.op_type == "Concat" and len(node.inputs) == 2:
         axis: int = attribute_values(node)["axis"]
-        if _input_of(_producer(node.inputs[0], "Neg")) is not node.inputs[1]:
+        if _input_of(producer_of(node.inputs[0], "Neg")) is not node.inputs[1]:
             return None
         axis = axis % (last + 1) if axis < 0 else axis
         is_pair = shape_of_logits is None or shape_of_logits[axis] == 2
@@ -260,7 +260,7 @@ def _opposite_axis(logits: ir.Value) -> int | None:
     product: ir.Node | None = node
     shift = list(node.inputs[2:])
     if node.op_type == "Add":
-        product, shift = _producer(node.inputs[0]), [node.inputs[1]]
+        product, shift = producer_of(node.inputs[0]), [node.inputs[1]]
     if product is None or product.op_type not in ("Gemm", "MatMul"):
         return None
     weights = _array(product.inputs[1])
@@ -275,7 +275,7 @@ def _opposite_axis(logits: ir.Value) -> int | None:
 
 def _array(value: ir.Value | None) -> Array | None:
     """Returns a constant, also behind a Transpose, with at least one axis."""
-    node = _producer(value, "Transpose")
+    node = producer_of(value, "Transpose")
     if node is not None:
         matrix = _array(_first(node))
         return None if matrix is None or matrix.ndim != 2 else matrix.T
@@ -335,10 +335,10 @@ def _is_squashed(value: ir.Value | None) -> bool:
 def _is_divided_by_sum(node: ir.Node) -> bool:
     """Whether a Div is x / Σ x, also with small numbers added to avoid division by zero."""
     above = _first(node)
-    below, guarded = _producer(node.inputs[1], "Add"), _producer(above, "Add")
+    below, guarded = producer_of(node.inputs[1], "Add"), producer_of(above, "Add")
     if below is not None and guarded is not None:
-        return any(_is_sum(_producer(value), guarded.inputs) for value in below.inputs)
-    return _is_sum(_producer(_source(node.inputs[1])), [above])
+        return any(_is_sum(producer_of(value), guarded.inputs) for value in below.inputs)
+    return _is_sum(producer_of(_source(node.inputs[1])), [above])
 
 
 def _is_average(node: ir.Node) -> bool:
@@ -362,7 +362,7 @@ def _is_average(node: ir.Node) -> bool:
 
 
 def _summands(value: ir.Value | None) -> list[ir.Value | None]:
-    node = _producer(value, "Add", "Sum")
+    node = producer_of(value, "Add", "Sum")
     if node is None:
         return [value]
     return [each for given in node.inputs for each in _summands(given)]
@@ -377,7 +377,7 @@ def _is_complement(node: ir.Node) -> bool:
     if len(node.inputs) != 2:
         return False
     for one, other in (tuple(node.inputs), tuple(reversed(node.inputs))):
-        rest = _producer(one, "Sub")
+        rest = producer_of(one, "Sub")
         if rest is not None and _is_number(rest.inputs[0], 1):
             return rest.inputs[1] is other
     return False
@@ -385,10 +385,10 @@ def _is_complement(node: ir.Node) -> bool:
 
 def _shifted(value: ir.Value) -> ir.Value:
     """Returns x for x − max(x), and any other value unchanged."""
-    node = _producer(value, "Sub")
+    node = producer_of(value, "Sub")
     if node is None:
         return value
-    largest = _producer(node.inputs[1], "ReduceMax")
+    largest = producer_of(node.inputs[1], "ReduceMax")
     return _first(node) if _input_of(largest) is node.inputs[0] else value
 
 
@@ -418,17 +418,9 @@ def _input_of(node: ir.Node | None) -> ir.Value | None:
     return None if node is None else node.inputs[0]
 
 
-def _producer(value: ir.Value | None, *op_types: str) -> ir.Node | None:
-    """Returns the standard node that computes a value, if it has one of the types, or any."""
-    node = None if value is None else value.producer()
-    if node is None or node.domain or (op_types and node.op_type not in op_types):
-        return None
-    return node
-
-
 def _source(value: ir.Value | None) -> ir.Value | None:
     """Returns the value before nodes that only move elements."""
-    while (node := _producer(value, *_MOVING)) is not None:
+    while (node := producer_of(value, *_MOVING)) is not None:
         value = node.inputs[0]
     return value
 

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from ortops.arguments import parameters_of
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph.convert import ModelLike
-from ortops.graph.edit import attribute_values, copy_node, describe, is_float
+from ortops.graph.edit import attribute_values, copy_node, describe, is_float, mapped_tensor
 from ortops.graph.squashing import Squashed, squashed
 from ortops.graph.tensor import Dim, Tape, Tensor, op
 from ortops.losses.loss import Function, Loss, Part, Reads, Shape, mean_of, softplus
@@ -77,9 +77,7 @@ class Computed:
 def default_output(outputs: Sequence[ir.Value]) -> ir.Value | None:
     """Returns the first floating-point output, or the input of the ZipMap that computes it."""
     for value in outputs:
-        node = value.producer()
-        if node is not None and (node.domain, node.op_type) == ("ai.onnx.ml", "ZipMap"):
-            value = node.inputs[0] or value
+        value = mapped_tensor(value) or value
         tensor = value.type is None or isinstance(value.type, ir.TensorType)
         if tensor and is_float(value):
             return value

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
-from ortops.graph.edit import has_one_reader
+from ortops.graph.edit import has_one_reader, producer_of
 from ortops.graph.tensor import Tape, constant_number, op
 from ortops.passes.draft import ONNXRUNTIME, Draft, Pass
 from ortops.passes.rewrite import Result, pattern, rewrite
@@ -106,8 +106,8 @@ def _product(value: ir.Value, *, root: bool = False) -> Product:
 
 def _one_more(value: ir.Value) -> ir.Value | None:
     """Returns a if the value is a + 1 and both have one consumer."""
-    node = value.producer()
-    if node is None or node.domain or node.op_type != "Add" or not has_one_reader(value):
+    node = producer_of(value, "Add")
+    if node is None or not has_one_reader(value):
         return None
     for added, one in (node.inputs, node.inputs[::-1]):
         if (

@@ -36,6 +36,7 @@ from ortops.graph.edit import (
     ancestor_nodes,
     copy_node,
     is_float,
+    mapped_tensor,
     nodes_between,
     prune,
     read_inputs,
@@ -380,9 +381,7 @@ def _array_named(name: str, values: Mapping[str | None, ir.Value]) -> ir.Value:
     if name not in values:
         known = [each for each in values if each]
         raise OrtopsError(f"outputs: the model has no tensor '{name}'; {did_you_mean(name, known)}")
-    value, node = values[name], values[name].producer()
-    if node is not None and (node.domain, node.op_type) == ("ai.onnx.ml", "ZipMap"):
-        value = node.inputs[0] or value
+    value = mapped_tensor(values[name]) or values[name]
     if isinstance(value.type, ir.SequenceType | ir.OptionalType):
         raise OrtopsError(
             f"outputs: '{name}' is a sequence or an optional; name tensors with outputs="
