@@ -12,11 +12,11 @@ import onnxruntime
 
 from ortops.arguments import choice
 from ortops.errors import KernelError, OrtopsError, UnsupportedError, is_raised_by
-from ortops.execution.memory import device_of
+from ortops.execution.memory import device_of, ort_value
 from ortops.execution.settings import Settings
 from ortops.inference import InferenceSession, lend, open_lowered
 
-__all__ = ["Sessions", "UpdateKernels", "errors_as_ours"]
+__all__ = ["Sessions", "UpdateKernels", "errors_as_ours", "run_session"]
 
 UpdateKernels: TypeAlias = Literal["onnx", "python", "compiled"]
 
@@ -137,6 +137,29 @@ def _single_threaded(options: onnxruntime.SessionOptions | None) -> onnxruntime.
             setattr(result, name, getattr(options, name))
     result.intra_op_num_threads = 1
     return result
+
+
+def run_session(
+    session: onnxruntime.InferenceSession,
+    feeds: Mapping[str, npt.NDArray[Any]],
+    outputs: Sequence[str],
+    options: onnxruntime.RunOptions | None = None,
+) -> dict[str, npt.NDArray[Any]]:
+    """Runs a session on arrays, whose memory it reads; returns outputs by name.
+
+    Args:
+        session: The session.
+        feeds: Arrays by name; those that are not inputs are ignored.
+        outputs: The names of the outputs to compute.
+        options: The options of the run.
+
+    Raises:
+        KernelError: If the run failed.
+    """
+    inputs = {value.name: ort_value(feeds[value.name]) for value in session.get_inputs()}
+    with errors_as_ours():
+        found = session.run_with_ort_values(outputs, inputs, options)
+    return {name: value.numpy() for name, value in zip(outputs, found, strict=True)}
 
 
 @contextlib.contextmanager

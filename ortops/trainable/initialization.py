@@ -13,7 +13,7 @@ import onnx_ir as ir
 import onnxruntime
 
 from ortops.errors import ModelError
-from ortops.execution.onnxruntime_sessions import errors_as_ours
+from ortops.execution.onnxruntime_sessions import run_session
 from ortops.graph import convert
 from ortops.graph.edit import all_nodes, describe
 from ortops.graph.files import external
@@ -129,8 +129,7 @@ def _run_here(
     timer.daemon = True
     timer.start()
     try:
-        with errors_as_ours():
-            computed = session.run_with_ort_values(values, {}, run_options)
+        return run_session(session, {}, values, run_options)
     except Exception as error:
         if not ended.is_set():
             raise
@@ -140,7 +139,6 @@ def _run_here(
         ) from error
     finally:
         timer.cancel()
-    return {value: found.numpy() for value, found in zip(values, computed, strict=True)}
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ortops.arguments import whole_number
 from ortops.errors import FeedError
 from ortops.training import tables
-from ortops.training.feeds import Checked, Feeds, Inputs
+from ortops.training.feeds import Checked, Feeds, Inputs, listed
 from ortops.training.prefetch import Prefetcher
 from ortops.training.tables import RowIndex
 
@@ -265,7 +265,7 @@ def _samples(data: Any, inputs: Inputs, batch_size: int, prefetch: int) -> Sourc
             if sample.keys() != columns.keys():
                 raise FeedError(
                     "data: all samples must have the same names, but sample "
-                    f"{number} has {_listed(sample)} and sample {numbers[0]} has {_listed(columns)}"
+                    f"{number} has {listed(sample)} and sample {numbers[0]} has {listed(columns)}"
                 )
             for name, value in sample.items():
                 columns[name].append(value)
@@ -281,10 +281,6 @@ def _is_batch(item: object, inputs: Inputs) -> bool:
         if dims:
             return inputs[name].array(value).ndim == len(dims)
     return False
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names)
 
 
 # ------------------------------------------------------------------------------------ of batches

@@ -13,8 +13,7 @@ import onnxruntime
 
 from ortops import metrics as metric_functions
 from ortops.errors import ArgumentError, OrtopsError, did_you_mean
-from ortops.execution.memory import ort_value
-from ortops.execution.onnxruntime_sessions import errors_as_ours
+from ortops.execution.onnxruntime_sessions import run_session
 from ortops.graph.files import external
 from ortops.inference import InferenceSession
 from ortops.lowering import to_proto
@@ -55,14 +54,6 @@ class Evaluation:
     tensors: Mapping[str, str]
     kinds: Mapping[str, tuple[str, int | None]]
     constants: Mapping[str, Array]
-
-    def run(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Returns the outputs by name."""
-        inputs = {value.name: ort_value(arrays[value.name]) for value in self.session.get_inputs()}
-        names = [value.name for value in self.session.get_outputs()]
-        with errors_as_ours():
-            found = self.session.run_with_ort_values(names, inputs)
-        return {name: value.numpy() for name, value in zip(names, found, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -338,7 +329,8 @@ class Evaluator:
         loaded = self._loaded
         loaded.execution.check_process()
         arrays = loaded.metadata.averaged(loaded.arrays()) if ema else loaded.arrays()
-        return evaluation.run({**evaluation.constants, **arrays, **feeds})
+        outputs = [value.name for value in evaluation.session.get_outputs()]
+        return run_session(evaluation.session, {**evaluation.constants, **arrays, **feeds}, outputs)
 
     def _evaluation(self, tensors: tuple[str, ...], *, loss: bool) -> Evaluation:
         """Returns what computes tensors, and the loss; built once."""

@@ -13,13 +13,14 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime
 
-from ortops.errors import FeedError, did_you_mean
+from ortops.errors import FeedError, OrtopsError, did_you_mean
 from ortops.execution.step import Step
 from ortops.graph.labels import Labels, read_labels
 from ortops.graph.tensor import numpy_dtype
+from ortops.numbers import cast_numbers
 from ortops.training import tables
 
-__all__ = ["Checked", "Feeds", "Input", "Inputs", "to_array"]
+__all__ = ["Checked", "Feeds", "Input", "Inputs", "fitted_array", "listed", "to_array"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -159,6 +160,29 @@ def to_array(what: str, given: object) -> Array:
         FeedError: If it cannot be converted, or has missing values.
     """
     return _opened_array(what, given)[0]
+
+
+def fitted_array(what: str, given: object, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """Converts an array-like to an array of a dtype and shape, contiguous and aligned.
+
+    Args:
+        what: Its name in messages.
+        given: See `to_array`. Numbers of another type are converted if they do not overflow.
+        dtype: The dtype.
+        shape: The shape.
+
+    Raises:
+        OrtopsError: If the shape or a value does not fit.
+    """
+    array = to_array(what, given)
+    if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise OrtopsError(
+            f"{what} must be {dtype}{list(shape)}, got {array.dtype}{list(array.shape)}"
+        )
+    converted, lost = cast_numbers(array, dtype)
+    if lost is not None:
+        raise OrtopsError(f"{what} cannot be set to {lost}, which does not fit {dtype}")
+    return np.require(converted, requirements=["C", "A"])
 
 
 def _opened_array(what: str, given: object) -> tuple[Array, Any]:
@@ -346,7 +370,7 @@ class Inputs(dict[str, Input]):
             raise FeedError(
                 f"feeds: {len(parts)} array{'s' * (len(parts) > 1)} without names for "
                 f"{len(self._places)} inputs; give a dict, or a tuple with an array for each of "
-                f"{_listed(self._places)} in this order"
+                f"{listed(self._places)} in this order"
             )
         return dict(zip(self._places, parts, strict=False))
 
@@ -450,20 +474,21 @@ class Inputs(dict[str, Input]):
 
     def _check_there(self, name: str, given: Mapping[str, object]) -> None:
         if name not in given:
-            raise FeedError(f"feeds: input '{name}' is missing; the inputs are {_listed(self)}")
+            raise FeedError(f"feeds: input '{name}' is missing; the inputs are {listed(self)}")
 
     def _check_names(self, given: Mapping[str, object]) -> None:
         for name in given:
             if not isinstance(name, str):
                 raise FeedError(
                     f"feeds: keys must be names of inputs, got {name!r}; the inputs are "
-                    f"{_listed(self)}"
+                    f"{listed(self)}"
                 )
             if name not in self and name not in self._unread:
                 raise FeedError(f"feeds: there is no input '{name}'; " + did_you_mean(name, self))
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """Returns quoted names, separated by commas."""
     return ", ".join(f"'{name}'" for name in names)
 
 

@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from ortops.errors import ArgumentError, OrtopsError, did_you_mean
 from ortops.execution.split_step import Differentiated, Layout
-from ortops.numbers import cast_numbers
 from ortops.trainable.metadata import LossPart
-from ortops.training.feeds import to_array
+from ortops.training.feeds import fitted_array
 
 __all__ = [
     "Accumulation",
@@ -396,24 +395,7 @@ def check_gradients(given: Mapping[str, npt.ArrayLike], layout: Layout) -> dict[
             + (f", and {len(missing) - 1} more" if len(missing) > 1 else "")
             + "; give one for each parameter, with zeros to leave it unchanged"
         )
-    return {name: check_array(name, given[name], *layout.like(name)) for name in layout.names}
-
-
-def check_array(
-    name: str, given: npt.ArrayLike, dtype: np.dtype[Any], shape: tuple[int, ...]
-) -> Array:
-    """Returns an array for a gradient, or for a value that belongs to gradients.
-
-    Raises:
-        OrtopsError: If its type or shape does not fit.
-    """
-    array = to_array(f"gradients: '{name}'", given)
-    if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
-        raise OrtopsError(
-            f"gradients: '{name}' must be {dtype}{list(shape)}, got "
-            f"{array.dtype}{list(array.shape)}"
-        )
-    converted, lost = cast_numbers(array, dtype)
-    if lost is not None:
-        raise OrtopsError(f"gradients: '{name}' has the value {lost}, which does not fit {dtype}")
-    return np.require(converted, requirements=["C", "A"])
+    return {
+        name: fitted_array(f"gradients: '{name}'", given[name], *layout.like(name))
+        for name in layout.names
+    }

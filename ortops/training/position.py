@@ -12,6 +12,14 @@ import numpy as np
 import onnx
 
 from ortops.errors import ModelError, OrtopsError
+from ortops.graph.files.json_fields import (
+    BOOLEAN,
+    Expected,
+    array_of,
+    check_fields,
+    object_of,
+    or_null,
+)
 from ortops.graph.files.json_metadata import read_metadata, where
 from ortops.graph.files.json_text import read_json
 from ortops.numbers import plain
@@ -320,10 +328,7 @@ def read_position(proto: onnx.ModelProto) -> tuple[Position, int] | None:
     if found is None:
         return None
     found = {**_OPTIONAL, **found}
-    for name, (expected, fits) in _FIELDS.items():
-        if name not in found or not fits(found[name]):
-            shown = f"got {found[name]!r:.80}" if name in found else "but is missing"
-            raise ModelError(f"{_WHERE}: '{name}' must be {expected}, {shown}")
+    check_fields(_WHERE, found, _FIELDS)
     call = FitArguments(**{field.name: found[field.name] for field in fields(FitArguments)})
     states = found["callbacks"]
     entries = Entries(History(found["history"]))
@@ -353,14 +358,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
 
 
-def _are_numbers(value: object) -> bool:
-    return isinstance(value, dict) and all(map(_is_number, value.values()))
-
-
-def _is_row(value: object) -> bool:
-    return isinstance(value, list) and all(map(_is_number, value))
-
-
 def _is_state(value: object) -> bool:
     return (
         isinstance(value, dict)
@@ -369,25 +366,22 @@ def _is_state(value: object) -> bool:
     )
 
 
-_COUNT = ("an integer >= 0", _is_count)
-_POSITIVE = ("an integer >= 1", lambda value: _is_count(value, 1))
-_KNOWN_COUNT = ("an integer >= 0 or null", lambda value: value is None or _is_count(value))
+_COUNT = Expected("an integer >= 0", _is_count)
+_NUMBER = Expected("a number", _is_number)
+_NUMBERS = object_of("numbers", _is_number)
 
-_FIELDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(("epochs", "epoch", "batch_size", "accumulate"), _POSITIVE),
+_FIELDS: Mapping[str, Expected] = {
+    **dict.fromkeys(
+        ("epochs", "epoch", "batch_size", "accumulate"),
+        Expected("an integer >= 1", lambda value: _is_count(value, 1)),
+    ),
     **dict.fromkeys(("first_step", "batch", "samples", "steps"), _COUNT),
-    "seed": ("an integer >= 0", lambda value: type(value) is int and value >= 0),
-    **dict.fromkeys(("rows", "batches"), _KNOWN_COUNT),
-    "shuffle": ("true or false", lambda value: isinstance(value, bool)),
-    **dict.fromkeys(("totals", "weights", "units"), ("an array of numbers", _is_row)),
-    "rate": ("a number or null", lambda value: value is None or _is_number(value)),
-    "seconds": ("a number >= 0", lambda value: _is_number(value) and 0 <= value < math.inf),
-    "history": (
-        "an array of objects of numbers",
-        lambda value: isinstance(value, list) and all(map(_are_numbers, value)),
-    ),
-    "callbacks": (
-        "an array of objects of 'class' and 'state'",
-        lambda value: isinstance(value, list) and all(map(_is_state, value)),
-    ),
+    "seed": Expected("an integer >= 0", lambda value: type(value) is int and value >= 0),
+    **dict.fromkeys(("rows", "batches"), or_null(_COUNT)),
+    "shuffle": BOOLEAN,
+    **dict.fromkeys(_TUPLES, array_of("numbers", _is_number)),
+    "rate": or_null(_NUMBER),
+    "seconds": Expected("a number >= 0", lambda value: _is_number(value) and 0 <= value < math.inf),
+    "history": array_of("objects of numbers", _NUMBERS.fits),
+    "callbacks": array_of("objects of 'class' and 'state'", _is_state),
 }

@@ -19,7 +19,7 @@ from ortops.errors import (
 from ortops.execution.execution import Execution
 from ortops.numbers import cast_numbers
 from ortops.trainable.metadata import METADATA_KEY, TrainingMetadata
-from ortops.training.feeds import to_array
+from ortops.training.feeds import fitted_array
 from ortops.uninterrupted import finished_at_exit
 
 __all__ = ["State", "check_dict", "check_master", "is_rounded", "masters"]
@@ -86,17 +86,7 @@ class State(MutableMapping[str, Array]):
         """
         self._known(name)
         present, _ = self._execution.variables[name].buffers
-        given = to_array(f"state '{name}'", array)
-        fits = np.can_cast(given.dtype, present.dtype, "same_kind")
-        if not fits or given.shape != present.shape:
-            raise OrtopsError(
-                f"state '{name}' must be {present.dtype}{list(present.shape)}, got "
-                f"{given.dtype}{list(given.shape)}"
-            )
-        converted, lost = cast_numbers(given, present.dtype)
-        if lost is not None:
-            raise _misfit(name, lost, present.dtype)
-        result = np.ascontiguousarray(converted).reshape(present.shape).copy()
+        result = fitted_array(f"state '{name}'", array, present.dtype, present.shape).copy()
         if name == self._metadata.loss_scale and not 0 < result < np.inf:
             raise ArgumentError(f"state '{name}' must be a finite number > 0, got {result}")
         return result
