@@ -101,8 +101,7 @@ MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
 
 def whole(path: Path) -> onnx.ModelProto:
     """Returns what there is when the data are read after all."""
-    light, data = convert.load_light(path)
-    return external.attach(light, data)
+    return convert.load_light(path).attach()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -260,7 +259,7 @@ def test_where_files_are_not_held_they_are_read_as_a_whole(
     path.write_bytes(trainable().SerializeToString())
     light, data = convert.load_light(path)
     assert not any(isinstance(content, held_file.InFile) for content in data.values())
-    assert external.attach(light, data) == trainable()
+    assert external.LightModel(light, data).attach() == trainable()
     session = ortops.TrainingSession(path)
     first = session.step(BATCH)["loss"]
     path.write_bytes(b"something else")
@@ -356,11 +355,11 @@ def test_a_change_before_the_first_read_is_seen(beside: bool, tmp_path: Path) ->
     path = tmp_path / "model.onnx"
     onnx.save(trainable(), path, save_as_external_data=beside, location="model.data")
     file = tmp_path / "model.data" if beside else path
-    light, data = convert.load_light(path)
+    light = convert.load_light(path)
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # of the same length
     with pytest.raises(ortops.errors.ModelError, match="have changed since"):
-        external.attach(light, data)
+        light.attach()
 
 
 @needs_held_files

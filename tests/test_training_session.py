@@ -962,7 +962,7 @@ def test_given_state_that_reset_computes_is_not_held(tmp_path: Path) -> None:
     moment = session.state["fc1.weight.V"]
     assert not np.array_equal(moment, first.state["fc1.weight.V"])
     tensors = {t.name: t for t in session._loaded.proto.training_info[0].algorithm.initializer}
-    held = external.array_of(tensors["fc1.weight.V"], session._loaded.light.data)
+    held = session._loaded.light.array_of(tensors["fc1.weight.V"])
     np.testing.assert_array_equal(held, moment)
     session.reset()
     assert not session.state["fc1.weight.V"].any()

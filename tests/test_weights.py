@@ -77,7 +77,7 @@ def check(
         initializers = {tensor.name for tensor in result.graph.initializer}
         assert set(origins) <= initializers
         assert origins.keys() - names <= {n for n in origins if n.endswith(("cients", "cepts"))}
-        result = external.attached(result, data)
+        result = LightModel(result, data).attached()
         if checked:
             onnx.checker.check_model(result, full_check=True)
         return result
@@ -96,7 +96,7 @@ def check(
         same(model, lifted([name]))
     by_default, origins = lift(light)
     assert set(origins) == {n for n, w in elsewhere(light).items() if w.shape}
-    same(model, external.attached(*by_default))
+    same(model, by_default.attached())
 
     rng = np.random.default_rng(7)
     known = {tensor.name: numpy_helper.to_array(tensor) for tensor in everything.graph.initializer}
@@ -838,7 +838,7 @@ def test_weights_in_branches_of_a_real_model() -> None:
     names = list(elsewhere(light))
     for chosen in (None, names, names[::2]):
         found, origins = lift(light, chosen)
-        lifted = external.attached(*found)
+        lifted = found.attached()
         assert chosen is None or set(origins) == set(chosen)
         onnx.checker.check_model(lifted, full_check=True)
         for fed in feeds:
@@ -856,7 +856,7 @@ def test_weights_in_branches_of_a_real_model() -> None:
     unchanged, _ = lift(external.detach(model), names)
     everything = unchanged.attach()
     for fed in feeds:
-        found, _ = run(external.attached(*light), fed)
+        found, _ = run(light.attached(), fed)
         expected, _ = run(with_arrays(everything, arrays), fed)
         np.testing.assert_array_equal(found, expected)
         assert not np.array_equal(found, run(model, fed)[0])

@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ from ortops.losses import Loss, LossLike
 from ortops.losses.loss import Function
 from ortops.lowering import has_domain
 from ortops.optimizers import Optimizer, UpdateRule
-from ortops.trainable.metadata import METADATA_KEY
+from ortops.trainable.metadata import METADATA_KEY, LossPart, PredictionNote
 from ortops.trainable.training_mode import TrainingCopies, copy_in_training_mode, reveal
 
 __all__ = ["Plan", "build_training_model", "plan_training"]
@@ -203,14 +203,13 @@ class _Forward:
             "step": self.step.name,
             "training_copies": {copy.name: name for name, copy in self.copied_outputs.items()},
             "losses": [
-                {
-                    "name": part.value.name,
-                    "label": part.label,
-                    "weight": part.weight,
-                    "count": "" if part.count is None else part.count.name,
-                    "is_sum": part.is_sum,
-                    "couples_rows": part.batch_coupled,
-                }
+                asdict(
+                    LossPart(
+                        *(part.value.name, part.label, part.weight),
+                        "" if part.count is None else part.count.name,
+                        *(part.is_sum, part.batch_coupled),
+                    )
+                )
                 for part in self.loss.parts
             ],
             **_prediction_metadata(self.loss.predictions),
@@ -459,14 +458,11 @@ def _prediction_metadata(predictions: Sequence[losses.Prediction]) -> dict[str, 
 
 
 def _described(prediction: losses.Prediction) -> dict[str, object]:
-    return {
-        "tensor": prediction.tensor.name,
-        "kind": prediction.kind,
-        "axis": prediction.axis,
-        "target": prediction.target or "",
-        "ignored": prediction.ignored,
-        "output": prediction.output,
-    }
+    found = PredictionNote(
+        *(prediction.tensor.name, prediction.kind, prediction.axis),
+        *(prediction.target or "", prediction.ignored, prediction.output),
+    )
+    return asdict(found)
 
 
 def _with_names(computed: losses.Computed, graph: ir.Graph) -> losses.Computed:

@@ -16,7 +16,7 @@ from ortops.cli.standard_streams import print_bytes, say
 from ortops.cli.streams import describe_stream, read_model, source, write_model
 from ortops.errors import OrtopsError
 from ortops.graph.files.atomic import destination
-from ortops.graph.files.external import attached, detach, serialize
+from ortops.graph.files.external import detach, serialize
 from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.saving import write_model as write_in_place
 from ortops.lowering import lower as lower_model
@@ -85,9 +85,9 @@ def lower(options: argparse.Namespace) -> int:
     model = lower_model(source(options.model))
     folder = Path(options.model).resolve().parent
     moved = target is None or target.parent != folder  # external data paths are relative to it
-    light, data = detach(model, folder if moved else None)
+    light = detach(model, folder if moved else None)
     if options.output == "-":
-        print_bytes(serialize(attached(light, data)))
+        print_bytes(serialize(light.attach()))
     else:
-        write_in_place(options.output, light, data)
+        write_in_place(options.output, light)
     return 0

@@ -17,6 +17,7 @@ import onnx
 from ortops.errors import ModelError
 from ortops.graph.convert import MINIMUM_OPSET
 from ortops.graph.files import external
+from ortops.graph.files.external import LightModel
 from ortops.graph.files.messages import attribute_graphs, describe_node, node_graphs
 from ortops.graph.linear_models import LinearModel
 from ortops.graph.tensor import Names
@@ -75,7 +76,7 @@ class Weight:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     _holder: onnx.TensorProto | onnx.AttributeProto = field(repr=False)
-    _data: external.Data = field(repr=False)
+    _model: LightModel = field(repr=False)
 
     def array(self) -> Array:
         """Returns its value.
@@ -84,7 +85,7 @@ class Weight:
             ModelError: If it is external data of a model whose folder is unknown.
         """
         if isinstance(self._holder, onnx.TensorProto):
-            return external.array_of(self._holder, self._data)
+            return self._model.array_of(self._holder)
         numbers = self._holder.floats if self.shape else [self._holder.f]
         return np.array(numbers, np.float32).reshape(self.shape)
 
@@ -104,7 +105,7 @@ class Weight:
                 f"got {array.dtype}{list(array.shape)}"
             )
         if isinstance(self._holder, onnx.TensorProto):
-            external.set_array(self._holder, self._data, array)
+            self._model.set_array(self._holder, array)
         elif self.shape:
             self._holder.floats[:] = array.ravel().tolist()
         else:
@@ -116,11 +117,11 @@ class Weight:
         if isinstance(source, onnx.AttributeProto):
             source = onnx.numpy_helper.from_array(self.array())
         tensor = graph.initializer.add()
-        external.copy_tensor(source, tensor, self._data)
+        external.copy_tensor(source, tensor, self._model.data)
         tensor.name = self.name
 
 
-def weights(model: external.LightModel) -> dict[str, Weight]:
+def weights(model: LightModel) -> dict[str, Weight]:
     """Returns the floating-point tensors of a model, by the names that `lift` gives them.
 
     These are the initializers of the main graph and the weights that `lift` moves there.
@@ -147,7 +148,7 @@ def weights(model: external.LightModel) -> dict[str, Weight]:
         [[3.0], [4.0]]
     """
     found = {
-        tensor.name: _of_tensor(tensor.name, Origin("initializer"), tensor, model.data)
+        tensor.name: _of_tensor(tensor.name, Origin("initializer"), tensor, model)
         for tensor in model.proto.graph.initializer
         if tensor.data_type in _FLOATS
     }
@@ -155,11 +156,11 @@ def weights(model: external.LightModel) -> dict[str, Weight]:
 
 
 def lift(
-    model: external.LightModel,
+    model: LightModel,
     names: Container[str] | None = None,
     *,
     scalars: Container[str] = (),
-) -> tuple[external.LightModel, dict[str, Origin]]:
+) -> tuple[LightModel, dict[str, Origin]]:
     """Returns a model in which all weights are initializers of the main graph.
 
     Lifted are floating-point Constants of the main graph, of subgraphs and of called functions;
@@ -201,7 +202,7 @@ def lift(
     """
     result = onnx.ModelProto()
     result.CopyFrom(model.proto)
-    search = _Search(external.LightModel(result, model.data))
+    search = _Search(LightModel(result, model.data))
     chosen = [site for site in search.sites if site.is_chosen(names, scalars)]
     if not chosen:
         return model, {}
@@ -213,7 +214,7 @@ def lift(
         scope.remove([site for site in chosen if site.scope is scope], search)
     result.ir_version = max(result.ir_version, _IR_VERSION)
     origins = {weight.name: weight.origin for weight in lifted}
-    return external.LightModel(result, model.data), origins
+    return LightModel(result, model.data), origins
 
 
 _FunctionKey: TypeAlias = tuple[str, str, str]
@@ -304,8 +305,8 @@ class _Search:
         opset: The version of the standard operators.
     """
 
-    def __init__(self, model: external.LightModel) -> None:
-        self._proto, self._data = proto, _ = model
+    def __init__(self, model: LightModel) -> None:
+        self._model, proto = model, model.proto
         imports = [entry for entry in proto.opset_import if _domain(entry.domain) == ""]
         self.opset = imports[0].version if imports else MINIMUM_OPSET
         self.names = Names()
@@ -336,13 +337,13 @@ class _Search:
 
     def _sites(self, scope: _Scope) -> Iterator[_Site]:
         outputs = scope.outputs()
-        if isinstance(scope.body, onnx.GraphProto) and scope.body is not self._proto.graph:
+        if isinstance(scope.body, onnx.GraphProto) and scope.body is not self._model.proto.graph:
             listed = {value.name for value in scope.body.input}
             for position, tensor in enumerate(scope.body.initializer):
                 if tensor.data_type in _FLOATS and tensor.name not in listed:
                     name = self._name(tensor.name, scope, outputs)
                     origin = Origin("initializer", "", scope.place)
-                    weight = _of_tensor(name, origin, tensor, self._data)
+                    weight = _of_tensor(name, origin, tensor, self._model)
                     yield _Site(scope, position, None, tensor.name, [weight])
         for position, node in enumerate(scope.body.node):
             if any(attribute.ref_attr_name for attribute in node.attribute):
@@ -368,11 +369,11 @@ class _Search:
             origin = Origin(attribute.name, describe_node(node), scope.place)
             if attribute.name == "value" and attribute.t.data_type in _FLOATS:
                 name = self._name(node.output[0], scope, outputs)
-                return _of_tensor(name, origin, attribute.t, self._data)
+                return _of_tensor(name, origin, attribute.t, self._model)
             if attribute.name in ("value_floats", "value_float"):
                 name = self._name(node.output[0], scope, outputs)
                 shape = () if attribute.name == "value_float" else (len(attribute.floats),)
-                return Weight(name, origin, shape, np.dtype(np.float32), attribute, self._data)
+                return Weight(name, origin, shape, np.dtype(np.float32), attribute, self._model)
         return None
 
     def _parts(self, linear: LinearModel, scope: _Scope) -> list[Weight]:
@@ -387,7 +388,7 @@ class _Search:
                 shape,
                 np.dtype(np.float32),
                 attribute,
-                self._data,
+                self._model,
             )
             for attribute, shape in linear.parts
         ]
@@ -429,14 +430,17 @@ class _Search:
 
     def import_standard(self, function: onnx.FunctionProto | None) -> None:
         """Adds the standard operators to the imports of the model and of a function."""
-        for imports in (self._proto.opset_import, function.opset_import if function else None):
+        for imports in (
+            self._model.proto.opset_import,
+            function.opset_import if function else None,
+        ):
             if imports is not None and not any(_domain(entry.domain) == "" for entry in imports):
                 imports.add(domain="", version=self.opset)
 
 
-def _of_tensor(name: str, origin: Origin, tensor: onnx.TensorProto, data: external.Data) -> Weight:
+def _of_tensor(name: str, origin: Origin, tensor: onnx.TensorProto, model: LightModel) -> Weight:
     dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
-    return Weight(name, origin, tuple(tensor.dims), dtype, tensor, data)
+    return Weight(name, origin, tuple(tensor.dims), dtype, tensor, model)
 
 
 def _domain(domain: str) -> str:

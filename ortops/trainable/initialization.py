@@ -88,7 +88,7 @@ def initial_values(
     bare = LightModel(_without_shapes(started), model.data)
     is_fast = _check_sizes(bare, names, variables, entry)
     values = list(dict.fromkeys(names.values()))
-    whole = external.attach(started, model.data)
+    whole = LightModel(started, model.data).attach()
     if is_fast or math.isinf(LIMITS.initialization_seconds):
         outputs = _run_here(whole, values, what, options, providers)
     else:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import onnx
 
 from ortops.errors import ModelError, did_you_mean
-from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.messages import initializers
 from ortops.graph.weights import weights
@@ -40,11 +39,11 @@ def write_back(original: LightModel, arrays: Mapping[str, Array]) -> None:
         if name in known:
             known[name].set(array)
         else:
-            external.set_array(others[name], original.data, array)
+            original.set_array(others[name], array)
 
 
 def write_values(model: LightModel, arrays: Mapping[str, Array]) -> None:
     """Writes arrays to the initializers of a model and its algorithms with the same names."""
     for tensor in initializers(model.proto, initialization=False):
         if tensor.name in arrays:
-            external.set_array(tensor, model.data, arrays[tensor.name])
+            model.set_array(tensor, arrays[tensor.name])

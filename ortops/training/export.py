@@ -124,7 +124,7 @@ def export_step(
     arrays = light.arrays(step.variables)
     write_values(light, arrays)  # as raw data, whose positions in the file are known
     remove_metadata(proto, POSITION_KEY)
-    whole = external.attached(*light)
+    whole = light.attached()
     outputs = [value.name for value in proto.graph.output]
     evaluation = evaluation_model(light, entry, step, outputs, loss=bool(step.loss))
     files = {

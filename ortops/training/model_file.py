@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import os
 import sys
@@ -19,6 +18,7 @@ from ortops.graph.convert import ModelLike
 from ortops.graph.files import saving
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import remove_metadata, write_metadata
+from ortops.graph.files.messages import initializers
 from ortops.graph.limits import LIMITS
 from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
 from ortops.trainable.metadata import METADATA_KEY
@@ -142,7 +142,7 @@ class ModelFile:
     def _write(self, path: str | os.PathLike[str]) -> None:
         """Writes the trainable model with the present state."""
         changes = self._changes()
-        saving.write_model(path, *self._light_model())
+        saving.write_model(path, self._light_model())
         self._saved = os.fspath(path), changes, self._fit_arguments()
 
     @property
@@ -227,9 +227,7 @@ class ModelFile:
             found.update(repr((name, array.dtype.str, array.shape)).encode())
         copy = self._loaded.light.copy()
         light = copy.proto
-        infos = light.training_info
-        graphs = [light.graph, *(g for i in infos for g in (i.algorithm, i.initialization))]
-        for tensor in itertools.chain.from_iterable(graph.initializer for graph in graphs):
+        for tensor in initializers(light):
             if tensor.data_type == tensor.STRING:
                 continue
             if tensor.name not in variables:

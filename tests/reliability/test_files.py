@@ -191,7 +191,7 @@ def test_an_interrupt_at_any_line_is_an_interrupt(
         light = external.detach(marked(number))
 
         def save(light: Any = light) -> None:
-            saving.write_model(path, *light)
+            saving.write_model(path, light)
 
         if not interrupted_at(number, save):
             break
@@ -482,13 +482,13 @@ def test_arrays_whose_end_does_not_fit(missing: int, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     ortops.save_model(marked(1), path)
     size = max(file.stat().st_size for file in tmp_path.iterdir())
-    light, data = external.detach(marked(2))
-    for tensor in light.graph.initializer:  # as a session does
-        external.set_array(tensor, data, np.full(tensor.dims, 2, np.float32))
+    light = external.detach(marked(2))
+    for tensor in light.proto.graph.initializer:  # as a session does
+        light.set_array(tensor, np.full(tensor.dims, 2, np.float32))
     with largest_file(size - missing), pytest.raises(OSError, match="File too large"):
-        saving.write_model(path, light, data)
+        saving.write_model(path, light)
     assert mark_of(path) == 1
-    saving.write_model(path, light, data)
+    saving.write_model(path, light)
     assert mark_of(path) == 2
 
 

@@ -47,9 +47,6 @@ __all__ = [
     "Data",
     "LightModel",
     "Reference",
-    "array_of",
-    "attach",
-    "attached",
     "copy_tensor",
     "copy_to_memory",
     "data_size",
@@ -67,7 +64,6 @@ __all__ = [
     "read_light",
     "read_on_demand",
     "serialize",
-    "set_array",
     "set_later",
     "without_data",
 ]
@@ -95,7 +91,22 @@ class LightModel(NamedTuple):
 
     def array_of(self, tensor: onnx.TensorProto) -> Array:
         """Returns the value of a tensor of the model."""
-        return array_of(tensor, self.data)
+        if is_light(tensor):
+            return self.data[location_of(tensor)].numpy()
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            raise ModelError(
+                f"initializer '{tensor.name}': its data are in the file '{location_of(tensor)}', "
+                "whose folder is unknown for a model in memory; pass the path of the model"
+            )
+        return onnx.numpy_helper.to_array(tensor)
+
+    def set_array(self, tensor: onnx.TensorProto, array: Array) -> None:
+        """Sets the value of a tensor of the model; detached data are not copied."""
+        if is_light(tensor):
+            kind = ir.DataType(tensor.data_type)
+            self.data[location_of(tensor)] = ir.Tensor(array, dtype=kind, name=tensor.name)
+        else:
+            tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
 
     def arrays(self, names: Iterable[str]) -> dict[str, Array]:
         """Returns the values of initializers of the model and its algorithms; the first counts."""
@@ -110,7 +121,19 @@ class LightModel(NamedTuple):
 
     def attach(self) -> onnx.ModelProto:
         """Stores the data in the model, in place, and returns it."""
-        return attach(self.proto, self.data)
+        for tensor in initializers(self.proto):
+            if is_light(tensor):
+                content = _bytes(self.data[location_of(tensor)])
+                tensor.ClearField("external_data")
+                tensor.ClearField("data_location")
+                tensor.raw_data = content
+        return self.proto
+
+    def attached(self) -> onnx.ModelProto:
+        """Returns a copy of the model that contains the data."""
+        result = onnx.ModelProto()
+        result.CopyFrom(self.proto)
+        return LightModel(result, self.data).attach()
 
 
 class Reference(ir.LazyTensor):
@@ -370,27 +393,6 @@ def ends(tensor: ir.TensorProtocol, length: int) -> tuple[bytes, bytes]:
     return whole[:length].tobytes(), whole[-length:].tobytes()
 
 
-def array_of(tensor: onnx.TensorProto, data: Data) -> Array:
-    """Returns the value of a tensor of a light model."""
-    if is_light(tensor):
-        return data[location_of(tensor)].numpy()
-    if tensor.data_location == onnx.TensorProto.EXTERNAL:
-        raise ModelError(
-            f"initializer '{tensor.name}': its data are in the file '{location_of(tensor)}', whose "
-            "folder is unknown for a model in memory; pass the path of the model"
-        )
-    return onnx.numpy_helper.to_array(tensor)
-
-
-def set_array(tensor: onnx.TensorProto, data: Data, array: Array) -> None:
-    """Sets the value of a tensor of a light model; detached data are not copied."""
-    if is_light(tensor):
-        kind = ir.DataType(tensor.data_type)
-        data[location_of(tensor)] = ir.Tensor(array, dtype=kind, name=tensor.name)
-    else:
-        tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
-
-
 def set_later(tensor: onnx.TensorProto, data: Data, array: Callable[[], Array] | None) -> None:
     """Replaces lent data of a light model by the result of a function, which is called lazily.
 
@@ -455,24 +457,6 @@ def _bytes(tensor: ir.TensorProtocol) -> bytes:
         if isinstance(owner, bytes) and whole and array.flags.c_contiguous:
             return owner
     return tensor.tobytes()
-
-
-def attach(proto: onnx.ModelProto, data: Data) -> onnx.ModelProto:
-    """Stores the data of a light model in the model, in place, and returns it."""
-    for tensor in initializers(proto):
-        if is_light(tensor):
-            content = _bytes(data[location_of(tensor)])
-            tensor.ClearField("external_data")
-            tensor.ClearField("data_location")
-            tensor.raw_data = content
-    return proto
-
-
-def attached(proto: onnx.ModelProto, data: Data) -> onnx.ModelProto:
-    """Returns a copy of a light model that contains its data."""
-    result = onnx.ModelProto()
-    result.CopyFrom(proto)
-    return attach(result, data)
 
 
 def serialize(proto: onnx.ModelProto) -> bytes:

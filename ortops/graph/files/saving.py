@@ -28,7 +28,7 @@ from ortops.graph.files.atomic import (
     unique_sibling,
     write_atomically,
 )
-from ortops.graph.files.external import Data, attached, detach, serialize
+from ortops.graph.files.external import LightModel, detach, serialize
 from ortops.graph.files.messages import data_size, initializers, is_light, location_of
 
 __all__ = ["remove_model", "save_model", "write_model"]
@@ -62,13 +62,13 @@ def save_model(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
         ...     onnx.load(f"{folder}/model.onnx") == mlp.mlp((4, 16, 2))
         True
     """
-    write_model(path, *detach(model))
+    write_model(path, detach(model))
 
 
-def write_model(path: str | os.PathLike[str], proto: onnx.ModelProto, data: Data) -> None:
+def write_model(path: str | os.PathLike[str], model: LightModel) -> None:
     """Writes a light model; see `save_model`."""
     target = destination(path)
-    size = data_size(proto)
+    size = data_size(model.proto)
     if size > external.MESSAGE_LIMIT and target is None:
         raise ModelError(
             f"file '{os.fspath(path)}': a model with {size:,} bytes of tensors needs a second file "
@@ -82,9 +82,9 @@ def write_model(path: str | os.PathLike[str], proto: onnx.ModelProto, data: Data
             if _is_newer(file, target):  # left by a killed process
                 _remove(file)
     if size <= external.MESSAGE_LIMIT or target is None:
-        write_atomically(path, serialize(attached(proto, data)))
+        write_atomically(path, serialize(model.attached()))
     else:
-        _write_in_two(path, target, proto, data)
+        _write_in_two(path, target, model)
     for file in unused:  # not those of the replaced model, which another process may be reading
         _remove(file)
 
@@ -101,15 +101,13 @@ def remove_model(path: str | os.PathLike[str]) -> None:
         _remove(file)
 
 
-def _write_in_two(
-    path: str | os.PathLike[str], target: Path, proto: onnx.ModelProto, data: Data
-) -> None:
+def _write_in_two(path: str | os.PathLike[str], target: Path, given: LightModel) -> None:
     """Writes the data to a new file, and then the model that refers to it."""
     file, temporary = unique_sibling(target, _DATA), unique_sibling(target, TEMPORARY)
     model = onnx.ModelProto()
-    model.CopyFrom(proto)
+    model.CopyFrom(given.proto)
     light = [tensor for tensor in initializers(model) if is_light(tensor)]
-    contents = [data[location_of(tensor)] for tensor in light]
+    contents = [given.data[location_of(tensor)] for tensor in light]
     offset = 0
     for tensor, content in zip(light, contents, strict=True):
         offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
