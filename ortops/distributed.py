@@ -334,8 +334,7 @@ class JoinedSteps(Steps):
 
     def _differs(self, gradients: Gradients) -> bool:
         """Whether the step differs from one with the whole batch; rank 0 logs this once."""
-        kinds = {summand.is_sum for summand in gradients.summands if summand.weight}
-        if gradients.additive or len(kinds) > 1:
+        if not gradients.is_estimate:
             return False
         if not self._warned and not self._rank:
             logger.warning(
@@ -467,7 +466,7 @@ class JoinedSteps(Steps):
         assert isinstance(batch, Checked)
         if not self._compared:
             self._compare(batch)
-        sampled = [name for name in batch.by.sampled if name in batch and batch[name].ndim]
+        sampled = batch.sampled
         size = rows(batch)
         for name in sampled:
             if len(batch[name]) != size:

@@ -137,7 +137,7 @@ def rows(feeds: Mapping[str, npt.NDArray[Any]]) -> int:
     Raises:
         FeedError: If there are none.
     """
-    names = feeds.by.sampled if isinstance(feeds, Checked) else list(feeds)
+    names = feeds.sampled if isinstance(feeds, Checked) else list(feeds)
     shapes = {name: feeds[name].shape for name in names if feeds[name].ndim}
     if shapes and not any(shape[0] for shape in shapes.values()):
         name, shape = next(iter(shapes.items()))

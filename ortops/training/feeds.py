@@ -299,6 +299,11 @@ class Checked(dict[str, Array]):
         super().__init__(arrays)
         self.by = by
 
+    @property
+    def sampled(self) -> list[str]:
+        """The inputs with a row for each sample."""
+        return [name for name in self.by.sampled if name in self and self[name].ndim]
+
 
 class Inputs(dict[str, Input]):
     """The inputs of a training step by name: those of the model in order, then those of the loss.

@@ -503,8 +503,7 @@ class _Loop:
 
     def _differs(self, gradients: Gradients) -> bool:
         """Whether the step differs from that of the joined batch; warns once."""
-        kinds = {summand.is_sum for summand in gradients.summands if summand.weight}
-        if gradients.additive or len(kinds) > 1:  # the latter has no meaning that would be near
+        if not gradients.is_estimate:
             return False
         if not self._said:
             self._said = True

@@ -149,6 +149,15 @@ class Gradients(Mapping[str, Array]):
             return "some summands of the loss are means and others are sums"
         return ""
 
+    @property
+    def is_estimate(self) -> bool:
+        """Whether the mean over parts, weighted by `count`, only estimates that of the batch.
+
+        For a sum of means and sums of losses, no weights are near, so it is not even an estimate.
+        """
+        kinds = {summand.is_sum for summand in self.summands if summand.weight}
+        return not self.additive and len(kinds) <= 1
+
 
 class Accumulation:
     """The sum of the gradients of several parts of a batch.
