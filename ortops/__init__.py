@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ortops import (
+        attribution,
         callbacks,
         derivatives,
         distributed,
@@ -61,6 +62,7 @@ __all__ = [
     "Tensor",
     "TrainingSession",
     "UnsupportedError",
+    "attribution",
     "build_training_model",
     "callbacks",
     "derivatives",
@@ -95,6 +97,7 @@ _MODULES = {
     "Tensor": "ortops.graph.tensor",
     "TrainingSession": "ortops.training.session",
     "UnsupportedError": "ortops.errors",
+    "attribution": "ortops",
     "build_training_model": "ortops.building.builder",
     "callbacks": "ortops",
     "derivatives": "ortops",

@@ -12,7 +12,7 @@ from matplotlib import pyplot
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from models import digits
-from models.examples import physics, saliency
+from models.examples import explanations, physics, saliency
 
 FOLDER = Path(__file__).parents[1] / ".images"
 COLORS = pyplot.get_cmap("RdBu_r")
@@ -62,6 +62,30 @@ def draw_saliency() -> None:
     save(figure, "saliency")
 
 
+def draw_explanations() -> None:
+    """Plots digits, and the pixels that each attribution method ranks highest."""
+    test = digits.load().test
+    images = test.images[[np.flatnonzero(test.labels == digit)[1] for digit in range(8)]]
+    sessions = explanations.explained(explanations.train(epochs=15))
+    figure, axes = pyplot.subplots(5, len(images), figsize=(7.2, 4.6), layout="constrained")
+    rows = {"digit": images} | {
+        name: session.run(["attribution"], {"images": images})[0]
+        for name, session in sessions.items()
+    }
+    for row, (name, maps) in zip(axes, rows.items(), strict=True):
+        row[0].set_ylabel(name.replace(" ", "\n"), rotation=0, ha="right", va="center")
+        for each, found in zip(row, maps, strict=True):
+            most = abs(found).max()
+            colors = (
+                {"cmap": "gray_r", "vmin": 0}
+                if name == "digit"
+                else {"cmap": COLORS, "vmin": -most}
+            )
+            each.imshow(found[0], vmax=most, **colors)
+            each.set(xticks=[], yticks=[])
+    save(figure, "explanations")
+
+
 def save(figure: pyplot.Figure, name: str) -> None:
     """Writes a figure as PNG."""
     path = FOLDER / f"{name}.png"
@@ -71,5 +95,6 @@ def save(figure: pyplot.Figure, name: str) -> None:
 
 if __name__ == "__main__":
     pyplot.switch_backend("Agg")
+    draw_explanations()
     draw_saliency()
     draw_physics()

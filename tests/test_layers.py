@@ -24,7 +24,7 @@ FLOORS = (
     ("trainable",),
     ("building",),
     ("training",),
-    ("callbacks", "check", "distributed", "functions", "lora", "sklearn"),
+    ("attribution", "callbacks", "check", "distributed", "functions", "lora", "sklearn"),
     ("__init__",),
     ("cli",),
     ("__main__",),

@@ -30,6 +30,7 @@ class Builder:
         y: See `ortops.derivatives.gradient`.
         seeds: See `ortops.derivatives.vjp`.
         taken: Names that new tensors must not have, in addition to those in the graph.
+        arguments: What messages call ``xs`` and ``y``.
 
     Attributes:
         model: The model.
@@ -45,12 +46,14 @@ class Builder:
         y: str | Sequence[str] | None,
         seeds: int | bool | None = None,
         taken: Iterable[str] = (),
+        arguments: tuple[str, str] = ("xs", "y"),
     ) -> None:
         if seeds is False:
             seeds = None
         what = "seeds (a number, True or None)"
         self._seeds = seeds if seeds is None or seeds is True else whole_number(what, seeds, 1)
         self.model = model
+        self._xs_name, self._y_name = arguments
         names = Names(model.graph)
         for name in taken:
             names.take(name)
@@ -85,28 +88,29 @@ class Builder:
 
     def _ys(self, names: str | Sequence[str] | None) -> Sequence[ir.Value]:
         if names is not None:
-            return self._named("y", names)
+            return self._named(self._y_name, names)
         graph = self.tape.graph
         value = default_output(graph.outputs)
         if value is None:
             listed = ", ".join(f"'{v.name}' ({v.type or 'unknown'})" for v in graph.outputs)
             raise ModelError(
-                f"y: the model has no floating-point output, only {listed}; pass the name of "
-                "another tensor as y="
+                f"{self._y_name}: the model has no floating-point output, only {listed}; pass the "
+                f"name of another tensor as {self._y_name}="
             )
-        return [self._checked("y", value)]
+        return [self._checked(self._y_name, value)]
 
     def _xs(self, names: str | Sequence[str] | None) -> Sequence[ir.Value]:
         graph = self.tape.graph
         if names is not None:
-            return self._named("xs", names)
+            return self._named(self._xs_name, names)
         inputs = [value for value in graph.inputs if value.name not in graph.initializers]
         found = [v for v in inputs if isinstance(v.type, ir.TensorType) and is_float(v)]
         if not found:
             listed = ", ".join(f"'{v.name}' ({v.type or 'unknown'})" for v in inputs) or "none"
             raise ModelError(
-                f"xs: the model has no floating-point input, only {listed}; pass names of other "
-                "tensors as xs=, for example the output of an embedding"
+                f"{self._xs_name}: the model has no floating-point input, only {listed}; pass "
+                f"names of other tensors as {self._xs_name}=, for example the output of an "
+                "embedding"
             )
         return found
 
@@ -146,7 +150,9 @@ class Builder:
         return value
 
 
-def for_each(tape: Tape, sequences: Sequence[Tensor], formula: Formula) -> Sequence[Tensor]:
+def for_each(
+    tape: Tape, sequences: Sequence[Tensor], formula: Formula, start: Sequence[Tensor] = ()
+) -> Sequence[Tensor]:
     """Emits a Scan that applies a formula to each slice of some tensors along the first axis.
 
     Args:
@@ -154,23 +160,28 @@ def for_each(tape: Tape, sequences: Sequence[Tensor], formula: Formula) -> Seque
         sequences: The tensors, of equal length.
         formula: A function of the tape of the body and a slice of each tensor. Other tensors that
             it reads come from the outer graph and are computed once.
+        start: If given, the results are added up, starting from these tensors.
 
     Returns:
-        The results, each with a leading axis.
+        The results, each with a leading axis; or their sums.
     """
     body = tape.subgraph("each")
+    sums = [body.input(f"{each.name}_sum", each.dtype, each.shape) for each in start]
     slices = [
         body.input(f"{each.name}_each", each.dtype, each.shape and each.shape[1:])
         for each in sequences
     ]
     with body:
         results = [op.Identity(result) for result in formula(body, *slices)]
+        if start:
+            pairs = zip(sums, results, strict=True)
+            results = [(a + b).with_shape_of(a) for a, b in pairs]
     for result in results:
         body.graph.outputs.append(result.value)
     node = ir.Node(
         "",
         "Scan",
-        [sequence.value for sequence in sequences],
+        [each.value for each in (*start, *sequences)],
         [ir.AttrGraph("body", body.graph), ir.AttrInt64("num_scan_inputs", len(sequences))],
         num_outputs=len(results),
     )
@@ -179,5 +190,5 @@ def for_each(tape: Tape, sequences: Sequence[Tensor], formula: Formula) -> Seque
     for output, result in zip(node.outputs, results, strict=True):
         output.type = result.value.type
         if result.shape is not None:
-            output.shape = ir.Shape([length, *result.shape])
+            output.shape = ir.Shape([*(() if start else (length,)), *result.shape])
     return [tape.tensor(output) for output in node.outputs]

@@ -1,0 +1,467 @@
+"""Attributions: models that also output which parts of their input a prediction depends on.
+
+Each function takes a classifier and returns it with the additional output ``attribution``, in
+standard operators only, so that an explanation is served like a prediction, in any language and in
+a browser.
+
+The explained score is an element of each row of the model's first floating-point output, of shape
+[batch, classes]:
+
+===================  =========================================================================
+``target``           the score of
+===================  =========================================================================
+None                 the class with the highest score in each row
+an integer           this class
+``"input"``          the class in an additional int64 input ``target`` [batch]
+===================  =========================================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+
+from ortops.arguments import boolean, number, text, whole_number
+from ortops.autodiff.grad import grad
+from ortops.derivatives.builder import Builder, for_each
+from ortops.errors import ArgumentError, ModelError, did_you_mean
+from ortops.graph import convert
+from ortops.graph.convert import ModelLike, blame_model
+from ortops.graph.edit import (
+    ELEMENTWISE,
+    ancestor_nodes,
+    copy_node,
+    dependent_values,
+    is_float,
+    nodes_between,
+)
+from ortops.graph.files.serialization import GRADIENT_DOMAIN, to_proto
+from ortops.graph.shapes import reshape_like
+from ortops.graph.tensor import Tape, Tensor, op, shape_of, zeros_like
+from ortops.lowering import infer_types, lower_ir, normalize
+from ortops.numbers import Array
+
+__all__ = ["grad_cam", "integrated_gradients", "saliency", "smooth_grad"]
+
+_CONVOLUTIONS = ("Conv", "ConvInteger", "ConvTranspose", "FusedConv", "QLinearConv")
+
+Target: TypeAlias = int | Literal["input"] | None
+"""Which score of each row is explained; see `ortops.attribution`."""
+
+
+@blame_model
+def saliency(
+    model: ModelLike,
+    *,
+    target: Target = None,
+    absolute: bool = True,
+    input: str | None = None,  # noqa: A002
+    output: str | None = None,
+) -> onnx.ModelProto:
+    """Returns a model that also outputs the gradient of a score with respect to the input.
+
+    Args:
+        model: A ModelProto, its bytes or its path; it is not modified. The result has no
+            training_info.
+        target: Which score is explained; see `ortops.attribution`.
+        absolute: Whether to return absolute values, as the paper does.
+        input: The name of the input to explain; by default, the first floating-point input.
+        output: The name of the scores; by default, the first floating-point output. Logits are
+            better than probabilities, whose gradients vanish for certain predictions.
+
+    Returns:
+        A new model with an output ``attribution`` of the shape and dtype of the input.
+
+    Raises:
+        ArgumentError: If an argument is not valid.
+        ModelError: If the model is invalid, or has no such input or output.
+        UnsupportedError: If an operator has no gradient.
+
+    Source: Simonyan et al., Deep Inside Convolutional Networks, 2013, https://arxiv.org/abs/1312.6034
+
+    Example:
+        >>> from models import lenet
+        >>> model = saliency(lenet.lenet())
+        >>> onnx.helper.printable_value_info(model.graph.output[-1])
+        '%attribution[FLOAT, batchx1x8x8]'
+    """
+    scene = _Scene(model, target, input, output)
+    boolean("absolute", absolute)
+    with scene.tape:
+        slope = grad(scene.score, scene.x)
+        return scene.write(op.Abs(slope) if absolute else slope)
+
+
+@blame_model
+def integrated_gradients(
+    model: ModelLike,
+    *,
+    steps: int = 50,
+    baseline: npt.ArrayLike | Literal["input"] = 0.0,
+    target: Target = None,
+    input: str | None = None,  # noqa: A002
+    output: str | None = None,
+) -> onnx.ModelProto:
+    """Returns a model that also outputs integrated gradients.
+
+    For each element, this is (x − baseline) · ∫₀¹ ∂score / ∂x at baseline + α (x − baseline) dα,
+    computed by Gauss–Legendre quadrature. The attributions of a row add up to the difference of its
+    scores at the input and at the baseline, up to the error of the quadrature.
+
+    Args:
+        model: See `saliency`.
+        steps: The number of points of the quadrature. The model runs once per point, one after the
+            other.
+        baseline: The input without information: a number, an array that is broadcast to the input,
+            or ``"input"`` for an additional input ``baseline`` of the same shape.
+        target: See `saliency`. The class is that of the input, not of the points.
+        input: See `saliency`.
+        output: See `saliency`.
+
+    Returns:
+        See `saliency`.
+
+    Raises:
+        ArgumentError: See `saliency`.
+        ModelError: See `saliency`.
+        UnsupportedError: See `saliency`.
+
+    Source: Sundararajan et al., Axiomatic Attribution for Deep Networks, 2017,
+    https://arxiv.org/abs/1703.01365
+
+    Example:
+        >>> from models import lenet
+        >>> model = integrated_gradients(lenet.lenet(), baseline="input", target="input")
+        >>> [value.name for value in model.graph.input]
+        ['images', 'target', 'baseline']
+    """
+    whole_number("steps", steps, 1)
+    scene = _Scene(model, target, input, output)
+    x = scene.x
+    with scene.tape:
+        start = scene.baseline(baseline)
+        nodes, weights = (each / 2 for each in np.polynomial.legendre.leggauss(steps))
+        path = x - start
+
+        def weighted(tape: Tape, position: Tensor, weight: Tensor) -> list[Tensor]:
+            point = tape.tensor(start.value) + position * tape.tensor(path.value)
+            return [weight * scene.slope(tape, point)]
+
+        points = [np.asarray(each, x.dtype) for each in (nodes + 0.5, weights)]
+        constants = [scene.tape.constant(each) for each in points]
+        (mean,) = for_each(scene.tape, constants, weighted, start=[zeros_like(x)])
+        return scene.write(path * mean)
+
+
+@blame_model
+def smooth_grad(
+    model: ModelLike,
+    *,
+    samples: int = 25,
+    noise: float = 0.15,
+    seed: int | None = None,
+    absolute: bool = True,
+    target: Target = None,
+    input: str | None = None,  # noqa: A002
+    output: str | None = None,
+) -> onnx.ModelProto:
+    """Returns a model that also outputs the mean of `saliency` over noisy copies of the input.
+
+    Args:
+        model: See `saliency`.
+        samples: The number of noisy copies. The model runs once per copy, one after the other.
+        noise: The standard deviation of the normally distributed noise, as a fraction of the range
+            (maximum − minimum) of each row of the input.
+        seed: A seed of the noise. onnxruntime continues the sequence from run to run, and starts it
+            again in a new session. By default, each session has other noise.
+        absolute: See `saliency`.
+        target: See `saliency`. The class is that of the input, not of the noisy copies.
+        input: See `saliency`.
+        output: See `saliency`.
+
+    Returns:
+        See `saliency`.
+
+    Raises:
+        ArgumentError: See `saliency`.
+        ModelError: See `saliency`.
+        UnsupportedError: See `saliency`.
+
+    Source: Smilkov et al., SmoothGrad, 2017, https://arxiv.org/abs/1706.03825
+
+    Example:
+        >>> from models import lenet
+        >>> model = smooth_grad(lenet.lenet(), samples=10, noise=0.1)
+        >>> [value.name for value in model.graph.output]
+        ['logits', 'attribution']
+    """
+    whole_number("samples", samples, 1)
+    number("noise", noise, minimum=0.0)
+    if seed is not None:
+        whole_number("seed", seed)
+    boolean("absolute", absolute)
+    scene = _Scene(model, target, input, output)
+    x = scene.x
+    with scene.tape:
+        axes = list(range(1, scene.rank(x)))
+        spread = op.ReduceMax(x, axes, keepdims=1) - op.ReduceMin(x, axes, keepdims=1)
+        deviation = spread * noise
+
+        def noisy(tape: Tape, share: Tensor) -> list[Tensor]:
+            given = tape.tensor(x.value)
+            drawn = op.RandomNormalLike(given, seed=None if seed is None else float(seed))
+            slope = scene.slope(tape, given + drawn * tape.tensor(deviation.value))
+            return [share * (op.Abs(slope) if absolute else slope)]
+
+        shares = scene.tape.constant(np.full(samples, 1 / samples, x.dtype))
+        (mean,) = for_each(scene.tape, [shares], noisy, start=[zeros_like(x)])
+        return scene.write(mean)
+
+
+@blame_model
+def grad_cam(
+    model: ModelLike,
+    *,
+    layer: str | None = None,
+    upsample: bool = True,
+    target: Target = None,
+    input: str | None = None,  # noqa: A002
+    output: str | None = None,
+) -> onnx.ModelProto:
+    """Returns a model that also outputs a class activation map (Grad-CAM).
+
+    The map is relu(Σ over channels of a · mean(∂score / ∂a)), where a are the activations of a
+    layer, and the mean is over its positions.
+
+    Args:
+        model: See `saliency`.
+        layer: The name of a node or tensor with activations of shape [batch, channels, …]; by
+            default, the output of the last convolution before the scores.
+        upsample: Whether the map is interpolated linearly to the height and width of the input;
+            otherwise, it has those of the layer.
+        target: See `saliency`.
+        input: See `saliency`.
+        output: See `saliency`.
+
+    Returns:
+        A new model with an output ``attribution`` of shape [batch, 1, height, width]. The input may
+        be [batch, channels, height, width] or [batch, height, width, channels].
+
+    Raises:
+        ArgumentError: See `saliency`.
+        ModelError: See `saliency`; or if there is no such layer, or no convolution.
+        UnsupportedError: See `saliency`.
+
+    Source: Selvaraju et al., Grad-CAM, 2016, https://arxiv.org/abs/1610.02391
+
+    Example:
+        >>> from models import lenet
+        >>> model = grad_cam(lenet.lenet())
+        >>> onnx.helper.printable_value_info(model.graph.output[-1])
+        '%attribution[FLOAT, batchx1x8x8]'
+    """
+    boolean("upsample", upsample)
+    scene = _Scene(model, target, input, output)
+    with scene.tape:
+        activations = scene.layer(layer)
+        axes = list(range(2, scene.rank(activations)))
+        weights = op.ReduceMean(grad(scene.score, activations), axes, keepdims=1)
+        found = op.Relu(op.ReduceSum(weights * activations, [1], keepdims=1))
+        if upsample:
+            found = scene.resized(found, activations)
+        return scene.write(found)
+
+
+class _Scene:
+    """A classifier to which an attribution is added.
+
+    Args:
+        model: See `saliency`.
+        target: See `saliency`.
+        name: The name of the input to explain, or None.
+        output: The name of the scores, or None.
+
+    Attributes:
+        tape: The tape for new nodes.
+        x: The input to explain.
+        score: The sum of the explained scores of all rows.
+    """
+
+    def __init__(
+        self, model: ModelLike, target: Target, name: str | None, output: str | None
+    ) -> None:
+        for what, given in (("input", name), ("output", output)):
+            if given is not None:
+                text(what, given)
+        self._model = normalize(convert.to_ir(convert.load_light(model)))
+        infer_types(self._model)
+        builder = Builder(self._model, name, output, arguments=("input", "output"))
+        self.tape = builder.tape
+        self.x, self._scores = builder.xs[0], builder.ys[0]
+        self._nodes = list(self.tape.graph)
+        with self.tape:
+            self._classes = self._target(target)
+            self.score = self._explained(self._scores)
+
+    def _target(self, target: Target) -> Tensor | None:
+        """Returns the explained class of each row [batch, 1]; None for scores without classes."""
+        scores = self._scores
+        rank = self.rank(scores)
+        if rank > 2:
+            raise ModelError(
+                f"output: '{scores.name}' must have the shape [batch, classes], got {scores!r}; "
+                "pass the name of another tensor as output="
+            )
+        if rank < 2:
+            if target is not None:
+                raise ArgumentError(f"target must be None for {scores!r}, which has no classes")
+            return None
+        if target is None:
+            return op.ArgMax(scores, axis=1, keepdims=1)
+        if isinstance(target, str) and target == "input":
+            batch = (self.x.shape or (None,))[0]
+            return op.Unsqueeze(self.tape.input("target", np.int64, [batch]), [1])
+        count = (scores.shape or (None, None))[1]
+        last = count - 1 if isinstance(count, int) else None
+        try:
+            chosen = whole_number("target", target, 0, last)
+        except ArgumentError as error:
+            raise ArgumentError(f"{error}; or pass None or 'input'") from None
+        rows = op.Concat(op.Shape(scores, end=1), [1], axis=0)
+        return op.Expand(np.array([[chosen]]), rows)
+
+    def slope(self, tape: Tape, point: Tensor) -> Tensor:
+        """Returns the gradient of the score at another input, for the classes of the given one.
+
+        Args:
+            tape: The tape of a subgraph, to which the model is copied.
+            point: The other input.
+        """
+        x, scores = self.x.value, self._scores.value
+        nodes = nodes_between(self._nodes, [x], scores)
+        reached = dependent_values(nodes, [x])
+        copies = {x: point.value}
+        for node in nodes:
+            if not reached.isdisjoint(node.outputs):
+                copy = copy_node(node, copies)
+                copies |= dict(zip(node.outputs, copy.outputs, strict=True))
+                tape.append(copy)
+        return grad(self._explained(tape.tensor(copies.get(scores, scores))), point)
+
+    def _explained(self, scores: Tensor) -> Tensor:
+        """Returns the sum of the explained scores."""
+        if self._classes is not None:
+            classes = scores.tape.tensor(self._classes.value)
+            scores = op.GatherElements(scores, classes, axis=1)
+        return scores.sum()
+
+    def baseline(self, given: Any) -> Tensor:
+        """Returns the baseline of integrated gradients, of the shape of the input."""
+        x = self.x
+        if isinstance(given, str) and given == "input":
+            return reshape_like(self.tape.input("baseline", x.dtype, x.shape), x)
+        try:
+            array: Array = np.asarray(given, np.float64)
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"baseline must be a number, an array or 'input', got {given!r:.80}"
+            ) from error
+        dims = x.shape or ()
+        fits = len(array.shape) <= len(dims) and all(
+            size == 1 or dim == size or not isinstance(dim, int)
+            for size, dim in zip(array.shape[::-1], dims[::-1], strict=False)
+        )
+        if not fits:
+            raise ArgumentError(
+                f"baseline has the shape {list(array.shape)}, which cannot be broadcast to {x!r}"
+            )
+        return op.Expand(array.astype(x.dtype), shape_of(x)).with_shape_of(x)
+
+    def layer(self, name: str | None) -> Tensor:
+        """Returns the activations of a layer."""
+        if name is None:
+            found = self._last_convolution()
+        else:
+            text("layer", name)
+            by_name = {node.name: node.outputs[0] for node in self._nodes if node.name}
+            by_name |= {
+                value.name: value for node in self._nodes for value in node.outputs if value.name
+            }
+            if name not in by_name:
+                hint = did_you_mean(name, filter(None, by_name))
+                raise ModelError(f"layer: the model has no node or tensor '{name}'; {hint}")
+            found = by_name[name]
+        tensor = self.tape.tensor(found)
+        if not is_float(found) or self.rank(tensor) < 3:
+            raise ModelError(
+                f"layer: '{found.name}' must be a floating-point tensor [batch, channels, …], got "
+                f"{tensor!r}"
+            )
+        return tensor
+
+    def _last_convolution(self) -> ir.Value:
+        """Returns the output of the last convolution that the scores depend on."""
+        wanted = ancestor_nodes(self._scores.value, set())
+        found = [n for n in self._nodes if n in wanted and n.op_type in _CONVOLUTIONS]
+        if not found:
+            raise ModelError("layer: the model has no convolution; pass the name of a layer")
+        return found[-1].outputs[0]
+
+    def resized(self, found: Tensor, activations: Tensor) -> Tensor:
+        """Returns a map [batch, 1, …] with the height and width of the input."""
+        x = self.x
+        rank = self.rank(activations)
+        if self.rank(x) != rank:
+            raise ModelError(
+                f"grad_cam: the input {x!r} and the layer {activations!r} have different ranks, so "
+                "the map cannot be upsampled; pass upsample=False"
+            )
+        first = 1 if _is_channels_last(x.value) else 2
+        sizes = op.Shape(x, start=first, end=first + rank - 2)
+        shape = op.Concat(op.Shape(found, end=2), sizes, axis=0)
+        resized: Tensor = op.Resize(
+            *(found, None, None, shape),
+            mode="linear",
+            coordinate_transformation_mode="half_pixel",
+        )
+        dims = x.shape or ()
+        return resized.with_shape([dims[0], 1, *dims[first : first + rank - 2]])
+
+    def rank(self, tensor: Tensor) -> int:
+        """Returns the rank of a tensor.
+
+        Raises:
+            ModelError: If it is unknown.
+        """
+        if tensor.shape is None:
+            raise ModelError(
+                f"the rank of '{tensor.name}' is unknown; declare its shape in the model's inputs"
+            )
+        return len(tensor.shape)
+
+    def write(self, attribution: Tensor) -> onnx.ModelProto:
+        """Returns the model with the attribution as its last output."""
+        self.tape.output(attribution, "attribution")
+        self._model.graph.opset_imports.setdefault(GRADIENT_DOMAIN, 1)
+        return to_proto(lower_ir(self._model))
+
+
+def _is_channels_last(value: ir.Value) -> bool:
+    """Whether images are [batch, height, width, channels]: transposed before they are convolved."""
+    pending, seen = [value], {value}
+    while pending:
+        for use in pending.pop(0).uses():
+            node = use.node
+            if node.op_type == "Transpose":
+                perm = list(node.attributes["perm"].as_ints()) if "perm" in node.attributes else []
+                return perm == [0, len(perm) - 1, *range(1, len(perm) - 1)]
+            if node.op_type in _CONVOLUTIONS:
+                return False
+            if node.op_type in ELEMENTWISE or node.op_type in ("Cast", "Identity", "Pad"):
+                pending += [each for each in node.outputs if each not in seen]
+                seen.update(node.outputs)
+    return False
