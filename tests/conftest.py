@@ -30,6 +30,7 @@ FILES = {
     "test_derivatives_others.py": ("onnx_ad",),
     "test_exported_models.py": ("torch", "onnxscript", "transformers"),
     "test_lora_peft.py": ("torch", "onnxscript", "transformers", "peft"),
+    "test_function_torch.py": ("torch",),
     "test_onnx_node_cases_torch.py": ("torch",),
     "test_optimized_exports.py": ("torch", "onnxscript", "transformers"),
     "sklearn.py": ("sklearn",),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime
@@ -424,3 +425,16 @@ def test_derivatives_are_functions_that_can_be_differentiated(scalar: Function) 
     assert pushed == pytest.approx((jacobian(loss, X) * cotangent).sum(), rel=1e-10)
     other = scalar.with_parameters({"w1": 2 * W1}).derivative("vjp")
     assert np.allclose(other(X, 1.0), jacobian(lambda x: loss(x, 2 * W1), X), rtol=1e-10)
+
+
+def test_bfloat16() -> None:
+    with Tape(name="half") as tape:
+        x = tape.input("x", ml_dtypes.bfloat16, ["n"])
+        tape.output((x.astype(np.float32) * 3).astype(ml_dtypes.bfloat16), "y")
+    f = Function(tape.model())
+    x = np.array([1, 2], ml_dtypes.bfloat16)
+    for _ in range(3):
+        y, pullback = f.vjp(x)
+        assert y.dtype == f(x).dtype == ml_dtypes.bfloat16
+        assert f(x).tolist() == y.tolist() == [3, 6]
+        assert pullback(x)[0].tolist() == [3, 6]

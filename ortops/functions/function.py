@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnxruntime
 
+from ortops.arguments import boolean
 from ortops.errors import ArgumentError, OrtopsError, did_you_mean
 from ortops.functions.programs import Kind, Program, Request, Source, as_array, input_of
 from ortops.graph import convert
@@ -323,6 +324,19 @@ class Function:
         self._check_one_element("hvp", value.shape)
         return _one_or_all(found)
 
+    def __reduce__(self) -> Any:
+        source = self._source
+        if source.sess_options is not None:
+            raise TypeError(
+                "a Function with sess_options cannot be pickled, because onnxruntime's options "
+                "cannot; create it again in the other process"
+            )
+        data = source.serialized(), source.selected, source.providers, self._replaced
+        return _restored, (type(self), *data)
+
+    def __deepcopy__(self, memo: object) -> Function:
+        return self  # it does not change
+
     def __repr__(self) -> str:
         """Shows inputs, outputs and the number of weights."""
         inputs = ", ".join(map(_shown, self._source.inputs.values()))
@@ -377,6 +391,59 @@ class Function:
                 pure; or if an input has a type that JAX does not have.
         """
         return _bridge("jax", "jax_function").jax_function(self)  # type: ignore[no-any-return]
+
+    def scipy(self, shape: Any = None, **fixed: Any) -> Any:
+        """Returns functions of flat float64 vectors for ``scipy.optimize.minimize``.
+
+        A vector is the concatenation of all inputs that are not fixed, each flattened, in the order
+        of `inputs`. Its parts are cast to the types of the inputs, float32 for example, and results
+        are cast to float64. float32 limits how small a gradient can become.
+
+        Args:
+            shape: The shape of the input that is not fixed; a tuple of shapes for several inputs,
+                or a dict of shapes by name. By default, and for None in a dict, the static shape in
+                the model.
+            **fixed: Arrays for inputs that are not optimized.
+
+        Returns:
+            A named tuple ``(fun, jac, hessp)``: the output, its gradient, and the product of its
+            Hessian with a vector. ``fun`` and ``jac`` of one vector share a forward pass.
+
+        Raises:
+            ArgumentError: If the output is not a scalar, a name is unknown, a shape is missing, or
+                an input that is not fixed is not floating-point.
+            FeedError: If a shape does not fit the model.
+
+        Example:
+            >>> import ortops
+            >>> with ortops.Tape(name="energy") as tape:
+            ...     x = tape.input("x", np.float32, [2])
+            ...     y = tape.output((x * x * x).sum(), "y")
+            >>> fun, jac, hessp = Function(tape.model()).scipy()
+            >>> fun([1, 2]), jac([1, 2]), hessp([1, 2], [1, 0])
+            (9.0, array([ 3., 12.]), array([6., 0.]))
+        """
+        bridge = importlib.import_module("ortops.functions.scipy_functions")  # needs no scipy
+        return bridge.scipy_functions(self, shape, fixed)
+
+    def torch(self, *, trainable: bool = True) -> Any:
+        """Returns a torch.nn.Module that computes this Function (``pip install ortops[torch]``).
+
+        Its outputs carry gradients of any order to its inputs and parameters, which are the weights
+        in `parameters`, by their ONNX names. It may stand between other layers, and be trained by
+        an optimizer of PyTorch. It computes on the CPU, without copies of tensors.
+
+        Args:
+            trainable: Whether the weights are parameters of the module. Otherwise, they are
+                constants, which lets onnxruntime optimize the model further.
+
+        Raises:
+            ArgumentError: If ``trainable`` is not a boolean.
+            OrtopsError: If torch is not installed.
+            UnsupportedError: If an output cannot be a tensor.
+        """
+        boolean("trainable", trainable)
+        return _bridge("torch", "torch_module").OnnxModule(self, trainable)
 
     def _of(self, request: Request) -> Function:
         """Returns a Function of a derived model, with the weights of this one."""
@@ -556,6 +623,17 @@ class Function:
                 f"{method} needs a scalar output, but '{self.outputs[0]}' has shape "
                 f"{list(shape)}; use jacobian or vjp"
             )
+
+
+def _restored(
+    kind: type[Function],
+    model: bytes,
+    outputs: Sequence[str] | None,
+    providers: Sequence[Any],
+    replaced: Mapping[str, Array],
+) -> Function:
+    """Returns an unpickled Function."""
+    return kind(model, outputs=outputs, providers=providers).with_parameters(replaced)
 
 
 class _Parameters(Mapping[str, Array]):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
@@ -63,6 +66,8 @@ _FORMULAS: Mapping[str, Callable[[Builder], list[str]]] = {
     "hessian": add_hessian,
 }
 
+_BFLOAT16 = "tensor(bfloat16)"
+
 _LENT = 2**24
 """Constants of at least this many bytes are shared with onnxruntime."""
 
@@ -94,15 +99,19 @@ class _Part:
         inputs: The names of its inputs.
         outputs: The names of its outputs.
         lent: The memory of weights that the session reads.
+        is_bound: Whether it has inputs or outputs that only `compute` can convert.
     """
 
     session: InferenceSession
     inputs: Sequence[str]
     outputs: Sequence[str]
     lent: Mapping[str, Array]
+    is_bound: bool
 
     def run(self, feeds: Mapping[str, Array]) -> list[Any]:
         """Returns the outputs for arrays; names that are not inputs are ignored."""
+        if self.is_bound:
+            return [as_array(value) for value in self.compute(feeds).values()]
         if len(feeds) != len(self.inputs):
             feeds = {name: feeds[name] for name in self.inputs if name in feeds}
         try:
@@ -145,8 +154,16 @@ def as_array(value: Value, *, copied: bool = False) -> Any:
     """Returns a computed value as an array; a view of onnxruntime's memory unless ``copied``."""
     if not isinstance(value, onnxruntime.OrtValue):
         return value
-    found = value.numpy()
+    found = _bfloat16(value) if value.data_type() == _BFLOAT16 else value.numpy()
     return found.copy() if copied else found
+
+
+def _bfloat16(value: onnxruntime.OrtValue) -> Array:
+    """Returns a view of a bfloat16 tensor, which onnxruntime does not convert to an array."""
+    shape = value.shape()
+    memory = (ctypes.c_uint16 * math.prod(shape)).from_address(value.data_ptr())
+    memory.owner = value
+    return np.frombuffer(memory, ml_dtypes.bfloat16).reshape(shape)
 
 
 class Program:
@@ -241,7 +258,9 @@ class Program:
         proto, lent = external.move_out(model, _LENT if self._sessions.lends else None)
         optimize = not is_mostly_blocked(graph)
         session = self._sessions.open(proto, optimize=optimize, lent=lent)
-        return _Part(session, inputs, outputs, lent)
+        ends = (*session.get_inputs(), *session.get_outputs())
+        is_bound = any(each.type == _BFLOAT16 for each in ends)
+        return _Part(session, inputs, outputs, lent, is_bound)
 
 
 class Source:
@@ -261,6 +280,9 @@ class Source:
         float_outputs: The names of the floating-point outputs.
         weights: All floating-point weights, by name.
         trained: The names of the weights that are trained by default.
+        selected: The names of the tensors that the Function returns, if given.
+        sess_options: Options of onnxruntime, if given.
+        providers: The providers of onnxruntime.
         checked: Types and shapes of arrays that are valid for the inputs.
     """
 
@@ -272,9 +294,9 @@ class Source:
         providers: Sequence[Any],
     ) -> None:
         self._light, _ = lift(light)
-        self._options = options, providers
+        self.sess_options, self.providers = options, providers
         self._sessions = Sessions("onnx", options, providers, Settings(), save_memory=False)
-        self._selected = outputs
+        self.selected = outputs
         self._model = normalize(self._read())
         infer_types(self._model)
         graph = self._model.graph
@@ -305,14 +327,14 @@ class Source:
     def _read(self) -> ir.Model:
         """Returns the model with the selected outputs."""
         model = convert.to_ir(self._light)
-        if self._selected is not None:
+        if self.selected is not None:
             known = _values(model.graph)
-            for name in self._selected:
+            for name in self.selected:
                 if name not in known:
                     raise ModelError(
                         f"outputs: the model has no tensor '{name}'; {did_you_mean(name, known)}"
                     )
-            _set_outputs(model.graph, [known[name] for name in self._selected])
+            _set_outputs(model.graph, [known[name] for name in self.selected])
         return model
 
     def _derived(self, request: Request) -> Program:
@@ -325,6 +347,10 @@ class Source:
         model, outputs, seeds = self._model_for(request)
         divided = request.kind == "vjp"
         return Program(prepare(model), self._sessions, outputs, seeds, divided=divided)
+
+    def serialized(self) -> bytes:
+        """Returns the model with its weights."""
+        return external.serialize(self._light.attached())
 
     def value(self, name: str) -> Array:
         """Returns the value of a weight."""
@@ -372,7 +398,7 @@ class Source:
             _set_outputs(graph, [value for value in graph.outputs if value.name not in outputs])
         light = external.move_aside(model)
         name_gradients(light.proto)
-        return Source(light, None, *self._options)
+        return Source(light, None, self.sess_options, self.providers)
 
     def _model_for(self, request: Request) -> tuple[ir.Model, list[str], list[str]]:
         """Returns a derived model, its outputs without derivatives, and its seed inputs."""
