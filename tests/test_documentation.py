@@ -23,6 +23,7 @@ PAGES = sorted(
 )
 LINK = re.compile(r"(?<!\\)\]\(([^()\s]+)\)")
 MODULES = [
+    "ortops.attribution",
     "ortops",
     "ortops.callbacks",
     "ortops.derivatives",
