@@ -64,8 +64,8 @@ WITHIN = {
     "autodiff": ("registry", "backward", "gradient_node", "grad", "expansion", "rules"),
     "derivatives": ("builder", "formulas", "casadi_files", "__init__"),
     "functions": (
-        *("residuals", "programs", "function", "jax_function", "scipy_functions"),
-        *("torch_module", "__init__"),
+        *("residuals", "programs", "function", "jax_function", "pytensor_op"),
+        *("scipy_functions", "torch_module", "__init__"),
     ),
     "callbacks": (
         *("monitor", "best", "checkpoint", "logs", "drawing", "plot", "rate_finder", "__init__"),
