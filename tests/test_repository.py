@@ -72,7 +72,11 @@ LANGUAGES = ("python", "console")
 
 
 def examples(markdown: str) -> list[Block]:
-    """Return the Python and console blocks, except those below ``<!-- not run: reason -->``."""
+    """Return the Python and console blocks that can run.
+
+    Those below ``<!-- not run: reason -->`` cannot, and those below ``<!-- needs: package -->``
+    only where the package is installed.
+    """
     blocks = []
     lines = markdown.splitlines()
     start = None
@@ -80,7 +84,9 @@ def examples(markdown: str) -> list[Block]:
         if start is None and line.startswith("```"):
             above = lines[number - 1] if number else ""
             language = line.strip().removeprefix("```")
+            needed = re.match(r"<!-- needs: (\w+) -->", above)
             is_run = language in LANGUAGES and not re.match(r"<!-- not run: \w", above)
+            is_run = is_run and not (needed and conftest.is_missing(needed[1]))
             start = number + 1
         elif start is not None and line.strip() == "```":
             if is_run:
@@ -283,6 +289,16 @@ first = 1
 second = missing
 ```
 
+<!-- needs: no_such_package -->
+```python
+import no_such_package
+```
+
+<!-- needs: numpy -->
+```python
+import numpy
+```
+
 ```sh
 third
 ```
@@ -303,15 +319,16 @@ $ ortops --version
 def test_examples_of_markdown():
     assert examples(MARKDOWN) == [
         Block(4, "first = 1"),
-        Block(18, "fourth = 4\n\nassert False"),
-        Block(24, "$ ortops --version", "console"),
+        Block(19, "import numpy"),
+        Block(28, "fourth = 4\n\nassert False"),
+        Block(34, "$ ortops --version", "console"),
     ]
 
 
 def test_failing_block_names_its_line():
     with pytest.raises(AssertionError) as failure:
-        run_block(examples(MARKDOWN)[1])
-    assert failure.traceback[-1].lineno + 1 == 20
+        run_block(examples(MARKDOWN)[2])
+    assert failure.traceback[-1].lineno + 1 == 30
 
 
 CONSOLE = """\
