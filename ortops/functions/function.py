@@ -392,24 +392,19 @@ class Function:
         """
         return _bridge("jax", "jax_function").jax_function(self)  # type: ignore[no-any-return]
 
-    def pytensor(self, parameters: Sequence[str] = ()) -> Any:
+    def pytensor(self) -> Any:
         """Returns the Function as an Op of PyTensor (``pip install ortops[pytensor]``).
 
         The Op has derivatives of any order (``pullback``, ``L_op``, ``R_op``), so that a
         log-likelihood with it can be sampled by its gradient. Static shapes are those that the
         model states.
 
-        Args:
-            parameters: Names of weights that are further inputs of the Op, after those of the
-                Function.
-
         Raises:
             OrtopsError: If pytensor is not installed.
-            ArgumentError: If there is no such weight.
             UnsupportedError: If the model draws random numbers, because an Op must be pure; or if
                 an input or output has a type that PyTensor does not have, or an unknown rank.
         """
-        return _bridge("pytensor", "pytensor_op").pytensor_op(self, parameters)
+        return _bridge("pytensor", "pytensor_op").pytensor_op(self)
 
     def scipy(self, shape: Any = None, **fixed: Any) -> Any:
         """Returns functions of flat float64 vectors for ``scipy.optimize.minimize``.

@@ -24,7 +24,7 @@ from ortops.training.feeds import Input
 __all__ = ["pytensor_op"]
 
 
-def pytensor_op(function: Function, parameters: Sequence[str]) -> Op:
+def pytensor_op(function: Function) -> Op:
     """Returns an Op; see `Function.pytensor`."""
     node = function._source.random_node()
     if node is not None:
@@ -32,7 +32,6 @@ def pytensor_op(function: Function, parameters: Sequence[str]) -> Op:
             f"pytensor: {describe(node)} draws random numbers, but an Op must be pure; switch off "
             "its training mode, or make the random numbers an input of the model"
         )
-    function = function.reading(parameters) if parameters else function
     for given in function._source.inputs.values():
         _check_type(f"input '{given.name}'", given)
     for value in function._source.outputs.values():
