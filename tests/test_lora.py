@@ -253,6 +253,140 @@ def test_a_weight_in_a_constant_node() -> None:
     np.testing.assert_allclose(outputs(merged, {"x": ROWS})[0], expected, atol=1e-5)
 
 
+# ------------------------------------------------------------------- the scaling while it trains
+
+
+def oracle_losses(
+    model: onnx.ModelProto,
+    scale: float,
+    optimizer: str,
+    steps: int,
+    clip_norm: float | None = None,
+) -> list[float]:
+    """The losses of a layer y = x (W + scale · A B) in float64, A and B updated as PEFT does."""
+    known = {name: array.astype(np.float64) for name, array in values(model).items()}
+    w, a, b = (known[f"fc.{name}"] for name in ("weight", "lora_A.weight", "lora_B.weight"))
+    b = b / scale
+    x, y = ROWS.astype(np.float64), normal(5, 4, seed=9).astype(np.float64)
+    moments = [(np.zeros(p.shape), np.zeros(p.shape)) for p in (a, b)]
+    found = []
+    for t in range(1, steps + 1):
+        error = x @ w + scale * (x @ a @ b) - y
+        found.append(float((error**2).mean()))
+        g = 2 * error / error.size
+        gradients = [scale * x.T @ g @ b.T, scale * (x @ a).T @ g]
+        if clip_norm is not None:
+            norm = np.sqrt(sum((each**2).sum() for each in gradients))
+            gradients = [each * min(1, clip_norm / (norm + 1e-6)) for each in gradients]
+        new = []
+        for index, (p, gradient) in enumerate(zip((a, b), gradients, strict=True)):
+            if optimizer == "SGD":
+                new.append(p - 0.05 * gradient)
+                continue
+            v, h = moments[index]
+            v, h = 0.9 * v + 0.1 * gradient, 0.999 * h + 0.001 * gradient**2
+            moments[index] = v, h
+            kept = p * (1 - 0.05 * 0.1) if optimizer == "AdamW" else p
+            root = np.sqrt(h / (1 - 0.999**t)) + 1e-8
+            new.append(kept - 0.05 * v / (1 - 0.9**t) / root)
+        a, b = new
+    return found
+
+
+RATE: dict[str, Any] = {"learning_rate": 0.05}
+OPTIMIZERS = {
+    "SGD": ortops.optimizers.SGD(**RATE),
+    "Adam": ortops.optimizers.Adam(**RATE, epsilon_after_correction=True),
+    "AdamW": ortops.optimizers.AdamW(**RATE, weight_decay=0.1, epsilon_after_correction=True),
+}
+
+
+def one_layer(**settings: Any) -> onnx.ModelProto:
+    base = built(ROWS, lambda x, weight: x @ weight, weight=normal(6, 4))
+    return lora.add(base, rank=4, **settings)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("settings", "scale"),
+    [
+        ({"alpha": 1}, 0.25),
+        ({"alpha": 4}, 1),
+        ({"alpha": 3}, 0.75),
+        ({"alpha": 16}, 4),
+        ({"alpha": 3, "rslora": True}, 1.5),
+        ({"alpha_pattern": {"fc": 9}}, 2.25),
+    ],
+    ids=str,
+)
+def test_the_scaling_counts_while_it_trains(
+    settings: dict[str, Any], scale: float, optimizer: str
+) -> None:
+    """Training goes as if B had no scaling and the layer multiplied by it, as in PEFT."""
+    model = one_layer(**settings)
+    found = losses_of(model, OPTIMIZERS[optimizer])
+    expected = oracle_losses(model, scale, optimizer, len(found))
+    np.testing.assert_allclose(found, expected, rtol=2e-4)
+    assert expected[-1] < 0.99 * expected[0]
+
+
+def losses_of(
+    model: onnx.ModelProto, optimizer: Any, feeds: Any = None, **settings: Any
+) -> list[float]:
+    loss = "MeanSquaredError"
+    built_model = ortops.build_training_model(model, loss=loss, optimizer=optimizer, **settings)
+    session = TrainingSession(built_model)
+    feeds = feeds or {"x": ROWS, "targets": normal(5, 4, seed=9)}
+    return [float(session.step(feeds)["loss"]) for _ in range(12)]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_gradients_are_clipped_as_without_the_scaling_in_b(optimizer: str) -> None:
+    model = one_layer(alpha=16)
+    found = losses_of(model, OPTIMIZERS[optimizer], clip_norm=0.5)
+    expected = oracle_losses(model, 4, optimizer, len(found), clip_norm=0.5)
+    np.testing.assert_allclose(found, expected, rtol=2e-4)
+    without = oracle_losses(model, 4, optimizer, len(found))
+    assert not np.allclose(found, without, rtol=1e-2)
+
+
+def test_the_scaling_counts_in_embeddings_and_convolutions() -> None:
+    for name in ("Gather", "Conv"):
+        case = CASES[name]
+        curves = {}
+        for alpha in (3, 12):
+            model = lora.add(case.model(), rank=3, alpha=alpha, targets=case.targets)
+            feeds = dict(case.feeds)
+            feeds["targets"] = np.zeros_like(outputs(model, feeds)[0])
+            curves[alpha] = losses_of(model, OPTIMIZERS["Adam"], feeds)
+        assert curves[12][-1] < curves[3][-1] - 1e-3
+
+
+@pytest.mark.parametrize("optimizer", ["Muon", "LAMB", "Lion", "Adafactor", "Adagrad", "Momentum"])
+def test_every_optimizer_knows_the_scaling(optimizer: str) -> None:
+    """A step moves B by the scaling times what the rule moves B / scaling by."""
+    base = built(ROWS, lambda x, weight: x @ weight, weight=np.zeros((6, 4), F))
+    one, four = lora.add(base, rank=4, alpha=4), lora.add(base, rank=4, alpha=16)
+    rate = getattr(ortops.optimizers, optimizer)(learning_rate=1e-3)
+    moved = []
+    for model, scale in ((one, 1), (four, 4)):
+        targets = normal(5, 4, seed=9) / F(scale)  # the same gradients, bit by bit
+        built_model = ortops.build_training_model(model, loss="MeanSquaredError", optimizer=rate)
+        session = TrainingSession(built_model)
+        session.step({"x": ROWS, "targets": targets})
+        moved.append(session.parameters["fc.lora_B.weight"])
+    assert moved[0].any()
+    np.testing.assert_allclose(moved[1], 4 * moved[0], rtol=1e-4)
+
+
+def test_a_scaling_that_float32_cannot_hold() -> None:
+    model = one_layer(alpha=1e-44)
+    with pytest.raises(
+        ModelError, match=r"the scaling 2.5e-45 of 'fc.lora_B.weight' is out of the range of float"
+    ):
+        ortops.build_training_model(model, loss="MeanSquaredError", optimizer="SGD")
+
+
 # ------------------------------------------------------------------------------- how it begins
 
 
@@ -544,22 +678,30 @@ def test_what_is_named_goes_before() -> None:
     assert {name for name in session.state if name.endswith(".V")} == {f"{n}.V" for n in names}
 
 
-def test_gradients_of_an_adapter() -> None:
-    """Of one step of SGD, against derivatives that are written out, in float64."""
+@pytest.mark.parametrize("scale", [1, 8])
+def test_gradients_of_an_adapter(scale: int) -> None:
+    """Of one step of SGD, against derivatives that are written out, in float64.
+
+    B / scale moves by scale times the gradient of B, so B moves by its square.
+    """
     model = built(ROWS, lambda x, weight: x @ weight, weight=normal(6, 4))
-    model = lora.add(model, rank=2)
+    model = lora.add(model, rank=2, alpha=2 * scale)
     new = random_adapter(model)
     model = with_values(model, new)
     targets = normal(5, 4, seed=5)
     built_model = ortops.build_training_model(model, loss="MeanSquaredError", optimizer="SGD")
     session = TrainingSession(built_model)
     session.learning_rate = 1.0
+    given = session.gradients({"x": ROWS, "targets": targets})
     session.step({"x": ROWS, "targets": targets})
     x, a, b = (v.astype(np.float64) for v in (ROWS, *new.values()))
     g = 2 * (x @ values(model)["fc.weight"] + x @ a @ b - targets) / targets.size
     for name, gradient in (("A", x.T @ g @ b.T), ("B", (x @ a).T @ g)):
+        factor = scale**2 if name == "B" else 1
         name = f"fc.lora_{name}.weight"
-        np.testing.assert_allclose(new[name] - session.state[name], gradient, atol=1e-5)
+        np.testing.assert_allclose(given[name], gradient, atol=1e-5)
+        moved = (new[name] - session.state[name]) / factor
+        np.testing.assert_allclose(moved, gradient, atol=1e-5)
 
 
 @EVERY

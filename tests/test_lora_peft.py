@@ -191,6 +191,56 @@ def test_a_decoder(tmp_path: Path) -> None:
         lora.from_peft(base, tmp_path)
 
 
+RATES = {"SGD": 5e-3, "Adam": 3e-3, "AdamW": 3e-3}
+STEPS = 20
+
+
+def losses_in_peft(wrapped: nn.Module, optimizer: str) -> list[float]:
+    parameters = [p for p in wrapped.parameters() if p.requires_grad]
+    rule = getattr(torch.optim, optimizer)(parameters, lr=RATES[optimizer])
+    ids, found = torch.from_numpy(IDS), []
+    for _ in range(STEPS):
+        logits = wrapped(ids)
+        loss = nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 50), ids[:, 1:].reshape(-1))
+        rule.zero_grad()
+        loss.backward()
+        rule.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.fixture(scope="module")
+def exported_decoder() -> onnx.ModelProto:
+    return exported(decoder(), torch.from_numpy(IDS), "dynamo")
+
+
+@pytest.mark.parametrize("optimizer", RATES)
+@pytest.mark.parametrize(
+    "settings",
+    [{"lora_alpha": 1}, {"lora_alpha": 16}, {"lora_alpha": 64}, {"use_rslora": True}],
+    ids=str,
+)
+def test_losses_are_those_of_peft(
+    settings: dict[str, Any], optimizer: str, exported_decoder: onnx.ModelProto, tmp_path: Path
+) -> None:
+    """Step by step, from the same A, data and rate; rounding grows with the steps."""
+    module = decoder()
+    config = peft.LoraConfig(r=8, target_modules="all-linear", **settings)
+    torch.manual_seed(2)
+    module.model = peft.get_peft_model(module.model, config).eval()
+    module.model.save_pretrained(tmp_path)
+    model = lora.from_peft(exported_decoder, tmp_path)
+    after = {} if optimizer == "SGD" else {"epsilon_after_correction": True}
+    rule = getattr(ortops.optimizers, optimizer)(learning_rate=RATES[optimizer], **after)
+    loss = ortops.losses.SoftmaxCrossEntropy(axis=-1, ignore_index=-100)
+    session = TrainingSession(ortops.build_training_model(model, loss=loss, optimizer=rule))
+    labels = np.concatenate([IDS[:, 1:], np.full((2, 1), -100)], 1)
+    found = [float(session.step({"x": IDS, "labels": labels})["loss"]) for _ in range(STEPS)]
+    expected = losses_in_peft(module, optimizer)
+    np.testing.assert_allclose(found, expected, rtol=2e-4)
+    assert expected[-1] < expected[0] - 1e-3
+
+
 @pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
 def test_convolutions(exporter: str, tmp_path: Path) -> None:
     module, x = images(), np.random.default_rng(1).standard_normal((2, 3, 8, 8), np.float32)

@@ -29,6 +29,7 @@ from ortops.building.updates import (
     emit_gradients,
     unless_skipped,
 )
+from ortops.errors import ModelError
 from ortops.garbage_collection import pause_collection
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
@@ -72,6 +73,9 @@ def build_training_model(
     these nodes, and of all nodes that depend on them, in training mode. The training state
     (``<parameter>.V`` …, ``step``, ``learning_rate``) is part of the file, so the file is the
     checkpoint as well.
+
+    If the model has an adapter (`ortops.lora`), B includes the scaling, but the optimizer updates
+    B / scaling, as in PEFT. So do clipping and weight decay, and the state is that of B / scaling.
 
     Parameters of type float16 or bfloat16 keep their type. The optimizer updates a float32 copy,
     the state ``<parameter>.master``, with optimizer state in float32, and the parameter is this
@@ -292,15 +296,19 @@ class Plan:
         if scaling is not None:
             scaling.check_finite(gradients)
         step_new = algorithm.update(step.name, unless_skipped(scaling, count, step))
+        tape.scope = "scaling/"
+        scalings = [_scaling(self.prepared, parameter) for parameter in self.parameters]
+        pairs = zip(gradients, scalings, strict=True)
+        gradients = [gradient if s == 1 else gradient * s for gradient, s in pairs]
         tape.scope = "clipping/"
         factor = None if scaling is None else 1.0 / scaling.scale
         gradients, factor = self.clipping.emit(gradients, factor)
         tape.scope = ""
         count = step_new if scaling is None else count
         updates = Updates(algorithm, rates, step, count, scaling, factor, self.ema_decay)
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+        for parameter, gradient, s in zip(self.parameters, gradients, scalings, strict=True):
             optimizer = self.grouped.get(parameter.name or "", self.optimizer)
-            updates.emit(optimizer, tape.tensor(parameter), gradient)
+            updates.emit(optimizer, tape.tensor(parameter), gradient, s)
         for name, statistic in self._forward.statistics.items():
             present = tape.tensor(tape.graph.initializers[name])
             algorithm.update(name, unless_skipped(scaling, statistic, present))
@@ -446,6 +454,18 @@ def _messages(prepared: Prepared, loss: losses.Computed, through_bfloat16: bool)
             "only after ortops.lower"
         )
     return said
+
+
+def _scaling(prepared: Prepared, parameter: ir.Value) -> float:
+    """Returns the scaling that a parameter includes, if it is the B of an adapter."""
+    found = prepared.scalings.get(parameter.name or "", 1.0)
+    limits = np.finfo(np.float32)
+    if not limits.tiny <= abs(found) <= limits.max:
+        raise ModelError(
+            f"model: the scaling {found:g} of '{parameter.name}' is out of the range of float32; "
+            "add the adapter with an alpha close to the rank"
+        )
+    return found
 
 
 def _prediction_metadata(predictions: Sequence[losses.Prediction]) -> dict[str, object]:

@@ -45,6 +45,7 @@ class Prepared:
         frozen: The BatchNormalization nodes that run in inference mode.
         opset: The opset of the given model.
         scopes: The scopes of the nodes that read each initializer.
+        scalings: The scalings that the matrices B of an adapter include, by name.
     """
 
     result: LightModel
@@ -56,6 +57,7 @@ class Prepared:
     frozen: set[ir.Node]
     opset: int
     scopes: Mapping[str, ScopeNames]
+    scalings: Mapping[str, float]
 
 
 def prepare_for_training(
@@ -117,7 +119,8 @@ def prepare_for_training(
     chosen.floats = {n: graph.initializers[n] for n in chosen.floats if n in graph.initializers}
     chosen.trained = {name: graph.initializers[name] for name in chosen.trained}
     names, visible = _names(graph, result.proto)
-    return Prepared(result, graph, names, visible, chosen, lifted, frozen, opset, scopes)
+    scalings = {} if adapter is None else adapter.scalings
+    return Prepared(result, graph, names, visible, chosen, lifted, frozen, opset, scopes, scalings)
 
 
 def _checked(trainable: Sequence[str] | None) -> list[str] | None:

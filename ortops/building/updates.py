@@ -220,13 +220,17 @@ class Updates:
         }
         return {name: value for name, value in found.items() if value}
 
-    def emit(self, optimizer: Optimizer, parameter: Tensor, gradient: Tensor) -> None:
+    def emit(
+        self, optimizer: Optimizer, parameter: Tensor, gradient: Tensor, scaling: float = 1.0
+    ) -> None:
         """Emits the update of one parameter.
 
         Args:
             optimizer: The parameter's optimizer.
             parameter: The parameter.
-            gradient: Its gradient, in float32 if the parameter has 16 bits.
+            gradient: The gradient, in float32 if the parameter has 16 bits, with respect to the
+                parameter divided by its scaling, which is what the optimizer updates.
+            scaling: The scaling that the parameter includes, as the B of an adapter does.
         """
         algorithm, tape = self.algorithm, self.algorithm.tape
         x = parameter
@@ -244,11 +248,14 @@ class Updates:
         rate, t = self.rates.of(optimizer), self.count if optimizer.first_step else self.step
         tape.scope = f"update/{parameter.name}/"
         gradient = times(gradient, self.scale)
+        own = x if scaling == 1 else (x / scaling).with_shape_of(x)
         if optimizer.operator is None:
-            new = _emit_rule(optimizer, (rate, t, x, gradient, *states))
+            new = _emit_rule(optimizer, (rate, t, own, gradient, *states))
         else:
-            inputs = (rate, t, optimizer.before_operator(rate, x), gradient, *states)
+            inputs = (rate, t, optimizer.before_operator(rate, own), gradient, *states)
             new = _emit_operator(optimizer, inputs, (x, *states))
+        if scaling != 1:
+            new = (new[0] * scaling, *new[1:])
         variables = [x, *states]
         kept = [unless_skipped(self.scaling, n, v) for n, v in zip(new, variables, strict=True)]
         if self.ema_decay is not None:

@@ -91,6 +91,11 @@ class Adapter:
         """Returns the scaling that B includes."""
         return scaling(module.rank, module.alpha, rslora=self.rslora)
 
+    @property
+    def scalings(self) -> dict[str, float]:
+        """The scalings that the matrices B include, by name."""
+        return {module.b: self.scaling(module) for module in self.modules.values()}
+
     def refuse_missing(self, known: Container[str]) -> None:
         """Rejects an adapter with missing A or B.
 

@@ -55,7 +55,8 @@ def add(
     ``<layer>.lora_B.weight``, of shape [rank, out]. These are PEFT's matrices, transposed, with the
     scaling multiplied into B. For convolutions the shapes are [in, rank, *kernel] and
     [rank, out, 1, …], for embeddings [words, rank] and [rank, size]. By default,
-    `ortops.build_training_model` trains only A and B.
+    `ortops.build_training_model` trains only A and B. The optimizer updates B / scaling, so that
+    training takes the same steps as PEFT's.
 
     A layer is named after the scope of its node, as written by PyTorch's exporters, or else after
     its weight. Each layer gets its own adapter, also where weights are tied. Nodes of one layer
