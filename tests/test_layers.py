@@ -19,10 +19,11 @@ FLOORS = (
     ("losses", "metrics", "optimizers", "surgery"),
     ("custom_ops",),
     ("lowering",),
-    ("inference", "derivatives"),
+    ("inference",),
     ("execution",),
     ("trainable",),
     ("building",),
+    ("derivatives",),
     ("training",),
     ("attribution", "callbacks", "check", "distributed", "functions", "lora", "sklearn"),
     ("__init__",),
@@ -62,7 +63,9 @@ WITHIN = {
         *("factored", "orthogonal", "__init__"),
     ),
     "autodiff": ("registry", "backward", "gradient_node", "grad", "expansion", "rules"),
-    "derivatives": ("builder", "formulas", "casadi_files", "__init__"),
+    "derivatives": (
+        *("builder", "formulas", "casadi_files", "batching", "vmap", "per_sample", "__init__"),
+    ),
     "functions": (
         *("residuals", "programs", "function", "jax_function", "pytensor_op"),
         *("scipy_functions", "torch_module", "__init__"),

@@ -27,9 +27,12 @@ from collections.abc import Callable, Sequence
 
 import onnx
 
+from ortops.arguments import whole_number
 from ortops.derivatives.builder import Builder
 from ortops.derivatives.casadi_files import casadi
 from ortops.derivatives.formulas import add_gradient, add_hvp, add_jacobian, add_jvp, add_vjp
+from ortops.derivatives.per_sample import per_sample_gradient
+from ortops.derivatives.vmap import Axes, add_axis
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.files.serialization import (
@@ -38,9 +41,19 @@ from ortops.graph.files.serialization import (
     name_gradients,
     to_proto,
 )
-from ortops.lowering import infer_types, lower_ir, normalize
+from ortops.lowering import has_domain, infer_types, lower_ir, normalize
+from ortops.surgery.reading import refuse_training
 
-__all__ = ["casadi", "gradient", "hvp", "jacobian", "jvp", "vjp"]
+__all__ = [
+    "casadi",
+    "gradient",
+    "hvp",
+    "jacobian",
+    "jvp",
+    "per_sample_gradient",
+    "vjp",
+    "vmap",
+]
 
 
 @convert.blame_model
@@ -233,6 +246,56 @@ def jacobian(
         '%d_logits_d_images[FLOAT, batchx2xbatchx4]'
     """
     return _with_outputs(model, add_jacobian, lowered, xs, y)
+
+
+@convert.blame_model
+def vmap(
+    model: ModelLike, in_axes: Axes = 0, out_axes: Axes = 0, *, size: int | None = None
+) -> onnx.ModelProto:
+    """Returns a model that computes the outputs for all entries along a new axis of its inputs.
+
+    The results equal those of the model for each entry, stacked. Most operators compute all entries
+    at once. The others run in a Scan over the entries: control flow, operators without a batching
+    rule, and custom operators. Outputs must have the same shape for all entries.
+
+    A random operator draws for each entry independently if it reads a tensor that differs between
+    entries, as Dropout does, and otherwise once for all entries.
+
+    Args:
+        model: See `gradient`. Gradient nodes are lowered to standard nodes.
+        in_axes: The place of the new axis in the inputs: an int for all inputs without a default
+            value, a tuple with an int or None for each of them, or a dict by name. Inputs with
+            None, and those that a dict lacks, do not get the axis. A negative number counts from
+            the end of the new shape. An input with a default value that a dict names loses it.
+        out_axes: The place of the axis in the outputs, in the same form; 0 for those that a dict
+            lacks. None is possible only for outputs that do not depend on mapped inputs; with a
+            number, such an output is repeated.
+        size: The length of the axis. By default, the axis is dynamic. Convolutions of which the
+            weights are mapped then run in a Scan; with a fixed size, they are grouped convolutions.
+
+    Returns:
+        A new model of standard nodes, with the input and output names of the model.
+
+    Raises:
+        ArgumentError: If the axes or the size are invalid, or no input is mapped.
+        ModelError: If the model is invalid or has training_info, or if a mapped input or an output
+            is a sequence.
+
+    Example:
+        >>> from models import mlp
+        >>> model = vmap(mlp.mlp((4, 16, 2)), out_axes=1)
+        >>> ends = model.graph.input[0], model.graph.output[0]
+        >>> [onnx.helper.printable_value_info(value) for value in ends]
+        ['%images[FLOAT, mappedxbatchx4]', '%logits[FLOAT, batchxmappedx2]']
+    """
+    proto, folder = convert.load(model)
+    refuse_training(proto, "use vmap before build_training_model")
+    work = convert.to_ir(proto, folder)
+    work = lower_ir(work) if has_domain(proto) else normalize(work)
+    infer_types(work)
+    length = None if size is None else whole_number("size", size, 0)
+    add_axis(work, in_axes, out_axes, length)
+    return to_proto(work)
 
 
 def _with_outputs(

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnxruntime
 
-from ortops.arguments import boolean
+from ortops.arguments import boolean, whole_number
+from ortops.derivatives.vmap import Axes
 from ortops.errors import ArgumentError, OrtopsError, did_you_mean
 from ortops.functions.programs import Kind, Program, Request, Source, as_array, input_of
 from ortops.graph import convert
@@ -348,6 +349,31 @@ class Function:
             f"Function({inputs}) -> {outputs}, {len(values)} weight{plural} ({numbers:,} numbers)"
         )
 
+    def vmap(self, in_axes: Axes = 0, out_axes: Axes = 0, *, size: int | None = None) -> Function:
+        """Returns a Function that maps over a new axis of inputs; see `ortops.derivatives.vmap`.
+
+        It has the weights of this one. To map over weights, make them inputs with `reading`.
+
+        Args:
+            in_axes: The place of the axis in the inputs: an int for all, a tuple with an int or
+                None for each, or a dict by name. Inputs with None, and those that a dict lacks, do
+                not get the axis.
+            out_axes: The place of the axis in the outputs, in the same form.
+            size: The length of the axis; by default, any.
+
+        Raises:
+            ArgumentError: If the axes or the size are invalid, or no input is mapped.
+            ModelError: If a mapped input or an output is a sequence.
+
+        Example:
+            >>> from models import mlp
+            >>> f = Function(mlp.mlp((4, 16, 2)))
+            >>> f.vmap(in_axes=1)(np.ones((3, 5, 4), np.float32)).shape
+            (5, 3, 2)
+        """
+        length = None if size is None else whole_number("size", size, 0)
+        return self._with_weights(self._source.mapped(in_axes, out_axes, length))
+
     def reading(self, weights: Sequence[str]) -> Function:
         """Returns a Function that has weights as further inputs, after those of this one.
 
@@ -461,8 +487,12 @@ class Function:
 
     def _of(self, request: Request) -> Function:
         """Returns a Function of a derived model, with the weights of this one."""
+        return self._with_weights(self._source.derived(request))
+
+    def _with_weights(self, source: Source) -> Function:
+        """Returns a Function of a source, with the weights of this one."""
         result = object.__new__(type(self))
-        result._source = self._source.derived(request)
+        result._source = source
         result._replaced, result._fed = {}, ()
         left = {n: v for n, v in self._replaced.items() if n in result._source.weights}
         return result.with_parameters(left) if left else result

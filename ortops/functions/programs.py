@@ -24,6 +24,7 @@ from ortops.derivatives.formulas import (
     add_jvp,
     add_vjp,
 )
+from ortops.derivatives.vmap import Axes, add_axis
 from ortops.errors import ModelError, did_you_mean
 from ortops.execution.memory import ort_value
 from ortops.execution.onnxruntime_sessions import Sessions, errors_as_ours
@@ -399,6 +400,14 @@ class Source:
         light = external.move_aside(model)
         name_gradients(light.proto)
         return Source(light, None, self.sess_options, self.providers)
+
+    def mapped(self, in_axes: Axes, out_axes: Axes, length: int | None) -> Source:
+        """Returns a source with an axis more; see `ortops.derivatives.vmap`."""
+        model = self._read()
+        model = lower_ir(model) if has_domain(self._light.proto) else normalize(model)
+        infer_types(model)
+        add_axis(model, in_axes, out_axes, length)
+        return Source(external.move_aside(model), None, *self._options)
 
     def _model_for(self, request: Request) -> tuple[ir.Model, list[str], list[str]]:
         """Returns a derived model, its outputs without derivatives, and its seed inputs."""

@@ -1,0 +1,217 @@
+"""The gradient of each row's own loss by the parameters."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from ortops import losses
+from ortops.arguments import number
+from ortops.autodiff.grad import grad
+from ortops.building.preparation import Prepared, prepare_for_training
+from ortops.building.reachability import reached
+from ortops.derivatives.vmap import add_axis
+from ortops.errors import ModelError
+from ortops.execution.sizes import bind_sizes
+from ortops.graph import convert
+from ortops.graph.convert import ModelLike
+from ortops.graph.edit import all_nodes, attribute_values, describe, is_float
+from ortops.graph.files import external
+from ortops.graph.files.serialization import to_proto
+from ortops.graph.tensor import IR_VERSION, VARIABLE, Names, Tape, Tensor, op
+from ortops.losses import LossLike
+from ortops.lowering import infer_types, lower_ir
+
+__all__ = ["per_sample_gradient"]
+
+logger = logging.getLogger("ortops")
+
+_EPSILON = 1e-6
+
+
+@convert.blame_model
+def per_sample_gradient(
+    model: ModelLike,
+    *,
+    loss: LossLike,
+    trainable: Sequence[str] | None = None,
+    inputs: losses.Inputs | None = None,
+    max_norm: float | None = None,
+) -> onnx.ModelProto:
+    """Returns a model that computes the gradient of each row's own loss by the parameters.
+
+    A row's own loss is the loss of a batch with this row alone. One backward pass computes the
+    gradients of all rows (see `vmap`). The model runs in inference mode: Dropout drops nothing, and
+    BatchNormalization uses running statistics.
+
+    Args:
+        model: An inference model: a ModelProto, its bytes or its path; it is not modified. The
+            first axis of its first input is the batch, and so is that of other inputs with the same
+            first dimension. It must be dynamic, or 1.
+        loss: See `ortops.build_training_model`.
+        trainable: See `ortops.build_training_model`.
+        inputs: See `ortops.build_training_model`. All inputs that the loss adds have one entry per
+            row on axis 0.
+        max_norm: Clips the gradient of each row, over all parameters, to this norm (it is
+            multiplied by ``min(1, max_norm / (norm + 1e-6))``), and sums the rows, as in
+            differentially private training. Source: Abadi et al., "Deep learning with differential
+            privacy", 2016, algorithm 1; its noise is not added.
+
+    Returns:
+        A new model of standard nodes with the inputs of the model and of the loss, and an output
+        ``d_loss_d_<parameter>`` for each parameter: of shape ``[N, *shape]``, or ``shape`` with
+        ``max_norm``.
+
+    Raises:
+        ArgumentError: See `ortops.build_training_model`; or if ``max_norm`` is not a number > 0.
+        ModelError: See `ortops.build_training_model`; or if rows depend on each other, by a loss or
+            by BatchNormalization in training mode; or if the batch size is fixed.
+        UnsupportedError: If an operator that a gradient passes through has no gradient.
+
+    Example:
+        >>> from models import mlp
+        >>> model = per_sample_gradient(mlp.mlp((4, 16, 2)), loss="SoftmaxCrossEntropy")
+        >>> onnx.helper.printable_value_info(model.graph.output[0])
+        '%d_loss_d_fc1.weight[FLOAT, batchx16x4]'
+    """
+    if max_norm is not None:
+        max_norm = number("max_norm", max_norm, above=0)
+    prepared = prepare_for_training(model, trainable, "frozen")
+    graph = prepared.graph
+    _refuse_batch_statistics(graph)
+    work = ir.Model(graph, ir_version=IR_VERSION, producer_name="ortops")
+    batch, rows = _rows(graph)
+    with Tape(graph, names=prepared.names) as tape:
+        computed = _loss(prepared, tape, loss, inputs)
+        rows += [tensor.value for tensor in computed.inputs]
+        _bind_one_row(work, batch, rows)
+        parameters = [tape.tensor(value) for value in reached(prepared.choice, computed.value)]
+        slopes = grad(computed.value, parameters)
+        graph.outputs.clear()
+        for parameter, slope in zip(parameters, slopes, strict=True):
+            tape.output(slope, f"d_loss_d_{parameter.name}")
+    work = lower_ir(work)
+    names = {value.name or "" for value in rows}
+    _take_rows(work.graph, names)
+    infer_types(work)
+    in_axes = {value.name or "": 0 for value in work.graph.inputs if value.name in names}
+    add_axis(work, in_axes, length=batch)
+    if max_norm is not None:
+        _sum_clipped(work.graph, max_norm)
+    result = to_proto(work)
+    external.let_go(prepared.result.data)
+    return result
+
+
+def _refuse_batch_statistics(graph: ir.Graph) -> None:
+    """Rejects BatchNormalization in training mode."""
+    for node in all_nodes(graph):
+        if node.op_type == "BatchNormalization" and attribute_values(node).get("training_mode"):
+            raise ModelError(
+                f"{describe(node)} normalizes by statistics of the batch, so a row has no gradient "
+                "of its own; set training_mode=0, or use GroupNormalization"
+            )
+
+
+def _rows(graph: ir.Graph) -> tuple[str, list[ir.Value]]:
+    """Returns the symbol of the batch, and the inputs that have it on axis 0."""
+    given = [value for value in graph.inputs if value.name not in graph.initializers]
+    first = next((v for v in given if v.shape is None or len(v.shape)), None)
+    if first is None or first.shape is None:
+        raise ModelError("model: it needs an input of known rank whose axis 0 is the batch")
+    dim = first.shape[0]
+    if isinstance(dim, int) and dim != 1:
+        raise ModelError(
+            f"model: input '{first.name}' has a fixed batch size of {dim}; make it dynamic with "
+            "ortops.surgery.free_batch"
+        )
+    symbol = None if isinstance(dim, int) else dim.value
+    found = [v for v in given if v is first or (v.shape and v.shape[0] == dim)]
+    return symbol or "batch", found
+
+
+def _loss(
+    prepared: Prepared, tape: Tape, loss: LossLike, inputs: losses.Inputs | None
+) -> losses.Computed:
+    """Emits the loss."""
+    graph = prepared.graph
+    values = {v.name: v for v in (*graph.inputs, *graph.initializers.values())}
+    values |= {v.name: v for node in graph for v in node.outputs}
+
+    def find(name: str) -> Tensor | None:
+        return tape.tensor(values[name]) if name in values else None
+
+    names = [name for name in values if name]
+    tape.scope = "loss/"
+    computed = losses.compute(losses.resolve(loss), tape, find, names, graph.outputs, inputs)
+    tape.scope = ""
+    for part in computed.parts:
+        if part.batch_coupled:
+            raise ModelError(
+                f"loss {part.label}: the loss of a row depends on other rows, so a row has no "
+                "gradient of its own; use another loss"
+            )
+    for tensor in computed.inputs:
+        if not tensor.shape:
+            raise ModelError(
+                f"loss: input '{tensor.name}' must have one entry per row on axis 0, got shape "
+                f"{'unknown' if tensor.shape is None else []}; declare it with inputs="
+            )
+    for message in (*prepared.choice.said, *computed.said):
+        logger.warning("%s", message)
+    return computed
+
+
+def _bind_one_row(work: ir.Model, batch: str, rows: Sequence[ir.Value]) -> None:
+    """Sets the batch size to 1, and infers the shapes that follow from it."""
+    for value in rows:
+        assert value.shape is not None
+        value.shape = ir.Shape([1, *list(value.shape)[1:]])
+    for value in work.graph.initializers.values():
+        if is_float(value):
+            value.meta[VARIABLE] = True  # constants would be folded
+    bind_sizes(work, {batch: 1})
+
+
+def _take_rows(graph: ir.Graph, names: set[str]) -> None:
+    """Gives the inputs of a batch of one row the shape of the row."""
+    tape = Tape(graph, before=graph[0], names=Names(graph))
+    with tape:
+        for value in [value for value in graph.inputs if value.name in names]:
+            assert value.shape is not None
+            row = ir.Value(type=value.type, shape=ir.Shape(list(value.shape)[1:]))
+            users = list(value.uses())
+            row.name, value.name = value.name, tape.names.unique(f"{value.name}_batch")
+            graph.inputs[graph.inputs.index(value)] = row
+            if users:
+                value.replace_all_uses_with(op.Unsqueeze(tape.tensor(row), [0]).value)
+
+
+def _sum_clipped(graph: ir.Graph, max_norm: float) -> None:
+    """Replaces the gradients of rows by the sum of the clipped ones."""
+    tape = Tape(graph, names=Names(graph))
+    outputs = list(graph.outputs)
+    graph.outputs.clear()
+    with tape:
+        gradients = [tape.tensor(value) for value in outputs]
+        squares = [
+            op.ReduceSumSquare(g.astype(np.float64), list(range(1, g.ndim)), keepdims=0)
+            if g.ndim > 1
+            else op.Mul(g.astype(np.float64), g.astype(np.float64))
+            for g in gradients
+        ]
+        norm = op.Sqrt(op.Sum(*squares))
+        factor = op.Unsqueeze(op.Min(max_norm / (norm + _EPSILON), np.float64(1)), [0])
+        for gradient in gradients:
+            flat = op.Reshape(gradient, [0, -1] if gradient.ndim != 1 else [-1, 1])
+            total = op.MatMul(factor.astype(gradient.dtype), flat)
+            shape = gradient.shape
+            assert shape is not None
+            name, gradient.value.name = gradient.name, tape.names.unique("rows")
+            result = op.Reshape(total, [int(str(dim)) for dim in shape[1:]], allowzero=1)
+            result.value.name = name
+            graph.outputs.append(result.value)
