@@ -7,6 +7,7 @@ convolutions, normalizations and elementwise operators need no loop. See `ortops
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -345,8 +346,8 @@ def _einsum(again: Any, mapped: list[bool], *inputs: Any, equation: Any = "") ->
 def _reduce(again: Any, x: Any, axes: Any = None, *, noop_with_empty_axes: int = 0) -> Any:
     if axes is not None and axes.shape == (0,):
         axes = None
-    if axes is None and noop_with_empty_axes:
-        return again(x)
+    if noop_with_empty_axes:
+        return again(x, None if axes is None else _inner_axes(axes))
     if x.ndim == 1:
         return again(op.Unsqueeze(x, [1]), [1], keepdims=0)
     if axes is None:
@@ -538,7 +539,7 @@ def _scatter_nd(again: Any, x: Any, indices: Any, updates: Any) -> Any:
 
 
 @rule(
-    *("AveragePool", "Col2Im", "ConvTranspose", "DepthToSpace", "GlobalAveragePool"),
+    *("AveragePool", "Col2Im", "Conv", "ConvTranspose", "DepthToSpace", "GlobalAveragePool"),
     *("GlobalLpPool", "GlobalMaxPool", "LRN", "LpPool", "Multinomial", "SpaceToDepth"),
     at=(0,),
 )
@@ -597,31 +598,31 @@ def _resize(
     return _unfold(again(_fold(x), roi, scales, sizes, axes=axes), x) if kept else None
 
 
-@rule("Conv", at=(0,))
-def _conv(again: Any, x: Any, *weights: Any) -> Any:
-    return _unfold(again(_fold(x), *weights), x)
-
-
-@rule("Conv")
+@rule("Conv", "ConvTranspose")
 def _conv_of_weights(
     again: Any, mapped: list[bool], x: Any, w: Any, b: Any = None, *, group: int = 1
 ) -> Any:
-    size = next(each.shape[0] for each, on in zip((x, w, b), mapped, strict=False) if on)
-    if not isinstance(size, int) or not mapped[1]:
+    with_bias = functools.partial(_with_bias, b, mapped[2:] == [True], x.ndim + (not mapped[0]))
+    if not mapped[1]:
+        y = _unfold(again(_fold(x), w), x) if mapped[0] else op.Unsqueeze(again(x, w), [0])
+        return with_bias(y)
+    size = w.shape[0]
+    if not isinstance(size, int):  # the number of groups is an attribute
         return None
-    rank = w.ndim - 3
     if mapped[0]:  # entries become groups of channels
         rows = _axis_to(x, 1, 0)
         x = _reshape(rows, _sizes(rows, 0, 1), _merged(rows, 1, 3), _sizes(rows, 3))
     else:
-        x = op.Tile(x, [1, size] + [1] * rank)
+        x = op.Tile(x, [1, size] + [1] * (x.ndim - 2))
     y = again(x, _fold(w), group=size * group)
-    y = _reshape(y, _sizes(y, 0, 1), [size], _sizes(w, 1, 2), _sizes(y, 2))
-    return _with_bias(_axis_to(y, 1, 0), b, mapped[2:] == [True], 2)
+    sizes = _sizes(y, 0, 1), [size], op.Div(op.Shape(y, start=1, end=2), [size]), _sizes(y, 2)
+    return with_bias(_axis_to(_reshape(y, *sizes), 1, 0))
 
 
-def _with_bias(y: Tensor, b: Tensor | None, is_mapped: bool, channels: int) -> Tensor:
-    return y if b is None else y + _per_channel(b, is_mapped, y.ndim, channels)
+def _with_bias(b: Tensor | None, is_mapped: bool, rank: int, y: Tensor) -> Tensor:
+    if b is None:
+        return y
+    return y + _per_channel(b, is_mapped, rank, 2)
 
 
 def _per_channel(b: Tensor, is_mapped: bool, rank: int, axis: int) -> Tensor:
@@ -717,6 +718,16 @@ def _attention(again: Any, q: Any, k: Any, v: Any, mask: Any = None, *inputs: An
         return None
     rows = [None if each is None else _fold(each) for each in (q, k, v, *inputs)]
     found = again(*rows[:3], mask, *rows[3:])
+    results = found if isinstance(found, tuple) else (found,)
+    return tuple(_unfold(y, q) for y in results)
+
+
+@rule("Attention", at=(0, 1, 2, 3, 4, 5, 6))
+def _masked_attention(again: Any, q: Any, k: Any, v: Any, mask: Any, *inputs: Any) -> Any:
+    (mask,) = _aligned([True], [mask], rank=4)
+    mask = op.Expand(mask, op.Concat([1], op.Shape(q, start=1, end=2), [1, 1, 1], axis=0))
+    rows = [None if each is None else _fold(each) for each in (q, k, v, mask, *inputs)]
+    found = again(*rows)
     results = found if isinstance(found, tuple) else (found,)
     return tuple(_unfold(y, q) for y in results)
 

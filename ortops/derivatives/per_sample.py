@@ -103,7 +103,7 @@ def per_sample_gradient(
     if max_norm is not None:
         _sum_clipped(work.graph, max_norm)
     result = to_proto(work)
-    external.let_go(prepared.result.data)
+    external.let_go(prepared.result)
     return result
 
 
