@@ -343,16 +343,21 @@ def _einsum(again: Any, mapped: list[bool], *inputs: Any, equation: Any = "") ->
     *("ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare"),
     at=(0,),
 )
-def _reduce(again: Any, x: Any, axes: Any = None, *, noop_with_empty_axes: int = 0) -> Any:
+def _reduce(
+    again: Any, x: Any, axes: Any = None, *, keepdims: int = 1, noop_with_empty_axes: int = 0
+) -> Any:
     if axes is not None and axes.shape == (0,):
         axes = None
-    if noop_with_empty_axes:
-        return again(x, None if axes is None else _inner_axes(axes))
-    if x.ndim == 1:
+    if axes is None and noop_with_empty_axes:
+        return again(x)
+    if x.ndim == 1 and not noop_with_empty_axes:
         return again(op.Unsqueeze(x, [1]), [1], keepdims=0)
     if axes is None:
         return again(x, list(range(1, x.ndim)))
-    return None if not isinstance(axes.shape[0], int) else again(x, _inner_axes(axes))
+    if not isinstance(axes.shape[0], int) and not noop_with_empty_axes:
+        return None  # without axes, it would reduce the new axis, too
+    y = again(x, _inner_axes(axes))
+    return y.with_shape([None] * x.ndim) if keepdims and y.shape is None else y
 
 
 # --------------------------------------------------------------------------------- along one axis

@@ -407,7 +407,7 @@ class Source:
         model = lower_ir(model) if has_domain(self._light.proto) else normalize(model)
         infer_types(model)
         add_axis(model, in_axes, out_axes, length)
-        return Source(external.move_aside(model), None, *self._options)
+        return Source(external.move_aside(model), None, self.sess_options, self.providers)
 
     def _model_for(self, request: Request) -> tuple[ir.Model, list[str], list[str]]:
         """Returns a derived model, its outputs without derivatives, and its seed inputs."""
