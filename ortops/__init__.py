@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         optimizers,
         schedules,
         surgery,
+        weights,
     )
     from ortops import (
         sklearn as sklearn,  # not in __all__: it needs scikit-learn
@@ -82,6 +83,7 @@ __all__ = [
     "step_graph",
     "surgery",
     "vjp",
+    "weights",
 ]
 
 _MODULES = {
@@ -118,6 +120,7 @@ _MODULES = {
     "step_graph": "ortops.trainable.step_graph",
     "surgery": "ortops",
     "vjp": "ortops.autodiff.registry",
+    "weights": "ortops",
 }
 
 

@@ -34,6 +34,7 @@ MODULES = (
     "ortops.metrics",
     "ortops.callbacks",
     "ortops.surgery",
+    "ortops.weights",
     "ortops.lora",
     "ortops.derivatives",
     "ortops.distributed",

@@ -36,6 +36,7 @@ FILES = {
     "sklearn.py": ("sklearn",),
     "test_sklearn_estimators.py": ("sklearn",),
     "test_weights_sklearn.py": ("sklearn", "skl2onnx"),
+    "test_weights_torch.py": ("torch", "onnxscript", "transformers"),
     "torch_operators.py": ("torch",),
 }
 """Files that import optional packages at their top, and these packages."""

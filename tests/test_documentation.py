@@ -35,6 +35,7 @@ MODULES = [
     "ortops.schedules",
     pytest.param("ortops.sklearn", marks=pytest.mark.sklearn),
     "ortops.surgery",
+    "ortops.weights",
 ]
 WITHOUT_EXAMPLE: dict[str, str] = {
     "ortops.losses.Combined": "what a sum of losses gives; the example of Loss makes one",

@@ -25,7 +25,10 @@ FLOORS = (
     ("building",),
     ("derivatives",),
     ("training",),
-    ("attribution", "callbacks", "check", "distributed", "functions", "lora", "sklearn"),
+    (
+        *("attribution", "callbacks", "check", "distributed", "functions", "lora", "sklearn"),
+        "weights",
+    ),
     ("__init__",),
     ("cli",),
     ("__main__",),
@@ -77,6 +80,9 @@ WITHIN = {
         *("patterns", "removal", "fingerprints", "model", "targets", "addition", "merging"),
         *("adapter_file", "files", "peft", "__init__"),
     ),
+    "weights": (
+        *("names", "checkpoints", "layouts", "readers", "matching", "transfer", "__init__"),
+    ),
     "metrics": (
         *("metric", "classification", "ranking", "regression", "sequence", "functions"),
         "__init__",
@@ -105,7 +111,15 @@ WITHIN = {
     "cli": (
         *("parser", "standard_streams", "calls", "configuration", "streams", "archive"),
         *("data", "outputs"),
-        *("checking", "training", "prediction", "exporting", "adapters", "inspection"),
+        *(
+            "checking",
+            "training",
+            "prediction",
+            "exporting",
+            "adapters",
+            "checkpoints",
+            "inspection",
+        ),
         *("completion", "__init__"),
     ),
     "execution": (

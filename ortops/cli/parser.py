@@ -74,6 +74,11 @@ _EXAMPLES = {
         ortops lora merge adapted.onnx merged.onnx
         ortops lora export adapted.onnx adapter.onnx_adapter
         """,
+    "weights": """
+        ortops weights match model.onnx model.safetensors
+        ortops weights load model.onnx model.safetensors loaded.onnx
+        ortops weights save trained.onnx tuned.safetensors --like model.safetensors
+        """,
 }
 
 _Command = Callable[..., argparse.ArgumentParser]
@@ -140,6 +145,7 @@ def make_parser(version: str) -> argparse.ArgumentParser:
     inspect.add_argument("model", help="an .onnx file, or - for standard input")
     inspect.add_argument("--json", action="store_true", help="print a JSON object")
     _add_lora(command)
+    _add_weights(command)
     completion = command(
         "completion", "completion.print_completion", "print a shell completion script"
     )
@@ -430,6 +436,33 @@ def _add_lora(command: _Command) -> None:
     export.add_argument("model", help="an .onnx file with an adapter, trainable or not")
     export.add_argument("output", help="an .onnx_adapter file, or a folder for PEFT's format")
     for action in (add, merge, export):
+        _add_force(action)
+        action.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
+
+
+def _add_weights(command: _Command) -> None:
+    parser = command("weights", "checkpoints.weights", "exchange weights with a checkpoint")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="action")
+    actions.type = str
+    checkpoint = "a .safetensors, .safetensors.index.json, .npz or torch file"
+    match = actions.add_parser("match", help="show where a checkpoint's tensors are in a model")
+    match.add_argument("model", help="an .onnx file, or - for standard input")
+    match.add_argument("checkpoint", help=checkpoint)
+    match.add_argument("output", nargs="?", help="also write the model with the map to this file")
+    match.add_argument("--json", action="store_true", help="print a JSON object")
+    load = actions.add_parser("load", help="put the values of a checkpoint into a model")
+    load.add_argument("model", help="an .onnx file, or - for standard input")
+    load.add_argument("checkpoint", help=checkpoint)
+    load.add_argument("output", help="the file to write, or - for standard output")
+    save = actions.add_parser("save", help="write the weights of a model")
+    save.add_argument("model", help="an .onnx file, trainable or not, or - for standard input")
+    save.add_argument("output", help="the .safetensors file to write")
+    save.add_argument(
+        "--like", metavar="CHECKPOINT", help="use the names, layouts and dtypes of this checkpoint"
+    )
+    for action in (match, load, save):
         _add_force(action)
         action.add_argument(
             "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.json_text import read_json
 from ortops.numbers import Array
 
-__all__ = ["dump_safetensors", "read_safetensors", "write_safetensors"]
+__all__ = ["dump_safetensors", "map_safetensors", "read_safetensors", "write_safetensors"]
 
 
 _TYPES: Mapping[str, npt.DTypeLike] = {
@@ -42,13 +43,29 @@ _TYPES: Mapping[str, npt.DTypeLike] = {
 _NAMES = {np.dtype(kind): name for name, kind in _TYPES.items()}
 
 
-def write_safetensors(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> None:
+def write_safetensors(
+    path: str | os.PathLike[str],
+    arrays: Mapping[str, Array],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """Writes arrays to a file, which is replaced atomically.
+
+    Args:
+        path: The file.
+        arrays: The arrays by name.
+        metadata: Texts to store with them, by key.
 
     Raises:
         UnsupportedError: If the format does not support a dtype.
     """
-    write_atomically(path, dump_safetensors(arrays))
+    header = _header(arrays, metadata)
+
+    def write(stream: BinaryIO) -> None:
+        stream.write(header)
+        for array in arrays.values():
+            stream.write(_bytes(array))
+
+    write_atomically(path, write)
 
 
 def dump_safetensors(
@@ -63,16 +80,22 @@ def dump_safetensors(
     Raises:
         UnsupportedError: If the format does not support a dtype.
     """
+    return b"".join((_header(arrays, metadata), *map(_bytes, arrays.values())))
+
+
+def _bytes(array: Array) -> bytes:
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def _header(arrays: Mapping[str, Array], metadata: Mapping[str, str] | None) -> bytes:
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
-    contents, end = [], 0
+    end = 0
     for name, array in arrays.items():
         if array.dtype not in _NAMES:
             raise UnsupportedError(
                 f"variable '{name}': safetensors does not support {array.dtype}, only "
                 f"{', '.join(str(dtype) for dtype in _NAMES)}"
             )
-        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-        contents.append(little.tobytes())
         begin, end = end, end + array.nbytes
         header[name] = {
             "dtype": _NAMES[array.dtype],
@@ -81,7 +104,7 @@ def dump_safetensors(
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return b"".join((len(text).to_bytes(8, "little"), text, *contents))
+    return len(text).to_bytes(8, "little") + text
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Array]:
@@ -91,13 +114,34 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Array]:
         ModelError: If it is not a safetensors file.
         UnsupportedError: If numpy has no such element type.
     """
-    content = Path(path).read_bytes()
+    content = memoryview(Path(path).read_bytes())
+    return {name: array.astype(array.dtype) for name, array in _arrays(path, content).items()}
+
+
+def map_safetensors(path: str | os.PathLike[str]) -> dict[str, Array]:
+    """Returns the arrays of a file by name, mapped into memory: they are read when they are used.
+
+    The file must not be changed in place meanwhile; it may be replaced or removed.
+
+    Raises:
+        ModelError: If it is not a safetensors file.
+        UnsupportedError: If numpy has no such element type.
+    """
+    with Path(path).open("rb") as stream:
+        if not os.fstat(stream.fileno()).st_size:  # which cannot be mapped
+            return _arrays(path, memoryview(b""))
+        content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    return _arrays(path, memoryview(content))
+
+
+def _arrays(path: str | os.PathLike[str], content: memoryview) -> dict[str, Array]:
+    """Returns arrays that share the memory of a file's content."""
     size = int.from_bytes(content[:8], "little")
     found: dict[str, Array] = {}
     try:
-        header = read_json(content[8 : 8 + size])
+        header = read_json(bytes(content[8 : 8 + size]))
         header.pop("__metadata__", None)
-        data = memoryview(content)[8 + size :]
+        data = content[8 + size :]
         spans = sorted(entry["data_offsets"] for entry in header.values())
         if [0, *(end for _, end in spans)] != [*(begin for begin, _ in spans), len(data)]:
             raise ValueError("its tensors do not cover the data without gaps and overlaps")
@@ -114,7 +158,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Array]:
             if end - begin != math.prod(shape) * dtype.itemsize:
                 raise ValueError(f"'{name}' has bytes {begin} to {end}, which do not fit its shape")
             little = np.frombuffer(data[begin:end], dtype.newbyteorder("<"))
-            found[name] = little.astype(dtype).reshape(shape)
+            found[name] = little.astype(dtype, copy=False).reshape(shape)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
             f"file '{path}': not a safetensors file ({error}); write it again"

@@ -12,7 +12,10 @@ from ortops.graph.files.messages import initializers
 from ortops.graph.weights import weights
 from ortops.numbers import Array
 
-__all__ = ["write_back", "write_values"]
+__all__ = ["NAMES_KEY", "keep_names", "write_back", "write_values"]
+
+NAMES_KEY = "ortops.weights"
+"""The key in ``metadata_props`` for the names of a checkpoint (`ortops.weights`)."""
 
 
 def write_back(original: LightModel, arrays: Mapping[str, Array]) -> None:
@@ -40,6 +43,13 @@ def write_back(original: LightModel, arrays: Mapping[str, Array]) -> None:
             known[name].set(array)
         else:
             original.set_array(others[name], array)
+
+
+def keep_names(trained: onnx.ModelProto, original: onnx.ModelProto) -> None:
+    """Copies the names that a checkpoint has for the weights, unless the original has others."""
+    if all(entry.key != NAMES_KEY for entry in original.metadata_props):
+        kept = (entry for entry in trained.metadata_props if entry.key == NAMES_KEY)
+        original.metadata_props.extend(kept)
 
 
 def write_values(model: LightModel, arrays: Mapping[str, Array]) -> None:

@@ -23,7 +23,7 @@ from ortops.graph.limits import LIMITS
 from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
 from ortops.trainable.metadata import METADATA_KEY
 from ortops.trainable.training_mode import write_inference_mode
-from ortops.trainable.write_back import write_back, write_values
+from ortops.trainable.write_back import keep_names, write_back, write_values
 from ortops.training.loaded_model import LoadedModel, reads
 from ortops.training.position import POSITION_KEY, FitArguments
 from ortops.uninterrupted import finished_at_exit
@@ -207,6 +207,7 @@ class ModelFile:
             if original is not None:
                 result = convert.load_light(original)
                 write_back(result, trained)
+                keep_names(proto, result.proto)
             else:
                 model = convert.to_ir(proto)  # without training_info and data
                 for key in (METADATA_KEY, POSITION_KEY):

@@ -1,0 +1,372 @@
+"""Finds the weights of a model that hold the tensors of a checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Iterable, Iterator, Mapping
+
+from ortops.errors import UnsupportedError
+from ortops.graph import convert
+from ortops.graph.convert import ModelLike
+from ortops.numbers import Array
+from ortops.weights.checkpoints import Checkpoint, read_checkpoint
+from ortops.weights.layouts import is_informative, orders, same, scaled_channels, squeezed
+from ortops.weights.names import Names, Part, Place
+from ortops.weights.readers import Read, read_weights
+
+__all__ = ["find_names", "match"]
+
+_MEAN, _VARIANCE = ".running_mean", ".running_var"
+
+
+@convert.blame_model
+def match(model: ModelLike, checkpoint: Checkpoint) -> Names:
+    """Returns where the tensors of a checkpoint are in a model.
+
+    They are matched by name, up to a prefix such as ``model.`` that all names share; then by the
+    scopes of torch that exporters keep in nodes; then by value, which needs the checkpoint that the
+    model was exported from. By value, tensors are also found if the model transposes them, stores
+    them in another dtype, stores several of them as one (such as query, key and value), splits or
+    duplicates them.
+
+    Several tensors have the same place if the exporter merged equal tensors, or if they are tied.
+
+    Args:
+        model: A ModelProto, its bytes, or its path; not changed.
+        checkpoint: A dict of arrays or torch tensors by name, or the path of a ``.safetensors``,
+            ``.safetensors.index.json``, ``.npz`` or torch file.
+
+    Returns:
+        The map. Its ``unmatched_checkpoint`` and ``unmatched_model`` list everything else. Store it
+        in the model with `Names.attach`, or with `ortops.weights.load`, before training changes the
+        values.
+
+    Raises:
+        UnsupportedError: If the exporter has folded BatchNormalization into a weight.
+        ModelError: If the model or the checkpoint is invalid.
+
+    Example:
+        >>> import numpy as np
+        >>> from models import mlp
+        >>> model = mlp.mlp((4, 16, 2))
+        >>> checkpoint = {"net.fc1.bias": np.zeros(16, np.float32)}
+        >>> match(model, checkpoint)["net.fc1.bias"][0].weight
+        'fc1.bias'
+    """
+    light = convert.load_light(model)
+    return find_names(read_weights(light), read_checkpoint(checkpoint))
+
+
+def find_names(weights: Mapping[str, Read], arrays: Mapping[str, Array]) -> Names:
+    """Returns the map for weights and a checkpoint that were read already."""
+    search = _Search(weights, arrays)
+    search.by_name()
+    search.by_scope()
+    search.by_value()
+    search.fused()
+    search.split()
+    search.copies()
+    search.refuse_folded()
+    return search.result()
+
+
+class _Search:
+    """The weights and tensors that are matched, and those that are left.
+
+    Attributes:
+        places: The places found so far, by the checkpoint's name.
+        used: The weights that are matched.
+    """
+
+    def __init__(self, weights: Mapping[str, Read], arrays: Mapping[str, Array]) -> None:
+        self._weights, self._arrays = weights, arrays
+        self.places: dict[str, list[Place]] = {}
+        self.used: set[str] = set()
+        self._why: dict[str, str] = {}
+        self._why_model: dict[str, str] = {}
+        self._own, self._theirs = _prefixes(weights, arrays)
+
+    # ------------------------------------------------------------------------------------- results
+
+    def _add(self, name: str, place: Place) -> None:
+        self.places.setdefault(name, []).append(place)
+        self.used.add(place.weight)
+
+    def _left(self) -> dict[str, Array]:
+        """Returns the floating-point tensors of the checkpoint without a place."""
+        return {n: a for n, a in self._arrays.items() if n not in self.places and _is_float(a)}
+
+    def _left_weights(self) -> dict[str, Read]:
+        return {n: w for n, w in self._weights.items() if n not in self.used and w.is_weight}
+
+    def result(self) -> Names:
+        unmatched = {
+            name: self._why.get(name, "" if _is_float(array) else f"is {array.dtype}")
+            for name, array in self._arrays.items()
+            if name not in self.places
+        }
+        left = {name: self._why_model.get(name, "") for name in self._left_weights()}
+        ordered = {name: tuple(self.places[name]) for name in self._arrays if name in self.places}
+        return Names(ordered, unmatched, left)
+
+    # ------------------------------------------------------------------------------------- by name
+
+    def _named(self, key: str) -> str | None:
+        """Returns the checkpoint's name for a name or a scope of the model."""
+        if self._own and not key.startswith(f"{self._own}."):
+            return None
+        name = key[len(self._own) + 1 :] if self._own else key
+        name = f"{self._theirs}.{name}" if self._theirs else name
+        return name if name in self._arrays else None
+
+    def by_name(self) -> None:
+        for weight, read in self._weights.items():
+            name = self._named(weight)
+            if name is None or not _is_float(self._arrays[name]):
+                continue
+            found = orders(self._arrays[name].shape, read.shape)
+            if found:
+                self._add(name, Place(weight, "name", self._fitting(name, read, found)))
+            else:
+                shapes = (list(self._arrays[name].shape), list(read.shape))
+                self._why[name] = f"its shape is {shapes[0]}, that of '{weight}' is {shapes[1]}"
+                self._why_model[weight] = (
+                    f"its shape is {shapes[1]}, that of '{name}' is {shapes[0]}"
+                )
+
+    def _fitting(self, name: str, read: Read, found: list[tuple[int, ...]]) -> tuple[int, ...]:
+        """Returns the order of axes that fits the values, or the first one if none does."""
+        if len(found) > 1:
+            array, own = self._arrays[name], read.array()
+            for order in found:
+                if same(array.transpose(order) if order else array, own):
+                    return order
+        return found[0]
+
+    # ------------------------------------------------------------------------------------ by scope
+
+    def by_scope(self) -> None:
+        for weight, read in self._weights.items():
+            own = {name for name, places in self.places.items() if places[0].weight == weight}
+            for keys in read.keys:
+                name = next((n for n in map(self._named, keys) if n is not None), None)
+                if name is None or name in own or not _is_float(self._arrays[name]):
+                    continue
+                found = orders(self._arrays[name].shape, read.shape)
+                if read.transposed and () in found and (1, 0) in found and weight not in self.used:
+                    found.sort(key=lambda order: order != (1, 0))  # Linear's weight, folded
+                if not found or (name in self.places and not self._is_copy(name, read, found)):
+                    continue
+                own.add(name)
+                self._add(name, Place(weight, "scope", self._fitting(name, read, found)))
+
+    def _is_copy(self, name: str, read: Read, found: list[tuple[int, ...]]) -> bool:
+        """Whether a weight has the values of the one where a tensor was found before."""
+        place = self.places[name][0]
+        if place.part or place.of or not is_informative(read.array()):
+            return False
+        first = self._weights[place.weight].array()
+        if place.order:
+            first = first.transpose(sorted(range(first.ndim), key=place.order.__getitem__))
+        return any(same(first.transpose(o) if o else first, read.array()) for o in found)
+
+    # ------------------------------------------------------------------------------------ by value
+
+    def by_value(self) -> None:
+        sizes = _by_size(self._left())
+        for weight, read in self._left_weights().items():
+            candidates = sizes.get(_size(read.shape), {})
+            own = read.array() if candidates else None
+            if own is None or not is_informative(own):
+                continue
+            for name, array in candidates.items():
+                order = _order(array, own)
+                if order is not None:
+                    self._add(name, Place(weight, "value", order))
+            sizes[_size(read.shape)] = {n: a for n, a in candidates.items() if n not in self.places}
+
+    def copies(self) -> None:
+        """Finds further places of tensors that the exporter stores several times."""
+        sizes = _by_size({n: a for n, a in self._arrays.items() if n in self.places})
+        for weight, read in self._left_weights().items():
+            candidates = sizes.get(_size(read.shape), {})
+            own = read.array() if candidates else None
+            if own is None or not is_informative(own):
+                continue
+            for name, array in candidates.items():
+                order = _order(array, own)
+                if order is not None:
+                    self._add(name, Place(weight, "value", order))
+                    break
+
+    def fused(self) -> None:
+        """Finds weights that are several tensors in a row."""
+        for weight, read in self._left_weights().items():
+            left = {n: a for n, a in self._left().items() if is_informative(a)}
+            own = read.array()
+            for axis in range(own.ndim):
+                parts = list(_pieces(own, axis, left))
+                if parts:
+                    for name, order, part in parts:
+                        self._add(name, Place(weight, "value", order, part=part))
+                    break
+
+    def split(self) -> None:
+        """Finds tensors that are several weights in a row."""
+        for name, array in self._left().items():
+            left = {
+                weight: own
+                for weight, read in self._left_weights().items()
+                if is_informative(own := read.array())
+            }
+            for axis in range(array.ndim):
+                parts = list(_pieces(array, axis, left))
+                if parts:
+                    for weight, order, part in parts:
+                        inverse = tuple(sorted(range(len(order)), key=order.__getitem__))
+                        self._add(name, Place(weight, "value", inverse, of=part))
+                    break
+
+    # -------------------------------------------------------------------------------------- folded
+
+    def refuse_folded(self) -> None:
+        """Rejects weights that contain a BatchNormalization of the checkpoint."""
+        norms = [name.removesuffix(_MEAN) for name in self._arrays if name.endswith(_MEAN)]
+        norms = [n for n in norms if n + _MEAN not in self.places and n + _VARIANCE in self._arrays]
+        for name, array in self._arrays.items() if norms else ():
+            fitting = [
+                n for n in norms if array.ndim > 1 and self._arrays[n + _MEAN].size == len(array)
+            ]
+            if not fitting:
+                continue
+            module = name.rpartition(".")[0]
+            near = [norm for norm in fitting if _parent(norm) == _parent(module)]
+            places = self.places.get(name, ())
+            for weight in [place.weight for place in places] or self._left_weights():
+                read = self._weights[weight]
+                if squeezed(read.shape) != squeezed(array.shape):
+                    continue
+                own = read.array().reshape(array.shape)
+                if not same(array, own) and ((places and near) or scaled_channels(array, own)):
+                    self._refuse(read, (near or fitting)[0])
+
+    def _refuse(self, read: Read, norm: str) -> None:
+        raise UnsupportedError(
+            f"{read.nodes[0] if read.nodes else 'model'}: the exporter folded the "
+            f"BatchNormalization '{norm}' into weight '{read.weight.name}', so that neither can be "
+            "matched; export with training=torch.onnx.TrainingMode.TRAINING and "
+            "do_constant_folding=False (dynamo=False), or with optimize=False (dynamo=True)"
+        )
+
+
+def _is_float(array: Array) -> bool:
+    return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
+
+
+def _size(shape: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(squeezed(tuple(shape))))
+
+
+def _by_size(arrays: Mapping[str, Array]) -> dict[tuple[int, ...], dict[str, Array]]:
+    found: dict[tuple[int, ...], dict[str, Array]] = {}
+    for name, array in arrays.items():
+        found.setdefault(_size(array.shape), {})[name] = array
+    return found
+
+
+def _order(array: Array, own: Array) -> tuple[int, ...] | None:
+    """Returns the order of axes in which a tensor equals a weight; None if there is none."""
+    for order in orders(array.shape, own.shape):
+        if same(array.transpose(order) if order else array, own):
+            return order
+    return None
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _pieces(
+    whole: Array, axis: int, arrays: Mapping[str, Array]
+) -> Iterator[tuple[str, tuple[int, ...], Part]]:
+    """Yields arrays that make up another one along an axis, with their orders and parts."""
+    found: list[tuple[str, tuple[int, ...], Part]] = []
+    start = 0
+    while start < whole.shape[axis]:
+        piece = _next_piece(whole, axis, start, arrays, [name for name, _, _ in found])
+        if piece is None:
+            return
+        found.append(piece)
+        start = piece[2].stop
+    yield from found
+
+
+def _next_piece(
+    whole: Array, axis: int, start: int, arrays: Mapping[str, Array], taken: list[str]
+) -> tuple[str, tuple[int, ...], Part] | None:
+    for name, array in arrays.items():
+        if name in taken or array.ndim != whole.ndim:
+            continue
+        for order in ((), tuple(reversed(range(array.ndim)))) if array.ndim == 2 else ((),):
+            turned = array.transpose(order) if order else array
+            part = Part(axis, start, start + turned.shape[axis])
+            fits = turned.size < whole.size and turned.shape == part.of(whole).shape
+            if fits and same(turned, part.of(whole)):
+                return name, order, part
+    return None
+
+
+def _prefixes(weights: Mapping[str, Read], arrays: Mapping[str, Array]) -> tuple[str, str]:
+    """Returns the prefixes of all names in the model, and of all in the checkpoint."""
+    keys = {key for w in weights.values() for keys in w.keys for key in keys} | weights.keys()
+    common = _common_prefix(arrays)
+    votes: dict[tuple[str, str], set[str]] = {}  # the tensors that two prefixes match
+
+    def vote(own: str, theirs: str, end: str) -> None:
+        prefix = _without_shared_end(own, theirs)
+        votes.setdefault(prefix, set()).add(f"{theirs}.{end}" if theirs else end)
+
+    for theirs in dict.fromkeys(("", common)):
+        ends = {name[len(theirs) + 1 :] if theirs else name for name in arrays}
+        for key in keys:
+            for own, end in _longest_end(key, ends):
+                vote(own, theirs, end)
+    for name in arrays:
+        for theirs, end in _longest_end(name, keys):
+            vote("", theirs, end)
+    ranked = sorted(votes, key=lambda pair: (-len(votes[pair]), *_complexity(pair)))
+    if len(ranked) > 1:
+        first, second = ((-len(votes[pair]), *_complexity(pair)) for pair in ranked[:2])
+        if first == second:
+            return "", ""  # ambiguous
+    return ranked[0] if ranked else ("", "")
+
+
+def _complexity(prefixes: tuple[str, str]) -> tuple[bool, bool]:
+    return prefixes != ("", ""), all(prefixes)
+
+
+def _without_shared_end(own: str, theirs: str) -> tuple[str, str]:
+    """Returns two prefixes without the modules that both end in."""
+    first, second = own.split("."), theirs.split(".")
+    while first and second and first[-1] == second[-1]:
+        first.pop()
+        second.pop()
+    return ".".join(first), ".".join(second)
+
+
+def _common_prefix(names: Iterable[str]) -> str:
+    """Returns the modules that all names begin with."""
+    modules = [name.split(".")[:-1] for name in names]
+    shared = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*modules, strict=False))
+    return ".".join(parts[0] for parts in shared)
+
+
+def _longest_end(name: str, others: Container[str]) -> Iterator[tuple[str, str]]:
+    """Yields the longest end of a name that is another name, after what precedes it."""
+    parts = name.split(".")
+    for count in range(len(parts)):
+        end = ".".join(parts[count:])
+        if end in others:
+            yield ".".join(parts[:count]), end
+            return
