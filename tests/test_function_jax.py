@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import io
+import os
+import subprocess
+import sys
 import threading
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +35,7 @@ from tests.test_function import (
 
 pytestmark = pytest.mark.optional("jax", "jax")
 
+ROOT = Path(__file__).parents[1]
 RNG = np.random.default_rng(3)
 
 
@@ -206,6 +213,86 @@ def test_quantized_models_have_the_derivatives_of_the_function(jax: Any) -> None
     assert np.array_equal(jax.jacfwd(f.jax())(x), f.jacobian(x))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision(jax: Any, dtype: str) -> None:
+    kind = np.dtype(jax.numpy.dtype(dtype))
+    with Tape(name="half") as tape:
+        x = tape.input("x", kind, ["n"])
+        single = op.Cast(x, to=onnx.TensorProto.FLOAT)
+        tape.output((single * single * single).sum(), "y")
+    g = Function(tape.model()).jax()
+    x = jax.numpy.asarray([1, 2, -0.5], kind)
+    slope = jax.jit(jax.grad(g))(x)
+    assert slope.dtype == kind
+    assert slope.tolist() == [3, 12, 0.75]
+    assert np.allclose(jax.hessian(g)(x).astype(np.float32), np.diag([6, 12, -3]))
+    with pytest.raises(ortops.ArgumentError, match=f"'x' must be {dtype}, got float32"):
+        g(np.ones(3, np.float32))
+
+
+@pytest.mark.torch
+@pytest.mark.optional("onnxscript", "export")
+@pytest.mark.parametrize("dynamo", [False, True], ids=["TorchScript", "dynamo"])
+def test_files_of_both_exporters_of_torch(jax: Any, dynamo: bool) -> None:
+    torch = importlib.import_module("torch")
+    torch.manual_seed(0)
+    layers = [
+        torch.nn.Conv2d(1, 4, 3),
+        torch.nn.GELU(),
+        torch.nn.Flatten(),
+        torch.nn.LayerNorm(144),
+    ]
+    net = torch.nn.Sequential(*layers, torch.nn.Linear(144, 3))
+    file = io.BytesIO()
+    settings: dict[str, Any] = {"dynamic_axes": {"x": {0: "n"}}}
+    if dynamo:
+        settings = {"dynamic_shapes": ({0: torch.export.Dim.DYNAMIC},), "verbose": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporters warn about themselves
+        example = (torch.randn(2, 1, 8, 8),)
+        made = torch.onnx.export(net, example, file, input_names=["x"], dynamo=dynamo, **settings)
+    f = Function(made.model_proto if made is not None else onnx.load_from_string(file.getvalue()))
+    g, parameters = f.jax(), dict(f.parameters)
+    assert set(parameters) == {name for name, _ in net.named_parameters()}
+    slopes_of = jax.jit(
+        jax.grad(lambda x, p: jax.numpy.tanh(g(x, parameters=p)).sum(), argnums=(0, 1))
+    )
+    for rows in (2, 5):
+        x = torch.randn(rows, 1, 8, 8, requires_grad=True)
+        net.zero_grad()
+        net(x).tanh().sum().backward()
+        of_x, of_parameters = slopes_of(x.detach().numpy(), parameters)
+        assert np.allclose(of_x, x.grad, rtol=1e-3, atol=1e-5)
+        for name, weight in net.named_parameters():
+            assert np.allclose(of_parameters[name], weight.grad, rtol=1e-3, atol=1e-5)
+
+
+SEVERAL_DEVICES = """
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.test_function_jax import Function, network
+
+f = Function(network(np.float32))
+g, x = f.jax(), np.arange(12, dtype=np.float32).reshape(4, 3) / 12
+mesh, rows = Mesh(np.array(jax.devices()), ("d",)), PartitionSpec("d")
+assert mesh.size == 2
+shards = jax.device_put(x, NamedSharding(mesh, rows))
+mapped = jax.shard_map(g, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+for call in (g, jax.jit(g), jax.jit(mapped)):
+    assert np.allclose(call(shards), f(x), atol=1e-6)
+slope = jax.jit(jax.grad(lambda x: (mapped(x) ** 2).sum()))(shards)
+assert np.allclose(slope, jax.grad(lambda x: (g(x) ** 2).sum())(x), atol=1e-5)
+"""
+
+
+@pytest.mark.slow
+def test_several_devices() -> None:
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    subprocess.run(
+        [sys.executable, "-c", SEVERAL_DEVICES], check=True, env=environment, cwd=ROOT, timeout=300
+    )
+
+
 NONZERO = """<ir_version: 10, opset_import: ["": 21]> f (float[n] x) => (float[m] y) {
     places = NonZero (x)
     rows = Transpose (places)
@@ -304,6 +391,6 @@ def test_threads_may_share_it(jax: Any, scalar: Function) -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, f: Function) -> None:
-    monkeypatch.setitem(importlib.import_module("sys").modules, "jax", None)
+    monkeypatch.setitem(sys.modules, "jax", None)
     with pytest.raises(ortops.OrtopsError, match=r"package jax is not installed; pip install orto"):
         f.jax()

@@ -63,7 +63,6 @@ def jax_function(function: Function) -> Callable[..., Any]:
         args = [*function._in_order(xs, {}), *weights.values()]
         inputs = call.function._source.inputs.values()
         args = [_argument(given, value) for given, value in zip(inputs, args, strict=True)]
-        call.check(args)
         found = _call_p.bind(*args, call=call)
         return found[0] if len(found) == 1 else tuple(found)
 
@@ -146,10 +145,6 @@ class _Call:
         """
         return self._products.setdefault((kind, wrt), _Product(self, kind, wrt))
 
-    def check(self, args: Sequence[Any]) -> None:
-        """Checks the shapes of arguments."""
-        self.function._feeds(self._filled(0, args), {})
-
     def _filled(self, number: int, args: Sequence[Any]) -> list[Array]:
         """Returns arrays shaped like arguments that hold one number."""
         inputs = self.function._source.inputs.values()
@@ -161,6 +156,7 @@ class _Call:
         Sizes that it does not state are found by running it.
         """
         source = self.function._source
+        self.function._feeds(self._filled(0, args), {})  # checks the shapes
         shapes = dict(zip(source.inputs, (x.shape for x in args), strict=True))
         stated = source.output_shapes(shapes)
         kinds = [input_of(value).dtype for value in source.outputs.values()]
