@@ -39,12 +39,15 @@ class Input:
         dims: Its shape. Dimensions with the same symbol have the same size; None is any size. None
             if the rank is unknown.
         unbound: The kind of its values, if onnxruntime cannot bind them to a training step.
+        past: The number of heads and their size, if it is the cache of earlier keys or values of a
+            language model, [batch, heads, 0, size], and may be left out.
     """
 
     name: str
     dtype: np.dtype[Any] | None
     dims: tuple[int | str | None, ...] | None
     unbound: str | None = None
+    past: tuple[int, int] | None = None
 
     def array(self, given: object) -> Array:
         """Converts a value to an array, without copying the memory of an array.
@@ -266,6 +269,7 @@ def _survives(array: Array, result: Array) -> Array:
     return same
 
 
+_PAST = "past_key_values."
 _MOVING = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 
 
@@ -328,7 +332,8 @@ class Inputs(dict[str, Input]):
                         if shape is None
                         else tuple(dim if isinstance(dim, int) else dim.value for dim in shape)
                     )
-                    self[name] = Input(name, numpy_dtype(value), dims, _unbound(value))
+                    past = _past(value)
+                    self[name] = Input(name, numpy_dtype(value), dims, _unbound(value), past)
         self._places = tuple(self)
 
     def only(self, names: Iterable[str]) -> Inputs:
@@ -425,13 +430,33 @@ class Inputs(dict[str, Input]):
         arrays = {}
         # A mapping that reads what it is asked for may read it into the same memory each time.
         holds = getattr(type(given), "__getitem__", None) is dict.__getitem__
-        for name, value in self.items():
+        absent = [name for name in self if name not in given]
+        for name in absent:
             self._check_there(name, given)
-            array = value.fit(_read(given, name), sizes)
-            arrays[name] = array if holds else array.copy()
+        for name, value in self.items():
+            if name in given:
+                array = value.fit(_read(given, name), sizes)
+                arrays[name] = array if holds else array.copy()
+        for name in absent:
+            arrays[name] = self._empty_past(self[name], arrays, sizes)
         for name, accepted in self._labels:
             _check_labels(name, arrays[name], accepted)
         return Checked(arrays, self)
+
+    def _empty_past(
+        self, value: Input, arrays: Mapping[str, Array], sizes: dict[str, tuple[int, str]]
+    ) -> Array:
+        """Returns a cache without any keys or values, for the rows of a batch."""
+        assert value.past is not None
+        assert value.dims is not None
+        heads, size = value.past
+        first = value.dims[0]
+        rows = next((len(a) for name, a in arrays.items() if name in self.sampled and a.ndim), 1)
+        if isinstance(first, int):
+            rows = first
+        elif first in sizes:
+            rows = sizes[first][0]
+        return value.fit(np.zeros((rows, heads, 0, size), value.dtype), sizes)
 
     def sample(self, feeds: object) -> dict[str, Array | None]:
         """Returns a sample by name, in its own memory: the next one may reuse that of this one.
@@ -478,7 +503,7 @@ class Inputs(dict[str, Input]):
         return found
 
     def _check_there(self, name: str, given: Mapping[str, object]) -> None:
-        if name not in given:
+        if name not in given and self[name].past is None:
             raise FeedError(f"feeds: input '{name}' is missing; the inputs are {listed(self)}")
 
     def _check_names(self, given: Mapping[str, object]) -> None:
@@ -519,6 +544,35 @@ def _read(given: Mapping[str, object], name: str) -> object:
         raise
     except Exception as error:
         raise FeedError(f"feeds: '{name}' cannot be read: {error}; give a numpy array") from error
+
+
+def _past(value: ir.Value) -> tuple[int, int] | None:
+    """Returns the number and size of the heads of an input ``past_key_values.*``; see `Input`."""
+    shape = value.shape
+    if not (value.name or "").startswith(_PAST) or shape is None or len(shape) != 4:
+        return None
+    heads, length, size = shape[1:]
+    if isinstance(length, int):
+        return None
+    # The builder of onnxruntime-genai leaves the size dynamic.
+    known = (size, *(_head_size(use.node, value) for use in value.uses()))
+    size = next((each for each in known if isinstance(each, int)), size)
+    return (heads, size) if isinstance(heads, int) and isinstance(size, int) else None
+
+
+def _head_size(node: ir.Node, past: ir.Value) -> int | ir.SymbolicDim | None:
+    """Returns the size of the heads of a cache, by a node that appends to it."""
+    inputs = [each for each in node.inputs if each is not past]
+    shape = inputs[0].shape if inputs and inputs[0] is not None else None
+    if shape is None:
+        return None
+    if node.op_type == "Concat":
+        return shape[-1] if len(shape) == 4 else None
+    if node.op_type != "GroupQueryAttention" or not isinstance(shape[-1], int):
+        return None
+    heads, pairs = (node.attributes.get_int(n, 1) for n in ("num_heads", "kv_num_heads"))
+    packed = node.inputs[1] is None  # keys and values follow the queries
+    return shape[-1] // (heads + 2 * pairs * packed)
 
 
 def _unbound(value: ir.Value) -> str | None:
