@@ -17,6 +17,7 @@ import pytest
 
 import ortops
 from benchmarks import (
+    functions,
     measure,
     own,
     places,
@@ -598,3 +599,27 @@ def test_ways_to_wait_are_measured_and_compared(capsys: pytest.CaptureFixture[st
     assert [row[2] for row in rows] == ["default", "0", "20", "200"] * 2
     assert {row[1] for row in rows} == {"nothing", "a busy core"}
     assert all(float(least) <= float(median) for *_, least, median, _ in rows)
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.optional("onnx_ad", "compare")
+def test_functions_are_compared_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "WORKS", functions.WORKS[:1])
+    text, differing = functions.report(measure.QUICK)
+    assert not differing
+    (row,) = rows_of(text, "JAX")
+    assert len(row) == 1 + len(functions.PEERS)
+    assert all(float(cell) > 0 for cell in row[1:])
+    assert re.search(r"takes \d+ µs in `InferenceSession.run`, \d+ µs as a Function", text)
+
+
+@pytest.mark.torch
+def test_a_peer_that_fails_or_differs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = functions.WORKS[0]
+    found = functions.start(name, "`Function.value_and_grad`")
+    expected = functions.start(name, "torch eager")
+    for key, value in expected.items():
+        assert np.allclose(found[key], value, rtol=1e-3, atol=1e-5)
+    monkeypatch.setitem(functions.PEERS, "broken", lambda work: 1 / 0)
+    assert functions.start(name, "broken") == "ZeroDivisionError: division by zero"

@@ -8,6 +8,7 @@ products. A first-order backward pass continues from the residuals of the forwar
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -328,6 +329,11 @@ class _Apply(torch.autograd.Function):  # type: ignore[misc]
             again = _Call(node, call.wrt, finish, call.held)
             rows.append(_Apply.apply(again, *part)[:count])
         return tuple(map(torch.stack, zip(*rows, strict=True))), (0,) * count
+
+
+# torch reads the signature in every call, which takes longer than a small model.
+_computed: Any = _Apply.forward
+_computed.__signature__ = inspect.signature(_computed)
 
 
 def _where(*flags: Sequence[bool]) -> tuple[int, ...]:
