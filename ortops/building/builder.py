@@ -460,7 +460,7 @@ def _scaling(prepared: Prepared, parameter: ir.Value) -> float:
     """Returns the scaling that a parameter includes, if it is the B of an adapter."""
     found = prepared.scalings.get(parameter.name or "", 1.0)
     limits = np.finfo(np.float32)
-    if not limits.tiny <= abs(found) <= limits.max:
+    if not float(limits.tiny) <= abs(found) <= float(limits.max):
         raise ModelError(
             f"model: the scaling {found:g} of '{parameter.name}' is out of the range of float32; "
             "add the adapter with an alpha close to the rank"
