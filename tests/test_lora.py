@@ -466,6 +466,69 @@ def test_targets(targets: Any, layers: set[str]) -> None:
     assert {name.split(".lora_")[0] for name in values(found) if ".lora_" in name} == layers
 
 
+@pytest.mark.parametrize(
+    ("targets", "layers"),
+    [
+        ("all-linear", {"layer.0", "layer.1"}),
+        (["all-linear"], {"layer.0", "layer.1"}),
+        (["all-linear", "lm_head"], {"layer.0", "layer.1", "lm_head"}),
+        (None, {"layer.0", "layer.1", "lm_head", "patches"}),
+    ],
+)
+@pytest.mark.parametrize("head", ["lm_head", "embed_out"])
+@pytest.mark.parametrize("end", ["plain", "bias", "soft cap", "softmax", "Constant nodes", "last"])
+def test_all_linear_is_what_peft_means(targets: Any, layers: set[str], head: str, end: str) -> None:
+    """Every linear layer except the output layer, and neither convolutions nor embeddings."""
+    if isinstance(targets, list):
+        targets = [each.replace("lm_head", head) for each in targets]
+    found = lora.add(language_model(head, end), rank=2, targets=targets)
+    modules = {name.split(".lora_")[0] for name in values(found) if ".lora_" in name}
+    assert modules == {layer.replace("lm_head", head) for layer in layers}
+
+
+def language_model(head: str, end: str) -> onnx.ModelProto:
+    """Patches and tokens, two linear layers with a residual connection, and an output layer."""
+    with Tape(name="language_model") as tape:
+        images = tape.input("images", F, ["batch", 3, 5])
+        ids = tape.input("ids", np.int64, ["batch", 5])
+        patches = tape.initializer("patches.weight", normal(4, 3, 1))
+        x = op.Transpose(op.Conv(images, patches), perm=[0, 2, 1])
+        x = x + op.Gather(tape.initializer("embedding.weight", normal(7, 4)), ids)
+        key = x @ tape.initializer("layer.0.weight", normal(4, 4))
+        x = x + op.Tanh(key @ tape.initializer("layer.1.weight", normal(4, 4)))
+        y = x @ tape.initializer(f"{head}.weight", normal(4, 7))
+        if end == "last":
+            y = op.Reshape(y[:, -1:], [-1, 7])
+        if end == "bias":
+            y = y + tape.initializer(f"{head}.bias", normal(7))
+        if end == "soft cap":
+            y = op.Tanh(y / 30.0) * 30.0
+        if end == "Constant nodes":
+            y = op.Cast(y, to=1) * op.Constant(value=np.array(0.5, F))
+        if end == "softmax":
+            y = op.Softmax(y, axis=-1)
+        tape.output(y, "logits")
+        tape.output(op.Transpose(op.Reshape(key, [0, 5, 2, 2]), perm=[0, 2, 1, 3]), "present.key")
+    return tape.model()
+
+
+def test_all_linear_of_an_encoder_has_its_last_layer() -> None:
+    """The last linear layer is not the output layer if a residual connection follows it."""
+
+    def emit(x: Any, weight: Any, scale: Any) -> Any:
+        return op.LayerNormalization(x + x @ weight, scale)
+
+    model = built(ROWS, emit, weight=normal(6, 6), scale=normal(6))
+    found = lora.add(model, rank=2, targets="all-linear")
+    assert [name for name in values(found) if name.endswith("A.weight")] == ["fc.lora_A.weight"]
+
+
+def test_all_linear_of_a_model_with_an_output_layer_only() -> None:
+    model = built(ROWS, lambda x, weight: x @ weight, weight=normal(6, 4))
+    with pytest.raises(ModelError, match=r"targets: 'all-linear' matches no layer: it is every "):
+        lora.add(model, targets="all-linear")
+
+
 def test_layers_that_are_left_out_are_told(caplog: pytest.LogCaptureFixture) -> None:
     def emit(x: Any, weight: Any, grouped: Any) -> Any:
         return op.Conv(op.Conv(x, grouped, group=3), weight)

@@ -191,6 +191,19 @@ def test_a_decoder(tmp_path: Path) -> None:
         lora.from_peft(base, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("make", "exporter"),  # the other exporter cannot export this decoder
+    [(encoder, "torchscript"), (encoder, "dynamo"), (decoder, "dynamo")],
+)
+def test_all_linear_means_the_same_layers(make: Any, exporter: str) -> None:
+    module = make()
+    base = exported(module, torch.from_numpy(IDS), exporter)
+    found = values(lora.add(base, rank=2, targets="all-linear"))
+    layers = {name.split(".lora_")[0].removeprefix("model.") for name in found if "lora_A" in name}
+    config = peft.LoraConfig(r=2, target_modules="all-linear")
+    assert layers == wrapped_layers(peft.get_peft_model(module.model, config))
+
+
 RATES = {"SGD": 5e-3, "Adam": 3e-3, "AdamW": 3e-3}
 STEPS = 20
 

@@ -424,7 +424,11 @@ def _add_lora(command: _Command) -> None:
         "--alpha", type=float, metavar="A", help="the scaling's numerator (default: twice the rank)"
     )
     add.add_argument(
-        "--targets", nargs="+", metavar="PATTERN", help="the layers to adapt (default: all)"
+        "--targets",
+        nargs="+",
+        metavar="PATTERN",
+        help="the layers to adapt, or all-linear: all but convolutions and the output layer "
+        "(default: all)",
     )
     merge = actions.add_parser("merge", help="merge an adapter into the weights")
     merge.add_argument("model", help="an .onnx file with an adapter, trainable or not")

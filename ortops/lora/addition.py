@@ -72,7 +72,9 @@ def add(
         targets: The layers to adapt: names or patterns of weights, or of the layers and scopes of
             the nodes that read them, like ``trainable=`` of `ortops.build_training_model`. By
             default every weight that is the second operand of MatMul, Gemm, Conv or MatMulNBits.
-            Embeddings (Gather) are adapted only if they are named.
+            Embeddings (Gather) are adapted only if they are named. As in PEFT, ``"all-linear"``
+            is every linear layer except the output layer: ``lm_head``, or whichever layer computes
+            the model's first floating-point output.
         rslora: Whether to use the scaling alpha / √rank (rsLoRA).
         rank_pattern: Ranks of particular layers, by regular expressions as in PEFT. An expression
             matches a layer's full name or the part after one of its dots, and must match at least

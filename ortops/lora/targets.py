@@ -19,6 +19,8 @@ _MICROSOFT = "com.microsoft"
 
 logger = logging.getLogger("ortops")
 
+_ALL_LINEAR = "all-linear"
+
 _INDICES = {"Conv": 1, "Gather": 0, "Gemm": 1, "MatMul": 1, "MatMulNBits": 1}
 """The index of the weight among the inputs, by operator."""
 
@@ -29,6 +31,15 @@ _REFUSED = {
     **dict.fromkeys(("QGemm", "QLinearConv", "QLinearMatMul"), 3),
     "GatherBlockQuantized": 0,
 }
+_LINEAR = (
+    *("DynamicQuantizeMatMul", "FusedGemm", "FusedMatMul", "Gemm", "MatMul", "MatMulBnb4"),
+    *("MatMulInteger", "MatMulIntegerToFloat", "MatMulNBits", "QGemm", "QLinearMatMul"),
+)
+_SHAPED = ("Reshape", "Squeeze", "Unsqueeze", "Slice", "Gather", "Expand")
+_AFTER_OUTPUT_LAYER = (
+    *(*_SHAPED, "Add", "Cast", "Div", "DequantizeLinear", "Flatten", "Identity", "LogSoftmax"),
+    *("Mul", "QuantizeLinear", "Sigmoid", "Softmax", "Sub", "Tanh", "Transpose"),
+)
 _MOVING = ("Cast", "DequantizeLinear", "Identity", "QuantizeLinear", "Transpose")
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE)
 _KINDS = {"Conv": "convolution", "Gather": "embedding"}
@@ -81,8 +92,9 @@ def chosen(work: ir.Model, patterns: str | Sequence[str] | None) -> list[Target]
 
     Args:
         work: The model.
-        patterns: Names or patterns of weights, layers, or scopes of nodes; None for every MatMul,
-            Gemm, Conv and MatMulNBits whose matrix is a weight.
+        patterns: Names or patterns of weights, layers, or scopes of nodes; ``"all-linear"`` for
+            every linear layer except the output layer; None for every MatMul, Gemm, Conv and
+            MatMulNBits whose matrix is a weight.
 
     Raises:
         ArgumentError: If the patterns are not strings.
@@ -115,7 +127,15 @@ def chosen(work: ir.Model, patterns: str | Sequence[str] | None) -> list[Target]
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise ArgumentError(f"targets must be names or patterns, got {pattern!r:.80}")
-        meant = [target for target in everything if target.is_meant(pattern)]
+        if pattern == _ALL_LINEAR:
+            meant = _all_linear(work, everything)
+        else:
+            meant = [target for target in everything if target.is_meant(pattern)]
+        if not meant and pattern == _ALL_LINEAR:
+            raise ModelError(
+                "targets: 'all-linear' matches no layer: it is every linear layer except the "
+                "output layer; name the layers to adapt"
+            )
         if not meant:
             known = [n for t in everything for n in (t.module, t.weight.name or "")]
             raise ModelError(
@@ -129,6 +149,37 @@ def chosen(work: ir.Model, patterns: str | Sequence[str] | None) -> list[Target]
         left.update(dict.fromkeys(target.refused for target in meant if target.refused))
     _log_refused(list(left))
     return [target for target in everything if target in result]
+
+
+def _all_linear(work: ir.Model, everything: Sequence[Target]) -> list[Target]:
+    """Returns what PEFT means by ``"all-linear"``: all linear layers except the output layer."""
+    left_out = _output_modules(work, everything)
+    linear = [t for t in everything if t.node.op_type in _LINEAR and t.module not in left_out]
+    return [target for target in linear if target.is_default or target.refused]
+
+
+def _output_modules(work: ir.Model, everything: Sequence[Target]) -> set[str]:
+    """Returns the layers named lm_head, and the one that computes the first float output.
+
+    Between that layer and the output there may be a bias, a Softmax, a soft cap and other nodes
+    that read nothing else that was computed from the inputs.
+    """
+    found = {t.module for t in everything if t.module.rpartition(".")[2] == "lm_head"}
+    by_node = {target.node: target.module for target in everything}
+    floats = (v for v in work.graph.outputs if v.dtype is None or v.dtype.is_floating_point())
+    value: ir.Value | None = next(floats, None)
+    while value is not None:
+        node = value.producer()
+        if node is None or node in by_node:
+            return found if node is None else found | {by_node[node]}
+        if node.op_type not in _AFTER_OUTPUT_LAYER or node.domain not in ("", _MICROSOFT):
+            return found
+        read = [v for v in node.inputs if v is not None]
+        computed = [v for v in read if ir.convenience.get_const_tensor(v) is None]
+        value = read[0] if node.op_type in _SHAPED or computed == read[:1] else None
+        if value is None and len(computed) == 1:
+            (value,) = computed
+    return found
 
 
 def _log_refused(reasons: Sequence[str]) -> None:
