@@ -399,6 +399,11 @@ def _compress(again: Any, x: Any, condition: Any, *, axis: int | None = None) ->
 @rule("Reshape", at=(0,))
 def _reshaped(again: Any, x: Any, shape: Any, *, allowzero: int = 0) -> Any:
     known = shape.constant
+    if known is not None:  # for an axis of length 0, no size can be inferred
+        entry = again.node.outputs[0].shape or known
+        pairs = zip(known.tolist(), entry, strict=True)
+        known = [b if a == -1 and isinstance(b, int) and b > 0 else a for a, b in pairs]
+        shape = x.tape.constant(np.array(known, np.int64))
     if not allowzero:  # the first 0 copies the new axis
         return again(x, [0, *known] if known is not None else op.Concat([0], shape, axis=0))
     return again(x, op.Concat(op.Shape(x, end=1), shape, axis=0))

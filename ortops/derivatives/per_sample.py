@@ -198,13 +198,8 @@ def _sum_clipped(graph: ir.Graph, max_norm: float) -> None:
     graph.outputs.clear()
     with tape:
         gradients = [tape.tensor(value) for value in outputs]
-        squares = [
-            op.ReduceSumSquare(g.astype(np.float64), list(range(1, g.ndim)), keepdims=0)
-            if g.ndim > 1
-            else op.Mul(g.astype(np.float64), g.astype(np.float64))
-            for g in gradients
-        ]
-        norm = op.Sqrt(op.Sum(*squares))
+        norms = [_row_norms(gradient) for gradient in gradients]
+        norm = op.Sqrt(op.Sum(*(each * each for each in norms)))
         factor = op.Unsqueeze(op.Min(max_norm / (norm + _EPSILON), np.float64(1)), [0])
         for gradient in gradients:
             flat = op.Reshape(gradient, [0, -1] if gradient.ndim != 1 else [-1, 1])
@@ -215,3 +210,12 @@ def _sum_clipped(graph: ir.Graph, max_norm: float) -> None:
             result = op.Reshape(total, [int(str(dim)) for dim in shape[1:]], allowzero=1)
             result.value.name = name
             graph.outputs.append(result.value)
+
+
+def _row_norms(gradient: Tensor) -> Tensor:
+    """Returns the norm of each row's gradient, in float64."""
+    if gradient.dtype.itemsize < 4:
+        gradient = gradient.astype(np.float32)
+    if gradient.ndim == 1:
+        return abs(gradient).astype(np.float64)
+    return op.ReduceL2(gradient, list(range(1, gradient.ndim)), keepdims=0).astype(np.float64)
