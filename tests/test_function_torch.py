@@ -362,6 +362,18 @@ def test_integer_inputs_and_outputs() -> None:
     assert module(np.array([2, 0]), x)[0].tolist() == y.tolist()
 
 
+def test_a_classifier_without_floating_point_outputs() -> None:
+    text = """<ir_version: 10, opset_import: ["": 21]> f (float[n, 2] x) => (int64[n, 1] label)
+    <float[2, 2] w = {0, 1, 1, 0}> {
+        y = MatMul (x, w)
+        label = ArgMax <axis = 1> (y)
+    }"""
+    module = Function(onnx.parser.parse_model(text)).torch()
+    label = module(torch.tensor([[1.0, 2], [2, 1]], requires_grad=True))
+    assert label.tolist() == [[0], [1]]
+    assert not label.requires_grad
+
+
 def test_unused_outputs_and_inputs() -> None:
     with Tape(name="two") as tape:
         x, z = (tape.input(name, np.float32, ["n"]) for name in ("x", "z"))

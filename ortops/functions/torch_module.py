@@ -84,7 +84,7 @@ class OnnxModule(torch.nn.Module):  # type: ignore[misc]
         ]
         node = self._node
         wrt: tuple[int, ...] = ()
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and any(node.float_outputs):
             wrt = _where([each.requires_grad for each in tensors], node.float_inputs)
         outputs = _Apply.apply(_Call(node, wrt), *tensors)[: len(node.float_outputs)]
         return outputs[0] if len(outputs) == 1 else outputs
