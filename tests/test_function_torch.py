@@ -109,6 +109,9 @@ def test_transformations_of_torch_func(module: nn.Module, x: Tensor) -> None:
         (vmap(module), vmap(network), batch),
         (vmap(grad(energy)), vmap(grad(expected)), batch),
         (grad(lambda b: vmap(energy)(b).sum()), grad(lambda b: vmap(expected)(b).sum()), batch),
+        (vmap(jacrev(module)), vmap(jacrev(network)), batch),
+        (vmap(hessian(energy)), vmap(hessian(expected)), batch),
+        (vmap(vmap(module)), vmap(vmap(network)), batch[None].repeat(2, 1, 1, 1)),
         (vmap(module, in_dims=1, out_dims=1), vmap(network, in_dims=1, out_dims=1), batch),
     ):
         assert torch.allclose(ours(given), theirs(given), rtol=1e-9)
@@ -121,8 +124,7 @@ def test_transformations_of_torch_func(module: nn.Module, x: Tensor) -> None:
 def test_what_torch_cannot_transform_is_said(module: nn.Module, x: Tensor) -> None:
     with pytest.raises(ortops.UnsupportedError, match=r"cannot be read.*use .*torch\.func\.jacrev"):
         torch.autograd.functional.jacobian(module, x, vectorize=True)
-    with pytest.raises(ortops.UnsupportedError, match="vmap over an axis of size 0"):
-        vmap(module)(torch.zeros(0, 4, 3, dtype=torch.double))
+    assert vmap(module)(torch.zeros(0, 4, 3, dtype=torch.double)).shape == (0, 4, 2)
     assert torch.allclose(
         torch.autograd.functional.jacobian(module, x), jacrev(module)(x), rtol=1e-12
     )
@@ -414,6 +416,8 @@ def test_dropout_in_training_mode() -> None:
         jvp(module, (x,), (x,))
     with pytest.raises(ortops.UnsupportedError, match="randomness='different'"):
         vmap(module)(torch.ones(2, 9))
+    with pytest.raises(ortops.UnsupportedError, match="vmap over an axis of size 0"):
+        vmap(module, randomness="different")(torch.ones(0, 9))
     both = vmap(module, randomness="different")(torch.ones(2, 1000))
     assert not torch.equal(*both)
 

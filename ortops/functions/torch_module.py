@@ -153,7 +153,7 @@ class _Node:
     ) -> None:
         self._make = make
         self.float_inputs, self.float_outputs = float_inputs, float_outputs
-        self._derived: dict[tuple[str, tuple[int, ...]], _Node] = {}
+        self._derived: dict[tuple[str, tuple[int | None, ...]], _Node] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -188,6 +188,12 @@ class _Node:
         with self._lock:
             made = _Node(make, (*self.float_inputs, *seeds), tuple(outputs))
             return self._derived.setdefault((kind, wrt), made)
+
+    def mapped(self, in_axes: tuple[int | None, ...]) -> _Node:
+        """Returns the node of a Function that maps over a new axis of inputs."""
+        with self._lock:
+            made = _Node(lambda: self.function.vmap(in_axes), self.float_inputs, self.float_outputs)
+            return self._derived.setdefault(("vmap", in_axes), made)
 
     def __reduce__(self) -> Any:
         return _Node.of, (self.function,)
@@ -307,17 +313,20 @@ class _Apply(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: _Call, *tensors: Tensor) -> Any:
-        """Calls the Function on each slice, and stacks the outputs."""
+        """Calls the Function with a new axis; one that draws random numbers, on each slice."""
         node, finish, dims = call.node, call.finish, in_dims[1:]
-        random = node.function._source.random_node()
+        inputs, count = len(node.float_inputs), len(node.float_outputs)
+        if any(dim is not None for dim in (*dims[: call.held], *dims[inputs:])):
+            finish = None
+        random = node.function._source.random_node() if finish is None else None
+        if finish is None and random is None:
+            mapped = _Call(node.mapped(dims[:inputs]), call.wrt)
+            return _Apply.apply(mapped, *tensors[:inputs])[:count], (0,) * count
         if random is not None and info.randomness != "different":
             raise UnsupportedError(
                 f"torch: {describe(random)} draws random numbers; call "
                 f"torch.func.vmap(..., randomness='different'), got {info.randomness!r}"
             )
-        inputs, count = len(node.float_inputs), len(node.float_outputs)
-        if any(dim is not None for dim in (*dims[: call.held], *dims[inputs:])):
-            tensors, finish = tensors[:inputs], None
         if not info.batch_size:
             raise UnsupportedError("torch: vmap over an axis of size 0 is not supported")
         rows = []
