@@ -119,6 +119,46 @@ def test_vmap_in_any_order(jax: Any, scalar: Function) -> None:
     assert np.allclose(nested[1, 0], scalar(batch[2]))
 
 
+@pytest.mark.usefixtures("x64")
+def test_vmap_of_linear_parts_is_transposed(jax: Any, f: Function) -> None:
+    g = f.jax()
+    _, linear = jax.linearize(lambda x, w: g(x, parameters={"w1": w}), X, W1)
+    tangents, cotangents = RNG.normal(size=(6, 4, 3)), RNG.normal(size=(6, 4, 2))
+    rows = jax.vmap(linear, (0, None))
+    of_x, of_w1 = f.jacobian(X), f.jacobian(X, wrt="w1")
+    by_x = np.einsum("ijab,kab->kij", of_x, tangents)
+    assert np.allclose(rows(tangents, W1), by_x + np.einsum("ijab,ab->ij", of_w1, W1))
+    to_x, to_w1 = jax.linear_transpose(rows, tangents, W1)(cotangents)
+    assert np.allclose(to_x, np.einsum("kij,ijab->kab", cotangents, of_x))
+    assert np.allclose(to_w1, np.einsum("kij,ijab->ab", cotangents, of_w1))
+    norm = lambda x: (jax.vmap(lambda t: jax.jvp(g, (x,), (t,))[1])(tangents) ** 2).sum()  # noqa: E731
+    check_grads(jax.jit(norm), (X,), modes=("fwd", "rev"))
+
+
+@pytest.mark.usefixtures("x64")
+def test_vmap_over_weights_and_over_nothing(jax: Any, scalar: Function) -> None:
+    g = scalar.jax()
+    weights = RNG.normal(size=(5, *W1.shape))
+    ensemble = jax.vmap(lambda w: g(X, parameters={"w1": w}))
+    assert np.allclose(ensemble(weights), [loss(X, w) for w in weights])
+    slopes = jax.jit(jax.grad(lambda w: ensemble(w).sum()))(weights)
+    assert np.allclose(
+        slopes[4], scalar.with_parameters({"w1": weights[4]}).vjp(X, wrt="w1")[1](1.0)[0]
+    )
+    nothing = np.zeros((0, 4, 3))
+    assert jax.vmap(g)(nothing).shape == (0,)
+    assert jax.vmap(jax.grad(g))(nothing).shape == nothing.shape
+
+
+def test_vmap_of_control_flow(jax: Any) -> None:
+    x = np.float32([[1, 2, 3], [1, 2, 3]])
+    branch = Function(onnx.parser.parse_model(BRANCH)).jax()
+    assert jax.vmap(branch)(np.array([True, False]), x).tolist() == [[1, 4, 9], [-1, -2, -3]]
+    power = Function(onnx.parser.parse_model(POWER)).jax()
+    slope = jax.jit(jax.vmap(jax.grad(lambda n, x: power(n, x).sum(), argnums=1)))
+    assert np.allclose(slope(np.array([1, 3]), x), [[1, 1, 1], [3, 12, 27]])
+
+
 def test_float32_and_a_batch_of_any_size(jax: Any) -> None:
     f = Function(network(np.float32, scalar=True))
     step = jax.jit(jax.value_and_grad(f.jax()))

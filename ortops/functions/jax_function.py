@@ -4,7 +4,8 @@ One primitive computes Functions. It holds a `_Call`: a Function, or products wi
 which are Functions as well. Thus derivatives of any order have the same rules:
 
 - the derivative of a call is the Jacobian-vector product, another call;
-- the transpose of the Jacobian-vector product is the vector-Jacobian product, and vice versa.
+- the transpose of the Jacobian-vector product is the vector-Jacobian product, and vice versa;
+- a batch of any of these is the call of a Function with one more axis.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class _Call:
 
     def __init__(self, function: Function) -> None:
         self.function = function
-        self._products: dict[tuple[Kind, tuple[int, ...]], _Product] = {}
+        self._made: dict[Any, Any] = {}
 
     def __repr__(self) -> str:
         return ", ".join(self.function.outputs)
@@ -143,7 +144,17 @@ class _Call:
                 further inputs are cotangents of the floating-point outputs.
             wrt: The inputs.
         """
-        return self._products.setdefault((kind, wrt), _Product(self, kind, wrt))
+        return self._once(_Product, kind, wrt)  # type: ignore[no-any-return]
+
+    def batch(self, axes: tuple[int | None, ...]) -> _Batch:
+        """Returns the call for a batch: inputs with 0 and all outputs have it as the first axis."""
+        return self._once(_Batch, axes)  # type: ignore[no-any-return]
+
+    def _once(self, kind: Any, *args: Any) -> Any:
+        """Returns one object for equal arguments, because JAX compares by identity."""
+        if (kind, args) not in self._made:
+            self._made.setdefault((kind, args), kind(self, *args))
+        return self._made[kind, args]
 
     def _filled(self, number: int, args: Sequence[Any]) -> list[Array]:
         """Returns arrays shaped like arguments that hold one number."""
@@ -197,7 +208,7 @@ class _Product(_Call):
 
     def __init__(self, of: _Call, kind: Kind, wrt: tuple[int, ...]) -> None:
         self.of, self.kind, self.wrt = of, kind, wrt
-        self._products = {}
+        self._made = {}
 
     @functools.cached_property
     def function(self) -> Function:  # type: ignore[override]
@@ -221,6 +232,34 @@ class _Product(_Call):
             wrt = tuple(self.wrt[entry] for entry in entries)
             return self.of.product("vjp", wrt), range(len(wrt))
         return self.of.product("jvp", self.wrt), entries
+
+
+class _Batch(_Call):
+    """A call that is mapped over a batch; see `_Call.batch`."""
+
+    def __init__(self, of: _Call, axes: tuple[int | None, ...]) -> None:
+        self.of, self.axes = of, axes
+        self._made = {}
+
+    @functools.cached_property
+    def function(self) -> Function:  # type: ignore[override]
+        return self.of.function.vmap(self.axes)
+
+    @property
+    def linear(self) -> int:  # type: ignore[override]
+        return self.of.linear
+
+    def types(self, *args: Any) -> list[ShapedArray]:
+        """Returns the types of an entry, and shapes with the axis of the batch."""
+        pairs = list(zip(args, self.axes, strict=True))
+        (size,) = {x.shape[0] for x, axis in pairs if axis is not None}
+        entry = [x if axis is None else ShapedArray(x.shape[1:], x.dtype) for x, axis in pairs]
+        return [ShapedArray((size, *y.shape), y.dtype) for y in self.of.types(*entry)]
+
+    def transposed(self, entries: Sequence[int]) -> tuple[_Call, Sequence[int]]:
+        """See `_Call.transposed`."""
+        call, outputs = self.of.transposed(entries)
+        return call.batch((*self.axes[: -self.linear], *[0] * call.linear)), outputs
 
 
 def _as_list(found: Any) -> list[Array]:
@@ -314,16 +353,20 @@ ad.primitive_transposes[_call_p] = _transpose
 def _map(
     args: Sequence[Any], axes: Sequence[int | None], *, call: _Call
 ) -> tuple[Sequence[Any], Sequence[int]]:
-    mapped = [
-        jnp.moveaxis(x, axis, 0) for x, axis in zip(args, axes, strict=True) if axis is not None
-    ]
-
-    def one(rows: Sequence[Any]) -> Any:
-        given = iter(rows)
-        row = [x if axis is None else next(given) for x, axis in zip(args, axes, strict=True)]
-        return _call_p.bind(*row, call=call)
-
-    found = jax.lax.map(one, mapped)
+    given = list(zip(args, axes, strict=True))
+    (size,) = {x.shape[axis] for x, axis in given if axis is not None}
+    first = len(args) - call.linear
+    moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in given]
+    # The transpose adds no entries up, so all linear inputs have the axis.
+    for place in range(first, len(args)):
+        if axes[place] is None:
+            moved[place] = jnp.broadcast_to(moved[place], (size, *moved[place].shape))
+    mapped = [None if axis is None else 0 for axis in axes[:first]] + [0] * call.linear
+    batch = call.batch(tuple(mapped))
+    if size:
+        found = _call_p.bind(*moved, call=batch)
+    else:
+        found = [jnp.zeros(y.shape, y.dtype) for y in batch.types(*moved)]
     return found, [0] * len(found)
 
 
