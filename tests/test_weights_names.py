@@ -403,7 +403,31 @@ def test_save_refuses(tmp_path: Path) -> None:
     part = {"a": Place("fc1.bias", part=Part(0, 8, 24))}
     with pytest.raises(ModelError, match=r"has the shape \[16\], which has no part \[8:24\]"):
         save(model, tmp_path / "x.safetensors", like={"a": numbers(16)}, names=part)
+    for place, message in (
+        (Place("fc1.bias", order=(1, 0)), r"'a' must have 2 axes, got the shape \[16\]"),
+        (Place("fc1.bias", of=Part(0, 8, 24)), r"'a' has the shape \[16\], which has no part"),
+        (Place("fc1.bias", of=Part(1, 0, 16)), r"'a' has the shape \[16\], which has no part"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            save(model, tmp_path / "x.safetensors", like={"a": numbers(16)}, names={"a": place})
+        with pytest.raises(ModelError, match=message):
+            load(model, {"a": numbers(16)}, {"a": place})
     assert not (tmp_path / "x.safetensors").exists()
+
+
+def test_empty_and_scalar_tensors(tmp_path: Path) -> None:
+    model = model_of(
+        "f (float[n, 3] x) => (float[n, 3] y) { y = Mul (x, scale) }", scale=np.float32(2)
+    )
+    checkpoint = {"scale": np.float32(3), "empty": np.zeros((0, 3), np.float32), "one": numbers(1)}
+    checkpoint["matrix"] = numbers(1, 1)
+    names = match(model, checkpoint)
+    assert layouts(names) == {"scale": [Place("scale", "name")]}
+    loaded = load(model, checkpoint)
+    assert arrays_of(loaded)["scale"] == 3
+    save(loaded, tmp_path / "x.safetensors", like=checkpoint)
+    found = read_safetensors(tmp_path / "x.safetensors")
+    assert {n: a.shape for n, a in found.items()} == {n: a.shape for n, a in checkpoint.items()}
 
 
 def test_a_checkpoint_can_be_replaced_by_itself(tmp_path: Path) -> None:

@@ -234,3 +234,34 @@ def test_mobilenet(exporter: str, tmp_path: Path) -> None:
     names = ortops.weights.match(model, module.model.state_dict())
     assert set(names.unmatched_checkpoint.values()) <= {"is int64"}
     check_round_trip(module, model, x, tmp_path, rate=1e-4)
+
+
+def test_fused_operators(tmp_path: Path) -> None:
+    """onnxruntime's tool for transformers moves weights to nodes without scopes."""
+    from onnxruntime.transformers.optimizer import optimize_model
+
+    module, x = made(bert, random=True)
+    onnx.save(exported(module, x, "torchscript"), tmp_path / "x.onnx")
+    optimized = optimize_model(str(tmp_path / "x.onnx"), "bert", num_heads=2, hidden_size=16)
+    names = check_round_trip(module, optimized.model, x, tmp_path)
+    assert "SkipLayerNormalization" in {node.op_type for node in optimized.model.graph.node}
+    assert names.unmatched_model == names.unmatched_checkpoint == {}
+
+
+@pytest.mark.parametrize("build", [bert, gpt2])
+def test_folders_of_transformers(build: Any, tmp_path: Path) -> None:
+    """Where a tied tensor is stored once, under one of its names."""
+    module, x = made(build, random=True)
+    module.model.save_pretrained(tmp_path)
+    like = tmp_path / "model.safetensors"
+    model = exported(module, x, "torchscript")
+    names = ortops.weights.match(model, like)
+    assert names.unmatched_model == names.unmatched_checkpoint == {}
+    body = [place.weight for places in names.values() if len(places) == 1 for place in places]
+    session = trained(names.attach(model), x, trainable=body)
+    ortops.weights.save(session.inference_model(), like, like=like)
+    loaded = First(type(module.model).from_pretrained(tmp_path), **module.settings).eval()
+    with torch.no_grad():
+        found = loaded(x).numpy()
+    np.testing.assert_allclose(found, run(session.inference_model(), x), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(run(model, x), module(x).detach().numpy(), rtol=0, atol=1e-4)

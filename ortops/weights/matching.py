@@ -6,20 +6,18 @@ import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping
 
 from ortops.errors import UnsupportedError
-from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.numbers import Array
 from ortops.weights.checkpoints import Checkpoint, read_checkpoint
 from ortops.weights.layouts import is_informative, orders, same, scaled_channels, squeezed
 from ortops.weights.names import Names, Part, Place
-from ortops.weights.readers import Read, read_weights
+from ortops.weights.readers import Read, read_model
 
 __all__ = ["find_names", "match"]
 
 _MEAN, _VARIANCE = ".running_mean", ".running_var"
 
 
-@convert.blame_model
 def match(model: ModelLike, checkpoint: Checkpoint) -> Names:
     """Returns where the tensors of a checkpoint are in a model.
 
@@ -53,8 +51,8 @@ def match(model: ModelLike, checkpoint: Checkpoint) -> Names:
         >>> match(model, checkpoint)["net.fc1.bias"][0].weight
         'fc1.bias'
     """
-    light = convert.load_light(model)
-    return find_names(read_weights(light), read_checkpoint(checkpoint))
+    _, weights = read_model(model)
+    return find_names(weights, read_checkpoint(checkpoint))
 
 
 def find_names(weights: Mapping[str, Read], arrays: Mapping[str, Array]) -> Names:

@@ -8,12 +8,13 @@ import onnx_ir as ir
 
 from ortops.building.parameters import readers, scopes_of, why_not
 from ortops.graph import convert
+from ortops.graph.convert import ModelLike
 from ortops.graph.files import external
 from ortops.graph.shapes import infer_shapes
 from ortops.graph.weights import Weight, lift, weights
 from ortops.numbers import Array
 
-__all__ = ["Read", "read_weights"]
+__all__ = ["Read", "read_model", "read_weights"]
 
 _NORMALIZED = {1: "weight", 2: "bias"}
 
@@ -63,6 +64,13 @@ class Read:
     def array(self) -> Array:
         """Returns the weight's value."""
         return self.weight.array()
+
+
+@convert.blame_model
+def read_model(model: ModelLike) -> tuple[external.LightModel, dict[str, Read]]:
+    """Returns a light model and its floating-point tensors (see `read_weights`)."""
+    light = convert.load_light(model)
+    return light, read_weights(light)
 
 
 def read_weights(model: external.LightModel) -> dict[str, Read]:

@@ -22,14 +22,13 @@ from ortops.weights.checkpoints import Checkpoint, read_checkpoint
 from ortops.weights.layouts import cast
 from ortops.weights.matching import find_names
 from ortops.weights.names import Names, NamesLike, Place, stored
-from ortops.weights.readers import read_weights
+from ortops.weights.readers import read_model, read_weights
 
 __all__ = ["load", "save"]
 
 logger = logging.getLogger("ortops")
 
 
-@convert.blame_model
 def load(model: ModelLike, source: Checkpoint, names: NamesLike | None = None) -> onnx.ModelProto:
     """Returns a model with the values of a checkpoint.
 
@@ -84,7 +83,6 @@ def load(model: ModelLike, source: Checkpoint, names: NamesLike | None = None) -
     return light.attach()
 
 
-@convert.blame_model
 def save(
     model: ModelLike,
     path: str | os.PathLike[str],
@@ -123,11 +121,12 @@ def save(
         raise ArgumentError(f"path must end in .safetensors, got '{os.fspath(path)}'")
     light = convert.load_light(model)
     if light.proto.training_info:
-        light = convert.load_light(TrainingSession(model).inference_model())
+        model = TrainingSession(model).inference_model()
+    light, reads = read_model(model)
     if like is None:
         if names is not None:
             raise ArgumentError("names: they are those of a checkpoint; give it as like=")
-        found = {n: r.array() for n, r in read_weights(light).items() if r.is_weight}
+        found = {name: read.array() for name, read in reads.items() if read.is_weight}
         write_safetensors(path, found)
         return
     arrays = read_checkpoint(like, "like")
@@ -141,7 +140,6 @@ def save(
         result[name] = _gathered(name, places, known, arrays[name])
     _refuse_untied(arrays, result)
     placed = {place.weight for places in chosen.values() for place in places}
-    reads = read_weights(light)
     _warn(
         "weights of the model that the checkpoint has no place for are not saved",
         [n for n, read in reads.items() if read.is_weight and n not in placed],
@@ -172,6 +170,7 @@ def _gathered(
     wanted: Array = np.empty(like.shape, like.dtype)
     filled: list[tuple[Place, Array]] = []
     for place in places:
+        _check_layout(name, place, like)
         target = place.laid_out(wanted)
         part = place.in_weight(_weight(place, known).array())
         what = f"'{name}': the values of weight '{place}'"
@@ -207,6 +206,17 @@ def _back(values: Array, place: Place) -> Array:
     if not place.order:
         return values
     return values.transpose(sorted(range(values.ndim), key=place.order.__getitem__))
+
+
+def _check_layout(name: str, place: Place, array: Array) -> None:
+    """Rejects a tensor of a checkpoint that a place was not made for."""
+    if len(place.order) not in (0, array.ndim):
+        raise ModelError(
+            f"'{name}' must have {len(place.order)} axes, got the shape {list(array.shape)}"
+        )
+    part = place.of
+    if part is not None and (part.axis >= array.ndim or part.stop > array.shape[part.axis]):
+        raise ModelError(f"'{name}' has the shape {list(array.shape)}, which has no part {part}")
 
 
 def _refuse_gaps(name: str, places: Iterable[Place], like: Array) -> None:
@@ -249,10 +259,7 @@ class _Values:
         if weight.name not in self._arrays:
             self._arrays[weight.name] = np.array(weight.array(), order="C")
         target = place.in_weight(self._arrays[weight.name])
-        if len(place.order) not in (0, array.ndim):
-            raise ModelError(
-                f"'{name}' must have {len(place.order)} axes, got the shape {list(array.shape)}"
-            )
+        _check_layout(name, place, array)
         what = f"'{name}' for weight '{place}' of the model"
         values = cast(place.laid_out(array), weight.dtype, target.shape, what)
         for other, first in self._from.items():
