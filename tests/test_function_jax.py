@@ -156,8 +156,9 @@ def test_vmap_of_control_flow(jax: Any) -> None:
     assert jax.vmap(branch)(np.array([True, False]), x).tolist() == [[1, 4, 9], [-1, -2, -3]]
     power = Function(onnx.parser.parse_model(POWER)).jax()
     assert np.allclose(jax.vmap(power)(np.array([1, 3]), x), [[1, 2, 3], [1, 8, 27]])
-    slope = jax.jit(jax.vmap(jax.grad(lambda x: power(3, x).sum())))
-    assert np.allclose(slope(x), 3 * x**2)
+    slope = jax.jit(jax.vmap(jax.grad(lambda n, x: power(n, x).sum(), argnums=1)))
+    assert np.allclose(slope(np.array([3, 3]), x), 3 * x**2)
+    assert np.allclose(slope(np.array([1, 3]), x), [[1, 1, 1], [3, 12, 27]])
 
 
 def test_float32_and_a_batch_of_any_size(jax: Any) -> None:

@@ -256,6 +256,22 @@ class _Batch(_Call):
         entry = [x if axis is None else ShapedArray(x.shape[1:], x.dtype) for x, axis in pairs]
         return [ShapedArray((size, *y.shape), y.dtype) for y in self.of.types(*entry)]
 
+    def run(self, *args: Array) -> list[Array]:
+        """Computes the outputs; entry by entry if sizes inside the model differ between entries.
+
+        A gradient of a Loop needs this, for example, if entries have different trip counts.
+        """
+        try:
+            return super().run(*args)
+        except KernelError:
+            pairs = list(zip(args, self.axes, strict=True))
+            (size,) = {x.shape[0] for x, axis in pairs if axis is not None}
+            rows = [
+                self.of.run(*(x if axis is None else x[row] for x, axis in pairs))
+                for row in range(size)
+            ]
+            return [np.stack(entries) for entries in zip(*rows, strict=True)]
+
     def transposed(self, entries: Sequence[int]) -> tuple[_Call, Sequence[int]]:
         """See `_Call.transposed`."""
         call, outputs = self.of.transposed(entries)
