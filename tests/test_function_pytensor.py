@@ -29,10 +29,7 @@ from tests.test_function import (
 )
 from tests.test_function_jax import FLATTENED, QUANTIZED, TEXT
 
-pytestmark = [
-    pytest.mark.optional("pytensor", "pytensor"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of PyTensor's own imports
-]
+pytestmark = pytest.mark.optional("pytensor", "pytensor")
 
 
 @pytest.fixture(scope="module")
