@@ -6,7 +6,11 @@ The nodes and names are those of onnxruntime-genai's builder 0.18
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
+
+from ortops.llm import FineTuning
 
 __all__ = ["CONTEXT", "HEADS", "HIDDEN", "LAYERS", "PAIRS", "WIDE", "WORDS", "llama", "write"]
 
@@ -129,6 +135,14 @@ def llama(*, bits: int = 32, seed: int = 0) -> onnx.ModelProto:
     linear(y, "lm_head", HIDDEN, WORDS)
     nodes[-1].output[0] = "logits"
     return _model(nodes, stored)
+
+
+@functools.cache
+def fine_tuning() -> FineTuning:
+    """Returns a fine-tuning of the model, for examples."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    return FineTuning(write(folder), rank=2)
 
 
 _MICROSOFT = ("GroupQueryAttention", "MatMulNBits", "SkipSimplifiedLayerNormalization")

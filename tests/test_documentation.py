@@ -28,6 +28,7 @@ MODULES = [
     "ortops.callbacks",
     "ortops.derivatives",
     "ortops.distributed",
+    "ortops.llm",
     "ortops.lora",
     "ortops.losses",
     "ortops.metrics",

@@ -29,6 +29,7 @@ FLOORS = (
         *("attribution", "callbacks", "check", "distributed", "functions", "lora", "sklearn"),
         "weights",
     ),
+    ("llm",),
     ("__init__",),
     ("cli",),
     ("__main__",),
@@ -83,6 +84,7 @@ WITHIN = {
     "weights": (
         *("names", "checkpoints", "layouts", "readers", "matching", "transfer", "__init__"),
     ),
+    "llm": ("folder", "tokenization", "examples", "generation", "tuning", "__init__"),
     "metrics": (
         *("metric", "classification", "ranking", "regression", "sequence", "functions"),
         "__init__",

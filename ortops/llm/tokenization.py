@@ -1,0 +1,144 @@
+"""Turns text and chats into tokens, with the tokenizer and the chat template of a folder."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from ortops.errors import ModelError, OrtopsError
+from ortops.llm.folder import Folder
+
+__all__ = ["Message", "Tokenizer"]
+
+Message: TypeAlias = Mapping[str, Any]
+"""A message of a chat, with ``role`` and ``content``."""
+
+
+class Tokenizer:
+    """The tokenizer and the chat template of a folder.
+
+    Args:
+        folder: The folder, with tokenizer.json, and the template in chat_template.jinja or
+            tokenizer_config.json.
+
+    Raises:
+        ModelError: If there is no tokenizer.json, or it is not valid.
+        OrtopsError: If the package tokenizers is not installed.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._template: Any = None
+        file = folder.path / "tokenizer.json"
+        if not file.is_file():
+            raise ModelError(
+                f"folder '{folder.path}': tokenizer.json is missing; add it, or give token ids"
+            )
+        try:
+            self._tokenizer = _optional("tokenizers").Tokenizer.from_file(str(file))
+        except OrtopsError:
+            raise
+        except Exception as error:  # tokenizers raises nothing more particular
+            raise ModelError(f"file '{file}': not a tokenizer: {error}; correct it") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def tokens(self, text: str, *, special: bool = True) -> list[int]:
+        """Returns the tokens of a text.
+
+        Args:
+            text: The text.
+            special: Whether to add the tokens that the tokenizer adds around a text.
+        """
+        found: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        return found
+
+    def spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the tokens of a text, and the characters that each of them covers."""
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        return found.ids, found.offsets
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens, without special ones."""
+        found: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return found
+
+    @property
+    def end(self) -> list[int]:
+        """The token that ends a text, in a list that is empty if there is none."""
+        name = self._token("eos_token")
+        found = self._tokenizer.token_to_id(name) if name else None
+        return [found] if found is not None else list(self._folder.end[:1])
+
+    def chat(self, messages: Sequence[Message], *, begin_reply: bool = False) -> str:
+        """Returns the text of a chat.
+
+        Args:
+            messages: The messages.
+            begin_reply: Whether to add what precedes a reply of the assistant.
+
+        Raises:
+            ModelError: If the folder has no template, or the template rejects the messages.
+            OrtopsError: If the package jinja2 is not installed.
+        """
+        if self._template is None:
+            self._template = self._read_template()
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        try:
+            found: str = self._template.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=begin_reply,
+                **{name: self._token(name) for name in names},
+            )
+        except Exception as error:  # a template can raise anything
+            raise ModelError(
+                f"chat template: {error}; correct the messages or the template"
+            ) from error
+        return found
+
+    def _token(self, name: str) -> str:
+        found = self._folder.tokenizer_config.get(name)
+        found = found.get("content") if isinstance(found, Mapping) else found
+        return found if isinstance(found, str) else ""
+
+    def _read_template(self) -> Any:
+        file = self._folder.path / "chat_template.jinja"
+        found = self._folder.tokenizer_config.get("chat_template")
+        if file.is_file():
+            found = file.read_text(encoding="utf-8")
+        elif isinstance(found, list):  # several, by name
+            found = {each["name"]: each["template"] for each in found}.get("default")
+        if not isinstance(found, str):
+            raise ModelError(
+                f"folder '{self._folder.path}': it has no chat template; add chat_template.jinja, "
+                "or give rows with prompt and completion instead of messages"
+            )
+        sandbox = _optional("jinja2.sandbox").ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        sandbox.globals["raise_exception"] = _refuse
+        sandbox.filters["tojson"] = _dump
+        try:
+            return sandbox.from_string(found)
+        except Exception as error:  # of any of jinja2's kinds
+            raise ModelError(f"chat template: {error}; correct it") from error
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(message)
+
+
+def _dump(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _optional(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise OrtopsError(
+            f"ortops.llm: the package {package} is not installed; pip install ortops[llm]"
+        ) from error

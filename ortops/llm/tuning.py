@@ -1,0 +1,452 @@
+"""Fine-tunes a language model with an adapter, from a folder and into a folder."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime
+
+from ortops.arguments import choice, whole_number
+from ortops.building.builder import build_training_model
+from ortops.errors import ArgumentError, ModelError, UnsupportedError
+from ortops.graph.adapters import adapter_of
+from ortops.graph.files.atomic import write_atomically
+from ortops.graph.files.saving import save_model
+from ortops.llm.examples import IGNORED, TRAIN_ON, Example, Rows, batch_of, read_examples
+from ortops.llm.folder import Folder, copy_others, open_folder
+from ortops.llm.generation import generate
+from ortops.llm.tokenization import Message, Tokenizer
+from ortops.lora.addition import add
+from ortops.lora.files import load_adapter, save_adapter
+from ortops.losses import SoftmaxCrossEntropy
+from ortops.optimizers import Adam
+from ortops.schedules import Schedule
+from ortops.training.history import History
+from ortops.training.session import TrainingSession
+
+__all__ = ["FineTuning"]
+
+_ADAPTER, _TRAINING = "adapter.onnx_adapter", "training.state"
+_SMALL = 1024  # bytes
+
+
+class FineTuning:
+    """Fine-tunes a language model with LoRA, in the folder form that serves it.
+
+    The model may be quantized (MatMulNBits). Only the adapter is trained, with PyTorch's Adam.
+
+    Args:
+        folder_or_file: A folder of onnxruntime-genai, Optimum or transformers.js, or the model's
+            file in it. Of the folder, genai_config.json, config.json, tokenizer.json,
+            tokenizer_config.json and the chat template are read, if they exist. Text needs the
+            packages tokenizers and jinja2 (``pip install ortops[llm]``); token ids need neither.
+        rank: The rank of the adapter.
+        alpha: The numerator of the scaling, alpha / rank.
+        targets: The layers to adapt, as for `ortops.lora.add`; by default all linear layers but
+            lm_head, which computes the logits.
+        learning_rate: The learning rate, or a schedule of `ortops.schedules`.
+
+    Attributes:
+        session: The `ortops.TrainingSession`.
+        tokenizer: The folder's tokenizer.
+
+    Raises:
+        ArgumentError: If an argument is wrong.
+        ModelError: If the folder has no model, or the model has no layer to adapt.
+
+    Example:
+        >>> import tempfile
+        >>> from models import llama
+        >>> rows = [{"input_ids": [65, 66, 67, 68, 256]}]  # or text, or the path of JSON lines
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     tuning = FineTuning(llama.write(f"{folder}/base"), rank=4, learning_rate=0.03)
+        ...     history = tuning.fit(rows, epochs=30, progress=False)
+        ...     tuning.save(f"{folder}/tuned")
+        ...     again = FineTuning.load(f"{folder}/tuned")
+        >>> history[-1]["loss"] < 0.6 < history[0]["loss"]
+        True
+        >>> tuning.generate([65, 66], max_new_tokens=2), again.generate([65, 66], max_new_tokens=2)
+        ([67, 68], [67, 68])
+    """
+
+    session: TrainingSession
+
+    def __init__(
+        self,
+        folder_or_file: str | os.PathLike[str],
+        rank: int = 8,
+        alpha: float = 16,
+        targets: str | Sequence[str] | None = None,
+        learning_rate: float | Schedule = 2e-4,
+    ) -> None:
+        folder = open_folder(folder_or_file)
+        model = onnx.load(folder.model)
+        if adapter_of(model.metadata_props) is not None:
+            raise ModelError(
+                f"folder '{folder.path}': its model already has an adapter; continue with "
+                "ortops.llm.FineTuning.load, or merge it with ortops.lora.merge"
+            )
+        adapted = add(model, rank, alpha, "all-linear" if targets is None else targets)
+        self._start(folder, _trainable(adapted, folder, learning_rate))
+
+    def _start(
+        self, folder: Folder, model: onnx.ModelProto, initial: Mapping[str, Any] | None = None
+    ) -> None:
+        self._folder = folder
+        self._names = _adapter_names(model)
+        self._initial = initial or _adapter_values(model)
+        self._is_loaded = initial is not None
+        self._served: onnxruntime.InferenceSession | None = None
+        self._tokenizer: Tokenizer | None = None
+        self.session = TrainingSession(model)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The folder's tokenizer, with ``tokens(text)`` and ``text(tokens)``.
+
+        Raises:
+            ModelError: If the folder has no tokenizer.json.
+            OrtopsError: If the package tokenizers is not installed.
+
+        Example:
+            >>> from models import llama
+            >>> tokenizer = llama.fine_tuning().tokenizer
+            >>> tokenizer.tokens("hello"), tokenizer.text([104, 105])
+            ([104, 101, 108, 108, 111], 'hi')
+        """
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer(self._folder)
+        return self._tokenizer
+
+    def fit(
+        self,
+        data: Rows,
+        epochs: int = 1,
+        batch_size: int = 4,
+        max_length: int = 512,
+        train_on: str = "assistant",
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        validation: Rows | None = None,
+        **settings: Any,
+    ) -> History:
+        """Trains the adapter.
+
+        Args:
+            data: The path of a file of JSON lines, or an iterable of rows. A row is a dict with
+
+                - ``messages``: a chat, a list of dicts with ``role`` and ``content``;
+                - ``prompt`` and ``completion``: two texts;
+                - ``text``: a text;
+                - ``input_ids``: tokens, and optionally ``labels``, which are the same tokens, or
+                  -100 for those that the loss ignores.
+
+                A list of tokens is a row, too. The token that ends a text is added to texts and
+                completions; chats get what their template writes.
+            epochs: The number of passes over the data.
+            batch_size: The number of rows per batch. Shorter rows are padded at the end.
+            max_length: The largest number of tokens of a row; longer rows are truncated. The
+                model's context length is a limit as well.
+            train_on: Which tokens to train: ``"assistant"`` for all replies of the assistant in a
+                chat, ``"completion"`` for the last reply, ``"all"`` for all tokens. In rows of
+                prompt and completion, only ``"all"`` trains the prompt. Texts are trained as a
+                whole.
+            shuffle: Whether to shuffle the rows before each epoch.
+            seed: Determines the order of the rows.
+            validation: Rows to evaluate after each epoch.
+            **settings: Further arguments of `ortops.TrainingSession.fit`, such as ``callbacks``.
+
+        Returns:
+            The history of `ortops.TrainingSession.fit`. The loss is the mean over the trained
+            tokens.
+
+        Raises:
+            ArgumentError: If an argument is wrong.
+            FeedError: If a row has another form, or there is no token to train.
+            ModelError: If text needs a tokenizer or chat template that the folder does not have.
+
+        Example:
+            >>> from models import llama
+            >>> rows = [[65, 66, 67], [68, 69]]
+            >>> history = llama.fine_tuning().fit(rows, epochs=2, progress=False)
+            >>> history.columns["steps"]
+            [1, 2]
+        """
+        batch_size = whole_number("batch_size", batch_size, 1)
+        seed = whole_number("seed", seed, 0)
+        examples = self._examples(data, max_length, train_on)
+        if validation is not None:
+            held_out = self._examples(validation, max_length, train_on)
+            settings["validation"] = list(self._batches(held_out, batch_size))
+
+        def epoch(number: int) -> Iterator[dict[str, npt.NDArray[Any]]]:
+            order = np.arange(len(examples))
+            if shuffle:
+                order = np.random.default_rng((seed, number)).permutation(len(examples))
+            return self._batches([examples[place] for place in order], batch_size)
+
+        return self.session.fit(epoch, epochs=epochs, seed=seed, **settings)
+
+    def evaluate(
+        self,
+        data: Rows,
+        batch_size: int = 4,
+        max_length: int = 512,
+        train_on: str = "assistant",
+    ) -> dict[str, float]:
+        """Computes the loss and the perplexity of rows.
+
+        Args:
+            data: The rows; see `fit`, as for all other arguments.
+            batch_size: The number of rows per batch.
+            max_length: The largest number of tokens of a row.
+            train_on: Which tokens count.
+
+        Returns:
+            ``loss``, the mean over the tokens that count, and ``perplexity``, its exponential.
+
+        Raises:
+            ArgumentError: If an argument is wrong.
+            FeedError: See `fit`.
+            ModelError: See `fit`.
+
+        Example:
+            >>> from models import llama
+            >>> sorted(llama.fine_tuning().evaluate([[65, 66, 67]]))
+            ['loss', 'perplexity']
+        """
+        batch_size = whole_number("batch_size", batch_size, 1)
+        examples = self._examples(data, max_length, train_on)
+        found = self.session.evaluate(list(self._batches(examples, batch_size)))
+        with np.errstate(over="ignore"):
+            return found | {"perplexity": float(np.exp(found["loss"]))}
+
+    def generate(
+        self, prompt: str | Sequence[int] | Sequence[Message], max_new_tokens: int = 64
+    ) -> Any:
+        """Continues a prompt with the most likely tokens.
+
+        Stock onnxruntime computes one token at a time, with the cache of keys and values.
+
+        Args:
+            prompt: A text, a chat (a list of messages, to which the assistant replies), or tokens.
+            max_new_tokens: The largest number of tokens to generate. Generation ends before at a
+                token that ends a text, or at the model's context length.
+
+        Returns:
+            The continuation: tokens if tokens are given, else a text.
+
+        Raises:
+            ArgumentError: If the prompt is empty, or longer than the model's context length.
+            ModelError: If the folder has no tokenizer or chat template.
+            UnsupportedError: If the form of the model's cache is not supported.
+
+        Example:
+            >>> from models import llama
+            >>> len(llama.fine_tuning().generate([65, 66], max_new_tokens=3)) <= 3
+            True
+        """
+        count = whole_number("max_new_tokens", max_new_tokens, 1)
+        is_text = isinstance(prompt, str)
+        if isinstance(prompt, str):
+            tokens = self.tokenizer.tokens(prompt)
+        elif len(prompt) and isinstance(prompt[0], Mapping):
+            is_text = True
+            text = self.tokenizer.chat(prompt, begin_reply=True)  # type: ignore[arg-type]
+            tokens = self.tokenizer.tokens(text, special=False)
+        else:
+            tokens = [whole_number("prompt: a token", token, 0) for token in prompt]
+        limit = self._folder.context_length or math.inf
+        if not 0 < len(tokens) < limit:
+            raise ArgumentError(
+                f"prompt must have at least 1 and fewer than {limit} tokens, got {len(tokens)}"
+            )
+        if self._served is None:
+            self._served = self._serve()
+        fixed = {name: self.session.state[name] for name in self._names}
+        for value in self._served.get_inputs():
+            if value.name.startswith("past"):
+                fixed[value.name] = self._empty_cache(value.name)
+        end = {*self._folder.end, *(self.tokenizer.end if is_text else ())}
+        found = generate(
+            self._served,
+            self._folder,
+            tokens,
+            count=int(min(count, limit - len(tokens))),
+            fixed=fixed,
+            end=end,
+        )
+        return self.tokenizer.text(found) if is_text else found
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes a folder that is served like the original one, with and without the adapter.
+
+        The folder has the other files of the original one (such as genai_config.json and
+        tokenizer.json); the model, which computes what the original model computes unless an
+        adapter is active; ``adapter.onnx_adapter``, for `onnxruntime.RunOptions.add_active_adapter`
+        and onnxruntime-genai's ``Adapters``; and ``training.state``, which only `load` reads.
+
+        Args:
+            folder: The folder. It is created if it does not exist.
+
+        Raises:
+            ArgumentError: If it is the folder of the original model.
+            OSError: If a file cannot be written.
+
+        Example:
+            >>> import os
+            >>> import tempfile
+            >>> from models import llama
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     llama.fine_tuning().save(folder)
+            ...     sorted(os.listdir(folder))[:3]
+            ['adapter.onnx_adapter', 'chat_template.jinja', 'genai_config.json']
+        """
+        target = Path(folder)
+        if target.resolve() == self._folder.path.resolve() and not self._is_loaded:
+            raise ArgumentError(
+                f"folder must not be that of the original model, got '{target}'; give another one"
+            )
+        file = target / self._folder.model.relative_to(self._folder.path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if target.resolve() != self._folder.path.resolve():
+            copy_others(self._folder, target)
+        model = self.session.inference_model()
+        save_adapter(model, target / _ADAPTER)
+        for tensor in model.graph.initializer:
+            if tensor.name in self._initial:
+                array = self._initial[tensor.name]
+                tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+        save_model(model, file)
+        state = self.session.model()
+        known = {tensor.name for tensor in model.graph.initializer} - set(self._names)
+        for tensor in state.graph.initializer:
+            if tensor.name in known and tensor.ByteSize() > _SMALL:
+                tensor.CopyFrom(onnx.TensorProto(name=tensor.name))  # it is in the model's file
+        write_atomically(target / _TRAINING, state.SerializeToString())
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> FineTuning:
+        """Reads a folder that `save` wrote, to continue the training.
+
+        The adapter, the optimizer's state, the learning rate and the position of `fit` are those
+        that were saved, so training continues as if it had never stopped.
+
+        Args:
+            folder: The folder.
+
+        Raises:
+            ArgumentError: If there is no such folder.
+            ModelError: If its model has no adapter, or its files do not belong together.
+
+        Example:
+            >>> import tempfile
+            >>> from models import llama
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     llama.fine_tuning().save(folder)
+            ...     again = FineTuning.load(folder)
+            >>> again.session.steps_done == llama.fine_tuning().session.steps_done
+            True
+        """
+        opened = open_folder(folder)
+        model = onnx.load(opened.model)
+        if adapter_of(model.metadata_props) is None:
+            raise ModelError(
+                f"folder '{opened.path}': its model has no adapter; begin with "
+                "ortops.llm.FineTuning(folder)"
+            )
+        initial = _adapter_values(model)
+        state = opened.path / _TRAINING
+        if state.is_file():
+            trainable = _filled(state, model)
+        else:  # the training begins again, from the adapter
+            model = load_adapter(model, opened.path / _ADAPTER)
+            trainable = _trainable(model, opened, 2e-4)
+        result = cls.__new__(cls)
+        result._start(opened, trainable, initial)
+        return result
+
+    def _examples(self, data: Rows, max_length: int, train_on: str) -> list[Example]:
+        longest = whole_number("max_length", max_length, 2)
+        return read_examples(
+            data,
+            lambda: self.tokenizer,
+            train_on=choice("train_on", train_on, TRAIN_ON),
+            max_length=min(longest, self._folder.context_length or longest),
+        )
+
+    def _batches(
+        self, examples: Sequence[Example], batch_size: int
+    ) -> Iterator[dict[str, npt.NDArray[Any]]]:
+        for first in range(0, len(examples), batch_size):
+            batch = batch_of(examples[first : first + batch_size])
+            named = {self._folder.input_name(name): array for name, array in batch.items()}
+            yield {name: array for name, array in named.items() if name in self.session.inputs}
+
+    def _serve(self) -> onnxruntime.InferenceSession:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # one warning for each tensor of the adapter
+        with tempfile.TemporaryDirectory() as folder:
+            file = f"{folder}/model.onnx"
+            save_model(self.session.inference_model(), file)
+            return onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+
+    def _empty_cache(self, name: str) -> npt.NDArray[Any]:
+        known = self.session.inputs.get(name)
+        if known is None or known.past is None:
+            raise UnsupportedError(
+                f"input '{name}': generate needs caches past_key_values.* of shape [batch, heads, "
+                "time, size]; generate with the tool that serves the folder"
+            )
+        heads, size = known.past
+        return np.zeros((1, heads, 0, size), known.dtype)
+
+
+def _trainable(
+    model: onnx.ModelProto, folder: Folder, learning_rate: float | Schedule
+) -> onnx.ModelProto:
+    loss = SoftmaxCrossEntropy(folder.logits, axis=-1, ignore_index=IGNORED)
+    optimizer = Adam(learning_rate, beta=0.999, epsilon_after_correction=True)
+    return build_training_model(model, loss=loss, optimizer=optimizer)
+
+
+def _adapter_names(model: onnx.ModelProto) -> list[str]:
+    adapter = adapter_of(model.metadata_props)
+    modules = {} if adapter is None else adapter.modules
+    return [name for module in modules.values() for name in (module.a, module.b)]
+
+
+def _adapter_values(model: onnx.ModelProto) -> dict[str, npt.NDArray[Any]]:
+    names = set(_adapter_names(model))
+    found = (tensor for tensor in model.graph.initializer if tensor.name in names)
+    return {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in found}
+
+
+def _filled(file: Path, model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a saved trainable model with the weights of the model's file."""
+    result = onnx.ModelProto()
+    try:
+        result.ParseFromString(file.read_bytes())
+    except Exception as error:  # protobuf's
+        raise ModelError(
+            f"file '{file}': {error}; delete it to begin the training again"
+        ) from error
+    known = {tensor.name: tensor for tensor in model.graph.initializer}
+    for tensor in result.graph.initializer:
+        if not tensor.data_type:
+            if tensor.name not in known:
+                raise ModelError(
+                    f"file '{file}': '{tensor.name}' is missing in the model; delete the file to "
+                    "begin the training again"
+                )
+            tensor.CopyFrom(known[tensor.name])
+    return result

@@ -1,0 +1,310 @@
+"""Fine-tuning of language models in folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+import ortops
+from models import llama
+from ortops import schedules
+from ortops.llm import FineTuning
+from ortops.llm.examples import batch_of, read_examples
+from ortops.llm.folder import open_folder
+from ortops.llm.tokenization import Tokenizer
+
+ROWS = [
+    {"input_ids": [104, 105, 33, 97, 98, 99, 256], "labels": [-100, -100, -100, 97, 98, 99, 256]},
+    [104, 111, 33, 100, 256],
+    {"input_ids": [120, 121, 122]},
+]
+CHAT = [
+    {"role": "user", "content": "Who are you?"},
+    {"role": "assistant", "content": "A pirate."},
+    {"role": "user", "content": "Why?"},
+    {"role": "assistant", "content": "Arr!"},
+]
+
+
+@pytest.fixture(scope="module", params=[32, 4])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama.write(tmp_path_factory.mktemp("base"), bits=request.param)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama.write(tmp_path_factory.mktemp("base"))
+
+
+def served(folder: Path, tokens: list[int], *, active: bool) -> np.ndarray:
+    """Returns the logits that stock onnxruntime computes."""
+    session = onnxruntime.InferenceSession(
+        folder / "model.onnx", providers=["CPUExecutionProvider"]
+    )
+    options, adapter = onnxruntime.RunOptions(), onnxruntime.LoraAdapter()
+    if active:
+        adapter.Load(str(folder / "adapter.onnx_adapter"))
+        options.add_active_adapter(adapter)
+    feeds: dict[str, Any] = {name: np.array([tokens]) for name in ("input_ids",)}
+    feeds["attention_mask"] = np.ones_like(feeds["input_ids"])
+    for value in session.get_inputs():
+        if value.name.startswith("past"):
+            shape = (1, llama.PAIRS, 0, llama.HIDDEN // llama.HEADS)
+            feeds[value.name] = np.zeros(shape, np.float32)
+    return session.run(["logits"], feeds, options)[0]
+
+
+def test_train_save_serve_and_continue(folder: Path, tmp_path: Path) -> None:
+    rate = schedules.warmup_linear(0.02, steps=40, warmup=2)
+    tuning = FineTuning(folder, rank=4, learning_rate=rate)
+    before = tuning.evaluate(ROWS, batch_size=2)
+    np.testing.assert_allclose(before["perplexity"], np.exp(before["loss"]), rtol=1e-6)
+    history = tuning.fit(ROWS, epochs=6, batch_size=2, progress=False)
+    assert history.columns["steps"] == [2, 4, 6, 8, 10, 12]
+    losses = history.columns["loss"]
+    assert losses[-1] < losses[0] / 2
+
+    tuned = tmp_path / "tuned"
+    tuning.save(tuned)
+    names = {file.name for file in tuned.iterdir()}
+    assert {file.name for file in tuned.glob("*.onnx_adapter")} == {"adapter.onnx_adapter"}
+    added = {"adapter.onnx_adapter", "training.state"}
+    assert names == {file.name for file in folder.iterdir()} - {"model.onnx.data"} | added
+    stored = {t.name: t.ByteSize() for t in onnx.load(tuned / "training.state").graph.initializer}
+    assert stored["model.embed_tokens.weight"] < 50  # it is in the model's file
+    assert (tuned / "genai_config.json").read_bytes() == (folder / "genai_config.json").read_bytes()
+
+    prompt = [104, 105, 33]
+    logits = served(tuned, prompt, active=False)
+    np.testing.assert_allclose(logits, served(folder, prompt, active=False), atol=1e-6)
+    following = []
+    for _ in range(8):
+        token = int(served(tuned, prompt + following, active=True)[0, -1].argmax())
+        if token == 256:
+            break
+        following.append(token)
+    assert tuning.generate(prompt, max_new_tokens=8) == following
+
+    again = FineTuning.load(tuned)
+    assert again.generate(prompt, max_new_tokens=8) == following
+    for each in (tuning, again):
+        each.fit(ROWS, epochs=3, batch_size=2, seed=1, progress=False)
+    assert again.session.history == tuning.session.history
+    for name, array in tuning.session.state.items():
+        np.testing.assert_array_equal(again.session.state[name], array)
+    again.save(tuned)  # in place
+    once_more = FineTuning.load(tuned)
+    assert once_more.session.steps_done == tuning.session.steps_done
+    np.testing.assert_allclose(served(tuned, prompt, active=False), logits, atol=1e-6)
+
+
+def test_resume_in_the_middle_of_an_epoch(base: Path, tmp_path: Path) -> None:
+    class Stop(ortops.callbacks.Callback):
+        def on_step(self, record: Any, session: Any) -> None:
+            if record.step == 3:
+                record.stop("for this test")
+
+    whole = FineTuning(base, rank=2)
+    expected = whole.fit(ROWS, epochs=3, batch_size=2, progress=False)
+    tuning = FineTuning(base, rank=2)
+    tuning.fit(ROWS, epochs=3, batch_size=2, progress=False, callbacks=[Stop()])
+    assert tuning.session.steps_done == 3
+    tuning.save(tmp_path)
+    again = FineTuning.load(tmp_path)
+    found = again.fit(ROWS, epochs=3, batch_size=2, progress=False, resume=True)
+    assert found == expected
+    for name, array in whole.session.state.items():
+        np.testing.assert_array_equal(again.session.state[name], array)
+
+
+def test_load_without_the_state_of_the_training(base: Path, tmp_path: Path) -> None:
+    tuning = FineTuning(base, rank=2, learning_rate=0.02)
+    tuning.fit(ROWS, epochs=2, progress=False)
+    tuning.save(tmp_path)
+    (tmp_path / "training.state").unlink()
+    again = FineTuning.load(tmp_path)
+    assert again.evaluate(ROWS) == tuning.evaluate(ROWS)
+    assert again.session.steps_done == 0
+
+
+@pytest.mark.torch
+def test_the_loss_is_that_of_torch(base: Path) -> None:
+    import torch
+
+    tuning = FineTuning(base, rank=4)
+    weights = {
+        tensor.name: torch.from_numpy(onnx.numpy_helper.to_array(tensor).copy())
+        for tensor in onnx.load(base / "model.onnx").graph.initializer
+    }
+    batch = batch_of(read_examples(ROWS, _no_tokenizer, train_on="all", max_length=9))
+    loss = torch.nn.functional.cross_entropy(
+        _torch_llama(torch, weights, torch.from_numpy(batch["input_ids"])).flatten(0, 1),
+        torch.from_numpy(batch["labels"]).flatten(),
+    )
+    assert abs(tuning.evaluate(ROWS)["loss"] - loss.item()) < 1e-5
+
+
+def _torch_llama(torch: Any, weights: dict[str, Any], ids: Any) -> Any:
+    heads, pairs, size = llama.HEADS, llama.PAIRS, llama.HIDDEN // llama.HEADS
+
+    def norm(x: Any, name: str) -> Any:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weights[f"{name}.weight"]
+
+    def linear(x: Any, name: str) -> Any:
+        return x @ weights[f"{name}.MatMul.weight"]
+
+    def rotated(x: Any) -> Any:  # [batch, heads, time, size]
+        cos, sin = (weights[f"{name}_cache"][: x.shape[2]] for name in ("cos", "sin"))
+        first, second = x.chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    x = weights["model.embed_tokens.weight"][ids]
+    for layer in range(llama.LAYERS):
+        scope = f"model.layers.{layer}"
+        y = linear(norm(x, f"{scope}.input_layernorm"), f"{scope}.attn.qkv_proj")
+        y = y.unflatten(-1, (heads + 2 * pairs, size)).transpose(1, 2)
+        q, k, v = y.split([heads, pairs, pairs], 1)
+        k, v = (each.repeat_interleave(heads // pairs, 1) for each in (rotated(k), v))
+        y = torch.nn.functional.scaled_dot_product_attention(rotated(q), k, v, is_causal=True)
+        x = x + linear(y.transpose(1, 2).flatten(2), f"{scope}.attn.o_proj")
+        y = norm(x, f"{scope}.post_attention_layernorm")
+        gate = torch.nn.functional.silu(linear(y, f"{scope}.mlp.gate_proj"))
+        x = x + linear(gate * linear(y, f"{scope}.mlp.up_proj"), f"{scope}.mlp.down_proj")
+    x = norm(x, f"model.layers.{llama.LAYERS}.final_norm_layernorm")
+    return linear(x, "lm_head")
+
+
+def _no_tokenizer() -> Tokenizer:
+    raise AssertionError
+
+
+# ------------------------------------------------------------------------------------------ data
+
+
+def test_a_batch_is_padded_and_shifted() -> None:
+    batch = batch_of(read_examples(ROWS[:2], _no_tokenizer, train_on="all", max_length=9))
+    assert batch["labels"].tolist() == [
+        [-100, -100, 97, 98, 99, 256, -100],
+        [111, 33, 100, 256, -100, -100, -100],
+    ]
+    assert batch["attention_mask"].sum(1).tolist() == [7, 5]
+    assert batch["position_ids"][1].tolist() == [0, 1, 2, 3, 4, 4, 4]
+
+
+@pytest.mark.optional("tokenizers", "llm")
+@pytest.mark.optional("jinja2", "llm")
+@pytest.mark.parametrize(
+    ("row", "train_on", "expected"),
+    [
+        ({"text": "héllo"}, "assistant", "héllo"),
+        ({"prompt": "a", "completion": "bc"}, "assistant", "bc"),
+        ({"prompt": "a", "completion": "bc"}, "completion", "bc"),
+        ({"prompt": "a", "completion": "bc"}, "all", "abc"),
+        ({"messages": CHAT}, "assistant", "A pirate.Arr!"),
+        ({"messages": CHAT}, "completion", "Arr!"),
+        ({"messages": CHAT}, "all", "Who are you?A pirate.Why?Arr!"),
+    ],
+)
+def test_what_is_trained(base: Path, row: Any, train_on: str, expected: str) -> None:
+    tokenizer = Tokenizer(open_folder(base))
+    (example,) = read_examples([row], lambda: tokenizer, train_on=train_on, max_length=99)
+    trained = example.tokens[example.trained]
+    assert tokenizer.text(trained) == expected
+    assert trained[-1] == 256  # the end of the text
+
+
+@pytest.mark.optional("tokenizers", "llm")
+@pytest.mark.optional("jinja2", "llm")
+def test_chats_from_a_file(base: Path, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Arr"}]
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"messages": chat}) + "\n\n", encoding="utf-8")
+    tuning = FineTuning(base, rank=8, learning_rate=0.03)
+    tuning.fit(file, epochs=30, progress=False)
+    assert tuning.generate(chat[:1], max_new_tokens=9) == "Arr"
+    assert tuning.generate("<|user|>Hi<|end|><|assistant|>", max_new_tokens=9) == "Arr"
+
+
+def test_rows_are_truncated_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [[1, 2, 3, 4], [1, 2], {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}]
+    assert len(read_examples(rows, _no_tokenizer, train_on="all", max_length=2)) == 2
+    assert [record.message for record in caplog.records] == [
+        "2 rows were truncated to max_length=2 tokens",
+        "1 rows were left out, as they have no token to train",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"words": 1}], r"data: row 1 must have messages, prompt and completion, text, or input_"),
+        ([[1, 2], [1, "a"]], "data: row 2 must have"),
+        ([{"input_ids": [1, 2], "labels": [1]}], "data: row 1 must have"),
+        ([[1]], r"no row has a token to train with train_on='all' and max_length=9"),
+        ({"input_ids": [1]}, "data must be the path of a file of JSON lines, or rows, got dict"),
+    ],
+)
+def test_rows_of_another_form(rows: Any, message: str) -> None:
+    with pytest.raises(ortops.FeedError, match=message):
+        read_examples(rows, _no_tokenizer, train_on="all", max_length=9)
+
+
+def test_a_line_that_is_not_json(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "a"}\n{"text"\n', encoding="utf-8")
+    with pytest.raises(ortops.FeedError, match=r"rows.jsonl', line 2: invalid JSON"):
+        read_examples(file, _no_tokenizer, train_on="all", max_length=9)
+
+
+# ------------------------------------------------------------------------------------- arguments
+
+
+def test_wrong_arguments(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ortops.ArgumentError, match="folder_or_file must be the path of a folder"):
+        FineTuning(tmp_path / "absent")
+    with pytest.raises(ortops.ModelError, match=r"among 0 \.onnx files; give the path of the file"):
+        FineTuning(tmp_path)
+    with pytest.raises(ortops.ModelError, match=r"its model has no adapter; begin with"):
+        FineTuning.load(base)
+    tuning = FineTuning(base / "model.onnx", rank=1, targets=["*o_proj*"])
+    assert len(tuning.session.parameters) == 2 * llama.LAYERS
+    with pytest.raises(ortops.ArgumentError, match="train_on must be"):
+        tuning.fit(ROWS, train_on="user")
+    with pytest.raises(ortops.ArgumentError, match="batch_size must be an integer >= 1, got 0"):
+        tuning.fit(ROWS, batch_size=0)
+    with pytest.raises(ortops.ArgumentError, match="at least 1 and fewer than 128 tokens, got 0"):
+        tuning.generate([])
+    with pytest.raises(ortops.ArgumentError, match="at least 1 and fewer than 128 tokens, got 128"):
+        tuning.generate([1] * 128)
+    with pytest.raises(ortops.ArgumentError, match="must not be that of the original model"):
+        tuning.save(base)
+    tuning.save(tmp_path)
+    with pytest.raises(ortops.ModelError, match=r"already has an adapter; continue with"):
+        FineTuning(tmp_path)
+    (tmp_path / "training.state").write_bytes(b"no model")
+    with pytest.raises(ortops.ModelError, match=r"delete it to begin the training again"):
+        FineTuning.load(tmp_path)
+
+
+def test_folders_that_lack_something(base: Path, tmp_path: Path) -> None:
+    for file in base.iterdir():
+        shutil.copyfile(file, tmp_path / file.name)
+    config = json.loads((base / "genai_config.json").read_text())
+    config["model"]["decoder"]["filename"] = "other.onnx"
+    (tmp_path / "genai_config.json").write_text(json.dumps(config))
+    with pytest.raises(ortops.ModelError, match=r"names 'other.onnx', which is missing"):
+        open_folder(tmp_path)
+    (tmp_path / "genai_config.json").write_text("{")
+    with pytest.raises(ortops.ModelError, match=r"genai_config.json': invalid JSON"):
+        open_folder(tmp_path)
+    (tmp_path / "genai_config.json").unlink()
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ortops.ModelError, match=r"tokenizer.json is missing; add it, or give"):
+        Tokenizer(open_folder(tmp_path))
