@@ -240,8 +240,8 @@ def slices(model: onnx.ModelProto, feeds: Mapping[str, Array], mapped: Sequence[
     return [np.stack(results) for results in zip(*runs, strict=True)]
 
 
-def images(*shape: int) -> Array:
-    return normal(*shape, dtype=np.float32)
+def images(*shape: int, seed: int = 0) -> Array:
+    return normal(*shape, seed=seed, dtype=np.float32)
 
 
 def normalizing_network() -> onnx.ModelProto:
@@ -460,6 +460,57 @@ def test_nodes_without_a_rule_share_a_scan() -> None:
     feeds = {"x": images(4, 8)}
     (array,) = run_session(plain_session(found), feeds)
     np.testing.assert_array_equal(array, slices(tape.model(), feeds, ["x"])[0])
+
+
+@pytest.mark.parametrize("mapped", [["x"], ["w"], ["start", "x"], ["x", "w", "start"]])
+@pytest.mark.parametrize("axes", ["", ", scan_input_axes = [1], scan_output_axes = [-1]"])
+def test_scans_and_branches_compute_all_entries_at_once(mapped: list[str], axes: str) -> None:
+    """The only Scan is that of the model, and branches read mapped tensors from outside."""
+    text = f"""
+    <ir_version: 10, opset_import: ["" : 21]>
+    recurrent (float[4, 4] x, float[4, 4] w, float[4] start, bool doubled)
+        => (float[4] last, float[4, 4] all)
+    {{
+        last, all = Scan <num_scan_inputs = 1{axes}, body = step
+            (float[4] h, float[4] slice) => (float[4] h_new, float[4] shown) {{
+                sum = Add (h, slice)
+                y = MatMul (sum, w)
+                h_new = Tanh (y)
+                shown = If (doubled) <
+                    then_branch = one () => (float[4] a) {{ a = Add (h_new, h_new) }},
+                    else_branch = two () => (float[4] b) {{ b = Softmax (slice) }}
+                >
+            }}> (start, x)
+    }}
+    """
+    model = onnx.parser.parse_model(text)
+    given = {"x": images(3, 4, 4), "w": images(3, 4, 4) / 2, "start": images(3, 4)}
+    found = derivatives.vmap(model, dict.fromkeys(mapped, 0))
+    onnx.checker.check_model(found, full_check=True)
+    assert scans(found) == 1
+    for doubled in (True, False):
+        feeds = {name: a if name in mapped else a[1] for name, a in given.items()}
+        feeds["doubled"] = np.array(doubled)
+        results = run_session(plain_session(found), feeds)
+        for array, expected in zip(results, slices(model, feeds, mapped), strict=True):
+            np.testing.assert_allclose(array, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_outputs_that_are_inputs_or_constants_keep_their_names() -> None:
+    text = """
+    <ir_version: 10, opset_import: ["" : 21]>
+    ends (float[3] x, float[3] z) => (float[3] x, float[3] y, float[2] c, float[3] z)
+    <float[2] w = {1, 2}>
+    { y = Neg (x) c = Identity (w) }
+    """
+    model = onnx.parser.parse_model(text)
+    found = derivatives.vmap(model, {"x": 0})
+    assert [value.name for value in found.graph.output] == ["x", "y", "c", "z_1"]
+    assert [value.name for value in found.graph.input] == ["x", "z"]
+    x, z = images(4, 3), images(3, seed=1)
+    results = run_session(plain_session(found), {"x": x, "z": z})
+    for array, expected in zip(results, (x, -x, [[1, 2]] * 4, [z] * 4), strict=True):
+        np.testing.assert_array_equal(array, expected)
 
 
 def test_sequences_at_the_ends_are_refused() -> None:

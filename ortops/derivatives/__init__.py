@@ -274,7 +274,8 @@ def vmap(
             weights are mapped then run in a Scan; with a fixed size, they are grouped convolutions.
 
     Returns:
-        A new model of standard nodes, with the input and output names of the model.
+        A new model of standard nodes, with the input and output names of the model. An output that
+        was an input and is not anymore gets a numeric suffix.
 
     Raises:
         ArgumentError: If the axes or the size are invalid, or no input is mapped.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import onnx_ir as ir
@@ -10,7 +11,7 @@ import onnx_ir as ir
 from ortops.arguments import whole_number
 from ortops.derivatives.batching import Same, apply, expand_axis
 from ortops.errors import ArgumentError, ModelError, did_you_mean
-from ortops.graph.edit import copy_node, read_inputs, remove_unread
+from ortops.graph.edit import copy_node, inner_graphs, read_inputs, remove_unread
 from ortops.graph.tensor import Dim, Names, Tape, Tensor, op
 
 __all__ = ["Axes", "add_axis"]
@@ -43,7 +44,8 @@ def add_axis(model: ir.Model, in_axes: Axes = 0, out_axes: Axes = 0, length: Dim
         raise ArgumentError(f"in_axes must map at least one input, got {in_axes!r}")
     names = [value.name or "" for value in graph.outputs]
     of_outputs = _axes("out_axes", out_axes, names, 0)
-    work = _Mapping(graph, mapped, _symbol(graph) if length is None else length)
+    work = _Mapping(graph, Names(graph), _symbol(graph) if length is None else length)
+    work.add_inputs(mapped)
     work.apply()
     work.put_out([of_outputs[name] for name in names])
     work.clean()
@@ -66,16 +68,27 @@ class _Mapping:
         same: Tensors without the axis that replace values of one entry.
     """
 
-    def __init__(self, graph: ir.Graph, axes: Mapping[ir.Value, int], length: Dim) -> None:
+    size: Tensor
+
+    def __init__(
+        self, graph: ir.Graph, names: Names, length: Dim, outer: _Mapping | None = None
+    ) -> None:
         self.graph = graph
-        self.tape = Tape(graph, names=Names(graph))
+        self.tape = Tape(graph, names=names)
         self.length = length
-        self.mapped: dict[ir.Value, Tensor] = {}
-        self.same: dict[ir.Value, Tensor] = {}
+        self.mapped: MutableMapping[ir.Value, Tensor] = {}
+        self.same: MutableMapping[ir.Value, Tensor] = {}
+        if outer is not None:
+            self.size = self.tape.tensor(outer.size.value)
+            self.mapped, self.same = ChainMap({}, outer.mapped), ChainMap({}, outer.same)
         self._nodes = list(graph)
+        self._outputs = [value.name for value in graph.outputs]
         self._scans: dict[int, list[ir.Node]] = {}
         self._scan_of: dict[ir.Value, int] = {}
         self._ready: dict[ir.Value, int] = {}
+
+    def add_inputs(self, axes: Mapping[ir.Value, int]) -> None:
+        """Gives inputs the axis."""
         with self.tape:
             given = {value: self._replaced(value, axis) for value, axis in axes.items()}
             (value, first), *_ = given.items()
@@ -129,7 +142,7 @@ class _Mapping:
         else:
             given = [None if v is None or v.name == "" else self._tensor(v) for v in node.inputs]
             is_mapped = [value in self.mapped for value in node.inputs]
-            found = apply(self.tape, node, given, is_mapped, self.size)
+            found = apply(self.tape, node, given, is_mapped, self.size) or self._in_graphs(node)
         if found is None:
             ready = max(self._ready.get(v, 0) for v in read)
             self._scans.setdefault(ready, []).append(node)
@@ -146,7 +159,7 @@ class _Mapping:
     def _tensor(self, value: ir.Value) -> Tensor:
         """Returns the tensor that nodes for all entries read for a value of one entry."""
         found = self.mapped.get(value, self.same.get(value))
-        return self.tape.tensor(value) if found is None else found
+        return self.tape.tensor(value if found is None else found.value)
 
     def _tensor_of_scan(self, value: ir.Value, number: int) -> Tensor:
         """Returns a tensor that a Scan will compute."""
@@ -173,6 +186,57 @@ class _Mapping:
         copy.metadata_props.update(node.metadata_props)
         tape.append(copy)
         return copy
+
+    def _in_graphs(self, node: ir.Node) -> Sequence[Tensor] | None:
+        """Appends an If or Scan whose graphs compute all entries at once, if they need no Scan.
+
+        The condition of the If must be the same for all entries.
+        """
+        is_scan = node.op_type == "Scan"
+        if node.domain or not (is_scan or node.op_type == "If"):
+            return None
+        if not is_scan and node.inputs[0] in self.mapped:
+            return None
+        copy = copy_node(node, {value: tensor.value for value, tensor in self.same.items()})
+        sequences = copy.attributes.get_int("num_scan_inputs", 0)
+        states = len(node.inputs) - sequences
+        takes = [is_scan and (i < states or v in self.mapped) for i, v in enumerate(node.inputs)]
+        for graph in inner_graphs(copy):
+            inner = _Mapping(graph, self.tape.names, self.length, self)
+            chosen = [value for value, taken in zip(graph.inputs, takes, strict=False) if taken]
+            if not inner.map_graph(chosen):
+                return None
+        for index, value in enumerate(node.inputs):
+            if takes[index] and value is not None:
+                tensor = self._tensor(value)
+                if value not in self.mapped:
+                    if tensor.shape is None:
+                        return None
+                    tensor = expand_axis(tensor, self.size)
+                copy.replace_input_with(index, tensor.value)
+        if is_scan:
+            _shift_scan_axes(copy, takes[states:], states)
+        self.tape.append(copy)
+        return [self.tape.tensor(value) for value in copy.outputs]
+
+    def map_graph(self, inputs: Sequence[ir.Value]) -> bool:
+        """Maps a subgraph with given mapped inputs; returns False if that needs a Scan."""
+        for value in inputs:
+            if not isinstance(value.type, ir.TensorType) or value.shape is None:
+                return False
+            self.mapped[value] = self._replaced(value, 0)
+        self.apply()
+        values = list(self.graph.outputs)
+        if self._scans or not all(
+            _is_tensor(v) and self._tensor(v).shape is not None for v in values
+        ):
+            return False
+        self.graph.outputs.clear()
+        with self.tape:
+            for value in values:
+                self.graph.outputs.append(op.Identity(self._output(value, 0)).value)
+        self.clean()
+        return True
 
     # ------------------------------------------------------------------------------------ scans
 
@@ -224,17 +288,17 @@ class _Mapping:
         old = list(self.graph.outputs)
         self.graph.outputs.clear()
         with self.tape:
-            for value, axis in zip(old, axes, strict=True):
-                name = value.name
+            for value, axis, name in zip(old, axes, self._outputs, strict=True):
                 tensor = self._output(value, axis)
-                if tensor.value is value:
-                    self.graph.outputs.append(value)
+                if tensor.value is value or tensor.value.name == name:
+                    self.graph.outputs.append(tensor.value)
                     continue
                 if value.producer() is not None:
                     value.name = self.tape.names.unique(f"{name}_entry")
                 if tensor.value.producer() is None or tensor.value.is_graph_output():
                     tensor = op.Identity(tensor).with_shape_of(tensor)
-                tensor.value.name = name
+                taken = any(given.name == name for given in self.graph.inputs)
+                tensor.value.name = self.tape.names.unique(name or "") if taken else name
                 self.graph.outputs.append(tensor.value)
 
     def _output(self, value: ir.Value, axis: int | None) -> Tensor:
@@ -272,6 +336,16 @@ class _Mapping:
         """Removes the nodes of one entry, and sorts the others."""
         self.graph.sort()
         remove_unread(list(self.graph))
+
+
+def _shift_scan_axes(node: ir.Node, mapped: Sequence[bool], states: int) -> None:
+    """Sets the axes of a Scan so that slices have the new axis in front."""
+    given = node.attributes
+    inputs = given.get_ints("scan_input_axes") or [0] * len(mapped)
+    outputs = given.get_ints("scan_output_axes") or [0] * (len(node.outputs) - states)
+    shifted = [a + (on and a >= 0) for a, on in zip(inputs, mapped, strict=True)]
+    given.add(ir.AttrInt64s("scan_input_axes", shifted))
+    given.add(ir.AttrInt64s("scan_output_axes", [a + (a >= 0) for a in outputs]))
 
 
 def _axes(
