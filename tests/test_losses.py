@@ -65,6 +65,9 @@ SHARES = RNG.uniform(size=(5, 3)).astype(np.float32)
 PIXELS = RNG.normal(size=(2, 3, 2, 2)).astype(np.float32)
 PIXEL_LABELS = RNG.integers(0, 3, (2, 2, 2))
 LABELS = np.array([0, 2, 1, 1, 0])
+LOGITS = RNG.normal(size=(2, 4, 3)).astype(np.float32)
+TOKENS = np.array([[-100, 2, -100, 0], [1, 1, 2, -100]])
+COUNTED = TOKENS[:, 1:] != -100
 WEIGHTS = (0.5, 2.0, 1.0)
 
 
@@ -115,6 +118,12 @@ CASES: dict[str, tuple[Any, Array, dict[str, Array], Callable[[Array], float]]] 
         PIXELS,
         {"labels": PIXEL_LABELS},
         lambda y: cross_entropy(y, PIXEL_LABELS),
+    ),
+    "next tokens": (
+        "NextToken",
+        LOGITS,
+        {"labels": TOKENS},
+        lambda y: cross_entropy(y[:, :-1][COUNTED], TOKENS[:, 1:][COUNTED]),
     ),
 }
 

@@ -481,8 +481,9 @@ def _described(prediction: losses.Prediction) -> dict[str, object]:
     found = PredictionNote(
         *(prediction.tensor.name, prediction.kind, prediction.axis),
         *(prediction.target or "", prediction.ignored, prediction.output),
+        shifted=prediction.shifted,
     )
-    return asdict(found)
+    return {name: value for name, value in asdict(found).items() if name != "shifted" or value}
 
 
 def _with_names(computed: losses.Computed, graph: ir.Graph) -> losses.Computed:

@@ -22,16 +22,22 @@ class Labels:
     Attributes:
         classes: The number of classes; None if it is unknown.
         ignored: The label of ignored elements; None if there is none.
+        of_tokens: Whether they are compared with scores (N, d, C) at the same position, so that a
+            language model needs labels that are shifted.
     """
 
     classes: int | None
     ignored: int | None
+    of_tokens: bool = False
 
 
 def add_labels(value: ir.Value, labels: Labels) -> None:
     """Records the labels that a loss accepts, in addition to those of other losses."""
-    known = [asdict(each) for each in read_labels(value)]
-    value.metadata_props[_KEY] = json.dumps([*known, asdict(labels)])
+    texts = [asdict(each) for each in (*read_labels(value), labels)]
+    for text in texts:
+        if not text["of_tokens"]:
+            del text["of_tokens"]
+    value.metadata_props[_KEY] = json.dumps(texts)
 
 
 def read_labels(value: ir.Value) -> list[Labels]:
@@ -42,13 +48,16 @@ def read_labels(value: ir.Value) -> list[Labels]:
     """
     text = value.metadata_props.get(_KEY, "[]")
     try:
-        found = [Labels(each["classes"], each["ignored"]) for each in read_json(text)]
+        found = [
+            Labels(each["classes"], each["ignored"], each.get("of_tokens") is True)
+            for each in read_json(text)
+        ]
         fits = all(
             number is None or (type(number) is int and abs(number) < 2**63)
             for labels in found
             for number in (labels.classes, labels.ignored)
         )
-    except (TypeError, ValueError, KeyError):
+    except (AttributeError, TypeError, ValueError, KeyError):
         fits = False
     if not fits:
         raise ModelError(

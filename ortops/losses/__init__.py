@@ -25,6 +25,7 @@ from ortops.losses.classification import (
     Focal,
     Hinge,
     NegativeLogLikelihood,
+    NextToken,
     SoftmaxCrossEntropy,
 )
 from ortops.losses.compute import Computed, Inputs, Prediction, compute
@@ -56,6 +57,7 @@ __all__ = [
     "LossLike",
     "MeanSquaredError",
     "NegativeLogLikelihood",
+    "NextToken",
     "Prediction",
     "SmoothL1",
     "SoftmaxCrossEntropy",
@@ -69,7 +71,7 @@ LOSSES: Mapping[str, type[Loss]] = {
     for loss in (
         *(BinaryCrossEntropy, BinaryCrossEntropyWithLogits, CosineEmbedding, CTC, Dice),
         *(Distillation, Focal, Hinge, Huber, InfoNCE, KullbackLeibler, L1, MeanSquaredError),
-        *(NegativeLogLikelihood, SmoothL1, SoftmaxCrossEntropy, Triplet),
+        *(NegativeLogLikelihood, NextToken, SmoothL1, SoftmaxCrossEntropy, Triplet),
     )
 }
 """All losses by name."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ortops.arguments import number
+from ortops.arguments import number, whole_number
 from ortops.errors import ArgumentError, ModelError
 from ortops.graph.labels import Labels, add_labels
 from ortops.graph.tensor import Tensor, op, shape_of, zeros_like
@@ -39,6 +39,7 @@ __all__ = [
     "Hinge",
     "MulticlassLoss",
     "NegativeLogLikelihood",
+    "NextToken",
     "SoftmaxCrossEntropy",
     "safe_labels",
 ]
@@ -61,6 +62,9 @@ class ClassLoss(Loss):
 
     _: KW_ONLY
     axis: int | None = None
+
+    shifts_labels: ClassVar[bool] = False
+    """Whether a score is compared with the label at the next position."""
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
@@ -129,8 +133,14 @@ class ClassLoss(Loss):
             Labels(
                 classes=classes if isinstance(classes, int) else None,
                 ignored=None if ignored is None else int(ignored),
+                of_tokens=self._scores_tokens(prediction),
             ),
         )
+
+    def _scores_tokens(self, prediction: Tensor) -> bool:
+        """Whether scores (N, d, C) are compared with labels at the same position."""
+        rank = None if prediction.shape is None else len(prediction.shape)
+        return rank == 3 and not self.shifts_labels and self.class_axis(prediction) == 2
 
     def classes_second(self, prediction: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Moves the classes to axis 1; if they are on the last axis, all others become rows."""
@@ -270,6 +280,63 @@ class SoftmaxCrossEntropy(_Likelihood):
             smooth = smooth.astype(loss.dtype)
             loss = (1 - self.label_smoothing) * loss + self.label_smoothing * smooth
         return loss, count
+
+
+@dataclass(frozen=True)
+class NextToken(SoftmaxCrossEntropy):
+    """Softmax cross-entropy between the logits of a language model and the next token.
+
+    Logits have shape (batch, sequence, vocabulary). Labels have shape (batch, sequence) and are not
+    shifted: they are the input ids, or ``ignore_index`` for padding and prompts. The logits at a
+    position are compared with the label at the next position; the label at the first position is
+    not used. The loss is averaged over the labels that are not ignored.
+
+    Args:
+        output: The logits, or their Softmax; the first floating-point output by default.
+        target: See `Loss`.
+        reduction: See `Loss`.
+        axis: The axis of the vocabulary, which must be the last.
+        ignore_index: A label to ignore. If all labels are ignored, the loss is 0.
+        weights: A weight for each token of the vocabulary; see `SoftmaxCrossEntropy`.
+        label_smoothing: See `SoftmaxCrossEntropy`.
+
+    Source:
+        ``ForCausalLMLoss`` of Hugging Face's transformers.
+
+    Example:
+        >>> from models import echo
+        >>> logits = [[[0.0, 100.0], [0.0, 0.0], [7.0, 9.0]]]
+        >>> echo.loss_at(NextToken(), logits, labels=[[0, 1, 0]])  # the mean of 0 and log 2
+        0.3466
+    """
+
+    _: KW_ONLY
+    axis: int | None = -1
+    ignore_index: int | None = -100
+
+    shifts_labels: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        super().__post_init__()
+        whole_number(f"loss {self.name}: ignore_index", self.ignore_index)
+
+    def target_type(self, prediction: Tensor) -> tuple[np.dtype[Any], Shape]:
+        """Returns int64 and (batch, sequence)."""
+        shape = prediction.shape
+        if shape is None or len(shape) != 3 or self.class_axis(prediction) != 2:
+            raise ModelError(
+                f"loss {self.name}: logits must have shape (batch, sequence, vocabulary), but "
+                f"output '{prediction.name}' has shape {None if shape is None else list(shape)}; "
+                "name the logits with output="
+            )
+        return super().target_type(prediction)
+
+    def terms(self, prediction: Tensor, target: Tensor) -> Terms:
+        """Emits the loss, and the sum of the weights of the labels that count."""
+        # The labels are shifted, not the logits, which may take gigabytes.
+        ignored = np.array(self.ignore_index, np.int64)
+        return super().terms(prediction, op.Pad(target[:, 1:], [0, 0, 0, 1], ignored))
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class Prediction:
         target: The input that it is compared with, if any.
         ignored: The label to ignore, if any.
         output: The name of the tensor that the user chose; it may be a Softmax of ``tensor``.
+        shifted: Whether a position is compared with the label at the next one.
     """
 
     tensor: Tensor
@@ -51,6 +52,7 @@ class Prediction:
     target: str | None = None
     ignored: int | None = None
     output: str = ""
+    shifted: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,10 @@ class _Scene:
             known = None if axis is None else int(axis)  # JSON cannot store numpy's integers
             ignored = None if ignored is None else int(ignored)
             name = self._name(given.value)
-            looked_at = Prediction(tensor, kind, known, ignored=ignored, output=name)
+            shifted = getattr(loss, "shifts_labels", False)
+            looked_at = Prediction(
+                tensor, kind, known, ignored=ignored, output=name, shifted=shifted
+            )
             self.predictions[id(loss)] = (
                 loss,
                 looked_at,

@@ -63,6 +63,7 @@ class PredictionNote:
         target: The input that it is compared with.
         ignored: The label that is ignored, or None.
         output: The tensor that the user named, which may be a Softmax of it.
+        shifted: Whether a position is compared with the label at the next one.
     """
 
     tensor: str = ""
@@ -71,6 +72,14 @@ class PredictionNote:
     target: str = ""
     ignored: int | None = None
     output: str = ""
+    shifted: bool = False
+
+    def targets_of(self, labels: Array) -> Array:
+        """Returns what the positions of the tensor are compared with, given an input."""
+        if not self.shifted:
+            return labels
+        last = np.full_like(labels[:, :1], self.ignored)
+        return np.concatenate([labels[:, 1:], last], axis=1)
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def bind_metric(
     tensor = metric.output or note.tensor or output
     known, target = tensor == note.tensor, metric.target or note.target
     if target != note.target:
-        note = replace(note, ignored=None)
+        note = replace(note, ignored=None, shifted=False)
     added = [name for name in inputs if name not in own]
     if not target:
         targets = {each.target for each in (first, *metadata.predictions)} - {""}
@@ -232,7 +232,8 @@ class Evaluator:
             for name, metric in streams.items():
                 note = bindings[name].note
                 more = {key: batch[other] for key, other in metric.inputs.items() if other in batch}
-                metric.update(found[evaluation.tensors[note.tensor]], batch[note.target], **more)
+                targets = note.targets_of(batch[note.target])
+                metric.update(found[evaluation.tensors[note.tensor]], targets, **more)
         counted = [total for total in totals if total.part.is_sum or total.count]
         values = [total.part.weight * total.average for total in counted]
         result = {"loss": sum(values) if values else math.nan}

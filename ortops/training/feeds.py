@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from ortops.numbers import cast_numbers
 from ortops.training import tables
 
 __all__ = ["Checked", "Feeds", "Input", "Inputs", "fitted_array", "listed", "to_array"]
+
+logger = logging.getLogger("ortops")
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -315,12 +318,17 @@ class Inputs(dict[str, Input]):
     Args:
         steps: The parts of the step.
         unread: Inputs that may be fed although no step reads them.
+        warns_of_unshifted: Whether to warn if the labels of the first batch equal an input, as
+            those of a language model do that were not shifted.
     """
 
-    def __init__(self, steps: Iterable[Step], unread: Iterable[str]) -> None:
+    def __init__(
+        self, steps: Iterable[Step], unread: Iterable[str], *, warns_of_unshifted: bool = False
+    ) -> None:
         super().__init__()
         self._unread = frozenset(unread)
         self._labels: list[tuple[str, Labels]] = []
+        self._warns_of_unshifted = warns_of_unshifted
         for step in steps:
             self._labels += [each for each in _labels(step) if each not in self._labels]
             for value in step.model.graph.inputs:
@@ -441,7 +449,22 @@ class Inputs(dict[str, Input]):
             arrays[name] = self._empty_past(self[name], arrays, sizes)
         for name, accepted in self._labels:
             _check_labels(name, arrays[name], accepted)
+        if self._warns_of_unshifted:
+            self._warns_of_unshifted = False
+            self._warn_of_unshifted(arrays)
         return Checked(arrays, self)
+
+    def _warn_of_unshifted(self, arrays: Mapping[str, Array]) -> None:
+        """Warns of labels of tokens that are the tokens of the same batch."""
+        for label in dict.fromkeys(name for name, accepted in self._labels if accepted.of_tokens):
+            for name, array in arrays.items():
+                is_tokens = name != label and array.ndim == 2 and array.dtype.kind in "iu"
+                if is_tokens and array.shape[1] > 1 and np.array_equal(array, arrays[label]):
+                    logger.warning(
+                        "feeds: '%s' equals '%s', so each token is trained to predict itself; use "
+                        "the loss NextToken, or shift the labels of a language model by one token",
+                        *(label, name),
+                    )
 
     def _empty_past(
         self, value: Input, arrays: Mapping[str, Array], sizes: dict[str, tuple[int, str]]

@@ -132,7 +132,7 @@ class LoadedModel:
         self.metadata = training_metadata(self.proto)
         self.steps = [flatten(self.light, number, counts=True) for number in self.entries]
         unread = [value.name for value in self.proto.graph.input]  # by what a step computes
-        self.inputs = Inputs(self.steps, unread)
+        self.inputs = Inputs(self.steps, unread, warns_of_unshifted=True)
         self.outputs = [name for step in self.steps for name in step.outputs]
         self.lock = threading.RLock()
         self.operation = ""
