@@ -8,6 +8,7 @@ import pickle
 import sys
 import threading
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import ortops
 from models import lenet, mlp, resnet, transformer
 from models.torch_twins import twin
 from ortops import Function, Tape, op
-from ortops.functions import programs
+from ortops.functions import programs, torch_module
 
 pytestmark = [
     pytest.mark.torch,
@@ -320,19 +321,34 @@ def test_torch_finds_changed_and_freed_tensors(module: nn.Module, x: Tensor) -> 
         y.backward()
 
 
-def test_residuals_are_freed_by_the_backward_pass(x: Tensor) -> None:
+def test_residuals_are_freed_by_the_backward_pass(x: Tensor, monkeypatch: Any) -> None:
     """They pass through torch's hooks for saved tensors, which other tools use to move them."""
     module = Function(network()).torch()
     packed: list[Tensor] = []
+    arrays: list[Any] = []
+    convert = torch_module._tensor
+
+    def spied(array: Any) -> Tensor:
+        arrays.append(weakref.ref(array))
+        return convert(array)
 
     def pack(tensor: Tensor) -> Tensor:
         packed.append(tensor)
         return tensor
 
+    monkeypatch.setattr(torch_module, "_tensor", spied)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = module(x)
-    assert {tuple(each.shape) for each in packed} >= {(4, 3), (3, 5), (4, 5)}
-    (y.sum()).backward()
+    _, *residuals = arrays
+    assert residuals
+    shapes = {each().shape for each in residuals}
+    assert {tuple(each.shape) for each in packed} >= shapes
+    packed.clear()
+    total = y.sum()
+    assert all(each() is not None for each in residuals)
+    total.backward()
+    assert all(each() is None for each in residuals)
+    assert y.shape == (4, 2)
 
 
 def test_other_layouts_of_memory(module: nn.Module) -> None:
@@ -535,6 +551,19 @@ def test_copies_and_pickles(module: Any, x: Tensor, tmp_path: Path) -> None:
     )
     with pytest.raises(TypeError, match="a Function with sess_options cannot be pickled"):
         pickle.dumps(chosen)
+
+
+def test_trained_values_return_to_the_function(x: Tensor) -> None:
+    f = Function(network())
+    module = f.torch()
+    with torch.no_grad():
+        module.w1.mul_(3)
+    trained = f.with_parameters(module.state_dict())
+    assert np.array_equal(trained.parameters["w1"], 3 * f.parameters["w1"])
+    assert np.array_equal(trained(x), module(x).detach())
+    with torch.no_grad():
+        module.w1.zero_()
+    assert np.array_equal(trained.parameters["w1"], 3 * f.parameters["w1"])
 
 
 def test_repr() -> None:

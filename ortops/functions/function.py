@@ -127,7 +127,7 @@ class Function:
         result._replaced = dict(self._replaced)
         for name, value in values.items():
             array = self._weight(name).fit(value, {})
-            result._replaced[name] = array.copy() if array is value else array
+            result._replaced[name] = array.copy()  # `array` may share memory with `value`
         result._fed = tuple(name for name in self._source.weights if name in result._replaced)
         return result
 
