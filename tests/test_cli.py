@@ -39,7 +39,7 @@ classifier (float[batch, 2] points) => (float[batch, 3] probabilities)
 
 COMMANDS = (
     *("check", "build", "train", "eval", "predict", "export", "lower", "inspect", "lora"),
-    *("weights", "completion"),
+    *("tune", "weights", "completion"),
 )
 
 

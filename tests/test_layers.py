@@ -120,6 +120,7 @@ WITHIN = {
             "exporting",
             "adapters",
             "checkpoints",
+            "tuning",
             "inspection",
         ),
         *("completion", "__init__"),

@@ -15,6 +15,7 @@ import pytest
 import ortops
 from models import llama
 from ortops import schedules
+from ortops.cli import main
 from ortops.llm import FineTuning
 from ortops.llm.examples import batch_of, read_examples
 from ortops.llm.folder import open_folder
@@ -145,8 +146,8 @@ def test_the_loss_is_that_of_torch(base: Path) -> None:
     }
     batch = batch_of(read_examples(ROWS, _no_tokenizer, train_on="all", max_length=9))
     loss = torch.nn.functional.cross_entropy(
-        _torch_llama(torch, weights, torch.from_numpy(batch["input_ids"])).flatten(0, 1),
-        torch.from_numpy(batch["labels"]).flatten(),
+        _torch_llama(torch, weights, torch.from_numpy(batch["input_ids"]))[:, :-1].flatten(0, 1),
+        torch.from_numpy(batch["labels"])[:, 1:].flatten(),
     )
     assert abs(tuning.evaluate(ROWS)["loss"] - loss.item()) < 1e-5
 
@@ -188,11 +189,11 @@ def _no_tokenizer() -> Tokenizer:
 # ------------------------------------------------------------------------------------------ data
 
 
-def test_a_batch_is_padded_and_shifted() -> None:
+def test_a_batch_is_padded() -> None:
     batch = batch_of(read_examples(ROWS[:2], _no_tokenizer, train_on="all", max_length=9))
     assert batch["labels"].tolist() == [
-        [-100, -100, 97, 98, 99, 256, -100],
-        [111, 33, 100, 256, -100, -100, -100],
+        [-100, -100, -100, 97, 98, 99, 256],
+        [104, 111, 33, 100, 256, -100, -100],
     ]
     assert batch["attention_mask"].sum(1).tolist() == [7, 5]
     assert batch["position_ids"][1].tolist() == [0, 1, 2, 3, 4, 4, 4]
@@ -308,3 +309,51 @@ def test_folders_that_lack_something(base: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ortops.ModelError, match=r"tokenizer.json is missing; add it, or give"):
         Tokenizer(open_folder(tmp_path))
+
+
+# ---------------------------------------------------------------------------------- command line
+
+
+def test_the_command(
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(
+        "".join(f"{json.dumps({'input_ids': [1, 2, n]})}\n" for n in (3, 4))
+    )
+    start = ["tune", str(base), "rows.jsonl", "--rank", "2", "--quiet"]
+    assert main([*start, "--alpha", "4", "--epochs", "2", "--learning-rate", "0.01"]) == 0
+    assert capsys.readouterr().err.endswith(f"wrote {base.name}-tuned\n")
+    tuning = FineTuning.load(f"{base.name}-tuned")
+    assert tuning.session.steps_done == 2
+    assert tuning.session.learning_rate == np.float32(0.01)
+    shapes = {array.shape for array in tuning.session.parameters.values()}
+    assert (llama.HIDDEN, 2) in shapes
+
+    again = ["tune", f"{base.name}-tuned", "rows.jsonl", "--quiet", "--save", "further"]
+    assert main([*again, "--learning-rate", "1e-3", "--validation", "rows.jsonl"]) == 0
+    further = FineTuning.load("further").session
+    assert (further.steps_done, further.learning_rate) == (3, np.float32(1e-3))
+    assert "validation_loss" in further.history[-1]
+    capsys.readouterr()
+    for command, message in (
+        ([*again, "--rank", "2"], "--rank: 'base0-tuned' already has an adapter; omit --rank"),
+        ([*again, "--learning-rate", "cosine(1e-3)"], "--learning-rate must be a number"),
+        ([*start, "--save", "rows.jsonl"], "--save must be a folder, got the file 'rows.jsonl'"),
+        ([*start, "--save", str(base)], "has files that ortops did not write; give a new folder"),
+    ):
+        assert main(command) == 1
+        assert message.replace("base0", base.name) in capsys.readouterr().err
+
+
+def test_the_command_with_a_schedule(base: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input_ids": [1, 2, 3]}\n' * 5)
+    rate, saved = "cosine(0.01)", tmp_path / "tuned"
+    command = ["tune", str(base), str(rows), "--rank", "1", "--targets", "*o_proj*", "--quiet"]
+    command += ["--batch-size", "2", "--epochs", "2"]
+    assert main([*command, "--learning-rate", rate, "--save", str(saved)]) == 0
+    assert FineTuning.load(saved).session.history.columns["steps"] == [3, 6]

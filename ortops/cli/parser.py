@@ -69,6 +69,10 @@ _EXAMPLES = {
         ortops inspect trained.onnx
         ortops inspect trained.onnx --json
         """,
+    "tune": """
+        ortops tune phi-4-mini-int4 chats.jsonl --rank 8 --epochs 3 --save tuned
+        ortops tune tuned more.jsonl --learning-rate 1e-4 --save tuned-further
+        """,
     "lora": """
         ortops lora add base.onnx adapted.onnx --rank 8 --targets '*query*' '*value*'
         ortops lora merge adapted.onnx merged.onnx
@@ -145,6 +149,7 @@ def make_parser(version: str) -> argparse.ArgumentParser:
     inspect.add_argument("model", help="an .onnx file, or - for standard input")
     inspect.add_argument("--json", action="store_true", help="print a JSON object")
     _add_lora(command)
+    _add_tune(command)
     _add_weights(command)
     completion = command(
         "completion", "completion.print_completion", "print a shell completion script"
@@ -408,6 +413,47 @@ def _add_export_step(command: _Command) -> None:
         help="the runtime to optimize for (default: any runtime)",
     )
     add("--force", action="store_true", help="overwrite files that ortops did not write")
+
+
+def _add_tune(command: _Command) -> None:
+    parser = command("tune", "tuning.tune", "fine-tune a language model with LoRA")
+    add = parser.add_argument
+    add(
+        "folder",
+        help="a folder of onnxruntime-genai, Optimum or transformers.js, or one that this command "
+        "wrote, to train its adapter further",
+    )
+    add(
+        "data",
+        help="a file of JSON lines, each with messages, with prompt and completion, with text, or "
+        "with input_ids",
+    )
+    add(
+        "--save",
+        metavar="FOLDER",
+        help="the folder to write, which is served like the original (default: <folder>-tuned)",
+    )
+    add("--rank", type=_rank, metavar="N", help="the adapter's rank (default: 8)")
+    add("--alpha", type=float, metavar="A", help="the scaling's numerator (default: 16)")
+    about = "the layers to adapt (default: all linear layers but lm_head)"
+    _add_list(parser, "--targets", "PATTERN", about)
+    add("--epochs", type=_count, metavar="N", help="passes over the data (default: 1)")
+    add("--batch-size", type=_count, metavar="N", help="rows per batch (default: 4)")
+    add("--max-length", type=_count, metavar="N", help="truncate rows to N tokens (default: 512)")
+    add(
+        "--learning-rate",
+        metavar="RATE",
+        help="a number, or a schedule such as 'warmup_cosine(2e-4)' (default: 2e-4)",
+    )
+    add(
+        "--train-on",
+        choices=("assistant", "completion", "all"),
+        default="assistant",
+        help="train all replies of a chat, the last one, or all tokens (default: assistant)",
+    )
+    add("--validation", metavar="DATA", help="another file, to evaluate after each epoch")
+    add("--seed", type=_whole_number, metavar="N", help="the order of the rows (default: 0)")
+    add("--quiet", action="store_true", help="do not show progress")
 
 
 def _add_lora(command: _Command) -> None:

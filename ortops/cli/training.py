@@ -39,7 +39,7 @@ from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.json_text import read_json
 from ortops.training.session import TrainingSession
 
-__all__ = ["build", "evaluate", "train"]
+__all__ = ["build", "evaluate", "rate_of", "train"]
 
 Columns: TypeAlias = dict[str, Column]
 
@@ -266,7 +266,7 @@ def _build(
     optimizer = read_call(options.optimizer or "Adam", "--optimizer")
     more: dict[str, Any] = {}
     if options.learning_rate is not None:
-        more["learning_rate"] = _rate(options.learning_rate, steps)
+        more["learning_rate"] = rate_of(options.learning_rate, steps)
     settings = {
         name: value
         for name in ("trainable", "batch_normalization", "clip_norm", "clip_value", "ema_decay")
@@ -345,7 +345,7 @@ def metric(text: str) -> metrics.Metric:
     return made
 
 
-def _rate(text: str, steps: int | None) -> float | schedules.Schedule:
+def rate_of(text: str, steps: int | None) -> float | schedules.Schedule:
     """Returns a learning rate or a schedule, by default over all steps of the training."""
     try:
         return float(text)

@@ -90,7 +90,7 @@ def read_examples(
 def batch_of(examples: Sequence[Example]) -> dict[str, Array]:
     """Returns input_ids, attention_mask, position_ids and labels [batch, time], padded at the end.
 
-    The label of a token is the token that follows it.
+    Labels are not shifted: they are the tokens that the loss counts, and `IGNORED` elsewhere.
     """
     shape = len(examples), max(len(example.tokens) for example in examples)
     ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
@@ -98,8 +98,7 @@ def batch_of(examples: Sequence[Example]) -> dict[str, Array]:
     for row, example in enumerate(examples):
         size = len(example.tokens)
         ids[row, :size], mask[row, :size] = example.tokens, 1
-        following = np.where(example.trained, example.tokens, IGNORED)
-        labels[row, : size - 1] = following[1:]
+        labels[row, :size] = np.where(example.trained, example.tokens, IGNORED)
     positions = np.maximum(mask.cumsum(1) - 1, 0)
     return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "labels": labels}
 

@@ -26,15 +26,15 @@ from ortops.llm.generation import generate
 from ortops.llm.tokenization import Message, Tokenizer
 from ortops.lora.addition import add
 from ortops.lora.files import load_adapter, save_adapter
-from ortops.losses import SoftmaxCrossEntropy
+from ortops.losses import NextToken
 from ortops.optimizers import Adam
 from ortops.schedules import Schedule
 from ortops.training.history import History
 from ortops.training.session import TrainingSession
 
-__all__ = ["FineTuning"]
+__all__ = ["ADAPTER", "FineTuning"]
 
-_ADAPTER, _TRAINING = "adapter.onnx_adapter", "training.state"
+ADAPTER, _TRAINING = "adapter.onnx_adapter", "training.state"
 _SMALL = 1024  # bytes
 
 
@@ -321,7 +321,7 @@ class FineTuning:
         if target.resolve() != self._folder.path.resolve():
             copy_others(self._folder, target)
         model = self.session.inference_model()
-        save_adapter(model, target / _ADAPTER)
+        save_adapter(model, target / ADAPTER)
         for tensor in model.graph.initializer:
             if tensor.name in self._initial:
                 array = self._initial[tensor.name]
@@ -369,7 +369,7 @@ class FineTuning:
         if state.is_file():
             trainable = _filled(state, model)
         else:  # the training begins again, from the adapter
-            model = load_adapter(model, opened.path / _ADAPTER)
+            model = load_adapter(model, opened.path / ADAPTER)
             trainable = _trainable(model, opened, 2e-4)
         result = cls.__new__(cls)
         result._start(opened, trainable, initial)
@@ -414,7 +414,7 @@ class FineTuning:
 def _trainable(
     model: onnx.ModelProto, folder: Folder, learning_rate: float | Schedule
 ) -> onnx.ModelProto:
-    loss = SoftmaxCrossEntropy(folder.logits, axis=-1, ignore_index=IGNORED)
+    loss = NextToken(folder.logits, ignore_index=IGNORED)
     optimizer = Adam(learning_rate, beta=0.999, epsilon_after_correction=True)
     return build_training_model(model, loss=loss, optimizer=optimizer)
 
