@@ -399,12 +399,12 @@ def test_a_missing_kernel_is_said() -> None:
 def test_an_operator_without_a_gradient_is_said() -> None:
     model = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]> f (float[2, 2] x) => '
-        "(float[2, 2] y) { y = com.microsoft.Inverse (x) }"
+        "(float[2, 2] y) { y = com.microsoft.CDist (x, x) }"
     )
     f = Function(model)
-    x = np.float32([[2, 0], [0, 4]])
-    assert f(x).tolist() == [[0.5, 0], [0, 0.25]]
-    with pytest.raises(ortops.UnsupportedError, match="Inverse"):
+    x = np.float32([[3, 0], [0, 4]])
+    assert f(x).tolist() == [[0, 25], [25, 0]]
+    with pytest.raises(ortops.UnsupportedError, match="CDist"):
         f.vjp(x)
 
 
