@@ -49,6 +49,12 @@ __all__ = ["grad_cam", "integrated_gradients", "saliency", "smooth_grad"]
 
 _CONVOLUTIONS = ("Conv", "ConvInteger", "ConvTranspose", "FusedConv", "QLinearConv")
 
+_WITHOUT_RANDOM = 22
+"""From this opset on, onnxruntime's only operator that draws random numbers is Dropout."""
+
+_BITS = 24
+"""The number of random bits of a uniformly distributed float32."""
+
 Target: TypeAlias = int | Literal["input"] | None
 """Which score of each row is explained; see `ortops.attribution`."""
 
@@ -213,7 +219,7 @@ def smooth_grad(
 
         def noisy(tape: Tape, share: Tensor) -> list[Tensor]:
             given = tape.tensor(x.value)
-            drawn = op.RandomNormalLike(given, seed=None if seed is None else float(seed))
+            drawn = _normal(given, seed, scene.opset)
             slope = scene.slope(tape, given + drawn * tape.tensor(deviation.value))
             return [share * (op.Abs(slope) if absolute else slope)]
 
@@ -276,6 +282,22 @@ def grad_cam(
         return scene.write(found)
 
 
+def _normal(like: Tensor, seed: int | None, opset: int) -> Tensor:
+    """Returns normally distributed numbers of the shape and dtype of a tensor."""
+    if opset < _WITHOUT_RANDOM:
+        return op.RandomNormalLike(like, seed=None if seed is None else float(seed))
+    shape = op.Concat([2, _BITS], shape_of(like), axis=0)
+    ones = op.Expand(np.float32(1), shape)
+    # The mask, because onnxruntime removes a Dropout in a subgraph if only its output is read.
+    _, mask = op.Dropout(ones, np.float32(0.5), True, outputs=2, seed=seed)
+    bits = mask.astype(np.float32)
+    values = np.float32(0.5) ** np.arange(1, _BITS + 1, dtype=np.float32)
+    uniform = op.ReduceSum(bits * values.reshape(-1, *[1] * like.ndim), [1], keepdims=0)
+    first, second = (op.Gather(uniform, np.int64(index), axis=0) for index in (0, 1))
+    radius = op.Sqrt(np.float32(-2) * op.Log(np.float32(1) - first))  # the Box–Muller transform
+    return (radius * op.Cos(np.float32(2 * np.pi) * second)).astype(like.dtype)
+
+
 class _Scene:
     """A classifier to which an attribution is added.
 
@@ -289,6 +311,7 @@ class _Scene:
         tape: The tape for new nodes.
         x: The input to explain.
         score: The sum of the explained scores of all rows.
+        opset: The version of the default operator set.
     """
 
     def __init__(
@@ -302,6 +325,7 @@ class _Scene:
         builder = Builder(self._model, name, output, arguments=("input", "output"))
         self.tape = builder.tape
         self.x, self._scores = builder.xs[0], builder.ys[0]
+        self.opset = self.tape.graph.opset_imports[""]
         self._nodes = list(self.tape.graph)
         with self.tape:
             self._classes = self._target(target)

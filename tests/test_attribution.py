@@ -208,6 +208,33 @@ def test_integrated_gradients_add_up_to_the_difference_of_scores() -> None:
     assert np.allclose(found, scores(IMAGES)[:, 2] - scores(start.copy())[:, 2], rtol=1e-3)
 
 
+@pytest.mark.parametrize("opset", [21, 22, 24])
+@pytest.mark.parametrize("dtype", ["float", "double", "float16"])
+def test_noise_is_normally_distributed(opset: int, dtype: str) -> None:
+    """From opset 22 on, onnxruntime has no kernel of RandomNormalLike."""
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": {opset}]>
+        squares ({dtype}[n, 5000] x) => ({dtype}[n] y) {{
+            s = Mul (x, x)
+            axes = Constant <value = int64[1] {{1}}> ()
+            y = ReduceSum <keepdims = 0> (s, axes)
+        }}""")
+    made = attribution.smooth_grad(model, samples=1, noise=0.25, absolute=False, seed=3)
+    numbers = {"float": np.float32, "double": np.float64, "float16": np.float16}
+    x = np.stack([np.linspace(0, 4, 5000), np.linspace(0, 8, 5000)]).astype(numbers[dtype])
+    sessions = [onnxruntime.InferenceSession(made.SerializeToString()) for _ in range(2)]
+    first, second, again = (
+        session.run(["attribution"], {"x": x})[0] for session in (sessions[0], *sessions)
+    )
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, second)
+    drawn = (first.astype(np.float64) / 2 - x) / [[1], [2]]
+    for noise in drawn:
+        assert abs(noise.mean()) < 0.06
+        assert abs(noise.std() - 1) < 0.05
+        assert abs((noise**4).mean() - 3) < 0.6
+    assert abs(np.corrcoef(drawn)[0, 1]) < 0.06
+
+
 def test_noise_without_samples_of_it_is_saliency() -> None:
     found = run(attribution.smooth_grad(network(), samples=3, noise=0), x=IMAGES)
     expected = run(attribution.saliency(network()), x=IMAGES)
