@@ -102,6 +102,18 @@ def made(build: Callable[[], First], *, random: bool = False) -> tuple[First, to
     return module.eval(), x
 
 
+class Recurrent(nn.Module):
+    """The last state of a recurrent layer, classified."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({"layer": kind(5, 4, batch_first=True), "head": nn.Linear(4, 3)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states, _ = self.model["layer"](x)
+        return self.model["head"](states[:, -1])
+
+
 TEXT = (bert, gpt2, untied_gpt2, llama)
 IMAGE = {vit: (16, 16), mobilenet: (32, 32)}
 
@@ -153,9 +165,9 @@ def run(model: onnx.ModelProto, x: torch.Tensor) -> np.ndarray[Any, Any]:
     return found
 
 
-def reloaded(module: First, path: Path) -> First:
+def reloaded(module: Any, path: Path) -> nn.Module:
     """Returns a copy of a network with the parameters of a file."""
-    result = copy.deepcopy(module)
+    result: Any = copy.deepcopy(module)
     state = safetensors.torch.load_file(path)
     assert {n: t.dtype for n, t in state.items()} == {
         n: t.dtype for n, t in module.model.state_dict().items()
@@ -165,7 +177,7 @@ def reloaded(module: First, path: Path) -> First:
 
 
 def check_round_trip(
-    module: First, model: onnx.ModelProto, x: torch.Tensor, path: Path, **settings: Any
+    module: Any, model: onnx.ModelProto, x: torch.Tensor, path: Path, **settings: Any
 ) -> ortops.weights.Names:
     like = module.model.state_dict()
     names = ortops.weights.match(model, like)
@@ -234,6 +246,16 @@ def test_mobilenet(exporter: str, tmp_path: Path) -> None:
     names = ortops.weights.match(model, module.model.state_dict())
     assert set(names.unmatched_checkpoint.values()) <= {"is int64"}
     check_round_trip(module, model, x, tmp_path, rate=1e-4)
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(kind: Any, exporter: str, tmp_path: Path) -> None:
+    """Whose gates have another order in ONNX, and whose biases are one weight."""
+    torch.manual_seed(0)
+    module, x = Recurrent(kind).eval(), torch.randn(2, 6, 5)
+    names = check_round_trip(module, exported(module, x, exporter), x, tmp_path)
+    assert names.unmatched_checkpoint == {}
 
 
 def test_fused_operators(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping
 
+import numpy as np
+
 from ortops.errors import UnsupportedError
 from ortops.graph.convert import ModelLike
 from ortops.numbers import Array
@@ -61,6 +63,7 @@ def find_names(weights: Mapping[str, Read], arrays: Mapping[str, Array]) -> Name
     search.by_name()
     search.by_scope()
     search.by_value()
+    search.gates()
     search.fused()
     search.split()
     search.copies()
@@ -196,6 +199,28 @@ class _Search:
                 if order is not None:
                     self._add(name, Place(weight, "value", order))
                     break
+
+    def gates(self) -> None:
+        """Finds the weights of recurrent layers with one direction, whose gates are reordered."""
+        for weight, read in self._left_weights().items():
+            if not read.gates or len(read.shape) < 2 or read.shape[0] != 1:
+                continue
+            own, count = read.array()[0], len(read.gates)
+            halves = np.split(own, 2) if own.ndim == 1 else [own]  # the biases of W and R
+            for half, whole in enumerate(halves):
+                size = len(whole) // count
+                blocks = np.split(whole, count)
+                inverse = sorted(range(count), key=read.gates.__getitem__)
+                torch = np.concatenate([blocks[gate] for gate in inverse])
+                fitting = (n for n, a in self._left().items() if a.shape == torch.shape)
+                name = next((n for n in fitting if same(self._arrays[n], torch)), None)
+                if name is None or not is_informative(torch):
+                    continue
+                for index, gate in enumerate(read.gates):
+                    start = (half * count + index) * size
+                    part = Part(1, start, start + size)
+                    of = Part(0, gate * size, gate * size + size)
+                    self._add(name, Place(weight, "value", part=part, of=of))
 
     def fused(self) -> None:
         """Finds weights that are several tensors in a row."""

@@ -35,6 +35,9 @@ _ROLES = {
 }
 """The names of parameters in torch's modules, by operator and index of the input."""
 
+_GATES = {"GRU": (1, 0, 2), "LSTM": (0, 3, 1, 2), "RNN": (0,)}
+"""The position in torch of each gate of ONNX: zrh and iofc instead of rzn and ifgo."""
+
 
 @dataclass
 class Read:
@@ -48,6 +51,7 @@ class Read:
         is_weight: Whether it is a learned weight or a running statistic, not a constant.
         transposed: Whether its readers use it as x · W without a Transpose or transB, so that
             torch's Linear, whose weight is [outputs, inputs], was transposed by the exporter.
+        gates: For W, R and B of a recurrent operator, the position in torch of each of its gates.
     """
 
     weight: Weight
@@ -55,6 +59,7 @@ class Read:
     nodes: list[str] = field(default_factory=list)
     is_weight: bool = True
     transposed: bool = False
+    gates: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -103,4 +108,7 @@ def _read(weight: Weight, value: ir.Value) -> Read:
         or (use.node.op_type == "Gemm" and not use.node.attributes.get_int("transB", 0))
         for use in value.uses()
     )
+    for use in value.uses():
+        if use.idx in (1, 2, 3):
+            found.gates = _GATES.get(use.node.op_type, found.gates)
     return found
