@@ -150,7 +150,7 @@ WITHIN = {
         ),
     ),
     "trainable": (
-        *("metadata", "training_mode", "bfloat16", "step_graph", "child_process"),
+        *("metadata", "training_mode", "bfloat16", "exact_products", "step_graph", "child_process"),
         *("initialization", "write_back"),
     ),
     "building": (

@@ -60,6 +60,7 @@ from ortops.lowering import (
 )
 from ortops.optimizers import OPERATORS
 from ortops.trainable.bfloat16 import compute_in_float32
+from ortops.trainable.exact_products import use_exact_products
 from ortops.trainable.metadata import METADATA_KEY, LossPart, TrainingMetadata, training_metadata
 from ortops.trainable.training_mode import write_inference_mode
 
@@ -245,6 +246,7 @@ def flatten(
     variables = [n for n in dict.fromkeys((*bound, *rates)) if n in graph.initializers]
     _make_inputs(graph, variables)
     compute_in_float32(graph, updates)
+    use_exact_products(graph)
     # Without Gradient nodes, the parameters are the updated initializers of the inference graph.
     parameters = list(differentiated(graph, variables, updates))
     return Step(
@@ -367,6 +369,7 @@ def evaluation_model(
     prune(graph)
     _make_inputs(graph, [name for name in step.variables if name in graph.initializers])
     compute_in_float32(graph, {})
+    use_exact_products(graph)
     remove_defaults(graph, step.variables)
     feeds = [v.name or "" for v in graph.inputs if v.name not in step.variables]
     outputs = [value.name or "" for value in graph.outputs]
