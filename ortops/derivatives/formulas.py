@@ -6,6 +6,8 @@ import functools
 import operator
 from collections.abc import Sequence
 
+import numpy as np
+
 from ortops.autodiff.grad import grad, of_shape
 from ortops.derivatives.builder import Builder, Formula, for_each
 from ortops.graph.tensor import Tape, Tensor, op, shape_of, zeros_like
@@ -121,14 +123,21 @@ def _jacobians(tape: Tape, y: Tensor, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     if y.shape == ():
         return grad(y, xs)
     elements = op.Reshape(y, [-1])
+    is_full = y.shape is not None and all(isinstance(dim, int) and dim for dim in y.shape)
+    if not is_full:  # another row, because a Scan needs at least one
+        elements = op.Concat(elements, np.zeros(1, y.dtype), axis=0)
 
     def row(inner: Tape, number: Tensor) -> Sequence[Tensor]:
         element = op.Gather(on(inner, elements), number, axis=0)
-        return grad(element, [on(inner, x) for x in xs])
+        slopes = grad(element, [on(inner, x) for x in xs])
+        # A Scan needs the rank of its outputs.
+        return [op.Reshape(s, [-1]) if s.shape is None else s for s in slopes]
 
     results = []
-    rows = for_each(tape, [op.Range(0, op.Size(y), 1)], row)
+    rows = for_each(tape, [op.Range(0, op.Squeeze(op.Shape(elements)), 1)], row)
     for x, stacked in zip(xs, rows, strict=True):
+        if not is_full:
+            stacked = op.Slice(stacked, [0], [-1], [0])
         shape = op.Concat(shape_of(y), shape_of(x), axis=0)
         result = op.Reshape(stacked, shape, allowzero=1)
         if y.shape is not None and x.shape is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 import operator
@@ -130,7 +131,7 @@ class Function:
         result._fed = tuple(name for name in self._source.weights if name in result._replaced)
         return result
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, /, *args: Any, **named: Any) -> Any:
         """Returns the outputs.
 
         Raises:
@@ -141,7 +142,7 @@ class Function:
         return _one_or_all(self._run("outputs", (), self._feeds(args, named)))
 
     def vjp(
-        self, *args: Any, wrt: Wrt = None, **named: Any
+        self, /, *args: Any, wrt: Wrt = None, **named: Any
     ) -> tuple[Any, Callable[[Any], tuple[Array | None, ...]]]:
         """Computes the outputs, and returns a function for vector-Jacobian products (reverse mode).
 
@@ -169,7 +170,7 @@ class Function:
         forward, backward = program.parts(feeds)
         found = forward.compute(feeds)
         # Copies, because the caller may change arrays before calling the pullback.
-        kept = {n: feeds[n].copy() for n in backward.inputs if n in feeds} | {
+        kept = {n: copy.deepcopy(feeds[n]) for n in backward.inputs if n in feeds} | {
             name: value for name, value in found.items() if name in backward.inputs
         }
         likes = {name: as_array(found[name], copied=name in kept) for name in self.outputs}
@@ -221,7 +222,7 @@ class Function:
         products = dict(zip(self._source.float_outputs, found[count:], strict=True))
         return _one_or_all(found[:count]), _one_or_all([products.get(n) for n in self.outputs])
 
-    def value_and_grad(self, *args: Any, wrt: Wrt = None, **named: Any) -> tuple[Array, Any]:
+    def value_and_grad(self, /, *args: Any, wrt: Wrt = None, **named: Any) -> tuple[Array, Any]:
         """Computes a scalar output and its gradient.
 
         Args:
@@ -253,7 +254,7 @@ class Function:
         self._check_one_element("value_and_grad", value.shape)
         return value, _one_or_all(gradients)
 
-    def jacobian(self, *args: Any, wrt: Wrt = None, **named: Any) -> Any:
+    def jacobian(self, /, *args: Any, wrt: Wrt = None, **named: Any) -> Any:
         """Computes the Jacobian of each output.
 
         Args:
@@ -274,7 +275,7 @@ class Function:
         names = self._wrt(wrt)
         return _nested(self._run("jacobian", names, self._feeds(args, named)), len(names))
 
-    def hessian(self, *args: Any, wrt: Wrt = None, **named: Any) -> Any:
+    def hessian(self, /, *args: Any, wrt: Wrt = None, **named: Any) -> Any:
         """Computes the Hessian of a scalar output.
 
         Args:
@@ -432,7 +433,7 @@ class Function:
         """
         return _bridge("pytensor", "pytensor_op").pytensor_op(self)
 
-    def scipy(self, shape: Any = None, **fixed: Any) -> Any:
+    def scipy(self, /, shape: Any = None, **fixed: Any) -> Any:
         """Returns functions of flat float64 vectors for ``scipy.optimize.minimize``.
 
         A vector is the concatenation of all inputs that are not fixed, each flattened, in the order
@@ -558,6 +559,11 @@ class Function:
     def _wrt(self, wrt: Wrt) -> tuple[str, ...]:
         """Returns the names of inputs and weights to differentiate with respect to."""
         floats = self._source.float_inputs
+        if not self._source.float_outputs:
+            raise ArgumentError(
+                f"{self!r:.200} has no floating-point output to differentiate; select other "
+                "tensors with Function(model, outputs=...)"
+            )
         if wrt is None:
             if not floats:
                 raise ArgumentError(
@@ -566,7 +572,8 @@ class Function:
             return floats
         given = [wrt] if isinstance(wrt, str | int | np.integer) else wrt
         if not isinstance(given, Sequence) or not given:
-            raise ArgumentError(f"wrt must be names or positions of inputs, got {wrt!r:.80}")
+            hint = "; pass the array for the input 'wrt' by position" * ("wrt" in self.inputs)
+            raise ArgumentError(f"wrt must be names or positions of inputs, got {wrt!r:.80}{hint}")
         return tuple(dict.fromkeys(self._differentiable(each, floats) for each in given))
 
     def _differentiable(self, entry: object, floats: Sequence[str]) -> str:
@@ -582,7 +589,7 @@ class Function:
         if name in floats or name in self._source.weights:
             return name
         if name in inputs:
-            kind = self._source.inputs[name].dtype
+            kind = _kind(self._source.inputs[name])
             raise ArgumentError(
                 f"wrt: input '{name}' must be floating-point to be differentiated, got {kind}"
             )
@@ -622,7 +629,8 @@ class Function:
             label = f"{what}: '{name}'"
             if name not in allowed:
                 if vector is not None:
-                    raise ArgumentError(f"{label} is {like.dtype} and has no derivative; pass None")
+                    kind = getattr(like, "dtype", "not a tensor")
+                    raise ArgumentError(f"{label} is {kind} and has no derivative; pass None")
                 continue
             if vector is None:
                 raise ArgumentError(f"{label} needs an array of shape {list(like.shape)}, got None")
@@ -747,7 +755,7 @@ def _kinds(args: Sequence[Any]) -> tuple[Any, ...]:
 
 def _is_contiguous(array: Array) -> bool:
     flags = array.flags
-    return flags.c_contiguous and flags.aligned
+    return flags.c_contiguous and flags.aligned and array.dtype.kind != "O"
 
 
 def _tuple(what: str, given: Any) -> tuple[Any, ...]:
@@ -773,4 +781,11 @@ def _shown(given: Input) -> str:
     dims = (
         "..." if given.dims is None else ", ".join("?" if d is None else str(d) for d in given.dims)
     )
-    return f"{given.name}: {given.dtype if given.unbound is None else given.unbound}[{dims}]"
+    return f"{given.name}: {_kind(given)}" + f"[{dims}]" * (given.unbound is None)
+
+
+def _kind(given: Input) -> str:
+    """Returns the type of an input as text."""
+    if given.dtype is None:
+        return given.unbound or "unknown"
+    return given.unbound or ("string" if given.dtype.kind == "O" else str(given.dtype))

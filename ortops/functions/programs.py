@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 import ml_dtypes
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime
 
@@ -25,7 +26,7 @@ from ortops.derivatives.formulas import (
     add_vjp,
 )
 from ortops.derivatives.vmap import Axes, add_axis
-from ortops.errors import ModelError, did_you_mean
+from ortops.errors import FeedError, ModelError, did_you_mean
 from ortops.execution.memory import ort_value
 from ortops.execution.onnxruntime_sessions import Sessions, errors_as_ours
 from ortops.execution.settings import Settings
@@ -37,7 +38,7 @@ from ortops.graph.edit import RANDOM, all_nodes, is_float, prune
 from ortops.graph.files import external
 from ortops.graph.files.serialization import GRADIENT_DOMAIN, name_gradients
 from ortops.graph.folding import fold
-from ortops.graph.tensor import constant_number, numpy_dtype
+from ortops.graph.tensor import Names, constant_number, numpy_dtype
 from ortops.graph.weights import lift
 from ortops.inference import InferenceSession
 from ortops.lowering import has_domain, infer_types, lower_ir, lower_prepared, normalize, prepare
@@ -101,6 +102,7 @@ class _Part:
         outputs: The names of its outputs.
         lent: The memory of weights that the session reads.
         is_bound: Whether it has inputs or outputs that only `compute` can convert.
+        is_whole: Whether it has outputs that only `run` can convert: sequences and maps.
     """
 
     session: InferenceSession
@@ -108,10 +110,11 @@ class _Part:
     outputs: Sequence[str]
     lent: Mapping[str, Array]
     is_bound: bool
+    is_whole: bool
 
     def run(self, feeds: Mapping[str, Array]) -> list[Any]:
         """Returns the outputs for arrays; names that are not inputs are ignored."""
-        if self.is_bound:
+        if self.is_bound and not self.is_whole:
             return [as_array(value) for value in self.compute(feeds).values()]
         if len(feeds) != len(self.inputs):
             feeds = {name: feeds[name] for name in self.inputs if name in feeds}
@@ -130,7 +133,7 @@ class _Part:
                 ignored.
         """
         given = {name: feeds[name] for name in self.inputs if name in feeds}
-        if any(map(_is_text, given.values())):
+        if self.is_whole or any(map(_is_copied, given.values())):
             return dict(zip(self.outputs, self.run(given), strict=True))
         with errors_as_ours():
             binding = self.session.io_binding()
@@ -146,9 +149,11 @@ class _Part:
         return dict(zip(self.outputs, values, strict=True))
 
 
-def _is_text(value: Value) -> bool:
-    """Whether it is an array of strings, which onnxruntime must copy."""
-    return isinstance(value, np.ndarray) and value.dtype.kind in "OUS"
+def _is_copied(value: Value) -> bool:
+    """Whether onnxruntime must copy a value: an array of strings, a sequence, an optional value."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "OUS"
+    return not isinstance(value, onnxruntime.OrtValue)
 
 
 def as_array(value: Value, *, copied: bool = False) -> Any:
@@ -201,6 +206,8 @@ class Program:
         self._passes = list(sessions.settings.passes) if fast else []
         self.seeds = seeds
         self.inputs = {value.name or "": input_of(value) for value in model.graph.inputs}
+        if divided:
+            _forget_symbols([value for value in model.graph.inputs if value.name in seeds])
         if not lowered:
             fold(model.graph)
         self._gains = any(each.gains(model, None) for each in self._passes)
@@ -208,11 +215,11 @@ class Program:
         self._by_shape: dict[object, tuple[_Part, ...]] = {}
         self._lock = threading.RLock()
 
-    def parts(self, feeds: Mapping[str, Array]) -> tuple[_Part, ...]:
+    def parts(self, feeds: Mapping[str, Value]) -> tuple[_Part, ...]:
         """Returns the model in open sessions: one, or those of the forward and backward pass."""
         if not self._gains:
             return self._general or self._opened(None)
-        key = tuple((name, array.shape) for name, array in feeds.items())
+        key = tuple((n, array.shape) for n, array in feeds.items() if isinstance(array, np.ndarray))
         return self._by_shape.get(key) or self._opened(dict(key))
 
     def _opened(self, shapes: Mapping[str, tuple[int, ...]] | None) -> tuple[_Part, ...]:
@@ -256,12 +263,14 @@ class Program:
         put_last_results_first(graph)
         inputs = [value.name or "" for value in graph.inputs]
         outputs = [value.name or "" for value in graph.outputs]
+        _put_out_statistics(graph)
         proto, lent = external.move_out(model, _LENT if self._sessions.lends else None)
         optimize = not is_mostly_blocked(graph)
         session = self._sessions.open(proto, optimize=optimize, lent=lent)
-        ends = (*session.get_inputs(), *session.get_outputs())
-        is_bound = any(each.type == _BFLOAT16 for each in ends)
-        return _Part(session, inputs, outputs, lent, is_bound)
+        results = session.get_outputs()
+        is_bound = any(each.type == _BFLOAT16 for each in (*session.get_inputs(), *results))
+        is_whole = any(not each.type.startswith("tensor") for each in results)
+        return _Part(session, inputs, outputs, lent, is_bound, is_whole)
 
 
 class Source:
@@ -294,7 +303,7 @@ class Source:
         options: onnxruntime.SessionOptions | None,
         providers: Sequence[Any],
     ) -> None:
-        self._light, _ = lift(light)
+        self._original, (self._light, _) = light, lift(light)
         self.sess_options, self.providers = options, providers
         self._sessions = Sessions("onnx", options, providers, Settings(), save_memory=False)
         self.selected = outputs
@@ -307,8 +316,11 @@ class Source:
             name: input_of(value) for name, value in given.items() if name not in graph.initializers
         }
         self.optional = {n: input_of(v) for n, v in given.items() if n in graph.initializers}
-        self.float_inputs = tuple(n for n in self.inputs if is_float(given[n]))
-        self.float_outputs = tuple(n for n, value in self.outputs.items() if is_float(value))
+        others = {v.name for v in self._light.proto.graph.output if not _is_tensor(v)}
+        self.float_inputs = tuple(n for n in self.inputs if _is_float_tensor(given[n]))
+        self.float_outputs = tuple(
+            n for n, value in self.outputs.items() if _is_float_tensor(value) and n not in others
+        )
         self.weights = {n: v for n, v in graph.initializers.items() if is_float(v)}
         scopes = read_scopes(self.weights.values())
         self.trained = list(choose(self.weights, None, scopes).trained)
@@ -325,9 +337,9 @@ class Source:
                 self._programs[request] = program
         return program
 
-    def _read(self) -> ir.Model:
-        """Returns the model with the selected outputs."""
-        model = convert.to_ir(self._light)
+    def _read(self, light: external.LightModel | None = None) -> ir.Model:
+        """Returns the model with the selected outputs, by default with lifted weights."""
+        model = convert.to_ir(light or self._light)
         if self.selected is not None:
             known = _values(model.graph)
             for name in self.selected:
@@ -340,7 +352,8 @@ class Source:
 
     def _derived(self, request: Request) -> Program:
         if request.kind == "outputs":  # the model as it is, so that results are bit-equal
-            model = self._read()
+            is_lifted = request.fed or self.selected
+            model = self._read(self._light if is_lifted else self._original)
             _feed(model.graph, request.fed)
             if has_domain(self._light.proto):
                 model = lower_ir(model)
@@ -351,7 +364,7 @@ class Source:
 
     def serialized(self) -> bytes:
         """Returns the model with its weights."""
-        return external.serialize(self._light.attached())
+        return external.serialize(self._original.attached())
 
     def value(self, name: str) -> Array:
         """Returns the value of a weight."""
@@ -425,13 +438,54 @@ class Source:
         return model, outputs, [value.name or "" for value in seeds]
 
 
+class _Text(Input):
+    """An input of strings."""
+
+    def fit(self, given: object, sizes: dict[str, tuple[int, str]]) -> Array:
+        """Converts a string, or an array-like of strings, to an array of objects."""
+        array = np.asarray(given, object)
+        wrong = next((each for each in array.flat if not isinstance(each, str)), None)
+        if wrong is not None:
+            raise FeedError(f"feeds: '{self.name}' must have strings, got the value {wrong!r:.80}")
+        if self.dims is not None:
+            self._check_shape(array.shape, self.dims, sizes)
+        return array
+
+
+class _Other(Input):
+    """An input that is not a tensor, such as a sequence: a list of arrays."""
+
+    def fit(self, given: object, sizes: dict[str, tuple[int, str]]) -> Any:
+        """Returns a value as it is, because onnxruntime checks it."""
+        if isinstance(given, np.ndarray) and str(self.unbound).startswith("Sequence"):
+            raise FeedError(
+                f"feeds: '{self.name}' must be a list of arrays, because it is a {self.unbound}, "
+                "got an array"
+            )
+        return given
+
+
 def input_of(value: ir.Value) -> Input:
     """Returns what an input accepts."""
+    kind = Input
     dims = None
     if value.shape is not None:
         dims = tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
     unbound = None if isinstance(value.type, ir.TensorType | None) else str(value.type)
-    return Input(value.name or "", numpy_dtype(value), dims, unbound)
+    if unbound is not None:
+        kind = _Other
+    elif value.dtype == ir.DataType.STRING:
+        kind = _Text
+    return kind(value.name or "", numpy_dtype(value), dims, unbound)
+
+
+def _is_tensor(value: onnx.ValueInfoProto) -> bool:
+    """Whether an output in a file may be a tensor; onnx-ir drops the types of maps."""
+    return value.type.WhichOneof("value") in (None, "tensor_type")
+
+
+def _is_float_tensor(value: ir.Value) -> bool:
+    return isinstance(value.type, ir.TensorType | None) and is_float(value)
 
 
 def _draws(node: ir.Node) -> bool:
@@ -443,12 +497,40 @@ def _draws(node: ir.Node) -> bool:
 
 
 def _feed(graph: ir.Graph, names: Sequence[str]) -> None:
-    """Makes initializers inputs without a default value."""
+    """Makes initializers the last inputs, without a default value."""
     for name in names:
         value = graph.initializers.pop(name)
         value.const_value = None
-        if value not in graph.inputs:
-            graph.inputs.append(value)
+        if value in graph.inputs:
+            graph.inputs.remove(value)
+        graph.inputs.append(value)
+
+
+def _put_out_statistics(graph: ir.Graph) -> None:
+    """Makes the statistics of BatchNormalization in training mode outputs.
+
+    Otherwise, onnxruntime writes them into the memory of the ones that the node reads, so that the
+    next run finds others.
+    """
+    names = Names(graph)
+    for node in graph:
+        if node.op_type != "BatchNormalization" or not node.attributes.get_int("training_mode", 0):
+            continue
+        for value in node.outputs[1:]:
+            value.name = value.name or names.unique("statistic")
+            if not value.is_graph_output():
+                value.type = value.type or node.outputs[0].type
+                graph.outputs.append(value)
+
+
+def _forget_symbols(seeds: Sequence[ir.Value]) -> None:
+    """Makes symbolic sizes of seeds unknown.
+
+    Passes may compute a size anywhere from an input that has it. The forward pass has no seeds.
+    """
+    for seed in seeds:
+        if seed.shape is not None:
+            seed.shape = ir.Shape([dim if isinstance(dim, int) else None for dim in seed.shape])
 
 
 def _values(graph: ir.Graph) -> dict[str, ir.Value]:

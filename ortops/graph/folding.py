@@ -40,6 +40,8 @@ def fold(graph: ir.Graph) -> bool:
         if node.domain or len(node.outputs) != 1:
             continue
         (value,) = node.outputs
+        if _is_named(value):  # a variable, also for the nodes that read it
+            continue
         try:
             result = _evaluate(node, known)
         except (ArithmeticError, IndexError, TypeError, ValueError):
@@ -47,8 +49,7 @@ def fold(graph: ir.Graph) -> bool:
         if result is None or result.size > _MOST:
             continue
         known[value] = result
-        named = any(user.domain == BOUND_DOMAIN for user, _ in value.uses())
-        if _is_whole(result) and not named and not value.is_graph_output():
+        if _is_whole(result) and not value.is_graph_output():
             folded[node] = None
     tape = Tape(graph, names=Names(graph)) if folded else None
     for node in folded:
@@ -98,13 +99,18 @@ def _sizes(node: ir.Node) -> Array | None:
 def _constant(value: ir.Value, known: Mapping[ir.Value, Array]) -> Array | None:
     if value in known:
         return known[value]
-    tensor = constant_tensor(value)
+    tensor = None if _is_named(value) else constant_tensor(value)
     if tensor is None or tensor.size > _MOST:
         return None
     array = tensor.numpy()
     if array.dtype.kind not in "biuf" or array.dtype.type.__module__ != "numpy":
         return None
     return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def _is_named(value: ir.Value) -> bool:
+    """Whether a Gradient node names a tensor."""
+    return any(user.domain == BOUND_DOMAIN for user, _ in value.uses())
 
 
 def _is_whole(array: Array) -> bool:
