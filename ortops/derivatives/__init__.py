@@ -19,6 +19,9 @@ inputs; pass names to select one or more other tensors.
 
 The returned models contain Gradient nodes in addition to standard nodes, or only standard nodes
 with ``lowered=True``. Both can be differentiated again, trained and served.
+
+`vmap` returns a model that computes all entries along a new axis of its inputs, and
+`per_sample_gradient` one that computes the gradient of each row's own loss by the parameters.
 """
 
 from __future__ import annotations

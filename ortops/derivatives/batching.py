@@ -599,13 +599,17 @@ def _resize(
     *,
     axes: Sequence[int] | None = None,
 ) -> Any:
-    rank = x.ndim - 1
+    rank, rows = x.ndim - 1, _fold(x)
     if axes is not None:
         kept = all(axis % rank for axis in axes)
         axes = [axis % rank for axis in axes]
-    else:  # the rows are kept by a scale of 1
-        kept = scales is not None and scales.constant is not None and scales.constant[0] == 1
-    return _unfold(again(_fold(x), roi, scales, sizes, axes=axes), x) if kept else None
+    elif scales is not None:
+        kept = scales.constant is not None and scales.constant[0] == 1
+    else:
+        entry, given = (value.shape for value in (again.node.outputs[0], again.node.inputs[0]))
+        kept = entry is not None and entry[0] == given[0] and entry[0] != ir.SymbolicDim(None)
+        sizes = op.Concat(op.Shape(rows, end=1), sizes[1:], axis=0)
+    return _unfold(again(rows, roi, scales, sizes, axes=axes), x) if kept else None
 
 
 @rule("Conv", "ConvTranspose")
