@@ -164,3 +164,40 @@ def test_scales_that_are_trained() -> None:
     )
     expected = first_loss("float32", 4, zero_points=False)
     np.testing.assert_allclose(TrainingSession(built).step(BATCH)["loss"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_dequantized_weights_that_onnxruntime_fuses(dtype: str, bits: int) -> None:
+    """It makes the same node of them."""
+    rng = np.random.default_rng(0)
+    kind = {4: onnx.TensorProto.INT4, 8: onnx.TensorProto.INT8}[bits]
+    numbers = rng.integers(-8, 8, (SIZE, OUT))
+    scales = (rng.random((SIZE // BLOCK, OUT)) / 10 + 0.01).astype(dtype)
+    node = helper.make_node
+    nodes = [
+        node("Cast", ["x"], ["h"], to=FLOATS[dtype]),
+        node("Neg", ["h"], ["minus h"]),
+        node("DequantizeLinear", ["q", "scales"], ["weight"], axis=0, block_size=BLOCK),
+        node("MatMul", ["minus h", "weight"], ["minus p"], name="/fc/MatMul"),
+        node("Neg", ["minus p"], ["p"]),
+        node("Cast", ["p"], ["y"], to=onnx.TensorProto.FLOAT),
+    ]
+    model = quantized(dtype, 4, zero_points=False)
+    del model.graph.node[:], model.graph.initializer[:]
+    model.graph.node.extend(nodes)
+    given = helper.make_tensor("q", kind, numbers.shape, numbers.reshape(-1).tolist())
+    model.graph.initializer.extend([given, numpy_helper.from_array(scales, "scales")])
+    built = ortops.build_training_model(
+        lora.add(model, rank=2), loss="MeanSquaredError", optimizer="SGD"
+    )
+    weight = numbers * np.repeat(scales.astype(np.float64), BLOCK, 0)
+    expected = ((X.astype(dtype).astype(np.float64) @ weight - TARGETS) ** 2).mean()
+    session = TrainingSession(built)
+    found = [session.evaluate(BATCH)["loss"], *session.run_steps([BATCH] * 2)[:1]]
+    step = ortops.lower(ortops.step_graph(built, defaults=True)).SerializeToString()
+    for level in LEVELS:
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = level
+        found.append(onnxruntime.InferenceSession(step, options).run(["loss"], BATCH)[0])
+    np.testing.assert_allclose(np.array(found, float), expected, rtol=TOLERANCE[dtype])
