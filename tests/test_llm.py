@@ -64,11 +64,11 @@ def served(folder: Path, tokens: list[int], *, active: bool) -> np.ndarray:
 
 def test_train_save_serve_and_continue(folder: Path, tmp_path: Path) -> None:
     rate = schedules.warmup_linear(0.02, steps=40, warmup=2)
-    tuning = FineTuning(folder, rank=4, learning_rate=rate)
+    tuning = FineTuning(folder, rank=4, alpha=4, learning_rate=rate)
     before = tuning.evaluate(ROWS, batch_size=2)
     np.testing.assert_allclose(before["perplexity"], np.exp(before["loss"]), rtol=1e-6)
-    history = tuning.fit(ROWS, epochs=6, batch_size=2, progress=False)
-    assert history.columns["steps"] == [2, 4, 6, 8, 10, 12]
+    history = tuning.fit(ROWS, epochs=10, batch_size=2, progress=False)
+    assert history.columns["steps"] == list(range(2, 22, 2))
     losses = history.columns["loss"]
     assert losses[-1] < losses[0] / 2
 
@@ -227,7 +227,7 @@ def test_chats_from_a_file(base: Path, tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Arr"}]
     file = tmp_path / "chats.jsonl"
     file.write_text(json.dumps({"messages": chat}) + "\n\n", encoding="utf-8")
-    tuning = FineTuning(base, rank=8, learning_rate=0.03)
+    tuning = FineTuning(base, rank=8, alpha=8, learning_rate=0.01)
     tuning.fit(file, epochs=30, progress=False)
     assert tuning.generate(chat[:1], max_new_tokens=9) == "Arr"
     assert tuning.generate("<|user|>Hi<|end|><|assistant|>", max_new_tokens=9) == "Arr"

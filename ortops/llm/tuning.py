@@ -67,7 +67,7 @@ class FineTuning:
         >>> from models import llama
         >>> rows = [{"input_ids": [65, 66, 67, 68, 256]}]  # or text, or the path of JSON lines
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     tuning = FineTuning(llama.write(f"{folder}/base"), rank=4, learning_rate=0.03)
+        ...     tuning = FineTuning(llama.write(f"{folder}/base"), 4, 4, learning_rate=0.03)
         ...     history = tuning.fit(rows, epochs=30, progress=False)
         ...     tuning.save(f"{folder}/tuned")
         ...     again = FineTuning.load(f"{folder}/tuned")
