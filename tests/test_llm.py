@@ -357,3 +357,36 @@ def test_the_command_with_a_schedule(base: Path, tmp_path: Path) -> None:
     command += ["--batch-size", "2", "--epochs", "2"]
     assert main([*command, "--learning-rate", rate, "--save", str(saved)]) == 0
     assert FineTuning.load(saved).session.history.columns["steps"] == [3, 6]
+
+
+# --------------------------------------------------------------------------- onnxruntime-genai
+
+
+@pytest.mark.optional("onnxruntime_genai", "genai")
+def test_onnxruntime_genai_serves_the_folder(folder: Path, tmp_path: Path) -> None:
+    import onnxruntime_genai
+
+    def generated(path: Path, adapter: str = "") -> list[int]:
+        model = onnxruntime_genai.Model(str(path))
+        parameters = onnxruntime_genai.GeneratorParams(model)
+        parameters.set_search_options(max_length=16, do_sample=False)
+        generator = onnxruntime_genai.Generator(model, parameters)
+        if adapter:
+            adapters = onnxruntime_genai.Adapters(model)
+            adapters.load(str(path / adapter), "tuned")
+            generator.set_active_adapter(adapters, "tuned")
+        generator.append_tokens(np.array(prompt, np.int32))
+        found = []
+        while not generator.is_done():
+            generator.generate_next_token()
+            found.append(int(generator.get_next_tokens()[0]))
+        return found
+
+    prompt = [104, 105, 33]
+    tuning = FineTuning(folder, rank=8, alpha=8, learning_rate=0.01)
+    tuning.fit(ROWS, epochs=30, progress=False)
+    tuning.save(tmp_path)
+    assert generated(tmp_path) == generated(folder)
+    tuned = generated(tmp_path, "adapter.onnx_adapter")
+    assert tuned == [97, 98, 99, 256]
+    assert tuning.generate(prompt) == tuned[:-1]
