@@ -362,6 +362,35 @@ def test_the_command_with_a_schedule(base: Path, tmp_path: Path) -> None:
 # --------------------------------------------------------------------------- onnxruntime-genai
 
 
+def test_settings_of_onnxruntime_genai_are_written(base: Path, tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    shutil.copytree(base, given)
+    expected = json.loads((given / "genai_config.json").read_text())["model"]
+    (given / "genai_config.json").unlink()
+    config = {
+        "model_type": "llama",
+        "num_attention_heads": llama.HEADS,
+        "num_key_value_heads": llama.PAIRS,
+        "num_hidden_layers": llama.LAYERS,
+        "hidden_size": llama.HIDDEN,
+        "vocab_size": llama.WORDS,
+        "max_position_embeddings": llama.CONTEXT,
+        "eos_token_id": 256,
+    }
+    (given / "config.json").write_text(json.dumps(config))
+    tuning = FineTuning(given, rank=1, targets=["*o_proj*"])
+    tuning.save(tmp_path / "tuned")
+    found = json.loads((tmp_path / "tuned" / "genai_config.json").read_text())["model"]
+    del expected["decoder"]["session_options"], found["decoder"]["session_options"]
+    assert found == expected | {"eos_token_id": [256]}
+    assert open_folder(tmp_path / "tuned").end == (256,)
+
+    del config["hidden_size"]
+    (given / "config.json").write_text(json.dumps(config))
+    FineTuning(given, rank=1, targets=["*o_proj*"]).save(tmp_path / "without")
+    assert not (tmp_path / "without" / "genai_config.json").exists()
+
+
 @pytest.mark.optional("onnxruntime_genai", "genai")
 def test_onnxruntime_genai_serves_the_folder(folder: Path, tmp_path: Path) -> None:
     import onnxruntime_genai

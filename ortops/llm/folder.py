@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ import onnx
 from ortops.errors import ArgumentError, ModelError
 from ortops.graph.files.json_text import read_json
 
-__all__ = ["Folder", "copy_others", "open_folder"]
+__all__ = ["GENAI_CONFIG", "Folder", "copy_others", "genai_config", "open_folder"]
 
 GENAI_CONFIG = "genai_config.json"
 _NAMES = (
@@ -102,6 +103,62 @@ def copy_others(folder: Folder, target: Path) -> None:
         is_model = file.suffix in (".onnx", _ADAPTERS) or file.name in data
         if file.is_file() and not is_model and file.parent.resolve() != target.resolve():
             shutil.copyfile(file, target / file.name)
+
+
+def genai_config(folder: Folder) -> str:
+    """Returns a genai_config.json for a folder of Optimum, by its config.json.
+
+    Returns:
+        An empty text if the folder has genai_config.json, config.json lacks a setting, or the
+        model's caches have other names than ``past_key_values.0.key`` and ``present.0.key``.
+    """
+    config = folder.config
+    sizes = {
+        "num_attention_heads": config.get("num_attention_heads"),
+        "num_hidden_layers": config.get("num_hidden_layers"),
+        "hidden_size": config.get("hidden_size"),
+        "vocab_size": config.get("vocab_size"),
+        "context_length": folder.context_length,
+    }
+    if (folder.path / GENAI_CONFIG).exists() or not (
+        all(isinstance(size, int) and size > 0 for size in sizes.values()) and folder.end
+    ):
+        return ""
+    heads = int(config["num_attention_heads"])
+    graph = onnx.load(folder.model, load_external_data=False).graph
+    if not {"past_key_values.0.key", "present.0.key"} <= {
+        value.name for value in (*graph.input, *graph.output)
+    }:
+        return ""
+    plain = ("input_ids", "attention_mask", "position_ids")
+    names = {value.name: value.name for value in graph.input if value.name in plain}
+    caches, kinds = ("past_key_values", "present"), ("key", "value")
+    past, present = (
+        {f"{cache.partition('_')[0]}_{kind}_names": f"{cache}.%d.{kind}" for kind in kinds}
+        for cache in caches
+    )
+    decoder = {
+        "session_options": {"provider_options": []},
+        "filename": folder.model.relative_to(folder.path).as_posix(),
+        "head_size": config.get("head_dim") or config["hidden_size"] // heads,
+        "hidden_size": config["hidden_size"],
+        "inputs": names | past,
+        "outputs": {"logits": folder.logits} | present,
+        "num_attention_heads": heads,
+        "num_hidden_layers": config["num_hidden_layers"],
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+    }
+    model = {
+        "type": config.get("model_type", "llama"),
+        "bos_token_id": config.get("bos_token_id", folder.end[0]),
+        "eos_token_id": list(folder.end),
+        "pad_token_id": config.get("pad_token_id") or folder.end[0],
+        "vocab_size": config["vocab_size"],
+        "context_length": folder.context_length,
+        "decoder": decoder,
+    }
+    search = {"max_length": folder.context_length, "past_present_share_buffer": False}
+    return json.dumps({"model": model, "search": search}, indent=4)
 
 
 def _model_file(folder: Path, name: str) -> Path:

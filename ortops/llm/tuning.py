@@ -21,7 +21,7 @@ from ortops.graph.adapters import adapter_of
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.saving import save_model
 from ortops.llm.examples import IGNORED, TRAIN_ON, Example, Rows, batch_of, read_examples
-from ortops.llm.folder import Folder, copy_others, open_folder
+from ortops.llm.folder import GENAI_CONFIG, Folder, copy_others, genai_config, open_folder
 from ortops.llm.generation import generate
 from ortops.llm.tokenization import Message, Tokenizer
 from ortops.lora.addition import add
@@ -290,10 +290,11 @@ class FineTuning:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes a folder that is served like the original one, with and without the adapter.
 
-        The folder has the other files of the original one (such as genai_config.json and
-        tokenizer.json); the model, which computes what the original model computes unless an
-        adapter is active; ``adapter.onnx_adapter``, for `onnxruntime.RunOptions.add_active_adapter`
-        and onnxruntime-genai's ``Adapters``; and ``training.state``, which only `load` reads.
+        The folder has the other files of the original one, such as tokenizer.json;
+        genai_config.json, which is written from config.json if there is none; the model, which
+        computes what the original model computes unless an adapter is active;
+        ``adapter.onnx_adapter``, for `onnxruntime.RunOptions.add_active_adapter` and
+        onnxruntime-genai's ``Adapters``; and ``training.state``, which only `load` reads.
 
         Args:
             folder: The folder. It is created if it does not exist.
@@ -320,6 +321,8 @@ class FineTuning:
         file.parent.mkdir(parents=True, exist_ok=True)
         if target.resolve() != self._folder.path.resolve():
             copy_others(self._folder, target)
+            if settings := genai_config(self._folder):
+                (target / GENAI_CONFIG).write_text(settings, encoding="utf-8")
         model = self.session.inference_model()
         save_adapter(model, target / ADAPTER)
         for tensor in model.graph.initializer:
