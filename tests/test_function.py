@@ -359,6 +359,7 @@ def test_values_are_converted_only_without_loss(f: Function) -> None:
         (lambda f: f.jacobian(X, wrt=True), "wrt must be names or positions of inputs, got True"),
         (lambda f: f.jacobian(X, wrt="w9"), "no input or weight 'w9'; known names: 'x', 'w1'"),
         (lambda f: f.jacobian(X, wrt=[]), r"wrt must be names or positions of inputs, got \[\]"),
+        (lambda f: f.jacobian(X, wrt=["x", 0]), "wrt: 'x' is listed twice; list it once"),
         (lambda f: f.value_and_grad(X), r"needs a scalar output, but 'y' has shape \[4, 2\]"),
         (lambda f: f.hessian(X), r"needs a scalar output, but 'y' has shape \[4, 2\]"),
         (lambda f: f.hvp((X,), (X,)), r"needs a scalar output, but 'y' has shape \[4, 2\]"),

@@ -5,29 +5,21 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
 import onnxruntime
 
 from ortops.arguments import boolean, whole_number
 from ortops.derivatives.vmap import Axes
-from ortops.errors import ArgumentError, OrtopsError, did_you_mean
+from ortops.errors import ArgumentError, OrtopsError
+from ortops.functions.call_arguments import CallArguments, Wrt, as_tuple, shown
 from ortops.functions.programs import Kind, Program, Request, Source, as_array, input_of
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike, blame_model
 from ortops.numbers import Array
-from ortops.training.feeds import Input
 
 __all__ = ["Function"]
-
-_CHECKED = 1024
-"""The number of combinations of types and shapes that are remembered as checked."""
-
-Wrt: TypeAlias = str | int | Sequence[str | int] | None
-"""Inputs or weights by name, or inputs by position; None for all floating-point inputs."""
 
 
 class Function:
@@ -79,6 +71,7 @@ class Function:
         names = None if outputs is None else _names("outputs", outputs)
         chosen = providers or ["CPUExecutionProvider"]
         self._source = Source(convert.load_light(model), names, sess_options, chosen)
+        self._arguments = CallArguments(self._source)
         self._replaced: dict[str, Array] = {}
         self._fed: tuple[str, ...] = ()
 
@@ -123,10 +116,10 @@ class Function:
         if not isinstance(values, Mapping):
             raise ArgumentError(f"values must be a dict of arrays, got {type(values).__name__}")
         result = object.__new__(type(self))
-        result._source = self._source
+        result._source, result._arguments = self._source, self._arguments
         result._replaced = dict(self._replaced)
         for name, value in values.items():
-            array = self._weight(name).fit(value, {})
+            array = self._arguments.weight(name).fit(value, {})
             result._replaced[name] = array.copy()  # `array` may share memory with `value`
         result._fed = tuple(name for name in self._source.weights if name in result._replaced)
         return result
@@ -165,7 +158,7 @@ class Function:
             UnsupportedError: If an operator has no gradient.
         """
         feeds = self._feeds(args, named)
-        names = self._wrt(wrt)
+        names = self._arguments.wrt(wrt)
         program = self._program("vjp", names)
         forward, backward = program.parts(feeds)
         found = forward.compute(feeds)
@@ -177,7 +170,9 @@ class Function:
         shown = self.inputs if wrt is None else names
 
         def pullback(cotangents: Any) -> tuple[Array | None, ...]:
-            vectors = self._like("cotangents", cotangents, likes, self._source.float_outputs)
+            vectors = self._arguments.like(
+                "cotangents", cotangents, likes, self._source.float_outputs
+            )
             seeds = dict(zip(program.seeds, vectors, strict=True))
             products = map(as_array, backward.compute({**kept, **seeds}).values())
             by_name = dict(zip(names, products, strict=True))
@@ -202,9 +197,7 @@ class Function:
 
         Raises:
             ArgumentError: See `vjp`.
-            FeedError: See `vjp`.
-            KernelError: See `vjp`.
-            UnsupportedError: See `vjp`.
+            OrtopsError: Other errors as for `vjp`.
 
         Example:
             >>> from models import mlp
@@ -214,8 +207,8 @@ class Function:
             >>> tangents.shape
             (3, 2)
         """
-        feeds = self._feeds(_tuple("xs", xs), {})
-        names = self._wrt(wrt)
+        feeds = self._feeds(as_tuple("xs", xs), {})
+        names = self._arguments.wrt(wrt)
         vectors = self._vectors("tangents", tangents, wrt, names, feeds)
         found = self._run("jvp", names, feeds, vectors)
         count = len(self.outputs)
@@ -236,9 +229,7 @@ class Function:
         Raises:
             ArgumentError: See `vjp`; or if the Function has several outputs, or its output has more
                 than one element.
-            FeedError: See `vjp`.
-            KernelError: See `vjp`.
-            UnsupportedError: See `vjp`.
+            OrtopsError: Other errors as for `vjp`.
 
         Example:
             >>> import ortops
@@ -249,9 +240,9 @@ class Function:
             (array(5., dtype=float32), array([2., 4.], dtype=float32))
         """
         feeds = self._feeds(args, named)
-        self._check_scalar("value_and_grad")
-        value, *gradients = self._run("gradient", self._wrt(wrt), feeds)
-        self._check_one_element("value_and_grad", value.shape)
+        self._arguments.check_scalar("value_and_grad")
+        value, *gradients = self._run("gradient", self._arguments.wrt(wrt), feeds)
+        self._arguments.check_one_element("value_and_grad", value.shape)
         return value, _one_or_all(gradients)
 
     def jacobian(self, /, *args: Any, wrt: Wrt = None, **named: Any) -> Any:
@@ -268,11 +259,9 @@ class Function:
 
         Raises:
             ArgumentError: See `vjp`.
-            FeedError: See `vjp`.
-            KernelError: See `vjp`.
-            UnsupportedError: See `vjp`.
+            OrtopsError: Other errors as for `vjp`.
         """
-        names = self._wrt(wrt)
+        names = self._arguments.wrt(wrt)
         return _nested(self._run("jacobian", names, self._feeds(args, named)), len(names))
 
     def hessian(self, /, *args: Any, wrt: Wrt = None, **named: Any) -> Any:
@@ -289,15 +278,13 @@ class Function:
 
         Raises:
             ArgumentError: See `value_and_grad`.
-            FeedError: See `vjp`.
-            KernelError: See `vjp`.
-            UnsupportedError: See `vjp`.
+            OrtopsError: Other errors as for `vjp`.
         """
-        self._check_scalar("hessian")
-        names = self._wrt(wrt)
+        self._arguments.check_scalar("hessian")
+        names = self._arguments.wrt(wrt)
         feeds = self._feeds(args, named)
         value, *found = self._run("hessian", names, feeds)
-        self._check_one_element("hessian", value.shape)
+        self._arguments.check_one_element("hessian", value.shape)
         return _nested(found, len(names))
 
     def hvp(self, xs: Sequence[Any], vectors: Sequence[Any], *, wrt: Wrt = None) -> Any:
@@ -314,16 +301,14 @@ class Function:
 
         Raises:
             ArgumentError: See `value_and_grad`.
-            FeedError: See `vjp`.
-            KernelError: See `vjp`.
-            UnsupportedError: See `vjp`.
+            OrtopsError: Other errors as for `vjp`.
         """
-        self._check_scalar("hvp")
-        names = self._wrt(wrt)
-        feeds = self._feeds(_tuple("xs", xs), {})
+        self._arguments.check_scalar("hvp")
+        names = self._arguments.wrt(wrt)
+        feeds = self._feeds(as_tuple("xs", xs), {})
         given = self._vectors("vectors", vectors, wrt, names, feeds)
         value, *found = self._run("hvp", names, feeds, given)
-        self._check_one_element("hvp", value.shape)
+        self._arguments.check_one_element("hvp", value.shape)
         return _one_or_all(found)
 
     def __reduce__(self) -> Any:
@@ -341,8 +326,8 @@ class Function:
 
     def __repr__(self) -> str:
         """Shows inputs, outputs and the number of weights."""
-        inputs = ", ".join(map(_shown, self._source.inputs.values()))
-        outputs = ", ".join(_shown(input_of(value)) for value in self._source.outputs.values())
+        inputs = ", ".join(map(shown, self._source.inputs.values()))
+        outputs = ", ".join(shown(input_of(value)) for value in self._source.outputs.values())
         values = [self._source.weights[name] for name in self.parameters]
         numbers = sum(math.prod(value.shape.numpy()) for value in values if value.shape)
         plural = "s" * (len(values) != 1)
@@ -385,7 +370,7 @@ class Function:
             ArgumentError: If there is no such weight.
         """
         for name in weights:
-            self._weight(name)
+            self._arguments.weight(name)
         return self._of(Request("outputs", (), tuple(weights)))
 
     def derivative(self, kind: Kind, wrt: Wrt = None) -> Function:
@@ -400,7 +385,7 @@ class Function:
         Raises:
             ArgumentError: If there is no such floating-point input.
         """
-        return self._of(Request(kind, self._wrt(wrt), ()))
+        return self._of(Request(kind, self._arguments.wrt(wrt), ()))
 
     def jax(self) -> Callable[..., Any]:
         """Returns the Function for JAX (requires jax: ``pip install ortops[jax]``).
@@ -493,10 +478,15 @@ class Function:
     def _with_weights(self, source: Source) -> Function:
         """Returns a Function of a source, with the weights of this one."""
         result = object.__new__(type(self))
-        result._source = source
+        result._source, result._arguments = source, CallArguments(source)
         result._replaced, result._fed = {}, ()
         left = {n: v for n, v in self._replaced.items() if n in result._source.weights}
         return result.with_parameters(left) if left else result
+
+    def _feeds(self, args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Array]:
+        """Returns checked arrays for all inputs, and for the weights that are fed."""
+        feeds = self._arguments.feeds(args, named)
+        return feeds | self._replaced if self._replaced else feeds
 
     def _program(self, kind: Kind, names: tuple[str, ...]) -> Program:
         return self._source.program(Request(kind, names, self._fed))
@@ -515,133 +505,6 @@ class Function:
         (part,) = program.parts(feeds)
         return part.run(feeds)
 
-    def _feeds(self, args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Array]:
-        """Returns checked arrays for all inputs, and for the weights that are fed."""
-        inputs = self._source.inputs
-        if len(args) != len(inputs) or named:
-            args = self._in_order(args, named)
-        source, sizes = self._source, dict[str, tuple[int, str]]()
-        kinds = _kinds(args)
-        if kinds in source.checked and not named:
-            feeds = dict(zip(inputs, args, strict=True))
-        else:
-            given = zip(inputs.items(), args, strict=True)
-            feeds = {name: each.fit(value, sizes) for (name, each), value in given}
-            as_given = all(map(operator.is_, feeds.values(), args))
-            if as_given and None not in kinds and len(source.checked) < _CHECKED:
-                source.checked.add(kinds)
-            for name in named.keys() & source.optional.keys():
-                feeds[name] = source.optional[name].fit(named[name], sizes)
-        return feeds | self._replaced if self._replaced else feeds
-
-    def _in_order(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
-        """Returns arguments in the order of the inputs."""
-        inputs, optional = self.inputs, self._source.optional
-        if len(args) > len(inputs):
-            raise ArgumentError(
-                f"the Function has {len(inputs)} inputs ({', '.join(inputs)}), got {len(args)} "
-                "arrays; pass one array for each"
-            )
-        found = dict(zip(inputs, args, strict=False))
-        for name, value in named.items():
-            if name not in self._source.inputs and name not in optional:
-                known = [*inputs, *optional]
-                raise ArgumentError(f"no input is named '{name}'; {did_you_mean(name, known)}")
-            if name in found:
-                raise ArgumentError(f"input '{name}' is given twice, by position and by name")
-            if name not in optional:
-                found[name] = value
-        missing = [_shown(self._source.inputs[name]) for name in inputs if name not in found]
-        if missing:
-            raise ArgumentError(f"pass an array for each input; missing: {', '.join(missing)}")
-        return [found[name] for name in inputs]
-
-    def _wrt(self, wrt: Wrt) -> tuple[str, ...]:
-        """Returns the names of inputs and weights to differentiate with respect to."""
-        floats = self._source.float_inputs
-        if not self._source.float_outputs:
-            raise ArgumentError(
-                f"{self!r:.200} has no floating-point output to differentiate; select other "
-                "tensors with Function(model, outputs=...)"
-            )
-        if wrt is None:
-            if not floats:
-                raise ArgumentError(
-                    f"{self!r:.200} has no floating-point input; pass names of weights as wrt="
-                )
-            return floats
-        given = [wrt] if isinstance(wrt, str | int | np.integer) else wrt
-        if not isinstance(given, Sequence) or not given:
-            hint = "; pass the array for the input 'wrt' by position" * ("wrt" in self.inputs)
-            raise ArgumentError(f"wrt must be names or positions of inputs, got {wrt!r:.80}{hint}")
-        return tuple(dict.fromkeys(self._differentiable(each, floats) for each in given))
-
-    def _differentiable(self, entry: object, floats: Sequence[str]) -> str:
-        """Returns the name of a floating-point input or weight, given its name or position."""
-        inputs = self.inputs
-        name = entry
-        if isinstance(entry, int | np.integer) and not isinstance(entry, bool):
-            if not -len(inputs) <= entry < len(inputs):
-                raise ArgumentError(f"wrt: position {entry} of {len(inputs)} inputs does not exist")
-            name = inputs[int(entry)]
-        if not isinstance(name, str):
-            raise ArgumentError(f"wrt must be names or positions of inputs, got {entry!r:.80}")
-        if name in floats or name in self._source.weights:
-            return name
-        if name in inputs:
-            kind = _kind(self._source.inputs[name])
-            raise ArgumentError(
-                f"wrt: input '{name}' must be floating-point to be differentiated, got {kind}"
-            )
-        known = [*floats, *self._source.weights]
-        raise ArgumentError(
-            f"wrt: the model has no input or weight '{name}'; {did_you_mean(name, known)}"
-        )
-
-    def _weight(self, name: object) -> Input:
-        """Returns what a weight accepts."""
-        weights = self._source.weights
-        if not isinstance(name, str) or name not in weights:
-            hint = did_you_mean(str(name), list(weights))
-            raise ArgumentError(f"the model has no floating-point weight '{name}'; {hint}")
-        return input_of(weights[name])
-
-    def _like(
-        self, what: str, given: Any, likes: Mapping[str, Array], allowed: Sequence[str]
-    ) -> list[Array]:
-        """Returns vectors shaped like arrays, for those that are floating-point.
-
-        Args:
-            what: Their name in messages.
-            given: A tuple with one vector for each array, or None for one that is not
-                floating-point; one vector without a tuple if there is one array.
-            likes: The arrays by name.
-            allowed: Those that are floating-point.
-        """
-        one = len(likes) == 1 and not isinstance(given, tuple | list)
-        vectors = (given,) if one else _tuple(what, given)
-        if len(vectors) != len(likes):
-            raise ArgumentError(
-                f"{what} must have one array for each of {', '.join(likes)}, got {len(vectors)}"
-            )
-        found = []
-        for (name, like), vector in zip(likes.items(), vectors, strict=True):
-            label = f"{what}: '{name}'"
-            if name not in allowed:
-                if vector is not None:
-                    kind = getattr(like, "dtype", "not a tensor")
-                    raise ArgumentError(f"{label} is {kind} and has no derivative; pass None")
-                continue
-            if vector is None:
-                raise ArgumentError(f"{label} needs an array of shape {list(like.shape)}, got None")
-            array = Input(name, like.dtype, None).fit(vector, {})
-            if array.shape != like.shape:
-                raise ArgumentError(
-                    f"{label} must have shape {list(like.shape)}, got {list(array.shape)}"
-                )
-            found.append(array)
-        return found
-
     def _vectors(
         self,
         what: str,
@@ -653,28 +516,7 @@ class Function:
         """Returns vectors shaped like the inputs or weights of ``wrt``."""
         shown = self.inputs if wrt is None else names
         likes = {name: feeds[name] if name in feeds else self.parameters[name] for name in shown}
-        return self._like(what, given, likes, names)
-
-    def _check_scalar(self, method: str) -> None:
-        """Checks that there is one output, which may have one element."""
-        outputs = self._source.outputs
-        if len(outputs) != 1:
-            raise ArgumentError(
-                f"{method} needs one scalar output, got {', '.join(outputs)}; select one with "
-                "Function(model, outputs=...)"
-            )
-        (value,) = outputs.values()
-        if not self._source.float_outputs:
-            raise ArgumentError(f"{method} needs a floating-point output, got {value.type}")
-        if value.shape is not None and value.shape.is_static():
-            self._check_one_element(method, value.shape.numpy())
-
-    def _check_one_element(self, method: str, shape: tuple[int, ...]) -> None:
-        if math.prod(shape) != 1:
-            raise ArgumentError(
-                f"{method} needs a scalar output, but '{self.outputs[0]}' has shape "
-                f"{list(shape)}; use jacobian or vjp"
-            )
+        return self._arguments.like(what, given, likes, names)
 
 
 def _restored(
@@ -709,8 +551,8 @@ class _Parameters(Mapping[str, Array]):
         return len(list(iter(self)))
 
     def __repr__(self) -> str:
-        shown = ", ".join(_shown(input_of(self._source.weights[name])) for name in self)
-        return f"<parameters {shown}>"
+        weights = (shown(input_of(self._source.weights[name])) for name in self)
+        return f"<parameters {', '.join(weights)}>"
 
 
 def _names(what: str, given: object) -> list[str]:
@@ -742,29 +584,6 @@ def _bridge(package: str, module: str) -> Any:
     return importlib.import_module(f"ortops.functions.{module}")
 
 
-def _kinds(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns all that the check of arrays depends on; None for what is not a plain array."""
-    plain = [type(array) is np.ndarray for array in args]
-    return tuple(
-        [
-            (array.dtype, array.shape) if known and _is_contiguous(array) else None
-            for array, known in zip(args, plain, strict=True)
-        ]
-    )
-
-
-def _is_contiguous(array: Array) -> bool:
-    flags = array.flags
-    return flags.c_contiguous and flags.aligned and array.dtype.kind != "O"
-
-
-def _tuple(what: str, given: Any) -> tuple[Any, ...]:
-    """Returns an argument that must be a tuple or a list, as a tuple."""
-    if not isinstance(given, tuple | list):
-        raise ArgumentError(f"{what} must be a tuple of arrays, got {type(given).__name__}")
-    return tuple(given)
-
-
 def _one_or_all(values: Sequence[Any]) -> Any:
     """Returns the only value, or all as a tuple."""
     return values[0] if len(values) == 1 else tuple(values)
@@ -774,18 +593,3 @@ def _nested(values: Sequence[Any], count: int) -> Any:
     """Returns values in rows of ``count``; rows and columns of one are not wrapped."""
     rows = [values[start : start + count] for start in range(0, len(values), count)]
     return _one_or_all([_one_or_all(row) for row in rows])
-
-
-def _shown(given: Input) -> str:
-    """Returns an input as text, such as ``x: float32[batch, 4]``."""
-    dims = (
-        "..." if given.dims is None else ", ".join("?" if d is None else str(d) for d in given.dims)
-    )
-    return f"{given.name}: {_kind(given)}" + f"[{dims}]" * (given.unbound is None)
-
-
-def _kind(given: Input) -> str:
-    """Returns the type of an input as text."""
-    if given.dtype is None:
-        return given.unbound or "unknown"
-    return given.unbound or ("string" if given.dtype.kind == "O" else str(given.dtype))

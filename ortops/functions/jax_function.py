@@ -61,7 +61,7 @@ def jax_function(function: Function) -> Callable[..., Any]:
             )
         weights = dict(sorted((parameters or {}).items()))
         call = call_reading(tuple(weights))
-        args = [*function._in_order(xs, {}), *weights.values()]
+        args = [*function._arguments.in_order(xs, {}), *weights.values()]
         inputs = call.function._source.inputs.values()
         args = [_argument(given, value) for given, value in zip(inputs, args, strict=True)]
         found = _call_p.bind(*args, call=call)

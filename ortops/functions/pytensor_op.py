@@ -78,7 +78,7 @@ class FunctionOp(Op):  # type: ignore[misc]
 
     def make_node(self, *inputs: Any) -> Apply:
         """Applies the Op to variables, arrays or numbers; checks their types and ranks."""
-        given = self.function._in_order(inputs, {})
+        given = self.function._arguments.in_order(inputs, {})
         variables = [_variable(*pair) for pair in zip(self._inputs, given, strict=True)]
         shapes = {each.name: x.type.shape for each, x in zip(self._inputs, variables, strict=True)}
         stated = zip(self._outputs, self.function._source.output_shapes(shapes), strict=True)

@@ -41,7 +41,7 @@ class ScipyFunctions(NamedTuple):
 
 def scipy_functions(function: Function, shape: Shapes, fixed: Mapping[str, Any]) -> ScipyFunctions:
     """Returns the functions; see `Function.scipy`."""
-    function._check_scalar("scipy")
+    function._arguments.check_scalar("scipy")
     for name in fixed.keys() - set(function.inputs):
         raise ArgumentError(
             f"scipy: no input is named '{name}'; {did_you_mean(name, function.inputs)}"
@@ -76,7 +76,7 @@ def scipy_functions(function: Function, shape: Shapes, fixed: Mapping[str, Any])
         key, found = np.asarray(x, np.float64).tobytes(), last
         if found is None or found[0] != key:
             value, pullback = function.vjp(*ordered(cut("x", x)), wrt=names)
-            function._check_one_element("scipy", value.shape)
+            function._arguments.check_one_element("scipy", value.shape)
             one = np.ones_like(value)
             last = found = key, float(value.reshape(())), lambda: joined(pullback(one))
         return found

@@ -98,7 +98,7 @@ class OnnxModule(torch.nn.Module):  # type: ignore[misc]
                     f"input '{name}' has a default value in the model, which a torch module uses; "
                     "remove the default from the model to pass a tensor"
                 )
-            args = function._in_order(args, named)
+            args = function._arguments.in_order(args, named)
         return iter(args)
 
     def _check_outputs(self) -> None:
