@@ -388,7 +388,7 @@ def test_errors_name_the_input(jax: Any, f: Function) -> None:
             call(x[:, :2])
         with pytest.raises(ortops.ArgumentError, match="missing: x: float32"):
             call()
-        with pytest.raises(ortops.ArgumentError, match=r"has 1 inputs \(x\), got 2 arrays"):
+        with pytest.raises(ortops.ArgumentError, match=r"has 1 input \(x\), got 2 arrays"):
             call(x, x)
         with pytest.raises(ortops.ArgumentError, match="no floating-point weight 'w9'"):
             call(x, parameters={"w9": x})

@@ -593,7 +593,7 @@ def test_wrong_tensors_are_named() -> None:
         (lambda: module(x.to_sparse()), r"input 'images' must be a dense tensor"),
         (lambda: module(x[:, 1:]), r"'images' must have shape \[batch, 4\], got \[3, 3\]"),
         (lambda: module(), "missing: images"),
-        (lambda: module(x, x), "has 1 inputs"),
+        (lambda: module(x, x), "has 1 input "),
         (lambda: module(other=x), "no input is named 'other'"),
         (lambda: module(np.zeros((3, 4)) + 0.1), "'images' must be float32, got float64"),
         (lambda: module.double()(x), "weight 'fc1.weight' must be torch.float32"),

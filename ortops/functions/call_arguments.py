@@ -56,9 +56,10 @@ class CallArguments:
         """Returns arguments in the order of the inputs."""
         inputs, optional = tuple(self.source.inputs), self.source.optional
         if len(args) > len(inputs):
+            plural = "s" * (len(inputs) != 1)
             raise ArgumentError(
-                f"the Function has {len(inputs)} inputs ({', '.join(inputs)}), got {len(args)} "
-                "arrays; pass one array for each"
+                f"the Function has {len(inputs)} input{plural} ({', '.join(inputs)}), got "
+                f"{len(args)} arrays; pass one array for each"
             )
         found = dict(zip(inputs, args, strict=False))
         for name, value in named.items():
@@ -107,7 +108,9 @@ class CallArguments:
         name = entry
         if isinstance(entry, int | np.integer) and not isinstance(entry, bool):
             if not -len(inputs) <= entry < len(inputs):
-                raise ArgumentError(f"wrt: position {entry} of {len(inputs)} inputs does not exist")
+                raise ArgumentError(
+                    f"wrt: {entry} is not the position of an input; the Function has {len(inputs)}"
+                )
             name = inputs[int(entry)]
         if not isinstance(name, str):
             raise ArgumentError(f"wrt must be names or positions of inputs, got {entry!r:.80}")
