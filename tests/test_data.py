@@ -848,7 +848,8 @@ def test_a_loader_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_batch_that_does_not_fit_ends_the_thread() -> None:
-    batches = [*cut(affine_batch(ROWS)), {"x": np.ones((2, 4), np.float32)}]
+    wrong = {"x": np.ones((2, 4), np.float32), "targets": np.ones((2, 1), np.float32)}
+    batches = [*cut(affine_batch(ROWS)), wrong]
     found: list[Arrays] = []
     with pytest.raises(FeedError, match=r"'x' must have shape \[batch, 3\], got \[2, 4\]"):
         found.extend(open_data(Loader(batches), affine_inputs(), prefetch=3).epoch())

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 from onnx import helper
 from running import run
@@ -14,6 +15,7 @@ from running import run
 import ortops
 from ortops import Tape, Tensor, op
 from ortops.errors import ModelError
+from ortops.graph.tensor import constant_tensor
 
 Function = Callable[..., Any]
 FLOATS = ("float32", "float64")
@@ -433,3 +435,10 @@ def test_refusals(function: Function, error: type[Exception], message: str) -> N
         u = tape.input("u", np.uint8, ["n", 2])
         with pytest.raises(error, match=message):
             function(x, i, b, u)
+
+
+def test_a_constant_with_a_wrong_attribute_is_refused() -> None:
+    """onnx's checker does not look into training_info, where such a node may be."""
+    node = ir.Node("", "Constant", [], [ir.AttrInt64s("value", [1, 2])], name="odd", num_outputs=1)
+    with pytest.raises(ModelError, match="Constant node 'odd': Attribute 'value' is not of type"):
+        constant_tensor(node.outputs[0])

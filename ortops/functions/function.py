@@ -48,6 +48,7 @@ class Function:
             onnxruntime has no kernel for it (for example Conv in float64 on the CPU).
 
     Example:
+        >>> import numpy as np
         >>> from models import mlp
         >>> f = Function(mlp.mlp((4, 16, 2)))
         >>> f
@@ -107,6 +108,7 @@ class Function:
             FeedError: If a value has another shape, or a type that cannot be converted.
 
         Example:
+            >>> import numpy as np
             >>> from models import mlp
             >>> f = Function(mlp.mlp((4, 16, 2)))
             >>> zeros = {name: np.zeros_like(array) for name, array in f.parameters.items()}
@@ -200,6 +202,7 @@ class Function:
             OrtopsError: Other errors as for `vjp`.
 
         Example:
+            >>> import numpy as np
             >>> from models import mlp
             >>> f = Function(mlp.mlp((4, 16, 2)))
             >>> x = np.ones((3, 4), np.float32)
@@ -232,6 +235,7 @@ class Function:
             OrtopsError: Other errors as for `vjp`.
 
         Example:
+            >>> import numpy as np
             >>> import ortops
             >>> with ortops.Tape(name="energy") as tape:
             ...     x = tape.input("x", np.float32, ["n"])
@@ -352,6 +356,7 @@ class Function:
             ModelError: If a mapped input or an output is a sequence.
 
         Example:
+            >>> import numpy as np
             >>> from models import mlp
             >>> f = Function(mlp.mlp((4, 16, 2)))
             >>> f.vmap(in_axes=1)(np.ones((3, 5, 4), np.float32)).shape
@@ -441,6 +446,7 @@ class Function:
             FeedError: If a shape does not fit the model.
 
         Example:
+            >>> import numpy as np
             >>> import ortops
             >>> with ortops.Tape(name="energy") as tape:
             ...     x = tape.input("x", np.float32, [2])

@@ -114,16 +114,26 @@ def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
 
     An initializer that is also an input has a default value and is not a constant; neither is a
     value marked as a `VARIABLE`.
+
+    Raises:
+        ModelError: If it is the output of a Constant node with a wrong attribute.
     """
     if value.is_graph_input() or VARIABLE in value.meta:
         return None
     node = value.producer()
     if value.const_value is None and node is not None and node.op_type == "Constant":
         content = node.attributes.get("value")
-        if content is not None and not content.is_ref() and node.domain == "":
+        legal = len(node.attributes) == len(node.outputs) == 1 and node.domain == ""
+        if legal and content is not None and content.type == ir.AttributeType.TENSOR:
+            if content.is_ref():
+                return None
             # onnx-ir checks the class of the tensor against a protocol, which takes much longer.
             return cast(ir.TensorProtocol, content.value)
-    return ir.convenience.get_const_tensor(value)
+    try:
+        return ir.convenience.get_const_tensor(value)
+    except (TypeError, ValueError) as error:
+        name = value.name if node is None else node.name or value.name
+        raise ModelError(f"Constant node '{name}': {error}; correct its attribute") from error
 
 
 def constant_number(value: ir.Value) -> float | None:
