@@ -33,10 +33,13 @@ FILES = {
     "test_function_torch.py": ("torch",),
     "test_onnx_node_cases_torch.py": ("torch",),
     "test_optimized_exports.py": ("torch", "onnxscript", "transformers"),
+    "jax_function.py": ("jax",),
+    "pytensor_op.py": ("pytensor",),
     "sklearn.py": ("sklearn",),
     "test_sklearn_estimators.py": ("sklearn",),
     "test_weights_sklearn.py": ("sklearn", "skl2onnx"),
     "test_weights_torch.py": ("torch", "onnxscript", "transformers"),
+    "torch_module.py": ("torch",),
     "torch_operators.py": ("torch",),
 }
 """Files that import optional packages at their top, and these packages."""
