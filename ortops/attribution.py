@@ -65,7 +65,7 @@ def saliency(
     *,
     target: Target = None,
     absolute: bool = True,
-    input: str | None = None,  # noqa: A002
+    input: str | None = None,  # noqa: A002 (the word of ONNX)
     output: str | None = None,
 ) -> onnx.ModelProto:
     """Returns a model that also outputs the gradient of a score with respect to the input.
@@ -109,7 +109,7 @@ def integrated_gradients(
     steps: int = 50,
     baseline: npt.ArrayLike | Literal["input"] = 0.0,
     target: Target = None,
-    input: str | None = None,  # noqa: A002
+    input: str | None = None,  # noqa: A002 (the word of ONNX)
     output: str | None = None,
 ) -> onnx.ModelProto:
     """Returns a model that also outputs integrated gradients.
@@ -172,7 +172,7 @@ def smooth_grad(
     seed: int | None = None,
     absolute: bool = True,
     target: Target = None,
-    input: str | None = None,  # noqa: A002
+    input: str | None = None,  # noqa: A002 (the word of ONNX)
     output: str | None = None,
 ) -> onnx.ModelProto:
     """Returns a model that also outputs the mean of `saliency` over noisy copies of the input.
@@ -235,7 +235,7 @@ def grad_cam(
     layer: str | None = None,
     upsample: bool = True,
     target: Target = None,
-    input: str | None = None,  # noqa: A002
+    input: str | None = None,  # noqa: A002 (the word of ONNX)
     output: str | None = None,
 ) -> onnx.ModelProto:
     """Returns a model that also outputs a class activation map (Grad-CAM).

@@ -64,20 +64,14 @@ def add_vjp(builder: Builder) -> list[str]:
     """Adds ∂ (Σ over y of sum(seed · y)) / ∂x for each x."""
     with builder.tape:
         products = builder.for_seeds(builder.ys, pulled_back(builder))
-        return [
-            builder.put_out(product, f"vjp_{x.name}")
-            for x, product in zip(builder.xs, products, strict=True)
-        ]
+        return _put_out(builder, "vjp", builder.xs, products)
 
 
 def add_jvp(builder: Builder) -> list[str]:
     """Adds Σ over x of ∂y/∂x · seed for each y."""
     with builder.tape:
-        results = builder.for_seeds(builder.xs, pushed_forward(builder))
-        return [
-            builder.put_out(product, f"jvp_{y.name}")
-            for y, product in zip(builder.ys, results, strict=True)
-        ]
+        products = builder.for_seeds(builder.xs, pushed_forward(builder))
+        return _put_out(builder, "jvp", builder.ys, products)
 
 
 def add_hvp(builder: Builder) -> list[str]:
@@ -88,11 +82,18 @@ def add_hvp(builder: Builder) -> list[str]:
         def product(tape: Tape, *seeds: Tensor) -> Sequence[Tensor]:
             return grad(dot(tape, slopes, seeds, builder.xs), [on(tape, x) for x in builder.xs])
 
-        results = builder.for_seeds(builder.xs, product)
-        return [
-            builder.put_out(result, f"hvp_{x.name}")
-            for x, result in zip(builder.xs, results, strict=True)
-        ]
+        products = builder.for_seeds(builder.xs, product)
+        return _put_out(builder, "hvp", builder.xs, products)
+
+
+def _put_out(
+    builder: Builder, kind: str, likes: Sequence[Tensor], products: Sequence[Tensor]
+) -> list[str]:
+    """Makes products outputs that are named after the tensors whose shapes they have."""
+    return [
+        builder.put_out(product, f"{kind}_{like.name}")
+        for like, product in zip(likes, products, strict=True)
+    ]
 
 
 def add_jacobian(builder: Builder) -> list[str]:

@@ -177,28 +177,17 @@ class _Search:
         sizes = _by_size(self._left())
         for weight, read in self._left_weights().items():
             candidates = sizes.get(_size(read.shape), {})
-            own = read.array() if candidates else None
-            if own is None or not is_informative(own):
-                continue
-            for name, array in candidates.items():
-                order = _order(array, own)
-                if order is not None:
-                    self._add(name, Place(weight, "value", order))
+            for name, order in _with_values_of(read, candidates):
+                self._add(name, Place(weight, "value", order))
             sizes[_size(read.shape)] = {n: a for n, a in candidates.items() if n not in self.places}
 
     def copies(self) -> None:
         """Finds further places of tensors that the exporter stores several times."""
         sizes = _by_size({n: a for n, a in self._arrays.items() if n in self.places})
         for weight, read in self._left_weights().items():
-            candidates = sizes.get(_size(read.shape), {})
-            own = read.array() if candidates else None
-            if own is None or not is_informative(own):
-                continue
-            for name, array in candidates.items():
-                order = _order(array, own)
-                if order is not None:
-                    self._add(name, Place(weight, "value", order))
-                    break
+            for name, order in _with_values_of(read, sizes.get(_size(read.shape), {})):
+                self._add(name, Place(weight, "value", order))
+                break
 
     def gates(self) -> None:
         """Finds the weights of recurrent layers with one direction, whose gates are reordered."""
@@ -295,6 +284,19 @@ def _by_size(arrays: Mapping[str, Array]) -> dict[tuple[int, ...], dict[str, Arr
     for name, array in arrays.items():
         found.setdefault(_size(array.shape), {})[name] = array
     return found
+
+
+def _with_values_of(
+    read: Read, candidates: Mapping[str, Array]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields the tensors with the values of a weight, and the order of their axes in it."""
+    own = read.array() if candidates else None
+    if own is None or not is_informative(own):
+        return
+    for name, array in candidates.items():
+        order = _order(array, own)
+        if order is not None:
+            yield name, order
 
 
 def _order(array: Array, own: Array) -> tuple[int, ...] | None:
