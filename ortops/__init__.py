@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from ortops.autodiff.registry import vjp
     from ortops.building.builder import build_training_model
     from ortops.callbacks.rate_finder import find_learning_rate
+    from ortops.composition.composing import compose
+    from ortops.composition.splitting import split
     from ortops.custom_ops import register_custom_ops
     from ortops.errors import (
         ArgumentError,
@@ -67,6 +69,7 @@ __all__ = [
     "attribution",
     "build_training_model",
     "callbacks",
+    "compose",
     "derivatives",
     "distributed",
     "export_step",
@@ -82,6 +85,7 @@ __all__ = [
     "register_custom_ops",
     "save_model",
     "schedules",
+    "split",
     "step_graph",
     "surgery",
     "vjp",
@@ -104,6 +108,7 @@ _MODULES = {
     "attribution": "ortops",
     "build_training_model": "ortops.building.builder",
     "callbacks": "ortops",
+    "compose": "ortops.composition.composing",
     "derivatives": "ortops",
     "distributed": "ortops",
     "export_step": "ortops.training.export",
@@ -120,6 +125,7 @@ _MODULES = {
     "save_model": "ortops.graph.files.saving",
     "schedules": "ortops",
     "sklearn": "ortops",
+    "split": "ortops.composition.splitting",
     "step_graph": "ortops.trainable.step_graph",
     "surgery": "ortops",
     "vjp": "ortops.autodiff.registry",

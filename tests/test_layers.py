@@ -26,8 +26,8 @@ FLOORS = (
     ("derivatives",),
     ("training",),
     (
-        *("attribution", "callbacks", "check", "distributed", "functions", "lora", "sklearn"),
-        "weights",
+        *("attribution", "callbacks", "check", "composition", "distributed", "functions", "lora"),
+        *("sklearn", "weights"),
     ),
     ("llm",),
     ("__init__",),
@@ -81,6 +81,7 @@ WITHIN = {
         *("patterns", "removal", "fingerprints", "model", "targets", "addition", "merging"),
         *("adapter_file", "files", "peft", "__init__"),
     ),
+    "composition": ("record", "parts", "composing", "splitting", "__init__"),
     "weights": (
         *("names", "checkpoints", "layouts", "readers", "matching", "transfer", "__init__"),
     ),

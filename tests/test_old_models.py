@@ -730,7 +730,7 @@ def test_operators_that_keep_their_form_only_take_more() -> None:
         name
         for opset in range(17, 21)
         for name in names
-        if convert._same_signature(name, opset)
+        if convert._same_signature(name, opset, 21)
         and len({onnx.defs.get_schema(name, each).since_version for each in (opset, 21)}) == 2
     }
     assert found == {
@@ -739,9 +739,11 @@ def test_operators_that_keep_their_form_only_take_more() -> None:
         *("Reshape", "Resize", "Scan", "ScatterElements", "ScatterND", "Shape", "Size", "Squeeze"),
         *("Transpose", "Unsqueeze"),
     }
-    assert not convert._same_signature("GroupNormalization", 20)  # scale and bias are of channels
-    assert not convert._same_signature("Gelu", 19)
-    assert not convert._same_signature("BiasGelu", 20)
+    assert not convert._same_signature(
+        "GroupNormalization", 20, 21
+    )  # scale and bias are of channels
+    assert not convert._same_signature("Gelu", 19, 21)
+    assert not convert._same_signature("BiasGelu", 20, 21)
 
 
 def test_what_the_converter_loses_stays_where_it_is_not_needed() -> None:

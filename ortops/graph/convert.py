@@ -211,8 +211,8 @@ def _check_calls(model: ir.Model) -> None:
         )
 
 
-def upgrade(model: ir.Model, *, quietly: bool = False) -> ir.Model:
-    """Converts a model of an older opset to opset 21, and logs a warning.
+def upgrade(model: ir.Model, *, quietly: bool = False, opset: int = MINIMUM_OPSET) -> ir.Model:
+    """Converts a model of an older opset to opset 21 or later, and logs a warning.
 
     If the signatures of all operators are unchanged, only the version number is changed, because
     onnx's version converter is slow and drops the metadata of nodes.
@@ -220,6 +220,7 @@ def upgrade(model: ir.Model, *, quietly: bool = False) -> ir.Model:
     Args:
         model: A model without functions; do not use it afterwards.
         quietly: Whether to omit the warning.
+        opset: The opset to convert to, at least 21.
 
     Returns:
         The model itself, or a new one.
@@ -227,9 +228,18 @@ def upgrade(model: ir.Model, *, quietly: bool = False) -> ir.Model:
     Raises:
         ModelError: If the version converter fails.
     """
+    old = model.graph.opset_imports[""]
+    for target in (MINIMUM_OPSET, opset):
+        if model.graph.opset_imports[""] < target:
+            model = _upgraded(model, target)
+    if model.graph.opset_imports[""] != old and not quietly:
+        logger.warning("the model was converted from opset %d to %d", old, opset)
+    return model
+
+
+def _upgraded(model: ir.Model, target: int) -> ir.Model:
+    """Converts a model of an older opset."""
     opset = model.graph.opset_imports[""]
-    if opset >= MINIMUM_OPSET:
-        return model
     for node in model.graph:
         if opset < _UNBATCHED_SCAN and node.op_type == "Scan" and not node.domain:
             raise ModelError(
@@ -238,23 +248,23 @@ def upgrade(model: ir.Model, *, quietly: bool = False) -> ir.Model:
             )
     model.ir_version = max(model.ir_version, 4)  # before 4, initializers had to be inputs
     nodes = (node for node in all_nodes(model.graph) if node.domain == "")
-    if opset >= _STABLE_SEMANTICS and all(_same_signature(node.op_type, opset) for node in nodes):
-        model.graph.opset_imports[""] = MINIMUM_OPSET
+    if opset >= _STABLE_SEMANTICS and all(
+        _same_signature(node.op_type, opset, target) for node in nodes
+    ):
+        model.graph.opset_imports[""] = target
     else:
         _move_unknown(model, "", _UNKNOWN_DOMAIN)
-        model = _convert(model)
+        model = _convert(model, target)
         _move_unknown(model, _UNKNOWN_DOMAIN, "")
         _keep_old_semantics(model, opset)
-    if not quietly:
-        logger.warning("the model was converted from opset %d to %d", opset, MINIMUM_OPSET)
     return model
 
 
 @functools.cache
-def _same_signature(op_type: str, opset: int) -> bool:
-    """Whether an operator has the same signature in `MINIMUM_OPSET`, except for allowed types."""
+def _same_signature(op_type: str, opset: int, target: int) -> bool:
+    """Whether an operator has the same signature in two opsets, except for allowed types."""
     try:
-        schemas = [onnx.defs.get_schema(op_type, each) for each in (opset, MINIMUM_OPSET)]
+        schemas = [onnx.defs.get_schema(op_type, each) for each in (opset, target)]
     except onnx.defs.SchemaError:
         return False
     old, new = schemas
@@ -287,7 +297,7 @@ def _move_unknown(model: ir.Model, domain: str, other: str) -> None:
         model.graph.opset_imports.pop(domain, None)
 
 
-def _convert(model: ir.Model) -> ir.Model:
+def _convert(model: ir.Model, target: int) -> ir.Model:
     """Runs onnx's version converter, without the data of big initializers."""
     graph = model.graph
     listed = {value.name for value in graph.inputs}
@@ -295,11 +305,11 @@ def _convert(model: ir.Model) -> ir.Model:
     light, _ = move_aside(model)
     external_to_inputs(light.graph)
     try:
-        proto = onnx.version_converter.convert_version(light, MINIMUM_OPSET)
+        proto = onnx.version_converter.convert_version(light, target)
     except Exception as error:  # the converter's exceptions have no common base class
         raise ModelError(
-            f"model: cannot convert opset {graph.opset_imports['']} to {MINIMUM_OPSET}: {error}; "
-            f"export the model again with opset {MINIMUM_OPSET} or later"
+            f"model: cannot convert opset {graph.opset_imports['']} to {target}: {error}; "
+            f"export the model again with opset {target} or later"
         ) from error
     result = from_proto(proto)
     result.graph.meta.update(graph.meta)
