@@ -90,7 +90,7 @@ WITHIN = {
         *("metric", "classification", "ranking", "regression", "sequence", "functions"),
         "__init__",
     ),
-    "surgery": ("reading", "head", "batch", "output", "__init__"),
+    "surgery": ("reading", "head", "batch", "branches", "output", "__init__"),
     "passes": (
         *(
             "order",

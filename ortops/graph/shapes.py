@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import numpy as np
@@ -315,14 +315,36 @@ def _infer_with_pools(model: ir.Model) -> None:
 
 def _infer_at_once(model: ir.Model) -> None:
     """Sets the types and shapes that onnx infers for a whole model."""
-    light, _ = move_aside(model)
-    external_to_inputs(light.graph)
+    with _unique_names(model.graph):
+        light, _ = move_aside(model)
+        external_to_inputs(light.graph)
+        try:
+            inferred = onnx.shape_inference.infer_shapes(light, data_prop=True)
+        except Exception as error:  # nodes are then inferred one by one
+            logger.warning("model: onnx's shape inference failed: %s", str(error).strip())
+            return
+        _read_types(model.graph, inferred.graph)
+
+
+@contextlib.contextmanager
+def _unique_names(graph: ir.Graph) -> Iterator[None]:
+    """Renames values that have the name of a value in another subgraph, for the ``with`` block.
+
+    onnx's inference keeps propagated sizes by name, so it would take those of one branch for those
+    of another one.
+    """
+    names, renamed = Names(), list[tuple[ir.Value, str]]()
+    for each in (graph, *graph.subgraphs()):
+        for value in _values(each):
+            if value.name and names.unique(value.name) != value.name:
+                renamed.append((value, value.name))
+    for value, name in renamed:
+        value.name = names.unique(name)
     try:
-        inferred = onnx.shape_inference.infer_shapes(light, data_prop=True)
-    except Exception as error:  # nodes are then inferred one by one
-        logger.warning("model: onnx's shape inference failed: %s", str(error).strip())
-        return
-    _read_types(model.graph, inferred.graph)
+        yield
+    finally:
+        for value, name in renamed:
+            value.name = name
 
 
 def _read_types(graph: ir.Graph, inferred: onnx.GraphProto) -> None:

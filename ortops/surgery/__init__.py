@@ -1,10 +1,11 @@
-"""Prepares models for training: a new head, a dynamic batch size, another output.
+"""Prepares models for training: a new head, a dynamic batch size, another output, one branch.
 
 Each function takes a model and returns a new one. It logs its changes to the logger ``ortops``.
 """
 
 from ortops.surgery.batch import free_batch
+from ortops.surgery.branches import fix_inputs
 from ortops.surgery.head import replace_head
 from ortops.surgery.output import name_output
 
-__all__ = ["free_batch", "name_output", "replace_head"]
+__all__ = ["fix_inputs", "free_batch", "name_output", "replace_head"]

@@ -8,11 +8,13 @@ import onnx
 
 from ortops.errors import ModelError, did_you_mean
 from ortops.graph.files.external import LightModel
+from ortops.graph.files.json_metadata import read_metadata, where
 from ortops.graph.files.messages import initializers
 from ortops.graph.weights import weights
 from ortops.numbers import Array
+from ortops.surgery.branches import TWINS_KEY
 
-__all__ = ["NAMES_KEY", "keep_names", "write_back", "write_values"]
+__all__ = ["NAMES_KEY", "keep_names", "with_twins", "write_back", "write_values"]
 
 NAMES_KEY = "ortops.weights"
 """The key in ``metadata_props`` for the names of a checkpoint (`ortops.weights`)."""
@@ -43,6 +45,22 @@ def write_back(original: LightModel, arrays: Mapping[str, Array]) -> None:
             known[name].set(array)
         else:
             original.set_array(others[name], array)
+
+
+def with_twins(trained: onnx.ModelProto, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Adds the copies that the original model had of trained weights (`ortops.surgery`).
+
+    Raises:
+        ModelError: If the metadata are not valid.
+    """
+    remedy = "call ortops.surgery.fix_inputs again"
+    found = read_metadata(trained.metadata_props, TWINS_KEY, remedy) or {}
+    result = dict(arrays)
+    for name, copies in found.items():
+        if not isinstance(copies, list) or not all(isinstance(each, str) for each in copies):
+            raise ModelError(f"{where(TWINS_KEY)}: '{name!s:.80}' must be a list; {remedy}")
+        result.update({copy: arrays[name] for copy in copies if name in arrays})
+    return result
 
 
 def keep_names(trained: onnx.ModelProto, original: onnx.ModelProto) -> None:

@@ -469,17 +469,19 @@ class Inputs(dict[str, Input]):
     def _empty_past(
         self, value: Input, arrays: Mapping[str, Array], sizes: dict[str, tuple[int, str]]
     ) -> Array:
-        """Returns a cache without any keys or values, for the rows of a batch."""
+        """Returns a cache without any keys or values, or of zeros, for the rows of a batch."""
         assert value.past is not None
         assert value.dims is not None
         heads, size = value.past
-        first = value.dims[0]
+        first, _, time, _ = value.dims
         rows = next((len(a) for name, a in arrays.items() if name in self.sampled and a.ndim), 1)
         if isinstance(first, int):
             rows = first
         elif first in sizes:
             rows = sizes[first][0]
-        return value.fit(np.zeros((rows, heads, 0, size), value.dtype), sizes)
+        # The cache of an encoder has the encoder's length, also where it is not read.
+        length = sizes[time][0] if time in sizes else 0
+        return value.fit(np.zeros((rows, heads, length, size), value.dtype), sizes)
 
     def sample(self, feeds: object) -> dict[str, Array | None]:
         """Returns a sample by name, in its own memory: the next one may reuse that of this one.

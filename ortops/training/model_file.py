@@ -23,7 +23,7 @@ from ortops.graph.limits import LIMITS
 from ortops.lowering import TRAINING_DOMAIN, has_domain, to_proto
 from ortops.trainable.metadata import METADATA_KEY
 from ortops.trainable.training_mode import write_inference_mode
-from ortops.trainable.write_back import keep_names, write_back, write_values
+from ortops.trainable.write_back import keep_names, with_twins, write_back, write_values
 from ortops.training.loaded_model import LoadedModel, reads
 from ortops.training.position import POSITION_KEY, FitArguments
 from ortops.uninterrupted import finished_at_exit
@@ -206,7 +206,7 @@ class ModelFile:
             trained = {name: array for name, array in arrays.items() if name in own}
             if original is not None:
                 result = convert.load_light(original)
-                write_back(result, trained)
+                write_back(result, with_twins(proto, trained))
                 keep_names(proto, result.proto)
             else:
                 model = convert.to_ir(proto)  # without training_info and data
