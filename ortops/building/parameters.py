@@ -16,6 +16,7 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
+from ortops.building.tables import table_kind
 from ortops.errors import ModelError, did_you_mean
 from ortops.graph.edit import ELEMENTWISE, describe, inner_graphs
 from ortops.graph.files.external import ends
@@ -81,6 +82,15 @@ _PRODUCTS = frozenset(
     {"Conv", "ConvInteger", "ConvTranspose", "Einsum", "FusedConv", "FusedGemm", "FusedMatMul"}
     | {"Gemm", "MatMul", "MatMulInteger", "MatMulNBits", "QLinearConv", "QLinearMatMul"}
 )
+
+_NORMALIZATIONS = frozenset(
+    {"BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization"}
+    | {"RMSNormalization", "SimplifiedLayerNormalization", "SkipLayerNormalization"}
+    | {"SkipSimplifiedLayerNormalization"}
+)
+
+_SINGULAR = frozenset({("Log", 0), ("Sqrt", 0), ("Pow", 0), ("Reciprocal", 0), ("Div", 1)})
+"""Operators, with an input, whose derivative is infinite or undefined at 0."""
 
 _QUANTIZED: Mapping[str, Collection[int]] = {
     **dict.fromkeys(("DequantizeLinear", "GatherBlockQuantized"), (0,)),
@@ -337,14 +347,57 @@ def _is_in(pattern: str, scopes: Collection[str]) -> bool:
 
 
 def why_not(value: ir.Value) -> str:
-    """Returns why an initializer is not a weight, judging by its readers; empty if it is one."""
-    reasons = []
-    for reader in readers(value):
-        reason = _why_not_for(reader, value)
-        if not reason:
-            return ""
-        reasons.append(reason)
-    return reasons[0] if reasons else "is read by no node"
+    """Returns why an initializer is not a weight, judging by its readers; empty if it is one.
+
+    Some initializers in the places of weights are not: numbers and constant vectors that several
+    nodes share, which exporters make of constants in the source, and tables (see `table_kind`).
+    """
+    found = list(readers(value))
+    reasons = [_why_not_for(reader, value) for reader in found]
+    if not reasons:
+        return "is read by no node"
+    if "" in reasons:
+        own = [reader for reader, reason in zip(found, reasons, strict=True) if not reason]
+        return _why_shared(own, found, value) or _why_table(own, value)
+    return reasons[0]
+
+
+def _why_shared(own: Sequence[Reader], found: Sequence[Reader], value: ir.Value) -> str:
+    """Returns why a value is a constant of the source that several nodes share, or empty.
+
+    Args:
+        own: The readers that may have it as a weight.
+        found: All readers.
+        value: The value.
+    """
+    size, first = _size(value), describe(own[0].node)
+    if len(found) > 1 and size == 1 and all(r.node.op_type in ELEMENTWISE for r in own):
+        return f"is one number that {len(found)} nodes read, such as {first}"
+    scaling = [r for r in own if r.node.op_type in _NORMALIZATIONS and r.index in (1, 2)]
+    if len(scaling) > 1 and scaling == own and size and value.const_value is not None:
+        tensor = value.const_value
+        if tensor.numpy().flat[0] in (0, 1) and np.ptp(tensor.numpy().astype(np.float64)) == 0:
+            number = "zeros" if tensor.numpy().flat[0] == 0 else "ones"
+            return f"is all {number}, shared by {len(own)} normalizations, such as {first}"
+    return ""
+
+
+def _why_table(own: Sequence[Reader], value: ir.Value) -> str:
+    """Returns what table a value holds, if all that read it as a weight can read a table."""
+    tensor = value.const_value
+    if tensor is None or any(reader.node.op_type in _NORMALIZATIONS for reader in own):
+        return ""
+    if any(_adds_bias(reader.node, reader.index) for reader in own):
+        return ""
+    kind = table_kind(tensor.numpy())
+    return f"holds {kind}, in {describe(own[0].node)}" if kind else ""
+
+
+def _adds_bias(node: ir.Node, index: int) -> bool:
+    """Whether a node adds an input to a product."""
+    if node.op_type == "Add" and not node.domain:
+        return _is_bias(node, index)
+    return node.op_type == "PRelu" or (node.op_type in _PRODUCTS and index == 2)
 
 
 def _why_not_for(reader: Reader, value: ir.Value) -> str:
@@ -358,14 +411,13 @@ def _why_not_for(reader: Reader, value: ir.Value) -> str:
         return f"is {'input' if name.isdigit() else 'the'} {name} of {describe(node)}"
     if _size(value) == 1 and not node.domain and node.op_type in ELEMENTWISE | {"Where"}:
         if node.op_type == "Add" and _is_bias(node, index):
-            return ""
+            under = _function_of(node.outputs[0])
+            return f"is one number, added under {describe(under)}" if under is not None else ""
         return f"is one number, in {describe(node)}"
     if _is_frequency(node, index):
         return f"holds the frequencies of a rotary embedding, in {describe(node)}"
     if _is_rotation(value, node, index):
         return f"holds the angles of a rotary embedding, in {describe(node)}"
-    if _is_fourier_basis(value, node, index):
-        return f"holds the basis of a Fourier transform, in {describe(node)}"
     if _normalizes_input(node, index):
         return f"normalizes the model's input, in {describe(node)}"
     return ""
@@ -381,6 +433,15 @@ def _is_bias(node: ir.Node, index: int) -> bool:
     other = _source(node.inputs[1 - index], _PASSING)
     producer = None if other is None else other.producer()
     return producer is not None and producer.op_type in _PRODUCTS
+
+
+def _function_of(value: ir.Value) -> ir.Node | None:
+    """Returns a node that a small number keeps away from 0, such as Log, of those that read it."""
+    for reader in readers(value):
+        node = reader.node
+        if not node.domain and (node.op_type, reader.index) in _SINGULAR:
+            return node
+    return None
 
 
 def _source(value: ir.Value | None, passing: Collection[str]) -> ir.Value | None:
@@ -427,25 +488,6 @@ def _is_rotation(value: ir.Value, node: ir.Node, index: int) -> bool:
                 if np.ptp(cosines) > 0 and np.allclose(squares, squares.mean(), rtol=1e-3):
                     return True
     return False
-
-
-def _is_fourier_basis(value: ir.Value, node: ir.Node, index: int) -> bool:
-    """Whether a Conv is a short-time Fourier transform, with window · cos and ±window · sin."""
-    tensor = value.const_value
-    if node.domain or (node.op_type, index) != ("Conv", 1) or tensor is None:
-        return False
-    shape = tuple(tensor.shape.numpy())
-    if len(shape) != 3 or shape[1] != 1 or shape[0] != 2 * (shape[2] // 2 + 1) or shape[2] < 8:
-        return False
-    cosines, sines = np.split(tensor.numpy()[:, 0].astype(np.float64), 2)
-    angle = 2 * np.pi / shape[2] * np.outer(np.arange(len(cosines)), np.arange(shape[2]))
-    window = cosines[0]
-    error = 1e-3 * np.abs(window).max()
-    return bool(
-        error > 0
-        and np.allclose(cosines, window * np.cos(angle), rtol=0, atol=error)
-        and np.allclose(np.abs(sines), np.abs(window * np.sin(angle)), rtol=0, atol=error)
-    )
 
 
 def _normalizes_input(node: ir.Node, index: int) -> bool:
