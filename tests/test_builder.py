@@ -790,7 +790,7 @@ def test_statistics_that_two_nodes_share_are_updated_by_both() -> None:
         first = op.BatchNormalization(x, one, zero, mean, var, momentum=0.5)
         second = op.BatchNormalization(3.0 * x, one, zero, mean, var, momentum=0.5)
         tape.output(first + second, "y")
-    session = TrainingSession(build(tape.model()))
+    session = TrainingSession(build(tape.model(), trainable=["one", "zero"]))
     array = np.array([[1, 2], [3, 6]], np.float32)
     session.step({"x": array, "targets": array})
     expected = 0.5 * (0.5 * array.mean(0)) + 0.5 * 3 * array.mean(0)

@@ -194,3 +194,12 @@ def test_tables_are_marked_and_trained_when_named() -> None:
     assert list(report.parameters) == ["w", "basis"]
     with pytest.raises(ortops.ModelError, match=r"no weight, only 'basis', which holds the basis"):
         ortops.build_training_model(model, loss="L1", optimizer="SGD", trainable=["bas*"])
+
+
+def test_constants_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"loss": "MeanSquaredError", "optimizer": "SGD"}
+    ortops.build_training_model(_normalized(np.ones(2, np.float32)), **settings)  # type: ignore[arg-type]
+    (said,) = [message for message in caplog.messages if "is all ones" in message]
+    assert said.endswith(
+        "it is not trained unless trainable names it (2 initializers are constants like it)"
+    )

@@ -961,12 +961,15 @@ def test_maps_are_told_by_what_they_hold() -> None:
 
 @pytest.mark.torch
 def test_a_pattern_that_takes_a_merged_weight_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    """The older exporter writes equal tensors, as new layers have them, once."""
+    """The older exporter writes equal tensors once."""
     import torch
     from torch import nn
 
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.ReLU()) for _ in range(2)]
+    for block in blocks:
+        nn.init.constant_(block[1].weight, 0.9)
+        nn.init.constant_(block[1].bias, 0.1)
     net = nn.Sequential(*blocks, nn.Linear(6, 2))
     model = exported(net, (torch.randn(3, 6),), dynamo=False)
     session = TrainingSession(

@@ -183,7 +183,7 @@ def choose(
     reasons = {name: reason for name, value in floats.items() if (reason := why_not(value))}
     default = {name: value for name, value in floats.items() if name not in reasons}
     if trainable is None:
-        return Choice(floats, default, reasons, said=_untied(default))
+        return Choice(floats, default, reasons, said=_constants(reasons) + _untied(default))
     choice = Choice(floats, {})
     for pattern in trainable:
         names = [pattern] if pattern in floats else _matched(pattern, default, scopes)
@@ -360,6 +360,20 @@ def why_not(value: ir.Value) -> str:
         own = [reader for reader, reason in zip(found, reasons, strict=True) if not reason]
         return _why_shared(own, found, value) or _why_table(own, value)
     return reasons[0]
+
+
+def _constants(reasons: Mapping[str, str]) -> list[str]:
+    """Returns a message about constants in the places of weights, from the reasons for them."""
+    found = {name: why for name, why in reasons.items() if why.startswith(_IN_PLACE_OF_WEIGHTS)}
+    if not found:
+        return []
+    name, why = next(iter(found.items()))
+    more = f" ({len(found)} initializers are constants like it)" if len(found) > 1 else ""
+    return [f"'{name}' {why}; it is not trained unless trainable names it{more}"]
+
+
+_IN_PLACE_OF_WEIGHTS = ("is all ", "holds ")
+"""How the reasons of `_why_shared` and `_why_table` begin that a user might not expect."""
 
 
 def _why_shared(own: Sequence[Reader], found: Sequence[Reader], value: ir.Value) -> str:
