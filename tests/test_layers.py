@@ -155,7 +155,7 @@ WITHIN = {
         *("initialization", "write_back"),
     ),
     "building": (
-        *("parameters", "preparation", "reachability", "algorithm", "groups", "clipping"),
+        *("tables", "parameters", "preparation", "reachability", "algorithm", "groups", "clipping"),
         *("updates", "builder"),
     ),
     "training": (
