@@ -38,7 +38,7 @@ FLOORS = (
 
 WITHIN = {
     "graph": (
-        *("limits", "files", "safetensors", "adapters", "pooling", "tensor", "edit"),
+        *("limits", "files", "safetensors", "layer_names", "adapters", "pooling", "tensor", "edit"),
         *(
             "element_types",
             "folding",
@@ -78,8 +78,17 @@ WITHIN = {
         *("monitor", "best", "checkpoint", "logs", "drawing", "plot", "rate_finder", "__init__"),
     ),
     "lora": (
-        *("patterns", "removal", "fingerprints", "model", "targets", "addition", "merging"),
-        *("adapter_file", "files", "peft", "__init__"),
+        *(
+            "patterns",
+            "removal",
+            "fingerprints",
+            "model",
+            "fused",
+            "targets",
+            "addition",
+            "merging",
+        ),
+        *("adapter_file", "files", "peft_layers", "peft", "__init__"),
     ),
     "composition": ("record", "parts", "composing", "splitting", "__init__"),
     "weights": (

@@ -19,13 +19,13 @@ from ortops.graph.files.json_fields import (
     object_of,
 )
 from ortops.graph.files.json_metadata import Entry, read_metadata, where
+from ortops.graph.layer_names import fits
 
 __all__ = [
     "METADATA_KEY",
     "Adapter",
     "Module",
     "adapter_of",
-    "ends_with",
     "is_alpha",
     "is_rank",
     "scaling",
@@ -49,6 +49,8 @@ class Module:
         alpha: The numerator of the scaling.
         tensors: For each node of the layer, the names of its output without and with the adapter.
         peft: The layer's name in PEFT; empty if unknown.
+        columns: The first and the last column (exclusive) of the node's output that the layer is,
+            and the number of all columns; empty if the layer is all of it.
     """
 
     kind: str
@@ -58,6 +60,7 @@ class Module:
     alpha: float
     tensors: list[list[str]]
     peft: str = ""
+    columns: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -159,9 +162,10 @@ def adapter_of(metadata: Iterable[Entry]) -> Adapter | None:
         _check(module, Module, f"modules {name!r:.80}: ")
         modules[name] = Module(**module)
         _check_names(name, modules[name])
-    totals = {total for module in modules.values() for _, total in module.tensors}
+    totals = set[str]()
     bases = set[str]()
     for name, module in modules.items():
+        totals |= {total for _, total in module.tensors}  # of a later layer at the same node: legal
         for base, _ in module.tensors:  # branches may share the names of other tensors, not these
             if base in bases or base in totals:
                 place = f"modules {name!r:.80}: 'tensors'"
@@ -192,13 +196,12 @@ def _check_names(name: str, module: Module) -> None:
         if found != expected:
             raise _refused(f"{place}'{field_name}'", f"be {expected!r:.80}", found)
     plain = re.sub(r"_[0-9]+$", "", name)  # the suffix distinguishes layers of the same name
-    if module.peft and not any(ends_with(each, module.peft) for each in (name, plain)):
+    if module.peft and not any(fits(each, module.peft) for each in (name, plain)):
         raise _refused(f"{place}'peft'", "be a name that ends like the layer's name", module.peft)
-
-
-def ends_with(module: str, other: str) -> bool:
-    """Whether two layer names are the same except for a prefix of one of them."""
-    return module == other or module.endswith(f".{other}") or other.endswith(f".{module}")
+    first, last, count = module.columns or (0, 1, 1)
+    if not 0 <= first < last <= count or (module.columns and module.kind != "linear"):
+        what = "be empty, or the first column of a linear layer, the last and the number of all"
+        raise _refused(f"{place}'columns'", what, module.columns)
 
 
 _NOTHING = object()
@@ -216,6 +219,10 @@ def _is_name(value: object) -> bool:
 
 def _is_pair(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(map(_is_name, value))
+
+
+def _is_columns(value: object) -> bool:
+    return isinstance(value, list) and len(value) in (0, 3) and all(type(n) is int for n in value)
 
 
 _KINDS = ("linear", "convolution", "embedding")
@@ -240,8 +247,9 @@ _FIELDS: Mapping[str, Expected] = {
     "b": _NAME,
     "tensors": array_of("pairs of names", _is_pair, least=1),
     "peft": TEXT,
+    "columns": Expected("an array of no or three integers", _is_columns),
 }
 """What each field must be."""
 
-_ADDED_LATER = ("rank_pattern", "alpha_pattern", "peft")
+_ADDED_LATER = ("rank_pattern", "alpha_pattern", "peft", "columns")
 """Fields that older files lack."""

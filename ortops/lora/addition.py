@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from ortops.graph.convert import ModelLike
 from ortops.graph.edit import take_place
 from ortops.graph.files import external
 from ortops.graph.files.serialization import to_proto
+from ortops.graph.layer_names import standard
 from ortops.graph.tensor import Names
 from ortops.lora.fingerprints import fingerprint
 from ortops.lora.model import WITHOUT_TRAINING, Array
@@ -29,6 +30,7 @@ from ortops.surgery.reading import refuse_training
 
 __all__ = ["Base", "Layer", "add", "attach", "read_base"]
 
+_PADS_ARE_INPUTS = 11  # the first opset of Pad whose pads are no attribute
 _INITIALIZERS_MAY_BE_INPUTS_OR_NOT = 4  # the first IR version with initializers beside inputs
 
 logger = logging.getLogger("ortops")
@@ -62,6 +64,9 @@ def add(
     its weight. Each layer gets its own adapter, also where weights are tied. Nodes of one layer
     that read the same weight share an adapter.
 
+    As in PEFT, A and B are float32 if the model computes in float16 or bfloat16; their product is
+    rounded before it is added.
+
     If the output of a node is quantized by QuantizeLinear and DequantizeLinear, the adapter's
     output is added after them.
 
@@ -70,11 +75,13 @@ def add(
         rank: The rank, at least 1.
         alpha: The numerator of the scaling, alpha / rank.
         targets: The layers to adapt: names or patterns of weights, or of the layers and scopes of
-            the nodes that read them, like ``trainable=`` of `ortops.build_training_model`. By
-            default every weight that is the second operand of MatMul, Gemm, Conv or MatMulNBits.
-            Embeddings (Gather) are adapted only if they are named. As in PEFT, ``"all-linear"``
-            is every linear layer except the output layer: ``lm_head``, or whichever layer computes
-            the model's first floating-point output.
+            the nodes that read them, like ``trainable=`` of `ortops.build_training_model`, or the
+            ends of names of layers, as in PEFT. Parts of a fused layer are named as in
+            transformers: ``["q_proj", "v_proj"]`` adapts these columns of qkv_proj. By default
+            every weight that is the second operand of MatMul, Gemm, Conv or MatMulNBits. Embeddings
+            (Gather) are adapted only if they are named. As in PEFT, ``"all-linear"`` is every
+            linear layer except the output layer: ``lm_head``, or whichever layer computes the
+            model's first floating-point output.
         rslora: Whether to use the scaling alpha / √rank (rsLoRA).
         rank_pattern: Ranks of particular layers, by regular expressions as in PEFT. An expression
             matches a layer's full name or the part after one of its dots, and must match at least
@@ -92,7 +99,7 @@ def add(
         ModelError: If the model already has an adapter or training_info, or a target or pattern
             matches nothing.
         UnsupportedError: If a target cannot have an adapter: grouped convolutions, integer
-            operators, recurrent layers, bfloat16.
+            operators, recurrent layers, g_idx of MatMulNBits.
 
     Source: arXiv:2106.09685 (LoRA); arXiv:2312.03732 (rsLoRA).
 
@@ -114,7 +121,10 @@ def add(
     }
     base = read_base(model)
     found = chosen(base.work, targets)
-    layers_found = dict.fromkeys(target.module for target in found)
+    _refuse_overlap(found)
+    layers_found = dict.fromkeys(
+        name for target in found for name in (target.module, standard(target.module))
+    )
     by_rank, by_alpha = Patterns(ranks, "rank_pattern"), Patterns(alphas, "alpha_pattern")
     for name, each_by in (("rank_pattern", by_rank), ("alpha_pattern", by_alpha)):
         unused = each_by.without_layer(layers_found)
@@ -129,8 +139,8 @@ def add(
         key = (target.module, target.weight, target.kind, target.sizes)
         layer = layers.get(key)
         if layer is None:
-            r = int(by_rank.value_for(target.module, rank))
-            own = float(by_alpha.value_for(target.module, alpha))
+            r = int(_value_for(by_rank, target.module, rank))
+            own = float(_value_for(by_alpha, target.module, alpha))
             a, b = _first(target, r, scaling(r, own, rslora=rslora), generator)
             layer = layers[key] = Layer(target.module, r, own, a, b)
         layer.targets.append(target)
@@ -147,6 +157,22 @@ def _pattern(name: str, value: object) -> Mapping[str, Any]:
         if not isinstance(text, str):
             raise ArgumentError(f"{name}: patterns must be strings, got {text!r:.80}")
     return found
+
+
+def _refuse_overlap(found: Sequence[Target]) -> None:
+    """Rejects a fused layer and one of its parts."""
+    whole = {target.node: target for target in found if not target.columns}
+    for target in found:
+        if target.columns and target.node in whole:
+            raise ArgumentError(
+                f"targets: '{target.module}' is a part of '{whole[target.node].module}', which "
+                "gets an adapter too; name either the fused layer or its parts"
+            )
+
+
+def _value_for(patterns: Patterns, module: str, default: float) -> float:
+    """Returns the number of a layer, by its name in the model or in transformers."""
+    return patterns.value_for(module, patterns.value_for(standard(module), default))
 
 
 @dataclass(frozen=True)
@@ -210,7 +236,7 @@ def attach(base: Base, layers: Sequence[Layer], adapter: Adapter) -> onnx.ModelP
         adapter: The settings that all layers share.
     """
     work = base.work
-    names = Names(work.graph)
+    names, opset = Names(work.graph), work.graph.opset_imports.get("", 1)
     modules = {}
     for layer in layers:
         module = _unique(layer.module, names)
@@ -222,8 +248,9 @@ def attach(base: Base, layers: Sequence[Layer], adapter: Adapter) -> onnx.ModelP
             b.name or "",
             layer.rank,
             layer.alpha,
-            [_place(target, a, b, module, names) for target in layer.targets],
+            [_place(target, a, b, module, names, opset) for target in layer.targets],
             layer.peft,
+            list(layer.targets[0].columns),
         )
     described = replace(adapter, fingerprint=base.fingerprint, modules=modules)
     work.metadata_props[METADATA_KEY] = described.dumps()
@@ -258,7 +285,7 @@ def _first(
 ) -> tuple[Array, Array]:
     """Returns the initial A and B, as in PEFT."""
     (into, out), kernel = target.sizes, target.kernel
-    dtype = target.dtype.numpy()
+    dtype = target.adapter_dtype.numpy()
     if target.kind == "embedding":
         b = scale * generator.standard_normal((rank, out))
         return np.zeros((into, rank), dtype), b.astype(dtype)
@@ -267,7 +294,21 @@ def _first(
     return a.astype(dtype), np.zeros((rank, out, *(1 for _ in kernel)), dtype)
 
 
-def _place(target: Target, a: ir.Value, b: ir.Value, module: str, names: Names) -> list[str]:
+def _padded(
+    b: ir.Value, columns: Sequence[int], opset: int, emit: Callable[..., ir.Value]
+) -> ir.Value:
+    """Returns B of a part of a fused layer, with zeros for the columns of the other parts."""
+    first, last, count = columns
+    pads = [0, first, 0, count - last]
+    if opset < _PADS_ARE_INPUTS:
+        return emit("Pad", [b], [ir.AttrInt64s("pads", pads)])
+    tensor = ir.tensor(np.array(pads, np.int64))
+    return emit("Pad", [b, emit("Constant", [], [ir.AttrTensor("value", tensor)])])
+
+
+def _place(
+    target: Target, a: ir.Value, b: ir.Value, module: str, names: Names, opset: int
+) -> list[str]:
     """Adds the output of an adapter to the output of a node.
 
     Returns:
@@ -284,7 +325,12 @@ def _place(target: Target, a: ir.Value, b: ir.Value, module: str, names: Names) 
         nodes.append(made)
         return made.outputs[0]
 
-    x = node.inputs[1 if target.kind == "embedding" else 0]
+    x = target.x
+    if target.adapter_dtype != target.dtype and target.kind != "embedding":
+        x = emit("Cast", [x], [ir.AttrInt64("to", target.adapter_dtype.value)])
+    factor: ir.Value = b
+    if target.columns:
+        factor = _padded(b, target.columns, opset, emit)
     if target.kind == "embedding":
         delta = emit("MatMul", [emit("Gather", [a, x]), b])
     elif target.kind == "convolution":
@@ -295,8 +341,10 @@ def _place(target: Target, a: ir.Value, b: ir.Value, module: str, names: Names) 
     else:
         if node.op_type == "Gemm" and node.attributes.get_int("transA", 0) == 1:
             x = emit("Transpose", [x], [ir.AttrInt64s("perm", [1, 0])])
-        delta = emit("MatMul", [emit("MatMul", [x, a]), b])
-    y = _rounded(node.outputs[0])
+        delta = emit("MatMul", [emit("MatMul", [x, a]), factor])
+    if target.adapter_dtype != target.dtype:
+        delta = emit("Cast", [delta], [ir.AttrInt64("to", target.dtype.value)])
+    y = _rounded(target.y)
     total = emit("Add", [delta, delta])
     total.type, total.shape = y.type, y.shape
     take_place(y, total)

@@ -78,13 +78,24 @@ def _product(module: Module, a: Array, b: Array) -> Array:
     if module.kind == "convolution":
         product: Array = np.tensordot(b.reshape(b.shape[:2]), a, axes=(0, 1))
         return product
-    return a @ b
+    result: Array = a @ b
+    if module.columns:
+        first, last, count = module.columns
+        result = np.pad(result, [(0, 0), (first, count - last)])
+    return result
 
 
 def _node(value: ir.Value, layer: str) -> ir.Node:
     """Returns the node of the base that computes a tensor."""
     producer = value.producer()
     assert producer is not None
+    if producer.op_type == "GatherBlockQuantized" or (
+        producer.op_type == "Mul" and _is_dynamic(producer)
+    ):
+        raise UnsupportedError(
+            f"{describe(producer)}: layer '{layer}' is computed with quantized numbers, so its "
+            "adapter cannot be merged; keep it, or merge it into the float model and quantize that"
+        )
     if producer.op_type == "DequantizeLinear":
         raise UnsupportedError(
             f"{describe(producer)}: the output of layer '{layer}' is quantized before the adapter "
@@ -92,6 +103,15 @@ def _node(value: ir.Value, layer: str) -> ir.Node:
             "and quantize that"
         )
     return producer
+
+
+def _is_dynamic(node: ir.Node) -> bool:
+    """Whether a node scales a product of integers."""
+    makers = [value.producer() for value in node.inputs if value is not None]
+    casts = [maker for maker in makers if maker is not None and maker.op_type == "Cast"]
+    before = [cast.inputs[0] for cast in casts]
+    sources = [value.producer() for value in before if value is not None]
+    return any(source is not None and source.op_type == "MatMulInteger" for source in sources)
 
 
 def _fold(

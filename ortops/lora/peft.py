@@ -17,16 +17,18 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ortops.errors import ModelError, OrtopsError, UnsupportedError, did_you_mean
+from ortops.errors import ModelError, OrtopsError, UnsupportedError
 from ortops.graph import convert
-from ortops.graph.adapters import Adapter, Module, ends_with, is_alpha, is_rank, scaling
+from ortops.graph.adapters import Adapter, is_alpha, is_rank, scaling
 from ortops.graph.convert import ModelLike
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.json_text import read_json
+from ortops.graph.layer_names import FUSED, ends_with, standard
 from ortops.graph.limits import LIMITS
 from ortops.graph.safetensors import dump_safetensors, read_safetensors
 from ortops.lora.addition import Layer, attach, read_base
 from ortops.lora.model import (
+    Adapted,
     Array,
     check_base,
     read_adapted,
@@ -34,7 +36,9 @@ from ortops.lora.model import (
     refuse_not_finite,
 )
 from ortops.lora.patterns import Patterns
-from ortops.lora.targets import Target, targets
+from ortops.lora.peft_layers import PeftLayer, Places, model_type_beside, peft_layers
+from ortops.lora.removal import remove_adapter
+from ortops.lora.targets import Target, parts, targets
 
 __all__ = ["from_peft", "refuse_others", "to_peft"]
 
@@ -54,12 +58,26 @@ _WITHOUT_EFFECT = {
 _SAME_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 """Initializations of A and B that do not change the weights of the base."""
 
+_CONV1D = re.compile(r"\bh\.[0-9]+\.(?:attn\.c_attn|(?:attn|mlp)\.c_proj|mlp\.c_fc)$")
+"""Layers of GPT-2 that transformers computes with Conv1D, whose weight is [in, out]."""
+
 _BFLOAT16 = ir.DataType.BFLOAT16.numpy()
 
 
 @convert.blame_model
-def to_peft(model: ModelLike, folder: str | os.PathLike[str], *, prefix: str = "") -> None:
+def to_peft(
+    model: ModelLike,
+    folder: str | os.PathLike[str],
+    *,
+    prefix: str = "",
+    model_type: str | None = None,
+) -> None:
     """Writes the adapter of a model in PEFT's format, for ``PeftModel.from_pretrained``.
+
+    Layers get the names that transformers uses: onnxruntime-genai's ``layers.0.attn.o_proj`` is
+    written as ``layers.0.self_attn.o_proj``. Where onnxruntime-genai fuses layers that are separate
+    in transformers, or separates layers that are fused there (Phi-3), the adapter is written for
+    the layers of transformers, and computes the same.
 
     Args:
         model: A model with an adapter: a ModelProto, its bytes, or its path.
@@ -67,6 +85,10 @@ def to_peft(model: ModelLike, folder: str | os.PathLike[str], *, prefix: str = "
         prefix: A prefix to remove from the layers' names, such as ``"model."`` if the module that
             PEFT wraps was the attribute ``model`` of the exported module. Layers read by
             `from_peft` keep their names from PEFT.
+        model_type: The model's type in transformers, such as ``"llama"`` or ``"phi3"``, which tells
+            which layers are fused. By default it is read from config.json or genai_config.json
+            beside the model's file. Without these, ``qkv_proj`` of onnxruntime-genai is written as
+            q_proj, k_proj and v_proj.
 
     Raises:
         ModelError: If the model has no adapter, its base has changed since the adapter was added,
@@ -86,35 +108,54 @@ def to_peft(model: ModelLike, folder: str | os.PathLike[str], *, prefix: str = "
     adapted = read_adapted(model)
     check_base(adapted)
     refuse_not_finite(adapted.parameters, "model")
+    if model_type is None and isinstance(model, (str, os.PathLike)):
+        model_type = model_type_beside(Path(model).absolute())
     adapter = adapted.adapter
-    tensors: dict[str, Array] = {}
-    modules: dict[str, Module] = {}
+    layers: dict[str, PeftLayer] = {}
     for name, module in adapter.modules.items():
-        if not module.peft and not name.startswith(prefix):
+        if not module.peft and not standard(name).startswith(prefix):
             raise ModelError(
                 f"prefix: layer '{name}' does not start with '{prefix}'; give a prefix that all "
                 "layers share"
             )
-        layer = module.peft or name.removeprefix(prefix)
-        modules[layer] = module
         a, b = (adapted.parameters[n].swapaxes(0, 1) for n in (module.a, module.b))
-        b = _unscaled(layer, b, adapter.scaling(module))
-        key_a, key_b = _keys(layer, module.kind)
-        tensors |= {key_a: np.ascontiguousarray(a), key_b: np.ascontiguousarray(b)}
-    if len(modules) < len(adapter.modules):
-        raise ModelError(
-            "model: two of its layers have the same name in PEFT; merge the adapter, or add it "
-            "again"
-        )
+        b = _unscaled(module.peft or name, b, adapter.scaling(module))
+        layers[name] = PeftLayer(module.kind, module.rank, module.alpha, a, b, module.columns)
+    written = peft_layers(
+        layers,
+        {name: module.peft for name, module in adapter.modules.items()},
+        _columns(adapted),
+        prefix=prefix,
+        model_type=model_type,
+        rslora=adapter.rslora,
+    )
+    tensors: dict[str, Array] = {}
+    for name, layer in written.items():
+        key_a, key_b = _keys(name, layer.kind)
+        tensors |= {key_a: np.ascontiguousarray(layer.a), key_b: np.ascontiguousarray(layer.b)}
     content = dump_safetensors(tensors, {"format": "pt"})
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     write_atomically(target / _WEIGHTS, content)
-    config = json.dumps(_written_config(adapter, modules), indent=2)
+    config = json.dumps(_written_config(adapter, written), indent=2)
     write_atomically(target / _CONFIG, f"{config}\n".encode())
 
 
-def _written_config(adapter: Adapter, modules: Mapping[str, Module]) -> dict[str, Any]:
+def _columns(adapted: Adapted) -> dict[str, dict[str, Sequence[int]]]:
+    """Returns the columns of the parts of fused layers, by the names of both."""
+    fused = [name for name in adapted.adapter.modules if name.rpartition(".")[2] in FUSED]
+    if not fused:
+        return {}
+    work = convert.to_ir(adapted.model)
+    remove_adapter(work, adapted.adapter)
+    return {
+        target.module: {part.module: part.columns for part in parts(target)}
+        for target in targets(work)
+        if target.module in fused
+    }
+
+
+def _written_config(adapter: Adapter, modules: Mapping[str, PeftLayer]) -> dict[str, Any]:
     """Returns the settings of an adapter, given its layers by their names in PEFT."""
     return {
         "peft_type": "LORA",
@@ -126,7 +167,7 @@ def _written_config(adapter: Adapter, modules: Mapping[str, Module]) -> dict[str
         "lora_dropout": 0.0,
         "use_rslora": adapter.rslora,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": bool(modules) and all(map(_CONV1D.search, modules)),
         "init_lora_weights": True,
         # PEFT matches an expression with full names, but the entries of a list with suffixes too.
         "target_modules": "|".join(re.escape(name) for name in sorted(modules)),
@@ -166,7 +207,8 @@ def from_peft(model: ModelLike, folder: str | os.PathLike[str]) -> onnx.ModelPro
     """Returns a model with an adapter from a folder in PEFT's format.
 
     Layers are matched by name or by the end of their name: ``encoder.layer.0.query`` in PEFT
-    matches ``model.encoder.layer.0.query`` in the model.
+    matches ``model.encoder.layer.0.query`` in the model. Names of onnxruntime-genai, and
+    layers that it fuses or separates, are matched with those of transformers.
 
     Args:
         model: The base, without an adapter: a ModelProto, its bytes, or its path; not changed.
@@ -174,7 +216,7 @@ def from_peft(model: ModelLike, folder: str | os.PathLike[str]) -> onnx.ModelPro
 
     Returns:
         A new model, as from `ortops.lora.add`, with A and B in the type that their layers compute
-        in.
+        in, or float32 beside 16 bits.
 
     Raises:
         ModelError: If a file is missing or invalid, a layer of the adapter matches no layer of the
@@ -201,16 +243,9 @@ def from_peft(model: ModelLike, folder: str | os.PathLike[str]) -> onnx.ModelPro
     rslora = config.get("use_rslora") or False
     base = read_base(model)
     everything = targets(base.work)
-    pairs = _pairs(_tensors(path / _WEIGHTS), everything)
+    places = Places(everything)
     layers: list[Layer] = []
-    for peft, (a, b) in pairs.items():
-        found = _find(everything, peft)
-        for other in layers:
-            if other.targets[0] is found[0]:
-                raise ModelError(
-                    f"layer '{peft}': the model's '{found[0].module}' also matches '{other.peft}'; "
-                    "export the module that PEFT wraps, so that the names are the same"
-                )
+    for peft, (a, b) in _pairs(_tensors(path / _WEIGHTS), everything).items():
         r = a.shape[0] if a.ndim else 0
         expected_rank = ranks.value_for(peft, rank)
         if r != expected_rank:
@@ -219,28 +254,42 @@ def from_peft(model: ModelLike, folder: str | os.PathLike[str]) -> onnx.ModelPro
                 "write the adapter again"
             )
         own = float(alphas.value_for(peft, alpha))
-        target = found[0]
-        (into, out), kernel = target.sizes, target.kernel
-        expected = ((r, into, *kernel), (out, r, *(1 for _ in kernel)))
-        if (a.shape, b.shape) != expected:
-            raise ModelError(
-                f"layer '{peft}': A and B must have shapes {list(expected[0])} and "
-                f"{list(expected[1])} to fit '{target.weight.name}', got {list(a.shape)} and "
-                f"{list(b.shape)}; give the model that the adapter was trained with"
-            )
-        refuse_not_finite({"A": a, "B": b}, f"layer '{peft}'")
-        dtype, scale = target.dtype.numpy(), scaling(r, own, rslora=rslora)
-        with np.errstate(over="ignore"):
-            scaled = b.astype(np.promote_types(b.dtype, np.float32)) * scale
-            a, b = (np.ascontiguousarray(v.swapaxes(0, 1).astype(dtype)) for v in (a, scaled))
-        if not (np.isfinite(a).all() and np.isfinite(b).all()):
-            raise ModelError(
-                f"layer '{peft}': A, or B times {scale:g}, overflows {dtype}, the type that the "
-                "model computes in; give a model of a wider type"
-            )
-        layers.append(Layer(target.module, r, own, a, b, found, peft))
-    layers.sort(key=lambda layer: everything.index(layer.targets[0]))  # files have no order
+        for found, rows in places.of(peft, b):
+            for other in layers:
+                if other.targets[0] is found[0]:
+                    raise ModelError(
+                        f"layer '{peft}': the model's '{found[0].module}' also matches "
+                        f"'{other.peft}'; export the module that PEFT wraps, so that the names are "
+                        "the same"
+                    )
+            new_a, new_b = _fitted(peft, found[0], a, rows, scaling(r, own, rslora=rslora))
+            layers.append(Layer(found[0].module, r, own, new_a, new_b, found, peft))
+    layers.sort(key=lambda layer: places.order(layer.targets[0]))  # files have no order
     return attach(base, layers, Adapter(rank, alpha, rslora, "", {}, **given))
+
+
+def _fitted(peft: str, target: Target, a: Array, b: Array, scale: float) -> tuple[Array, Array]:
+    """Returns A and B as a model has them, from those of PEFT."""
+    (into, out), kernel = target.sizes, target.kernel
+    r = a.shape[0] if a.ndim else 0
+    expected = ((r, into, *kernel), (out, r, *(1 for _ in kernel)))
+    if (a.shape, b.shape) != expected:
+        raise ModelError(
+            f"layer '{peft}': A and B must have shapes {list(expected[0])} and "
+            f"{list(expected[1])} to fit '{target.weight.name}', got {list(a.shape)} and "
+            f"{list(b.shape)}; give the model that the adapter was trained with"
+        )
+    refuse_not_finite({"A": a, "B": b}, f"layer '{peft}'")
+    dtype = target.adapter_dtype.numpy()
+    with np.errstate(over="ignore"):
+        scaled = b.astype(np.promote_types(b.dtype, np.float32)) * scale
+        a, b = (np.ascontiguousarray(v.swapaxes(0, 1).astype(dtype)) for v in (a, scaled))
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise ModelError(
+            f"layer '{peft}': A, or B times {scale:g}, overflows {dtype}, the type of the "
+            "adapter; scale it down, or give a model of a wider type"
+        )
+    return a, b
 
 
 def _unscaled(layer: str, b: Array, scale: float) -> Array:
@@ -402,31 +451,8 @@ def _is_of_base(key: str, array: Array, everything: Sequence[Target]) -> bool:
         return False
     for target in everything:
         tensor = ir.convenience.get_const_tensor(target.weight)
-        if tensor is not None and ends_with(target.module, match[1]):
+        if tensor is not None and ends_with(standard(target.module), match[1]):
             found = tensor.numpy()
             if np.array_equal(found, array) or np.array_equal(found.T, array):
                 return True
     return False
-
-
-def _find(everything: Sequence[Target], peft: str) -> list[Target]:
-    """Returns the nodes of the layer with a given name in PEFT."""
-    exact = [t for t in everything if t.module == peft]
-    fitting = exact or [t for t in everything if ends_with(t.module, peft)]
-    if not fitting:
-        raise ModelError(
-            f"layer '{peft}': the model has no such layer; "
-            f"{did_you_mean(peft, dict.fromkeys(t.module for t in everything))}"
-        )
-    several = {(t.module, t.weight) for t in fitting}
-    if len(several) > 1:
-        names = ", ".join(f"'{t.module}' ({t.weight.name})" for t in fitting)
-        raise ModelError(
-            f"layer '{peft}' matches several layers of the model: {names}; export the module that "
-            "PEFT wraps, so that the names are the same"
-        )
-    if fitting[0].refused:
-        raise UnsupportedError(
-            f"{fitting[0].refused}, but PEFT's layer '{peft}' has one; train without this layer"
-        )
-    return fitting

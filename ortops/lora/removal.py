@@ -25,10 +25,11 @@ def remove_adapter(work: ir.Model, adapter: Adapter) -> dict[str, list[ir.Value]
     """
     graph = work.graph
     values = {v.name: v for inner in (graph, *graph.subgraphs()) for n in inner for v in n.outputs}
-    found = {
+    removed = {  # of several adapters of a node, the last one reads what the node computes
         name: [_remove(values, name, module, *pair) for pair in module.tensors]
-        for name, module in adapter.modules.items()
+        for name, module in reversed(list(adapter.modules.items()))
     }
+    found = {name: removed[name] for name in adapter.modules}
     for name, module in adapter.modules.items():
         for parameter in (module.a, module.b):
             value = graph.initializers.pop(parameter)
@@ -55,11 +56,12 @@ def _remove(
     node = next(adds, None)
     if y is None or node is None:
         raise _refused(layer, f"no node adds the adapter to '{base}'")
-    if _parameters(node.inputs[1], module.kind) != [module.a, module.b]:
+    if _parameters(node.inputs[1], module) != [module.a, module.b]:
         raise _refused(layer, f"'{base}' is not added to the {module.kind} product of its A and B")
     pending = [node.inputs[1]]
     take_place(node.outputs[0], y)
     remove_node(node)
+    values[total] = y
     while pending:
         value = pending.pop()
         maker = None if value is None else value.producer()
@@ -69,19 +71,37 @@ def _remove(
     return y
 
 
-def _parameters(delta: ir.Value | None, kind: str) -> list[str | None]:
+def _parameters(delta: ir.Value | None, module: Module) -> list[str | None]:
     """Returns the names of A and B whose product is added; nothing if the nodes do not match."""
-    operator, index = _FACTORS[kind]
-    second = "MatMul" if kind == "embedding" else operator
-    last = _producer(delta, second)
-    first = _producer(last.inputs[0], operator) if last else None
-    if last is None or first is None:
+    operator, index = _FACTORS[module.kind]
+    second = "MatMul" if module.kind == "embedding" else operator
+    cast = _producer(delta, "Cast")
+    last = _producer(delta if cast is None else cast.inputs[0], second)
+    before = _producer(last.inputs[0], operator) if last else None
+    if last is None or before is None:
         return []
-    factors = [first.inputs[index], last.inputs[1]]
-    if kind == "convolution":
+    factors = [before.inputs[index], last.inputs[1]]
+    padded = _producer(factors[1], "Pad")
+    if (padded is not None) != bool(module.columns):
+        return []
+    if padded is not None:
+        first, stop, count = module.columns
+        if _pads(padded) != [0, first, 0, count - stop]:
+            return []
+        factors[1] = padded.inputs[0]
+    if module.kind == "convolution":
         swaps = [_producer(factor, "Transpose") for factor in factors]
         factors = [None if swap is None else swap.inputs[0] for swap in swaps]
     return [None if factor is None else factor.name for factor in factors]
+
+
+def _pads(node: ir.Node) -> list[int] | None:
+    """Returns the pads of a Pad node, which were an attribute before opset 11."""
+    if "pads" in node.attributes:
+        return list(node.attributes["pads"].as_ints())
+    given = node.inputs[1] if len(node.inputs) > 1 else None
+    tensor = None if given is None else ir.convenience.get_const_tensor(given)
+    return None if tensor is None else [int(pad) for pad in tensor.numpy()]
 
 
 def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
 from ortops.building.parameters import ScopeNames, matches, names_in, scopes_of, why_not
 from ortops.errors import ArgumentError, ModelError, UnsupportedError, did_you_mean
 from ortops.graph.edit import all_nodes, describe
+from ortops.graph.layer_names import plain, standard
+from ortops.lora.fused import part_columns
 
-__all__ = ["Target", "chosen", "steps_to_weight", "targets"]
+__all__ = ["Target", "chosen", "dynamic_product", "parts", "steps_to_weight", "targets"]
 
 _MICROSOFT = "com.microsoft"
 
@@ -21,15 +24,15 @@ logger = logging.getLogger("ortops")
 
 _ALL_LINEAR = "all-linear"
 
-_INDICES = {"Conv": 1, "Gather": 0, "Gemm": 1, "MatMul": 1, "MatMulNBits": 1}
+_INDICES = {"Conv": 1, "Gather": 0, "GatherBlockQuantized": 0, "Gemm": 1, "MatMul": 1}
+_INDICES |= {"MatMulInteger": 1, "MatMulNBits": 1}
 """The index of the weight among the inputs, by operator."""
 
 _REFUSED = {
     **dict.fromkeys(("ConvTranspose", "DeformConv", "FusedConv", "FusedGemm", "FusedMatMul"), 1),
-    **dict.fromkeys(("ConvInteger", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulBnb4"), 1),
+    **dict.fromkeys(("ConvInteger", "DynamicQuantizeMatMul", "MatMulBnb4"), 1),
     **dict.fromkeys(("MatMulIntegerToFloat", "GRU", "LSTM", "RNN", "Attention"), 1),
     **dict.fromkeys(("QGemm", "QLinearConv", "QLinearMatMul"), 3),
-    "GatherBlockQuantized": 0,
 }
 _LINEAR = (
     *("DynamicQuantizeMatMul", "FusedGemm", "FusedMatMul", "Gemm", "MatMul", "MatMulBnb4"),
@@ -41,8 +44,10 @@ _AFTER_OUTPUT_LAYER = (
     *("Mul", "QuantizeLinear", "Sigmoid", "Softmax", "Sub", "Tanh", "Transpose"),
 )
 _MOVING = ("Cast", "DequantizeLinear", "Identity", "QuantizeLinear", "Transpose")
-_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE)
-_KINDS = {"Conv": "convolution", "Gather": "embedding"}
+_16_BITS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, *_16_BITS)
+_EMBEDDINGS = ("Gather", "GatherBlockQuantized")
+_KINDS = {"Conv": "convolution", **dict.fromkeys(_EMBEDDINGS, "embedding")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +65,9 @@ class Target:
         module: The name of the layer that the exporter wrote.
         refused: The reason why the node cannot have an adapter; empty if it can.
         is_default: Whether it gets an adapter if no targets are given.
+        columns: For a part of a fused layer: its first and last column (exclusive) among the
+            output's, and the number of all; empty otherwise.
+        ends: The input and the output of a layer of several nodes.
     """
 
     node: ir.Node
@@ -72,19 +80,52 @@ class Target:
     module: str
     refused: str = ""
     is_default: bool = True
+    columns: tuple[int, ...] = ()
+    ends: tuple[ir.Value, ir.Value] | None = None
 
     def is_meant(self, pattern: str) -> bool:
         """Whether a pattern matches the node's weight, layer or scopes."""
+        if self.has_name(pattern):
+            return True
         name = self.weight.name or ""
-        return fnmatch.fnmatchcase(self.module, pattern) or matches(
-            pattern, name, ScopeNames((scopes_of(self.node),))
-        )
+        return not self.columns and matches(pattern, name, ScopeNames((scopes_of(self.node),)))
+
+    def has_name(self, pattern: str) -> bool:
+        """Whether a pattern matches the layer's name in the model or in transformers."""
+        names = (self.module, standard(self.module))
+        return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+
+    @property
+    def x(self) -> ir.Value | None:
+        """The layer's input."""
+        return self.ends[0] if self.ends else self.node.inputs[self.kind == "embedding"]
+
+    @property
+    def y(self) -> ir.Value:
+        """The layer's output."""
+        return self.ends[1] if self.ends else self.node.outputs[0]
+
+    @property
+    def adapter_dtype(self) -> ir.DataType:
+        """The type of A and B: float32 beside 16 bits, as in PEFT."""
+        return ir.DataType.FLOAT if self.dtype in _16_BITS else self.dtype
 
 
 def targets(work: ir.Model) -> list[Target]:
     """Returns the nodes that multiply by a weight, including those that cannot have an adapter."""
     found = (_target(node) for node in all_nodes(work.graph))
     return [target for target in found if target is not None]
+
+
+def parts(target: Target) -> list[Target]:
+    """Returns the parts of a fused layer, such as q_proj, k_proj and v_proj; otherwise nothing."""
+    found = part_columns(target.module, target.y, target.sizes[1]) if not target.refused else {}
+    return [
+        replace(
+            target, module=name, sizes=(target.sizes[0], last - first), columns=(first, last, width)
+        )
+        for name, (first, last, width) in found.items()
+    ]
 
 
 def chosen(work: ir.Model, patterns: str | Sequence[str] | None) -> list[Target]:
@@ -122,6 +163,7 @@ def chosen(work: ir.Model, patterns: str | Sequence[str] | None) -> list[Target]
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     if not patterns:
         raise ArgumentError("targets must name at least one weight or layer, got an empty list")
+    pieces = {target: parts(target) for target in everything}
     result: dict[Target, None] = {}
     left: dict[str, None] = {}
     for pattern in patterns:
@@ -130,14 +172,15 @@ def chosen(work: ir.Model, patterns: str | Sequence[str] | None) -> list[Target]
         if pattern == _ALL_LINEAR:
             meant = _all_linear(work, everything)
         else:
-            meant = [target for target in everything if target.is_meant(pattern)]
+            meant = _meant(everything, pieces, pattern)
         if not meant and pattern == _ALL_LINEAR:
             raise ModelError(
                 "targets: 'all-linear' matches no layer: it is every linear layer except the "
                 "output layer; name the layers to adapt"
             )
         if not meant:
-            known = [n for t in everything for n in (t.module, t.weight.name or "")]
+            layers = [each for target in everything for each in (target, *pieces[target])]
+            known = [n for t in layers for n in (t.module, t.weight.name or "")]
             raise ModelError(
                 f"targets: '{pattern}' matches no weight of a MatMul, Gemm, Conv, Gather or "
                 f"MatMulNBits node; {did_you_mean(pattern, dict.fromkeys(known))}"
@@ -148,7 +191,34 @@ def chosen(work: ir.Model, patterns: str | Sequence[str] | None) -> list[Target]
         result.update(dict.fromkeys(taken))
         left.update(dict.fromkeys(target.refused for target in meant if target.refused))
     _log_refused(list(left))
-    return [target for target in everything if target in result]
+    return [each for target in everything for each in (target, *pieces[target]) if each in result]
+
+
+def _meant(
+    everything: Sequence[Target], pieces: Mapping[Target, Sequence[Target]], pattern: str
+) -> list[Target]:
+    """Returns the layers that a pattern matches.
+
+    A pattern that matches some parts of a fused layer means these, and not the layer. If nothing
+    has a name that a pattern matches, it is the end of a name, as in PEFT.
+    """
+    found = _matched(everything, pieces, pattern)
+    return found or _matched(everything, pieces, f"*.{pattern}")
+
+
+def _matched(
+    everything: Sequence[Target], pieces: Mapping[Target, Sequence[Target]], pattern: str
+) -> list[Target]:
+    found: list[Target] = []
+    for target in everything:
+        some = [part for part in pieces[target] if part.has_name(pattern)]
+        if some and len(some) < len(pieces[target]):
+            found += some
+        elif target.is_meant(pattern):
+            found.append(target)
+        else:
+            found += some
+    return found
 
 
 def _all_linear(work: ir.Model, everything: Sequence[Target]) -> list[Target]:
@@ -201,11 +271,20 @@ def steps_to_weight(value: ir.Value | None) -> tuple[ir.Value, list[ir.Node]] | 
             return (value, steps[::-1]) if held else None
         if node.op_type == "Constant" and not node.domain:
             return value, steps[::-1]
-        if node.op_type not in _MOVING or node.domain not in ("", _MICROSOFT):
+        if (  # a quantized embedding may have the shape of the output layer that it shares
+            node.op_type == "Reshape" and not node.domain and node.inputs[0] is not None
+        ):
+            if not _is_quantized_table(value):
+                return None
+        elif node.op_type not in _MOVING or node.domain not in ("", _MICROSOFT):
             return None
         steps.append(node)
         value = node.inputs[0]
     return None
+
+
+def _is_quantized_table(value: ir.Value) -> bool:
+    return all(use.node.op_type == "GatherBlockQuantized" for use in value.uses())
 
 
 def _target(node: ir.Node) -> Target | None:
@@ -222,49 +301,106 @@ def _target(node: ir.Node) -> Target | None:
     shape, dtype = _effective(weight, steps)
     if shape is None or dtype is None:
         return None
-    refused, sizes, kernel, is_default = "", (0, 0), tuple[int, ...](), kind != "Gather"
+    target = Target(
+        node, _KINDS.get(kind, "linear"), weight, index, (0, 0), (), dtype, _module(node, weight)
+    )
     if kind in _REFUSED:
-        refused = "only MatMul, Gemm, Conv, Gather and MatMulNBits can have an adapter"
-    elif kind == "MatMulNBits":
-        sizes = (node.attributes["K"].as_int(), node.attributes["N"].as_int())
-        scales = node.inputs[2]
-        dtype = dtype if scales is None or scales.dtype is None else scales.dtype
-    elif kind == "Conv":
+        why = "only MatMul, Gemm, Conv, Gather and MatMulNBits can have an adapter"
+        described: Target | None = _refuse(target, why)
+    elif kind in ("MatMulNBits", "GatherBlockQuantized", "MatMulInteger"):
+        described = _with_quantized_sizes(target, shape)
+    else:
+        described = _with_sizes(target, shape)
+    if described is None:
+        return None
+    if not described.refused and described.dtype not in _FLOATS:
+        if not described.dtype.is_floating_point():
+            return None
+        why = f"an adapter needs FLOAT, DOUBLE, FLOAT16 or BFLOAT16, got {described.dtype}"
+        described = _refuse(described, why)
+    is_default = kind not in _EMBEDDINGS
+    if weight.dtype is not None and weight.dtype.is_floating_point() and why_not(weight):
+        is_default = False
+    return replace(described, is_default=is_default)
+
+
+def _refuse(target: Target, why: str) -> Target:
+    return replace(target, refused=f"{describe(target.node)}: {why}")
+
+
+def _with_sizes(target: Target, shape: tuple[int, ...]) -> Target | None:
+    """Returns a layer with its sizes, or the reason why it gets no adapter; None if it is none."""
+    node, kind, name = target.node, target.node.op_type, target.weight.name
+    if kind == "Conv":
         group = node.attributes.get_int("group", 1)
         if len(shape) < 3:
             return None
-        sizes, kernel = (shape[1], shape[0]), shape[2:]
         if group != 1:
-            refused = f"an adapter needs group=1, got {group}"
-    elif len(shape) != 2:
+            return _refuse(target, f"an adapter needs group=1, got {group}")
+        return replace(target, sizes=(shape[1], shape[0]), kernel=shape[2:])
+    if len(shape) != 2:
         if kind == "Gather" or len(shape) < 2:
             return None
-        refused = f"an adapter needs a matrix, but weight '{weight.name}' is {list(shape)}"
-    elif kind == "MatMul" and index == 0:
-        refused = f"an adapter needs a right factor, but weight '{weight.name}' is the left one"
-    elif kind == "Gather" and node.attributes.get_int("axis", 0) != 0:
+        return _refuse(target, f"an adapter needs a matrix, but weight '{name}' is {list(shape)}")
+    if kind == "MatMul" and target.index == 0:
+        why = f"an adapter needs a right factor, but weight '{name}' is the left one"
+        return _refuse(target, why)
+    if kind == "Gather" and node.attributes.get_int("axis", 0) != 0:
         return None
-    else:
-        transposed = kind == "Gemm" and node.attributes.get_int("transB", 0) == 1
-        sizes = (shape[1], shape[0]) if transposed else (shape[0], shape[1])
-    if not refused and dtype not in _FLOATS:
-        if not dtype.is_floating_point():
+    transposed = kind == "Gemm" and node.attributes.get_int("transB", 0) == 1
+    return replace(target, sizes=(shape[1], shape[0]) if transposed else (shape[0], shape[1]))
+
+
+def _with_quantized_sizes(target: Target, shape: tuple[int, ...]) -> Target | None:
+    """Returns a layer of a quantized operator like `_with_sizes`."""
+    node, kind = target.node, target.node.op_type
+    if kind == "MatMulNBits":
+        if len(node.inputs) > 4 and node.inputs[4] is not None:
+            return _refuse(target, f"its input g_idx, '{node.inputs[4].name}', is not supported")
+        sizes = (node.attributes["K"].as_int(), node.attributes["N"].as_int())
+        return replace(target, sizes=sizes, dtype=_scale_type(node, target.dtype))
+    if kind == "GatherBlockQuantized":
+        if node.attributes.get_int("gather_axis", 0) != 0:
             return None
-        refused = f"an adapter needs FLOAT, FLOAT16 or DOUBLE, but the node computes in {dtype}"
-    if weight.dtype is not None and weight.dtype.is_floating_point() and why_not(weight):
-        is_default = False
-    return Target(
-        node,
-        _KINDS.get(kind, "linear"),
-        weight,
-        index,
-        sizes,
-        kernel,
-        dtype,
-        _module(node, weight),
-        f"{describe(node)}: {refused}" if refused else "",
-        is_default,
-    )
+        is_packed = target.dtype == ir.DataType.UINT8
+        per_byte = 8 // node.attributes.get_int("bits", 4) if is_packed else 1
+        sizes = (shape[0], math.prod(shape[1:]) * per_byte)
+        return replace(target, sizes=sizes, dtype=_scale_type(node, target.dtype))
+    found = dynamic_product(node)
+    if found is None or len(shape) != 2:
+        why = (
+            "a MatMulInteger gets an adapter if its first input comes from "
+            "DynamicQuantizeLinear, and Cast and Mul follow it"
+        )
+        return _refuse(target, why)
+    return replace(target, sizes=(shape[0], shape[1]), dtype=found[2], ends=found[:2])
+
+
+def _scale_type(node: ir.Node, default: ir.DataType) -> ir.DataType:
+    """Returns the type of a node's scales, which it computes in."""
+    scales = node.inputs[2]
+    return default if scales is None or scales.dtype is None else scales.dtype
+
+
+def dynamic_product(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.DataType] | None:
+    """Returns the input, the output and the type of a product of weights and inputs of 8 bits.
+
+    onnxruntime's quantize_dynamic writes DynamicQuantizeLinear, MatMulInteger, Cast and Mul.
+    """
+    source = node.inputs[0]
+    quantized = None if source is None else source.producer()
+    if quantized is None or quantized.op_type != "DynamicQuantizeLinear":
+        return None
+    y, dtype = node.outputs[0], ir.DataType.FLOAT
+    for op_type in ("Cast", "Mul"):
+        users = [use.node for use in y.uses()]
+        if len(users) != 1 or users[0].op_type != op_type or y.is_graph_output():
+            return None
+        if op_type == "Cast":
+            dtype = ir.DataType(users[0].attributes["to"].as_int())
+        y = users[0].outputs[0]
+    x = quantized.inputs[0]
+    return None if x is None else (x, y, dtype)
 
 
 def _effective(
@@ -302,5 +438,5 @@ def _module(node: ir.Node, weight: ir.Value) -> str:
     around = (node.name or "").strip("/").rpartition("/")[0].replace("/", ".")
     name = weight.name or ""
     if name.endswith(".weight") and (len(weight.uses()) == 1 or not around):
-        return name.removesuffix(".weight")
-    return around or name.removesuffix(".weight") or node.name or node.op_type
+        return plain(name.removesuffix(".weight"))
+    return plain(around or name.removesuffix(".weight") or node.name or node.op_type)

@@ -1,0 +1,59 @@
+"""Names of layers: those that exporters of language models write, and those of transformers.
+
+onnxruntime-genai calls a layer ``model.layers.0.attn.o_proj.MatMul`` that transformers, and
+therefore PEFT, call ``model.layers.0.self_attn.o_proj``. It also fuses layers that are separate in
+most models, and separates those that Phi-3 fuses.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["FUSED", "ends_with", "fits", "plain", "standard", "whole_of"]
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""The parts of fused layers, in the order of their outputs, by the last part of their names."""
+
+_OPERATOR = re.compile(r"\.(?:MatMul|MatMulNBits|Gemm|Gather|GatherBlockQuantized)(?:_Q[0-9]+)?$")
+_GENAI = re.compile(r"\b(layers\.[0-9]+)\.attn(?=\.(?:q|k|v|o|qkv)_proj$)")
+_WHOLES = {part: whole for whole, parts in FUSED.items() for part in parts}
+
+
+def plain(name: str) -> str:
+    """Returns a layer's name without the operator that onnxruntime-genai appends.
+
+    >>> plain("model.layers.0.attn.qkv_proj.MatMul_Q4")
+    'model.layers.0.attn.qkv_proj'
+    """
+    return _OPERATOR.sub("", name)
+
+
+def standard(name: str) -> str:
+    """Returns the name that transformers gives to a layer of a language model.
+
+    >>> standard("model.layers.0.attn.q_proj.MatMul_Q4")
+    'model.layers.0.self_attn.q_proj'
+    """
+    return _GENAI.sub(r"\1.self_attn", plain(name))
+
+
+def whole_of(name: str) -> str:
+    """Returns the name of the fused layer that a layer is a part of; empty if there is none.
+
+    >>> whole_of("model.layers.0.mlp.up_proj")
+    'model.layers.0.mlp.gate_up_proj'
+    """
+    scope, dot, last = name.rpartition(".")
+    return scope + dot + _WHOLES[last] if last in _WHOLES else ""
+
+
+def ends_with(name: str, other: str) -> bool:
+    """Whether two names are the same except for a prefix of one of them."""
+    return name == other or name.endswith(f".{other}") or other.endswith(f".{name}")
+
+
+def fits(layer: str, peft: str) -> bool:
+    """Whether a layer of a model may be a layer of PEFT, or the like-named part of one."""
+    name = standard(layer)
+    whole = whole_of(name)
+    return any(ends_with(each, peft) for each in (layer, name, whole) if each)
