@@ -401,7 +401,7 @@ def _problem(node: ir.Node) -> str:
 def _failures(plan: Plan) -> list[str]:
     """Differentiates a plan and returns the error, if there is one."""
     try:
-        lower_prepared(flatten(external.detach(plan.write())).model)
+        lower_prepared(flatten(plan.write()).model)
     except OrtopsError as error:
         return [str(error)]
     return []

@@ -35,6 +35,7 @@ from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import ancestor_nodes
 from ortops.graph.files import external
+from ortops.graph.files.external import LightModel
 from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.losses import Loss, LossLike
@@ -155,22 +156,44 @@ def build_training_model(
         >>> [output.name for output in trainable.training_info[0].algorithm.output]
         ['loss', 'w_new', 'step_new']
     """
-    prepared = prepare_for_training(model, trainable, batch_normalization)
-    plan = plan_training(
-        prepared,
+    result = build_light(
+        model,
         loss=loss,
         optimizer=optimizer,
+        trainable=trainable,
         inputs=inputs,
         clip_norm=clip_norm,
         clip_value=clip_value,
         ema_decay=ema_decay,
         groups=groups,
+        batch_normalization=batch_normalization,
         seed=seed,
     )
+    return result.attach()
+
+
+def build_light(
+    model: ModelLike | LightModel,
+    *,
+    trainable: Sequence[str] | None = None,
+    batch_normalization: BatchNormalization = "auto",
+    **settings: Any,
+) -> LightModel:
+    """Returns a trainable model whose big data stay where they are; see `build_training_model`.
+
+    Args:
+        model: The model; not changed.
+        trainable: See `build_training_model`, as for all other arguments.
+        batch_normalization: Which layers use batch statistics.
+        **settings: The arguments of `plan_training`.
+    """
+    prepared = prepare_for_training(model, trainable, batch_normalization)
+    plan = plan_training(prepared, **settings)
     for message in plan.said:
         logger.warning("%s", message)
-    result = plan.write()
-    external.let_go(prepared.result)
+    made = plan.write()
+    result = LightModel(made.proto, external.returned(made.data))
+    external.let_go(made)
     return result
 
 
@@ -264,8 +287,8 @@ class Plan:
         }
         return {name: value for name, value in found.items() if value}
 
-    def write(self) -> onnx.ModelProto:
-        """Returns the trainable model."""
+    def write(self) -> LightModel:
+        """Returns the trainable model, without the data of big tensors."""
         algorithm, step = self._forward.algorithm, self._forward.step
         with algorithm.tape:
             loss, updates = self._emit_updates()
@@ -277,7 +300,7 @@ class Plan:
         if updates.scaling is not None:
             metadata |= updates.scaling.metadata()
         write_metadata(result, METADATA_KEY, json.dumps(metadata))
-        return self.prepared.result.attach()
+        return self.prepared.result
 
     def _emit_updates(self) -> tuple[Tensor, Updates]:
         """Emits gradients and updates; returns the differentiated loss, and the updates."""

@@ -41,11 +41,13 @@ class Repetition:
         session: Runs the model of `repeat`.
         states: The names of the states.
         packed: See `repeat`.
+        constants: The memory of inputs that are the same in all steps, such as frozen weights.
     """
 
     session: InferenceSession
     states: Collection[str]
     packed: Mapping[str, tuple[Packed, int]]
+    constants: Mapping[str, Memory]
 
     def run(
         self,
@@ -73,6 +75,8 @@ class Repetition:
             if name in self.packed:
                 group, index = self.packed[name]
                 memory = group.arrays[index][turn]
+            elif name in self.constants:
+                memory = self.constants[name]
             else:
                 memory = given[name] if name in given else buffers(name)[0]
             binding.bind_ortvalue_input(name, ort_value(memory))

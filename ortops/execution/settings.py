@@ -40,6 +40,8 @@ class Settings:
             free for others. None means onnxruntime's own default, a million pauses (3 to 50 ms); so
             does any number if onnxruntime does not know this setting.
         scaled_sums: Whether sums y + c · x of long tensors may be computed in one pass over memory.
+        copied: The number of bytes of frozen weights up to which onnxruntime may copy them into the
+            order of its kernels. Above it, they are inputs, which it reads where they are.
         device: The device for variables; by default, that of the providers.
     """
 
@@ -51,6 +53,7 @@ class Settings:
     threads: int = field(default_factory=_cores)
     spin: int | None = 20
     scaled_sums: bool = True
+    copied: int = 2**28
     device: Device | None = None
 
     def without(self, *names: str) -> Settings:

@@ -21,6 +21,7 @@ from ortops.lowering import to_proto
 from ortops.numbers import Array
 from ortops.passes.blocked import is_mostly_blocked
 from ortops.passes.order import put_last_results_first
+from ortops.passes.quantized_weights import dequantize_products
 
 __all__ = ["Variant"]
 
@@ -41,7 +42,7 @@ class Variant:
 
     def __init__(self, template: Template, shapes: Mapping[str, tuple[int, ...]] | None) -> None:
         self._template = template
-        sessions = template.sessions
+        sessions, settings = template.sessions, template.sessions.settings
         model = template.lowered(shapes)
         graph = self._graph = model.graph
         self._inputs: SlicesByName = {}
@@ -52,9 +53,11 @@ class Variant:
         for name, value in list(graph.initializers.items()):
             if not value.uses() and not value.is_graph_output():  # onnxruntime would warn
                 del graph.initializers[name]
+        if sessions.on_cpu and _frozen_bytes(graph) > settings.copied:
+            dequantize_products(graph, Names(graph))
         self._constants: dict[str, Memory] = {
             name: array if sessions.device is None else DeviceArray(array, sessions.device)
-            for name, array in external.move_to_inputs(model).items()
+            for name, array in external.move_to_inputs(model, settings.copied).items()
         }
         self._session = None  # without outputs, as if all gradients are fed
         if graph.outputs:
@@ -63,7 +66,10 @@ class Variant:
             limit = _LENT if sessions.lends else None
             proto, self._lent = external.move_out(model, limit)
             self._session = sessions.open(
-                proto, spin=template.spins, optimize=optimize, lent=self._lent
+                proto,
+                spin=template.spins,
+                optimize=optimize,
+                lent=self._lent,
             )
         self._updates = template.updates()
 
@@ -131,7 +137,13 @@ class Variant:
         step = self._template.step
         model = repeat(self._graph, states, self._inputs, step.feeds, step.loss)
         session = self._template.sessions.open(to_proto(model))
-        return Repetition(session, states, self._inputs)
+        return Repetition(session, states, self._inputs, self._constants)
+
+
+def _frozen_bytes(graph: ir.Graph) -> int:
+    """Returns the size of all initializers."""
+    tensors = (value.const_value for value in graph.initializers.values())
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def _join(graph: ir.Graph, all_packed: list[Packed]) -> tuple[SlicesByName, SlicesByName]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,24 +14,32 @@ import onnx
 import onnxruntime
 
 from ortops.arguments import choice, whole_number
-from ortops.building.builder import build_training_model
+from ortops.building.builder import build_light
 from ortops.errors import ArgumentError, ModelError, UnsupportedError
 from ortops.graph.adapters import adapter_of
+from ortops.graph.convert import load_light, to_ir
 from ortops.graph.files.atomic import write_atomically
-from ortops.graph.files.saving import save_model
+from ortops.graph.files.external import LightModel, move_aside, move_out, serialize
+from ortops.graph.files.messages import size_of
+from ortops.graph.files.saving import write_model
+from ortops.inference import lend
 from ortops.llm.examples import IGNORED, TRAIN_ON, Example, Rows, batch_of, read_examples
 from ortops.llm.folder import GENAI_CONFIG, Folder, copy_others, genai_config, open_folder
 from ortops.llm.generation import generate
 from ortops.llm.tokenization import Message, Tokenizer
-from ortops.lora.addition import add
-from ortops.lora.files import load_adapter, save_adapter
+from ortops.lora.addition import adapted, read_base
+from ortops.lora.files import with_adapter, write_adapter
 from ortops.losses import NextToken
 from ortops.optimizers import Adam
+from ortops.passes.rematerialization import Checkpoint
 from ortops.schedules import Schedule
 from ortops.training.history import History
 from ortops.training.session import TrainingSession
 
 __all__ = ["ADAPTER", "FineTuning"]
+
+_ONE_FILE = 2**26
+"""Weights of more bytes are saved in a file of their own, next to the model."""
 
 ADAPTER, _TRAINING = "adapter.onnx_adapter", "training.state"
 _SMALL = 1024  # bytes
@@ -53,6 +60,8 @@ class FineTuning:
         targets: The layers to adapt, as for `ortops.lora.add`; by default all linear layers but
             lm_head, which computes the logits.
         learning_rate: The learning rate, or a schedule of `ortops.schedules`.
+        recompute: Which activations to keep, as for `ortops.TrainingSession`; ``"sqrt"`` saves much
+            memory for a third more time. By default, all activations are kept.
 
     Attributes:
         session: The `ortops.TrainingSession`.
@@ -86,19 +95,26 @@ class FineTuning:
         alpha: float = 16,
         targets: str | Sequence[str] | None = None,
         learning_rate: float | Schedule = 2e-4,
+        recompute: Checkpoint | None = None,
     ) -> None:
         folder = open_folder(folder_or_file)
-        model = onnx.load(folder.model)
-        if adapter_of(model.metadata_props) is not None:
+        model = load_light(folder.model)  # the weights stay in their file until they are needed
+        if adapter_of(model.proto.metadata_props) is not None:
             raise ModelError(
                 f"folder '{folder.path}': its model already has an adapter; continue with "
                 "ortops.llm.FineTuning.load, or merge it with ortops.lora.merge"
             )
-        adapted = add(model, rank, alpha, "all-linear" if targets is None else targets)
-        self._start(folder, _trainable(adapted, folder, learning_rate))
+        chosen = "all-linear" if targets is None else targets
+        model = move_aside(adapted(read_base(model), rank, alpha, chosen))
+        self._start(folder, _trainable(model, folder, learning_rate), recompute=recompute)
 
     def _start(
-        self, folder: Folder, model: onnx.ModelProto, initial: Mapping[str, Any] | None = None
+        self,
+        folder: Folder,
+        model: LightModel,
+        initial: Mapping[str, Any] | None = None,
+        *,
+        recompute: Checkpoint | None,
     ) -> None:
         self._folder = folder
         self._names = _adapter_names(model)
@@ -106,7 +122,7 @@ class FineTuning:
         self._is_loaded = initial is not None
         self._served: onnxruntime.InferenceSession | None = None
         self._tokenizer: Tokenizer | None = None
-        self.session = TrainingSession(model)
+        self.session = TrainingSession(model, recompute=recompute)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -323,22 +339,25 @@ class FineTuning:
             copy_others(self._folder, target)
             if settings := genai_config(self._folder):
                 (target / GENAI_CONFIG).write_text(settings, encoding="utf-8")
-        model = self.session.inference_model()
-        save_adapter(model, target / ADAPTER)
-        for tensor in model.graph.initializer:
-            if tensor.name in self._initial:
-                array = self._initial[tensor.name]
-                tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
-        save_model(model, file)
-        state = self.session.model()
-        known = {tensor.name for tensor in model.graph.initializer} - set(self._names)
-        for tensor in state.graph.initializer:
-            if tensor.name in known and tensor.ByteSize() > _SMALL:
-                tensor.CopyFrom(onnx.TensorProto(name=tensor.name))  # it is in the model's file
-        write_atomically(target / _TRAINING, state.SerializeToString())
+        with self.session.locked_file() as held:
+            model = held.light_inference_model()
+            write_adapter(model, target / ADAPTER)
+            for tensor in model.proto.graph.initializer:
+                if tensor.name in self._initial:
+                    array = self._initial[tensor.name]
+                    tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
+            write_model(file, model, limit=_ONE_FILE)
+            state = held.light_model()
+            known = {tensor.name for tensor in model.proto.graph.initializer} - set(self._names)
+            for tensor in state.proto.graph.initializer:
+                if tensor.name in known and size_of(tensor) > _SMALL:
+                    tensor.CopyFrom(onnx.TensorProto(name=tensor.name))  # it is in the model's file
+            write_atomically(target / _TRAINING, state.attach().SerializeToString())
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str]) -> FineTuning:
+    def load(
+        cls, folder: str | os.PathLike[str], recompute: Checkpoint | None = None
+    ) -> FineTuning:
         """Reads a folder that `save` wrote, to continue the training.
 
         The adapter, the optimizer's state, the learning rate and the position of `fit` are those
@@ -346,6 +365,7 @@ class FineTuning:
 
         Args:
             folder: The folder.
+            recompute: See `FineTuning`.
 
         Raises:
             ArgumentError: If there is no such folder.
@@ -361,8 +381,8 @@ class FineTuning:
             True
         """
         opened = open_folder(folder)
-        model = onnx.load(opened.model)
-        if adapter_of(model.metadata_props) is None:
+        model = load_light(opened.model)
+        if adapter_of(model.proto.metadata_props) is None:
             raise ModelError(
                 f"folder '{opened.path}': its model has no adapter; begin with "
                 "ortops.llm.FineTuning(folder)"
@@ -372,10 +392,10 @@ class FineTuning:
         if state.is_file():
             trainable = _filled(state, model)
         else:  # the training begins again, from the adapter
-            model = load_adapter(model, opened.path / ADAPTER)
+            model = with_adapter(model, opened.path / ADAPTER)
             trainable = _trainable(model, opened, 2e-4)
         result = cls.__new__(cls)
-        result._start(opened, trainable, initial)
+        result._start(opened, trainable, initial, recompute=recompute)
         return result
 
     def _examples(self, data: Rows, max_length: int, train_on: str) -> list[Example]:
@@ -398,10 +418,13 @@ class FineTuning:
     def _serve(self) -> onnxruntime.InferenceSession:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # one warning for each tensor of the adapter
-        with tempfile.TemporaryDirectory() as folder:
-            file = f"{folder}/model.onnx"
-            save_model(self.session.inference_model(), file)
-            return onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        with self.session.locked_file() as held:
+            model = to_ir(held.light_inference_model())
+            message, self._lent = move_out(model, 0)
+            lend(options, self._lent)
+            return onnxruntime.InferenceSession(
+                serialize(message), options, providers=["CPUExecutionProvider"]
+            )
 
     def _empty_cache(self, name: str) -> npt.NDArray[Any]:
         known = self.session.inputs.get(name)
@@ -414,27 +437,23 @@ class FineTuning:
         return np.zeros((1, heads, 0, size), known.dtype)
 
 
-def _trainable(
-    model: onnx.ModelProto, folder: Folder, learning_rate: float | Schedule
-) -> onnx.ModelProto:
+def _trainable(model: LightModel, folder: Folder, learning_rate: float | Schedule) -> LightModel:
     loss = NextToken(folder.logits, ignore_index=IGNORED)
     optimizer = Adam(learning_rate, beta=0.999, epsilon_after_correction=True)
-    return build_training_model(model, loss=loss, optimizer=optimizer)
+    return build_light(model, loss=loss, optimizer=optimizer)
 
 
-def _adapter_names(model: onnx.ModelProto) -> list[str]:
-    adapter = adapter_of(model.metadata_props)
+def _adapter_names(model: LightModel) -> list[str]:
+    adapter = adapter_of(model.proto.metadata_props)
     modules = {} if adapter is None else adapter.modules
     return [name for module in modules.values() for name in (module.a, module.b)]
 
 
-def _adapter_values(model: onnx.ModelProto) -> dict[str, npt.NDArray[Any]]:
-    names = set(_adapter_names(model))
-    found = (tensor for tensor in model.graph.initializer if tensor.name in names)
-    return {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in found}
+def _adapter_values(model: LightModel) -> dict[str, npt.NDArray[Any]]:
+    return model.arrays(_adapter_names(model))
 
 
-def _filled(file: Path, model: onnx.ModelProto) -> onnx.ModelProto:
+def _filled(file: Path, model: LightModel) -> LightModel:
     """Returns a saved trainable model with the weights of the model's file."""
     result = onnx.ModelProto()
     try:
@@ -443,7 +462,7 @@ def _filled(file: Path, model: onnx.ModelProto) -> onnx.ModelProto:
         raise ModelError(
             f"file '{file}': {error}; delete it to begin the training again"
         ) from error
-    known = {tensor.name: tensor for tensor in model.graph.initializer}
+    known = {tensor.name: tensor for tensor in model.proto.graph.initializer}
     for tensor in result.graph.initializer:
         if not tensor.data_type:
             if tensor.name not in known:
@@ -452,4 +471,4 @@ def _filled(file: Path, model: onnx.ModelProto) -> onnx.ModelProto:
                     "begin the training again"
                 )
             tensor.CopyFrom(known[tensor.name])
-    return result
+    return LightModel(result, dict(model.data))

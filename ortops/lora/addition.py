@@ -19,6 +19,7 @@ from ortops.graph.adapters import METADATA_KEY, Adapter, Module, adapter_of, sca
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import take_place
 from ortops.graph.files import external
+from ortops.graph.files.external import LightModel
 from ortops.graph.files.serialization import to_proto
 from ortops.graph.layer_names import standard
 from ortops.graph.tensor import Names
@@ -28,7 +29,7 @@ from ortops.lora.patterns import Patterns
 from ortops.lora.targets import Target, chosen
 from ortops.surgery.reading import refuse_training
 
-__all__ = ["Base", "Layer", "add", "attach", "read_base"]
+__all__ = ["Base", "Layer", "adapted", "add", "attach", "read_base"]
 
 _PADS_ARE_INPUTS = 11  # the first opset of Pad whose pads are no attribute
 _INITIALIZERS_MAY_BE_INPUTS_OR_NOT = 4  # the first IR version with initializers beside inputs
@@ -109,6 +110,32 @@ def add(
         >>> {tensor.name: list(tensor.dims) for tensor in adapted.graph.initializer[-2:]}
         {'fc1.lora_A.weight': [4, 2], 'fc1.lora_B.weight': [2, 16]}
     """
+    pairs = rank_pattern, alpha_pattern
+    return to_proto(adapted(read_base(model), rank, alpha, targets, rslora, *pairs, seed))
+
+
+def adapted(
+    base: Base,
+    rank: int,
+    alpha: float,
+    targets: str | Sequence[str] | None,
+    rslora: bool = False,
+    rank_pattern: Mapping[str, int] | None = None,
+    alpha_pattern: Mapping[str, float] | None = None,
+    seed: int = 0,
+) -> ir.Model:
+    """Adds an adapter to a model; see `add`.
+
+    Args:
+        base: The model; not to be used afterwards.
+        rank: See `add`, as for all other arguments.
+        alpha: The numerator of the scaling.
+        targets: The layers to adapt.
+        rslora: Whether to use rsLoRA.
+        rank_pattern: Ranks of particular layers.
+        alpha_pattern: Alphas of particular layers.
+        seed: The seed of the random initial values.
+    """
     rslora, seed = boolean("rslora", rslora), whole_number("seed", seed, 0)
     rank, alpha = whole_number("rank", rank, 1), number("alpha", alpha, above=0)
     ranks = {
@@ -119,7 +146,6 @@ def add(
         p: number(f"alpha_pattern {p!r:.80}", each, above=0)
         for p, each in _pattern("alpha_pattern", alpha_pattern).items()
     }
-    base = read_base(model)
     found = chosen(base.work, targets)
     _refuse_overlap(found)
     layers_found = dict.fromkeys(
@@ -211,24 +237,29 @@ class Layer:
     peft: str = ""
 
 
-def read_base(model: ModelLike) -> Base:
+def read_base(model: ModelLike | LightModel) -> Base:
     """Reads a model that is to get an adapter, without changing it.
+
+    Args:
+        model: The model. The data of a light model stay where they are.
 
     Raises:
         ModelError: If it already has an adapter or training_info.
     """
-    proto, folder = convert.load(model)
+    proto, folder = (model.proto, None) if isinstance(model, LightModel) else convert.load(model)
     if adapter_of(proto.metadata_props) is not None:
         raise ModelError(
             "model: it already has an adapter; merge it with ortops.lora.merge, or give the model "
             "without it"
         )
     refuse_training(proto, WITHOUT_TRAINING)
-    return Base(convert.to_ir(proto, folder), fingerprint(external.detach(proto, folder)))
+    light = model if isinstance(model, LightModel) else external.detach(proto, folder)
+    whole = model if isinstance(model, LightModel) else proto
+    return Base(convert.to_ir(whole, folder), fingerprint(light))
 
 
-def attach(base: Base, layers: Sequence[Layer], adapter: Adapter) -> onnx.ModelProto:
-    """Returns a model with an adapter of given values.
+def attach(base: Base, layers: Sequence[Layer], adapter: Adapter) -> ir.Model:
+    """Adds an adapter of given values to a model, and returns it.
 
     Args:
         base: The model; not to be used afterwards.
@@ -257,7 +288,7 @@ def attach(base: Base, layers: Sequence[Layer], adapter: Adapter) -> onnx.ModelP
     work.ir_version = max(work.ir_version, _INITIALIZERS_MAY_BE_INPUTS_OR_NOT)
     count = sum(layer.a.size + layer.b.size for layer in layers)
     logger.warning("added an adapter of %s: %s trainable parameters", described, f"{count:,}")
-    return to_proto(work)
+    return work
 
 
 def _unique(module: str, names: Names) -> str:

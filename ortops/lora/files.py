@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,12 @@ from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.files import external
 from ortops.graph.files.atomic import write_atomically
+from ortops.graph.files.external import LightModel
 from ortops.lora.adapter_file import read_adapter_file
 from ortops.lora.fingerprints import first_fingerprint
-from ortops.lora.model import check_base, read_adapted, refuse_not_finite
+from ortops.lora.model import Adapted, Array, check_base, read_adapted, refuse_not_finite
 
-__all__ = ["load_adapter", "save_adapter"]
+__all__ = ["load_adapter", "save_adapter", "with_adapter", "write_adapter"]
 
 _ADAPTER_VERSION = 1
 _GIVEN_BY_OTHERS = 2**16  # other tools number their model versions; a digest is never this small
@@ -62,6 +64,11 @@ def save_adapter(model: ModelLike, path: str | os.PathLike[str]) -> None:
         >>> sorted(file.get_parameters())
         ['fc1.lora_A.weight', 'fc1.lora_B.weight']
     """
+    write_adapter(convert.load_light(model), path)
+
+
+def write_adapter(model: LightModel, path: str | os.PathLike[str]) -> None:
+    """Writes the adapter of a light model; see `save_adapter`."""
     adapted = read_adapted(model)
     fingerprint = check_base(adapted)
     refuse_not_finite(adapted.parameters, "model")
@@ -106,7 +113,26 @@ def load_adapter(model: ModelLike, path: str | os.PathLike[str]) -> onnx.ModelPr
         ...     lora.load_adapter(model, f"{folder}/small.onnx_adapter") == model
         True
     """
-    adapted = read_adapted(model)
+    values = _checked(read_adapted(model), path)
+    proto, _ = convert.load(model)
+    return _filled(external.detach(proto), values).attach()
+
+
+def with_adapter(model: LightModel, path: str | os.PathLike[str]) -> LightModel:
+    """Returns a light model whose adapter has the values of a file; see `load_adapter`."""
+    return _filled(model.copy(), _checked(read_adapted(model), path))
+
+
+def _filled(model: LightModel, values: Mapping[str, Array]) -> LightModel:
+    """Sets initializers, in place, and returns the model."""
+    for tensor in model.proto.graph.initializer:
+        if tensor.name in values:
+            tensor.CopyFrom(onnx.numpy_helper.from_array(values[tensor.name], tensor.name))
+    return model
+
+
+def _checked(adapted: Adapted, path: str | os.PathLike[str]) -> Mapping[str, Array]:
+    """Reads the values of a model's adapter from a file, which must fit; see `load_adapter`."""
     fingerprint = check_base(adapted)
     given, version = read_adapter_file(Path(path))
     where = f"file '{os.fspath(path)}'"
@@ -146,12 +172,7 @@ def load_adapter(model: ModelLike, path: str | os.PathLike[str]) -> onnx.ModelPr
                 f"{found.dtype}{list(found.shape)}; add the adapter with the same rank"
             )
     refuse_not_finite(given, where)
-    proto, _ = convert.load(model)
-    light = external.detach(proto)
-    for tensor in light.proto.graph.initializer:
-        if tensor.name in given:
-            tensor.CopyFrom(onnx.numpy_helper.from_array(given[tensor.name], tensor.name))
-    return light.attach()
+    return given
 
 
 def _version(fingerprint: str) -> int:

@@ -58,7 +58,7 @@ class Adapted:
     parameters: Mapping[str, Array]
 
 
-def read_adapted(model: ModelLike) -> Adapted:
+def read_adapted(model: ModelLike | LightModel) -> Adapted:
     """Reads a model with an adapter, without changing it.
 
     Raises:

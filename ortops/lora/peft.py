@@ -23,6 +23,7 @@ from ortops.graph.adapters import Adapter, is_alpha, is_rank, scaling
 from ortops.graph.convert import ModelLike
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.json_text import read_json
+from ortops.graph.files.serialization import to_proto
 from ortops.graph.layer_names import FUSED, ends_with, standard
 from ortops.graph.limits import LIMITS
 from ortops.graph.safetensors import dump_safetensors, read_safetensors
@@ -265,7 +266,7 @@ def from_peft(model: ModelLike, folder: str | os.PathLike[str]) -> onnx.ModelPro
             new_a, new_b = _fitted(peft, found[0], a, rows, scaling(r, own, rslora=rslora))
             layers.append(Layer(found[0].module, r, own, new_a, new_b, found, peft))
     layers.sort(key=lambda layer: places.order(layer.targets[0]))  # files have no order
-    return attach(base, layers, Adapter(rank, alpha, rslora, "", {}, **given))
+    return to_proto(attach(base, layers, Adapter(rank, alpha, rslora, "", {}, **given)))
 
 
 def _fitted(peft: str, target: Target, a: Array, b: Array, scale: float) -> tuple[Array, Array]:

@@ -20,6 +20,7 @@ from ortops.passes.gelu import GELU
 from ortops.passes.max_pool import MAX_POOL
 from ortops.passes.padding import PADDING
 from ortops.passes.products import ROW_SUMS, SCALES, TRANSPOSES
+from ortops.passes.quantized_weights import QUANTIZED_WEIGHTS
 from ortops.passes.rectified import RECTIFIED
 from ortops.passes.recurrent import RECURRENT
 from ortops.passes.rounding import ROUNDING
@@ -32,6 +33,7 @@ PASSES: tuple[Pass, ...] = (
     COMPUTED_SIZES,
     PADDING,
     GELU,
+    QUANTIZED_WEIGHTS,
     TRANSPOSED,  # finished after the next three, because it rewrites the products that they emit
     ROW_SUMS,
     SCALES,  # finished after TRANSPOSES, because it also scales products with transposed factors

@@ -356,7 +356,7 @@ class Evaluator:
         if loss:  # metrics may compare with any
             for name, value in loaded.inputs.items():
                 inputs.setdefault(name, value)
-        constants = external.move_to_inputs(model)
+        constants = external.move_to_inputs(model, loaded.settings.copied)
         session = InferenceSession(
             to_proto(model), loaded.options, loaded.providers, kernels="onnx"
         )

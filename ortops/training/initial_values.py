@@ -100,7 +100,7 @@ class Values(Mapping[str, Array]):
         return Values({name: read for name, read in self._read.items() if name not in names})
 
 
-def copy_to_memory(model: ModelLike, entry: int | None) -> LightModel:
+def copy_to_memory(model: ModelLike | LightModel, entry: int | None) -> LightModel:
     """Returns a light model and its data, which neither a file nor the caller can change.
 
     Variables that `reset` computes are only borrowed until they have their values. Others stay in

@@ -20,6 +20,7 @@ from ortops.execution.onnxruntime_sessions import UpdateKernels
 from ortops.execution.settings import Settings
 from ortops.graph.convert import ModelLike
 from ortops.graph.files import external
+from ortops.graph.files.external import LightModel
 from ortops.graph.files.messages import initializers
 from ortops.passes.rematerialization import Checkpoint
 from ortops.trainable.initialization import initial_values
@@ -102,6 +103,7 @@ class LoadedModel:
         entries: The training_info entries that a step runs.
         metadata: What the builder wrote about the model.
         steps: A step for each entry.
+        settings: How steps are executed.
         inputs: The inputs that a batch fills.
         outputs: The names of the outputs of a step.
         execution: Holds the variables and makes the steps.
@@ -115,7 +117,7 @@ class LoadedModel:
 
     def __init__(
         self,
-        model: ModelLike,
+        model: ModelLike | LightModel,
         entry: int | None,
         *,
         kernels: UpdateKernels,
@@ -134,6 +136,7 @@ class LoadedModel:
         unread = [value.name for value in self.proto.graph.input]  # by what a step computes
         self.inputs = Inputs(self.steps, unread, warns_of_unshifted=True)
         self.outputs = [name for step in self.steps for name in step.outputs]
+        self.settings = settings or Settings()
         self.lock = threading.RLock()
         self.operation = ""
         self.assigned = 0
@@ -144,7 +147,7 @@ class LoadedModel:
             given,
             RULES,
             kernels=kernels,
-            settings=settings or Settings(),
+            settings=self.settings,
             options=options,
             providers=self.providers,
             recompute=self._in_training_mode(recompute),

@@ -64,9 +64,9 @@ class ModelFile:
             (1, 0.5)
         """
         with finished_at_exit, self._loaded.lock:
-            return self._light_model().attach()
+            return self.light_model().attach()
 
-    def _light_model(self) -> LightModel:
+    def light_model(self) -> LightModel:
         """Returns the trainable model with the present state, as a light model.
 
         The data are the memory of the variables, so the lock has to be held while they are read.
@@ -142,7 +142,7 @@ class ModelFile:
     def _write(self, path: str | os.PathLike[str]) -> None:
         """Writes the trainable model with the present state."""
         changes = self._changes()
-        saving.write_model(path, self._light_model())
+        saving.write_model(path, self.light_model())
         self._saved = os.fspath(path), changes, self._fit_arguments()
 
     @property
@@ -199,6 +199,16 @@ class ModelFile:
             >>> plain.run(None, {"x": np.array([[4]], np.float32)})
             [array([[2.]], dtype=float32)]
         """
+        with finished_at_exit, self._loaded.lock:
+            return self.light_inference_model(original, ema=ema).attach()
+
+    def light_inference_model(
+        self, original: ModelLike | None = None, *, ema: bool = False
+    ) -> LightModel:
+        """Returns the result of `inference_model`, whose data are those of the session.
+
+        The lock has to be held while they are read.
+        """
         loaded, proto = self._loaded, self._loaded.proto
         own = {tensor.name for tensor in proto.graph.initializer}
         with finished_at_exit, loaded.lock:
@@ -217,7 +227,7 @@ class ModelFile:
                 write_inference_mode(model)
                 result = LightModel(to_proto(model), dict(loaded.light.data))
                 write_values(result, trained)
-            return result.attach()
+            return result
 
     def digest(self) -> bytes:
         """Returns a digest of the model and the executed entries, without values of variables."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, overload
 
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from ortops.execution.settings import Settings
 from ortops.garbage_collection import pause_collection
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
+from ortops.graph.files.external import LightModel
 from ortops.metrics import Metric, StreamingMetric
 from ortops.passes.rematerialization import Checkpoint
 from ortops.trainable.metadata import TrainingMetadata
@@ -115,7 +117,7 @@ class TrainingSession:
     @pause_collection()
     def __init__(
         self,
-        model: ModelLike,
+        model: ModelLike | LightModel,
         *,
         kernels: UpdateKernels = "onnx",
         entry: int | None = None,
@@ -484,6 +486,12 @@ class TrainingSession:
     def model(self) -> onnx.ModelProto:
         """Returns the trainable model with the present state."""
         return self._file.model()
+
+    @contextlib.contextmanager
+    def locked_file(self) -> Iterator[ModelFile]:
+        """Holds the lock of the session, so that light models can be read from what it yields."""
+        with finished_at_exit, self._loaded.lock:
+            yield self._file
 
     @_documented_by(ModelFile.save)
     def save(self, path: str | os.PathLike[str]) -> None:

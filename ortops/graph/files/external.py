@@ -63,6 +63,7 @@ __all__ = [
     "move_to_inputs",
     "read_light",
     "read_on_demand",
+    "returned",
     "serialize",
     "set_later",
     "without_data",
@@ -171,6 +172,17 @@ def let_go(model: LightModel) -> None:
     for tensor in model.data.values():
         if isinstance(tensor, Reference):
             tensor.content = None
+
+
+def returned(data: Data) -> Data:
+    """Returns the data behind references, which `let_go` may clear."""
+
+    def content(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+        while isinstance(tensor, Reference) and tensor.content is not None:
+            tensor = tensor.content
+        return tensor
+
+    return {location: content(tensor) for location, tensor in data.items()}
 
 
 def detach(proto: onnx.ModelProto, folder: Path | None = None) -> LightModel:
@@ -478,16 +490,21 @@ def serialize(proto: onnx.ModelProto) -> bytes:
     )
 
 
-def move_to_inputs(model: ir.Model) -> dict[str, Array]:
-    """Converts big initializers to inputs, in place, if a model does not fit into one message.
+def move_to_inputs(model: ir.Model, limit: int | None = None) -> dict[str, Array]:
+    """Converts big initializers to inputs, in place, if all exceed a limit in total.
 
     onnxruntime copies initializers, but reads inputs in place.
 
+    Args:
+        model: The model.
+        limit: The limit in bytes; by default, and at most, the maximum for one message.
+
     Returns:
-        The values of the new inputs; empty if the model fits.
+        The values of the new inputs; empty if the limit is not exceeded.
     """
     graph = model.graph
-    arrays = _big_arrays(graph, MESSAGE_LIMIT)
+    most = MESSAGE_LIMIT if limit is None else min(limit, MESSAGE_LIMIT)
+    arrays = _big_arrays(graph, most)
     for name, array in arrays.items():
         value = graph.initializers.pop(name)
         value.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))

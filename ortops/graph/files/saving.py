@@ -65,10 +65,20 @@ def save_model(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
     write_model(path, detach(model))
 
 
-def write_model(path: str | os.PathLike[str], model: LightModel) -> None:
-    """Writes a light model; see `save_model`."""
+def write_model(
+    path: str | os.PathLike[str], model: LightModel, *, limit: int | None = None
+) -> None:
+    """Writes a light model; see `save_model`.
+
+    Args:
+        path: The file.
+        model: The model.
+        limit: Data of more bytes are written to a file of their own, one tensor after the other;
+            by default, those that do not fit into one file.
+    """
     target = destination(path)
     size = data_size(model.proto)
+    limit = external.MESSAGE_LIMIT if limit is None else limit
     if size > external.MESSAGE_LIMIT and target is None:
         raise ModelError(
             f"file '{os.fspath(path)}': a model with {size:,} bytes of tensors needs a second file "
@@ -81,7 +91,7 @@ def write_model(path: str | os.PathLike[str], model: LightModel) -> None:
         for file in unused:
             if _is_newer(file, target):  # left by a killed process
                 _remove(file)
-    if size <= external.MESSAGE_LIMIT or target is None:
+    if size <= limit or target is None:
         write_atomically(path, serialize(model.attached()))
     else:
         _write_in_two(path, target, model)
