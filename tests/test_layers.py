@@ -113,8 +113,16 @@ WITHIN = {
             "computed_sizes",
             "gelu",
         ),
-        *("max_pool", "rectified", "transposed", "recurrent", "blocked", "rounding", "webgpu"),
-        *("scaled_sums", "__init__"),
+        *(
+            "max_pool",
+            "rectified",
+            "transposed",
+            "recurrent",
+            "blocked",
+            "rounding",
+            "webgpu",
+        ),
+        *("quantized_weights", "scaled_sums", "__init__"),
     ),
     "losses": (
         *("teacher", "loss", "compute", "classification", "regression"),

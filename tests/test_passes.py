@@ -85,6 +85,30 @@ def sigmoid() -> onnx.ModelProto:
     return tape.model()
 
 
+def quantized() -> onnx.ModelProto:
+    generator = np.random.default_rng(1)
+    stored = {
+        "w": generator.standard_normal((6, 32)).astype(np.float32),
+        "b": generator.integers(0, 256, (5, 2, 8), np.uint8),
+        "scales": np.full((5, 2), 0.01, np.float32),
+    }
+    settings = {"K": 32, "N": 5, "bits": 4, "block_size": 16}
+    nodes = [
+        onnx.helper.make_node("MatMul", ["x", "w"], ["h"]),
+        onnx.helper.make_node(
+            "MatMulNBits", ["h", "b", "scales"], ["logits"], domain="com.microsoft", **settings
+        ),
+    ]
+    x, logits = (
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", size])
+        for name, size in (("x", 6), ("logits", 5))
+    )
+    tensors = [onnx.numpy_helper.from_array(array, name) for name, array in stored.items()]
+    graph = onnx.helper.make_graph(nodes, "quantized", [x], [logits], tensors)
+    imports = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
+    return onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
+
+
 def pooling() -> onnx.ModelProto:
     weights = np.random.default_rng(1).standard_normal((36, 5)).astype(np.float32)
     with Tape(name="pooling") as tape:
@@ -146,6 +170,7 @@ CASES = {
     "transposes": attention("Transpose", "FusedMatMul"),
     "cross_entropy": layers("SoftmaxCrossEntropyLoss", "LogSoftmax"),
     "max_pool": Case(pooling, {"x": (4, 4, 6, 6)}, "", "Equal"),
+    "quantized_weights": Case(quantized, {"x": (4, 6)}, "BitShift", "GatherBlockQuantized"),
     "rectified": layers("Where", "HardSigmoid"),
     "blocked": convolutions("MaxUnpool", "ReorderInput"),
     "recurrent": Case(lambda: lstm(5, width=6), {"tokens": (9, 4, 5)}, "LSTM", "FusedMatMul"),

@@ -339,7 +339,7 @@ class FineTuning:
             copy_others(self._folder, target)
             if settings := genai_config(self._folder):
                 (target / GENAI_CONFIG).write_text(settings, encoding="utf-8")
-        with self.session.locked_file() as held:
+        with self.session._locked_file() as held:
             model = held.light_inference_model()
             write_adapter(model, target / ADAPTER)
             for tensor in model.proto.graph.initializer:
@@ -418,7 +418,7 @@ class FineTuning:
     def _serve(self) -> onnxruntime.InferenceSession:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # one warning for each tensor of the adapter
-        with self.session.locked_file() as held:
+        with self.session._locked_file() as held:
             model = to_ir(held.light_inference_model())
             message, self._lent = move_out(model, 0)
             lend(options, self._lent)

@@ -488,7 +488,7 @@ class TrainingSession:
         return self._file.model()
 
     @contextlib.contextmanager
-    def locked_file(self) -> Iterator[ModelFile]:
+    def _locked_file(self) -> Iterator[ModelFile]:
         """Holds the lock of the session, so that light models can be read from what it yields."""
         with finished_at_exit, self._loaded.lock:
             yield self._file
