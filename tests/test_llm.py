@@ -419,3 +419,23 @@ def test_onnxruntime_genai_serves_the_folder(folder: Path, tmp_path: Path) -> No
     tuned = generated(tmp_path, "adapter.onnx_adapter")
     assert tuned == [97, 98, 99, 256]
     assert tuning.generate(prompt) == tuned[:-1]
+
+
+def test_begin_with_an_adapter_of_another_precision(tmp_path: Path) -> None:
+    one, other = (llama.write(tmp_path / str(bits), bits=bits) for bits in (32, 4))
+    tuning = FineTuning(one, rank=2, targets=["q_proj", "v_proj"], learning_rate=0.01)
+    tuning.fit(ROWS, epochs=2, progress=False)
+    tuning.save(tmp_path / "tuned")
+    file = tmp_path / "tuned" / "adapter.onnx_adapter"
+    again = FineTuning(other, rank=2, targets=["q_proj", "v_proj"], adapter=file)
+    for name, array in again.session.parameters.items():
+        np.testing.assert_array_equal(array, tuning.session.parameters[name])
+    again.save(tmp_path / "again")
+    plain, tuned = (served(tmp_path / "again", [65, 66], active=active) for active in (False, True))
+    np.testing.assert_array_equal(plain, served(other, [65, 66], active=False))
+    assert abs(tuned - plain).max() > 1e-4
+
+    ortops.lora.to_peft(tuning.session.inference_model(), tmp_path / "peft")
+    third = FineTuning(other, adapter=tmp_path / "peft")
+    for name, array in third.session.parameters.items():
+        np.testing.assert_allclose(array, tuning.session.parameters[name], rtol=1e-6)

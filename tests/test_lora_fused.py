@@ -210,3 +210,43 @@ def test_g_idx_is_refused() -> None:
     )
     with pytest.raises(UnsupportedError, match=r"qkv_proj.*its input g_idx, 'g_idx', is not supp"):
         lora.add(model, targets=["*layers.0*qkv_proj*"])
+
+
+@pytest.mark.parametrize(("one", "other"), [(32, 4), (4, 32)])
+def test_an_adapter_fits_the_model_in_another_precision(
+    one: int, other: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings: dict[str, Any] = {"targets": ["q_proj", "v_proj", "o_proj"]}
+    trained = lora.add(llama.llama(bits=one), 4, 8, **settings)
+    new = random_adapter(trained)
+    lora.save_adapter(with_values(trained, new), tmp_path / "a.onnx_adapter")
+    model = lora.add(llama.llama(bits=other), 4, 8, **settings)
+    found = lora.load_adapter(model, tmp_path / "a.onnx_adapter")
+    assert "was trained on another file of this model" in caplog.text
+    for name, array in new.items():
+        np.testing.assert_array_equal(values(found)[name], array)
+
+    with pytest.raises(ModelError, match=r"the adapter belongs to another base"):
+        lora.load_adapter(
+            lora.add(llama.llama(bits=other, seed=1), 4, 8, **settings),
+            tmp_path / "a.onnx_adapter",
+        )
+    with pytest.raises(ModelError, match=r"'model.layers.0.attn.q_proj.lora_A.weight' must be"):
+        lora.load_adapter(
+            lora.add(llama.llama(bits=other), 3, 8, **settings), tmp_path / "a.onnx_adapter"
+        )
+
+
+def test_names_with_the_operator_of_earlier_files(tmp_path: Path) -> None:
+    """They were called qkv_proj.MatMul."""
+    model = lora.add(llama.llama(), 2, targets=["qkv_proj"])
+    new = random_adapter(model)
+    form = onnxruntime.AdapterFormat()
+    form.set_adapter_version(1)
+    form.set_model_version(1)
+    arrays = {name.replace(".lora", ".MatMul.lora"): array for name, array in new.items()}
+    form.set_parameters({n: onnxruntime.OrtValue.ortvalue_from_numpy(a) for n, a in arrays.items()})
+    form.export_adapter(str(tmp_path / "a.onnx_adapter"))
+    found = values(lora.load_adapter(model, tmp_path / "a.onnx_adapter"))
+    for name, array in new.items():
+        np.testing.assert_array_equal(found[name], array)

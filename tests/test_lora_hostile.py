@@ -349,7 +349,7 @@ def test_adapter_files_are_read_as_onnxruntime_reads_them(
     form.set_model_version(2**31 - 1)
     form.set_parameters({n: onnxruntime.OrtValue.ortvalue_from_numpy(a) for n, a in arrays.items()})
     form.export_adapter(str(tmp_path / "a"))
-    found, version = read_adapter_file(tmp_path / "a")
+    found, version, _ = read_adapter_file(tmp_path / "a")
     assert version == 2**31 - 1
     assert found.keys() == arrays.keys()
     for name, array in arrays.items():

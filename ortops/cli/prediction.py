@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import onnxruntime
 
 from ortops.cli.data import (
     DataFile,
@@ -51,7 +52,9 @@ def predict(options: argparse.Namespace) -> int:
     labels = {one.name for one in wanted_inputs(model)} | set(classes)
     ignored = labels - {one.name for one in inputs}
     data = read_given(options, options.data, inputs, classes, ignored=ignored)
-    arrays = _outputs(InferenceSession(model), data, inputs, options)
+    quiet = onnxruntime.SessionOptions()
+    quiet.log_severity_level = 3  # it warns of each tensor of an adapter
+    arrays = _outputs(InferenceSession(model, quiet), data, inputs, options)
     if suffix == ".npz":
         files = {"file": np.array(data.files)} if data.files else {}
         write_atomically(options.output, _archive(files | arrays))

@@ -29,6 +29,7 @@ from ortops.llm.generation import generate
 from ortops.llm.tokenization import Message, Tokenizer
 from ortops.lora.addition import adapted, read_base
 from ortops.lora.files import with_adapter, write_adapter
+from ortops.lora.peft import with_peft
 from ortops.losses import NextToken
 from ortops.optimizers import Adam
 from ortops.passes.rematerialization import Checkpoint
@@ -62,6 +63,9 @@ class FineTuning:
         learning_rate: The learning rate, or a schedule of `ortops.schedules`.
         recompute: Which activations to keep, as for `ortops.TrainingSession`; ``"sqrt"`` saves much
             memory for a third more time. By default, all activations are kept.
+        adapter: An adapter to begin with: a folder of PEFT, which determines rank, alpha and
+            targets, or an ``.onnx_adapter`` file of this model with the same rank and targets. It
+            may have been trained on the model in another precision.
 
     Attributes:
         session: The `ortops.TrainingSession`.
@@ -87,6 +91,7 @@ class FineTuning:
     """
 
     session: TrainingSession
+    _initial: Mapping[str, Any]
 
     def __init__(
         self,
@@ -96,6 +101,7 @@ class FineTuning:
         targets: str | Sequence[str] | None = None,
         learning_rate: float | Schedule = 2e-4,
         recompute: Checkpoint | None = None,
+        adapter: str | os.PathLike[str] | None = None,
     ) -> None:
         folder = open_folder(folder_or_file)
         model = load_light(folder.model)  # the weights stay in their file until they are needed
@@ -104,9 +110,16 @@ class FineTuning:
                 f"folder '{folder.path}': its model already has an adapter; continue with "
                 "ortops.llm.FineTuning.load, or merge it with ortops.lora.merge"
             )
-        chosen = "all-linear" if targets is None else targets
-        model = move_aside(adapted(read_base(model), rank, alpha, chosen))
+        if adapter is not None and Path(adapter).is_dir():
+            model = move_aside(with_peft(read_base(model), adapter))
+        else:
+            chosen = "all-linear" if targets is None else targets
+            model = move_aside(adapted(read_base(model), rank, alpha, chosen))
+            if adapter is not None:
+                model = with_adapter(model, adapter)
         self._start(folder, _trainable(model, folder, learning_rate), recompute=recompute)
+        if adapter is not None:  # without an active adapter, the saved model is the base
+            self._initial = {name: np.zeros_like(array) for name, array in self._initial.items()}
 
     def _start(
         self,

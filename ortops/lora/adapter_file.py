@@ -32,8 +32,8 @@ _TYPES: Mapping[int, np.dtype[Any]] = {
 }
 
 
-def read_adapter_file(file: Path) -> tuple[Mapping[str, Array], int]:
-    """Returns the tensors of an adapter file, and its model version.
+def read_adapter_file(file: Path) -> tuple[Mapping[str, Array], int, int]:
+    """Returns the tensors of an adapter file, its model version and its adapter version.
 
     Raises:
         ModelError: If it cannot be read, or is not an adapter file.
@@ -54,7 +54,7 @@ class _Flatbuffer:
     def __init__(self, content: bytes) -> None:
         self._content = content
 
-    def adapter(self) -> tuple[dict[str, Array], int]:
+    def adapter(self) -> tuple[dict[str, Array], int, int]:
         if self._content[4:8] != _IDENTIFIER:
             raise ValueError(f"it does not start with the identifier {_IDENTIFIER!r}")
         root = self._number("I", 0)
@@ -68,7 +68,7 @@ class _Flatbuffer:
             if name in arrays:
                 raise ValueError(f"it has '{name:.200}' twice")
             arrays[name] = array
-        return arrays, self._scalar(root, 2)
+        return arrays, self._scalar(root, 2), self._scalar(root, 1)
 
     def _parameter(self, table: int) -> tuple[str, Array]:
         begin, size = self._vector(table, 0, 1)

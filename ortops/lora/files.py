@@ -18,8 +18,9 @@ from ortops.graph.convert import ModelLike
 from ortops.graph.files import external
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.external import LightModel
+from ortops.graph.layer_names import standard
 from ortops.lora.adapter_file import read_adapter_file
-from ortops.lora.fingerprints import first_fingerprint
+from ortops.lora.fingerprints import family, first_fingerprint
 from ortops.lora.model import Adapted, Array, check_base, read_adapted, refuse_not_finite
 
 __all__ = ["load_adapter", "save_adapter", "with_adapter", "write_adapter"]
@@ -42,7 +43,8 @@ def save_adapter(model: ModelLike, path: str | os.PathLike[str]) -> None:
         options.add_active_adapter(adapter)
         session.run(None, feeds, options)
 
-    The model version in the file is a digest of the base's nodes, inputs, outputs and weights.
+    The model version in the file is a digest of the base's nodes, inputs, outputs and weights, and
+    the adapter version one of the weights that stay when the base is quantized.
 
     Args:
         model: A model with an adapter, trained or not: a ModelProto, its bytes, or its path.
@@ -73,7 +75,8 @@ def write_adapter(model: LightModel, path: str | os.PathLike[str]) -> None:
     fingerprint = check_base(adapted)
     refuse_not_finite(adapted.parameters, "model")
     form = onnxruntime.AdapterFormat()
-    form.set_adapter_version(_ADAPTER_VERSION)
+    kin = family(adapted.model)
+    form.set_adapter_version(_version(kin) if kin else _ADAPTER_VERSION)
     form.set_model_version(_version(fingerprint))
     arrays = {name: np.ascontiguousarray(a) for name, a in adapted.parameters.items()}
     form.set_parameters(  # which share the arrays' memory
@@ -93,7 +96,9 @@ def load_adapter(model: ModelLike, path: str | os.PathLike[str]) -> onnx.ModelPr
         model: A model with an adapter of the same layers and ranks: a ModelProto, its bytes, or its
             path; not changed.
         path: A file written by `save_adapter`, or by another tool with the same names and shapes.
-            Files of other tools do not identify their base; a warning is logged.
+            Files of other tools do not identify their base; a warning is logged. An adapter of the
+            float model fits its quantized file and vice versa, if their layers have the same
+            modules and shapes and their normalizations the same weights.
 
     Returns:
         A new model. External data stay external, relative to the folder of the given file.
@@ -134,7 +139,7 @@ def _filled(model: LightModel, values: Mapping[str, Array]) -> LightModel:
 def _checked(adapted: Adapted, path: str | os.PathLike[str]) -> Mapping[str, Array]:
     """Reads the values of a model's adapter from a file, which must fit; see `load_adapter`."""
     fingerprint = check_base(adapted)
-    given, version = read_adapter_file(Path(path))
+    given, version, kin = read_adapter_file(Path(path))
     where = f"file '{os.fspath(path)}'"
     if version < _GIVEN_BY_OTHERS:
         logger.warning(
@@ -143,17 +148,8 @@ def _checked(adapted: Adapted, path: str | os.PathLike[str]) -> Mapping[str, Arr
             version,
         )
     elif version != _version(fingerprint):
-        first = first_fingerprint(adapted.model, adapted.adapter.parameters)
-        if version != _version(first):
-            raise ModelError(
-                f"{where}: the adapter belongs to another base, with other nodes, inputs, outputs "
-                "or weights; give the model that it was trained with"
-            )
-        logger.warning(
-            "%s was written by an earlier version of ortops, which did not record how the layers "
-            "of its base are connected; inputs, outputs and weights match",
-            where,
-        )
+        _check_other(adapted, version, kin, where)
+    given = _renamed(given, adapted.parameters)
     known = adapted.parameters
     for name in given.keys() - known.keys():
         raise ModelError(
@@ -173,6 +169,42 @@ def _checked(adapted: Adapted, path: str | os.PathLike[str]) -> Mapping[str, Arr
             )
     refuse_not_finite(given, where)
     return given
+
+
+def _check_other(adapted: Adapted, version: int, kin: int, where: str) -> None:
+    """Rejects an adapter of another base, except one of the same model in another precision."""
+    found = family(adapted.model)
+    if found and kin == _version(found):
+        logger.warning(
+            "%s was trained on another file of this model, such as one of another precision; its "
+            "layers and shapes match, and the normalizations have the same weights",
+            where,
+        )
+    elif version == _version(first_fingerprint(adapted.model, adapted.adapter.parameters)):
+        logger.warning(
+            "%s was written by an earlier version of ortops, which did not record how the layers "
+            "of its base are connected; inputs, outputs and weights match",
+            where,
+        )
+    else:
+        raise ModelError(
+            f"{where}: the adapter belongs to another base, with other nodes, inputs, outputs "
+            "or weights; give the model that it was trained with"
+        )
+
+
+def _renamed(given: Mapping[str, Array], known: Mapping[str, Array]) -> dict[str, Array]:
+    """Returns matrices by the model's names, which may have a suffix of the operator less."""
+    names = {_key(name): name for name in known}
+    return {
+        name if name in known else names.get(_key(name), name): array
+        for name, array in given.items()
+    }
+
+
+def _key(name: str) -> tuple[str, str]:
+    module, _, which = name.rpartition(".lora_")
+    return standard(module), which
 
 
 def _version(fingerprint: str) -> int:

@@ -26,7 +26,13 @@ from ortops.graph.weights import lift, weights
 from ortops.lora.removal import remove_adapter
 from ortops.trainable.training_mode import write_inference_mode
 
-__all__ = ["FINGERPRINT_VERSION", "fingerprint", "first_fingerprint", "version_of"]
+__all__ = [
+    "FINGERPRINT_VERSION",
+    "family",
+    "fingerprint",
+    "first_fingerprint",
+    "version_of",
+]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -223,6 +229,36 @@ def _started(*parts: object) -> Any:
 
 def _hash(*parts: object) -> bytes:
     return bytes(_started(*parts).digest())
+
+
+def family(model: LightModel) -> str:
+    """Returns a digest of what stays when a model is quantized: the weights of normalizations.
+
+    They are rounded to float16, so that float32 and float16 files of a model agree.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The digest; empty if no normalization has a weight of different numbers, which would tell
+        models apart.
+    """
+    graph = model.proto.graph
+    initializers = {tensor.name: tensor for tensor in graph.initializer}
+    read = {
+        name
+        for node in graph.node
+        if node.op_type.endswith(("Normalization", "RMSNorm"))
+        for name in node.input
+        if name in initializers and len(initializers[name].dims) == 1
+    }
+    arrays = [model.array_of(initializers[name]) for name in sorted(read)]
+    floats = [array for array in arrays if array.dtype.kind == "f" and array.size > 1]
+    if all((array == array[0]).all() for array in floats):
+        return ""
+    with np.errstate(over="ignore"):
+        digests = sorted(_hash("norm", array.astype(np.float16).tobytes()) for array in floats)
+    return _hash("family", *digests).hex()
 
 
 def first_fingerprint(model: LightModel, left_out: Collection[str] = ()) -> str:

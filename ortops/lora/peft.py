@@ -27,7 +27,7 @@ from ortops.graph.files.serialization import to_proto
 from ortops.graph.layer_names import FUSED, ends_with, standard
 from ortops.graph.limits import LIMITS
 from ortops.graph.safetensors import dump_safetensors, read_safetensors
-from ortops.lora.addition import Layer, attach, read_base
+from ortops.lora.addition import Base, Layer, attach, read_base
 from ortops.lora.model import (
     Adapted,
     Array,
@@ -41,7 +41,7 @@ from ortops.lora.peft_layers import PeftLayer, Places, model_type_beside, peft_l
 from ortops.lora.removal import remove_adapter
 from ortops.lora.targets import Target, parts, targets
 
-__all__ = ["from_peft", "refuse_others", "to_peft"]
+__all__ = ["from_peft", "refuse_others", "to_peft", "with_peft"]
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -236,13 +236,17 @@ def from_peft(model: ModelLike, folder: str | os.PathLike[str]) -> onnx.ModelPro
         >>> [tensor.name for tensor in read.graph.initializer if "lora" in tensor.name]
         ['fc1.lora_A.weight', 'fc1.lora_B.weight']
     """
+    return to_proto(with_peft(read_base(model), folder))
+
+
+def with_peft(base: Base, folder: str | os.PathLike[str]) -> ir.Model:
+    """Returns a model that was read as a base, with an adapter of PEFT; see `from_peft`."""
     path = Path(folder)
     config = _config(path / _CONFIG)
     given = {name: config.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
     ranks, alphas = (Patterns(numbers, name) for name, numbers in given.items())
     rank, alpha = config.get("r", 8), float(config.get("lora_alpha", 8))
     rslora = config.get("use_rslora") or False
-    base = read_base(model)
     everything = targets(base.work)
     places = Places(everything)
     layers: list[Layer] = []
@@ -266,7 +270,7 @@ def from_peft(model: ModelLike, folder: str | os.PathLike[str]) -> onnx.ModelPro
             new_a, new_b = _fitted(peft, found[0], a, rows, scaling(r, own, rslora=rslora))
             layers.append(Layer(found[0].module, r, own, new_a, new_b, found, peft))
     layers.sort(key=lambda layer: places.order(layer.targets[0]))  # files have no order
-    return to_proto(attach(base, layers, Adapter(rank, alpha, rslora, "", {}, **given)))
+    return attach(base, layers, Adapter(rank, alpha, rslora, "", {}, **given))
 
 
 def _fitted(peft: str, target: Target, a: Array, b: Array, scale: float) -> tuple[Array, Array]:
