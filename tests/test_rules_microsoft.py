@@ -268,11 +268,20 @@ def heads_cases():
         )
 
 
-def group_query(q, k, v, pk, pv, lengths, total, cos=None, sin=None, positions=None, **options):
+def group_query(
+    q, k, v, pk, pv, lengths, total, cos=None, sin=None, positions=None, *others, **options
+):
     """Four heads of queries and two of keys and values, of size 16, sample by sample."""
     if k is None:
         q, k, v = np.split(q, [64, 96], axis=-1)
     q, k, v = split(q, 4), split(k, 2), split(v, 2)
+    _, sink, _, _, q_scale, k_scale = (*others, *[None] * 6)[:6]
+    if q_scale is not None:
+        epsilon = options.get("qk_norm_epsilon", 1e-6)
+        q = rms_norm(q, q_scale, options.get("q_norm_epsilon", epsilon))
+        k = rms_norm(k, k_scale, options.get("k_norm_epsilon", epsilon))
+    if sink is None and options.get("smooth_softmax"):
+        sink = np.zeros(4)
     length = q.shape[2]
     capacity = 0 if pk is None else pk.shape[2]
     if positions is None:
@@ -297,7 +306,10 @@ def group_query(q, k, v, pk, pv, lengths, total, cos=None, sin=None, positions=N
         scores = q[n] @ swap(np.repeat(keys[n], 2, axis=0)) * options.get("scale", 1 / 4)
         if "softcap" in options:
             scores = options["softcap"] * np.tanh(scores / options["softcap"])
-        y = softmax(np.where(allowed, scores, -np.inf)) @ np.repeat(values[n], 2, axis=0)
+        scores = np.where(allowed, scores, -np.inf)
+        if sink is not None:
+            scores = np.concatenate([scores, np.tile(sink[:, None, None], (1, length, 1))], -1)
+        y = softmax(scores)[..., :size] @ np.repeat(values[n], 2, axis=0)
         outputs.append(y.swapaxes(0, 1).reshape(length, -1))
     return np.stack(outputs), keys, values
 
@@ -313,6 +325,7 @@ def group_query_cases():
     decoding = [*past, np.array([4, 2], np.int32), np.array(5, np.int32)]
     prompt = [*past, np.array([2, 2], np.int32), np.array(3, np.int32)]
     positions = np.array([[5], [3]], np.int64)
+    sink, scales = normal(4, seed=9), [1 + normal(16, seed=10), 1 - normal(16, seed=11)]
     rows: list[tuple[str, list[Any], dict[str, Any]]] = [
         ("plain", [q, k, v, *rest], {}),
         ("packed", [np.concatenate([q, k, v], -1), None, None, *rest], {}),
@@ -331,6 +344,16 @@ def group_query_cases():
         ("past-window", [*one, *decoding], {"local_window_size": 3, "softcap": 0.5}),
         ("past-several", [*(x[:1] for x in (q, k, v, *more[:3])), more[3]], {}),
         ("past-prompt", [q, k, v, *prompt, *turn], {"do_rotary": 1}),
+        ("smooth", [q, k, v, *rest], {"smooth_softmax": 1}),
+        ("smooth-past", [*one, *decoding], {"smooth_softmax": 1, "local_window_size": 3}),
+        ("sink", [q, k, v, *rest, *[None] * 4, sink], {"softcap": 0.5, "smooth_softmax": 1}),
+        ("sink-past", [*one, *decoding, *turn, None, None, sink], {"do_rotary": 1}),
+        ("norm", [q, k, v, *rest, *[None] * 7, *scales], {"qk_norm_epsilon": 0.1}),
+        (
+            "norm-rotary",
+            [q, k, v, *rest, *turn, *[None] * 5, *scales],
+            {"do_rotary": 1, "q_norm_epsilon": 0.2, "k_norm_epsilon": 0.3},
+        ),
     ]
     for name, inputs, attributes in rows:
         yield Fused(
@@ -340,6 +363,7 @@ def group_query_cases():
             {"num_heads": 4, "kv_num_heads": 2, **attributes},
             outputs=3,
             name=name,
+            kernel=not name.startswith("norm"),  # onnxruntime has it for GPUs only
         )
 
 

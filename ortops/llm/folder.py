@@ -105,6 +105,17 @@ def copy_others(folder: Folder, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
+def sliding_windows(folder: Folder) -> dict[str, int]:
+    """Returns the length of each sliding cache of a folder's model, by the name of its input."""
+    graph = onnx.load(folder.model, load_external_data=False).graph
+    found: dict[str, int] = {}
+    for node in graph.node:
+        numbers = {each.name: each.i for each in node.attribute}
+        if node.op_type == "GroupQueryAttention" and numbers.get("sliding_window_cache"):
+            found |= dict.fromkeys(node.input[3:5], numbers["local_window_size"])
+    return found
+
+
 def genai_config(folder: Folder) -> str:
     """Returns a genai_config.json for a folder of Optimum, by its config.json.
 

@@ -24,7 +24,14 @@ from ortops.graph.files.messages import size_of
 from ortops.graph.files.saving import write_model
 from ortops.inference import lend
 from ortops.llm.examples import IGNORED, TRAIN_ON, Example, Rows, batch_of, read_examples
-from ortops.llm.folder import GENAI_CONFIG, Folder, copy_others, genai_config, open_folder
+from ortops.llm.folder import (
+    GENAI_CONFIG,
+    Folder,
+    copy_others,
+    genai_config,
+    open_folder,
+    sliding_windows,
+)
 from ortops.llm.generation import generate
 from ortops.llm.tokenization import Message, Tokenizer
 from ortops.lora.addition import adapted, read_base
@@ -302,9 +309,10 @@ class FineTuning:
         if self._served is None:
             self._served = self._serve()
         fixed = {name: self.session.state[name] for name in self._names}
+        windows = sliding_windows(self._folder)
         for value in self._served.get_inputs():
             if value.name.startswith("past"):
-                fixed[value.name] = self._empty_cache(value.name)
+                fixed[value.name] = self._empty_cache(value.name, windows.get(value.name, 0))
         end = {*self._folder.end, *(self.tokenizer.end if is_text else ())}
         found = generate(
             self._served,
@@ -439,7 +447,7 @@ class FineTuning:
                 serialize(message), options, providers=["CPUExecutionProvider"]
             )
 
-    def _empty_cache(self, name: str) -> npt.NDArray[Any]:
+    def _empty_cache(self, name: str, capacity: int) -> npt.NDArray[Any]:
         known = self.session.inputs.get(name)
         if known is None or known.past is None:
             raise UnsupportedError(
@@ -447,7 +455,7 @@ class FineTuning:
                 "time, size]; generate with the tool that serves the folder"
             )
         heads, size = known.past
-        return np.zeros((1, heads, 0, size), known.dtype)
+        return np.zeros((1, heads, capacity, size), known.dtype)
 
 
 def _trainable(model: LightModel, folder: Folder, learning_rate: float | Schedule) -> LightModel:

@@ -587,6 +587,10 @@ def _past(value: ir.Value) -> tuple[int, int] | None:
 
 def _head_size(node: ir.Node, past: ir.Value) -> int | ir.SymbolicDim | None:
     """Returns the size of the heads of a cache, by a node that appends to it."""
+    if node.op_type == "Slice":  # of a sliding cache
+        cut = node.outputs[0]
+        sizes = (_head_size(use.node, cut) for use in cut.uses())
+        return next((size for size in sizes if isinstance(size, int)), None)
     inputs = [each for each in node.inputs if each is not past]
     shape = inputs[0].shape if inputs and inputs[0] is not None else None
     if shape is None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypedDict, Unpack
+from typing import TypedDict, Unpack, cast
 
 import numpy as np
 import onnx_ir as ir
 
 from ortops.autodiff.registry import Cotangents
+from ortops.autodiff.rules._precision import wide_dtype
 from ortops.autodiff.rules.table import definition
 from ortops.errors import UnsupportedError
 from ortops.graph.shapes import index_range, pad_axes, size_of
@@ -172,6 +173,7 @@ def _attend(
     softcap: float = 0.0,
     precision: ir.DataType | None = None,
     masked_rows: bool = True,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Returns the output, the probabilities, and the scores: raw, capped, with the bias.
 
@@ -184,6 +186,7 @@ def _attend(
         softcap: The limit of the scores before the bias is added; 0 for none.
         precision: The type in which the softmax is computed.
         masked_rows: Whether all elements in a row of the bias may be minus infinity.
+        sink: The score of a key without value, of shape (1, head, 1, 1) or (1, 1, 1, 1).
     """
     factor: float | Tensor
     if scale is not None:
@@ -217,7 +220,11 @@ def _attend(
     dtype = q.dtype
     if precision is not None:
         scores = scores.astype(precision.numpy())
-    p = op.Softmax(scores, axis=-1).astype(dtype)
+    if sink is None:
+        p = op.Softmax(scores, axis=-1).astype(dtype)
+    else:
+        last = op.Expand(sink.astype(scores.dtype), op.Shape(op.ReduceMax(scores, [-1])))
+        p = op.Softmax(op.Concat(scores, last, axis=-1), axis=-1)[..., :-1].astype(dtype)
     if nothing is not None:
         p = op.Where(nothing, 0, p)
     y = op.MatMul(_group(p, k), v) if grouped else op.MatMul(p, v)
@@ -403,8 +410,8 @@ def attend_projected(
 @definition(
     "GroupQueryAttention",
     domain=MICROSOFT,
-    limits="no quantized or sliding cache, smooth softmax, head_sink or normalized queries; no "
-    "output output_qk",
+    limits="no quantized cache, no query_seqlens, no output output_qk; with "
+    "sliding_window_cache=1, no attention_bias",
 )
 def group_query_attention(
     query: Tensor,
@@ -418,7 +425,13 @@ def group_query_attention(
     sin_cache: Tensor | None = None,
     position_ids: Tensor | None = None,
     attention_bias: Tensor | None = None,
-    *others: Tensor | None,
+    head_sink: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    query_seqlens: Tensor | None = None,
+    *,
     num_heads: int,
     kv_num_heads: int,
     causal: int = 1,
@@ -426,6 +439,8 @@ def group_query_attention(
     k_quant_type: str = "NONE",
     kv_cache_bit_width: int = 0,
     local_window_size: int = -1,
+    k_norm_epsilon: float | None = None,
+    q_norm_epsilon: float | None = None,
     qk_norm_epsilon: float = 1e-6,
     qk_output: int = 0,
     rotary_interleaved: int = 0,
@@ -435,22 +450,27 @@ def group_query_attention(
     softcap: float = 0.0,
     v_quant_type: str = "NONE",
 ) -> Cotangents:
-    quantized = {k_quant_type, v_quant_type} != {"NONE"} or kv_cache_bit_width
-    if (
-        quantized
-        or sliding_window_cache
-        or smooth_softmax > 0
-        or any(x is not None for x in others)
-    ):
+    _refuse_cache(
+        k_quant_type=k_quant_type if k_quant_type != "NONE" else None,
+        v_quant_type=v_quant_type if v_quant_type != "NONE" else None,
+        kv_cache_bit_width=kv_cache_bit_width or None,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        query_seqlens=query_seqlens,
+    )
+    if sliding_window_cache and attention_bias is not None:
         raise UnsupportedError(
-            "no gradient with a quantized or sliding cache, smooth softmax, a head sink or "
-            "normalized queries; use the operator without them"
+            "no gradient for input attention_bias with sliding_window_cache=1; use one without the "
+            "other"
         )
     if key is None or value is None:  # packed queries, keys and values
         heads = _heads(query, num_heads + 2 * kv_num_heads)
         q, k, v = op.Split(heads, [num_heads, kv_num_heads, kv_num_heads], axis=1)
     else:
         q, k, v = _heads(query, num_heads), _heads(key, kv_num_heads), _heads(value, kv_num_heads)
+    if q_norm_weight is not None and k_norm_weight is not None:
+        q = _normalize(q, q_norm_weight, q_norm_epsilon or qk_norm_epsilon)
+        k = _normalize(k, k_norm_weight, k_norm_epsilon or qk_norm_epsilon)
     length = size_of(q, [2])
     seen = op.Add(op.Reshape(seqlens_k.astype(np.int64), [-1, 1, 1, 1]), 1)
     offset: Size = 0
@@ -468,16 +488,99 @@ def group_query_attention(
         rotated = cos_cache.shape[1] if cos_cache is not None and cos_cache.shape else None
         count = 2 * rotated if isinstance(rotated, int) else 0
         q, k = (_rotate(x, cos, sin, [], rotary_interleaved, count) for x in (q, k))
-    if past_key is not None and past_value is not None and isinstance(offset, Tensor):
-        k, v = (
-            _append(past, new, offset, longest) for past, new in ((past_key, k), (past_value, v))
-        )
-    total = size_of(k, [2])
+    sink = head_sink if head_sink is None else op.Reshape(head_sink, [1, -1, 1, 1])
+    if sink is None and smooth_softmax > 0:
+        sink = op.CastLike(np.zeros((1, 1, 1, 1), np.float32), q)
     left = local_window_size - 1 if local_window_size > 0 else -1
-    allowed = _window(q, length, total, offset, left, 0 if causal else -1)
-    bias = _bias(q, _both(allowed, op.Less(index_range(total, q), seen)), attention_bias)
-    y, _, _ = _attend(q, k, v, bias, scale=scale or None, softcap=softcap)
-    return _merge(y), k, v
+    presents: tuple[Tensor, ...] = ()
+    behind = past_key is not None and past_value is not None and isinstance(offset, Tensor)
+    if behind and sliding_window_cache:
+        pasts = cast("tuple[Tensor, Tensor, Tensor]", (past_key, past_value, offset))
+        (k, v), at, presents = _after_window(*pasts, k, v, seen, local_window_size)
+        queries = op.Add(op.Unsqueeze(index_range(length, q), [1]), offset)
+        allowed: Tensor | None = op.And(
+            op.And(op.LessOrEqual(at, queries), op.GreaterOrEqual(at, op.Sub(queries, left))),
+            op.And(op.GreaterOrEqual(at, 0), op.Less(at, seen)),
+        )
+    else:
+        if past_key is not None and past_value is not None and isinstance(offset, Tensor):
+            k, v = (_append(x, new, offset, longest) for x, new in ((past_key, k), (past_value, v)))
+        total = size_of(k, [2])
+        allowed = _window(q, length, total, offset, left, 0 if causal else -1)
+        allowed = _both(allowed, op.Less(index_range(total, q), seen))
+    bias = _bias(q, allowed, attention_bias)
+    y, _, _ = _attend(q, k, v, bias, scale=scale or None, softcap=softcap, sink=sink)
+    return _merge(y), *(presents or (k, v))
+
+
+def _refuse_cache(**settings: object) -> None:
+    """Refuses each input and attribute of a quantized or padded cache that is present."""
+    for name, given in settings.items():
+        if given is not None:
+            shown = f"input {name}" if isinstance(given, Tensor) else f"{name}={given!r}"
+            raise UnsupportedError(
+                f"no gradient for {shown}; use a cache of floating-point numbers without padding"
+            )
+
+
+def _normalize(x: Tensor, scale: Tensor, epsilon: float) -> Tensor:
+    """Divides each head by its root mean square, and scales."""
+    wide = x.astype(wide_dtype(x))
+    rms = op.Sqrt(op.ReduceMean(wide * wide, [-1]) + epsilon)
+    return (wide / rms).astype(x.dtype) * scale
+
+
+def _after_window(
+    past_key: Tensor,
+    past_value: Tensor,
+    used: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    window: int,
+) -> tuple[tuple[Tensor, Tensor], Tensor, tuple[Tensor, ...]]:
+    """Returns keys and values after those of a sliding cache, their positions, and the new cache.
+
+    The positions of unused places are negative.
+
+    Args:
+        past_key: The cached keys, (batch, head, capacity, size); oldest first.
+        past_value: The cached values.
+        used: The number of tokens before the new ones, (batch, 1, 1, 1) or ().
+        k: The new keys.
+        v: The new values.
+        seen: The number of tokens with the new ones, (batch, 1, 1, 1).
+        window: The number of keys that a query attends to.
+    """
+    capacity = op.Reshape(size_of(past_key, [2]), [])
+    used = op.Reshape(used, [-1, 1, 1, 1])
+    removed = _evicted(used, capacity, window)
+    kept = op.Sub(used, removed)
+    count = op.Reshape(op.ReduceMax(kept, keepdims=0), [1])
+    old = op.Range(0, op.Reshape(count, []), 1)
+    places = op.Where(op.Less(old, kept), op.Add(old, removed), -1)
+    added = op.Add(index_range(size_of(k, [2]), k), used)
+    k, v = (
+        op.Concat(op.Slice(past, [0], count, [2]), x, axis=2)
+        for past, x in ((past_key, k), (past_value, v))
+    )
+    # The cache that follows: its unused places have any content.
+    wanted = op.Add(op.Range(0, capacity, 1), _evicted(seen, capacity, window))
+    index = op.Where(
+        op.Less(wanted, used), op.Sub(wanted, removed), op.Add(op.Sub(wanted, used), count)
+    )
+    index = op.Min(op.Max(index, 0), op.Sub(size_of(k, [2]), 1))
+    index = op.Transpose(index, perm=[0, 1, 3, 2])
+    index = op.Expand(index, [1, size_of(k, [1]), 1, size_of(k, [3])])
+    presents = tuple(op.GatherElements(x, index, axis=2) for x in (k, v))
+    return (k, v), op.Concat(places, added, axis=3), presents
+
+
+def _evicted(tokens: Tensor, capacity: Tensor, window: int) -> Tensor:
+    """Returns how many of the tokens a sliding cache has removed: as many at a time as fit."""
+    spare = op.Max(op.Sub(capacity, window - 1), 1)
+    excess = op.Max(op.Sub(tokens, capacity), 0)
+    return op.Mul(spare, op.Div(op.Add(excess, op.Sub(spare, 1)), spare))
 
 
 def _append(past: Tensor, new: Tensor, used: Tensor, longest: Tensor) -> Tensor:
