@@ -94,7 +94,16 @@ WITHIN = {
     "weights": (
         *("names", "checkpoints", "layouts", "readers", "matching", "transfer", "__init__"),
     ),
-    "llm": ("folder", "tokenization", "examples", "generation", "tuning", "__init__"),
+    "llm": (
+        "folder",
+        "tokenization",
+        "examples",
+        "preferences",
+        "checkpoint",
+        "generation",
+        "tuning",
+        "__init__",
+    ),
     "metrics": (
         *("metric", "classification", "ranking", "regression", "sequence", "functions"),
         "__init__",
@@ -126,7 +135,7 @@ WITHIN = {
     ),
     "losses": (
         *("teacher", "loss", "compute", "classification", "regression"),
-        *("similarity", "sequence", "segmentation", "distillation", "__init__"),
+        *("similarity", "sequence", "segmentation", "distillation", "preference", "__init__"),
     ),
     "cli": (
         *("parser", "standard_streams", "calls", "configuration", "streams", "archive"),
@@ -173,7 +182,7 @@ WITHIN = {
     ),
     "building": (
         *("tables", "parameters", "preparation", "reachability", "algorithm", "groups", "clipping"),
-        *("updates", "builder"),
+        *("updates", "without_adapter", "builder"),
     ),
     "training": (
         *("history", "callback", "interruption", "position", "progress_bar", "tables", "prefetch"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 import ortops
 from models import llama
-from ortops import schedules
+from ortops import ArgumentError, FeedError, schedules
 from ortops.cli import main
 from ortops.llm import FineTuning
 from ortops.llm.examples import batch_of, read_examples
@@ -123,6 +124,38 @@ def test_resume_in_the_middle_of_an_epoch(base: Path, tmp_path: Path) -> None:
     assert found == expected
     for name, array in whole.session.state.items():
         np.testing.assert_array_equal(again.session.state[name], array)
+
+
+@pytest.mark.parametrize("every", [None, 2])
+def test_an_interrupted_command_resumes_bit_for_bit(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int | None
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    start = ["tune", str(base), str(rows), "--rank", "2", "--batch-size", "2", "--quiet"]
+    start += [] if every is None else ["--checkpoint-steps", str(every)]
+    whole, part = str(tmp_path / "whole"), str(tmp_path / "part")
+    assert main([*start, "--epochs", "3", "--save", whole]) == 0
+
+    class Interrupted(ortops.callbacks.Callback):
+        def on_step(self, record: Any, session: Any) -> None:
+            if record.step == 3:
+                signal.raise_signal(signal.SIGINT)
+
+    fit = FineTuning.fit
+
+    def interrupted(self: FineTuning, *args: Any, **settings: Any) -> Any:
+        return fit(self, *args, **settings, callbacks=[Interrupted()])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FineTuning, "fit", interrupted)
+        assert main([*start, "--epochs", "3", "--save", part]) == 130
+    assert FineTuning.load(part).session.steps_done == 3
+    assert main([*start, "--epochs", "3", "--save", part, "--resume"]) == 0
+    expected, found = FineTuning.load(whole).session, FineTuning.load(part).session
+    assert found.steps_done == expected.steps_done
+    for name, array in expected.state.items():
+        np.testing.assert_array_equal(found.state[name], array)
 
 
 def test_load_without_the_state_of_the_training(base: Path, tmp_path: Path) -> None:
@@ -439,3 +472,131 @@ def test_begin_with_an_adapter_of_another_precision(tmp_path: Path) -> None:
     third = FineTuning(other, adapter=tmp_path / "peft")
     for name, array in third.session.parameters.items():
         np.testing.assert_allclose(array, tuning.session.parameters[name], rtol=1e-6)
+
+
+# --------------------------------------------------------------------------- preferences
+
+
+PAIRS = [
+    {"prompt": "hi", "chosen": " there", "rejected": " you"},
+    {"prompt": "how", "chosen": " nice", "rejected": " bad"},
+]
+
+
+def test_preferences_are_trained(folder: Path, tmp_path: Path) -> None:
+    tuning = FineTuning(folder, learning_rate=0.01, loss=ortops.losses.DPO(beta=0.5))
+    before = tuning.evaluate(PAIRS)
+    assert before == {
+        "loss": pytest.approx(np.log(2), rel=1e-6),
+        "reward_margin": pytest.approx(0, abs=1e-5),
+        "reward_accuracy": before["reward_accuracy"],
+    }
+    tuning.fit(PAIRS, epochs=8, batch_size=2, progress=False)
+    after = tuning.evaluate(PAIRS)
+    assert after["reward_accuracy"] == 1
+    assert after["reward_margin"] > 0.5
+    tuning.save(tmp_path / "tuned")
+    again = FineTuning.load(tmp_path / "tuned")
+    assert again.evaluate(PAIRS) == after
+    with pytest.raises(FeedError, match="data: for DPO, each row must have chosen and rejected"):
+        again.fit([{"text": "hi"}], progress=False)
+    with pytest.raises(FeedError, match=r"need loss=ortops.losses.DPO\(\)"):
+        FineTuning(folder).fit(PAIRS, progress=False)
+
+
+def test_forms_of_preferences_are_the_same(folder: Path) -> None:
+    tuning = FineTuning(folder, loss="DPO")
+    tuning.session.learning_rate = 0.0
+    tokens = tuning.tokenizer.tokens
+    end = tuning.tokenizer.end
+    ids = [
+        {
+            "prompt": tokens(row["prompt"]),
+            **{n: tokens(row[n], special=False) + end for n in ("chosen", "rejected")},
+        }
+        for row in PAIRS
+    ]
+    nudge(tuning)
+    assert tuning.evaluate(ids) == tuning.evaluate(PAIRS)
+    user = [{"role": "user", "content": "hi"}]
+    replies = [[{"role": "assistant", "content": text}] for text in ("yes", "no")]
+    apart = {"prompt": user, "chosen": replies[0], "rejected": replies[1]}
+    whole = {"chosen": user + replies[0], "rejected": user + replies[1]}
+    assert tuning.evaluate([apart]) == tuning.evaluate([whole])
+
+
+def nudge(tuning: FineTuning) -> None:
+    """Makes the adapter differ from nothing."""
+    generator = np.random.default_rng(0)
+    for name, array in tuning.session.parameters.items():
+        if "lora_B" in name:
+            noise = generator.standard_normal(array.shape).astype(array.dtype)
+            tuning.session.state[name] = 0.1 * noise
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"prompt": "hi", "chosen": "a" * 200, "rejected": "b"}, "row 1 has 20[0-9] tokens, but"),
+        ({"prompt": "hi", "chosen": 3, "rejected": "b"}, "row 1 must have prompt, chosen and rej"),
+        ({"prompt": [1], "chosen": [], "rejected": [2]}, "row 1 has an empty answer"),
+    ],
+)
+def test_wrong_preferences(folder: Path, row: dict[str, Any], text: str) -> None:
+    with pytest.raises(FeedError, match=text):
+        FineTuning(folder, loss="DPO").fit([row], progress=False)
+
+
+# --------------------------------------------------------------------------- metrics and sampling
+
+
+def test_accuracy_and_exact_match(folder: Path) -> None:
+    tuning = FineTuning(folder, learning_rate=0.02)
+    rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "ef", "completion": "gh"}]
+    tuning.fit(rows, epochs=60, progress=False)
+    found = tuning.evaluate(rows, exact_match=True)
+    assert found["accuracy"] == 1
+    assert found["exact_match"] == 1
+    other = tuning.evaluate([*rows, {"prompt": "ab", "completion": "xy"}], exact_match=True)
+    assert other["exact_match"] == pytest.approx(2 / 3)
+    assert 0 < other["accuracy"] < 1
+
+
+def test_sampling(folder: Path) -> None:
+    tuning = FineTuning(folder)
+    greedy = tuning.generate([65, 66], max_new_tokens=8)
+    draws = {
+        tuple(tuning.generate([65, 66], max_new_tokens=8, temperature=2.0, seed=seed))
+        for seed in range(5)
+    }
+    assert len(draws) > 1
+    for settings in ({"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-9}):
+        settings = {"temperature": 1.0, **settings}
+        assert tuning.generate([65, 66], max_new_tokens=8, **settings) == greedy
+    same = [tuning.generate([65], max_new_tokens=8, temperature=1.0, seed=3) for _ in range(2)]
+    assert same[0] == same[1]
+    for settings, text in (
+        ({"temperature": -1}, "temperature must be a finite number >= 0, got -1"),
+        ({"top_p": 0}, "top_p must be"),
+        ({"top_k": 0}, "top_k must be an integer >= 1, got 0"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            tuning.generate([65], **settings)
+
+
+def test_probabilities_of_draws() -> None:
+    """The frequencies of 4000 draws are within 4 standard deviations of the probabilities."""
+    from ortops.llm.generation import Sampling
+
+    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
+    cases = (
+        ({}, [0.5, 0.3, 0.15, 0.05]),
+        ({"top_k": 2}, [0.625, 0.375, 0, 0]),
+        ({"top_p": 0.9}, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
+        ({"temperature": 0.5}, np.array([0.25, 0.09, 0.0225, 0.0025]) / 0.365),
+    )
+    for settings, expected in cases:
+        sampling = Sampling(**{"temperature": 1.0, **settings})  # type: ignore[arg-type]
+        drawn = np.bincount([sampling.token(logits, step) for step in range(4000)], minlength=4)
+        shares = np.array(expected)
+        assert (abs(drawn / 4000 - shares) <= 4 * np.sqrt(shares * (1 - shares) / 4000)).all()

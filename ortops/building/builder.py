@@ -29,6 +29,7 @@ from ortops.building.updates import (
     emit_gradients,
     unless_skipped,
 )
+from ortops.building.without_adapter import without_adapter
 from ortops.errors import ModelError
 from ortops.garbage_collection import pause_collection
 from ortops.graph import convert
@@ -430,7 +431,15 @@ def _emit_forward(
 
         tape.scope = "loss/"
         names = [name for name in values if name]
-        computed = losses.compute(loss, tape, find, names, graph.outputs, inputs, original)
+        hidden: dict[ir.Value, ir.Value] = {}
+
+        def base(value: ir.Value) -> ir.Value:
+            return without_adapter(
+                *(tape, nodes, value, prepared.adapter),
+                lambda read: reveal(tape, read, visible, hidden),
+            )
+
+        computed = losses.compute(loss, tape, find, names, graph.outputs, inputs, original, base)
         tape.scope = ""
         computed = _with_names(computed, graph)
         algorithm.inputs, algorithm.constants = computed.inputs, computed.constants
@@ -481,7 +490,8 @@ def _messages(prepared: Prepared, loss: losses.Computed, through_bfloat16: bool)
 
 def _scaling(prepared: Prepared, parameter: ir.Value) -> float:
     """Returns the scaling that a parameter includes, if it is the B of an adapter."""
-    found = prepared.scalings.get(parameter.name or "", 1.0)
+    scalings = {} if prepared.adapter is None else prepared.adapter.scalings
+    found = scalings.get(parameter.name or "", 1.0)
     limits = np.finfo(np.float32)
     if not float(limits.tiny) <= abs(found) <= float(limits.max):
         raise ModelError(

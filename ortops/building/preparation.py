@@ -45,7 +45,7 @@ class Prepared:
         frozen: The BatchNormalization nodes that run in inference mode.
         opset: The opset of the given model.
         scopes: The scopes of the nodes that read each initializer.
-        scalings: The scalings that the matrices B of an adapter include, by name.
+        adapter: The model's adapter, if it has one.
     """
 
     result: LightModel
@@ -57,7 +57,7 @@ class Prepared:
     frozen: set[ir.Node]
     opset: int
     scopes: Mapping[str, ScopeNames]
-    scalings: Mapping[str, float]
+    adapter: Adapter | None
 
 
 def prepare_for_training(
@@ -119,8 +119,7 @@ def prepare_for_training(
     chosen.floats = {n: graph.initializers[n] for n in chosen.floats if n in graph.initializers}
     chosen.trained = {name: graph.initializers[name] for name in chosen.trained}
     names, visible = _names(graph, result.proto)
-    scalings = {} if adapter is None else adapter.scalings
-    return Prepared(result, graph, names, visible, chosen, lifted, frozen, opset, scopes, scalings)
+    return Prepared(result, graph, names, visible, chosen, lifted, frozen, opset, scopes, adapter)
 
 
 def _checked(trainable: Sequence[str] | None) -> list[str] | None:

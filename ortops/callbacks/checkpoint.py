@@ -92,7 +92,7 @@ class Checkpoint(Callback):
 
     def on_begin(self, record: Record, session: TrainingSession) -> None:
         """Checks that files can be written, and starts counting."""
-        check_path("Checkpoint", self._file(session.steps_done, record.epoch))
+        self.check(self._file(session.steps_done, record.epoch))
         self._time = time.monotonic()
         if begins_anew(record):
             self._step = session.steps_done
@@ -139,7 +139,7 @@ class Checkpoint(Callback):
             self._step = made.step
         file, self._mark = self._file(made.step, made.epoch), made.mark
         try:
-            session.save(file)
+            self.write(session, file)
         finally:
             self._mark = ""
         self.latest = file
@@ -147,6 +147,14 @@ class Checkpoint(Callback):
             oldest = self._written[0]
             _remove(self._file(oldest.step, oldest.epoch), oldest.mark)
             self._written.pop(0)
+
+    def check(self, file: Path) -> None:
+        """Raises an error if a file cannot be written."""
+        check_path("Checkpoint", file)
+
+    def write(self, session: TrainingSession, file: Path) -> None:
+        """Writes a file. A subclass may write another form."""
+        session.save(file)
 
     def _file(self, step: int, epoch: int) -> Path:
         return Path(self.path.format(step=step, epoch=epoch))

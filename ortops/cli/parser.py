@@ -426,7 +426,7 @@ def _add_tune(command: _Command) -> None:
     add(
         "data",
         help="a file of JSON lines, each with messages, with prompt and completion, with text, or "
-        "with input_ids",
+        "with input_ids; for DPO, with prompt, chosen and rejected",
     )
     add(
         "--save",
@@ -451,8 +451,20 @@ def _add_tune(command: _Command) -> None:
         default="assistant",
         help="train all replies of a chat, the last one, or all tokens (default: assistant)",
     )
+    add(
+        "--loss",
+        choices=("NextToken", "DPO"),
+        help="predict the next token (the default), or prefer chosen to rejected answers",
+    )
     add("--validation", metavar="DATA", help="another file, to evaluate after each epoch")
     add("--seed", type=_whole_number, metavar="N", help="the order of the rows (default: 0)")
+    add(
+        "--checkpoint-steps",
+        type=_count,
+        metavar="N",
+        help="save every N steps (default: after each epoch)",
+    )
+    add("--resume", action="store_true", help="resume an interrupted training")
     add("--quiet", action="store_true", help="do not show progress")
 
 

@@ -17,7 +17,12 @@ __all__ = ["tune"]
 def tune(options: argparse.Namespace) -> int:
     """Fine-tunes the language model of a folder."""
     save = options.save or f"{Path(options.folder).resolve().name}-tuned"
-    continues = Path(options.folder, ADAPTER).is_file()
+    folder, resumes = options.folder, options.resume and Path(save, ADAPTER).is_file()
+    if resumes:
+        folder = save
+    elif options.resume:
+        say(f"there is no '{save}' to resume from; starting a new training")
+    continues = Path(folder, ADAPTER).is_file()
     _check_save(options, save)
     epochs, batch_size = options.epochs or 1, options.batch_size or 4
     rate = None
@@ -25,19 +30,21 @@ def tune(options: argparse.Namespace) -> int:
         with Path(options.data).open(encoding="utf-8") as lines:
             batches = -(-sum(1 for line in lines if line.strip()) // batch_size)
         rate = rate_of(options.learning_rate, epochs * batches)
-    if continues:
-        for name in ("rank", "alpha", "targets"):
+    if resumes:
+        tuning = FineTuning.load(folder)
+    elif continues:
+        for name in ("rank", "alpha", "targets", "loss"):
             if getattr(options, name) is not None:
                 raise OrtopsError(
-                    f"--{name}: '{options.folder}' already has an adapter; omit --{name}, or start "
+                    f"--{name}: '{folder}' already has an adapter; omit --{name}, or start "
                     "from the original folder"
                 )
-        tuning = FineTuning.load(options.folder)
+        tuning = FineTuning.load(folder)
         if rate is not None:
             if not isinstance(rate, int | float):
                 raise OrtopsError(
                     f"--learning-rate must be a number, got '{options.learning_rate}', as the "
-                    f"training of '{options.folder}' continues"
+                    f"training of '{folder}' continues"
                 )
             tuning.session.learning_rate = rate
     else:
@@ -47,7 +54,23 @@ def tune(options: argparse.Namespace) -> int:
             16 if options.alpha is None else options.alpha,
             options.targets,
             2e-4 if rate is None else rate,
+            loss=options.loss,
         )
+    _fit(tuning, options, save, epochs, batch_size, resumes=resumes)
+    say(f"wrote {save}")
+    return 0
+
+
+def _fit(
+    tuning: FineTuning,
+    options: argparse.Namespace,
+    save: str,
+    epochs: int,
+    batch_size: int,
+    *,
+    resumes: bool,
+) -> None:
+    before = tuning.session.steps_done
     tuning.fit(
         options.data,
         epochs=epochs,
@@ -57,10 +80,15 @@ def tune(options: argparse.Namespace) -> int:
         seed=options.seed or 0,
         validation=options.validation,
         progress=not options.quiet,
+        save=save,
+        save_steps=options.checkpoint_steps,
+        resume=resumes,
     )
-    tuning.save(save)
-    say(f"wrote {save}")
-    return 0
+    if resumes and tuning.session.steps_done == before:
+        say(
+            f"the training in '{save}' is already finished; to train further, give a larger "
+            f"--epochs, or run ortops tune {save} … without --resume"
+        )
 
 
 def _check_save(options: argparse.Namespace, save: str) -> None:

@@ -16,7 +16,18 @@ from ortops.errors import FeedError
 from ortops.graph.files.json_text import read_json
 from ortops.llm.tokenization import Message, Tokenizer
 
-__all__ = ["IGNORED", "TRAIN_ON", "Example", "Rows", "batch_of", "read_examples"]
+__all__ = [
+    "IGNORED",
+    "TRAIN_ON",
+    "Example",
+    "Rows",
+    "answer",
+    "batch_of",
+    "chat",
+    "example_of",
+    "read_examples",
+    "rows_of",
+]
 
 IGNORED = -100
 """The label of a token that is not trained."""
@@ -60,7 +71,7 @@ def read_examples(
         FeedError: If a row has another form, or no row has a token to train.
     """
     found, cut, left = list[Example](), 0, 0
-    for number, row in enumerate(_rows(rows), 1):
+    for number, row in enumerate(rows_of(rows), 1):
         try:
             tokens, trained = _tokenized(row, tokenizer, train_on)
         except (KeyError, TypeError, ValueError) as error:
@@ -68,9 +79,7 @@ def read_examples(
                 f"data: row {number} must have {_FORMS}, got {row!r:.80} ({error})"
             ) from error
         cut += len(tokens) > max_length
-        example = Example(
-            np.array(tokens[:max_length], np.int64), np.array(trained[:max_length], bool)
-        )
+        example = example_of(tokens[:max_length], trained[:max_length])
         if example.trained[1:].any():  # nothing predicts the first token
             found.append(example)
         else:
@@ -85,6 +94,11 @@ def read_examples(
             f"max_length={max_length}; give other rows, or change these arguments"
         )
     return found
+
+
+def example_of(tokens: Sequence[int], trained: Sequence[bool]) -> Example:
+    """Returns a sequence of tokens, and whether the loss counts each of them."""
+    return Example(np.array(tokens, np.int64), np.array(trained, bool))
 
 
 def batch_of(examples: Sequence[Example]) -> dict[str, Array]:
@@ -103,7 +117,12 @@ def batch_of(examples: Sequence[Example]) -> dict[str, Array]:
     return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "labels": labels}
 
 
-def _rows(rows: Rows) -> Iterable[Any]:
+def rows_of(rows: Rows) -> Iterable[Any]:
+    """Returns rows, or those of a file.
+
+    Raises:
+        FeedError: If they are neither, or the file is not valid.
+    """
     if not isinstance(rows, str | os.PathLike):
         if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
             raise FeedError(
@@ -130,11 +149,9 @@ def _tokenized(
         labels = row.get("labels", tokens)
         return tokens, [label != IGNORED for _, label in zip(tokens, labels, strict=True)]
     if "messages" in row:
-        return _chat(row["messages"], tokenizer(), train_on)
+        return chat(row["messages"], tokenizer(), train_on)
     if "completion" in row:
-        prompt = tokenizer().tokens(row["prompt"])
-        reply = tokenizer().tokens(row["completion"], special=False) + tokenizer().end
-        return prompt + reply, [train_on == "all"] * len(prompt) + [True] * len(reply)
+        return answer(row["prompt"], row["completion"], tokenizer(), whole=train_on == "all")
     text = row["text"]
     return _whole(tokenizer().tokens(text) + tokenizer().end)
 
@@ -143,7 +160,16 @@ def _whole(tokens: list[int]) -> tuple[list[int], list[bool]]:
     return tokens, [True] * len(tokens)
 
 
-def _chat(
+def answer(
+    prompt: str, reply: str, tokenizer: Tokenizer, *, whole: bool = False
+) -> tuple[list[int], list[bool]]:
+    """Returns the tokens of a prompt and its answer, and which are those of the answer, or all."""
+    before = tokenizer.tokens(prompt)
+    after = tokenizer.tokens(reply, special=False) + tokenizer.end
+    return before + after, [whole] * len(before) + [True] * len(after)
+
+
+def chat(
     messages: Sequence[Message], tokenizer: Tokenizer, train_on: str
 ) -> tuple[list[int], list[bool]]:
     """Returns the tokens of a chat, and which of them are those of replies."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,15 +17,25 @@ import onnxruntime
 
 from ortops.arguments import choice, whole_number
 from ortops.building.builder import build_light
-from ortops.errors import ArgumentError, ModelError, UnsupportedError
+from ortops.errors import ArgumentError, FeedError, ModelError, UnsupportedError
 from ortops.graph.adapters import adapter_of
 from ortops.graph.convert import load_light, to_ir
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.external import LightModel, move_aside, move_out, serialize
+from ortops.graph.files.json_metadata import read_metadata, write_metadata
 from ortops.graph.files.messages import size_of
 from ortops.graph.files.saving import write_model
 from ortops.inference import lend
-from ortops.llm.examples import IGNORED, TRAIN_ON, Example, Rows, batch_of, read_examples
+from ortops.llm.checkpoint import Estimate, FolderCheckpoint
+from ortops.llm.examples import (
+    IGNORED,
+    TRAIN_ON,
+    Example,
+    Rows,
+    batch_of,
+    read_examples,
+    rows_of,
+)
 from ortops.llm.folder import (
     GENAI_CONFIG,
     Folder,
@@ -32,12 +44,13 @@ from ortops.llm.folder import (
     open_folder,
     sliding_windows,
 )
-from ortops.llm.generation import generate
+from ortops.llm.generation import Sampling, generate
+from ortops.llm.preferences import Pair, is_preference, read_pairs
 from ortops.llm.tokenization import Message, Tokenizer
 from ortops.lora.addition import adapted, read_base
 from ortops.lora.files import with_adapter, write_adapter
 from ortops.lora.peft import with_peft
-from ortops.losses import NextToken
+from ortops.losses import DPO, NextToken
 from ortops.optimizers import Adam
 from ortops.passes.rematerialization import Checkpoint
 from ortops.schedules import Schedule
@@ -48,6 +61,12 @@ __all__ = ["ADAPTER", "FineTuning"]
 
 _ONE_FILE = 2**26
 """Weights of more bytes are saved in a file of their own, next to the model."""
+
+_LOSS = "ortops.llm"
+"""The metadata key of the loss."""
+
+Unit: TypeAlias = tuple[Example] | Pair
+"""The sequences of a row."""
 
 ADAPTER, _TRAINING = "adapter.onnx_adapter", "training.state"
 _SMALL = 1024  # bytes
@@ -73,6 +92,9 @@ class FineTuning:
         adapter: An adapter to begin with: a folder of PEFT, which determines rank, alpha and
             targets, or an ``.onnx_adapter`` file of this model with the same rank and targets. It
             may have been trained on the model in another precision.
+        loss: `ortops.losses.NextToken` by default, or `ortops.losses.DPO` for pairs of a better and
+            a worse answer. The reference of DPO is the model without the adapter, so there is no
+            second model.
 
     Attributes:
         session: The `ortops.TrainingSession`.
@@ -109,6 +131,8 @@ class FineTuning:
         learning_rate: float | Schedule = 2e-4,
         recompute: Checkpoint | None = None,
         adapter: str | os.PathLike[str] | None = None,
+        *,
+        loss: NextToken | str | None = None,
     ) -> None:
         folder = open_folder(folder_or_file)
         model = load_light(folder.model)  # the weights stay in their file until they are needed
@@ -124,7 +148,7 @@ class FineTuning:
             model = move_aside(adapted(read_base(model), rank, alpha, chosen))
             if adapter is not None:
                 model = with_adapter(model, adapter)
-        self._start(folder, _trainable(model, folder, learning_rate), recompute=recompute)
+        self._start(folder, _trainable(model, folder, learning_rate, loss), recompute=recompute)
         if adapter is not None:  # without an active adapter, the saved model is the base
             self._initial = {name: np.zeros_like(array) for name, array in self._initial.items()}
 
@@ -143,6 +167,7 @@ class FineTuning:
         self._served: onnxruntime.InferenceSession | None = None
         self._tokenizer: Tokenizer | None = None
         self.session = TrainingSession(model, recompute=recompute)
+        self._compares = _loss_name(model) == "DPO"
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -173,6 +198,8 @@ class FineTuning:
         shuffle: bool = True,
         seed: int = 0,
         validation: Rows | None = None,
+        save: str | os.PathLike[str] | None = None,
+        save_steps: int | None = None,
         **settings: Any,
     ) -> History:
         """Trains the adapter.
@@ -187,18 +214,24 @@ class FineTuning:
                   -100 for those that the loss ignores.
 
                 A list of tokens is a row, too. The token that ends a text is added to texts and
-                completions; chats get what their template writes.
+                completions; chats get what their template writes. Rows for DPO have ``prompt``,
+                ``chosen`` and ``rejected``: texts, chats, or tokens.
             epochs: The number of passes over the data.
-            batch_size: The number of rows per batch. Shorter rows are padded at the end.
+            batch_size: The number of rows (for DPO, pairs) per batch. Shorter rows are padded at
+                the end.
             max_length: The largest number of tokens of a row; longer rows are truncated. The
                 model's context length is a limit as well.
             train_on: Which tokens to train: ``"assistant"`` for all replies of the assistant in a
                 chat, ``"completion"`` for the last reply, ``"all"`` for all tokens. In rows of
                 prompt and completion, only ``"all"`` trains the prompt. Texts are trained as a
-                whole.
+                whole. DPO trains the answers.
             shuffle: Whether to shuffle the rows before each epoch.
             seed: Determines the order of the rows.
             validation: Rows to evaluate after each epoch.
+            save: A folder to save after each epoch, and when training ends or is interrupted (see
+                `save`). After `load`, ``fit(…, resume=True)`` continues an interrupted training, as
+                if it had never stopped.
+            save_steps: The number of steps between saves, in place of an epoch.
             **settings: Further arguments of `ortops.TrainingSession.fit`, such as ``callbacks``.
 
         Returns:
@@ -228,9 +261,17 @@ class FineTuning:
             order = np.arange(len(examples))
             if shuffle:
                 order = np.random.default_rng((seed, number)).permutation(len(examples))
-            return self._batches([examples[place] for place in order], batch_size)
+            return self._batches([examples[int(place)] for place in order], batch_size)
 
-        return self.session.fit(epoch, epochs=epochs, seed=seed, **settings)
+        steps = whole_number("epochs", epochs, 1) * -(-len(examples) // batch_size)
+        callbacks = [*settings.pop("callbacks", ()), Estimate(steps)]
+        if save is not None:
+            self._check_target(Path(save))
+            parts = self._save_model, self._save_progress
+            callbacks.append(FolderCheckpoint(save, save_steps, *parts))
+        elif save_steps is not None:
+            raise ArgumentError(f"save_steps needs save, the folder; got save_steps={save_steps}")
+        return self.session.fit(epoch, epochs=epochs, seed=seed, callbacks=callbacks, **settings)
 
     def evaluate(
         self,
@@ -238,17 +279,24 @@ class FineTuning:
         batch_size: int = 4,
         max_length: int = 512,
         train_on: str = "assistant",
+        *,
+        exact_match: bool = False,
     ) -> dict[str, float]:
-        """Computes the loss and the perplexity of rows.
+        """Computes the loss and other metrics of rows.
 
         Args:
             data: The rows; see `fit`, as for all other arguments.
             batch_size: The number of rows per batch.
             max_length: The largest number of tokens of a row.
             train_on: Which tokens count.
+            exact_match: Whether to generate the last reply or completion of each row, too.
 
         Returns:
-            ``loss``, the mean over the tokens that count, and ``perplexity``, its exponential.
+            ``loss``, the mean over the tokens that count; ``perplexity``, its exponential;
+            ``accuracy``, how many of these tokens are the most likely ones; and on request
+            ``exact_match``, how many replies are generated exactly. For DPO, ``loss``, the mean
+            over the pairs; ``reward_margin``, the mean of beta · (chosen − rejected); and
+            ``reward_accuracy``, how many margins are positive.
 
         Raises:
             ArgumentError: If an argument is wrong.
@@ -258,18 +306,52 @@ class FineTuning:
         Example:
             >>> from models import llama
             >>> sorted(llama.fine_tuning().evaluate([[65, 66, 67]]))
-            ['loss', 'perplexity']
+            ['accuracy', 'loss', 'perplexity']
         """
         batch_size = whole_number("batch_size", batch_size, 1)
         examples = self._examples(data, max_length, train_on)
-        found = self.session.evaluate(list(self._batches(examples, batch_size)))
+        if self._compares:
+            if exact_match:
+                raise ArgumentError("exact_match must be False for DPO, got True")
+            return self._compared(examples)
+        batches = list(self._batches(examples, batch_size))
+        found = self.session.evaluate(batches, metrics=["accuracy"])
         with np.errstate(over="ignore"):
-            return found | {"perplexity": float(np.exp(found["loss"]))}
+            found["perplexity"] = float(np.exp(found["loss"]))
+        if exact_match:
+            found["exact_match"] = float(np.mean([self._repeats(each) for each in examples]))
+        return found
+
+    def _compared(self, pairs: Sequence[Unit]) -> dict[str, float]:
+        """Returns the loss, reward margin and reward accuracy of pairs."""
+        each = [self.session.evaluate(batch)["loss"] for batch in self._batches(pairs, 1)]
+        with np.errstate(over="ignore", divide="ignore"):  # loss = log(1 + exp(-margin))
+            margins = -np.log(np.expm1(np.array(each, np.float64)))
+        return {
+            "loss": float(np.mean(each)),
+            "reward_margin": float(np.mean(margins)),
+            "reward_accuracy": float(np.mean(margins > 0)),
+        }
+
+    def _repeats(self, row: Unit) -> bool:
+        """Whether the last reply of a row is what the model generates."""
+        tokens, trained = row[0].tokens.tolist(), row[0].trained
+        end = int(np.flatnonzero(trained)[-1]) + 1
+        start = max(1, *(np.flatnonzero(~trained[:end]) + 1), 0)  # a prompt has at least one token
+        found = self._continued(tokens[:start], end - start, set(), None)
+        return bool(found == tokens[start:end])
 
     def generate(
-        self, prompt: str | Sequence[int] | Sequence[Message], max_new_tokens: int = 64
+        self,
+        prompt: str | Sequence[int] | Sequence[Message],
+        max_new_tokens: int = 64,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        seed: int = 0,
     ) -> Any:
-        """Continues a prompt with the most likely tokens.
+        """Continues a prompt.
 
         Stock onnxruntime computes one token at a time, with the cache of keys and values.
 
@@ -277,6 +359,11 @@ class FineTuning:
             prompt: A text, a chat (a list of messages, to which the assistant replies), or tokens.
             max_new_tokens: The largest number of tokens to generate. Generation ends before at a
                 token that ends a text, or at the model's context length.
+            temperature: 0 for the most likely tokens. Otherwise, tokens are drawn with the
+                probabilities softmax(logits / temperature).
+            top_k: Draws among this many most likely tokens only; by default among all.
+            top_p: Draws among the most likely tokens that together have at least this probability.
+            seed: Determines what is drawn.
 
         Returns:
             The continuation: tokens if tokens are given, else a text.
@@ -301,6 +388,15 @@ class FineTuning:
             tokens = self.tokenizer.tokens(text, special=False)
         else:
             tokens = [whole_number("prompt: a token", token, 0) for token in prompt]
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        end = {*self._folder.end, *(self.tokenizer.end if is_text else ())}
+        found = self._continued(tokens, count, end, sampling)
+        return self.tokenizer.text(found) if is_text else found
+
+    def _continued(
+        self, tokens: Sequence[int], count: int, end: Collection[int], sampling: Sampling | None
+    ) -> list[int]:
+        """Continues tokens with at most ``count`` others."""
         limit = self._folder.context_length or math.inf
         if not 0 < len(tokens) < limit:
             raise ArgumentError(
@@ -313,16 +409,15 @@ class FineTuning:
         for value in self._served.get_inputs():
             if value.name.startswith("past"):
                 fixed[value.name] = self._empty_cache(value.name, windows.get(value.name, 0))
-        end = {*self._folder.end, *(self.tokenizer.end if is_text else ())}
-        found = generate(
+        return generate(
             self._served,
             self._folder,
             tokens,
             count=int(min(count, limit - len(tokens))),
             fixed=fixed,
             end=end,
+            sampling=sampling or Sampling(),
         )
-        return self.tokenizer.text(found) if is_text else found
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes a folder that is served like the original one, with and without the adapter.
@@ -350,10 +445,18 @@ class FineTuning:
             ['adapter.onnx_adapter', 'chat_template.jinja', 'genai_config.json']
         """
         target = Path(folder)
+        self._check_target(target)
+        self._save_model(target)
+        self._save_progress(target)
+
+    def _check_target(self, target: Path) -> None:
         if target.resolve() == self._folder.path.resolve() and not self._is_loaded:
             raise ArgumentError(
                 f"folder must not be that of the original model, got '{target}'; give another one"
             )
+
+    def _save_model(self, target: Path) -> None:
+        """Writes what training does not change."""
         file = target / self._folder.model.relative_to(self._folder.path)
         file.parent.mkdir(parents=True, exist_ok=True)
         if target.resolve() != self._folder.path.resolve():
@@ -362,12 +465,17 @@ class FineTuning:
                 (target / GENAI_CONFIG).write_text(settings, encoding="utf-8")
         with self.session._locked_file() as held:
             model = held.light_inference_model()
-            write_adapter(model, target / ADAPTER)
             for tensor in model.proto.graph.initializer:
                 if tensor.name in self._initial:
                     array = self._initial[tensor.name]
                     tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
             write_model(file, model, limit=_ONE_FILE)
+
+    def _save_progress(self, target: Path) -> None:
+        """Writes the adapter, and the state of the training."""
+        with self.session._locked_file() as held:
+            model = held.light_inference_model()
+            write_adapter(model, target / ADAPTER)
             state = held.light_model()
             known = {tensor.name for tensor in model.proto.graph.initializer} - set(self._names)
             for tensor in state.proto.graph.initializer:
@@ -414,25 +522,32 @@ class FineTuning:
             trainable = _filled(state, model)
         else:  # the training begins again, from the adapter
             model = with_adapter(model, opened.path / ADAPTER)
-            trainable = _trainable(model, opened, 2e-4)
+            trainable = _trainable(model, opened, 2e-4, None)
         result = cls.__new__(cls)
         result._start(opened, trainable, initial, recompute=recompute)
         return result
 
-    def _examples(self, data: Rows, max_length: int, train_on: str) -> list[Example]:
+    def _examples(self, data: Rows, max_length: int, train_on: str) -> Sequence[Unit]:
         longest = whole_number("max_length", max_length, 2)
-        return read_examples(
-            data,
-            lambda: self.tokenizer,
-            train_on=choice("train_on", train_on, TRAIN_ON),
-            max_length=min(longest, self._folder.context_length or longest),
-        )
+        longest = min(longest, self._folder.context_length or longest)
+        choice("train_on", train_on, TRAIN_ON)
+        rows = list(rows_of(data))
+        if any(is_preference(row) != self._compares for row in rows):
+            raise FeedError(
+                "data: rows with chosen and rejected need loss=ortops.losses.DPO()"
+                if not self._compares
+                else "data: for DPO, each row must have chosen and rejected"
+            )
+        if self._compares:
+            return read_pairs(rows, lambda: self.tokenizer, max_length=longest)
+        found = read_examples(rows, lambda: self.tokenizer, train_on=train_on, max_length=longest)
+        return [(example,) for example in found]
 
     def _batches(
-        self, examples: Sequence[Example], batch_size: int
+        self, units: Sequence[Unit], batch_size: int
     ) -> Iterator[dict[str, npt.NDArray[Any]]]:
-        for first in range(0, len(examples), batch_size):
-            batch = batch_of(examples[first : first + batch_size])
+        for first in range(0, len(units), batch_size):
+            batch = batch_of([each for unit in units[first : first + batch_size] for each in unit])
             named = {self._folder.input_name(name): array for name, array in batch.items()}
             yield {name: array for name, array in named.items() if name in self.session.inputs}
 
@@ -458,10 +573,34 @@ class FineTuning:
         return np.zeros((1, heads, capacity, size), known.dtype)
 
 
-def _trainable(model: LightModel, folder: Folder, learning_rate: float | Schedule) -> LightModel:
-    loss = NextToken(folder.logits, ignore_index=IGNORED)
+def _trainable(
+    model: LightModel,
+    folder: Folder,
+    learning_rate: float | Schedule,
+    loss: NextToken | str | None,
+) -> LightModel:
+    kinds = {"NextToken": NextToken, "DPO": DPO}
+    if isinstance(loss, str):
+        loss = kinds[choice("loss", loss, tuple(kinds))]()
+    elif loss is not None and type(loss) not in (NextToken, DPO):
+        raise ArgumentError(f"loss must be NextToken or DPO of ortops.losses, got {loss!r:.80}")
+    loss = loss or NextToken()
+    if loss.ignore_index != IGNORED or loss.target not in (None, "labels"):
+        raise ArgumentError(
+            f"loss must have ignore_index={IGNORED} and no target, as fit makes the labels, got "
+            f"{loss!r:.200}"
+        )
     optimizer = Adam(learning_rate, beta=0.999, epsilon_after_correction=True)
-    return build_light(model, loss=loss, optimizer=optimizer)
+    named = replace(loss, output=loss.output or folder.logits)
+    result = build_light(model, loss=named, optimizer=optimizer)
+    write_metadata(result.proto, _LOSS, json.dumps({"loss": loss.name}))
+    return result
+
+
+def _loss_name(model: LightModel) -> str:
+    remedy = "delete the file of the training"
+    found = read_metadata(model.proto.metadata_props, _LOSS, remedy) or {}
+    return str(found.get("loss", "NextToken"))
 
 
 def _adapter_names(model: LightModel) -> list[str]:

@@ -31,6 +31,7 @@ from ortops.losses.classification import (
 from ortops.losses.compute import Computed, Inputs, Prediction, compute
 from ortops.losses.distillation import Distillation
 from ortops.losses.loss import Combined, Function, Loss
+from ortops.losses.preference import DPO
 from ortops.losses.regression import L1, Huber, KullbackLeibler, MeanSquaredError, SmoothL1
 from ortops.losses.segmentation import Dice
 from ortops.losses.sequence import CTC
@@ -38,6 +39,7 @@ from ortops.losses.similarity import CosineEmbedding, InfoNCE, Triplet
 
 __all__ = [
     "CTC",
+    "DPO",
     "L1",
     "LOSSES",
     "BinaryCrossEntropy",
@@ -70,7 +72,7 @@ LOSSES: Mapping[str, type[Loss]] = {
     loss.__name__: loss
     for loss in (
         *(BinaryCrossEntropy, BinaryCrossEntropyWithLogits, CosineEmbedding, CTC, Dice),
-        *(Distillation, Focal, Hinge, Huber, InfoNCE, KullbackLeibler, L1, MeanSquaredError),
+        *(Distillation, DPO, Focal, Hinge, Huber, InfoNCE, KullbackLeibler, L1, MeanSquaredError),
         *(NegativeLogLikelihood, NextToken, SmoothL1, SoftmaxCrossEntropy, Triplet),
     )
 }

@@ -97,6 +97,7 @@ class _Scene:
         outputs: The model's outputs.
         declared: The inputs that the user declared.
         own: Returns the model's tensor for one of the training step.
+        base: See `compute`.
         added: The inputs that losses added, by name, each with the name of the model's tensor that
             it is compared with.
     """
@@ -107,6 +108,7 @@ class _Scene:
     outputs: Sequence[ir.Value]
     declared: Inputs
     own: Callable[[ir.Value], ir.Value]
+    base: Callable[[ir.Value], ir.Value] | None
     added: dict[str, tuple[Tensor, str]] = field(default_factory=dict)
     owners: dict[str, Loss] = field(default_factory=dict)
     constants: list[Tensor] = field(default_factory=list)
@@ -198,13 +200,27 @@ class _Scene:
                 + f"; {did_you_mean(name or '', put.values)}"
             )
         found = squashed(value)
-        if found is None:
-            return _wide(self.tape.tensor(value))
-        if found.logits is None:
+        if found is not None and found.logits is None:
             raise ModelError(
                 f"loss {loss.name}: the teacher's '{name or value.name}' holds probabilities, and "
                 "no tensor before it holds their logits; name the logits with teacher="
             )
+        return self._logits_of(value)
+
+    def without_adapter(self, loss: Loss, name: str | None) -> Tensor:
+        """See `ortops.losses.loss.Sources`."""
+        if self.base is None:
+            raise ModelError(f"loss {loss.name}: it needs a training step; use another loss here")
+        try:
+            return self._logits_of(self.base(self.own(self.tensor(name, loss.name).value)))
+        except ModelError as error:
+            raise ModelError(f"loss {loss.name}: {error}") from error
+
+    def _logits_of(self, value: ir.Value) -> Tensor:
+        """Returns a value, or the logits in front of a Softmax or Sigmoid that computes it."""
+        found = squashed(value)
+        if found is None or found.logits is None:
+            return _wide(self.tape.tensor(value))
         logits = _wide(self.tape.tensor(found.logits))
         if found.kind == "complement" or found.opposite:
             return self._log_p(logits, found)
@@ -359,6 +375,7 @@ def compute(
     outputs: Sequence[ir.Value],
     declared: Inputs | None = None,
     own: Callable[[ir.Value], ir.Value] = lambda value: value,
+    base: Callable[[ir.Value], ir.Value] | None = None,
 ) -> Computed:
     """Emits a loss.
 
@@ -378,7 +395,9 @@ def compute(
         names: The names of the model's tensors, for messages.
         outputs: The model's outputs.
         declared: The inputs that the user declared.
-        own: Returns the model's tensor for one of the training step, for messages.
+        own: Returns the model's tensor for one of the training step.
+        base: Returns what the model computes for one of its tensors without its adapter, for
+            losses that compare with it.
 
     Returns:
         The emitted loss.
@@ -387,7 +406,7 @@ def compute(
         ArgumentError: If ``declared`` or the function's parameters are invalid.
         ModelError: If the loss is not a scalar, or is incompatible with the model.
     """
-    scene = _Scene(tape, find, names, outputs, _checked(declared or {}, find), own)
+    scene = _Scene(tape, find, names, outputs, _checked(declared or {}, find), own, base)
     parts = loss.parts(scene) if isinstance(loss, Loss) else [_call(loss, scene)]
     parts = [_checked_part(part) for part in parts]
     unread = [name for name in scene.declared if name not in scene.added]

@@ -77,6 +77,17 @@ class Sources(Protocol):
             like: The tensor that it is compared with. Losses of the same tensor share inputs.
         """
 
+    def without_adapter(self, loss: Loss, name: str | None) -> Tensor:
+        """Returns logits as the model computes them without its adapter, in inference mode.
+
+        Args:
+            loss: The loss, for messages.
+            name: As for `prediction`.
+
+        Raises:
+            ModelError: If the model has no adapter.
+        """
+
     def teacher(self, loss: Loss, model: ModelLike, name: str | None) -> Tensor:
         """Returns the logits of another model that reads the same inputs.
 
