@@ -161,6 +161,7 @@ class FineTuning:
         recompute: Checkpoint | None,
     ) -> None:
         self._folder = folder
+        self._windows = sliding_windows(folder)
         self._names = _adapter_names(model)
         self._initial = initial or _adapter_values(model)
         self._is_loaded = initial is not None
@@ -405,10 +406,9 @@ class FineTuning:
         if self._served is None:
             self._served = self._serve()
         fixed = {name: self.session.state[name] for name in self._names}
-        windows = sliding_windows(self._folder)
         for value in self._served.get_inputs():
             if value.name.startswith("past"):
-                fixed[value.name] = self._empty_cache(value.name, windows.get(value.name, 0))
+                fixed[value.name] = self._empty_cache(value.name, self._windows.get(value.name, 0))
         return generate(
             self._served,
             self._folder,
