@@ -32,6 +32,7 @@ from ortops.errors import ModelError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, ancestor_nodes, describe, remove_unread, replace_value
+from ortops.graph.files.folders import remember
 from ortops.graph.files.messages import has_domain
 from ortops.graph.files.serialization import BOUND_DOMAIN, to_proto
 from ortops.graph.shapes import infer_shapes, may_be_equal
@@ -115,6 +116,7 @@ def lower(model: ModelLike, *, target: Target | None = None) -> onnx.ModelProto:
     if not has_domain(proto):
         result = onnx.ModelProto()
         result.CopyFrom(proto)
+        remember(result, folder)
         return result
     result = to_proto(lower_ir(convert.to_ir(proto, folder), target=target))
     for info in proto.training_info:  # one by one: `extend` fails for messages of 2 GB

@@ -56,6 +56,7 @@ WITHIN = {
             "json_text",
             "json_fields",
             "json_metadata",
+            "folders",
             "messages",
             "validation",
             "loading",

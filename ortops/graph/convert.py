@@ -30,6 +30,7 @@ from ortops.graph.files.external import (
     read_light,
     read_on_demand,
 )
+from ortops.graph.files.folders import FOLDER_KEY, note
 from ortops.graph.files.loading import ModelLike, blame_model, folder_of, is_file, load, readable
 from ortops.graph.files.serialization import from_proto
 from ortops.graph.files.validation import validate
@@ -124,6 +125,8 @@ def to_ir(
     if folder is not None:
         ir.external_data.set_base_dir(result.graph, folder)  # for tensors in attributes
     read_on_demand(result, folder)
+    if folder is not None and any(tensor.external_data for tensor in proto.graph.initializer):
+        result.metadata_props[FOLDER_KEY] = note(folder)
     for node in all_nodes(result.graph):
         if node.domain == _ONNXRUNTIME:  # onnxruntime does not require the import
             result.graph.opset_imports.setdefault(node.domain, 1)

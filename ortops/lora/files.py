@@ -18,6 +18,7 @@ from ortops.graph.convert import ModelLike
 from ortops.graph.files import external
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.external import LightModel
+from ortops.graph.files.folders import remember
 from ortops.graph.layer_names import standard
 from ortops.lora.adapter_file import read_adapter_file
 from ortops.lora.fingerprints import family, first_fingerprint
@@ -119,8 +120,10 @@ def load_adapter(model: ModelLike, path: str | os.PathLike[str]) -> onnx.ModelPr
         True
     """
     values = _checked(read_adapted(model), path)
-    proto, _ = convert.load(model)
-    return _filled(external.detach(proto), values).attach()
+    proto, folder = convert.load(model)
+    result = _filled(external.detach(proto), values).attach()
+    remember(result, folder)
+    return result
 
 
 def with_adapter(model: LightModel, path: str | os.PathLike[str]) -> LightModel:

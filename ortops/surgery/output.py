@@ -11,6 +11,7 @@ from ortops.errors import ModelError, UnsupportedError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.edit import all_nodes, describe, inner_graphs
+from ortops.graph.files.folders import remember
 from ortops.graph.files.serialization import algorithm_names
 from ortops.graph.tensor import Names
 from ortops.surgery.reading import dimensions, inferred, logger, read
@@ -54,6 +55,7 @@ def name_output(model: ModelLike, tensor: str, *, name: str | None = None) -> on
     if value.is_graph_output() and name in (None, tensor):
         unchanged = onnx.ModelProto()
         unchanged.CopyFrom(proto)
+        remember(unchanged, folder)
         return unchanged
     taken = Names(graph)
     for each in algorithm_names(proto):

@@ -22,6 +22,7 @@ from ortops.errors import ModelError
 from ortops.graph.files.atomic import (
     remedy,
 )
+from ortops.graph.files.folders import forget
 from ortops.graph.files.held_file import InFile, hold, read_message
 from ortops.graph.files.messages import (
     BIG,
@@ -201,6 +202,7 @@ def detach(proto: onnx.ModelProto, folder: Path | None = None) -> LightModel:
     result, data = onnx.ModelProto(), Data()
     copy_model(proto, result, lambda source, target: copy_tensor(source, target, data, folder))
     if folder is not None:
+        forget(result)
         nodes = (result.graph.node, *(function.node for function in result.functions))
         for tensor in itertools.chain.from_iterable(map(_inner_tensors, nodes)):
             _load(tensor, folder)

@@ -15,6 +15,7 @@ import onnx
 
 from ortops.errors import ModelError, OrtopsError
 from ortops.graph.files.atomic import remedy
+from ortops.graph.files.folders import remembered
 from ortops.graph.files.messages import external_to_inputs, without_big_data
 from ortops.graph.files.validation import validate
 
@@ -40,14 +41,15 @@ def load(model: ModelLike) -> tuple[onnx.ModelProto, Path | None]:
 
     Returns:
         The model, which is the argument itself if it is a ModelProto, and the folder of its file,
-        if there is one.
+        if there is one, or if the model was made from a file in this process.
 
     Raises:
         ModelError: If it is not an ONNX model, or exceeds `ortops.graph.limits`.
     """
     if isinstance(model, onnx.ModelProto):
-        validate(model)
-        return model, None
+        folder = remembered(model)
+        validate(model, folder)
+        return model, folder
     path = None
     if isinstance(model, str | os.PathLike):
         path = Path(model)
@@ -67,7 +69,7 @@ def load(model: ModelLike) -> tuple[onnx.ModelProto, Path | None]:
         raise ModelError(f"{what}: not an ONNX model ({error}); pass a .onnx file") from error
     if not proto.ir_version or not proto.HasField("graph"):
         raise ModelError(f"{what}: not an ONNX model (it has no graph); pass a .onnx file")
-    folder = None if path is None else folder_of(path, proto)
+    folder = remembered(proto) if path is None else folder_of(path, proto)
     validate(proto, folder)
     return proto, folder
 

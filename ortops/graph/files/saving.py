@@ -29,6 +29,7 @@ from ortops.graph.files.atomic import (
     write_atomically,
 )
 from ortops.graph.files.external import LightModel, detach, serialize
+from ortops.graph.files.folders import forget, remembered
 from ortops.graph.files.messages import data_size, initializers, is_light, location_of
 
 __all__ = ["remove_model", "save_model", "write_model"]
@@ -42,7 +43,8 @@ def save_model(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
     """Writes a model of any size, including its training algorithm and state.
 
     Args:
-        model: The model; it is not modified.
+        model: The model; it is not modified. External data are copied if it was made from a file
+            in another folder.
         path: The file, in standard ONNX format. If it would exceed 2 GB, the data of its tensors
             are written to a new file ``<file name>.<unique>.data`` in the same folder, as external
             data. The data of the replaced model stay, because another process may be reading them;
@@ -62,7 +64,13 @@ def save_model(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
         ...     onnx.load(f"{folder}/model.onnx") == mlp.mlp((4, 16, 2))
         True
     """
-    write_model(path, detach(model))
+    folder, target = remembered(model), destination(path)
+    if folder is not None and target is not None and target.parent == folder.resolve():
+        light = detach(model)  # the data are in the right folder already
+        forget(light.proto)
+    else:
+        light = detach(model, folder)
+    write_model(path, light)
 
 
 def write_model(
