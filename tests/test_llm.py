@@ -15,12 +15,13 @@ import pytest
 
 import ortops
 from models import llama
-from ortops import ArgumentError, FeedError, schedules
+from ortops import ArgumentError, FeedError, Tape, op, schedules
 from ortops.cli import main
 from ortops.llm import FineTuning
-from ortops.llm.examples import batch_of, read_examples
+from ortops.llm.examples import batch_of, example_of, read_examples
 from ortops.llm.folder import open_folder
 from ortops.llm.tokenization import Tokenizer
+from ortops.llm.tuning import _grouped
 
 ROWS = [
     {"input_ids": [104, 105, 33, 97, 98, 99, 256], "labels": [-100, -100, -100, 97, 98, 99, 256]},
@@ -282,7 +283,10 @@ def test_rows_are_truncated_and_left_out(caplog: pytest.LogCaptureFixture) -> No
         ([[1, 2], [1, "a"]], "data: row 2 must have"),
         ([{"input_ids": [1, 2], "labels": [1]}], "data: row 1 must have"),
         ([[1]], r"no row has a token to train with train_on='all' and max_length=9"),
-        ({"input_ids": [1]}, "data must be the path of a file of JSON lines, or rows, got dict"),
+        (
+            {"input_ids": [1]},
+            "data must be the path of a file of JSON lines or Parquet, or rows, got dict",
+        ),
     ],
 )
 def test_rows_of_another_form(rows: Any, message: str) -> None:
@@ -472,6 +476,183 @@ def test_begin_with_an_adapter_of_another_precision(tmp_path: Path) -> None:
     third = FineTuning(other, adapter=tmp_path / "peft")
     for name, array in third.session.parameters.items():
         np.testing.assert_allclose(array, tuning.session.parameters[name], rtol=1e-6)
+
+
+# --------------------------------------------------------------------------- data
+
+
+@pytest.mark.optional("pyarrow", "tables")
+def test_rows_of_parquet_and_of_json_lines_are_the_same(base: Path, tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]},
+        {"prompt": "a", "completion": "b"},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    tuning = FineTuning(base, rank=1)
+    expected = tuning.evaluate(rows)
+    assert tuning.evaluate(tmp_path / "rows.parquet") == expected
+    (tmp_path / "bad.parquet").write_bytes(b"no parquet")
+    with pytest.raises(FeedError, match=r"bad.parquet': invalid Parquet: "):
+        tuning.evaluate(tmp_path / "bad.parquet")
+
+
+def test_the_first_batch_is_shown(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]},
+        {"prompt": "a", "completion": "b"},
+        {"text": "c"},
+    ]
+    expected = (
+        "row 1: 8 tokens, 3 trained\n<|user|>hi<|end|><|assistant|>«ho<|end|>»\n"
+        "row 2: 3 tokens, 2 trained\na«b<|end|>»"
+    )
+    assert FineTuning(base, rank=1).show(rows, batch_size=2) == expected
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert main(["tune", str(base), str(file), "--show", "--batch-size", "2"]) == 0
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+def test_token_ids_are_shown_without_a_tokenizer(base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base, tmp_path / "base")
+    (tmp_path / "base" / "tokenizer.json").unlink()
+    row = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
+    shown = FineTuning(tmp_path / "base", rank=1).show([row])
+    assert shown == "row 1: 3 tokens, 2 trained\n5 «6 7 »"
+
+
+def test_batches_of_similar_length() -> None:
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(1, 500, 1003)
+    order = generator.permutation(1003)
+    grouped = _grouped(order, lengths, 4)
+    assert sorted(grouped) == list(range(1003))
+    now, before = (lengths[each[:1000].reshape(-1, 4)] for each in (grouped, order))
+    padded = [4 * batches.max(1).sum() - batches.sum() for batches in (now, before)]
+    assert padded[0] < 0.1 * padded[1]
+    means = now.mean(1)
+    assert abs(np.corrcoef(means[1:], means[:-1])[0, 1]) < 0.2  # the batches are in random order
+
+
+def test_training_by_length_resumes(base: Path, tmp_path: Path) -> None:
+    rows = [[65 + n % 7] * (2 + n) for n in range(9)]
+    settings = {"epochs": 2, "batch_size": 2, "group_by_length": True, "progress": False}
+    whole = FineTuning(base, rank=1)
+    whole.fit(rows, **settings)
+
+    class Stop(ortops.callbacks.Callback):
+        def on_step(self, record: Any, session: Any) -> None:
+            if record.step == 7:
+                record.stop("for this test")
+
+    FineTuning(base, rank=1).fit(rows, **settings, callbacks=[Stop()], save=tmp_path / "part")
+    again = FineTuning.load(tmp_path / "part")
+    again.fit(rows, **settings, resume=True, save=tmp_path / "part")
+    for name, array in whole.session.state.items():
+        np.testing.assert_array_equal(again.session.state[name], array)
+
+
+def test_padding_on_the_left(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="padding must be 'right', as GroupQueryAttention node"):
+        FineTuning(base, rank=1).fit([[1, 2]], padding="left", progress=False)
+    with Tape(name="bigrams") as tape:
+        ids = tape.input("input_ids", np.int64, ["batch", "time"])
+        table = np.random.default_rng(0).standard_normal((9, 4)).astype(np.float32)
+        x = op.Gather(tape.initializer("embedding", table), ids)
+        weight = np.random.default_rng(1).standard_normal((4, 9)).astype(np.float32)
+        tape.output(x @ tape.initializer("dense.weight", weight), "logits")
+    (tmp_path / "bigrams").mkdir()
+    onnx.save(tape.model(), tmp_path / "bigrams" / "model.onnx")
+    found = []
+    for side in ("right", "left"):
+        tuning = FineTuning(tmp_path / "bigrams", rank=1, targets=["dense"], learning_rate=0.1)
+        found += [
+            tuning.fit(
+                [[1, 2, 3], [4, 5], [6, 7, 8, 1]], epochs=2, padding=side, progress=False
+            ).columns["loss"]
+        ]
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-6)
+    rows = [example_of([1, 2], [True, True]), example_of([3], [True])]
+    batch = batch_of(rows, "left")
+    np.testing.assert_array_equal(batch["input_ids"], [[1, 2], [0, 3]])
+    np.testing.assert_array_equal(batch["attention_mask"], [[1, 1], [0, 1]])
+    np.testing.assert_array_equal(batch["position_ids"], [[0, 1], [0, 0]])
+    np.testing.assert_array_equal(batch["labels"], [[-100, 2], [-100, -100]])
+
+
+# --------------------------------------------------------------------------- templates
+
+THINKING = (
+    "{% set last = namespace(n=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set last.n = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% set text = m.content %}"
+    "{% if m.role == 'assistant' and loop.index0 < last.n and '</think>' in text %}"
+    "{% set text = text.split('</think>')[-1].lstrip() %}{% endif %}"
+    "{{ '<|' + m.role + '|>' + text + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|assistant|>' }}"
+    "{% generation %}{{ m.content + eos_token }}{% endgeneration %}"
+    "{% else %}{{ '<|' + m.role + '|>' + m.content + eos_token }}{% endif %}{% endfor %}"
+)
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "<think>so</think>ho"},
+    {"role": "user", "content": "ho?"},
+    {"role": "assistant", "content": "<think>no</think>hi"},
+]
+
+
+def templated(base: Path, folder: Path, template: str) -> FineTuning:
+    shutil.copytree(base, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return FineTuning(folder, rank=1)
+
+
+def test_replies_whose_reasoning_is_removed_are_found(base: Path, tmp_path: Path) -> None:
+    tuning = templated(base, tmp_path / "base", THINKING)
+    assert tuning.show([{"messages": CHAT}]).splitlines()[1] == (
+        "<|user|>hi<|end|><|assistant|>«ho<|end|>»<|user|>ho?<|end|><|assistant|>"
+        "«<think>no</think>hi<|end|>»"
+    )
+    last = tuning.show([{"messages": CHAT}], train_on="completion").splitlines()[1]
+    assert last.count("«") == 1
+    assert last.endswith("«<think>no</think>hi<|end|>»")
+
+
+@pytest.mark.optional("transformers", "export")
+def test_marked_replies_are_those_of_transformers(base: Path, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    tuning = templated(base, tmp_path / "base", MARKED)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path / "base")
+    expected = theirs.apply_chat_template(
+        CHAT,
+        chat_template=MARKED,
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+        tokenize=True,
+    )
+    (example,) = read_examples(
+        [{"messages": CHAT}], lambda: tuning.tokenizer, train_on="assistant", max_length=99
+    )
+    assert example.tokens.tolist() == expected["input_ids"]
+    assert example.trained.astype(int).tolist() == expected["assistant_masks"]
+
+
+def test_replies_that_cannot_be_found_are_said(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = THINKING.replace(".lstrip()", ".upper()")
+    tuning = templated(base, tmp_path / "base", template)
+    assert tuning.show([{"messages": CHAT}]).count("«") == 1
+    assert "1 of 2 replies of a chat are not trained" in caplog.text
 
 
 # --------------------------------------------------------------------------- preferences

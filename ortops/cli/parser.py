@@ -425,8 +425,8 @@ def _add_tune(command: _Command) -> None:
     )
     add(
         "data",
-        help="a file of JSON lines, each with messages, with prompt and completion, with text, or "
-        "with input_ids; for DPO, with prompt, chosen and rejected",
+        help="a file of JSON lines or Parquet, each row with messages, with prompt and "
+        "completion, with text, or with input_ids; for DPO, with prompt, chosen and rejected",
     )
     add(
         "--save",
@@ -457,6 +457,9 @@ def _add_tune(command: _Command) -> None:
         help="predict the next token (the default), or prefer chosen to rejected answers",
     )
     add("--validation", metavar="DATA", help="another file, to evaluate after each epoch")
+    add("--group-by-length", action="store_true", help="make batches of rows of similar length")
+    about = "print the first batch, with « and » around what is trained, and stop"
+    add("--show", action="store_true", help=about)
     add("--seed", type=_whole_number, metavar="N", help="the order of the rows (default: 0)")
     add(
         "--checkpoint-steps",

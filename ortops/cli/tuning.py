@@ -9,6 +9,7 @@ from ortops.cli.standard_streams import say
 from ortops.cli.training import rate_of
 from ortops.errors import OrtopsError
 from ortops.llm import FineTuning
+from ortops.llm.examples import rows_of
 from ortops.llm.tuning import ADAPTER
 
 __all__ = ["tune"]
@@ -27,8 +28,7 @@ def tune(options: argparse.Namespace) -> int:
     epochs, batch_size = options.epochs or 1, options.batch_size or 4
     rate = None
     if options.learning_rate is not None:
-        with Path(options.data).open(encoding="utf-8") as lines:
-            batches = -(-sum(1 for line in lines if line.strip()) // batch_size)
+        batches = -(-sum(1 for _ in rows_of(options.data)) // batch_size)
         rate = rate_of(options.learning_rate, epochs * batches)
     if resumes:
         tuning = FineTuning.load(folder)
@@ -56,6 +56,10 @@ def tune(options: argparse.Namespace) -> int:
             2e-4 if rate is None else rate,
             loss=options.loss,
         )
+    if options.show:
+        limit = options.max_length or 512
+        print(tuning.show(options.data, batch_size, limit, options.train_on))
+        return 0
     _fit(tuning, options, save, epochs, batch_size, resumes=resumes)
     say(f"wrote {save}")
     return 0
@@ -77,6 +81,7 @@ def _fit(
         batch_size=batch_size,
         max_length=options.max_length or 512,
         train_on=options.train_on,
+        group_by_length=options.group_by_length,
         seed=options.seed or 0,
         validation=options.validation,
         progress=not options.quiet,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -12,12 +12,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ortops.callbacks.monitor import optional_module
 from ortops.errors import FeedError
 from ortops.graph.files.json_text import read_json
 from ortops.llm.tokenization import Message, Tokenizer
 
 __all__ = [
     "IGNORED",
+    "PADDING",
     "TRAIN_ON",
     "Example",
     "Rows",
@@ -36,7 +38,9 @@ TRAIN_ON = ("assistant", "completion", "all")
 
 Array: TypeAlias = npt.NDArray[np.int64]
 Rows: TypeAlias = str | os.PathLike[str] | Iterable[Any]
-"""The path of a file of JSON lines, or its rows."""
+"""The path of a file of JSON lines or Parquet, or its rows."""
+
+PADDING = ("right", "left")
 
 _FORMS = "messages, prompt and completion, text, or input_ids"
 
@@ -101,18 +105,21 @@ def example_of(tokens: Sequence[int], trained: Sequence[bool]) -> Example:
     return Example(np.array(tokens, np.int64), np.array(trained, bool))
 
 
-def batch_of(examples: Sequence[Example]) -> dict[str, Array]:
-    """Returns input_ids, attention_mask, position_ids and labels [batch, time], padded at the end.
+def batch_of(examples: Sequence[Example], padding: str = "right") -> dict[str, Array]:
+    """Returns input_ids, attention_mask, position_ids and labels [batch, time].
 
-    Labels are not shifted: they are the tokens that the loss counts, and `IGNORED` elsewhere.
+    Shorter sequences are padded on the right or the left. Labels are not shifted: they are the
+    tokens that the loss counts, and `IGNORED` elsewhere.
     """
     shape = len(examples), max(len(example.tokens) for example in examples)
     ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
     mask = np.zeros(shape, np.int64)
     for row, example in enumerate(examples):
         size = len(example.tokens)
-        ids[row, :size], mask[row, :size] = example.tokens, 1
-        labels[row, :size] = np.where(example.trained, example.tokens, IGNORED)
+        place = slice(0, size) if padding == "right" else slice(shape[1] - size, None)
+        ids[row, place], mask[row, place] = example.tokens, 1
+        labels[row, place] = np.where(example.trained, example.tokens, IGNORED)
+        labels[row, place.start] = IGNORED  # nothing predicts it, least of all padding
     positions = np.maximum(mask.cumsum(1) - 1, 0)
     return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "labels": labels}
 
@@ -126,9 +133,12 @@ def rows_of(rows: Rows) -> Iterable[Any]:
     if not isinstance(rows, str | os.PathLike):
         if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
             raise FeedError(
-                f"data must be the path of a file of JSON lines, or rows, got {type(rows).__name__}"
+                "data must be the path of a file of JSON lines or Parquet, or rows, got "
+                f"{type(rows).__name__}"
             )
         return rows
+    if Path(rows).suffix == ".parquet":
+        return _parquet(Path(rows))
     found = []
     with Path(rows).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -137,6 +147,17 @@ def rows_of(rows: Rows) -> Iterable[Any]:
             except ValueError as error:
                 raise FeedError(f"file '{rows}', line {number}: invalid JSON: {error}") from error
     return found
+
+
+def _parquet(file: Path) -> Iterator[Any]:
+    """Yields the rows of a file of Parquet; columns that are empty in a row are left out."""
+    parquet = optional_module(f"file '{file}'", "pyarrow.parquet", "tables")
+    try:
+        for batch in parquet.ParquetFile(file).iter_batches():
+            for row in batch.to_pylist():
+                yield {name: value for name, value in row.items() if value is not None}
+    except (OSError, ValueError) as error:  # pyarrow's errors are kinds of these
+        raise FeedError(f"file '{file}': invalid Parquet: {error}") from error
 
 
 def _tokenized(
@@ -173,20 +194,19 @@ def chat(
     messages: Sequence[Message], tokenizer: Tokenizer, train_on: str
 ) -> tuple[list[int], list[bool]]:
     """Returns the tokens of a chat, and which of them are those of replies."""
-    text = tokenizer.chat(messages)
-    tokens, spans = tokenizer.spans(text)
     if train_on == "all":
-        return _whole(tokens)
-    replies = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        return _whole(tokenizer.spans(tokenizer.chat(messages))[0])
+    text, replies = tokenizer.replies(messages)
+    count = sum(message["role"] == "assistant" for message in messages)
+    if len(replies) < count and train_on == "assistant":
+        logger.warning(
+            "the chat template changes earlier replies: %d of %d replies of a chat are not trained",
+            count - len(replies),
+            count,
+        )
+    tokens, spans = tokenizer.spans(text)
     trained = [False] * len(tokens)
-    for number in replies[-1:] if train_on == "completion" else replies:
-        before = tokenizer.chat(messages[:number], begin_reply=True)
-        after = tokenizer.chat(messages[: number + 1])
-        if not (text.startswith(before) and text.startswith(after)):
-            raise ValueError(
-                "the chat template changes earlier messages, so the replies cannot be found; use "
-                "train_on='all'"
-            )
+    for start, stop in replies[-1:] if train_on == "completion" else replies:
         for place, (first, end) in enumerate(spans):
-            trained[place] |= len(before) <= first and end <= len(after) and end > first
+            trained[place] |= start <= first and end <= stop and end > first
     return tokens, trained

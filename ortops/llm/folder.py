@@ -44,6 +44,11 @@ class Folder:
     tokenizer_config: Mapping[str, Any]
 
     @property
+    def has_tokenizer(self) -> bool:
+        """Whether the folder has a tokenizer."""
+        return (self.path / "tokenizer.json").is_file()
+
+    @property
     def context_length(self) -> int | None:
         """The largest number of tokens of a sequence; None if the folder has no such setting."""
         found = self.genai.get("context_length", self.config.get("max_position_embeddings"))

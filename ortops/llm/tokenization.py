@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from itertools import accumulate
+from typing import Any, ClassVar, TypeAlias
 
 from ortops.errors import ModelError, OrtopsError
 from ortops.llm.folder import Folder
@@ -14,6 +16,13 @@ __all__ = ["Message", "Tokenizer"]
 
 Message: TypeAlias = Mapping[str, Any]
 """A message of a chat, with ``role`` and ``content``."""
+
+
+_BEGIN, _END = "\ue000\ue001", "\ue001\ue000"
+"""Marks around what a template generates: characters for private use, which texts do not have."""
+
+_REASONING = "</think>"
+"""The end of reasoning, which some templates remove from earlier replies."""
 
 
 class Tokenizer:
@@ -60,9 +69,14 @@ class Tokenizer:
         found = self._tokenizer.encode(text, add_special_tokens=False)
         return found.ids, found.offsets
 
-    def text(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens, without special ones."""
-        found: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+    def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Returns the text of tokens.
+
+        Args:
+            tokens: The tokens.
+            special: Whether to include special tokens.
+        """
+        found: str = self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
         return found
 
     @property
@@ -71,6 +85,44 @@ class Tokenizer:
         name = self._token("eos_token")
         found = self._tokenizer.token_to_id(name) if name else None
         return [found] if found is not None else list(self._folder.end[:1])
+
+    def replies(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+        """Returns the text of a chat, and the characters of each reply of the assistant.
+
+        If the template marks replies with ``{% generation %}``, these marks count. Otherwise, the
+        chat is rendered up to each reply. A template that changes earlier messages, such as those
+        that remove earlier reasoning, leaves out what cannot be found.
+
+        Raises:
+            ModelError: See `chat`.
+        """
+        marked = self._rendered(messages)
+        text = marked.replace(_BEGIN, "").replace(_END, "")
+        if _BEGIN in marked:
+            parts = marked.replace(_END, _BEGIN).split(_BEGIN)  # outside, inside, outside, …
+            ends = list(accumulate(map(len, parts)))
+            return text, list(zip(ends[:-1:2], ends[1::2], strict=False))
+        found = []
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = self.chat(messages[:number], begin_reply=True)
+                after = self.chat(messages[: number + 1])
+                if not text.startswith(before):
+                    continue
+                if text.startswith(after):
+                    found.append((len(before), len(after)))
+                elif end := self._end_of(str(message["content"]), text, len(before)):
+                    found.append((len(before), end))
+        return text, found
+
+    def _end_of(self, content: str, text: str, start: int) -> int:
+        """Returns where a reply ends whose reasoning was removed; 0 if it is not found."""
+        visible = content.rpartition(_REASONING)[2].strip()
+        if not visible or not text[start:].lstrip().startswith(visible):
+            return 0
+        end = text.index(visible, start) + len(visible)
+        last = self._token("eos_token")
+        return end + len(last) if last and text.startswith(last, end) else end
 
     def chat(self, messages: Sequence[Message], *, begin_reply: bool = False) -> str:
         """Returns the text of a chat.
@@ -83,6 +135,11 @@ class Tokenizer:
             ModelError: If the folder has no template, or the template rejects the messages.
             OrtopsError: If the package jinja2 is not installed.
         """
+        found = self._rendered(messages, begin_reply=begin_reply)
+        return found.replace(_BEGIN, "").replace(_END, "")
+
+    def _rendered(self, messages: Sequence[Message], *, begin_reply: bool = False) -> str:
+        """Returns the text of a chat, with marks around what the template generates."""
         if self._template is None:
             self._template = self._read_template()
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -116,14 +173,35 @@ class Tokenizer:
                 "or give rows with prompt and completion instead of messages"
             )
         sandbox = _optional("jinja2.sandbox").ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _generation()],
         )
+        sandbox.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         sandbox.globals["raise_exception"] = _refuse
         sandbox.filters["tojson"] = _dump
         try:
             return sandbox.from_string(found)
         except Exception as error:  # of any of jinja2's kinds
             raise ModelError(f"chat template: {error}; correct it") from error
+
+
+def _generation() -> Any:
+    """Returns the extension of jinja2 for ``{% generation %}``, as in Hugging Face's templates."""
+    extension, nodes = _optional("jinja2.ext"), _optional("jinja2.nodes")
+
+    class Generation(extension.Extension):  # type: ignore[misc, name-defined]
+        """Puts marks around the text of the block."""
+
+        tags: ClassVar = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_BEGIN, _END))
+            return [each.set_lineno(line) for each in (begin, *body, end)]
+
+    return Generation
 
 
 def _refuse(message: str) -> None:

@@ -29,6 +29,7 @@ from ortops.inference import lend
 from ortops.llm.checkpoint import Estimate, FolderCheckpoint
 from ortops.llm.examples import (
     IGNORED,
+    PADDING,
     TRAIN_ON,
     Example,
     Rows,
@@ -70,6 +71,32 @@ Unit: TypeAlias = tuple[Example] | Pair
 
 ADAPTER, _TRAINING = "adapter.onnx_adapter", "training.state"
 _SMALL = 1024  # bytes
+
+
+_MEGABATCH = 50  # batches
+
+
+def _length(unit: Unit) -> int:
+    return max(len(example.tokens) for example in unit)
+
+
+def _grouped(
+    order: npt.NDArray[np.int64], lengths: Sequence[int], batch_size: int
+) -> npt.NDArray[np.int64]:
+    """Sorts rows by length within megabatches, and keeps the order of the batches random.
+
+    Args:
+        order: A permutation of the rows.
+        lengths: The length of each row.
+        batch_size: The number of rows per batch. Only the last batch may have fewer.
+    """
+    size, known = _MEGABATCH * batch_size, np.array(lengths)
+    parts = [order[first : first + size] for first in range(0, len(order), size)]
+    rows = np.concatenate([part[np.argsort(-known[part], kind="stable")] for part in parts])
+    whole = len(rows) // batch_size * batch_size
+    batches = rows[:whole].reshape(-1, batch_size)
+    ranks = np.argsort(order[: len(batches)], kind="stable")  # as random as the order
+    return np.concatenate([batches[ranks].ravel(), rows[whole:]])
 
 
 class FineTuning:
@@ -197,6 +224,8 @@ class FineTuning:
         train_on: str = "assistant",
         *,
         shuffle: bool = True,
+        group_by_length: bool = False,
+        padding: str = "right",
         seed: int = 0,
         validation: Rows | None = None,
         save: str | os.PathLike[str] | None = None,
@@ -206,7 +235,8 @@ class FineTuning:
         """Trains the adapter.
 
         Args:
-            data: The path of a file of JSON lines, or an iterable of rows. A row is a dict with
+            data: The path of a file of JSON lines or Parquet, or an iterable of rows, such as a
+                data set of Hugging Face. A row is a dict with
 
                 - ``messages``: a chat, a list of dicts with ``role`` and ``content``;
                 - ``prompt`` and ``completion``: two texts;
@@ -218,8 +248,7 @@ class FineTuning:
                 completions; chats get what their template writes. Rows for DPO have ``prompt``,
                 ``chosen`` and ``rejected``: texts, chats, or tokens.
             epochs: The number of passes over the data.
-            batch_size: The number of rows (for DPO, pairs) per batch. Shorter rows are padded at
-                the end.
+            batch_size: The number of rows (for DPO, pairs) per batch. Shorter rows are padded.
             max_length: The largest number of tokens of a row; longer rows are truncated. The
                 model's context length is a limit as well.
             train_on: Which tokens to train: ``"assistant"`` for all replies of the assistant in a
@@ -227,6 +256,10 @@ class FineTuning:
                 prompt and completion, only ``"all"`` trains the prompt. Texts are trained as a
                 whole. DPO trains the answers.
             shuffle: Whether to shuffle the rows before each epoch.
+            group_by_length: Whether batches have rows of similar length, which saves time and
+                memory. The order of the batches is still random, but rows of one batch are no
+                longer independent of each other's length.
+            padding: The side of padding, ``"right"`` or ``"left"``.
             seed: Determines the order of the rows.
             validation: Rows to evaluate after each epoch.
             save: A folder to save after each epoch, and when training ends or is interrupted (see
@@ -254,6 +287,12 @@ class FineTuning:
         batch_size = whole_number("batch_size", batch_size, 1)
         seed = whole_number("seed", seed, 0)
         examples = self._examples(data, max_length, train_on)
+        choice("padding", padding, PADDING)
+        if padding == "left" and (left := self._pads_right()):
+            raise ArgumentError(
+                f"padding must be 'right', as {left} counts the tokens of a row from the left, "
+                "got 'left'"
+            )
         if validation is not None:
             held_out = self._examples(validation, max_length, train_on)
             settings["validation"] = list(self._batches(held_out, batch_size))
@@ -262,7 +301,10 @@ class FineTuning:
             order = np.arange(len(examples))
             if shuffle:
                 order = np.random.default_rng((seed, number)).permutation(len(examples))
-            return self._batches([examples[int(place)] for place in order], batch_size)
+            if group_by_length:
+                order = _grouped(order, [_length(unit) for unit in examples], batch_size)
+            units = [examples[int(place)] for place in order]
+            return self._batches(units, batch_size, padding)
 
         steps = whole_number("epochs", epochs, 1) * -(-len(examples) // batch_size)
         callbacks = [*settings.pop("callbacks", ()), Estimate(steps)]
@@ -341,6 +383,55 @@ class FineTuning:
         start = max(1, *(np.flatnonzero(~trained[:end]) + 1), 0)  # a prompt has at least one token
         found = self._continued(tokens[:start], end - start, set(), None)
         return bool(found == tokens[start:end])
+
+    def show(
+        self,
+        data: Rows,
+        batch_size: int = 4,
+        max_length: int = 512,
+        train_on: str = "assistant",
+    ) -> str:
+        """Returns the first batch as text, with marks around the tokens that are trained.
+
+        Args:
+            data: See `fit`, as for all other arguments.
+            batch_size: The number of rows.
+            max_length: The largest number of tokens of a row.
+            train_on: Which tokens to train.
+
+        Raises:
+            ArgumentError: If an argument is wrong.
+            FeedError: See `fit`.
+
+        Example:
+            >>> from models import llama
+            >>> rows = [{"prompt": "2 + 2 = ", "completion": "4"}]
+            >>> print(llama.fine_tuning().show(rows))
+            row 1: 10 tokens, 2 trained
+            2 + 2 = «4<|end|>»
+        """
+        count = whole_number("batch_size", batch_size, 1)
+        units = self._examples(data, max_length, train_on)
+        lines = []
+        for number, unit in enumerate(units[:count], 1):
+            for example in unit:
+                trained = int(example.trained[1:].sum())
+                lines.append(f"row {number}: {len(example.tokens)} tokens, {trained} trained")
+                lines.append(self._marked(example))
+        return "\n".join(lines)
+
+    def _marked(self, example: Example) -> str:
+        """Returns tokens as text, with « and » around those that are trained."""
+        changes = np.flatnonzero(np.diff(example.trained)) + 1
+        text = ""
+        for part in np.split(np.arange(len(example.tokens)), changes):
+            tokens = example.tokens[part].tolist()
+            if self._folder.has_tokenizer:
+                shown = self.tokenizer.text(tokens, special=True)
+            else:
+                shown = " ".join(map(str, tokens)) + " "
+            text += f"«{shown}»" if example.trained[part[0]] else shown
+        return text
 
     def generate(
         self,
@@ -543,11 +634,19 @@ class FineTuning:
         found = read_examples(rows, lambda: self.tokenizer, train_on=train_on, max_length=longest)
         return [(example,) for example in found]
 
+    def _pads_right(self) -> str:
+        """Returns a node that needs padding on the right, as text; empty if there is none."""
+        graph = onnx.load(self._folder.model, load_external_data=False).graph
+        kinds = ("GroupQueryAttention", "PagedAttention", "SparseAttention")
+        found = (node for node in graph.node if node.op_type in kinds)
+        return next((f"{node.op_type} node '{node.name}'" for node in found), "")
+
     def _batches(
-        self, units: Sequence[Unit], batch_size: int
+        self, units: Sequence[Unit], batch_size: int, padding: str = "right"
     ) -> Iterator[dict[str, npt.NDArray[Any]]]:
         for first in range(0, len(units), batch_size):
-            batch = batch_of([each for unit in units[first : first + batch_size] for each in unit])
+            examples = [each for unit in units[first : first + batch_size] for each in unit]
+            batch = batch_of(examples, padding)
             named = {self._folder.input_name(name): array for name, array in batch.items()}
             yield {name: array for name, array in named.items() if name in self.session.inputs}
 
