@@ -490,7 +490,8 @@ def test_rows_of_parquet_and_of_json_lines_are_the_same(base: Path, tmp_path: Pa
         {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]},
         {"prompt": "a", "completion": "b"},
     ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    columns = {n: [row.get(n) for row in rows] for n in ("messages", "prompt", "completion")}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
     tuning = FineTuning(base, rank=1)
     expected = tuning.evaluate(rows)
     assert tuning.evaluate(tmp_path / "rows.parquet") == expected

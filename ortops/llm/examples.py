@@ -119,7 +119,8 @@ def batch_of(examples: Sequence[Example], padding: str = "right") -> dict[str, A
         place = slice(0, size) if padding == "right" else slice(shape[1] - size, None)
         ids[row, place], mask[row, place] = example.tokens, 1
         labels[row, place] = np.where(example.trained, example.tokens, IGNORED)
-        labels[row, place.start] = IGNORED  # nothing predicts it, least of all padding
+        if padding == "left":
+            labels[row, place.start] = IGNORED  # padding does not predict it
     positions = np.maximum(mask.cumsum(1) - 1, 0)
     return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "labels": labels}
 
