@@ -101,6 +101,7 @@ WITHIN = {
         "examples",
         "preferences",
         "checkpoint",
+        "pruning",
         "generation",
         "tuning",
         "__init__",

@@ -47,6 +47,7 @@ from ortops.llm.folder import (
 )
 from ortops.llm.generation import Sampling, generate
 from ortops.llm.preferences import Pair, is_preference, read_pairs
+from ortops.llm.pruning import prune, without_pruning
 from ortops.llm.tokenization import Message, Tokenizer
 from ortops.lora.addition import adapted, read_base
 from ortops.lora.files import with_adapter, write_adapter
@@ -162,7 +163,7 @@ class FineTuning:
         loss: NextToken | str | None = None,
     ) -> None:
         folder = open_folder(folder_or_file)
-        model = load_light(folder.model)  # the weights stay in their file until they are needed
+        model = without_pruning(load_light(folder.model))  # the weights stay in their file
         if adapter_of(model.proto.metadata_props) is not None:
             raise ModelError(
                 f"folder '{folder.path}': its model already has an adapter; continue with "
@@ -560,7 +561,7 @@ class FineTuning:
                 if tensor.name in self._initial:
                     array = self._initial[tensor.name]
                     tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
-            write_model(file, model, limit=_ONE_FILE)
+            write_model(file, prune(model, load_light(self._folder.model)), limit=_ONE_FILE)
 
     def _save_progress(self, target: Path) -> None:
         """Writes the adapter, and the state of the training."""
@@ -612,7 +613,7 @@ class FineTuning:
         if state.is_file():
             trainable = _filled(state, model)
         else:  # the training begins again, from the adapter
-            model = with_adapter(model, opened.path / ADAPTER)
+            model = with_adapter(without_pruning(model), opened.path / ADAPTER)
             trainable = _trainable(model, opened, 2e-4, None)
         result = cls.__new__(cls)
         result._start(opened, trainable, initial, recompute=recompute)

@@ -199,6 +199,7 @@ def _fault(proto: onnx.ModelProto) -> str | None:
         graph = candidate.graph
         del candidate.training_info[:]
         external_to_inputs(graph)
+        _move_to_onnxruntime(candidate)
         for value in [each for each in graph.output if not _has_rank(each)]:
             graph.output.remove(value)  # a rank is required by the checker only
         try:
@@ -206,6 +207,24 @@ def _fault(proto: onnx.ModelProto) -> str | None:
         except Exception as error:  # any exception of the checker means an invalid model
             return str(error).strip()
     return None
+
+
+_ONNXRUNTIME = frozenset(
+    {"Affine", "Crop", "DynamicSlice", "GivenTensorFill", "ImageScaler", "ParametricSoftplus"}
+    | {"Scale", "ScaledTanh", "SimplifiedLayerNormalization"}
+)
+
+
+def _move_to_onnxruntime(model: onnx.ModelProto) -> None:
+    """Moves operators that only onnxruntime has in the standard domain to com.microsoft, in place.
+
+    onnx's checker would take them for a fault. It skips domains that it does not know.
+    """
+    for node in model.graph.node:
+        if not node.domain and node.op_type in _ONNXRUNTIME:
+            node.domain = "com.microsoft"
+    if "com.microsoft" not in {entry.domain for entry in model.opset_import}:
+        model.opset_import.add(domain="com.microsoft", version=1)
 
 
 def _has_rank(value: onnx.ValueInfoProto) -> bool:

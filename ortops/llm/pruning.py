@@ -1,0 +1,109 @@
+"""Files that compute the logits of the last token only, as serving needs no others.
+
+onnxruntime-genai's builder writes them with ``prune_lm_head``: a Gather of the last position, and
+an Unsqueeze, in front of lm_head. Training needs the logits of all positions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import onnx
+
+from ortops.graph.files.external import LightModel
+
+__all__ = ["is_pruned", "prune", "without_pruning"]
+
+
+class _Pruning(NamedTuple):
+    """The nodes that leave one position.
+
+    Attributes:
+        gather: Takes the last position.
+        unsqueeze: Makes an axis of it.
+    """
+
+    gather: onnx.NodeProto
+    unsqueeze: onnx.NodeProto
+
+    @property
+    def source(self) -> str:
+        """The hidden state of all positions."""
+        return str(self.gather.input[0])
+
+
+def is_pruned(model: LightModel) -> bool:
+    """Whether a model computes the logits of the last token only."""
+    return _pruning(model.proto.graph) is not None
+
+
+def without_pruning(model: LightModel) -> LightModel:
+    """Returns a model that computes the logits of all tokens; the model itself if it does."""
+    if not is_pruned(model):
+        return model
+    result = model.copy()
+    graph = result.proto.graph
+    found = _pruning(graph)
+    assert found is not None
+    _connect(graph, found.unsqueeze.output[0], found.source)
+    for node in found:
+        graph.node.remove(node)
+    _set_length(graph, None)
+    return result
+
+
+def prune(model: LightModel, original: LightModel) -> LightModel:
+    """Returns a model with the nodes in front of lm_head that its original has."""
+    found = _pruning(original.proto.graph)
+    if found is None or is_pruned(model):
+        return model
+    result = model.copy()
+    graph = result.proto.graph
+    _connect(graph, found.source, found.unsqueeze.output[0])
+    place = next(
+        (number for number, node in enumerate(graph.node) if found.source in node.output), -1
+    )
+    for offset, node in enumerate(found, 1):
+        graph.node.insert(place + offset, node)
+    known = {tensor.name for tensor in graph.initializer}
+    needed = {name for node in found for name in node.input}
+    for tensor in original.proto.graph.initializer:
+        if tensor.name in needed - known:
+            graph.initializer.append(tensor)
+    _set_length(graph, 1)
+    return result
+
+
+def _pruning(graph: onnx.GraphProto) -> _Pruning | None:
+    """Returns the nodes that leave one position, if they are the only way to the logits."""
+    makers = {name: node for node in graph.node for name in node.output}
+    for unsqueeze in graph.node:
+        gather = makers.get(unsqueeze.input[0]) if unsqueeze.op_type == "Unsqueeze" else None
+        if gather is None or gather.op_type != "Gather":
+            continue
+        axes = [each.i for each in gather.attribute if each.name == "axis"]
+        readers = [node for node in graph.node if gather.input[0] in node.input]
+        if axes == [1] and readers == [gather] and "prune" in gather.name:
+            return _Pruning(gather, unsqueeze)
+    return None
+
+
+def _connect(graph: onnx.GraphProto, old: str, new: str) -> None:
+    """Lets all readers of a value read another one."""
+    for node in graph.node:
+        for index, name in enumerate(node.input):
+            if name == old:
+                node.input[index] = new
+
+
+def _set_length(graph: onnx.GraphProto, length: int | None) -> None:
+    """Sets the length of the logits; None for that of the input."""
+    ids = next((each for each in graph.input if each.name == "input_ids"), None)
+    for value in graph.output:
+        dims = value.type.tensor_type.shape.dim
+        if len(dims) == 3 and not value.name.startswith("present"):
+            if length is not None:
+                dims[1].dim_value = length
+            elif ids is not None:
+                dims[1].CopyFrom(ids.type.tensor_type.shape.dim[1])
+    del graph.value_info[:]

@@ -1,0 +1,95 @@
+"""Language models whose files compute the logits of the last token only (prune_lm_head)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+import ortops
+from models import llama
+from ortops.llm import FineTuning
+
+ROWS = [[65, 66, 67, 68, 256], [70, 71, 72, 256]]
+
+
+def pruned(folder: Path, bits: int) -> Path:
+    """Writes a folder as onnxruntime-genai's builder does with prune_lm_head=true."""
+    llama.write(folder, bits=bits)
+    model = onnx.load(folder / "model.onnx")
+    graph = model.graph
+    head = next(node for node in graph.node if "logits" in node.output)
+    source = head.input[0]
+    for name, array in (("last", np.array(-1)), ("axes", np.array([1]))):
+        graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    gather = onnx.helper.make_node(
+        "Gather", [source, "last"], ["gathered"], "/lm_head/prune/Gather", axis=1
+    )
+    unsqueeze = onnx.helper.make_node(
+        "Unsqueeze", ["gathered", "axes"], ["pruned"], "/lm_head/prune/Unsqueeze"
+    )
+    place = list(graph.node).index(head)
+    graph.node.insert(place, unsqueeze)
+    graph.node.insert(place, gather)
+    head.input[0] = "pruned"
+    (logits,) = (value for value in graph.output if value.name == "logits")
+    logits.type.tensor_type.shape.dim[1].dim_value = 1
+    onnx.save(model, folder / "model.onnx")
+    return folder
+
+
+@pytest.mark.parametrize("bits", [32, 4])
+@pytest.mark.parametrize("targets", [None, ["lm_head", "o_proj"]])
+def test_pruned_files_train_like_whole_ones(
+    bits: int, targets: list[str] | None, tmp_path: Path
+) -> None:
+    whole = llama.write(tmp_path / "whole", bits=bits)
+    base = pruned(tmp_path / "pruned", bits)
+    found = []
+    for folder in (whole, base):
+        tuning = FineTuning(folder, rank=2, targets=targets, learning_rate=0.01)
+        history = tuning.fit(ROWS, epochs=3, progress=False)
+        found.append((history.columns["loss"], tuning.generate([65], max_new_tokens=4)))
+    assert found[0] == found[1]
+
+    tuning.save(tmp_path / "tuned")
+    tuned = onnx.load(tmp_path / "tuned" / "model.onnx")
+    assert {"/lm_head/prune/Gather", "/lm_head/prune/Unsqueeze"} <= {
+        n.name for n in tuned.graph.node
+    }
+    logits = [served(folder, [65, 66, 67]) for folder in (base, tmp_path / "tuned", whole)]
+    np.testing.assert_array_equal(logits[0], logits[1])
+    assert logits[0].shape == (1, 1, llama.WORDS)
+    np.testing.assert_allclose(logits[0], logits[2][:, -1:], atol=1e-5)
+    again = FineTuning.load(tmp_path / "tuned")
+    assert again.evaluate(ROWS) == tuning.evaluate(ROWS)
+    (tmp_path / "tuned" / "training.state").unlink()
+    assert FineTuning.load(tmp_path / "tuned").evaluate(ROWS) == tuning.evaluate(ROWS)
+
+
+def served(folder: Path, tokens: list[int]) -> np.ndarray:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(
+        str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"]
+    )
+    feeds = {"input_ids": np.array([tokens]), "attention_mask": np.ones((1, len(tokens)), np.int64)}
+    shape = (1, llama.PAIRS, 0, llama.SIZE)
+    for value in session.get_inputs():
+        if value.name.startswith("past"):
+            feeds[value.name] = np.zeros(shape, np.float32)
+    result: np.ndarray = session.run(["logits"], feeds)[0]
+    return result
+
+
+def test_errors_of_a_loss_are_not_blamed_on_operators_of_onnxruntime() -> None:
+    def loss(logits: ortops.Tensor) -> ortops.Tensor:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        ortops.build_training_model(llama.llama(), loss=loss, optimizer="SGD")
+    with pytest.raises(TypeError, match="optimizer"):
+        ortops.build_training_model(llama.llama(), loss="NextToken")  # type: ignore[call-arg]
