@@ -103,6 +103,7 @@ WITHIN = {
         "checkpoint",
         "pruning",
         "generation",
+        "checking",
         "tuning",
         "__init__",
     ),

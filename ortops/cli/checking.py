@@ -13,6 +13,7 @@ from ortops.cli.calls import make, read_call
 from ortops.cli.standard_streams import describe_error, print_text, say
 from ortops.cli.streams import print_json, source
 from ortops.errors import OrtopsError
+from ortops.llm.checking import check_folder, is_language_model
 
 __all__ = ["check"]
 
@@ -24,6 +25,13 @@ def check(options: argparse.Namespace) -> int:
     files = [file for given in options.models for file in _files(given)]
     for file in files:
         try:
+            if file != "-" and Path(file).is_dir() and is_language_model(file):
+                tuned = check_folder(file)
+                worst = max(worst, 1 if tuned.problems else 0)
+                found.append(tuned.as_dict())
+                if not options.json:
+                    print_text(f"{file}:\n{tuned}" if len(files) > 1 else str(tuned))
+                continue
             if file != "-" and Path(file).is_dir():
                 raise OrtopsError(f"folder '{file}' contains no .onnx file; give a model")
             with quiet():  # the report contains these messages
@@ -49,9 +57,12 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _files(given: str) -> list[str]:
-    """Returns the models in a folder, or the argument itself if it is not one or has no models."""
+    """Returns the models in a folder, or the argument itself.
+
+    The folder of a language model is reported as a whole.
+    """
     try:
-        if given == "-" or not Path(given).is_dir():
+        if given == "-" or not Path(given).is_dir() or is_language_model(given):
             return [given]
     except OSError:  # reported when the file is read
         return [given]

@@ -204,7 +204,7 @@ def _add_check(command: _Command) -> None:
     )
     add = parser.add_argument
     parser.epilog = str(parser.epilog).replace(_EXIT, _EXIT_OF_CHECK)
-    add("models", nargs="+", help="an .onnx file, a folder of them, or - for standard input")
+    add("models", nargs="+", help="an .onnx file, a folder of them or of a language model, or -")
     add("--loss", help=_LOSS)
     add(
         "--trainable",

@@ -1,0 +1,144 @@
+"""Reports what tuning the language model of a folder would do, and what prevents it."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from ortops import lora
+from ortops.building.parameters import quantized
+from ortops.check import check, quiet
+from ortops.errors import OrtopsError
+from ortops.graph.convert import load_light, to_ir
+from ortops.llm.examples import IGNORED
+from ortops.llm.folder import GENAI_CONFIG, open_folder
+from ortops.llm.pruning import is_pruned
+from ortops.lora.targets import chosen
+from ortops.losses import NextToken
+
+__all__ = ["Report", "check_folder", "is_language_model"]
+
+_RANK = 8
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `ortops.llm.FineTuning` does with a folder.
+
+    Attributes:
+        folder: The folder.
+        model: The file of the model, relative to it.
+        caches: The inputs with keys and values of earlier tokens; they are empty in training.
+        inputs: The other inputs.
+        loss: The loss.
+        layers: The number of layers that get an adapter by default, by the end of their names.
+        adapter_size: The number of values of an adapter of rank 8 on these layers.
+        weights: The number of floating-point values in weights, adapters apart.
+        quantized: The number of quantized weights.
+        said: Remarks.
+        problems: Why the model cannot be tuned.
+    """
+
+    folder: str
+    model: str
+    caches: list[str] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    loss: str = ""
+    layers: dict[str, int] = field(default_factory=dict)
+    adapter_size: int = 0
+    weights: int = 0
+    quantized: int = 0
+    said: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the report as a JSON-serializable dictionary."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        shown = f"{self.caches[0]} … {self.caches[-1]}" if self.caches else "none"
+        layers = ", ".join(f"{name} × {count}" for name, count in self.layers.items())
+        lines = [
+            f"language model {self.model}",
+            f"inputs: {', '.join(self.inputs)}",
+            f"caches, empty in training: {len(self.caches)} ({shown})",
+            f"loss: {self.loss}",
+            f"layers that get an adapter: {layers or 'none'}",
+            f"adapter of rank {_RANK}: {self.adapter_size:,} values",
+            f"weights: {self.weights:,} floating-point values, {self.quantized} quantized matrices",
+            *self.said,
+        ]
+        if self.problems:
+            lines += [f"problems: {len(self.problems)}", *(f"  {each}" for each in self.problems)]
+        else:
+            lines.append("no problems: ready for ortops tune")
+        return "\n".join(lines)
+
+
+def is_language_model(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder has the settings or the tokenizer of a language model."""
+    return any((Path(folder) / name).is_file() for name in (GENAI_CONFIG, "tokenizer.json"))
+
+
+def check_folder(path: str | os.PathLike[str]) -> Report:
+    """Reports what tuning would do with a folder, without training.
+
+    Raises:
+        ArgumentError: If there is no such folder.
+        ModelError: If the folder has no model, or its files are not valid.
+
+    Example:
+        >>> import tempfile
+        >>> from models import llama
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     report = check_folder(llama.write(folder))
+        >>> report.layers, report.adapter_size, report.problems
+        ({'qkv_proj': 2, 'o_proj': 2, 'gate_proj': 2, 'up_proj': 2, 'down_proj': 2}, 7168, [])
+    """
+    folder = open_folder(path)
+    light = load_light(folder.model)
+    work = to_ir(light)
+    graph = work.graph
+    names = [value.name or "" for value in graph.inputs if not value.is_initializer()]
+    caches = [name for name in names if name.startswith("past")]
+    floats = [v for v in graph.initializers.values() if v.dtype and v.dtype.is_floating_point()]
+    fixed = quantized(graph.initializers.values())
+    report = Report(
+        str(folder.path),
+        folder.model.relative_to(folder.path).as_posix(),
+        caches,
+        [name for name in names if name not in caches],
+        f"NextToken of output '{folder.logits}'",
+        weights=sum(_count(value) for value in floats),
+        quantized=len(fixed),
+    )
+    matrices = [v for v in floats if v.shape is not None and len(v.shape) > 1]
+    if fixed and not matrices:
+        report.said.append(
+            "without an adapter, only normalizations would be trained: all matrices are quantized"
+        )
+    if is_pruned(light):
+        report.said.append("the file computes the logits of the last token only; tuning, of all")
+    try:
+        found = chosen(work, "all-linear")
+        report.layers.update(Counter(target.module.rpartition(".")[2] for target in found))
+        with quiet():
+            model = lora.add(folder.model, _RANK, targets="all-linear")
+            loss = NextToken(folder.logits, ignore_index=IGNORED)
+            if not is_pruned(light):
+                report.problems.extend(check(model, loss=loss).problems)
+    except OrtopsError as error:
+        report.problems.append(str(error))
+        return report
+    size = sum(_RANK * sum(target.sizes) for target in found)
+    return Report(**(asdict(report) | {"adapter_size": size}))
+
+
+def _count(value: ir.Value) -> int:
+    tensor = value.const_value
+    return 0 if tensor is None else int(tensor.size)
