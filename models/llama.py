@@ -21,7 +21,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from ortops.llm import FineTuning
 
-__all__ = ["CONTEXT", "HEADS", "HIDDEN", "LAYERS", "PAIRS", "WIDE", "WORDS", "llama", "write"]
+__all__ = [
+    *("CONTEXT", "HEADS", "HIDDEN", "LAYERS", "PAIRS", "WIDE", "WORDS"),
+    *("llama", "write", "write_tokenizer"),
+]
 
 Array = npt.NDArray[Any]
 
@@ -55,11 +58,16 @@ def write(folder: str | Path, *, bits: int = 32, seed: int = 0) -> Path:
         size_threshold=256,
     )
     _write_json(path / "genai_config.json", _genai_config())
-    _write_json(path / "tokenizer.json", _tokenizer())
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[0]}
-    _write_json(path / "tokenizer_config.json", settings | {"pad_token": SPECIAL[0]})
-    (path / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
+    write_tokenizer(path)
     return path
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Writes a tokenizer of bytes and a chat template into a folder."""
+    _write_json(folder / "tokenizer.json", _tokenizer())
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[0]}
+    _write_json(folder / "tokenizer_config.json", settings | {"pad_token": SPECIAL[0]})
+    (folder / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
 
 
 def llama(*, bits: int = 32, seed: int = 0) -> onnx.ModelProto:
@@ -225,6 +233,8 @@ def _tokenizer() -> dict[str, Any]:
     return {
         "version": "1.0",
         "added_tokens": added,
+        "normalizer": None,
+        "post_processor": None,  # transformers.js wants the key
         "pre_tokenizer": by_bytes | {"use_regex": True},
         "decoder": by_bytes,
         "model": {"type": "BPE", "vocab": vocabulary, "merges": []},

@@ -104,6 +104,7 @@ WITHIN = {
         "pruning",
         "generation",
         "checking",
+        "merging",
         "tuning",
         "__init__",
     ),

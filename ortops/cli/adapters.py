@@ -11,6 +11,7 @@ from ortops import lora as lora_models
 from ortops.cli.outputs import check_outputs, check_writable
 from ortops.cli.standard_streams import say
 from ortops.cli.streams import describe_stream, read_model, write_model
+from ortops.llm.merging import merged_model
 from ortops.lora.peft import refuse_others
 from ortops.training.session import TrainingSession
 
@@ -27,8 +28,7 @@ def lora(options: argparse.Namespace) -> int:
         alpha = 2.0 * options.rank if options.alpha is None else options.alpha
         write_model(lora_models.add(model, options.rank, alpha, options.targets), options.output)
     elif options.action == "merge":
-        merged = lora_models.merge(_trained(model), dequantize=options.dequantize)
-        write_model(merged, options.output)
+        write_model(_merged(_trained(model), options), options.output)
     elif Path(options.output).suffix == ".onnx_adapter":
         lora_models.save_adapter(_trained(model), options.output)
     else:
@@ -37,6 +37,14 @@ def lora(options: argparse.Namespace) -> int:
         lora_models.to_peft(_trained(model), options.output)
     say(f"wrote {describe_stream(options.output)}")
     return 0
+
+
+def _merged(model: onnx.ModelProto, options: argparse.Namespace) -> onnx.ModelProto:
+    if options.adapter is not None:
+        model = lora_models.load_adapter(model, options.adapter)
+    if options.requantize:
+        return merged_model(model)
+    return lora_models.merge(model, dequantize=options.dequantize)
 
 
 def _trained(model: onnx.ModelProto) -> onnx.ModelProto:

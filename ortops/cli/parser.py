@@ -433,6 +433,11 @@ def _add_tune(command: _Command) -> None:
         metavar="FOLDER",
         help="the folder to write, which is served like the original (default: <folder>-tuned)",
     )
+    add(
+        "--merge",
+        action="store_true",
+        help="merge the adapter into the weights, for runtimes without adapters (transformers.js)",
+    )
     add("--rank", type=_rank, metavar="N", help="the adapter's rank (default: 8)")
     add("--alpha", type=float, metavar="A", help="the scaling's numerator (default: 16)")
     about = "the layers to adapt (default: all linear layers but lm_head)"
@@ -495,7 +500,14 @@ def _add_lora(command: _Command) -> None:
     merge.add_argument("model", help="an .onnx file with an adapter, trainable or not")
     merge.add_argument("output", help="the file to write, or - for standard output")
     merge.add_argument(
+        "--adapter", metavar="FILE", help="merge this .onnx_adapter file instead of the model's own"
+    )
+    either = merge.add_mutually_exclusive_group()
+    either.add_argument(
         "--dequantize", action="store_true", help="convert quantized weights to floats and merge"
+    )
+    either.add_argument(
+        "--requantize", action="store_true", help="merge, and quantize MatMulNBits weights again"
     )
     export = actions.add_parser("export", help="write only the adapter")
     export.add_argument("model", help="an .onnx file with an adapter, trainable or not")

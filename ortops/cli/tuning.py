@@ -25,6 +25,7 @@ def tune(options: argparse.Namespace) -> int:
         say(f"there is no '{save}' to resume from; starting a new training")
     continues = Path(folder, ADAPTER).is_file()
     _check_save(options, save)
+    _check_merge(options, save)
     epochs, batch_size = options.epochs or 1, options.batch_size or 4
     rate = None
     if options.learning_rate is not None:
@@ -85,15 +86,28 @@ def _fit(
         seed=options.seed or 0,
         validation=options.validation,
         progress=not options.quiet,
-        save=save,
+        save=None if options.merge else save,
         save_steps=options.checkpoint_steps,
         resume=resumes,
     )
+    if options.merge:
+        tuning.save(save, merged=True)
     if resumes and tuning.session.steps_done == before:
         say(
             f"the training in '{save}' is already finished; to train further, give a larger "
             f"--epochs, or run ortops tune {save} … without --resume"
         )
+
+
+def _check_merge(options: argparse.Namespace, save: str) -> None:
+    """Rejects options that need the adapter, which a merged folder does not have."""
+    for name in ("resume", "checkpoint_steps"):
+        if options.merge and getattr(options, name):
+            raise OrtopsError(
+                f"--merge: a merged folder cannot be resumed; omit --{name.replace('_', '-')}"
+            )
+    if options.merge and Path(save, ADAPTER).is_file():
+        raise OrtopsError(f"--merge: '{save}' has an adapter; give a new folder as --save")
 
 
 def _check_save(options: argparse.Namespace, save: str) -> None:

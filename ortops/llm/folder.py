@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -21,8 +22,12 @@ GENAI_CONFIG = "genai_config.json"
 _NAMES = (
     *("model.onnx", "onnx/model.onnx", "decoder_model.onnx", "decoder_model_merged.onnx"),
     *("model_q4.onnx", "onnx/model_q4.onnx", "model_quantized.onnx", "onnx/model_quantized.onnx"),
+    *(f"onnx/model_{each}.onnx" for each in ("fp16", "q4f16", "int8", "uint8", "bnb4")),
+    "onnx/decoder_model_merged.onnx",
 )
 _ADAPTERS = ".onnx_adapter"
+
+logger = logging.getLogger("ortops")
 
 
 @dataclass(frozen=True)
@@ -95,17 +100,22 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
     return Folder(folder, model, genai, config, _settings(folder / "tokenizer_config.json"))
 
 
-def copy_others(folder: Folder, target: Path) -> None:
+def copy_others(folder: Folder, target: Path, *, without: str = "") -> None:
     """Copies what is in a folder besides the model and its adapters to another folder.
 
     Directories are not copied.
+
+    Args:
+        folder: The folder.
+        target: The other folder.
+        without: The name of a file that is not copied either.
     """
     proto = onnx.load(folder.model, load_external_data=False)
     data = {
         e.value for t in proto.graph.initializer for e in t.external_data if e.key == "location"
     }
     for file in sorted(folder.path.iterdir()):
-        is_model = file.suffix in (".onnx", _ADAPTERS) or file.name in data
+        is_model = file.suffix in (".onnx", _ADAPTERS) or file.name in {*data, without}
         if file.is_file() and not is_model and file.parent.resolve() != target.resolve():
             shutil.copyfile(file, target / file.name)
 
@@ -184,12 +194,14 @@ def _model_file(folder: Path, name: str) -> Path:
         return folder / name
     known = (folder / each for each in _NAMES)
     found = next((file for file in known if file.is_file()), None)
-    files = sorted(folder.glob("*.onnx"))
+    files = sorted([*folder.glob("*.onnx"), *folder.glob("onnx/*.onnx")])
     if found is None and len(files) != 1:
         raise ModelError(
             f"folder '{folder}': cannot choose the model among {len(files)} .onnx files; give the "
             "path of the file"
         )
+    if len(files) > 1:
+        logger.info("folder '%s': model '%s'; give another file's path to use it", folder, found)
     return found or files[0]
 
 

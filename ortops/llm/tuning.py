@@ -15,7 +15,7 @@ import numpy.typing as npt
 import onnx
 import onnxruntime
 
-from ortops.arguments import choice, whole_number
+from ortops.arguments import boolean, choice, whole_number
 from ortops.building.builder import build_light
 from ortops.errors import ArgumentError, FeedError, ModelError, UnsupportedError
 from ortops.graph.adapters import adapter_of
@@ -24,7 +24,7 @@ from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.external import LightModel, move_aside, move_out, serialize
 from ortops.graph.files.json_metadata import read_metadata, write_metadata
 from ortops.graph.files.messages import size_of
-from ortops.graph.files.saving import write_model
+from ortops.graph.files.saving import save_model, write_model
 from ortops.inference import lend
 from ortops.llm.checkpoint import Estimate, FolderCheckpoint
 from ortops.llm.examples import (
@@ -46,6 +46,7 @@ from ortops.llm.folder import (
     sliding_windows,
 )
 from ortops.llm.generation import Sampling, generate
+from ortops.llm.merging import merged_model
 from ortops.llm.preferences import Pair, is_preference, read_pairs
 from ortops.llm.pruning import prune, without_pruning
 from ortops.llm.tokenization import Message, Tokenizer
@@ -511,7 +512,7 @@ class FineTuning:
             sampling=sampling or Sampling(),
         )
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
+    def save(self, folder: str | os.PathLike[str], *, merged: bool = False) -> None:
         """Writes a folder that is served like the original one, with and without the adapter.
 
         The folder has the other files of the original one, such as tokenizer.json;
@@ -522,10 +523,18 @@ class FineTuning:
 
         Args:
             folder: The folder. It is created if it does not exist.
+            merged: Whether to merge the adapter into the weights, for runtimes without adapters,
+                such as transformers.js. There is then neither ``adapter.onnx_adapter`` nor
+                ``training.state``, and the model always computes what was learned. Weights of
+                MatMulNBits are quantized again, with the same bits and block size; the log says
+                how much this rounds away.
 
         Raises:
-            ArgumentError: If it is the folder of the original model.
+            ArgumentError: If it is the folder of the original model, or, with ``merged``, one that
+                has an adapter.
+            ModelError: If a merged weight overflows its type.
             OSError: If a file cannot be written.
+            UnsupportedError: If ``merged``, and a layer is computed with quantized numbers.
 
         Example:
             >>> import os
@@ -538,8 +547,11 @@ class FineTuning:
         """
         target = Path(folder)
         self._check_target(target)
-        self._save_model(target)
-        self._save_progress(target)
+        if boolean("merged", merged):
+            self._save_merged(target)
+        else:
+            self._save_model(target)
+            self._save_progress(target)
 
     def _check_target(self, target: Path) -> None:
         if target.resolve() == self._folder.path.resolve() and not self._is_loaded:
@@ -547,14 +559,27 @@ class FineTuning:
                 f"folder must not be that of the original model, got '{target}'; give another one"
             )
 
-    def _save_model(self, target: Path) -> None:
-        """Writes what training does not change."""
+    def _save_others(self, target: Path) -> Path:
+        """Writes the other files of the folder; returns where the model belongs."""
         file = target / self._folder.model.relative_to(self._folder.path)
         file.parent.mkdir(parents=True, exist_ok=True)
         if target.resolve() != self._folder.path.resolve():
-            copy_others(self._folder, target)
+            copy_others(self._folder, target, without=_TRAINING)
             if settings := genai_config(self._folder):
                 (target / GENAI_CONFIG).write_text(settings, encoding="utf-8")
+        return file
+
+    def _save_merged(self, target: Path) -> None:
+        if (target / ADAPTER).exists():
+            raise ArgumentError(
+                f"folder must not have an adapter if merged=True, got '{target}'; give another one"
+            )
+        model = merged_model(self.session.inference_model())
+        save_model(model, self._save_others(target))
+
+    def _save_model(self, target: Path) -> None:
+        """Writes what training does not change."""
+        file = self._save_others(target)
         with self.session._locked_file() as held:
             model = held.light_inference_model()
             for tensor in model.proto.graph.initializer:
