@@ -250,3 +250,18 @@ def test_names_with_the_operator_of_earlier_files(tmp_path: Path) -> None:
     found = values(lora.load_adapter(model, tmp_path / "a.onnx_adapter"))
     for name, array in new.items():
         np.testing.assert_array_equal(found[name], array)
+
+
+@pytest.mark.parametrize("bits", [32, 4])
+def test_parts_of_one_layer_are_merged_together(bits: int) -> None:
+    model = lora.add(llama.llama(bits=bits), 2, 6, ["q_proj", "v_proj"])
+    model = with_values(model, random_adapter(model))
+    merged = lora.merge(model, dequantize=True)
+    feeds = {"input_ids": np.array([[3, 4, 5]]), "attention_mask": np.ones((1, 3), np.int64)}
+    empty = np.zeros((1, llama.PAIRS, 0, llama.SIZE), np.float32)
+    feeds |= {value.name: empty for value in model.graph.input if value.name.startswith("past")}
+    found = [plain_session(each).run(["logits"], feeds)[0] for each in (model, merged)]
+    np.testing.assert_allclose(found[0], found[1], atol=1e-4)
+    without = {name: np.zeros_like(array) for name, array in random_adapter(model).items()}
+    base = plain_session(with_values(model, without)).run(["logits"], feeds)[0]
+    assert abs(found[0] - base).max() > 0.01

@@ -61,12 +61,20 @@ def merge(model: ModelLike, *, dequantize: bool = False) -> onnx.ModelProto:
     proto, folder = convert.load(model)
     work = convert.to_ir(proto, folder)
     names = Names(work.graph)
+    updates: dict[tuple[ir.Node, ...], tuple[str, Array]] = {}
     for name, values in remove_adapter(work, adapted.adapter).items():
         module = adapted.adapter.modules[name]
-        nodes = [_node(value, name) for value in values]
+        nodes = tuple(_node(value, name) for value in values)
         a, b = adapted.parameters[module.a], adapted.parameters[module.b]
         with np.errstate(over="ignore", invalid="ignore"):  # `_sum` rejects an overflow
-            _fold(work, names, name, nodes, _product(module, a, b), dequantize)
+            product = _product(module, a, b)
+            if nodes in updates:  # another part of a fused layer
+                name, before = updates[nodes]
+                product = before + product
+        updates[nodes] = name, product
+    for nodes, (name, update) in updates.items():
+        with np.errstate(over="ignore", invalid="ignore"):
+            _fold(work, names, name, nodes, update, dequantize)
     del work.metadata_props[METADATA_KEY]
     return to_proto(work)
 
