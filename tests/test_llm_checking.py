@@ -9,7 +9,9 @@ import pytest
 from test_llm_pruning import pruned
 
 from models import llama
+from ortops import UnsupportedError
 from ortops.cli import main
+from ortops.llm import FineTuning
 
 _LINES = """language model model.onnx
 inputs: input_ids, attention_mask
@@ -43,3 +45,10 @@ def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "tokenizer.json").write_text("{}")
     assert main(["check", str(tmp_path)]) == 2
     assert "cannot choose the model among 0 .onnx files" in capsys.readouterr().err
+
+
+def test_generation_that_onnxruntime_refuses(tmp_path: Path) -> None:
+    folder = llama.write(tmp_path)
+    tuning = FineTuning(folder, rank=1)
+    with pytest.raises(UnsupportedError, match=r"generate: onnxruntime's CPU provider cannot run"):
+        tuning.generate([llama.WORDS + 1])  # a token that the embedding does not have

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from ortops.arguments import number, whole_number
+from ortops.errors import UnsupportedError
 from ortops.llm.folder import Folder
 
 __all__ = ["Sampling", "generate"]
@@ -99,7 +100,13 @@ def generate(
             folder.input_name("position_ids"): np.arange(done, total, dtype=np.int64)[None],
         }
         feeds = {name: array for name, array in feeds.items() if name in known}
-        results = session.run([folder.logits, *pairs.values()], feeds | cache | constant)
+        try:
+            results = session.run([folder.logits, *pairs.values()], feeds | cache | constant)
+        except Exception as error:  # onnxruntime's classes have no common base
+            raise UnsupportedError(
+                f"generate: onnxruntime's CPU provider cannot run the model: {error!s:.300}; "
+                "generate with the tool that serves the folder"
+            ) from error
         token = sampling.token(results[0][0, -1], len(found))
         if token in end:
             break
