@@ -10,7 +10,7 @@ from ortops.cli.training import rate_of
 from ortops.errors import OrtopsError
 from ortops.llm import FineTuning
 from ortops.llm.examples import rows_of
-from ortops.llm.tuning import ADAPTER
+from ortops.llm.tuning import ADAPTER, TRAINING
 
 __all__ = ["tune"]
 
@@ -18,12 +18,12 @@ __all__ = ["tune"]
 def tune(options: argparse.Namespace) -> int:
     """Fine-tunes the language model of a folder."""
     save = options.save or f"{Path(options.folder).resolve().name}-tuned"
-    folder, resumes = options.folder, options.resume and Path(save, ADAPTER).is_file()
+    folder, resumes = options.folder, options.resume and _is_tuned(save)
     if resumes:
         folder = save
     elif options.resume:
         say(f"there is no '{save}' to resume from; starting a new training")
-    continues = Path(folder, ADAPTER).is_file()
+    continues = _is_tuned(folder)
     _check_save(options, save)
     _check_merge(options, save)
     epochs, batch_size = options.epochs or 1, options.batch_size or 4
@@ -64,6 +64,11 @@ def tune(options: argparse.Namespace) -> int:
     _fit(tuning, options, save, epochs, batch_size, resumes=resumes)
     say(f"wrote {save}")
     return 0
+
+
+def _is_tuned(folder: str) -> bool:
+    """Whether this command wrote a folder."""
+    return any(Path(folder, name).is_file() for name in (ADAPTER, TRAINING))
 
 
 def _fit(
@@ -115,7 +120,8 @@ def _check_save(options: argparse.Namespace, save: str) -> None:
     target = Path(save)
     if target.exists() and not target.is_dir():
         raise OrtopsError(f"--save must be a folder, got the file '{save}'")
-    others = target.is_dir() and any(target.iterdir()) and not (target / ADAPTER).is_file()
+    ours = any((target / name).is_file() for name in (ADAPTER, TRAINING))
+    others = target.is_dir() and any(target.iterdir()) and not ours
     if others:
         raise OrtopsError(
             f"--save: '{save}' has files that ortops did not write; give a new folder"

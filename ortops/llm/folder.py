@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,12 @@ _NAMES = (
     "onnx/decoder_model_merged.onnx",
 )
 _ADAPTERS = ".onnx_adapter"
+_PARTS = {
+    "encoder": "encoder_model",
+    "decoder": "decoder_model",
+    "with_past": "decoder_with_past_model",
+    "merged": "decoder_model_merged",
+}
 
 logger = logging.getLogger("ortops")
 
@@ -40,6 +46,8 @@ class Folder:
         genai: The settings in genai_config.json under ``model``; empty if there is no such file.
         config: The settings in config.json, then those of generation_config.json.
         tokenizer_config: The settings in tokenizer_config.json.
+        parts: The files of an encoder-decoder model: ``encoder``, ``decoder`` (without a cache),
+            ``with_past`` and ``merged``, as far as they exist; empty for other models.
     """
 
     path: Path
@@ -47,6 +55,7 @@ class Folder:
     genai: Mapping[str, Any]
     config: Mapping[str, Any]
     tokenizer_config: Mapping[str, Any]
+    parts: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -95,9 +104,32 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
         folder = folder.parent
     genai = _settings(folder / GENAI_CONFIG).get("model", {})
     config = _settings(folder / "config.json") | _settings(folder / "generation_config.json")
+    tokenizer = _settings(folder / "tokenizer_config.json")
+    parts = _parts(folder) if given.is_dir() and not genai else {}
+    if parts:
+        model = parts.get("decoder") or parts["merged"]
+        return Folder(folder, model, genai, config, tokenizer, parts)
     name = _text(genai, "decoder", "filename")
     model = _model_file(folder, name) if given.is_dir() else given
-    return Folder(folder, model, genai, config, _settings(folder / "tokenizer_config.json"))
+    return Folder(folder, model, genai, config, tokenizer)
+
+
+def _parts(folder: Path) -> dict[str, Path]:
+    """Returns the files of an encoder-decoder model; empty if there is no encoder."""
+    for place in (folder, folder / "onnx"):
+        found = {
+            part: place / f"{name}.onnx"
+            for part, name in _PARTS.items()
+            if (place / f"{name}.onnx").is_file()
+        }
+        if "encoder" in found and found.keys() & {"decoder", "merged"}:
+            return found
+        if "encoder" in found:
+            raise ModelError(
+                f"folder '{place}': it has encoder_model.onnx, but neither decoder_model.onnx nor "
+                "decoder_model_merged.onnx; add one of them"
+            )
+    return {}
 
 
 def copy_others(folder: Folder, target: Path, *, without: str = "") -> None:
@@ -110,10 +142,10 @@ def copy_others(folder: Folder, target: Path, *, without: str = "") -> None:
         target: The other folder.
         without: The name of a file that is not copied either.
     """
-    proto = onnx.load(folder.model, load_external_data=False)
-    data = {
-        e.value for t in proto.graph.initializer for e in t.external_data if e.key == "location"
-    }
+    files = [folder.model, *folder.parts.values()]
+    protos = [onnx.load(file, load_external_data=False) for file in files]
+    tensors = [tensor for proto in protos for tensor in proto.graph.initializer]
+    data = {e.value for t in tensors for e in t.external_data if e.key == "location"}
     for file in sorted(folder.path.iterdir()):
         is_model = file.suffix in (".onnx", _ADAPTERS) or file.name in {*data, without}
         if file.is_file() and not is_model and file.parent.resolve() != target.resolve():

@@ -27,6 +27,7 @@ from ortops.graph.files.messages import size_of
 from ortops.graph.files.saving import save_model, write_model
 from ortops.inference import lend
 from ortops.llm.checkpoint import Estimate, FolderCheckpoint
+from ortops.llm.decoding import continued
 from ortops.llm.examples import (
     IGNORED,
     PADDING,
@@ -49,18 +50,27 @@ from ortops.llm.generation import Sampling, generate
 from ortops.llm.merging import merged_model
 from ortops.llm.preferences import Pair, is_preference, read_pairs
 from ortops.llm.pruning import prune, without_pruning
+from ortops.llm.sequence_pairs import (
+    pair_feeds,
+    read_sequence_pairs,
+    source_feeds,
+    source_of,
+    start_token,
+)
+from ortops.llm.several_files import SeveralFiles, several_files
 from ortops.llm.tokenization import Message, Tokenizer
 from ortops.lora.addition import adapted, read_base
 from ortops.lora.files import with_adapter, write_adapter
 from ortops.lora.peft import with_peft
-from ortops.losses import DPO, NextToken
+from ortops.losses import DPO, Loss, NextToken, SoftmaxCrossEntropy
+from ortops.numbers import Array
 from ortops.optimizers import Adam
 from ortops.passes.rematerialization import Checkpoint
 from ortops.schedules import Schedule
 from ortops.training.history import History
 from ortops.training.session import TrainingSession
 
-__all__ = ["ADAPTER", "FineTuning"]
+__all__ = ["ADAPTER", "TRAINING", "FineTuning"]
 
 _ONE_FILE = 2**26
 """Weights of more bytes are saved in a file of their own, next to the model."""
@@ -71,7 +81,7 @@ _LOSS = "ortops.llm"
 Unit: TypeAlias = tuple[Example] | Pair
 """The sequences of a row."""
 
-ADAPTER, _TRAINING = "adapter.onnx_adapter", "training.state"
+ADAPTER, TRAINING = "adapter.onnx_adapter", "training.state"
 _SMALL = 1024  # bytes
 
 
@@ -105,6 +115,11 @@ class FineTuning:
     """Fine-tunes a language model with LoRA, in the folder form that serves it.
 
     The model may be quantized (MatMulNBits). Only the adapter is trained, with PyTorch's Adam.
+
+    Models with an encoder (T5, BART, Whisper) are those of Optimum and transformers.js:
+    encoder_model.onnx, and decoder_model.onnx with or without decoder_with_past_model.onnx, or
+    decoder_model_merged.onnx. They are trained as one model. `save` writes the trained weights into
+    all of these files, so they must not be quantized.
 
     Args:
         folder_or_file: A folder of onnxruntime-genai, Optimum or transformers.js, or the model's
@@ -164,7 +179,10 @@ class FineTuning:
         loss: NextToken | str | None = None,
     ) -> None:
         folder = open_folder(folder_or_file)
-        model = without_pruning(load_light(folder.model))  # the weights stay in their file
+        files = several_files(folder)
+        model = load_light(folder.model if files is None else files.base)  # without its data
+        if files is None:
+            model = without_pruning(model)
         if adapter_of(model.proto.metadata_props) is not None:
             raise ModelError(
                 f"folder '{folder.path}': its model already has an adapter; continue with "
@@ -177,7 +195,8 @@ class FineTuning:
             model = move_aside(adapted(read_base(model), rank, alpha, chosen))
             if adapter is not None:
                 model = with_adapter(model, adapter)
-        self._start(folder, _trainable(model, folder, learning_rate, loss), recompute=recompute)
+        trainable = _trainable(model, folder, learning_rate, loss, files)
+        self._start(folder, trainable, files=files, recompute=recompute)
         if adapter is not None:  # without an active adapter, the saved model is the base
             self._initial = {name: np.zeros_like(array) for name, array in self._initial.items()}
 
@@ -187,10 +206,11 @@ class FineTuning:
         model: LightModel,
         initial: Mapping[str, Any] | None = None,
         *,
+        files: SeveralFiles | None = None,
         recompute: Checkpoint | None,
     ) -> None:
-        self._folder = folder
-        self._windows = sliding_windows(folder)
+        self._folder, self._files = folder, files
+        self._windows = {} if files is not None else sliding_windows(folder)
         self._names = _adapter_names(model)
         self._initial = initial or _adapter_values(model)
         self._is_loaded = initial is not None
@@ -246,6 +266,11 @@ class FineTuning:
                 - ``input_ids``: tokens, and optionally ``labels``, which are the same tokens, or
                   -100 for those that the loss ignores.
 
+                For a model with an encoder, a row has ``prompt`` (for the encoder) and
+                ``completion`` (for the decoder), or ``input_ids`` and ``labels``, or
+                ``input_features``, an array [bins, frames], and ``text`` or ``labels``. Labels
+                begin with the token after the decoder's start token.
+
                 A list of tokens is a row, too. The token that ends a text is added to texts and
                 completions; chats get what their template writes. Rows for DPO have ``prompt``,
                 ``chosen`` and ``rejected``: texts, chats, or tokens.
@@ -290,6 +315,11 @@ class FineTuning:
         seed = whole_number("seed", seed, 0)
         examples = self._examples(data, max_length, train_on)
         choice("padding", padding, PADDING)
+        if self._has_encoder and (group_by_length or padding != "right"):
+            raise ArgumentError(
+                "group_by_length must be False and padding 'right' for a model with an encoder, "
+                f"got {group_by_length} and {padding!r}"
+            )
         if padding == "left" and (left := self._pads_right()):
             raise ArgumentError(
                 f"padding must be 'right', as {left} counts the tokens of a row from the left, "
@@ -355,6 +385,8 @@ class FineTuning:
         """
         batch_size = whole_number("batch_size", batch_size, 1)
         examples = self._examples(data, max_length, train_on)
+        if self._has_encoder and exact_match:
+            raise ArgumentError("exact_match must be False for a model with an encoder, got True")
         if self._compares:
             if exact_match:
                 raise ArgumentError("exact_match must be False for DPO, got True")
@@ -383,7 +415,7 @@ class FineTuning:
         tokens, trained = row[0].tokens.tolist(), row[0].trained
         end = int(np.flatnonzero(trained)[-1]) + 1
         start = max(1, *(np.flatnonzero(~trained[:end]) + 1), 0)  # a prompt has at least one token
-        found = self._continued(tokens[:start], end - start, set(), None)
+        found = self._continued(tokens[:start], end - start, set(), Sampling())
         return bool(found == tokens[start:end])
 
     def show(
@@ -413,6 +445,8 @@ class FineTuning:
             2 + 2 = «4<|end|>»
         """
         count = whole_number("batch_size", batch_size, 1)
+        if self._has_encoder:
+            raise UnsupportedError("show: models with an encoder are not supported")
         units = self._examples(data, max_length, train_on)
         lines = []
         for number, unit in enumerate(units[:count], 1):
@@ -451,6 +485,7 @@ class FineTuning:
 
         Args:
             prompt: A text, a chat (a list of messages, to which the assistant replies), or tokens.
+                For an encoder of features, an array [bins, frames].
             max_new_tokens: The largest number of tokens to generate. Generation ends before at a
                 token that ends a text, or at the model's context length.
             temperature: 0 for the most likely tokens. Otherwise, tokens are drawn with the
@@ -473,8 +508,11 @@ class FineTuning:
             True
         """
         count = whole_number("max_new_tokens", max_new_tokens, 1)
-        is_text = isinstance(prompt, str)
-        if isinstance(prompt, str):
+        is_text, source = isinstance(prompt, str), None
+        if self._has_encoder:
+            source = source_of(prompt, lambda: self.tokenizer)
+            tokens = [start_token(self._folder)]
+        elif isinstance(prompt, str):
             tokens = self.tokenizer.tokens(prompt)
         elif len(prompt) and isinstance(prompt[0], Mapping):
             is_text = True
@@ -484,17 +522,32 @@ class FineTuning:
             tokens = [whole_number("prompt: a token", token, 0) for token in prompt]
         sampling = Sampling(temperature, top_k, top_p, seed)
         end = {*self._folder.end, *(self.tokenizer.end if is_text else ())}
-        found = self._continued(tokens, count, end, sampling)
+        found = self._continued(tokens, count, end, sampling, source)
         return self.tokenizer.text(found) if is_text else found
 
     def _continued(
-        self, tokens: Sequence[int], count: int, end: Collection[int], sampling: Sampling | None
+        self,
+        tokens: Sequence[int],
+        count: int,
+        end: Collection[int],
+        sampling: Sampling,
+        source: Array | None = None,
     ) -> list[int]:
         """Continues tokens with at most ``count`` others."""
         limit = self._folder.context_length or math.inf
         if not 0 < len(tokens) < limit:
             raise ArgumentError(
                 f"prompt must have at least 1 and fewer than {limit} tokens, got {len(tokens)}"
+            )
+        count = int(min(count, limit - len(tokens)))
+        if self._files is not None:
+            return continued(
+                self._files.written(self.session.inference_model()),
+                *(None if source is None else source_feeds([source], 0), tokens),
+                logits=self._folder.logits,
+                count=count,
+                end=end,
+                sampling=sampling,
             )
         if self._served is None:
             self._served = self._serve()
@@ -506,10 +559,10 @@ class FineTuning:
             self._served,
             self._folder,
             tokens,
-            count=int(min(count, limit - len(tokens))),
+            count=count,
             fixed=fixed,
             end=end,
-            sampling=sampling or Sampling(),
+            sampling=sampling,
         )
 
     def save(self, folder: str | os.PathLike[str], *, merged: bool = False) -> None:
@@ -520,6 +573,9 @@ class FineTuning:
         computes what the original model computes unless an adapter is active;
         ``adapter.onnx_adapter``, for `onnxruntime.RunOptions.add_active_adapter` and
         onnxruntime-genai's ``Adapters``; and ``training.state``, which only `load` reads.
+
+        If the model has several files or a merged decoder, all of them are written with the adapter
+        merged into their weights, and there is no ``adapter.onnx_adapter``.
 
         Args:
             folder: The folder. It is created if it does not exist.
@@ -548,7 +604,10 @@ class FineTuning:
         target = Path(folder)
         self._check_target(target)
         if boolean("merged", merged):
-            self._save_merged(target)
+            if self._files is not None:
+                self._save_files(self._files, target)
+            else:
+                self._save_merged(target)
         else:
             self._save_model(target)
             self._save_progress(target)
@@ -564,7 +623,7 @@ class FineTuning:
         file = target / self._folder.model.relative_to(self._folder.path)
         file.parent.mkdir(parents=True, exist_ok=True)
         if target.resolve() != self._folder.path.resolve():
-            copy_others(self._folder, target, without=_TRAINING)
+            copy_others(self._folder, target, without=TRAINING)
             if settings := genai_config(self._folder):
                 (target / GENAI_CONFIG).write_text(settings, encoding="utf-8")
         return file
@@ -579,6 +638,8 @@ class FineTuning:
 
     def _save_model(self, target: Path) -> None:
         """Writes what training does not change."""
+        if self._files is not None:
+            return
         file = self._save_others(target)
         with self.session._locked_file() as held:
             model = held.light_inference_model()
@@ -590,6 +651,10 @@ class FineTuning:
 
     def _save_progress(self, target: Path) -> None:
         """Writes the adapter, and the state of the training."""
+        if self._files is not None:
+            self._save_files(self._files, target)
+            self.session.save(target / TRAINING)
+            return
         with self.session._locked_file() as held:
             model = held.light_inference_model()
             write_adapter(model, target / ADAPTER)
@@ -598,7 +663,7 @@ class FineTuning:
             for tensor in state.proto.graph.initializer:
                 if tensor.name in known and size_of(tensor) > _SMALL:
                     tensor.CopyFrom(onnx.TensorProto(name=tensor.name))  # it is in the model's file
-            write_atomically(target / _TRAINING, state.attach().SerializeToString())
+            write_atomically(target / TRAINING, state.attach().SerializeToString())
 
     @classmethod
     def load(
@@ -627,6 +692,12 @@ class FineTuning:
             True
         """
         opened = open_folder(folder)
+        files = several_files(opened)
+        if files is not None:
+            result, trainable = cls.__new__(cls), _saved_training(opened.path / TRAINING)
+            initial = _adapter_values(trainable)
+            result._start(opened, trainable, initial, files=files, recompute=recompute)
+            return result
         model = load_light(opened.model)
         if adapter_of(model.proto.metadata_props) is None:
             raise ModelError(
@@ -634,7 +705,7 @@ class FineTuning:
                 "ortops.llm.FineTuning(folder)"
             )
         initial = _adapter_values(model)
-        state = opened.path / _TRAINING
+        state = opened.path / TRAINING
         if state.is_file():
             trainable = _filled(state, model)
         else:  # the training begins again, from the adapter
@@ -644,10 +715,25 @@ class FineTuning:
         result._start(opened, trainable, initial, recompute=recompute)
         return result
 
-    def _examples(self, data: Rows, max_length: int, train_on: str) -> Sequence[Unit]:
+    def _save_files(self, files: SeveralFiles, target: Path) -> None:
+        """Writes the files of a model with the adapter merged into them; see `save`."""
+        for file in files.parts.values():
+            (target / file.relative_to(self._folder.path)).parent.mkdir(parents=True, exist_ok=True)
+        if target.resolve() != self._folder.path.resolve():
+            copy_others(self._folder, target, without=TRAINING)
+        for part, model in files.written(self.session.inference_model()).items():
+            save_model(model, target / files.parts[part].relative_to(self._folder.path))
+
+    @property
+    def _has_encoder(self) -> bool:
+        return self._files is not None and self._files.has_encoder
+
+    def _examples(self, data: Rows, max_length: int, train_on: str) -> Sequence[Any]:
         longest = whole_number("max_length", max_length, 2)
         longest = min(longest, self._folder.context_length or longest)
         choice("train_on", train_on, TRAIN_ON)
+        if self._has_encoder:
+            return read_sequence_pairs(data, lambda: self.tokenizer, self._folder, longest)
         rows = list(rows_of(data))
         if any(is_preference(row) != self._compares for row in rows):
             raise FeedError(
@@ -668,11 +754,14 @@ class FineTuning:
         return next((f"{node.op_type} node '{node.name}'" for node in found), "")
 
     def _batches(
-        self, units: Sequence[Unit], batch_size: int, padding: str = "right"
+        self, units: Sequence[Any], batch_size: int, padding: str = "right"
     ) -> Iterator[dict[str, npt.NDArray[Any]]]:
         for first in range(0, len(units), batch_size):
-            examples = [each for unit in units[first : first + batch_size] for each in unit]
-            batch = batch_of(examples, padding)
+            rows = units[first : first + batch_size]
+            if self._files is not None and self._has_encoder:
+                batch = pair_feeds(rows, self._folder, self._files.inputs)
+            else:
+                batch = batch_of([each for unit in rows for each in unit], padding)
             named = {self._folder.input_name(name): array for name, array in batch.items()}
             yield {name: array for name, array in named.items() if name in self.session.inputs}
 
@@ -703,29 +792,49 @@ def _trainable(
     folder: Folder,
     learning_rate: float | Schedule,
     loss: NextToken | str | None,
+    files: SeveralFiles | None = None,
 ) -> LightModel:
     kinds = {"NextToken": NextToken, "DPO": DPO}
     if isinstance(loss, str):
         loss = kinds[choice("loss", loss, tuple(kinds))]()
     elif loss is not None and type(loss) not in (NextToken, DPO):
         raise ArgumentError(f"loss must be NextToken or DPO of ortops.losses, got {loss!r:.80}")
+    if files is not None and files.has_encoder:  # whose labels belong to the decoder's inputs
+        if isinstance(loss, DPO):
+            raise ArgumentError("loss must be NextToken for a model with an encoder, got DPO")
+        chosen: Loss = SoftmaxCrossEntropy(folder.logits, axis=-1, ignore_index=IGNORED)
+        return build_light(model, loss=chosen, optimizer=_optimizer(learning_rate))
     loss = loss or NextToken()
     if loss.ignore_index != IGNORED or loss.target not in (None, "labels"):
         raise ArgumentError(
             f"loss must have ignore_index={IGNORED} and no target, as fit makes the labels, got "
             f"{loss!r:.200}"
         )
-    optimizer = Adam(learning_rate, beta=0.999, epsilon_after_correction=True)
     named = replace(loss, output=loss.output or folder.logits)
-    result = build_light(model, loss=named, optimizer=optimizer)
+    result = build_light(model, loss=named, optimizer=_optimizer(learning_rate))
     write_metadata(result.proto, _LOSS, json.dumps({"loss": loss.name}))
     return result
+
+
+def _optimizer(learning_rate: float | Schedule) -> Adam:
+    """Returns PyTorch's Adam."""
+    return Adam(learning_rate, beta=0.999, epsilon_after_correction=True)
 
 
 def _loss_name(model: LightModel) -> str:
     remedy = "delete the file of the training"
     found = read_metadata(model.proto.metadata_props, _LOSS, remedy) or {}
     return str(found.get("loss", "NextToken"))
+
+
+def _saved_training(file: Path) -> LightModel:
+    """Returns the trainable model that `FineTuning.save` wrote for a model in several files."""
+    if not file.is_file():
+        raise ModelError(
+            f"file '{file}' is missing, without which the training cannot be continued, as the "
+            "adapter is merged into the files of the model; begin with ortops.llm.FineTuning"
+        )
+    return load_light(file)
 
 
 def _adapter_names(model: LightModel) -> list[str]:

@@ -1,0 +1,178 @@
+"""Training data of encoder-decoder models: what the encoder reads, and what the decoder writes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ortops.errors import ArgumentError, FeedError, ModelError
+from ortops.llm.examples import IGNORED, Rows, rows_of
+from ortops.llm.folder import Folder
+from ortops.llm.tokenization import Tokenizer
+
+__all__ = ["Pair", "pair_feeds", "read_sequence_pairs", "source_feeds", "source_of", "start_token"]
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_FORMS = "prompt and completion, input_ids and labels, or input_features and text or labels"
+
+logger = logging.getLogger("ortops")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An input of the encoder, and the tokens that the decoder has to write.
+
+    Attributes:
+        source: The tokens; or the features, of shape [bins, frames].
+        labels: The tokens, with -100 for those that the loss ignores.
+    """
+
+    source: Array
+    labels: npt.NDArray[np.int64]
+
+
+def start_token(folder: Folder) -> int:
+    """Returns the token that the decoder starts with.
+
+    Raises:
+        ModelError: If config.json does not say it.
+    """
+    found = folder.config.get("decoder_start_token_id", folder.config.get("bos_token_id"))
+    if not isinstance(found, int):
+        raise ModelError(
+            f"folder '{folder.path}': config.json must have decoder_start_token_id, got {found!r}"
+        )
+    return found
+
+
+def read_sequence_pairs(
+    rows: Rows, tokenizer: Callable[[], Tokenizer], folder: Folder, max_length: int
+) -> list[Pair]:
+    """Reads the rows of a data set; logs how many are truncated.
+
+    Args:
+        rows: The rows (see `ortops.llm.FineTuning.fit`).
+        tokenizer: Returns the tokenizer; not called for rows without text.
+        folder: The folder.
+        max_length: The largest number of tokens of an input or output.
+
+    Raises:
+        FeedError: If a row has another form.
+    """
+    found, cut = list[Pair](), 0
+    limit = folder.config.get("max_target_positions")
+    longest = min(max_length, limit) if isinstance(limit, int) else max_length
+    for number, row in enumerate(rows_of(rows), 1):
+        try:
+            source, labels = _pair(row, tokenizer, folder)
+        except (KeyError, TypeError, ValueError) as error:
+            raise FeedError(
+                f"data: row {number} must have {_FORMS}, got {row!r:.80} ({error})"
+            ) from error
+        is_long = source.ndim == 1 and len(source) > max_length
+        cut += is_long or len(labels) > longest
+        found.append(Pair(source[:max_length] if is_long else source, labels[:longest]))
+        if not len(source) or not (found[-1].labels != IGNORED).any():
+            raise FeedError(f"data: row {number} has no token to train; leave it out")
+    if cut:
+        logger.warning("%d rows were truncated to max_length=%d tokens", cut, longest)
+    if not found:
+        raise FeedError("data: there are no rows")
+    return found
+
+
+def _pair(
+    row: Any, tokenizer: Callable[[], Tokenizer], folder: Folder
+) -> tuple[Array, npt.NDArray[np.int64]]:
+    if not isinstance(row, Mapping):
+        raise TypeError("not a dict")
+    source: Array
+    if "input_features" in row:
+        source = np.asarray(row["input_features"], np.float32)
+        if source.ndim != 2:
+            raise ValueError(f"input_features must be [bins, frames], got {list(source.shape)}")
+    elif "input_ids" in row:
+        source = np.array([int(token) for token in row["input_ids"]], np.int64)
+    else:
+        source = np.array(tokenizer().tokens(row["prompt"]), np.int64)
+    if "labels" in row:
+        return source, np.array([int(token) for token in row["labels"]], np.int64)
+    text = row["completion"] if "completion" in row else row["text"]
+    tokens = tokenizer().tokens(text)
+    if tokens[:1] == [start_token(folder)]:  # the decoder's inputs begin with it
+        tokens = tokens[1:]
+    end = tokenizer().end
+    return source, np.array(tokens + (end if tokens[-1:] != end else []), np.int64)
+
+
+def pair_feeds(
+    pairs: Sequence[Pair], folder: Folder, inputs: Mapping[str, Mapping[str, str]]
+) -> dict[str, Array]:
+    """Returns the feeds of a batch, padded at the end.
+
+    The decoder's inputs are the labels, shifted to the right behind the start token, as in
+    transformers.
+
+    Args:
+        pairs: The rows.
+        folder: The folder.
+        inputs: The names of the inputs of encoder and decoder in the model.
+    """
+    padding = folder.config.get("pad_token_id")
+    pad = padding if isinstance(padding, int) else 0
+    labels = _padded([pair.labels for pair in pairs], IGNORED)
+    shifted = np.full_like(labels, start_token(folder))
+    shifted[:, 1:] = np.where(labels[:, :-1] == IGNORED, pad, labels[:, :-1])
+    encoder = source_feeds([pair.source for pair in pairs], pad)
+    decoder = {
+        "input_ids": shifted,
+        "decoder_input_ids": shifted,
+        "decoder_attention_mask": np.ones_like(shifted),
+    }
+    result: dict[str, Array] = {"labels": labels}
+    for part, feeds in (("decoder", decoder), ("encoder", encoder)):
+        known = inputs[part]
+        result.update({known[name]: array for name, array in feeds.items() if name in known})
+    return result
+
+
+def source_feeds(sources: Sequence[Array], pad: int) -> dict[str, Array]:
+    """Returns what the encoder reads.
+
+    Raises:
+        FeedError: If features differ in shape, or are mixed with tokens.
+    """
+    shapes = {source.shape if source.ndim == 2 else () for source in sources}
+    if len(shapes) > 1:
+        raise FeedError(f"data: input_features of a batch must have one shape, got {shapes}")
+    if shapes != {()}:
+        return {"input_features": np.stack(sources)}
+    mask = _padded([np.ones_like(source) for source in sources], 0)
+    return {"input_ids": _padded(sources, pad), "attention_mask": mask}
+
+
+def source_of(prompt: Any, tokenizer: Callable[[], Tokenizer]) -> Array:
+    """Returns the tokens or features of a prompt.
+
+    Raises:
+        ArgumentError: If it has another form.
+    """
+    source = np.asarray(tokenizer().tokens(prompt) if isinstance(prompt, str) else prompt)
+    if source.ndim not in (1, 2) or not source.size or source.dtype.kind not in "iuf":
+        raise ArgumentError(
+            f"prompt must be a text, tokens, or features [bins, frames], got {prompt!r:.80}"
+        )
+    return source.astype(np.float32 if source.ndim == 2 else np.int64)
+
+
+def _padded(rows: Sequence[Array], value: int) -> npt.NDArray[np.int64]:
+    result = np.full((len(rows), max(map(len, rows))), value, np.int64)
+    for number, row in enumerate(rows):
+        result[number, : len(row)] = row
+    return result
