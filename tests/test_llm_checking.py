@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 from test_llm_pruning import pruned
 
 from models import llama
-from ortops import UnsupportedError
+from ortops import ArgumentError, UnsupportedError
 from ortops.cli import main
 from ortops.llm import FineTuning
+from ortops.llm.checking import check_folder
 
 _LINES = """language model model.onnx
 inputs: input_ids, attention_mask
@@ -49,6 +53,30 @@ def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_generation_that_onnxruntime_refuses(tmp_path: Path) -> None:
     folder = llama.write(tmp_path)
-    tuning = FineTuning(folder, rank=1)
-    with pytest.raises(UnsupportedError, match=r"generate: onnxruntime's CPU provider cannot run"):
-        tuning.generate([llama.WORDS + 1])  # a token that the embedding does not have
+    with pytest.raises(ArgumentError, match=f"prompt: tokens must be < {llama.WORDS}, got 999"):
+        FineTuning(folder, rank=1).generate([999])
+    model = onnx.load(folder / "model.onnx")
+    node = next(each for each in model.graph.node if each.op_type == "GroupQueryAttention")
+    ones = onnx.numpy_helper.from_array(np.ones(llama.SIZE, np.float32), "norm")
+    model.graph.initializer.append(ones)
+    node.input.extend([""] * (14 - len(node.input)) + ["norm", "norm"])
+    onnx.save(model, folder / "model.onnx")
+    expected = fX
+    with pytest.raises(UnsupportedError, match=expected):
+        FineTuning(folder, rank=1).generate([65])
+    assert any("q_norm_weight" in each for each in check_folder(folder).said)
+
+
+def test_normalizations_alone(tmp_path: Path) -> None:
+    folder = llama.write(tmp_path, bits=4)
+    assert not check_folder(folder).said  # the embedding is a float matrix
+    model = onnx.load(folder / "model.onnx")
+    for tensor in model.graph.initializer:
+        if tensor.name == "model.embed_tokens.weight":
+            values = onnx.numpy_helper.to_array(tensor)
+            tensor.CopyFrom(onnx.numpy_helper.from_array((9 * values).astype(np.int8), "int8"))
+    table = onnx.helper.make_node("Cast", ["int8"], ["model.embed_tokens.weight"], to=1)
+    model.graph.node.insert(0, table)
+    onnx.save(model, folder / "model.onnx")
+    (said,) = check_folder(folder).said
+    assert said.startswith("without an adapter, only normalizations would be trained")

@@ -64,6 +64,9 @@ def test_pruned_files_train_like_whole_ones(
     np.testing.assert_array_equal(logits[0], logits[1])
     assert logits[0].shape == (1, 1, llama.WORDS)
     np.testing.assert_allclose(logits[0], logits[2][:, -1:], atol=1e-5)
+    if bits == 32:
+        tuning.save(tmp_path / "merged", merged=True)
+        assert served(tmp_path / "merged", [65, 66, 67]).shape == (1, 1, llama.WORDS)
     again = FineTuning.load(tmp_path / "tuned")
     assert again.evaluate(ROWS) == tuning.evaluate(ROWS)
     (tmp_path / "tuned" / "training.state").unlink()

@@ -10,16 +10,17 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ortops import lora
-from ortops.building.parameters import quantized
+from ortops.building.parameters import quantized, why_not
 from ortops.check import check, quiet
-from ortops.errors import OrtopsError
+from ortops.errors import OrtopsError, UnsupportedError
 from ortops.graph.convert import load_light, to_ir
 from ortops.llm.examples import IGNORED
-from ortops.llm.folder import GENAI_CONFIG, open_folder
-from ortops.llm.pruning import is_pruned
+from ortops.llm.folder import GENAI_CONFIG, open_folder, refuse_norms
+from ortops.llm.pruning import is_pruned, without_pruning
+from ortops.lora.addition import adapted, read_base
 from ortops.lora.targets import chosen
 from ortops.losses import NextToken
+from ortops.lowering import to_proto
 
 __all__ = ["Report", "check_folder", "is_language_model"]
 
@@ -117,7 +118,7 @@ def check_folder(path: str | os.PathLike[str]) -> Report:
         weights=sum(_count(value) for value in floats),
         quantized=len(fixed),
     )
-    matrices = [v for v in floats if v.shape is not None and len(v.shape) > 1]
+    matrices = [v for v in floats if v.shape and len(v.shape) > 1 and not why_not(v)]
     if fixed and not matrices:
         report.said.append(
             "without an adapter, only normalizations would be trained: all matrices are quantized"
@@ -128,10 +129,13 @@ def check_folder(path: str | os.PathLike[str]) -> Report:
         found = chosen(work, "all-linear")
         report.layers.update(Counter(target.module.rpartition(".")[2] for target in found))
         with quiet():
-            model = lora.add(folder.model, _RANK, targets="all-linear")
+            whole = read_base(without_pruning(light))
+            model = to_proto(adapted(whole, _RANK, 2 * _RANK, "all-linear"))
             loss = NextToken(folder.logits, ignore_index=IGNORED)
-            if not is_pruned(light):
-                report.problems.extend(check(model, loss=loss).problems)
+            report.problems.extend(check(model, loss=loss).problems)
+            refuse_norms(folder)
+    except UnsupportedError as error:
+        report.said.append(str(error))
     except OrtopsError as error:
         report.problems.append(str(error))
         return report

@@ -13,10 +13,10 @@ from typing import Any
 
 import onnx
 
-from ortops.errors import ArgumentError, ModelError
+from ortops.errors import ArgumentError, ModelError, UnsupportedError
 from ortops.graph.files.json_text import read_json
 
-__all__ = ["GENAI_CONFIG", "Folder", "copy_others", "genai_config", "open_folder"]
+__all__ = ["GENAI_CONFIG", "Folder", "copy_others", "genai_config", "open_folder", "refuse_norms"]
 
 GENAI_CONFIG = "genai_config.json"
 _NAMES = (
@@ -26,6 +26,7 @@ _NAMES = (
     "onnx/decoder_model_merged.onnx",
 )
 _ADAPTERS = ".onnx_adapter"
+_NORMS, _FIRST_NORM = ("q_norm_weight", "k_norm_weight"), 14
 _PARTS = {
     "encoder": "encoder_model",
     "decoder": "decoder_model",
@@ -161,6 +162,24 @@ def sliding_windows(folder: Folder) -> dict[str, int]:
         if node.op_type == "GroupQueryAttention" and numbers.get("sliding_window_cache"):
             found |= dict.fromkeys(node.input[3:5], numbers["local_window_size"])
     return found
+
+
+def refuse_norms(folder: Folder) -> None:
+    """Rejects attention that onnxruntime computes on GPUs only.
+
+    Raises:
+        UnsupportedError: If a GroupQueryAttention node normalizes queries or keys.
+    """
+    for node in onnx.load(folder.model, load_external_data=False).graph.node:
+        if node.op_type == "GroupQueryAttention":
+            given = dict(zip(_NORMS, node.input[_FIRST_NORM:], strict=False))
+            for name, value in given.items():
+                if value:
+                    raise UnsupportedError(
+                        f"generate: GroupQueryAttention node '{node.name}': onnxruntime's CPU "
+                        f"provider does not support the input {name}; generate with the tool that "
+                        "serves the folder"
+                    )
 
 
 def genai_config(folder: Folder) -> str:

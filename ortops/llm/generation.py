@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from ortops.arguments import number, whole_number
-from ortops.errors import UnsupportedError
+from ortops.errors import OrtopsError
 from ortops.llm.folder import Folder
 
 __all__ = ["Sampling", "generate"]
@@ -103,9 +103,9 @@ def generate(
         try:
             results = session.run([folder.logits, *pairs.values()], feeds | cache | constant)
         except Exception as error:  # onnxruntime's classes have no common base
-            raise UnsupportedError(
-                f"generate: onnxruntime's CPU provider cannot run the model: {error!s:.300}; "
-                "generate with the tool that serves the folder"
+            raise OrtopsError(
+                f"generate: onnxruntime failed: {error!s:.300}; check that the prompt fits the "
+                "model"
             ) from error
         token = sampling.token(results[0][0, -1], len(found))
         if token in end:

@@ -77,11 +77,19 @@ def prune(model: LightModel, original: LightModel) -> LightModel:
 def _pruning(graph: onnx.GraphProto) -> _Pruning | None:
     """Returns the nodes that leave one position, if they are the only way to the logits."""
     makers = {name: node for node in graph.node for name in node.output}
+    constants = {
+        tensor.name: onnx.numpy_helper.to_array(tensor)
+        for tensor in graph.initializer
+        if tensor.data_type == onnx.TensorProto.INT64 and not tensor.external_data
+    }
     for unsqueeze in graph.node:
         gather = makers.get(unsqueeze.input[0]) if unsqueeze.op_type == "Unsqueeze" else None
         if gather is None or gather.op_type != "Gather":
             continue
         axes = [each.i for each in gather.attribute if each.name == "axis"]
+        last = constants.get(gather.input[1])
+        if last is None or last.size != 1 or int(last.flat[0]) != -1:
+            continue
         readers = [node for node in graph.node if gather.input[0] in node.input]
         if axes == [1] and readers == [gather] and "prune" in gather.name:
             return _Pruning(gather, unsqueeze)

@@ -20,6 +20,7 @@ from ortops.building.builder import build_light
 from ortops.errors import ArgumentError, FeedError, ModelError, UnsupportedError
 from ortops.graph.adapters import adapter_of
 from ortops.graph.convert import load_light, to_ir
+from ortops.graph.files import external
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.external import LightModel, move_aside, move_out, serialize
 from ortops.graph.files.json_metadata import read_metadata, write_metadata
@@ -44,6 +45,7 @@ from ortops.llm.folder import (
     copy_others,
     genai_config,
     open_folder,
+    refuse_norms,
     sliding_windows,
 )
 from ortops.llm.generation import Sampling, generate
@@ -552,6 +554,7 @@ class FineTuning:
         if self._served is None:
             self._served = self._serve()
         fixed = {name: self.session.state[name] for name in self._names}
+        self._refuse_unknown(tokens)
         for value in self._served.get_inputs():
             if value.name.startswith("past"):
                 fixed[value.name] = self._empty_cache(value.name, self._windows.get(value.name, 0))
@@ -633,8 +636,9 @@ class FineTuning:
             raise ArgumentError(
                 f"folder must not have an adapter if merged=True, got '{target}'; give another one"
             )
-        model = merged_model(self.session.inference_model())
-        save_model(model, self._save_others(target))
+        model = external.detach(merged_model(self.session.inference_model()))
+        model = prune(model, load_light(self._folder.model))
+        save_model(model.attach(), self._save_others(target))
 
     def _save_model(self, target: Path) -> None:
         """Writes what training does not change."""
@@ -765,7 +769,16 @@ class FineTuning:
             named = {self._folder.input_name(name): array for name, array in batch.items()}
             yield {name: array for name, array in named.items() if name in self.session.inputs}
 
+    def _refuse_unknown(self, tokens: Sequence[int]) -> None:
+        """Rejects tokens that the vocabulary does not have."""
+        assert self._served is not None
+        shapes = [v.shape for v in self._served.get_outputs() if v.name == self._folder.logits]
+        size = shapes[0][-1] if shapes and shapes[0] else None
+        if isinstance(size, int) and max(tokens) >= size:
+            raise ArgumentError(f"prompt: tokens must be < {size}, got {max(tokens)}")
+
     def _serve(self) -> onnxruntime.InferenceSession:
+        refuse_norms(self._folder)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # one warning for each tensor of the adapter
         with self.session._locked_file() as held:
