@@ -18,10 +18,10 @@ from models import llama
 from ortops import ArgumentError, FeedError, Tape, op, schedules
 from ortops.cli import main
 from ortops.llm import FineTuning
+from ortops.llm.batches import grouped
 from ortops.llm.examples import batch_of, example_of, read_examples
 from ortops.llm.folder import open_folder
 from ortops.llm.tokenization import Tokenizer
-from ortops.llm.tuning import _grouped
 
 ROWS = [
     {"input_ids": [104, 105, 33, 97, 98, 99, 256], "labels": [-100, -100, -100, 97, 98, 99, 256]},
@@ -531,9 +531,9 @@ def test_batches_of_similar_length() -> None:
     generator = np.random.default_rng(0)
     lengths = generator.integers(1, 500, 1003)
     order = generator.permutation(1003)
-    grouped = _grouped(order, lengths, 4)
-    assert sorted(grouped) == list(range(1003))
-    now, before = (lengths[each[:1000].reshape(-1, 4)] for each in (grouped, order))
+    found = grouped(order, lengths, 4)
+    assert sorted(found) == list(range(1003))
+    now, before = (lengths[each[:1000].reshape(-1, 4)] for each in (found, order))
     padded = [4 * batches.max(1).sum() - batches.sum() for batches in (now, before)]
     assert padded[0] < 0.1 * padded[1]
     means = now.mean(1)

@@ -10,7 +10,7 @@ from ortops.cli.training import rate_of
 from ortops.errors import OrtopsError
 from ortops.llm import FineTuning
 from ortops.llm.examples import rows_of
-from ortops.llm.tuning import ADAPTER, TRAINING
+from ortops.llm.saving import ADAPTER, TRAINING
 
 __all__ = ["tune"]
 

@@ -133,7 +133,7 @@ def check_folder(path: str | os.PathLike[str]) -> Report:
             model = to_proto(adapted(whole, _RANK, 2 * _RANK, "all-linear"))
             loss = NextToken(folder.logits, ignore_index=IGNORED)
             report.problems.extend(check(model, loss=loss).problems)
-            refuse_norms(folder)
+            refuse_norms(light.proto)
     except UnsupportedError as error:
         report.said.append(str(error))
     except OrtopsError as error:

@@ -164,13 +164,13 @@ def sliding_windows(folder: Folder) -> dict[str, int]:
     return found
 
 
-def refuse_norms(folder: Folder) -> None:
+def refuse_norms(model: onnx.ModelProto) -> None:
     """Rejects attention that onnxruntime computes on GPUs only.
 
     Raises:
         UnsupportedError: If a GroupQueryAttention node normalizes queries or keys.
     """
-    for node in onnx.load(folder.model, load_external_data=False).graph.node:
+    for node in model.graph.node:
         if node.op_type == "GroupQueryAttention":
             given = dict(zip(_NORMS, node.input[_FIRST_NORM:], strict=False))
             for name, value in given.items():

@@ -3,114 +3,57 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnxruntime
 
 from ortops.arguments import boolean, choice, whole_number
 from ortops.building.builder import build_light
-from ortops.errors import ArgumentError, FeedError, ModelError, UnsupportedError
+from ortops.errors import ArgumentError, ModelError
 from ortops.graph.adapters import adapter_of
-from ortops.graph.convert import load_light, to_ir
-from ortops.graph.files import external
-from ortops.graph.files.atomic import write_atomically
-from ortops.graph.files.external import LightModel, move_aside, move_out, serialize
+from ortops.graph.convert import load_light
+from ortops.graph.files.external import LightModel, move_aside
 from ortops.graph.files.json_metadata import read_metadata, write_metadata
-from ortops.graph.files.messages import size_of
-from ortops.graph.files.saving import save_model, write_model
-from ortops.inference import lend
+from ortops.llm.batches import Batches
 from ortops.llm.checkpoint import Estimate, FolderCheckpoint
-from ortops.llm.decoding import continued
 from ortops.llm.examples import (
     IGNORED,
-    PADDING,
-    TRAIN_ON,
-    Example,
     Rows,
-    batch_of,
-    read_examples,
-    rows_of,
 )
 from ortops.llm.folder import (
-    GENAI_CONFIG,
     Folder,
-    copy_others,
-    genai_config,
     open_folder,
-    refuse_norms,
-    sliding_windows,
 )
-from ortops.llm.generation import Sampling, generate
-from ortops.llm.merging import merged_model
-from ortops.llm.preferences import Pair, is_preference, read_pairs
-from ortops.llm.pruning import prune, without_pruning
+from ortops.llm.generation import Sampling
+from ortops.llm.pruning import without_pruning
+from ortops.llm.saving import ADAPTER, TRAINING, FolderWriter
 from ortops.llm.sequence_pairs import (
-    pair_feeds,
-    read_sequence_pairs,
-    source_feeds,
     source_of,
     start_token,
 )
+from ortops.llm.serving import Server
 from ortops.llm.several_files import SeveralFiles, several_files
 from ortops.llm.tokenization import Message, Tokenizer
 from ortops.lora.addition import adapted, read_base
-from ortops.lora.files import with_adapter, write_adapter
+from ortops.lora.files import with_adapter
 from ortops.lora.peft import with_peft
 from ortops.losses import DPO, Loss, NextToken, SoftmaxCrossEntropy
-from ortops.numbers import Array
 from ortops.optimizers import Adam
 from ortops.passes.rematerialization import Checkpoint
 from ortops.schedules import Schedule
 from ortops.training.history import History
 from ortops.training.session import TrainingSession
 
-__all__ = ["ADAPTER", "TRAINING", "FineTuning"]
-
-_ONE_FILE = 2**26
-"""Weights of more bytes are saved in a file of their own, next to the model."""
+__all__ = ["FineTuning"]
 
 _LOSS = "ortops.llm"
 """The metadata key of the loss."""
-
-Unit: TypeAlias = tuple[Example] | Pair
-"""The sequences of a row."""
-
-ADAPTER, TRAINING = "adapter.onnx_adapter", "training.state"
-_SMALL = 1024  # bytes
-
-
-_MEGABATCH = 50  # batches
-
-
-def _length(unit: Unit) -> int:
-    return max(len(example.tokens) for example in unit)
-
-
-def _grouped(
-    order: npt.NDArray[np.int64], lengths: Sequence[int], batch_size: int
-) -> npt.NDArray[np.int64]:
-    """Sorts rows by length within megabatches, and keeps the order of the batches random.
-
-    Args:
-        order: A permutation of the rows.
-        lengths: The length of each row.
-        batch_size: The number of rows per batch. Only the last batch may have fewer.
-    """
-    size, known = _MEGABATCH * batch_size, np.array(lengths)
-    parts = [order[first : first + size] for first in range(0, len(order), size)]
-    rows = np.concatenate([part[np.argsort(-known[part], kind="stable")] for part in parts])
-    whole = len(rows) // batch_size * batch_size
-    batches = rows[:whole].reshape(-1, batch_size)
-    ranks = np.argsort(order[: len(batches)], kind="stable")  # as random as the order
-    return np.concatenate([batches[ranks].ravel(), rows[whole:]])
 
 
 class FineTuning:
@@ -182,25 +125,11 @@ class FineTuning:
     ) -> None:
         folder = open_folder(folder_or_file)
         files = several_files(folder)
-        model = load_light(folder.model if files is None else files.base)  # without its data
-        if files is None:
-            model = without_pruning(model)
-        if adapter_of(model.proto.metadata_props) is not None:
-            raise ModelError(
-                f"folder '{folder.path}': its model already has an adapter; continue with "
-                "ortops.llm.FineTuning.load, or merge it with ortops.lora.merge"
-            )
-        if adapter is not None and Path(adapter).is_dir():
-            model = move_aside(with_peft(read_base(model), adapter))
-        else:
-            chosen = "all-linear" if targets is None else targets
-            model = move_aside(adapted(read_base(model), rank, alpha, chosen))
-            if adapter is not None:
-                model = with_adapter(model, adapter)
+        model = _adapted(folder, files, rank, alpha, targets, adapter)
         trainable = _trainable(model, folder, learning_rate, loss, files)
         self._start(folder, trainable, files=files, recompute=recompute)
         if adapter is not None:  # without an active adapter, the saved model is the base
-            self._initial = {name: np.zeros_like(array) for name, array in self._initial.items()}
+            self._writer.initial = {n: np.zeros_like(a) for n, a in self._writer.initial.items()}
 
     def _start(
         self,
@@ -211,15 +140,19 @@ class FineTuning:
         files: SeveralFiles | None = None,
         recompute: Checkpoint | None,
     ) -> None:
-        self._folder, self._files = folder, files
-        self._windows = {} if files is not None else sliding_windows(folder)
-        self._names = _adapter_names(model)
-        self._initial = initial or _adapter_values(model)
-        self._is_loaded = initial is not None
-        self._served: onnxruntime.InferenceSession | None = None
+        self._folder = folder
+        self._has_encoder = files is not None and files.has_encoder
         self._tokenizer: Tokenizer | None = None
-        self.session = TrainingSession(model, recompute=recompute)
         self._compares = _loss_name(model) == "DPO"
+        self.session = TrainingSession(model, recompute=recompute)
+        names, known = _adapter_names(model), initial or _adapter_values(model)
+        self._writer = FolderWriter(
+            self.session, folder, files, names, known, is_loaded=initial is not None
+        )
+        self._server = Server(self.session, folder, files, names)
+        self._batches = Batches(
+            *(folder, files, lambda: self.tokenizer, self.session.inputs), compares=self._compares
+        )
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -315,36 +248,24 @@ class FineTuning:
         """
         batch_size = whole_number("batch_size", batch_size, 1)
         seed = whole_number("seed", seed, 0)
-        examples = self._examples(data, max_length, train_on)
-        choice("padding", padding, PADDING)
-        if self._has_encoder and (group_by_length or padding != "right"):
-            raise ArgumentError(
-                "group_by_length must be False and padding 'right' for a model with an encoder, "
-                f"got {group_by_length} and {padding!r}"
-            )
-        if padding == "left" and (left := self._pads_right()):
-            raise ArgumentError(
-                f"padding must be 'right', as {left} counts the tokens of a row from the left, "
-                "got 'left'"
-            )
+        examples = self._batches.read(data, max_length, train_on)
+        self._batches.check(padding, group_by_length=group_by_length)
         if validation is not None:
-            held_out = self._examples(validation, max_length, train_on)
-            settings["validation"] = list(self._batches(held_out, batch_size))
+            held_out = self._batches.read(validation, max_length, train_on)
+            settings["validation"] = list(self._batches.of(held_out, batch_size))
 
         def epoch(number: int) -> Iterator[dict[str, npt.NDArray[Any]]]:
-            order = np.arange(len(examples))
-            if shuffle:
-                order = np.random.default_rng((seed, number)).permutation(len(examples))
-            if group_by_length:
-                order = _grouped(order, [_length(unit) for unit in examples], batch_size)
-            units = [examples[int(place)] for place in order]
-            return self._batches(units, batch_size, padding)
+            generator = np.random.default_rng((seed, number)) if shuffle else None
+            units = self._batches.order(
+                examples, batch_size, generator=generator, group_by_length=group_by_length
+            )
+            return self._batches.of(units, batch_size, padding)
 
         steps = whole_number("epochs", epochs, 1) * -(-len(examples) // batch_size)
         callbacks = [*settings.pop("callbacks", ()), Estimate(steps)]
         if save is not None:
-            self._check_target(Path(save))
-            parts = self._save_model, self._save_progress
+            self._writer.check(Path(save))
+            parts = self._writer.save_model_file, self._writer.save_progress
             callbacks.append(FolderCheckpoint(save, save_steps, *parts))
         elif save_steps is not None:
             raise ArgumentError(f"save_steps needs save, the folder; got save_steps={save_steps}")
@@ -386,39 +307,22 @@ class FineTuning:
             ['accuracy', 'loss', 'perplexity']
         """
         batch_size = whole_number("batch_size", batch_size, 1)
-        examples = self._examples(data, max_length, train_on)
+        examples = self._batches.read(data, max_length, train_on)
         if self._has_encoder and exact_match:
             raise ArgumentError("exact_match must be False for a model with an encoder, got True")
         if self._compares:
             if exact_match:
                 raise ArgumentError("exact_match must be False for DPO, got True")
-            return self._compared(examples)
-        batches = list(self._batches(examples, batch_size))
+            return _rewards(self.session, self._batches.of(examples, 1))
+        batches = list(self._batches.of(examples, batch_size))
         found = self.session.evaluate(batches, metrics=["accuracy"])
         with np.errstate(over="ignore"):
             found["perplexity"] = float(np.exp(found["loss"]))
         if exact_match:
-            found["exact_match"] = float(np.mean([self._repeats(each) for each in examples]))
+            found["exact_match"] = float(
+                np.mean([self._server.repeats(row) for (row,) in examples])
+            )
         return found
-
-    def _compared(self, pairs: Sequence[Unit]) -> dict[str, float]:
-        """Returns the loss, reward margin and reward accuracy of pairs."""
-        each = [self.session.evaluate(batch)["loss"] for batch in self._batches(pairs, 1)]
-        with np.errstate(over="ignore", divide="ignore"):  # loss = log(1 + exp(-margin))
-            margins = -np.log(np.expm1(np.array(each, np.float64)))
-        return {
-            "loss": float(np.mean(each)),
-            "reward_margin": float(np.mean(margins)),
-            "reward_accuracy": float(np.mean(margins > 0)),
-        }
-
-    def _repeats(self, row: Unit) -> bool:
-        """Whether the last reply of a row is what the model generates."""
-        tokens, trained = row[0].tokens.tolist(), row[0].trained
-        end = int(np.flatnonzero(trained)[-1]) + 1
-        start = max(1, *(np.flatnonzero(~trained[:end]) + 1), 0)  # a prompt has at least one token
-        found = self._continued(tokens[:start], end - start, set(), Sampling())
-        return bool(found == tokens[start:end])
 
     def show(
         self,
@@ -447,29 +351,8 @@ class FineTuning:
             2 + 2 = «4<|end|>»
         """
         count = whole_number("batch_size", batch_size, 1)
-        if self._has_encoder:
-            raise UnsupportedError("show: models with an encoder are not supported")
-        units = self._examples(data, max_length, train_on)
-        lines = []
-        for number, unit in enumerate(units[:count], 1):
-            for example in unit:
-                trained = int(example.trained[1:].sum())
-                lines.append(f"row {number}: {len(example.tokens)} tokens, {trained} trained")
-                lines.append(self._marked(example))
-        return "\n".join(lines)
-
-    def _marked(self, example: Example) -> str:
-        """Returns tokens as text, with « and » around those that are trained."""
-        changes = np.flatnonzero(np.diff(example.trained)) + 1
-        text = ""
-        for part in np.split(np.arange(len(example.tokens)), changes):
-            tokens = example.tokens[part].tolist()
-            if self._folder.has_tokenizer:
-                shown = self.tokenizer.text(tokens, special=True)
-            else:
-                shown = " ".join(map(str, tokens)) + " "
-            text += f"«{shown}»" if example.trained[part[0]] else shown
-        return text
+        units = self._batches.read(data, max_length, train_on)
+        return self._batches.text(units[:count])
 
     def generate(
         self,
@@ -524,49 +407,8 @@ class FineTuning:
             tokens = [whole_number("prompt: a token", token, 0) for token in prompt]
         sampling = Sampling(temperature, top_k, top_p, seed)
         end = {*self._folder.end, *(self.tokenizer.end if is_text else ())}
-        found = self._continued(tokens, count, end, sampling, source)
+        found = self._server.continued(tokens, count, end, sampling, source)
         return self.tokenizer.text(found) if is_text else found
-
-    def _continued(
-        self,
-        tokens: Sequence[int],
-        count: int,
-        end: Collection[int],
-        sampling: Sampling,
-        source: Array | None = None,
-    ) -> list[int]:
-        """Continues tokens with at most ``count`` others."""
-        limit = self._folder.context_length or math.inf
-        if not 0 < len(tokens) < limit:
-            raise ArgumentError(
-                f"prompt must have at least 1 and fewer than {limit} tokens, got {len(tokens)}"
-            )
-        count = int(min(count, limit - len(tokens)))
-        if self._files is not None:
-            return continued(
-                self._files.written(self.session.inference_model()),
-                *(None if source is None else source_feeds([source], 0), tokens),
-                logits=self._folder.logits,
-                count=count,
-                end=end,
-                sampling=sampling,
-            )
-        if self._served is None:
-            self._served = self._serve()
-        fixed = {name: self.session.state[name] for name in self._names}
-        self._refuse_unknown(tokens)
-        for value in self._served.get_inputs():
-            if value.name.startswith("past"):
-                fixed[value.name] = self._empty_cache(value.name, self._windows.get(value.name, 0))
-        return generate(
-            self._served,
-            self._folder,
-            tokens,
-            count=count,
-            fixed=fixed,
-            end=end,
-            sampling=sampling,
-        )
 
     def save(self, folder: str | os.PathLike[str], *, merged: bool = False) -> None:
         """Writes a folder that is served like the original one, with and without the adapter.
@@ -605,69 +447,12 @@ class FineTuning:
             ['adapter.onnx_adapter', 'chat_template.jinja', 'genai_config.json']
         """
         target = Path(folder)
-        self._check_target(target)
+        self._writer.check(target)
         if boolean("merged", merged):
-            if self._files is not None:
-                self._save_files(self._files, target)
-            else:
-                self._save_merged(target)
+            self._writer.save_merged(target)
         else:
-            self._save_model(target)
-            self._save_progress(target)
-
-    def _check_target(self, target: Path) -> None:
-        if target.resolve() == self._folder.path.resolve() and not self._is_loaded:
-            raise ArgumentError(
-                f"folder must not be that of the original model, got '{target}'; give another one"
-            )
-
-    def _save_others(self, target: Path) -> Path:
-        """Writes the other files of the folder; returns where the model belongs."""
-        file = target / self._folder.model.relative_to(self._folder.path)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if target.resolve() != self._folder.path.resolve():
-            copy_others(self._folder, target, without=TRAINING)
-            if settings := genai_config(self._folder):
-                (target / GENAI_CONFIG).write_text(settings, encoding="utf-8")
-        return file
-
-    def _save_merged(self, target: Path) -> None:
-        if (target / ADAPTER).exists():
-            raise ArgumentError(
-                f"folder must not have an adapter if merged=True, got '{target}'; give another one"
-            )
-        model = external.detach(merged_model(self.session.inference_model()))
-        model = prune(model, load_light(self._folder.model))
-        save_model(model.attach(), self._save_others(target))
-
-    def _save_model(self, target: Path) -> None:
-        """Writes what training does not change."""
-        if self._files is not None:
-            return
-        file = self._save_others(target)
-        with self.session._locked_file() as held:
-            model = held.light_inference_model()
-            for tensor in model.proto.graph.initializer:
-                if tensor.name in self._initial:
-                    array = self._initial[tensor.name]
-                    tensor.CopyFrom(onnx.numpy_helper.from_array(array, tensor.name))
-            write_model(file, prune(model, load_light(self._folder.model)), limit=_ONE_FILE)
-
-    def _save_progress(self, target: Path) -> None:
-        """Writes the adapter, and the state of the training."""
-        if self._files is not None:
-            self._save_files(self._files, target)
-            self.session.save(target / TRAINING)
-            return
-        with self.session._locked_file() as held:
-            model = held.light_inference_model()
-            write_adapter(model, target / ADAPTER)
-            state = held.light_model()
-            known = {tensor.name for tensor in model.proto.graph.initializer} - set(self._names)
-            for tensor in state.proto.graph.initializer:
-                if tensor.name in known and size_of(tensor) > _SMALL:
-                    tensor.CopyFrom(onnx.TensorProto(name=tensor.name))  # it is in the model's file
-            write_atomically(target / TRAINING, state.attach().SerializeToString())
+            self._writer.save_model_file(target)
+            self._writer.save_progress(target)
 
     @classmethod
     def load(
@@ -719,85 +504,41 @@ class FineTuning:
         result._start(opened, trainable, initial, recompute=recompute)
         return result
 
-    def _save_files(self, files: SeveralFiles, target: Path) -> None:
-        """Writes the files of a model with the adapter merged into them; see `save`."""
-        for file in files.parts.values():
-            (target / file.relative_to(self._folder.path)).parent.mkdir(parents=True, exist_ok=True)
-        if target.resolve() != self._folder.path.resolve():
-            copy_others(self._folder, target, without=TRAINING)
-        for part, model in files.written(self.session.inference_model()).items():
-            save_model(model, target / files.parts[part].relative_to(self._folder.path))
 
-    @property
-    def _has_encoder(self) -> bool:
-        return self._files is not None and self._files.has_encoder
+def _adapted(
+    folder: Folder,
+    files: SeveralFiles | None,
+    rank: int,
+    alpha: float,
+    targets: str | Sequence[str] | None,
+    adapter: str | os.PathLike[str] | None,
+) -> LightModel:
+    """Returns the model of a folder with an adapter; see `FineTuning`."""
+    model = load_light(folder.model if files is None else files.base)  # without its data
+    if files is None:
+        model = without_pruning(model)
+    if adapter_of(model.proto.metadata_props) is not None:
+        raise ModelError(
+            f"folder '{folder.path}': its model already has an adapter; continue with "
+            "ortops.llm.FineTuning.load, or merge it with ortops.lora.merge"
+        )
+    if adapter is not None and Path(adapter).is_dir():
+        return move_aside(with_peft(read_base(model), adapter))
+    chosen = "all-linear" if targets is None else targets
+    model = move_aside(adapted(read_base(model), rank, alpha, chosen))
+    return model if adapter is None else with_adapter(model, adapter)
 
-    def _examples(self, data: Rows, max_length: int, train_on: str) -> Sequence[Any]:
-        longest = whole_number("max_length", max_length, 2)
-        longest = min(longest, self._folder.context_length or longest)
-        choice("train_on", train_on, TRAIN_ON)
-        if self._has_encoder:
-            return read_sequence_pairs(data, lambda: self.tokenizer, self._folder, longest)
-        rows = list(rows_of(data))
-        if any(is_preference(row) != self._compares for row in rows):
-            raise FeedError(
-                "data: rows with chosen and rejected need loss=ortops.losses.DPO()"
-                if not self._compares
-                else "data: for DPO, each row must have chosen and rejected"
-            )
-        if self._compares:
-            return read_pairs(rows, lambda: self.tokenizer, max_length=longest)
-        found = read_examples(rows, lambda: self.tokenizer, train_on=train_on, max_length=longest)
-        return [(example,) for example in found]
 
-    def _pads_right(self) -> str:
-        """Returns a node that needs padding on the right, as text; empty if there is none."""
-        graph = onnx.load(self._folder.model, load_external_data=False).graph
-        kinds = ("GroupQueryAttention", "PagedAttention", "SparseAttention")
-        found = (node for node in graph.node if node.op_type in kinds)
-        return next((f"{node.op_type} node '{node.name}'" for node in found), "")
-
-    def _batches(
-        self, units: Sequence[Any], batch_size: int, padding: str = "right"
-    ) -> Iterator[dict[str, npt.NDArray[Any]]]:
-        for first in range(0, len(units), batch_size):
-            rows = units[first : first + batch_size]
-            if self._files is not None and self._has_encoder:
-                batch = pair_feeds(rows, self._folder, self._files.inputs)
-            else:
-                batch = batch_of([each for unit in rows for each in unit], padding)
-            named = {self._folder.input_name(name): array for name, array in batch.items()}
-            yield {name: array for name, array in named.items() if name in self.session.inputs}
-
-    def _refuse_unknown(self, tokens: Sequence[int]) -> None:
-        """Rejects tokens that the vocabulary does not have."""
-        assert self._served is not None
-        shapes = [v.shape for v in self._served.get_outputs() if v.name == self._folder.logits]
-        size = shapes[0][-1] if shapes and shapes[0] else None
-        if isinstance(size, int) and max(tokens) >= size:
-            raise ArgumentError(f"prompt: tokens must be < {size}, got {max(tokens)}")
-
-    def _serve(self) -> onnxruntime.InferenceSession:
-        refuse_norms(self._folder)
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3  # one warning for each tensor of the adapter
-        with self.session._locked_file() as held:
-            model = to_ir(held.light_inference_model())
-            message, self._lent = move_out(model, 0)
-            lend(options, self._lent)
-            return onnxruntime.InferenceSession(
-                serialize(message), options, providers=["CPUExecutionProvider"]
-            )
-
-    def _empty_cache(self, name: str, capacity: int) -> npt.NDArray[Any]:
-        known = self.session.inputs.get(name)
-        if known is None or known.past is None:
-            raise UnsupportedError(
-                f"input '{name}': generate needs caches past_key_values.* of shape [batch, heads, "
-                "time, size]; generate with the tool that serves the folder"
-            )
-        heads, size = known.past
-        return np.zeros((1, heads, capacity, size), known.dtype)
+def _rewards(session: TrainingSession, pairs: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns the loss of DPO, the reward margin and the reward accuracy of batches of one pair."""
+    each = [session.evaluate(pair)["loss"] for pair in pairs]
+    with np.errstate(over="ignore", divide="ignore"):  # loss = log(1 + exp(-margin))
+        margins = -np.log(np.expm1(np.array(each, np.float64)))
+    return {
+        "loss": float(np.mean(each)),
+        "reward_margin": float(np.mean(margins)),
+        "reward_accuracy": float(np.mean(margins > 0)),
+    }
 
 
 def _trainable(

@@ -1,0 +1,192 @@
+"""Reads the rows of a data set for a model, and makes batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from ortops.arguments import choice, whole_number
+from ortops.errors import ArgumentError, FeedError, UnsupportedError
+from ortops.llm.examples import (
+    PADDING,
+    TRAIN_ON,
+    Example,
+    Rows,
+    batch_of,
+    read_examples,
+    rows_of,
+)
+from ortops.llm.folder import Folder
+from ortops.llm.preferences import Pair, is_preference, read_pairs
+from ortops.llm.sequence_pairs import pair_feeds, read_sequence_pairs
+from ortops.llm.several_files import SeveralFiles
+from ortops.llm.tokenization import Tokenizer
+
+__all__ = ["Batches", "Unit", "grouped"]
+
+Unit: TypeAlias = tuple[Example] | Pair
+"""The sequences of a row."""
+
+_MEGABATCH = 50  # batches
+
+
+def _length(unit: Unit) -> int:
+    return max(len(example.tokens) for example in unit)
+
+
+def grouped(
+    order: npt.NDArray[np.int64], lengths: Sequence[int], batch_size: int
+) -> npt.NDArray[np.int64]:
+    """Sorts rows by length within megabatches, and keeps the order of the batches random.
+
+    Args:
+        order: A permutation of the rows.
+        lengths: The length of each row.
+        batch_size: The number of rows per batch. Only the last batch may have fewer.
+    """
+    size, known = _MEGABATCH * batch_size, np.array(lengths)
+    parts = [order[first : first + size] for first in range(0, len(order), size)]
+    rows = np.concatenate([part[np.argsort(-known[part], kind="stable")] for part in parts])
+    whole = len(rows) // batch_size * batch_size
+    batches = rows[:whole].reshape(-1, batch_size)
+    ranks = np.argsort(order[: len(batches)], kind="stable")  # as random as the order
+    return np.concatenate([batches[ranks].ravel(), rows[whole:]])
+
+
+class Batches:
+    """Reads rows and makes batches, in the form that a model needs.
+
+    Args:
+        folder: The folder.
+        files: The files of a model in several files.
+        tokenizer: Returns the tokenizer.
+        inputs: The inputs of a step.
+        compares: Whether rows are pairs of a chosen and a rejected answer.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        files: SeveralFiles | None,
+        tokenizer: Callable[[], Tokenizer],
+        inputs: Collection[str],
+        *,
+        compares: bool,
+    ) -> None:
+        self._folder, self._files, self._tokenizer = folder, files, tokenizer
+        self._inputs, self._compares = inputs, compares
+        self._has_encoder = files is not None and files.has_encoder
+
+    def read(self, data: Rows, max_length: int, train_on: str) -> Sequence[Any]:
+        """Reads rows; see `ortops.llm.FineTuning.fit`.
+
+        Raises:
+            ArgumentError: If an argument is wrong.
+            FeedError: If a row has another form, or there is no token to train.
+        """
+        longest = whole_number("max_length", max_length, 2)
+        longest = min(longest, self._folder.context_length or longest)
+        choice("train_on", train_on, TRAIN_ON)
+        if self._has_encoder:
+            return read_sequence_pairs(data, self._tokenizer, self._folder, longest)
+        rows = list(rows_of(data))
+        if any(is_preference(row) != self._compares for row in rows):
+            raise FeedError(
+                "data: rows with chosen and rejected need loss=ortops.losses.DPO()"
+                if not self._compares
+                else "data: for DPO, each row must have chosen and rejected"
+            )
+        if self._compares:
+            return read_pairs(rows, self._tokenizer, max_length=longest)
+        found = read_examples(rows, self._tokenizer, train_on=train_on, max_length=longest)
+        return [(example,) for example in found]
+
+    def check(self, padding: str, *, group_by_length: bool) -> None:
+        """Rejects arguments that do not fit the model.
+
+        Raises:
+            ArgumentError: If they do not.
+        """
+        choice("padding", padding, PADDING)
+        if self._has_encoder and (group_by_length or padding != "right"):
+            raise ArgumentError(
+                "group_by_length must be False and padding 'right' for a model with an encoder, "
+                f"got {group_by_length} and {padding!r}"
+            )
+        if padding == "left" and (left := self._pads_right()):
+            raise ArgumentError(
+                f"padding must be 'right', as {left} counts the tokens of a row from the left, "
+                "got 'left'"
+            )
+
+    def order(
+        self,
+        units: Sequence[Any],
+        batch_size: int,
+        *,
+        generator: np.random.Generator | None,
+        group_by_length: bool,
+    ) -> list[Any]:
+        """Returns rows in the order of an epoch.
+
+        Args:
+            units: The rows.
+            batch_size: The number of rows per batch.
+            generator: Shuffles them; None for the given order.
+            group_by_length: Whether batches have rows of similar length.
+        """
+        places = np.arange(len(units))
+        if generator is not None:
+            places = generator.permutation(len(units))
+        if group_by_length:
+            places = grouped(places, [_length(unit) for unit in units], batch_size)
+        return [units[int(place)] for place in places]
+
+    def of(
+        self, units: Sequence[Any], batch_size: int, padding: str = "right"
+    ) -> Iterator[dict[str, npt.NDArray[Any]]]:
+        """Yields batches of rows, with the inputs that a step reads."""
+        for first in range(0, len(units), batch_size):
+            rows = units[first : first + batch_size]
+            if self._files is not None and self._has_encoder:
+                batch = pair_feeds(rows, self._folder, self._files.inputs)
+            else:
+                batch = batch_of([each for unit in rows for each in unit], padding)
+            named = {self._folder.input_name(name): array for name, array in batch.items()}
+            yield {name: array for name, array in named.items() if name in self._inputs}
+
+    def text(self, units: Sequence[Any]) -> str:
+        """Returns rows as text, with marks around the tokens that are trained."""
+        if self._has_encoder:
+            raise UnsupportedError("show: models with an encoder are not supported")
+        lines = []
+        for number, unit in enumerate(units, 1):
+            for example in unit:
+                trained = int(example.trained[1:].sum())
+                lines.append(f"row {number}: {len(example.tokens)} tokens, {trained} trained")
+                lines.append(self._marked(example))
+        return "\n".join(lines)
+
+    def _marked(self, example: Example) -> str:
+        """Returns tokens as text, with « and » around those that are trained."""
+        changes = np.flatnonzero(np.diff(example.trained)) + 1
+        text = ""
+        for part in np.split(np.arange(len(example.tokens)), changes):
+            tokens = example.tokens[part].tolist()
+            if self._folder.has_tokenizer:
+                shown = self._tokenizer().text(tokens, special=True)
+            else:
+                shown = " ".join(map(str, tokens)) + " "
+            text += f"«{shown}»" if example.trained[part[0]] else shown
+        return text
+
+    def _pads_right(self) -> str:
+        """Returns a node that needs padding on the right, as text; empty if there is none."""
+        graph = onnx.load(self._folder.model, load_external_data=False).graph
+        kinds = ("GroupQueryAttention", "PagedAttention", "SparseAttention")
+        found = (node for node in graph.node if node.op_type in kinds)
+        return next((f"{node.op_type} node '{node.name}'" for node in found), "")

@@ -1,0 +1,128 @@
+"""Generates with the model that is being tuned, in stock onnxruntime."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+
+from ortops.errors import ArgumentError, UnsupportedError
+from ortops.graph.convert import to_ir
+from ortops.graph.files.external import move_out, serialize
+from ortops.inference import lend
+from ortops.llm.decoding import continued
+from ortops.llm.examples import Example
+from ortops.llm.folder import Folder, refuse_norms, sliding_windows
+from ortops.llm.generation import Sampling, generate
+from ortops.llm.sequence_pairs import source_feeds
+from ortops.llm.several_files import SeveralFiles
+from ortops.numbers import Array
+from ortops.training.session import TrainingSession
+
+__all__ = ["Server"]
+
+
+class Server:
+    """Continues tokens with the present adapter.
+
+    Args:
+        session: The session that trains the adapter.
+        folder: The folder.
+        files: The files of a model in several files.
+        names: The names of the adapter's matrices.
+    """
+
+    def __init__(
+        self,
+        session: TrainingSession,
+        folder: Folder,
+        files: SeveralFiles | None,
+        names: Sequence[str],
+    ) -> None:
+        self.session, self._folder, self._files, self._names = session, folder, files, names
+        self._windows = {} if files is not None else sliding_windows(folder)
+        self._served: onnxruntime.InferenceSession | None = None
+
+    def continued(
+        self,
+        tokens: Sequence[int],
+        count: int,
+        end: Collection[int],
+        sampling: Sampling,
+        source: Array | None = None,
+    ) -> list[int]:
+        """Continues tokens with at most ``count`` others."""
+        limit = self._folder.context_length or math.inf
+        if not 0 < len(tokens) < limit:
+            raise ArgumentError(
+                f"prompt must have at least 1 and fewer than {limit} tokens, got {len(tokens)}"
+            )
+        count = int(min(count, limit - len(tokens)))
+        if self._files is not None:
+            return continued(
+                self._files.written(self.session.inference_model()),
+                *(None if source is None else source_feeds([source], 0), tokens),
+                logits=self._folder.logits,
+                count=count,
+                end=end,
+                sampling=sampling,
+            )
+        if self._served is None:
+            self._served = self._serve()
+        fixed = {name: self.session.state[name] for name in self._names}
+        self._refuse_unknown(tokens)
+        for value in self._served.get_inputs():
+            if value.name.startswith("past"):
+                fixed[value.name] = self._empty_cache(value.name, self._windows.get(value.name, 0))
+        return generate(
+            self._served,
+            self._folder,
+            tokens,
+            count=count,
+            fixed=fixed,
+            end=end,
+            sampling=sampling,
+        )
+
+    def repeats(self, example: Example) -> bool:
+        """Whether the last reply of a row is what the model generates."""
+        tokens, trained = example.tokens.tolist(), example.trained
+        end = int(np.flatnonzero(trained)[-1]) + 1
+        start = max(1, *(np.flatnonzero(~trained[:end]) + 1), 0)  # a prompt has at least one token
+        found = self.continued(tokens[:start], end - start, set(), Sampling())
+        return bool(found == tokens[start:end])
+
+    def _refuse_unknown(self, tokens: Sequence[int]) -> None:
+        """Rejects tokens that the vocabulary does not have."""
+        assert self._served is not None
+        shapes = [v.shape for v in self._served.get_outputs() if v.name == self._folder.logits]
+        size = shapes[0][-1] if shapes and shapes[0] else None
+        if isinstance(size, int) and max(tokens) >= size:
+            raise ArgumentError(f"prompt: tokens must be < {size}, got {max(tokens)}")
+
+    def _serve(self) -> onnxruntime.InferenceSession:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # one warning for each tensor of the adapter
+        with self.session._locked_file() as held:
+            light = held.light_inference_model()
+            refuse_norms(light.proto)
+            model = to_ir(light)
+            message, self._lent = move_out(model, 0)
+            lend(options, self._lent)
+            return onnxruntime.InferenceSession(
+                serialize(message), options, providers=["CPUExecutionProvider"]
+            )
+
+    def _empty_cache(self, name: str, capacity: int) -> npt.NDArray[Any]:
+        known = self.session.inputs.get(name)
+        if known is None or known.past is None:
+            raise UnsupportedError(
+                f"input '{name}': generate needs caches past_key_values.* of shape [batch, heads, "
+                "time, size]; generate with the tool that serves the folder"
+            )
+        heads, size = known.past
+        return np.zeros((1, heads, capacity, size), known.dtype)
