@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,8 @@ from ortops.lora.removal import remove_adapter
 from ortops.lora.targets import Target, parts, targets
 
 __all__ = ["from_peft", "refuse_others", "to_peft", "with_peft"]
+
+logger = logging.getLogger("ortops")
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -247,6 +250,11 @@ def with_peft(base: Base, folder: str | os.PathLike[str]) -> ir.Model:
     ranks, alphas = (Patterns(numbers, name) for name, numbers in given.items())
     rank, alpha = config.get("r", 8), float(config.get("lora_alpha", 8))
     rslora = config.get("use_rslora") or False
+    if dropout := config.get("lora_dropout"):
+        logger.warning(
+            "the adapter was trained with lora_dropout=%s; ortops trains it on without dropout",
+            dropout,
+        )
     everything = targets(base.work)
     places = Places(everything)
     layers: list[Layer] = []
