@@ -131,13 +131,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
 @pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS)
-def test_an_encoder(settings: dict[str, Any], exporter: str, tmp_path: Path) -> None:
+def test_an_encoder(
+    settings: dict[str, Any], exporter: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """PEFT's outputs; and back: what is trained here gives the same outputs in PEFT."""
     module = encoder()
     wrapped = randomized(module, peft.LoraConfig(**settings), "model")
     wrapped.model.save_pretrained(tmp_path / "given")
     base = exported(module, torch.from_numpy(IDS), exporter)
     model = lora.from_peft(base, tmp_path / "given")
+    assert ("with lora_dropout=0.1" in caplog.text) == ("lora_dropout" in settings)
     expected = computed(wrapped, IDS)
     np.testing.assert_allclose(outputs(model, {"x": IDS})[0], expected, atol=1e-4)
     assert abs(outputs(base, {"x": IDS})[0] - expected).max() > 0.1
