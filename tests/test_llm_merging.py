@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from lora_models import random_adapter, with_values
 from onnx import TensorProto, helper, numpy_helper
 
 import ortops
@@ -218,10 +219,52 @@ def test_folders_that_are_refused(tuned: Path) -> None:
 
 def test_other_layers_keep_their_weights(caplog: pytest.LogCaptureFixture) -> None:
     model = llama.llama(bits=4)
-    merged = merged_model(lora.add(model, targets=["*o_proj*"]))
+    adapted = lora.add(model, targets=["*o_proj*"])
+    merged = merged_model(with_values(adapted, random_adapter(adapted)))
     stored = {tensor.name: tensor for tensor in merged.graph.initializer}
     for tensor in model.graph.initializer:
         if "o_proj" not in tensor.name:
             assert tensor == stored[tensor.name]
     assert "merged into 2 quantized layers" in caplog.text
     assert "floating-point" not in caplog.text
+
+
+def test_an_adapter_that_changes_nothing_rounds_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model = llama.llama(bits=4)
+    merged = merged_model(lora.add(model, targets=["*o_proj*"]))
+    stored = {tensor.name: tensor for tensor in merged.graph.initializer}
+    for tensor in model.graph.initializer:
+        assert tensor == stored[tensor.name]
+    assert "rounded" not in caplog.text
+
+
+def test_nodes_without_names_keep_their_block_sizes() -> None:
+    """The first product has blocks of 32, the second of 16; the third has no weight."""
+    draw = np.random.default_rng(0).standard_normal
+    nodes, tensors = [], []
+    for number, block in enumerate((32, 16)):
+        packed, scales, _, _ = quantize(
+            draw((64, 64)).astype(np.float32), bits=4, block_size=block, has_zeros=False
+        )
+        names = [f"layer{number}.weight_Q4", f"layer{number}.weight_scales"]
+        arrays = zip((packed, scales), names, strict=True)
+        tensors += [numpy_helper.from_array(array, name) for array, name in arrays]
+        settings = {"K": 64, "N": 64, "bits": 4, "block_size": block, "domain": "com.microsoft"}
+        x, y = ("x", "h") if number == 0 else ("h", "p")
+        nodes.append(helper.make_node("MatMulNBits", [x, *names], [y], **settings))
+    nodes += [
+        helper.make_node("Transpose", ["p"], ["t"], perm=[1, 0]),
+        helper.make_node("MatMul", ["p", "t"], ["y"]),
+    ]
+    info = helper.make_tensor_value_info
+    ends = [info("x", TensorProto.FLOAT, ["n", 64])], [info("y", TensorProto.FLOAT, ["n", "m"])]
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    graph = helper.make_graph(nodes, "unnamed", *ends, tensors)
+    adapted = lora.add(helper.make_model(graph, opset_imports=opsets, ir_version=10), rank=4)
+    merged = merged_model(with_values(adapted, random_adapter(adapted)))
+    onnx.checker.check_model(merged)
+    found = [node for node in merged.graph.node if node.op_type == "MatMulNBits"]
+    sizes = [each.i for node in found for each in node.attribute if each.name == "block_size"]
+    assert sizes == [32, 16]
+    assert [node.op_type for node in merged.graph.node][-1] == "MatMul"
+    assert not any(node.name for node in found)

@@ -38,23 +38,35 @@ def merged_model(model: onnx.ModelProto) -> onnx.ModelProto:
         ModelError: See `ortops.lora.merge`.
         UnsupportedError: If the output of a layer is quantized.
     """
-    old = {node.name: node for node in model.graph.node if _is_quantized(node)}
+    named, old = onnx.ModelProto(), dict[str, onnx.NodeProto]()
+    named.CopyFrom(model)
+    pairs = zip(model.graph.node, named.graph.node, strict=True)
+    for number, (base, copy) in enumerate(pairs):
+        if _is_quantized(base):  # whose name may be empty, or not unique
+            copy.name = f"ortops.merged.{number}"
+            old[copy.name] = base
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     updates = _updates(model, stored)
-    result = merge(model, dequantize=True)
+    result = merge(named, dequantize=True)
     weights = {tensor.name: tensor for tensor in result.graph.initializer}
     ratios, written = list[float](), dict[str, list[str]]()
     for node in result.graph.node:
         base = old.get(node.name)
-        if base is None or node.op_type != "MatMul":
+        if base is None:
+            continue
+        node.name = base.name
+        if node.op_type != "MatMul":
             continue
         weight = weights[node.input[1]]
         if weight.name not in written:
-            tensors, rounding = _quantized(base, weight, stored)
-            result.graph.initializer.extend(tensors)
-            written[weight.name] = [tensor.name for tensor in tensors]
             update = updates[base.output[0]]
-            ratios.append(rounding / update if update else np.inf)
+            if update:
+                tensors, rounding = _quantized(base, weight, stored)
+                ratios.append(rounding / update)
+            else:  # what does not change is not rounded again
+                tensors = [stored[name] for name in base.input[1:4] if name]
+            result.graph.initializer.extend(t for t in tensors if t.name not in weights)
+            written[weight.name] = [tensor.name for tensor in tensors]
         node.op_type, node.domain = base.op_type, base.domain
         node.input[1:] = written[weight.name]
         node.attribute.extend(base.attribute)
