@@ -16,7 +16,7 @@ import ortops
 from benchmarks import language
 from models import llama
 from ortops.execution.settings import Settings
-from ortops.llm import FineTuning, tuning
+from ortops.llm import FineTuning, saving
 from ortops.training import loaded_model
 
 ROWS = [[104, 105, 33, 97, 98, 99, 256], [104, 111, 33, 100, 256], [120, 121, 122]]
@@ -117,7 +117,7 @@ def test_no_dequantized_weights_are_kept(tmp_path: Path) -> None:
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treats all models as large ones."""
     monkeypatch.setattr(loaded_model, "Settings", functools.partial(Settings, copied=0))
-    monkeypatch.setattr(tuning, "_ONE_FILE", 0)
+    monkeypatch.setattr(saving, "_ONE_FILE", 0)
 
 
 @pytest.mark.parametrize("bits", [32, 4])
