@@ -257,6 +257,56 @@ def test_losses_are_those_of_peft(
     assert expected[-1] < expected[0] - 1e-3
 
 
+def test_losses_with_decay_schedule_and_padding(
+    exported_decoder: onnx.ModelProto, tmp_path: Path
+) -> None:
+    """AdamW with a strong decay, a linear warm-up, and batches of rows of different lengths."""
+    module = decoder()
+    config = peft.LoraConfig(r=8, target_modules="all-linear", lora_alpha=16)
+    torch.manual_seed(2)
+    module.model = peft.get_peft_model(module.model, config).eval()
+    module.model.save_pretrained(tmp_path)
+    model = lora.from_peft(exported_decoder, tmp_path)
+    batches = []
+    for seed in range(4):
+        draw = np.random.default_rng(seed)
+        ids = draw.integers(0, 50, (2, 7))
+        inside = np.arange(7) < draw.integers(3, 8, (2, 1))
+        batches.append((np.where(inside, ids, 0), np.where(inside, ids, -100)))
+
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    rule = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.5)
+    schedule = transformers.get_linear_schedule_with_warmup(rule, 5, STEPS)
+    expected = []
+    for step in range(STEPS):
+        ids, labels = (torch.from_numpy(array) for array in batches[step % 4])
+        scores = module(ids)[:, :-1].flatten(0, 1)
+        loss = nn.functional.cross_entropy(scores, labels[:, 1:].flatten())
+        rule.zero_grad()
+        loss.backward()
+        rule.step()
+        schedule.step()
+        expected.append(loss.item())
+
+    session = TrainingSession(
+        ortops.build_training_model(
+            model,
+            loss=ortops.losses.NextToken(ignore_index=-100),
+            optimizer=ortops.optimizers.AdamW(
+                learning_rate=ortops.schedules.warmup_linear(1e-2, steps=STEPS, warmup=5),
+                weight_decay=0.5,
+                epsilon_after_correction=True,
+            ),
+        )
+    )
+    found = []
+    for step in range(STEPS):
+        ids, labels = batches[step % 4]
+        found.append(float(session.step({"x": ids, "labels": labels})["loss"]))
+    np.testing.assert_allclose(found, expected, rtol=2e-4)
+    assert np.mean(expected[-4:]) < np.mean(expected[:4]) - 0.05
+
+
 @pytest.mark.parametrize("exporter", ["torchscript", "dynamo"])
 def test_convolutions(exporter: str, tmp_path: Path) -> None:
     module, x = images(), np.random.default_rng(1).standard_normal((2, 3, 8, 8), np.float32)
