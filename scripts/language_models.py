@@ -258,7 +258,7 @@ def _checkpoint(folder: Path, architecture: str) -> float:
 
 def _short(error: Exception) -> str:
     text = " ".join(str(error).split()).replace("|", "\\|") or type(error).__name__
-    return text if isinstance(error, ortops.OrtopsError | WrongError) else f"{text:.200}"
+    return text if isinstance(error, ortops.OrtopsError | WrongError) else f"{text:.400}"
 
 
 def table(cells: Mapping[Kind, Sequence[str]]) -> str:
