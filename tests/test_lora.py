@@ -1276,3 +1276,122 @@ def test_four_bits_stay_four_bits() -> None:
     assert sum(size for name, size in sizes.items() if "lora" not in name) == sum(
         array.nbytes for array in values(base).values()
     )
+
+
+# ------------------------------------------------------------------------------------ dropout
+
+
+def wide_layer(opset: int = 21) -> onnx.ModelProto:
+    """Two linear layers of the same 64 inputs, whose weights are zero."""
+    with Tape(name="wide", opset=opset) as tape:
+        x = tape.input("x", F, ["n", 64])
+        weights = [tape.initializer(f"w{i}", np.zeros((64, 8), F)) for i in range(2)]
+        tape.output(op.Concat(*(x @ w for w in weights), axis=1), "y")
+    return tape.model()
+
+
+def masks(session: TrainingSession, x: Any) -> list[Any]:
+    """What training multiplies the inputs of A by, given A = 1 and ones as inputs.
+
+    The loss is the sum of outputs with B = 0, so its gradient by row i of B is the input i of B.
+    """
+    before = {name: array.copy() for name, array in session.parameters.items()}
+    session.step({"x": x, "targets": np.zeros((len(x), 16), F)})
+    return [
+        before[name][:, 0] - array[:, 0]
+        for name, array in session.parameters.items()
+        if "lora_B" in name
+    ]
+
+
+def with_dropout(ratio: float, opset: int = 21) -> TrainingSession:
+    model = lora.add(wide_layer(opset), rank=64, alpha=64, dropout=ratio)
+    identity = {
+        name: np.eye(64, dtype=F) for name in values(model) if name.endswith("lora_A.weight")
+    }
+    model = with_values(model, identity)
+    trainable = ortops.build_training_model(
+        model,
+        loss=lambda y, targets: op.ReduceSum(y - targets, keepdims=0),
+        optimizer="SGD",
+        trainable=["*lora_B*"],
+    )
+    session = TrainingSession(trainable)
+    session.learning_rate = 1.0
+    return session
+
+
+@pytest.mark.parametrize("opset", [11, 21])
+def test_dropout_drops_inputs_of_a_in_training_only(opset: int) -> None:
+    session = with_dropout(0.25, opset)
+    ones = np.ones((1, 64), F)
+    drawn = [mask for _ in range(8) for mask in masks(session, ones)]
+    assert {round(float(number), 5) for mask in drawn for number in mask} == {
+        0.0,
+        round(1 / 0.75, 5),
+    }
+    dropped = np.mean([mask == 0 for mask in drawn])
+    assert abs(dropped - 0.25) < 5 * np.sqrt(0.25 * 0.75 / (len(drawn) * 64))
+    assert len({mask.tobytes() for mask in drawn}) == len(drawn)  # of each layer, in each step
+    model = session.inference_model()
+    parameters = values(model)
+    expected = np.concatenate(
+        [
+            ones @ parameters[f"w{i}.lora_A.weight"] @ parameters[f"w{i}.lora_B.weight"]
+            for i in (0, 1)
+        ],
+        axis=1,
+    )
+    np.testing.assert_allclose(outputs(model, {"x": ones})[0], expected, rtol=1e-5)
+    np.testing.assert_allclose(session.predict({"x": ones})["y"], expected, rtol=1e-5)
+
+
+def test_training_with_dropout_resumes_bit_for_bit(tmp_path: Path) -> None:
+    whole, part = with_dropout(0.5), with_dropout(0.5)
+    x = normal(3, 64, seed=1)
+    for _ in range(2):
+        masks(whole, x), masks(part, x)
+    part.save(tmp_path / "part.onnx")
+    resumed = TrainingSession(tmp_path / "part.onnx")
+    for _ in range(2):
+        masks(whole, x), masks(resumed, x)
+    for name, array in whole.parameters.items():
+        np.testing.assert_array_equal(array, resumed.parameters[name])
+
+
+def test_dropout_is_written_merged_and_read_from_peft(tmp_path: Path) -> None:
+    base = two_layers()
+    model = lora.add(base, rank=2, dropout=0.25)
+    model = with_values(model, random_adapter(model))
+    merged = lora.merge(model)
+    assert [n.op_type for n in merged.graph.node] == [n.op_type for n in base.graph.node]
+    np.testing.assert_allclose(
+        outputs(merged, {"images": ROWS})[0], outputs(model, {"images": ROWS})[0], atol=1e-5
+    )
+    lora.to_peft(model, tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["lora_dropout"] == 0.25
+    again = lora.from_peft(base, tmp_path)
+    assert [n.op_type for n in again.graph.node].count("Dropout") == 2
+    without = lora.add(base, rank=2)
+    lora.save_adapter(model, tmp_path / "a.onnx_adapter")  # of a training with dropout
+    filled = lora.load_adapter(without, tmp_path / "a.onnx_adapter")
+    assert {n: a.tolist() for n, a in values(filled).items()} == {
+        n: a.tolist() for n, a in values(model).items()
+    }
+
+
+def test_embeddings_have_no_dropout() -> None:
+    case = CASES["Gather"]
+    model = lora.add(case.model(), rank=3, targets=case.targets, dropout=0.5)
+    assert "Dropout" not in {node.op_type for node in model.graph.node}
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1, 1.5, float("nan"), "0.1", True])
+def test_ratios_that_are_refused(ratio: Any) -> None:
+    with pytest.raises(ArgumentError, match="dropout must be a"):
+        lora.add(two_layers(), dropout=ratio)
+
+
+def test_dropout_inside_a_branch_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="inside a branch or a loop, where adapters cannot"):
+        lora.add(branches(), dropout=0.1)

@@ -140,7 +140,7 @@ def test_an_encoder(
     wrapped.model.save_pretrained(tmp_path / "given")
     base = exported(module, torch.from_numpy(IDS), exporter)
     model = lora.from_peft(base, tmp_path / "given")
-    assert ("with lora_dropout=0.1" in caplog.text) == ("lora_dropout" in settings)
+    assert (", dropout 0.1, on" in caplog.text) == ("lora_dropout" in settings)
     expected = computed(wrapped, IDS)
     np.testing.assert_allclose(outputs(model, {"x": IDS})[0], expected, atol=1e-4)
     assert abs(outputs(base, {"x": IDS})[0] - expected).max() > 0.1

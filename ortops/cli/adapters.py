@@ -26,7 +26,8 @@ def lora(options: argparse.Namespace) -> int:
     model = read_model(options.model)
     if options.action == "add":
         alpha = 2.0 * options.rank if options.alpha is None else options.alpha
-        write_model(lora_models.add(model, options.rank, alpha, options.targets), options.output)
+        settings = options.rank, alpha, options.targets
+        write_model(lora_models.add(model, *settings, dropout=options.dropout), options.output)
     elif options.action == "merge":
         write_model(_merged(_trained(model), options), options.output)
     elif Path(options.output).suffix == ".onnx_adapter":

@@ -440,6 +440,8 @@ def _add_tune(command: _Command) -> None:
     )
     add("--rank", type=_rank, metavar="N", help="the adapter's rank (default: 8)")
     add("--alpha", type=float, metavar="A", help="the scaling's numerator (default: 16)")
+    about = "the ratio of a layer's input that training drops before A (default: 0)"
+    add("--dropout", type=float, metavar="P", help=about)
     about = "the layers to adapt (default: all linear layers but lm_head)"
     _add_list(parser, "--targets", "PATTERN", about)
     add("--epochs", type=_count, metavar="N", help="passes over the data (default: 1)")
@@ -489,6 +491,8 @@ def _add_lora(command: _Command) -> None:
     add.add_argument(
         "--alpha", type=float, metavar="A", help="the scaling's numerator (default: twice the rank)"
     )
+    about = "the ratio of a layer's input that training drops before A (default: 0)"
+    add.add_argument("--dropout", type=float, default=0.0, metavar="P", help=about)
     add.add_argument(
         "--targets",
         nargs="+",

@@ -34,7 +34,7 @@ def tune(options: argparse.Namespace) -> int:
     if resumes:
         tuning = FineTuning.load(folder)
     elif continues:
-        for name in ("rank", "alpha", "targets", "loss"):
+        for name in ("rank", "alpha", "dropout", "targets", "loss"):
             if getattr(options, name) is not None:
                 raise OrtopsError(
                     f"--{name}: '{folder}' already has an adapter; omit --{name}, or start "
@@ -56,6 +56,7 @@ def tune(options: argparse.Namespace) -> int:
             options.targets,
             2e-4 if rate is None else rate,
             loss=options.loss,
+            dropout=options.dropout or 0.0,
         )
     if options.show:
         limit = options.max_length or 512

@@ -27,6 +27,7 @@ __all__ = [
     "Module",
     "adapter_of",
     "is_alpha",
+    "is_dropout",
     "is_rank",
     "scaling",
 ]
@@ -75,6 +76,7 @@ class Adapter:
         modules: The layers, by name.
         rank_pattern: Ranks of layers, by regular expressions of their names, as in PEFT.
         alpha_pattern: Alphas of layers, likewise.
+        dropout: The ratio of elements of A's inputs that training drops.
     """
 
     rank: int
@@ -84,6 +86,7 @@ class Adapter:
     modules: Mapping[str, Module]
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    dropout: float = 0.0
 
     @property
     def parameters(self) -> list[str]:
@@ -116,14 +119,15 @@ class Adapter:
                 )
 
     def dumps(self) -> str:
-        """Returns the JSON."""
-        return json.dumps(asdict(self))
+        """Returns the JSON, without ``dropout`` if it is 0, which older versions cannot read."""
+        return json.dumps({k: v for k, v in asdict(self).items() if k != "dropout" or v})
 
     def __str__(self) -> str:
         ranks = sorted({module.rank for module in self.modules.values()})
         alphas = sorted({module.alpha for module in self.modules.values()})
         rank, alpha = (", ".join(f"{each:g}" for each in numbers) for numbers in (ranks, alphas))
-        return f"rank {rank}, alpha {alpha}, on {len(self.modules)} layers"
+        dropout = f", dropout {self.dropout:g}" if self.dropout else ""
+        return f"rank {rank}, alpha {alpha}{dropout}, on {len(self.modules)} layers"
 
 
 def scaling(rank: int, alpha: float, *, rslora: bool) -> float:
@@ -142,6 +146,11 @@ def is_rank(value: object) -> bool:
 def is_alpha(value: object) -> bool:
     """Whether a value read from JSON is a valid alpha: a finite number other than 0."""
     return type(value) in (int, float) and 0 < abs(value) <= sys.float_info.max  # type: ignore[arg-type]
+
+
+def is_dropout(value: object) -> bool:
+    """Whether a value read from JSON is a valid ratio of Dropout."""
+    return type(value) in (int, float) and 0 <= value < 1  # type: ignore[operator]
 
 
 def adapter_of(metadata: Iterable[Entry]) -> Adapter | None:
@@ -242,6 +251,7 @@ _FIELDS: Mapping[str, Expected] = {
     ),
     "rank_pattern": object_of("integers >= 1", is_rank),
     "alpha_pattern": object_of("finite numbers other than 0", is_alpha),
+    "dropout": Expected("a number >= 0 and < 1", is_dropout),
     "kind": Expected(f"one of {', '.join(_KINDS)}", lambda value: value in _KINDS),
     "a": _NAME,
     "b": _NAME,
@@ -251,5 +261,5 @@ _FIELDS: Mapping[str, Expected] = {
 }
 """What each field must be."""
 
-_ADDED_LATER = ("rank_pattern", "alpha_pattern", "peft", "columns")
+_ADDED_LATER = ("rank_pattern", "alpha_pattern", "peft", "columns", "dropout")
 """Fields that older files lack."""

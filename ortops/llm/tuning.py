@@ -78,12 +78,17 @@ class FineTuning:
         learning_rate: The learning rate, or a schedule of `ortops.schedules`.
         recompute: Which activations to keep, as for `ortops.TrainingSession`; ``"sqrt"`` saves much
             memory for a third more time. By default, all activations are kept.
-        adapter: An adapter to begin with: a folder of PEFT, which determines rank, alpha and
-            targets, or an ``.onnx_adapter`` file of this model with the same rank and targets. It
-            may have been trained on the model in another precision.
+        adapter: An adapter to begin with: a folder of PEFT, which determines rank, alpha, targets,
+            dropout and the patterns, or an ``.onnx_adapter`` file of this model with the same rank
+            and targets. It may have been trained on the model in another precision.
         loss: `ortops.losses.NextToken` by default, or `ortops.losses.DPO` for pairs of a better and
             a worse answer. The reference of DPO is the model without the adapter, so there is no
             second model.
+        dropout: The ratio of elements of a layer's input that training drops before A.
+        rslora: Whether to use the scaling alpha / √rank (rsLoRA).
+        rank_pattern: Ranks of particular layers, as for `ortops.lora.add`.
+        alpha_pattern: Alphas of particular layers, likewise.
+        seed: The seed of the adapter's random initial values.
 
     Attributes:
         session: The `ortops.TrainingSession`.
@@ -122,10 +127,16 @@ class FineTuning:
         adapter: str | os.PathLike[str] | None = None,
         *,
         loss: NextToken | str | None = None,
+        dropout: float = 0.0,
+        rslora: bool = False,
+        rank_pattern: Mapping[str, int] | None = None,
+        alpha_pattern: Mapping[str, float] | None = None,
+        seed: int = 0,
     ) -> None:
         folder = open_folder(folder_or_file)
         files = several_files(folder)
-        model = _adapted(folder, files, rank, alpha, targets, adapter)
+        settings = (rslora, rank_pattern, alpha_pattern, dropout, seed)
+        model = _adapted(folder, files, rank, alpha, targets, adapter, settings)
         trainable = _trainable(model, folder, learning_rate, loss, files)
         self._start(folder, trainable, files=files, recompute=recompute)
         if adapter is not None:  # without an active adapter, the saved model is the base
@@ -512,8 +523,12 @@ def _adapted(
     alpha: float,
     targets: str | Sequence[str] | None,
     adapter: str | os.PathLike[str] | None,
+    settings: tuple[bool, Mapping[str, int] | None, Mapping[str, float] | None, float, int],
 ) -> LightModel:
-    """Returns the model of a folder with an adapter; see `FineTuning`."""
+    """Returns the model of a folder with an adapter; see `FineTuning`.
+
+    The settings are the last arguments of `ortops.lora.addition.adapted`.
+    """
     model = load_light(folder.model if files is None else files.base)  # without its data
     if files is None:
         model = without_pruning(model)
@@ -525,7 +540,7 @@ def _adapted(
     if adapter is not None and Path(adapter).is_dir():
         return move_aside(with_peft(read_base(model), adapter))
     chosen = "all-linear" if targets is None else targets
-    model = move_aside(adapted(read_base(model), rank, alpha, chosen))
+    model = move_aside(adapted(read_base(model), rank, alpha, chosen, *settings))
     return model if adapter is None else with_adapter(model, adapter)
 
 

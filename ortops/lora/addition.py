@@ -13,11 +13,11 @@ import onnx
 import onnx_ir as ir
 
 from ortops.arguments import boolean, number, whole_number
-from ortops.errors import ArgumentError, ModelError, did_you_mean
+from ortops.errors import ArgumentError, ModelError, UnsupportedError, did_you_mean
 from ortops.graph import convert
 from ortops.graph.adapters import METADATA_KEY, Adapter, Module, adapter_of, scaling
 from ortops.graph.convert import ModelLike
-from ortops.graph.edit import take_place
+from ortops.graph.edit import describe, take_place
 from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.serialization import to_proto
@@ -31,7 +31,8 @@ from ortops.surgery.reading import refuse_training
 
 __all__ = ["Base", "Layer", "adapted", "add", "attach", "read_base"]
 
-_PADS_ARE_INPUTS = 11  # the first opset of Pad whose pads are no attribute
+_PADS_ARE_INPUTS = 11  # the first opset of Pad whose pads are not an attribute
+_RATIO_IS_INPUT = 12  # the first opset of Dropout whose ratio is not an attribute
 _INITIALIZERS_MAY_BE_INPUTS_OR_NOT = 4  # the first IR version with initializers beside inputs
 
 logger = logging.getLogger("ortops")
@@ -47,6 +48,7 @@ def add(
     rslora: bool = False,
     rank_pattern: Mapping[str, int] | None = None,
     alpha_pattern: Mapping[str, float] | None = None,
+    dropout: float = 0.0,
     seed: int = 0,
 ) -> onnx.ModelProto:
     """Returns a model with a low-rank adapter (LoRA). Its outputs are the same until it is trained.
@@ -88,6 +90,10 @@ def add(
             matches a layer's full name or the part after one of its dots, and must match at least
             one layer.
         alpha_pattern: Alphas of particular layers, likewise.
+        dropout: The ratio of elements of a layer's input that training drops before A, at least 0
+            and below 1; the others are multiplied by 1 / (1 - dropout). The layers draw masks of
+            their own. As in PEFT, inference drops nothing, and adapters of embeddings have no
+            dropout.
         seed: The seed of the random initial values.
 
     Returns:
@@ -100,7 +106,8 @@ def add(
         ModelError: If the model already has an adapter or training_info, or a target or pattern
             matches nothing.
         UnsupportedError: If a target cannot have an adapter: grouped convolutions, integer
-            operators, recurrent layers, g_idx of MatMulNBits.
+            operators, recurrent layers, g_idx of MatMulNBits; or dropout is given and a target is
+            inside a branch or a loop.
 
     Source: arXiv:2106.09685 (LoRA); arXiv:2312.03732 (rsLoRA).
 
@@ -111,7 +118,7 @@ def add(
         {'fc1.lora_A.weight': [4, 2], 'fc1.lora_B.weight': [2, 16]}
     """
     pairs = rank_pattern, alpha_pattern
-    return to_proto(adapted(read_base(model), rank, alpha, targets, rslora, *pairs, seed))
+    return to_proto(adapted(read_base(model), rank, alpha, targets, rslora, *pairs, dropout, seed))
 
 
 def adapted(
@@ -122,6 +129,7 @@ def adapted(
     rslora: bool = False,
     rank_pattern: Mapping[str, int] | None = None,
     alpha_pattern: Mapping[str, float] | None = None,
+    dropout: float = 0.0,
     seed: int = 0,
 ) -> ir.Model:
     """Adds an adapter to a model; see `add`.
@@ -134,10 +142,12 @@ def adapted(
         rslora: Whether to use rsLoRA.
         rank_pattern: Ranks of particular layers.
         alpha_pattern: Alphas of particular layers.
+        dropout: The ratio of elements that training drops before A.
         seed: The seed of the random initial values.
     """
     rslora, seed = boolean("rslora", rslora), whole_number("seed", seed, 0)
     rank, alpha = whole_number("rank", rank, 1), number("alpha", alpha, above=0)
+    dropout = number("dropout", dropout, minimum=0, below=1)
     ranks = {
         p: whole_number(f"rank_pattern {p!r:.80}", each, 1)
         for p, each in _pattern("rank_pattern", rank_pattern).items()
@@ -170,7 +180,7 @@ def adapted(
             a, b = _first(target, r, scaling(r, own, rslora=rslora), generator)
             layer = layers[key] = Layer(target.module, r, own, a, b)
         layer.targets.append(target)
-    described = Adapter(rank, alpha, rslora, "", {}, ranks, alphas)
+    described = Adapter(rank, alpha, rslora, "", {}, ranks, alphas, dropout)
     return attach(base, list(layers.values()), described)
 
 
@@ -304,6 +314,8 @@ def attach(base: Base, layers: Sequence[Layer], adapter: Adapter) -> ir.Model:
     names, opset = Names(work.graph), work.graph.opset_imports.get("", 1)
     modules = {}
     for layer in layers:
+        if adapter.dropout and layer.targets[0].kind != "embedding":
+            _refuse_inner(layer, work.graph)
         module = _unique(layer.module, names)
         a = _parameter(work.graph, f"{module}.lora_A.weight", layer.a)
         b = _parameter(work.graph, f"{module}.lora_B.weight", layer.b)
@@ -313,7 +325,10 @@ def attach(base: Base, layers: Sequence[Layer], adapter: Adapter) -> ir.Model:
             b.name or "",
             layer.rank,
             layer.alpha,
-            [_place(target, a, b, module, names, opset) for target in layer.targets],
+            [
+                _place(target, a, b, module, names, opset, adapter.dropout)
+                for target in layer.targets
+            ],
             layer.peft,
             list(layer.targets[0].columns),
         )
@@ -371,8 +386,32 @@ def _padded(
     return emit("Pad", [b, emit("Constant", [], [ir.AttrTensor("value", tensor)])])
 
 
+def _refuse_inner(layer: Layer, graph: ir.Graph) -> None:
+    """Rejects dropout for a layer in a sub-graph, where the masks could not be drawn again."""
+    for target in layer.targets:
+        if target.node.graph is not graph:
+            raise UnsupportedError(
+                f"{describe(target.node)}: layer '{layer.module}' is inside a branch or a loop, "
+                "where adapters cannot have dropout; use dropout=0 (lora_dropout in PEFT)"
+            )
+
+
+def _dropped(x: ir.Value, ratio: float, opset: int, emit: Callable[..., ir.Value]) -> ir.Value:
+    """Returns the input of A: in training, some elements of x are dropped."""
+    if opset < _RATIO_IS_INPUT:
+        return emit("Dropout", [x], [ir.AttrFloat32("ratio", ratio)])
+    tensor = ir.tensor(np.array(ratio, np.float32))
+    return emit("Dropout", [x, emit("Constant", [], [ir.AttrTensor("value", tensor)])])
+
+
 def _place(
-    target: Target, a: ir.Value, b: ir.Value, module: str, names: Names, opset: int
+    target: Target,
+    a: ir.Value,
+    b: ir.Value,
+    module: str,
+    names: Names,
+    opset: int,
+    dropout: float,
 ) -> list[str]:
     """Adds the output of an adapter to the output of a node.
 
@@ -393,6 +432,8 @@ def _place(
     x = target.x
     if target.adapter_dtype != target.dtype and target.kind != "embedding":
         x = emit("Cast", [x], [ir.AttrInt64("to", target.adapter_dtype.value)])
+    if dropout and x is not None and target.kind != "embedding":
+        x = _dropped(x, dropout, opset, emit)
     factor: ir.Value = b
     if target.columns:
         factor = _padded(b, target.columns, opset, emit)

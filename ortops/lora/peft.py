@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ import onnx_ir as ir
 
 from ortops.errors import ModelError, OrtopsError, UnsupportedError
 from ortops.graph import convert
-from ortops.graph.adapters import Adapter, is_alpha, is_rank, scaling
+from ortops.graph.adapters import Adapter, is_alpha, is_dropout, is_rank, scaling
 from ortops.graph.convert import ModelLike
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.json_text import read_json
@@ -43,8 +42,6 @@ from ortops.lora.removal import remove_adapter
 from ortops.lora.targets import Target, parts, targets
 
 __all__ = ["from_peft", "refuse_others", "to_peft", "with_peft"]
-
-logger = logging.getLogger("ortops")
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -168,7 +165,7 @@ def _written_config(adapter: Adapter, modules: Mapping[str, PeftLayer]) -> dict[
         "inference_mode": True,
         "r": adapter.rank,
         "lora_alpha": _short(adapter.alpha),
-        "lora_dropout": 0.0,
+        "lora_dropout": adapter.dropout,
         "use_rslora": adapter.rslora,
         "bias": "none",
         "fan_in_fan_out": bool(modules) and all(map(_CONV1D.search, modules)),
@@ -250,11 +247,7 @@ def with_peft(base: Base, folder: str | os.PathLike[str]) -> ir.Model:
     ranks, alphas = (Patterns(numbers, name) for name, numbers in given.items())
     rank, alpha = config.get("r", 8), float(config.get("lora_alpha", 8))
     rslora = config.get("use_rslora") or False
-    if dropout := config.get("lora_dropout"):
-        logger.warning(
-            "the adapter was trained with lora_dropout=%s; ortops trains it on without dropout",
-            dropout,
-        )
+    dropout = float(config.get("lora_dropout") or 0)
     everything = targets(base.work)
     places = Places(everything)
     layers: list[Layer] = []
@@ -278,7 +271,7 @@ def with_peft(base: Base, folder: str | os.PathLike[str]) -> ir.Model:
             new_a, new_b = _fitted(peft, found[0], a, rows, scaling(r, own, rslora=rslora))
             layers.append(Layer(found[0].module, r, own, new_a, new_b, found, peft))
     layers.sort(key=lambda layer: places.order(layer.targets[0]))  # files have no order
-    return attach(base, layers, Adapter(rank, alpha, rslora, "", {}, **given))
+    return attach(base, layers, Adapter(rank, alpha, rslora, "", {}, **given, dropout=dropout))
 
 
 def _fitted(peft: str, target: Target, a: Array, b: Array, scale: float) -> tuple[Array, Array]:
@@ -390,6 +383,11 @@ def _check_numbers(file: Path, config: Mapping[str, Any]) -> None:
     if type(config.get("use_rslora") or False) is not bool:
         raise ModelError(
             f"file '{file}': use_rslora must be true or false, got {config['use_rslora']!r:.80}"
+        )
+    dropout = config.get("lora_dropout")
+    if dropout is not None and not is_dropout(dropout):
+        raise ModelError(
+            f"file '{file}': lora_dropout must be a number >= 0 and < 1, got {dropout!r:.80}"
         )
     for name, pattern, is_legal, accepted in (
         ("r", "rank_pattern", is_rank, "an integer >= 1"),

@@ -215,7 +215,7 @@ def inference_model(draw: Draw) -> onnx.ModelProto:
         numpy_helper.from_array(array.astype(dtype), name) for name, array in values.items()
     )
     if draw.model == "lora":
-        return ortops.lora.add(proto, rank=2, alpha=4, seed=draw.seed)
+        return ortops.lora.add(proto, rank=2, alpha=4, dropout=0.25 * draw.dropout, seed=draw.seed)
     return proto
 
 
