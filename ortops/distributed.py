@@ -31,6 +31,7 @@ from ortops.training.fitting import Shared, StepStrategy
 from ortops.training.gradients import Accumulation, Gradients
 from ortops.training.loaded_model import LoadedModel
 from ortops.training.model_file import bytes_digest
+from ortops.training.row_axes import along
 from ortops.training.session import TrainingSession
 from ortops.training.steps import Steps
 
@@ -434,7 +435,6 @@ class JoinedSteps(Steps):
     def _compare(self, batch: Mapping[str, Array]) -> None:
         """Logs a warning if ranks have different values in the first batch."""
         self._compared = True
-        self._check_axes()
         digests = [(name, bytes_digest(batch[name])) for name in sorted(batch)]
         if not self._all_same(digests) and not self._rank:
             logger.warning(
@@ -442,21 +442,6 @@ class JoinedSteps(Steps):
                 "each batch, so pass the same data in the same order to `fit` in all ranks, or "
                 "a part to `step` in each. Ignore this if only augmentation differs"
             )
-
-    def _check_axes(self) -> None:
-        """Raises an error for inputs whose rows are not along axis 0, judged by symbolic sizes."""
-        inputs = {
-            name: self._loaded.inputs[name].dims or () for name in self._loaded.inputs.sampled
-        }
-        rows_of = {dims[0] for dims in inputs.values() if dims} | {"batch", "batch_size"}
-        for name, dims in inputs.items():
-            for axis, size in enumerate(dims[1:], 1):
-                if isinstance(size, str) and size in rows_of and size != dims[0]:
-                    raise FeedError(
-                        f"join: the rows of '{name}' seem to be along axis {axis}, '{size}', but "
-                        f"`fit` divides axis 0, '{dims[0]}'; pass a part of the batch to `step` in "
-                        "each rank"
-                    )
 
     def _part(self, batch: Mapping[str, Array]) -> tuple[Mapping[str, Array], int]:
         """Returns this rank's rows of a batch, and their number.
@@ -469,9 +454,10 @@ class JoinedSteps(Steps):
         sampled = batch.sampled
         size = rows(batch)
         for name in sampled:
-            if len(batch[name]) != size:
+            own = batch[name].shape[batch.by.axis_of(name)]
+            if own != size:
                 raise FeedError(
-                    f"join: cannot divide '{name}' by rows, because it has {len(batch[name])} rows "
+                    f"join: cannot divide '{name}' by rows, because it has {own} rows "
                     f"in a batch of {size}; pass a part of the batch to `step` in each rank"
                 )
         begin, end = (size * place // self._size for place in (self._rank, self._rank + 1))
@@ -484,7 +470,10 @@ class JoinedSteps(Steps):
                     "model with a symbolic batch dimension"
                 )
         part = slice(begin, end) if begin < end else slice(0, 1)
-        taken = {name: batch[name][part] if name in sampled else batch[name] for name in batch}
+        taken = dict(batch)
+        for name in sampled:
+            own_part = batch[name][along(batch.by.axis_of(name), part)]
+            taken[name] = np.ascontiguousarray(own_part)
         return Checked(taken, batch.by), end - begin
 
     def _agree(self, stopped: str, signal: str, found: object) -> tuple[str, str, bool]:

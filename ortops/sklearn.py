@@ -20,6 +20,7 @@ from ortops.graph.files.external import serialize
 from ortops.losses import LossLike
 from ortops.numbers import cast_numbers, is_numeric
 from ortops.optimizers import Optimizer, UpdateRule
+from ortops.training.row_axes import rows_first, rows_to
 from ortops.training.session import TrainingSession
 
 try:
@@ -88,8 +89,9 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
         (self._input,), (self._target,) = of_model, of_loss
 
     def _train(self, X: Array, y: Array, epochs: int) -> None:
+        targets = rows_to(y, self.session_.inputs.axis_of(self._target))
         self.session_.fit(
-            {self._input: self._shaped(X), self._target: y},
+            {self._input: self._shaped(X), self._target: targets},
             epochs=epochs,
             batch_size=self.batch_size,
             shuffle=self.shuffle,
@@ -103,7 +105,8 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
         """Converts rows to the type and shape of the model's input, for example of images."""
         wanted = self.session_.inputs[self._input]
         array = self._typed("X", X, self._input)
-        dims = () if wanted.dims is None else wanted.dims[1:]
+        axis = self.session_.inputs.axis_of(self._input)
+        dims = () if wanted.dims is None else (*wanted.dims[:axis], *wanted.dims[axis + 1 :])
         sizes = tuple(dim for dim in dims if isinstance(dim, int))
         if wanted.dims is not None and len(sizes) == len(dims) and array.shape[1:] != sizes:
             if array[:1].size != int(np.prod(sizes)):
@@ -112,7 +115,7 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
                     f"'{self._input}', got {array[:1].size} numbers"
                 )
             array = array.reshape(-1, *sizes)
-        return array
+        return rows_to(array, axis)
 
     def _typed(self, what: str, given: Array, name: str) -> Array:
         """Converts an array to the type of an input.
@@ -140,7 +143,7 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
         name = self.session_.metadata.prediction.tensor
         found = self.session_.predict({self._input: self._shaped(X)}, outputs=name)
         assert isinstance(found, np.ndarray)
-        return found
+        return rows_first(found, self.session_.row_axis(name))
 
     # -------------------------------------------------------------------------------- files
 

@@ -195,9 +195,9 @@ WITHIN = {
         *("updates", "without_adapter", "builder"),
     ),
     "training": (
-        *("history", "callback", "interruption", "position", "progress_bar", "tables", "prefetch"),
-        *("feeds", "data", "state", "initial_values", "gradients", "loaded_model", "evaluation"),
-        *("fitting", "steps", "model_file", "session", "export"),
+        *("history", "callback", "interruption", "position", "progress_bar", "row_axes"),
+        *("tables", "prefetch", "feeds", "data", "state", "initial_values", "gradients"),
+        *("loaded_model", "evaluation", "fitting", "steps", "model_file", "session", "export"),
     ),
 }
 """The files of a room, of which each imports from those before it."""

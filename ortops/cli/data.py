@@ -10,7 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -26,6 +26,7 @@ from ortops.graph.files.json_text import read_json
 from ortops.graph.limits import LIMITS
 from ortops.numbers import cast_numbers
 from ortops.training import tables
+from ortops.training.row_axes import Dims, RowAxes, along, row_axes, rows_to
 from ortops.training.tables import RowIndex
 
 __all__ = [
@@ -39,8 +40,8 @@ __all__ = [
     "read_classes",
     "read_data",
     "read_given",
+    "row_axes_of",
     "rows_of",
-    "sampled",
     "select",
     "wanted_inputs",
 ]
@@ -82,12 +83,14 @@ class Wanted:
         dtype: Its element type.
         dims: Its shape, with None for unknown sizes; None if the rank is unknown.
         is_target: Whether it is a target of the loss.
+        symbols: Its shape, with symbols.
     """
 
     name: str
     dtype: np.dtype[Any]
     dims: tuple[int | None, ...] | None
     is_target: bool = False
+    symbols: Dims = None
 
 
 class Images:
@@ -118,7 +121,7 @@ class Images:
         self.shape = (len(self._files), *shape)
         self.dtype = dtype
 
-    def __getitem__(self, rows: RowIndex) -> Array:
+    def __getitem__(self, rows: RowIndex | tuple[Any, ...]) -> Array:
         files = self._files[rows]
         result = np.empty((len(files), *self.shape[1:]), self.dtype)
         for number, file in enumerate(files):
@@ -134,9 +137,9 @@ Column: TypeAlias = Array | Images
 """The rows of a data set for one input."""
 
 
-def select(column: Column, rows: RowIndex) -> Column:
-    """Returns some rows of a column; images are not read yet."""
-    return column.select(rows) if isinstance(column, Images) else column[rows]
+def select(column: Column, rows: RowIndex, axis: int = 0) -> Column:
+    """Returns some rows of a column, which are along an axis; images are not read yet."""
+    return column.select(rows) if isinstance(column, Images) else column[along(axis, rows)]
 
 
 @dataclass
@@ -179,7 +182,10 @@ def _wanted(value: onnx.ValueInfoProto, *, is_target: bool = False) -> Wanted:
         else None
     )
     dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type or 1))
-    return Wanted(value.name, dtype, dims, is_target)
+    symbols = None
+    if dims is not None:
+        symbols = tuple(dim.dim_value or dim.dim_param or None for dim in tensor.shape.dim)
+    return Wanted(value.name, dtype, dims, is_target, symbols)
 
 
 def read_data(
@@ -287,23 +293,39 @@ def _read(
     )
 
 
-def sampled(inputs: Sequence[Wanted]) -> list[str]:
-    """Returns the inputs with one row per sample; the others are shared by all samples."""
-    free = [one.name for one in inputs if one.dims is None or one.dims[:1] == (None,)]
-    return free or [one.name for one in inputs if one.dims]
+def row_axes_of(inputs: Sequence[Wanted], every: Sequence[Wanted] = ()) -> RowAxes:
+    """Returns which axis of which inputs has one row per sample; the others have no rows.
+
+    Args:
+        inputs: The inputs.
+        every: These and other inputs of the model, whose shapes also tell which axis it is.
+    """
+    found = row_axes({one.name: one.symbols for one in every or inputs})
+    axes = {one.name: found.axes[one.name] for one in inputs if one.name in found.axes}
+    if not axes and every:  # those that are left are all static
+        return row_axes_of(inputs)
+    return replace(found, axes=axes)
 
 
-def rows_of(data: DataFile, inputs: Sequence[Wanted]) -> int:
+def rows_of(data: DataFile, rows: RowAxes) -> int:
     """Returns the number of rows of a data set.
+
+    Args:
+        data: The data set.
+        rows: Which axes have them.
 
     Raises:
         FeedError: If its arrays have different numbers of rows.
     """
-    shapes: dict[str, tuple[int, ...]] = {name: data.arrays[name].shape for name in sampled(inputs)}
-    lengths = {name: shape[0] if shape else None for name, shape in shapes.items()}
+    axes = rows.axes
+    shapes: dict[str, tuple[int, ...]] = {name: data.arrays[name].shape for name in axes}
+    lengths = {n: shape[axes[n]] if len(shape) > axes[n] else None for n, shape in shapes.items()}
     found = next(iter(lengths.values()), None)
     if found is None or set(lengths.values()) != {found}:
-        shown = ", ".join(f"'{name}' {length or 'none'}" for name, length in lengths.items())
+        shown = ", ".join(
+            f"'{name}' {length or 'none'}" + f" along axis {axes[name]}" * (axes[name] > 0)
+            for name, length in lengths.items()
+        )
         raise FeedError(f"data: the arrays must have the same number of rows, got {shown}")
     return found
 
@@ -489,6 +511,7 @@ class _Table:
     def data(self, inputs: Sequence[Wanted]) -> DataFile:
         """Returns the arrays of inputs."""
         found, chosen = DataFile({}), _chosen(self.given, inputs)
+        axes = row_axes_of(inputs).axes
         for wanted in inputs:
             if wanted.name not in chosen and wanted.name in self.columns:
                 chosen[wanted.name] = [wanted.name]
@@ -515,7 +538,8 @@ class _Table:
                         f"data '{self.path}': there is no column '{name}'; "
                         f"{did_you_mean(name, self.columns)}"
                     )
-            found.arrays[wanted.name] = self._array(chosen[wanted.name], wanted, found)
+            rows = self._array(chosen[wanted.name], wanted, found)
+            found.arrays[wanted.name] = rows_to(rows, axes.get(wanted.name, 0))
         return found
 
     def _array(self, names: Sequence[str], wanted: Wanted, found: DataFile) -> Array:

@@ -18,8 +18,8 @@ from ortops.cli.data import (
     Wanted,
     read_classes,
     read_given,
+    row_axes_of,
     rows_of,
-    sampled,
     wanted_inputs,
 )
 from ortops.cli.outputs import check_outputs, check_writable
@@ -29,6 +29,7 @@ from ortops.errors import FeedError, OrtopsError, did_you_mean
 from ortops.graph.files.atomic import write_atomically
 from ortops.inference import InferenceSession
 from ortops.training.feeds import Input
+from ortops.training.row_axes import RowAxes, along, rows_first
 from ortops.training.tables import csv_text
 
 __all__ = ["predict"]
@@ -49,18 +50,21 @@ def predict(options: argparse.Namespace) -> int:
     model = read_model(options.model)
     inputs = wanted_inputs(model, only_model=True)
     classes = read_classes(model)
-    labels = {one.name for one in wanted_inputs(model)} | set(classes)
+    every = wanted_inputs(model)
+    labels = {one.name for one in every} | set(classes)
     ignored = labels - {one.name for one in inputs}
     data = read_given(options, options.data, inputs, classes, ignored=ignored)
     quiet = onnxruntime.SessionOptions()
     quiet.log_severity_level = 3  # it warns of each tensor of an adapter
-    arrays = _outputs(InferenceSession(model, quiet), data, inputs, options)
+    axes = row_axes_of(inputs, every)
+    arrays, places = _outputs(InferenceSession(model, quiet), data, inputs, axes, options)
     if suffix == ".npz":
         files = {"file": np.array(data.files)} if data.files else {}
         write_atomically(options.output, _archive(files | arrays))
         return 0
     fed = {one.name for one in inputs}
     names = [names for name, names in classes.items() if name not in fed]
+    arrays = {name: rows_first(array, places[name]) for name, array in arrays.items()}
     content = _table(arrays, data.files, names[0] if len(names) == 1 else [])
     if options.output == "-":
         print_bytes(content)
@@ -73,35 +77,37 @@ def _outputs(
     session: InferenceSession,
     data: DataFile,
     inputs: Sequence[Wanted],
+    axes: RowAxes,
     options: argparse.Namespace,
-) -> dict[str, Array]:
-    """Returns the requested outputs for all rows, computed batch by batch."""
-    known = [value.name for value in session.get_outputs()]
-    wanted = list(dict.fromkeys(options.outputs or known))
+) -> tuple[dict[str, Array], dict[str, int]]:
+    """Returns the requested outputs for all rows, computed batch by batch, and their row axes."""
+    shapes = {value.name: value.shape or None for value in session.get_outputs()}
+    wanted = list(dict.fromkeys(options.outputs or shapes))
     for name in wanted:
-        if name not in known:
-            raise OrtopsError(f"--outputs: there is no '{name}'; {did_you_mean(name, known)}")
-    cut = sampled(inputs)
+        if name not in shapes:
+            raise OrtopsError(f"--outputs: there is no '{name}'; {did_you_mean(name, shapes)}")
     takes = {one.name: Input(one.name, one.dtype, one.dims) for one in inputs}
-    size = rows_of(data, inputs)
+    size = rows_of(data, axes)
     if not size:
         raise FeedError(f"data '{options.data}' has no rows; give at least one")
     batch = options.batch_size or 256
+    own = {name: axes.of_output(shapes[name]) for name in wanted}
     pieces: dict[str, list[Array]] = {name: [] for name in wanted}
     for start in range(0, size, batch):
-        feeds = {
-            name: takes[name].fit(array[start : start + batch] if name in cut else array, {})
-            for name, array in data.arrays.items()
-        }
-        rows = min(batch, size - start)
+        part = slice(start, start + batch)
+        taken = {n: data.arrays[n][along(axis, part)] for n, axis in axes.axes.items()}
+        feeds = {n: takes[n].fit(array, {}) for n, array in (data.arrays | taken).items()}
         for name, found in zip(wanted, session.run(wanted, feeds), strict=True):
-            if not isinstance(found, np.ndarray) or not found.ndim or len(found) != rows:
+            axis = own[name]
+            shape = found.shape if isinstance(found, np.ndarray) else ()
+            if axis is None or len(shape) <= axis or shape[axis] != min(batch, size - start):
                 raise OrtopsError(
                     f"--outputs: '{name}' does not have one row per row of the data; choose other "
                     "outputs"
                 )
             pieces[name].append(found)
-    return {name: np.concatenate(found) for name, found in pieces.items() if found}
+    joined = {name: np.concatenate(found, own[name] or 0) for name, found in pieces.items()}
+    return joined, {name: axis or 0 for name, axis in own.items()}
 
 
 def _archive(arrays: dict[str, Array]) -> bytes:

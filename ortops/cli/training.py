@@ -25,8 +25,8 @@ from ortops.cli.data import (
     DataFile,
     read_classes,
     read_given,
+    row_axes_of,
     rows_of,
-    sampled,
     select,
     wanted_inputs,
 )
@@ -142,10 +142,10 @@ def _prepare(
     else:
         inputs = wanted_inputs(model)
     data = read_given(options, options.data, inputs, read_classes(model))
-    size = rows_of(data, inputs)
+    size = rows_of(data, row_axes_of(inputs))
     training, validation = _parts(data, options, inputs, size, read_classes(model))
     if not trainable:
-        size = rows_of(DataFile(training), inputs)
+        size = rows_of(DataFile(training), row_axes_of(inputs))
         batches = -(-size // (options.batch_size or _BATCH_SIZE))
         updates = -(-batches // (options.accumulate or 1))  # the last one may be of fewer batches
         model = _build(model, options, steps=(options.epochs or 1) * updates)
@@ -386,10 +386,10 @@ def _parts(
         )
     aside, rest = order[:count], order[count:]
     say(f"held out {count} of {size} rows for validation")
-    names = sampled(inputs)
+    axes = row_axes_of(inputs).axes
     return (
-        data.arrays | {name: select(data.arrays[name], rest) for name in names},
-        data.arrays | {name: select(data.arrays[name], aside) for name in names},
+        data.arrays | {name: select(data.arrays[name], rest, axes[name]) for name in axes},
+        data.arrays | {name: select(data.arrays[name], aside, axes[name]) for name in axes},
     )
 
 

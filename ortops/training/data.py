@@ -78,10 +78,10 @@ def open_data(
     Args:
         data: A source, which is returned unchanged, or one of
 
-            - arrays by name, which are sliced along axis 0: all have the same length, except for
-                inputs without an axis of samples, which are the same in every batch. Sparse arrays,
-                and arrays that are not in memory (h5py, zarr, memory maps), are read batch by
-                batch;
+            - arrays by name, which are sliced along the axis that has the batch dimension of the
+                model, in most inputs axis 0: all have the same number of rows, except for inputs
+                without such an axis, which are the same in every batch. Sparse arrays, and arrays
+                that are not in memory (h5py, zarr, memory maps), are read batch by batch;
             - arrays in a tuple: the inputs of the model in order, then those of the loss; or one
                 array, if there is one input;
             - a table of pandas, polars or pyarrow, of which the columns with names of inputs are
@@ -128,7 +128,7 @@ def open_data(
 
 
 def rows(feeds: Mapping[str, npt.NDArray[Any]]) -> int:
-    """Returns the number of samples in a batch: the size of the first axis that there is.
+    """Returns the number of samples in a batch: the size of the first axis of rows that there is.
 
     Args:
         feeds: Arrays by name. In a checked batch, inputs that are the same in every batch do not
@@ -137,12 +137,15 @@ def rows(feeds: Mapping[str, npt.NDArray[Any]]) -> int:
     Raises:
         FeedError: If there are none.
     """
-    names = feeds.sampled if isinstance(feeds, Checked) else list(feeds)
-    shapes = {name: feeds[name].shape for name in names if feeds[name].ndim}
-    if shapes and not any(shape[0] for shape in shapes.values()):
-        name, shape = next(iter(shapes.items()))
-        raise FeedError(f"feeds: '{name}' must have at least one row, got shape {list(shape)}")
-    return next((shape[0] for shape in shapes.values() if shape[0]), 1)
+    if isinstance(feeds, Checked):
+        sizes = {name: feeds[name].shape[feeds.by.axis_of(name)] for name in feeds.sampled}
+    else:
+        sizes = {name: array.shape[0] for name, array in feeds.items() if array.ndim}
+    if sizes and not any(sizes.values()):
+        name = next(iter(sizes))
+        shape = list(feeds[name].shape)
+        raise FeedError(f"feeds: '{name}' must have at least one row, got shape {shape}")
+    return next((size for size in sizes.values() if size), 1)
 
 
 def _copied(batch: Checked) -> Checked:
@@ -185,6 +188,8 @@ def _cut(
         prefetch: See `open_data`.
         keeps: Whether what ``read`` returned stays valid when it is called again.
     """
+    if inputs.rows.doubt:
+        inputs.say(inputs.rows.doubt)
     for name in names:
         fixed = inputs.fixed_rows(name)
         if fixed is not None and size and (batch_size != fixed or size % fixed):
@@ -212,27 +217,62 @@ def _arrays(data: Mapping[str, Any], inputs: Inputs, batch_size: int, prefetch: 
         raise FeedError("data: there are no arrays; give one for each input")
     arrays = inputs.columns(data)
     sampled = {name for name in arrays if name in inputs.sampled}
-    size = arrays[min(sampled, key=list(arrays).index)].shape[0] if sampled else 1
+    axes = {name: inputs.axis_of(name) for name in arrays}
+    for name in sampled:
+        if len(arrays[name].shape) <= axes[name]:
+            raise FeedError(
+                f"data: '{name}' must have rows along axis {axes[name]}, as the input of shape "
+                f"{inputs[name].shown} has, got shape {list(arrays[name].shape)}"
+            )
+    lengths = {name: array.shape[axes[name]] for name, array in arrays.items() if name in sampled}
+    size = lengths[min(sampled, key=list(arrays).index)] if sampled else 1
     constants = {}
     for name in [name for name in arrays if name not in sampled]:
-        own, fixed = arrays[name].shape[:1], inputs.fixed_rows(name)
+        array, dims = arrays[name], (inputs[name].dims if name in inputs else ()) or ()
+        own, fixed = array.shape[:1], inputs.fixed_rows(name)
         if own == (size,) == (fixed,):
             raise FeedError(
                 f"data: '{name}' is ambiguous: its {size} rows may be those of the samples, or the "
                 "same in every batch, as the model needs as many; give a list of batches"
             )
-        if not own or own == (fixed,):
+        if not own or _fits(array.shape, dims):
             array = arrays.pop(name)
             constants[name] = tables.take(array, slice(None)) if own else array
-    lengths = {name: array.shape[0] for name, array in arrays.items()}
+        elif not _fits(array.shape[1:], dims[1:]):
+            raise FeedError(
+                f"data: '{name}' must have shape {inputs[name].shown}, got {list(array.shape)}: "
+                "no dimension of this input is the batch dimension of the model, so give one array "
+                "for all batches, or a model in which its batch dimension has the symbol that the "
+                "other inputs have"
+            )
+        else:
+            lengths[name] = array.shape[0]
     if len(set(lengths.values())) > 1:
-        shown = ", ".join(f"'{name}' {length}" for name, length in lengths.items())
-        raise FeedError(f"data: the arrays must have the same length, got {shown}")
+        raise _unequal(lengths, axes, inputs)
 
     def read(rows: RowIndex) -> dict[str, Any]:
-        return {name: tables.take(array, rows) for name, array in arrays.items()} | constants
+        taken = {name: tables.take(array, rows, axes[name]) for name, array in arrays.items()}
+        return taken | constants
 
     return _cut(read, size, arrays, inputs, batch_size, prefetch, keeps=True)
+
+
+def _fits(shape: Sequence[int], dims: Sequence[int | str | None]) -> bool:
+    """Whether a shape has the static sizes of an input."""
+    return len(shape) == len(dims) and all(
+        not isinstance(dim, int) or dim == size for size, dim in zip(shape, dims, strict=True)
+    )
+
+
+def _unequal(lengths: Mapping[str, int], axes: Mapping[str, int], inputs: Inputs) -> FeedError:
+    """Returns the error for arrays with different numbers of rows."""
+    shown = ", ".join(f"'{name}' {length}" for name, length in lengths.items())
+    said = f"data: the arrays must have the same length, got {shown}"
+    for name in lengths:
+        if axes[name]:
+            said += f"; the rows of '{name}', of shape {inputs[name].shown}, are along axis "
+            said += str(axes[name])
+    return FeedError(said)
 
 
 def _stored_table(data: Any, inputs: Inputs, batch_size: int, prefetch: int) -> Source:
@@ -269,7 +309,7 @@ def _samples(data: Any, inputs: Inputs, batch_size: int, prefetch: int) -> Sourc
                 )
             for name, value in sample.items():
                 columns[name].append(value)
-        return columns
+        return inputs.stacked(columns)
 
     return _cut(read, size, inputs, inputs, batch_size, prefetch, keeps=True)
 

@@ -55,6 +55,47 @@ class Evaluation:
     kinds: Mapping[str, tuple[str, int | None]]
     constants: Mapping[str, Array]
 
+    def row_axis(self, name: str) -> int | None:
+        """Returns the axis of a tensor that has the rows; None if its shape has none."""
+        output = self.tensors[name]
+        found = next(each for each in self.session.get_outputs() if each.name == output)
+        # onnxruntime has an empty shape for a scalar and for an unknown rank.
+        return self.inputs.rows.of_output(found.shape or None)
+
+
+def _checked_rows(
+    name: str, array: Array, axis: int | None, size: int, before: Sequence[Array]
+) -> Array:
+    """Returns a tensor of a batch, which can be joined with those of the batches before.
+
+    Args:
+        name: Its name.
+        array: The tensor.
+        axis: The axis of its rows.
+        size: The number of rows of the batch.
+        before: The tensor in earlier batches.
+
+    Raises:
+        OrtopsError: If it does not have the rows of the batch, or has another shape than before.
+    """
+    if axis is None or array.ndim <= axis or array.shape[axis] != size:
+        what = "one axis" if axis is None else f"axis {axis}"
+        raise OrtopsError(
+            f"predict: {what} of '{name}' must have the rows of the batch, got shape "
+            f"{list(array.shape)} for a batch of {size} rows; leave it out of outputs=, or run "
+            "session.inference_model()"
+        )
+    if (
+        before
+        and np.delete(before[0].shape, axis).tolist() != np.delete(array.shape, axis).tolist()
+    ):
+        raise OrtopsError(
+            f"predict: '{name}' has shape {list(before[0].shape)} for one batch and "
+            f"{list(array.shape)} for another, and cannot be concatenated; give batches of one "
+            "shape, or predict them separately"
+        )
+    return array
+
 
 @dataclass(frozen=True)
 class MetricBinding:
@@ -256,14 +297,13 @@ class Evaluator:
                 `ortops.build_training_model`).
 
         Returns:
-            An array for each name, with the batches concatenated along axis 0; a single array if
-            ``outputs`` is one name.
+            An array for each name, with the batches concatenated along the axis of the rows, which
+            is that of the batch dimension of the model; a single array if ``outputs`` is one name.
 
         Raises:
             FeedError: If the data do not fit the model.
             ModelError: If there are no averages.
-            OrtopsError: If there is no such tensor, or its axis 0 does not have the rows of the
-                batch.
+            OrtopsError: If there is no such tensor, or it does not have the rows of the batch.
 
         Example:
             >>> import numpy as np
@@ -284,26 +324,28 @@ class Evaluator:
             )
         evaluation = self._evaluation(tuple(dict.fromkeys(names)), loss=False)
         parts: dict[str, list[Array]] = {name: [] for name in evaluation.tensors}
+        axes = {name: evaluation.row_axis(name) for name in parts}
         for batch, found in self._batches(data, batch_size, evaluation, ema):
             size = rows(batch)
             for name, output in evaluation.tensors.items():
-                array = found[output]
-                if not array.ndim or len(array) != size:
-                    raise OrtopsError(
-                        f"predict: axis 0 of '{name}' must have the rows of the batch, got shape "
-                        f"{list(array.shape)} for a batch of {size} rows; leave it out of "
-                        "outputs=, or run session.inference_model()"
-                    )
-                if parts[name] and parts[name][0].shape[1:] != array.shape[1:]:
-                    raise OrtopsError(
-                        f"predict: '{name}' has shape {list(parts[name][0].shape)} for one batch "
-                        f"and {list(array.shape)} for another, and cannot be concatenated; give "
-                        "batches of one shape, or predict them separately"
-                    )
+                array = _checked_rows(name, found[output], axes[name], size, parts[name])
                 is_fed = any(np.may_share_memory(array, fed) for fed in batch.values())
                 parts[name].append(array.copy() if is_fed else array)  # it may be filled again
-        result = {name: np.concatenate(arrays) for name, arrays in parts.items()}
+        result = {name: np.concatenate(arrays, axes[name] or 0) for name, arrays in parts.items()}
         return result[outputs] if isinstance(outputs, str) else result
+
+    def row_axis(self, name: str) -> int:
+        """Returns the axis of a tensor of the model along which `predict` joins batches.
+
+        Args:
+            name: The name of the tensor.
+
+        Example:
+            >>> from models import line
+            >>> line.session().row_axis("y")
+            0
+        """
+        return self._evaluation((name,), loss=False).row_axis(name) or 0
 
     def bind(self, metrics: Mapping[str, StreamingMetric]) -> dict[str, MetricBinding]:
         """Finds out what each of some metrics compares."""
@@ -351,7 +393,9 @@ class Evaluator:
         model, feeds = found.step.model, found.step.feeds
         known = set(feeds) <= loaded.inputs.keys()
         unread = [value.name for value in loaded.proto.graph.input]
-        inputs = loaded.inputs if known else Inputs([found.step], [*unread, *loaded.inputs])
+        inputs = loaded.inputs
+        if not known:
+            inputs = Inputs([found.step], [*unread, *loaded.inputs], beside=loaded.inputs)
         inputs = inputs.only(loaded.inputs if known and loss else feeds)
         if loss:  # metrics may compare with any
             for name, value in loaded.inputs.items():

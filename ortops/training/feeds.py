@@ -20,6 +20,7 @@ from ortops.graph.labels import Labels, read_labels
 from ortops.graph.tensor import numpy_dtype
 from ortops.numbers import cast_numbers
 from ortops.training import tables
+from ortops.training.row_axes import RowAxes, row_axes, rows_to
 
 __all__ = ["Checked", "Feeds", "Input", "Inputs", "fitted_array", "listed", "to_array"]
 
@@ -51,6 +52,11 @@ class Input:
     dims: tuple[int | str | None, ...] | None
     unbound: str | None = None
     past: tuple[int, int] | None = None
+
+    @property
+    def shown(self) -> str:
+        """Its shape in messages."""
+        return "[" + ", ".join("?" if d is None else str(d) for d in self.dims or ()) + "]"
 
     def array(self, given: object) -> Array:
         """Converts a value to an array, without copying the memory of an array.
@@ -143,8 +149,7 @@ class Input:
         if len(dims) != len(shape) or any(
             isinstance(dim, int) and dim != size for dim, size in zip(dims, shape, strict=True)
         ):
-            shown = ", ".join("?" if dim is None else str(dim) for dim in dims)
-            raise FeedError(f"feeds: '{self.name}' must have shape [{shown}], got {list(shape)}")
+            raise FeedError(f"feeds: '{self.name}' must have shape {self.shown}, got {list(shape)}")
         for dim, size in zip(dims, shape, strict=True):
             if isinstance(dim, str):
                 known, teller = sizes.setdefault(dim, (size, self.name))
@@ -309,7 +314,10 @@ class Checked(dict[str, Array]):
     @property
     def sampled(self) -> list[str]:
         """The inputs with a row for each sample."""
-        return [name for name in self.by.sampled if name in self and self[name].ndim]
+        return [name for name, axis in self.by.rows.axes.items() if self._reaches(name, axis)]
+
+    def _reaches(self, name: str, axis: int) -> bool:
+        return name in self and self[name].ndim > axis
 
 
 class Inputs(dict[str, Input]):
@@ -320,12 +328,19 @@ class Inputs(dict[str, Input]):
         unread: Inputs that may be fed although no step reads them.
         warns_of_unshifted: Whether to warn if the labels of the first batch equal an input, as
             those of a language model do that were not shifted.
+        beside: Other inputs of the model, whose shapes also tell which dimension has the rows.
     """
 
     def __init__(
-        self, steps: Iterable[Step], unread: Iterable[str], *, warns_of_unshifted: bool = False
+        self,
+        steps: Iterable[Step],
+        unread: Iterable[str],
+        *,
+        warns_of_unshifted: bool = False,
+        beside: Mapping[str, Input] | None = None,
     ) -> None:
         super().__init__()
+        self._beside = dict(beside or {})
         self._unread = frozenset(unread)
         self._labels: list[tuple[str, Labels]] = []
         self._warns_of_unshifted = warns_of_unshifted
@@ -343,6 +358,7 @@ class Inputs(dict[str, Input]):
                     past = _past(value)
                     self[name] = Input(name, numpy_dtype(value), dims, _unbound(value), past)
         self._places = tuple(self)
+        self._said: set[str] = set()
 
     def only(self, names: Iterable[str]) -> Inputs:
         """Returns some of the inputs; the others may be fed, but are not read.
@@ -355,6 +371,9 @@ class Inputs(dict[str, Input]):
         result.update((name, value) for name, value in self.items() if name in chosen)
         result._labels = [each for each in self._labels if each[0] in chosen]
         result._places = self._places
+        if chosen & self.rows.axes.keys():  # otherwise, those that are left are all static
+            result.rows = self.rows
+        result._said = self._said
         return result
 
     def named(self, feeds: object) -> Mapping[str, object]:
@@ -396,33 +415,63 @@ class Inputs(dict[str, Input]):
         return self.as_columns(tables.columns(table, list(self)))
 
     def as_columns(self, found: Mapping[str, object]) -> dict[str, object]:
-        """Reshapes columns of a table to [rows, 1] for inputs of that shape.
+        """Gives columns of a table the axes of their inputs.
+
+        A column becomes [rows, 1] for an input of that shape, and its rows are moved to the axis
+        that has them.
 
         Args:
             found: Columns by the names of inputs.
         """
         found = dict(found)
         for name, column in found.items():
-            dims = self[name].dims
-            if dims is not None and len(dims) == 2 and dims[1] == 1:
+            dims, axis = self[name].dims, self.axis_of(name)
+            is_pair = dims is not None and len(dims) == 2 and dims[1 - axis] == 1
+            if is_pair or axis:
                 array = self[name].array(column)
-                found[name] = array[:, None] if array.ndim == 1 else array
+                array = array[:, None] if is_pair and array.ndim == 1 else array
+                found[name] = rows_to(array, axis)
         return found
 
-    @functools.cached_property
-    def sampled(self) -> list[str]:
-        """The inputs with a row for each sample.
+    def stacked(self, samples: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+        """Returns the values of several samples by name, with the axis of the rows in its place.
 
-        In a model with a dynamic batch size, inputs with a static first dimension, or without
-        dimensions, are the same in every batch.
+        Args:
+            samples: The values of each input.
         """
-        free = [n for n, value in self.items() if value.dims is None or _is_free(value.dims)]
-        return free or [name for name, value in self.items() if value.dims]
+        return {
+            name: rows_to(self[name].array(values), axis)
+            if name in self and (axis := self.axis_of(name))
+            else values
+            for name, values in samples.items()
+        }
+
+    @functools.cached_property
+    def rows(self) -> RowAxes:
+        """Which axis of which inputs has a row for each sample; see `row_axes`."""
+        inputs = {**self._beside, **self}
+        return row_axes({name: value.dims for name, value in inputs.items()})
+
+    @property
+    def sampled(self) -> list[str]:
+        """The inputs with a row for each sample; the others are the same in every batch."""
+        return [name for name in self if name in self.rows.axes]
+
+    def axis_of(self, name: str) -> int:
+        """Returns the axis of an input that has its rows, if it has any."""
+        return self.rows.axes.get(name, 0)
+
+    def say(self, sentence: str) -> None:
+        """Logs a warning once."""
+        if sentence not in self._said:
+            self._said.add(sentence)
+            logger.warning("data: %s", sentence)
 
     def fixed_rows(self, name: str) -> int | None:
-        """Returns the size of the first dimension of an input, if it is static."""
-        dims = self[name].dims if name in self else None
-        return dims[0] if dims and isinstance(dims[0], int) else None
+        """Returns the number of rows of an input, if it is static."""
+        dims, axis = (self[name].dims if name in self else None) or (), self.axis_of(name)
+        size = dims[axis] if len(dims) > axis else None
+        return size if isinstance(size, int) else None
 
     def check(self, feeds: Feeds) -> Checked:
         """Returns the feeds as arrays that fit the inputs.
@@ -474,7 +523,9 @@ class Inputs(dict[str, Input]):
         assert value.dims is not None
         heads, size = value.past
         first, _, time, _ = value.dims
-        rows = next((len(a) for name, a in arrays.items() if name in self.sampled and a.ndim), 1)
+        axes = self.rows.axes
+        sizes_of = (a.shape[axes[n]] for n, a in arrays.items() if n in axes and a.ndim > axes[n])
+        rows = next(sizes_of, 1)
         if isinstance(first, int):
             rows = first
         elif first in sizes:
@@ -545,11 +596,6 @@ class Inputs(dict[str, Input]):
 def listed(names: Iterable[str]) -> str:
     """Returns quoted names, separated by commas."""
     return ", ".join(f"'{name}'" for name in names)
-
-
-def _is_free(dims: Sequence[int | str | None]) -> bool:
-    """Whether the first dimension is dynamic."""
-    return bool(dims) and not isinstance(dims[0], int)
 
 
 def _opened(parts: Iterable[object]) -> list[object]:

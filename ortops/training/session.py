@@ -364,6 +364,11 @@ class TrainingSession:
         """Computes tensors of the model for all rows in inference mode, and changes nothing."""
         return self._evaluator.predict(data, batch_size=batch_size, outputs=outputs, ema=ema)
 
+    @_documented_by(Evaluator.row_axis)
+    def row_axis(self, name: str) -> int:
+        """Returns the axis of a tensor of the model along which `predict` joins batches."""
+        return self._evaluator.row_axis(name)
+
     @_documented_by(LoadedModel.loss_names)
     def loss_names(self) -> list[str]:
         """Returns the names of the loss and, if there are several, of its summands."""

@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ortops.training.row_axes import along
+
 __all__ = [
     "as_cell",
     "columns",
@@ -140,22 +142,25 @@ def is_lazy(data: object) -> bool:
     )
 
 
-def take(array: Any, rows: RowIndex) -> Any:
-    """Returns rows of an array: a view of a numpy array, else a copy.
+def take(array: Any, rows: RowIndex, axis: int = 0) -> Any:
+    """Returns rows of an array: a view of a numpy array, if they are a slice, else a copy.
 
     Args:
         array: A numpy array, or a lazy one (see `is_lazy`).
         rows: The indices of the rows, each at most once.
+        axis: The axis of the rows.
     """
+    index: Any = along(axis, rows) if axis else rows
     if isinstance(array, np.ndarray):
-        return array[rows]
+        return array[index]
     if isinstance(rows, slice):
-        return _in_memory(array[rows]).copy()  # the next read may reuse the memory
+        return _in_memory(array[index]).copy()  # the next read may reuse the memory
     ascending = np.argsort(rows)  # HDF5 requires ascending indices
-    rows = _in_memory(getattr(array, "oindex", array)[rows[ascending]])
+    index = along(axis, rows[ascending]) if axis else rows[ascending]
+    taken = _in_memory(getattr(array, "oindex", array)[index])
     back = np.empty_like(ascending)
     back[ascending] = np.arange(len(rows))
-    return rows[back]
+    return taken[along(axis, back)]
 
 
 def _in_memory(rows: Any) -> Array:

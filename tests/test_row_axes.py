@@ -1,0 +1,244 @@
+"""Rows on another axis than 0: arrays are cut and joined along the batch dimension."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import ortops
+from ortops import FeedError, OrtopsError, TrainingSession
+from ortops.cli import main
+from ortops.training.row_axes import row_axes
+
+ROWS = 6
+
+
+def parsed(text: str) -> onnx.ModelProto:
+    return onnx.parser.parse_model('<ir_version: 10, opset_import: ["": 21]>\n' + text)
+
+
+STATE = """g (float[batch, 4] x, float[3, batch, 2] h0) => (float[batch, 2] y)
+<float[4,2] w = {1,0,0,1,1,1,0,0}, int64[1] axis = {0}>
+{ a = MatMul(x, w) s = ReduceSum<keepdims=0>(h0, axis) y = Add(a, s) }"""
+TIME = """g (float[batch, time, 4] x) => (float[time, batch, 2] y)
+<float[4,2] w = {1,0,0,1,1,1,0,0}> { a = MatMul(x, w) y = Transpose<perm=[1,0,2]>(a) }"""
+W = np.array([[1, 0], [0, 1], [1, 1], [0, 0]], np.float64)
+
+
+def session(text: str, **arguments: Any) -> TrainingSession:
+    arguments = {"loss": "MeanSquaredError", "optimizer": "SGD", **arguments}
+    return TrainingSession(ortops.build_training_model(parsed(text), **arguments))
+
+
+def drawn(*shape: int) -> Any:
+    return np.random.default_rng(shape).standard_normal(shape, np.float32)
+
+
+def state_data() -> tuple[dict[str, Any], float]:
+    """The data of STATE, and their loss in numpy."""
+    data = {"x": drawn(ROWS, 4), "h0": drawn(3, ROWS, 2), "targets": drawn(ROWS, 2)}
+    wide = {name: array.astype(np.float64) for name, array in data.items()}
+    return data, float(((wide["x"] @ W + wide["h0"].sum(0) - wide["targets"]) ** 2).mean())
+
+
+def time_data() -> tuple[dict[str, Any], Any]:
+    """The data of TIME, and what it computes, in numpy."""
+    data = {"x": drawn(ROWS, 5, 4), "targets": drawn(5, ROWS, 2)}
+    return data, np.swapaxes(data["x"].astype(np.float64) @ W, 0, 1)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 6, 32])
+def test_a_state_is_cut_along_its_batch_dimension(batch_size: int) -> None:
+    data, loss = state_data()
+    found = session(STATE).evaluate(data, batch_size=batch_size)["loss"]
+    assert found == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_state_with_rows_first_is_refused() -> None:
+    """It was cut along axis 0 and read along axis 1, with batches of 3 rows."""
+    data, _ = state_data()
+    data["h0"] = np.swapaxes(data["h0"], 0, 1)
+    for batch_size in (2, 3):
+        with pytest.raises(
+            FeedError, match=r"'h0' 3, .* of shape \[3, batch, 2\], are along axis 1"
+        ):
+            session(STATE).evaluate(data, batch_size=batch_size)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_training_takes_the_same_rows_of_all_arrays(shuffle: bool) -> None:
+    """As a model whose state has the rows first."""
+    data, _ = state_data()
+    first = {**data, "h0": np.swapaxes(data["h0"], 0, 1)}
+    rows_first = STATE.replace("float[3, batch, 2] h0", "float[batch, 3, 2] h0").replace(
+        "axis = {0}", "axis = {1}"
+    )
+    weights = []
+    for text, given in ((STATE, data), (rows_first, first)):
+        made = session(text)
+        made.fit(given, epochs=2, batch_size=4, shuffle=shuffle, seed=3, progress=False)
+        weights.append(made.state["w"])
+    np.testing.assert_allclose(weights[0], weights[1], rtol=1e-6)
+    assert not np.allclose(weights[0], W)
+    if not shuffle:
+        w = W.copy()
+        for part in (slice(4), slice(4, None)) * 2:
+            x = data["x"][part].astype(np.float64)
+            error = x @ w + data["h0"][:, part].sum(0) - data["targets"][part]
+            w -= 0.01 * 2 * x.T @ error / error.size
+        np.testing.assert_allclose(weights[0], w, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [2, 4, 5, 32])
+def test_outputs_and_targets_with_time_first(batch_size: int) -> None:
+    data, y = time_data()
+    made = session(TIME)
+    found = made.predict({"x": data["x"]}, outputs="y", batch_size=batch_size)
+    np.testing.assert_allclose(found, y, rtol=1e-5, atol=1e-6)
+    loss = made.evaluate(data, batch_size=batch_size)["loss"]
+    assert loss == pytest.approx(((y - data["targets"]) ** 2).mean(), rel=1e-6)
+    assert made.row_axis("y") == 1
+
+
+def test_labels_with_time_first() -> None:
+    data, y = time_data()
+    data["labels"] = np.random.default_rng(1).integers(0, 2, (5, ROWS))
+    del data["targets"]
+    loss = ortops.losses.SoftmaxCrossEntropy("y", axis=-1)
+    made = session(TIME, loss=loss)
+    assert made.inputs["labels"].dims == ("time", "batch")
+    each = np.log(np.exp(y).sum(-1)) - np.take_along_axis(y, data["labels"][..., None], -1)[..., 0]
+    found = made.evaluate(data, batch_size=4, metrics=[ortops.metrics.Accuracy(axis=-1)])
+    assert found["loss"] == pytest.approx(each.mean(), rel=1e-6)
+    assert found["accuracy"] == pytest.approx((y.argmax(-1) == data["labels"]).mean())
+    made.fit(data, batch_size=4, progress=False)
+
+
+def test_samples_and_tables_have_rows_first() -> None:
+    """A sample has no axis of rows: it is put where the input has it."""
+    data, loss = state_data()
+
+    class Samples:
+        def __len__(self) -> int:
+            return ROWS
+
+        def __getitem__(self, number: int) -> dict[str, Any]:
+            return {n: np.take(a, number, axis=1 if n == "h0" else 0) for n, a in data.items()}
+
+    assert session(STATE).evaluate(Samples(), batch_size=4)["loss"] == pytest.approx(loss, 1e-6)
+    table = np.zeros(ROWS, [("x", "f4", (5, 4)), ("targets", "f4", (5, 2))])
+    data, y = time_data()
+    table["x"], table["targets"] = data["x"], np.swapaxes(data["targets"], 0, 1)
+    found = session(TIME).evaluate(table, batch_size=4)["loss"]
+    assert found == pytest.approx(((y - data["targets"]) ** 2).mean(), rel=1e-6)
+
+
+def test_an_output_without_rows_is_refused() -> None:
+    """Also if its first size equals the number of rows by chance."""
+    made = session("""g (float[batch, time, 2] x) => (float[batch, time, 2] y, float[time] t)
+    <float[2] w = {2, 2}, int64[2] a = {0, 2}> { y = Mul(x, w) t = ReduceSum<keepdims=0>(y, a) }""")
+    for rows in (3, 5):
+        with pytest.raises(OrtopsError, match="predict: one axis of 't' must have the rows"):
+            made.predict({"x": drawn(rows, 5, 2)}, outputs="t")
+
+
+def test_an_input_of_another_dimension_is_the_same_in_every_batch() -> None:
+    made = session("""g (float[batch, time] x, float[time] t) => (float[batch, time] y)
+    <float[6] w = {2, 2, 2, 2, 2, 2}> { a = Mul(x, w) y = Add(a, t) }""")
+    x, t = drawn(6, 6), drawn(6)
+    found = made.predict({"x": x, "t": t}, outputs="y", batch_size=4)
+    np.testing.assert_allclose(found, 2 * x + t, rtol=1e-6)
+
+
+def test_a_fixed_state_is_given_once() -> None:
+    made = session(STATE.replace("float[3, batch, 2] h0", "float[3, 1, 2] h0"))
+    data, _ = state_data()
+    for wrong in (np.swapaxes(data["h0"], 0, 1), data["h0"]):
+        with pytest.raises(FeedError, match=r"'h0' must have shape \[3, 1, 2\], got") as caught:
+            made.evaluate({**data, "h0": wrong}, batch_size=3)
+        assert "give one array for all batches" in str(caught.value)
+        assert "batch_size=" not in str(caught.value)
+    data["h0"] = data["h0"][:, :1]
+    error = data["x"] @ W + data["h0"].sum(0) - data["targets"]
+    assert made.evaluate(data, batch_size=4)["loss"] == pytest.approx((error**2).mean(), rel=1e-6)
+
+
+def test_a_static_batch_on_another_axis() -> None:
+    static = STATE.replace("batch", "2")
+    data, loss = state_data()
+    assert session(static).evaluate(data, batch_size=2)["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "axes", "batch"),
+    [
+        ({"x": ("s0", "s1"), "labels": ("s0", "s1")}, {"x": 0, "labels": 0}, "s0"),
+        ({"x": ("s0", 4), "labels": ("y0",)}, {"x": 0, "labels": 0}, ""),
+        ({"x": ("T", "N", 4), "h": (3, "N", 2)}, {"x": 1, "h": 1}, "N"),
+        ({"x": ("T", "N", 4), "labels": ("N",)}, {"x": 1, "labels": 0}, "N"),
+        ({"x": ("T", "N", 4), "targets": ("T", "N", 2)}, {"x": 1, "targets": 1}, "N"),
+        ({"x": ("B", "N", 3), "targets": ("B", "N")}, {"x": 0, "targets": 0}, "B"),
+        ({"x": ("nodes", 4), "e": (2, "edges"), "t": ("nodes",)}, {"x": 0, "t": 0}, ""),
+        ({"x": (None, 4), "labels": None}, {"x": 0, "labels": 0}, ""),
+        ({"x": (8, 3), "h": (2, 8, 4), "labels": (8,)}, {"x": 0, "h": 1, "labels": 0}, 8),
+        ({"x": (1, 3, 8, 8), "scale": (3,)}, {"x": 0, "scale": 0}, ""),
+    ],
+)
+def test_axes(shapes: Any, axes: dict[str, int], batch: object) -> None:
+    found = row_axes(shapes)
+    assert found.axes == axes
+    assert found.batch == ({batch} if batch else set())
+    assert not found.doubt
+
+
+def test_what_is_uncertain_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    text = TIME.replace("[batch, time, 4]", "[time, width, 4]").replace(
+        "time, batch", "width, time"
+    )
+    made = session(text)
+    data, _ = time_data()
+    with caplog.at_level(logging.WARNING, "ortops"):
+        for _ in range(2):
+            made.evaluate({"x": data["x"], "targets": data["targets"]}, batch_size=4)
+    said = [record.message for record in caplog.records]
+    assert len(said) == 1
+    assert said[0].startswith("data: the rows of a batch are taken along the dimension 'time', al")
+    assert "also have 'width'; call the dimension of the rows 'batch' in the model" in said[0]
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, y = time_data()
+    onnx.save(parsed(TIME), tmp_path / "model.onnx")
+    np.savez(tmp_path / "data.npz", **data)
+    train = ["train", "model.onnx", "--data", "data.npz", "--loss", "MeanSquaredError"]
+    more = ["--batch-size", "2", "--validation", "0.5", "--save", "trained.onnx"]
+    run = ["predict", "model.onnx", "--data", "data.npz", "--batch-size", "4"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        assert main([*train, *more]) == 0, capsys.readouterr().err
+        assert main(["eval", "trained.onnx", "--data", "data.npz", "--batch-size", "4"]) == 0
+        assert main([*run, "--output", "y.npz"]) == 0, capsys.readouterr().err
+        assert main([*run, "--output", "y.csv"]) == 0
+    np.testing.assert_allclose(np.load(tmp_path / "y.npz")["y"], y, rtol=1e-5, atol=1e-6)
+    table = np.loadtxt(tmp_path / "y.csv", delimiter=",", skiprows=1)
+    rows = np.swapaxes(y, 0, 1).reshape(ROWS, -1)
+    np.testing.assert_allclose(table, rows, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.sklearn
+def test_estimators() -> None:
+    from ortops.sklearn import OnnxRegressor
+
+    text = """g (float[4, batch] x) => (float[2, batch] y) <float[2,4] w = {1,0,1,0,0,1,1,0}>
+    { y = MatMul(w, x) }"""
+    X, y = drawn(ROWS, 4), drawn(ROWS, 2)
+    made = OnnxRegressor(parsed(text), optimizer="SGD", learning_rate=0.0, batch_size=4, epochs=1)
+    found = made.fit(X, y).predict(X)
+    np.testing.assert_allclose(found, X @ W, rtol=1e-5, atol=1e-6)
+    loss = made.history_[-1]["loss"]
+    assert loss == pytest.approx(((X @ W - y) ** 2).mean(), rel=1e-5)
