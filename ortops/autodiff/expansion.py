@@ -20,7 +20,7 @@ from onnx_ir.passes import common as passes
 
 from ortops.autodiff.backward import emit_definition
 from ortops.autodiff.gradient_node import Bound, bound_nodes, infer_outputs, is_bound
-from ortops.autodiff.registry import Definition, Rules
+from ortops.autodiff.registry import Definition, Function, Rules
 from ortops.errors import ModelError, UnsupportedError
 from ortops.graph.edit import (
     all_nodes,
@@ -48,7 +48,7 @@ def can_be_expanded(node: ir.Node, rules: Rules) -> bool:
         return False
     rule = rules.find(node)
     if rule is not None:
-        return isinstance(rule, Definition) and not rule.keep
+        return isinstance(rule, Definition) and not rule.keep(node)
     assert node.graph is not None
     try:
         schema = _schema(node.op_type, node.domain, node.graph.opset_imports.get(node.domain))
@@ -80,8 +80,9 @@ def expand(model: ir.Model, rules: Rules, *, everywhere: bool = False) -> bool:
         UnsupportedError: If a definition does not support an attribute or output of such a node.
     """
     graph = model.graph
-    nodes = all_nodes(graph) if everywhere else _nodes_on_paths(graph)
+    nodes = list(all_nodes(graph) if everywhere else _nodes_on_paths(graph))
     chosen = {node for node in nodes if can_be_expanded(node, rules)}
+    on_path = set(nodes)
     unknown = any(
         rules.definition(node) is not None or rules.refusal(node) is not None
         for node in all_nodes(graph)
@@ -97,6 +98,8 @@ def expand(model: ir.Model, rules: Rules, *, everywhere: bool = False) -> bool:
             infer_outputs(node)
         elif not all(map(_is_known, node.outputs)):
             _infer(node, known, names)
+        if known is not None and known.after is not None and node in on_path and known.keep(node):
+            _continue(node, known.after, names)
     bodies = False
     for node in chosen:
         if node.graph is not None:
@@ -138,6 +141,23 @@ def _replace(node: ir.Node, known: Definition, names: Names) -> None:
         replace_value(tape, output, result)
     graph.remove(node, safe=True)
     remove_unread(tape.nodes)
+
+
+def _continue(node: ir.Node, after: Function, names: Names) -> None:
+    """Lets the readers of a kept node's first output read a function of it."""
+    graph, y = node.graph, node.outputs[0]
+    assert isinstance(graph, ir.Graph)
+    readers = [(use.node, use.idx) for use in y.uses()]
+    tape = Tape(graph, before=node, names=names)
+    tape.scope = f"{node.name or node.op_type}/"
+    inputs = [None if value is None else tape.tensor(value) for value in node.inputs]
+    with tape:
+        result = after(tape.tensor(y), *inputs, **attribute_values(node)).value
+    for made in tape.nodes:
+        graph.remove(made)
+    graph.insert_after(node, tape.nodes)
+    for reader, index in readers:
+        reader.replace_input_with(index, result)
 
 
 def _is_known(value: ir.Value) -> bool:

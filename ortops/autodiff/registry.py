@@ -92,6 +92,14 @@ class ZeroRule:
     """The derivative is exactly zero wherever it exists, so no cotangent is propagated."""
 
 
+def _never(node: ir.Node) -> bool:
+    return False
+
+
+def _always(node: ir.Node) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Definition:
     """The definition of an operator by other operators, which is differentiated instead.
@@ -99,15 +107,18 @@ class Definition:
     Attributes:
         function: ``(*inputs, **attributes)`` → the outputs, None for those that are not supported.
         attributes: The names of the attributes that the definition supports.
-        keep: Whether the forward pass keeps the operator, and only the backward pass computes the
+        keep: Whether the forward pass keeps a node, and only the backward pass computes the
             definition.
+        after: With ``keep``: ``(y, *inputs, **attributes)`` → what the forward pass continues with
+            in place of the first output y; None for y itself.
         quantizes: With ``keep``: see `Rule`.
         limits: Limitations, for the table of operators.
     """
 
     function: Function
     attributes: frozenset[str]
-    keep: bool = False
+    keep: Callable[[ir.Node], bool] = _never
+    after: Function | None = None
     quantizes: bool = False
     limits: str = ""
 
@@ -206,7 +217,8 @@ class Table:
         self,
         *op_types: str,
         domain: str = "",
-        keep: bool = False,
+        keep: bool | Callable[[ir.Node], bool] = False,
+        after: Function | None = None,
         quantizes: bool = False,
         limits: str = "",
     ) -> Callable[[_F], _F]:
@@ -221,7 +233,9 @@ class Table:
             *op_types: The operators.
             domain: Their domain.
             keep: Whether the forward pass keeps the operator, and only the backward pass computes
-                the definition.
+                the definition; or a predicate of the nodes that are kept.
+            after: With ``keep``, ``(y, *inputs, **attributes)`` → what the forward pass continues
+                with in place of the first output y. It must equal the definition's first output.
             quantizes: With ``keep``, whether the first output has a cotangent although its type is
                 integer.
             limits: Limitations, for the table of operators.
@@ -235,8 +249,11 @@ class Table:
             >>> sorted(table.rules["com.example", "ScaledTanh"].attributes)
             ['alpha']
         """
+        kept = keep if callable(keep) else _always if keep else _never
         return self._registers(
-            lambda function: Definition(function, _attributes(function), keep, quantizes, limits),
+            lambda function: Definition(
+                function, _attributes(function), kept, after, quantizes, limits
+            ),
             *op_types,
             domain=domain,
         )

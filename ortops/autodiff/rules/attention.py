@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from ortops.autodiff.registry import Cotangents
 from ortops.autodiff.rules._precision import wide_dtype
+from ortops.autodiff.rules.recurrent import inside, scan
 from ortops.autodiff.rules.table import definition
 from ortops.errors import UnsupportedError
 from ortops.graph.shapes import index_range, pad_axes, size_of
@@ -233,6 +234,91 @@ def _attend(
     return y, p, (raw, capped, shown)
 
 
+BLOCK = 128
+"""The number of queries whose scores exist together in `_attend_in_blocks`."""
+
+
+def _attend_in_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    offset: Size,
+    bias: Tensor | None,
+    *,
+    left: int,
+    causal: bool,
+    scale: float | None,
+    softcap: float,
+    sink: Tensor | None,
+) -> Tensor:
+    """Returns attention of blocks of queries, so that memory grows linearly with their number.
+
+    The backward pass computes the scores of a block again. With a causal window, a block reads only
+    the keys up to its end. Queries that may attend to no key have any finite output.
+
+    Args:
+        q: Queries (batch, head, length, size).
+        k: Keys; the number of heads divides that of the queries.
+        v: Values.
+        seen: The number of keys that exist, (batch, 1, 1, 1).
+        offset: The position of the first query among the keys, for all samples or for each.
+        bias: The bias of the scores (batch or 1, head or 1, queries, keys).
+        left: The number of keys to the left of a query; -1 for no limit.
+        causal: Whether keys to the right of a query are excluded.
+        scale: See `_attend`, as for the following.
+        softcap: The limit of the scores.
+        sink: The score of a key without value.
+    """
+    length = size_of(q, [2])
+    as_tensor = q.tape.constant(np.array(length)) if isinstance(length, int) else length
+    count = op.Max(op.Div(op.Add(as_tensor, BLOCK - 1), BLOCK), 1)
+    rows = op.Div(op.Add(as_tensor, op.Sub(count, 1)), count)
+    spare = op.Sub(op.Mul(rows, count), as_tensor)
+
+    def blocks(x: Tensor) -> Tensor:
+        padded = pad_axes(x, [0, spare], op.CastLike(0.0, x), [2])
+        sizes = [size_of(x, [0]), size_of(x, [1]), count, rows, -1]
+        shape = [*(x.shape or (None,) * 4)[:2], None, None, (x.shape or (None,) * 4)[3]]
+        parts = op.Reshape(padded, sizes, allowzero=1).with_shape(shape)
+        return op.Transpose(parts, perm=[2, 0, 1, 3, 4])
+
+    lowest = np.array(float(ir.DataType.from_numpy(q.dtype).min) / 2, q.dtype)
+    furthest = offset if isinstance(offset, int) else op.ReduceMax(offset, keepdims=0)
+
+    def block(q: Tensor, number: Tensor, bias: Tensor | None) -> Sequence[Tensor]:
+        first = op.Mul(number, inside(q, rows))
+        keys, values, exist = (inside(q, x) for x in (k, v, seen))
+        if causal:
+            ahead = furthest if isinstance(furthest, int) else inside(q, furthest)
+            end = op.Reshape(op.Add(op.Add(first, inside(q, rows)), ahead), [1])
+            keys, values = (op.Slice(x, [0], end, [2]) for x in (keys, values))
+            if bias is not None:
+                bias = op.Slice(bias, [0], end, [3])
+        total = size_of(keys, [2])
+        start = op.Add(first, offset if isinstance(offset, int) else inside(q, offset))
+        allowed = _both(
+            _window(q, inside(q, rows), total, start, left, 0 if causal else -1),
+            op.Less(index_range(total, q), exist),
+        )
+        bias = _bias(q, allowed, bias, float(lowest))
+        y, _, _ = _attend(
+            *(q, keys, values, bias),
+            scale=scale,
+            softcap=softcap,
+            masked_rows=False,
+            sink=None if sink is None else inside(q, sink),
+        )
+        return [y]
+
+    parts = [blocks(q), op.Range(0, count, 1), None if bias is None else blocks(bias)]
+    (y,) = scan(block, [], parts, backwards=False)
+    y = op.Transpose(y, perm=[1, 2, 0, 3, 4])
+    sizes = [size_of(q, [0]), size_of(q, [1]), op.Mul(rows, count), size_of(v, [3])]
+    y = op.Reshape(y, sizes, allowzero=1)
+    return op.Slice(y, [0], op.Reshape(as_tensor, [1]), [2])
+
+
 def _group(x: Tensor, k: Tensor) -> Tensor:
     """Stacks the rows of the heads of x that share a head of k."""
     width = size_of(x, [3])
@@ -407,9 +493,38 @@ def attend_projected(
     return y, present
 
 
+_Q_NORM = 14
+"""The index of input q_norm_weight of GroupQueryAttention."""
+
+
+def _is_kept(node: ir.Node) -> bool:
+    """Whether the forward pass keeps GroupQueryAttention.
+
+    The CPU has no kernel for a normalization of queries, and a sliding cache may not be empty.
+    """
+    slides = node.attributes.get_int("sliding_window_cache", 0)
+    return not slides and all(value is None for value in node.inputs[_Q_NORM:])
+
+
+def _without_padding(y: Tensor, *inputs: Tensor | None, **attributes: object) -> Tensor:
+    """Replaces the outputs of padding, which GroupQueryAttention leaves undefined, by zeros."""
+    past, seqlens = inputs[3], cast(Tensor, inputs[5])
+    seen = op.Add(op.Reshape(seqlens.astype(np.int64), [-1, 1, 1]), 1)
+    length = size_of(y, [1])
+    places = op.Unsqueeze(index_range(length, y), [1])
+    exists = op.Less(places, seen)
+    if past is not None:
+        longest = op.Reshape(cast(Tensor, inputs[6]).astype(np.int64), [])
+        is_prompt = op.Equal(longest, length)
+        exists = op.Or(exists, op.Not(is_prompt))  # after a past, no new token is padding
+    return op.Where(exists, y, op.CastLike(0.0, y)).with_shape_of(y)
+
+
 @definition(
     "GroupQueryAttention",
     domain=MICROSOFT,
+    keep=_is_kept,
+    after=_without_padding,
     limits="no quantized cache, no query_seqlens, no output output_qk; with "
     "sliding_window_cache=1, no attention_bias",
 )
@@ -505,6 +620,16 @@ def group_query_attention(
     else:
         if past_key is not None and past_value is not None and isinstance(offset, Tensor):
             k, v = (_append(x, new, offset, longest) for x, new in ((past_key, k), (past_value, v)))
+        if q_norm_weight is None and not sliding_window_cache:
+            y = _attend_in_blocks(
+                *(q, k, v, seen, offset, attention_bias),
+                left=left,
+                causal=bool(causal),
+                scale=scale or None,
+                softcap=softcap,
+                sink=sink,
+            )
+            return _merge(y), k, v
         total = size_of(k, [2])
         allowed = _window(q, length, total, offset, left, 0 if causal else -1)
         allowed = _both(allowed, op.Less(index_range(total, q), seen))

@@ -651,8 +651,8 @@ def scan(
     Returns:
         The final states, then the outputs of all steps.
     """
-    tape = states[0].tape
     sequences = [sequence for sequence in slices if sequence is not None]
+    tape = sequences[0].tape
     inner = tape.subgraph(f"{tape.scope}{'backwards' if backwards else 'forwards'}")
 
     def slice_of(sequence: Tensor) -> Tensor:
