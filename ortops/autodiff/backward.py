@@ -6,9 +6,10 @@ argument; this module does not refer to any operator by name.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +132,10 @@ def _pass(at: Site) -> list[tuple[ir.Value, Tensor]]:
             given = rule.function(at)
             return [(value, cotangent) for value, cotangent in given.items() if value in at.active]
     attributes = _attributes(at, rule)
-    if isinstance(rule, Definition):
+    if isinstance(rule, Definition) and rule.gradient is not None and rule.keep(node):
+        with _named(node):
+            returned = _through_rule(at, NestedRule(rule.gradient, rule.attributes), attributes)
+    elif isinstance(rule, Definition):
         returned = _through_definition(at, rule, attributes)
     else:
         returned = _through_rule(at, rule, attributes)
@@ -246,12 +250,18 @@ def emit_definition(
     Returns:
         Its outputs, with None for those that the definition does not support.
     """
+    with _named(node), tape:
+        results = definition.function(*inputs, **attributes)
+    return results if isinstance(results, tuple) else (results,)
+
+
+@contextlib.contextmanager
+def _named(node: ir.Node) -> Iterator[None]:
+    """Lets errors name a node."""
     try:
-        with tape:
-            results = definition.function(*inputs, **attributes)
+        yield
     except (ModelError, UnsupportedError) as error:
         raise type(error)(f"{describe(node)}: {error}") from error
-    return results if isinstance(results, tuple) else (results,)
 
 
 def _one_each(returned: Cotangents, at: Site) -> list[Tensor | None]:

@@ -82,7 +82,7 @@ def expand(model: ir.Model, rules: Rules, *, everywhere: bool = False) -> bool:
     graph = model.graph
     nodes = list(all_nodes(graph) if everywhere else _nodes_on_paths(graph))
     chosen = {node for node in nodes if can_be_expanded(node, rules)}
-    on_path = set(nodes)
+    kept = set(nodes) - chosen
     unknown = any(
         rules.definition(node) is not None or rules.refusal(node) is not None
         for node in all_nodes(graph)
@@ -98,7 +98,7 @@ def expand(model: ir.Model, rules: Rules, *, everywhere: bool = False) -> bool:
             infer_outputs(node)
         elif not all(map(_is_known, node.outputs)):
             _infer(node, known, names)
-        if known is not None and known.after is not None and node in on_path and known.keep(node):
+        if known is not None and known.after is not None and node in kept:
             _continue(node, known.after, names)
     bodies = False
     for node in chosen:

@@ -111,6 +111,8 @@ class Definition:
             definition.
         after: With ``keep``: ``(y, *inputs, **attributes)`` → what the forward pass continues with
             in place of the first output y; None for y itself.
+        gradient: With ``keep``: the function of a `NestedRule` that the backward pass applies in
+            place of the definition's derivative; None for that.
         quantizes: With ``keep``: see `Rule`.
         limits: Limitations, for the table of operators.
     """
@@ -119,6 +121,7 @@ class Definition:
     attributes: frozenset[str]
     keep: Callable[[ir.Node], bool] = _never
     after: Function | None = None
+    gradient: Function | None = None
     quantizes: bool = False
     limits: str = ""
 
@@ -219,6 +222,7 @@ class Table:
         domain: str = "",
         keep: bool | Callable[[ir.Node], bool] = False,
         after: Function | None = None,
+        gradient: Function | None = None,
         quantizes: bool = False,
         limits: str = "",
     ) -> Callable[[_F], _F]:
@@ -236,6 +240,8 @@ class Table:
                 the definition; or a predicate of the nodes that are kept.
             after: With ``keep``, ``(y, *inputs, **attributes)`` → what the forward pass continues
                 with in place of the first output y. It must equal the definition's first output.
+            gradient: With ``keep``, the function of a nested rule (see `nested_vjp`), for the
+                backward pass to use in place of the definition's derivative.
             quantizes: With ``keep``, whether the first output has a cotangent although its type is
                 integer.
             limits: Limitations, for the table of operators.
@@ -252,7 +258,7 @@ class Table:
         kept = keep if callable(keep) else _always if keep else _never
         return self._registers(
             lambda function: Definition(
-                function, _attributes(function), kept, after, quantizes, limits
+                function, _attributes(function), kept, after, gradient, quantizes, limits
             ),
             *op_types,
             domain=domain,

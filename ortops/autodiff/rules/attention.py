@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TypedDict, Unpack, cast
 
 import numpy as np
 import onnx_ir as ir
 
-from ortops.autodiff.registry import Cotangents
+from ortops.autodiff.backward import backward_to_inputs
+from ortops.autodiff.registry import Cotangents, Rules
 from ortops.autodiff.rules._precision import wide_dtype
 from ortops.autodiff.rules.recurrent import inside, scan
 from ortops.autodiff.rules.table import definition
 from ortops.errors import UnsupportedError
-from ortops.graph.shapes import index_range, pad_axes, size_of
-from ortops.graph.tensor import Tensor, op
+from ortops.graph.shapes import index_range, pad_axes, size_of, unbroadcast
+from ortops.graph.tensor import Tensor, op, zeros_like
 
 MICROSOFT = "com.microsoft"
 Size = int | Tensor
@@ -189,21 +191,7 @@ def _attend(
         masked_rows: Whether all elements in a row of the bias may be minus infinity.
         sink: The score of a key without value, of shape (1, head, 1, 1) or (1, 1, 1, 1).
     """
-    factor: float | Tensor
-    if scale is not None:
-        factor = scale
-    else:
-        size = size_of(q, [3])
-        if isinstance(size, int):
-            factor = 1 / math.sqrt(size)
-        else:
-            factor = op.Reciprocal(op.Sqrt(op.CastLike(size, q)))
-    grouped = q.shape is None or k.shape is None or q.shape[1] != k.shape[1] or None in q.shape[:2]
-    keys = op.Transpose(k, perm=[0, 1, 3, 2])
-    # Query heads with the same key head become rows of one product.
-    scores = op.MatMul(_group(q * factor, k) if grouped else q * factor, keys)
-    if grouped:
-        scores = _ungroup(scores, q, size_of(k, [2]))
+    scores = _products(q * _factor(q, scale), k)
     raw = scores
     if softcap > 0:
         scores = op.Tanh(scores * (1 / softcap)) * softcap
@@ -221,102 +209,45 @@ def _attend(
     dtype = q.dtype
     if precision is not None:
         scores = scores.astype(precision.numpy())
-    if sink is None:
-        p = op.Softmax(scores, axis=-1).astype(dtype)
-    else:
-        last = op.Expand(sink.astype(scores.dtype), op.Shape(op.ReduceMax(scores, [-1])))
-        p = op.Softmax(op.Concat(scores, last, axis=-1), axis=-1)[..., :-1].astype(dtype)
+    p = _softmax(scores, sink)[0].astype(dtype)
     if nothing is not None:
         p = op.Where(nothing, 0, p)
-    y = op.MatMul(_group(p, k), v) if grouped else op.MatMul(p, v)
-    if grouped:
+    y = op.MatMul(_group(p, k), v) if _is_grouped(q, k) else op.MatMul(p, v)
+    if _is_grouped(q, k):
         y = _ungroup(y, q, size_of(v, [3]))
     return y, p, (raw, capped, shown)
 
 
-BLOCK = 128
-"""The number of queries whose scores exist together in `_attend_in_blocks`."""
+def _factor(q: Tensor, scale: float | None) -> float | Tensor:
+    """Returns the factor of the scores, 1/√size by default."""
+    if scale is not None:
+        return scale
+    size = size_of(q, [3])
+    if isinstance(size, int):
+        return 1 / math.sqrt(size)
+    return op.Reciprocal(op.Sqrt(op.CastLike(size, q)))
 
 
-def _attend_in_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seen: Tensor,
-    offset: Size,
-    bias: Tensor | None,
-    *,
-    left: int,
-    causal: bool,
-    scale: float | None,
-    softcap: float,
-    sink: Tensor | None,
-) -> Tensor:
-    """Returns attention of blocks of queries, so that memory grows linearly with their number.
+def _products(q: Tensor, k: Tensor) -> Tensor:
+    """Returns q kᵀ; query heads with the same key head become rows of one product."""
+    keys = op.Transpose(k, perm=[0, 1, 3, 2])
+    if not _is_grouped(q, k):
+        return op.MatMul(q, keys)
+    return _ungroup(op.MatMul(_group(q, k), keys), q, size_of(k, [2]))
 
-    The backward pass computes the scores of a block again. With a causal window, a block reads only
-    the keys up to its end. Queries that may attend to no key have any finite output.
 
-    Args:
-        q: Queries (batch, head, length, size).
-        k: Keys; the number of heads divides that of the queries.
-        v: Values.
-        seen: The number of keys that exist, (batch, 1, 1, 1).
-        offset: The position of the first query among the keys, for all samples or for each.
-        bias: The bias of the scores (batch or 1, head or 1, queries, keys).
-        left: The number of keys to the left of a query; -1 for no limit.
-        causal: Whether keys to the right of a query are excluded.
-        scale: See `_attend`, as for the following.
-        softcap: The limit of the scores.
-        sink: The score of a key without value.
-    """
-    length = size_of(q, [2])
-    as_tensor = q.tape.constant(np.array(length)) if isinstance(length, int) else length
-    count = op.Max(op.Div(op.Add(as_tensor, BLOCK - 1), BLOCK), 1)
-    rows = op.Div(op.Add(as_tensor, op.Sub(count, 1)), count)
-    spare = op.Sub(op.Mul(rows, count), as_tensor)
+def _is_grouped(q: Tensor, k: Tensor) -> bool:
+    """Whether several query heads share a key head, as far as is known."""
+    return q.shape is None or k.shape is None or q.shape[1] != k.shape[1] or None in q.shape[:2]
 
-    def blocks(x: Tensor) -> Tensor:
-        padded = pad_axes(x, [0, spare], op.CastLike(0.0, x), [2])
-        sizes = [size_of(x, [0]), size_of(x, [1]), count, rows, -1]
-        shape = [*(x.shape or (None,) * 4)[:2], None, None, (x.shape or (None,) * 4)[3]]
-        parts = op.Reshape(padded, sizes, allowzero=1).with_shape(shape)
-        return op.Transpose(parts, perm=[2, 0, 1, 3, 4])
 
-    lowest = np.array(float(ir.DataType.from_numpy(q.dtype).min) / 2, q.dtype)
-    furthest = offset if isinstance(offset, int) else op.ReduceMax(offset, keepdims=0)
-
-    def block(q: Tensor, number: Tensor, bias: Tensor | None) -> Sequence[Tensor]:
-        first = op.Mul(number, inside(q, rows))
-        keys, values, exist = (inside(q, x) for x in (k, v, seen))
-        if causal:
-            ahead = furthest if isinstance(furthest, int) else inside(q, furthest)
-            end = op.Reshape(op.Add(op.Add(first, inside(q, rows)), ahead), [1])
-            keys, values = (op.Slice(x, [0], end, [2]) for x in (keys, values))
-            if bias is not None:
-                bias = op.Slice(bias, [0], end, [3])
-        total = size_of(keys, [2])
-        start = op.Add(first, offset if isinstance(offset, int) else inside(q, offset))
-        allowed = _both(
-            _window(q, inside(q, rows), total, start, left, 0 if causal else -1),
-            op.Less(index_range(total, q), exist),
-        )
-        bias = _bias(q, allowed, bias, float(lowest))
-        y, _, _ = _attend(
-            *(q, keys, values, bias),
-            scale=scale,
-            softcap=softcap,
-            masked_rows=False,
-            sink=None if sink is None else inside(q, sink),
-        )
-        return [y]
-
-    parts = [blocks(q), op.Range(0, count, 1), None if bias is None else blocks(bias)]
-    (y,) = scan(block, [], parts, backwards=False)
-    y = op.Transpose(y, perm=[1, 2, 0, 3, 4])
-    sizes = [size_of(q, [0]), size_of(q, [1]), op.Mul(rows, count), size_of(v, [3])]
-    y = op.Reshape(y, sizes, allowzero=1)
-    return op.Slice(y, [0], op.Reshape(as_tensor, [1]), [2])
+def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Returns the probabilities of the keys, and of the sink."""
+    if sink is None:
+        return op.Softmax(scores, axis=-1), None
+    last = op.Expand(sink.astype(scores.dtype), op.Shape(op.ReduceMax(scores, [-1])))
+    p = op.Softmax(op.Concat(scores, last, axis=-1), axis=-1)
+    return p[..., :-1], p[..., -1:]
 
 
 def _group(x: Tensor, k: Tensor) -> Tensor:
@@ -493,31 +424,209 @@ def attend_projected(
     return y, present
 
 
+class GroupQueryAttributes(TypedDict, total=False):
+    """The attributes of GroupQueryAttention."""
+
+    num_heads: int
+    kv_num_heads: int
+    causal: int
+    do_rotary: int
+    k_quant_type: str
+    kv_cache_bit_width: int
+    local_window_size: int
+    k_norm_epsilon: float
+    q_norm_epsilon: float
+    qk_norm_epsilon: float
+    qk_output: int
+    rotary_interleaved: int
+    scale: float
+    sliding_window_cache: int
+    smooth_softmax: int
+    softcap: float
+    v_quant_type: str
+
+
+_OPTIONAL_INPUTS = 17
+"""The number of inputs of GroupQueryAttention."""
+
 _Q_NORM = 14
-"""The index of input q_norm_weight of GroupQueryAttention."""
+"""The index of its input q_norm_weight."""
 
 
 def _is_kept(node: ir.Node) -> bool:
     """Whether the forward pass keeps GroupQueryAttention.
 
-    The CPU has no kernel for a normalization of queries, and a sliding cache may not be empty.
+    The CPU has no kernel that normalizes queries, and a sliding cache must not be empty there.
     """
     slides = node.attributes.get_int("sliding_window_cache", 0)
     return not slides and all(value is None for value in node.inputs[_Q_NORM:])
 
 
+@dataclass(frozen=True)
+class _Grouped:
+    """The operands of GroupQueryAttention, after rotation and the cache.
+
+    Attributes:
+        q: Queries (batch, head, length, size).
+        k: All keys; the number of heads divides that of the queries.
+        v: All values.
+        seen: The number of keys that exist, (batch, 1, 1, 1).
+        offset: The position of the first query among the keys, for all samples or for each.
+        places: The positions of the keys of a sliding cache, if there is one.
+        presents: The outputs for the cache.
+        left: The number of keys to the left of a query; -1 for no limit.
+        causal: Whether a query attends only to keys up to its own.
+        bias: The bias of the scores (batch or 1, head or 1, queries, keys).
+        sink: The score of a key without value, (1, head, 1, 1) or (1, 1, 1, 1).
+        scale: The factor of the scores.
+        softcap: The limit of the scores before the bias is added; 0 for none.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    seen: Tensor
+    offset: Size
+    places: Tensor | None
+    presents: tuple[Tensor, ...]
+    left: int
+    causal: bool
+    bias: Tensor | None
+    sink: Tensor | None
+    scale: float | None
+    softcap: float
+
+    @classmethod
+    def of(cls, given: Sequence[Tensor | None], attributes: GroupQueryAttributes) -> _Grouped:
+        """Emits the operands from the inputs of the operator."""
+        inputs = (*given, *(None,) * (_OPTIONAL_INPUTS - len(given)))
+        query, key, value, past_key, past_value, seqlens, total, cos, sin, *others = inputs
+        position_ids, attention_bias, head_sink, _, _, q_norm, k_norm, _ = others
+        query, seqlens, total = (cast(Tensor, x) for x in (query, seqlens, total))
+        _refuse_caches(inputs, attributes)
+        slides = attributes.get("sliding_window_cache", 0)
+        heads, pairs = attributes["num_heads"], attributes["kv_num_heads"]
+        if key is None or value is None:  # packed queries, keys and values
+            together = _heads(query, heads + 2 * pairs)
+            q, k, v = op.Split(together, [heads, pairs, pairs], axis=1)
+        else:
+            q, k, v = _heads(query, heads), _heads(key, pairs), _heads(value, pairs)
+        if q_norm is not None and k_norm is not None:
+            both = attributes.get("qk_norm_epsilon", 1e-6)
+            q = _normalize(q, q_norm, attributes.get("q_norm_epsilon") or both)
+            k = _normalize(k, k_norm, attributes.get("k_norm_epsilon") or both)
+        length = size_of(q, [2])
+        seen = op.Add(op.Reshape(seqlens.astype(np.int64), [-1, 1, 1, 1]), 1)
+        offset: Size = 0
+        longest = op.Reshape(total.astype(np.int64), [])
+        cached = None if past_key is None or past_value is None else size_of(past_key, [2])
+        if isinstance(cached, Tensor) or cached:
+            # The past of a sample has the seen keys without the new ones; a prompt has no past.
+            offset = op.Where(op.Equal(longest, length), 0, op.Sub(seen, length))
+        if attributes.get("do_rotary"):
+            if position_ids is None:
+                position_ids = op.Unsqueeze(index_range(length, q), [0])
+                if isinstance(offset, Tensor):
+                    position_ids = op.Add(position_ids, op.Reshape(offset, [-1, 1]))
+            rotated = cos.shape[1] if cos is not None and cos.shape else None
+            count = 2 * rotated if isinstance(rotated, int) else 0
+            cos, sin = op.Gather(cos, position_ids), op.Gather(sin, position_ids)
+            interleaved = attributes.get("rotary_interleaved", 0)
+            q, k = (_rotate(x, cos, sin, [], interleaved, count) for x in (q, k))
+        sink = head_sink if head_sink is None else op.Reshape(head_sink, [1, -1, 1, 1])
+        if sink is None and attributes.get("smooth_softmax", -1) > 0:
+            sink = op.CastLike(np.zeros((1, 1, 1, 1), np.float32), q)
+        window = attributes.get("local_window_size", -1)
+        places: Tensor | None = None
+        presents: tuple[Tensor, ...] = ()
+        if past_key is not None and past_value is not None and isinstance(offset, Tensor):
+            if slides:
+                pasts = past_key, past_value, offset
+                (k, v), places, presents = _after_window(*pasts, k, v, seen, window)
+            else:
+                both_pasts = (past_key, k), (past_value, v)
+                k, v = (_append(past, new, offset, longest) for past, new in both_pasts)
+        return cls(
+            *(q, k, v, seen, offset, places, presents or (k, v)),
+            left=window - 1 if window > 0 else -1,
+            causal=bool(attributes.get("causal", 1)),
+            bias=attention_bias,
+            sink=sink,
+            scale=attributes.get("scale") or None,
+            softcap=attributes.get("softcap", 0.0),
+        )
+
+    def inside(self, x: Tensor) -> _Grouped:
+        """Returns the operands for use in the graph of x, which are some of the queries."""
+        k, v, seen = (inside(x, operand) for operand in (self.k, self.v, self.seen))
+        offset = self.offset if isinstance(self.offset, int) else inside(x, self.offset)
+        sink = None if self.sink is None else inside(x, self.sink)
+        return replace(self, q=x, k=k, v=v, seen=seen, offset=offset, sink=sink)
+
+    def allowed(self, queries: Size, first: Size, keys: Size) -> Tensor:
+        """Returns which of the first keys the queries attend to.
+
+        Args:
+            queries: The number of queries.
+            first: The position of the first of them.
+            keys: The number of keys.
+        """
+        x = self.q
+        exist = op.Less(index_range(keys, x), self.seen)
+        if self.places is None:
+            right = 0 if self.causal else -1
+            return cast(Tensor, _both(_window(x, queries, keys, first, self.left, right), exist))
+        at, own = self.places, op.Add(op.Unsqueeze(index_range(queries, x), [1]), first)
+        near = op.And(op.LessOrEqual(at, own), op.GreaterOrEqual(at, op.Sub(own, self.left)))
+        return op.And(near, op.And(op.GreaterOrEqual(at, 0), op.Less(at, self.seen)))
+
+
 def _without_padding(y: Tensor, *inputs: Tensor | None, **attributes: object) -> Tensor:
-    """Replaces the outputs of padding, which GroupQueryAttention leaves undefined, by zeros."""
-    past, seqlens = inputs[3], cast(Tensor, inputs[5])
-    seen = op.Add(op.Reshape(seqlens.astype(np.int64), [-1, 1, 1]), 1)
+    """Replaces the outputs of padding, which GroupQueryAttention leaves undefined, by zeros.
+
+    Only a prompt has padding, at its end: the tokens after a past all count.
+    """
+    past, seqlens, total = inputs[3], cast(Tensor, inputs[5]), cast(Tensor, inputs[6])
     length = size_of(y, [1])
     places = op.Unsqueeze(index_range(length, y), [1])
-    exists = op.Less(places, seen)
+    exists = op.Less(places, op.Add(op.Reshape(seqlens.astype(np.int64), [-1, 1, 1]), 1))
     if past is not None:
-        longest = op.Reshape(cast(Tensor, inputs[6]).astype(np.int64), [])
-        is_prompt = op.Equal(longest, length)
-        exists = op.Or(exists, op.Not(is_prompt))  # after a past, no new token is padding
+        is_prompt = op.Equal(op.Reshape(total.astype(np.int64), []), length)
+        exists = op.Or(exists, op.Not(is_prompt))
     return op.Where(exists, y, op.CastLike(0.0, y)).with_shape_of(y)
+
+
+def _group_query_gradient(
+    rules: Rules,
+    g: Sequence[Tensor | None],
+    y: Sequence[Tensor | None],
+    *inputs: Tensor | None,
+    **attributes: Unpack[GroupQueryAttributes],
+) -> Cotangents:
+    """Returns the cotangents of the inputs of a node that the forward pass keeps."""
+    first = cast(Tensor, y[0])
+    tape, start = first.tape, len(first.tape.nodes)
+    at = _Grouped.of(inputs, attributes)
+    nodes = tape.nodes[start:]
+    seeds: dict[ir.Value, Tensor] = {}
+    if g[0] is not None:
+        count = attributes["num_heads"]
+        dy, out = (
+            _heads(_without_padding(x, *inputs), count).with_shape_of(at.q) for x in (g[0], first)
+        )
+        found = _gradients_in_blocks(dy, out, at)
+        operands = at.q, at.k, at.v, at.bias, at.sink
+        pairs = zip(operands, found, strict=True)
+        seeds = {x.value: dx for x, dx in pairs if x is not None and dx is not None}
+    for x, dx in zip((at.k, at.v), g[1:3], strict=False):
+        if dx is not None:
+            seeds[x.value] = seeds[x.value] + dx if x.value in seeds else dx
+    values = [None if x is None else x.value for x in inputs]
+    wanted = [x if x is not None and rules.carries_cotangent(x) else None for x in values]
+    given = [x for x in values if x is not None]
+    return backward_to_inputs(
+        tape, nodes, seeds, wanted, rules, cut=given, asked_by="GroupQueryAttention"
+    )
 
 
 @definition(
@@ -525,127 +634,134 @@ def _without_padding(y: Tensor, *inputs: Tensor | None, **attributes: object) ->
     domain=MICROSOFT,
     keep=_is_kept,
     after=_without_padding,
-    limits="no quantized cache, no query_seqlens, no output output_qk; with "
-    "sliding_window_cache=1, no attention_bias",
+    gradient=_group_query_gradient,
+    limits="outputs of padding are zeros; no quantized cache, no query_seqlens, no output "
+    "output_qk; with sliding_window_cache=1, no attention_bias",
 )
 def group_query_attention(
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    past_key: Tensor | None,
-    past_value: Tensor | None,
-    seqlens_k: Tensor,
-    total_sequence_length: Tensor,
-    cos_cache: Tensor | None = None,
-    sin_cache: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    attention_bias: Tensor | None = None,
-    head_sink: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    q_norm_weight: Tensor | None = None,
-    k_norm_weight: Tensor | None = None,
-    query_seqlens: Tensor | None = None,
-    *,
-    num_heads: int,
-    kv_num_heads: int,
-    causal: int = 1,
-    do_rotary: int = 0,
-    k_quant_type: str = "NONE",
-    kv_cache_bit_width: int = 0,
-    local_window_size: int = -1,
-    k_norm_epsilon: float | None = None,
-    q_norm_epsilon: float | None = None,
-    qk_norm_epsilon: float = 1e-6,
-    qk_output: int = 0,
-    rotary_interleaved: int = 0,
-    scale: float = 0.0,
-    sliding_window_cache: int = 0,
-    smooth_softmax: int = -1,
-    softcap: float = 0.0,
-    v_quant_type: str = "NONE",
+    *inputs: Tensor | None, **attributes: Unpack[GroupQueryAttributes]
 ) -> Cotangents:
-    _refuse_cache(
-        k_quant_type=k_quant_type if k_quant_type != "NONE" else None,
-        v_quant_type=v_quant_type if v_quant_type != "NONE" else None,
-        kv_cache_bit_width=kv_cache_bit_width or None,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        query_seqlens=query_seqlens,
-    )
-    if sliding_window_cache and attention_bias is not None:
+    at = _Grouped.of(inputs, attributes)
+    allowed = at.allowed(size_of(at.q, [2]), at.offset, size_of(at.k, [2]))
+    bias = _bias(at.q, allowed, at.bias)
+    y, _, _ = _attend(at.q, at.k, at.v, bias, scale=at.scale, softcap=at.softcap, sink=at.sink)
+    return _without_padding(_merge(y), *inputs), *at.presents
+
+
+def _refuse_caches(inputs: Sequence[Tensor | None], attributes: GroupQueryAttributes) -> None:
+    """Refuses each input and attribute of a quantized or padded cache that is present."""
+    *_, attention_bias, _, k_scale, v_scale, _, _, query_seqlens = inputs
+    settings = {
+        name: given
+        for name in ("k_quant_type", "v_quant_type", "kv_cache_bit_width")
+        if (given := attributes.get(name)) not in (None, 0, "NONE")
+    }
+    named = {"k_scale": k_scale, "v_scale": v_scale, "query_seqlens": query_seqlens}
+    shown = [f"{name}={given!r}" for name, given in settings.items()]
+    shown += [f"input {name}" for name, given in named.items() if given is not None]
+    if shown:
+        raise UnsupportedError(
+            f"no gradient for {shown[0]}; use a cache of floating-point numbers without padding"
+        )
+    if attributes.get("sliding_window_cache") and attention_bias is not None:
         raise UnsupportedError(
             "no gradient for input attention_bias with sliding_window_cache=1; use one without the "
             "other"
         )
-    if key is None or value is None:  # packed queries, keys and values
-        heads = _heads(query, num_heads + 2 * kv_num_heads)
-        q, k, v = op.Split(heads, [num_heads, kv_num_heads, kv_num_heads], axis=1)
-    else:
-        q, k, v = _heads(query, num_heads), _heads(key, kv_num_heads), _heads(value, kv_num_heads)
-    if q_norm_weight is not None and k_norm_weight is not None:
-        q = _normalize(q, q_norm_weight, q_norm_epsilon or qk_norm_epsilon)
-        k = _normalize(k, k_norm_weight, k_norm_epsilon or qk_norm_epsilon)
-    length = size_of(q, [2])
-    seen = op.Add(op.Reshape(seqlens_k.astype(np.int64), [-1, 1, 1, 1]), 1)
-    offset: Size = 0
-    cached = None if past_key is None or past_value is None else size_of(past_key, [2])
-    if isinstance(cached, Tensor) or cached:
-        # The past of a sample contains the seen keys without the new ones; a prompt has no past.
-        longest = op.Reshape(total_sequence_length.astype(np.int64), [])
-        offset = op.Where(op.Equal(longest, length), 0, op.Sub(seen, length))
-    if do_rotary:
-        if position_ids is None:
-            position_ids = op.Unsqueeze(index_range(length, q), [0])
-            if isinstance(offset, Tensor):
-                position_ids = op.Add(position_ids, op.Reshape(offset, [-1, 1]))
-        cos, sin = op.Gather(cos_cache, position_ids), op.Gather(sin_cache, position_ids)
-        rotated = cos_cache.shape[1] if cos_cache is not None and cos_cache.shape else None
-        count = 2 * rotated if isinstance(rotated, int) else 0
-        q, k = (_rotate(x, cos, sin, [], rotary_interleaved, count) for x in (q, k))
-    sink = head_sink if head_sink is None else op.Reshape(head_sink, [1, -1, 1, 1])
-    if sink is None and smooth_softmax > 0:
-        sink = op.CastLike(np.zeros((1, 1, 1, 1), np.float32), q)
-    left = local_window_size - 1 if local_window_size > 0 else -1
-    presents: tuple[Tensor, ...] = ()
-    behind = past_key is not None and past_value is not None and isinstance(offset, Tensor)
-    if behind and sliding_window_cache:
-        pasts = cast("tuple[Tensor, Tensor, Tensor]", (past_key, past_value, offset))
-        (k, v), at, presents = _after_window(*pasts, k, v, seen, local_window_size)
-        queries = op.Add(op.Unsqueeze(index_range(length, q), [1]), offset)
-        allowed: Tensor | None = op.And(
-            op.And(op.LessOrEqual(at, queries), op.GreaterOrEqual(at, op.Sub(queries, left))),
-            op.And(op.GreaterOrEqual(at, 0), op.Less(at, seen)),
-        )
-    else:
-        if past_key is not None and past_value is not None and isinstance(offset, Tensor):
-            k, v = (_append(x, new, offset, longest) for x, new in ((past_key, k), (past_value, v)))
-        if q_norm_weight is None and not sliding_window_cache:
-            y = _attend_in_blocks(
-                *(q, k, v, seen, offset, attention_bias),
-                left=left,
-                causal=bool(causal),
-                scale=scale or None,
-                softcap=softcap,
-                sink=sink,
-            )
-            return _merge(y), k, v
-        total = size_of(k, [2])
-        allowed = _window(q, length, total, offset, left, 0 if causal else -1)
-        allowed = _both(allowed, op.Less(index_range(total, q), seen))
-    bias = _bias(q, allowed, attention_bias)
-    y, _, _ = _attend(q, k, v, bias, scale=scale or None, softcap=softcap, sink=sink)
-    return _merge(y), *(presents or (k, v))
 
 
-def _refuse_cache(**settings: object) -> None:
-    """Refuses each input and attribute of a quantized or padded cache that is present."""
-    for name, given in settings.items():
-        if given is not None:
-            shown = f"input {name}" if isinstance(given, Tensor) else f"{name}={given!r}"
-            raise UnsupportedError(
-                f"no gradient for {shown}; use a cache of floating-point numbers without padding"
-            )
+BLOCK = 128
+"""The largest number of queries whose scores exist together in `_gradients_in_blocks`."""
+
+
+def _gradients_in_blocks(
+    dy: Tensor, y: Tensor, at: _Grouped
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Returns the cotangents of queries, keys, values, the bias and the sink.
+
+    With scores s = scale · q kᵀ + bias, probabilities p = softmax(s) and outputs y = p v:
+
+        dv = pᵀ dy,  ds = p (dy vᵀ - Σ dy y),  dq = scale · ds k,  dk = scale · dsᵀ q
+
+    A Scan computes the scores of a block of queries again, so that memory grows linearly with their
+    number. With a causal window, a block reads only the keys up to its end.
+
+    Args:
+        dy: The cotangent of y, (batch, head, length, size); zero for padding.
+        y: The output; zero for padding.
+        at: The operands.
+
+    Source: arXiv:2205.14135 (FlashAttention), algorithm 4.
+    """
+    q, length = at.q, size_of(at.q, [2])
+    known = q.tape.constant(np.array(length)) if isinstance(length, int) else length
+    count = op.Max(op.Div(op.Add(known, BLOCK - 1), BLOCK), 1)
+    rows = op.Div(op.Add(known, op.Sub(count, 1)), count)
+
+    def cut(x: Tensor) -> Tensor:
+        """Returns blocks of queries, (block, batch, head, row, …)."""
+        padded = pad_axes(x, [0, op.Sub(op.Mul(rows, count), known)], op.CastLike(0.0, x), [2])
+        batch, heads, _, last = x.shape or (None,) * 4
+        sizes = [size_of(x, [0]), size_of(x, [1]), count, rows, size_of(x, [3])]
+        parts = op.Reshape(padded, sizes, allowzero=1).with_shape([batch, heads, None, None, last])
+        return op.Transpose(parts, perm=[2, 0, 1, 3, 4])
+
+    def joined(parts: Tensor, like: Tensor) -> Tensor:
+        x = op.Transpose(parts, perm=[1, 2, 0, 3, 4])
+        sizes = [size_of(like, [0]), size_of(like, [1]), op.Mul(rows, count), size_of(like, [3])]
+        x = op.Reshape(x, sizes, allowzero=1)
+        return op.Slice(x, [0], op.Reshape(known, [1]), [2]).with_shape_of(like)
+
+    weighted = op.ReduceSum(dy * y, [3])
+    starts = op.Mul(op.Range(0, count, 1), rows)
+    offset = q.tape.constant(np.array(at.offset)) if isinstance(at.offset, int) else at.offset
+    furthest = op.ReduceMax(offset, keepdims=0)
+
+    def block(*given: Tensor | None) -> Sequence[Tensor]:
+        *sums, q, dy, weighted, start, bias = given
+        q, dy, weighted, start = (cast(Tensor, x) for x in (q, dy, weighted, start))
+        here = at.inside(q)
+        keys = size_of(here.k, [2])
+        if at.causal:
+            reach = op.Add(op.Add(start, inside(q, rows)), inside(q, furthest))
+            keys = op.Min(reach, keys)
+        end = op.Reshape(op.Add(keys, q.tape.constant(np.array(0))), [1])
+        k, v = (op.Slice(x, [0], end, [2]) for x in (here.k, here.v))
+        allowed = here.allowed(inside(q, rows), op.Add(start, here.offset), keys)
+        shown = None if bias is None else op.Slice(bias, [0], end, [3])
+        # A finite number, because no key may be allowed for a row of padding.
+        lowest = float(ir.DataType.from_numpy(q.dtype).min) / 2
+        factor = _factor(q, at.scale)
+        raw = _products(q * factor, k)
+        slope = None
+        if at.softcap > 0:
+            capped = op.Tanh(raw * (1 / at.softcap))
+            raw, slope = capped * at.softcap, 1 - capped * capped
+        p, p_sink = _softmax(raw + cast(Tensor, _bias(q, allowed, shown, lowest)), here.sink)
+        ds = p * (_products(dy, v) - weighted)
+        change = None
+        if bias is not None:
+            change = pad_axes(ds, [0, op.Sub(size_of(bias, [3]), keys)], None, [3])
+            change = unbroadcast(change, bias)
+        ds = ds if slope is None else ds * slope
+        parts = [_group(x, k).mT @ _group(z, k) for x, z in ((ds, q * factor), (p, dy))]
+        missing = op.Sub(size_of(here.k, [2]), keys)
+        totals = [
+            cast(Tensor, total) + pad_axes(part, [0, missing], None, [2])
+            for total, part in zip(sums, parts, strict=False)
+        ]
+        if p_sink is not None and here.sink is not None:
+            totals.append(cast(Tensor, sums[2]) - unbroadcast(p_sink * weighted, here.sink))
+        dq = _ungroup(_group(ds, k) @ k, q, size_of(q, [3])) * factor
+        return [*totals, dq, *([] if change is None else [change])]
+
+    operands = [at.k, at.v, *([] if at.sink is None else [at.sink])]
+    slices = [cut(q), cut(dy), cut(weighted), starts, None if at.bias is None else cut(at.bias)]
+    found = scan(block, [zeros_like(x) for x in operands], slices, backwards=False)
+    dk, dv, *others = found
+    dsink = None if at.sink is None else others.pop(0)
+    dbias = None if at.bias is None else joined(others[1], at.bias)
+    return joined(others[0], q), dk, dv, dbias, dsink
 
 
 def _normalize(x: Tensor, scale: Tensor, epsilon: float) -> Tensor:
