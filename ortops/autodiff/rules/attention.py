@@ -105,14 +105,19 @@ def _heads(x: Tensor, count: int | None) -> Tensor:
         raise UnsupportedError("missing number of heads, which inputs of rank 3 require")
     width = size_of(x, [2])
     size = width // count if isinstance(width, int) else -1
-    return op.Transpose(op.Reshape(x, [0, 0, count, size]), perm=[0, 2, 1, 3])
+    batch, length = x.shape[:2] if x.shape else (None, None)
+    shape = [batch, length, count, size if size > 0 else None]
+    return op.Transpose(op.Reshape(x, [0, 0, count, size]).with_shape(shape), perm=[0, 2, 1, 3])
 
 
 def _merge(y: Tensor) -> Tensor:
     """Merges the heads again; the inverse of `_heads`."""
     width = size_of(y, [1, 3])
     joined = op.Transpose(y, perm=[0, 2, 1, 3])
-    return op.Reshape(joined, [0, 0, width if isinstance(width, int) else -1])
+    size = width if isinstance(width, int) else -1
+    batch, length = joined.shape[:2] if joined.shape else (None, None)
+    shape = [batch, length, size if size > 0 else None]
+    return op.Reshape(joined, [0, 0, size]).with_shape(shape)
 
 
 def _minus(a: Size, b: Size) -> Size:
@@ -215,6 +220,8 @@ def _attend(
     y = op.MatMul(_group(p, k), v) if _is_grouped(q, k) else op.MatMul(p, v)
     if _is_grouped(q, k):
         y = _ungroup(y, q, size_of(v, [3]))
+    elif q.shape is not None and v.shape is not None:
+        y = y.with_shape([*q.shape[:3], v.shape[3]])
     return y, p, (raw, capped, shown)
 
 
@@ -257,7 +264,9 @@ def _group(x: Tensor, k: Tensor) -> Tensor:
 
 
 def _ungroup(x: Tensor, q: Tensor, width: Size) -> Tensor:
-    return op.Reshape(x, [0, size_of(q, [1]), size_of(q, [2]), width])
+    sizes = [0, size_of(q, [1]), size_of(q, [2]), width]
+    shape = [*(q.shape or (None,) * 4)[:3], width if isinstance(width, int) else None]
+    return op.Reshape(x, sizes).with_shape(shape)
 
 
 # onnxruntime's operators
@@ -593,6 +602,8 @@ def _without_padding(y: Tensor, *inputs: Tensor | None, **attributes: object) ->
     if past is not None:
         is_prompt = op.Equal(op.Reshape(total.astype(np.int64), []), length)
         exists = op.Or(exists, op.Not(is_prompt))
+    if y.shape is not None:
+        exists = exists.with_shape([*y.shape[:2], 1])
     return op.Where(exists, y, op.CastLike(0.0, y)).with_shape_of(y)
 
 
@@ -611,10 +622,14 @@ def _group_query_gradient(
     seeds: dict[ir.Value, Tensor] = {}
     if g[0] is not None:
         count = attributes["num_heads"]
-        dy, out = (
-            _heads(_without_padding(x, *inputs), count).with_shape_of(at.q) for x in (g[0], first)
+        # The forward pass continues with the output without padding, so that it is kept anyway.
+        readers = (use.node for use in first.value.uses() if use.node.op_type == "Where")
+        out = next((tape.tensor(node.outputs[0]) for node in readers), None)
+        known = _without_padding(first, *inputs) if out is None else out
+        dy, y0 = (
+            _heads(x, count).with_shape_of(at.q) for x in (_without_padding(g[0], *inputs), known)
         )
-        found = _gradients_in_blocks(dy, out, at)
+        found = _gradients_in_blocks(dy, y0, at)
         operands = at.q, at.k, at.v, at.bias, at.sink
         pairs = zip(operands, found, strict=True)
         seeds = {x.value: dx for x, dx in pairs if x is not None and dx is not None}
@@ -841,7 +856,8 @@ def _append(past: Tensor, new: Tensor, used: Tensor, longest: Tensor) -> Tensor:
     joined = op.Concat(past, new, axis=2)
     sizes = [size_of(new, [0]), size_of(new, [1]), total, size_of(new, [3])]
     index = op.Expand(op.Where(exists, index, 0), sizes)
-    return op.Where(exists, op.GatherElements(joined, index, axis=2), 0)
+    y = op.Where(exists, op.GatherElements(joined, index, axis=2), 0)
+    return y if new.shape is None else y.with_shape([*new.shape[:2], None, new.shape[3]])
 
 
 # Rotary embeddings
@@ -925,7 +941,8 @@ def _rotate(
         a, b = pairs[..., 0], pairs[..., 1]
     else:
         a, b = op.Split(turned, num_outputs=2, axis=-1)
-    real, imaginary = a * cos - b * sin, a * sin + b * cos
+    ac, bs, as_, bc = (x.with_shape_of(a) for x in (a * cos, b * sin, a * sin, b * cos))
+    real, imaginary = (ac - bs).with_shape_of(a), (as_ + bc).with_shape_of(a)
     if interleaved:
         pairs = op.Concat(op.Unsqueeze(real, [4]), op.Unsqueeze(imaginary, [4]), axis=4)
         y = op.Reshape(pairs, [0, 0, 0, -1])
@@ -936,4 +953,4 @@ def _rotate(
     if flat:
         width = size_of(x, [2])
         y = op.Reshape(y, [0, 0, width if isinstance(width, int) else -1])
-    return y
+    return y.with_shape_of(x)

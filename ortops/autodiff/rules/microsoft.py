@@ -17,7 +17,7 @@ from ortops.autodiff.rules.convolution import ConvAttributes
 from ortops.autodiff.rules.table import definition
 from ortops.errors import UnsupportedError
 from ortops.graph.edit import is_float
-from ortops.graph.shapes import pad_axes
+from ortops.graph.shapes import pad_axes, size_of
 from ortops.graph.tensor import Tensor, op
 
 MICROSOFT = "com.microsoft"
@@ -214,7 +214,11 @@ def _rms_normalize(x: Tensor, scale: Tensor, axis: int, epsilon: float) -> tuple
     wide = wide_dtype(x)
     wide_x = x.astype(wide)
     axes = list(range(axis % x.ndim, x.ndim))
-    inverse_rms = op.Reciprocal(op.Sqrt(op.ReduceMean(wide_x * wide_x, axes) + epsilon))
+    # A sum of squares, because the gradient of a mean reads the shape of the squares.
+    count = size_of(x, axes)
+    count = count if isinstance(count, int) else op.CastLike(count, wide_x)
+    mean = op.ReduceSumSquare(wide_x, axes) / count
+    inverse_rms = op.Reciprocal(op.Sqrt(mean + epsilon))
     return (wide_x * inverse_rms).astype(scale.dtype) * scale, inverse_rms
 
 
