@@ -196,7 +196,16 @@ WITHIN = {
     ),
     "training": (
         *("history", "callback", "interruption", "position", "progress_bar", "row_axes"),
-        *("tables", "prefetch", "feeds", "data", "state", "initial_values", "gradients"),
+        *(
+            "tables",
+            "prefetch",
+            "feeds",
+            "declared_shapes",
+            "data",
+            "state",
+            "initial_values",
+            "gradients",
+        ),
         *("loaded_model", "evaluation", "fitting", "steps", "model_file", "session", "export"),
     ),
 }

@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 import ortops
-from ortops import FeedError, OrtopsError, TrainingSession
+from ortops import FeedError, ModelError, OrtopsError, TrainingSession
 from ortops.cli import main
 from ortops.training.row_axes import row_axes
 
@@ -242,3 +242,50 @@ def test_estimators() -> None:
     np.testing.assert_allclose(found, X @ W, rtol=1e-5, atol=1e-6)
     loss = made.history_[-1]["loss"]
     assert loss == pytest.approx(((X @ W - y) ** 2).mean(), rel=1e-5)
+
+
+WRONG_RANK = """g (float[batch, 4] x) => (float[batch] y) <float[4,1] w = {1,0,0,1}>
+{ y = MatMul(x, w) }"""
+WRONG_SIZE = """g (float[batch, 4] x) => (float[batch] y)
+<float[4,2] w = {1,0,0,1,1,1,0,0}, int64[1] a = {0}>
+{ b = MatMul(x, w) y = ReduceMean<keepdims=0>(b, a) }"""
+
+
+def test_a_declared_rank_that_is_wrong_is_refused() -> None:
+    with pytest.raises(
+        ModelError, match=r"'y' is declared with the dimensions \[batch\], but its node"
+    ):
+        session(WRONG_RANK)
+
+
+@pytest.mark.parametrize("loss", ["MeanSquaredError", "L1"])
+def test_a_declared_size_that_is_wrong_is_refused_in_the_first_run(loss: str) -> None:
+    """Targets of one row were broadcast to both numbers."""
+    text = WRONG_SIZE
+    uses: list[Any] = [
+        lambda made, data: made.step(data),
+        lambda made, data: made.fit([data], progress=False),
+        lambda made, data: made.fit([data, data], accumulate=2, progress=False),
+        lambda made, data: made.run_steps([data, data]),
+        lambda made, data: made.gradients(data, outputs=[]),
+        lambda made, data: made.evaluate([data]),
+    ]
+    for use in uses:
+        made = session(text, loss=loss, inputs={"targets": (np.float32, ["n"])})
+        data = {"x": drawn(1, 4), "targets": drawn(1)}
+        with pytest.raises(
+            ModelError, match=r"'y' is declared with shape \[batch\], but for this"
+        ) as e:
+            use(made, data)
+        assert "batch it has shape [2]; " in str(e.value)
+        np.testing.assert_array_equal(made.state["w"], W.astype(np.float32))
+        made.step({"x": drawn(2, 4), "targets": drawn(2)})  # as declared
+
+
+def test_the_first_step_returns_what_was_asked_for() -> None:
+    data, _ = state_data()
+    made = session(STATE)
+    assert set(made.step(data, outputs=["loss"])) == {"loss"}
+    made, again = session(STATE), session(STATE)
+    losses = made.run_steps([data] * 3)
+    assert losses.tolist() == [float(again.step(data)["loss"]) for _ in range(3)]

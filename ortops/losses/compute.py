@@ -15,7 +15,14 @@ import onnx_ir as ir
 from ortops.arguments import parameters_of
 from ortops.errors import ArgumentError, ModelError, did_you_mean
 from ortops.graph.convert import ModelLike
-from ortops.graph.edit import attribute_values, copy_node, describe, is_float, mapped_tensor
+from ortops.graph.edit import (
+    attribute_values,
+    copy_node,
+    describe,
+    inner_graphs,
+    is_float,
+    mapped_tensor,
+)
 from ortops.graph.squashing import Squashed, squashed
 from ortops.graph.tensor import Dim, Tape, Tensor, op
 from ortops.losses.loss import Function, Loss, Part, Reads, Shape, mean_of, softplus
@@ -143,6 +150,7 @@ class _Scene:
                 f"loss {loss.name}: tensor '{given.name}' must be floating-point, got type "
                 f"{given.value.dtype}; name the tensor that it is computed from"
             )
+        _check_rank(loss, given, self._name(given.value))
         found = squashed(given.value)
         axis = found.axis if axis is None and found is not None else axis
         if axis is not None and axis < 0 and given.shape is not None:
@@ -571,6 +579,37 @@ def _wide(tensor: Tensor) -> Tensor:
 def _is_subtraction(value: ir.Value | None) -> bool:
     node = None if value is None else value.producer()
     return node is not None and node.op_type == "Sub"
+
+
+def _check_rank(loss: Loss, given: Tensor, name: str) -> None:
+    """Raises an error if a tensor cannot have the rank that the model declares."""
+    declared, inferred = given.value.shape, _inferred_shape(given)
+    if declared is not None and inferred is not None and len(inferred) != len(declared):
+        raise ModelError(
+            f"loss {loss.name}: '{name}' is declared with {_dimensions(declared)}, but its "
+            f"node computes {_dimensions(inferred)}; declare these in the model"
+        )
+
+
+def _inferred_shape(given: Tensor) -> ir.Shape | None:
+    """Returns the shape of a tensor by its node, whatever the model declares."""
+    value, node = given.value, given.value.producer()
+    if node is None or node.domain or inner_graphs(node):
+        return None
+    declared, value.shape = value.shape, None
+    try:
+        given.tape.infer(node)
+        return value.shape
+    except ModelError:
+        return None
+    finally:
+        value.shape = declared
+
+
+def _dimensions(shape: ir.Shape) -> str:
+    dims = [dim if isinstance(dim, int) else dim.value for dim in shape]
+    listed = ", ".join("?" if dim is None else str(dim) for dim in dims)
+    return f"the dimensions [{listed}]"
 
 
 def _scalar(tensor: Tensor, name: str) -> Tensor:

@@ -258,7 +258,9 @@ class Evaluator:
         """
         bindings = self.bind(metric_functions.resolve(metrics))
         self._loaded.loss_names()
-        tensors = tuple(dict.fromkeys(each.note.tensor for each in bindings.values()))
+        declared = self._loaded.declared
+        read = declared.tensors if declared.pending else ()
+        tensors = tuple(dict.fromkeys((*(each.note.tensor for each in bindings.values()), *read)))
         evaluation = self._evaluation(tensors, loss=True)
         totals = [Total(part) for part in evaluation.parts]
         streams = {name: each.begin(evaluation.kinds) for name, each in bindings.items()}
@@ -268,6 +270,8 @@ class Evaluator:
                     "a summand of the loss has this name; give the metric another one with name="
                 )
         for batch, found in self._batches(data, batch_size, evaluation, ema):
+            if declared.pending:
+                declared.check({n: found[out] for n, out in evaluation.tensors.items()}, batch)
             for total in totals:
                 total.add(found, rows(batch))
             for name, metric in streams.items():

@@ -26,6 +26,7 @@ from ortops.passes.rematerialization import Checkpoint
 from ortops.trainable.initialization import initial_values
 from ortops.trainable.metadata import training_metadata
 from ortops.trainable.step_graph import flatten
+from ortops.training.declared_shapes import DeclaredShapes
 from ortops.training.feeds import Inputs
 from ortops.training.initial_values import (
     Values,
@@ -105,6 +106,7 @@ class LoadedModel:
         steps: A step for each entry.
         settings: How steps are executed.
         inputs: The inputs that a batch fills.
+        declared: The shapes of outputs that the model declares.
         outputs: The names of the outputs of a step.
         execution: Holds the variables and makes the steps.
         given: The initial values that the initialization graph does not compute.
@@ -135,6 +137,7 @@ class LoadedModel:
         self.steps = [flatten(self.light, number, counts=True) for number in self.entries]
         unread = [value.name for value in self.proto.graph.input]  # by what a step computes
         self.inputs = Inputs(self.steps, unread, warns_of_unshifted=True)
+        self.declared = DeclaredShapes(self.proto, self.metadata, self.inputs)
         self.outputs = [name for step in self.steps for name in step.outputs]
         self.settings = settings or Settings()
         self.lock = threading.RLock()

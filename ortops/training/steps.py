@@ -193,7 +193,19 @@ class Steps:
         outputs: Sequence[str] | None,
         note: Callable[[Mapping[str, Array]], object] | None = None,
     ) -> dict[str, Array]:
-        return self._loaded.execution.step(feeds, outputs, note)
+        execution, declared = self._loaded.execution, self._loaded.declared
+        if not declared.pending:
+            return execution.step(feeds, outputs, note)
+        wanted = list(self._loaded.outputs if outputs is None else outputs)
+        more = [n for n in declared.to_compute(self._loaded.outputs, feeds) if n not in wanted]
+
+        def compare(found: Mapping[str, Array]) -> None:
+            declared.check(found, feeds)
+            if note is not None:
+                note({name: array for name, array in found.items() if name not in more})
+
+        found = execution.step(feeds, [*wanted, *more], compare)
+        return {name: array for name, array in found.items() if name not in more}
 
     @changes("run_steps")
     def _several_steps(self, feeds: Mapping[str, Array], count: int) -> Array:
@@ -229,6 +241,7 @@ class Steps:
             )
         loaded, loss = self._loaded, self._loaded.loss
         losses: list[Array] = []
+        declared = loaded.declared
         with finished_at_exit, loaded.lock:
             at_once = _AT_ONCE if loaded.execution.repeatable else 1
             checked: Iterator[dict[str, Array]] = map(loaded.inputs.check, batches)
@@ -236,6 +249,8 @@ class Steps:
                 checked = ({name: array.copy() for name, array in b.items()} for b in checked)
             for _, alike in itertools.groupby(checked, key=_shapes):
                 while group := list(itertools.islice(alike, at_once)):
+                    if declared.pending:
+                        losses.append(numbers_of(self._step(group.pop(0), [loss])[loss], 1))
                     if len(group) > 1:
                         stacks = {name: np.stack([b[name] for b in group]) for name in group[0]}
                         losses.append(
@@ -268,8 +283,12 @@ class Steps:
         parts = parts or [LossPart(name=step.loss)] * bool(step.loss)
         chosen = [*step.outputs] if outputs is None else list(outputs)
         read = [step.loss, *(name for p in parts for name in (p.name, p.count))]
-        wanted = dict.fromkeys((*chosen, *(name for name in read if name)))
+        declared = loaded.declared
+        more = declared.to_compute(loaded.outputs, feeds) if declared.pending else []
+        wanted = dict.fromkeys((*chosen, *(name for name in read if name), *more))
         found = loaded.execution.gradients(feeds, list(wanted), instead)
+        if declared.pending:
+            declared.check(found.outputs, feeds)
         moved = next((name for name in step.updates if name in found.carried), "")
         couples = moved and (
             f"the batch updates the running statistic '{moved}', as in BatchNormalization, where "
