@@ -81,3 +81,31 @@ def test_normalizations_alone(tmp_path: Path) -> None:
     onnx.save(model, folder / "model.onnx")
     (said,) = check_folder(folder).said
     assert said.startswith("without an adapter, only normalizations would be trained")
+
+
+def test_memory_and_time_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama.write(tmp_path, bits=4)
+    assert main(["check", str(tmp_path), "--measure", "2x16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)[0]["measured"]
+    assert (found["rows"], found["tokens"], found["steps"]) == (2, 16, 3)
+    assert found["seconds"] > 0
+    assert found["tokens_per_second"] == pytest.approx(32 / found["seconds"])
+    assert found["peak_memory"] is None or found["peak_memory"] > 10e6
+    assert main(["check", str(tmp_path), "--measure", "999"]) == 0  # the context has 128
+    expected = (
+        r"measured, 3 steps of rank 8 with 1 × 128 tokens: [\d,]+ tokens per second, .* s per"
+    )
+    assert re.search(expected, capsys.readouterr().out)
+    assert main(["check", str(tmp_path / "model.onnx"), "--measure", "16"]) == 2
+    assert "--measure needs the folder of a language model" in capsys.readouterr().err
+
+
+def test_a_model_with_problems_is_not_measured(tmp_path: Path) -> None:
+    llama.write(tmp_path)
+    model = onnx.load(tmp_path / "model.onnx")
+    model.graph.output[0].name = "scores"
+    next(n for n in model.graph.node if "logits" in n.output).output[0] = "scores"
+    onnx.save(model, tmp_path / "model.onnx")
+    report = check_folder(tmp_path, (1, 16))
+    assert report.problems
+    assert report.measured is None

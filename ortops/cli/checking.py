@@ -26,7 +26,7 @@ def check(options: argparse.Namespace) -> int:
     for file in files:
         try:
             if file != "-" and Path(file).is_dir() and is_language_model(file):
-                tuned = check_folder(file)
+                tuned = check_folder(file, options.measure)
                 worst = max(worst, 1 if tuned.problems else 0)
                 found.append(tuned.as_dict())
                 if not options.json:
@@ -34,6 +34,10 @@ def check(options: argparse.Namespace) -> int:
                 continue
             if file != "-" and Path(file).is_dir():
                 raise OrtopsError(f"folder '{file}' contains no .onnx file; give a model")
+            if options.measure:
+                raise OrtopsError(
+                    f"--measure needs the folder of a language model, got '{file}'; omit it"
+                )
             with quiet():  # the report contains these messages
                 report = check_model(
                     source(file),

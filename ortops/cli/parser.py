@@ -64,6 +64,7 @@ _EXAMPLES = {
     "check": """
         ortops check model.onnx
         ortops check models/ --loss SoftmaxCrossEntropy --json
+        ortops check phi-4-mini-int4 --measure 4x512
         """,
     "inspect": """
         ortops inspect trained.onnx
@@ -171,6 +172,11 @@ def _count(text: str) -> int:
     return _whole_number(text, least=1)
 
 
+def _rows_and_tokens(text: str) -> tuple[int, int]:
+    rows, _, tokens = text.rpartition("x")
+    return _count(rows or "1"), _whole_number(tokens, least=2)
+
+
 def _rank(text: str) -> int:
     return _whole_number(text, least=1, bits=31)
 
@@ -213,6 +219,13 @@ def _add_check(command: _Command) -> None:
         help="names or patterns of the weights to train; may be repeated",
     )
     add("--batch-normalization", choices=("auto", "train", "frozen"), default="auto")
+    add(
+        "--measure",
+        type=_rows_and_tokens,
+        metavar="[ROWSx]TOKENS",
+        help="for the folder of a language model: train a few steps with so many tokens per row "
+        "and rows per batch (default: 1), and report memory and tokens per second",
+    )
     add("--json", action="store_true", help="print a JSON array with one object per file")
 
 

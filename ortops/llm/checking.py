@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from ortops.errors import OrtopsError, UnsupportedError
 from ortops.graph.convert import load_light, to_ir
 from ortops.llm.examples import IGNORED
 from ortops.llm.folder import GENAI_CONFIG, open_folder, refuse_norms
+from ortops.llm.measuring import Measurement, measure
 from ortops.llm.pruning import is_pruned, without_pruning
 from ortops.lora.addition import adapted, read_base
 from ortops.lora.targets import chosen
@@ -42,6 +43,7 @@ class Report:
         weights: The number of floating-point values in weights, adapters apart.
         quantized: The number of quantized weights.
         said: Remarks.
+        measured: What a few steps needed, on request.
         problems: Why the model cannot be tuned.
     """
 
@@ -55,6 +57,7 @@ class Report:
     weights: int = 0
     quantized: int = 0
     said: list[str] = field(default_factory=list)
+    measured: Measurement | None = None
     problems: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -74,6 +77,7 @@ class Report:
             f"weights: {self.weights:,} floating-point values, {self.quantized} quantized matrices",
             *self.said,
         ]
+        lines += [] if self.measured is None else [str(self.measured)]
         if self.problems:
             lines += [f"problems: {len(self.problems)}", *(f"  {each}" for each in self.problems)]
         else:
@@ -86,8 +90,13 @@ def is_language_model(folder: str | os.PathLike[str]) -> bool:
     return any((Path(folder) / name).is_file() for name in (GENAI_CONFIG, "tokenizer.json"))
 
 
-def check_folder(path: str | os.PathLike[str]) -> Report:
-    """Reports what tuning would do with a folder, without training.
+def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None = None) -> Report:
+    """Reports what tuning would do with a folder.
+
+    Args:
+        path: The folder.
+        measured: The numbers of rows and of tokens per row with which a few steps are measured. By
+            default, nothing is trained.
 
     Raises:
         ArgumentError: If there is no such folder.
@@ -140,7 +149,15 @@ def check_folder(path: str | os.PathLike[str]) -> Report:
         report.problems.append(str(error))
         return report
     size = sum(_RANK * sum(target.sizes) for target in found)
-    return Report(**(asdict(report) | {"adapter_size": size}))
+    result = replace(report, adapter_size=size)
+    if measured is None or result.problems:
+        return result
+    try:
+        with quiet():
+            return replace(result, measured=measure(folder, *measured))
+    except UnsupportedError as error:
+        result.said.append(str(error))
+        return result
 
 
 def _count(value: ir.Value) -> int:

@@ -14,7 +14,7 @@ from ortops.callbacks.checkpoint import Checkpoint
 from ortops.training.callback import Callback, Record
 from ortops.training.session import TrainingSession
 
-__all__ = ["Estimate", "FolderCheckpoint"]
+__all__ = ["Estimate", "FolderCheckpoint", "peak_memory"]
 
 logger = logging.getLogger("ortops")
 
@@ -86,10 +86,15 @@ _MEASURED, _LONG = 3, 60  # steps, seconds
 
 def _peak() -> str:
     """Returns the peak memory of the process so far as text; empty on Windows."""
+    found = peak_memory()
+    return "" if found is None else f", with {found / 1e6:.0f} MB of memory so far"
+
+
+def peak_memory() -> int | None:
+    """Returns the largest memory of the process so far in bytes; None on Windows."""
     try:
         resource = importlib.import_module("resource")
     except ImportError:
-        return ""
+        return None
     unit = 1 if sys.platform == "darwin" else 1024  # bytes
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return f", with {peak / 1e6:.0f} MB of memory so far"
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
