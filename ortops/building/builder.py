@@ -6,7 +6,7 @@ import functools
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -515,8 +515,11 @@ def _described(prediction: losses.Prediction) -> dict[str, object]:
         *(prediction.tensor.name, prediction.kind, prediction.axis),
         *(prediction.target or "", prediction.ignored, prediction.output),
         shifted=prediction.shifted,
+        **prediction.shared,
     )
-    return {name: value for name, value in asdict(found).items() if name != "shifted" or value}
+    always = [each.name for each in fields(PredictionNote)][:6]
+    default = asdict(PredictionNote())
+    return {n: v for n, v in asdict(found).items() if n in always or v != default[n]}
 
 
 def _with_names(computed: losses.Computed, graph: ir.Graph) -> losses.Computed:

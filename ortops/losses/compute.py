@@ -51,6 +51,7 @@ class Prediction:
         ignored: The label to ignore, if any.
         output: The name of the tensor that the user chose; it may be a Softmax of ``tensor``.
         shifted: Whether a position is compared with the label at the next one.
+        shared: The arguments of the loss that metrics share, by name.
     """
 
     tensor: Tensor
@@ -60,6 +61,7 @@ class Prediction:
     ignored: int | None = None
     output: str = ""
     shifted: bool = False
+    shared: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -190,10 +192,9 @@ class _Scene:
             looked_at = Prediction(
                 tensor, kind, known, ignored=ignored, output=name, shifted=shifted
             )
-            self.predictions[id(loss)] = (
-                loss,
-                looked_at,
-            )  # the loss is stored, so its id stays unique
+            shared = {name: getattr(loss, name) for name in loss.shared}
+            # The loss is stored, so its id stays unique.
+            self.predictions[id(loss)] = (loss, replace(looked_at, shared=shared))
         return _wide(tensor), axis
 
     def teacher(self, loss: Loss, model: ModelLike, name: str | None) -> Tensor:

@@ -152,6 +152,9 @@ class Loss:
     reads: ClassVar[Reads] = "values"
     """How the loss interprets its prediction."""
 
+    shared: ClassVar[tuple[str, ...]] = ()
+    """The arguments that metrics share, besides the class axis and the label to ignore."""
+
     reductions: ClassVar[tuple[str, ...]] = ("mean", "sum")
     """The supported reductions."""
 

@@ -64,6 +64,7 @@ class CTC(Loss):
     target_lengths: str = "target_lengths"
 
     reads: ClassVar[Reads] = "log_probabilities"
+    shared: ClassVar[tuple[str, ...]] = ("blank", "batch_first", "input_lengths", "target_lengths")
 
     def __post_init__(self) -> None:
         """Checks the arguments."""

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +82,9 @@ class StreamingMetric:
     axis: int | None = None
     ignored: int | None = None
 
+    shared: ClassVar[frozenset[str]] = frozenset()
+    """Further arguments that the loss fills in if they are None."""
+
     def __post_init__(self) -> None:
         """Checks the arguments and resets the state."""
         for argument in ("output", "target", "name"):
@@ -124,6 +127,7 @@ class StreamingMetric:
         kind: str | None = None,
         axis: int | None = None,
         ignored: int | None = None,
+        **shared: object,
     ) -> _Metric:
         """Returns a reset copy, in which arguments that are None are filled in.
 
@@ -131,8 +135,12 @@ class StreamingMetric:
             kind: See the class.
             axis: See there.
             ignored: See there.
+            **shared: Other arguments of the loss; those that are in `shared` of the class count.
         """
         result = copy.copy(self)
+        for name in self.shared & shared.keys():
+            if getattr(self, name) is None:
+                setattr(result, name, shared[name])
         result.kind = kind if self.kind is None else self.kind
         result.axis = axis if self.axis is None else self.axis
         result.ignored = ignored if self.ignored is None else self.ignored

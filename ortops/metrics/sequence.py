@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -50,13 +51,17 @@ class EditDistance(StreamingMetric):
     repetitions merged and blanks removed. With scores, blanks in the targets are ignored. A NaN
     within the input lengths makes the result NaN.
 
+    Arguments that are None are those of the loss that compares the same tensors, if it is CTC.
+
     Args:
-        blank: The blank class of scores.
+        blank: The blank class of scores; 0 without CTC.
         padding: A label to ignore, in targets and in outputs that are labels.
-        batch_first: Whether scores have shape (N, T, classes).
+        batch_first: Whether scores have shape (N, T, classes); False without CTC.
         normalize: Whether to divide by the targets' lengths; else by the number of rows.
-        input_lengths: The input with the valid lengths along T, if the loss has it.
-        target_lengths: The input with the valid lengths along S, if the loss has it.
+        input_lengths: The input with the valid lengths along T, if the loss has it; without CTC,
+            ``"input_lengths"``.
+        target_lengths: The input with the valid lengths along S, if the loss has it; without CTC,
+            ``"target_lengths"``.
 
     Example:
         >>> distance = EditDistance(padding=0)
@@ -69,23 +74,29 @@ class EditDistance(StreamingMetric):
     """
 
     _: KW_ONLY
-    blank: int = 0
+    blank: int | None = None
     padding: int | None = None
-    batch_first: bool = False
+    batch_first: bool | None = None
     normalize: bool = True
-    input_lengths: str = "input_lengths"
-    target_lengths: str = "target_lengths"
+    input_lengths: str | None = None
+    target_lengths: str | None = None
+
+    shared: ClassVar[frozenset[str]] = frozenset(
+        {"blank", "batch_first", "input_lengths", "target_lengths"}
+    )
 
     def __post_init__(self) -> None:
         """Checks the arguments and resets the state."""
         super().__post_init__()
         for argument in ("input_lengths", "target_lengths"):
-            text(self.named(argument), getattr(self, argument), "the name of an input")
+            if getattr(self, argument) is not None:
+                text(self.named(argument), getattr(self, argument), "the name of an input")
 
     @property
     def inputs(self) -> Mapping[str, str]:
         """The inputs with the lengths."""
-        return {"input_lengths": self.input_lengths, "target_lengths": self.target_lengths}
+        names = ("input_lengths", "target_lengths")
+        return {name: name if (own := getattr(self, name)) is None else own for name in names}
 
     def update(
         self,
@@ -102,7 +113,7 @@ class EditDistance(StreamingMetric):
             input_lengths: The valid length along T of each row; all of T by default.
             target_lengths: The valid length along S of each row; all of S by default.
         """
-        scored = outputs.ndim == 3
+        scored, blank = outputs.ndim == 3, self.blank or 0
         if scored and not self.batch_first:
             outputs = np.moveaxis(outputs, 1, 0)
         labels = outputs.ndim == 2 and outputs.dtype.kind in "iu"
@@ -122,11 +133,11 @@ class EditDistance(StreamingMetric):
                 found = found[: None if input_lengths is None else int(input_lengths[row])]
                 if np.isnan(found).any():
                     self._edits = math.nan
-                found = _decoded(found, self.blank)
+                found = _decoded(found, blank)
             elif self.padding is not None:
                 found = found[found != self.padding]
             target = target[:length]
-            without = [self.padding, self.ignored, *([self.blank] if scored else [])]
+            without = [self.padding, self.ignored, *([blank] if scored else [])]
             target = target[~np.isin(target, [each for each in without if each is not None])]
             self._edits += _distance(found, target)
             self._length += len(target)

@@ -64,6 +64,10 @@ class PredictionNote:
         ignored: The label that is ignored, or None.
         output: The tensor that the user named, which may be a Softmax of it.
         shifted: Whether a position is compared with the label at the next one.
+        blank: The blank class of CTC, or None.
+        batch_first: Whether CTC reads (N, T, C).
+        input_lengths: The input with CTC's lengths along T, or "".
+        target_lengths: The input with CTC's lengths along S, or "".
     """
 
     tensor: str = ""
@@ -73,6 +77,18 @@ class PredictionNote:
     ignored: int | None = None
     output: str = ""
     shifted: bool = False
+    blank: int | None = None
+    batch_first: bool = False
+    input_lengths: str = ""
+    target_lengths: str = ""
+
+    @property
+    def shared(self) -> dict[str, object]:
+        """The settings of the loss that metrics share, by the name of their argument."""
+        if self.blank is None:
+            return {}
+        names = ("blank", "batch_first", "input_lengths", "target_lengths")
+        return {name: getattr(self, name) for name in names if getattr(self, name) != ""}
 
     def targets_of(self, labels: Array) -> Array:
         """Returns what the positions of the tensor are compared with, given an input."""

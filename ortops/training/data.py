@@ -235,7 +235,9 @@ def _arrays(data: Mapping[str, Any], inputs: Inputs, batch_size: int, prefetch: 
                 f"data: '{name}' is ambiguous: its {size} rows may be those of the samples, or the "
                 "same in every batch, as the model needs as many; give a list of batches"
             )
-        if not own or _fits(array.shape, dims):
+        if name not in inputs:  # nothing that is computed reads it
+            lengths[name] = array.shape[0] if own else 1
+        elif not own or _fits(array.shape, dims):
             array = arrays.pop(name)
             constants[name] = tables.take(array, slice(None)) if own else array
         elif not _fits(array.shape[1:], dims[1:]):

@@ -122,7 +122,7 @@ class MetricBinding:
         if not self.known and tensor in kinds:
             kind, axis = kinds[tensor]
             note = replace(note, kind=kind, axis=axis if note.axis is None else note.axis)
-        return self.metric.begun(note.kind, note.axis, note.ignored)
+        return self.metric.begun(note.kind, note.axis, note.ignored, **note.shared)
 
 
 def bind_metric(
@@ -153,7 +153,7 @@ def bind_metric(
     tensor = metric.output or note.tensor or output
     known, target = tensor == note.tensor, metric.target or note.target
     if target != note.target:
-        note = replace(note, ignored=None, shifted=False)
+        note = replace(note, ignored=None, shifted=False, target_lengths="")
     added = [name for name in inputs if name not in own]
     if not target:
         targets = {each.target for each in (first, *metadata.predictions)} - {""}
