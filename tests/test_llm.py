@@ -34,6 +34,12 @@ CHAT = [
     {"role": "user", "content": "Why?"},
     {"role": "assistant", "content": "Arr!"},
 ]
+SHARE_GPT = [
+    {"from": "human", "value": "Who are you?"},
+    {"from": "gpt", "value": "A pirate."},
+    {"from": "human", "value": "Why?"},
+    {"from": "gpt", "value": "Arr!"},
+]
 
 
 @pytest.fixture(scope="module", params=[32, 4])
@@ -244,6 +250,8 @@ def test_a_batch_is_padded() -> None:
         ({"prompt": "a", "completion": "bc"}, "all", "abc"),
         ({"messages": CHAT}, "assistant", "A pirate.Arr!"),
         ({"messages": CHAT}, "completion", "Arr!"),
+        ({"conversations": SHARE_GPT}, "assistant", "A pirate.Arr!"),
+        ({"conversations": SHARE_GPT}, "all", "Who are you?A pirate.Why?Arr!"),
         ({"messages": CHAT}, "all", "Who are you?A pirate.Why?Arr!"),
     ],
 )
@@ -267,6 +275,37 @@ def test_chats_from_a_file(base: Path, tmp_path: Path) -> None:
     assert tuning.generate("<|user|>Hi<|end|><|assistant|>", max_new_tokens=9) == "Arr"
 
 
+@pytest.mark.optional("tokenizers", "llm")
+@pytest.mark.optional("jinja2", "llm")
+def test_an_unknown_speaker_of_a_conversation(base: Path) -> None:
+    rows = [{"conversations": [*SHARE_GPT, {"from": "bing", "value": "no"}]}]
+    expected = "'from' must be one of human, gpt, system, user, assistant, tool, got 'bing'"
+    with pytest.raises(FeedError, match=expected):
+        FineTuning(base, rank=1).fit(rows, progress=False)
+
+
+def test_a_fraction_of_the_rows_is_held_out(base: Path, tmp_path: Path) -> None:
+    rows = [[65 + n, 66 + n, 67 + n] for n in range(10)]
+    whole = FineTuning(base, rank=1)
+    whole.fit(rows, epochs=2, batch_size=2, validation=0.3, seed=3, progress=False)
+    assert whole.session.steps_done == 2 * 4  # 7 rows
+    aside = sorted(np.random.default_rng(3).permutation(10)[:3])
+    held_out = whole.evaluate([rows[place] for place in aside], batch_size=2)
+    assert whole.session.history[-1]["validation_loss"] == held_out["loss"]
+
+    file, saved = tmp_path / "rows.jsonl", str(tmp_path / "tuned")
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    start = ["tune", str(base), str(file), "--rank", "1", "--batch-size", "2", "--quiet"]
+    start += ["--validation", "0.3", "--seed", "3", "--save", saved]
+    assert main([*start, "--epochs", "1"]) == 0
+    assert main([*start, "--epochs", "2", "--resume"]) == 0
+    again = FineTuning.load(saved)
+    assert again.session.history == whole.session.history
+    for share in (0.01, 1, -0.5, float("nan")):
+        with pytest.raises(ArgumentError, match=f"leaves rows for both .* got {share} of 10 rows"):
+            whole.fit(rows, validation=share, progress=False)
+
+
 def test_rows_are_truncated_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
     rows = [[1, 2, 3, 4], [1, 2], {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}]
     assert len(read_examples(rows, _no_tokenizer, train_on="all", max_length=2)) == 2
@@ -279,7 +318,7 @@ def test_rows_are_truncated_and_left_out(caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"words": 1}], r"data: row 1 must have messages, prompt and completion, text, or input_"),
+        ([{"words": 1}], r"data: row 1 must have messages, conversations, prompt and comp"),
         ([[1, 2], [1, "a"]], "data: row 2 must have"),
         ([{"input_ids": [1, 2], "labels": [1]}], "data: row 1 must have"),
         ([[1]], r"no row has a token to train with train_on='all' and max_length=9"),

@@ -438,8 +438,8 @@ def _add_tune(command: _Command) -> None:
     )
     add(
         "data",
-        help="a file of JSON lines or Parquet, each row with messages, with prompt and "
-        "completion, with text, or with input_ids; for DPO, with prompt, chosen and rejected",
+        help="a file of JSON lines or Parquet, each row with messages or conversations, with "
+        "prompt and completion, with text, or with input_ids; for DPO, with prompt, chosen and rejected",
     )
     add(
         "--save",
@@ -476,7 +476,8 @@ def _add_tune(command: _Command) -> None:
         choices=("NextToken", "DPO"),
         help="predict the next token (the default), or prefer chosen to rejected answers",
     )
-    add("--validation", metavar="DATA", help="another file, to evaluate after each epoch")
+    about = "another file, or a fraction such as 0.1 of the rows, to evaluate after each epoch"
+    add("--validation", metavar="DATA", help=about)
     add("--group-by-length", action="store_true", help="make batches of rows of similar length")
     about = "print the first batch, with « and » around what is trained, and stop"
     add("--show", action="store_true", help=about)

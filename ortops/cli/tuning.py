@@ -29,7 +29,10 @@ def tune(options: argparse.Namespace) -> int:
     epochs, batch_size = options.epochs or 1, options.batch_size or 4
     rate = None
     if options.learning_rate is not None:
-        batches = -(-sum(1 for _ in rows_of(options.data)) // batch_size)
+        count = sum(1 for _ in rows_of(options.data))
+        share = _validation(options.validation)
+        count -= round(count * share) if isinstance(share, float) else 0
+        batches = -(-count // batch_size)
         rate = rate_of(options.learning_rate, epochs * batches)
     if resumes:
         tuning = FineTuning.load(folder)
@@ -67,6 +70,14 @@ def tune(options: argparse.Namespace) -> int:
     return 0
 
 
+def _validation(text: str | None) -> str | float | None:
+    """Returns the fraction or the file of validation data."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text
+
+
 def _is_tuned(folder: str) -> bool:
     """Whether this command wrote a folder."""
     return any(Path(folder, name).is_file() for name in (ADAPTER, TRAINING))
@@ -90,7 +101,7 @@ def _fit(
         train_on=options.train_on,
         group_by_length=options.group_by_length,
         seed=options.seed or 0,
-        validation=options.validation,
+        validation=_validation(options.validation),
         progress=not options.quiet,
         save=None if options.merge else save,
         save_steps=options.checkpoint_steps,

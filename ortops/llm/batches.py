@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -30,6 +31,8 @@ __all__ = ["Batches", "Unit", "grouped"]
 
 Unit: TypeAlias = tuple[Example] | Pair
 """The sequences of a row."""
+
+logger = logging.getLogger("ortops")
 
 _MEGABATCH = 50  # batches
 
@@ -104,6 +107,25 @@ class Batches:
             return read_pairs(rows, self._tokenizer, max_length=longest)
         found = read_examples(rows, self._tokenizer, train_on=train_on, max_length=longest)
         return [(example,) for example in found]
+
+    def split(
+        self, units: Sequence[Any], share: float, seed: int
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Returns the rows to train, and a random share of the rows, which are held out.
+
+        Raises:
+            ArgumentError: If the share leaves no rows for one of them.
+        """
+        count = round(len(units) * share) if 0 < share < 1 else 0
+        if not 0 < count < len(units):
+            raise ArgumentError(
+                "validation must be rows, a file, or a fraction between 0 and 1 that leaves rows "
+                f"for both training and validation, got {share!r} of {len(units)} rows"
+            )
+        order = np.random.default_rng(seed).permutation(len(units)).tolist()
+        logger.info("held out %d of %d rows for validation", count, len(units))
+        aside, rest = sorted(order[:count]), sorted(order[count:])
+        return [units[place] for place in rest], [units[place] for place in aside]
 
     def check(self, padding: str, *, group_by_length: bool) -> None:
         """Rejects arguments that do not fit the model.

@@ -42,7 +42,12 @@ Rows: TypeAlias = str | os.PathLike[str] | Iterable[Any]
 
 PADDING = ("right", "left")
 
-_FORMS = "messages, prompt and completion, text, or input_ids"
+_FORMS = "messages, conversations, prompt and completion, text, or input_ids"
+
+_SPEAKERS = {"human": "user", "gpt": "assistant"} | {
+    role: role for role in ("system", "user", "assistant", "tool")
+}
+"""The roles of messages, by the names that ShareGPT has for them."""
 
 logger = logging.getLogger("ortops")
 
@@ -172,10 +177,20 @@ def _tokenized(
         return tokens, [label != IGNORED for _, label in zip(tokens, labels, strict=True)]
     if "messages" in row:
         return chat(row["messages"], tokenizer(), train_on)
+    if "conversations" in row:
+        return chat(_share_gpt(row["conversations"]), tokenizer(), train_on)
     if "completion" in row:
         return answer(row["prompt"], row["completion"], tokenizer(), whole=train_on == "all")
     text = row["text"]
     return _whole(tokenizer().tokens(text) + tokenizer().end)
+
+
+def _share_gpt(turns: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Returns the messages of a chat in the form of ShareGPT: turns with ``from`` and ``value``."""
+    for turn in turns:
+        if turn["from"] not in _SPEAKERS:
+            raise ValueError(f"'from' must be one of {', '.join(_SPEAKERS)}, got {turn['from']!r}")
+    return [{"role": _SPEAKERS[turn["from"]], "content": turn["value"]} for turn in turns]
 
 
 def _whole(tokens: list[int]) -> tuple[list[int], list[bool]]:

@@ -195,7 +195,7 @@ class FineTuning:
         group_by_length: bool = False,
         padding: str = "right",
         seed: int = 0,
-        validation: Rows | None = None,
+        validation: Rows | float | None = None,
         save: str | os.PathLike[str] | None = None,
         save_steps: int | None = None,
         **settings: Any,
@@ -207,6 +207,8 @@ class FineTuning:
                 data set of Hugging Face. A row is a dict with
 
                 - ``messages``: a chat, a list of dicts with ``role`` and ``content``;
+                - ``conversations``: a chat in the form of ShareGPT, a list of dicts with ``from``
+                  (``human``, ``gpt`` or ``system``) and ``value``;
                 - ``prompt`` and ``completion``: two texts;
                 - ``text``: a text;
                 - ``input_ids``: tokens, and optionally ``labels``, which are the same tokens, or
@@ -234,7 +236,8 @@ class FineTuning:
                 longer independent of each other's length.
             padding: The side of padding, ``"right"`` or ``"left"``.
             seed: Determines the order of the rows.
-            validation: Rows to evaluate after each epoch.
+            validation: Rows to evaluate after each epoch, or a fraction such as 0.1: so many of the
+                rows of ``data``, which are then not trained. The seed determines which.
             save: A folder to save after each epoch, and when training ends or is interrupted (see
                 `save`). After `load`, ``fit(…, resume=True)`` continues an interrupted training, as
                 if it had never stopped.
@@ -262,7 +265,10 @@ class FineTuning:
         examples = self._batches.read(data, max_length, train_on)
         self._batches.check(padding, group_by_length=group_by_length)
         if validation is not None:
-            held_out = self._batches.read(validation, max_length, train_on)
+            if isinstance(validation, int | float):
+                examples, held_out = self._batches.split(examples, validation, seed)
+            else:
+                held_out = self._batches.read(validation, max_length, train_on)
             settings["validation"] = list(self._batches.of(held_out, batch_size))
 
         def epoch(number: int) -> Iterator[dict[str, npt.NDArray[Any]]]:
