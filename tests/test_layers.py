@@ -107,6 +107,7 @@ WITHIN = {
         "sequence_pairs",
         "decoding",
         "merging",
+        "packing",
         "batches",
         "serving",
         "saving",

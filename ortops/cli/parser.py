@@ -439,7 +439,8 @@ def _add_tune(command: _Command) -> None:
     add(
         "data",
         help="a file of JSON lines or Parquet, each row with messages or conversations, with "
-        "prompt and completion, with text, or with input_ids; for DPO, with prompt, chosen and rejected",
+        "prompt and completion, with text, or with input_ids; for DPO, with prompt, chosen and "
+        "rejected",
     )
     add(
         "--save",
@@ -479,6 +480,8 @@ def _add_tune(command: _Command) -> None:
     about = "another file, or a fraction such as 0.1 of the rows, to evaluate after each epoch"
     add("--validation", metavar="DATA", help=about)
     add("--group-by-length", action="store_true", help="make batches of rows of similar length")
+    about = "join rows to rows of at most --max-length tokens, if the model keeps them apart"
+    add("--packing", action="store_true", help=about)
     about = "print the first batch, with « and » around what is trained, and stop"
     add("--show", action="store_true", help=about)
     add("--seed", type=_whole_number, metavar="N", help="the order of the rows (default: 0)")

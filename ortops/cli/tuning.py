@@ -34,6 +34,11 @@ def tune(options: argparse.Namespace) -> int:
         count -= round(count * share) if isinstance(share, float) else 0
         batches = -(-count // batch_size)
         rate = rate_of(options.learning_rate, epochs * batches)
+        if options.packing and not isinstance(rate, int | float):
+            raise OrtopsError(
+                f"--learning-rate must be a number with --packing, got '{options.learning_rate}', "
+                "as the number of steps is not known before"
+            )
     if resumes:
         tuning = FineTuning.load(folder)
     elif continues:
@@ -100,6 +105,7 @@ def _fit(
         max_length=options.max_length or 512,
         train_on=options.train_on,
         group_by_length=options.group_by_length,
+        packing=options.packing,
         seed=options.seed or 0,
         validation=_validation(options.validation),
         progress=not options.quiet,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,10 +22,13 @@ from ortops.llm.examples import (
     rows_of,
 )
 from ortops.llm.folder import Folder
+from ortops.llm.packing import attention_mask, packed, refuse_leaks
 from ortops.llm.preferences import Pair, is_preference, read_pairs
 from ortops.llm.sequence_pairs import pair_feeds, read_sequence_pairs
 from ortops.llm.several_files import SeveralFiles
 from ortops.llm.tokenization import Tokenizer
+from ortops.training.feeds import Inputs
+from ortops.training.session import TrainingSession
 
 __all__ = ["Batches", "Unit", "grouped"]
 
@@ -76,7 +79,7 @@ class Batches:
         folder: Folder,
         files: SeveralFiles | None,
         tokenizer: Callable[[], Tokenizer],
-        inputs: Collection[str],
+        inputs: Inputs,
         *,
         compares: bool,
     ) -> None:
@@ -178,8 +181,48 @@ class Batches:
                 batch = pair_feeds(rows, self._folder, self._files.inputs)
             else:
                 batch = batch_of([each for unit in rows for each in unit], padding)
-            named = {self._folder.input_name(name): array for name, array in batch.items()}
-            yield {name: array for name, array in named.items() if name in self._inputs}
+            yield self._feeds(batch)
+
+    def _feeds(self, batch: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """Returns the arrays of a batch that a step reads, by the names of its inputs."""
+        named = {self._folder.input_name(name): array for name, array in batch.items()}
+        name = self._folder.input_name("attention_mask")
+        mask = self._inputs.get(name)
+        if mask is not None and mask.dtype is not None and len(mask.dims or ()) in (3, 4):
+            named[name] = attention_mask(batch["segments"], len(mask.dims or ()), mask.dtype)
+        return {name: array for name, array in named.items() if name in self._inputs}
+
+    def pack(
+        self, units: Sequence[Any], max_length: int, session: TrainingSession
+    ) -> Sequence[tuple[Example]]:
+        """Joins rows to as few as possible.
+
+        Args:
+            units: The rows.
+            max_length: The largest number of tokens of a row.
+            session: Computes whether the model keeps them apart.
+
+        Raises:
+            ArgumentError: If rows cannot be packed.
+            UnsupportedError: If the model does not keep the examples of a row apart.
+        """
+        if self._has_encoder or self._compares:
+            what = "DPO" if self._compares else "a model with an encoder"
+            raise ArgumentError(f"packing must be False for {what}, got True")
+        folder = self._folder
+        known = folder.genai.get("vocab_size", folder.config.get("vocab_size"))
+
+        def logits(row: Example) -> npt.NDArray[Any]:
+            feeds = self._feeds(batch_of([row]))
+            found: npt.NDArray[Any] = session.predict(feeds, outputs=folder.logits)[0]
+            return found
+
+        words = known if isinstance(known, int) else logits(units[0][0]).shape[-1]
+        refuse_leaks(logits, words, self._pads_right())
+        longest = min(max_length, folder.context_length or max_length)
+        found = packed([example for (example,) in units], longest)
+        logger.info("packed %d rows into %d", len(units), len(found))
+        return [(row,) for row in found]
 
     def text(self, units: Sequence[Any]) -> str:
         """Returns rows as text, with marks around the tokens that are trained."""

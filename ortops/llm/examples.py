@@ -59,10 +59,12 @@ class Example:
     Attributes:
         tokens: The tokens.
         trained: Whether the loss counts each token.
+        lengths: The lengths of the examples in a packed row; empty for one example.
     """
 
     tokens: Array
     trained: npt.NDArray[np.bool_]
+    lengths: tuple[int, ...] = ()
 
 
 def read_examples(
@@ -111,23 +113,34 @@ def example_of(tokens: Sequence[int], trained: Sequence[bool]) -> Example:
 
 
 def batch_of(examples: Sequence[Example], padding: str = "right") -> dict[str, Array]:
-    """Returns input_ids, attention_mask, position_ids and labels [batch, time].
+    """Returns input_ids, attention_mask, position_ids, labels and segments [batch, time].
 
-    Shorter sequences are padded on the right or the left. Labels are not shifted: they are the
-    tokens that the loss counts, and `IGNORED` elsewhere.
+    Segments are the numbers of the examples in a row, from 1, and 0 for padding. Shorter sequences
+    are padded on the right or the left. Labels are not shifted: they are the tokens that the loss
+    counts, and `IGNORED` elsewhere.
     """
     shape = len(examples), max(len(example.tokens) for example in examples)
     ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
-    mask = np.zeros(shape, np.int64)
+    segments, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     for row, example in enumerate(examples):
         size = len(example.tokens)
         place = slice(0, size) if padding == "right" else slice(shape[1] - size, None)
-        ids[row, place], mask[row, place] = example.tokens, 1
+        lengths = example.lengths or (size,)
+        ids[row, place] = example.tokens
+        segments[row, place] = np.repeat(np.arange(len(lengths)) + 1, lengths)
+        positions[row, place] = np.concatenate([np.arange(length) for length in lengths])
+        if padding == "right":
+            positions[row, size:] = lengths[-1] - 1
         labels[row, place] = np.where(example.trained, example.tokens, IGNORED)
         if padding == "left":
             labels[row, place.start] = IGNORED  # padding does not predict it
-    positions = np.maximum(mask.cumsum(1) - 1, 0)
-    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "labels": labels}
+    return {
+        "input_ids": ids,
+        "attention_mask": np.minimum(segments, 1),
+        "position_ids": positions,
+        "labels": labels,
+        "segments": segments,
+    }
 
 
 def rows_of(rows: Rows) -> Iterable[Any]:

@@ -193,6 +193,7 @@ class FineTuning:
         *,
         shuffle: bool = True,
         group_by_length: bool = False,
+        packing: bool = False,
         padding: str = "right",
         seed: int = 0,
         validation: Rows | float | None = None,
@@ -234,6 +235,9 @@ class FineTuning:
             group_by_length: Whether batches have rows of similar length, which saves time and
                 memory. The order of the batches is still random, but rows of one batch are no
                 longer independent of each other's length.
+            packing: Whether to join rows to as few rows of at most ``max_length`` tokens as
+                possible, which saves padding. They are trained as if they were separate.
+                ``batch_size`` is the number of joined rows.
             padding: The side of padding, ``"right"`` or ``"left"``.
             seed: Determines the order of the rows.
             validation: Rows to evaluate after each epoch, or a fraction such as 0.1: so many of the
@@ -252,6 +256,8 @@ class FineTuning:
             ArgumentError: If an argument is wrong.
             FeedError: If a row has another form, or there is no token to train.
             ModelError: If text needs a tokenizer or chat template that the folder does not have.
+            UnsupportedError: If ``packing``, and the model does not keep the examples of a row
+                apart: most do not, such as those of onnxruntime-genai and Optimum.
 
         Example:
             >>> from models import llama
@@ -270,6 +276,9 @@ class FineTuning:
             else:
                 held_out = self._batches.read(validation, max_length, train_on)
             settings["validation"] = list(self._batches.of(held_out, batch_size))
+
+        if boolean("packing", packing):
+            examples = self._batches.pack(examples, max_length, self.session)
 
         def epoch(number: int) -> Iterator[dict[str, npt.NDArray[Any]]]:
             generator = np.random.default_rng((seed, number)) if shuffle else None
