@@ -107,6 +107,7 @@ WITHIN = {
         "sequence_pairs",
         "decoding",
         "merging",
+        "experts",
         "packing",
         "batches",
         "serving",

@@ -15,6 +15,7 @@ from ortops.check import check, quiet
 from ortops.errors import OrtopsError, UnsupportedError
 from ortops.graph.convert import load_light, to_ir
 from ortops.llm.examples import IGNORED
+from ortops.llm.experts import refuse_experts
 from ortops.llm.folder import GENAI_CONFIG, open_folder, refuse_norms
 from ortops.llm.measuring import Measurement, measure
 from ortops.llm.pruning import is_pruned, without_pruning
@@ -141,13 +142,15 @@ def check_folder(path: str | os.PathLike[str], measured: tuple[int, int] | None 
             whole = read_base(without_pruning(light))
             model = to_proto(adapted(whole, _RANK, 2 * _RANK, "all-linear"))
             loss = NextToken(folder.logits, ignore_index=IGNORED)
+            refuse_experts(model)
             report.problems.extend(check(model, loss=loss).problems)
-            refuse_norms(light.proto)
-    except UnsupportedError as error:
-        report.said.append(str(error))
     except OrtopsError as error:
         report.problems.append(str(error))
         return report
+    try:
+        refuse_norms(light.proto)
+    except UnsupportedError as error:
+        report.said.append(str(error))
     size = sum(_RANK * sum(target.sizes) for target in found)
     result = replace(report, adapter_size=size)
     if measured is None or result.problems:

@@ -26,6 +26,7 @@ from ortops.llm.examples import (
     IGNORED,
     Rows,
 )
+from ortops.llm.experts import refuse_experts
 from ortops.llm.folder import (
     Folder,
     open_folder,
@@ -97,6 +98,7 @@ class FineTuning:
     Raises:
         ArgumentError: If an argument is wrong.
         ModelError: If the folder has no model, or the model has no layer to adapt.
+        UnsupportedError: If an operator behind an adapted layer has no gradient, such as MoE.
 
     Example:
         >>> import tempfile
@@ -137,6 +139,7 @@ class FineTuning:
         files = several_files(folder)
         settings = (rslora, rank_pattern, alpha_pattern, dropout, seed)
         model = _adapted(folder, files, rank, alpha, targets, adapter, settings)
+        refuse_experts(model.proto)
         trainable = _trainable(model, folder, learning_rate, loss, files)
         self._start(folder, trainable, files=files, recompute=recompute)
         if adapter is not None:  # without an active adapter, the saved model is the base
