@@ -17,6 +17,7 @@ __all__ = [
     "KernelError",
     "ModelError",
     "OrtopsError",
+    "UnexpectedArgumentError",
     "UnknownVariableError",
     "UnsupportedError",
     "did_you_mean",
@@ -47,6 +48,22 @@ class ArgumentError(OrtopsError, ValueError):
         ... except ValueError as error:
         ...     print(f"{type(error).__name__}: {error}")
         ArgumentError: epochs must be an integer >= 1, got 0
+    """
+
+
+class UnexpectedArgumentError(ArgumentError, TypeError):
+    """A function has no such argument.
+
+    It is also a TypeError, which Python raises for arguments that a function does not have.
+
+    Example:
+        >>> import ortops
+        >>> from models import line
+        >>> try:
+        ...     line.session().fit(line.BATCH, verbose=0)
+        ... except TypeError as error:
+        ...     print(error)
+        fit has no argument 'verbose'; use progress=True or progress=False
     """
 
 

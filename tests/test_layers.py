@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "ortops"
 
 FLOORS = (
     ("errors", "garbage_collection", "numbers", "uninterrupted"),
-    ("arguments",),
+    ("arguments", "other_names"),
     ("mpi", "schedules"),
     ("graph",),
     ("autodiff",),

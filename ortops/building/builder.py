@@ -43,6 +43,7 @@ from ortops.losses import Loss, LossLike
 from ortops.losses.loss import Function
 from ortops.lowering import has_domain
 from ortops.optimizers import Optimizer, UpdateRule
+from ortops.other_names import ARGUMENTS_OF_BUILD, explains_arguments
 from ortops.trainable.metadata import METADATA_KEY, LossPart, PredictionNote
 from ortops.trainable.training_mode import TrainingCopies, copy_in_training_mode, reveal
 
@@ -51,6 +52,7 @@ __all__ = ["Plan", "build_training_model", "plan_training"]
 logger = logging.getLogger("ortops")
 
 
+@explains_arguments(**ARGUMENTS_OF_BUILD)
 @convert.blame_model
 @pause_collection()
 def build_training_model(

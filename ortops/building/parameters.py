@@ -6,6 +6,7 @@ An initializer may be a weight, or a constant from an exporter. The nodes that r
 from __future__ import annotations
 
 import ast
+import difflib
 import fnmatch
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -228,7 +229,30 @@ def _why_no_match(
             "train it anyway, give its exact name"
         )
     floats = [name for name, value in weights.items() if _is_float(value)]
-    return f"the model has no trainable initializer '{pattern}'; {did_you_mean(pattern, floats)}"
+    hint = _nearest(pattern, floats, scopes) or did_you_mean(pattern, floats)
+    return f"the model has no trainable initializer '{pattern}'; {hint}"
+
+
+def _nearest(pattern: str, names: Sequence[str], scopes: Mapping[str, ScopeNames]) -> str:
+    """Returns a hint with up to three names or patterns like one that matches nothing, or ""."""
+    found = {name: name for name in names}
+    for name in names:
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            found.setdefault(".".join(parts[:end]), ".".join(parts[:end]) + ".*")
+        for scope in frozenset[str]().union(*scopes.get(name, ScopeNames()).readers):
+            parts = scope.split(".")
+            for end in range(1, len(parts) + 1):
+                found[".".join(parts[:end])] = ".".join(parts[:end])
+    plain = pattern.strip("/").replace("/", ".").strip("*.")
+    near = difflib.get_close_matches(plain, found, n=3)
+    # A long path is also sought by its last part, as layers have the same parts.
+    last = plain.rsplit(".", 1)[-1].lower()
+    near = near or [each for each in found if len(last) > 2 and last in each.lower()][:3]
+    if not near:
+        return ""
+    *most, final = (f"'{found[each]}'" for each in near)
+    return f"did you mean {', '.join(most)} or {final}?" if most else f"did you mean {final}?"
 
 
 def _partial_matches(

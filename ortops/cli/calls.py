@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ortops.errors import OrtopsError, did_you_mean
+from ortops.errors import OrtopsError
+from ortops.other_names import find_name
 
 __all__ = ["Call", "make", "read_call"]
 
@@ -72,23 +73,30 @@ def _check_values(values: Iterable[Any], option: str) -> None:
             _check_values([*value.keys(), *value.values()], option)
 
 
-def make(call: Call, known: Mapping[str, Any], option: str, **more: Any) -> Any:
+def make(
+    call: Call,
+    known: Mapping[str, Any],
+    option: str,
+    others: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Any:
     """Evaluates a call.
 
     Args:
         call: The call.
         known: The functions and classes that may be called, by name.
         option: The option that the call was given for, named in messages.
+        others: What other libraries call them; see `ortops.other_names.find_name`.
         **more: Further arguments; those of the call take precedence.
 
     Raises:
         OrtopsError: If the name is unknown, or the arguments do not match.
     """
-    if call.name not in known:
-        hint = did_you_mean(call.name, known)
+    name, hint = find_name(call.name, known, others or {})
+    if name is None:
         raise OrtopsError(f"{option}: there is no '{call.name}'; {hint}")
     try:
-        return known[call.name](*call.arguments, **{**more, **call.keywords})
+        return known[name](*call.arguments, **{**more, **call.keywords})
     except TypeError as error:
         why = str(error).split(".")[-1]  # without the class in front
         raise OrtopsError(f"{option}: {call.name}: {why}; see the reference of ortops") from error

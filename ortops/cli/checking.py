@@ -75,4 +75,7 @@ def _files(given: str) -> list[str]:
 
 
 def _loss(text: str | None) -> losses.Loss | None:
-    return None if text is None else make(read_call(text, "--loss"), losses.LOSSES, "--loss")
+    if text is None:
+        return None
+    made: losses.Loss = make(read_call(text, "--loss"), losses.LOSSES, "--loss", losses.OTHER_NAMES)
+    return made

@@ -275,7 +275,9 @@ def _build(
     return build_training_model(
         model,
         loss=_loss(options.loss),
-        optimizer=make(optimizer, optimizers.OPTIMIZERS, "--optimizer", **more),
+        optimizer=make(
+            *(optimizer, optimizers.OPTIMIZERS, "--optimizer", optimizers.OTHER_NAMES), **more
+        ),
         seed=options.seed or 0,
         **settings,
     )
@@ -334,14 +336,15 @@ def _number(options: argparse.Namespace) -> float:
 
 
 def _loss(text: str) -> losses.Loss:
-    made: losses.Loss = make(read_call(text, "--loss"), losses.LOSSES, "--loss")
+    made: losses.Loss = make(read_call(text, "--loss"), losses.LOSSES, "--loss", losses.OTHER_NAMES)
     return made
 
 
 def metric(text: str) -> metrics.Metric:
     """Returns the metric given on the command line: a name, or a name with arguments."""
     call = read_call(text, "--metrics")
-    made: metrics.Metric = make(call, metrics.METRICS, "--metrics")
+    more = {} if call.name in metrics.METRICS else {"name": call.name}  # as it was given
+    made: metrics.Metric = make(call, metrics.METRICS, "--metrics", metrics.OTHER_NAMES, **more)
     return made
 
 

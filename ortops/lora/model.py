@@ -146,7 +146,7 @@ def check_base(adapted: Adapted) -> str:
     if found != stored:
         raise ModelError(
             "model: its nodes, inputs, outputs or base weights have changed since the adapter was "
-            "added, so a file of the adapter alone would be incomplete; save the whole model, or "
-            "train only the adapter (trainable=None)"
+            "added, so a file of the adapter alone would be incomplete; save the whole model, "
+            "merge it with ortops.lora.merge, or train only the adapter (trainable=None)"
         )
     return current

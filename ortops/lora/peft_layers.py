@@ -157,8 +157,8 @@ def peft_layers(
         for found, layer in each.items():
             if found in result:
                 raise ModelError(
-                    "model: two of its layers have the same name in PEFT; merge the adapter, or "
-                    "add it again"
+                    "model: two of its layers have the same name in PEFT; merge the "
+                    "adapter with ortops.lora.merge, or add it again"
                 )
             result[found] = layer
     return result | {name: _joined(name, each, rslora) for name, each in joined.items()}

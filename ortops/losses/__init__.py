@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import TypeAlias
 
-from ortops.errors import ArgumentError, did_you_mean
+from ortops.errors import ArgumentError
 from ortops.losses.classification import (
     BinaryCrossEntropy,
     BinaryCrossEntropyWithLogits,
@@ -36,12 +36,14 @@ from ortops.losses.regression import L1, Huber, KullbackLeibler, MeanSquaredErro
 from ortops.losses.segmentation import Dice
 from ortops.losses.sequence import CTC
 from ortops.losses.similarity import CosineEmbedding, InfoNCE, Triplet
+from ortops.other_names import find_name, foreign
 
 __all__ = [
     "CTC",
     "DPO",
     "L1",
     "LOSSES",
+    "OTHER_NAMES",
     "BinaryCrossEntropy",
     "BinaryCrossEntropyWithLogits",
     "Combined",
@@ -78,6 +80,41 @@ LOSSES: Mapping[str, type[Loss]] = {
 }
 """All losses by name."""
 
+_BINARY = (
+    "use 'BinaryCrossEntropyWithLogits' for logits, or for probabilities from a Sigmoid at the end "
+    "of the model; 'BinaryCrossEntropy' for other probabilities"
+)
+
+OTHER_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("crossentropy", "softmaxcrossentropywithlogits", "sparsecategoricalcrossentropy"),
+        "SoftmaxCrossEntropy",
+    ),
+    "categoricalcrossentropy": "use 'SoftmaxCrossEntropy', whose labels are class numbers: give "
+    "labels.argmax(axis=1) in place of one-hot labels",
+    "logloss": "use 'SoftmaxCrossEntropy' for classes, 'BinaryCrossEntropyWithLogits' for yes "
+    "or no",
+    "ce": "SoftmaxCrossEntropy",
+    "mse": "MeanSquaredError",
+    "l2": "use 'MeanSquaredError', or half of it",
+    **dict.fromkeys(("mae", "meanabsoluteerror"), "L1"),
+    "rmse": "use 'MeanSquaredError', which has the same minimum",
+    "rootmeansquarederror": "use 'MeanSquaredError', which has the same minimum",
+    "bce": _BINARY,
+    "bcewithlogits": "BinaryCrossEntropyWithLogits",
+    "nll": "NegativeLogLikelihood",
+    **dict.fromkeys(("kldiv", "kldivergence", "kullbackleiblerdivergence"), "KullbackLeibler"),
+    "kld": "KullbackLeibler",
+    "binaryfocalcrossentropy": "use 'Focal'",
+    "categoricalfocalcrossentropy": "use 'Focal'",
+    "tripletmargin": "Triplet",
+    **dict.fromkeys(("cosinesimilarity", "contrastive"), "use 'CosineEmbedding' or 'InfoNCE'"),
+    "ntxent": "use 'InfoNCE'",
+    "causallm": "NextToken",
+}
+"""What other libraries call losses, in lower case, without underscores and without "loss"; the
+value is a name, or a hint if the name has several meanings."""
+
 for _public in (Combined, Loss, *LOSSES.values()):
     _public.__module__ = __name__  # so that messages show the public name
 
@@ -88,29 +125,40 @@ LossLike: TypeAlias = str | Loss | type[Loss] | Function
 def resolve(loss: LossLike) -> Loss | Function:
     """Resolves the argument ``loss=`` to a loss or a function.
 
+    Names may be written in lower case, and as in PyTorch or Keras, if their meaning is clear.
+
     Raises:
         ArgumentError: If no loss has that name, or the value has another type.
 
     Example:
         >>> resolve("L1").output is None
         True
+        >>> [resolve(name).name for name in ("mse", "cross_entropy", "CTCLoss")]
+        ['MeanSquaredError', 'SoftmaxCrossEntropy', 'CTC']
         >>> resolve("MeanSquared")
         Traceback (most recent call last):
         ...
         ortops.errors.ArgumentError: unknown loss 'MeanSquared'; did you mean 'MeanSquaredError'?
     """
     if isinstance(loss, str):
-        if loss not in LOSSES:
-            raise ArgumentError(f"unknown loss '{loss}'; {did_you_mean(loss, LOSSES)}")
-        return _default(LOSSES[loss])
+        found, hint = find_name(loss, LOSSES, OTHER_NAMES)
+        if found is None:
+            raise ArgumentError(f"unknown loss '{loss}'; {hint}")
+        return _default(LOSSES[found])
     if isinstance(loss, type):
         if issubclass(loss, Loss) and loss is not Loss:
             return _default(loss)
     elif isinstance(loss, Loss):
         if type(loss) is not Loss:
             return loss
-    elif callable(loss):
+    elif callable(loss) and not foreign(loss):
         return loss
+    if name := foreign(loss):
+        found, hint = find_name(name, LOSSES, OTHER_NAMES)
+        hint = f"use ortops.losses.{found}()" if found else hint
+        raise ArgumentError(
+            f"loss must be one of ortops.losses, got {name} of another library; {hint}"
+        )
     raise ArgumentError(
         f"loss must be one of ortops.losses, its name, or a function of Tensors, got {loss!r}"
     )

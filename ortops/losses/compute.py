@@ -501,11 +501,25 @@ def _call(loss: Function, scene: _Scene) -> Part:
             positional.append(argument)
         else:
             named[parameter] = argument
+    if not parameters:
+        raise ArgumentError(f"loss {name} has no parameters; {_EXPLAINED}")
     targets = [each for each in ("labels", "targets") if each in scene.added]
     target = targets[0] if targets else None  # declared inputs may be masks or weights
     prediction = _prediction(looked_at, target, scene.own(looked_at.value).name or "")
     scene.predictions[0] = (None, prediction)
-    return _part_of(name, loss(*positional, **named))
+    returned = loss(*positional, **named)
+    if len(parameters) == 1 and isinstance(returned, Tensor) and returned.shape not in (None, ()):
+        raise ModelError(
+            f"loss {name} must be a scalar, got shape {list(returned.shape or ())}; {_EXPLAINED}"
+        )
+    return _part_of(name, returned)
+
+
+_EXPLAINED = (
+    "a loss is a function of Tensors, the prediction and the targets, that returns a scalar "
+    "Tensor, such as lambda prediction, targets: op.ReduceMean((prediction - targets) ** 2, "
+    "keepdims=0)"
+)
 
 
 def _unknown(name: str, parameter: str, scene: _Scene) -> ModelError:
@@ -531,7 +545,7 @@ def _part_of(name: str, returned: object) -> Part:
         count = _scalar(count, name).astype(total.dtype)
         return Part(name, 1.0, mean_of(_scalar(total, name), count), count)
     if not isinstance(returned, Tensor):
-        raise ModelError(f"loss {name} must return a Tensor, got {returned!r}")
+        raise ModelError(f"loss {name} must return a Tensor, got {returned!r:.80}; {_EXPLAINED}")
     return Part(name, 1.0, _scalar(returned, name), None)
 
 

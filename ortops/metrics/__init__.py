@@ -3,7 +3,8 @@
 ``session.evaluate(data, metrics=["accuracy", TopK(5), sklearn.metrics.f1_score])`` accepts
 
 - the name of a class below in snake_case, for example ``"root_mean_squared_error"``, with default
-  arguments;
+  arguments; or its name in Keras or scikit-learn, such as ``"rmse"`` or ``"acc"``, if its meaning
+  is clear. Results have the name that was given;
 - an instance of such a class. `StreamingMetric.update` adds a batch, `StreamingMetric.result`
   returns the value for all batches, as if they were one. ``output=`` and ``target=`` choose the
   tensors to compare. A session works on a copy;
@@ -20,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ortops.errors import ArgumentError, did_you_mean
+from ortops.errors import ArgumentError
 from ortops.metrics.classification import F1, Accuracy, IoU, Precision, Recall, TopK
 from ortops.metrics.functions import Function, accuracy, mean_absolute_error
 from ortops.metrics.metric import StreamingMetric
@@ -32,6 +33,7 @@ from ortops.metrics.regression import (
     RootMeanSquaredError,
 )
 from ortops.metrics.sequence import EditDistance, Perplexity
+from ortops.other_names import find_name
 
 __all__ = [
     "AUC",
@@ -74,6 +76,21 @@ METRICS: Mapping[str, type[StreamingMetric]] = {
     "edit_distance": EditDistance,
 }
 
+OTHER_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("acc", "binaryaccuracy", "sparsecategoricalaccuracy"), "accuracy"),
+    "categoricalaccuracy": "use 'accuracy', whose labels are class numbers: give "
+    "labels.argmax(axis=1) in place of one-hot labels",
+    **dict.fromkeys(("topkaccuracy", "sparsetopkcategoricalaccuracy", "top5"), "top_k"),
+    **dict.fromkeys(("mae", "l1"), "mean_absolute_error"),
+    "mse": "mean_squared_error",
+    "rmse": "root_mean_squared_error",
+    "rocauc": "auc",
+    **dict.fromkeys(("jaccard", "meaniou"), "iou"),
+    **dict.fromkeys(("ppl",), "perplexity"),
+    **dict.fromkeys(("cer", "levenshtein"), "use 'edit_distance'"),
+}
+"""What other libraries call metrics, as in `ortops.losses.OTHER_NAMES`."""
+
 
 def resolve(metrics: str | Metric | Sequence[str | Metric]) -> dict[str, StreamingMetric]:
     """Returns metrics by their names in results.
@@ -109,9 +126,11 @@ def _resolve(metric: Any) -> StreamingMetric:
     if isinstance(metric, type) and issubclass(metric, StreamingMetric):
         return metric()
     if isinstance(metric, str):
-        if metric not in METRICS:
-            raise ArgumentError(f"unknown metric '{metric}'; {did_you_mean(metric, METRICS)}")
-        return METRICS[metric]()
+        found, hint = find_name(metric, METRICS, OTHER_NAMES)
+        if found is None:
+            raise ArgumentError(f"unknown metric '{metric}'; {hint}")
+        # Results have the name that the user gave.
+        return METRICS[found]() if found == metric else METRICS[found](name=metric)
     if callable(metric):
         return Function(metric)
     raise ArgumentError(f"metrics must be names of metrics or functions, got {metric!r:.80}")

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ortops.errors import ArgumentError, did_you_mean
+from ortops.errors import ArgumentError
 from ortops.optimizers.factored import Adafactor, adafactor, adafactor_unfactored
 from ortops.optimizers.gradient_descent import SGD, Momentum, momentum, sgd
 from ortops.optimizers.layerwise import LAMB, lamb
@@ -44,11 +44,13 @@ from ortops.optimizers.orthogonal import Muon, muon
 from ortops.optimizers.sign import Lion, lion
 from ortops.optimizers.squares import Adadelta, Adagrad, RMSprop, adadelta, adagrad, rmsprop
 from ortops.optimizers.variants import Adamax, NAdam, RAdam, adamax, nadam, radam
+from ortops.other_names import find_name, foreign
 
 __all__ = [
     "LAMB",
     "OPERATORS",
     "OPTIMIZERS",
+    "OTHER_NAMES",
     "SGD",
     "AMSGrad",
     "Adadelta",
@@ -97,13 +99,21 @@ OPTIMIZERS: Mapping[str, type[Optimizer]] = {
 }
 """The optimizer classes by name; a name selects an optimizer with its defaults."""
 
+OTHER_NAMES: Mapping[str, str] = {
+    "gradientdescent": "SGD",
+    "sgdmomentum": "Momentum",
+    "nesterov": "use Momentum(mode='nesterov')",
+    **dict.fromkeys(("adamwtorch", "adamw8bit", "pagedadamw"), "use 'AdamW'"),
+}
+"""What other libraries call optimizers, as in `ortops.losses.OTHER_NAMES`."""
+
 
 def resolve(optimizer: str | Optimizer | type[Optimizer] | UpdateRule) -> Optimizer:
     """Converts an ``optimizer=`` argument to an `Optimizer`.
 
     Args:
-        optimizer: An optimizer; a class or the name of one, for its defaults; or a custom update
-            rule (see `Custom`).
+        optimizer: An optimizer; a class or the name of one, in upper or lower case, for its
+            defaults; or a custom update rule (see `Custom`).
 
     Raises:
         ArgumentError: If there is no optimizer of that name, or the value has another type.
@@ -119,12 +129,18 @@ def resolve(optimizer: str | Optimizer | type[Optimizer] | UpdateRule) -> Optimi
     if isinstance(optimizer, Optimizer):
         return optimizer
     if isinstance(optimizer, str):
-        if optimizer not in OPTIMIZERS:
-            hint = did_you_mean(optimizer, OPTIMIZERS)
+        found, hint = find_name(optimizer, OPTIMIZERS, OTHER_NAMES)
+        if found is None:
             raise ArgumentError(f"unknown optimizer {optimizer!r}; {hint}")
-        return OPTIMIZERS[optimizer]()  # type: ignore[call-arg]  # every subclass has a default
+        return OPTIMIZERS[found]()  # type: ignore[call-arg]  # every subclass has a default
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
         return optimizer()  # type: ignore[call-arg]
+    if name := foreign(optimizer):
+        found, hint = find_name(name, OPTIMIZERS, OTHER_NAMES)
+        hint = f"use ortops.optimizers.{found}(learning_rate)" if found else hint
+        raise ArgumentError(
+            f"optimizer must be one of ortops.optimizers, got {name} of another library; {hint}"
+        )
     if callable(optimizer):
         return Custom(optimizer)
     raise ArgumentError(

@@ -31,6 +31,11 @@ def write_back(original: LightModel, arrays: Mapping[str, Array]) -> None:
             tensor = others[name]
             dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
             shape = tuple(tensor.dims)
+        elif name.endswith((".lora_A.weight", ".lora_B.weight")):
+            raise ModelError(
+                f"original: it has no '{name}', a weight of an adapter; leave original= out, and "
+                "give the result to ortops.lora.merge"
+            )
         else:
             raise ModelError(
                 f"original: it has no weight '{name}', which is a trained parameter; "

@@ -492,7 +492,7 @@ class Inputs(dict[str, Input]):
             self._check_there(name, given)
         for name, value in self.items():
             if name in given:
-                array = value.fit(_read(given, name), sizes)
+                array = self._fit(value, _read(given, name), sizes)
                 arrays[name] = array if holds else array.copy()
         for name in absent:
             arrays[name] = self._empty_past(self[name], arrays, sizes)
@@ -502,6 +502,21 @@ class Inputs(dict[str, Input]):
             self._warns_of_unshifted = False
             self._warn_of_unshifted(arrays)
         return Checked(arrays, self)
+
+    def _fit(self, value: Input, given: object, sizes: dict[str, tuple[int, str]]) -> Array:
+        """Returns a value as the array that an input needs; explains one-hot labels."""
+        labels = [accepted for name, accepted in self._labels if name == value.name]
+        try:
+            return value.fit(given, sizes)
+        except FeedError as error:
+            remedy = _remedy(value, given, labels)
+            if not remedy:
+                raise
+            array = to_array(f"feeds: '{value.name}'", given)
+            raise FeedError(
+                f"feeds: '{value.name}' must be class numbers, {value.dtype}{value.shown}, got "
+                f"{array.dtype}{list(array.shape)}; {remedy}"
+            ) from error
 
     def _warn_of_unshifted(self, arrays: Mapping[str, Array]) -> None:
         """Warns of labels of tokens that are the tokens of the same batch."""
@@ -591,6 +606,25 @@ class Inputs(dict[str, Input]):
                 )
             if name not in self and name not in self._unread:
                 raise FeedError(f"feeds: there is no input '{name}'; " + did_you_mean(name, self))
+
+
+def _remedy(value: Input, given: object, labels: Sequence[Labels]) -> str:
+    """Returns how class numbers are made of one-hot labels or of a column, if these are given."""
+    if not labels or value.dims is None:
+        return ""
+    try:
+        array = value.array(given)
+    except FeedError:
+        return ""
+    if array.ndim != len(value.dims) + 1 or array.dtype.kind not in "biuf" or not array.size:
+        return ""
+    if array.ndim > 1 and array.shape[-1] == 1:
+        return f"leave out the axis of size 1: {value.name}[..., 0]"
+    for axis in (array.ndim - 1, 1):  # where Keras and PyTorch have classes
+        of_classes = array.shape[axis] == (labels[0].classes or array.shape[axis])
+        if of_classes and np.allclose(array.astype(np.float64).sum(axis), 1, atol=1e-3):
+            return f"they look one-hot: give {value.name}.argmax(axis={axis})"
+    return ""
 
 
 def listed(names: Iterable[str]) -> str:

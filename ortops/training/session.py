@@ -20,6 +20,7 @@ from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.files.external import LightModel
 from ortops.metrics import Metric, StreamingMetric
+from ortops.other_names import ARGUMENTS_OF_DATA, ARGUMENTS_OF_FIT, explains_arguments
 from ortops.passes.rematerialization import Checkpoint
 from ortops.trainable.metadata import TrainingMetadata
 from ortops.training.callback import Callback
@@ -194,6 +195,7 @@ class TrainingSession:
         """Runs a training step with each of several batches."""
         return self._steps.run_steps(batches)
 
+    @explains_arguments(**ARGUMENTS_OF_FIT)
     def fit(
         self,
         data: Data,
@@ -325,6 +327,7 @@ class TrainingSession:
         """The file that the present state was last saved in; "" if it was not saved."""
         return self._file.saved_in
 
+    @explains_arguments(**ARGUMENTS_OF_DATA)
     @_documented_by(Evaluator.evaluate)
     def evaluate(
         self,
@@ -352,6 +355,7 @@ class TrainingSession:
         ema: bool = ...,
     ) -> dict[str, Array]: ...
 
+    @explains_arguments(**ARGUMENTS_OF_DATA)
     @_documented_by(Evaluator.predict)
     def predict(
         self,

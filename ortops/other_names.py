@@ -1,0 +1,165 @@
+"""Names from other libraries: of losses, optimizers and metrics, and of arguments."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+from ortops.errors import UnexpectedArgumentError, did_you_mean
+
+__all__ = [
+    "ARGUMENTS_OF_BUILD",
+    "ARGUMENTS_OF_DATA",
+    "ARGUMENTS_OF_FIT",
+    "explains_arguments",
+    "find_name",
+    "foreign",
+]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_DATA = "give inputs and labels as one data set, such as {'x': x, 'labels': y} or (x, y)"
+_RATE = "set session.learning_rate, or learning_rate= of the optimizer"
+
+ARGUMENTS_OF_DATA: Mapping[str, str] = {
+    **dict.fromkeys(("x", "X", "y", "Y", "labels", "targets"), _DATA),
+    "verbose": "leave it out: only fit shows progress",
+    "steps": "give as many batches as should be read",
+    "sample_weight": "weights are an input of your own loss function (inputs= of "
+    "build_training_model)",
+    "workers": "use prefetch= of fit",
+}
+"""Remedies for arguments of other libraries where `ortops.TrainingSession` reads data."""
+
+ARGUMENTS_OF_FIT: Mapping[str, str] = {
+    **ARGUMENTS_OF_DATA,
+    **dict.fromkeys(("validation_data", "val_data", "eval_set"), "use validation="),
+    "validation_split": "split the data, and give the second part as validation=",
+    "validation_batch_size": "validation uses batch_size=",
+    "validation_steps": "give validation= as an iterable of that many batches",
+    "verbose": "use progress=True or progress=False",
+    "steps_per_epoch": "give the data as an iterable of that many batches",
+    "initial_epoch": "use resume=True, which continues an earlier call",
+    "class_weight": "use weights= of the loss, as in SoftmaxCrossEntropy(weights=[1.0, 2.0])",
+    **dict.fromkeys(("workers", "num_workers", "max_queue_size"), "use prefetch="),
+    **dict.fromkeys(("lr", "learning_rate"), _RATE),
+    **dict.fromkeys(("loss", "optimizer"), "build_training_model has this argument"),
+    **dict.fromkeys(("n_epochs", "num_epochs", "max_epochs", "max_iter"), "use epochs="),
+    "gradient_accumulation_steps": "use accumulate=",
+    "random_state": "use seed=",
+}
+"""Remedies for arguments that ``fit`` has in other libraries."""
+
+ARGUMENTS_OF_BUILD: Mapping[str, str] = {
+    **dict.fromkeys(("lr", "learning_rate"), "use optimizer=ortops.optimizers.Adam(learning_rate)"),
+    "weight_decay": "use optimizer=ortops.optimizers.AdamW(weight_decay=…)",
+    "criterion": "use loss=",
+    "metrics": "give metrics to fit or evaluate",
+    **dict.fromkeys(("parameters", "params", "trainable_variables"), "use trainable="),
+    **dict.fromkeys(("max_grad_norm", "clipnorm", "global_clipnorm"), "use clip_norm="),
+    "clipvalue": "use clip_value=",
+    "random_state": "use seed=",
+}
+"""Remedies for arguments that other libraries have in place of those of the builder."""
+
+
+def find_name(name: str, known: Iterable[str], others: Mapping[str, str]) -> tuple[str | None, str]:
+    """Finds the name of ortops for a name that a user gave.
+
+    Upper and lower case, underscores, hyphens and spaces do not matter.
+
+    Args:
+        name: The name that the user gave.
+        known: The names of ortops.
+        others: What names of other libraries mean: a known name, or else a hint for the message.
+            Keys are lower-case, without underscores.
+
+    Returns:
+        The known name, or None; and a hint for messages if it is None.
+
+    Example:
+        >>> find_name("adamw", ["Adam", "AdamW"], {})
+        ('AdamW', '')
+        >>> find_name("MSELoss", ["L1", "MeanSquaredError"], {"mse": "MeanSquaredError"})
+        ('MeanSquaredError', '')
+        >>> find_name("bce", ["L1"], {"bce": "use the loss of probabilities or that of logits"})
+        (None, 'use the loss of probabilities or that of logits')
+    """
+    names = list(known)
+    if name in names:
+        return name, ""
+    wanted = _plain(name)
+    alike = [each for each in names if _plain(each) == wanted]
+    if len(alike) == 1:
+        return alike[0], ""
+    for form in dict.fromkeys((wanted, wanted.removesuffix("loss"), wanted.removesuffix("score"))):
+        alike = [each for each in names if _plain(each) == form]
+        meant = others.get(form, alike[0] if len(alike) == 1 else None)
+        if meant is not None:
+            return (meant, "") if meant in names else (None, meant)
+    plain = {_plain(each): each for each in names}
+    near = difflib.get_close_matches(wanted, plain, n=1)
+    return None, f"did you mean '{plain[near[0]]}'?" if near else did_you_mean(name, names)
+
+
+def foreign(given: object) -> str | None:
+    """Returns the name of a function, class or object of PyTorch, Keras or others, if it is one.
+
+    Example:
+        >>> foreign(len) is None
+        True
+    """
+    named = given if hasattr(given, "__name__") else type(given)
+    package = str(getattr(named, "__module__", "")).partition(".")[0]
+    found = package in ("torch", "keras", "tensorflow", "tf_keras", "optax", "flax", "sklearn")
+    return str(getattr(named, "__name__", "")) if found else None
+
+
+def explains_arguments(**others: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Returns a decorator that explains arguments which a function does not have.
+
+    Args:
+        **others: A remedy for each argument that other libraries have.
+
+    Example:
+        >>> @explains_arguments(verbose="use progress=False")
+        ... def fit(data, *, progress=True): ...
+        >>> fit(0, verbose=0)
+        Traceback (most recent call last):
+        ...
+        ortops.errors.UnexpectedArgumentError: fit has no argument 'verbose'; use progress=False
+    """
+
+    def decorate(call: Callable[_P, _R]) -> Callable[_P, _R]:
+        parameters = inspect.signature(call).parameters
+        places = [each for each in parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+
+        @functools.wraps(call)
+        def explained(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            for name in kwargs:
+                if name not in parameters:
+                    hint = others.get(name) or did_you_mean(name, set(parameters) - {"self"})
+                    raise UnexpectedArgumentError(
+                        f"{call.__name__} has no argument '{name:.80}'; {hint}"
+                    )
+            if len(args) > len(places):
+                own = [each.name for each in places if each.name != "self"]
+                hint = others.get("y") or "give the others by name"
+                raise UnexpectedArgumentError(
+                    f"{call.__name__} takes {len(own)} positional argument{'s' * (len(own) > 1)} "
+                    f"({', '.join(own)}), got {len(args) - len(places) + len(own)}; {hint}"
+                )
+            return call(*args, **kwargs)
+
+        return explained
+
+    return decorate
+
+
+def _plain(name: Any) -> str:
+    return re.sub(r"[_\-\s]", "", str(name)).lower()
