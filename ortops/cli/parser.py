@@ -464,7 +464,7 @@ def _add_tune(command: _Command) -> None:
     add(
         "--learning-rate",
         metavar="RATE",
-        help="a number, or a schedule such as 'warmup_cosine(2e-4)' (default: 2e-4)",
+        help="a number, or a schedule such as 'cosine(2e-4)' (default: 2e-4)",
     )
     add(
         "--train-on",
