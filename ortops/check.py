@@ -31,12 +31,11 @@ from ortops.graph.squashing import squashed
 from ortops.losses.compute import default_output
 from ortops.lowering import lower_prepared, prepare
 from ortops.optimizers import SGD, Optimizer, UpdateRule
+from ortops.summary import SHOWN, by_module, by_reason, first, short_shape
 from ortops.trainable.metadata import training_metadata
 from ortops.trainable.step_graph import flatten
 
 __all__ = ["Report", "check", "quiet"]
-
-_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -96,23 +95,27 @@ class Report:
         return asdict(self)
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, everything: bool = False) -> str:
+        """Returns the report as text.
+
+        Args:
+            everything: Whether long lists are complete. By default, parameters are counted by
+                module, and other items by kind, if there are more than 20.
+        """
         lines = [f"opset {self.opset}"]
         if self.converted_to is not None:
             lines[0] += f", converted to {self.converted_to} for training"
-        lines += [f"output {name}: {what}" for name, what in self.outputs.items()]
+        shown = [(n, what if everything else short_shape(what)) for n, what in self.outputs.items()]
+        lines += _some([f"output {name}: {what}" for name, what in shown], everything)
         if self.adapter:
             lines.append(f"adapter (ortops.lora): {self.adapter}")
         if self.fitting:
-            lines.append(f"losses that fit: {', '.join(self.fitting)}")
+            lines.append(f"losses that fit: {', '.join(self.fitting)}, and weighted sums")
         if self.loss:
             lines.append(f"loss of this report: {self.loss}")
-        lines.append(
-            f"trainable parameters: {self.parameter_count:,} in {len(self.parameters)} tensors"
-        )
-        for name, kind in self.parameters.items():
-            by = self.readers[name]
-            parts = [kind, f"read by {len(by)} nodes" if by[1:] else "", self.groups.get(name, "")]
-            lines.append("  ".join(["", name, *(part for part in parts if part)]))
+        lines += self._trained(everything)
         for title, text in (
             ("learning rate", self.schedule),
             ("gradient clipping", self.clipping),
@@ -120,31 +123,54 @@ class Report:
         ):
             if text:
                 lines.append(f"{title}: {text}")
-        lines += _listed("floating-point initializers that are not trained", self.reasons)
-        lines += _listed("quantized weights, which are not trained", self.quantized)
+        for title, reasons in (
+            ("floating-point initializers that are not trained", self.reasons),
+            ("quantized weights, which are not trained", self.quantized),
+        ):
+            listed = [f"  {name} {reason}" for name, reason in reasons.items()]
+            if reasons:
+                long = len(listed) > SHOWN and not everything
+                lines += [f"{title}: {len(reasons)}", *(by_reason(reasons) if long else listed)]
         for title, names in (
             ("differentiable inputs", self.inputs),
             ("other inputs", self.other_inputs),
         ):
             if names:
-                lines.append(f"{title}: {', '.join(names)}")
-        lines += self.said
+                more = [] if everything else names[SHOWN:]
+                also = f" and {len(more)} more (--all lists all)" if more else ""
+                lines.append(f"{title}: {', '.join(names[: len(names) - len(more)])}{also}")
+        lines += _some(self.said, everything)
         if self.problems:
-            lines += [f"problems: {len(self.problems)}", *(f"  {each}" for each in self.problems)]
+            listed = [f"  {each}" for each in self.problems]
+            lines += [f"problems: {len(self.problems)}", *_some(listed, everything)]
         else:
             lines.append("no problems: ready to train")
         return "\n".join(lines)
 
+    def _trained(self, everything: bool) -> list[str]:
+        """Returns lines about the parameters."""
+        tied = {name: by for name, by in self.readers.items() if len(by) > 1}
+        lines = [
+            f"trainable parameters: {self.parameter_count:,} in {len(self.parameters)} tensors"
+        ]
+        if len(self.parameters) > SHOWN and not everything:
+            lines[0] += ", by module (--all lists all)"
+            lines += by_module(self.parameters)
+            if tied:
+                lines.append(f"  {len(tied)} of the tensors are read by several nodes")
+            if self.groups:
+                lines.append(f"  {len(self.groups)} have optimizer settings of their own")
+            return lines
+        for name, kind in self.parameters.items():
+            several = f"read by {len(tied[name])} nodes" if name in tied else ""
+            parts = [kind, several, self.groups.get(name, "")]
+            lines.append("  ".join(["", name, *(part for part in parts if part)]))
+        return lines
 
-def _listed(title: str, reasons: dict[str, str]) -> list[str]:
-    """Returns lines of names and reasons: a title, and the first of them."""
-    if not reasons:
-        return []
-    lines = [f"{title}: {len(reasons)}"]
-    lines += [f"  {name} {reason}" for name, reason in list(reasons.items())[:_SHOWN]]
-    if len(reasons) > _SHOWN:
-        lines.append(f"  and {len(reasons) - _SHOWN} more (--json lists all)")
-    return lines
+
+def _some(lines: list[str], everything: bool) -> list[str]:
+    """Returns the first of some lines, or all."""
+    return lines if everything else first(lines)
 
 
 @contextlib.contextmanager
@@ -194,7 +220,8 @@ def check(
         groups: As for `ortops.build_training_model`.
 
     Returns:
-        A report; ``ortops check`` prints ``str(report)``.
+        A report; ``ortops check`` prints ``str(report)``, and with ``--all``
+        ``report.text(everything=True)``.
 
     Raises:
         ModelError: If the model is invalid, or cannot be converted to a supported opset.
@@ -204,14 +231,14 @@ def check(
         >>> from ortops import Tape
         >>> with Tape(name="linear") as tape:
         ...     x = tape.input("x", np.float32, ["batch", 2])
-        ...     y = tape.output(x @ tape.initializer("w", np.ones((2, 3), np.float32)), "y")
+        ...     y = tape.output(x @ tape.initializer("w", np.ones((2, 1), np.float32)), "y")
         >>> print(check(tape.model()))
         opset 21
-        output y: FLOAT[batch,3]
-        losses that fit: MeanSquaredError, L1, SoftmaxCrossEntropy, BinaryCrossEntropyWithLogits
+        output y: FLOAT[batch,1]
+        losses that fit: MeanSquaredError, L1, BinaryCrossEntropyWithLogits, and weighted sums
         loss of this report: MeanSquaredError
-        trainable parameters: 6 in 1 tensors
-          w  FLOAT[2,3]
+        trainable parameters: 2 in 1 tensors
+          w  FLOAT[2,1]
         differentiable inputs: x
         no problems: ready to train
     """
@@ -335,15 +362,20 @@ def _fitting(output: ir.Value) -> list[str]:
     """Returns losses that fit an output, the most likely first."""
     found = squashed(output)
     numbers = ["MeanSquaredError", "L1"]
+    rank = None if output.shape is None else len(output.shape)
     axis = 1 if found is None or found.axis is None else found.axis
     classes = ["SoftmaxCrossEntropy"]
     if output.shape is not None and (len(output.shape) < 2 or output.shape[axis] == 1):
         classes = []
+    # Sequences of scores, (time, batch, classes) or (batch, time, classes), and maps of classes.
+    of_labels = found is None or (found.kind != "sigmoid" and not found.opposite)
+    more = ["CTC", "NextToken"] if rank == 3 and classes and of_labels else []
+    more += ["Dice"] if rank is not None and rank >= 4 else []
     if found is None:
-        return [*numbers, *classes, "BinaryCrossEntropyWithLogits"]
+        return [*numbers, *classes, "BinaryCrossEntropyWithLogits", *more]
     if found.kind == "sigmoid" and not found.opposite:
-        return ["BinaryCrossEntropyWithLogits", *numbers]
-    return [*(classes or ["BinaryCrossEntropy"]), *numbers]
+        return ["BinaryCrossEntropyWithLogits", *numbers, *more]
+    return [*(classes or ["BinaryCrossEntropy"]), *numbers, *more]
 
 
 def _name(loss: object) -> str:

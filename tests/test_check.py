@@ -212,7 +212,7 @@ def test_the_report_as_text():
         == """\
 opset 21
 output y: FLOAT[N,2], probabilities from Softmax node 'Softmax' of 'logits'
-losses that fit: SoftmaxCrossEntropy, MeanSquaredError, L1
+losses that fit: SoftmaxCrossEntropy, MeanSquaredError, L1, and weighted sums
 loss of this report: SoftmaxCrossEntropy
 trainable parameters: 21 in 3 tensors
   w  FLOAT[4,3]

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "ortops"
 FLOORS = (
     ("errors", "garbage_collection", "numbers", "uninterrupted"),
     ("arguments", "other_names"),
-    ("mpi", "schedules"),
+    ("mpi", "schedules", "summary"),
     ("graph",),
     ("autodiff",),
     ("passes",),

@@ -54,7 +54,8 @@ def check(options: argparse.Namespace) -> int:
         worst = max(worst, 1 if report.problems else 0)
         found.append({"file": file, **report.as_dict()})
         if not options.json:
-            print_text(f"{file}:\n{report}" if len(files) > 1 else str(report))
+            text = report.text(options.all)
+            print_text(f"{file}:\n{text}" if len(files) > 1 else text)
     if options.json:
         print_json(found)
     return worst

@@ -219,6 +219,7 @@ def _add_check(command: _Command) -> None:
         help="names or patterns of the weights to train; may be repeated",
     )
     add("--batch-normalization", choices=("auto", "train", "frozen"), default="auto")
+    add("--all", action="store_true", help="list everything instead of a summary of long lists")
     add(
         "--measure",
         type=_rows_and_tokens,
