@@ -11,6 +11,7 @@ import pytest
 
 import ortops
 from models import llama
+from ortops.cli import main
 from ortops.llm import FineTuning
 
 ROWS = [[65, 66, 67, 68, 256], [70, 71, 72, 256]]
@@ -86,6 +87,19 @@ def served(folder: Path, tokens: list[int]) -> np.ndarray:
             feeds[value.name] = np.zeros(shape, np.float32)
     result: np.ndarray = session.run(["logits"], feeds)[0]
     return result
+
+
+@pytest.mark.parametrize("loss", ["NextToken", ortops.losses.DPO()])
+def test_a_pruned_file_without_its_folder_is_refused(
+    loss: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = pruned(tmp_path, 32) / "model.onnx"
+    expected = r"output 'logits' has one position only, .* tune its folder with ortops.llm.FineTun"
+    with pytest.raises(ortops.ModelError, match=expected):
+        ortops.build_training_model(file, loss=loss, optimizer="SGD")  # type: ignore[arg-type]
+    assert main(["check", str(file), "--loss", "NextToken"]) == 1
+    assert "prune_lm_head" in capsys.readouterr().out
+    assert main(["check", str(tmp_path)]) == 0
 
 
 def test_errors_of_a_loss_are_not_blamed_on_operators_of_onnxruntime() -> None:

@@ -604,6 +604,14 @@ def _check_rank(loss: Loss, given: Tensor, name: str) -> None:
             f"loss {loss.name}: '{name}' is declared with {_dimensions(declared)}, but its "
             f"node computes {_dimensions(inferred)}; declare these in the model"
         )
+    shape = given.shape
+    if getattr(loss, "shifts_labels", False) and shape and len(shape) == 3 and shape[1] == 1:
+        raise ModelError(
+            f"loss {loss.name}: output '{name}' has one position only, of {list(shape)}, which has "
+            "no next token; if the file computes the logits of the last token only "
+            "(prune_lm_head), tune its folder with ortops.llm.FineTuning or `ortops tune`, which "
+            "compute those of all tokens"
+        )
 
 
 def _inferred_shape(given: Tensor) -> ir.Shape | None:
