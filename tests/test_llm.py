@@ -277,6 +277,38 @@ def test_chats_from_a_file(base: Path, tmp_path: Path) -> None:
 
 @pytest.mark.optional("tokenizers", "llm")
 @pytest.mark.optional("jinja2", "llm")
+def test_rows_in_the_forms_of_data_sets(base: Path) -> None:
+    tokenizer = Tokenizer(open_folder(base))
+    columns = {key: [turn[key] for turn in SHARE_GPT] for key in SHARE_GPT[0]}
+    rows = [
+        {"conversations": columns, "text": None},  # a Sequence of dicts
+        {"conversations": None, "text": "abc"},
+        {"conversations": np.array(SHARE_GPT)},
+        {"input_ids": np.array([1, 2, 3]), "labels": np.array([-100, 2, 3])},
+    ]
+    found = read_examples(iter(rows), lambda: tokenizer, train_on="assistant", max_length=99)
+    shown = [tokenizer.text(each.tokens[each.trained]) for each in found[:3]]
+    assert shown == ["A pirate.Arr!", "abc", "A pirate.Arr!"]
+    assert found[3].trained.tolist() == [False, True, True]
+
+
+def test_data_sets_of_hugging_face(base: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"input_ids": [65 + n, 66 + n, 67 + n]} for n in range(6)]
+    whole = datasets.Dataset.from_list(rows)
+    losses = [
+        FineTuning(base, rank=1).fit(data, progress=False, validation=0.5)[-1]["loss"]
+        for data in (rows, whole, whole.with_format("numpy"), whole.to_iterable_dataset())
+    ]
+    assert len(set(losses)) == 1
+    tuning = FineTuning(base, rank=1)
+    for parts in (datasets.DatasetDict(train=whole), datasets.DatasetDict({"train": whole})):
+        with pytest.raises(FeedError, match=r"Dict; give one of its parts: data\['train'\]"):
+            tuning.fit(parts, progress=False)
+
+
+@pytest.mark.optional("tokenizers", "llm")
+@pytest.mark.optional("jinja2", "llm")
 def test_an_unknown_speaker_of_a_conversation(base: Path) -> None:
     rows = [{"conversations": [*SHARE_GPT, {"from": "bing", "value": "no"}]}]
     expected = "'from' must be one of human, gpt, system, user, assistant, tool, got 'bing'"
@@ -322,6 +354,10 @@ def test_rows_are_truncated_and_left_out(caplog: pytest.LogCaptureFixture) -> No
         ([[1, 2], [1, "a"]], "data: row 2 must have"),
         ([{"input_ids": [1, 2], "labels": [1]}], "data: row 1 must have"),
         ([[1]], r"no row has a token to train with train_on='all' and max_length=9"),
+        (
+            {"train": [[1, 2]], "test": [[1, 2]]},
+            r"got dict; give one of its parts: data\['train'\], data\['test'\]",
+        ),
         (
             {"input_ids": [1]},
             "data must be the path of a file of JSON lines or Parquet, or rows, got dict",

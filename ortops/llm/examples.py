@@ -144,18 +144,30 @@ def batch_of(examples: Sequence[Example], padding: str = "right") -> dict[str, A
 
 
 def rows_of(rows: Rows) -> Iterable[Any]:
-    """Returns rows, or those of a file.
+    """Returns rows, or those of a file, without the columns that are empty in a row.
 
     Raises:
         FeedError: If they are neither, or the file is not valid.
     """
-    if not isinstance(rows, str | os.PathLike):
-        if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
-            raise FeedError(
-                "data must be the path of a file of JSON lines or Parquet, or rows, got "
-                f"{type(rows).__name__}"
-            )
-        return rows
+    if isinstance(rows, Mapping) or not isinstance(rows, str | os.PathLike | Iterable):
+        parts = [f"data[{name!r}]" for name in rows] if isinstance(rows, Mapping) else []
+        what = f"; give one of its parts: {', '.join(parts)}" if parts else ""
+        raise FeedError(
+            "data must be the path of a file of JSON lines or Parquet, or rows, got "
+            f"{type(rows).__name__}{what}"
+        )
+    given = _of_file(rows) if isinstance(rows, str | os.PathLike) else rows
+    return (_without_empty(row) for row in given)
+
+
+def _without_empty(row: Any) -> Any:
+    if not isinstance(row, Mapping):
+        return row
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def _of_file(rows: str | os.PathLike[str]) -> Iterable[Any]:
+    """Returns the rows of a file."""
     if Path(rows).suffix == ".parquet":
         return _parquet(Path(rows))
     found = []
@@ -169,12 +181,11 @@ def rows_of(rows: Rows) -> Iterable[Any]:
 
 
 def _parquet(file: Path) -> Iterator[Any]:
-    """Yields the rows of a file of Parquet; columns that are empty in a row are left out."""
+    """Yields the rows of a file of Parquet."""
     parquet = optional_module(f"file '{file}'", "pyarrow.parquet", "tables")
     try:
         for batch in parquet.ParquetFile(file).iter_batches():
-            for row in batch.to_pylist():
-                yield {name: value for name, value in row.items() if value is not None}
+            yield from batch.to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's errors are kinds of these
         raise FeedError(f"file '{file}': invalid Parquet: {error}") from error
 
@@ -189,13 +200,21 @@ def _tokenized(
         labels = row.get("labels", tokens)
         return tokens, [label != IGNORED for _, label in zip(tokens, labels, strict=True)]
     if "messages" in row:
-        return chat(row["messages"], tokenizer(), train_on)
+        return chat(_turns(row["messages"]), tokenizer(), train_on)
     if "conversations" in row:
-        return chat(_share_gpt(row["conversations"]), tokenizer(), train_on)
+        return chat(_share_gpt(_turns(row["conversations"])), tokenizer(), train_on)
     if "completion" in row:
         return answer(row["prompt"], row["completion"], tokenizer(), whole=train_on == "all")
     text = row["text"]
     return _whole(tokenizer().tokens(text) + tokenizer().end)
+
+
+def _turns(given: Any) -> Sequence[Any]:
+    """Returns the dicts of a chat; a Sequence of Hugging Face's datasets is a dict of lists."""
+    if not isinstance(given, Mapping):
+        return list(given)
+    columns = zip(*given.values(), strict=True)
+    return [dict(zip(given, values, strict=True)) for values in columns]
 
 
 def _share_gpt(turns: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
