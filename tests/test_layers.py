@@ -144,7 +144,7 @@ WITHIN = {
             "rounding",
             "webgpu",
         ),
-        *("quantized_weights", "scaled_sums", "__init__"),
+        *("quantized_weights", "chunked_logits", "scaled_sums", "__init__"),
     ),
     "losses": (
         *("teacher", "loss", "compute", "classification", "regression"),

@@ -12,7 +12,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +56,14 @@ class Case:
         feeds: The shape of a batch, by the name of the model's input.
         fewer: An operator that the pass leaves fewer nodes of; empty if it only adds some.
         more: One that it puts more nodes of in their place; empty if it only leaves some out.
+        options: Arguments of the session.
     """
 
     model: Callable[[], onnx.ModelProto]
     feeds: dict[str, tuple[int, ...]]
     fewer: str
     more: str
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def layers(fewer: str, more: str) -> Case:
@@ -86,14 +88,14 @@ def sigmoid() -> onnx.ModelProto:
     return tape.model()
 
 
-def quantized() -> onnx.ModelProto:
+def quantized(classes: int = 5) -> onnx.ModelProto:
     generator = np.random.default_rng(1)
     stored = {
         "w": generator.standard_normal((6, 32)).astype(np.float32),
-        "b": generator.integers(0, 256, (5, 2, 8), np.uint8),
-        "scales": np.full((5, 2), 0.01, np.float32),
+        "b": generator.integers(0, 256, (classes, 2, 8), np.uint8),
+        "scales": np.full((classes, 2), 0.01, np.float32),
     }
-    settings = {"K": 32, "N": 5, "bits": 4, "block_size": 16}
+    settings = {"K": 32, "N": classes, "bits": 4, "block_size": 16}
     nodes = [
         onnx.helper.make_node("MatMul", ["x", "w"], ["h"]),
         onnx.helper.make_node(
@@ -102,7 +104,7 @@ def quantized() -> onnx.ModelProto:
     ]
     x, logits = (
         onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", size])
-        for name, size in (("x", 6), ("logits", 5))
+        for name, size in (("x", 6), ("logits", classes))
     )
     tensors = [onnx.numpy_helper.from_array(array, name) for name, array in stored.items()]
     graph = onnx.helper.make_graph(nodes, "quantized", [x], [logits], tensors)
@@ -165,6 +167,7 @@ CASES = {
     "computed_sizes": Case(positions, {"x": (4, 6)}, "Shape", ""),
     "gelu": Case(gelu, {"x": (4, 6)}, "Div", "Gelu"),
     "padding": Case(padded, {"x": (4, 2, 5, 4)}, "Pad", ""),
+    "chunked_logits": Case(lambda: quantized(4096), {"x": (4, 6)}, "", "Scan", {"outputs": []}),
     "transposed": layers("MatMul", "FusedMatMul"),
     "row_sums": layers("ReduceSum", "FusedMatMul"),
     "scales": attention("Mul", "FusedMatMul"),
@@ -187,7 +190,7 @@ def trained(case: Case, settings: Settings, **options: Any) -> tuple[Counter[str
     """Returns the operators of the graph that was made, and the losses of some steps."""
     model = build_training_model(case.model(), loss="SoftmaxCrossEntropy", optimizer=SGD(0.1))
     spy, rng = Spy(), np.random.default_rng(0)
-    session = TrainingSession(model, settings=spy.watching(settings), **options)
+    session = TrainingSession(model, settings=spy.watching(settings), **case.options, **options)
     ((name, shape),) = case.feeds.items()
     losses = []
     for _ in range(4):

@@ -158,7 +158,8 @@ class FineTuning:
         self._has_encoder = files is not None and files.has_encoder
         self._tokenizer: Tokenizer | None = None
         self._compares = _loss_name(model) == "DPO"
-        self.session = TrainingSession(model, recompute=recompute)
+        # Without its outputs: the logits and the cache take much memory.
+        self.session = TrainingSession(model, recompute=recompute, outputs=[])
         names, known = _adapter_names(model), initial or _adapter_values(model)
         self._writer = FolderWriter(
             self.session, folder, files, names, known, is_loaded=initial is not None

@@ -13,6 +13,7 @@ that a user wants to keep; `scaled_sums` works on the formula of an update inste
 from __future__ import annotations
 
 from ortops.passes.blocked import BLOCKED
+from ortops.passes.chunked_logits import CHUNKED_LOGITS
 from ortops.passes.computed_sizes import COMPUTED_SIZES
 from ortops.passes.cross_entropy import CROSS_ENTROPY
 from ortops.passes.draft import Draft, Pass, Runtime
@@ -34,6 +35,7 @@ PASSES: tuple[Pass, ...] = (
     PADDING,
     GELU,
     QUANTIZED_WEIGHTS,
+    CHUNKED_LOGITS,  # after QUANTIZED_WEIGHTS, because it differentiates products by its rules
     TRANSPOSED,  # finished after the next three, because it rewrites the products that they emit
     ROW_SUMS,
     SCALES,  # finished after TRANSPOSES, because it also scales products with transposed factors

@@ -32,10 +32,10 @@ class _QuantizedWeights(Pass):
 
     def prepare(self, draft: Draft) -> None:
         """Adds the rule, unless there are gradients of higher order."""
-        chosen = {node for node in draft.graph if _is_chosen(node) and draft.is_free(node)}
+        chosen = any(_is_chosen(node) and draft.is_free(node) for node in draft.graph)
         if chosen and draft.is_of_first_order and has_kernel():
-            table = Table()
-            table.vjp("MatMulNBits", domain=_MICROSOFT, when=chosen.__contains__)(_matmul_nbits)
+            table = Table()  # also for copies of these nodes in the bodies that passes write
+            table.vjp("MatMulNBits", domain=_MICROSOFT, when=_is_chosen)(_matmul_nbits)
             draft.add_rules(table)
 
 
@@ -50,7 +50,8 @@ def dequantize_products(graph: ir.Graph, names: Names) -> None:
         names: The names used in it.
     """
     if has_kernel():
-        rewrite(graph, names, _in_float32)
+        for each in (graph, *graph.subgraphs()):
+            rewrite(each, names, _in_float32)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -203,6 +203,7 @@ def flatten(
     folder: Path | None = None,
     *,
     counts: bool = False,
+    outputs: Collection[str] | None = None,
 ) -> Step:
     """Concatenates the inference graph and the algorithm.
 
@@ -211,6 +212,8 @@ def flatten(
         entry: The index of the training_info entry.
         folder: The folder of its external data, which stay there.
         counts: Whether the counts that summands of the loss are divided by become outputs.
+        outputs: The names of the outputs of the inference graph that are kept; by default, those
+            that the loss depends on.
 
     Raises:
         ArgumentError: If ``entry`` is not an integer.
@@ -232,6 +235,8 @@ def flatten(
     nodes = ancestor_nodes([by_name[name] for name in wanted], set())
     needed = {value for node in nodes for value in node.outputs}
     own = [value.name for value in proto.graph.output if by_name[value.name] in needed]
+    if outputs is not None:
+        own = [name for name in own if name in outputs]
     _check_updates(graph, updates, entry)
     new = set(updates.values())
     loss = _loss(graph, proto, wanted, new)

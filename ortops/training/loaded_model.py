@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 import onnxruntime
 
 from ortops.autodiff.rules import RULES
@@ -126,6 +127,7 @@ class LoadedModel:
         options: onnxruntime.SessionOptions | None,
         providers: Sequence[Any] | None,
         recompute: Checkpoint | None,
+        outputs: Sequence[str] | None,
         settings: Settings | None,
     ) -> None:
         self.light = copy_to_memory(model, entry)
@@ -134,7 +136,11 @@ class LoadedModel:
         self.providers = list(providers or ["CPUExecutionProvider"])
         self.entries = all_entries(self.proto) if entry is None else [entry]
         self.metadata = training_metadata(self.proto)
-        self.steps = [flatten(self.light, number, counts=True) for number in self.entries]
+        if outputs is not None:
+            _check_outputs(self.proto, outputs)
+        self.steps = [
+            flatten(self.light, number, counts=True, outputs=outputs) for number in self.entries
+        ]
         unread = [value.name for value in self.proto.graph.input]  # by what a step computes
         self.inputs = Inputs(self.steps, unread, warns_of_unshifted=True)
         self.declared = DeclaredShapes(self.proto, self.metadata, self.inputs)
@@ -340,3 +346,15 @@ class LoadedModel:
                 "set the variables that it uses through `state`"
             )
         return rates
+
+
+def _check_outputs(proto: onnx.ModelProto, outputs: Sequence[str]) -> None:
+    """Rejects names that are not outputs of a model."""
+    if isinstance(outputs, str) or not isinstance(outputs, Iterable):
+        raise ArgumentError(f"outputs must be a list of names, got {outputs!r:.80}")
+    known = [value.name for value in proto.graph.output]
+    for name in outputs:
+        if name not in known:
+            raise ArgumentError(
+                f"outputs: the model has no output {name!r:.80}; {did_you_mean(name, known)}"
+            )

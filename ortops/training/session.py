@@ -78,12 +78,15 @@ class TrainingSession:
             ``"sqrt"`` chooses the square root of their number, which is a good choice for a deep
             model. The backward pass recomputes all other activations. Results stay the same up to
             rounding. By default, all activations are kept.
+        outputs: The names of the model's outputs that `step` can return in addition to the losses;
+            by default, all outputs that the loss depends on. Fewer outputs take less memory.
         settings: How steps are executed, for measurements and tests. Results stay the same up to
             rounding.
         checkpoint: Deprecated; the former name of ``recompute``.
 
     Raises:
-        ArgumentError: If ``recompute`` is not valid, or both it and ``checkpoint`` are given.
+        ArgumentError: If ``recompute`` is not valid, both it and ``checkpoint`` are given, or
+            ``outputs`` names something that is not an output.
         ModelError: If the model has no training_info or is not legal, or if ``recompute`` names a
             tensor that the model does not compute.
         OrtopsError: If ``kernels`` needs numba and it is not installed.
@@ -125,6 +128,7 @@ class TrainingSession:
         sess_options: onnxruntime.SessionOptions | None = None,
         providers: Sequence[Any] | None = None,
         recompute: Checkpoint | None = None,
+        outputs: Sequence[str] | None = None,
         settings: Settings | None = None,
         checkpoint: Checkpoint | None = None,
     ) -> None:
@@ -137,6 +141,7 @@ class TrainingSession:
             options=sess_options,
             providers=providers,
             recompute=recompute,
+            outputs=outputs,
             settings=settings,
         )
         self._execution = self._loaded.execution
