@@ -440,6 +440,44 @@ def test_merged_decoder_alone(tmp_path: Path) -> None:
     assert FineTuning.load(tuned).generate(rows[1][:2], max_new_tokens=4) == answer
 
 
+@pytest.mark.torch
+def test_whisper_with_tokens_of_language_and_task(tmp_path: Path) -> None:
+    import torch
+
+    folder = write(tmp_path / "whisper", "whisper")
+    model = torch_model("whisper")
+    rows = rows_of("whisper")
+    rows = [row | {"decoder_prefix": [7, 8 + n]} for n, row in enumerate(rows)]
+    tuning = FineTuning(folder, RANK)
+    start = model.config.decoder_start_token_id
+    batch = torch_batch(
+        [{**row, "labels": [*row["decoder_prefix"], *row["labels"]]} for row in rows]
+    )
+    inputs = torch.nn.functional.pad(batch["labels"][:, :-1], (1, 0), value=start)
+    inputs[inputs == -100] = model.config.pad_token_id
+    batch["labels"][:, :2] = -100
+    with torch.no_grad():
+        expected = model(**batch, decoder_input_ids=inputs).loss.item()
+    assert tuning.evaluate(rows)["loss"] == pytest.approx(expected, rel=1e-5)
+    whole = [row | {"decoder_prefix": [start, *row["decoder_prefix"]]} for row in rows]
+    assert tuning.evaluate(whole) == tuning.evaluate(rows)
+    without = [{k: v for k, v in row.items() if k != "decoder_prefix"} for row in rows]
+    assert tuning.evaluate(without) != tuning.evaluate(rows)
+
+    features, prefix = rows[0]["input_features"], rows[0]["decoder_prefix"]
+    found, tokens = list[int](), [start, *prefix]
+    with torch.no_grad():
+        while len(found) < 5:
+            given = {"input_features": torch.tensor(features[None])}
+            scores = model(**given, decoder_input_ids=torch.tensor([tokens])).logits
+            if (token := int(scores[0, -1].argmax())) == END:
+                break
+            found.append(token)
+            tokens.append(token)
+    assert tuning.generate(features, max_new_tokens=5, decoder_prefix=prefix) == found
+    tuning.fit(rows, epochs=1, progress=False)
+
+
 @pytest.mark.optional("tokenizers", "llm")
 def test_texts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     import tokenizers
@@ -464,6 +502,9 @@ def test_texts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         for row in rows
     ]
     assert tuning.evaluate(rows) == tuning.evaluate(same)
+    first = [row | {"decoder_prefix": "no"} for row in rows]
+    prefix = tuning.tokenizer.tokens("no", special=False)
+    assert tuning.evaluate(first) == tuning.evaluate([r | {"decoder_prefix": prefix} for r in same])
     tuning.fit(rows, epochs=150, progress=False)
     assert [tuning.generate(row["prompt"]) for row in rows] == ["hi.", "no!"]
     with caplog.at_level(logging.WARNING, "ortops"):

@@ -15,7 +15,15 @@ from ortops.llm.examples import IGNORED, Rows, rows_of
 from ortops.llm.folder import Folder
 from ortops.llm.tokenization import Tokenizer
 
-__all__ = ["Pair", "pair_feeds", "read_sequence_pairs", "source_feeds", "source_of", "start_token"]
+__all__ = [
+    "Pair",
+    "pair_feeds",
+    "prefix_of",
+    "read_sequence_pairs",
+    "source_feeds",
+    "source_of",
+    "start_token",
+]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -31,10 +39,12 @@ class Pair:
     Attributes:
         source: The tokens; or the features, of shape [bins, frames].
         labels: The tokens, with -100 for those that the loss ignores.
+        prefix: Tokens before them, which the decoder is given and the loss ignores.
     """
 
     source: Array
     labels: npt.NDArray[np.int64]
+    prefix: tuple[int, ...] = ()
 
 
 def start_token(folder: Folder) -> int:
@@ -71,13 +81,16 @@ def read_sequence_pairs(
     for number, row in enumerate(rows_of(rows), 1):
         try:
             source, labels = _pair(row, tokenizer, folder)
+            given = row.get("decoder_prefix", ())
+            prefix = prefix_of(given, tokenizer, folder)
         except (KeyError, TypeError, ValueError) as error:
             raise FeedError(
                 f"data: row {number} must have {_FORMS}, got {row!r:.80} ({error})"
             ) from error
         is_long = source.ndim == 1 and len(source) > max_length
-        cut += is_long or len(labels) > longest
-        found.append(Pair(source[:max_length] if is_long else source, labels[:longest]))
+        rest = max(0, longest - len(prefix))
+        cut += is_long or len(labels) > rest
+        found.append(Pair(source[:max_length] if is_long else source, labels[:rest], prefix))
         if not len(source) or not (found[-1].labels != IGNORED).any():
             raise FeedError(f"data: row {number} has no token to train; leave it out")
     if cut:
@@ -104,11 +117,23 @@ def _pair(
     if "labels" in row:
         return source, np.array([int(token) for token in row["labels"]], np.int64)
     text = row["completion"] if "completion" in row else row["text"]
-    tokens = tokenizer().tokens(text)
+    tokens = tokenizer().tokens(text, special="decoder_prefix" not in row)
     if tokens[:1] == [start_token(folder)]:  # the decoder's inputs begin with it
         tokens = tokens[1:]
     end = tokenizer().end
     return source, np.array(tokens + (end if tokens[-1:] != end else []), np.int64)
+
+
+def prefix_of(
+    given: str | Sequence[int], tokenizer: Callable[[], Tokenizer], folder: Folder
+) -> tuple[int, ...]:
+    """Returns the tokens that a decoder is given, without the one that it starts with."""
+    if isinstance(given, str):
+        tokens = tokenizer().tokens(given, special=False)
+    else:
+        tokens = [int(token) for token in given]
+    is_whole = bool(tokens) and tokens[0] == start_token(folder)
+    return tuple(tokens[is_whole:])
 
 
 def pair_feeds(
@@ -126,9 +151,13 @@ def pair_feeds(
     """
     padding = folder.config.get("pad_token_id")
     pad = padding if isinstance(padding, int) else 0
-    labels = _padded([pair.labels for pair in pairs], IGNORED)
+    ignored = [np.full(len(pair.prefix), IGNORED) for pair in pairs]
+    whole = [np.append(no, pair.labels) for no, pair in zip(ignored, pairs, strict=True)]
+    labels = _padded(whole, IGNORED)
     shifted = np.full_like(labels, start_token(folder))
     shifted[:, 1:] = np.where(labels[:, :-1] == IGNORED, pad, labels[:, :-1])
+    for row, pair in enumerate(pairs):
+        shifted[row, 1 : len(pair.prefix) + 1] = pair.prefix
     encoder = source_feeds([pair.source for pair in pairs], pad)
     decoder = {
         "input_ids": shifted,

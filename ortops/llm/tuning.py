@@ -35,6 +35,7 @@ from ortops.llm.generation import Sampling
 from ortops.llm.pruning import without_pruning
 from ortops.llm.saving import ADAPTER, TRAINING, FolderWriter
 from ortops.llm.sequence_pairs import (
+    prefix_of,
     source_of,
     start_token,
 )
@@ -222,7 +223,9 @@ class FineTuning:
                 For a model with an encoder, a row has ``prompt`` (for the encoder) and
                 ``completion`` (for the decoder), or ``input_ids`` and ``labels``, or
                 ``input_features``, an array [bins, frames], and ``text`` or ``labels``. Labels
-                begin with the token after the decoder's start token.
+                begin with the token after the decoder's start token. ``decoder_prefix``, as text or
+                tokens, comes before them and is not trained, such as Whisper's tokens of language
+                and task: ``"<|en|><|transcribe|><|notimestamps|>"``.
 
                 A list of tokens is a row, too. The token that ends a text is added to texts and
                 completions; chats get what their template writes. Rows for DPO have ``prompt``,
@@ -393,6 +396,7 @@ class FineTuning:
         top_k: int | None = None,
         top_p: float = 1.0,
         seed: int = 0,
+        decoder_prefix: str | Sequence[int] = (),
     ) -> Any:
         """Continues a prompt.
 
@@ -408,6 +412,8 @@ class FineTuning:
             top_k: Draws among this many most likely tokens only; by default among all.
             top_p: Draws among the most likely tokens that together have at least this probability.
             seed: Determines what is drawn.
+            decoder_prefix: For a model with an encoder, the tokens behind the decoder's start
+                token, as text or tokens: ``"<|en|><|transcribe|><|notimestamps|>"`` for Whisper.
 
         Returns:
             The continuation: tokens if tokens are given, else a text.
@@ -424,9 +430,15 @@ class FineTuning:
         """
         count = whole_number("max_new_tokens", max_new_tokens, 1)
         is_text, source = isinstance(prompt, str), None
+        if decoder_prefix and not self._has_encoder:
+            raise ArgumentError(
+                f"decoder_prefix needs a model with an encoder, got {decoder_prefix!r:.80}; "
+                "append it to the prompt"
+            )
         if self._has_encoder:
             source = source_of(prompt, lambda: self.tokenizer)
-            tokens = [start_token(self._folder)]
+            first = prefix_of(decoder_prefix, lambda: self.tokenizer, self._folder)
+            tokens = [start_token(self._folder), *first]
         elif isinstance(prompt, str):
             tokens = self.tokenizer.tokens(prompt)
         elif len(prompt) and isinstance(prompt[0], Mapping):
