@@ -73,12 +73,15 @@ def row_axes(shapes: Mapping[str, Dims]) -> RowAxes:
     for name, dims in shapes.items():
         if dims is None:
             axes[name] = 0
-        elif found := [axis for axis, dim in enumerate(dims) if dim in batch]:
-            axes[name] = found[0]
+        elif along_axes := [axis for axis, dim in enumerate(dims) if dim in batch]:
+            axes[name] = along_axes[0]
         elif dims and not isinstance(dims[0], int) and dims[0] not in beside:
             axes[name] = 0
+    if batch:  # labels may have symbols of their own, which outputs share
+        found = (shapes[name] for name, axis in axes.items() if axis == 0)
+        batch |= {dims[0] for dims in found if dims and isinstance(dims[0], str)}
     if axes:
-        return RowAxes(axes, batch, others, doubt)
+        return RowAxes(axes, batch, others - batch, doubt)
     return _static({name: dims for name, dims in shapes.items() if dims})
 
 
