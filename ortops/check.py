@@ -12,7 +12,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from ortops import losses
+from ortops import losses, transpose_optimizer
 from ortops.autodiff.expansion import expand
 from ortops.autodiff.registry import StructuralRule, ZeroRule
 from ortops.autodiff.rules import RULES
@@ -282,7 +282,7 @@ def check(
         loss=chosen if isinstance(chosen, str) else _name(chosen),
         fitting=fitting,
         **(existing | plan.notes),
-        said=list(plan.said),
+        said=[*plan.said, *transpose_optimizer.said(light.proto)],
         problems=report.problems or _failures(plan),
     )
 

@@ -20,6 +20,7 @@ from ortops.errors import KernelError, ModelError, UnsupportedError, is_raised_b
 from ortops.graph.files.loading import ModelLike, blame_model, is_file, load
 from ortops.graph.files.messages import has_domain
 from ortops.numbers import Array
+from ortops.transpose_optimizer import disabled_optimizers
 from ortops.uninterrupted import finished_at_exit, run_uninterrupted
 
 __all__ = ["InferenceSession", "Kernels", "lend", "open_lowered"]
@@ -297,7 +298,9 @@ def open_lowered(
     """
     session = InferenceSession.__new__(InferenceSession)
     session._kernel_nodes, session._kernels_on_other_threads = {}, False
-    session._open(_message(model), sess_options, None, {}, providers, None)
+    disabled = disabled_optimizers(model)
+    more = {"disabled_optimizers": disabled} if disabled else {}
+    session._open(_message(model), sess_options, None, {}, providers, None, **more)
     return session
 
 

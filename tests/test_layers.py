@@ -17,7 +17,7 @@ FLOORS = (
     ("autodiff",),
     ("passes",),
     ("losses", "metrics", "optimizers", "surgery"),
-    ("custom_ops",),
+    ("custom_ops", "transpose_optimizer"),
     ("lowering",),
     ("inference",),
     ("execution",),

@@ -25,6 +25,7 @@ from ortops.training.data import Data, open_data, rows
 from ortops.training.feeds import Inputs
 from ortops.training.gradients import number_of
 from ortops.training.loaded_model import LoadedModel, reads
+from ortops.transpose_optimizer import disabled_optimizers
 from ortops.uninterrupted import run_uninterrupted
 
 __all__ = ["Evaluator"]
@@ -405,7 +406,8 @@ class Evaluator:
             for name, value in loaded.inputs.items():
                 inputs.setdefault(name, value)
         constants = external.move_to_inputs(model, loaded.settings.copied)
-        session = InferenceSession(
-            to_proto(model), loaded.options, loaded.providers, kernels="onnx"
-        )
+        proto = to_proto(model)
+        disabled = disabled_optimizers(proto)
+        more: dict[str, Any] = {"disabled_optimizers": disabled} if disabled else {}
+        session = InferenceSession(proto, loaded.options, loaded.providers, kernels="onnx", **more)
         return Evaluation(session, inputs, found.parts, found.tensors, found.kinds, constants)
