@@ -316,7 +316,9 @@ def test_an_unknown_speaker_of_a_conversation(base: Path) -> None:
         FineTuning(base, rank=1).fit(rows, progress=False)
 
 
-def test_a_fraction_of_the_rows_is_held_out(base: Path, tmp_path: Path) -> None:
+def test_a_fraction_of_the_rows_is_held_out(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [[65 + n, 66 + n, 67 + n] for n in range(10)]
     whole = FineTuning(base, rank=1)
     whole.fit(rows, epochs=2, batch_size=2, validation=0.3, seed=3, progress=False)
@@ -333,6 +335,10 @@ def test_a_fraction_of_the_rows_is_held_out(base: Path, tmp_path: Path) -> None:
     assert main([*start, "--epochs", "2", "--resume"]) == 0
     again = FineTuning.load(saved)
     assert again.session.history == whole.session.history
+    without = [each for each in start if each not in ("--validation", "0.3")]
+    assert main([*without, "--epochs", "3", "--resume"]) == 1
+    expected = "the data must have 4 batches, as in the training to resume, got 5"
+    assert expected in capsys.readouterr().err
     for share in (0.01, 1, -0.5, float("nan")):
         with pytest.raises(ArgumentError, match=f"leaves rows for both .* got {share} of 10 rows"):
             whole.fit(rows, validation=share, progress=False)

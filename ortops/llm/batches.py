@@ -30,7 +30,7 @@ from ortops.llm.tokenization import Tokenizer
 from ortops.training.feeds import Inputs
 from ortops.training.session import TrainingSession
 
-__all__ = ["Batches", "Unit", "grouped"]
+__all__ = ["Batches", "Epochs", "Unit", "grouped"]
 
 Unit: TypeAlias = tuple[Example] | Pair
 """The sequences of a row."""
@@ -61,6 +61,27 @@ def grouped(
     batches = rows[:whole].reshape(-1, batch_size)
     ranks = np.argsort(order[: len(batches)], kind="stable")  # as random as the order
     return np.concatenate([batches[ranks].ravel(), rows[whole:]])
+
+
+class Epochs:
+    """The batches of each epoch, as data of `ortops.TrainingSession.fit`.
+
+    They have a length, so that a training is not resumed with another number of rows.
+
+    Args:
+        batches: Returns the batches of an epoch.
+        count: Their number.
+    """
+
+    def __init__(self, batches: Callable[[int], Iterator[Any]], count: int) -> None:
+        self._batches, self._count = batches, count
+
+    def __call__(self, number: int) -> Iterator[Any]:
+        """Returns the batches of an epoch."""
+        return self._batches(number)
+
+    def __len__(self) -> int:
+        return self._count
 
 
 class Batches:

@@ -20,7 +20,7 @@ from ortops.graph.adapters import adapter_of
 from ortops.graph.convert import load_light
 from ortops.graph.files.external import LightModel, move_aside
 from ortops.graph.files.json_metadata import read_metadata, write_metadata
-from ortops.llm.batches import Batches
+from ortops.llm.batches import Batches, Epochs
 from ortops.llm.checkpoint import Estimate, FolderCheckpoint
 from ortops.llm.examples import (
     IGNORED,
@@ -294,7 +294,8 @@ class FineTuning:
             )
             return self._batches.of(units, batch_size, padding)
 
-        steps = whole_number("epochs", epochs, 1) * -(-len(examples) // batch_size)
+        count = -(-len(examples) // batch_size)
+        steps = whole_number("epochs", epochs, 1) * count
         callbacks = [*settings.pop("callbacks", ()), Estimate(steps)]
         if save is not None:
             self._writer.check(Path(save))
@@ -302,7 +303,8 @@ class FineTuning:
             callbacks.append(FolderCheckpoint(save, save_steps, *parts))
         elif save_steps is not None:
             raise ArgumentError(f"save_steps needs save, the folder; got save_steps={save_steps}")
-        return self.session.fit(epoch, epochs=epochs, seed=seed, callbacks=callbacks, **settings)
+        given = Epochs(epoch, count)
+        return self.session.fit(given, epochs=epochs, seed=seed, callbacks=callbacks, **settings)
 
     def evaluate(
         self,

@@ -393,7 +393,7 @@ def _function(
             number, order=order, start=start
         )
 
-    return Source(None, None, prefetch, epoch)
+    return Source(None, _length(function), prefetch, epoch)
 
 
 def _stream(data: Any, inputs: Inputs, batch_size: int) -> Callable[[], Iterator[dict[str, Any]]]:
