@@ -104,15 +104,20 @@ def test_a_vision_transformer_of_torch_trains(dynamo: bool, fault: bool) -> None
             self.head = torch.nn.Linear(8, 3)
 
         def forward(self, images: Any) -> Any:
-            patches = self.patches(images).permute(0, 2, 3, 1)
-            grid = self.position.permute(0, 3, 1, 2)
-            position = torch.nn.functional.interpolate(grid, size=(6, 6), mode="bicubic")
-            x = patches + position.permute(0, 2, 3, 1)
+            patches = self.patches(images)
+            grid, size = self.position.permute(0, 3, 1, 2), patches.shape[2:]
+            position = torch.nn.functional.interpolate(grid, size=size, mode="bicubic")
+            x = patches.permute(0, 2, 3, 1) + position.permute(0, 2, 3, 1)
             return self.head(torch.tanh(x).mean((1, 2)))
 
     torch.manual_seed(0)
     module, images = Embedded().eval(), torch.randn(2, 3, 24, 24)
     names: dict[str, Any] = {"input_names": ["images"], "output_names": ["scores"]}
+    if dynamo:  # of dynamic height and width, as constants are folded otherwise
+        auto = torch.export.Dim.AUTO
+        names["dynamic_shapes"] = ({0: auto, 2: auto, 3: auto},)
+    else:
+        names["dynamic_axes"] = {"images": {0: "batch", 2: "height", 3: "width"}}
     file = io.BytesIO()
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")  # the exporters warn about themselves
