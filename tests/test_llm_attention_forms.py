@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from packaging.version import Version
 
 from ortops.llm import FineTuning
 from ortops.llm.checking import check_folder
@@ -136,10 +134,16 @@ def _standard(graph: Graph, inputs: list[str], bias: list[str]) -> str:
     return graph.node("Attention", [*inputs, *bias], **heads, is_causal=1)
 
 
-FORMS: list[tuple[Callable[[Graph, str], str], int]] = [
-    *((form, 21) for form in (multi_head, multi_head_alibi, multi_head_rotary)),
-    *((form, 21) for form in (packed, packed_alibi, grouped_alibi)),
-    *((form, opset) for form in (standard, standard_alibi, standard_rotary) for opset in (23, 24)),
+KERNELS = {21: "onnxruntime>=1.22", 23: "onnxruntime>=1.23", 24: "onnxruntime>=1.24"}
+FORMS = [
+    pytest.param(
+        form, opset, marks=pytest.mark.needs(KERNELS[opset]), id=f"{form.__name__}-{opset}"
+    )
+    for form, opset in [
+        *((form, 21) for form in (multi_head, multi_head_alibi, multi_head_rotary)),
+        *((form, 21) for form in (packed, packed_alibi, grouped_alibi)),
+        *((form, n) for form in (standard, standard_alibi, standard_rotary) for n in (23, 24)),
+    ]
 ]
 
 
@@ -208,14 +212,12 @@ def oracle(torch: Any, graph: Graph, lora: dict[str, Any], form: str, batch: Any
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(("form", "opset"), FORMS, ids=lambda each: getattr(each, "__name__", each))
+@pytest.mark.parametrize(("form", "opset"), FORMS)
 def test_the_first_loss_and_gradients_are_those_of_torch(
     form: Callable[[Graph, str], str], opset: int, tmp_path: Path
 ) -> None:
     import torch
 
-    if opset > 22 and Version(onnxruntime.__version__) < Version("1.23"):
-        pytest.skip("onnxruntime has no kernels of opset 23 yet")
     graph = write(tmp_path, form, opset)
     assert not check_folder(tmp_path).problems
     tuning = FineTuning(tmp_path, rank=2, alpha=4)
