@@ -863,3 +863,12 @@ def test_probabilities_of_draws() -> None:
         drawn = np.bincount([sampling.token(logits, step) for step in range(4000)], minlength=4)
         shares = np.array(expected)
         assert (abs(drawn / 4000 - shares) <= 4 * np.sqrt(shares * (1 - shares) / 4000)).all()
+
+
+def test_nothing_below_the_first_adapter_is_differentiated(tmp_path: Path) -> None:
+    """An adapter on the last layer needs no backward pass through the layers before it."""
+    tuning = FineTuning(llama.write(tmp_path / "base"), 4, 4, targets=["*layers.1*"])
+    lowered = ortops.lower(ortops.step_graph(tuning.session.model()))
+    names = [node.name for node in lowered.graph.node if "Gradient" in node.name]
+    assert any("layers.1" in name for name in names)
+    assert not [name for name in names if "layers.0" in name]

@@ -181,7 +181,10 @@ def choose(
         ModelError: If a name or pattern matches nothing, or something that cannot be trained.
     """
     floats = {name: value for name, value in weights.items() if _is_float(value)}
-    reasons = {name: reason for name, value in floats.items() if (reason := why_not(value))}
+    # If all names are exact, as those of an adapter are, the values of gigabytes need not be read.
+    reads = trainable is None or not all(pattern in floats for pattern in trainable)
+    found = ((name, why_not(value, reads=reads)) for name, value in floats.items())
+    reasons = {name: reason for name, reason in found if reason}
     default = {name: value for name, value in floats.items() if name not in reasons}
     if trainable is None:
         return Choice(floats, default, reasons, said=_constants(reasons) + _untied(default))
@@ -370,11 +373,15 @@ def _is_in(pattern: str, scopes: Collection[str]) -> bool:
     )
 
 
-def why_not(value: ir.Value) -> str:
+def why_not(value: ir.Value, *, reads: bool = True) -> str:
     """Returns why an initializer is not a weight, judging by its readers; empty if it is one.
 
     Some initializers in the places of weights are not: numbers and constant vectors that several
     nodes share, which exporters make of constants in the source, and tables (see `table_kind`).
+
+    Args:
+        value: The initializer.
+        reads: Whether to look at its values, which tells tables from weights.
     """
     found = list(readers(value))
     reasons = [_why_not_for(reader, value) for reader in found]
@@ -382,7 +389,8 @@ def why_not(value: ir.Value) -> str:
         return "is read by no node"
     if "" in reasons:
         own = [reader for reader, reason in zip(found, reasons, strict=True) if not reason]
-        return _why_shared(own, found, value) or _why_table(own, value)
+        shared = _why_shared(own, found, value)
+        return shared or (_why_table(own, value) if reads else "")
     return reasons[0]
 
 
