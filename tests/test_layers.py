@@ -72,7 +72,15 @@ WITHIN = {
         *("builder", "formulas", "casadi_files", "batching", "vmap", "per_sample", "__init__"),
     ),
     "functions": (
-        *("residuals", "programs", "call_arguments", "function", "jax_function", "pytensor_op"),
+        *(
+            "residuals",
+            "programs",
+            "call_arguments",
+            "bridges",
+            "function",
+            "jax_function",
+            "pytensor_op",
+        ),
         *("scipy_functions", "torch_module", "__init__"),
     ),
     "callbacks": (

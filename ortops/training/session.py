@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, overload
@@ -22,7 +23,6 @@ from ortops.graph.files.external import LightModel
 from ortops.metrics import Metric, StreamingMetric
 from ortops.other_names import ARGUMENTS_OF_DATA, ARGUMENTS_OF_FIT, explains_arguments
 from ortops.passes.rematerialization import Checkpoint
-from ortops.trainable.metadata import TrainingMetadata
 from ortops.training.callback import Callback
 from ortops.training.data import Data, Feeds
 from ortops.training.evaluation import Evaluator
@@ -32,7 +32,6 @@ from ortops.training.gradients import Gradients
 from ortops.training.history import History
 from ortops.training.loaded_model import LoadedModel
 from ortops.training.model_file import ModelFile
-from ortops.training.position import ResumeState
 from ortops.training.state import State
 from ortops.training.steps import Steps
 from ortops.uninterrupted import finished_at_exit
@@ -108,12 +107,6 @@ class TrainingSession:
         [1.0, 0.25, 0.062]
         >>> session.state["w"]
         array([[0.875]], dtype=float32)
-
-        With less memory, as only the activation "y" is kept:
-
-        >>> session = TrainingSession(model, recompute=["y"])
-        >>> [round(float(session.step(batch)["loss"]), 3) for _ in range(3)]
-        [1.0, 0.25, 0.062]
     """
 
     @convert.blame_model
@@ -443,15 +436,8 @@ class TrainingSession:
     def parameters(self, arrays: Mapping[str, npt.ArrayLike]) -> None:
         self._loaded.set_parameters(arrays)
 
-    @property
-    def noted(self) -> TrainingMetadata:
-        """The former name of `metadata`."""
-        return self.metadata
-
-    @property
-    def standing(self) -> ResumeState:
-        """The former name of `resume_state`."""
-        return self.resume_state
+    noted = property(operator.attrgetter("metadata"), doc="The former name of `metadata`.")
+    standing = property(operator.attrgetter("resume_state"), doc="That of `resume_state`.")
 
     @property
     def learning_rate(self) -> float:
