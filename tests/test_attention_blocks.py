@@ -142,6 +142,32 @@ def test_gradients(settings: dict[str, Any], length: int, past: int) -> None:
         assert abs(np.sum(gradient.astype(np.float64) * along) - expected) <= 1e-4 * scale, name
 
 
+@pytest.mark.needs("onnxruntime>=1.23")  # before, the outputs for the cache were not optional
+def test_without_outputs_for_a_cache() -> None:
+    draw = np.random.default_rng(0)
+    feeds: dict[str, Array] = {
+        "q": draw.standard_normal((2, 5, HEADS * SIZE)),
+        "k": draw.standard_normal((2, 5, PAIRS * SIZE)),
+        "v": draw.standard_normal((2, 5, PAIRS * SIZE)),
+        "pk": np.zeros((2, PAIRS, 0, SIZE)),
+        "pv": np.zeros((2, PAIRS, 0, SIZE)),
+        "lengths": np.array([4, 2], np.int32),
+        "total": np.array(5, np.int32),
+        "weights": draw.standard_normal((2, 5, HEADS * SIZE)),
+    }
+    single = {n: a.astype(np.float32) if a.dtype == np.float64 else a for n, a in feeds.items()}
+    proto = attention(feeds)
+    expected = plain_session(ortops.lower(proto)).run(None, single)
+    del proto.graph.node[0].output[1:]
+    for name in ("pk", "pv"):
+        proto.graph.node[0].input[NAMES.index(name)] = ""
+        proto.graph.input.remove(next(each for each in proto.graph.input if each.name == name))
+        del single[name]
+    found = plain_session(ortops.lower(proto)).run(None, single)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_the_forward_pass_keeps_the_kernel() -> None:
     feeds = {"q": np.zeros((1, 1, 32)), "k": np.zeros((1, 1, 16)), "v": np.zeros((1, 1, 16))}
     feeds |= {"pk": np.zeros(0), "pv": np.zeros(0), "lengths": np.zeros(0), "total": np.zeros(0)}

@@ -609,12 +609,13 @@ def _without_padding(y: Tensor, *inputs: Tensor | None, **attributes: object) ->
 
 def _group_query_gradient(
     rules: Rules,
-    g: Sequence[Tensor | None],
-    y: Sequence[Tensor | None],
+    g: Tensor | Sequence[Tensor | None],
+    y: Tensor | Sequence[Tensor | None],
     *inputs: Tensor | None,
     **attributes: Unpack[GroupQueryAttributes],
 ) -> Cotangents:
     """Returns the cotangents of the inputs of a node that the forward pass keeps."""
+    g, y = ((x,) if isinstance(x, Tensor) else x for x in (g, y))  # of one output, or several
     first = cast(Tensor, y[0])
     tape, start = first.tape, len(first.tape.nodes)
     at = _Grouped.of(inputs, attributes)
