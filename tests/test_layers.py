@@ -129,7 +129,7 @@ WITHIN = {
         *("metric", "classification", "ranking", "regression", "sequence", "functions"),
         "__init__",
     ),
-    "surgery": ("reading", "head", "batch", "branches", "output", "__init__"),
+    "surgery": ("reading", "head", "batch", "branches", "output", "tied", "__init__"),
     "passes": (
         *(
             "order",

@@ -187,7 +187,8 @@ def choose(
     reasons = {name: reason for name, reason in found if reason}
     default = {name: value for name, value in floats.items() if name not in reasons}
     if trainable is None:
-        return Choice(floats, default, reasons, said=_constants(reasons) + _untied(default))
+        said = _constants(reasons) + _untied(default) + _merged(default)
+        return Choice(floats, default, reasons, said=said)
     choice = Choice(floats, {})
     for pattern in trainable:
         names = [pattern] if pattern in floats else _matched(pattern, default, scopes)
@@ -198,7 +199,7 @@ def choose(
     for pattern, names in choice.patterns.items():
         if pattern not in names:
             choice.said += _partial_matches(pattern, names, default, choice.trained, scopes)
-    choice.said += _untied(choice.trained)
+    choice.said += _untied(choice.trained) + _merged(choice.trained)
     choice.reasons = {n: reasons.get(n, unnamed) for n in floats if n not in choice.trained}
     return choice
 
@@ -401,7 +402,31 @@ def _constants(reasons: Mapping[str, str]) -> list[str]:
         return []
     name, why = next(iter(found.items()))
     more = f" ({len(found)} initializers are constants like it)" if len(found) > 1 else ""
-    return [f"'{name}' {why}; it is not trained unless trainable names it{more}"]
+    own = ", or ortops.surgery.untie gives each its own" if why.startswith("is all ") else ""
+    return [f"'{name}' {why}; it is not trained unless trainable names it{own}{more}"]
+
+
+def _merged(trained: Mapping[str, ir.Value]) -> list[str]:
+    """Returns a message about equal parameters of several layers that an exporter stored once."""
+    found: list[tuple[str, list[Reader]]] = []
+    for name, value in trained.items():
+        tensor, by = value.const_value, list(readers(value))
+        if tensor is not None and tensor.size > 1 and len(by) > 1:
+            first, last = ends(tensor, tensor.dtype.numpy().itemsize)
+            array = tensor.numpy() if first == last else None
+            if array is not None and np.all(array == array.flat[0]):
+                found.append((name, by))
+    if not found:
+        return []
+    name, by = found[0]
+    more = f" ({len(found)} weights are like it)" if len(found) > 1 else ""
+    return [
+        (
+            f"'{name}' holds one number and is read by {len(by)} nodes, such as "
+            f"{describe(by[0].node)}, as if equal parameters were stored once at export; they are "
+            f"trained as one{more}, unless ortops.surgery.untie gives each node its own"
+        )
+    ]
 
 
 _IN_PLACE_OF_WEIGHTS = ("is all ", "holds ")

@@ -1,4 +1,4 @@
-"""Prepares models for training: a new head, a dynamic batch size, another output, one branch.
+"""Prepares models for training: head, batch size, outputs, branches, shared weights.
 
 Each function takes a model and returns a new one. It logs its changes to the logger ``ortops``.
 """
@@ -7,5 +7,6 @@ from ortops.surgery.batch import free_batch
 from ortops.surgery.branches import fix_inputs
 from ortops.surgery.head import replace_head
 from ortops.surgery.output import name_output
+from ortops.surgery.tied import untie
 
-__all__ = ["fix_inputs", "free_batch", "name_output", "replace_head"]
+__all__ = ["fix_inputs", "free_batch", "name_output", "replace_head", "untie"]

@@ -1,0 +1,116 @@
+"""Gives each node that reads a shared weight its own copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from ortops.arguments import text
+from ortops.errors import ArgumentError, ModelError, did_you_mean
+from ortops.graph import convert
+from ortops.graph.convert import ModelLike
+from ortops.graph.tensor import Names
+from ortops.surgery.reading import logger, read, refuse_training
+
+__all__ = ["untie"]
+
+
+@convert.blame_model
+def untie(model: ModelLike, names: str | Sequence[str] | None = None) -> onnx.ModelProto:
+    """Returns a model in which each node that reads a shared weight has its own copy.
+
+    PyTorch's dynamo exporter stores equal parameters once. In a model that was not trained before
+    its export, biases of zeros and scales of ones are equal, so that layers share them and training
+    changes them together. The untied model computes the same.
+
+    Args:
+        model: A ModelProto, its bytes, or its path; not changed.
+        names: The initializers to untie. By default, all floating-point vectors and matrices whose
+            elements are all the same number; other weights that several nodes read are probably
+            meant to be tied, as embeddings and output layers are.
+
+    Returns:
+        A new model. The first reader keeps the initializer; the others read ``<name>.1``,
+        ``<name>.2`` and so on, in the order of the nodes.
+
+    Raises:
+        ArgumentError: If ``names`` are not names.
+        ModelError: If there is no such initializer, if it is not floating-point, if only one node
+            reads it, or if the model has a training algorithm.
+
+    Example:
+        >>> import numpy as np
+        >>> from ortops import Tape
+        >>> with Tape(name="tied") as tape:
+        ...     x = tape.input("x", np.float32, ["batch", 2])
+        ...     bias = tape.initializer("bias", np.zeros(2, np.float32))
+        ...     y = tape.output((x + bias) * 2 + bias, "y")
+        >>> [tensor.name for tensor in untie(tape.model()).graph.initializer if tensor.dims]
+        ['bias', 'bias.1']
+    """
+    work, proto, _ = read(model)
+    refuse_training(proto, "untie the model that it was built from, and build again")
+    graph = work.graph
+    known = {name: value for name, value in graph.initializers.items() if _is_float(value)}
+    if names is None:
+        chosen = [name for name, value in known.items() if len(value.uses()) > 1 and _is_one(value)]
+    else:
+        chosen = _checked(names, known)
+    taken = Names(graph)
+    added = 0
+    for name in chosen:
+        value = known[name]
+        assert value.const_value is not None
+        array = value.const_value.numpy()
+        places = {node: place for place, node in enumerate(graph)}
+        uses = sorted(value.uses(), key=lambda use: (places.get(use.node, len(places)), use.idx))
+        for number, use in enumerate(uses[1:], 1):
+            own = taken.unique(f"{name}.{number}")
+            copy = ir.Value(
+                name=own,
+                type=value.type,
+                shape=value.shape,
+                const_value=ir.Tensor(array.copy(), dtype=value.const_value.dtype, name=own),
+            )
+            graph.register_initializer(copy)
+            use.node.replace_input_with(use.idx, copy)
+            added += 1
+    if added:
+        work.ir_version = max(work.ir_version, 4)  # before, all initializers had to be inputs
+    first = f", such as '{chosen[0]}'" if chosen else ""
+    logger.warning("untied %d weights%s: %d copies were added", len(chosen), first, added)
+    result: onnx.ModelProto = ir.to_proto(work)
+    return result
+
+
+def _checked(names: str | Sequence[str], known: dict[str, ir.Value]) -> list[str]:
+    """Returns the names, if each is that of a weight that several nodes read."""
+    listed = [names] if isinstance(names, str) else names
+    if not isinstance(listed, Sequence):
+        raise ArgumentError(f"names must be a list of names of initializers, got {names!r:.80}")
+    for name in listed:
+        text("names", name, "names of initializers")
+        if name not in known:
+            raise ModelError(
+                f"names: the model has no floating-point initializer '{name}'; "
+                + did_you_mean(name, known)
+            )
+        if len(known[name].uses()) < 2:
+            raise ModelError(f"names: fewer than two nodes read '{name}'; leave it out")
+    return list(dict.fromkeys(listed))
+
+
+def _is_float(value: ir.Value) -> bool:
+    return value.const_value is not None and value.const_value.dtype.is_floating_point()
+
+
+def _is_one(value: ir.Value) -> bool:
+    """Whether all elements, at least two, are the same number."""
+    tensor = value.const_value
+    if tensor is None or tensor.size < 2:
+        return False
+    array = tensor.numpy()
+    return bool(np.all(array == array.flat[0]))
