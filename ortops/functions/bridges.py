@@ -74,7 +74,7 @@ class Bridges:
             >>> with ortops.Tape(name="energy") as tape:
             ...     x = tape.input("x", np.float32, [2])
             ...     y = tape.output((x * x * x).sum(), "y")
-            >>> fun, jac, hessp = Function(tape.model()).scipy()
+            >>> fun, jac, hessp = ortops.Function(tape.model()).scipy()
             >>> fun([1, 2]), jac([1, 2]), hessp([1, 2], [1, 0])
             (9.0, array([ 3., 12.]), array([6., 0.]))
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ortops.graph.files import external
 from ortops.graph.files.atomic import write_atomically
 from ortops.graph.files.messages import size_of
 from ortops.graph.files.saving import save_model, write_model
+from ortops.llm.checkpoint import FolderCheckpoint
 from ortops.llm.folder import GENAI_CONFIG, Folder, copy_others, genai_config
 from ortops.llm.merging import merged_model
 from ortops.llm.pruning import prune
@@ -93,6 +95,22 @@ class FolderWriter:
         model = external.detach(merged_model(self.session.inference_model()))
         model = prune(model, load_light(self._folder.model))
         save_model(model.attach(), self._save_others(target))
+
+    def checkpoints(
+        self, folder: str | os.PathLike[str] | None, steps: int | None
+    ) -> list[FolderCheckpoint]:
+        """Returns the callbacks that save a folder during training.
+
+        Args:
+            folder: The folder; None for no saves.
+            steps: The number of steps between saves; by default, an epoch.
+        """
+        if folder is None:
+            if steps is not None:
+                raise ArgumentError(f"save_steps needs save, the folder; got save_steps={steps}")
+            return []
+        self.check(Path(folder))
+        return [FolderCheckpoint(folder, steps, self.save_model_file, self.save_progress)]
 
     def save_model_file(self, target: Path) -> None:
         """Writes what training does not change."""

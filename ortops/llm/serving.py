@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime
 
+from ortops.arguments import whole_number
 from ortops.errors import ArgumentError, UnsupportedError
 from ortops.graph.convert import to_ir
 from ortops.graph.files.external import move_out, serialize
@@ -18,8 +19,9 @@ from ortops.llm.decoding import continued
 from ortops.llm.examples import Example
 from ortops.llm.folder import Folder, refuse_norms, sliding_windows
 from ortops.llm.generation import Sampling, generate
-from ortops.llm.sequence_pairs import source_feeds
+from ortops.llm.sequence_pairs import prefix_of, source_feeds, source_of, start_token
 from ortops.llm.several_files import SeveralFiles
+from ortops.llm.tokenization import Tokenizer
 from ortops.numbers import Array
 from ortops.training.session import TrainingSession
 
@@ -46,6 +48,35 @@ class Server:
         self.session, self._folder, self._files, self._names = session, folder, files, names
         self._windows = {} if files is not None else sliding_windows(folder)
         self._served: onnxruntime.InferenceSession | None = None
+
+    def read_prompt(
+        self,
+        prompt: Any,
+        decoder_prefix: str | Sequence[int],
+        tokenizer: Callable[[], Tokenizer],
+        *,
+        has_encoder: bool,
+    ) -> tuple[list[int], Array | None, bool]:
+        """Reads a prompt; see `ortops.llm.FineTuning.generate`.
+
+        Returns:
+            The tokens to continue, the encoder's input, and whether the continuation is a text.
+        """
+        if has_encoder:
+            source = source_of(prompt, tokenizer)
+            first = prefix_of(decoder_prefix, tokenizer, self._folder)
+            return [start_token(self._folder), *first], source, isinstance(prompt, str)
+        if decoder_prefix:
+            raise ArgumentError(
+                f"decoder_prefix needs a model with an encoder, got {decoder_prefix!r:.80}; "
+                "append it to the prompt"
+            )
+        if isinstance(prompt, str):
+            return tokenizer().tokens(prompt), None, True
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            text = tokenizer().chat(prompt, begin_reply=True)
+            return tokenizer().tokens(text, special=False), None, True
+        return [whole_number("prompt: a token", token, 0) for token in prompt], None, False
 
     def continued(
         self,

@@ -21,7 +21,7 @@ from ortops.graph.convert import load_light
 from ortops.graph.files.external import LightModel, move_aside
 from ortops.graph.files.json_metadata import read_metadata, write_metadata
 from ortops.llm.batches import Batches, Epochs
-from ortops.llm.checkpoint import Estimate, FolderCheckpoint
+from ortops.llm.checkpoint import Estimate
 from ortops.llm.examples import (
     IGNORED,
     Rows,
@@ -34,11 +34,6 @@ from ortops.llm.folder import (
 from ortops.llm.generation import Sampling
 from ortops.llm.pruning import without_pruning
 from ortops.llm.saving import ADAPTER, TRAINING, FolderWriter
-from ortops.llm.sequence_pairs import (
-    prefix_of,
-    source_of,
-    start_token,
-)
 from ortops.llm.serving import Server
 from ortops.llm.several_files import SeveralFiles, several_files
 from ortops.llm.tokenization import Message, Tokenizer
@@ -277,13 +272,12 @@ class FineTuning:
         seed = whole_number("seed", seed, 0)
         examples = self._batches.read(data, max_length, train_on)
         self._batches.check(padding, group_by_length=group_by_length)
-        if validation is not None:
-            if isinstance(validation, int | float):
-                examples, held_out = self._batches.split(examples, validation, seed)
-            else:
-                held_out = self._batches.read(validation, max_length, train_on)
+        if isinstance(validation, int | float):
+            examples, held_out = self._batches.split(examples, validation, seed)
             settings["validation"] = list(self._batches.of(held_out, batch_size))
-
+        elif validation is not None:
+            held_out = self._batches.read(validation, max_length, train_on)
+            settings["validation"] = list(self._batches.of(held_out, batch_size))
         if boolean("packing", packing):
             examples = self._batches.pack(examples, max_length, self.session)
 
@@ -297,12 +291,7 @@ class FineTuning:
         count = -(-len(examples) // batch_size)
         steps = whole_number("epochs", epochs, 1) * count
         callbacks = [*settings.pop("callbacks", ()), Estimate(steps)]
-        if save is not None:
-            self._writer.check(Path(save))
-            parts = self._writer.save_model_file, self._writer.save_progress
-            callbacks.append(FolderCheckpoint(save, save_steps, *parts))
-        elif save_steps is not None:
-            raise ArgumentError(f"save_steps needs save, the folder; got save_steps={save_steps}")
+        callbacks += self._writer.checkpoints(save, save_steps)
         given = Epochs(epoch, count)
         return self.session.fit(given, epochs=epochs, seed=seed, callbacks=callbacks, **settings)
 
@@ -343,11 +332,10 @@ class FineTuning:
         """
         batch_size = whole_number("batch_size", batch_size, 1)
         examples = self._batches.read(data, max_length, train_on)
-        if self._has_encoder and exact_match:
-            raise ArgumentError("exact_match must be False for a model with an encoder, got True")
+        if exact_match and (self._has_encoder or self._compares):
+            kind = "DPO" if self._compares else "a model with an encoder"
+            raise ArgumentError(f"exact_match must be False for {kind}, got True")
         if self._compares:
-            if exact_match:
-                raise ArgumentError("exact_match must be False for DPO, got True")
             return _rewards(self.session, self._batches.of(examples, 1))
         batches = list(self._batches.of(examples, batch_size))
         found = self.session.evaluate(batches, metrics=["accuracy"])
@@ -431,25 +419,10 @@ class FineTuning:
             True
         """
         count = whole_number("max_new_tokens", max_new_tokens, 1)
-        is_text, source = isinstance(prompt, str), None
-        if decoder_prefix and not self._has_encoder:
-            raise ArgumentError(
-                f"decoder_prefix needs a model with an encoder, got {decoder_prefix!r:.80}; "
-                "append it to the prompt"
-            )
-        if self._has_encoder:
-            source = source_of(prompt, lambda: self.tokenizer)
-            first = prefix_of(decoder_prefix, lambda: self.tokenizer, self._folder)
-            tokens = [start_token(self._folder), *first]
-        elif isinstance(prompt, str):
-            tokens = self.tokenizer.tokens(prompt)
-        elif len(prompt) and isinstance(prompt[0], Mapping):
-            is_text = True
-            text = self.tokenizer.chat(prompt, begin_reply=True)  # type: ignore[arg-type]
-            tokens = self.tokenizer.tokens(text, special=False)
-        else:
-            tokens = [whole_number("prompt: a token", token, 0) for token in prompt]
         sampling = Sampling(temperature, top_k, top_p, seed)
+        tokens, source, is_text = self._server.read_prompt(
+            prompt, decoder_prefix, lambda: self.tokenizer, has_encoder=self._has_encoder
+        )
         end = {*self._folder.end, *(self.tokenizer.end if is_text else ())}
         found = self._server.continued(tokens, count, end, sampling, source)
         return self.tokenizer.text(found) if is_text else found
@@ -526,27 +499,33 @@ class FineTuning:
         """
         opened = open_folder(folder)
         files = several_files(opened)
-        if files is not None:
-            result, trainable = cls.__new__(cls), _saved_training(opened.path / TRAINING)
-            initial = _adapter_values(trainable)
-            result._start(opened, trainable, initial, files=files, recompute=recompute)
-            return result
-        model = load_light(opened.model)
-        if adapter_of(model.proto.metadata_props) is None:
-            raise ModelError(
-                f"folder '{opened.path}': its model has no adapter; begin with "
-                "ortops.llm.FineTuning(folder)"
-            )
-        initial = _adapter_values(model)
-        state = opened.path / TRAINING
-        if state.is_file():
-            trainable = _filled(state, model)
-        else:  # the training begins again, from the adapter
-            model = with_adapter(without_pruning(model), opened.path / ADAPTER)
-            trainable = _trainable(model, opened, 2e-4, None)
+        trainable, initial = _saved(opened, files)
         result = cls.__new__(cls)
-        result._start(opened, trainable, initial, recompute=recompute)
+        result._start(opened, trainable, initial, files=files, recompute=recompute)
         return result
+
+
+def _saved(folder: Folder, files: SeveralFiles | None) -> tuple[LightModel, dict[str, Any]]:
+    """Returns the trainable model of a folder that `FineTuning.save` wrote.
+
+    Returns:
+        The model, and the initial values of its adapter.
+    """
+    if files is not None:
+        trainable = _saved_training(folder.path / TRAINING)
+        return trainable, _adapter_values(trainable)
+    model = load_light(folder.model)
+    if adapter_of(model.proto.metadata_props) is None:
+        raise ModelError(
+            f"folder '{folder.path}': its model has no adapter; begin with "
+            "ortops.llm.FineTuning(folder)"
+        )
+    initial, state = _adapter_values(model), folder.path / TRAINING
+    if state.is_file():
+        return _filled(state, model), initial
+    # The training begins again, from the adapter.
+    model = with_adapter(without_pruning(model), folder.path / ADAPTER)
+    return _trainable(model, folder, 2e-4, None), initial
 
 
 def _adapted(
