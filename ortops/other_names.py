@@ -30,8 +30,8 @@ ARGUMENTS_OF_DATA: Mapping[str, str] = {
     **dict.fromkeys(("x", "X", "y", "Y", "labels", "targets"), _DATA),
     "verbose": "leave it out: only fit shows progress",
     "steps": "give as many batches as should be read",
-    "sample_weight": "weights are an input of your own loss function (inputs= of "
-    "build_training_model)",
+    "sample_weight": "name an input in the loss, as in L1(sample_weight='weight'), and give its "
+    "array with the data",
     "workers": "use prefetch= of fit",
 }
 """Remedies for arguments of other libraries where `ortops.TrainingSession` reads data."""

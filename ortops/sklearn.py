@@ -5,19 +5,20 @@ They require scikit-learn (``pip install ortops[sklearn]``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 
+from ortops import losses
 from ortops.building.builder import build_training_model
 from ortops.errors import ArgumentError, FeedError, ModelError, OrtopsError
 from ortops.graph.convert import ModelLike
 from ortops.graph.files.external import serialize
-from ortops.losses import LossLike
+from ortops.losses import Combined, LossLike
 from ortops.numbers import cast_numbers, is_numeric
 from ortops.optimizers import Optimizer, UpdateRule
 from ortops.training.row_axes import rows_first, rows_to
@@ -25,8 +26,9 @@ from ortops.training.session import TrainingSession
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.utils.class_weight import compute_sample_weight
     from sklearn.utils.multiclass import check_classification_targets
-    from sklearn.utils.validation import check_is_fitted, validate_data
+    from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 except ImportError as error:
     raise OrtopsError(
         "ortops.sklearn: scikit-learn 1.6 or newer is not installed; install ortops[sklearn]"
@@ -60,12 +62,28 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
 
     # ----------------------------------------------------------------------------- training
 
-    def _begin(self, features: int, outputs: int) -> None:
-        """Builds the trainable model and creates a new session."""
+    def _begin(self, features: int, outputs: int, *, weighted: bool) -> None:
+        """Builds the trainable model and creates a new session.
+
+        Args:
+            features: The number of features.
+            outputs: The number of outputs.
+            weighted: Whether the loss has a weight for each row.
+        """
+        loss = losses.resolve(self.loss)
+        self._weight = getattr(loss, "sample_weight", None)
+        if weighted and self._weight is None:
+            if not isinstance(loss, losses.Loss) or isinstance(loss, Combined):
+                raise ArgumentError(
+                    f"{type(self).__name__}: sample_weight and class_weight need one loss of "
+                    f"ortops.losses, got {self.loss!r:.80}; leave the weights out, or choose one"
+                )
+            self._weight = "sample_weight"
+            loss = replace(loss, sample_weight=self._weight)
         model = self.model(features, outputs) if callable(self.model) else self.model
         trainable = build_training_model(
             model,
-            loss=self.loss,
+            loss=loss,
             optimizer=self.optimizer,
             trainable=self.trainable,
             batch_normalization=self.batch_normalization,  # type: ignore[arg-type]
@@ -79,7 +97,8 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
         """Creates a session for a trainable model."""
         self.session_ = TrainingSession(trainable)
         of_model = [v.name for v in trainable.graph.input if v.name in self.session_.inputs]
-        of_loss = [name for name in self.session_.inputs if name not in of_model]
+        others = {*of_model, self._weight}
+        of_loss = [name for name in self.session_.inputs if name not in others]
         if len(of_model) != 1 or len(of_loss) != 1:
             raise ModelError(
                 f"{type(self).__name__}: X and y require one input of the model and one of the "
@@ -88,10 +107,19 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
             )
         (self._input,), (self._target,) = of_model, of_loss
 
-    def _train(self, X: Array, y: Array, epochs: int) -> None:
+    def _train(self, X: Array, y: Array, epochs: int, weights: Array | None) -> None:
         targets = rows_to(y, self.session_.inputs.axis_of(self._target))
+        data = {self._input: self._shaped(X), self._target: targets}
+        if self._weight is not None:
+            weights = np.ones(len(X)) if weights is None else weights
+            data[self._weight] = self._typed("sample_weight", weights, self._weight)
+        elif weights is not None:
+            raise ArgumentError(
+                f"{type(self).__name__}: the training began without weights, so sample_weight must "
+                "be None now; give weights in the first call too, all 1 if need be"
+            )
         self.session_.fit(
-            {self._input: self._shaped(X), self._target: targets},
+            data,
             epochs=epochs,
             batch_size=self.batch_size,
             shuffle=self.shuffle,
@@ -100,6 +128,13 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
             progress=self.progress,
         )
         self.history_ = self.session_.history
+
+    def _checked_weights(self, weights: Any, X: Array) -> Array | None:
+        """Returns weights of rows, as scikit-learn's estimators check them."""
+        if weights is None:
+            return None
+        found: Array = _check_sample_weight(weights, X, dtype=np.float64, ensure_non_negative=True)
+        return found
 
     def _shaped(self, X: Array) -> Array:
         """Converts rows to the type and shape of the model's input, for example of images."""
@@ -166,6 +201,7 @@ class _Onnx(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no type hi
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores the session from the file."""
         file = state.pop("_file", None)
+        state.setdefault("_weight", None)  # files of older versions have no weights
         super().__setstate__(state)
         if file is not None:
             self._open(onnx.load_model_from_string(file))
@@ -197,6 +233,9 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
         progress: Whether to show progress.
         classes: The labels in the order of the model's outputs; by default the sorted labels that
             `fit` receives.
+        class_weight: A weight for each label in a dict, 1 if it is missing, or ``"balanced"``: rows
+            / (classes · rows of the class), as `sklearn.utils.class_weight.compute_sample_weight`
+            computes it. It multiplies ``sample_weight`` of `fit`.
 
     Attributes:
         classes_: The labels, sorted, as scikit-learn's scorers expect.
@@ -217,13 +256,15 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
     _: KW_ONLY
     loss: LossLike = "SoftmaxCrossEntropy"
     classes: Sequence[Any] | None = None
+    class_weight: Mapping[Any, float] | str | None = None
 
-    def fit(self, X: Any, y: Any) -> OnnxClassifier:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> OnnxClassifier:
         """Trains the model.
 
         Args:
             X: An array of shape [rows, features], or of the shape of the model's input.
             y: A label for each row.
+            sample_weight: A weight >= 0 for each row. The loss of a batch is Σ w · loss / Σ w.
 
         Raises:
             ModelError: If the loss or the optimizer does not match the model.
@@ -231,9 +272,11 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
             ValueError: If y does not contain labels, as in scikit-learn.
         """
         again = self.warm_start and hasattr(self, "session_")
-        return self._fit(X, y, self.classes, again=again, epochs=self.epochs)
+        return self._fit(X, y, self.classes, sample_weight, again=again, epochs=self.epochs)
 
-    def partial_fit(self, X: Any, y: Any, classes: Any = None) -> OnnxClassifier:
+    def partial_fit(
+        self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None
+    ) -> OnnxClassifier:
         """Trains one pass over a part of the data; starts a training in the first call.
 
         Args:
@@ -241,16 +284,33 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
             y: As for `fit`.
             classes: All labels that can occur; required in the first call, unless the estimator
                 has ``classes``.
+            sample_weight: As for `fit`; if any call has weights, the first one needs them too.
         """
+        if self.class_weight == "balanced":
+            raise ArgumentError(
+                "class_weight must be a dict or None for partial_fit, got 'balanced', whose "
+                "weights depend on all labels; compute them from all data"
+            )
         again = hasattr(self, "session_")
         given = self.classes if classes is None else classes
         if not again and given is None:
             raise ValueError("classes must be passed on the first call to partial_fit.")
-        return self._fit(X, y, given, again=again, epochs=1)
+        return self._fit(X, y, given, sample_weight, again=again, epochs=1)
 
-    def _fit(self, X: Any, y: Any, classes: Any, *, again: bool, epochs: int) -> OnnxClassifier:
+    def _weights(self, given: Any, X: Array, y: Array) -> Array | None:
+        """Returns the weights of rows, times those of their classes; None if there are none."""
+        weights = self._checked_weights(given, X)
+        if self.class_weight is None:
+            return weights
+        by_class: Array = compute_sample_weight(self.class_weight, y)
+        return by_class if weights is None else by_class * weights
+
+    def _fit(
+        self, X: Any, y: Any, classes: Any, sample_weight: Any, *, again: bool, epochs: int
+    ) -> OnnxClassifier:
         X, y = validate_data(self, X, y, reset=not again, allow_nd=True, dtype=None)
         check_classification_targets(y)
+        weights = self._weights(sample_weight, X, y)
         if not again:
             labels = np.unique(y) if classes is None else np.asarray(classes)
             self.classes_, self._places = np.unique(labels, return_index=True)
@@ -260,7 +320,8 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
                 raise ValueError(
                     f"y must have at least two classes, got one class, {self.classes_[0]!r}"
                 )
-            self._begin(int(np.prod(X.shape[1:])), len(self.classes_))
+            weighted = sample_weight is not None or self.class_weight is not None
+            self._begin(int(np.prod(X.shape[1:])), len(self.classes_), weighted=weighted)
         elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
             raise ArgumentError(
                 f"classes must be the same as in the first call, {self.classes_.tolist()}, got "
@@ -273,7 +334,7 @@ class OnnxClassifier(ClassifierMixin, _Onnx):  # type: ignore[misc]
                 f"y has the unknown label {unknown[0]!r}; the classes are {list(places)}"
             )
         numbers = np.array([places[label] for label in y.tolist()])
-        self._train(X, self._as_targets(numbers), epochs)
+        self._train(X, self._as_targets(numbers), epochs, weights)
         return self
 
     def _as_targets(self, numbers: Array) -> Array:
@@ -372,15 +433,16 @@ class OnnxRegressor(RegressorMixin, _Onnx):  # type: ignore[misc]
         ([21.0], 1.0)
     """
 
-    def fit(self, X: Any, y: Any) -> OnnxRegressor:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> OnnxRegressor:
         """Trains the model.
 
         Args:
             X: An array of shape [rows, features], or of the shape of the model's input.
             y: Targets of shape [rows] or [rows, targets].
+            sample_weight: A weight >= 0 for each row. The loss of a batch is Σ w · loss / Σ w.
         """
         again = self.warm_start and hasattr(self, "session_")
-        return self._fit(X, y, again=again, epochs=self.epochs)
+        return self._fit(X, y, sample_weight, again=again, epochs=self.epochs)
 
     def __sklearn_tags__(self) -> Any:
         """Declares, for scikit-learn, that y may have several columns."""
@@ -388,16 +450,19 @@ class OnnxRegressor(RegressorMixin, _Onnx):  # type: ignore[misc]
         tags.target_tags.multi_output = True
         return tags
 
-    def partial_fit(self, X: Any, y: Any) -> OnnxRegressor:
+    def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> OnnxRegressor:
         """Trains one pass over a part of the data; starts a training in the first call.
 
         Args:
             X: As for `fit`.
             y: As for `fit`.
+            sample_weight: As for `fit`; if any call has weights, the first one needs them too.
         """
-        return self._fit(X, y, again=hasattr(self, "session_"), epochs=1)
+        return self._fit(X, y, sample_weight, again=hasattr(self, "session_"), epochs=1)
 
-    def _fit(self, X: Any, y: Any, *, again: bool, epochs: int) -> OnnxRegressor:
+    def _fit(
+        self, X: Any, y: Any, sample_weight: Any, *, again: bool, epochs: int
+    ) -> OnnxRegressor:
         X, y = validate_data(
             self,
             X,
@@ -408,16 +473,18 @@ class OnnxRegressor(RegressorMixin, _Onnx):  # type: ignore[misc]
             multi_output=True,
             y_numeric=True,
         )
+        weights = self._checked_weights(sample_weight, X)
         if not again:
             self._is_flat = y.ndim == 1
-            self._begin(int(np.prod(X.shape[1:])), 1 if y.ndim == 1 else y.shape[1])
+            outputs = 1 if y.ndim == 1 else y.shape[1]
+            self._begin(int(np.prod(X.shape[1:])), outputs, weighted=weights is not None)
         wanted = self.session_.inputs[self._target]
         targets = self._typed("y", y, self._target)
         if wanted.dims is not None and targets.ndim == 1 and len(wanted.dims) == 2:
             targets = targets[:, None]
         elif wanted.dims is not None and len(wanted.dims) == 1 and targets.shape[1:] == (1,):
             targets = targets[:, 0]
-        self._train(X, targets, epochs)
+        self._train(X, targets, epochs, weights)
         return self
 
     def predict(self, X: Any) -> Array:

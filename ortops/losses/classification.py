@@ -183,6 +183,12 @@ def safe_labels(labels: Tensor, ignore_index: int | None) -> tuple[Tensor, Tenso
     return op.Where(counted, labels, 0), counted
 
 
+def like_labels(losses: Tensor, labels: Tensor) -> Tensor:
+    """Returns losses of labels in the shape of the labels: `classes_second` may flatten them."""
+    shaped = op.Reshape(losses, op.Shape(labels))
+    return shaped if labels.shape is None else shaped.with_shape(labels.shape)
+
+
 @dataclass(frozen=True)
 class _Likelihood(ClassLoss):
     """A loss that is computed from log-probabilities."""
@@ -201,15 +207,16 @@ class _Likelihood(ClassLoss):
         """Returns the divisor of the sum of the losses."""
         if self.reduction == "sum":
             return labels.tape.constant(np.array(1, dtype))
+        each = self.counts(labels, weights, dtype)
+        return op.Size(labels).astype(dtype) if each is None else op.ReduceSum(each, keepdims=0)
+
+    def counts(self, labels: Tensor, weights: Any, dtype: np.dtype[Any]) -> Tensor | None:
+        """Returns how much each label counts in the mean; None if all count 1."""
         labels, counted = safe_labels(labels, self.ignore_index)
-        if weights is not None:
-            each = op.Gather(weights.astype(dtype), labels)
-            each = each if counted is None else op.Where(counted, each, 0)
-        elif counted is not None:
-            each = counted.astype(dtype)
-        else:
-            return op.Size(labels).astype(dtype)
-        return op.ReduceSum(each, keepdims=0)
+        if weights is None:
+            return None if counted is None else counted.astype(dtype)
+        each = op.Gather(weights.astype(dtype), labels)
+        return each if counted is None else op.Where(counted, each, 0)
 
     @property
     def may_be_empty(self) -> bool:
@@ -281,6 +288,24 @@ class SoftmaxCrossEntropy(_Likelihood):
             loss = (1 - self.label_smoothing) * loss + self.label_smoothing * smooth
         return loss, count
 
+    def each(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Emits the loss of each label."""
+        logits, labels = self.classes_second(prediction, target)
+        weights = None if self.weights is None else self.class_factors("weights", logits)
+        losses = op.SoftmaxCrossEntropyLoss(
+            logits, labels, weights, ignore_index=self.ignore_index, reduction="none"
+        )
+        if self.label_smoothing:
+            log_p = op.LogSoftmax(logits, axis=1)
+            if weights is not None:
+                log_p = log_p * weights.reshape(-1, *(1,) * (logits.ndim - 2))
+            spread = -op.ReduceMean(log_p, [1], keepdims=0)
+            if self.ignore_index is not None:
+                spread = op.Where(op.Equal(labels, self.ignore_index), 0.0, spread)
+            losses = (1 - self.label_smoothing) * losses + self.label_smoothing * spread
+        counts = self.counts(labels, weights, count_type(logits))
+        return like_labels(losses, target), None if counts is None else like_labels(counts, target)
+
 
 @dataclass(frozen=True)
 class NextToken(SoftmaxCrossEntropy):
@@ -338,6 +363,12 @@ class NextToken(SoftmaxCrossEntropy):
         ignored = np.array(self.ignore_index, np.int64)
         return super().terms(prediction, op.Pad(target[:, 1:], [0, 0, 0, 1], ignored))
 
+    def each(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Emits the loss at each position."""
+        ignored = np.array(self.ignore_index, np.int64)
+        shifted = op.Pad(target[:, 1:], [0, 0, 0, 1], ignored)
+        return super().each(prediction, like_labels(shifted, target))
+
 
 @dataclass(frozen=True)
 class NegativeLogLikelihood(_Likelihood):
@@ -377,6 +408,16 @@ class NegativeLogLikelihood(_Likelihood):
         )
         count = self.count(labels, weights, count_type(x))
         return unless_empty(loss, count) if self.may_be_empty else loss, count
+
+    def each(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Emits the loss of each label."""
+        x, labels = self.classes_second(prediction, target)
+        weights = None if self.weights is None else self.class_factors("weights", x)
+        losses = op.NegativeLogLikelihoodLoss(
+            x, labels, weights, ignore_index=self.ignore_index, reduction="none"
+        )
+        counts = self.counts(labels, weights, count_type(x))
+        return like_labels(losses, target), None if counts is None else like_labels(counts, target)
 
 
 @dataclass(frozen=True)
@@ -428,6 +469,10 @@ class Hinge(ClassLoss):
         if self.weights is None:
             return losses
         return losses * op.Gather(self.class_factors("weights", x), labels)
+
+    def each(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Emits the loss of each label."""
+        return like_labels(self.elements(prediction, target), target), None
 
 
 @dataclass(frozen=True)
@@ -656,15 +701,28 @@ class Focal(MulticlassLoss):
 
     def terms(self, prediction: Tensor, target: Tensor) -> Terms:
         """Emits the loss, and the number of elements that count."""
+        elements, counts = self._elements(prediction, target)
+        if counts is None:
+            return mean_or_sum(elements, self.reduction)
+        return weighted_mean(elements, counts, self.reduction)
+
+    def each(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Emits the loss of each element of the target."""
+        elements, counts = self._elements(prediction, target)
+        return like_labels(elements, target), None if counts is None else like_labels(
+            counts, target
+        )
+
+    def _elements(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Emits the losses, and which of them count; rows may be flattened."""
         if not self.multiclass:
-            return mean_or_sum(self._independent(prediction, target), self.reduction)
+            return self._independent(prediction, target), None
         x, labels = self.classes_second(prediction, target)
         labels, counted = safe_labels(labels, self.ignore_index)
         elements = self._exclusive(x, labels)
         if counted is None:
-            return mean_or_sum(elements, self.reduction)
-        elements = op.Where(counted, elements, 0.0)
-        return weighted_mean(elements, counted.astype(elements.dtype), self.reduction)
+            return elements, None
+        return op.Where(counted, elements, 0.0), counted.astype(elements.dtype)
 
     def _independent(self, x: Tensor, t: Tensor) -> Tensor:
         losses = t * softplus(-x) + (1 - t) * softplus(x)

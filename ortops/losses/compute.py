@@ -353,6 +353,28 @@ class _Scene:
             self.predictions[id(loss)] = (loss, replace(looked_at, target=tensor.name))
         return tensor
 
+    def sample_weights(self, loss: Loss, name: str, dtype: Any, rows: Dim) -> Tensor:
+        """See `ortops.losses.loss.Sources`."""
+        if name not in self.added:
+            tensor = self.declare(name, dtype, (rows,), loss)
+            if tensor.name != name:
+                raise ModelError(
+                    f"loss {loss.name}: the model or the training already has a tensor '{name}'; "
+                    "give sample_weight another name"
+                )
+            if not is_float(tensor.value):
+                raise ModelError(
+                    f"inputs: '{name}' must be floating-point, because it is the sample_weight of "
+                    f"loss {loss.name}, got type {tensor.dtype}"
+                )
+            self.added[name], self.owners[name] = (tensor, ""), loss
+        elif self.added[name][1]:
+            raise ModelError(
+                f"loss {loss.name}: '{name}' is already the target of a loss "
+                f"({self.owners[name].name}); give sample_weight another name"
+            )
+        return self.added[name][0]
+
     def declare(self, name: str, dtype: Any, shape: Shape, loss: Loss | None = None) -> Tensor:
         """Adds an input, with the type and shape that the user declared, if any."""
         is_named = loss is not None and loss.target == name

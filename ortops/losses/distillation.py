@@ -110,6 +110,12 @@ class Distillation(ClassLoss):
 
     def terms(self, student: Tensor, teacher: Tensor, labels: Tensor | None = None) -> Terms:
         """Emits the loss, and the number of positions that have or could have a label."""
+        return mean_or_sum(self.each(student, teacher, labels)[0], self.reduction)
+
+    def each(
+        self, student: Tensor, teacher: Tensor, labels: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Emits the loss of each position."""
         axis = self.class_axis(student)
         log_p = op.LogSoftmax(student / self.temperature, axis=axis)
         log_q = op.LogSoftmax(teacher / self.temperature, axis=axis)
@@ -119,4 +125,4 @@ class Distillation(ClassLoss):
             log_p = op.LogSoftmax(student, axis=axis)
             picked = op.GatherElements(log_p, op.Unsqueeze(labels, [axis]), axis=axis)
             losses = losses - self.alpha * op.Squeeze(picked, [axis])
-        return mean_or_sum(losses, self.reduction)
+        return losses, None

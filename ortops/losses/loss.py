@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 import numpy as np
 
 from ortops.arguments import choice, number, text, whole_number
-from ortops.errors import ArgumentError
+from ortops.errors import ArgumentError, ModelError
 from ortops.graph.convert import ModelLike
 from ortops.graph.tensor import Dim, Tensor, op
 
@@ -31,6 +31,7 @@ __all__ = [
     "rows_of",
     "softplus",
     "unless_empty",
+    "weighted_by_sample",
     "weighted_mean",
 ]
 
@@ -75,6 +76,16 @@ class Sources(Protocol):
             dtype: Its element type, unless ``inputs=`` of the builder declares it.
             shape: Its dimensions, unless declared there; None if the rank is unknown.
             like: The tensor that it is compared with. Losses of the same tensor share inputs.
+        """
+
+    def sample_weights(self, loss: Loss, name: str, dtype: Any, rows: Dim) -> Tensor:
+        """Returns the input with a weight for each row, which losses may share.
+
+        Args:
+            loss: The loss, for messages.
+            name: The input's name.
+            dtype: Its element type, unless ``inputs=`` of the builder declares it.
+            rows: Its only dimension, unless more are declared there.
         """
 
     def without_adapter(self, loss: Loss, name: str | None) -> Tensor:
@@ -136,9 +147,17 @@ class Loss:
         target: The name of the target input; by default ``"labels"`` for integer labels and
             ``"targets"`` for other numbers.
         reduction: ``"mean"`` divides the sum of the losses by their count, ``"sum"`` does not.
+        sample_weight: The name of a further input, which has a weight for each row of the batch.
+            The mean becomes Σ w · loss / Σ w over all elements of the batch, or 0 if Σ w is 0;
+            class weights multiply w. ``inputs=`` of the builder may declare more dimensions than
+            that of the rows, for example for a weight for each token.
 
     Example:
+        >>> from models import echo
         >>> from ortops.losses import L1, SoftmaxCrossEntropy
+        >>> weighted = L1(sample_weight="w")
+        >>> echo.loss_at(weighted, [1.0, 2.0], targets=[1.0, 6.0], w=[3.0, 1.0])  # (0 + 4) / 4
+        1.0
         >>> both = 0.7 * SoftmaxCrossEntropy("classes") + 0.3 * L1("boxes")
         >>> [(weight, loss.name, loss.output) for weight, loss in both.summands]
         [(0.7, 'SoftmaxCrossEntropy', 'classes'), (0.3, 'L1', 'boxes')]
@@ -148,6 +167,7 @@ class Loss:
     _: KW_ONLY
     target: str | None = None
     reduction: str = "mean"
+    sample_weight: str | None = None
 
     reads: ClassVar[Reads] = "values"
     """How the loss interprets its prediction."""
@@ -160,9 +180,9 @@ class Loss:
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
-        for argument in ("output", "target"):
+        for argument, of in (("output", "a tensor"), ("target", "a tensor"), _WEIGHT):
             if getattr(self, argument) is not None:
-                check_name(self, argument)
+                check_name(self, argument, of)
         choice(f"loss {self.name}: reduction", self.reduction, self.reductions)
 
     @property
@@ -204,6 +224,47 @@ class Loss:
         """Emits the loss and its divisor; by default the number of `elements`."""
         return mean_or_sum(self.elements(*tensors, **named), self.reduction)
 
+    def each(self, *tensors: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
+        """Emits the losses that `terms` averages, before sample weights multiply them.
+
+        A loss that overrides `terms` overrides this method too, or refuses ``sample_weight``.
+
+        Args:
+            *tensors: As for `terms`.
+            **named: The same by name.
+
+        Returns:
+            The losses, whose first axis is that of the rows, and how much each of them counts in
+            the mean, in the same shape; None if all count 1.
+        """
+        return self.elements(*tensors, **named), None
+
+    def weighted_terms(self, sources: Sources, tensors: Sequence[Tensor]) -> Terms:
+        """Emits the loss weighted by the input ``sample_weight``, and its divisor.
+
+        Args:
+            sources: Provides the weights.
+            tensors: The arguments of `terms`.
+
+        Raises:
+            ModelError: If the loss is not an average of losses of rows.
+        """
+        if self.couples_rows or not issubclass(_definer(self, "each"), _definer(self, "terms")):
+            raise ModelError(
+                f"loss {self.name}: sample_weight needs a loss that is an average over rows, got "
+                f"'{self.sample_weight}'; leave it out, or use another loss"
+            )
+        losses, counts = self.each(*tensors)
+        rows = losses.shape[0] if losses.shape else None
+        name = self.sample_weight or ""
+        weights = sources.sample_weights(self, name, count_type(losses), rows)
+        if losses.shape is None or not 1 <= weights.ndim <= losses.ndim:
+            raise ModelError(
+                f"loss {self.name}: sample_weight '{name}' must have between 1 dimension and as "
+                f"many as the losses, whose shape is {losses.shape}, got {weights.ndim}"
+            )
+        return weighted_by_sample(losses, counts, weights, self.reduction)
+
     def tensors(self, sources: Sources) -> tuple[Loss, Sequence[Tensor]]:
         """Gets the arguments of `terms`.
 
@@ -218,7 +279,10 @@ class Loss:
     def parts(self, sources: Sources) -> list[Part]:
         """Emits the loss."""
         loss, tensors = self.tensors(sources)
-        value, count = loss.terms(*tensors)
+        if self.sample_weight is None:
+            value, count = loss.terms(*tensors)
+        else:
+            value, count = loss.weighted_terms(sources, tensors)
         is_sum = self.reduction == "sum"
         return [Part(self.output or self.name, 1.0, value, count, is_sum, self.couples_rows)]
 
@@ -231,7 +295,15 @@ class Loss:
 
         Returns:
             A scalar.
+
+        Raises:
+            ArgumentError: If it has a ``sample_weight``, which is an input of the builder's losses.
         """
+        if self.sample_weight is not None:
+            raise ArgumentError(
+                f"loss {self.name}: sample_weight must be None in a call, got "
+                f"{self.sample_weight!r}; multiply by an input of your own loss function instead"
+            )
         return self.terms(*tensors, **named)[0]
 
     def __mul__(self, weight: float) -> Combined:
@@ -255,6 +327,15 @@ class Combined(Loss):
 
     summands: tuple[tuple[float, Loss], ...] = ()
 
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        super().__post_init__()
+        if self.sample_weight is not None:
+            raise ArgumentError(
+                "loss: a sum of losses has no sample_weight of its own, got "
+                f"{self.sample_weight!r}; give it to each summand"
+            )
+
     def parts(self, sources: Sources) -> list[Part]:
         """Emits the losses."""
         return [
@@ -272,6 +353,14 @@ class Combined(Loss):
         return Combined(summands=tuple((factor * own, loss) for own, loss in self.summands))
 
     __rmul__ = __mul__
+
+
+_WEIGHT = ("sample_weight", "an input")
+
+
+def _definer(loss: Loss, method: str) -> type:
+    """Returns the class that defines a method of a loss."""
+    return next(each for each in type(loss).__mro__ if method in vars(each))
 
 
 def _summands(loss: Loss) -> tuple[tuple[float, Loss], ...]:
@@ -324,6 +413,31 @@ def weighted_mean(elements: Tensor, weights: Tensor, reduction: str) -> Terms:
     count = op.ReduceSum(weights.astype(wide), keepdims=0)
     mean = mean_of(op.ReduceSum(elements.astype(wide), keepdims=0), count)
     return mean.astype(elements.dtype), count
+
+
+def weighted_by_sample(
+    losses: Tensor, counts: Tensor | None, weights: Tensor, reduction: str
+) -> Terms:
+    """Reduces losses to a scalar, with a weight for each row or for smaller parts.
+
+    Args:
+        losses: Losses of a known rank.
+        counts: How much each of them counts in the mean, in the same shape; None if all count 1.
+        weights: The weights; their axes are the first ones of the losses.
+        reduction: ``"sum"``, or one that divides by the sum of weights · counts.
+
+    Returns:
+        The mean and its divisor, or the sum and 1.
+    """
+    wide = count_type(losses)
+    more = list(range(weights.ndim, losses.ndim))
+    each = op.Unsqueeze(weights, more) if more else weights
+    each = op.Expand(each.astype(wide), op.Shape(losses))
+    weighted = losses.astype(wide) * each
+    if reduction == "sum":
+        return mean_or_sum(weighted.astype(losses.dtype), "sum")
+    counted = each if counts is None else each * counts.astype(wide)
+    return weighted_mean(weighted, counted, "mean")
 
 
 def mean_of(total: Tensor, count: Tensor) -> Tensor:

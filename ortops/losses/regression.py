@@ -184,3 +184,10 @@ class KullbackLeibler(Loss):
         count = rows_of(prediction).astype(wide)
         mean = op.ReduceSum(elements.astype(wide), keepdims=0) / count
         return mean.astype(elements.dtype), count
+
+    def each(self, prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Emits t (log t − x), with the sum of each row for ``"batchmean"``."""
+        elements = self.elements(prediction, target)
+        if self.reduction == "batchmean" and elements.ndim > 1:
+            elements = op.ReduceSum(elements, list(range(1, elements.ndim)), keepdims=0)
+        return elements, None

@@ -107,6 +107,18 @@ class CTC(Loss):
         target_lengths: Tensor,
     ) -> Terms:
         """Emits the loss and the number of rows."""
+        losses, _ = self.each(log_probabilities, labels, input_lengths, target_lengths)
+        value, count = mean_or_sum(losses, self.reduction)
+        return value.astype(log_probabilities.dtype), count
+
+    def each(
+        self,
+        log_probabilities: Tensor,
+        labels: Tensor,
+        input_lengths: Tensor,
+        target_lengths: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Emits the loss of each row."""
         x = log_probabilities
         if self.batch_first:
             x = op.Transpose(x, perm=[1, 0, 2])
@@ -114,8 +126,7 @@ class CTC(Loss):
         losses = self._negative_log_likelihood(x, labels, input_lengths, target_lengths)
         if self.reduction == "mean":
             losses = losses / op.Max(target_lengths, 1).astype(losses.dtype)
-        value, count = mean_or_sum(losses, self.reduction)
-        return value.astype(log_probabilities.dtype), count
+        return losses, None
 
     def _negative_log_likelihood(
         self, x: Tensor, labels: Tensor, input_lengths: Tensor, target_lengths: Tensor
