@@ -105,9 +105,13 @@ class Sessions:
         """
         options = self._options
         if single_thread:
+            is_ours = options is None
             options = _single_threaded(options)
+            if is_ours:
+                options.log_severity_level = 3
         elif options is None:
             options = onnxruntime.SessionOptions()
+            options.log_severity_level = 3  # warnings about a graph of ortops help nobody
             if self._save_memory:  # memory reserved for a much later node is never returned
                 options.enable_mem_reuse = False
             options.enable_mem_pattern = (

@@ -83,9 +83,9 @@ def real(x: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int = -1) ->
         return op.DequantizeLinear(x, scale, zero_point)
     if scale.ndim == 1:
         return op.DequantizeLinear(x, scale, zero_point, axis=axis % x.ndim)
-    number = op.CastLike(x, scale)
+    number = _cast_like(x, scale)
     if zero_point is not None:
-        number = number - op.CastLike(zero_point, scale)
+        number = number - _cast_like(zero_point, scale)
     return number * scale
 
 
@@ -116,7 +116,7 @@ def qlinear_conv(
     y = op.Conv(
         real(x, x_scale, x_zero_point, 1),
         real(w, w_scale, w_zero_point, 0),
-        None if bias is None else op.CastLike(bias, w_scale) * (x_scale * w_scale),
+        None if bias is None else _cast_like(bias, w_scale) * (x_scale * w_scale),
         **attributes,
     )
     return _integers(y, y_scale, y_zero_point, x)
@@ -224,7 +224,7 @@ def qgemm(
     transB: int = 0,
 ) -> Cotangents:
     left, right = real(a, a_scale, a_zero_point), real(b, b_scale, b_zero_point, 1 - transB)
-    bias = None if c is None else op.CastLike(c, a_scale) * (a_scale * b_scale * alpha)
+    bias = None if c is None else _cast_like(c, a_scale) * (a_scale * b_scale * alpha)
     y = op.Gemm(left, right, bias, alpha=alpha, transA=transA, transB=transB)
     return y if y_scale is None else _integers(y, y_scale, y_zero_point, a)
 
@@ -266,7 +266,7 @@ def matmul_integer_to_float(
     bias: Tensor | None = None,
 ) -> Tensor:
     product = op.MatMulInteger(a, b, a_zero_point, b_zero_point)
-    y = op.CastLike(product, a_scale) * (a_scale * b_scale)
+    y = _cast_like(product, a_scale) * (a_scale * b_scale)
     return y if bias is None else y + bias
 
 
@@ -374,3 +374,11 @@ def _transposed(w: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
     axes = [1] if scale.ndim == 2 else [1, 2]
     scale, zero_point = op.Unsqueeze(scale, axes), op.Unsqueeze(zero_point, axes)
     return op.Transpose(real(w, scale, zero_point), perm=[0, 2, 1])
+
+
+def _cast_like(x: Tensor, like: Tensor) -> Tensor:
+    """Converts a tensor to the type of another one.
+
+    onnxruntime has no kernel for CastLike, and warns of each one that it cannot fold.
+    """
+    return op.CastLike(x, like) if like.value.dtype is None else x.astype(like.dtype)
