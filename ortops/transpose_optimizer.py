@@ -14,9 +14,8 @@ from collections.abc import Iterable
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnxruntime
-
-from ortops.graph.tensor import Tape, op
 
 __all__ = ["SENTENCE", "disabled_optimizers", "is_affected", "said"]
 
@@ -68,17 +67,19 @@ def _say() -> None:
 @functools.cache
 def _has_fault() -> bool:
     """Whether a cubic Resize between two Transposes fails."""
-    with Tape(name="probe") as tape:
-        x = tape.input("x", np.float32, [1, 2, 2, 3])
-        sizes = np.array([1, 3, 3, 3], np.int64)
-        resized = op.Resize(op.Transpose(x, perm=[0, 3, 1, 2]), None, None, sizes, mode="cubic")
-        tape.output(op.Transpose(resized, perm=[0, 2, 3, 1]), "y")
+    probe = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["": 21]>
+        probe (float[1, 2, 2, 3] x) => (float[1, 3, 3, 3] y) <int64[4] sizes = {1, 3, 3, 3}> {
+            first = Transpose <perm = [0, 3, 1, 2]> (x)
+            resized = Resize <mode = "cubic"> (first, , , sizes)
+            y = Transpose <perm = [0, 2, 3, 1]> (resized)
+        }""")
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
     try:
         session = onnxruntime.InferenceSession(
-            tape.model().SerializeToString(), options, providers=["CPUExecutionProvider"]
+            probe.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
         run_options = onnxruntime.RunOptions()
         run_options.log_severity_level = 4
