@@ -222,6 +222,24 @@ def test_losses_that_are_no_average_of_rows_refuse_weights(name: str) -> None:
         build_training_model(line(), loss=made[name], optimizer="SGD")
 
 
+def test_weights_of_a_sequence_are_not_taken_for_weights_of_rows() -> None:
+    with Tape() as tape:
+        x = tape.input("x", np.float64, ["time", "batch", 2])
+        tape.output(x + tape.initializer("p", np.zeros((1, 1, 2))), "y")
+    loss = losses.MeanSquaredError(sample_weight="weight")
+    with pytest.raises(ModelError, match="whose rows are on another; declare its dimensions"):
+        build_training_model(tape.model(), loss=loss, optimizer="SGD")
+    inputs = {"weight": (np.float64, [1, "batch"])}
+    model = build_training_model(
+        tape.model(), loss=loss, optimizer="SGD", inputs=inputs, trainable=["p"]
+    )
+    rng = np.random.default_rng(0)
+    x, weight = rng.normal(size=(3, 4, 2)), rng.uniform(size=(1, 4))
+    feeds = {"x": x, "targets": np.zeros_like(x), "weight": weight}
+    expected = (weight[..., None] * x**2).sum() / (weight.sum() * 3 * 2)
+    assert TrainingSession(model).step(feeds)["loss"] == pytest.approx(expected)
+
+
 def test_wrong_names_and_calls_are_refused() -> None:
     with pytest.raises(ModelError, match="already has a tensor 'x'; give sample_weight another"):
         build_training_model(line(), loss=losses.L1(sample_weight="x"), optimizer="SGD")

@@ -263,6 +263,13 @@ class Loss:
                 f"loss {self.name}: sample_weight '{name}' must have between 1 dimension and as "
                 f"many as the losses, whose shape is {losses.shape}, got {weights.ndim}"
             )
+        later = losses.shape[weights.ndim :]
+        if any(isinstance(dim, str) and dim.lower().startswith("batch") for dim in later):
+            raise ModelError(
+                f"loss {self.name}: sample_weight '{name}' would weigh the first axis of losses of "
+                f"shape {list(losses.shape)}, whose rows are on another; declare its dimensions "
+                "up to that of the rows with inputs="
+            )
         return weighted_by_sample(losses, counts, weights, self.reduction)
 
     def tensors(self, sources: Sources) -> tuple[Loss, Sequence[Tensor]]:
