@@ -31,7 +31,7 @@ from ortops.autodiff.registry import USER, Rules, Table
 from ortops.autodiff.rules import RULES
 from ortops.execution.settings import Settings
 from ortops.optimizers import SGD
-from ortops.passes import passes_for
+from ortops.passes import passes_for, quantized_weights
 from ortops.passes.blocked.kernels import block_size
 from ortops.passes.quantized_weights import has_kernel
 from ortops.passes.rematerialization import Rematerialization
@@ -591,3 +591,19 @@ def test_a_rule_may_leave_out_what_is_constant() -> None:
     _, _, wanted = run(lowered(model), feeds)
     _, _, slope = run(lowered(model, rules=rules_with("Mul", forgetful)), feeds)
     np.testing.assert_allclose(slope, wanted)
+
+
+@pytest.mark.parametrize("copied", [0, 2**28])  # whether the forward pass dequantizes too
+def test_a_large_matrix_is_dequantized_in_parts(
+    copied: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head of a vocabulary of 150,000 would take gigabytes as a whole."""
+    if not has_kernel():
+        pytest.skip("this onnxruntime has no kernel that dequantizes rows")
+    case = Case(lambda: quantized(50), {"x": (4, 6)}, "", "")
+    operators, wanted = trained(case, Settings(copied=copied))
+    monkeypatch.setattr(quantized_weights, "_BYTES", 4 * 32 * 7)  # 7 rows, so 8 parts
+    others, losses = trained(case, Settings(copied=copied))
+    assert operators["GatherBlockQuantized"] == 1  # of the backward pass
+    assert others["GatherBlockQuantized"] == 8
+    np.testing.assert_allclose(losses, wanted, rtol=1e-6)

@@ -10,6 +10,7 @@ advance nor shares its result between products: the matrix is freed after its on
 from __future__ import annotations
 
 import functools
+import itertools
 
 import numpy as np
 import onnx_ir as ir
@@ -25,6 +26,9 @@ from ortops.passes.rewrite import Result, pattern, rewrite
 __all__ = ["QUANTIZED_WEIGHTS", "dequantize_products", "has_kernel"]
 
 _MICROSOFT = "com.microsoft"
+
+_BYTES = 2**26
+"""The largest size of a dequantized matrix; the head of a large vocabulary takes gigabytes."""
 
 
 class _QuantizedWeights(Pass):
@@ -111,8 +115,21 @@ def _matmul_nbits(
     accuracy_level: int = 0,
     weight_prepacked: int = 0,
 ) -> Cotangents:
-    weights = _dequantized(g, b, scales, zero_points, K, N, block_size, bits)
-    return op.MatMul(g, weights), *[None] * 5
+    total: Tensor | None = None
+    for first, last in _parts(K, N):
+        part = g if last - first == N else g[..., first:last]
+        reader = part if total is None else total
+        rows = first, last
+        weights = _dequantized(reader, b, scales, zero_points, K, N, block_size, bits, rows)
+        product = op.MatMul(part, weights)
+        total = product if total is None else total + product
+    return total, *[None] * 5
+
+
+def _parts(k: int, n: int) -> list[tuple[int, int]]:
+    """Returns ranges of rows of a matrix [n, k], each of at most `_BYTES` in float32."""
+    count = -(-4 * k * n // _BYTES)
+    return list(itertools.pairwise(n * part // count for part in range(count + 1)))
 
 
 @pattern("MatMulNBits", domain=_MICROSOFT)
@@ -126,8 +143,13 @@ def _in_float32(node: ir.Node, tape: Tape) -> Result:
     assert scales is not None
     k, n, block = (node.attributes[name].as_int() for name in ("K", "N", "block_size"))
     bits = node.attributes.get_int("bits", 4)
-    weights = _dequantized(x, b, scales, zero_points, k, n, block, bits)
-    y = fused_matmul(tape, [x.value, weights.value], [0, 1])
+    products: list[Tensor] = []
+    for rows in _parts(k, n):
+        # Each part waits for the one before, so that they are not in memory together.
+        reader = products[-1] if products else x
+        weights = _dequantized(reader, b, scales, zero_points, k, n, block, bits, rows)
+        products.append(fused_matmul(tape, [x.value, weights.value], [0, 1]))
+    y = products[0] if len(products) == 1 else op.Concat(*products, axis=-1)
     return y if bias is None else y + bias
 
 
@@ -140,6 +162,7 @@ def _dequantized(
     n: int,
     block_size: int,
     bits: int,
+    rows: tuple[int, int] | None = None,
 ) -> Tensor:
     """Dequantizes weights [n, k], but not before a tensor is available.
 
@@ -152,7 +175,9 @@ def _dequantized(
         n: The number of rows.
         block_size: The number of columns per block.
         bits: The bits of a number.
+        rows: The first row to dequantize and the one after the last; all by default.
     """
+    first, last = rows or (0, n)
     nothing = op.ReduceSum(op.Slice(op.Reshape(reader, [-1]), [0], [0]), keepdims=1)
     later = op.Cast(nothing, to=ir.DataType.INT64)  # [0]
     numbers = op.Reshape(b, op.Add([n, k * bits // 8], later))  # a view
@@ -160,12 +185,12 @@ def _dequantized(
     scales = _of_shape(scales, n, k // block_size)
     if zero_points is not None:
         zero_points = _of_shape(zero_points, n, -(-k // block_size * bits // 8))
-    rows = reader.tape.constant(np.arange(n, dtype=np.int32))
+    indices = reader.tape.constant(np.arange(first, last, dtype=np.int32))
     weights = emit_one(
         _MICROSOFT,
         "GatherBlockQuantized",
-        [numbers, rows, scales, zero_points],
-        (n, k),
+        [numbers, indices, scales, zero_points],
+        (last - first, k),
         bits=bits,
         block_size=block_size,
         gather_axis=0,
