@@ -258,6 +258,28 @@ def test_seeds() -> None:
     assert (made[0] != made[2]).all()
 
 
+@pytest.mark.parametrize("between", ["Identity (p)", "Cast<to=11> (p)", "Cast<to=11> (i)"])
+def test_a_bias_behind_a_cast_or_a_copy(between: str) -> None:
+    wide = "Cast" in between
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 21]>
+        m (float[n, 3] x) => ({"double" if wide else "float"}[n, 4] y) {{
+            p = MatMul (x, w)  i = Identity (p)  c = {between}  y = Add (c, b) }}"""
+    )
+    weights = np.ones((3, 4), np.float32), np.ones(4, np.float64 if wide else np.float32)
+    for name, array in zip("wb", weights, strict=True):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    changed = surgery.replace_head(model, classes=7)
+    shapes = {tensor.name: list(tensor.dims) for tensor in changed.graph.initializer}
+    assert shapes == {"w": [3, 7], "b": [7]}
+    x = np.ones((2, 3), np.float32)
+    (y,) = run(changed, {"x": x})
+    (w,) = (
+        onnx.numpy_helper.to_array(each) for each in changed.graph.initializer if each.name == "w"
+    )
+    np.testing.assert_allclose(y, x @ w, rtol=1e-6)
+
+
 @pytest.mark.parametrize("pooled", [True, False])
 def test_convolutional_heads(pooled: bool) -> None:
     nodes = [node("Conv", "x v", "h"), node("Conv", "h w b", "c", name="head")]

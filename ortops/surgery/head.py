@@ -131,6 +131,15 @@ def _classified(graph: ir.Graph, known: Mapping[str, ir.Value], name: str | None
     raise ModelError(f"model: it has no floating-point output, only {names}; choose one (output=)")
 
 
+def _computed(value: ir.Value) -> ir.Node | None:
+    """Returns the node that computes a value, before it is only cast or copied."""
+    node = value.producer()
+    while node is not None and not node.domain and node.op_type in ("Cast", "Identity"):
+        source = node.inputs[0]
+        node = None if source is None else source.producer()
+    return node
+
+
 def _chain(value: ir.Value | None) -> list[ir.Value]:
     """Returns a value and the values it is a view of, up to a constant; empty if there is none."""
     found = []
@@ -381,7 +390,7 @@ class _Change:
                 and bool(_chain(value))
                 and size == self.old
                 and math.prod(self._shape(value)) == size
-                and carried[0].producer() is self.head
+                and _computed(carried[0]) is self.head
             )
             if rank >= distance and is_bias:
                 self._add_bias(node, value, rank - distance)
