@@ -887,3 +887,17 @@ def test_what_ends_a_model_is_seen(
     assert value == pytest.approx(formula(MAPS), rel=1e-12)
     expected = numeric_gradient(formula, {"y": MAPS}, "y")
     np.testing.assert_allclose(gradients["y"], expected, atol=1e-8)
+
+
+@pytest.mark.parametrize("logit", [-30.0, -19.0, -5.0])
+def test_a_step_and_evaluate_have_the_same_precision(logit: float) -> None:
+    """onnxruntime's Sigmoid is 0 for these logits, whose loss was 100 in evaluate."""
+    with Tape(name="confident") as tape:
+        x = tape.input("x", np.float32, ["n", 1])
+        tape.output(op.Sigmoid(x @ tape.initializer("w", np.ones((1, 1), np.float32))), "p")
+    model = build_training_model(tape.model(), loss="BinaryCrossEntropy", optimizer="SGD")
+    session = TrainingSession(model)
+    feeds = {"x": np.float32([[logit]]), "targets": np.float32([[1]])}
+    expected = np.log1p(np.exp(-logit))
+    assert session.evaluate(feeds)["loss"] == pytest.approx(expected, rel=1e-6)
+    assert session.step(feeds)["loss"] == pytest.approx(expected, rel=1e-6)

@@ -59,6 +59,7 @@ from ortops.lowering import (
     takes_python_kernel,
 )
 from ortops.optimizers import OPERATORS
+from ortops.passes.rounding import ROUNDING
 from ortops.trainable.bfloat16 import compute_in_float32
 from ortops.trainable.exact_products import use_exact_products
 from ortops.trainable.metadata import METADATA_KEY, LossPart, TrainingMetadata, training_metadata
@@ -380,7 +381,9 @@ def evaluation_model(
     outputs = [value.name or "" for value in graph.outputs]
     names = {name: value.name or "" for name, value in found.items()}
     # Lowering replaces the outputs of Gradient nodes, so their names are read before it.
-    made = Step(lower_prepared(model), {}, [], step.variables, feeds, outputs, "")
+    # A step's loss has this precision too; onnxruntime's Sigmoid is 0 below -18.
+    lowered = lower_prepared(model, passes=[ROUNDING] if loss else [])
+    made = Step(lowered, {}, [], step.variables, feeds, outputs, "")
     return EvaluationModel(made, parts, names, {n: kind for n, kind in kinds.items() if kind})
 
 
