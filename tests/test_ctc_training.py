@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 import ortops
-from ortops import TrainingSession
+from ortops import DivergedError, TrainingSession
 from ortops.losses import CTC
 from ortops.metrics import EditDistance
 
@@ -86,3 +86,52 @@ def test_the_edit_distance_has_the_arguments_of_the_loss(blank: int, *, first: b
     metric = EditDistance(blank=other, name="other")
     assert made.evaluate(fed, metrics=[metric])["other"] != found["edit_distance"]
     assert metric.blank == other
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("last", ["y = Identity(a)", LOG_SOFTMAX, "y = Softmax<axis=2>(a)"])
+def test_logits_are_normalized(last: str) -> None:
+    """The loss of raw scores fell below 0, and training followed it down."""
+    import torch
+
+    made = session(parsed(last))
+    given = batch()
+    y = torch.tensor(made.predict({"x": given["x"]}, outputs="a")).double().log_softmax(2)
+    labels, times, letters = (torch.tensor(array) for array in list(given.values())[1:])
+    expected = float(torch.nn.CTCLoss()(y, labels, times, letters))
+    assert made.evaluate([given])["loss"] == pytest.approx(expected, rel=1e-5)
+    losses = made.fit([given], epochs=30, progress=False)
+    assert all(0 < record["loss"] < 10 for record in losses)
+
+
+def test_fit_stops_at_a_loss_that_cannot_be() -> None:
+    made = TrainingSession(
+        ortops.build_training_model(
+            parsed("y = Identity(a)"),
+            loss=ortops.losses.NegativeLogLikelihood(axis=2),
+            optimizer=ortops.optimizers.SGD(1.0),
+        )
+    )
+    given = {"x": batch()["x"], "labels": np.random.default_rng(0).integers(0, 5, (TIMES, ROWS))}
+    with pytest.raises(DivergedError, match="loss NegativeLogLikelihood cannot be negative") as e:
+        made.fit([given], epochs=50, progress=False)
+    assert "such as scores in place of log-probabilities" in str(e.value)
+    made.fit([given], epochs=3, progress=False, stop_on_nan=False)
+
+
+def test_a_loss_of_the_user_may_be_negative() -> None:
+    def loss(y: ortops.Tensor) -> ortops.Tensor:
+        return ortops.op.ReduceMean(y, keepdims=0) - 100.0
+
+    class Reward(ortops.losses.L1):
+        def elements(self, *tensors: Any, **named: Any) -> ortops.Tensor:
+            return tensors[0] - 100.0
+
+    x = batch()["x"]
+    for each in (loss, Reward("y"), -1.0 * ortops.losses.MeanSquaredError("y")):
+        made = TrainingSession(
+            ortops.build_training_model(parsed(LOG_SOFTMAX), loss=each, optimizer="SGD")
+        )
+        targets = np.ones((TIMES, ROWS, CLASSES), np.float32)
+        given = {n: {"x": x, "targets": targets}[n] for n in made.inputs}
+        assert made.fit([given], progress=False)[-1]["loss"] < -1

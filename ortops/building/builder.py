@@ -245,6 +245,7 @@ class _Forward:
             **_prediction_metadata(self.loss.predictions),
             "dropouts": self.training.dropouts,
             **({} if self.seed is None else {"seed": self.seed.name}),
+            **({"not_negative": True} if self.loss.not_negative else {}),
         }
 
 
@@ -529,7 +530,8 @@ def _with_names(computed: losses.Computed, graph: ir.Graph) -> losses.Computed:
     value = _named(computed.value, "loss", graph)
     if len(computed.parts) == 1:
         (part,) = computed.parts
-        return replace(computed, value=value, parts=[replace(part, value=value, weight=1.0)])
+        single = replace(part, value=value, weight=1.0, not_negative=computed.not_negative)
+        return replace(computed, value=value, parts=[single])
     parts = [
         replace(part, value=_named(part.value, f"loss_{part.label}", graph))
         for part in computed.parts

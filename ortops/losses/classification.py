@@ -255,6 +255,8 @@ class SoftmaxCrossEntropy(_Likelihood):
         0.6931
     """
 
+    not_negative: ClassVar[bool] = True
+
     _: KW_ONLY
     label_smoothing: float = 0.0
 
@@ -397,6 +399,7 @@ class NegativeLogLikelihood(_Likelihood):
         0.775
     """
 
+    not_negative: ClassVar[bool] = True
     reads: ClassVar[Reads] = "log_probabilities"
 
     def terms(self, prediction: Tensor, target: Tensor) -> Terms:
@@ -444,6 +447,8 @@ class Hinge(ClassLoss):
         >>> echo.loss_at(Hinge(), [[2.0, 1.5, 0.0]], labels=[0])  # (0.5 + 0) / 3
         0.1667
     """
+
+    not_negative: ClassVar[bool] = True
 
     _: KW_ONLY
     p: int = 1
@@ -496,6 +501,8 @@ class BinaryCrossEntropy(Loss):
         >>> echo.loss_at(BinaryCrossEntropy(), [0.5, 0.25], targets=[1, 0.0])  # -½ (log ½ + log ¾)
         0.4904
     """
+
+    not_negative: ClassVar[bool] = True
 
     _: KW_ONLY
     weights: Factors | None = None
@@ -573,6 +580,8 @@ class BinaryCrossEntropyWithLogits(Loss):
         >>> echo.loss_at(loss, [0.0, 0.0], targets=[1.0, 0.0])  # (3 + 1) / 2 · log 2
         1.3863
     """
+
+    not_negative: ClassVar[bool] = True
 
     _: KW_ONLY
     weights: Factors | None = None
@@ -682,6 +691,8 @@ class Focal(MulticlassLoss):
         >>> echo.loss_at(Focal(gamma=2.0), [0.0], targets=[1.0])  # (1 - ½)² log 2
         0.1733
     """
+
+    not_negative: ClassVar[bool] = True
 
     _: KW_ONLY
     gamma: float = 2.0

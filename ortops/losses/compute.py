@@ -84,6 +84,11 @@ class Computed:
     said: list[str]
     constants: list[Tensor]
 
+    @property
+    def not_negative(self) -> bool:
+        """Whether the value cannot be negative."""
+        return all(part.not_negative and part.weight >= 0 for part in self.parts)
+
 
 def default_output(outputs: Sequence[ir.Value]) -> ir.Value | None:
     """Returns the first floating-point output, or the input of the ZipMap that computes it."""

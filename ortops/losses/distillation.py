@@ -58,6 +58,8 @@ class Distillation(ClassLoss):
         0.6931
     """
 
+    not_negative: ClassVar[bool] = True
+
     _: KW_ONLY
     model: ModelLike | None = None
     teacher: str | None = None

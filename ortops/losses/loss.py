@@ -124,6 +124,7 @@ class Part:
         is_sum: Whether the value is a sum. The sums of parts of a batch add up.
         batch_coupled: Whether the loss of a row depends on other rows of the batch. Then the loss
             of a batch is not the average of the losses of its parts.
+        not_negative: Whether the value cannot be negative.
     """
 
     label: str
@@ -132,6 +133,7 @@ class Part:
     count: Tensor | None
     is_sum: bool = False
     batch_coupled: bool = False
+    not_negative: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,10 @@ class Loss:
 
     reads: ClassVar[Reads] = "values"
     """How the loss interprets its prediction."""
+
+    not_negative: ClassVar[bool] = False
+    """Whether the loss cannot be negative if the prediction and the targets are as it expects them;
+    a subclass does not inherit this."""
 
     shared: ClassVar[tuple[str, ...]] = ()
     """The arguments that metrics share, besides the class axis and the label to ignore."""
@@ -290,8 +296,11 @@ class Loss:
             value, count = loss.terms(*tensors)
         else:
             value, count = loss.weighted_terms(sources, tensors)
+        # A subclass may compute something else, and weights of rows may be negative.
+        not_negative = vars(type(self)).get("not_negative", False) and self.sample_weight is None
         is_sum = self.reduction == "sum"
-        return [Part(self.output or self.name, 1.0, value, count, is_sum, self.couples_rows)]
+        label = self.output or self.name
+        return [Part(label, 1.0, value, count, is_sum, self.couples_rows, not_negative)]
 
     def __call__(self, *tensors: Any, **named: Any) -> Tensor:
         """Emits the loss of given tensors, for use in your own loss function.

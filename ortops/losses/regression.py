@@ -37,6 +37,8 @@ class MeanSquaredError(Loss):
         4.5
     """
 
+    not_negative: ClassVar[bool] = True
+
     def elements(self, prediction: Tensor, target: Tensor) -> Tensor:
         """Emits (prediction − target)²."""
         difference = prediction - target
@@ -61,6 +63,8 @@ class L1(Loss):
         1.5
     """
 
+    not_negative: ClassVar[bool] = True
+
     def elements(self, prediction: Tensor, target: Tensor) -> Tensor:
         """Emits |prediction − target|."""
         return abs(prediction - target)
@@ -84,6 +88,8 @@ class Huber(Loss):
         >>> echo.loss_at(Huber(delta=2.0), [1.0, 4.0], targets=[0.0, 0.0])  # ½ 1², 2 (4 - ½ 2)
         3.25
     """
+
+    not_negative: ClassVar[bool] = True
 
     _: KW_ONLY
     delta: float = 1.0
@@ -118,6 +124,8 @@ class SmoothL1(Loss):
         >>> echo.loss_at(SmoothL1(beta=2.0), [1.0, 4.0], targets=[0.0, 0.0])  # ½ 1² / 2, 4 - ½ 2
         1.625
     """
+
+    not_negative: ClassVar[bool] = True
 
     _: KW_ONLY
     beta: float = 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -50,6 +51,8 @@ class Dice(MulticlassLoss):
         >>> echo.loss_at(loss, logits, targets=[[[1.0, 0.0, 0.0]]])  # 1 - 2 · 1 / (2 + 1)
         0.3333
     """
+
+    not_negative: ClassVar[bool] = True
 
     _: KW_ONLY
     smooth: float = 1.0

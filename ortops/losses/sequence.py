@@ -25,23 +25,25 @@ class CTC(Loss):
     """Connectionist temporal classification: −log of the summed probability of all alignments.
 
     An alignment assigns a class to each time step. Merging repeated classes and then removing
-    blanks gives its labels. Log-probabilities have shape (T, N, C); if the model ends in a Softmax,
-    they are the LogSoftmax of the logits before it. The loss adds three int64 inputs: labels (N, S)
-    with any padding, and the valid lengths (N) along T and S. A run fails if a length exceeds T or
-    S.
+    blanks gives its labels. The log-probabilities are the LogSoftmax of logits (T, N, C): the
+    output, or what a Softmax or LogSoftmax at the end of the model reads. The loss adds three int64
+    inputs: labels (N, S) with any padding, and the valid lengths (N) along T and S. A run fails if
+    a length exceeds T or S.
 
     A target without any alignment (longer than the input, or with too many repeated labels) has
-    loss infinity and gradient 0. Gradients are with respect to log-probabilities. PyTorch's
-    gradients include that of a LogSoftmax; with respect to the logits, both agree.
+    loss infinity and gradient 0. A call within your own loss function reads log-probabilities, and
+    its gradients are with respect to them. PyTorch's gradients include that of a LogSoftmax; with
+    respect to the logits, both agree.
 
     Args:
-        output: The log-probabilities; the first floating-point output by default.
+        output: The logits, probabilities or log-probabilities; the first floating-point output by
+            default.
         target: See `Loss`.
         reduction: ``"mean"`` divides each loss by the length of its target (at least 1) and
             averages over the batch; ``"sum"`` adds the losses up.
         blank: The blank class.
         zero_infinity: Whether infinite losses are replaced by 0.
-        batch_first: Whether log-probabilities have shape (N, T, C).
+        batch_first: Whether logits have shape (N, T, C).
         input_lengths: The name of the input with the valid lengths along T.
         target_lengths: The name of the input with the valid lengths along S.
 
@@ -53,8 +55,10 @@ class CTC(Loss):
         >>> from models import echo
         >>> half = [[[-0.6931, -0.6931]]] * 2  # two times, blank or 1: three of four paths fit
         >>> echo.loss_at(CTC(), half, labels=[[1]], input_lengths=[2], target_lengths=[1])  # -log ¾
-        0.2876
+        0.2877
     """
+
+    not_negative: ClassVar[bool] = True
 
     _: KW_ONLY
     blank: int = 0
@@ -63,7 +67,7 @@ class CTC(Loss):
     input_lengths: str = "input_lengths"
     target_lengths: str = "target_lengths"
 
-    reads: ClassVar[Reads] = "log_probabilities"
+    reads: ClassVar[Reads] = "logits"
     shared: ClassVar[tuple[str, ...]] = ("blank", "batch_first", "input_lengths", "target_lengths")
 
     def __post_init__(self) -> None:
@@ -79,7 +83,7 @@ class CTC(Loss):
         return "labels"
 
     def tensors(self, sources: Sources) -> tuple[Loss, Sequence[Tensor]]:
-        """Gets the log-probabilities, the labels and both lengths."""
+        """Gets the LogSoftmax of the logits, the labels and both lengths."""
         x, _ = sources.prediction(self, self.output, self.reads, 2)
         shape = x.shape
         if shape is not None:
@@ -93,7 +97,7 @@ class CTC(Loss):
         rows = None if shape is None else shape[0 if self.batch_first else 1]
         name = self.target or self.default_target
         return self, (
-            x,
+            op.LogSoftmax(x, axis=2),
             sources.input(self, name, np.int64, (rows, None), x),
             sources.input(self, self.input_lengths, np.int64, (rows,), x),
             sources.input(self, self.target_lengths, np.int64, (rows,), x),

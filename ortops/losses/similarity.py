@@ -84,6 +84,8 @@ class CosineEmbedding(_Comparison):
         (0.4, 0.6)
     """
 
+    not_negative: ClassVar[bool] = True
+
     _: KW_ONLY
     first: str
     second: str
@@ -140,6 +142,8 @@ class Triplet(_Comparison):
         >>> echo.loss_at(loss, three)  # 2 + 5 - 6
         1.0
     """
+
+    not_negative: ClassVar[bool] = True
 
     _: KW_ONLY
     anchor: str
@@ -207,6 +211,8 @@ class InfoNCE(_Comparison):
         >>> echo.loss_at(InfoNCE(query="query", key="key", temperature=1.0), texts)  # log(1 + 1/e)
         0.3133
     """
+
+    not_negative: ClassVar[bool] = True
 
     _: KW_ONLY
     query: str

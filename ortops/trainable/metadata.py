@@ -123,6 +123,7 @@ class TrainingMetadata:
         averages: The variables with averages over steps, by parameter.
         averaging: The kind of averages as text; empty if there are none.
         groups: The optimizer settings of parameters in groups as text, by parameter.
+        not_negative: Whether the loss cannot be negative.
     """
 
     loss: str = ""
@@ -143,6 +144,7 @@ class TrainingMetadata:
     averages: Mapping[str, str] = field(default_factory=dict)
     averaging: str = ""
     groups: Mapping[str, str] = field(default_factory=dict)
+    not_negative: bool = False
 
     def refuse_second_schedule(self) -> None:
         """Raises an error if the model has a schedule already.

@@ -257,7 +257,7 @@ class _Loop:
         history: The entries of the finished epochs.
         interruption: The signal that came, if any.
         progress: Whether to show a line for each epoch.
-        stop_on_nan: Whether to stop at a loss that is NaN or infinite.
+        stop_on_nan: Whether to stop at a loss that is NaN, infinite, or below what it can be.
     """
 
     progress = True
@@ -752,11 +752,28 @@ def _log_how_to_continue(trainer: Trainer, name: str) -> None:
     )
 
 
+_ROUNDING = 0.01
+"""How far below 0 the mean of losses that are not negative may be, by rounding in 16 bits."""
+
+
+def _is_mean(metadata: TrainingMetadata) -> bool:
+    """Whether a loss has no summand that is a sum over rows."""
+    return not any(part.is_sum for part in metadata.losses)
+
+
 def _check_loss(trainer: Trainer, loss: float, feeds: Batch, where: str) -> None:
     """Raises an error if the loss is not finite, or if no step can be made any more."""
     if not math.isfinite(loss):
         raise _diverged(trainer, loss, feeds, where)
     metadata = trainer.metadata
+    if metadata.not_negative and loss < -_ROUNDING * (1 if _is_mean(metadata) else rows(feeds)):
+        raise DivergedError(
+            f"loss is {loss:g} at step {trainer.steps_done} ({where}), but the loss "
+            f"{', '.join(part.label for part in metadata.losses)} cannot be negative, so it reads "
+            "values that are not what it expects, such as scores in place of log-probabilities, or "
+            "targets outside of [0, 1]; check the model's output and the targets. Pass "
+            "stop_on_nan=False to continue anyway"
+        )
     if (
         not metadata.loss_scale
         or not {metadata.loss_scale, metadata.good_steps} <= trainer.state.keys()
