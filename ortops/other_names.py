@@ -39,7 +39,6 @@ ARGUMENTS_OF_DATA: Mapping[str, str] = {
 ARGUMENTS_OF_FIT: Mapping[str, str] = {
     **ARGUMENTS_OF_DATA,
     **dict.fromkeys(("validation_data", "val_data", "eval_set"), "use validation="),
-    "validation_split": "split the data, and give the second part as validation=",
     "validation_batch_size": "validation uses batch_size=",
     "validation_steps": "give validation= as an iterable of that many batches",
     "verbose": "use progress=True or progress=False",

@@ -213,6 +213,7 @@ WITHIN = {
             "feeds",
             "declared_shapes",
             "data",
+            "validation_split",
             "state",
             "initial_values",
             "gradients",

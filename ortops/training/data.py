@@ -34,6 +34,8 @@ class Source:
         rows: The number of samples; None if batches are given.
         batches: The number of batches in an epoch; None if unknown.
         prefetch: The number of batches that a thread reads ahead; 0 for none.
+        part: Returns the rows, or the given batches, from a first one up to another; None if they
+            cannot be read by number.
     """
 
     rows: int | None
@@ -42,6 +44,7 @@ class Source:
     _read: _Read
     _keeps: bool = False
     """Whether a batch stays valid while later ones are read into other memory."""
+    part: Callable[[int, int], Source] | None = None
 
     def epoch(
         self, number: int = 1, *, order: np.random.Generator | None = None, start: int = 0
@@ -209,7 +212,15 @@ def _cut(
             part = slice(batch * batch_size, min((batch + 1) * batch_size, size))
             yield inputs.check(read(part if rows is None else rows[part]))
 
-    return Source(size, -(-size // batch_size), prefetch, epoch, keeps)
+    def part(begin: int, end: int) -> Source:
+        def shifted(rows: RowIndex) -> Feeds:
+            if isinstance(rows, slice):
+                return read(slice(rows.start + begin, rows.stop + begin))
+            return read(rows + begin)
+
+        return _cut(shifted, end - begin, names, inputs, batch_size, prefetch, keeps=keeps)
+
+    return Source(size, -(-size // batch_size), prefetch, epoch, keeps, part)
 
 
 def _arrays(data: Mapping[str, Any], inputs: Inputs, batch_size: int, prefetch: int) -> Source:
@@ -336,7 +347,23 @@ def _batch_list(data: Sequence[Any], inputs: Inputs, prefetch: int) -> Source:
         _check_start(start, len(data))
         return (inputs.check(data[place]) for place in range(start, len(data)))
 
-    return Source(None, len(data), prefetch, epoch)
+    def part(begin: int, end: int) -> Source:
+        return _batch_list(_Slice(data, begin, end), inputs, prefetch)
+
+    return Source(None, len(data), prefetch, epoch, part=part)
+
+
+class _Slice(Sequence[Any]):
+    """The items of a sequence from a first one up to another, which are read on access."""
+
+    def __init__(self, items: Sequence[Any], begin: int, end: int) -> None:
+        self._items, self._places = items, range(begin, end)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._items[self._places[place]]
 
 
 def _iterable(data: Iterable[Any], inputs: Inputs, epochs: int, prefetch: int) -> Source:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops import metrics as metric_functions
-from ortops.arguments import boolean, function, whole_number
+from ortops.arguments import boolean, function, number, whole_number
 from ortops.building.updates import SMALLEST_SCALE
 from ortops.errors import ArgumentError, DivergedError, OrtopsError
 from ortops.metrics import Metric, StreamingMetric
@@ -39,6 +39,7 @@ from ortops.training.position import (
 from ortops.training.prefetch import Prefetcher
 from ortops.training.progress_bar import ProgressBar
 from ortops.training.state import State
+from ortops.training.validation_split import split_source
 
 __all__ = ["Shared", "StepStrategy", "Trainer", "fit"]
 
@@ -146,6 +147,7 @@ def fit(
     shuffle: bool,
     seed: int,
     validation: Data | None,
+    validation_split: float,
     metrics: Sequence[str | Metric],
     schedule: Callable[[float], float] | None,
     callbacks: Sequence[Callback],
@@ -165,12 +167,17 @@ def fit(
     accumulate = whole_number("accumulate", accumulate, 1)
     shuffle, resume = boolean("shuffle", shuffle), boolean("resume", resume)
     progress, stop_on_nan = boolean("progress", progress), boolean("stop_on_nan", stop_on_nan)
-    _check(trainer, validation, metrics, schedule, callbacks)
+    split = number("validation_split", validation_split, minimum=0, below=1)
+    if split and validation is not None:
+        raise ArgumentError("validation_split: validation= is given, too; give one of them")
+    _check(trainer, validation is not None or split > 0, metrics, schedule, callbacks)
     source = open_data(data, inputs, batch_size=batch_size, epochs=epochs, prefetch=prefetch)
     if validation is not None:
         validation = open_data(validation, inputs, batch_size=batch_size, epochs=epochs)
+    elif split:
+        source, validation = split_source(source, split)
     call = FitArguments(
-        epochs, int(batch_size), shuffle, seed, accumulate, source.rows, source.batches
+        *(epochs, int(batch_size), shuffle, seed, accumulate, source.rows, source.batches), split
     )
     begun = trainer.resume_state.position if resume else None
     position = _first_position(trainer, strategy, call, begun)
@@ -197,7 +204,7 @@ def fit(
 
 def _check(
     trainer: Trainer,
-    validation: Data | None,
+    validated: bool,
     metrics: Sequence[str | Metric],
     schedule: Callable[[float], float] | None,
     callbacks: Sequence[Callback],
@@ -216,10 +223,10 @@ def _check(
     trainer.loss_names()
     chosen = metric_functions.resolve(metrics)
     if chosen:
-        if validation is None:
+        if not validated:
             raise OrtopsError(
                 f"metrics: '{next(iter(chosen))}' is computed on validation data; give "
-                "validation=, or use evaluate"
+                "validation= or validation_split=, or use evaluate"
             )
         trainer.target(chosen)
     if schedule is not None:
@@ -555,14 +562,14 @@ class _Loop:
             The weights, and the units.
         """
         weights, units = [], []
-        for number, unit in enumerate(before.units or self._zeros):
-            name, weight = self._counts[number], float(size)
+        for place, unit in enumerate(before.units or self._zeros):
+            name, weight = self._counts[place], float(size)
             if name:
                 count = number_of(found[name])
                 unit = unit or count / size
                 weight = count / unit if count else 0.0
             if not weight:
-                self._losses[number] = 0.0  # in files of older versions it is 0 / 0
+                self._losses[place] = 0.0  # in files of older versions it is 0 / 0
             weights.append(weight)
             units.append(unit)
         if any(weight != size for weight in weights[1:]):

@@ -52,8 +52,9 @@ class FitArguments:
         shuffle: Whether rows are shuffled.
         seed: Determines their order.
         accumulate: The number of batches per update.
-        rows: The number of rows of the data, if known.
+        rows: The number of rows of the training data, if known.
         batches: The number of batches in an epoch, if known.
+        validation_split: The fraction of the data that is set aside; 0 for none.
     """
 
     epochs: int
@@ -63,6 +64,7 @@ class FitArguments:
     accumulate: int
     rows: int | None
     batches: int | None
+    validation_split: float = 0.0
 
     def resumed(self, given: FitArguments) -> FitArguments:
         """Returns these arguments with the number of epochs of the resuming call.
@@ -71,8 +73,9 @@ class FitArguments:
             OrtopsError: If another argument differs. Properties of the data are compared only if
                 they are known.
         """
-        for name, begun in asdict(self).items():
-            now = getattr(given, name)
+        names = ("validation_split", *asdict(self))  # first: the numbers of rows depend on it
+        for name in names:
+            begun, now = getattr(self, name), getattr(given, name)
             data = name in ("rows", "batches")
             if name == "epochs" or begun == now or (data and None in (begun, now)):
                 continue
@@ -347,7 +350,7 @@ def read_position(proto: onnx.ModelProto) -> tuple[Position, int] | None:
 
 
 _TUPLES = ("totals", "weights", "units")
-_OPTIONAL: Mapping[str, list[float]] = {"weights": [], "units": []}
+_OPTIONAL: Mapping[str, Any] = {"weights": [], "units": [], "validation_split": 0.0}
 
 
 def _is_count(value: object, least: int = 0) -> bool:
@@ -379,6 +382,9 @@ _FIELDS: Mapping[str, Expected] = {
     "seed": Expected("an integer >= 0", lambda value: type(value) is int and value >= 0),
     **dict.fromkeys(("rows", "batches"), or_null(_COUNT)),
     "shuffle": BOOLEAN,
+    "validation_split": Expected(
+        "a number >= 0 and < 1", lambda value: _is_number(value) and 0 <= value < 1
+    ),
     **dict.fromkeys(_TUPLES, array_of("numbers", _is_number)),
     "rate": or_null(_NUMBER),
     "seconds": Expected("a number >= 0", lambda value: _is_number(value) and 0 <= value < math.inf),

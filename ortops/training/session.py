@@ -203,6 +203,7 @@ class TrainingSession:
         shuffle: bool = True,
         seed: int = 0,
         validation: Data | None = None,
+        validation_split: float = 0.0,
         metrics: Sequence[str | Metric] = (),
         schedule: Callable[[float], float] | None = None,
         callbacks: Sequence[Callback] = (),
@@ -230,6 +231,11 @@ class TrainingSession:
             shuffle: Whether to shuffle the rows before each epoch, if rows are given.
             seed: Determines the order of the rows.
             validation: A data set to evaluate after each epoch.
+            validation_split: The fraction of ``data`` to set aside as ``validation``: of n rows,
+                the first ``floor(n · (1 - validation_split))`` are for training and the last ones
+                for validation, in the order in which they are given, before any shuffling. Of given
+                batches, it is the last of these. Data that are only read from the beginning to the
+                end, such as iterators and loaders, are refused.
             metrics: The metrics to compute on the validation data (see `ortops.metrics`).
             schedule: A function that returns the learning rate of an epoch, given the fraction of
                 ``epochs`` that are finished (0 in the first one). By default, the learning rate
@@ -281,6 +287,7 @@ class TrainingSession:
             shuffle=shuffle,
             seed=seed,
             validation=validation,
+            validation_split=validation_split,
             metrics=metrics,
             schedule=schedule,
             callbacks=callbacks,
