@@ -353,7 +353,8 @@ def _kind(value: ir.Value) -> str:
     text = f"{value.dtype}{shape}" if isinstance(value.type, ir.TensorType) else str(value.type)
     if found is None:
         return text
-    source = f" of '{found.logits.name}'" if found.logits is not None else ""
+    sources = ", ".join(f"'{logits.name}'" for logits in found.all_logits)
+    source = f" of {sources}" if sources else ""
     what = "log-probabilities" if found.kind == "log_softmax" else "probabilities"
     return f"{text}, {what} from {describe(found.node)}{source}"
 

@@ -206,7 +206,15 @@ WITHIN = {
         *("updates", "without_adapter", "builder"),
     ),
     "training": (
-        *("history", "callback", "interruption", "position", "progress_bar", "row_axes"),
+        *(
+            "history",
+            "callback",
+            "interruption",
+            "position",
+            "probabilities",
+            "progress_bar",
+            "row_axes",
+        ),
         *(
             "tables",
             "prefetch",

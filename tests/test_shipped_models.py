@@ -184,8 +184,8 @@ def test_a_recognizer_learns_by_ctc(caplog: pytest.LogCaptureFixture) -> None:
         )
     )
     said = (
-        "loss CTC reads the logarithms of the probabilities 'fetch_name_0', computed from "
-        "'p2o.pd_op.add.79.0', the logits before Softmax node 'Softmax.2'"
+        "loss CTC reads 'p2o.pd_op.add.79.0', the logits before Softmax node 'Softmax.2', not "
+        "'fetch_name_0'"
     )
     assert said in caplog.messages
     z = torch.from_numpy(run(name_output(model, "p2o.pd_op.add.79.0"), {"x": x})[-1])

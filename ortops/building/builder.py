@@ -518,6 +518,7 @@ def _described(prediction: losses.Prediction) -> dict[str, object]:
         *(prediction.tensor.name, prediction.kind, prediction.axis),
         *(prediction.target or "", prediction.ignored, prediction.output),
         shifted=prediction.shifted,
+        bounded=prediction.bounded,
         **prediction.shared,
     )
     always = [each.name for each in fields(PredictionNote)][:6]

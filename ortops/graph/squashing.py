@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -17,7 +17,7 @@ from ortops.graph.edit import attribute_values, inner_graphs, is_float, producer
 from ortops.graph.tensor import constant_tensor
 from ortops.numbers import Array
 
-__all__ = ["Squashed", "squashed"]
+__all__ = ["Move", "Squashed", "may_be_bounded", "partly_squashed", "squashed"]
 
 Kind: TypeAlias = Literal["softmax", "log_softmax", "sigmoid", "complement", "probabilities"]
 
@@ -26,11 +26,26 @@ _MICROSOFT = "com.microsoft"
 
 _KEEPING = frozenset({"Cast", "Identity"})
 _MOVING = frozenset({"Flatten", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-_CHOOSING = frozenset({"Gather", "Slice"})
+_CHOOSING = frozenset({"Gather", "Slice", "Split"})
+_SHRINKING = frozenset({"Max", "Min", "Mul"})
+_BOUNDED = frozenset(
+    {"Clip", "Erf", "Exp", "HardSigmoid", "LogSoftmax", "Sigmoid", "Softmax", "Softsign", "Tanh"}
+)
+_WEIGHING = frozenset(
+    {"Conv", "ConvTranspose", "Einsum", "GRU", "Gemm", "Loop", "LSTM", "MatMul", "RNN", "Scan"}
+)
 _AVERAGING = frozenset(
     {"AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool", "ReduceMax", "ReduceMean"}
     | {"ReduceMin"}
 )
+
+
+class Move(NamedTuple):
+    """A node that only moves elements, from one of its inputs to one of its outputs."""
+
+    node: ir.Node
+    source: ir.Value
+    result: ir.Value
 
 
 @dataclass(frozen=True)
@@ -46,6 +61,9 @@ class Squashed:
         axis: The same axis of the tensor, if known.
         path: The nodes between the function and the tensor, which only move elements.
         opposite: Whether the logits are −z and z, so that the two Sigmoids sum to 1.
+        joined: The results of several functions of this kind, which a Concat joins before the path;
+            `node` is the first of them, and the logits are those of each.
+        joined_axis: The axis of the Concat.
     """
 
     kind: Kind
@@ -53,8 +71,17 @@ class Squashed:
     logits: ir.Value | None = None
     squashed_axis: int | None = None
     axis: int | None = None
-    path: tuple[ir.Node, ...] = ()
+    path: tuple[Move, ...] = ()
     opposite: bool = False
+    joined: tuple[Squashed, ...] = ()
+    joined_axis: int = 0
+
+    @property
+    def all_logits(self) -> list[ir.Value]:
+        """The logits of all joined functions; empty if there are none."""
+        if self.joined:
+            return [value for each in self.joined for value in each.all_logits]
+        return [] if self.logits is None else [self.logits]
 
 
 def squashed(value: ir.Value) -> Squashed | None:
@@ -63,15 +90,17 @@ def squashed(value: ir.Value) -> Squashed | None:
     Args:
         value: A tensor of a graph at opset 13 or later.
     """
-    path: list[ir.Node] = []
-    chosen = False
+    path: list[Move] = []
     while (node := value.producer()) is not None:
         if _passes_on(node):
-            chosen |= node.op_type in _CHOOSING
-            path.insert(0, node)
+            path.insert(0, Move(node, _first(node), value))
             value = _first(node)
         elif (exact := _before_rounding(node) or _before_limits(node)) is not None:
             value = exact
+        elif (branch := _chosen_branch(node, path)) is not None:
+            if not _drop_choice(path, branch, node):
+                path.insert(0, Move(node, branch, value))
+            value = branch
         else:
             break
     if node is None or node.domain not in ("", _ML, _MICROSOFT):
@@ -80,13 +109,17 @@ def squashed(value: ir.Value) -> Squashed | None:
         found = recognize(node)
         if found is not None:
             kind, logits, axis = found
-            if chosen and kind != "sigmoid":  # a single class has no logit
-                return Squashed("probabilities", node)
+            chosen = any(move.node.op_type in _CHOOSING for move in path)
             opposite = None if chosen or kind != "sigmoid" else _opposite_axis(logits)
             axis = axis if opposite is None else opposite
-            moved = _moved_axis(axis, value, path)
+            moved = _moved_axis(axis, path)
+            if chosen and kind != "sigmoid" and moved is None:  # a single class has no logit
+                return Squashed("probabilities", node) if kind != "log_softmax" else None
             is_opposite = opposite is not None
             return Squashed(kind, node, logits, axis, moved, tuple(path), is_opposite)
+    joined = _joined(node, path)
+    if joined is not None:
+        return joined
     if _is_normalizer(node):  # applied to probabilities by scikit-learn
         inner = squashed(_first(node))
         if inner is not None and inner.kind == "softmax" and inner.axis in (1, -1) and not path:
@@ -94,26 +127,189 @@ def squashed(value: ir.Value) -> Squashed | None:
     return Squashed("probabilities", node) if _holds_probabilities(node, value) else None
 
 
+def partly_squashed(value: ir.Value) -> Squashed | None:
+    """Finds the first Softmax, LogSoftmax or Sigmoid of which only a part of a tensor consists.
+
+    Args:
+        value: A tensor that `squashed` does not recognize as a whole.
+    """
+    while (node := value.producer()) is not None and _passes_on(node):
+        value = _first(node)
+    if node is None or node.domain or node.op_type != "Concat":
+        return None
+    parts = (squashed(each) or partly_squashed(each) for each in node.inputs if each is not None)
+    return next((part for part in parts if part is not None), None)
+
+
+def may_be_bounded(value: ir.Value) -> bool:
+    """Whether a function with bounded values computes a tensor, without weights in between."""
+    seen: set[ir.Node] = set()
+    waiting = [value.producer()]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or node.op_type in _WEIGHING or node.domain:
+            continue
+        if node.op_type in _BOUNDED:
+            return True
+        seen.add(node)
+        waiting += [each.producer() for each in node.inputs if each is not None]
+    return False
+
+
 _Found: TypeAlias = tuple[Kind, ir.Value, int | None]
 
 
-def _moved_axis(axis: int | None, value: ir.Value, path: Sequence[ir.Node]) -> int | None:
-    """Follows an axis of a value through nodes that move elements; None if it is unknown."""
-    for node in path:
+def _joined(node: ir.Node, path: Sequence[Move]) -> Squashed | None:
+    """Recognizes the concatenation of results of one kind, whose logits can be concatenated."""
+    if node.op_type != "Concat" or node.domain:
+        return None
+    parts = [None if each is None else squashed(each) for each in node.inputs]
+    axis, rank = attribute_values(node)["axis"], len(node.outputs[0].shape or ())
+    first = parts[0]
+    if first is None or first.kind not in ("softmax", "log_softmax", "sigmoid"):
+        return None
+    is_sigmoid = first.kind == "sigmoid"
+    of_classes = None if first.axis is None or not rank else first.axis % rank
+    if not is_sigmoid and of_classes in (None, axis % rank if rank else None):
+        return None
+    for part in parts:
+        if part is None or part.kind != first.kind or part.opposite or not part.all_logits:
+            return None
+        if not is_sigmoid and (part.axis is None or part.axis % rank != of_classes):
+            return None
+    moved = _moved_axis(first.axis, path)
+    if moved is None and not is_sigmoid:
+        return None
+    joined = tuple(part for part in parts if part is not None)
+    return Squashed(
+        first.kind,
+        first.node,
+        squashed_axis=first.axis,
+        axis=moved,
+        path=tuple(path),
+        joined=joined,
+        joined_axis=axis,
+    )
+
+
+def _chosen_branch(node: ir.Node, path: Sequence[Move]) -> ir.Value | None:
+    """Returns the only input of a Concat from which later nodes choose elements, or None."""
+    if node.op_type != "Concat" or node.domain:
+        return None
+    chosen = next((move.node for move in path if move.node.op_type not in _KEEPING), None)
+    shape = node.outputs[0].shape
+    if chosen is None or shape is None:
+        return None
+    axis = attribute_values(node)["axis"] % len(shape)
+    size = shape[axis]
+    result = next(move.result for move in path if move.node is chosen)
+    bounds = _chosen_range(chosen, result, axis, size if isinstance(size, int) else None)
+    if bounds is None:
+        return None
+    low = 0
+    for value in node.inputs:
+        part = None if value is None or value.shape is None else value.shape[axis]
+        if value is None or not isinstance(part, int):
+            return None
+        if low <= bounds[0] and bounds[1] < low + part:
+            return value
+        low += part
+    return None
+
+
+def _drop_choice(path: list[Move], branch: ir.Value, concat: ir.Node) -> bool:
+    """Removes the node that chooses from a Concat if it returns one input as it was."""
+    place = next(n for n, move in enumerate(path) if move.node.op_type not in _KEEPING)
+    node, _, result = path[place]
+    rank = len(branch.shape or ())
+    axis = attribute_values(concat)["axis"] % rank
+    is_split = node.op_type == "Split"
+    if not is_split and (node.op_type != "Slice" or _slice_axes(node) != [axis]):
+        return False
+    steps = _integers(node.inputs[4]) if not is_split and len(node.inputs) > 4 else [1]
+    if steps != [1] or result.shape is None or result.shape[axis] != (branch.shape or ())[axis]:
+        return False
+    path.pop(place)
+    return True
+
+
+def _chosen_range(
+    node: ir.Node, result: ir.Value, axis: int, size: int | None
+) -> tuple[int, int] | None:
+    """Returns the first and the last index that a node chooses on an axis; None if unknown."""
+    rank = len(_first(node).shape or ())
+    match node.op_type:
+        case "Gather" if attribute_values(node).get("axis", 0) % rank == axis:
+            chosen = _integers(node.inputs[1])
+        case "Split" if attribute_values(node).get("axis", 0) % rank == axis and size is not None:
+            given = _integers(node.inputs[1]) if len(node.inputs) > 1 else None
+            count = len(node.outputs)
+            sizes = given if given is not None else [-(-size // count)] * count
+            place = list(node.outputs).index(result)
+            low = sum(sizes[:place])
+            chosen = [low, min(low + sizes[place], size) - 1]
+        case "Slice" if size is not None and axis in (_slice_axes(node) or ()):
+            place = (_slice_axes(node) or []).index(axis)
+            starts, ends = _integers(node.inputs[1]), _integers(node.inputs[2])
+            steps = _integers(node.inputs[4]) if len(node.inputs) > 4 else None
+            if starts is None or ends is None or (len(node.inputs) > 4 and steps is None):
+                return None
+            step = 1 if steps is None else steps[place]
+            chosen = list(range(size)[starts[place] : ends[place] : step])
+        case _:
+            return None
+    if not chosen or (size is None and min(chosen) < 0):
+        return None
+    places = [each % size if size else each for each in chosen]
+    return min(places), max(places)
+
+
+def _slice_axes(node: ir.Node) -> list[int] | None:
+    """Returns the axes that a Slice changes; None if they are unknown."""
+    rank = len(_first(node).shape or ())
+    if len(node.inputs) < 4 or node.inputs[3] is None:
+        starts = _integers(node.inputs[1])
+        return None if starts is None else list(range(len(starts)))
+    axes = _integers(node.inputs[3])
+    return None if axes is None or not rank else [axis % rank for axis in axes]
+
+
+def _integers(value: ir.Value | None) -> list[int] | None:
+    """Returns the elements of a constant."""
+    tensor = None if value is None else constant_tensor(value)
+    return None if tensor is None else [int(each) for each in tensor.numpy().reshape(-1)]
+
+
+def _moved_axis(axis: int | None, path: Sequence[Move]) -> int | None:
+    """Follows an axis through nodes that move elements.
+
+    Returns:
+        The axis; None if it is unknown, or if only a part of the axis is left.
+    """
+    for node, source, result in path:
         if axis is None:
             return None
-        if node.op_type not in _MOVING:
+        if node.op_type in _KEEPING:
             continue
-        source, result = _first(node).shape, node.outputs[0].shape
-        if source is None or result is None:
+        if source.shape is None or result.shape is None:
             return None
-        before, after = list(source), list(result)
+        before, after = list(source.shape), list(result.shape)
         axis %= len(before)
-        if node.op_type == "Transpose":
-            order = attribute_values(node).get("perm") or range(len(before))[::-1]
-            axis = list(order).index(axis)
-        else:
-            axis = _reshaped_axis(before, after, axis)
+        values = attribute_values(node)
+        match node.op_type:
+            case "Transpose":
+                axis = list(values.get("perm") or range(len(before))[::-1]).index(axis)
+            case "Slice":
+                changed = _slice_axes(node)
+                axis = None if changed is None or axis in changed else axis
+            case "Split" | "Concat":
+                axis = None if values.get("axis", 0) % len(before) == axis else axis
+            case "Gather":
+                place = values.get("axis", 0) % len(before)
+                later = len(after) - len(before) if axis > place else 0
+                axis = None if axis == place else axis + later
+            case _:
+                axis = _reshaped_axis(before, after, axis)
     return axis
 
 
@@ -319,12 +515,14 @@ def _holds_probabilities(node: ir.Node, value: ir.Value) -> bool:
             return _exp_plus_one(_inverted(node)) is not None
         case "Div":
             return _is_divided_by_sum(node) or _is_average(node)
-        case "Mul" | "Mean":
-            return _is_average(node)
+        case "Mul" | "Mean" if _is_average(node):
+            return True
+        case op_type if op_type in _SHRINKING and any(map(_is_squashed, node.inputs)):
+            return all(_is_squashed(each) or _is_share(each) for each in node.inputs)
         case "Sub":
             return _is_number(node.inputs[0], 1) and _is_squashed(node.inputs[1])
         case op_type:
-            return op_type in _AVERAGING and _is_squashed(node.inputs[0])
+            return op_type in _AVERAGING | {"Sqrt"} and _is_squashed(node.inputs[0])
 
 
 def _is_squashed(value: ir.Value | None) -> bool:
@@ -423,6 +621,15 @@ def _source(value: ir.Value | None) -> ir.Value | None:
     while (node := producer_of(value, *_MOVING)) is not None:
         value = node.inputs[0]
     return value
+
+
+def _is_share(value: ir.Value | None) -> bool:
+    """Whether a value is a constant between 0 and 1."""
+    tensor = None if value is None else constant_tensor(value)
+    if tensor is None or tensor.size > 1 << 20:
+        return False
+    array = tensor.numpy()
+    return bool(np.all((array >= 0) & (array <= 1)))
 
 
 def _is_number(value: ir.Value | None, number: float) -> bool:

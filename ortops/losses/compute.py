@@ -23,7 +23,7 @@ from ortops.graph.edit import (
     is_float,
     mapped_tensor,
 )
-from ortops.graph.squashing import Squashed, squashed
+from ortops.graph.squashing import Squashed, may_be_bounded, partly_squashed, squashed
 from ortops.graph.tensor import Dim, Tape, Tensor, op
 from ortops.losses.loss import Function, Loss, Part, Reads, Shape, mean_of, softplus
 from ortops.losses.teacher import put_teacher
@@ -52,6 +52,8 @@ class Prediction:
         output: The name of the tensor that the user chose; it may be a Softmax of ``tensor``.
         shifted: Whether a position is compared with the label at the next one.
         shared: The arguments of the loss that metrics share, by name.
+        bounded: Whether the loss reads logits that a function with bounded values, such as an
+            unknown form of Sigmoid, may have computed.
     """
 
     tensor: Tensor
@@ -62,6 +64,7 @@ class Prediction:
     output: str = ""
     shifted: bool = False
     shared: Mapping[str, Any] = field(default_factory=dict)
+    bounded: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,13 @@ class _Scene:
             )
         tensor = given
         if reads == "values" or found is None:
+            part = partly_squashed(given.value) if reads == "logits" else None
+            if part is not None:
+                at = self._shown(*part.all_logits)
+                raise ModelError(
+                    f"loss {loss.name} reads logits, but a part of {self._shown(given.value)} "
+                    f"comes from {self._node(part)}; name the logits with output={at}"
+                )
             if reads in ("probabilities", "log_probabilities"):
                 what = reads.replace("_", "-")
                 self.say(
@@ -199,7 +209,9 @@ class _Scene:
             )
             shared = {name: getattr(loss, name) for name in loss.shared}
             # The loss is stored, so its id stays unique.
-            self.predictions[id(loss)] = (loss, replace(looked_at, shared=shared))
+            bounded = reads == "logits" and found is None and may_be_bounded(given.value)
+            looked_at = replace(looked_at, shared=shared, bounded=bounded)
+            self.predictions[id(loss)] = (loss, looked_at)
         return _wide(tensor), axis
 
     def teacher(self, loss: Loss, model: ModelLike, name: str | None) -> Tensor:
@@ -214,7 +226,7 @@ class _Scene:
                 + f"; {did_you_mean(name or '', put.values)}"
             )
         found = squashed(value)
-        if found is not None and found.logits is None:
+        if found is not None and not found.all_logits:
             raise ModelError(
                 f"loss {loss.name}: the teacher's '{name or value.name}' holds probabilities, and "
                 "no tensor before it holds their logits; name the logits with teacher="
@@ -233,21 +245,17 @@ class _Scene:
     def _logits_of(self, value: ir.Value) -> Tensor:
         """Returns a value, or the logits in front of a Softmax or Sigmoid that computes it."""
         found = squashed(value)
-        if found is None or found.logits is None:
+        if found is None or not found.all_logits:
             return _wide(self.tape.tensor(value))
-        logits = _wide(self.tape.tensor(found.logits))
         if found.kind == "complement" or found.opposite:
-            return self._log_p(logits, found)
-        return self._moved(logits, found)
+            return self._log_p(found)
+        return _wide(self._before(found))
 
     def _logits(self, loss: Loss, given: Tensor, found: Squashed) -> Tensor:
         """Returns the tensor before a Softmax, or logarithms of probabilities if there is none."""
         of_classes = loss.default_target == "labels"
-        if found.kind == "complement" or (found.opposite and of_classes):
-            logits = None
-        else:
-            logits = found.logits
-        if logits is not None:
+        has_pair = found.kind == "complement" or (found.opposite and of_classes)
+        if found.all_logits and not has_pair:
             if found.kind != "sigmoid" and found.axis is None and not of_classes:
                 raise ModelError(
                     f"loss {loss.name}: tensor {self._shown(given.value)} holds the result of "
@@ -256,12 +264,12 @@ class _Scene:
                     "axis=, or name other logits with output="
                 )
             self.say(
-                f"loss {loss.name} reads {self._shown(logits)}, the logits before "
+                f"loss {loss.name} reads {self._shown(*found.all_logits)}, the logits before "
                 f"{self._node(found)}, not {self._shown(given.value)}"
             )
-            return self._moved(self._known(logits), found)
+            return self._before(found)
         if not of_classes:
-            at = "" if found.logits is None else self._shown(found.logits)
+            at = self._shown(*found.all_logits)
             raise ModelError(
                 f"loss {loss.name}: tensor {self._shown(given.value)} holds probabilities, from "
                 f"{self._node(found)}, and no tensor before it holds their logits; use a loss of "
@@ -272,13 +280,13 @@ class _Scene:
     def _logarithms(self, loss: Loss, given: Tensor, found: Squashed) -> Tensor:
         """Returns log p, computed from logits without overflow if possible, else from p."""
         exact = found.squashed_axis is not None or found.kind in ("sigmoid", "complement")
-        if found.logits is not None and exact:
+        if found.all_logits and exact:
             self.say(
                 f"loss {loss.name} reads the logarithms of the probabilities "
-                f"{self._shown(given.value)}, computed from {self._shown(found.logits)}, the "
+                f"{self._shown(given.value)}, computed from {self._shown(*found.all_logits)}, the "
                 f"logits before {self._node(found)}"
             )
-            return self._log_p(self._known(found.logits), found)
+            return self._log_p(found)
         smallest = np.finfo(given.dtype).tiny
         self.say(
             f"loss {loss.name} reads the logarithms of the probabilities "
@@ -286,8 +294,19 @@ class _Scene:
         )
         return op.Log(op.Max(given, np.array(smallest, given.dtype)))
 
-    def _log_p(self, logits: Tensor, found: Squashed) -> Tensor:
+    def _before(self, found: Squashed) -> Tensor:
+        """Returns the logits of probabilities, in the layout of the probabilities."""
+        if found.logits is not None:
+            return self._moved(self._known(found.logits), found)
+        parts = map(self._before, found.joined)
+        return self._moved(op.Concat(*parts, axis=found.joined_axis), found)
+
+    def _log_p(self, found: Squashed) -> Tensor:
         """Returns the logarithms of probabilities, in the layout of the probabilities."""
+        if found.logits is None:
+            parts = map(self._log_p, found.joined)
+            return self._moved(op.Concat(*parts, axis=found.joined_axis), found)
+        logits = _wide(self._known(found.logits))
         if found.opposite:  # σ(z) is the softmax of −z / 2 and z / 2
             log_p = op.LogSoftmax(0.5 * logits, axis=found.squashed_axis)
         elif found.kind == "sigmoid":
@@ -303,9 +322,9 @@ class _Scene:
     def _name(self, value: ir.Value) -> str:
         return self.own(value).name or ""
 
-    def _shown(self, value: ir.Value) -> str:
-        """Returns the quoted name of a tensor in the user's model."""
-        return f"'{self._name(value)}'"
+    def _shown(self, *values: ir.Value) -> str:
+        """Returns the quoted names of tensors in the user's model."""
+        return ", ".join(f"'{self._name(value)}'" for value in values)
 
     def _node(self, found: Squashed) -> str:
         """Describes the Softmax or Sigmoid node in the user's model."""
@@ -318,15 +337,13 @@ class _Scene:
     def _moved(self, tensor: Tensor, found: Squashed) -> Tensor:
         """Applies the nodes (Reshape, Transpose, …) that follow the Softmax or Sigmoid."""
         value = tensor.value
-        for node in found.path:
-            source = node.inputs[0]
-            assert source is not None
+        for node, source, result in found.path:
             copy = copy_node(node, {source: value})
             for output in copy.outputs:
                 output.type = output.shape = None
             self.tape.append(copy)
             self.tape.infer(copy)
-            value = copy.outputs[0]
+            value = copy.outputs[list(node.outputs).index(result)]
         return self.tape.tensor(value) if found.path else tensor
 
     def input(self, loss: Loss, name: str, dtype: Any, shape: Shape, like: Tensor) -> Tensor:

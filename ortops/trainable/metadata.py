@@ -68,6 +68,7 @@ class PredictionNote:
         batch_first: Whether CTC reads (N, T, C).
         input_lengths: The input with CTC's lengths along T, or "".
         target_lengths: The input with CTC's lengths along S, or "".
+        bounded: Whether the loss reads logits that may come from a function with bounded values.
     """
 
     tensor: str = ""
@@ -81,6 +82,7 @@ class PredictionNote:
     batch_first: bool = False
     input_lengths: str = ""
     target_lengths: str = ""
+    bounded: bool = False
 
     @property
     def shared(self) -> dict[str, object]:

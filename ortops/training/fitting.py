@@ -37,6 +37,7 @@ from ortops.training.position import (
     ResumeState,
 )
 from ortops.training.prefetch import Prefetcher
+from ortops.training.probabilities import warn_of_probabilities
 from ortops.training.progress_bar import ProgressBar
 from ortops.training.state import State
 from ortops.training.validation_split import split_source
@@ -86,6 +87,9 @@ class Trainer(Protocol):
         self, data: Data, *, batch_size: int, metrics: Sequence[str | Metric]
     ) -> dict[str, float]:
         """Computes loss and metrics of a data set."""
+
+    def predict(self, data: Data, *, outputs: str) -> Array:
+        """Computes a tensor of the model."""
 
 
 class Differentiate(Protocol):
@@ -308,6 +312,7 @@ class _Loop:
         self._on_save_of_step = [each for each in self._on_step if _defines(each, "on_save")]
         self._losses: list[float] = []
         self._said = False
+        self._is_first = True
         self._zeros = (0.0,) * len(self._names)
         self._clock = time.perf_counter() - position.progress.seconds
         self._began = sum(entry.get("seconds", 0.0) for entry in self.history)  # the epoch
@@ -419,7 +424,11 @@ class _Loop:
 
         A signal does not wait for the data: the session is in the state after a whole step.
         """
-        return self.interruption.at_once(functools.partial(next, batches, None))
+        batch = self.interruption.at_once(functools.partial(next, batches, None))
+        if batch is not None and self._is_first and self.strategy.leads:
+            warn_of_probabilities(self.trainer, batch)
+        self._is_first = False
+        return batch
 
     def _is_update_due(self, sizes: Sequence[int]) -> bool:
         """Whether an update is made with the batches that were read.
