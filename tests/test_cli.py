@@ -440,6 +440,29 @@ def test_what_a_training_writes_beside_the_model(folder):
     assert onnx.load("best.onnx").training_info
 
 
+def test_limits_of_a_training(folder):
+    more = ["--validation", "0.2", "--validate-every", "2", "--epochs", "3", "--log", "log.jsonl"]
+    schedule = ["--learning-rate", "cosine(0.1)"]
+    limits = ["--max-steps", "5", "--max-minutes", "30"]
+    assert train(*more, *schedule, *limits, "--save", "trained.onnx") == 0
+    session = ortops.TrainingSession("trained.onnx")
+    assert session.steps_done == 5
+    assert [entry["steps"] for entry in session.history] == [3, 5]
+    assert "steps=5" in session.metadata.schedule
+    lines = [json.loads(line) for line in Path("log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["event"] == "validation"] == [2, 4]
+    assert train(*more, *schedule, "--resume", "--max-steps", "6", "--save", "trained.onnx") == 0
+    assert ortops.TrainingSession("trained.onnx").steps_done == 6
+
+
+def test_wrong_limits_of_a_training(folder, capsys):
+    assert train("--validate-every", "3", "--save", "trained.onnx") == 1
+    assert "--validate-every: there are no data to validate" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train("--max-minutes", "0", "--save", "trained.onnx")
+    assert "must be a finite number > 0" in capsys.readouterr().err
+
+
 def test_early_stopping(folder):
     more = ["--validation", "0.2", "--early-stopping", "1", "--learning-rate", "0"]
     assert train(*more, "--epochs", "50", "--save", "trained.onnx") == 0

@@ -210,6 +210,7 @@ WITHIN = {
             "history",
             "callback",
             "interruption",
+            "limits",
             "position",
             "probabilities",
             "progress_bar",

@@ -49,8 +49,16 @@ class _OfBest(Callback):
         """The epoch of the best value; 0 if there is none."""
         return self._monitor.epoch
 
+    @property
+    def _place(self) -> tuple[int, int]:
+        """The epoch and the step of the best value."""
+        return self._monitor.epoch, self._monitor.steps
+
+    def _improves(self, record: Record) -> bool:
+        return self._monitor.improves(record.epoch, record.values, record.step)
+
     def on_save(self, record: Record, session: TrainingSession) -> None:
-        """Keeps the present epoch if it is the best."""
+        """Keeps the present state if it is the best."""
         if self._due:
             self._due = False
             self._keep(session)
@@ -62,7 +70,9 @@ class _OfBest(Callback):
 class EarlyStopping(_OfBest):
     """Stops training when a metric has not improved for several epochs.
 
-    Each fit starts counting from zero; a resumed fit continues counting.
+    Each fit starts counting from zero; a resumed fit continues counting. With ``validate_every=``
+    of fit, each validation counts like an epoch if the metric is one of validation. An epoch that
+    ``max_steps`` or ``max_minutes`` cuts short does not count.
 
     Args:
         patience: The number of consecutive epochs without improvement after which training stops.
@@ -120,7 +130,7 @@ class EarlyStopping(_OfBest):
             )
         self._keeps = restore_best is True
         self._file = None if isinstance(restore_best, bool) else Path(restore_best)
-        self._kept: tuple[int, dict[str, npt.NDArray[Any]]] | None = None  # the epoch and its state
+        self._kept: tuple[tuple[int, int], dict[str, npt.NDArray[Any]]] | None = None
         self._waited = 0
         self._reason = ""  # why it has stopped training
         self._restored = False
@@ -135,16 +145,18 @@ class EarlyStopping(_OfBest):
             check_path("EarlyStopping", self._file)
         self._monitor.forget()
         self._waited = 0
-        for epoch, values in enumerate(record.history, 1):
-            self._waited = 0 if self._monitor.improves(epoch, values) else self._waited + 1
+        seen = self._monitor.seen(record.history)
+        for epoch, values in seen:
+            improved = self._monitor.improves(epoch, values, values.get("steps", 0))
+            self._waited = 0 if improved else self._waited + 1
         if self._waited < self.patience:  # patience may have been increased
             self._reason = ""
         if self._reason:
             record.stop(self._reason)
             if self._restored:
                 return
-        is_last = self.best_epoch == len(record.history) and not record.batch
-        self._due = bool(self.best_epoch) and is_last
+        is_last = bool(seen) and self._monitor.is_best(*seen[-1])
+        self._due = is_last and seen[-1][1].get("steps") == record.step
         if begins_anew(record) or not self.best_epoch:
             self._kept, self._restored = None, False
         elif not self._due:
@@ -159,7 +171,7 @@ class EarlyStopping(_OfBest):
                 "restore_best has restored",
                 self.best_epoch,
             )
-        if self._keeps and (self._kept is None or self._kept[0] != self.best_epoch):
+        if self._keeps and (self._kept is None or self._kept[0] != self._place):
             self._due = self._restored
             if not self._restored:
                 raise OrtopsError(
@@ -178,7 +190,16 @@ class EarlyStopping(_OfBest):
 
     def on_epoch(self, record: Record, session: TrainingSession) -> None:
         """Stops training after ``patience`` epochs without improvement."""
-        self._due = self._monitor.improves(record.epoch, record.values)
+        if self._monitor.is_new(record) and not record.cut:
+            self._judge(record)
+
+    def on_validation(self, record: Record, session: TrainingSession) -> None:
+        """Stops training after ``patience`` validations without improvement."""
+        if self._monitor.is_validation:
+            self._judge(record)
+
+    def _judge(self, record: Record) -> None:
+        self._due = self._improves(record)
         if self._due:
             self._waited = 0
             return
@@ -186,9 +207,10 @@ class EarlyStopping(_OfBest):
         if self._waited >= self.patience:
             best = "not finite" if self.best is None else f"{self.best:.6g}"
             where = f" (epoch {self.best_epoch})" if self.best_epoch else ""
+            unit = "validation" if record.history.validations else "epoch"
             self._reason = (
                 f"EarlyStopping: {self._monitor.name} has not improved for {self._waited} "
-                f"epoch{'s' * (self._waited > 1)}; the best value is {best}{where}"
+                f"{unit}{'s' * (self._waited > 1)}; the best value is {best}{where}"
             )
             record.stop(self._reason)
 
@@ -213,7 +235,7 @@ class EarlyStopping(_OfBest):
 
     def _keep(self, session: TrainingSession) -> None:
         if self._keeps:
-            self._kept = self.best_epoch, dict(session.state)
+            self._kept = self._place, dict(session.state)
         if self._file:
             session.save(self._file)
 
@@ -239,10 +261,11 @@ class EarlyStopping(_OfBest):
                     "another training; the session keeps its last epoch"
                 )
         found = read_position(light.proto)
-        epochs = found[0].epoch_state.history if found else None  # None if it would be too long
-        if epochs is not None:
-            fits = len(epochs) == self.best_epoch or (or_later and len(epochs) > self.best_epoch)
-            if not fits or epochs[self.best_epoch - 1].get(self._monitor.name) != self.best:
+        if found is not None:  # None if it would be too long
+            seen = self._monitor.seen(found[0].epoch_state.history)
+            best = next((each for each in seen if self._monitor.is_best(*each)), None)
+            fits = best is not None and (or_later or best is seen[-1])
+            if best is None or not fits or best[1].get(self._monitor.name) != self.best:
                 raise ModelError(
                     f"EarlyStopping: the file '{self._file}' does not contain epoch "
                     f"{self.best_epoch}, the best epoch of this training; bring that file back, or "
@@ -253,6 +276,9 @@ class EarlyStopping(_OfBest):
 
 class BestModel(_OfBest):
     """Writes a file after each epoch that is the best so far.
+
+    With ``validate_every=`` of fit, each validation counts like an epoch if the metric is one of
+    validation.
 
     The file is replaced atomically, so it is complete at any time. The best epoch is chosen among
     all epochs that this object has seen and, if fit is resumed, those before it.
@@ -304,10 +330,10 @@ class BestModel(_OfBest):
         """Checks that the file can be written, and adds the finished epochs of a resumed fit."""
         check_path("BestModel", self.path)
         self._before, self._due = self.best, False
-        for epoch, values in enumerate(record.history, 1):
-            improved = self._monitor.improves(epoch, values)
-            if improved and epoch == len(record.history) and not record.batch:
-                self._due = True  # the process may have ended before the file was written
+        for epoch, values in self._monitor.seen(record.history):
+            # If it is the present one, the process may have ended before the file was written.
+            steps = values.get("steps", 0)
+            self._due = self._monitor.improves(epoch, values, steps) and steps == record.step
         if record.history and self.best_epoch and not self._due and not self.path.exists():
             logger.warning(
                 "BestModel: there is no '%s' yet; it will be written when an epoch is better "
@@ -317,7 +343,15 @@ class BestModel(_OfBest):
 
     def on_epoch(self, record: Record, session: TrainingSession) -> None:
         """Checks whether the epoch is the best."""
-        self._due = self._monitor.improves(record.epoch, record.values)
+        if self._monitor.is_new(record):
+            self._due = self._improves(record)
+            if record.cut and self._due:
+                self._before = self.best  # a resumed fit replaces the entry of the epoch
+
+    def on_validation(self, record: Record, session: TrainingSession) -> None:
+        """Checks whether the model is the best at this validation."""
+        if self._monitor.is_validation:
+            self._due = self._improves(record)
 
     def _keep(self, session: TrainingSession) -> None:
         if self._inference:

@@ -147,7 +147,7 @@ def _csv(columns: list[str], rows: list[dict[str, Any]], *, header: bool) -> str
 
 
 class JSONLines(_Log):
-    """Writes the metrics of epochs, and optionally of steps, as JSON Lines.
+    """Writes the metrics of epochs and validations, and optionally of steps, as JSON Lines.
 
     A new fit overwrites the file; a resumed one continues it at the resume position. Non-finite
     numbers, which JSON does not have, are written as ``null``.
@@ -181,6 +181,10 @@ class JSONLines(_Log):
         if self.every is not None and record.batch % self.every == 0:
             self._line("step", record)
 
+    def on_validation(self, record: Record, session: TrainingSession) -> None:
+        """Writes the line of a validation within an epoch."""
+        self._line("validation", record)
+
     def on_epoch(self, record: Record, session: TrainingSession) -> None:
         """Writes the line of an epoch."""
         self._line("epoch", record)
@@ -197,7 +201,8 @@ class JSONLines(_Log):
 class TensorBoard(Callback):
     """Writes event files for TensorBoard: ``tensorboard --logdir <folder>``.
 
-    Metrics of epochs are called ``epoch/<name>``, those of steps ``step/<name>``; the x axis is the
+    Metrics of epochs are called ``epoch/<name>``, those of steps, and of validations within epochs,
+    ``step/<name>``; the x axis is the
     number of finished steps. A resumed fit hides events after the resume position. Requires
     tensorboardX (``pip install ortops[tensorboard]``).
 
@@ -220,6 +225,10 @@ class TensorBoard(Callback):
         self.folder = path_of("TensorBoard", folder)
         self.every = whole_number("TensorBoard: every", every, 1)
         self._writer: Any = None
+
+    def on_validation(self, record: Record, session: TrainingSession) -> None:
+        """Writes the metrics of a validation within an epoch."""
+        self._add("step", record)
 
     def on_begin(self, record: Record, session: TrainingSession) -> None:
         """Opens an event file."""

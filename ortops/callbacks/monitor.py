@@ -14,6 +14,7 @@ from ortops.arguments import choice, number, text
 from ortops.errors import ArgumentError, ModelError, OrtopsError
 from ortops.numbers import integer, real
 from ortops.training.callback import Record
+from ortops.training.history import History
 
 __all__ = [
     "Mode",
@@ -44,6 +45,7 @@ class Monitor:
     Attributes:
         best: The best value so far, or None.
         epoch: Its epoch; 0 if there is none.
+        steps: The number of finished steps at that time; 0 if there is none.
     """
 
     def __init__(self, who: str, name: str, mode: Mode, minimum_change: float) -> None:
@@ -59,15 +61,45 @@ class Monitor:
         """Resets the best value."""
         self.best: float | None = None
         self.epoch = 0
+        self.steps = 0
 
-    def improves(self, epoch: int, values: Mapping[str, float]) -> bool:
-        """Adds an epoch and returns whether it is the best so far.
+    @property
+    def is_validation(self) -> bool:
+        """Whether the metric is known after each validation, and not only after each epoch."""
+        return self.name.startswith("validation_")
 
-        An epoch with a NaN or infinite value never is.
+    def is_new(self, record: Record) -> bool:
+        """Whether a record of an epoch has something that no validation within it had."""
+        done = record.history.validations
+        last = (done[-1]["epoch"], done[-1]["steps"]) if done and self.is_validation else None
+        return last != (record.epoch, record.step)
+
+    def seen(self, history: History) -> list[tuple[int, dict[str, float]]]:
+        """Returns the epochs and values of a history in which it looks for improvements, in order.
+
+        These are validations within epochs, if it monitors a result of these, and epochs, without
+        those at whose last step there was such a validation.
+        """
+        within = history.validations if self.is_validation else []
+        found = [(int(values["epoch"]), values) for values in within]
+        done = {(epoch, values["steps"]) for epoch, values in found}
+        epochs = enumerate(history, 1)
+        found += [(n, each) for n, each in epochs if (n, each.get("steps")) not in done]
+        return sorted(found, key=lambda each: (each[0], each[1].get("steps", 0)))
+
+    def is_best(self, epoch: int, values: Mapping[str, float]) -> bool:
+        """Whether an epoch or a validation of a history is the best one."""
+        return (epoch, values.get("steps", 0)) == (self.epoch, self.steps)
+
+    def improves(self, epoch: int, values: Mapping[str, float], steps: float) -> bool:
+        """Adds an epoch or a validation, and returns whether it is the best so far.
+
+        One with a NaN or infinite value never is.
 
         Args:
-            epoch: Its number, from 1.
-            values: Its metrics.
+            epoch: The number of the epoch, from 1.
+            values: The metrics.
+            steps: The number of finished steps.
 
         Raises:
             OrtopsError: If it does not have the metric.
@@ -85,7 +117,7 @@ class Monitor:
             gain = value - self.best if self.is_more_better else self.best - value
             if not (gain > 0 and gain >= self.minimum_change):
                 return False
-        self.best, self.epoch = value, epoch
+        self.best, self.epoch, self.steps = value, epoch, int(steps)
         return True
 
 

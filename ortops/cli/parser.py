@@ -199,6 +199,16 @@ def _divisor(text: str) -> float:
     return number
 
 
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number > 0, got {text!r:.80}")
+    return number
+
+
 def _epilog(command: str) -> str:
     examples = textwrap.indent(textwrap.dedent(_EXAMPLES.get(command, "")).strip(), "  ")
     return f"examples:\n{examples}\n\n{_EXIT}" if examples else _EXIT
@@ -333,6 +343,19 @@ def _add_train(command: _Command) -> None:
         "0.1",
     )
     _add_list(group, "--metrics", "METRIC", "metrics to compute, such as accuracy")
+    add(
+        "--validate-every",
+        type=_count,
+        metavar="N",
+        help="also evaluate the validation data within epochs, every N steps",
+    )
+    add("--max-steps", type=_count, metavar="N", help="stop after N steps, also within an epoch")
+    add(
+        "--max-minutes",
+        type=_positive,
+        metavar="N",
+        help="stop after N minutes, also within an epoch; resume with --resume",
+    )
     add(
         "--early-stopping", type=_count, metavar="N", help="stop after N epochs without improvement"
     )

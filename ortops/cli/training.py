@@ -91,7 +91,7 @@ def train(options: argparse.Namespace) -> int:
     if resumes and session.steps_done == before:
         say(
             f"the training in '{save}' is already finished; to train further, give a larger "
-            f"--epochs, or run ortops train {_quoted(save)} … without --resume"
+            f"--epochs or --max-steps, or run ortops train {_quoted(save)} … without --resume"
         )
         return 0
     session.save(save)
@@ -148,7 +148,8 @@ def _prepare(
         size = rows_of(DataFile(training), row_axes_of(inputs))
         batches = -(-size // (options.batch_size or _BATCH_SIZE))
         updates = -(-batches // (options.accumulate or 1))  # the last one may be of fewer batches
-        model = _build(model, options, steps=(options.epochs or 1) * updates)
+        steps = min((options.epochs or 1) * updates, options.max_steps or _ANY_STEPS)
+        model = _build(model, options, steps=steps)
     _note_classes(model, data)
     return model, training, validation
 
@@ -162,6 +163,8 @@ def _fit(
     *,
     resumes: bool,
 ) -> None:
+    if options.validate_every and not validation:
+        raise OrtopsError("--validate-every: there are no data to validate; give --validation")
     kept = [metric(text) for text in options.metrics or ()]
     checkpoint = callbacks.Checkpoint(_literal(save), every=options.checkpoint_steps)
     try:
@@ -172,6 +175,9 @@ def _fit(
             seed=options.seed or 0,
             accumulate=options.accumulate or 1,
             validation=validation,
+            validate_every=options.validate_every,
+            max_steps=options.max_steps,
+            max_minutes=options.max_minutes,
             metrics=kept,
             progress=not options.quiet,
             callbacks=[*_callbacks(options, bool(validation)), checkpoint],

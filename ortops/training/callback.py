@@ -22,11 +22,13 @@ class Record:
         step: The number of finished steps (`TrainingSession.steps_done`).
         values: In `Callback.on_step`, ``loss``, ``loss_<name>`` of each summand and
             ``learning_rate`` of the step. In `Callback.on_epoch`, the entry of the epoch in the
-            history. In `Callback.on_end`, the entry of the last epoch, or the averages of an
-            unfinished one.
+            history. In `Callback.on_validation`, ``validation_<name>``. In `Callback.on_end`, the
+            entry of the last epoch, or the averages of an unfinished one.
         samples: The number of finished rows of the epoch.
         seconds: The time since training began, including interrupted calls.
         history: The entries of the finished epochs.
+        cut: Whether ``max_steps`` or ``max_minutes`` of `fit` ended training within this epoch. A
+            resumed training finishes the epoch, whose entry then replaces this one.
         interrupted: ``"SIGINT"``, ``"SIGTERM"`` or ``"SIGHUP"`` in `Callback.on_end`, if a signal
             ended training; else "".
         stopped: The reason given to `stop`, if it was called.
@@ -54,6 +56,7 @@ class Record:
     seconds: float
     history: History
     interrupted: str = ""
+    cut: bool = False
     stopped: str = field(default="", init=False)
 
     def stop(self, reason: str) -> None:
@@ -96,6 +99,9 @@ class Callback:
 
     def on_step(self, record: Record, session: Any) -> None:
         """Called after each step, which covers several batches with ``accumulate=``."""
+
+    def on_validation(self, record: Record, session: Any) -> None:
+        """Called after each validation within an epoch: ``fit(validate_every=…)``."""
 
     def on_epoch(self, record: Record, session: Any) -> None:
         """Called after each epoch and its validation."""

@@ -28,6 +28,7 @@ from ortops.training.feeds import Inputs
 from ortops.training.gradients import Accumulation, Gradients, number_of
 from ortops.training.history import History
 from ortops.training.interruption import Interruption
+from ortops.training.limits import Limits, checked_limits
 from ortops.training.position import (
     Entries,
     EpochState,
@@ -152,6 +153,9 @@ def fit(
     seed: int,
     validation: Data | None,
     validation_split: float,
+    validate_every: int | None,
+    max_steps: int | None,
+    max_minutes: float | None,
     metrics: Sequence[str | Metric],
     schedule: Callable[[float], float] | None,
     callbacks: Sequence[Callback],
@@ -174,7 +178,9 @@ def fit(
     split = number("validation_split", validation_split, minimum=0, below=1)
     if split and validation is not None:
         raise ArgumentError("validation_split: validation= is given, too; give one of them")
-    _check(trainer, validation is not None or split > 0, metrics, schedule, callbacks)
+    validated = validation is not None or split > 0
+    limits = checked_limits(validate_every, max_steps, max_minutes, validated=validated)
+    _check(trainer, validated, metrics, schedule, callbacks)
     source = open_data(data, inputs, batch_size=batch_size, epochs=epochs, prefetch=prefetch)
     if validation is not None:
         validation = open_data(validation, inputs, batch_size=batch_size, epochs=epochs)
@@ -184,13 +190,18 @@ def fit(
         *(epochs, int(batch_size), shuffle, seed, accumulate, source.rows, source.batches), split
     )
     begun = trainer.resume_state.position if resume else None
-    position = _first_position(trainer, strategy, call, begun)
+    position = _first_position(trainer, call, begun)
+    if strategy.shared is not None:
+        _check_same(strategy.shared, call, limits, position)
     epoch, planned = position.epoch_state.epoch, begun.epoch_state.call.epochs if begun else 0
     if epoch > epochs and (begun is None or begun.epoch_state.epoch > planned):
         return position.epoch_state.history
+    if begun is not None and _has_ended(begun, limits, trainer.steps_done):
+        return begun.epoch_state.history
     loop = _Loop(trainer, strategy, source, validation, metrics, schedule, callbacks, position)
+    loop.limits = limits
     if begun is not None and epochs > planned and strategy.leads:
-        _warn_if_schedule_ends(trainer, position)
+        _warn_if_schedule_ends(trainer, position, max_steps)
     loop.progress, loop.stop_on_nan = progress and strategy.leads, stop_on_nan
     interruption = loop.interruption
     try:
@@ -203,7 +214,14 @@ def fit(
         if strategy.leads:
             _log_how_to_continue(trainer, interruption.name)
         interruption.throw()
-    return History(loop.history)
+    return loop.results()
+
+
+def _has_ended(begun: Position, limits: Limits, steps: int) -> bool:
+    """Whether the training to resume has ended at a limit, and the end was recorded."""
+    epoch_state, progress = begun
+    recorded = epoch_state.cut is not None or not progress.batch
+    return recorded and limits.reaches_steps(steps - epoch_state.begun)
 
 
 def _check(
@@ -237,26 +255,23 @@ def _check(
         trainer.metadata.refuse_second_schedule()
 
 
-def _first_position(
-    trainer: Trainer, strategy: StepStrategy, call: FitArguments, begun: Position | None
-) -> Position:
+def _first_position(trainer: Trainer, call: FitArguments, begun: Position | None) -> Position:
     """Returns the position at which a call of `fit` starts.
 
     Args:
         trainer: The session.
-        strategy: How steps are made.
         call: The arguments of this call.
         begun: The position to resume from; None for a new training.
     """
     if begun is None:
-        entries = Entries(History())
-        epoch_state = EpochState(call, 1, trainer.steps_done, entries, finished=0, states=list)
+        made = trainer.steps_done
+        epoch_state = EpochState(
+            call, 1, made, Entries(History()), 0, list, Entries(History()), begun=made
+        )
         position = Position(epoch_state, Progress())
     else:
         position = begun.resumed(call)
         position.progress.check_sums(len(trainer.loss_names()))
-    if strategy.shared is not None:
-        _check_same(strategy.shared, call, position)
     return position
 
 
@@ -269,10 +284,12 @@ class _Loop:
         interruption: The signal that came, if any.
         progress: Whether to show a line for each epoch.
         stop_on_nan: Whether to stop at a loss that is NaN, infinite, or below what it can be.
+        limits: When validation is due within an epoch, and when training ends.
     """
 
     progress = True
     stop_on_nan = True
+    limits = Limits()
 
     def __init__(
         self,
@@ -298,8 +315,12 @@ class _Loop:
         self.position = position
         self.entries = Entries(position.epoch_state.history)
         self.history = self.entries.history
+        self.validations = Entries(History(position.epoch_state.validations.history))
+        self.history.validations = self.validations.history
         self.interruption = Interruption(fit.__code__)
         self.stopped = ""
+        self._limit = ""  # why training ends within or after an epoch
+        self._cut = False  # whether it ends within one
         self._done = Progress()
         self._names = trainer.loss_names()
         rate = trainer.metadata.scheduled_learning_rate
@@ -307,6 +328,10 @@ class _Loop:
         self._counts = strategy.counts if any(strategy.counts) else []
         self._outputs = [*self._names, *(name for name in (rate, *self._counts) if name)]
         self._shares = {part.name: part.weight for part in trainer.metadata.losses}
+        self._revalidates = any(
+            _defines(each, "on_validation") and not type(each).__module__.startswith("ortops.")
+            for each in self.callbacks
+        )  # as they may change the model; callbacks of ortops do not
         self._on_step = [each for each in self.callbacks if _defines(each, "on_step")]
         self._on_save = [each for each in self.callbacks if _defines(each, "on_save")]
         self._on_save_of_step = [each for each in self._on_step if _defines(each, "on_save")]
@@ -335,6 +360,7 @@ class _Loop:
         given = list(callbacks)
         epoch_state = self.position.epoch_state._replace(
             entries=self.entries,
+            validations=self.validations,
             states=lambda: [
                 {"class": type(each).__name__, "state": each.state()} for each in given
             ],
@@ -349,6 +375,8 @@ class _Loop:
             logger.warning("fit: stopped before the first step: %s", self.stopped)
         epochs = self.position.epoch_state.call.epochs
         while self.position.epoch_state.epoch <= epochs and not self._ended():
+            if self._reaches_limit() and not self.position.progress.batch:
+                break
             bar = self._bar() if self.progress else None
             entry = None
             try:
@@ -362,11 +390,13 @@ class _Loop:
                 break
             if bar:
                 bar.finish(entry)
-            self._notify("on_epoch", entry, finished=True)
+            self._notify("on_epoch", entry, finished=not self._cut)
+            if self._limit:
+                break
         self._ended()  # waits until callbacks of other processes have written
-        progress = self.position.progress
+        (*_, cut), progress = self.position
         between = bool(self.history) and not progress.batch
-        last = self.history[-1] if between else self._averages()
+        last = self.history[-1] if between else cut or self._averages()
         self._notify("on_end", dict(last), finished=between)
         self._ended()  # waits for the others, as a signal may end all processes at once
 
@@ -403,14 +433,87 @@ class _Loop:
         with contextlib.ExitStack() as stack:
             stack.callback(self._close, batches)
             make = self._make_joined_update if call.accumulate > 1 else self._make_update
-            while make(batches):
+            if self._validates_within(batches):  # that of a resumed training may be missing
+                return
+            while not self._reaches_limit() and make(batches):
                 if bar:
                     progress = self.position.progress
-                    bar.update(progress.batch, progress.samples, self._averages)
+                    bar.update(progress.batch, progress.samples, self._shown)
                 if self._on_step:
                     self._notify_of_step()
-                if self._ended():
+                if self._ended() or self._validates_within(batches):
                     return
+            self._cut = bool(self._limit) and self._has_more(batches)
+
+    def _reaches_limit(self) -> bool:
+        """Whether training ends here, in all processes, because of a limit."""
+        made = self.trainer.steps_done - self.position.epoch_state.begun
+        self._limit = self._limit or self.limits.ending(made)
+        if self.strategy.shared is not None and self.limits.max_minutes is not None:
+            self._limit, _, _ = self.strategy.shared.agree(self._limit, "", None)
+        return bool(self._limit)
+
+    def _has_more(self, batches: Iterator[Batch]) -> bool:
+        """Whether the epoch has more batches."""
+        known = self.source.batches
+        if known is not None:
+            return self.position.progress.batch < known
+        return self._read(batches) is not None
+
+    def _validates_within(self, batches: Iterator[Batch]) -> bool:
+        """Validates within the epoch, if it is due.
+
+        Returns:
+            Whether training ends.
+        """
+        epoch_state, progress = self.position
+        steps = self.trainer.steps_done
+        due = progress.batch and self.limits.is_validation_due(steps)
+        if not due or self._is_validated():
+            return False
+        paused = batches.paused if isinstance(batches, Prefetcher) else contextlib.nullcontext()
+        measured = self._measure(paused)
+        if self._ended():  # in all processes
+            return True
+        entry = {"epoch": epoch_state.epoch, "steps": steps, **measured}
+        self.history.validations.append(entry)
+        self._notify("on_validation", dict(measured))
+        return self._ended()
+
+    def _measure(self, paused: contextlib.AbstractContextManager[object]) -> dict[str, float]:
+        """Returns the results on the validation data; those before a signal mean nothing.
+
+        Args:
+            paused: A context in which nothing else reads data.
+        """
+
+        def measure() -> dict[str, float]:
+            with paused:
+                return self.trainer.evaluate(
+                    self.validation,
+                    batch_size=self.position.epoch_state.call.batch_size,
+                    metrics=self.metrics,
+                )
+
+        measured = self.interruption.at_once(measure) if self.validation is not None else None
+        return {f"validation_{name}": value for name, value in (measured or {}).items()}
+
+    def _is_validated(self) -> bool:
+        """Whether there was a validation within this epoch after its last step."""
+        done = self.history.validations
+        present = self.position.epoch_state.epoch, self.trainer.steps_done
+        return bool(done) and (done[-1]["epoch"], done[-1]["steps"]) == present
+
+    def _last_measured(self) -> dict[str, float]:
+        """Returns the results of the last validation within this epoch, if there was one."""
+        done, epoch = self.history.validations, self.position.epoch_state.epoch
+        if not done or done[-1]["epoch"] != epoch:
+            return {}
+        return {n: value for n, value in done[-1].items() if n.startswith("validation_")}
+
+    def _shown(self) -> dict[str, float]:
+        """Returns the numbers of the progress bar within an epoch."""
+        return self._averages() | self._last_measured()
 
     def _close(self, batches: Iterator[Batch]) -> None:
         """Closes the batches; after a signal, without waiting for one that is being read."""
@@ -593,22 +696,22 @@ class _Loop:
         """
         epoch_state, progress = self.position
         entry = self._averages()
-        if self.validation is not None:
-            measured = self.interruption.at_once(
-                functools.partial(
-                    self.trainer.evaluate,
-                    self.validation,
-                    batch_size=epoch_state.call.batch_size,
-                    metrics=self.metrics,
-                )
-            )
-            entry |= {f"validation_{name}": value for name, value in (measured or {}).items()}
+        if self._is_validated() and not self._revalidates:
+            entry |= self._last_measured()
+        else:
+            entry |= self._measure(contextlib.nullcontext())
         if self._ended():  # in all processes, whether or not each of them evaluates
             return None
         seconds = time.perf_counter() - self._clock
         entry |= self._present_rate()
         entry["steps"] = self.trainer.steps_done
-        entry["seconds"], self._began = seconds - self._began, seconds
+        entry["seconds"] = seconds - self._began
+        if self._cut:
+            epoch_state = epoch_state._replace(cut=entry)
+            self.position = Position(epoch_state, progress._replace(seconds=seconds))
+            self.trainer.resume_state.set(self.position)
+            return entry
+        self._began = seconds
         self.history.append(entry)
         epoch_state = epoch_state._replace(
             epoch=epoch_state.epoch + 1,
@@ -620,6 +723,11 @@ class _Loop:
         self.position = Position(epoch_state, Progress(rate=progress.rate, seconds=seconds))
         self.trainer.resume_state.set(self.position)
         return entry
+
+    def results(self) -> History:
+        """Returns a new list of the entries of all epochs, also of one that a limit cut short."""
+        cut = self.position.epoch_state.cut
+        return History([*self.history, *([cut] if cut else [])], self.history.validations)
 
     def _averages(self) -> dict[str, float]:
         """Returns the mean losses of the epoch so far; NaN if no label counts."""
@@ -701,8 +809,9 @@ class _Loop:
             values=values,
             samples=progress.samples,
             seconds=time.perf_counter() - self._clock,
-            history=self.history,
+            history=self.results() if epoch_state.cut else self.history,
             interrupted=self.interruption.name,
+            cut=self._cut,
         )
 
 
@@ -725,7 +834,7 @@ def _make_plain(values: dict[str, float], callback: Callback) -> None:
             values[name] = found
 
 
-def _check_same(shared: Shared, call: FitArguments, position: Position) -> None:
+def _check_same(shared: Shared, call: FitArguments, limits: Limits, position: Position) -> None:
     """Raises an error if processes have different arguments or positions."""
     epoch_state = position.epoch_state
     progress = {
@@ -733,11 +842,12 @@ def _check_same(shared: Shared, call: FitArguments, position: Position) -> None:
         "first_step": epoch_state.first_step,
         "batch": position.progress.batch,
     }
-    given = (f"{name}={value}" for name, value in (asdict(call) | progress).items())
+    arguments = asdict(call) | limits.arguments | progress
+    given = (f"{name}={value}" for name, value in arguments.items())
     shared.same("the arguments of fit, and where it begins", ", ".join(given))
 
 
-def _warn_if_schedule_ends(trainer: Trainer, position: Position) -> None:
+def _warn_if_schedule_ends(trainer: Trainer, position: Position, max_steps: int | None) -> None:
     """Warns if training has more steps than the schedule in its graph."""
     schedule = trainer.metadata.schedule
     planned = re.search(r"[(, ]steps=(\d+)", schedule)
@@ -745,6 +855,8 @@ def _warn_if_schedule_ends(trainer: Trainer, position: Position) -> None:
     if planned is None:  # it never ends
         return
     epochs = call.epochs - position.epoch_state.epoch + 1
+    if max_steps is not None and position.epoch_state.begun + max_steps <= int(planned[1]):
+        return
     if call.batches is not None:
         whole, done = (-(-batches // call.accumulate) for batches in (call.batches, progress.batch))
         if trainer.steps_done + epochs * whole - done <= int(planned[1]):

@@ -18,6 +18,14 @@ class History(list[dict[str, float]]):
     last step, ``steps`` the number of finished steps at the end of the epoch, and ``seconds`` its
     duration. Histories are equal if everything but ``seconds`` is.
 
+    Args:
+        entries: The epochs.
+        validations: The results of ``fit(validate_every=…)``.
+
+    Attributes:
+        validations: A dict of ``epoch``, ``steps`` and ``validation_<name>`` for each validation
+            within an epoch.
+
     Example:
         >>> history = History([{"loss": 2.0, "steps": 10}, {"loss": 0.5, "steps": 20}])
         >>> history.columns["loss"]
@@ -27,6 +35,14 @@ class History(list[dict[str, float]]):
             1     2     10
             2   0.5     20
     """
+
+    def __init__(
+        self,
+        entries: Iterable[dict[str, float]] = (),
+        validations: Iterable[dict[str, float]] = (),
+    ) -> None:
+        super().__init__(entries)
+        self.validations = list(validations)
 
     @property
     def columns(self) -> dict[str, list[float]]:
@@ -60,7 +76,8 @@ class History(list[dict[str, float]]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, list):
             return NotImplemented
-        return _without_times(self) == _without_times(other)
+        validations = other.validations if isinstance(other, History) else self.validations
+        return _without_times(self) == _without_times(other) and self.validations == validations
 
     def __ne__(self, other: object) -> bool:
         return not self == other

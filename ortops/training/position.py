@@ -139,6 +139,9 @@ class EpochState(NamedTuple):
         entries: The entries of all epochs so far, shared with later positions.
         finished: The number of entries of earlier epochs.
         states: Returns the classes and states of the callbacks.
+        validations: The results of validations within epochs, shared with later positions.
+        begun: The number of steps before the training.
+        cut: The entry of the present epoch if a limit ended training within it; None otherwise.
     """
 
     call: FitArguments
@@ -147,11 +150,16 @@ class EpochState(NamedTuple):
     entries: Entries
     finished: int
     states: Callable[[], Sequence[Mapping[str, Any]]]
+    validations: Entries
+    begun: int = 0
+    cut: dict[str, float] | None = None
 
     @property
     def history(self) -> History:
-        """A new list of the entries of earlier epochs."""
-        return History(self.entries.history[: self.finished])
+        """A new list of the entries of earlier epochs, and of one that a limit cut short."""
+        cut = [self.cut] if self.cut is not None else []
+        finished = self.entries.history[: self.finished]
+        return History([*finished, *cut], self.validations.history)
 
 
 class Position(NamedTuple):
@@ -168,6 +176,8 @@ class Position(NamedTuple):
     def resumed(self, given: FitArguments) -> Position:
         """Returns the position with the number of epochs of the resuming call.
 
+        An epoch that a limit cut short goes on.
+
         Raises:
             OrtopsError: If other arguments differ (see `FitArguments.resumed`), or there are fewer
                 epochs than were begun.
@@ -183,7 +193,7 @@ class Position(NamedTuple):
                 f"resume has finished {epoch - 1} of {epoch_state.call.epochs} epochs{where}; "
                 "leave out resume=True to start a new training"
             )
-        return self._replace(epoch_state=epoch_state._replace(call=call))
+        return self._replace(epoch_state=epoch_state._replace(call=call, cut=None))
 
     def text(self, steps: int) -> str:
         """Returns the position as JSON, with NaN and infinity as Python writes them.
@@ -200,6 +210,8 @@ class Position(NamedTuple):
             **asdict(epoch_state.call),
             "epoch": epoch_state.epoch,
             "first_step": epoch_state.first_step,
+            "begun": epoch_state.begun,
+            "cut": epoch_state.cut and _plain_entry(epoch_state.cut, epoch_state.epoch),
             **self.progress._asdict(),
             **{name: list(getattr(self.progress, name)) for name in _TUPLES},
             "steps": steps,
@@ -219,6 +231,8 @@ class Position(NamedTuple):
         # The history is text already, so the time of a save does not grow with the epochs.
         written = {name: value for name, value in found.items() if value or name not in _OPTIONAL}
         head = json.dumps(written).removesuffix("}")
+        if validations := epoch_state.validations.text(len(epoch_state.validations.history)):
+            head += f', "validations": [{validations}]'
         return f'{head}, "history": [{entries}], "callbacks": [{", ".join(states)}]}}'
 
 
@@ -342,6 +356,9 @@ def read_position(proto: onnx.ModelProto) -> tuple[Position, int] | None:
         entries,
         finished=len(entries.history),
         states=lambda: states,
+        validations=Entries(History(found["validations"])),
+        begun=found["begun"],
+        cut=found["cut"],
     )
     progress = Progress(**{name: found[name] for name in Progress._fields})
     totals, weights, units = (tuple(found[name]) for name in _TUPLES)
@@ -350,7 +367,14 @@ def read_position(proto: onnx.ModelProto) -> tuple[Position, int] | None:
 
 
 _TUPLES = ("totals", "weights", "units")
-_OPTIONAL: Mapping[str, Any] = {"weights": [], "units": [], "validation_split": 0.0}
+_OPTIONAL: Mapping[str, Any] = {
+    "weights": [],
+    "units": [],
+    "validation_split": 0.0,
+    "begun": 0,
+    "cut": None,
+    "validations": [],
+}
 
 
 def _is_count(value: object, least: int = 0) -> bool:
@@ -378,7 +402,7 @@ _FIELDS: Mapping[str, Expected] = {
         ("epochs", "epoch", "batch_size", "accumulate"),
         Expected("an integer >= 1", lambda value: _is_count(value, 1)),
     ),
-    **dict.fromkeys(("first_step", "batch", "samples", "steps"), _COUNT),
+    **dict.fromkeys(("first_step", "begun", "batch", "samples", "steps"), _COUNT),
     "seed": Expected("an integer >= 0", lambda value: type(value) is int and value >= 0),
     **dict.fromkeys(("rows", "batches"), or_null(_COUNT)),
     "shuffle": BOOLEAN,
@@ -388,6 +412,7 @@ _FIELDS: Mapping[str, Expected] = {
     **dict.fromkeys(_TUPLES, array_of("numbers", _is_number)),
     "rate": or_null(_NUMBER),
     "seconds": Expected("a number >= 0", lambda value: _is_number(value) and 0 <= value < math.inf),
-    "history": array_of("objects of numbers", _NUMBERS.fits),
+    **dict.fromkeys(("history", "validations"), array_of("objects of numbers", _NUMBERS.fits)),
+    "cut": or_null(_NUMBERS),
     "callbacks": array_of("objects of 'class' and 'state'", _is_state),
 }

@@ -30,6 +30,7 @@ class _Fetching(Generic[_T]):
         self.items = items
         self.free = threading.Semaphore(ahead)
         self.stopped = False
+        self.reading = threading.Lock()
         self.fetched: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = (
             queue.SimpleQueue()
         )
@@ -59,9 +60,12 @@ class _Fetching(Generic[_T]):
             if self.stopped:
                 return
             try:
-                yield next(self.items)
+                with self.reading:
+                    item = next(self.items)
             except StopIteration:
                 return
+            yield item
+            del item
 
     def stop(self) -> None:
         self.stopped = True
@@ -125,6 +129,19 @@ class Prefetcher(Iterator[_T]):
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._fetching.fetched.get(timeout=_LONGEST_WAIT)
+
+    @property
+    def paused(self) -> contextlib.AbstractContextManager[object]:
+        """A context in which the thread reads no item, so that others may read the same data.
+
+        Example:
+            >>> prefetcher = Prefetcher(iter("abc"), 2)
+            >>> with prefetcher.paused:
+            ...     pass
+            >>> list(prefetcher)
+            ['a', 'b', 'c']
+        """
+        return self._fetching.reading
 
     def close(self, *, wait: bool = True) -> None:
         """Ends the thread.

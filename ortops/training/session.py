@@ -204,6 +204,9 @@ class TrainingSession:
         seed: int = 0,
         validation: Data | None = None,
         validation_split: float = 0.0,
+        validate_every: int | None = None,
+        max_steps: int | None = None,
+        max_minutes: float | None = None,
         metrics: Sequence[str | Metric] = (),
         schedule: Callable[[float], float] | None = None,
         callbacks: Sequence[Callback] = (),
@@ -236,6 +239,17 @@ class TrainingSession:
                 for validation, in the order in which they are given, before any shuffling. Of given
                 batches, it is the last of these. Data that are only read from the beginning to the
                 end, such as iterators and loaders, are refused.
+            validate_every: The number of steps between validations within epochs, in addition to
+                the one after each epoch: a validation follows each step whose number (`steps_done`)
+                is a multiple. The results are in ``validations`` of the returned
+                `ortops.training.history.History`; callbacks get them in ``on_validation``.
+            max_steps: The number of steps after which training ends, also within an epoch. The
+                epoch is then validated and recorded. With ``resume=True``, steps of earlier calls
+                count, and a larger number than before finishes the epoch, whose entry replaces the
+                recorded one.
+            max_minutes: The number of minutes after which this call ends, after the current step,
+                as with ``max_steps``. Earlier calls do not count; the validation at the end comes
+                in addition.
             metrics: The metrics to compute on the validation data (see `ortops.metrics`).
             schedule: A function that returns the learning rate of an epoch, given the fraction of
                 ``epochs`` that are finished (0 in the first one). By default, the learning rate
@@ -288,6 +302,9 @@ class TrainingSession:
             seed=seed,
             validation=validation,
             validation_split=validation_split,
+            validate_every=validate_every,
+            max_steps=max_steps,
+            max_minutes=max_minutes,
             metrics=metrics,
             schedule=schedule,
             callbacks=callbacks,
