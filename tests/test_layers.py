@@ -140,6 +140,7 @@ WITHIN = {
             "cross_entropy",
             "products",
             "padding",
+            "normal_form",
             "computed_sizes",
             "gelu",
         ),

@@ -163,7 +163,17 @@ def positions() -> onnx.ModelProto:
     return tape.model()
 
 
+def like() -> onnx.ModelProto:
+    """As exporters write it that do not fold constants."""
+    weights = np.random.default_rng(1).standard_normal((6, 6)).astype(np.float32)
+    with Tape(name="like") as tape:
+        h = tape.input("x", np.float32, ["batch", 6]) @ tape.initializer("weight", weights)
+        tape.output(op.Relu(h) + op.CastLike(np.float64(0.1), h), "logits")
+    return tape.model()
+
+
 CASES = {
+    "normal_form": Case(like, {"x": (4, 6)}, "CastLike", ""),
     "computed_sizes": Case(positions, {"x": (4, 6)}, "Shape", ""),
     "gelu": Case(gelu, {"x": (4, 6)}, "Div", "Gelu"),
     "padding": Case(padded, {"x": (4, 2, 5, 4)}, "Pad", ""),

@@ -69,6 +69,16 @@ AVERAGE = [
     average("ceil_dropped", 1, 1, 5, 4, kernel_shape=[2, 2], pads=[1, 1, 1, 1], **DROPPED),
     average("ceil_dropped_counted", 2, 3, 3, 4, kernel_shape=[2, 3], pads=[1, 0, 1, 0],
             strides=[2, 2], ceil_mode=1, count_include_pad=1, opset=22),
+    average("larger", 2, 3, 4, 3, kernel_shape=[90, 70], strides=[90, 70], ceil_mode=1),
+    average("larger_counted", 2, 3, 4, 3, kernel_shape=[90, 70], strides=[90, 70], ceil_mode=1,
+            count_include_pad=1),
+    average("larger_pads", 2, 3, 4, 3, kernel_shape=[9, 7], pads=[2, 1, 0, 2], strides=[9, 4],
+            ceil_mode=1, count_include_pad=1),
+    average("larger_on_one_axis", 2, 3, 7, 3, kernel_shape=[2, 7], strides=[3, 7], ceil_mode=1),
+    average("larger_windows", 2, 3, 5, kernel_shape=[8], pads=[5, 4], strides=[2]),
+    average("larger_windows_stride_1", 2, 3, 5, kernel_shape=[8], pads=[5, 4], count_include_pad=1),
+    average("larger_dilations", 2, 3, 5, kernel_shape=[4], dilations=[3], pads=[3, 3], strides=[2],
+            count_include_pad=1),
     average("dilations", 2, 3, 8, 7, kernel_shape=[3, 2], dilations=[2, 3], strides=[1, 2]),
     average("dilations_pads", 2, 3, 8, 7, kernel_shape=[3, 2], dilations=[2, 3],
             pads=[1, 0, 2, 1]),
@@ -95,6 +105,8 @@ MAXIMUM = [
     maximum("ceil_dropped", 2, 3, 5, 4, kernel_shape=[2, 2], pads=[1, 1, 1, 1], **DROPPED),
     maximum32("ceil_dropped_on_one_axis", 2, 3, 3, 4, kernel_shape=[2, 3], pads=[1, 0, 1, 0],
               strides=[2, 2], ceil_mode=1, opset=22),
+    maximum("larger", 2, 3, 4, 3, kernel_shape=[90, 70], strides=[90, 70], ceil_mode=1),
+    maximum32("larger_windows", 2, 3, 5, kernel_shape=[8], pads=[5, 4], strides=[2]),
     maximum("dilations", 2, 3, 8, 7, kernel_shape=[3, 2], dilations=[2, 3], strides=[1, 2]),
     maximum("same_upper", 2, 3, 8, 7, kernel_shape=[3, 2], auto_pad="SAME_UPPER", strides=[2, 3]),
     maximum("same_lower", 2, 3, 8, 7, kernel_shape=[3, 2], auto_pad="SAME_LOWER"),
@@ -112,6 +124,8 @@ NORM = [
     norm("3", 3, 2, 3, 6, 5, kernel_shape=[3, 2], auto_pad="SAME_UPPER", strides=[2, 3]),
     norm("4", 4, 2, 3, 6, 8, kernel_shape=[3, 2], strides=[2, 3], ceil_mode=1),
     norm("ceil_dropped", 2, 2, 3, 5, 4, kernel_shape=[2, 2], pads=[1] * 4, **DROPPED),
+    norm("larger", 2, 2, 3, 4, 3, kernel_shape=[90, 70], strides=[90, 70], ceil_mode=1),
+    norm("larger_windows", 3, 2, 3, 5, kernel_shape=[8], pads=[5, 4], strides=[2]),
     norm("dilations", 2, 2, 3, 8, 7, kernel_shape=[3, 2], dilations=[2, 3]),
 ]
 
@@ -260,8 +274,8 @@ WIDE = [
     (length, window, stride, pads, ceil_mode)
     for length, window, pads, stride, ceil_mode in itertools.product(
         [1, 2, 3, 5, 6],
-        [(1, 1), (2, 1), (3, 1), (2, 2), (2, 3)],  # kernel and dilation
-        [(0, 0), (1, 1), (0, 1), (2, 2)],
+        [(1, 1), (2, 1), (3, 1), (2, 2), (2, 3), (7, 1)],  # kernel and dilation
+        [(0, 0), (1, 1), (0, 1), (2, 2), (6, 3)],
         [1, 2, 3, 5],
         [0, 1],
     )

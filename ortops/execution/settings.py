@@ -65,7 +65,7 @@ class Settings:
         Example:
             >>> settings = Settings().without("max_pool", "recurrent", "blocked", "scales")
             >>> [each.name for each in settings.passes][:5]
-            ['computed_sizes', 'padding', 'gelu', 'quantized_weights', 'chunked_logits']
+            ['normal_form', 'computed_sizes', 'padding', 'gelu', 'quantized_weights']
         """
         known = [each.name for each in self.passes]
         for name in names:

@@ -19,6 +19,7 @@ from ortops.passes.cross_entropy import CROSS_ENTROPY
 from ortops.passes.draft import Draft, Pass, Runtime
 from ortops.passes.gelu import GELU
 from ortops.passes.max_pool import MAX_POOL
+from ortops.passes.normal_form import NORMAL_FORM
 from ortops.passes.padding import PADDING
 from ortops.passes.products import ROW_SUMS, SCALES, TRANSPOSES
 from ortops.passes.quantized_weights import QUANTIZED_WEIGHTS
@@ -31,6 +32,7 @@ from ortops.passes.webgpu import WEBGPU
 __all__ = ["PASSES", "Draft", "Pass", "Runtime", "passes_for"]
 
 PASSES: tuple[Pass, ...] = (
+    NORMAL_FORM,  # first, because the others look for its forms
     COMPUTED_SIZES,
     PADDING,
     GELU,

@@ -19,14 +19,16 @@ _STEEP = float(np.finfo(np.float32).max)
 
 _FINITE = frozenset(
     {
-        *("Add", "AveragePool", "BatchNormalization", "Cast", "Clip", "Concat", "Conv", "Dropout"),
-        *("ConvTranspose", "Elu", "Erf", "Expand", "Flatten", "Gather", "Gelu", "Gemm"),
-        *("GlobalAveragePool", "GlobalMaxPool", "HardSigmoid", "HardSwish", "Identity"),
-        *("GroupNormalization", "InstanceNormalization", "LayerNormalization", "LeakyRelu"),
-        *("LogSoftmax", "MatMul", "MaxPool", "Mish", "Mul", "Neg", "NegativeLogLikelihoodLoss"),
-        *("Pad", "PRelu", "ReduceMax", "ReduceMean", "ReduceSum", "Relu", "Reshape", "Resize"),
-        *("Shape", "Sigmoid", "Slice", "Softmax", "SoftmaxCrossEntropyLoss", "Softplus", "Split"),
-        *("Squeeze", "Sub", "Sum", "Tanh", "Transpose", "Unsqueeze", "Where"),
+        *("Abs", "Add", "AveragePool", "BatchNormalization", "Cast", "CastLike", "Clip", "Concat"),
+        *("Conv", "ConvTranspose", "Cos", "DepthToSpace", "Dropout", "Einsum", "Elu", "Erf"),
+        *("Exp", "Expand", "Flatten", "GRU", "Gather", "GatherElements", "GatherND", "Gelu"),
+        *("Gemm", "GlobalAveragePool", "GlobalMaxPool", "GroupNormalization", "HardSigmoid"),
+        *("HardSwish", "Identity", "InstanceNormalization", "LSTM", "LayerNormalization"),
+        *("LeakyRelu", "LogSoftmax", "MatMul", "Max", "MaxPool", "Mean", "Min", "Mish", "Mul"),
+        *("Neg", "NegativeLogLikelihoodLoss", "PRelu", "Pad", "ReduceLogSumExp", "ReduceMax"),
+        *("ReduceMean", "ReduceMin", "ReduceSum", "Relu", "Reshape", "Resize", "Sigmoid", "Sin"),
+        *("Slice", "Softmax", "SoftmaxCrossEntropyLoss", "Softplus", "SpaceToDepth", "Split"),
+        *("Squeeze", "Sub", "Sum", "Swish", "Tanh", "Tile", "Transpose", "Unsqueeze", "Where"),
     }
 )
 """Operators whose gradients keep finite cotangents finite, unlike that of a root at zero."""
@@ -43,10 +45,29 @@ def unbounded_values(graph: ir.Graph, rules: Rules) -> set[ir.Value]:
     for node in reversed(list(graph)):
         if is_bound(node):  # not part of the forward pass
             continue
-        bounded = node.op_type in _FINITE and not (node.domain or rules.is_overridden(node))
+        bounded = _keeps_finite(node) and not (node.domain or rules.is_overridden(node))
         if not bounded or not found.isdisjoint(node.outputs):
             found |= {value for value in node.inputs if value is not None}
     return found
+
+
+def _keeps_finite(node: ir.Node) -> bool:
+    """Whether the gradient of a standard operator keeps finite cotangents finite."""
+    if node.outputs and not any(map(_may_have_cotangent, node.outputs)):
+        return True
+    other = node.inputs[1] if len(node.inputs) > 1 else None
+    number = None if other is None else constant_number(other)
+    match node.op_type:
+        case "Div":
+            return number is not None and number != 0
+        case "Pow":
+            return number is not None and number >= 1
+        case op_type:
+            return op_type in _FINITE
+
+
+def _may_have_cotangent(value: ir.Value) -> bool:
+    return value.dtype is None or value.dtype.is_floating_point()
 
 
 def mask(y: Tensor, *, at_zero: float = 0.0) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Unpack, cast
 
 import numpy as np
@@ -38,6 +39,9 @@ def _with_channels_in_batch(x: Tensor, rank: int) -> Tensor:
 
 def _spread(g: Tensor, x: Tensor, at: Windows) -> Tensor:
     """Returns, for each element of x, the sum of g over the windows that contain it."""
+    at = _clamped(g, x, at)
+    if _cover(g, x, at):
+        return expand_like(g, x)
     kernel = cast(tuple[int, ...], at.kernel)
     if set(at.strides) == set(at.dilations) == {1} and at.pads is not None:
         pads = mirrored_pads(at)
@@ -49,6 +53,38 @@ def _spread(g: Tensor, x: Tensor, at: Windows) -> Tensor:
     ones = np.ones((1, 1, *kernel), g.dtype)
     result = input_gradient(channels, x.tape.constant(ones), like, at, 1)
     return reshape_like(result, x)
+
+
+def _clamped(g: Tensor, x: Tensor, at: Windows) -> Windows:
+    """Returns windows that contain the same elements of x, without those that lie beyond its end.
+
+    The kernel of exported models may be much larger than x, and the work grows with its area.
+    """
+    if at.pads is None or isinstance(at.begin, Tensor) or isinstance(at.end, Tensor):
+        return at
+    kernel, strides, end = list(at.kernel), list(at.strides), list(at.end)
+    sizes = zip(static_sizes(x, at.rank), static_sizes(g, at.rank), strict=True)
+    for axis, (length, count) in enumerate(sizes):
+        most, dilation, begin = kernel[axis], at.dilations[axis], at.begin[axis]
+        if length is None or count is None or most is None or begin < 0 or length < 1:
+            continue
+        reached = -(-(length + begin) // dilation)  # elements of the first window up to the end
+        stride = 1 if count == 1 else strides[axis]
+        beyond = (count - 1) * stride + (reached - 1) * dilation + 1 - begin - length
+        if reached < most and beyond >= 0:
+            kernel[axis], strides[axis], end[axis] = reached, stride, beyond
+    return replace(at, kernel=tuple(kernel), strides=tuple(strides), end=tuple(end))
+
+
+def _cover(g: Tensor, x: Tensor, at: Windows) -> bool:
+    """Whether there is one window, which contains all of x."""
+    if at.pads is None or isinstance(at.begin, Tensor):
+        return False
+    sizes = zip(static_sizes(x, at.rank), static_sizes(g, at.rank), strict=True)
+    return set(at.dilations) == {1} and all(
+        count == 1 and length is not None and begin >= 0 and cast(int, size) - begin >= length
+        for (length, count), begin, size in zip(sizes, at.begin, at.kernel, strict=True)
+    )
 
 
 def _counts(g: Tensor, x: Tensor, at: Windows, include_pad: bool) -> Tensor:
