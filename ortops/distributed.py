@@ -421,7 +421,12 @@ class JoinedSteps(Steps):
         self._compared = False
         shared = Shared(self._agree, self._same, add_up)
         return StepStrategy(
-            step, gradients, self._loaded.counts(), leads=not self._rank, shared=shared
+            step,
+            gradients,
+            self._loaded.counts(),
+            show=self.show,
+            leads=not self._rank,
+            shared=shared,
         )
 
     def _same(self, what: str, found: object) -> None:

@@ -455,6 +455,15 @@ def test_limits_of_a_training(folder):
     assert ortops.TrainingSession("trained.onnx").steps_done == 6
 
 
+def test_metrics_of_training(folder, capsys):
+    more = ["--metrics", "accuracy", "--train-metrics", "--log", "log.csv"]
+    assert train(*more, "--save", "trained.onnx") == 0
+    (row,) = csv.DictReader(Path("log.csv").read_text().splitlines())
+    assert 0 < float(row["accuracy"]) <= 1
+    assert train("--train-metrics", "--save", "other.onnx") == 1
+    assert "--train-metrics: there are no metrics" in capsys.readouterr().err
+
+
 def test_wrong_limits_of_a_training(folder, capsys):
     assert train("--validate-every", "3", "--save", "trained.onnx") == 1
     assert "--validate-every: there are no data to validate" in capsys.readouterr().err

@@ -212,6 +212,7 @@ WITHIN = {
             "callback",
             "interruption",
             "limits",
+            "training_metrics",
             "position",
             "probabilities",
             "progress_bar",

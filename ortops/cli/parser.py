@@ -344,6 +344,11 @@ def _add_train(command: _Command) -> None:
     )
     _add_list(group, "--metrics", "METRIC", "metrics to compute, such as accuracy")
     add(
+        "--train-metrics",
+        action=argparse.BooleanOptionalAction,
+        help="compute the metrics on the training data, too, from the outputs of the steps",
+    )
+    add(
         "--validate-every",
         type=_count,
         metavar="N",

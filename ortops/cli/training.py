@@ -165,6 +165,8 @@ def _fit(
 ) -> None:
     if options.validate_every and not validation:
         raise OrtopsError("--validate-every: there are no data to validate; give --validation")
+    if options.train_metrics and not options.metrics:
+        raise OrtopsError("--train-metrics: there are no metrics; give --metrics")
     kept = [metric(text) for text in options.metrics or ()]
     checkpoint = callbacks.Checkpoint(_literal(save), every=options.checkpoint_steps)
     try:
@@ -179,6 +181,7 @@ def _fit(
             max_steps=options.max_steps,
             max_minutes=options.max_minutes,
             metrics=kept,
+            train_metrics=options.train_metrics,
             progress=not options.quiet,
             callbacks=[*_callbacks(options, bool(validation)), checkpoint],
             resume=resumes,

@@ -245,6 +245,30 @@ class Execution:
             self._changes.change(finish)
         return shown
 
+    def computes(self, name: str) -> bool:
+        """Whether a step computes a tensor, so that `show` can make it an output."""
+        return any(template.computes(name) for template in self._templates)
+
+    def show(self, names: Sequence[str]) -> None:
+        """Sets the tensors that a step can return in addition to its outputs.
+
+        If they change, graphs are made anew. The variables stay as they are.
+
+        Args:
+            names: Tensors that a step computes.
+        """
+        extra = tuple(names)
+        if all(template.extra == extra for template in self._templates):
+            return
+
+        def change() -> None:
+            for template in self._templates:
+                template.extra = extra
+            self._cache = ShapeCache(self._templates, self._capacity)
+            self._split_step = None
+
+        run_uninterrupted(change)
+
     def split_step(self) -> SplitStep:
         """Returns the step cut into two parts after its gradients, created by the first call.
 

@@ -50,7 +50,11 @@ class Template:
         spins: Whether threads may wait actively for the next run, because no update needs the
             cores.
         gains: Whether graphs for known sizes are faster.
+        extra: Further tensors of the graph that are outputs; those that it does not have are
+            ignored.
     """
+
+    extra: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -161,6 +165,12 @@ class Template:
             prune(model.graph)
             model.graph.inputs.clear()
             model.graph.inputs.extend(inputs)
+        if self.extra:
+            present = {value.name for value in model.graph.outputs}
+            there = {v.name: v for node in model.graph for v in node.outputs}
+            model.graph.outputs.extend(
+                there[name] for name in self.extra if name in there and name not in present
+            )
         sizes = sizes_in(model, shapes) if self.gains and shapes is not None else None
         if sizes is not None:
             bind_sizes(model, sizes)
@@ -171,8 +181,20 @@ class Template:
             passes=self._passes,
             sizes=sizes,
             feeds=self.step.feeds,
-            shown=[*self.step.outputs, *self.step.varying],
+            shown=self.shown,
         )
+
+    @property
+    def shown(self) -> list[str]:
+        """The outputs that a caller can request."""
+        names = [*self.step.outputs, *self.step.varying]
+        return [*names, *(name for name in self.extra if name not in names)]
+
+    def computes(self, name: str) -> bool:
+        """Whether a tensor is computed in a step, as an array."""
+        values = (value for node in self.step.model.graph for value in node.outputs)
+        found = next((value for value in values if value.name == name), None)
+        return found is not None and not isinstance(found.type, ir.SequenceType | ir.OptionalType)
 
     def updates(self) -> list[SharedUpdate]:
         """Returns the packed updates that are separate from the gradients, opened once."""
@@ -216,4 +238,5 @@ class Template:
         apply.step = replace(step, model=parts.apply, feeds=feeds, outputs=[], loss="", varying=())
         gradients._dropped = apply._dropped = []
         apply.gains = False
+        apply.extra = ()
         return gradients, apply, parts

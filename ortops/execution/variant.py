@@ -125,7 +125,7 @@ class Variant:
                 written.setdefault(step.loss, np.zeros((), value.dtype.numpy()))
         interruptible = all(update.interruptible for update in self._updates)
         passed = [name for update in self._updates for name in update.packed.passed]
-        shown = [*step.outputs, *step.varying]
+        shown = [name for name in self._template.shown if name in types]
         return Binding(
             self._session, read, written, shown, copies, updates, interruptible, rebound, passed
         )

@@ -25,6 +25,7 @@ from ortops.training.data import Data, open_data, rows
 from ortops.training.feeds import Inputs
 from ortops.training.gradients import number_of
 from ortops.training.loaded_model import LoadedModel, reads
+from ortops.training.training_metrics import Measured, TrainingMetrics
 from ortops.transpose_optimizer import disabled_optimizers
 from ortops.uninterrupted import run_uninterrupted
 
@@ -338,6 +339,36 @@ class Evaluator:
                 parts[name].append(array.copy() if is_fed else array)  # it may be filled again
         result = {name: np.concatenate(arrays, axes[name] or 0) for name, arrays in parts.items()}
         return result[outputs] if isinstance(outputs, str) else result
+
+    def of_steps(self, metrics: Mapping[str, StreamingMetric]) -> TrainingMetrics:
+        """Returns metrics that read the outputs of training steps.
+
+        Args:
+            metrics: The metrics by name.
+
+        Raises:
+            ArgumentError: If a metric has the name of another number of the history.
+            OrtopsError: If it is not known what a metric compares, or a step does not compute it.
+        """
+        loaded = self._loaded
+        found: dict[str, Measured] = {}
+        for name, binding in self.bind(metrics).items():
+            tensor = binding.note.tensor
+            output = loaded.in_training_mode(tensor)
+            if name in (*loaded.loss_names(), "loss", "learning_rate", "steps", "seconds"):
+                raise ArgumentError(
+                    f"train_metrics: the history has a number '{name}' already; give the metric "
+                    "another name with name="
+                )
+            if not loaded.execution.computes(output):
+                raise binding.metric.wrong(
+                    f"train_metrics: a training step does not compute '{tensor}', as the loss does "
+                    "not depend on it; name a tensor that the loss reads with output=, or leave "
+                    "out train_metrics"
+                )
+            kinds = {} if binding.known else self._evaluation((tensor,), loss=True).kinds
+            found[name] = Measured(binding.begin(kinds), binding.note, output)
+        return TrainingMetrics(found)
 
     def row_axis(self, name: str) -> int:
         """Returns the axis of a tensor of the model along which `predict` joins batches.

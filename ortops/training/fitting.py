@@ -41,6 +41,7 @@ from ortops.training.prefetch import Prefetcher
 from ortops.training.probabilities import warn_of_probabilities
 from ortops.training.progress_bar import ProgressBar
 from ortops.training.state import State
+from ortops.training.training_metrics import TrainingMetrics
 from ortops.training.validation_split import split_source
 
 __all__ = ["Shared", "StepStrategy", "Trainer", "fit"]
@@ -80,6 +81,9 @@ class Trainer(Protocol):
 
     def target(self, metrics: Mapping[str, StreamingMetric]) -> str:
         """Returns the input that metrics compare outputs with."""
+
+    def training_metrics(self, metrics: Mapping[str, StreamingMetric]) -> TrainingMetrics:
+        """Returns metrics that read the outputs of training steps."""
 
     def apply(self, gradients: Gradients) -> None:
         """Applies gradients."""
@@ -130,6 +134,7 @@ class StepStrategy:
         gradients: Computes the gradients of a batch, or of this process's part of it.
         counts: For the loss and each of its parts, the output with its divisor; "" if all rows
             count.
+        show: Sets the tensors that steps can return in addition to outputs.
         leads: Whether this process shows progress and calls callbacks that write.
         shared: What several processes do together; None for one process.
     """
@@ -137,6 +142,7 @@ class StepStrategy:
     step: Step
     gradients: Differentiate
     counts: Sequence[str]
+    show: Callable[[Sequence[str]], object]
     leads: bool = True
     shared: Shared | None = None
 
@@ -157,6 +163,7 @@ def fit(
     max_steps: int | None,
     max_minutes: float | None,
     metrics: Sequence[str | Metric],
+    train_metrics: bool,
     schedule: Callable[[float], float] | None,
     callbacks: Sequence[Callback],
     accumulate: int,
@@ -180,7 +187,9 @@ def fit(
         raise ArgumentError("validation_split: validation= is given, too; give one of them")
     validated = validation is not None or split > 0
     limits = checked_limits(validate_every, max_steps, max_minutes, validated=validated)
-    _check(trainer, validated, metrics, schedule, callbacks)
+    measures = boolean("train_metrics", train_metrics)
+    _check(trainer, validated or measures, metrics, schedule, callbacks)
+    measured = _measured(trainer, strategy, metrics) if measures else None
     source = open_data(data, inputs, batch_size=batch_size, epochs=epochs, prefetch=prefetch)
     if validation is not None:
         validation = open_data(validation, inputs, batch_size=batch_size, epochs=epochs)
@@ -199,7 +208,8 @@ def fit(
     if begun is not None and _has_ended(begun, limits, trainer.steps_done):
         return begun.epoch_state.history
     loop = _Loop(trainer, strategy, source, validation, metrics, schedule, callbacks, position)
-    loop.limits = limits
+    loop.limits, loop.measured = limits, measured
+    strategy.show(measured.outputs if measured else [])
     if begun is not None and epochs > planned and strategy.leads:
         _warn_if_schedule_ends(trainer, position, max_steps)
     loop.progress, loop.stop_on_nan = progress and strategy.leads, stop_on_nan
@@ -215,6 +225,21 @@ def fit(
             _log_how_to_continue(trainer, interruption.name)
         interruption.throw()
     return loop.results()
+
+
+def _measured(
+    trainer: Trainer, strategy: StepStrategy, metrics: Sequence[str | Metric]
+) -> TrainingMetrics:
+    """Returns the metrics of training."""
+    chosen = metric_functions.resolve(metrics)
+    if not chosen:
+        raise ArgumentError("train_metrics: there are no metrics; give metrics=")
+    if strategy.shared is not None:
+        raise ArgumentError(
+            "train_metrics: each rank of a joined session has only its rows of a batch, so metrics "
+            "of whole batches are not known; leave it out, and give validation="
+        )
+    return trainer.training_metrics(chosen)
 
 
 def _has_ended(begun: Position, limits: Limits, steps: int) -> bool:
@@ -248,7 +273,7 @@ def _check(
         if not validated:
             raise OrtopsError(
                 f"metrics: '{next(iter(chosen))}' is computed on validation data; give "
-                "validation= or validation_split=, or use evaluate"
+                "validation= or validation_split=, or train_metrics=True, or use evaluate"
             )
         trainer.target(chosen)
     if schedule is not None:
@@ -285,11 +310,13 @@ class _Loop:
         progress: Whether to show a line for each epoch.
         stop_on_nan: Whether to stop at a loss that is NaN, infinite, or below what it can be.
         limits: When validation is due within an epoch, and when training ends.
+        measured: The metrics of training, if any.
     """
 
     progress = True
     stop_on_nan = True
     limits = Limits()
+    measured: TrainingMetrics | None = None
 
     def __init__(
         self,
@@ -429,6 +456,11 @@ class _Loop:
         if self.schedule is not None and not progress.batch:
             self.trainer.learning_rate = self.schedule((epoch_state.epoch - 1) / call.epochs)
         order = np.random.default_rng((call.seed, epoch_state.first_step)) if call.shuffle else None
+        if self.measured is not None:
+            if progress.batch:
+                self.measured.resume(progress.metrics)
+            else:
+                self.measured.begin()
         batches = self.source.epoch(epoch_state.epoch, order=order, start=progress.batch)
         with contextlib.ExitStack() as stack:
             stack.callback(self._close, batches)
@@ -513,7 +545,9 @@ class _Loop:
 
     def _shown(self) -> dict[str, float]:
         """Returns the numbers of the progress bar within an epoch."""
-        return self._averages() | self._last_measured()
+        cheap = [*self.position.progress.metrics]  # not those that read all rows again
+        measured = self.measured.results(cheap) if self.measured is not None else {}
+        return self._averages() | measured | self._last_measured()
 
     def _close(self, batches: Iterator[Batch]) -> None:
         """Closes the batches; after a signal, without waiting for one that is being read."""
@@ -566,9 +600,13 @@ class _Loop:
         if not self._is_update_due([size] if batch is not None else []):
             return False
         assert batch is not None
-        self.strategy.step(
-            batch, self._outputs, lambda found: self._prepare(before, 1, size, found)
-        )
+
+        def prepare(found: Mapping[str, Array]) -> None:
+            if self.measured is not None:
+                self.measured.add(found, batch)
+            self._prepare(before, 1, size, found)
+
+        self.strategy.step(batch, self._step_outputs(), prepare)
         if self.stop_on_nan:
             where = f"batch {before.batch + 1} of epoch {self.position.epoch_state.epoch}"
             _check_loss(self.trainer, self._losses[0], batch, where)
@@ -592,7 +630,9 @@ class _Loop:
             batch = self._read(batches)
             if batch is None:
                 break
-            last = self.strategy.gradients(batch, outputs=self._outputs, after=last)
+            last = self.strategy.gradients(batch, outputs=self._step_outputs(), after=last)
+            if self.measured is not None:
+                self.measured.add(last.outputs, batch)
             sizes.append(rows(batch))
             where = f"batch {before.batch + len(sizes)} of epoch {epoch_state.epoch}"
             if self.stop_on_nan and last.count and not math.isfinite(last.loss):
@@ -619,6 +659,11 @@ class _Loop:
         if self.stop_on_nan:
             _check_loss(self.trainer, self._losses[0], read, where)
         return True
+
+    def _step_outputs(self) -> Sequence[str]:
+        """Returns the outputs of a step that are read."""
+        more = self.measured.outputs if self.measured is not None else []
+        return [*self._outputs, *more] if more else self._outputs
 
     def _differs(self, gradients: Gradients) -> bool:
         """Whether the step differs from that of the joined batch; warns once."""
@@ -653,6 +698,7 @@ class _Loop:
             time.perf_counter() - self._clock,
             weights,
             units,
+            self.measured.states() if self.measured is not None else {},
         )
         self.position = Position(self.position.epoch_state, progress)
         self.trainer.resume_state.prepare(self.position)
@@ -696,6 +742,8 @@ class _Loop:
         """
         epoch_state, progress = self.position
         entry = self._averages()
+        if self.measured is not None:
+            entry |= self.measured.results()
         if self._is_validated() and not self._revalidates:
             entry |= self._last_measured()
         else:

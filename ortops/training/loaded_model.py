@@ -173,16 +173,16 @@ class LoadedModel:
         """Replaces names of tensors by those of their copies in training mode."""
         if not isinstance(recompute, list | tuple):
             return recompute
+        return [self.in_training_mode(name) for name in recompute]
+
+    def in_training_mode(self, name: str) -> str:
+        """Returns the name of a tensor in a step: of its copy in training mode, if it has one."""
         nodes = (node for info in self.proto.training_info for node in info.algorithm.node)
         produced = {name for node in nodes for name in node.output}
         copies = {source: copy for copy, source in self.metadata.training_copies.items()}
-
-        def copy_of(name: str) -> str:
-            # `copy_in_training_mode` appends "_training" to the name of a tensor.
-            copy = copies.get(name, f"{name}_training")
-            return copy if copy in produced else name
-
-        return [copy_of(name) for name in recompute]
+        # `copy_in_training_mode` appends "_training" to the name of a tensor.
+        copy = copies.get(name, f"{name}_training")
+        return copy if copy in produced else name
 
     def _without_computed(self, given: Values) -> Mapping[str, Array]:
         """Returns the given values that `reset` needs; it computes others, like optimizer state.

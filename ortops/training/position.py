@@ -24,6 +24,7 @@ from ortops.graph.files.json_metadata import read_metadata, where
 from ortops.graph.files.json_text import read_json
 from ortops.numbers import plain
 from ortops.training.history import History
+from ortops.training.training_metrics import read_states, states_as_json
 
 __all__ = [
     "POSITION_KEY",
@@ -100,6 +101,7 @@ class Progress(NamedTuple):
             are ignored; empty if all count. The totals are sums over these rows.
         units: For the loss and each of its parts, the number of labels per row; 0 while unknown.
             Empty like the weights.
+        metrics: The states of the metrics of training.
     """
 
     batch: int = 0
@@ -109,6 +111,7 @@ class Progress(NamedTuple):
     seconds: float = 0.0
     weights: tuple[float, ...] = ()
     units: tuple[float, ...] = ()
+    metrics: Mapping[str, Mapping[str, Any]] = {}
 
     def check_sums(self, count: int) -> None:
         """Checks that there is a sum for each loss of the session.
@@ -214,6 +217,7 @@ class Position(NamedTuple):
             "cut": epoch_state.cut and _plain_entry(epoch_state.cut, epoch_state.epoch),
             **self.progress._asdict(),
             **{name: list(getattr(self.progress, name)) for name in _TUPLES},
+            "metrics": states_as_json(self.progress.metrics),
             "steps": steps,
         }
         for saved in epoch_state.states():
@@ -362,7 +366,9 @@ def read_position(proto: onnx.ModelProto) -> tuple[Position, int] | None:
     )
     progress = Progress(**{name: found[name] for name in Progress._fields})
     totals, weights, units = (tuple(found[name]) for name in _TUPLES)
-    progress = progress._replace(totals=totals, weights=weights, units=units)
+    progress = progress._replace(
+        totals=totals, weights=weights, units=units, metrics=read_states(found["metrics"]) or {}
+    )
     return Position(epoch_state, progress), found["steps"]
 
 
@@ -374,6 +380,7 @@ _OPTIONAL: Mapping[str, Any] = {
     "begun": 0,
     "cut": None,
     "validations": [],
+    "metrics": {},
 }
 
 
@@ -414,5 +421,6 @@ _FIELDS: Mapping[str, Expected] = {
     "seconds": Expected("a number >= 0", lambda value: _is_number(value) and 0 <= value < math.inf),
     **dict.fromkeys(("history", "validations"), array_of("objects of numbers", _NUMBERS.fits)),
     "cut": or_null(_NUMBERS),
+    "metrics": Expected("an object of states", lambda value: read_states(value) is not None),
     "callbacks": array_of("objects of 'class' and 'state'", _is_state),
 }

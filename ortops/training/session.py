@@ -34,6 +34,7 @@ from ortops.training.loaded_model import LoadedModel
 from ortops.training.model_file import ModelFile
 from ortops.training.state import State
 from ortops.training.steps import Steps
+from ortops.training.training_metrics import TrainingMetrics
 from ortops.uninterrupted import finished_at_exit
 
 __all__ = ["TrainingSession"]
@@ -208,6 +209,7 @@ class TrainingSession:
         max_steps: int | None = None,
         max_minutes: float | None = None,
         metrics: Sequence[str | Metric] = (),
+        train_metrics: bool = False,
         schedule: Callable[[float], float] | None = None,
         callbacks: Sequence[Callback] = (),
         accumulate: int = 1,
@@ -251,6 +253,10 @@ class TrainingSession:
                 as with ``max_steps``. Earlier calls do not count; the validation at the end comes
                 in addition.
             metrics: The metrics to compute on the validation data (see `ortops.metrics`).
+            train_metrics: Whether to compute the metrics on the training data as well, from the
+                outputs of each step: in training mode, with the parameters before the step. They
+                have the names of the metrics, without ``validation_``. The loss must depend on the
+                tensors that they read.
             schedule: A function that returns the learning rate of an epoch, given the fraction of
                 ``epochs`` that are finished (0 in the first one). By default, the learning rate
                 does not change, or follows the schedule in the model's graph.
@@ -306,6 +312,7 @@ class TrainingSession:
             max_steps=max_steps,
             max_minutes=max_minutes,
             metrics=metrics,
+            train_metrics=train_metrics,
             schedule=schedule,
             callbacks=callbacks,
             accumulate=accumulate,
@@ -413,6 +420,20 @@ class TrainingSession:
             'targets'
         """
         return next(iter(self._evaluator.bind(metrics).values())).note.target
+
+    def training_metrics(self, metrics: Mapping[str, StreamingMetric]) -> TrainingMetrics:
+        """Returns metrics that read the outputs of training steps; `fit` uses them.
+
+        Raises:
+            OrtopsError: If it is not known what a metric compares, or a step does not compute it.
+
+        Example:
+            >>> from models import line
+            >>> from ortops.metrics import resolve
+            >>> line.session().training_metrics(resolve(["mean_absolute_error"])).outputs
+            ['y']
+        """
+        return self._evaluator.of_steps(metrics)
 
     # ---------------------------------------------------------------------------------- state
 

@@ -260,9 +260,14 @@ class Steps:
                         losses += [numbers_of(self._step(b, [loss])[loss], 1) for b in group]
         return np.concatenate(losses) if losses else np.zeros(0, np.float32)
 
+    @changes("fit")
+    def show(self, names: Sequence[str]) -> None:
+        """Sets the tensors that the steps of `fit` can return in addition to outputs."""
+        self._loaded.execution.show([n for n in names if n not in self._loaded.outputs])
+
     def strategy(self) -> StepStrategy:
         """Returns how `fit` makes steps."""
-        return StepStrategy(self._step, self._gradients, self._loaded.counts())
+        return StepStrategy(self._step, self._gradients, self._loaded.counts(), show=self.show)
 
     def _differentiate(
         self, feeds: Mapping[str, Array], outputs: Sequence[str] | None, after: Gradients | None
