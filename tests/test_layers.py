@@ -177,6 +177,7 @@ WITHIN = {
     "execution": (
         *(
             "step",
+            "providers",
             "memory",
             "settings",
             "onnxruntime_sessions",

@@ -10,13 +10,15 @@ import onnx
 import onnxruntime
 import pytest
 
+import ortops
 from models.lenet import lenet
 from models.resnet import resnet
 from ortops import TrainingSession, build_training_model, optimizers
-from ortops.errors import UnsupportedError
+from ortops.errors import ArgumentError, UnsupportedError
 from ortops.execution import memory
 from ortops.execution.memory import Device, DeviceArray, device_of, fetch, put
 from ortops.execution.onnxruntime_sessions import Sessions
+from ortops.execution.providers import choose_providers
 from ortops.execution.settings import Settings
 from ortops.inference import InferenceSession
 from tests.training_models import assert_same_arrays, classifier, labelled
@@ -243,3 +245,95 @@ def test_memory_of_a_device() -> None:
     np.testing.assert_array_equal(fetch(place), np.full((3, 2), 2.0))
     np.testing.assert_array_equal(read, np.arange(6.0).reshape(2, 3).T)
     assert (place.dtype, place.shape, place.size) == (np.float64, (3, 2), 6)
+
+
+def adam() -> onnx.ModelProto:
+    return build_training_model(classifier(), loss="SoftmaxCrossEntropy", optimizer="Adam")
+
+
+@pytest.mark.parametrize(
+    ("providers", "message"),
+    [
+        (
+            ["CUDAExecutionProvider"],
+            "'CUDAExecutionProvider' is not available in .*Available are .*'CPUExecutionProvider'",
+        ),
+        (
+            ["CPUExecutionProvider", ("CUDAExecutionProvider", {"device_id": 1})],
+            r"'CUDAExecutionProvider' is not available",
+        ),
+        (["CUDAExecutionProvider", "AzureExecutionProvider"], "'CUDAExecutionProvider' is not"),
+        (
+            ["Nonsense", "CPUExecutionProvider"],
+            "no provider 'Nonsense'. Available are .*'CPUEx",
+        ),
+        (["CUDAExecutionProvder"], r"Did you mean 'CUDAExecutionProvider'\? Available are"),
+        ("webgpu", "providers must be a list of names, got 'webgpu'; for example"),
+        ({"webgpu": {}}, "providers must be a list of names, got {"),
+        ([1], "providers must be names, pairs of a name and a dict of options, or devices of .* 1"),
+        ([("CPUExecutionProvider", 1)], "providers must be names, pairs"),
+        (
+            ["CPUExecutionProvider"] * 2,
+            "different from each other, got 'CPUExecutionProvider' twic",
+        ),
+    ],
+)
+def test_a_provider_that_is_missing_or_unknown(providers: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        TrainingSession(adam(), providers=providers)
+    with pytest.raises(ArgumentError, match=message):
+        ortops.Function(classifier(), providers=providers)
+
+
+def test_the_cpu_stands_in_for_a_missing_provider_if_it_is_listed_behind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    batch = labelled((6,))
+    session = TrainingSession(adam(), providers=["CUDAExecutionProvider", "CPUExecutionProvider"])
+    expected = TrainingSession(adam())
+    for _ in range(3):
+        assert_same_arrays(session.step(batch), expected.step(batch))
+    assert session.evaluate([batch]) == expected.evaluate([batch])
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == (
+        "providers: 'CUDAExecutionProvider' is not available in this installation of onnxruntime; "
+        "it is left out"
+    )
+
+
+def test_a_provider_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It belongs to the build of onnxruntime, but the machine has no such device."""
+    known = [*onnxruntime.get_available_providers(), "CUDAExecutionProvider"]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: known)
+    monkeypatch.setattr(
+        "onnxruntime.capi.onnxruntime_inference_collection.C.get_available_providers",
+        lambda: known,
+    )
+    with pytest.raises(
+        ArgumentError, match=r"'CUDAExecutionProvider' does not work on this machin"
+    ):
+        choose_providers(["CUDAExecutionProvider"])
+
+
+@pytest.mark.parametrize("name", ["OpenVINOExecutionProvider", "OpenVINOExecutionProvider.AUTO"])
+def test_openvino_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"'{name}' is not supported: its graphs cannot"):
+        TrainingSession(adam(), providers=[name, "CPUExecutionProvider"])
+
+
+@pytest.mark.needs("onnxruntime>=1.23")
+def test_providers_of_session_options_are_refused() -> None:
+    options = onnxruntime.SessionOptions()
+    options.add_provider_for_devices(onnxruntime.get_ep_devices()[:1], {})
+    for providers in (None, ["CPUExecutionProvider"]):
+        with pytest.raises(ArgumentError, match=r"sess_options has providers of its own"):
+            TrainingSession(adam(), sess_options=options, providers=providers)
+
+
+@pytest.mark.needs("onnxruntime>=1.23")
+def test_a_device_is_a_provider() -> None:
+    cpu = [d for d in onnxruntime.get_ep_devices() if d.ep_name == "CPUExecutionProvider"]
+    assert choose_providers(cpu) == [("CPUExecutionProvider", {})]
+    batch = labelled((6,))
+    found = TrainingSession(adam(), providers=cpu).step(batch)
+    assert_same_arrays(found, TrainingSession(adam()).step(batch))

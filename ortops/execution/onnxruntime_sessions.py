@@ -13,6 +13,7 @@ import onnxruntime
 from ortops.arguments import choice
 from ortops.errors import KernelError, OrtopsError, UnsupportedError, is_raised_by
 from ortops.execution.memory import device_of, ort_value
+from ortops.execution.providers import CPU, Provider
 from ortops.execution.settings import Settings
 from ortops.inference import InferenceSession, lend, open_lowered
 
@@ -54,7 +55,7 @@ class Sessions:
         self,
         kernels: UpdateKernels,
         options: onnxruntime.SessionOptions | None,
-        providers: Sequence[Any],
+        providers: Sequence[Provider],
         settings: Settings,
         *,
         save_memory: bool,
@@ -67,7 +68,7 @@ class Sessions:
         asked = 0 if options is None else options.intra_op_num_threads
         self.threads = 1 if kernels == "python" else asked or settings.threads
         self.device = settings.device or device_of(providers)
-        self.on_cpu = self.device is None and list(providers) == ["CPUExecutionProvider"]
+        self.on_cpu = self.device is None and [name for name, _ in providers] == [CPU]
         if self.device is not None and kernels != "onnx":
             raise UnsupportedError(
                 f"kernels must be 'onnx' for variables on a '{self.device.kind}' device, got "

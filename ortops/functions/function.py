@@ -12,6 +12,7 @@ import onnxruntime
 from ortops.arguments import whole_number
 from ortops.derivatives.vmap import Axes
 from ortops.errors import ArgumentError
+from ortops.execution.providers import choose_providers
 from ortops.functions.bridges import Bridges
 from ortops.functions.call_arguments import CallArguments, Wrt, as_tuple, shown
 from ortops.functions.programs import Kind, Program, Request, Source, as_array, input_of
@@ -70,7 +71,7 @@ class Function(Bridges):
         providers: Sequence[Any] | None = None,
     ) -> None:
         names = None if outputs is None else _names("outputs", outputs)
-        chosen = providers or ["CPUExecutionProvider"]
+        chosen = choose_providers(providers, sess_options)
         self._source = Source(convert.load_light(model), names, sess_options, chosen)
         self._arguments = CallArguments(self._source)
         self._replaced: dict[str, Array] = {}

@@ -18,6 +18,7 @@ from ortops.errors import ArgumentError, OrtopsError, UnknownVariableError, did_
 from ortops.execution.execution import Execution
 from ortops.execution.memory import give_back
 from ortops.execution.onnxruntime_sessions import UpdateKernels
+from ortops.execution.providers import choose_providers
 from ortops.execution.settings import Settings
 from ortops.graph.convert import ModelLike
 from ortops.graph.files import external
@@ -101,7 +102,7 @@ class LoadedModel:
         light: The model.
         proto: Its message, without the data of big tensors.
         options: As given.
-        providers: As given, with the default.
+        providers: Their names and options.
         entries: The training_info entries that a step runs.
         metadata: What the builder wrote about the model.
         steps: A step for each entry.
@@ -133,7 +134,7 @@ class LoadedModel:
         self.light = copy_to_memory(model, entry)
         self.proto = self.light.proto
         self.options = options
-        self.providers = list(providers or ["CPUExecutionProvider"])
+        self.providers = choose_providers(providers, options)
         self.entries = all_entries(self.proto) if entry is None else [entry]
         self.metadata = training_metadata(self.proto)
         if outputs is not None:

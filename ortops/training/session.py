@@ -86,7 +86,8 @@ class TrainingSession:
 
     Raises:
         ArgumentError: If ``recompute`` is not valid, both it and ``checkpoint`` are given, or
-            ``outputs`` names something that is not an output.
+            ``outputs`` names something that is not an output; or if a provider is unknown, or does
+            not work on this machine and CPUExecutionProvider is not listed behind it.
         ModelError: If the model has no training_info or is not legal, or if ``recompute`` names a
             tensor that the model does not compute.
         OrtopsError: If ``kernels`` needs numba and it is not installed.
