@@ -181,7 +181,7 @@ def _fit(
             max_steps=options.max_steps,
             max_minutes=options.max_minutes,
             metrics=kept,
-            train_metrics=options.train_metrics,
+            train_metrics=bool(options.train_metrics),
             progress=not options.quiet,
             callbacks=[*_callbacks(options, bool(validation)), checkpoint],
             resume=resumes,
