@@ -84,7 +84,8 @@ WITHIN = {
         *("scipy_functions", "torch_module", "__init__"),
     ),
     "callbacks": (
-        *("monitor", "best", "checkpoint", "logs", "drawing", "plot", "rate_finder", "__init__"),
+        *("monitor", "best", "plateau", "checkpoint", "logs", "drawing", "plot", "rate_finder"),
+        "__init__",
     ),
     "lora": (
         *(

@@ -3,6 +3,7 @@
 | callback | effect |
 | --- | --- |
 | `EarlyStopping` | stops training when a metric no longer improves, and restores the best epoch |
+| `ReduceLROnPlateau` | reduces the learning rate when a metric no longer improves |
 | `BestModel` | writes the best model so far |
 | `Checkpoint` | saves every few steps or minutes, and when fit is interrupted |
 | `CSVLog`, `JSONLines` | write the metrics of epochs (and steps) to a file |
@@ -16,6 +17,7 @@ the same callbacks has the same results as a fit without interruption.
 from ortops.callbacks.best import BestModel, EarlyStopping
 from ortops.callbacks.checkpoint import Checkpoint
 from ortops.callbacks.logs import CSVLog, JSONLines, TensorBoard
+from ortops.callbacks.plateau import ReduceLROnPlateau
 from ortops.callbacks.plot import LossPlot
 from ortops.callbacks.rate_finder import LearningRateCurve, find_learning_rate
 from ortops.training.callback import Callback, Record
@@ -30,6 +32,7 @@ __all__ = [
     "LearningRateCurve",
     "LossPlot",
     "Record",
+    "ReduceLROnPlateau",
     "TensorBoard",
     "find_learning_rate",
 ]

@@ -104,13 +104,7 @@ class Monitor:
         Raises:
             OrtopsError: If it does not have the metric.
         """
-        if self.name not in values:
-            known = ", ".join(f"'{name}'" for name in values)
-            raise OrtopsError(
-                f"{self.who}: epoch {epoch} has no metric '{self.name}' to monitor; it has {known} "
-                "(validation= and metrics= of fit add more)"
-            )
-        value = float(values[self.name])
+        value = self.value(epoch, values)
         if not math.isfinite(value):
             return False
         if self.best is not None:
@@ -119,6 +113,20 @@ class Monitor:
                 return False
         self.best, self.epoch, self.steps = value, epoch, int(steps)
         return True
+
+    def value(self, epoch: int, values: Mapping[str, float]) -> float:
+        """Returns the metric of an epoch or a validation.
+
+        Raises:
+            OrtopsError: If it does not have the metric.
+        """
+        if self.name not in values:
+            known = ", ".join(f"'{name}'" for name in values)
+            raise OrtopsError(
+                f"{self.who}: epoch {epoch} has no metric '{self.name}' to monitor; it has {known} "
+                "(validation= and metrics= of fit add more)"
+            )
+        return float(values[self.name])
 
 
 def _is_more_better(name: str) -> bool:
