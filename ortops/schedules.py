@@ -11,12 +11,18 @@ The same formula computes on numpy arrays and emits nodes for `ortops.Tensor`. A
 With ``warmup=w`` the factor rises from 0 as ``n / w`` during the first ``w`` steps. The schedule
 starts after the warm-up, with ``n - w`` in place of ``n``. In schedules with ``steps``, this is the
 total number of steps, including the warm-up; after these steps the factor stays at its last value.
+
+Without ``steps``, `ortops.TrainingSession.fit` sets it to the number of steps of the training, in
+the state ``schedule_steps``, and ``schedule_start`` to the number of steps before it. A call of fit
+with ``resume=True`` continues the schedule; another one starts it again.
 """
 
 from __future__ import annotations
 
+import ast
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +34,7 @@ from ortops.errors import ArgumentError
 
 __all__ = [
     "Schedule",
+    "check_steps",
     "constant",
     "cosine",
     "exponential",
@@ -49,6 +56,8 @@ class Schedule:
         factor: A function from the number of completed steps, 0-d float64, to the factor. It is
             called with numpy arrays and with Tensors, so it may use only what both support.
         description: A textual description; by default, the name of the function.
+        needs_steps: Whether the total number of steps is not known yet. Then the factor has this
+            number as its second argument, 0-d float64.
 
     Raises:
         ArgumentError: If the peak is out of range, or the factor is not a function.
@@ -62,8 +71,9 @@ class Schedule:
     """
 
     peak: float
-    factor: Callable[[Any], Any]
+    factor: Callable[..., Any]
     description: str = ""
+    needs_steps: bool = False
 
     def __post_init__(self) -> None:
         """Converts the peak to float and checks the arguments."""
@@ -81,10 +91,18 @@ class Schedule:
             finished_steps: The number of completed steps, or an array of them, for example to plot
                 the schedule.
 
+        Raises:
+            ArgumentError: If the schedule has no number of steps.
+
         Example:
             >>> cosine(0.1, steps=10)(5)
             0.05
         """
+        if self.needs_steps:
+            raise ArgumentError(
+                f"schedule {self.description}: the number of steps is not known before fit; give "
+                "steps= to compute learning rates"
+            )
         n = np.asarray(finished_steps, np.float64)
         rates = self.peak * np.asarray(self.factor(n), np.float64)
         return rates if n.ndim else float(rates)
@@ -164,7 +182,7 @@ def exponential(peak: float, *, factor: float, every: int = 1, warmup: int = 0) 
 
 
 def polynomial(
-    peak: float, *, steps: int, power: float = 1.0, end: float = 0.0, warmup: int = 0
+    peak: float, *, steps: int | None = None, power: float = 1.0, end: float = 0.0, warmup: int = 0
 ) -> Schedule:
     """Polynomial decay: ``f = end + (1 - end) · (1 - n / steps) ^ power``.
 
@@ -172,7 +190,7 @@ def polynomial(
 
     Args:
         peak: The initial learning rate.
-        steps: The total number of training steps.
+        steps: The total number of training steps; None for those of `fit`.
         power: The exponent, positive; 1 gives linear decay.
         end: The factor after the last step, in [0, 1].
         warmup: The number of warm-up steps, in which the learning rate rises from 0.
@@ -191,7 +209,7 @@ def polynomial(
 
 
 def cosine(
-    peak: float, *, steps: int, end: float = 0.0, restarts: int = 0, warmup: int = 0
+    peak: float, *, steps: int | None = None, end: float = 0.0, restarts: int = 0, warmup: int = 0
 ) -> Schedule:
     """Cosine annealing: ``f = end + (1 - end) · (1 + cos(π · n / steps)) / 2``.
 
@@ -201,7 +219,7 @@ def cosine(
 
     Args:
         peak: The initial learning rate.
-        steps: The total number of training steps.
+        steps: The total number of training steps; None for those of `fit`.
         end: The factor after the last step, in [0, 1].
         restarts: The number of warm restarts.
         warmup: The number of warm-up steps, in which the learning rate rises from 0, once.
@@ -222,7 +240,12 @@ def cosine(
 
 
 def one_cycle(
-    peak: float, *, steps: int, rise: float = 0.3, start: float = 0.04, end: float = 4e-6
+    peak: float,
+    *,
+    steps: int | None = None,
+    rise: float = 0.3,
+    start: float = 0.04,
+    end: float = 4e-6,
 ) -> Schedule:
     """The 1cycle policy: cosine annealing up to the peak, then down to almost 0.
 
@@ -236,7 +259,7 @@ def one_cycle(
 
     Args:
         peak: The highest learning rate.
-        steps: The total number of training steps.
+        steps: The total number of training steps; None for those of `fit`.
         rise: The fraction of the steps in which the learning rate rises, in (0, 1); more than one
             step.
         start: The factor of the first step, in [0, 1].
@@ -253,27 +276,28 @@ def one_cycle(
         >>> one_cycle(1.0, steps=11, rise=6 / 11, start=0.2, end=0.0)([0, 5, 10]).tolist()
         [0.2, 1.0, 0.0]
     """
-    steps = _count("one_cycle", "steps", steps, 1)
     rise = _fraction("one_cycle", "rise", rise)
     start = _fraction("one_cycle", "start", start)
     end = _fraction("one_cycle", "end", end)
-    top, last = rise * steps - 1, steps - 1
-    if not 0 < top < last:
-        raise ArgumentError(
-            f"schedule one_cycle: rise must cover more than 1 and fewer than {steps} steps, got "
-            f"{rise!r} ({rise * steps:g} steps)"
-        )
-
-    formula = _Formula(_one_cycle, (top, last, start, end))
+    if steps is not None:
+        steps = _count("one_cycle", "steps", steps, 1)
+        if not 0 < rise * steps - 1 < steps - 1:
+            raise ArgumentError(
+                f"schedule one_cycle: rise must cover more than 1 and fewer than {steps} steps, "
+                f"got {rise!r} ({rise * steps:g} steps)"
+            )
+    formula = _Lengths(_one_cycle, _of_one_cycle, (rise, start, end))
     return _schedule("one_cycle", peak, formula, 0, steps=steps, rise=rise, start=start, end=end)
 
 
-def warmup_cosine(peak: float, *, steps: int, warmup: int, end: float = 0.0) -> Schedule:
+def warmup_cosine(
+    peak: float, *, steps: int | None = None, warmup: int, end: float = 0.0
+) -> Schedule:
     """Linear warm-up from 0 in ``warmup`` steps, then cosine annealing (see `cosine`).
 
     Args:
         peak: The highest learning rate.
-        steps: The total number of training steps, including the warm-up.
+        steps: The total number of training steps, including the warm-up; None for those of `fit`.
         warmup: The number of warm-up steps.
         end: The factor after the last step, in [0, 1].
 
@@ -291,12 +315,14 @@ def warmup_cosine(peak: float, *, steps: int, warmup: int, end: float = 0.0) -> 
     return _waving("warmup_cosine", peak, steps, end, 0, warmup)
 
 
-def warmup_linear(peak: float, *, steps: int, warmup: int, end: float = 0.0) -> Schedule:
+def warmup_linear(
+    peak: float, *, steps: int | None = None, warmup: int, end: float = 0.0
+) -> Schedule:
     """Linear warm-up from 0 in ``warmup`` steps, then linear decay (see `polynomial`).
 
     Args:
         peak: The highest learning rate.
-        steps: The total number of training steps, including the warm-up.
+        steps: The total number of training steps, including the warm-up; None for those of `fit`.
         warmup: The number of warm-up steps.
         end: The factor after the last step, in [0, 1].
 
@@ -342,6 +368,47 @@ class _Formula:
         return xp.where(n < self.warmup, n / self.warmup, after)
 
 
+@dataclass(frozen=True)
+class _Lengths:
+    """The factor of a schedule whose arguments depend on the total number of steps.
+
+    Attributes:
+        of: See `_Formula`.
+        arguments: Computes the arguments from the number of steps after the warm-up, and `given`.
+        given: The other arguments of the schedule.
+        warmup: See `_Formula`.
+    """
+
+    of: Callable[..., Any]
+    arguments: Callable[..., tuple[Any, ...]]
+    given: tuple[float, ...]
+    warmup: int = 0
+
+    def __call__(self, n: Any, steps: Any) -> Any:
+        return self.known(steps)(n)
+
+    def known(self, steps: Any) -> _Formula:
+        """Returns the factor for a total number of steps."""
+        return _Formula(self.of, self.arguments(steps - self.warmup, *self.given), self.warmup)
+
+
+def _of_polynomial(length: Any, power: float, end: float) -> tuple[Any, ...]:
+    return length, power, end
+
+
+def _of_cosine(length: Any, cycles: int, end: float) -> tuple[Any, ...]:
+    return length, cycles, end
+
+
+def _of_one_cycle(length: Any, rise: float, start: float, end: float) -> tuple[Any, ...]:
+    return rise * length - 1, length - 1, start, end
+
+
+def _as_float(length: Any) -> Any:
+    """Returns a number as a float; a Tensor as it is."""
+    return float(length) if isinstance(length, int | float) else length
+
+
 def _constant(n: Any, xp: Any) -> Any:
     return xp.ones_like(n)
 
@@ -355,7 +422,7 @@ def _exponential(n: Any, _: Any, every: int, factor: float) -> Any:
 
 
 def _polynomial(n: Any, xp: Any, length: int, power: float, end: float) -> Any:
-    left = 1.0 - xp.minimum(n, float(length)) / length
+    left = 1.0 - xp.minimum(n, _as_float(length)) / length
     return end + (1.0 - end) * left**power
 
 
@@ -367,44 +434,80 @@ def _cosine(n: Any, xp: Any, length: int, cycles: int, end: float) -> Any:
 
 def _one_cycle(n: Any, xp: Any, top: float, last: int, start: float, end: float) -> Any:
     up = start + (1.0 - start) * (1.0 - xp.cos(math.pi * n / top)) / 2.0
-    share = (xp.minimum(n, float(last)) - top) / (last - top)
+    share = (xp.minimum(n, _as_float(last)) - top) / (last - top)
     down = end + (1.0 - end) * (1.0 + xp.cos(math.pi * share)) / 2.0
     return xp.where(n <= top, up, down)
 
 
-def _falling(name: str, peak: float, steps: int, power: float, end: float, warmup: int) -> Schedule:
+def _falling(
+    name: str, peak: float, steps: int | None, power: float, end: float, warmup: int
+) -> Schedule:
     """Returns a schedule with polynomial decay."""
     steps, warmup = _lengths(name, steps, warmup)
     power = number(f"schedule {name}: power", power, above=0)
     end = _fraction(name, "end", end)
     own = {"power": power} if name == "polynomial" else {}
-    formula = _Formula(_polynomial, (steps - warmup, power, end))
+    formula = _Lengths(_polynomial, _of_polynomial, (power, end))
     return _schedule(name, peak, formula, warmup, steps=steps, **own, end=end)
 
 
-def _waving(name: str, peak: float, steps: int, end: float, restarts: int, warmup: int) -> Schedule:
+def _waving(
+    name: str, peak: float, steps: int | None, end: float, restarts: int, warmup: int
+) -> Schedule:
     """Returns a schedule with cosine annealing."""
     steps, warmup = _lengths(name, steps, warmup)
     restarts = _count(name, "restarts", restarts)
     end = _fraction(name, "end", end)
     own = {"restarts": restarts} if name == "cosine" else {}
-    formula = _Formula(_cosine, (steps - warmup, restarts + 1, end))
+    formula = _Lengths(_cosine, _of_cosine, (restarts + 1, end))
     return _schedule(name, peak, formula, warmup, steps=steps, **own, end=end)
 
 
 def _schedule(
-    name: str, peak: float, formula: _Formula, warmup: int, **arguments: object
+    name: str, peak: float, formula: _Formula | _Lengths, warmup: int, **arguments: Any
 ) -> Schedule:
     """Returns a schedule with a warm-up, whose description lists its arguments."""
     warmup = _count(name, "warmup", warmup)
     given = arguments | ({"warmup": warmup} if warmup else {})
-    text = ", ".join(f"{key}={value!r}" for key, value in given.items())
-    return Schedule(peak, replace(formula, warmup=warmup), f"{name}({text})")
+    text = ", ".join(f"{key}={value!r}" for key, value in given.items() if value is not None)
+    factor = replace(formula, warmup=warmup)
+    steps = arguments.get("steps")
+    if isinstance(factor, _Lengths) and steps is not None:
+        factor = factor.known(steps)
+    return Schedule(peak, factor, f"{name}({text})", isinstance(factor, _Lengths))
 
 
-def _lengths(name: str, steps: int, warmup: int) -> tuple[int, int]:
+def check_steps(description: str, steps: int) -> None:
+    """Checks the number of steps of a schedule that was made without it.
+
+    Args:
+        description: The description of the schedule.
+        steps: The total number of steps.
+
+    Raises:
+        ArgumentError: If the schedule cannot have so few steps.
+
+    Example:
+        >>> check_steps(warmup_linear(1.0, warmup=5).description, 6)
+    """
+    found = re.fullmatch(r"(\w+)\((.*)\)", description)
+    make = _WITH_STEPS.get(found[1]) if found else None
+    if found and make is not None:
+        pairs = (part.split("=") for part in found[2].split(", ") if part)
+        make(1.0, steps=steps, **{key: ast.literal_eval(value) for key, value in pairs})
+
+
+_WITH_STEPS: Mapping[str, Callable[..., Schedule]] = {
+    each.__name__: each for each in (polynomial, cosine, one_cycle, warmup_cosine, warmup_linear)
+}
+
+
+def _lengths(name: str, steps: int | None, warmup: int) -> tuple[int | None, int]:
     """Returns the total number of steps and the number of warm-up steps."""
-    steps, first = _count(name, "steps", steps, 1), _count(name, "warmup", warmup)
+    first = _count(name, "warmup", warmup)
+    if steps is None:
+        return None, first
+    steps = _count(name, "steps", steps, 1)
     if first >= steps:
         raise ArgumentError(
             f"schedule {name}: warmup must be less than steps ({steps}), got {warmup!r}"

@@ -228,6 +228,7 @@ WITHIN = {
             "data",
             "validation_split",
             "state",
+            "schedule_length",
             "initial_values",
             "gradients",
         ),

@@ -69,6 +69,10 @@ def as_float32(gradient: Tensor) -> Tensor:
     return gradient.astype(np.float32) if gradient.value.dtype in _16_BITS else gradient
 
 
+SCHEDULE_LENGTH = ("schedule_start", "schedule_steps")
+"""The states with the first step of a schedule and the number of its steps, if fit sets them."""
+
+
 @dataclass
 class LossScaling:
     """Dynamic loss scaling, which keeps float16 gradients in range.
@@ -134,6 +138,8 @@ class Rates:
     Attributes:
         rate: The learning rate of the default optimizer, 0-d float32.
         scheduled: Whether it follows a schedule.
+        length: The states with the first step of the schedule and the number of its steps, 0-d
+            int64, if fit sets them.
 
     Raises:
         ModelError: If the schedule's factor is not a floating-point scalar.
@@ -145,9 +151,15 @@ class Rates:
         self._others: dict[float, Tensor] = {}
         self.rate = peak
         self.scheduled = base.schedule is not None
+        self.length: tuple[Tensor, ...] = ()
         if base.schedule is not None:
             self._tape.scope = "schedule/"
-            self._factor = _factor(base.schedule, step)
+            if base.schedule.needs_steps:
+                zero = np.array(0, np.int64)
+                self.length = tuple(algorithm.variable(name, zero) for name in SCHEDULE_LENGTH)
+            self._factor = _factor(base.schedule, step, self.length)
+            for state in self.length:
+                algorithm.update(state.name, state)
             rate = (peak.astype(np.float64) * self._factor).astype(np.float32)
             rate.value.name = self._tape.names.unique("scheduled_learning_rate")
             algorithm.outputs.append(rate)
@@ -169,9 +181,14 @@ class Rates:
         return self._others[share]
 
 
-def _factor(schedule: Schedule, step: Tensor) -> Tensor:
+def _factor(schedule: Schedule, step: Tensor, length: Sequence[Tensor]) -> Tensor:
     """Emits the schedule's factor for a step, 0-d float64."""
-    factor = schedule.factor(step.astype(np.float64))
+    if length:
+        start, steps = length
+        finished = (step - start).astype(np.float64)
+        factor = schedule.factor(finished, steps.astype(np.float64))
+    else:
+        factor = schedule.factor(step.astype(np.float64))
     if isinstance(factor, int | float | np.number) and not isinstance(factor, bool):
         factor = step.tape.constant(np.asarray(factor, np.float64))
     is_number = isinstance(factor, Tensor) and factor.dtype.kind == "f" and factor.shape == ()
@@ -213,10 +230,12 @@ class Updates:
     def metadata(self) -> dict[str, object]:
         """Returns the names of masters, averages and the scheduled learning rate, for the file."""
         rate = self.rates.rate.name if self.rates.scheduled else ""
+        names = [state.name for state in self.rates.length]
         found = {
             "masters": self.masters,
             "averages": self.averages,
             "scheduled_learning_rate": rate,
+            **dict(zip(SCHEDULE_LENGTH, names, strict=False)),
         }
         return {name: value for name, value in found.items() if value}
 

@@ -121,6 +121,8 @@ class TrainingMetadata:
         schedule: The schedule in the graph as text; empty if there is none.
         scheduled_learning_rate: The output of the algorithm that is the learning rate of a step, if
             there is a schedule; ``learning_rate`` is its peak.
+        schedule_start: The variable with the number of steps before the schedule, if fit sets it.
+        schedule_steps: The variable with the number of steps of the schedule, if fit sets it.
         clipping: The clipping of gradients as text; empty if there is none.
         averages: The variables with averages over steps, by parameter.
         averaging: The kind of averages as text; empty if there are none.
@@ -142,6 +144,8 @@ class TrainingMetadata:
     seed: str = ""
     schedule: str = ""
     scheduled_learning_rate: str = ""
+    schedule_start: str = ""
+    schedule_steps: str = ""
     clipping: str = ""
     averages: Mapping[str, str] = field(default_factory=dict)
     averaging: str = ""

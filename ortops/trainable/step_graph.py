@@ -147,6 +147,7 @@ def step_graph(
     """
     choice("part", part, (None, "gradients", "apply"))
     proto, folder = convert.load(model)
+    _check_schedule(proto)
     step = flatten(detach(proto), entry, folder)
     result, updates = step.model, dict(step.updates)
     notes = {}
@@ -173,6 +174,19 @@ def step_graph(
     flat = to_proto(result)
     name_tensors(flat.graph.node)
     return flat
+
+
+def _check_schedule(proto: onnx.ModelProto) -> None:
+    """Raises an error if the schedule has no number of steps."""
+    metadata = training_metadata(proto)
+    for info in proto.training_info:
+        for tensor in info.algorithm.initializer:
+            if tensor.name == metadata.schedule_steps and not onnx.numpy_helper.to_array(tensor):
+                raise ModelError(
+                    f"step_graph: the schedule {metadata.schedule} has no number of steps; fit "
+                    "sets it to those of the training, so save the session after that, or build "
+                    "the model with steps= of the schedule"
+                )
 
 
 def _write_functions(model: ir.Model) -> None:

@@ -40,6 +40,7 @@ from ortops.training.position import (
 from ortops.training.prefetch import Prefetcher
 from ortops.training.probabilities import warn_of_probabilities
 from ortops.training.progress_bar import ProgressBar
+from ortops.training.schedule_length import planned_steps, set_length
 from ortops.training.state import State
 from ortops.training.training_metrics import TrainingMetrics
 from ortops.training.validation_split import split_source
@@ -207,6 +208,7 @@ def fit(
         return position.epoch_state.history
     if begun is not None and _has_ended(begun, limits, trainer.steps_done):
         return begun.epoch_state.history
+    set_length(trainer, call, max_steps, new=begun is None)
     loop = _Loop(trainer, strategy, source, validation, metrics, schedule, callbacks, position)
     loop.limits, loop.measured = limits, measured
     strategy.show(measured.outputs if measured else [])
@@ -898,21 +900,22 @@ def _check_same(shared: Shared, call: FitArguments, limits: Limits, position: Po
 def _warn_if_schedule_ends(trainer: Trainer, position: Position, max_steps: int | None) -> None:
     """Warns if training has more steps than the schedule in its graph."""
     schedule = trainer.metadata.schedule
-    planned = re.search(r"[(, ]steps=(\d+)", schedule)
+    found = re.search(r"[(, ]steps=(\d+)", schedule)
+    planned = int(found[1]) if found else planned_steps(trainer)
     call, progress = position.epoch_state.call, position.progress
-    if planned is None:  # it never ends
+    if not planned:  # it never ends
         return
     epochs = call.epochs - position.epoch_state.epoch + 1
-    if max_steps is not None and position.epoch_state.begun + max_steps <= int(planned[1]):
+    if max_steps is not None and position.epoch_state.begun + max_steps <= planned:
         return
     if call.batches is not None:
         whole, done = (-(-batches // call.accumulate) for batches in (call.batches, progress.batch))
-        if trainer.steps_done + epochs * whole - done <= int(planned[1]):
+        if trainer.steps_done + epochs * whole - done <= planned:
             return
     logger.warning(
         "fit: the model's schedule, %s, ends after %s steps; later steps keep its final learning "
         "rate, which may be 0",
-        *(schedule, planned[1]),
+        *(schedule, planned),
     )
 
 
