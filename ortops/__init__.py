@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from ortops.autodiff.grad import grad
     from ortops.autodiff.registry import vjp
+    from ortops.building.addition import add_training
     from ortops.building.builder import build_training_model
     from ortops.callbacks.rate_finder import find_learning_rate
     from ortops.composition.composing import compose
@@ -66,6 +67,7 @@ __all__ = [
     "Tensor",
     "TrainingSession",
     "UnsupportedError",
+    "add_training",
     "attribution",
     "build_training_model",
     "callbacks",
@@ -106,6 +108,7 @@ _MODULES = {
     "TrainingSession": "ortops.training.session",
     "UnsupportedError": "ortops.errors",
     "attribution": "ortops",
+    "add_training": "ortops.building.addition",
     "build_training_model": "ortops.building.builder",
     "callbacks": "ortops",
     "compose": "ortops.composition.composing",

@@ -228,7 +228,7 @@ class JoinedSteps(Steps):
         self._warned = False
         self._compared = False  # whether ranks have compared a batch of this `fit`
         self._assigned: dict[str, bytes] = {}  # digests of the variables set since the last step
-        loaded.on_assign = functools.partial(_add_digests, self._assigned)
+        loaded.usage.on_assign = functools.partial(_add_digests, self._assigned)
 
     def check_same(self, model: bytes) -> None:
         """Raises an error if the sessions differ in more than the values of variables.

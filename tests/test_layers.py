@@ -206,7 +206,7 @@ WITHIN = {
     ),
     "building": (
         *("tables", "parameters", "preparation", "reachability", "algorithm", "groups", "clipping"),
-        *("updates", "without_adapter", "builder"),
+        *("updates", "without_adapter", "builder", "addition"),
     ),
     "training": (
         *(
@@ -232,7 +232,16 @@ WITHIN = {
             "initial_values",
             "gradients",
         ),
-        *("loaded_model", "evaluation", "fitting", "steps", "model_file", "session", "export"),
+        *(
+            "loaded_model",
+            "evaluation",
+            "fitting",
+            "steps",
+            "turns",
+            "model_file",
+            "session",
+            "export",
+        ),
     ),
 }
 """The files of a room, of which each imports from those before it."""

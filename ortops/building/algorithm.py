@@ -33,9 +33,11 @@ class Algorithm:
         constants: The algorithm's other initializers.
         updates: The next values of initializers, by initializer name.
         initial: The initial values of initializers, scalars or zeros, by initializer name.
+        prefix: The prefix of the names of its own variables.
     """
 
     tape: Tape
+    prefix: str = ""
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     variables: list[Tensor] = field(default_factory=list)
@@ -47,7 +49,7 @@ class Algorithm:
 
     def variable(self, name: str, array: np.ndarray[Any, Any]) -> Tensor:
         """Adds a variable that the initialization graph sets to its first value."""
-        tensor = self.tape.initializer(name, array)
+        tensor = self.tape.initializer(self.prefix + name, array)
         self.variables.append(tensor)
         self.initial[tensor.name] = array
         return tensor
@@ -57,7 +59,8 @@ class Algorithm:
         tensor = parameter.value.const_value
         assert tensor is not None
         array = tensor.numpy().astype(dtype)
-        self.variables.append(self.tape.initializer(f"{parameter.name}.{suffix}", array))
+        name = f"{self.prefix}{parameter.name}.{suffix}"
+        self.variables.append(self.tape.initializer(name, array))
         return self.variables[-1]
 
     def update(self, name: str, new: Tensor) -> Tensor:
@@ -73,18 +76,21 @@ class Algorithm:
         return new
 
 
-def write_algorithm(result: onnx.ModelProto, algorithm: Algorithm, kept: Sequence[Tensor]) -> None:
+def write_algorithm(
+    result: onnx.ModelProto, algorithm: Algorithm, kept: Sequence[Tensor], name: str
+) -> None:
     """Writes the algorithm and its initialization into a model.
 
     Args:
         result: The model.
         algorithm: The algorithm.
         kept: Tensors to keep in addition to those that the algorithm's outputs depend on.
+        name: The name of the training_info entry.
     """
     info = result.training_info.add()
     serialize = ir.serde
     target = info.algorithm
-    target.name = "training_algorithm"
+    target.name = name
     target.input.extend(serialize.serialize_value(tensor.value) for tensor in algorithm.inputs)
     target.output.extend(serialize.serialize_value(tensor.value) for tensor in algorithm.outputs)
     outputs = {tensor.value for tensor in algorithm.outputs}
@@ -109,18 +115,18 @@ def write_algorithm(result: onnx.ModelProto, algorithm: Algorithm, kept: Sequenc
             if value.name and value.type is not None and value not in outputs
         )
     name_tensors(target.node)
-    for name, tensor in algorithm.updates.items():
-        info.update_binding.add(key=name, value=tensor.name)
+    for variable, tensor in algorithm.updates.items():
+        info.update_binding.add(key=variable, value=tensor.name)
 
-    info.initialization.name = "training_initialization"
-    with Tape(name="training_initialization") as tape:
-        for name, array in algorithm.initial.items():
+    info.initialization.name = f"{name}_initialization"
+    with Tape(name=f"{name}_initialization") as tape:
+        for variable, array in algorithm.initial.items():
             if array.ndim == 0:
                 start = op.Identity(np.asarray(array))
             else:
                 start = op.ConstantOfShape(list(array.shape), value=np.zeros(1, array.dtype))
-            tape.output(start, f"{name}_initial")
-            info.initialization_binding.add(key=name, value=f"{name}_initial")
+            tape.output(start, f"{variable}_initial")
+            info.initialization_binding.add(key=variable, value=f"{variable}_initial")
     info.initialization.CopyFrom(serialize.serialize_graph(tape.graph))
     result.ir_version = max(result.ir_version, _TRAINING_INFO_IR_VERSION)
     imported = {entry.domain for entry in result.opset_import}

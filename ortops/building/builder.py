@@ -19,7 +19,12 @@ from ortops.building.algorithm import Algorithm, write_algorithm
 from ortops.building.clipping import Clipping
 from ortops.building.groups import Groups, difference, optimizers_of
 from ortops.building.parameters import quantized
-from ortops.building.preparation import BatchNormalization, Prepared, prepare_for_training
+from ortops.building.preparation import (
+    BatchNormalization,
+    Place,
+    Prepared,
+    prepare_for_training,
+)
 from ortops.building.reachability import passed_through, reached
 from ortops.building.updates import (
     LossScaling,
@@ -37,17 +42,23 @@ from ortops.graph.convert import ModelLike
 from ortops.graph.edit import ancestor_nodes
 from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
-from ortops.graph.files.json_metadata import write_metadata
+from ortops.graph.files.json_metadata import read_metadata, write_metadata
 from ortops.graph.tensor import Tape, Tensor, op
 from ortops.losses import Loss, LossLike
 from ortops.losses.loss import Function
 from ortops.lowering import has_domain
 from ortops.optimizers import Optimizer, UpdateRule
 from ortops.other_names import ARGUMENTS_OF_BUILD, explains_arguments
-from ortops.trainable.metadata import METADATA_KEY, LossPart, PredictionNote
+from ortops.trainable.metadata import (
+    ENTRIES,
+    MAIN,
+    METADATA_KEY,
+    LossPart,
+    PredictionNote,
+)
 from ortops.trainable.training_mode import TrainingCopies, copy_in_training_mode, reveal
 
-__all__ = ["Plan", "build_training_model", "plan_training"]
+__all__ = ["Plan", "build_light", "build_training_model", "plan_training"]
 
 logger = logging.getLogger("ortops")
 
@@ -180,6 +191,7 @@ def build_light(
     *,
     trainable: Sequence[str] | None = None,
     batch_normalization: BatchNormalization = "auto",
+    place: Place | None = None,
     **settings: Any,
 ) -> LightModel:
     """Returns a trainable model whose big data stay where they are; see `build_training_model`.
@@ -188,9 +200,10 @@ def build_light(
         model: The model; not changed.
         trainable: See `build_training_model`, as for all other arguments.
         batch_normalization: Which layers use batch statistics.
+        place: Which training_info entry the algorithm becomes; the only one by default.
         **settings: The arguments of `plan_training`.
     """
-    prepared = prepare_for_training(model, trainable, batch_normalization)
+    prepared = prepare_for_training(model, trainable, batch_normalization, place)
     plan = plan_training(prepared, **settings)
     for message in plan.said:
         logger.warning("%s", message)
@@ -299,10 +312,14 @@ class Plan:
         algorithm.outputs.sort(key=lambda tensor: tensor is algorithm.updates[step.name])
         result = self.prepared.result.proto
         counts = [part.count for part in self.loss.parts if part.count is not None]
-        write_algorithm(result, algorithm, [*counts, loss])
+        name = self.prepared.place.name
+        write_algorithm(result, algorithm, [*counts, loss], name)
         metadata = self._forward.metadata() | updates.metadata() | self.notes
         if updates.scaling is not None:
             metadata |= updates.scaling.metadata()
+        if name != MAIN:
+            present = read_metadata(result.metadata_props, METADATA_KEY, "remove it") or {}
+            metadata = {**present, ENTRIES: {**present.get(ENTRIES, {}), name: metadata}}
         write_metadata(result, METADATA_KEY, json.dumps(metadata))
         return self.prepared.result
 
@@ -408,7 +425,7 @@ def _emit_forward(
     graph, visible = prepared.graph, prepared.visible
     nodes = list(graph)
     tape = Tape(graph, names=prepared.names)
-    algorithm = Algorithm(tape)
+    algorithm = Algorithm(tape, prepared.place.prefix)
     values = {v.name: v for v in (*graph.inputs, *graph.initializers.values())}
     values |= {v.name: v for node in nodes for v in node.outputs}
     with tape:
@@ -458,6 +475,7 @@ def _emit_forward(
         taken = {tensor.value for tensor in algorithm.outputs}
         algorithm.outputs += [each for each in outputs.values() if each.value not in taken]
     statistics = {n: s for n, s in training.statistics.items() if s.value.producer() in needed}
+    statistics = {n: s for n, s in statistics.items() if n not in prepared.place.updated}
     own_seed = seed_variable() if training.dropouts else None
     return _Forward(algorithm, rate, step, own_seed, computed, training, outputs, statistics)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
 import onnx
@@ -22,9 +22,10 @@ from ortops.graph.shapes import infer_shapes
 from ortops.graph.tensor import Names
 from ortops.graph.weights import Origin, lift
 from ortops.lowering import prepare
+from ortops.trainable.metadata import MAIN
 from ortops.trainable.training_mode import is_batch_normalization
 
-__all__ = ["BatchNormalization", "Prepared", "prepare_for_training"]
+__all__ = ["BatchNormalization", "Place", "Prepared", "prepare_for_training"]
 
 BatchNormalization: TypeAlias = Literal["auto", "train", "frozen"]
 """Which BatchNormalization layers use batch statistics."""
@@ -46,6 +47,7 @@ class Prepared:
         opset: The opset of the given model.
         scopes: The scopes of the nodes that read each initializer.
         adapter: The model's adapter, if it has one.
+        place: Which training_info entry the algorithm becomes, and what the others do.
     """
 
     result: LightModel
@@ -58,12 +60,61 @@ class Prepared:
     opset: int
     scopes: Mapping[str, ScopeNames]
     adapter: Adapter | None
+    place: Place
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a training_info entry in a model.
+
+    Attributes:
+        name: Its name.
+        updated: The entry that updates an initializer, by initializer name.
+        taken: The names of initializers in other entries.
+        inputs: The inputs of other entries by name, each with the name of the entry.
+    """
+
+    name: str = MAIN
+    updated: Mapping[str, str] = field(default_factory=dict)
+    taken: Collection[str] = ()
+    inputs: Mapping[str, tuple[onnx.ValueInfoProto, str]] = field(default_factory=dict)
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of the names of its own variables."""
+        return "" if self.name == MAIN else f"{self.name}."
+
+    def leave_out(self, chosen: Choice) -> None:
+        """Removes what other entries update from a choice.
+
+        Raises:
+            ModelError: If some of it was named.
+        """
+        for pattern, names in chosen.patterns.items():
+            for name in (name for name in names if name in self.updated):
+                more = "" if pattern == name else f", which '{pattern}' matches,"
+                raise ModelError(
+                    f"trainable: '{name}'{more} is updated by the entry '{self.updated[name]}' "
+                    "already, and the ONNX standard lets one entry update an initializer; leave it "
+                    "out, or add up the losses in one entry"
+                )
+        left_out = [name for name in chosen.trained if name in self.updated]
+        for name in left_out:
+            del chosen.trained[name]
+            chosen.reasons[name] = f"is trained by the entry '{self.updated[name]}'"
+        if left_out:
+            others = "', '".join(dict.fromkeys(self.updated[name] for name in left_out))
+            chosen.said.append(
+                f"the entry '{self.name}' does not train {len(left_out)} weights, such as "
+                f"'{left_out[0]}', because '{others}' does"
+            )
 
 
 def prepare_for_training(
     model: ModelLike | LightModel,
     trainable: Sequence[str] | None,
     batch_normalization: BatchNormalization,
+    place: Place | None = None,
 ) -> Prepared:
     """Brings a model into the form that a training algorithm can be added to.
 
@@ -72,6 +123,7 @@ def prepare_for_training(
         trainable: The parameters to train (see `ortops.building.parameters.choose`). None trains
             the adapter if the model has one.
         batch_normalization: Which layers use batch statistics (see `build_training_model`).
+        place: Which training_info entry the algorithm becomes; the only one by default.
 
     Raises:
         ArgumentError: If ``trainable`` or ``batch_normalization`` is not valid for any model.
@@ -104,6 +156,8 @@ def prepare_for_training(
         chosen.said.append(f"only the adapter is trained ({adapter}); trainable= selects others")
     else:
         chosen = choose(graph.initializers, trainable, scopes)
+    place = place or Place()
+    place.leave_out(chosen)
     frozen, statistics = _frozen(graph, chosen, batch_normalization)
     kept = chosen.trained.keys() | statistics
     lifted = {name: origin for name, origin in origins.items() if name in kept}
@@ -119,7 +173,11 @@ def prepare_for_training(
     chosen.floats = {n: graph.initializers[n] for n in chosen.floats if n in graph.initializers}
     chosen.trained = {name: graph.initializers[name] for name in chosen.trained}
     names, visible = _names(graph, result.proto)
-    return Prepared(result, graph, names, visible, chosen, lifted, frozen, opset, scopes, adapter)
+    for name in place.taken:
+        names.take(name)
+    return Prepared(
+        *(result, graph, names, visible, chosen, lifted, frozen, opset, scopes, adapter, place)
+    )
 
 
 def _checked(trainable: Sequence[str] | None) -> list[str] | None:

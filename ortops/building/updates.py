@@ -93,7 +93,8 @@ class LossScaling:
     def of(cls, algorithm: Algorithm) -> LossScaling:
         """Adds the state variables."""
         scale = algorithm.variable("loss_scale", np.array(_FIRST_SCALE, np.float32))
-        return cls(scale, algorithm.variable(f"{scale.name}.good_steps", np.array(0, np.int64)))
+        name = f"{scale.name.removeprefix(algorithm.prefix)}.good_steps"
+        return cls(scale, algorithm.variable(name, np.array(0, np.int64)))
 
     def metadata(self) -> dict[str, object]:
         """Returns the names of the state variables, for the file."""

@@ -58,7 +58,7 @@ class Binding:
 
     def differentiate(
         self,
-        feeds: Mapping[str, Array],
+        feeds: Mapping[str, Memory],
         wanted: Sequence[str] | None,
         into: Mapping[str, Array] | None = None,
     ) -> dict[str, Array]:

@@ -14,10 +14,12 @@ and a `Binding` a variant bound to memory.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ from ortops.execution.memory import Memory, fetch, give_back, hold, put_all
 from ortops.execution.onnxruntime_sessions import Sessions, UpdateKernels
 from ortops.execution.packed import Variable
 from ortops.execution.settings import Settings
-from ortops.execution.shape_cache import CachedStep, ShapeCache
+from ortops.execution.shape_cache import Buffers, CachedStep, ShapeCache
 from ortops.execution.split_step import Differentiated, Layout, SplitStep
 from ortops.execution.step import Step
 from ortops.execution.template import Template
@@ -37,7 +39,7 @@ from ortops.numbers import Array
 from ortops.passes.rematerialization import Checkpoint, check, computed_names
 from ortops.uninterrupted import AtomicChanges, run_uninterrupted
 
-__all__ = ["Execution"]
+__all__ = ["Execution", "output_labels"]
 
 
 logger = logging.getLogger("ortops")
@@ -56,6 +58,7 @@ class Execution:
         providers: Execution providers.
         recompute: Which activations to keep if the backward pass recomputes the others (see
             `ortops.passes.rematerialization`); None keeps all.
+        names: The name of each part, if there are several.
 
     Attributes:
         variables: The variables by name.
@@ -78,14 +81,12 @@ class Execution:
         options: onnxruntime.SessionOptions | None,
         providers: Sequence[Any],
         recompute: Checkpoint | None = None,
+        names: Sequence[str] = (),
     ) -> None:
-        # The index of the current buffers, and the number of steps: one store changes both.
-        self._position = (0, 0)
+        self._shared = _Shared(((0,) * len(steps), 0))
         self._changes = AtomicChanges()
-        self._failed = ""
         self._process = os.getpid()
-        self._begun = False
-        self._split_step: SplitStep | None = None
+        self._chosen: Sequence[int] = range(len(steps))
         if recompute is not None:
             parts = [computed_names(s.model.graph, s.feeds, s.outputs) for s in steps]
             check(recompute, [name for names in parts for name in names])
@@ -114,11 +115,20 @@ class Execution:
                 second = hold(value, sessions.device)
             self.variables[name] = Variable((first, second))
         self.assign(values)
-        self._shown = [name for step in steps for name in step.outputs]
+        self._outputs = [len(step.outputs) for step in steps]
+        self._labels = output_labels([[*step.outputs, *step.varying] for step in steps], names)
         self._capacity = settings.shapes
-        self._cache = ShapeCache(self._templates, self._capacity)
-        if not self._cache.gain:
-            self._cache.of({}, self._buffers_of)
+        self._foreign = [
+            [name for name in step.variables if self._updated_by.get(name, number) != number]
+            for number, step in enumerate(steps)
+        ]
+        self._caches = [
+            ShapeCache([template], self._capacity, foreign)
+            for template, foreign in zip(self._templates, self._foreign, strict=True)
+        ]
+        for number, cache in enumerate(self._caches):
+            if not cache.gain:
+                cache.of({}, self._buffers_of(number))
 
     def _log_compiled(self) -> None:
         standard = {n: why for template in self._templates for n, why in template.standard.items()}
@@ -134,7 +144,18 @@ class Execution:
     def steps_made(self) -> int:
         """The number of steps since the session was created, or since `assign` set it."""
         self._changes.settle()
-        return self._position[1]
+        return self._shared.position[1]
+
+    def only(self, part: int) -> Execution:
+        """Returns an execution on the same variables whose steps run one of the parts.
+
+        Args:
+            part: The index of the part.
+        """
+        result = copy.copy(self)
+        result._chosen = [part]
+        result._labels = [{name: name for name in labels} for labels in self._labels]
+        return result
 
     def present(self, name: str) -> Array:
         """Returns the current value of a variable: its memory, or a copy of device memory.
@@ -143,13 +164,18 @@ class Execution:
             OrtopsError: If onnxruntime failed during an update.
         """
         self._check_variables()
-        return fetch(self.variables[name].buffers[self._position[0]])
+        return fetch(self.variables[name].buffers[self._turn_of(name)])
+
+    def _turn_of(self, name: str) -> int:
+        """Returns the index of the buffer with the present value of a variable."""
+        turns, _ = self._shared.position
+        return turns[self._updated_by[name]] if name in self._updated_by else 0
 
     def _check_variables(self) -> None:
         """Waits for the end of a step; raises an OrtopsError if an update failed halfway."""
         self._changes.settle()
-        if self._failed:
-            raise OrtopsError(self._failed)
+        if self._shared.failed:
+            raise OrtopsError(self._shared.failed)
 
     def assign(self, values: Mapping[str, Array], *, steps_made: int | None = None) -> None:
         """Sets variables to values whose dtypes and shapes have been checked.
@@ -160,11 +186,12 @@ class Execution:
         """
 
         def change() -> None:
-            turn, made = self._position
-            put_all({name: self.variables[name].buffers[turn] for name in values}, values)
-            self._position = (turn, made if steps_made is None else steps_made)
+            turns, made = self._shared.position
+            targets = {name: self.variables[name].buffers[self._turn_of(name)] for name in values}
+            put_all(targets, values)
+            self._shared.position = (turns, made if steps_made is None else steps_made)
             if values.keys() >= self.variables.keys():
-                self._failed = ""
+                self._shared.failed = ""
 
         self._changes.change(change)
 
@@ -200,46 +227,58 @@ class Execution:
         """
         self.check_process()
         self._check_variables()
-        if not self._begun:  # the caller may have freed the model by now
+        if not self._shared.begun:  # the caller may have freed the model by now
             give_back()
-            self._begun = True
-        wanted = self._shown if wanted is None else wanted
-        return self._run(self._cache.of(_shapes(feeds), self._buffers_of), feeds, wanted, note)
+            self._shared.begun = True
+        if wanted is None:
+            labels_of = [list(self._labels[n].values())[: self._outputs[n]] for n in self._chosen]
+            wanted = [label for labels in labels_of for label in labels]
+        shapes = _shapes(feeds)
+        cached = {n: self._caches[n].of(shapes, self._buffers_of(n)) for n in self._chosen}
+        return self._run(cached, feeds, wanted, note)
 
     def _run(
         self,
-        cached: CachedStep,
+        cached: Mapping[int, CachedStep],
         feeds: Mapping[str, Array],
         wanted: Sequence[str],
         note: Callable[[Mapping[str, Array]], object] | None = None,
     ) -> dict[str, Array]:
-        """Runs all parts of a step; returns the outputs."""
-        turn, made = self._position
+        """Runs the parts of a step; returns the outputs."""
+        turns, made = self._shared.position
+        new_turns = list(turns)
         shown: dict[str, Array] = {}
-        *before, last = (turns[turn] for turns in cached.bindings)
-        for part in before:
-            shown |= part.differentiate(feeds, wanted)
+        last = list(cached)[-1]
+        for number in cached:
+            part = cached[number].bindings[0][turns[number]]
+            given = {**feeds, **self._foreign_values(number, new_turns)}
+            labels = self._labels[number]
+            own = [name for name in part.shown if labels.get(name, name) in wanted]
+            found = part.differentiate(given, own)
+            shown |= {labels.get(name, name): array for name, array in found.items()}
+            new_turns[number] = 1 - turns[number]
+            if number == last:
+                break
             if part.interruptible:
                 part.update(feeds)
             else:
                 self._changes.change(functools.partial(part.update, feeds))
-        shown |= last.differentiate(feeds, wanted)
         if note is not None:
             note(shown)
 
         def finish() -> None:
             try:
-                last.update(feeds)
+                part.update(feeds)
             except BaseException as error:
                 if self._in_place:
-                    self._failed = (
+                    self._shared.failed = (
                         f"session: an update failed ({error}) and left the variables between two "
                         "steps; continue from a saved file, or call reset()"
                     )
                 raise
-            self._position = (1 - turn, made + 1)
+            self._shared.position = (tuple(new_turns), made + 1)
 
-        if last.interruptible:  # the step wrote only to buffers that nobody reads yet
+        if part.interruptible:  # the step wrote only to buffers that nobody reads yet
             finish()
         else:
             self._changes.change(finish)
@@ -247,7 +286,7 @@ class Execution:
 
     def computes(self, name: str) -> bool:
         """Whether a step computes a tensor, so that `show` can make it an output."""
-        return any(template.computes(name) for template in self._templates)
+        return any(self._templates[number].computes(name) for number in self._chosen)
 
     def show(self, names: Sequence[str]) -> None:
         """Sets the tensors that a step can return in addition to its outputs.
@@ -258,16 +297,28 @@ class Execution:
             names: Tensors that a step computes.
         """
         extra = tuple(names)
-        if all(template.extra == extra for template in self._templates):
+        if all(self._templates[number].extra == extra for number in self._chosen):
             return
 
         def change() -> None:
-            for template in self._templates:
+            for number in self._chosen:
+                template = self._templates[number]
                 template.extra = extra
-            self._cache = ShapeCache(self._templates, self._capacity)
-            self._split_step = None
+                foreign = self._foreign[number]
+                self._caches[number] = ShapeCache([template], self._capacity, foreign)
+                self._shared.split_steps.pop(number, None)
 
         run_uninterrupted(change)
+
+    def _foreign_values(self, number: int, turns: Sequence[int]) -> dict[str, Memory]:
+        """Returns the memory of what a part reads and another one updates.
+
+        Args:
+            number: The part.
+            turns: The index of the present buffers of each part.
+        """
+        owners = {name: self._updated_by[name] for name in self._foreign[number]}
+        return {name: self.variables[name].buffers[turns[n]] for name, n in owners.items()}
 
     def split_step(self) -> SplitStep:
         """Returns the step cut into two parts after its gradients, created by the first call.
@@ -276,24 +327,27 @@ class Execution:
             UnsupportedError: If a step has several parts, no gradients, or several of a parameter.
         """
         # Uninterrupted, because other libraries wrap exceptions of signal handlers in their own.
-        if self._split_step is None:
-            self._split_step = run_uninterrupted(self._cut)
-        return self._split_step
-
-    def _cut(self) -> SplitStep:
-        if len(self._templates) != 1:
+        if len(self._chosen) != 1:
             raise UnsupportedError(
-                f"gradients: a step runs {len(self._templates)} training_info entries one after "
-                "the other; choose one with TrainingSession(…, entry=)"
+                f"gradients: a step runs {len(self._chosen)} training_info entries one after "
+                "the other; choose one with entry="
             )
-        (template,) = self._templates
+        (number,) = self._chosen
+        if number not in self._shared.split_steps:
+            found = run_uninterrupted(functools.partial(self._cut, number))
+            self._shared.split_steps[number] = found
+        return self._shared.split_steps[number]
+
+    def _cut(self, number: int) -> SplitStep:
+        template = self._templates[number]
         gradients, apply, names = template.cut()
-        rebound = [*names.carried, template.step.seed]
+        foreign = self._foreign[number]
+        rebound = [*names.carried, template.step.seed, *foreign]
         return SplitStep(
             names,
             Layout({name: self.variables[name].buffers[0] for name in names.given}),
             ShapeCache([gradients], self._capacity, rebound),
-            ShapeCache([apply], 0, apply.step.feeds),
+            ShapeCache([apply], 0, [*apply.step.feeds, *foreign]),
         )
 
     def gradients(
@@ -317,16 +371,18 @@ class Execution:
         self.check_process()
         self._check_variables()
         split_step = self.split_step()
-        turn, _ = self._position
+        turns, _ = self._shared.position
+        (number,) = self._chosen
         names = split_step.names
         flat, found = split_step.layout.zeros()
         carried = {n: np.empty_like(self.present(n)) for n in names.carried if n in self.variables}
         into = {names.given[name]: array for name, array in found.items()}
         into |= {names.carried[name]: array for name, array in carried.items()}
         fetched = {name: label for label, name in names.carried.items() if name not in into}
-        (turns,) = split_step.gradients.of(_shapes(feeds), self._buffers_of).bindings
-        binding = turns[turn]
-        shown = binding.differentiate({**feeds, **(instead or {})}, [*wanted, *fetched], into)
+        cached = split_step.gradients.of(_shapes(feeds), self._buffers_of(number))
+        binding = cached.bindings[0][turns[number]]
+        given = {**feeds, **self._foreign_values(number, turns), **(instead or {})}
+        shown = binding.differentiate(given, [*wanted, *fetched], into)
         carried |= {label: shown.pop(name) for name, label in fetched.items()}
         carried |= {name: feeds[name].copy() for name in names.fed}
         return Differentiated(shown, found, flat, carried)
@@ -351,12 +407,13 @@ class Execution:
         feeds = {names.given[name]: array for name, array in gradients.items()}
         for label, name in (*names.carried.items(), *zip(names.fed, names.fed, strict=True)):
             feeds[name] = carried[label] if label in carried else self.present(label)
-        self._run(split_step.apply.of({}, self._buffers_of), feeds, ())
+        (number,) = self._chosen
+        self._run({number: split_step.apply.of({}, self._buffers_of(number))}, feeds, ())
 
     @property
     def repeatable(self) -> bool:
         """Whether `steps` is available: for small models with one training_info entry."""
-        return len(self._templates) == 1 and self._templates[0].repeatable
+        return len(self._chosen) == 1 and self._templates[self._chosen[0]].repeatable
 
     def steps(self, feeds: Mapping[str, Array], count: int) -> Array:
         """Makes several steps in one run.
@@ -374,22 +431,74 @@ class Execution:
         """
         self.check_process()
         self._check_variables()
-        turn, made = self._position
+        turns, made = self._shared.position
+        (number,) = self._chosen
         shapes = {name: array.shape[1:] for name, array in feeds.items()}
-        (variant,) = self._cache.of(shapes, self._buffers_of).variants
-        losses = variant.repetition.run(self._buffers_of(0, turn), turn, feeds)
-        self._position = (1 - turn, made + count)
+        buffers = self._buffers_of(number)
+        (variant,) = self._caches[number].of(shapes, buffers).variants
+        turn = turns[number]
+        losses = variant.repetition.run(buffers(0, turn), turn, feeds)
+        changed = tuple(1 - turn if n == number else other for n, other in enumerate(turns))
+        self._shared.position = (changed, made + count)
         return losses
 
-    def _buffers_of(self, number: int, turn: int) -> Callable[[str], tuple[Memory, Memory]]:
-        """Returns a function that maps a variable to the memory that a part reads and writes."""
+    def _buffers_of(self, number: int) -> Buffers:
+        """Returns what maps a variable to the memory that a part reads and writes.
 
-        def buffers(name: str) -> tuple[Memory, Memory]:
-            both = self.variables[name].buffers
-            done = self._updated_by.get(name, number) < number  # by an earlier part of this step
-            return both[1 - turn if done else turn], both[1 - turn]
+        Args:
+            number: The part. What another part updates is read from its present buffer, which
+                changes; so it is bound again in each run.
+        """
 
-        return buffers
+        def of_turn(_: int, turn: int) -> Callable[[str], tuple[Memory, Memory]]:
+            def buffers(name: str) -> tuple[Memory, Memory]:
+                both = self.variables[name].buffers
+                if self._updated_by.get(name, number) != number:
+                    turn_now = self._turn_of(name)
+                    return both[turn_now], both[turn_now]
+                return both[turn], both[1 - turn]
+
+            return buffers
+
+        return of_turn
+
+
+@dataclass
+class _Shared:
+    """What executions of parts of a step share, besides variables.
+
+    Attributes:
+        position: The index of the current buffers of each part, and the number of steps: one store
+            changes all.
+        failed: Why the variables are between two steps; "" if they are not.
+        begun: Whether a step was made.
+        split_steps: The steps cut after their gradients, by part.
+    """
+
+    position: tuple[tuple[int, ...], int]
+    failed: str = ""
+    begun: bool = False
+    split_steps: dict[int, SplitStep] = field(default_factory=dict)
+
+
+def output_labels(outputs: Sequence[Sequence[str]], names: Sequence[str]) -> list[dict[str, str]]:
+    """Returns what the outputs of parts are called in a step of all: by part, name and label.
+
+    Args:
+        outputs: The outputs of each part.
+        names: The name of each part, which precedes an output that an earlier part has as well.
+
+    Example:
+        >>> output_labels([["loss", "y"], ["loss", "z"]], ["main", "other"])
+        [{'loss': 'loss', 'y': 'y'}, {'loss': 'other.loss', 'z': 'z'}]
+    """
+    labels: list[dict[str, str]] = []
+    taken: set[str] = set()
+    for number, own in enumerate(outputs):
+        prefix = names[number] if number < len(names) else str(number)
+        labels.append({n: f"{prefix}.{n}" if n in taken else n for n in own})
+        taken |= set(labels[-1].values())
+    return labels
 
 
 def _shapes(feeds: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:

@@ -13,7 +13,7 @@ from ortops.execution.variant import Variant
 from ortops.garbage_collection import pause_collection
 from ortops.uninterrupted import run_uninterrupted
 
-__all__ = ["CachedStep", "ShapeCache"]
+__all__ = ["Buffers", "CachedStep", "ShapeCache"]
 
 Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 Buffers: TypeAlias = Callable[[int, int], Callable[[str], tuple[Memory, Memory]]]

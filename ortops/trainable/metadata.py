@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import numpy as np
 import onnx
 
-from ortops.errors import ModelError, OrtopsError
+from ortops.arguments import whole_number
+from ortops.errors import ModelError, OrtopsError, did_you_mean
 from ortops.graph.files.json_fields import (
     BOOLEAN,
     TEXT,
@@ -22,10 +23,26 @@ from ortops.graph.files.json_fields import (
 from ortops.graph.files.json_metadata import read_metadata, where
 from ortops.numbers import Array, real
 
-__all__ = ["METADATA_KEY", "LossPart", "PredictionNote", "TrainingMetadata", "training_metadata"]
+__all__ = [
+    "ENTRIES",
+    "MAIN",
+    "METADATA_KEY",
+    "LossPart",
+    "PredictionNote",
+    "TrainingMetadata",
+    "entry_names",
+    "entry_number",
+    "training_metadata",
+]
 
 METADATA_KEY = "ortops.training"
 """The metadata key of a JSON object with the names that training uses."""
+
+ENTRIES = "entries"
+"""Where this object has those of later training_info entries, by the names of the entries."""
+
+MAIN = "main"
+"""The name of the first training_info entry."""
 
 
 _WHERE = where(METADATA_KEY)
@@ -204,14 +221,52 @@ _EXPECTED: Mapping[Any, Expected] = {
 """What JSON values must be, by the type of a field."""
 
 
-def training_metadata(proto: onnx.ModelProto) -> TrainingMetadata:
+def entry_names(proto: onnx.ModelProto) -> list[str]:
+    """Returns the names of the training_info entries: those of their graphs; the first is "main".
+
+    Example:
+        >>> from models import line
+        >>> entry_names(line.session().model())
+        ['main']
+    """
+    return [MAIN, *(info.algorithm.name for info in list(proto.training_info)[1:])]
+
+
+def entry_number(proto: onnx.ModelProto, entry: int | str) -> int:
+    """Returns the index of a training_info entry, given the index or the name.
+
+    Raises:
+        ArgumentError: If the argument is neither.
+        ModelError: If the model has no entry of this name, or several.
+    """
+    if not isinstance(entry, str):
+        return whole_number("entry", entry)
+    names = entry_names(proto)
+    if not proto.training_info or names.count(entry) != 1:
+        found = f"{names.count(entry)} training_info entries" if entry in names else "no entry"
+        raise ModelError(
+            f"entry: the model has {found} named {entry!r:.80}; {did_you_mean(entry, names)}"
+        )
+    return names.index(entry)
+
+
+def training_metadata(proto: onnx.ModelProto, entry: int = 0) -> TrainingMetadata:
     """Returns the metadata of a trainable model; an empty one if ortops did not build the model.
+
+    Args:
+        proto: The model.
+        entry: The index of the training_info entry.
 
     Raises:
         ModelError: If the metadata is not valid.
     """
     remedy = "give a JSON object, or remove it"
     found = read_metadata(proto.metadata_props, METADATA_KEY, remedy) or {}
+    others = found.get(ENTRIES, {})
+    if not isinstance(others, dict) or not all(isinstance(e, dict) for e in others.values()):
+        raise ModelError(f"{_WHERE}: '{ENTRIES}' must be an object of objects, got {others!r:.80}")
+    if 0 < entry < len(proto.training_info):
+        found = others.get(proto.training_info[entry].algorithm.name, found)
     parts, predictions = (found.get(name, []) for name in ("losses", "predictions"))
     for name, array in (("losses", parts), ("predictions", predictions)):
         if not isinstance(array, list):

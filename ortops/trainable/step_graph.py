@@ -62,7 +62,13 @@ from ortops.optimizers import OPERATORS
 from ortops.passes.rounding import ROUNDING
 from ortops.trainable.bfloat16 import compute_in_float32
 from ortops.trainable.exact_products import use_exact_products
-from ortops.trainable.metadata import METADATA_KEY, LossPart, TrainingMetadata, training_metadata
+from ortops.trainable.metadata import (
+    METADATA_KEY,
+    LossPart,
+    TrainingMetadata,
+    entry_number,
+    training_metadata,
+)
 from ortops.trainable.training_mode import write_inference_mode
 
 __all__ = [
@@ -92,7 +98,7 @@ _MERGED_SIZE = 8  # onnxruntime merges equal constants of at most this many elem
 def step_graph(
     model: ModelLike,
     *,
-    entry: int = 0,
+    entry: int | str = 0,
     defaults: bool = True,
     part: Part | None = None,
     target: Target | None = None,
@@ -121,7 +127,7 @@ def step_graph(
 
     Args:
         model: A trainable model, written by `ortops.build_training_model` or another tool.
-        entry: The index of the training_info entry.
+        entry: The training_info entry: its index or its name (see `ortops.add_training`).
         defaults: Whether variables have their values as defaults. onnxruntime's JavaScript packages
             cannot feed inputs with defaults, and onnxruntime-node ignores such feeds silently.
         part: ``"gradients"`` for the part that computes gradients, ``"apply"`` for the part that
@@ -147,8 +153,9 @@ def step_graph(
     """
     choice("part", part, (None, "gradients", "apply"))
     proto, folder = convert.load(model)
-    _check_schedule(proto)
-    step = flatten(detach(proto), entry, folder)
+    number = entry_number(proto, entry)
+    _check_schedule(proto, number)
+    step = flatten(detach(proto), number, folder)
     result, updates = step.model, dict(step.updates)
     notes = {}
     if part is not None:
@@ -176,10 +183,10 @@ def step_graph(
     return flat
 
 
-def _check_schedule(proto: onnx.ModelProto) -> None:
+def _check_schedule(proto: onnx.ModelProto, entry: int) -> None:
     """Raises an error if the schedule has no number of steps."""
-    metadata = training_metadata(proto)
-    for info in proto.training_info:
+    metadata = training_metadata(proto, entry)
+    for info in list(proto.training_info)[entry : entry + 1]:
         for tensor in info.algorithm.initializer:
             if tensor.name == metadata.schedule_steps and not onnx.numpy_helper.to_array(tensor):
                 raise ModelError(
@@ -254,9 +261,9 @@ def flatten(
         own = [name for name in own if name in outputs]
     _check_updates(graph, updates, entry)
     new = set(updates.values())
-    loss = _loss(graph, proto, wanted, new)
+    loss = _loss(graph, training_metadata(proto, entry).loss, wanted, new)
     shown = [name for name in dict.fromkeys((*wanted, *own)) if name == loss or name not in new]
-    metadata = training_metadata(proto)
+    metadata = training_metadata(proto, entry)
     divisors = _counts(graph, metadata) if counts else []
     graph.outputs.clear()
     graph.outputs.extend(by_name[name] for name in dict.fromkeys((*shown, *updates.values())))
@@ -363,7 +370,7 @@ def evaluation_model(
     Raises:
         OrtopsError: If a tensor does not exist or is not an array.
     """
-    metadata = training_metadata(light.proto)
+    metadata = training_metadata(light.proto, entry)
     model = prepare(convert.to_ir(_concatenate(light, entry), given_away=True))
     graph = model.graph
     values = {value.name: value for value in (*graph.inputs, *graph.initializers.values())}
@@ -558,16 +565,13 @@ def _learning_rates(graph: ir.Graph, metadata: TrainingMetadata) -> list[str]:
     return [name for name in dict.fromkeys(found) if name in graph.initializers]
 
 
-def _loss(
-    graph: ir.Graph, proto: onnx.ModelProto, outputs: Sequence[str], updates: Container[str]
-) -> str:
+def _loss(graph: ir.Graph, noted: str, outputs: Sequence[str], updates: Container[str]) -> str:
     """Returns the name of the loss: as noted, or y of the first Gradient node, or a guess.
 
     The next value of a variable is never the loss.
     """
-    metadata = training_metadata(proto).loss
-    if metadata in outputs:
-        return metadata
+    if noted in outputs:
+        return noted
     for node in graph:
         y = Bound.of(node).y.name if is_bound(node) else None
         if y in outputs:

@@ -241,6 +241,8 @@ class Evaluator:
                 They read what the loss reads, or any tensor of the model.
             ema: Whether to use the averages of parameters (``ema_decay=`` of
                 `ortops.build_training_model`).
+            entry: The training_info entry whose loss is computed, by index or name; by default, the
+                first one.
 
         Returns:
             ``loss``, as if all batches were one (averaged over the rows if a loss function returns
@@ -398,7 +400,7 @@ class Evaluator:
         """Returns the batches of a data set, each with the outputs for it."""
         source = open_data(data, evaluation.inputs, batch_size=batch_size)
         if ema:  # raises an error before the first batch if there are no averages
-            self._loaded.metadata.averaged(self._loaded.arrays())
+            self._loaded.shared_metadata.averaged(self._loaded.arrays())
         return ((batch, self._run(evaluation, batch, ema)) for batch in source.epoch())
 
     @reads("evaluate")
@@ -407,7 +409,7 @@ class Evaluator:
     ) -> dict[str, Array]:
         loaded = self._loaded
         loaded.execution.check_process()
-        arrays = loaded.metadata.averaged(loaded.arrays()) if ema else loaded.arrays()
+        arrays = loaded.shared_metadata.averaged(loaded.arrays()) if ema else loaded.arrays()
         outputs = [value.name for value in evaluation.session.get_outputs()]
         return run_session(evaluation.session, {**evaluation.constants, **arrays, **feeds}, outputs)
 

@@ -27,7 +27,7 @@ from ortops.graph.files.serialization import to_proto
 from ortops.graph.files.wire_format import byte_spans
 from ortops.graph.safetensors import dump_safetensors
 from ortops.lowering import Target, lower
-from ortops.trainable.metadata import TrainingMetadata, training_metadata
+from ortops.trainable.metadata import TrainingMetadata, entry_number, training_metadata
 from ortops.trainable.step_graph import EvaluationModel, evaluation_model, flatten, step_graph
 from ortops.trainable.write_back import write_values
 from ortops.training.position import POSITION_KEY
@@ -49,7 +49,7 @@ def export_step(
     folder: str | os.PathLike[str],
     web: bool = False,
     *,
-    entry: int = 0,
+    entry: int | str = 0,
     target: Target | None = None,
     overwrite: bool = False,
 ) -> None:
@@ -91,7 +91,8 @@ def export_step(
         model: A trainable model.
         folder: The folder, which is created if necessary. Files of an earlier export are replaced.
         web: Whether to write also a driver in JavaScript and a page that trains.
-        entry: The number of the training_info entry; each is exported to its own folder.
+        entry: The training_info entry, its index or its name; each is exported to its own folder.
+            Its step has the variables of all entries, but updates its own.
         target: What the step is lowered for (see `ortops.step_graph`).
         overwrite: Whether to replace also files with these names that no export wrote, or that were
             changed since.
@@ -119,8 +120,10 @@ def export_step(
         (['x', 'targets'], 'w_new')
     """
     light = convert.load_light(model)
-    proto, step = light.proto, flatten(light, entry)
-    metadata = training_metadata(proto)
+    proto = light.proto
+    entry = entry_number(proto, entry)
+    step = flatten(light, entry)
+    metadata = training_metadata(proto, entry)
     arrays = light.arrays(step.variables)
     write_values(light, arrays)  # as raw data, whose positions in the file are known
     remove_metadata(proto, POSITION_KEY)

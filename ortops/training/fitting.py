@@ -138,6 +138,7 @@ class StepStrategy:
         show: Sets the tensors that steps can return in addition to outputs.
         leads: Whether this process shows progress and calls callbacks that write.
         shared: What several processes do together; None for one process.
+        entries: The training_info entries that make the steps; "" for all of them in each step.
     """
 
     step: Step
@@ -146,6 +147,7 @@ class StepStrategy:
     show: Callable[[Sequence[str]], object]
     leads: bool = True
     shared: Shared | None = None
+    entries: str = ""
 
 
 def fit(
@@ -197,7 +199,8 @@ def fit(
     elif split:
         source, validation = split_source(source, split)
     call = FitArguments(
-        *(epochs, int(batch_size), shuffle, seed, accumulate, source.rows, source.batches), split
+        *(epochs, int(batch_size), shuffle, seed, accumulate, source.rows, source.batches),
+        *(split, strategy.entries),
     )
     begun = trainer.resume_state.position if resume else None
     position = _first_position(trainer, call, begun)

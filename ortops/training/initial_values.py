@@ -18,9 +18,10 @@ from ortops.graph.convert import ModelLike
 from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
 from ortops.graph.files.messages import initializers
+from ortops.trainable.metadata import entry_number
 from ortops.training.state import check_master, is_rounded
 
-__all__ = ["Values", "all_entries", "computed", "copy_to_memory", "given_values"]
+__all__ = ["Values", "computed", "copy_to_memory", "given_values"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -100,28 +101,29 @@ class Values(Mapping[str, Array]):
         return Values({name: read for name, read in self._read.items() if name not in names})
 
 
-def copy_to_memory(model: ModelLike | LightModel, entry: int | None) -> LightModel:
+def copy_to_memory(
+    model: ModelLike | LightModel, entry: int | str | None
+) -> tuple[LightModel, list[int]]:
     """Returns a light model and its data, which neither a file nor the caller can change.
+
+    With it come the indices of the training_info entries: one, or all of them in order.
 
     Variables that `reset` computes are only borrowed until they have their values. Others stay in
     the model's file, if it has one: `reset` reads them again.
     """
     light, data = convert.load_light(model)
-    entries = all_entries(light) if entry is None else [entry]
+    # A missing entry 0 is an error later.
+    every = list(range(max(1, len(light.training_info))))
+    entries = every if entry is None else [entry_number(light, entry)]
     anew = computed(light, entries)
     tensors = list(initializers(light, initialization=False))
     lent = [tensor for tensor in tensors if tensor.name in anew]
     bound = {binding.key for info in light.training_info for binding in info.update_binding}
     given = [tensor for tensor in tensors if tensor.name in bound - anew]
-    return LightModel(light, external.copy_to_memory(data, lent, given))
+    return LightModel(light, external.copy_to_memory(data, lent, given)), entries
 
 
 def computed(proto: onnx.ModelProto, entries: Iterable[int]) -> set[str]:
     """Returns the variables that the initialization of some entries computes."""
     infos = [info for number, info in enumerate(proto.training_info) if number in list(entries)]
     return {binding.key for info in infos for binding in info.initialization_binding}
-
-
-def all_entries(proto: onnx.ModelProto) -> list[int]:
-    """Returns the numbers of the training_info entries, in the order of a step."""
-    return list(range(max(1, len(proto.training_info))))  # a missing entry 0 is an error later

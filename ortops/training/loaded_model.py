@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import threading
 import weakref
@@ -14,8 +16,8 @@ import onnx
 import onnxruntime
 
 from ortops.autodiff.rules import RULES
-from ortops.errors import ArgumentError, OrtopsError, UnknownVariableError, did_you_mean
-from ortops.execution.execution import Execution
+from ortops.errors import ArgumentError, ModelError, OrtopsError, UnknownVariableError, did_you_mean
+from ortops.execution.execution import Execution, output_labels
 from ortops.execution.memory import give_back
 from ortops.execution.onnxruntime_sessions import UpdateKernels
 from ortops.execution.providers import choose_providers
@@ -26,13 +28,17 @@ from ortops.graph.files.external import LightModel
 from ortops.graph.files.messages import initializers
 from ortops.passes.rematerialization import Checkpoint
 from ortops.trainable.initialization import initial_values
-from ortops.trainable.metadata import training_metadata
+from ortops.trainable.metadata import (
+    TrainingMetadata,
+    entry_names,
+    entry_number,
+    training_metadata,
+)
 from ortops.trainable.step_graph import flatten
 from ortops.training.declared_shapes import DeclaredShapes
 from ortops.training.feeds import Inputs
 from ortops.training.initial_values import (
     Values,
-    all_entries,
     computed,
     copy_to_memory,
     given_values,
@@ -64,7 +70,7 @@ def _holding(operation: str, *, alone: bool) -> Callable[[_Method], _Method]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             loaded: LoadedModel = getattr(self, "_loaded", self)  # the model, or what holds it
             with finished_at_exit, loaded.lock:
-                before = loaded.operation
+                before = loaded.usage.operation
                 try:  # nothing that a handler raises comes between these lines and the `finally`
                     if before and alone:
                         raise OrtopsError(
@@ -72,10 +78,10 @@ def _holding(operation: str, *, alone: bool) -> Callable[[_Method], _Method]:
                             "the same thread, as by a signal handler; call it after that has "
                             "returned"
                         )
-                    loaded.operation = before or operation
+                    loaded.usage.operation = before or operation
                     return method(self, *args, **kwargs)
                 finally:
-                    loaded.operation = before
+                    loaded.usage.operation = before
 
         return cast(_Method, call)
 
@@ -84,6 +90,21 @@ def _holding(operation: str, *, alone: bool) -> Callable[[_Method], _Method]:
 
 changes = functools.partial(_holding, alone=True)
 reads = functools.partial(_holding, alone=False)
+
+
+@dataclasses.dataclass
+class Usage:
+    """What is being done with the variables of a model in memory.
+
+    Attributes:
+        operation: The public method that holds the lock; "" if none does.
+        assigned: The number of calls of `assign`.
+        on_assign: A function that is called with the values that `assign` has set.
+    """
+
+    operation: str = ""
+    assigned: int = 0
+    on_assign: Callable[[Mapping[str, Array]], object] | None = None
 
 
 class LoadedModel:
@@ -104,7 +125,9 @@ class LoadedModel:
         options: As given.
         providers: Their names and options.
         entries: The training_info entries that a step runs.
-        metadata: What the builder wrote about the model.
+        loaded: The training_info entries that are in memory.
+        metadata: What the builder wrote about the first of the entries.
+        metadata_of_entries: The same for each of the entries.
         steps: A step for each entry.
         settings: How steps are executed.
         inputs: The inputs that a batch fills.
@@ -114,15 +137,13 @@ class LoadedModel:
         given: The initial values that the initialization graph does not compute.
         resume_state: How far `fit` is.
         lock: Held while variables are read or changed.
-        operation: The public method that holds the lock; "" if none does.
-        assigned: The number of calls of `assign`.
-        on_assign: A function that is called with the values that `assign` has set.
+        usage: What is being done with the variables.
     """
 
     def __init__(
         self,
         model: ModelLike | LightModel,
-        entry: int | None,
+        entry: int | str | None,
         *,
         kernels: UpdateKernels,
         options: onnxruntime.SessionOptions | None,
@@ -131,27 +152,31 @@ class LoadedModel:
         outputs: Sequence[str] | None,
         settings: Settings | None,
     ) -> None:
-        self.light = copy_to_memory(model, entry)
+        self.light, self.entries = copy_to_memory(model, entry)
+        self.loaded = self.entries
         self.proto = self.light.proto
         self.options = options
         self.providers = choose_providers(providers, options)
-        self.entries = all_entries(self.proto) if entry is None else [entry]
-        self.metadata = training_metadata(self.proto)
         if outputs is not None:
             _check_outputs(self.proto, outputs)
         self.steps = [
             flatten(self.light, number, counts=True, outputs=outputs) for number in self.entries
         ]
+        self._metadata = [training_metadata(self.proto, number) for number in self.entries]
+        self.metadata_of_entries: Sequence[TrainingMetadata] = self._metadata
+        self.metadata = self._metadata[0]
         unread = [value.name for value in self.proto.graph.input]  # by what a step computes
         self.inputs = Inputs(self.steps, unread, warns_of_unshifted=True)
         self.declared = DeclaredShapes(self.proto, self.metadata, self.inputs)
-        self.outputs = [name for step in self.steps for name in step.outputs]
+        unread += self.inputs
+        self._inputs = [Inputs([step], unread, warns_of_unshifted=True) for step in self.steps]
+        names = [self.names[number] for number in self.entries]
+        labels = output_labels([step.outputs for step in self.steps], names)
+        self.outputs = [label for own in labels for label in own.values()]
         self.settings = settings or Settings()
         self.lock = threading.RLock()
-        self.operation = ""
-        self.assigned = 0
-        self.on_assign: Callable[[Mapping[str, Array]], object] | None = None
-        given = given_values(self.light, self.steps, self.entries, self.metadata.masters)
+        self.usage = Usage()
+        given = given_values(self.light, self.steps, self.entries, self.shared_metadata.masters)
         execution = self.execution = Execution(
             self.steps,
             given,
@@ -161,6 +186,7 @@ class LoadedModel:
             options=options,
             providers=self.providers,
             recompute=self._in_training_mode(recompute),
+            names=names,
         )
         self.given = self._without_computed(given)
         give_back()
@@ -180,10 +206,11 @@ class LoadedModel:
         """Returns the name of a tensor in a step: of its copy in training mode, if it has one."""
         nodes = (node for info in self.proto.training_info for node in info.algorithm.node)
         produced = {name for node in nodes for name in node.output}
-        copies = {source: copy for copy, source in self.metadata.training_copies.items()}
+        noted = (each.training_copies.items() for each in self._metadata)
+        copies = {source: copied for pairs in noted for copied, source in pairs}
         # `copy_in_training_mode` appends "_training" to the name of a tensor.
-        copy = copies.get(name, f"{name}_training")
-        return copy if copy in produced else name
+        found = copies.get(name, f"{name}_training")
+        return found if found in produced else name
 
     def _without_computed(self, given: Values) -> Mapping[str, Array]:
         """Returns the given values that `reset` needs; it computes others, like optimizer state.
@@ -202,6 +229,56 @@ class LoadedModel:
             later = functools.partial(present, tensor.name)
             external.set_later(tensor, self.light.data, later if tensor.name in anew else None)
         return given.without(anew)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all training_info entries of the model."""
+        return entry_names(self.proto)
+
+    @functools.cached_property
+    def shared_metadata(self) -> TrainingMetadata:
+        """The metadata, with the masters and averages of all entries in memory."""
+        masters_of = [each.masters for each in self._metadata]
+        averages_of = [each.averages for each in self._metadata]
+        return dataclasses.replace(
+            self._metadata[0],
+            masters={name: master for found in masters_of for name, master in found.items()},
+            averages={name: average for found in averages_of for name, average in found.items()},
+        )
+
+    def number_of(self, entry: int | str) -> int:
+        """Returns the index of an entry in memory.
+
+        Raises:
+            ArgumentError: If the argument is neither an index nor a name.
+            ModelError: If the model has no such entry.
+            OrtopsError: If the session was opened without it.
+        """
+        number, names = entry_number(self.proto, entry), self.names
+        if not 0 <= number < len(names):
+            raise ModelError(f"model: it has no training_info entry {number}; it has {len(names)}")
+        if number not in self.loaded:
+            opened = ", ".join(f"'{names[each]}'" for each in self.loaded)
+            raise OrtopsError(
+                f"entry: the session runs only {opened}, not '{names[number]}'; open the model "
+                "without entry="
+            )
+        return number
+
+    def only(self, number: int) -> LoadedModel:
+        """Returns the model on the same memory, with steps that run one of the entries.
+
+        Args:
+            number: The index of the entry.
+        """
+        result, index = copy.copy(self), self.loaded.index(number)
+        result.entries, result.steps = [number], [self.steps[index]]
+        result.metadata_of_entries = [self._metadata[index]]
+        result.metadata, result.inputs = self._metadata[index], self._inputs[index]
+        result.declared = DeclaredShapes(self.proto, result.metadata, result.inputs)
+        result.outputs = list(self.steps[index].outputs)
+        result.execution = self.execution.only(index)
+        return result
 
     def arrays(self) -> dict[str, Array]:
         """Returns the memory of the variables, to be read while the lock is held."""
@@ -251,22 +328,23 @@ class LoadedModel:
 
     def trained(self) -> dict[str, str]:
         """Returns the parameters, and the variables that hold their values."""
-        wide = masters(self.metadata, self.execution.variables)
+        wide = masters(self.shared_metadata, self.execution.variables)
         names = dict.fromkeys(name for step in self.steps for name in step.parameters)
         return {name: wide.get(name, name) for name in names}
 
     @property
     def state(self) -> State:
         """The variables by name; see `ortops.TrainingSession.state`."""
-        return State(self.execution, self.lock, self.metadata, self.assign)
+        scales = {each.loss_scale for each in self._metadata} - {""}
+        return State(self.execution, self.lock, self.shared_metadata, self.assign, scales)
 
     @changes("state")
     def assign(self, arrays: Mapping[str, Array], *, steps_made: int | None = None) -> None:
         """Sets variables to values that have been checked, and the number of steps."""
-        self.assigned += 1  # first: `saved_in` never names a file with other values
+        self.usage.assigned += 1  # first: `saved_in` never names a file with other values
         self.execution.assign(arrays, steps_made=steps_made)
-        if self.on_assign is not None:
-            self.on_assign(arrays)
+        if self.usage.on_assign is not None:
+            self.usage.on_assign(arrays)
 
     @property
     def steps_done(self) -> int:
@@ -298,7 +376,7 @@ class LoadedModel:
         """
         given, state = dict(self.given), self.state  # read before anything is changed
         arrays = {name: functools.partial(given.__getitem__, name) for name in given}
-        for number in self.entries:
+        for number in self.loaded:
             found = run_uninterrupted(functools.partial(self.initial_values, number))
             for name, array in found.items():
                 if name in self.execution.variables:
@@ -324,7 +402,7 @@ class LoadedModel:
         self.state.assign({trained[name]: array for name, array in arrays.items()})
 
     def set_learning_rate(self, value: float) -> None:
-        """Sets all variables that hold a learning rate."""
+        """Sets the learning rate of the first entry."""
         try:
             accepted = 0 <= float(value) <= float(np.finfo(np.float32).max)
         except (TypeError, ValueError, OverflowError):
@@ -335,12 +413,12 @@ class LoadedModel:
             self.state[name] = np.asarray(value, self.state[name].dtype)
 
     def learning_rates(self) -> list[str]:
-        """Returns the variables that hold a learning rate.
+        """Returns the variables that hold a learning rate of the first entry.
 
         Raises:
             OrtopsError: If there is none.
         """
-        rates = list(dict.fromkeys(name for step in self.steps for name in step.learning_rates))
+        rates = list(dict.fromkeys(self.steps[0].learning_rates))
         if not rates:
             raise OrtopsError(
                 "learning_rate: the training algorithm has no learning rate in an initializer; "

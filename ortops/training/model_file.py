@@ -168,7 +168,7 @@ class ModelFile:
 
     def _changes(self) -> tuple[int, int]:
         """Returns how often variables were set, and the number of steps."""
-        return self._loaded.assigned, self._loaded.execution.steps_made
+        return self._loaded.usage.assigned, self._loaded.execution.steps_made
 
     def _fit_arguments(self) -> FitArguments | None:
         """Returns the arguments of the last `fit`, if there was one."""
@@ -212,7 +212,7 @@ class ModelFile:
         loaded, proto = self._loaded, self._loaded.proto
         own = {tensor.name for tensor in proto.graph.initializer}
         with finished_at_exit, loaded.lock:
-            arrays = loaded.metadata.averaged(loaded.arrays()) if ema else loaded.arrays()
+            arrays = loaded.shared_metadata.averaged(loaded.arrays()) if ema else loaded.arrays()
             trained = {name: array for name, array in arrays.items() if name in own}
             if original is not None:
                 result = convert.load_light(original)

@@ -14,6 +14,7 @@ import onnx
 from ortops.errors import ModelError, OrtopsError
 from ortops.graph.files.json_fields import (
     BOOLEAN,
+    TEXT,
     Expected,
     array_of,
     check_fields,
@@ -56,6 +57,7 @@ class FitArguments:
         rows: The number of rows of the training data, if known.
         batches: The number of batches in an epoch, if known.
         validation_split: The fraction of the data that is set aside; 0 for none.
+        entries: The training_info entries that make the steps; "" for all of them in each step.
     """
 
     epochs: int
@@ -66,6 +68,7 @@ class FitArguments:
     rows: int | None
     batches: int | None
     validation_split: float = 0.0
+    entries: str = ""
 
     def resumed(self, given: FitArguments) -> FitArguments:
         """Returns these arguments with the number of epochs of the resuming call.
@@ -81,6 +84,8 @@ class FitArguments:
             if name == "epochs" or begun == now or (data and None in (begun, now)):
                 continue
             what = f"the data must have {begun} {name}" if data else f"{name} must be {begun}"
+            if name == "entries":
+                what, now = f"entry or entries must be {begun or 'left out'}", now or "neither"
             raise OrtopsError(
                 f"fit: {what}, as in the training to resume, got {now}; leave out resume=True to "
                 "start a new training"
@@ -377,6 +382,7 @@ _OPTIONAL: Mapping[str, Any] = {
     "weights": [],
     "units": [],
     "validation_split": 0.0,
+    "entries": "",
     "begun": 0,
     "cut": None,
     "validations": [],
@@ -413,6 +419,7 @@ _FIELDS: Mapping[str, Expected] = {
     "seed": Expected("an integer >= 0", lambda value: type(value) is int and value >= 0),
     **dict.fromkeys(("rows", "batches"), or_null(_COUNT)),
     "shuffle": BOOLEAN,
+    "entries": TEXT,
     "validation_split": Expected(
         "a number >= 0 and < 1", lambda value: _is_number(value) and 0 <= value < 1
     ),

@@ -6,6 +6,7 @@ import contextlib
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar, overload
 
 import numpy.typing as npt
@@ -13,7 +14,8 @@ import onnx
 import onnxruntime
 
 from ortops.arguments import renamed
-from ortops.errors import OrtopsError
+from ortops.errors import ArgumentError, OrtopsError
+from ortops.execution.execution import Execution
 from ortops.execution.onnxruntime_sessions import UpdateKernels
 from ortops.execution.settings import Settings
 from ortops.garbage_collection import pause_collection
@@ -27,7 +29,7 @@ from ortops.training.callback import Callback
 from ortops.training.data import Data, Feeds
 from ortops.training.evaluation import Evaluator
 from ortops.training.feeds import Inputs
-from ortops.training.fitting import StepStrategy, fit
+from ortops.training.fitting import StepStrategy, Trainer, fit
 from ortops.training.gradients import Gradients
 from ortops.training.history import History
 from ortops.training.loaded_model import LoadedModel
@@ -35,6 +37,7 @@ from ortops.training.model_file import ModelFile
 from ortops.training.state import State
 from ortops.training.steps import Steps
 from ortops.training.training_metrics import TrainingMetrics
+from ortops.training.turns import LearningRates, Turns, check_lengths
 from ortops.uninterrupted import finished_at_exit
 
 __all__ = ["TrainingSession"]
@@ -66,7 +69,9 @@ class TrainingSession:
         kernels: How updates are computed: ``"onnx"`` as standard operators, ``"python"`` as custom
             operators in Python, ``"compiled"`` as one compiled loop for each update, which needs
             numba (``pip install ortops[compiled]``); see `compiled`.
-        entry: The number of the training_info entry that a step runs; by default all, in order.
+        entry: The training_info entry that a step runs, by index or name (see
+            `ortops.add_training`); by default all, in order. The variables of other entries keep
+            their values.
         sess_options: Options for the onnxruntime sessions.
         providers: Execution providers for the onnxruntime sessions. If the first available one is
             CUDA, TensorRT, DirectML or CANN, variables are stored in the memory of its device, and
@@ -119,7 +124,7 @@ class TrainingSession:
         model: ModelLike | LightModel,
         *,
         kernels: UpdateKernels = "onnx",
-        entry: int | None = None,
+        entry: int | str | None = None,
         sess_options: onnxruntime.SessionOptions | None = None,
         providers: Sequence[Any] | None = None,
         recompute: Checkpoint | None = None,
@@ -139,12 +144,37 @@ class TrainingSession:
             outputs=outputs,
             settings=settings,
         )
-        self._execution = self._loaded.execution
         self._steps = Steps(self._loaded)
         self._evaluator = Evaluator(self._loaded)
         self._file = ModelFile(self._loaded)
         self.metadata = self._loaded.metadata
         self.resume_state = self._loaded.resume_state
+        self._of_entries: dict[int, TrainingSession] = {}
+
+    @property
+    def _execution(self) -> Execution:
+        return self._loaded.execution
+
+    def _only(self, entry: int | str | None) -> TrainingSession:
+        """Returns a session on the same memory whose steps run one entry; itself for None."""
+        if entry is None:
+            return self
+        number = self._loaded.number_of(entry)
+        if self._loaded.entries == [number]:
+            return self
+        if number not in self._of_entries:
+            made = object.__new__(type(self))
+            made.__dict__.update(self.__dict__)
+            loaded = made._loaded = self._loaded.only(number)
+            made._steps, made._evaluator = Steps(loaded), Evaluator(loaded)
+            made.metadata = loaded.metadata
+            self._of_entries[number] = made
+        return self._of_entries[number]
+
+    def _by_entry(self) -> dict[str, TrainingSession]:
+        """Returns a session for each entry, by its name."""
+        names = self._loaded.names
+        return {names[number]: self._only(number) for number in self._loaded.entries}
 
     @property
     def compiled(self) -> tuple[str, ...]:
@@ -170,9 +200,10 @@ class TrainingSession:
         *,
         outputs: Sequence[str] | None = None,
         reduce: Callable[[Gradients], object] | None = None,
+        entry: int | str | None = None,
     ) -> dict[str, Array]:
         """Runs one training step."""
-        return self._steps.step(feeds, outputs=outputs, reduce=reduce)
+        return self._only(entry)._steps.step(feeds, outputs=outputs, reduce=reduce)
 
     @_documented_by(Steps.gradients)
     def gradients(
@@ -181,19 +212,22 @@ class TrainingSession:
         *,
         outputs: Sequence[str] | None = None,
         after: Gradients | None = None,
+        entry: int | str | None = None,
     ) -> Gradients:
         """Computes the gradients of a batch in training mode, and changes nothing."""
-        return self._steps.gradients(feeds, outputs=outputs, after=after)
+        return self._only(entry)._steps.gradients(feeds, outputs=outputs, after=after)
 
     @_documented_by(Steps.apply)
-    def apply(self, gradients: Mapping[str, npt.ArrayLike]) -> None:
+    def apply(
+        self, gradients: Mapping[str, npt.ArrayLike], *, entry: int | str | None = None
+    ) -> None:
         """Applies gradients: the part of a step that follows the backward pass."""
-        self._steps.apply(gradients)
+        self._only(entry)._steps.apply(gradients)
 
     @_documented_by(Steps.run_steps)
-    def run_steps(self, batches: Iterable[Feeds]) -> Array:
+    def run_steps(self, batches: Iterable[Feeds], *, entry: int | str | None = None) -> Array:
         """Runs a training step with each of several batches."""
-        return self._steps.run_steps(batches)
+        return self._only(entry)._steps.run_steps(batches)
 
     @explains_arguments(**ARGUMENTS_OF_FIT)
     def fit(
@@ -218,6 +252,8 @@ class TrainingSession:
         resume: bool = False,
         progress: bool = True,
         stop_on_nan: bool = True,
+        entry: int | str | None = None,
+        entries: Mapping[str, int] | None = None,
     ) -> History:
         """Trains on a data set.
 
@@ -273,6 +309,13 @@ class TrainingSession:
             stop_on_nan: Whether to stop at a loss that is NaN or infinite. A float16 step that is
                 skipped because its gradients overflowed does not count (see
                 `build_training_model`), unless they overflow at the smallest loss scale, too.
+            entry: The training_info entry that makes the steps, by index or name (see
+                `ortops.add_training`); by default all of them, in order, with each batch.
+            entries: The number of steps of each entry in a cycle, by name, if entries take turns:
+                with ``{"discriminator": 2, "main": 1}``, the first two batches of an epoch are for
+                steps of the discriminator, the next one for a step of ``main``, and so on. Each
+                epoch begins a new cycle. A batch has the inputs of all these entries. ``loss`` is
+                the sum of their mean losses, each of which is ``<entry>.loss``.
 
         Returns:
             A dict for each epoch: ``loss`` is the mean over its rows, and so is ``loss_<name>`` of
@@ -298,10 +341,13 @@ class TrainingSession:
             >>> [round(loss, 3) for loss in history.columns["loss"]]
             [1.0, 0.25, 0.062]
         """
+        trainer, strategy, inputs = self._trainer(
+            entry, entries, accumulate=accumulate, train_metrics=train_metrics
+        )
         return fit(
-            self,
-            self._step_strategy(),
-            self.inputs,
+            trainer,
+            strategy,
+            inputs,
             data,
             epochs=epochs,
             batch_size=batch_size,
@@ -322,6 +368,32 @@ class TrainingSession:
             progress=progress,
             stop_on_nan=stop_on_nan,
         )
+
+    def _trainer(
+        self,
+        entry: int | str | None,
+        entries: Mapping[str, int] | None,
+        *,
+        accumulate: int,
+        train_metrics: bool,
+    ) -> tuple[Trainer, StepStrategy, Inputs]:
+        """Returns what `fit` trains, how it makes steps, and what a batch fills."""
+        if entries is not None:
+            if entry is not None:
+                raise ArgumentError(f"entry must be left out with entries=, got {entry!r:.80}")
+            parts = self._by_entry()
+            strategies = {name: part._step_strategy() for name, part in parts.items()}
+            turns = Turns(self, parts, strategies, entries)
+            turns.check(accumulate=accumulate, train_metrics=train_metrics)
+            return turns, turns.strategy(), turns.inputs
+        if entry is None:
+            others = list(self._by_entry().values())[1:]
+            check_lengths([each.metadata for each in others], self.state)
+        chosen, strategy = self._only(entry), self._only(entry)._step_strategy()
+        if chosen is not self:
+            (number,) = chosen._loaded.entries
+            strategy = replace(strategy, entries=chosen._loaded.names[number])
+        return chosen, strategy, chosen.inputs
 
     def _step_strategy(self) -> StepStrategy:
         return self._steps.strategy()
@@ -366,9 +438,11 @@ class TrainingSession:
         batch_size: int = 256,
         metrics: str | Metric | Sequence[str | Metric] = (),
         ema: bool = False,
+        entry: int | str | None = None,
     ) -> dict[str, float]:
         """Computes the loss and metrics in inference mode, and changes nothing."""
-        return self._evaluator.evaluate(data, batch_size=batch_size, metrics=metrics, ema=ema)
+        evaluator = self._only(entry)._evaluator
+        return evaluator.evaluate(data, batch_size=batch_size, metrics=metrics, ema=ema)
 
     @overload
     def predict(
@@ -501,6 +575,22 @@ class TrainingSession:
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
         self._loaded.set_learning_rate(value)
+
+    @property
+    def learning_rates(self) -> LearningRates:
+        """The learning rate of the next step of each training_info entry, by its name.
+
+        ``session.learning_rates["main"]`` is `learning_rate`. They are part of `state`, for other
+        entries as ``<name>.learning_rate``, and are saved. Setting one changes it.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> session.learning_rates["main"] = 0.5
+            >>> session.learning_rates, session.learning_rate
+            (LearningRates({'main': 0.5}), 0.5)
+        """
+        return LearningRates(self._by_entry())
 
     @property
     def steps_done(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
@@ -33,8 +33,9 @@ class State(MutableMapping[str, Array]):
     Args:
         execution: Holds the variables.
         lock: Held while they are read.
-        metadata: Names the 16-bit parameters with their float32 values, and the loss scale.
+        metadata: Names the 16-bit parameters with their float32 values.
         assign: Sets some of them.
+        scales: Those that losses are multiplied by.
     """
 
     def __init__(
@@ -43,11 +44,13 @@ class State(MutableMapping[str, Array]):
         lock: AbstractContextManager[object],
         metadata: TrainingMetadata,
         assign: Callable[[Mapping[str, Array]], None],
+        scales: Collection[str] = (),
     ) -> None:
         self._execution = execution
         self._lock = lock
         self._metadata = metadata
         self._assign = assign
+        self._scales = scales
 
     def __getitem__(self, name: str) -> Array:
         self._known(name)
@@ -87,7 +90,7 @@ class State(MutableMapping[str, Array]):
         self._known(name)
         present, _ = self._execution.variables[name].buffers
         result = fitted_array(f"state '{name}'", array, present.dtype, present.shape).copy()
-        if name == self._metadata.loss_scale and not 0 < result < np.inf:
+        if name in self._scales and not 0 < result < np.inf:
             raise ArgumentError(f"state '{name}' must be a finite number > 0, got {result}")
         return result
 

@@ -54,11 +54,15 @@ class Steps:
             reduce: A function that is called with the gradients before they are applied. It may
                 change them in place, with their loss and running statistics, for example to average
                 them over several workers. It may read the session, but not change it.
+            entry: The training_info entry that makes the step, by index or name (see
+                `ortops.add_training`). Only its inputs are needed, and only its variables change.
+                By default all entries make a step, in order.
 
         Returns:
             The loss, and the outputs of the model that it was computed from, by name. An output
             that BatchNormalization or Dropout changes in training mode is called
-            ``<name>_training``.
+            ``<name>_training``. In a step of several entries, an output of a later one that an
+            earlier one has as well, such as ``loss``, is called ``<entry>.<name>``.
 
         Raises:
             FeedError: If the feeds do not fit; then nothing has changed.
@@ -110,6 +114,7 @@ class Steps:
             after: The gradients of the previous part, if the parts of a batch are to be applied
                 together (see `ortops.training.gradients.Accumulation`). Running statistics continue
                 from there, and Dropout draws other numbers.
+            entry: The training_info entry, as for `step`; needed if there are several.
 
         Returns:
             The gradients by parameter, with the loss, its divisor, the outputs and the running
@@ -120,7 +125,7 @@ class Steps:
             KernelError: If a kernel failed.
             OrtopsError: If there is no such output.
             UnsupportedError: If the training algorithm updates variables without a Gradient node,
-                or a step runs several training_info entries.
+                or a step runs several training_info entries and ``entry`` is missing.
 
         Example:
             >>> from models import line
@@ -157,6 +162,7 @@ class Steps:
             gradients: A result of `gradients`, of this session or another one with the same model;
                 or a dict with an array for each parameter (float32 for a 16-bit parameter), which
                 leaves running statistics unchanged.
+            entry: The training_info entry, as for `step`; needed if there are several.
 
         Raises:
             KernelError: If a kernel failed, as in `step`.
@@ -179,14 +185,15 @@ class Steps:
         Raises:
             OrtopsError: If `fit` has not set it.
         """
-        metadata, execution = self._loaded.metadata, self._loaded.execution
-        name = metadata.schedule_steps
-        if name and name in execution.variables and not int(execution.present(name)) > 0:
-            raise OrtopsError(
-                f"step: the schedule {metadata.schedule} has no number of steps; fit sets it to "
-                f"those of the training. Or set session.state['{name}'], or build the model with "
-                "steps= of the schedule"
-            )
+        execution = self._loaded.execution
+        for metadata in self._loaded.metadata_of_entries:
+            name = metadata.schedule_steps
+            if name and name in execution.variables and not int(execution.present(name)) > 0:
+                raise OrtopsError(
+                    f"step: the schedule {metadata.schedule} has no number of steps; fit sets it "
+                    f"to those of the training. Or set session.state['{name}'], or build the model "
+                    "with steps= of the schedule"
+                )
 
     @changes("step")
     def _reduced_step(
@@ -236,9 +243,10 @@ class Steps:
 
         Args:
             batches: The batches, each as for `step`.
+            entry: The training_info entry, as for `step`.
 
         Returns:
-            The loss of each step.
+            The loss of each step; with several entries, that of the first one.
 
         Raises:
             FeedError: If a batch does not fit. Steps with earlier batches may have been made;
