@@ -537,6 +537,7 @@ def _described(prediction: losses.Prediction) -> dict[str, object]:
         *(prediction.target or "", prediction.ignored, prediction.output),
         shifted=prediction.shifted,
         bounded=prediction.bounded,
+        sample_weight=prediction.sample_weight or "",
         **prediction.shared,
     )
     always = [each.name for each in fields(PredictionNote)][:6]

@@ -54,6 +54,7 @@ class Prediction:
         shared: The arguments of the loss that metrics share, by name.
         bounded: Whether the loss reads logits that a function with bounded values, such as an
             unknown form of Sigmoid, may have computed.
+        sample_weight: The input with the weights of rows, if any.
     """
 
     tensor: Tensor
@@ -65,6 +66,7 @@ class Prediction:
     shifted: bool = False
     shared: Mapping[str, Any] = field(default_factory=dict)
     bounded: bool = False
+    sample_weight: str | None = None
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,9 @@ class _Scene:
             shared = {name: getattr(loss, name) for name in loss.shared}
             # The loss is stored, so its id stays unique.
             bounded = reads == "logits" and found is None and may_be_bounded(given.value)
-            looked_at = replace(looked_at, shared=shared, bounded=bounded)
+            looked_at = replace(
+                looked_at, shared=shared, bounded=bounded, sample_weight=loss.sample_weight
+            )
             self.predictions[id(loss)] = (loss, looked_at)
         return _wide(tensor), axis
 

@@ -18,6 +18,7 @@ from ortops.metrics.metric import (
     class_rows,
     columns,
     has_classes,
+    label_weights,
     whole,
     yes_border,
 )
@@ -50,7 +51,9 @@ class Accuracy(Mean):
     _: KW_ONLY
     threshold: float | None = None
 
-    def update(self, outputs: Array, targets: Array) -> None:
+    def update(
+        self, outputs: Array, targets: Array, sample_weight: Array | None = None
+    ) -> None:
         """See `StreamingMetric`."""
         if has_classes(self, outputs, targets):
             axis = 1 if self.axis is None else self.axis
@@ -64,8 +67,9 @@ class Accuracy(Mean):
             right = (outputs > threshold) == (targets > 0.5)
             undefined = np.isnan(outputs) | np.isnan(targets)
         kept = self.counts(targets)
-        total = math.nan if undefined[kept].any() else float(np.sum(right[kept]))
-        self.add(total, right[kept].size)
+        weights = self.weights_like(targets, sample_weight)
+        values = np.where(undefined, math.nan, right.astype(np.float64))
+        self.add(values[kept], None if weights is None else weights[kept])
 
 
 @dataclass
@@ -92,7 +96,9 @@ class TopK(Mean):
         super().__post_init__()
         whole_number(self.named("k"), self.k, 1)
 
-    def update(self, outputs: Array, targets: Array) -> None:
+    def update(
+        self, outputs: Array, targets: Array, sample_weight: Array | None = None
+    ) -> None:
         """See `StreamingMetric`."""
         scores, labels = class_rows(self, outputs, targets)
         if self.k >= scores.shape[1]:
@@ -103,8 +109,8 @@ class TopK(Mean):
         own = np.take_along_axis(scores, labels[:, None], axis=1)
         before = np.arange(scores.shape[1]) < labels[:, None]
         rank = ((scores > own) | ((scores == own) & before)).sum(axis=1)
-        total = math.nan if np.isnan(scores).any() else float(np.sum(rank < self.k))
-        self.add(total, len(labels))
+        values = np.where(np.isnan(scores).any(axis=1), math.nan, rank < self.k)
+        self.add(values, label_weights(self, targets, sample_weight))
 
 
 @dataclass
@@ -147,41 +153,51 @@ class PerClass(StreamingMetric):
 
     def reset(self) -> None:
         """See `StreamingMetric`."""
-        self._hits: Counts = np.zeros(0, np.int64)
-        self._answered: Counts = np.zeros(0, np.int64)
-        self._true: Counts = np.zeros(0, np.int64)
-        self._counted: int = 0
+        self._hits: Array = np.zeros(0)
+        self._answered: Array = np.zeros(0)
+        self._true: Array = np.zeros(0)
+        self._counted: float = 0.0
         self._undefined: bool = False
         self._form: str = ""
 
-    def update(self, outputs: Array, targets: Array) -> None:
+    def update(
+        self, outputs: Array, targets: Array, sample_weight: Array | None = None
+    ) -> None:
         """See `StreamingMetric`."""
         if has_classes(self, outputs, targets):
             form = "classes"
             scores, labels = class_rows(self, outputs, targets)
             self._undefined |= bool(np.isnan(scores).any())
-            self._add_labels(scores.argmax(axis=1), labels, scores.shape[1])
+            weights = label_weights(self, targets, sample_weight)
+            self._add_labels(scores.argmax(axis=1), labels, scores.shape[1], weights)
         elif outputs.dtype.kind in "iu":
             form, kept = "labels", self.counts(targets)
             labels, answers = whole(self, targets[kept].reshape(-1)), outputs[kept].reshape(-1)
             check_labels(self, labels)
             if answers.size and answers.min() < 0:
                 raise self.wrong(f"labels in outputs must be >= 0, got {answers.min()}")
-            self._add_labels(answers.astype(np.int64), labels, 0)
+            weights = label_weights(self, targets, sample_weight)
+            self._add_labels(answers.astype(np.int64), labels, 0, weights)
         else:
             form = "questions"
-            self._add_questions(outputs, targets)
+            self._add_questions(outputs, targets, self.weights_like(targets, sample_weight))
         if self._form not in ("", form):
             raise self.wrong(f"batches contain {self._form} and {form}; use one form for all")
         self._form = form
 
-    def _add_labels(self, answers: Counts, labels: Counts, classes: int) -> None:
+    def _add_labels(
+        self, answers: Counts, labels: Counts, classes: int, weights: Array | None
+    ) -> None:
         most = max(int(answers.max(initial=-1)), int(labels.max(initial=-1))) + 1
         size = max(classes, most, len(self._hits))
-        found = [np.bincount(each, minlength=size) for each in (answers, labels)]
-        self._add(np.bincount(labels[answers == labels], minlength=size), *found)
+        found = [np.bincount(each, weights, size) for each in (answers, labels)]
+        right = answers == labels
+        hits = np.bincount(labels[right], None if weights is None else weights[right], size)
+        self._add(hits, *found)
 
-    def _add_questions(self, outputs: Array, targets: Array) -> None:
+    def _add_questions(self, outputs: Array, targets: Array, weights: Array | None) -> None:
+        shares = np.ones(targets.shape) if weights is None else weights
+        shares, _ = columns(shares, targets, self.axis)
         outputs, targets = columns(outputs, targets, self.axis)
         kept = np.broadcast_to(
             True if self.ignored is None else targets != self.ignored, targets.shape
@@ -191,14 +207,16 @@ class PerClass(StreamingMetric):
         else:
             threshold = yes_border(self.kind) if self.threshold is None else self.threshold
             answers = outputs > threshold
-            self._undefined |= bool((np.isnan(outputs) | np.isnan(targets))[kept].any())
+            counts = kept & (shares > 0)
+            self._undefined |= bool((np.isnan(outputs) | np.isnan(targets))[counts].any())
         truths = targets > 0.5
         if answers.shape[1] == 1 and self.positive == 0:
             answers, truths = ~answers, ~truths
-        self._add(*((each & kept).sum(axis=0) for each in (answers & truths, answers, truths)))
-        self._counted += int(kept.sum())
+        counted = ((each & kept) * shares for each in (answers & truths, answers, truths))
+        self._add(*(each.sum(axis=0) for each in counted))
+        self._counted += float((kept * shares).sum())
 
-    def _add(self, hits: Counts, answered: Counts, true: Counts) -> None:
+    def _add(self, hits: Array, answered: Array, true: Array) -> None:
         if len(self._hits) < len(hits):
             more = (0, len(hits) - len(self._hits))
             self._hits, self._answered, self._true = (
@@ -208,13 +226,13 @@ class PerClass(StreamingMetric):
         self._answered += answered
         self._true += true
 
-    def fraction(self, hits: Counts, answered: Counts, true: Counts) -> tuple[Counts, Counts]:
+    def fraction(self, hits: Array, answered: Array, true: Array) -> tuple[Array, Array]:
         """Returns numerator and denominator for each class.
 
         Args:
-            hits: The number of true positives.
-            answered: The number of predictions of the class.
-            true: The number of targets of the class.
+            hits: The number, or sum of weights, of true positives.
+            answered: That of predictions of the class.
+            true: That of targets of the class.
         """
         raise NotImplementedError
 
@@ -276,7 +294,7 @@ class Precision(PerClass):
         0.5
     """
 
-    def fraction(self, hits: Counts, answered: Counts, true: Counts) -> tuple[Counts, Counts]:
+    def fraction(self, hits: Array, answered: Array, true: Array) -> tuple[Array, Array]:
         """Hits / predictions."""
         return hits, answered
 
@@ -292,7 +310,7 @@ class Recall(PerClass):
         0.6667
     """
 
-    def fraction(self, hits: Counts, answered: Counts, true: Counts) -> tuple[Counts, Counts]:
+    def fraction(self, hits: Array, answered: Array, true: Array) -> tuple[Array, Array]:
         """Hits / targets."""
         return hits, true
 
@@ -308,7 +326,7 @@ class F1(PerClass):
         0.7778
     """
 
-    def fraction(self, hits: Counts, answered: Counts, true: Counts) -> tuple[Counts, Counts]:
+    def fraction(self, hits: Array, answered: Array, true: Array) -> tuple[Array, Array]:
         """2 hits / (predictions + targets)."""
         return 2 * hits, answered + true
 
@@ -335,6 +353,6 @@ class IoU(PerClass):
         """``iou``: the general rule would give ``io_u``."""
         return "iou"
 
-    def fraction(self, hits: Counts, answered: Counts, true: Counts) -> tuple[Counts, Counts]:
+    def fraction(self, hits: Array, answered: Array, true: Array) -> tuple[Array, Array]:
         """Hits / (predictions + targets − hits)."""
         return hits, answered + true - hits

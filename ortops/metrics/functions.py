@@ -93,7 +93,8 @@ class Function(StreamingMetric):
     - ``y_score`` receives the same, or unchanged values; ``pred_decision`` receives unchanged
       outputs, for two classes their difference.
 
-    Any other function receives outputs and targets, with classes on axis 1: by keyword if it has
+    A parameter ``sample_weight`` receives the weights by which the loss averages rows, if there are
+    any. Any other function receives outputs and targets, with classes on axis 1: by keyword if it has
     parameters of these names, else by position. Keyword parameters ``kind`` and ``ignored`` receive
     those of the metric.
 
@@ -151,12 +152,22 @@ class Function(StreamingMetric):
             function = function.func
         return str(getattr(function, "__name__", type(function).__name__))
 
-    def update(self, outputs: Array, targets: Array) -> None:
+    @property
+    def takes_weights(self) -> bool:
+        """Whether the function has a parameter ``sample_weight``."""
+        return "sample_weight" in self._parameters
+
+    def update(
+        self, outputs: Array, targets: Array, sample_weight: Array | None = None
+    ) -> None:
         """Stores a batch."""
         if outputs.ndim == targets.ndim + 1 and self.axis is not None:
             outputs = np.moveaxis(outputs, self.axis, 1)
         self._outputs.append(outputs.copy())  # a loader may reuse the memory
         self._targets.append(targets.copy())
+        weights = self.weights_like(targets, sample_weight)
+        if weights is not None and self.takes_weights:
+            self._weights.append(weights.copy())
 
     def result(self) -> float:
         """Calls the function."""
@@ -167,18 +178,25 @@ class Function(StreamingMetric):
             assert self._answers is not None
             given, true = self._for_sklearn(outputs, targets)
             both = {"y_true": true, self._answers: given}
+            if self._weights:
+                both["sample_weight"] = self._weights_of_rows(targets, len(true))
             positional = [
                 both.pop(name)
                 for name, parameter in self._parameters.items()
                 if name in both and parameter.kind is inspect.Parameter.POSITIONAL_ONLY
             ]
             return as_number(self, self.function(*positional, **both))
-        known = {"kind": self.kind, "ignored": self.ignored}
+        known: dict[str, Any] = {"kind": self.kind, "ignored": self.ignored}
+        if self._weights:
+            known["sample_weight"] = np.concatenate(self._weights)
         asked = {
             name: value
             for name, value in known.items()
             if name in self._parameters
-            and self._parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+            and (
+                self._parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+                or name == "sample_weight"
+            )
             and (value is not None or name == "ignored")
         }
         named = {"outputs": outputs, "targets": targets}
@@ -186,6 +204,17 @@ class Function(StreamingMetric):
         if all(n in self._parameters and self._parameters[n].kind in by_name for n in named):
             return as_number(self, self.function(**named, **asked))
         return as_number(self, self.function(outputs, targets, **asked))
+
+    def _weights_of_rows(self, targets: Array, rows: int) -> Array:
+        """Returns the weights of the rows that a function of scikit-learn receives."""
+        weights, kept = np.concatenate(self._weights), self.counts(targets)
+        found = weights[kept].reshape(rows, -1)
+        if (found != found[:, :1]).any():
+            raise self.wrong(
+                "sample_weight must be the same for all targets of a row, because scikit-learn's "
+                "functions weigh rows; give one weight for each row"
+            )
+        return np.asarray(found[:, 0])
 
     def _joined(self, which: str) -> Array:
         parts = self._outputs if which == "outputs" else self._targets
@@ -249,3 +278,4 @@ class Function(StreamingMetric):
         """See `StreamingMetric`."""
         self._outputs: list[Array] = []
         self._targets: list[Array] = []
+        self._weights: list[Array] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import re
 from collections.abc import Mapping
@@ -44,7 +45,8 @@ class StreamingMetric:
     """A metric accumulated over batches. Use one of the subclasses, or write your own.
 
     Your own subclass defines `update`, `result` and `reset`. `reset` initializes the accumulators;
-    it is called on construction and before each data set.
+    it is called on construction and before each data set. If `update` has a parameter
+    ``sample_weight``, it gets the weights by which the loss averages rows, if there are any.
 
     Arguments that are None are taken from the loss: a session fills them in, in a copy.
 
@@ -147,12 +149,45 @@ class StreamingMetric:
         result.reset()
         return result
 
-    def update(self, outputs: Array, targets: Array) -> None:
+    @property
+    def takes_weights(self) -> bool:
+        """Whether `update` has a parameter ``sample_weight``."""
+        return "sample_weight" in inspect.signature(self.update).parameters
+
+    def weights_like(self, targets: Array, sample_weight: Array | None) -> Array | None:
+        """Returns a weight for each target in float64, given weights of rows; None if all are 1.
+
+        Args:
+            targets: The targets.
+            sample_weight: Weights whose axes are the first ones of the targets; further axes of
+                size 1 do not matter.
+
+        Raises:
+            OrtopsError: If the shapes do not fit.
+        """
+        if sample_weight is None:
+            return None
+        wide = np.asarray(sample_weight, np.float64)
+        while wide.ndim > targets.ndim and wide.shape[-1] == 1:
+            wide = wide[..., 0]
+        wide = wide.reshape(wide.shape + (1,) * (targets.ndim - wide.ndim))
+        try:
+            return np.broadcast_to(wide, targets.shape)
+        except ValueError:
+            raise self.wrong(
+                f"sample_weight must have the first axes of the targets, of shape "
+                f"{list(targets.shape)}, got shape {list(np.shape(sample_weight))}"
+            ) from None
+
+    def update(
+        self, outputs: Array, targets: Array, sample_weight: Array | None = None
+    ) -> None:
         """Adds a batch.
 
         Args:
             outputs: The model's outputs.
             targets: The targets.
+            sample_weight: A weight for each row, or for each target; all are 1 by default.
 
         Raises:
             OrtopsError: If shapes or values are incompatible.
@@ -174,12 +209,18 @@ class StreamingMetric:
 
 @dataclass
 class Mean(StreamingMetric):
-    """A metric that is a sum divided by a count."""
+    """A metric that is a mean."""
 
-    def add(self, total: float, count: int) -> None:
-        """Adds the sum and the count of a batch."""
-        self._sum += total
-        self._count += count
+    def add(self, values: Array, weights: Array | None = None) -> None:
+        """Adds the values of a batch, each of them times its weight."""
+        wide = values.astype(np.float64)
+        if weights is None:
+            self._sum += float(wide.sum())
+            self._count += values.size
+        else:
+            counted = weights > 0
+            self._sum += float((wide[counted] * weights[counted]).sum())
+            self._count += float(weights.sum())
 
     def result(self) -> float:
         """Returns the mean."""
@@ -187,7 +228,7 @@ class Mean(StreamingMetric):
 
     def reset(self) -> None:
         """See `StreamingMetric`."""
-        self._sum, self._count = 0.0, 0
+        self._sum, self._count = 0.0, 0.0
 
 
 def as_number(metric: StreamingMetric, value: object) -> float:
@@ -276,6 +317,14 @@ def class_rows(
     labels = whole(metric, targets.reshape(-1)[kept])
     check_labels(metric, labels, scores.shape[1])
     return scores[kept], labels
+
+
+def label_weights(
+    metric: StreamingMetric, targets: Array, sample_weight: Array | None
+) -> Array | None:
+    """Returns the weights of labels that are not ignored, shape (rows); None if all are 1."""
+    weights = metric.weights_like(targets, sample_weight)
+    return None if weights is None else weights.reshape(-1)[metric.counts(targets.reshape(-1))]
 
 
 def whole(metric: StreamingMetric, labels: Array) -> npt.NDArray[np.int64]:

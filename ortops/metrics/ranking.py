@@ -15,6 +15,7 @@ from ortops.metrics.metric import (
     class_rows,
     columns,
     has_classes,
+    label_weights,
     probabilities,
 )
 
@@ -65,7 +66,9 @@ class AUC(StreamingMetric):
         self._questions: list[_Question] = []
         self._undefined: bool = False
 
-    def update(self, outputs: Array, targets: Array) -> None:
+    def update(
+        self, outputs: Array, targets: Array, sample_weight: Array | None = None
+    ) -> None:
         """See `StreamingMetric`."""
         if has_classes(self, outputs, targets):
             scores, labels = class_rows(self, outputs, targets)
@@ -77,7 +80,11 @@ class AUC(StreamingMetric):
                 yes = labels[:, None] == np.arange(classes)
                 scores = probabilities(self, scores, classes=True)
             kept = np.ones(yes.shape, np.bool)
+            weights = label_weights(self, targets, sample_weight)
+            shares = None if weights is None else np.broadcast_to(weights[:, None], yes.shape)
         else:
+            shares = self.weights_like(targets, sample_weight)
+            shares = None if shares is None else columns(shares, targets, self.axis)[0]
             scores, found = columns(outputs, targets, self.axis)
             kept = np.ones(found.shape, np.bool)
             if self.ignored is not None:
@@ -103,7 +110,8 @@ class AUC(StreamingMetric):
         if not self._undefined:
             for number, question in enumerate(self._questions):
                 rows = kept[:, number]
-                question.add(scores[rows, number], yes[rows, number])
+                weights = None if shares is None else shares[rows, number]
+                question.add(scores[rows, number], yes[rows, number], weights)
 
     def _of_two(self, scores: Array) -> Array:
         """Returns a score that increases with the probability of the second of two classes."""
@@ -127,32 +135,38 @@ class _Question:
     """Scores of positive and negative targets: all of them, or counts in bins."""
 
     def __init__(self, bins: int | None) -> None:
-        self._counts = None if bins is None else np.zeros((2, bins), np.int64)
+        self._counts = None if bins is None else np.zeros((2, bins))
         self._scores: list[Array] = []
+        self._weights: list[Array] = []
         self._yes: list[npt.NDArray[np.bool]] = []
 
-    def add(self, scores: Array, yes: npt.NDArray[np.bool]) -> None:
+    def add(self, scores: Array, yes: npt.NDArray[np.bool], weights: Array | None) -> None:
+        shares = np.ones(len(scores)) if weights is None else weights
         if self._counts is None:
             self._scores.append(scores.copy())
             self._yes.append(yes.copy())
+            self._weights.append(shares.copy())
             return
         bins = self._counts.shape[1]
         places = np.minimum((scores * bins).astype(np.int64), bins - 1)
         for kind in (0, 1):
-            self._counts[kind] += np.bincount(places[yes == kind], minlength=bins)
+            self._counts[kind] += np.bincount(places[yes == kind], shares[yes == kind], bins)
 
-    def area(self) -> tuple[float, int]:
-        """Returns the area and the number of positive targets."""
+    def area(self) -> tuple[float, float]:
+        """Returns the area and the sum of the weights of positive targets."""
         counts = self._counts
         if counts is None:
             values, places = np.unique(np.concatenate(self._scores), return_inverse=True)
-            yes = np.concatenate(self._yes)
+            yes, weights = np.concatenate(self._yes), np.concatenate(self._weights)
             counts = np.array(
-                [np.bincount(places[yes == kind], minlength=len(values)) for kind in (0, 1)]
+                [
+                    np.bincount(places[yes == kind], weights[yes == kind], len(values))
+                    for kind in (0, 1)
+                ]
             )
         no_count, yes_count = counts.sum(axis=1)
         if not no_count or not yes_count:
-            return math.nan, int(yes_count)
+            return math.nan, float(yes_count)
         below = np.cumsum(counts[0]) - counts[0]
-        pairs = (counts[1].astype(np.float64) * (below + 0.5 * counts[0])).sum()
-        return float(pairs / (float(no_count) * float(yes_count))), int(yes_count)
+        pairs = (counts[1] * (below + 0.5 * counts[0])).sum()
+        return float(pairs / (float(no_count) * float(yes_count))), float(yes_count)

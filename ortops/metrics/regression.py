@@ -23,12 +23,15 @@ class MeanAbsoluteError(Mean):
         0.5
     """
 
-    def update(self, outputs: Array, targets: Array) -> None:
+    def update(
+        self, outputs: Array, targets: Array, sample_weight: Array | None = None
+    ) -> None:
         """See `StreamingMetric`."""
         check_same_shape(self, outputs, targets)
         kept = self.counts(targets)
         errors = self.errors(outputs.astype(np.float64)[kept] - targets[kept])
-        self.add(float(errors.sum()), errors.size)
+        weights = self.weights_like(targets, sample_weight)
+        self.add(errors, None if weights is None else weights[kept])
 
     def errors(self, differences: Array) -> Array:
         """Returns the errors to average."""
@@ -90,15 +93,22 @@ class R2(StreamingMetric):
         """See `StreamingMetric`."""
         self._seen: bool = False
 
-    def update(self, outputs: Array, targets: Array) -> None:
+    def update(
+        self, outputs: Array, targets: Array, sample_weight: Array | None = None
+    ) -> None:
         """See `StreamingMetric`."""
         check_same_shape(self, outputs, targets)
+        weights = self.weights_like(targets, sample_weight)
         y, t = (each.astype(np.float64) for each in columns(outputs, targets, 1))
         if not t.size:
             return
         kept = np.ones(t.shape) if self.ignored is None else (t != self.ignored).astype(np.float64)
+        if weights is not None:
+            kept = kept * columns(weights, targets, 1)[0]
         if not self._seen:
-            self._count, self._mean, self._spread, self._error = np.zeros((4, t.shape[1]))
+            self._rows, self._count, self._mean, self._spread, self._error = np.zeros(
+                (5, t.shape[1])
+            )
             self._origin = np.take_along_axis(t, kept.argmax(axis=0)[None], axis=0)[0]
             self._seen = True
         elif t.shape[1] != len(self._count):
@@ -106,22 +116,23 @@ class R2(StreamingMetric):
                 f"batches have {len(self._count)} and {t.shape[1]} columns; the number must be the "
                 "same"
             )
-        self._error += np.where(kept > 0, np.square(t - y), 0).sum(axis=0)
+        self._rows += (kept > 0).sum(axis=0)
+        self._error += (kept * np.where(kept > 0, np.square(t - y), 0)).sum(axis=0)
         # Relative to the first target, so that equal targets have a spread of exactly 0.
         shifted = np.where(kept > 0, t - self._origin, 0)
         count = kept.sum(axis=0)
-        mean = shifted.sum(axis=0) / np.maximum(count, 1)
-        spread = np.where(kept > 0, np.square(shifted - mean), 0).sum(axis=0)
+        mean = (kept * shifted).sum(axis=0) / np.where(count > 0, count, 1)
+        spread = (kept * np.square(shifted - mean)).sum(axis=0)
         total = self._count + count
         step = mean - self._mean
-        share = count / np.maximum(total, 1)
+        share = count / np.where(total > 0, total, 1)
         self._spread += spread + np.square(step) * self._count * share
         self._mean += step * share
         self._count = total
 
     def result(self) -> float:
         """Returns the coefficient."""
-        if not self._seen or (self._count < 2).any():
+        if not self._seen or (self._rows < 2).any():
             return math.nan
         with np.errstate(divide="ignore", invalid="ignore"):
             found = 1 - self._error / self._spread

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from ortops.arguments import text
-from ortops.metrics.metric import Array, Mean, StreamingMetric, class_rows, log_probabilities
+from ortops.metrics.metric import Array, Mean, StreamingMetric, class_rows, label_weights, log_probabilities
 
 __all__ = ["EditDistance", "Perplexity"]
 
@@ -29,11 +29,13 @@ class Perplexity(Mean):
         8.0
     """
 
-    def update(self, outputs: Array, targets: Array) -> None:
+    def update(
+        self, outputs: Array, targets: Array, sample_weight: Array | None = None
+    ) -> None:
         """See `StreamingMetric`."""
         scores, labels = class_rows(self, outputs, targets)
         found = np.take_along_axis(log_probabilities(self, scores), labels[:, None], axis=1)
-        self.add(-float(found.sum()), len(labels))
+        self.add(-found[:, 0], label_weights(self, targets, sample_weight))
 
     def result(self) -> float:
         """Returns the perplexity."""

@@ -86,6 +86,7 @@ class PredictionNote:
         input_lengths: The input with CTC's lengths along T, or "".
         target_lengths: The input with CTC's lengths along S, or "".
         bounded: Whether the loss reads logits that may come from a function with bounded values.
+        sample_weight: The input with the weights of rows, or "".
     """
 
     tensor: str = ""
@@ -100,6 +101,7 @@ class PredictionNote:
     input_lengths: str = ""
     target_lengths: str = ""
     bounded: bool = False
+    sample_weight: str = ""
 
     @property
     def shared(self) -> dict[str, object]:
@@ -168,6 +170,12 @@ class TrainingMetadata:
     averaging: str = ""
     groups: Mapping[str, str] = field(default_factory=dict)
     not_negative: bool = False
+
+    @property
+    def sample_weights(self) -> list[str]:
+        """The inputs with the weights of rows."""
+        notes = [self.prediction, *self.predictions]
+        return list(dict.fromkeys(note.sample_weight for note in notes if note.sample_weight))
 
     def refuse_second_schedule(self) -> None:
         """Raises an error if the model has a schedule already.

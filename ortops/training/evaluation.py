@@ -155,7 +155,7 @@ def bind_metric(
     tensor = metric.output or note.tensor or output
     known, target = tensor == note.tensor, metric.target or note.target
     if target != note.target:
-        note = replace(note, ignored=None, shifted=False, target_lengths="")
+        note = replace(note, ignored=None, shifted=False, target_lengths="", sample_weight="")
     added = [name for name in inputs if name not in own]
     if not target:
         targets = {each.target for each in (first, *metadata.predictions)} - {""}
@@ -281,6 +281,8 @@ class Evaluator:
             for name, metric in streams.items():
                 note = bindings[name].note
                 more = {key: batch[other] for key, other in metric.inputs.items() if other in batch}
+                if note.sample_weight in batch and metric.takes_weights:
+                    more["sample_weight"] = batch[note.sample_weight]
                 targets = note.targets_of(batch[note.target])
                 metric.update(found[evaluation.tensors[note.tensor]], targets, **more)
         counted = [total for total in totals if total.part.is_sum or total.count]
@@ -433,7 +435,13 @@ class Evaluator:
         unread = [value.name for value in loaded.proto.graph.input]
         inputs = loaded.inputs
         if not known:
-            inputs = Inputs([found.step], [*unread, *loaded.inputs], beside=loaded.inputs)
+            weights = loaded.metadata.sample_weights
+            inputs = Inputs(
+                [found.step],
+                [*unread, *loaded.inputs],
+                beside=loaded.inputs,
+                weights=weights,
+            )
         inputs = inputs.only(loaded.inputs if known and loss else feeds)
         if loss:  # metrics may compare with any
             for name, value in loaded.inputs.items():

@@ -320,6 +320,53 @@ class Checked(dict[str, Array]):
         return name in self and self[name].ndim > axis
 
 
+@dataclass(frozen=True)
+class ClassWeights:
+    """Weights of classes, which multiply those of rows.
+
+    Attributes:
+        name: The input with the weights of rows.
+        labels: The input with the classes.
+        weights: The weight of each class; of all others, it is 1.
+    """
+
+    name: str
+    labels: str
+    weights: Mapping[int, float]
+
+    def times(self, weights: Array, labels: Array) -> Array:
+        """Returns weights of rows, each times that of its class.
+
+        Args:
+            weights: The weights of rows.
+            labels: The classes, in a shape with as many elements.
+
+        Raises:
+            FeedError: If the shapes do not fit.
+        """
+        if labels.size != weights.size:
+            raise FeedError(
+                f"class_weight: '{self.labels}' of shape {list(labels.shape)} has a class for each "
+                f"of its elements, but '{self.name}' of shape {list(weights.shape)} has a weight "
+                f'for each row; declare it with inputs={{"{self.name}": (np.float32, [...])}} of '
+                "build_training_model and the dimensions of the labels"
+            )
+        by_class = np.ones(weights.shape, np.float64)
+        for label, weight in self.weights.items():
+            by_class[labels.reshape(weights.shape) == label] = weight
+        return (weights * by_class).astype(weights.dtype)
+
+
+def _check_weights(name: str, array: Array) -> None:
+    """Raises an error for weights that are negative or not finite."""
+    wrong = ~np.isfinite(array) | (array < 0)
+    if wrong.any():
+        raise FeedError(
+            f"feeds: '{name}' has the weights of rows, which must be finite and >= 0, got "
+            f"{array[wrong].flat[0]:g}"
+        )
+
+
 class Inputs(dict[str, Input]):
     """The inputs of a training step by name: those of the model in order, then those of the loss.
 
@@ -329,6 +376,7 @@ class Inputs(dict[str, Input]):
         warns_of_unshifted: Whether to warn if the labels of the first batch equal an input, as
             those of a language model do that were not shifted.
         beside: Other inputs of the model, whose shapes also tell which dimension has the rows.
+        weights: The inputs with weights of rows, which are 1 where they are not fed.
     """
 
     def __init__(
@@ -338,8 +386,12 @@ class Inputs(dict[str, Input]):
         *,
         warns_of_unshifted: bool = False,
         beside: Mapping[str, Input] | None = None,
+        weights: Iterable[str] = (),
     ) -> None:
         super().__init__()
+        self._weights = frozenset(weights)
+        self._by_class: ClassWeights | None = None
+        self._base = self
         self._beside = dict(beside or {})
         self._unread = frozenset(unread)
         self._labels: list[tuple[str, Labels]] = []
@@ -367,13 +419,23 @@ class Inputs(dict[str, Input]):
             names: Their names. Their positions in a tuple (see `named`) do not change.
         """
         chosen = set(names)
-        result = Inputs((), self._unread | self.keys())
+        result = Inputs((), self._unread | self.keys(), weights=self._weights & chosen)
         result.update((name, value) for name, value in self.items() if name in chosen)
         result._labels = [each for each in self._labels if each[0] in chosen]
         result._places = self._places
         if chosen & self.rows.axes.keys():  # otherwise, those that are left are all static
             result.rows = self.rows
         result._said = self._said
+        return result
+
+    def weighed(self, by_class: ClassWeights) -> Inputs:
+        """Returns these inputs with weights of classes, by which `check` multiplies those of rows.
+
+        Args:
+            by_class: The weights.
+        """
+        result = copy.copy(self)
+        result._by_class = by_class
         return result
 
     def named(self, feeds: object) -> Mapping[str, object]:
@@ -479,7 +541,7 @@ class Inputs(dict[str, Input]):
         Raises:
             FeedError: If they do not fit.
         """
-        if isinstance(feeds, Checked) and feeds.by is self:
+        if isinstance(feeds, Checked) and feeds.by is self._base:
             return feeds
         given = self.named(feeds)
         self._check_names(given)
@@ -495,13 +557,31 @@ class Inputs(dict[str, Input]):
                 array = self._fit(value, _read(given, name), sizes)
                 arrays[name] = array if holds else array.copy()
         for name in absent:
-            arrays[name] = self._empty_past(self[name], arrays, sizes)
+            empty = self._ones if name in self._weights else self._empty_past
+            arrays[name] = empty(self[name], arrays, sizes)
+        for name in self._weights:
+            _check_weights(name, arrays[name])
+        if self._by_class is not None:
+            name = self._by_class.name
+            arrays[name] = self._by_class.times(arrays[name], arrays[self._by_class.labels])
         for name, accepted in self._labels:
             _check_labels(name, arrays[name], accepted)
         if self._warns_of_unshifted:
             self._warns_of_unshifted = False
             self._warn_of_unshifted(arrays)
-        return Checked(arrays, self)
+        return Checked(arrays, self._base)
+
+    def _ones(
+        self, value: Input, arrays: Mapping[str, Array], sizes: dict[str, tuple[int, str]]
+    ) -> Array:
+        """Returns a weight of 1 for each row of a batch; says so once."""
+        self.say(
+            f"there is no '{value.name}', so each row has weight 1; give sample_weight=, or an "
+            "array of this name"
+        )
+        dims = value.dims or ()
+        shape = [dim if isinstance(dim, int) else sizes.get(dim, (1, ""))[0] for dim in dims]
+        return value.fit(np.ones(shape, value.dtype), sizes)
 
     def _fit(self, value: Input, given: object, sizes: dict[str, tuple[int, str]]) -> Array:
         """Returns a value as the array that an input needs; explains one-hot labels."""
@@ -594,7 +674,7 @@ class Inputs(dict[str, Input]):
         return found
 
     def _check_there(self, name: str, given: Mapping[str, object]) -> None:
-        if name not in given and self[name].past is None:
+        if name not in given and self[name].past is None and name not in self._weights:
             raise FeedError(f"feeds: input '{name}' is missing; the inputs are {listed(self)}")
 
     def _check_names(self, given: Mapping[str, object]) -> None:

@@ -166,7 +166,9 @@ class LoadedModel:
         self.metadata_of_entries: Sequence[TrainingMetadata] = self._metadata
         self.metadata = self._metadata[0]
         unread = [value.name for value in self.proto.graph.input]  # by what a step computes
-        self.inputs = Inputs(self.steps, unread, warns_of_unshifted=True)
+        self.inputs = Inputs(
+            self.steps, unread, warns_of_unshifted=True, weights=self.metadata.sample_weights
+        )
         self.declared = DeclaredShapes(self.proto, self.metadata, self.inputs)
         unread += self.inputs
         self._inputs = [Inputs([step], unread, warns_of_unshifted=True) for step in self.steps]
