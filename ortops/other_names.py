@@ -30,8 +30,6 @@ ARGUMENTS_OF_DATA: Mapping[str, str] = {
     **dict.fromkeys(("x", "X", "y", "Y", "labels", "targets"), _DATA),
     "verbose": "leave it out: only fit shows progress",
     "steps": "give as many batches as should be read",
-    "sample_weight": "name an input in the loss, as in L1(sample_weight='weight'), and give its "
-    "array with the data",
     "workers": "use prefetch= of fit",
 }
 """Remedies for arguments of other libraries where `ortops.TrainingSession` reads data."""
@@ -44,7 +42,6 @@ ARGUMENTS_OF_FIT: Mapping[str, str] = {
     "verbose": "use progress=True or progress=False",
     "steps_per_epoch": "give the data as an iterable of that many batches",
     "initial_epoch": "use resume=True, which continues an earlier call",
-    "class_weight": "use weights= of the loss, as in SoftmaxCrossEntropy(weights=[1.0, 2.0])",
     **dict.fromkeys(("workers", "num_workers", "max_queue_size"), "use prefetch="),
     **dict.fromkeys(("lr", "learning_rate"), _RATE),
     **dict.fromkeys(("loss", "optimizer"), "build_training_model has this argument"),

@@ -103,6 +103,31 @@ def test_train_eval_predict_export(folder, capsys):
     assert accuracy("tuned.onnx") == accuracy("trained.onnx")
 
 
+def test_weights_of_rows_and_classes(folder, capsys):
+    stored = dict(np.load("train.npz"))
+    table = np.array([3.0, 1.0, 0.5], np.float32)
+    np.savez("weighed.npz", **stored, importance=table[stored["labels"]])
+    common = ("--loss", "SoftmaxCrossEntropy", "--quiet")
+    weighed = ("train", "model.onnx", "--data", "weighed.npz", "--sample-weight", "importance")
+    assert run(*weighed, *common, "--save", "rows.onnx") == 0
+    by_class = ("--class-weight", '{"0": 3, "2": 0.5}')
+    plain = ("train", "model.onnx", "--data", "train.npz")
+    assert run(*plain, *by_class, *common, "--save", "classes.onnx") == 0
+    one, other = (ortops.TrainingSession(f"{name}.onnx").state for name in ("rows", "classes"))
+    for name, array in one.items():
+        np.testing.assert_array_equal(array, other[name])
+    capsys.readouterr()
+    assert run("eval", "rows.onnx", "--data", "weighed.npz", "--json") == 0
+    loss = json.loads(capsys.readouterr().out)["loss"]
+    assert run("eval", "classes.onnx", "--data", "train.npz", *by_class, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(loss)
+    assert run(*plain, "--class-weight", "balanced", *common, "--save", "balanced.onnx") == 0
+    assert run(*plain, "--class-weight", "[1, two]", *common, "--save", "wrong.onnx") == 1
+    assert "--class-weight must be balanced, or a weight" in capsys.readouterr().err
+    assert run("eval", "rows.onnx", "--data", "weighed.npz", "--sample-weight", "a") == 1
+    assert "--sample-weight: 'rows.onnx' already has a loss" in capsys.readouterr().err
+
+
 def test_training_goes_on_with_a_trainable_file(folder):
     assert run("build", "model.onnx", "trainable.onnx", "--loss", "SoftmaxCrossEntropy") == 0
     once = ["train", "trainable.onnx", "--data", "train.npz", "--quiet", "--save", "once.onnx"]

@@ -226,6 +226,7 @@ WITHIN = {
             "feeds",
             "declared_shapes",
             "data",
+            "sample_weights",
             "validation_split",
             "state",
             "schedule_length",

@@ -129,7 +129,6 @@ def test_a_column_of_labels_is_explained() -> None:
         ({"validation_data": 0}, "use validation="),
         ({"verbose": 0}, "use progress="),
         ({"steps_per_epoch": 3}, "iterable"),
-        ({"class_weight": {}}, "weights= of the loss"),
         ({"epoch": 1}, "did you mean 'epochs'?"),
         ({"loss": "mse"}, "build_training_model"),
     ],

@@ -14,6 +14,8 @@ _LOSS = (
     "a loss, optionally with arguments: SoftmaxCrossEntropy, MeanSquaredError, "
     "'Huber(delta=0.5)', … (`ortops check` lists the losses that fit a model)"
 )
+_SAMPLE_WEIGHT = "a column with a weight >= 0 for each row, by which the loss averages rows"
+_CLASS_WEIGHT = 'balanced, or a weight for each class in JSON, such as \'{"0": 1, "1": 5}\''
 _OPTIMIZER = "an optimizer, optionally with arguments, such as 'AdamW(weight_decay=0.1)'"
 _DATA = (
     "an .npz, .csv or .parquet file, a folder with one subfolder of images per class, or - for "
@@ -245,6 +247,7 @@ def _add_algorithm(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training algorithm")
     add = group.add_argument
     add("--loss", help=_LOSS)
+    add("--sample-weight", metavar="COLUMN", help=_SAMPLE_WEIGHT)
     add("--optimizer", help=f"{_OPTIMIZER} (default: Adam)")
     add(
         "--learning-rate",
@@ -330,6 +333,7 @@ def _add_train(command: _Command) -> None:
     group = parser.add_argument_group("training loop")
     add = group.add_argument
     add("--epochs", type=_count, metavar="N", help="passes over the data (default: 1)")
+    add("--class-weight", metavar="WEIGHTS", help=_CLASS_WEIGHT)
     add(
         "--accumulate",
         type=_count,
@@ -402,6 +406,8 @@ def _add_eval(command: _Command) -> None:
     add = parser.add_argument
     add("model", help="a trainable file, or with --loss any .onnx file")
     add("--loss", help=f"only for a file without a loss: {_LOSS}")
+    add("--sample-weight", metavar="COLUMN", help=f"with --loss: {_SAMPLE_WEIGHT}")
+    add("--class-weight", metavar="WEIGHTS", help=_CLASS_WEIGHT)
     add("--metrics", nargs="+", metavar="METRIC", help="metrics to compute, such as accuracy")
     add("--ema", action="store_true", help="evaluate the averaged weights")
     add("--json", action="store_true", help="print a JSON object")

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,6 +24,7 @@ from ortops.cli.data import (
     Classes,
     Column,
     DataFile,
+    Wanted,
     read_classes,
     read_given,
     row_axes_of,
@@ -37,6 +39,7 @@ from ortops.cli.streams import describe_stream, print_json, read_model, write_mo
 from ortops.errors import OrtopsError
 from ortops.graph.files.json_metadata import write_metadata
 from ortops.graph.files.json_text import read_json
+from ortops.training.sample_weights import ClassWeight
 from ortops.training.session import TrainingSession
 
 __all__ = ["build", "evaluate", "rate_of", "train"]
@@ -47,9 +50,12 @@ OPTIONS_KEY = "ortops.train"
 """The metadata key under which a file records, as JSON, the options its training started with."""
 
 _ALGORITHM = (
-    *("loss", "optimizer", "learning_rate", "trainable", "batch_normalization"),
-    *("clip_norm", "clip_value", "ema_decay"),
+    *("loss", "sample_weight", "optimizer", "learning_rate", "trainable"),
+    *("batch_normalization", "clip_norm", "clip_value", "ema_decay"),
 )
+
+_CLASS_WEIGHT = "class_weight"
+"""The input of a loss that has weights of classes only."""
 
 _REPLACED = ("--best", "--plot", "--write-config")
 
@@ -138,9 +144,9 @@ def _prepare(
     trainable = bool(model.training_info)
     if not trainable:
         with quiet():  # it is built again below, once the data give the number of steps
-            inputs = wanted_inputs(_build(model, options, steps=_ANY_STEPS))
+            inputs = _wanted_inputs(_build(model, options, steps=_ANY_STEPS), options)
     else:
-        inputs = wanted_inputs(model)
+        inputs = _wanted_inputs(model, options)
     data = read_given(options, options.data, inputs, read_classes(model))
     size = rows_of(data, row_axes_of(inputs))
     training, validation = _parts(data, options, inputs, size, read_classes(model))
@@ -180,6 +186,7 @@ def _fit(
             validate_every=options.validate_every,
             max_steps=options.max_steps,
             max_minutes=options.max_minutes,
+            class_weight=_class_weight(options),
             metrics=kept,
             train_metrics=bool(options.train_metrics),
             progress=not options.quiet,
@@ -237,15 +244,19 @@ def evaluate(options: argparse.Namespace) -> int:
             raise OrtopsError(
                 f"'{options.model}' has no loss; give one, such as --loss SoftmaxCrossEntropy"
             )
-        model = build_training_model(model, loss=_loss(options.loss), optimizer="SGD")
-    elif options.loss:
-        raise OrtopsError(f"--loss: '{options.model}' already has a loss; omit --loss")
-    data = read_given(options, options.data, wanted_inputs(model), read_classes(model))
+        model = build_training_model(model, loss=_loss(options), optimizer="SGD")
+    else:
+        for name in ("loss", "sample_weight"):
+            if getattr(options, name):
+                option = f"--{name.replace('_', '-')}"
+                raise OrtopsError(f"{option}: '{options.model}' already has a loss; omit {option}")
+    data = read_given(options, options.data, _wanted_inputs(model, options), read_classes(model))
     found = TrainingSession(model).evaluate(
         data.arrays,
         batch_size=options.batch_size or 256,
         metrics=[metric(text) for text in options.metrics or ()],
         ema=options.ema,
+        class_weight=_class_weight(options),
     )
     if options.json:
         print_json(found)
@@ -283,7 +294,7 @@ def _build(
     }
     return build_training_model(
         model,
-        loss=_loss(options.loss),
+        loss=_loss(options),
         optimizer=make(
             *(optimizer, optimizers.OPTIMIZERS, "--optimizer", optimizers.OTHER_NAMES), **more
         ),
@@ -344,9 +355,41 @@ def _number(options: argparse.Namespace) -> float:
         ) from error
 
 
-def _loss(text: str) -> losses.Loss:
-    made: losses.Loss = make(read_call(text, "--loss"), losses.LOSSES, "--loss", losses.OTHER_NAMES)
-    return made
+def _loss(options: argparse.Namespace) -> losses.Loss:
+    """Returns the loss, with weights of rows if an option needs them."""
+    call = read_call(options.loss, "--loss")
+    made: losses.Loss = make(call, losses.LOSSES, "--loss", losses.OTHER_NAMES)
+    weight = options.sample_weight or (_CLASS_WEIGHT if _has_class_weight(options) else None)
+    return made if weight is None or made.sample_weight else replace(made, sample_weight=weight)
+
+
+def _has_class_weight(options: argparse.Namespace) -> bool:
+    return getattr(options, "class_weight", None) is not None  # `build` does not have it
+
+
+def _wanted_inputs(model: onnx.ModelProto, options: argparse.Namespace) -> list[Wanted]:
+    """Returns the inputs that the data fill: not those of weights that come from classes only."""
+    wanted = wanted_inputs(model)
+    if not _has_class_weight(options):
+        return wanted
+    return [each for each in wanted if each.name != _CLASS_WEIGHT]
+
+
+def _class_weight(options: argparse.Namespace) -> ClassWeight | None:
+    """Returns the weights of classes."""
+    text = options.class_weight
+    if text in (None, "balanced"):
+        return text  # type: ignore[no-any-return]
+    try:
+        given = read_json(text)
+        if isinstance(given, list):
+            return given
+        return {int(label): weight for label, weight in given.items()}
+    except (AttributeError, ValueError) as error:
+        raise OrtopsError(
+            "--class-weight must be balanced, or a weight for each class in JSON, such as "
+            f'\'{{"0": 1, "1": 5}}\', got {text!r}'
+        ) from error
 
 
 def metric(text: str) -> metrics.Metric:

@@ -51,9 +51,7 @@ class Accuracy(Mean):
     _: KW_ONLY
     threshold: float | None = None
 
-    def update(
-        self, outputs: Array, targets: Array, sample_weight: Array | None = None
-    ) -> None:
+    def update(self, outputs: Array, targets: Array, sample_weight: Array | None = None) -> None:
         """See `StreamingMetric`."""
         if has_classes(self, outputs, targets):
             axis = 1 if self.axis is None else self.axis
@@ -96,9 +94,7 @@ class TopK(Mean):
         super().__post_init__()
         whole_number(self.named("k"), self.k, 1)
 
-    def update(
-        self, outputs: Array, targets: Array, sample_weight: Array | None = None
-    ) -> None:
+    def update(self, outputs: Array, targets: Array, sample_weight: Array | None = None) -> None:
         """See `StreamingMetric`."""
         scores, labels = class_rows(self, outputs, targets)
         if self.k >= scores.shape[1]:
@@ -160,9 +156,7 @@ class PerClass(StreamingMetric):
         self._undefined: bool = False
         self._form: str = ""
 
-    def update(
-        self, outputs: Array, targets: Array, sample_weight: Array | None = None
-    ) -> None:
+    def update(self, outputs: Array, targets: Array, sample_weight: Array | None = None) -> None:
         """See `StreamingMetric`."""
         if has_classes(self, outputs, targets):
             form = "classes"

@@ -93,10 +93,10 @@ class Function(StreamingMetric):
     - ``y_score`` receives the same, or unchanged values; ``pred_decision`` receives unchanged
       outputs, for two classes their difference.
 
-    A parameter ``sample_weight`` receives the weights by which the loss averages rows, if there are
-    any. Any other function receives outputs and targets, with classes on axis 1: by keyword if it has
-    parameters of these names, else by position. Keyword parameters ``kind`` and ``ignored`` receive
-    those of the metric.
+    A parameter ``sample_weight`` receives the weights by which the loss averages rows, if there
+    are any. Any other function receives outputs and targets, with classes on axis 1: by keyword if
+    it has parameters of these names, else by position. Keyword parameters ``kind`` and ``ignored``
+    receive those of the metric.
 
     Args:
         function: The function, which returns a number. Use `functools.partial` for its own
@@ -157,9 +157,7 @@ class Function(StreamingMetric):
         """Whether the function has a parameter ``sample_weight``."""
         return "sample_weight" in self._parameters
 
-    def update(
-        self, outputs: Array, targets: Array, sample_weight: Array | None = None
-    ) -> None:
+    def update(self, outputs: Array, targets: Array, sample_weight: Array | None = None) -> None:
         """Stores a batch."""
         if outputs.ndim == targets.ndim + 1 and self.axis is not None:
             outputs = np.moveaxis(outputs, self.axis, 1)

@@ -179,9 +179,7 @@ class StreamingMetric:
                 f"{list(targets.shape)}, got shape {list(np.shape(sample_weight))}"
             ) from None
 
-    def update(
-        self, outputs: Array, targets: Array, sample_weight: Array | None = None
-    ) -> None:
+    def update(self, outputs: Array, targets: Array, sample_weight: Array | None = None) -> None:
         """Adds a batch.
 
         Args:

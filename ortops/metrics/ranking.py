@@ -66,9 +66,7 @@ class AUC(StreamingMetric):
         self._questions: list[_Question] = []
         self._undefined: bool = False
 
-    def update(
-        self, outputs: Array, targets: Array, sample_weight: Array | None = None
-    ) -> None:
+    def update(self, outputs: Array, targets: Array, sample_weight: Array | None = None) -> None:
         """See `StreamingMetric`."""
         if has_classes(self, outputs, targets):
             scores, labels = class_rows(self, outputs, targets)

@@ -23,9 +23,7 @@ class MeanAbsoluteError(Mean):
         0.5
     """
 
-    def update(
-        self, outputs: Array, targets: Array, sample_weight: Array | None = None
-    ) -> None:
+    def update(self, outputs: Array, targets: Array, sample_weight: Array | None = None) -> None:
         """See `StreamingMetric`."""
         check_same_shape(self, outputs, targets)
         kept = self.counts(targets)
@@ -93,9 +91,7 @@ class R2(StreamingMetric):
         """See `StreamingMetric`."""
         self._seen: bool = False
 
-    def update(
-        self, outputs: Array, targets: Array, sample_weight: Array | None = None
-    ) -> None:
+    def update(self, outputs: Array, targets: Array, sample_weight: Array | None = None) -> None:
         """See `StreamingMetric`."""
         check_same_shape(self, outputs, targets)
         weights = self.weights_like(targets, sample_weight)

@@ -10,7 +10,14 @@ from typing import ClassVar
 import numpy as np
 
 from ortops.arguments import text
-from ortops.metrics.metric import Array, Mean, StreamingMetric, class_rows, label_weights, log_probabilities
+from ortops.metrics.metric import (
+    Array,
+    Mean,
+    StreamingMetric,
+    class_rows,
+    label_weights,
+    log_probabilities,
+)
 
 __all__ = ["EditDistance", "Perplexity"]
 
@@ -29,9 +36,7 @@ class Perplexity(Mean):
         8.0
     """
 
-    def update(
-        self, outputs: Array, targets: Array, sample_weight: Array | None = None
-    ) -> None:
+    def update(self, outputs: Array, targets: Array, sample_weight: Array | None = None) -> None:
         """See `StreamingMetric`."""
         scores, labels = class_rows(self, outputs, targets)
         found = np.take_along_axis(log_probabilities(self, scores), labels[:, None], axis=1)

@@ -72,7 +72,13 @@ class Source:
 
 
 def open_data(
-    data: Data, inputs: Inputs, *, batch_size: int = 32, epochs: int = 1, prefetch: int = 0
+    data: Data,
+    inputs: Inputs,
+    *,
+    batch_size: int = 32,
+    epochs: int = 1,
+    prefetch: int = 0,
+    more: Mapping[str, npt.NDArray[Any]] | None = None,
 ) -> Source:
     """Opens a data set in any form as batches.
 
@@ -100,6 +106,7 @@ def open_data(
         batch_size: The number of rows per batch, if rows are given; the last batch has the rest.
         epochs: The number of passes over the data; an iterator allows one.
         prefetch: The number of batches that a thread reads ahead.
+        more: Further arrays by name, with as many rows as the data.
 
     Raises:
         ArgumentError: If ``batch_size`` or ``prefetch`` is wrong.
@@ -113,12 +120,16 @@ def open_data(
     prefetch = whole_number("prefetch", prefetch, 0)
     if isinstance(data, Mapping) or tables.is_table(data) or _is_arrays(data):
         if tables.is_stored_table(data):
-            return _stored_table(data, inputs, batch_size, prefetch)
+            return _stored_table(data, inputs, batch_size, prefetch, more)
         return _arrays(inputs.named(data), inputs, batch_size, prefetch)
     if isinstance(data, list | tuple):
+        if more:
+            raise _no_rows(more)
         return _batch_list(data, inputs, prefetch)
     if hasattr(data, "__getitem__") and isinstance(data, Sized) and not _iterates(data):
-        return _samples(data, inputs, batch_size, prefetch)
+        return _samples(data, inputs, batch_size, prefetch, more)
+    if more:
+        raise _no_rows(more)
     if hasattr(data, "iter") and hasattr(data, "with_format"):  # a stream of Hugging Face
         return _function(_stream(data, inputs, batch_size), inputs, batch_size, prefetch)
     if isinstance(data, Iterable) and not isinstance(data, str | bytes | type):
@@ -288,7 +299,41 @@ def _unequal(lengths: Mapping[str, int], axes: Mapping[str, int], inputs: Inputs
     return FeedError(said)
 
 
-def _stored_table(data: Any, inputs: Inputs, batch_size: int, prefetch: int) -> Source:
+def _no_rows(more: Mapping[str, object]) -> FeedError:
+    name = next(iter(more))
+    return FeedError(
+        "sample_weight has a weight for each row, but the data are batches; put the weights of "
+        f"each batch into it, under '{name}'"
+    )
+
+
+def _beside(
+    read: Callable[[RowIndex], Feeds],
+    size: int,
+    inputs: Inputs,
+    more: Mapping[str, npt.NDArray[Any]] | None,
+) -> Callable[[RowIndex], Feeds]:
+    """Returns a function that reads rows of a data set and those of further arrays."""
+    if not more:
+        return read
+    for name, array in more.items():
+        if len(array) != size:
+            raise FeedError(
+                f"data: '{name}' must have {size} rows, as the data have, got {len(array)}"
+            )
+    return lambda rows: {
+        **inputs.named(read(rows)),
+        **{name: tables.take(array, rows) for name, array in more.items()},
+    }
+
+
+def _stored_table(
+    data: Any,
+    inputs: Inputs,
+    batch_size: int,
+    prefetch: int,
+    more: Mapping[str, npt.NDArray[Any]] | None,
+) -> Source:
     wanted = [name for name in inputs if name in data.column_names]
     data = data.select_columns(wanted)
     if data.format["type"] is None and len(data):  # numbers are read faster than as Python objects
@@ -301,12 +346,21 @@ def _stored_table(data: Any, inputs: Inputs, batch_size: int, prefetch: int) -> 
         return inputs.as_columns({name: part[name] for name in wanted})
 
     # A transform that the user gave the data set may fill the same memory again.
-    return _cut(read, len(data), inputs, inputs, batch_size, prefetch, keeps=False)
+    both = _beside(read, len(data), inputs, more)
+    return _cut(both, len(data), inputs, inputs, batch_size, prefetch, keeps=False)
 
 
-def _samples(data: Any, inputs: Inputs, batch_size: int, prefetch: int) -> Source:
+def _samples(
+    data: Any,
+    inputs: Inputs,
+    batch_size: int,
+    prefetch: int,
+    more: Mapping[str, npt.NDArray[Any]] | None,
+) -> Source:
     size = len(data)
     if size and _is_batch(data[0], inputs):
+        if more:
+            raise _no_rows(more)
         return _batch_list(data, inputs, prefetch)
 
     def read(rows: RowIndex) -> dict[str, Any]:
@@ -324,7 +378,8 @@ def _samples(data: Any, inputs: Inputs, batch_size: int, prefetch: int) -> Sourc
                 columns[name].append(value)
         return inputs.stacked(columns)
 
-    return _cut(read, size, inputs, inputs, batch_size, prefetch, keeps=True)
+    both = _beside(read, size, inputs, more)
+    return _cut(both, size, inputs, inputs, batch_size, prefetch, keeps=True)
 
 
 def _is_batch(item: object, inputs: Inputs) -> bool:

@@ -21,11 +21,12 @@ from ortops.metrics import Metric, StreamingMetric
 from ortops.metrics.metric import as_number
 from ortops.trainable.metadata import LossPart, PredictionNote, TrainingMetadata
 from ortops.trainable.step_graph import evaluation_model
-from ortops.training.data import Data, open_data, rows
+from ortops.training.data import Data, rows
 from ortops.training.feeds import Inputs
 from ortops.training.gradients import number_of
 from ortops.training.loaded_model import LoadedModel, reads
-from ortops.training.training_metrics import Measured, TrainingMetrics
+from ortops.training.sample_weights import ClassWeight, SampleWeight, Weighed, weigh
+from ortops.training.training_metrics import Measured, TrainingMetrics, add_batch
 from ortops.transpose_optimizer import disabled_optimizers
 from ortops.uninterrupted import run_uninterrupted
 
@@ -229,6 +230,8 @@ class Evaluator:
         batch_size: int,
         metrics: str | Metric | Sequence[str | Metric],
         ema: bool,
+        sample_weight: SampleWeight = None,
+        class_weight: ClassWeight | None = None,
     ) -> dict[str, float]:
         """Computes the loss and metrics in inference mode, and changes nothing.
 
@@ -243,6 +246,9 @@ class Evaluator:
                 `ortops.build_training_model`).
             entry: The training_info entry whose loss is computed, by index or name; by default, the
                 first one.
+            sample_weight: A weight >= 0 for each row, as for `fit`. Metrics are weighted, too,
+                unless they have no parameter ``sample_weight``.
+            class_weight: A weight for each class, as for `fit`.
 
         Returns:
             ``loss``, as if all batches were one (averaged over the rows if a loss function returns
@@ -268,23 +274,25 @@ class Evaluator:
         evaluation = self._evaluation(tensors, loss=True)
         totals = [Total(part) for part in evaluation.parts]
         streams = {name: each.begin(evaluation.kinds) for name, each in bindings.items()}
+        for name, metric in streams.items():
+            if bindings[name].note.sample_weight and not metric.takes_weights:
+                evaluation.inputs.say(
+                    f"metric '{name}' has no parameter sample_weight, so it does not weigh rows"
+                )
         for total in totals:
             if total.part.name in streams:
                 raise streams[total.part.name].wrong(
                     "a summand of the loss has this name; give the metric another one with name="
                 )
-        for batch, found in self._batches(data, batch_size, evaluation, ema):
+        weighed = weigh(data, evaluation.inputs, self._loaded.metadata, sample_weight, class_weight)
+        for batch, found in self._batches(weighed, batch_size, evaluation, ema):
             if declared.pending:
                 declared.check({n: found[out] for n, out in evaluation.tensors.items()}, batch)
             for total in totals:
                 total.add(found, rows(batch))
             for name, metric in streams.items():
                 note = bindings[name].note
-                more = {key: batch[other] for key, other in metric.inputs.items() if other in batch}
-                if note.sample_weight in batch and metric.takes_weights:
-                    more["sample_weight"] = batch[note.sample_weight]
-                targets = note.targets_of(batch[note.target])
-                metric.update(found[evaluation.tensors[note.tensor]], targets, **more)
+                add_batch(metric, note, found[evaluation.tensors[note.tensor]], batch)
         counted = [total for total in totals if total.part.is_sum or total.count]
         values = [total.part.weight * total.average for total in counted]
         result = {"loss": sum(values) if values else math.nan}
@@ -335,7 +343,8 @@ class Evaluator:
         evaluation = self._evaluation(tuple(dict.fromkeys(names)), loss=False)
         parts: dict[str, list[Array]] = {name: [] for name in evaluation.tensors}
         axes = {name: evaluation.row_axis(name) for name in parts}
-        for batch, found in self._batches(data, batch_size, evaluation, ema):
+        weighed = Weighed(data, evaluation.inputs, {})
+        for batch, found in self._batches(weighed, batch_size, evaluation, ema):
             size = rows(batch)
             for name, output in evaluation.tensors.items():
                 array = _checked_rows(name, found[output], axes[name], size, parts[name])
@@ -397,10 +406,10 @@ class Evaluator:
         }
 
     def _batches(
-        self, data: Data, batch_size: int, evaluation: Evaluation, ema: bool
+        self, data: Weighed, batch_size: int, evaluation: Evaluation, ema: bool
     ) -> Iterator[tuple[Mapping[str, Array], dict[str, Array]]]:
         """Returns the batches of a data set, each with the outputs for it."""
-        source = open_data(data, evaluation.inputs, batch_size=batch_size)
+        source = data.open(batch_size=batch_size)
         if ema:  # raises an error before the first batch if there are no averages
             self._loaded.shared_metadata.averaged(self._loaded.arrays())
         return ((batch, self._run(evaluation, batch, ema)) for batch in source.epoch())

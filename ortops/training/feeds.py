@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import math
@@ -22,7 +23,16 @@ from ortops.numbers import cast_numbers
 from ortops.training import tables
 from ortops.training.row_axes import RowAxes, row_axes, rows_to
 
-__all__ = ["Checked", "Feeds", "Input", "Inputs", "fitted_array", "listed", "to_array"]
+__all__ = [
+    "Checked",
+    "ClassWeights",
+    "Feeds",
+    "Input",
+    "Inputs",
+    "fitted_array",
+    "listed",
+    "to_array",
+]
 
 logger = logging.getLogger("ortops")
 
@@ -464,7 +474,8 @@ class Inputs(dict[str, Input]):
                 "feeds must be a dict with an array for each input, or a tuple of arrays in the "
                 f"order of the inputs, got {type(feeds).__name__}"
             )
-        needed = max((n for n, name in enumerate(self._places, 1) if name in self), default=0)
+        wanted = self.keys() - self._weights
+        needed = max((n for n, name in enumerate(self._places, 1) if name in wanted), default=0)
         if not needed <= len(parts) <= len(self._places):
             raise FeedError(
                 f"feeds: {len(parts)} array{'s' * (len(parts) > 1)} without names for "
@@ -523,6 +534,16 @@ class Inputs(dict[str, Input]):
         """Returns the axis of an input that has its rows, if it has any."""
         return self.rows.axes.get(name, 0)
 
+    def classes_of(self, name: str) -> int | None:
+        """Returns the number of classes of an input with labels, if it is known."""
+        found = [each.classes for of, each in self._labels if of == name and each.classes]
+        return min(found, default=None)
+
+    def ignored_of(self, name: str) -> list[int]:
+        """Returns the labels of an input that losses ignore."""
+        labels = (each.ignored for of, each in self._labels if of == name)
+        return [label for label in labels if label is not None]
+
     def say(self, sentence: str) -> None:
         """Logs a warning once."""
         if sentence not in self._said:
@@ -559,7 +580,7 @@ class Inputs(dict[str, Input]):
         for name in absent:
             empty = self._ones if name in self._weights else self._empty_past
             arrays[name] = empty(self[name], arrays, sizes)
-        for name in self._weights:
+        for name in self._weights & arrays.keys():
             _check_weights(name, arrays[name])
         if self._by_class is not None:
             name = self._by_class.name
@@ -574,14 +595,30 @@ class Inputs(dict[str, Input]):
     def _ones(
         self, value: Input, arrays: Mapping[str, Array], sizes: dict[str, tuple[int, str]]
     ) -> Array:
-        """Returns a weight of 1 for each row of a batch; says so once."""
-        self.say(
-            f"there is no '{value.name}', so each row has weight 1; give sample_weight=, or an "
-            "array of this name"
-        )
-        dims = value.dims or ()
-        shape = [dim if isinstance(dim, int) else sizes.get(dim, (1, ""))[0] for dim in dims]
+        """Returns a weight of 1 for each row of a batch; says so once, unless classes have some."""
+        if self._by_class is None:
+            self.say(
+                f"there is no '{value.name}', so each row has weight 1; give sample_weight=, or an "
+                "array of this name"
+            )
+        shape = [
+            dim if isinstance(dim, int) else sizes.get(dim or "", (1, ""))[0]
+            for dim in value.dims or ()
+        ]
+        if (
+            shape
+            and value.dims
+            and value.dims[0] not in sizes
+            and not isinstance(value.dims[0], int)
+        ):
+            shape[0] = self._rows_in(arrays)
         return value.fit(np.ones(shape, value.dtype), sizes)
+
+    def _rows_in(self, arrays: Mapping[str, Array]) -> int:
+        """Returns the number of rows of a batch."""
+        axes = self.rows.axes
+        sizes = (a.shape[axes[n]] for n, a in arrays.items() if n in axes and a.ndim > axes[n])
+        return next(sizes, 1)
 
     def _fit(self, value: Input, given: object, sizes: dict[str, tuple[int, str]]) -> Array:
         """Returns a value as the array that an input needs; explains one-hot labels."""
@@ -618,9 +655,7 @@ class Inputs(dict[str, Input]):
         assert value.dims is not None
         heads, size = value.past
         first, _, time, _ = value.dims
-        axes = self.rows.axes
-        sizes_of = (a.shape[axes[n]] for n, a in arrays.items() if n in axes and a.ndim > axes[n])
-        rows = next(sizes_of, 1)
+        rows = self._rows_in(arrays)
         if isinstance(first, int):
             rows = first
         elif first in sizes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
@@ -40,6 +41,7 @@ from ortops.training.position import (
 from ortops.training.prefetch import Prefetcher
 from ortops.training.probabilities import warn_of_probabilities
 from ortops.training.progress_bar import ProgressBar
+from ortops.training.sample_weights import ClassWeight, SampleWeight, weigh
 from ortops.training.schedule_length import planned_steps, set_length
 from ortops.training.state import State
 from ortops.training.training_metrics import TrainingMetrics
@@ -165,6 +167,8 @@ def fit(
     validate_every: int | None,
     max_steps: int | None,
     max_minutes: float | None,
+    sample_weight: SampleWeight,
+    class_weight: ClassWeight | None,
     metrics: Sequence[str | Metric],
     train_metrics: bool,
     schedule: Callable[[float], float] | None,
@@ -193,11 +197,15 @@ def fit(
     measures = boolean("train_metrics", train_metrics)
     _check(trainer, validated or measures, metrics, schedule, callbacks)
     measured = _measured(trainer, strategy, metrics) if measures else None
-    source = open_data(data, inputs, batch_size=batch_size, epochs=epochs, prefetch=prefetch)
+    weighed = weigh(data, inputs, trainer.metadata, sample_weight, class_weight)
+    reading: dict[str, Any] = {"batch_size": batch_size, "epochs": epochs}
+    source = weighed.open(prefetch=prefetch, **reading)
     if validation is not None:
-        validation = open_data(validation, inputs, batch_size=batch_size, epochs=epochs)
-    elif split:
-        source, validation = split_source(source, split)
+        validation = open_data(validation, inputs, **reading)
+    elif split:  # whose classes have no weights
+        plain = dataclasses.replace(weighed, inputs=inputs)
+        unweighed = source if class_weight is None else plain.open(**reading)
+        source, validation = split_source(source, split)[0], split_source(unweighed, split)[1]
     call = FitArguments(
         *(epochs, int(batch_size), shuffle, seed, accumulate, source.rows, source.batches),
         *(split, strategy.entries),

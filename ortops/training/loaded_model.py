@@ -166,12 +166,13 @@ class LoadedModel:
         self.metadata_of_entries: Sequence[TrainingMetadata] = self._metadata
         self.metadata = self._metadata[0]
         unread = [value.name for value in self.proto.graph.input]  # by what a step computes
-        self.inputs = Inputs(
-            self.steps, unread, warns_of_unshifted=True, weights=self.metadata.sample_weights
-        )
+        weights = {name for each in self._metadata for name in each.sample_weights}
+        self.inputs = Inputs(self.steps, unread, warns_of_unshifted=True, weights=weights)
         self.declared = DeclaredShapes(self.proto, self.metadata, self.inputs)
         unread += self.inputs
-        self._inputs = [Inputs([step], unread, warns_of_unshifted=True) for step in self.steps]
+        self._inputs = [
+            Inputs([step], unread, warns_of_unshifted=True, weights=weights) for step in self.steps
+        ]
         names = [self.names[number] for number in self.entries]
         labels = output_labels([step.outputs for step in self.steps], names)
         self.outputs = [label for own in labels for label in own.values()]

@@ -34,6 +34,7 @@ from ortops.training.gradients import Gradients
 from ortops.training.history import History
 from ortops.training.loaded_model import LoadedModel
 from ortops.training.model_file import ModelFile
+from ortops.training.sample_weights import ClassWeight, SampleWeight
 from ortops.training.state import State
 from ortops.training.steps import Steps
 from ortops.training.training_metrics import TrainingMetrics
@@ -243,6 +244,8 @@ class TrainingSession:
         validate_every: int | None = None,
         max_steps: int | None = None,
         max_minutes: float | None = None,
+        sample_weight: SampleWeight = None,
+        class_weight: ClassWeight | None = None,
         metrics: Sequence[str | Metric] = (),
         train_metrics: bool = False,
         schedule: Callable[[float], float] | None = None,
@@ -289,6 +292,14 @@ class TrainingSession:
             max_minutes: The number of minutes after which this call ends, after the current step,
                 as with ``max_steps``. Earlier calls do not count; the validation at the end comes
                 in addition.
+            sample_weight: A weight >= 0 for each row: an array [rows], or the name of a column of
+                the data. The loss needs an input for it, as
+                ``SoftmaxCrossEntropy(sample_weight="weight")`` has, and of a batch it is
+                Σ w · loss / Σ w (0 if Σ w is 0). Data may instead contain the weights under that
+                input's name; validation data only then have any, and rows without weights have 1.
+            class_weight: A weight for each class of the labels, as a dict (other classes have 1),
+                a list, or ``"balanced"``: rows / (classes · rows of the class). It multiplies the
+                weights of the rows for training, not for validation.
             metrics: The metrics to compute on the validation data (see `ortops.metrics`).
             train_metrics: Whether to compute the metrics on the training data as well, from the
                 outputs of each step: in training mode, with the parameters before the step. They
@@ -358,6 +369,8 @@ class TrainingSession:
             validate_every=validate_every,
             max_steps=max_steps,
             max_minutes=max_minutes,
+            sample_weight=sample_weight,
+            class_weight=class_weight,
             metrics=metrics,
             train_metrics=train_metrics,
             schedule=schedule,
@@ -439,10 +452,18 @@ class TrainingSession:
         metrics: str | Metric | Sequence[str | Metric] = (),
         ema: bool = False,
         entry: int | str | None = None,
+        sample_weight: SampleWeight = None,
+        class_weight: ClassWeight | None = None,
     ) -> dict[str, float]:
         """Computes the loss and metrics in inference mode, and changes nothing."""
-        evaluator = self._only(entry)._evaluator
-        return evaluator.evaluate(data, batch_size=batch_size, metrics=metrics, ema=ema)
+        return self._only(entry)._evaluator.evaluate(
+            data,
+            batch_size=batch_size,
+            metrics=metrics,
+            ema=ema,
+            sample_weight=sample_weight,
+            class_weight=class_weight,
+        )
 
     @overload
     def predict(

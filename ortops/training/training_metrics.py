@@ -15,7 +15,7 @@ from ortops.metrics import StreamingMetric
 from ortops.metrics.metric import as_number
 from ortops.trainable.metadata import PredictionNote
 
-__all__ = ["Measured", "TrainingMetrics", "read_states", "states_as_json"]
+__all__ = ["Measured", "TrainingMetrics", "add_batch", "read_states", "states_as_json"]
 
 Array: TypeAlias = npt.NDArray[Any]
 State: TypeAlias = Mapping[str, Any]
@@ -38,6 +38,23 @@ class Measured(NamedTuple):
     metric: StreamingMetric
     note: PredictionNote
     output: str
+
+
+def add_batch(
+    metric: StreamingMetric, note: PredictionNote, outputs: Array, batch: Mapping[str, Array]
+) -> None:
+    """Adds a batch to a metric.
+
+    Args:
+        metric: The metric.
+        note: What it compares.
+        outputs: The tensor that it reads.
+        batch: The batch.
+    """
+    more = {key: batch[other] for key, other in metric.inputs.items() if other in batch}
+    if note.sample_weight in batch and metric.takes_weights:
+        more["sample_weight"] = batch[note.sample_weight]
+    metric.update(outputs, note.targets_of(batch[note.target]), **more)
 
 
 class TrainingMetrics:
@@ -95,8 +112,7 @@ class TrainingMetrics:
         for name, (metric, note, output) in self._measured.items():
             if name in self._unknown:
                 continue
-            more = {key: batch[other] for key, other in metric.inputs.items() if other in batch}
-            metric.update(found[output], note.targets_of(batch[note.target]), **more)
+            add_batch(metric, note, found[output], batch)
 
     def states(self) -> dict[str, State]:
         """Returns the states after these batches, as far as they are small enough to be saved."""
