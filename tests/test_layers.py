@@ -230,6 +230,7 @@ WITHIN = {
             "validation_split",
             "state",
             "schedule_length",
+            "anomalies",
             "initial_values",
             "gradients",
         ),

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 
 from ortops import metrics as metric_functions
 from ortops.arguments import boolean, function, number, whole_number
@@ -23,6 +24,7 @@ from ortops.errors import ArgumentError, DivergedError, OrtopsError
 from ortops.metrics import Metric, StreamingMetric
 from ortops.numbers import plain
 from ortops.trainable.metadata import TrainingMetadata
+from ortops.training.anomalies import Anomalies
 from ortops.training.callback import Callback, Record
 from ortops.training.data import Data, Source, open_data, rows
 from ortops.training.feeds import Inputs
@@ -91,6 +93,9 @@ class Trainer(Protocol):
     def apply(self, gradients: Gradients) -> None:
         """Applies gradients."""
 
+    def model(self) -> onnx.ModelProto:
+        """Returns the trainable model."""
+
     def evaluate(
         self, data: Data, *, batch_size: int, metrics: Sequence[str | Metric]
     ) -> dict[str, float]:
@@ -141,6 +146,7 @@ class StepStrategy:
         leads: Whether this process shows progress and calls callbacks that write.
         shared: What several processes do together; None for one process.
         entries: The training_info entries that make the steps; "" for all of them in each step.
+        entry: The index of the training_info entry that makes all steps; None if several do.
     """
 
     step: Step
@@ -150,6 +156,7 @@ class StepStrategy:
     leads: bool = True
     shared: Shared | None = None
     entries: str = ""
+    entry: int | None = None
 
 
 def fit(
@@ -178,6 +185,7 @@ def fit(
     resume: bool,
     progress: bool,
     stop_on_nan: bool,
+    detect_anomaly: bool,
 ) -> History:
     """Trains on a data set.
 
@@ -197,6 +205,8 @@ def fit(
     measures = boolean("train_metrics", train_metrics)
     _check(trainer, validated or measures, metrics, schedule, callbacks)
     measured = _measured(trainer, strategy, metrics) if measures else None
+    detects = boolean("detect_anomaly", detect_anomaly)
+    anomalies = _anomalies(trainer, strategy) if detects else None
     weighed = weigh(data, inputs, trainer.metadata, sample_weight, class_weight)
     reading: dict[str, Any] = {"batch_size": batch_size, "epochs": epochs}
     source = weighed.open(prefetch=prefetch, **reading)
@@ -222,6 +232,7 @@ def fit(
     set_length(trainer, call, max_steps, new=begun is None)
     loop = _Loop(trainer, strategy, source, validation, metrics, schedule, callbacks, position)
     loop.limits, loop.measured = limits, measured
+    loop.anomalies = anomalies
     strategy.show(measured.outputs if measured else [])
     if begun is not None and epochs > planned and strategy.leads:
         _warn_if_schedule_ends(trainer, position, max_steps)
@@ -253,6 +264,21 @@ def _measured(
             "of whole batches are not known; leave it out, and give validation="
         )
     return trainer.training_metrics(chosen)
+
+
+def _anomalies(trainer: Trainer, strategy: StepStrategy) -> Anomalies:
+    """Returns what explains values that are not finite."""
+    if strategy.shared is not None:
+        raise ArgumentError(
+            "detect_anomaly: a joined session divides each batch, so a step cannot be repeated by "
+            "one process; train in one process to find the node"
+        )
+    if strategy.entry is None:
+        raise ArgumentError(
+            "detect_anomaly: several training_info entries make steps; train one of them with "
+            "entry="
+        )
+    return Anomalies(trainer, strategy.entry)
 
 
 def _has_ended(begun: Position, limits: Limits, steps: int) -> bool:
@@ -324,12 +350,14 @@ class _Loop:
         stop_on_nan: Whether to stop at a loss that is NaN, infinite, or below what it can be.
         limits: When validation is due within an epoch, and when training ends.
         measured: The metrics of training, if any.
+        anomalies: What explains values that are not finite, if asked for.
     """
 
     progress = True
     stop_on_nan = True
     limits = Limits()
     measured: TrainingMetrics | None = None
+    anomalies: Anomalies | None = None
 
     def __init__(
         self,
@@ -619,7 +647,10 @@ class _Loop:
                 self.measured.add(found, batch)
             self._prepare(before, 1, size, found)
 
+        if self.anomalies is not None:
+            self.anomalies.begin()
         self.strategy.step(batch, self._step_outputs(), prepare)
+        self._check_anomaly([batch])
         if self.stop_on_nan:
             where = f"batch {before.batch + 1} of epoch {self.position.epoch_state.epoch}"
             _check_loss(self.trainer, self._losses[0], batch, where)
@@ -638,7 +669,10 @@ class _Loop:
         wrong: DivergedError | None = None
         sizes: list[int] = []
         read: Batch = {}
+        kept: list[Batch] = []
         where = ""
+        if self.anomalies is not None:
+            self.anomalies.begin()
         while len(sizes) < epoch_state.call.accumulate:
             batch = self._read(batches)
             if batch is None:
@@ -647,6 +681,10 @@ class _Loop:
             if self.measured is not None:
                 self.measured.add(last.outputs, batch)
             sizes.append(rows(batch))
+            if self.anomalies is not None:  # copies: a loader may fill the same memory again
+                kept.append({name: array.copy() for name, array in batch.items()})
+                if not math.isfinite(last.loss):
+                    self._check_anomaly(kept, loss=last.loss)
             where = f"batch {before.batch + len(sizes)} of epoch {epoch_state.epoch}"
             if self.stop_on_nan and last.count and not math.isfinite(last.loss):
                 wrong = wrong or _diverged(self.trainer, last.loss, batch, where, made=False)
@@ -669,9 +707,34 @@ class _Loop:
             raise wrong or _diverged(self.trainer, joined.loss, None, where, made=False)
         self._prepare(before, len(sizes), sum(sizes), joined.outputs)
         self.trainer.apply(joined)
+        self._check_anomaly(kept, joined)
         if self.stop_on_nan:
             _check_loss(self.trainer, self._losses[0], read, where)
         return True
+
+    def _check_anomaly(
+        self,
+        batches: Sequence[Batch],
+        joined: Mapping[str, Array] | None = None,
+        loss: float | None = None,
+    ) -> None:
+        """Raises an error that names the node if something is not finite after a step.
+
+        Args:
+            batches: The batches of the step.
+            joined: The gradients that were applied, if there are several batches.
+            loss: The loss of a batch before the step was made; None after the step.
+        """
+        if self.anomalies is None:
+            return
+        wrong = self.anomalies.wrong(self._losses[0] if loss is None else loss)
+        if wrong:
+            step = self.trainer.steps_done + (loss is not None)
+            epoch = self.position.epoch_state.epoch
+            raise DivergedError(
+                f"{wrong} at step {step} of epoch {epoch}: "
+                f"{self.anomalies.explain(batches, joined)}"
+            )
 
     def _step_outputs(self) -> Sequence[str]:
         """Returns the outputs of a step that are read."""
@@ -1014,7 +1077,7 @@ def _diverged(
             rate = ""
         look = (
             f"the batch is finite, so check the learning rate{rate}, and logarithms, divisions, "
-            "roots and powers in the model and the loss"
+            "roots and powers in the model and the loss; fit(…, detect_anomaly=True) names the node"
         )
     if not made:
         return DivergedError(

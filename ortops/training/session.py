@@ -255,6 +255,7 @@ class TrainingSession:
         resume: bool = False,
         progress: bool = True,
         stop_on_nan: bool = True,
+        detect_anomaly: bool = False,
         entry: int | str | None = None,
         entries: Mapping[str, int] | None = None,
     ) -> History:
@@ -327,6 +328,10 @@ class TrainingSession:
                 steps of the discriminator, the next one for a step of ``main``, and so on. Each
                 epoch begins a new cycle. A batch has the inputs of all these entries. ``loss`` is
                 the sum of their mean losses, each of which is ``<entry>.loss``.
+            detect_anomaly: Whether to look for values that are not finite in the loss and the
+                variables after each step. If there are, the step is repeated, and the error names
+                the node that made the first of them, in the forward pass, the backward pass or the
+                update. Each step then takes longer and keeps a copy of the variables.
 
         Returns:
             A dict for each epoch: ``loss`` is the mean over its rows, and so is ``loss_<name>`` of
@@ -380,6 +385,7 @@ class TrainingSession:
             resume=resume,
             progress=progress,
             stop_on_nan=stop_on_nan,
+            detect_anomaly=detect_anomaly,
         )
 
     def _trainer(

@@ -292,7 +292,9 @@ class Steps:
 
     def strategy(self) -> StepStrategy:
         """Returns how `fit` makes steps."""
-        return StepStrategy(self._step, self._gradients, self._loaded.counts(), show=self.show)
+        entries, counts = self._loaded.entries, self._loaded.counts()
+        entry = entries[0] if len(entries) == 1 else None
+        return StepStrategy(self._step, self._gradients, counts, show=self.show, entry=entry)
 
     def _differentiate(
         self, feeds: Mapping[str, Array], outputs: Sequence[str] | None, after: Gradients | None

@@ -36,9 +36,10 @@ def test_a_loss_that_is_not_finite_stops(progress: bool) -> None:
     assert str(raised.value) == (
         f"loss is {loss} at step {made} (batch {(made - 1) % 4 + 1} of epoch "
         f"{(made - 1) // 4 + 1}): the batch is finite, so check the learning rate (1e+15), and "
-        "logarithms, divisions, roots and powers in the model and the loss. The session is in the "
-        "state after this step; earlier weights are available only if they were saved. "
-        "Pass stop_on_nan=False to continue anyway"
+        "logarithms, divisions, roots and powers in the model and the loss; fit(…, "
+        "detect_anomaly=True) names the node. The session is in the state after this step; "
+        "earlier weights are available only if they were saved. Pass "
+        "stop_on_nan=False to continue anyway"
     )
     assert isinstance(raised.value, OrtopsError)
     assert session.steps_done == made
