@@ -182,6 +182,7 @@ WITHIN = {
             "memory",
             "settings",
             "onnxruntime_sessions",
+            "strings",
             "sizes",
             "split",
             "translation",

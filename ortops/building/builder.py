@@ -485,6 +485,13 @@ def _messages(prepared: Prepared, loss: losses.Computed, through_bfloat16: bool)
     said = [*prepared.choice.said, *loss.said]
     attributes = [origin for origin in prepared.lifted.values() if origin.is_attribute]
     linear = {f"{origin.node}{origin.place}" for origin in attributes}
+    strings = [v for v in prepared.graph.inputs if v.dtype == ir.DataType.STRING and v.uses()]
+    texts = ", ".join(f"'{value.name}'" for value in strings)
+    if texts:
+        said.append(
+            f"the nodes that read strings ({texts}) run before "
+            "each training step, in a session of their own"
+        )
     if count := len(prepared.lifted) - len(attributes):
         said.append(f"the weights of {count} Constant nodes became initializers")
     if linear:

@@ -11,7 +11,7 @@ import math
 import os
 import stat
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeAlias
 
@@ -84,12 +84,13 @@ def check_size(what: str, size: int) -> None:
         )
 
 
-def read_arrays(path: str, names: Sequence[str]) -> dict[str, Array]:
-    """Reads arrays of numbers from an ``.npz`` file.
+def read_arrays(path: str, names: Sequence[str], texts: Collection[str] = ()) -> dict[str, Array]:
+    """Reads arrays from an ``.npz`` file.
 
     Args:
         path: The file.
         names: The arrays to read.
+        texts: Those that may be of strings; the others are of numbers.
 
     Returns:
         The arrays by name, in native byte order.
@@ -125,12 +126,16 @@ def read_arrays(path: str, names: Sequence[str]) -> dict[str, Array]:
             wanted = {name: members[name] for name in names}
             check_size(f"data '{path}'", sum(member.file_size for member in wanted.values()))
             return {
-                name: _array(archive, member, f"data '{path}': array '{name}'")
+                name: _array(
+                    archive, member, f"data '{path}': array '{name}'", is_text=name in texts
+                )
                 for name, member in wanted.items()
             }
 
 
-def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, where: str) -> Array:
+def _array(
+    archive: zipfile.ZipFile, member: zipfile.ZipInfo, where: str, *, is_text: bool
+) -> Array:
     if member.flag_bits & 1:
         raise FeedError(f"{where} is encrypted; write it without a password")
     if member.compress_type not in _METHODS:
@@ -143,7 +148,7 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, where: str) -> Arr
         if member.file_size > member.compress_size * (1 if stored else _DEFLATED):
             raise ValueError(f"{member.compress_size} bytes cannot hold {member.file_size}")
         with archive.open(member) as stream:
-            dtype = _checked_header(stream, member.file_size, where)
+            dtype = _checked_header(stream, member.file_size, where, "U" * is_text)
         with archive.open(member) as stream:
             array: Array = np.lib.format.read_array(stream, allow_pickle=False)
             if stream.read(1):  # reading to the end also verifies the checksum
@@ -158,7 +163,7 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo, where: str) -> Arr
     return array.astype(dtype.newbyteorder("="), copy=False)
 
 
-def _checked_header(stream: IO[bytes], size: int, where: str) -> np.dtype[Any]:
+def _checked_header(stream: IO[bytes], size: int, where: str, more: str) -> np.dtype[Any]:
     """Reads the header of an array, and rejects unsupported arrays before their data are read."""
     version = np.lib.format.read_magic(stream)
     readers = {
@@ -170,9 +175,9 @@ def _checked_header(stream: IO[bytes], size: int, where: str) -> np.dtype[Any]:
             f"{where} has the unsupported format version {version}; write it again with numpy.savez"
         )
     shape, _, dtype = readers[version](stream)
-    if dtype.kind not in "biufc":
+    if dtype.kind not in "biufc" + more:
         what = "Python objects, which are not unpickled" if dtype.hasobject else f"type {dtype}"
-        raise FeedError(f"{where} must be numeric, got {what}")
+        raise FeedError(f"{where} must be {'strings' if more else 'numeric'}, got {what}")
     if min(shape, default=0) < 0:
         raise ValueError(f"its shape is {list(shape)}")
     claimed, there = math.prod(shape) * dtype.itemsize, size - stream.tell()

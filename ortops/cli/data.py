@@ -355,7 +355,8 @@ def read_classes(model: onnx.ModelProto) -> Classes:
 def _read_npz(path: str, inputs: Sequence[Wanted], columns: Sequence[str] | None) -> DataFile:
     chosen = _chosen(columns, inputs)
     stored = {one.name: ",".join(chosen.get(one.name, [one.name])) for one in inputs}
-    arrays = read_arrays(path, list(dict.fromkeys(stored.values())))
+    texts = [stored[one.name] for one in inputs if one.dtype.kind == "O"]
+    arrays = read_arrays(path, list(dict.fromkeys(stored.values())), texts)
     return DataFile({name: arrays[other] for name, other in stored.items()})
 
 
@@ -544,7 +545,8 @@ class _Table:
 
     def _array(self, names: Sequence[str], wanted: Wanted, found: DataFile) -> Array:
         """Returns the array of an input that is formed from columns."""
-        arrays = [self._numbers(name, wanted, found) for name in names]
+        read = self._texts if wanted.dtype.kind == "O" else self._numbers
+        arrays = [read(name, wanted, found) for name in names]
         if len(arrays) > 1 and any(array.ndim > 1 for array in arrays):
             raise FeedError(
                 f"data '{self.path}': columns with several numbers per row cannot be combined to "
@@ -561,6 +563,19 @@ class _Table:
         if flat and joined.shape[1] == math.prod(sizes):
             joined = joined.reshape(-1, *sizes)
         return joined
+
+    def _texts(self, name: str, wanted: Wanted, found: DataFile) -> Array:
+        """Returns a column as strings."""
+        values = self.columns[name]
+        texts = np.empty(len(values), object)
+        texts[:] = values if isinstance(values, list) else values.to_pylist()  # type: ignore[attr-defined]
+        wrong = next((row for row, text in enumerate(texts) if not isinstance(text, str)), None)
+        if wrong is not None:
+            raise FeedError(
+                f"data '{self.path}': row {wrong + 1} of column '{name}' must be a string for "
+                f"input '{wanted.name}', got {texts[wrong]!r:.80}"
+            )
+        return texts
 
     def _numbers(self, name: str, wanted: Wanted, found: DataFile) -> Array:
         """Returns a column as numbers; class names of labels become their numbers."""

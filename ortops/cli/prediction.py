@@ -116,7 +116,8 @@ def _archive(arrays: dict[str, Array]) -> bytes:
     with zipfile.ZipFile(stream, "w") as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                np.lib.format.write_array(entry, array, allow_pickle=False)
+                plain = array.astype(np.str_) if array.dtype.kind == "O" else array  # strings
+                np.lib.format.write_array(entry, plain, allow_pickle=False)
     return stream.getvalue()
 
 

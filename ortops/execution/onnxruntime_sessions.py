@@ -161,7 +161,11 @@ def run_session(
     Raises:
         KernelError: If the run failed.
     """
-    inputs = {value.name: ort_value(feeds[value.name]) for value in session.get_inputs()}
+    arrays = {value.name: feeds[value.name] for value in session.get_inputs()}
+    if any(array.dtype.kind == "O" for array in arrays.values()):  # strings, which have no OrtValue
+        with errors_as_ours():
+            return dict(zip(outputs, session.run(outputs, arrays, options), strict=True))
+    inputs = {name: ort_value(array) for name, array in arrays.items()}
     with errors_as_ours():
         found = session.run_with_ort_values(outputs, inputs, options)
     return {name: value.numpy() for name, value in zip(outputs, found, strict=True)}

@@ -52,6 +52,9 @@ _NOT_INFERRED = {
 The values are the output type, or None for the type of the first input.
 """
 
+_TOKENIZER = ("com.microsoft", "Tokenizer")
+"""An operator that adds an axis of unknown size, and that onnx does not infer."""
+
 _OF_MAPS = ("CastMap", "DictVectorizer")
 """Operators of ai.onnx.ml for which onnx crashes if the type of the map is unknown."""
 
@@ -266,6 +269,16 @@ def infer_shapes(model: ir.Model) -> None:
         if dtype is not None:
             node.attributes.add(ir.AttrInt64("to", dtype))
     for node in all_nodes(model.graph):
+        encoded = _encoded_type(node)
+        if encoded is not None:
+            unknown[node] = (node.domain, node.op_type)
+            node.domain, node.op_type = "", "Cast"
+            node.attributes.add(ir.AttrInt64("to", encoded))
+        if (node.domain, node.op_type) == _TOKENIZER:
+            unknown[node] = _TOKENIZER
+            node.domain, node.op_type = "", "StringSplit"  # adds an axis, too, but has two outputs
+            node.resize_outputs(2)
+            node.outputs[1].name = Names(model.graph).unique("counts")
         if node.domain == _ML and node.op_type in _OF_MAPS:
             unknown[node] = (_ML, node.op_type)
             node.op_type = "Hidden"
@@ -273,10 +286,26 @@ def infer_shapes(model: ir.Model) -> None:
         _infer_with_pools(model)
     finally:
         for node, name in unknown.items():
+            if name == _TOKENIZER:
+                node.resize_outputs(1)
             node.domain, node.op_type = name
             node.attributes.pop("to", None)
     _remove_element_symbols(model.graph)
     _infer_rest(model.graph, Tape(model.graph, names=Names()))
+
+
+def _encoded_type(node: ir.Node) -> ir.DataType | None:
+    """Returns the output type of a LabelEncoder; None for other nodes, or if it has no values.
+
+    onnx crashes if the type of the input is unknown, and otherwise infers what Cast does.
+    """
+    if (node.domain, node.op_type) != (_ML, "LabelEncoder"):
+        return None
+    if "values_tensor" in node.attributes:
+        return node.attributes["values_tensor"].as_tensor().dtype
+    types = {"strings": "STRING", "int64s": "INT64", "floats": "FLOAT"}
+    found = [types[kind] for kind in types if f"values_{kind}" in node.attributes]
+    return ir.DataType[found[0]] if found else None
 
 
 def _infer_with_pools(model: ir.Model) -> None:

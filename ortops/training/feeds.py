@@ -100,7 +100,9 @@ class Input:
                 "cannot bind to a training step; use a numeric type of numpy, such as float32"
             )
         array = self.array(given)
-        if self.dtype is not None and array.dtype != self.dtype:
+        if self.dtype is not None and self.dtype.kind == "O":
+            array = self._strings(array)
+        elif self.dtype is not None and array.dtype != self.dtype:
             array = self._converted(array)
         elif array.dtype.kind not in "biufcV":
             raise FeedError(f"feeds: '{self.name}' must have numbers, got type {array.dtype}")
@@ -109,6 +111,17 @@ class Input:
         if not (array.flags.c_contiguous and array.flags.aligned):
             array = array.copy(order="C")
         return array
+
+    def _strings(self, array: Array) -> Array:
+        """Returns strings as an array of objects, whose memory is not that of the given one."""
+        found = array.astype(object)
+        wrong = [each for each in found.flat if not isinstance(each, str)]
+        if wrong:
+            raise FeedError(
+                f"feeds: '{self.name}' must have strings, got {wrong[0]!r:.80} of type "
+                f"{type(wrong[0]).__name__}"
+            )
+        return found
 
     def _typed(self, array: Array, plain: list[Any] | float) -> Array:
         """Returns Python numbers in the type of the input, if that is a float type."""
@@ -804,9 +817,7 @@ def _unbound(value: ir.Value) -> str | None:
     if isinstance(value.type, ir.SequenceType | ir.OptionalType):
         return "a sequence" if isinstance(value.type, ir.SequenceType) else "an optional"
     dtype = numpy_dtype(value)
-    if dtype is None or dtype.kind in "biufc":
-        return None
-    return "strings" if dtype.kind == "O" else dtype.name
+    return None if dtype is None or dtype.kind in "biufcO" else dtype.name
 
 
 def _labels(step: Step) -> list[tuple[str, Labels]]:

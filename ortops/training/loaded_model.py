@@ -22,6 +22,7 @@ from ortops.execution.memory import give_back
 from ortops.execution.onnxruntime_sessions import UpdateKernels
 from ortops.execution.providers import choose_providers
 from ortops.execution.settings import Settings
+from ortops.execution.strings import separate_strings
 from ortops.graph.convert import ModelLike
 from ortops.graph.files import external
 from ortops.graph.files.external import LightModel
@@ -173,6 +174,7 @@ class LoadedModel:
         self._inputs = [
             Inputs([step], unread, warns_of_unshifted=True, weights=weights) for step in self.steps
         ]
+        self.steps, self._strings = separate_strings(self.steps)  # after the inputs were read
         names = [self.names[number] for number in self.entries]
         labels = output_labels([step.outputs for step in self.steps], names)
         self.outputs = [label for own in labels for label in own.values()]
@@ -281,7 +283,17 @@ class LoadedModel:
         result.declared = DeclaredShapes(self.proto, result.metadata, result.inputs)
         result.outputs = list(self.steps[index].outputs)
         result.execution = self.execution.only(index)
+        result._strings = None if self._strings is None else self._strings.only(index)
         return result
+
+    @property
+    def reads_strings(self) -> bool:
+        """Whether steps read numbers that a session of its own computes from strings."""
+        return self._strings is not None
+
+    def without_strings(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Returns a checked batch as a step reads it: with the numbers computed from strings."""
+        return feeds if self._strings is None else self._strings.run(feeds)
 
     def arrays(self) -> dict[str, Array]:
         """Returns the memory of the variables, to be read while the lock is held."""

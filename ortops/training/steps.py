@@ -217,8 +217,9 @@ class Steps:
     ) -> dict[str, Array]:
         execution, declared = self._loaded.execution, self._loaded.declared
         self._check_schedule()
+        numbers = self._loaded.without_strings(feeds)
         if not declared.pending:
-            return execution.step(feeds, outputs, note)
+            return execution.step(numbers, outputs, note)
         wanted = list(self._loaded.outputs if outputs is None else outputs)
         more = [n for n in declared.to_compute(self._loaded.outputs, feeds) if n not in wanted]
 
@@ -227,7 +228,7 @@ class Steps:
             if note is not None:
                 note({name: array for name, array in found.items() if name not in more})
 
-        found = execution.step(feeds, [*wanted, *more], compare)
+        found = execution.step(numbers, [*wanted, *more], compare)
         return {name: array for name, array in found.items() if name not in more}
 
     @changes("run_steps")
@@ -268,7 +269,7 @@ class Steps:
         losses: list[Array] = []
         declared = loaded.declared
         with finished_at_exit, loaded.lock:
-            at_once = _AT_ONCE if loaded.execution.repeatable else 1
+            at_once = _AT_ONCE if loaded.execution.repeatable and not loaded.reads_strings else 1
             checked: Iterator[dict[str, Array]] = map(loaded.inputs.check, batches)
             if at_once > 1:  # copies: what gives the batches may fill the same memory again
                 checked = ({name: array.copy() for name, array in b.items()} for b in checked)
@@ -318,7 +319,8 @@ class Steps:
         declared = loaded.declared
         more = declared.to_compute(loaded.outputs, feeds) if declared.pending else []
         wanted = dict.fromkeys((*chosen, *(name for name in read if name), *more))
-        found = loaded.execution.gradients(feeds, list(wanted), instead)
+        numbers = loaded.without_strings(feeds)
+        found = loaded.execution.gradients(numbers, list(wanted), instead)
         if declared.pending:
             declared.check(found.outputs, feeds)
         moved = next((name for name in step.updates if name in found.carried), "")
