@@ -47,7 +47,11 @@ def gan(width: int = 128, *, rate: float = 1e-3, seed: int = 0) -> onnx.ModelPro
         tape.output(_mlp(real, weights), "real_logits")
     adam = Adam(learning_rate=rate, alpha=0.5, epsilon_after_correction=True)
     trainable = ortops.build_training_model(
-        tape.model(), loss=_generator_loss, optimizer=adam, trainable=["generator.*"]
+        tape.model(),
+        loss=_generator_loss,
+        optimizer=adam,
+        trainable=["generator.*"],
+        ema_decay=0.99,
     )
     return ortops.add_training(
         trainable, name="discriminator", loss=_discriminator_loss, optimizer=adam

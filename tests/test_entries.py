@@ -29,6 +29,7 @@ from ortops import (
     build_training_model,
     op,
 )
+from ortops.cli import main as cli
 from ortops.losses import MeanSquaredError, SoftmaxCrossEntropy
 from ortops.optimizers import SGD, Adam
 
@@ -673,3 +674,32 @@ def test_schedules_whose_length_fit_sets() -> None:
     assert entry["learning_rate"] < 0.1
     assert session.state["b.schedule_steps"] == 3
     session.fit(rows(), entries={"main": 1, "b": 1}, **FIT)
+
+
+# --------------------------------------------------------------------------------- command line
+
+
+def test_the_command_line_shows_and_trains_all_entries(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, data = str(tmp_path / "two.onnx"), str(tmp_path / "data.npz")
+    onnx.save(two_heads(), path)
+    np.savez(data, **rows())
+    assert cli(["inspect", path]) == 0
+    shown = capsys.readouterr().out
+    assert "loss input labels: int64[batch]\nloss input targets: float[batch, 1]\n" in shown
+    assert (
+        "entry main: loss logits; learning rate 0.01; 0 steps done; trains 2 weights, "
+        "such as trunk.weight\nentry second: loss y; learning rate 0.02; 0 steps "
+        "done; trains 1 weights, such as number.weight\n" in shown
+    )
+    assert cli(["check", path]) == 0
+    assert "trainable parameters: 38 in 3 tensors" in capsys.readouterr().out
+    saved = str(tmp_path / "trained.onnx")
+    assert cli(["train", path, "--data", data, "--epochs", "2", "--save", saved]) == 0
+    session = TrainingSession(saved)
+    assert session.steps_done == session.state["second.step"] == 2
+    folder = tmp_path / "step"
+    assert cli(["export-step", path, str(folder), "--entry", "second"]) == 0
+    described = json.loads((folder / "step.json").read_text())
+    assert described["learning_rates"] == ["second.learning_rate"]

@@ -169,8 +169,8 @@ def wanted_inputs(model: onnx.ModelProto, *, only_model: bool = False) -> list[W
     given = {tensor.name for tensor in model.graph.initializer}
     found = [_wanted(value) for value in model.graph.input if value.name not in given]
     if model.training_info and not only_model:
-        algorithm = model.training_info[0].algorithm
-        found += [_wanted(value, is_target=True) for value in algorithm.input]
+        targets = {v.name: v for info in model.training_info for v in info.algorithm.input}
+        found += [_wanted(value, is_target=True) for value in targets.values()]
     return found
 
 

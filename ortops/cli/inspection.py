@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from collections import Counter
 from typing import Any
@@ -13,7 +14,7 @@ from ortops.cli.standard_streams import print_text
 from ortops.cli.streams import print_json, read_model
 from ortops.errors import OrtopsError
 from ortops.lowering import TRAINING_DOMAIN
-from ortops.trainable.metadata import training_metadata
+from ortops.trainable.metadata import entry_names, training_metadata
 from ortops.training.session import TrainingSession
 
 __all__ = ["inspect"]
@@ -43,14 +44,15 @@ def _found(model: onnx.ModelProto) -> dict[str, Any]:
     }
     if not model.training_info:
         return found
-    algorithm = model.training_info[0].algorithm
+    algorithms = [info.algorithm for info in model.training_info]
     metadata = training_metadata(model)
     session = TrainingSession(model)
-    updates = Counter(n.op_type for n in algorithm.node if n.domain == TRAINING_DOMAIN)
+    nodes = (node for algorithm in algorithms for node in algorithm.node)
+    updates = Counter(n.op_type for n in nodes if n.domain == TRAINING_DOMAIN)
     updates.pop("Gradient", None)
     parameters = {name: list(array.shape) for name, array in session.parameters.items()}
     found |= {
-        "loss_inputs": {value.name: _typed(value) for value in algorithm.input},
+        "loss_inputs": {v.name: _typed(v) for each in algorithms for v in each.input},
         "losses": [part.label for part in metadata.losses],
         "updates": dict(updates),
         "parameters": parameters,
@@ -63,6 +65,35 @@ def _found(model: onnx.ModelProto) -> dict[str, Any]:
         "history": list(session.history),
         "position": _position(session),
     }
+    if len(algorithms) > 1:
+        found["entries"] = _entries(model, session)
+    return found
+
+
+def _entries(model: onnx.ModelProto, session: TrainingSession) -> dict[str, dict[str, Any]]:
+    """Returns a description of each training_info entry by name."""
+    found: dict[str, dict[str, Any]] = {}
+    rates = _learning_rates(session)
+    for number, (name, info) in enumerate(
+        zip(entry_names(model), model.training_info, strict=True)
+    ):
+        metadata = training_metadata(model, number)
+        keys = [binding.key for binding in info.update_binding]
+        found[name] = {
+            "losses": [part.label for part in metadata.losses],
+            "learning_rate": rates.get(name),
+            "step": int(session.state[metadata.step]) if metadata.step in keys else None,
+            "parameters": [key for key in keys if key in session.parameters],
+        }
+    return found
+
+
+def _learning_rates(session: TrainingSession) -> dict[str, float]:
+    """Returns the learning rates that the file names."""
+    found: dict[str, float] = {}
+    for name in session.learning_rates:
+        with contextlib.suppress(OrtopsError):
+            found[name] = session.learning_rates[name]
     return found
 
 
@@ -117,6 +148,16 @@ def _lines(found: dict[str, Any]) -> list[str]:
     lines.append(f"{found['parameter_count']:,} trainable parameters:")
     lines += [f"  {name} {shape}" for name, shape in found["parameters"].items()]
     lines.append(f"{found['step']} steps done")
+    for name, entry in found.get("entries", {}).items():
+        rate, step = entry["learning_rate"], entry["step"]
+        described = [f"loss {' + '.join(entry['losses']) or 'custom'}"]
+        described += [f"learning rate {rate:g}"] if rate is not None else []
+        described += [f"{step} steps done"] if step is not None else []
+        trained = entry["parameters"]
+        described.append(
+            f"trains {len(trained)} weights" + (f", such as {trained[0]}" if trained else "")
+        )
+        lines.append(f"entry {name}: {'; '.join(described)}")
     if found["position"]:
         lines.append(found["position"])
     for number, epoch in enumerate(found["history"], start=1):

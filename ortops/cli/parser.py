@@ -191,6 +191,11 @@ def _whole_number(text: str, least: int = 0, bits: int = 63) -> int:
     return int(text)
 
 
+def _entry(text: str) -> int | str:
+    """Returns the index or the name of a training_info entry."""
+    return _whole_number(text) if text.isdecimal() else text
+
+
 def _divisor(text: str) -> float:
     try:
         number = float(text)
@@ -450,10 +455,10 @@ def _add_export_step(command: _Command) -> None:
     add("--web", action="store_true", help="also write a JavaScript driver and a web page")
     add(
         "--entry",
-        type=_whole_number,
+        type=_entry,
         default=0,
-        metavar="N",
-        help="the index of the training_info entry (default: 0)",
+        metavar="NAME",
+        help="the training_info entry, by name or index (default: main, the first)",
     )
     add(
         "--target",
