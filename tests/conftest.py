@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 
 from ortops.passes import blocked, scaled_sums
 from ortops.passes.blocked import kernels
+from tests import webgpu
 from tests.c.trainer import LIBRARY
 
 # No deadline: how long an example takes depends on the machine, not on the code's correctness.
@@ -85,6 +86,8 @@ def why_left_out(item: pytest.Item) -> str:
         return SKLEARN
     if item.get_closest_marker("c") and not (LIBRARY and shutil.which("cc")):
         return C
+    if item.get_closest_marker("webgpu") and (reason := webgpu.prepare()):
+        return reason
     in_page = item.get_closest_marker("browser")
     if in_page or item.get_closest_marker("javascript"):
         if not (PACKAGES.exists() and shutil.which("node")):

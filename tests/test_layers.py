@@ -179,6 +179,7 @@ WITHIN = {
         *(
             "step",
             "providers",
+            "placement",
             "memory",
             "settings",
             "onnxruntime_sessions",

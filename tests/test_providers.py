@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from models.lenet import lenet
 from models.resnet import resnet
 from ortops import TrainingSession, build_training_model, optimizers
 from ortops.errors import ArgumentError, UnsupportedError
-from ortops.execution import memory
+from ortops.execution import memory, onnxruntime_sessions
 from ortops.execution.memory import Device, DeviceArray, device_of, fetch, put
 from ortops.execution.onnxruntime_sessions import Sessions
 from ortops.execution.providers import choose_providers
@@ -337,3 +338,90 @@ def test_a_device_is_a_provider() -> None:
     batch = labelled((6,))
     found = TrainingSession(adam(), providers=cpu).step(batch)
     assert_same_arrays(found, TrainingSession(adam()).step(batch))
+
+
+class CopyingBinding:
+    """A binding of a provider with memory of its own: tensors elsewhere are copied when bound.
+
+    Args:
+        binding: The true binding.
+        here: The inputs that the session reads in the CPU's memory.
+        on_device: The addresses of the memory that stands for the device's.
+    """
+
+    def __init__(self, binding: onnxruntime.IOBinding, here: set[str], on_device: set[int]) -> None:
+        self.binding, self.here, self.on_device = binding, here, on_device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.binding, name)
+
+    def bind_ortvalue_input(self, name: str, value: onnxruntime.OrtValue) -> None:
+        if (value.data_ptr() in self.on_device) == (name in self.here):
+            value = onnxruntime.OrtValue.ortvalue_from_numpy(value.numpy().copy())
+        self.binding.bind_ortvalue_input(name, value)
+
+
+@pytest.fixture
+def with_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes Azure's provider one with memory of its own, but for `step`, for lack of a kernel."""
+    on_device: set[int] = set()
+    create, bind, run = (
+        DeviceArray.__init__,
+        InferenceSession.io_binding,
+        InferenceSession.run_with_iobinding,
+    )
+
+    def created(self: DeviceArray, *arguments: Any) -> None:
+        create(self, *arguments)
+        self.is_here = False
+        on_device.add(self.value.data_ptr())
+
+    monkeypatch.setattr(DeviceArray, "__init__", created)
+    monkeypatch.setattr(onnxruntime_sessions, "_HERE", {"CPUExecutionProvider"})
+    monkeypatch.setattr(
+        InferenceSession,
+        "get_input_memory_infos",
+        lambda self: [
+            SimpleNamespace(name="Cpu" if each.name == "step" else "Device")
+            for each in self.get_inputs()
+        ],
+    )
+
+    def bound(self: InferenceSession) -> Any:
+        if self.get_providers() == ["CPUExecutionProvider"]:
+            return bind(self)
+        return CopyingBinding(bind(self), {"step"}, on_device)
+
+    monkeypatch.setattr(InferenceSession, "io_binding", bound)
+    monkeypatch.setattr(
+        InferenceSession,
+        "run_with_iobinding",
+        lambda self, each: run(self, getattr(each, "binding", each)),
+    )
+
+
+@pytest.mark.parametrize("settings", [None, ON_DEVICE], ids=["here", "on the device"])
+@pytest.mark.usefixtures("with_its_own_memory")
+def test_inputs_that_are_copied_when_they_are_bound(
+    work: tuple[onnx.ModelProto, dict[str, np.ndarray]],
+    settings: Settings | None,
+) -> None:
+    model, batch = work
+    cpu = TrainingSession(model)
+    device = TrainingSession(model, providers=AZURE, settings=settings)
+    stale = TrainingSession(model, providers=AZURE, settings=settings)
+    (cache,) = stale._execution._caches
+    for cached in cache._general.bindings[0]:  # as if it were bound once
+        cached._moving = []
+    for _ in range(6):
+        expected, found = cpu.step(batch), device.step(batch)
+        wrong = stale.step(batch)
+        np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-4)
+    assert device.steps_done == 6
+    # The double shows what it is for.
+    if settings is None:
+        assert abs(wrong["loss"] - expected["loss"]) > 1e-3
+    elif "step" in stale.state:
+        assert stale.steps_done < 6
+    assert_same_arrays(dict(device.gradients(batch)), dict(device.gradients(batch)))
+    assert device.evaluate([batch])["loss"] == pytest.approx(cpu.evaluate([batch])["loss"], 1e-4)

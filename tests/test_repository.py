@@ -40,7 +40,7 @@ TOP_LEVEL = {
 }
 SCRIPTS = (
     *(".ci/run", "scripts/demo", "scripts/distribution", "scripts/test"),
-    *("scripts/web_demo", "scripts/web_environment"),
+    *("scripts/web_demo", "scripts/web_environment", "scripts/webgpu_environment"),
 )
 # What other code may rely on; README.md describes them.
 CONTRACT = {

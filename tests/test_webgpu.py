@@ -1,209 +1,291 @@
-"""Steps lowered for WebGPU: what they may not have, and that their numbers are the same on the CPU.
-
-`test_javascript.py` runs them on WebGPU itself.
-"""
+"""Training on onnxruntime's WebGPU provider, on the device of `tests.webgpu`: equal to the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from running import CPU
-from test_step_graph import batches, drive, trainable
-from training_models import Arrays, initializers, op_types
+from onnx import TensorProto
 
+import ortops
+from models import digits
 from models.lenet import lenet
-from ortops import (
-    Tape,
-    TrainingSession,
-    UnsupportedError,
-    build_training_model,
-    op,
-    step_graph,
-)
-from ortops.optimizers import SGD
+from models.lstm import lstm
+from models.resnet import resnet
+from models.transformer import transformer
+from ortops import TrainingSession, build_training_model, optimizers, schedules
+from ortops.errors import UnsupportedError
+from ortops.execution.memory import DeviceArray
+from tests.training_models import assert_same_arrays, classifier, labelled
 
-DOUBLE = onnx.TensorProto.DOUBLE
+pytestmark = pytest.mark.webgpu
 
-
-def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            yield from nodes_of(attribute.g)
+BATCH = labelled((6,))
 
 
-def plain(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
-    return onnxruntime.InferenceSession(model.SerializeToString(), providers=CPU)
+def built(model: onnx.ModelProto | None = None, **arguments: Any) -> onnx.ModelProto:
+    arguments = {"loss": "SoftmaxCrossEntropy", "optimizer": "Adam", **arguments}
+    return build_training_model(model or classifier(), **arguments)
 
 
-def assert_for_webgpu(model: onnx.ModelProto) -> None:
-    """Asserts that a graph has nothing that the provider lacks."""
-    onnx.checker.check_model(model, full_check=True)
-    for node in nodes_of(model.graph):
-        attributes = {each.name: each for each in node.attribute}
-        assert not node.domain
-        assert node.op_type != "MaxUnpool"
-        if node.op_type == "MaxPool":
-            assert len(node.output) == 1
-        if node.op_type == "BatchNormalization":
-            assert not ("training_mode" in attributes and attributes["training_mode"].i)
-        for attribute in node.attribute:
-            assert attribute.t.data_type != DOUBLE
-            assert not (attribute.name in ("to", "dtype") and attribute.i == DOUBLE)
-    tensors = [*model.graph.initializer]
-    assert all(tensor.data_type != DOUBLE for tensor in tensors)
+def pair(model: onnx.ModelProto, **more: Any) -> tuple[TrainingSession, TrainingSession]:
+    """Returns sessions on the device and on the CPU."""
+    return TrainingSession(model, providers=["webgpu"], **more), TrainingSession(model, **more)
 
 
-@pytest.mark.parametrize("optimizer", ["Adam", "Adagrad", "Momentum", "AdamW"])
-@pytest.mark.parametrize("model", ["classifier", "normalizing"])
-def test_numbers_are_those_of_the_training_session(model: str, optimizer: str) -> None:
-    given = trainable(model, optimizer)
-    step = step_graph(given, target="webgpu")
-    assert_for_webgpu(step)
-    session = TrainingSession(given)
-    feeds = batches(model)
-    expected = [session.step(batch) for batch in feeds]
-    shown, state = drive(step, plain(step), feeds)
-    for found, wanted in zip(shown, expected, strict=True):
-        for name, array in wanted.items():
-            np.testing.assert_allclose(found[name], array, rtol=2e-5, atol=2e-6)
-    for name, array in state.items():
-        np.testing.assert_allclose(array, session.state[name], rtol=2e-4, atol=5e-6, err_msg=name)
-
-
-def test_a_convolution_net_trains_alike() -> None:
-    given = build_training_model(
-        lenet(channels=(4, 8), hidden=16), loss="SoftmaxCrossEntropy", optimizer=SGD(0.1)
-    )
-    step = step_graph(given, target="webgpu")
-    assert_for_webgpu(step)
-    rng = np.random.default_rng(0)
-    feeds = [
-        {
-            "images": rng.random((8, 1, 8, 8), np.float32),
-            "labels": rng.integers(0, 10, 8),
-        }
-        for _ in range(4)
-    ]
-    session = TrainingSession(given)
-    for batch in feeds:
-        session.step(batch)
-    _, state = drive(step, plain(step), feeds)
-    for name, array in state.items():
-        np.testing.assert_allclose(array, session.state[name], rtol=2e-5, atol=2e-6, err_msg=name)
-
-
-def pooled(**attributes: Any) -> onnx.ModelProto:
-    """The sum of a · MaxPool(x + w), whose gradient with respect to w is that of MaxPool."""
-    with Tape(name="pooled") as tape:
-        x = tape.input("x", np.float32, ["batch", 2, 6, 7])
-        w = tape.initializer("w", np.zeros((1, 2, 6, 7), np.float32))
-        tape.output(op.MaxPool(x + w, **attributes), "y")
-    return build_training_model(tape.model(), loss="MeanSquaredError", optimizer=SGD(1.0))
-
-
-def pooled_gradient(x: np.ndarray, cotangent: Any, kernel: Any, attributes: Any) -> np.ndarray:
-    """The gradient by its definition: of equal maxima of a window, the first takes all."""
-    strides = attributes.get("strides", [1, 1])
-    dilations = attributes.get("dilations", [1, 1])
-    top, left, bottom, right = attributes.get("pads", [0, 0, 0, 0])
-    padded = np.pad(x, ((0, 0), (0, 0), (top, bottom), (left, right)), constant_values=-np.inf)
-    extents = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
-    rows = range(0, padded.shape[2] - extents[0] + 1, strides[0])
-    columns = range(0, padded.shape[3] - extents[1] + 1, strides[1])
-    y = np.zeros((*x.shape[:2], len(rows), len(columns)))
-    found = []
-    for n, c in np.ndindex(x.shape[:2]):
-        for i, row in enumerate(rows):
-            for j, column in enumerate(columns):
-                places = [
-                    (row + a * dilations[0], column + b * dilations[1])
-                    for a in range(kernel[0])
-                    for b in range(kernel[1])
-                ]
-                best = max(places, key=lambda place: padded[n, c, *place])  # the first of equals
-                y[n, c, i, j] = padded[n, c, *best]
-                found.append(((n, c, i, j), (n, c, *best)))
-    g = cotangent(y)
-    dx = np.zeros(padded.shape)
-    for window, best in found:
-        dx[best] += g[window]
-    return dx[:, :, top : top + x.shape[2], left : left + x.shape[3]]
-
-
-@pytest.mark.parametrize("integers", [True, False], ids=["ties", "distinct"])
-@pytest.mark.parametrize(
-    "attributes",
-    [
-        {"kernel_shape": [2, 2], "strides": [2, 2]},
-        {"kernel_shape": [3, 3], "strides": [2, 2]},
-        {"kernel_shape": [3, 2], "pads": [1, 0, 1, 1], "strides": [2, 1]},
-        {"kernel_shape": [2, 2], "dilations": [2, 3]},
-        {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]},
-    ],
-    ids=["tiles", "overlap", "padded", "dilated", "same"],
-)
-def test_the_gradient_of_max_pool_needs_no_indices(
-    attributes: dict[str, Any], integers: bool
+def assert_close(
+    found: Mapping[str, Any], expected: Mapping[str, Any], bound: float = 1e-5
 ) -> None:
+    assert sorted(found) == sorted(expected)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=bound, atol=bound, err_msg=name)
+
+
+def batches(name: str, rows: int = 16, count: int = 8) -> list[dict[str, np.ndarray]]:
+    train = digits.load().train
+    starts = range(0, rows * count, rows)
+    images = [train.images[at : at + rows] for at in starts]
+    if name == "tokens":
+        images = [each[:, 0] for each in images]
+    return [
+        {name: each, "labels": train.labels[at : at + rows]}
+        for at, each in zip(starts, images, strict=True)
+    ]
+
+
+def ids() -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((2, 2, 6, 7)).astype(np.float32)
-    if integers:
-        x = np.minimum(np.round(x), 0)  # zeros, which padding must not be taken for
-    given = pooled(**attributes)
-    step = step_graph(given, target="webgpu")
-    assert_for_webgpu(step)
-    session = plain(step)
-    shape = next(v.shape for v in session.get_outputs() if v.name == "y")
-    size = [2, *(d for d in shape[1:])]
-    targets = rng.standard_normal(size).astype(np.float32)
-    _, state = drive(step, session, [{"x": x, "targets": targets}])
-    wanted = pooled_gradient(
-        x.astype(np.float64),
-        lambda y: 2 * (y - targets) / y.size,
-        attributes["kernel_shape"],
-        attributes,
-    )
-    np.testing.assert_allclose(-state["w"], wanted.sum(0, keepdims=True), rtol=1e-5, atol=1e-7)
+    tokens = [rng.integers(0, 20, (16, 8)) for _ in range(4)]
+    return [{"tokens": each, "labels": each[:, 0] % 10} for each in tokens]
 
 
-def test_what_webgpu_cannot_do_is_refused() -> None:
-    with pytest.raises(
-        UnsupportedError,
-        match=r"'MaxPool': WebGPU does not support indices of maxima, .* and ceil_mode=0",
+# Batches, arguments, and the greatest difference of losses, as a part of the loss, and of states.
+# The states of AdamW are less alike, because it divides by gradients near 0.
+MODELS: dict[str, tuple[Any, Any, dict[str, Any], float, float]] = {
+    "mlp, dropout": (
+        lambda: classifier(dropout=0.5),
+        lambda: [labelled((6,), seed=seed) for seed in range(4)],
+        {"optimizer": optimizers.AdamW(schedules.cosine(0.01, steps=100)), "ema_decay": 0.9},
+        1e-5,
+        1e-4,
+    ),
+    "lenet, dropout": (
+        lambda: lenet(channels=(4, 8), hidden=16, dropout_ratio=0.3),
+        lambda: batches("images"),
+        {},
+        2e-5,
+        1e-4,
+    ),
+    "transformer": (
+        lambda: transformer(width=16, heads=2, hidden=32, depth=1, dropout_ratio=0.1),
+        lambda: batches("tokens"),
+        {"optimizer": "AdamW", "clip_norm": 1.0},
+        5e-5,
+        5e-3,
+    ),
+    "transformer, ids": (
+        lambda: transformer(vocabulary=20, width=16, heads=2, hidden=32, depth=1),
+        ids,
+        {},
+        5e-5,
+        5e-3,
+    ),
+    "lstm": (lambda: lstm(width=16), lambda: batches("tokens"), {}, 1e-5, 1e-4),
+    "resnet": (
+        lambda: resnet((1, 1), width=4),
+        lambda: batches("images"),
+        {"optimizer": optimizers.Momentum(0.05, alpha=0.9, beta=1.0)},
+        5e-5,
+        1e-3,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n.startswith("mlp") else pytest.param(n, marks=pytest.mark.slow) for n in MODELS],
+)
+def test_a_hundred_steps_equal_the_cpu(name: str) -> None:
+    model, data, arguments, of_losses, of_states = MODELS[name]
+    device, cpu = pair(built(model(), **arguments))
+    given = data()
+    fed = [given[number % len(given)] for number in range(100)]
+    losses = [
+        [float(session.step(batch, outputs=["loss"])["loss"]) for batch in fed]
+        for session in (device, cpu)
+    ]
+    np.testing.assert_allclose(*losses, rtol=of_losses, atol=of_losses)
+    assert losses[1][-1] < losses[1][0]
+    assert device.steps_done == 100
+    assert_close(device.state, cpu.state, of_states)
+
+
+def test_variables_are_on_the_device() -> None:
+    device, _ = pair(built())
+    memories = device._execution.memories()
+    kinds = {n: m.value.device_name() for n, m in memories.items() if isinstance(m, DeviceArray)}
+    assert set(kinds.values()) == {"webgpu"}
+    # The number of steps is int64, for which there are no kernels; it is where it is read.
+    assert memories.keys() - kinds.keys() == {"step"}
+    assert device.placement["Tanh"] == "WebGpuExecutionProvider"
+
+
+def test_fit_evaluate_and_predict() -> None:
+    device, cpu = pair(built(classifier(dropout=0.25), ema_decay=0.9))
+    data = {name: np.concatenate([array] * 5) for name, array in BATCH.items()}
+    for session in (device, cpu):
+        session.fit(data, epochs=3, batch_size=4, progress=False, validation=data)
+    for ema in (False, True):
+        found, expected = (s.evaluate(data, metrics=["accuracy"], ema=ema) for s in (device, cpu))
+        assert_close(found, expected)
+        assert_close(device.predict(data, ema=ema), cpu.predict(data, ema=ema))
+    device.step(BATCH)
+    cpu.step(BATCH)
+    assert_close(device.evaluate(data), cpu.evaluate(data))  # of what the last step wrote
+
+
+def test_gradients_and_several_steps() -> None:
+    device, cpu = pair(built(classifier(dropout=0.5), clip_norm=0.5))
+    for _ in range(3):
+        found, expected = device.gradients(BATCH), cpu.gradients(BATCH)
+        assert_close(dict(found), dict(expected))
+        device.apply(found)
+        cpu.apply(expected)
+    np.testing.assert_allclose(device.run_steps([BATCH] * 5), cpu.run_steps([BATCH] * 5), rtol=1e-5)
+    for session in (device, cpu):
+        session.fit([BATCH] * 4, epochs=2, accumulate=2, progress=False)
+        session.step(BATCH, reduce=lambda gradients: None)
+    assert_close(device.state, cpu.state)
+
+
+def test_resume_is_exact(tmp_path: Path) -> None:
+    schedule = schedules.warmup_cosine(0.05, steps=20, warmup=5)
+    model = built(classifier(dropout=0.5), optimizer=optimizers.AdamW(schedule))
+    device, cpu = pair(model)
+    for _ in range(5):
+        device.step(BATCH)
+    device.save(tmp_path / "device.onnx")
+    again = TrainingSession(tmp_path / "device.onnx", providers=["webgpu"])
+    for _ in range(5):
+        assert_same_arrays(again.step(BATCH), device.step(BATCH))
+    assert_same_arrays(dict(again.state), dict(device.state))
+    assert again.steps_done == 10
+    device.reset()
+    assert_same_arrays(dict(sorted(device.state.items())), dict(sorted(cpu.state.items())))
+    assert_close(device.step(BATCH), cpu.step(BATCH))
+
+
+def test_state_is_set() -> None:
+    device, cpu = pair(built())
+    for session in (device, cpu):
+        session.step(BATCH)
+        session.learning_rate = 0.25
+        session.state["w1"] = session.state["w1"] * 2
+        session.state["step"] = np.array(7)
+        session.step(BATCH)
+    assert device.steps_done == 8
+    assert_close(device.state, cpu.state)
+
+
+def test_recomputed_activations() -> None:
+    model = transformer(width=8, heads=2, hidden=16, depth=2, dropout_ratio=0.1)
+    device, cpu = pair(built(model), recompute="sqrt")
+    for batch in batches("tokens", rows=4, count=3):
+        assert_close(device.step(batch), cpu.step(batch))
+
+
+def test_an_adapter() -> None:
+    model = ortops.lora.add(transformer(width=8, heads=2, hidden=16, depth=1), rank=2)
+    device, cpu = pair(built(model))
+    for batch in batches("tokens", rows=4, count=5):
+        assert_close(device.step(batch), cpu.step(batch))
+    assert_close(device.state, cpu.state, 1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "NAdam", "Lion", "LAMB", "Adafactor", "Muon"])
+def test_optimizers(optimizer: str) -> None:
+    device, cpu = pair(built(optimizer=optimizer))
+    for _ in range(5):
+        assert_close(device.step(BATCH), cpu.step(BATCH))
+    assert_close(device.state, cpu.state)
+
+
+def test_what_falls_back_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ortops"):
+        session = TrainingSession(built(), providers=["webgpu", "CPUExecutionProvider"])
+        session.step(BATCH)
+        session.evaluate([BATCH])
+    (said,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("providers")]
+    counts = session.placement
+    fallen = [name for name, provider in counts.items() if provider == "CPUExecutionProvider"]
+    assert said.startswith(f"providers: {len(fallen)} of {len(counts)} nodes of a step run on the")
+    assert said.endswith("session.placement names them")
+    assert 0 < len(fallen) < len(counts) / 2
+
+
+def test_names_of_the_provider() -> None:
+    model = built()
+    expected = TrainingSession(model, providers=["webgpu"]).step(BATCH)
+    devices = [
+        each for each in onnxruntime.get_ep_devices() if each.ep_name == "WebGpuExecutionProvider"
+    ]
+    for providers in (
+        ["WebGpuExecutionProvider"],
+        [("webgpu", {}), "CPUExecutionProvider"],
+        ["CUDAExecutionProvider", "webgpu", "CPUExecutionProvider"],
+        devices,
     ):
-        step_graph(pooled(kernel_shape=[2, 2], strides=[2, 2], ceil_mode=1), target="webgpu")
-    with Tape(name="wide") as tape:
-        x = tape.input("x", np.float64, ["batch", 1])
-        tape.output(x @ tape.initializer("w", np.ones((1, 1))), "y")
-    wide = build_training_model(tape.model(), loss="MeanSquaredError", optimizer="SGD")
-    with pytest.raises(UnsupportedError, match="'x' is float64, which WebGPU does not support"):
-        step_graph(wide, target="webgpu")
+        session = TrainingSession(model, providers=providers)
+        assert "WebGpuExecutionProvider" in session.placement.values()
+        assert_same_arrays(session.step(BATCH), expected)
 
 
-def adam_factor(step: int, kind: type) -> float:
-    """The bias correction of Adam's learning rate, computed in a type."""
-    alpha, beta = (np.float32(decay).astype(kind) for decay in (0.9, 0.999))
-    one, t = kind(1), kind(step)
-    return float(np.sqrt(one - beta**t) / (one - alpha**t))
+def as_half(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a model whose weights are float16, and cast to float32."""
+    for tensor in model.graph.initializer:
+        if tensor.name in ("w1", "w2"):
+            array = onnx.numpy_helper.to_array(tensor).astype(np.float16)
+            name = tensor.name
+            tensor.CopyFrom(onnx.numpy_helper.from_array(array, f"{name}.half"))
+            cast = onnx.helper.make_node("Cast", [f"{name}.half"], [name], to=TensorProto.FLOAT)
+            model.graph.node.insert(0, cast)
+    return model
 
 
-def test_adams_coefficients_keep_five_digits_in_float32() -> None:
-    """What the table in ortops/web/README.md says of them."""
-    steps = [*range(1, 200), 1000, 10_000]
-    errors = [adam_factor(t, np.float32) / adam_factor(t, np.float64) - 1 for t in steps]
-    assert max(map(abs, errors)) < 5e-6
+def test_float16() -> None:
+    """Float16 is an optional feature of WebGPU, which the device in software lacks."""
+    from ortops.execution import providers
+
+    model = built(as_half(classifier()))
+    if providers._computes_in_float16():
+        device, cpu = pair(model)
+        for _ in range(5):
+            assert_close(device.step(BATCH), cpu.step(BATCH), 1e-3)
+    else:
+        with pytest.raises(UnsupportedError, match=r"has no float16 \(the feature 'shader-f16'\)"):
+            TrainingSession(model, providers=["webgpu"])
 
 
-def test_a_step_graph_for_a_target_holds_its_defaults() -> None:
-    given = trainable("classifier", "Adam")
-    step = step_graph(given, target="webgpu")
-    found: Arrays = initializers(step.graph)
-    for name, array in TrainingSession(given).state.items():
-        np.testing.assert_array_equal(found[name], array)
-    assert "Gradient" not in op_types(step.graph)
+def test_a_float64_model_is_refused() -> None:
+    from tests.training_models import affine
+
+    model = build_training_model(affine(dtype=np.float64), loss="L1", optimizer="SGD")
+    with pytest.raises(UnsupportedError, match="is float64, which WebGPU does not support"):
+        TrainingSession(model, providers=["webgpu"])
+
+
+def test_kernels_in_python_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"kernels must be 'onnx' for .* 'webgpu'"):
+        TrainingSession(built(), kernels="python", providers=["webgpu"])
+
+
+def test_a_function() -> None:
+    f, g = (ortops.Function(classifier(), providers=p) for p in (["webgpu"], None))
+    x = BATCH["x"]
+    np.testing.assert_allclose(f(x), g(x), rtol=1e-5, atol=1e-6)

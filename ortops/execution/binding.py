@@ -9,7 +9,7 @@ import numpy as np
 import onnxruntime
 
 from ortops.execution.memory import Memory, fetch, ort_value, put
-from ortops.execution.onnxruntime_sessions import errors_as_ours
+from ortops.execution.onnxruntime_sessions import errors_as_ours, inputs_elsewhere
 from ortops.inference import InferenceSession
 from ortops.numbers import Array
 
@@ -47,12 +47,14 @@ class Binding:
     passed: Sequence[str]
 
     def __post_init__(self) -> None:
-        """Determines which inputs are feeds."""
+        """Determines which inputs are feeds, and which are bound before each run."""
         self._given: Mapping[str, Array] = {}
         inputs = [] if self.session is None else self.session.get_inputs()
         names = {value.name for value in inputs}
         self.rebound = names & set(self.rebound)
         self._feeds = names - self.read.keys() - self.rebound
+        bound = {name: memory for name, memory in self.read.items() if name not in self.rebound}
+        self._moving = [] if self.session is None else inputs_elsewhere(self.session, bound)
         self._released = ort_value(np.zeros(1, np.float32))
         self._bindings: dict[tuple[str, ...], onnxruntime.IOBinding] = {}
 
@@ -78,6 +80,8 @@ class Binding:
             binding = self._bindings[fetched] = self._bind(self.session)
         for name in self._feeds:
             binding.bind_cpu_input(name, feeds[name])
+        for name in self._moving:
+            binding.bind_ortvalue_input(name, ort_value(self.read[name]))
         for name in self.rebound:
             memory = feeds[name] if name in feeds else self.read[name]
             binding.bind_ortvalue_input(name, ort_value(memory))

@@ -30,6 +30,7 @@ from ortops.errors import OrtopsError, UnsupportedError
 from ortops.execution.memory import Memory, fetch, give_back, hold, put_all
 from ortops.execution.onnxruntime_sessions import Sessions, UpdateKernels
 from ortops.execution.packed import Variable
+from ortops.execution.placement import PlacedNode, log_fallback
 from ortops.execution.settings import Settings
 from ortops.execution.shape_cache import Buffers, CachedStep, ShapeCache
 from ortops.execution.split_step import Differentiated, Layout, SplitStep
@@ -108,13 +109,6 @@ class Execution:
         for packed in all_packed:
             self.variables |= packed.variables
         self._updated_by = {name: n for n, step in enumerate(steps) for name in step.updates}
-        for name in (name for name in values if name not in self.variables):
-            value = values[name]
-            first = second = hold(value, sessions.device)
-            if name in self._updated_by:
-                second = hold(value, sessions.device)
-            self.variables[name] = Variable((first, second))
-        self.assign(values)
         self._outputs = [len(step.outputs) for step in steps]
         self._labels = output_labels([[*step.outputs, *step.varying] for step in steps], names)
         self._capacity = settings.shapes
@@ -126,9 +120,45 @@ class Execution:
             ShapeCache([template], self._capacity, foreign)
             for template, foreign in zip(self._templates, self._foreign, strict=True)
         ]
+        self._hold(values, sessions)
         for number, cache in enumerate(self._caches):
             if not cache.gain:
                 cache.of({}, self._buffers_of(number))
+        if not sessions.on_cpu:
+            nodes = [node for cache in self._caches for node in cache.nodes() or ()]
+            log_fallback(sessions.names, nodes)
+
+    def _hold(self, values: Mapping[str, Array], sessions: Sessions) -> None:
+        """Allocates the memory of all variables that are not packed, and sets all variables.
+
+        It is the CPU's where only nodes read a variable for which the device has no kernels.
+        """
+        here: set[str] = set()
+        if sessions.device is not None and sessions.settings.device is None:
+            read = [cache.read_here() for cache in self._caches]
+            here = set[str]().union(*(names for names, _ in read))
+            here = here.difference(*(names for _, names in read))
+        for name in (name for name in values if name not in self.variables):
+            value, device = values[name], None if name in here else sessions.device
+            first = second = hold(value, device)
+            if name in self._updated_by:
+                second = hold(value, device)
+            self.variables[name] = Variable((first, second))
+        self.assign(values)
+
+    def nodes(self) -> list[PlacedNode]:
+        """Returns the nodes of the gradient graphs of a step, and where they run.
+
+        Raises:
+            UnsupportedError: If onnxruntime is too old to tell.
+        """
+        found = [cache.nodes() for cache in self._caches]
+        if None in found:
+            raise UnsupportedError(
+                f"placement: onnxruntime {onnxruntime.__version__} does not tell where nodes run; "
+                "upgrade onnxruntime, or set sess_options.log_severity_level = 0"
+            )
+        return [node for nodes in found for node in nodes or ()]
 
     def _log_compiled(self) -> None:
         standard = {n: why for template in self._templates for n, why in template.standard.items()}
@@ -170,6 +200,15 @@ class Execution:
         """Returns the index of the buffer with the present value of a variable."""
         turns, _ = self._shared.position
         return turns[self._updated_by[name]] if name in self._updated_by else 0
+
+    def memories(self) -> dict[str, Memory]:
+        """Returns the memory of the current values of all variables.
+
+        Raises:
+            OrtopsError: If onnxruntime failed during an update.
+        """
+        self._check_variables()
+        return {n: each.buffers[self._turn_of(n)] for n, each in self.variables.items()}
 
     def _check_variables(self) -> None:
         """Waits for the end of a step; raises an OrtopsError if an update failed halfway."""

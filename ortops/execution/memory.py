@@ -37,6 +37,7 @@ _DEVICES = {
     "CUDAExecutionProvider": "cuda",
     "DmlExecutionProvider": "dml",
     "TensorrtExecutionProvider": "cuda",
+    "WebGpuExecutionProvider": "webgpu",
 }
 """Providers whose device memory Python can write, and onnxruntime's names of these devices."""
 
@@ -64,6 +65,12 @@ class DeviceArray:
         value: The initial value; copied.
         device: The device.
 
+    Attributes:
+        dtype: The dtype.
+        shape: The shape.
+        value: The OrtValue.
+        is_here: Whether the device is the CPU, as in tests.
+
     Raises:
         UnsupportedError: If the device has no memory, or Python cannot write the dtype to it.
     """
@@ -86,6 +93,8 @@ class DeviceArray:
                 f"variables: {str(error).strip().rstrip('.')}; use a build of onnxruntime and a "
                 "machine that have the provider, or providers=['CPUExecutionProvider']"
             ) from error
+
+        self.is_here = device.kind == "cpu"
 
     @property
     def size(self) -> int:

@@ -12,12 +12,21 @@ import onnxruntime
 
 from ortops.arguments import choice
 from ortops.errors import KernelError, OrtopsError, UnsupportedError, is_raised_by
-from ortops.execution.memory import device_of, ort_value
-from ortops.execution.providers import CPU, Provider
+from ortops.execution.memory import DeviceArray, Memory, device_of, ort_value
+from ortops.execution.placement import RECORDS, name_nodes
+from ortops.execution.providers import CPU, WEBGPU, Provider
 from ortops.execution.settings import Settings
 from ortops.inference import InferenceSession, lend, open_lowered
+from ortops.passes import passes_for
 
-__all__ = ["Sessions", "UpdateKernels", "errors_as_ours", "run_session"]
+__all__ = [
+    "Sessions",
+    "UpdateKernels",
+    "errors_as_ours",
+    "inputs_elsewhere",
+    "inputs_here",
+    "run_session",
+]
 
 UpdateKernels: TypeAlias = Literal["onnx", "python", "compiled"]
 
@@ -27,6 +36,10 @@ _COPIED_OPTIONS = (
     "log_severity_level",
     "profile_file_prefix",
 )
+
+
+_HERE = {CPU, "AzureExecutionProvider"}
+"""Providers without memory of their own."""
 
 
 class Sessions:
@@ -44,6 +57,8 @@ class Sessions:
         settings: How steps are executed.
         threads: The number of threads for large updates.
         on_cpu: Whether only onnxruntime's CPU provider is used.
+        passes: The graph rewrites for the providers.
+        names: The names of the providers.
         device: The device for variables; None for numpy's memory.
 
     Raises:
@@ -69,6 +84,9 @@ class Sessions:
         self.threads = 1 if kernels == "python" else asked or settings.threads
         self.device = settings.device or device_of(providers)
         self.on_cpu = self.device is None and [name for name, _ in providers] == [CPU]
+        self.names = [name for name, _ in providers]
+        others = passes_for("webgpu") if WEBGPU in self.names else ()
+        self.passes = settings.passes if self.on_cpu else others
         if self.device is not None and kernels != "onnx":
             raise UnsupportedError(
                 f"kernels must be 'onnx' for variables on a '{self.device.kind}' device, got "
@@ -91,6 +109,7 @@ class Sessions:
         optimize: bool = True,
         single_thread: bool = False,
         lent: Mapping[str, npt.NDArray[Any]] | None = None,
+        anywhere: bool = True,
     ) -> InferenceSession:
         """Opens a session.
 
@@ -100,6 +119,7 @@ class Sessions:
             optimize: Whether onnxruntime may optimize the model, which takes time.
             single_thread: Whether a run uses one thread, because the caller has threads.
             lent: External initializers in memory, if `lends`; they must outlive the session.
+            anywhere: Whether to use all providers; otherwise, only the CPU.
 
         Raises:
             UnsupportedError: If onnxruntime cannot load the model.
@@ -131,7 +151,54 @@ class Sessions:
                 lend(options, lent)
         if self.kernels == "python":
             return InferenceSession(model, options, self._providers, kernels="python")
+        if self.on_cpu or not anywhere:
+            return open_lowered(model, options, [(CPU, {})] if not anywhere else self._providers)
+        name_nodes(model)
+        _record_placement(options)
         return open_lowered(model, options, self._providers)
+
+
+def _record_placement(options: onnxruntime.SessionOptions) -> None:
+    """Makes sessions record where their nodes run, which does no harm to other sessions."""
+    with contextlib.suppress(RuntimeError):  # raised by onnxruntime for a missing entry
+        if options.get_session_config_entry(RECORDS) == "1":  # setting it again logs a warning
+            return
+    options.add_session_config_entry(RECORDS, "1")
+
+
+def inputs_here(session: onnxruntime.InferenceSession) -> set[str]:
+    """Returns the inputs that a session reads in the CPU's memory, as far as is known.
+
+    They include those that are read by nodes that a device has no kernel for.
+    """
+    names = [value.name for value in session.get_inputs()]
+    if set(session.get_providers()) <= _HERE:
+        return set(names)
+    if not hasattr(session, "get_input_memory_infos"):  # before onnxruntime 1.23
+        return set()
+    infos = session.get_input_memory_infos()
+    return {name for name, info in zip(names, infos, strict=True) if info.name == "Cpu"}
+
+
+def inputs_elsewhere(
+    session: onnxruntime.InferenceSession, memories: Mapping[str, Memory]
+) -> list[str]:
+    """Returns the inputs that a session may read elsewhere than where their memory is.
+
+    onnxruntime copies such an input when it is bound, not when the session runs, so it must be
+    bound before every run.
+
+    Args:
+        session: The session.
+        memories: The memory of inputs by name.
+    """
+    here = inputs_here(session)
+    known = set(session.get_providers()) <= _HERE or hasattr(session, "get_input_memory_infos")
+    return [
+        name
+        for name, memory in memories.items()
+        if not known or (name in here) != (not isinstance(memory, DeviceArray) or memory.is_here)
+    ]
 
 
 def _single_threaded(options: onnxruntime.SessionOptions | None) -> onnxruntime.SessionOptions:
@@ -146,15 +213,15 @@ def _single_threaded(options: onnxruntime.SessionOptions | None) -> onnxruntime.
 
 def run_session(
     session: onnxruntime.InferenceSession,
-    feeds: Mapping[str, npt.NDArray[Any]],
+    feeds: Mapping[str, Memory],
     outputs: Sequence[str],
     options: onnxruntime.RunOptions | None = None,
 ) -> dict[str, npt.NDArray[Any]]:
-    """Runs a session on arrays, whose memory it reads; returns outputs by name.
+    """Runs a session on tensors, whose memory it reads; returns outputs by name.
 
     Args:
         session: The session.
-        feeds: Arrays by name; those that are not inputs are ignored.
+        feeds: Tensors by name; those that are not inputs are ignored.
         outputs: The names of the outputs to compute.
         options: The options of the run.
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import onnx
 import onnxruntime
 
 from ortops.errors import ArgumentError, UnsupportedError, did_you_mean
 
-__all__ = ["CPU", "Provider", "choose_providers"]
+__all__ = ["CPU", "WEBGPU", "Provider", "check_float16", "choose_providers"]
 
 Provider: TypeAlias = tuple[str, dict[str, str]]
 """The name of a provider and its options, as onnxruntime takes them."""
@@ -181,25 +183,53 @@ def _register(name: str) -> str:
 
 def _why_it_fails(name: str, settings: dict[str, str]) -> str:
     """Tries a provider in a session; returns why it cannot be used."""
-    graph = onnx.parser.parse_graph("probe (float[1] x) => (float[1] y) { y = Identity(x) }")
-    model = onnx.helper.make_model(
-        graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 21)]
-    )
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
     try:
-        # Without `enable_fallback`, onnxruntime would print the error and use the CPU.
-        session = onnxruntime.InferenceSession(
-            model.SerializeToString(),
-            options,
-            providers=[(name, settings)],
-            enable_fallback=0,
-        )
+        session = _probe("y = Identity (x)", name, settings)
     except Exception as error:  # as above
         return f"'{name}' does not work on this machine ({_first_line(error)})"
     if name not in session.get_providers():
         return f"'{name}' does not work on this machine; onnxruntime has replaced it"
     return ""
+
+
+def _probe(node: str, name: str, settings: dict[str, str]) -> onnxruntime.InferenceSession:
+    """Opens a session that computes y from x in one node."""
+    graph = onnx.parser.parse_graph(f"probe (float[1] x) => (y) {{ {node} }}")
+    model = onnx.helper.make_model(
+        graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 21)]
+    )
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    # With its own fallback, onnxruntime would print the error and use the CPU.
+    return onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=[(name, settings)], enable_fallback=0
+    )
+
+
+def check_float16() -> None:
+    """Checks that the WebGPU device computes in float16, an optional feature of WebGPU.
+
+    Raises:
+        UnsupportedError: If it does not.
+    """
+    if not _computes_in_float16():
+        raise UnsupportedError(
+            "providers: the WebGPU device of this machine has no float16 (the feature "
+            "'shader-f16'), but the model has float16 tensors; use a float32 model, or "
+            f"providers=['{CPU}']"
+        )
+
+
+@functools.cache
+def _computes_in_float16() -> bool:
+    session = _probe("y = Cast <to = 10> (x)", WEBGPU, {})
+    options = onnxruntime.RunOptions()
+    options.log_severity_level = 4
+    try:
+        session.run(None, {"x": np.ones(1, np.float32)}, options)
+    except Exception:  # as above
+        return False
+    return True
 
 
 def _first_line(error: Exception) -> str:

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from ortops.execution.binding import Binding
 from ortops.execution.memory import Memory
+from ortops.execution.placement import PlacedNode, nodes_of
 from ortops.execution.template import Template
 from ortops.execution.variant import Variant
 from ortops.garbage_collection import pause_collection
@@ -55,6 +56,7 @@ class ShapeCache:
         self._capacity = capacity
         self._rebound = rebound
         self._general: CachedStep | None = None
+        self._variants: list[Variant] = []
         self._made: dict[Shapes, CachedStep] = {}
         self.gain = any(template.gains for template in templates)
 
@@ -75,10 +77,32 @@ class ShapeCache:
                 self._made[key] = self._general
         return self._made[key]
 
+    def read_here(self) -> tuple[set[str], set[str]]:
+        """Returns the inputs that graphs read in the CPU's memory, and those read elsewhere."""
+        if not self._variants:
+            self._variants = run_uninterrupted(
+                lambda: [Variant(template, None) for template in self._templates]
+            )
+        return (
+            set[str]().union(*(variant.read_here for variant in self._variants)),
+            set[str]().union(*(variant.read_elsewhere for variant in self._variants)),
+        )
+
+    def nodes(self) -> list[PlacedNode] | None:
+        """Returns the nodes of all graphs, and where they run; None if it is not known."""
+        cached = [self._general] if self._general else list(self._made.values())
+        variants = [variant for each in cached for variant in each.variants] or self._variants
+        if not variants:  # there is a graph only for batches of known shapes
+            return [n for each in self._templates for n in nodes_of(each.lowered(None).graph)]
+        found = [variant.nodes for variant in variants]
+        return None if None in found else [node for nodes in found for node in nodes or ()]
+
     def _make(self, shapes: Mapping[str, tuple[int, ...]] | None, buffers: Buffers) -> CachedStep:
         @pause_collection()
         def make() -> CachedStep:
-            variants = [Variant(template, shapes) for template in self._templates]
+            variants = [] if shapes else self._variants
+            self._variants = []
+            variants = variants or [Variant(template, shapes) for template in self._templates]
             bindings = [
                 [variant.bind(buffers(number, turn), turn, self._rebound) for turn in (0, 1)]
                 for number, variant in enumerate(variants)

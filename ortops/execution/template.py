@@ -70,7 +70,7 @@ class Template:
         self.sessions = sessions
         self._rules = rules
         self._keep = takes_python_kernel if kernels == "python" else None
-        self._passes = list(settings.passes) if sessions.on_cpu else []
+        self._passes = list(sessions.passes)
         if recompute is not None:
             self._passes.insert(0, Rematerialization(recompute))
         graph = step.model.graph
@@ -143,7 +143,10 @@ class Template:
         loss = self.step.loss
         outputs = [*self.unpacked.values(), loss]
         alone = len(set(outputs)) == len(outputs)
-        return self.joined and bool(loss) and alone and self._all_read
+        # The WebGPU provider has no kernel for Scan, so that all states would move in each step.
+        device = self.sessions.device
+        moves = device is not None and device.kind == "webgpu"
+        return self.joined and bool(loss) and alone and self._all_read and not moves
 
     def gains_at(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """Whether a graph for feeds of these shapes is faster."""

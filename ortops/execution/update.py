@@ -89,7 +89,9 @@ class Update(SharedUpdate):
     def __init__(self, packed: Packed, sessions: Sessions) -> None:
         super().__init__(packed, sessions.threads)
         model = packed.model(1 if self._by_chunk else packed.rows)
-        self._session = sessions.open(to_proto(model), single_thread=packed.rows > 1)
+        self._session = sessions.open(
+            to_proto(model), single_thread=packed.rows > 1, anywhere=False
+        )
 
     def _bind_rows(self, begin: int, end: int, scalars: Sequence[Array], turn: int) -> Work:
         run = self._session.run_with_iobinding

@@ -11,10 +11,14 @@ import onnx_ir as ir
 
 from ortops.execution.binding import Binding
 from ortops.execution.memory import DeviceArray, Memory
+from ortops.execution.onnxruntime_sessions import inputs_here
 from ortops.execution.packed import Packed
+from ortops.execution.placement import PlacedNode, nodes_of, placed_nodes
+from ortops.execution.providers import WEBGPU, check_float16
 from ortops.execution.repetition import Repetition, repeat
 from ortops.execution.split import is_scalar
 from ortops.execution.template import Template
+from ortops.graph.element_types import values_of_type
 from ortops.graph.files import external
 from ortops.graph.tensor import Names, Tape
 from ortops.lowering import to_proto
@@ -38,6 +42,11 @@ class Variant:
     Args:
         template: The template.
         shapes: The shapes of the feeds; None for any.
+
+    Attributes:
+        nodes: The nodes of the gradient graph, and where they run; None if it is not known.
+        read_here: The inputs that are read in the CPU's memory.
+        read_elsewhere: All other inputs.
     """
 
     def __init__(self, template: Template, shapes: Mapping[str, tuple[int, ...]] | None) -> None:
@@ -45,6 +54,8 @@ class Variant:
         sessions, settings = template.sessions, template.sessions.settings
         model = template.lowered(shapes)
         graph = self._graph = model.graph
+        if WEBGPU in sessions.names and values_of_type(graph, ir.DataType.FLOAT16):
+            check_float16()
         self._inputs: SlicesByName = {}
         self._outputs: SlicesByName = {}
         if any(packed.joined for packed in template.packed):
@@ -71,6 +82,13 @@ class Variant:
                 optimize=optimize,
                 lent=self._lent,
             )
+        self.nodes: list[PlacedNode] | None = []
+        if sessions.on_cpu:
+            self.nodes = nodes_of(graph)
+        elif self._session is not None:
+            self.nodes = placed_nodes(self._session)
+        self.read_here = set() if self._session is None else inputs_here(self._session)
+        self.read_elsewhere = {value.name or "" for value in graph.inputs} - self.read_here
         self._updates = template.updates()
 
     def bind(

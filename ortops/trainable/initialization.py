@@ -6,7 +6,6 @@ import contextlib
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -14,6 +13,7 @@ import onnxruntime
 
 from ortops.errors import ModelError
 from ortops.execution.onnxruntime_sessions import run_session
+from ortops.execution.providers import CPU
 from ortops.graph import convert
 from ortops.graph.edit import all_nodes, describe
 from ortops.graph.files import external
@@ -50,16 +50,16 @@ def initial_values(
     entry: int,
     variables: Mapping[str, Array],
     options: onnxruntime.SessionOptions | None,
-    providers: Sequence[Any],
 ) -> dict[str, Array]:
     """Returns the values that the initialization graph of a training_info entry computes.
+
+    It runs on the CPU, so that training starts with the same bits on any device.
 
     Args:
         model: A light trainable model; not changed.
         entry: The index of the entry.
         variables: The variables by name, whose shapes the values must have.
         options: The user's options for the session.
-        providers: Its execution providers.
 
     Returns:
         The values of the bound variables by name.
@@ -90,7 +90,7 @@ def initial_values(
     values = list(dict.fromkeys(names.values()))
     whole = LightModel(started, model.data).attach()
     if is_fast or math.isinf(LIMITS.initialization_seconds):
-        outputs = _run_here(whole, values, what, options, providers)
+        outputs = _run_here(whole, values, what, options)
     else:
         standard = lower(whole) if has_domain(whole) else whole
         found = run_in_child(
@@ -114,11 +114,10 @@ def _run_here(
     values: Sequence[str],
     what: str,
     options: onnxruntime.SessionOptions | None,
-    providers: Sequence[Any],
 ) -> dict[str, Array]:
     """Returns values of a graph of fast operators, which can be stopped between two of them."""
     with _unoptimized(options) as chosen:
-        session = InferenceSession(model, chosen, providers, kernels="onnx")
+        session = InferenceSession(model, chosen, [CPU], kernels="onnx")
     run_options, ended = onnxruntime.RunOptions(), threading.Event()
 
     def stop() -> None:

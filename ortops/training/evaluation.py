@@ -13,6 +13,7 @@ import onnxruntime
 
 from ortops import metrics as metric_functions
 from ortops.errors import ArgumentError, OrtopsError, did_you_mean
+from ortops.execution.memory import Memory
 from ortops.execution.onnxruntime_sessions import run_session
 from ortops.graph.files import external
 from ortops.inference import InferenceSession
@@ -420,9 +421,12 @@ class Evaluator:
     ) -> dict[str, Array]:
         loaded = self._loaded
         loaded.execution.check_process()
-        arrays = loaded.shared_metadata.averaged(loaded.arrays()) if ema else loaded.arrays()
+        memories: Mapping[str, Memory] = loaded.execution.memories()
+        if ema:
+            memories = loaded.shared_metadata.averaged(loaded.arrays())
         outputs = [value.name for value in evaluation.session.get_outputs()]
-        return run_session(evaluation.session, {**evaluation.constants, **arrays, **feeds}, outputs)
+        given = {**evaluation.constants, **memories, **feeds}
+        return run_session(evaluation.session, given, outputs)
 
     def _evaluation(self, tensors: tuple[str, ...], *, loss: bool) -> Evaluation:
         """Returns what computes tensors, and the loss; built once."""

@@ -301,7 +301,7 @@ class LoadedModel:
 
     def initial_values(self, number: int) -> dict[str, Array]:
         """Runs the initialization graph of a training_info entry."""
-        return initial_values(self.light, number, self.arrays(), self.options, self.providers)
+        return initial_values(self.light, number, self.arrays(), self.options)
 
     @property
     def loss(self) -> str:

@@ -192,6 +192,25 @@ class TrainingSession:
         """
         return self._execution.compiled
 
+    @property
+    def placement(self) -> dict[str, str]:
+        """The provider that runs each node of a step, by the name of the node.
+
+        A node without a name has that of its first output. If a provider has no kernel for a node,
+        the CPU runs it, and tensors move between the two. onnxruntime may merge nodes afterwards.
+        Packed updates of variables in the CPU's memory are not included.
+
+        Raises:
+            UnsupportedError: If there are other providers than the CPU's, and onnxruntime is older
+                than 1.24.
+
+        Example:
+            >>> from models import line
+            >>> set(line.session().placement.values())
+            {'CPUExecutionProvider'}
+        """
+        return {node.name: node.provider for node in self._execution.nodes()}
+
     # ------------------------------------------------------------------------------- training
 
     @_documented_by(Steps.step)
