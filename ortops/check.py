@@ -32,7 +32,7 @@ from ortops.losses.compute import default_output
 from ortops.lowering import lower_prepared, prepare
 from ortops.optimizers import SGD, Optimizer, UpdateRule
 from ortops.summary import SHOWN, by_module, by_reason, first, short_shape
-from ortops.trainable.metadata import training_metadata
+from ortops.trainable.metadata import entry_names, training_metadata
 from ortops.trainable.step_graph import flatten
 
 __all__ = ["Report", "check", "quiet"]
@@ -250,6 +250,14 @@ def check(
         found = training_metadata(proto)
         existing = {name: getattr(found, name) for name in ("schedule", "clipping", "averaging")}
         existing["groups"] = dict(found.groups)
+    first, *others = entry_names(proto)
+    about = []
+    if others and trainable is None:
+        about.append(
+            f"the report is about the training algorithm '{first}'; the file also has "
+            + ", ".join(f"'{name}'" for name in others)
+            + " (`ortops inspect` shows them)"
+        )
     try:
         prepared = prepare_for_training(
             light, _trained(light.proto, trainable), batch_normalization
@@ -282,7 +290,7 @@ def check(
         loss=chosen if isinstance(chosen, str) else _name(chosen),
         fitting=fitting,
         **(existing | plan.notes),
-        said=[*plan.said, *transpose_optimizer.said(light.proto)],
+        said=[*about, *plan.said, *transpose_optimizer.said(light.proto)],
         problems=report.problems or _failures(plan),
     )
 
@@ -329,7 +337,7 @@ def _inference_report(proto: onnx.ModelProto, work: ir.Model) -> Report:
 
 
 def _trained(proto: onnx.ModelProto, trainable: Sequence[str] | None) -> Sequence[str] | None:
-    """Removes the training_info of a model, in place; returns the parameters to train."""
+    """Removes the training_info of a model, in place; returns what its first entry trains."""
     names = {tensor.name for tensor in proto.graph.initializer}
     statistics = {
         name
@@ -337,7 +345,7 @@ def _trained(proto: onnx.ModelProto, trainable: Sequence[str] | None) -> Sequenc
         if node.op_type == "BatchNormalization"
         for name in node.input[3:5]
     }
-    updated = [b.key for info in proto.training_info for b in info.update_binding]
+    updated = [b.key for info in list(proto.training_info)[:1] for b in info.update_binding]
     del proto.training_info[:]
     trained = [name for name in updated if name in names - statistics]
     return trained if trained and trainable is None else trainable

@@ -694,7 +694,9 @@ def test_the_command_line_shows_and_trains_all_entries(
         "done; trains 1 weights, such as number.weight\n" in shown
     )
     assert cli(["check", path]) == 0
-    assert "trainable parameters: 38 in 3 tensors" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "the report is about the training algorithm 'main'; the file also has 'second'" in shown
+    assert "trainable parameters: 35 in 2 tensors" in shown
     saved = str(tmp_path / "trained.onnx")
     assert cli(["train", path, "--data", data, "--epochs", "2", "--save", saved]) == 0
     session = TrainingSession(saved)
