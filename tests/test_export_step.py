@@ -239,7 +239,12 @@ def test_step_json_says_what_is_what(tmp_path: Path) -> None:
     assert about["step"]["loss"] == "loss"
     images, labels = about["step"]["feeds"]
     assert images["type"] == "float32"
-    assert labels == {"name": "labels", "type": "int64", "shape": images["shape"][:1]}
+    accepted = [{"classes": 3, "ignored": None}]
+    shape = images["shape"][:1]
+    assert labels == {"name": "labels", "type": "int64", "shape": shape, "labels": accepted}
+    assert "labels" not in images
+    assert about["evaluate"]["feeds"][1] == labels
+    assert about["evaluate"]["predict"] == [images["name"]]
     assert isinstance(images["shape"][0], str)
     assert about["learning_rates"] == ["learning_rate"]
     assert about["counter"] == "step"

@@ -30,6 +30,7 @@ from ortops.lowering import Target, lower
 from ortops.trainable.metadata import TrainingMetadata, entry_number, training_metadata
 from ortops.trainable.step_graph import EvaluationModel, evaluation_model, flatten, step_graph
 from ortops.trainable.write_back import write_values
+from ortops.training.feeds import accepted_labels
 from ortops.training.position import POSITION_KEY
 
 __all__ = ["FORMAT", "VERSION", "export_step"]
@@ -75,8 +76,12 @@ def export_step(
     - ``files``: file → ``{"bytes": its length, "crc32": CRC-32 of IEEE 802.3, as in zlib}``
     - ``step``: ``{"feeds": […], "outputs": [names], "loss": name or null}``. A feed is ``{"name",
       "type", "shape"}``; types are numpy's names, and a dimension is a number, a symbol or null.
-    - ``evaluate``: ``{"feeds": […], "variables": [names], "outputs": {name: output}, "losses":
-      [{"name", "weight", "count", "sum"}]}``. The loss of a batch is the sum of weight × value of
+    - A feed with class numbers also has ``labels``: ``[{"classes", "ignored"}]``. Kernels of
+      onnxruntime do not check them, so a driver has to: each number is at least 0 and less than
+      ``classes`` (null if unknown), or equal to ``ignored`` (null if there is none).
+    - ``evaluate``: ``{"feeds": […], "predict": [names of the feeds that the outputs depend on],
+      "variables": [names], "outputs": {name: output}, "losses": [{"name", "weight", "count",
+      "sum"}]}``. The loss of a batch is the sum of weight × value of
       the outputs ``name``. For several batches, each value is averaged with the output ``count`` as
       weight (the rows of the batch if that is null), or added if ``sum`` is true.
     - ``learning_rates``: the variables with a learning rate; ``counter``: the one that counts
@@ -130,6 +135,7 @@ def export_step(
     whole = light.attached()
     outputs = [value.name for value in proto.graph.output]
     evaluation = evaluation_model(light, entry, step, outputs, loss=bool(step.loss))
+    prediction = evaluation_model(light, entry, step, outputs, loss=False)
     files = {
         "model.onnx": external.serialize(whole),
         "step.onnx": _step_message(whole, entry, target),
@@ -150,7 +156,7 @@ def export_step(
             "outputs": list(step.outputs),
             "loss": step.loss or None,
         },
-        "evaluate": _describe_evaluation(evaluation),
+        "evaluate": _describe_evaluation(evaluation, prediction),
         "learning_rates": list(step.learning_rates),
         "counter": metadata.step if metadata.step in step.variables else None,
         "variables": {
@@ -235,7 +241,16 @@ def _role(name: str, step: Step, metadata: TrainingMetadata, own: set[str]) -> d
 
 
 def _feeds(step: Step) -> list[dict[str, object]]:
-    return [_describe(value) for value in step.model.graph.inputs if value.name in step.feeds]
+    labels: dict[str, list[dict[str, int | None]]] = {}
+    for name, accepted in accepted_labels(step):
+        found = {"classes": accepted.classes, "ignored": accepted.ignored}
+        if found not in labels.setdefault(name, []):
+            labels[name].append(found)
+    described = [_describe(v) for v in step.model.graph.inputs if v.name in step.feeds]
+    for feed in described:
+        if found_labels := labels.get(str(feed["name"])):
+            feed["labels"] = found_labels
+    return described
 
 
 def _describe(value: ir.Value) -> dict[str, object]:
@@ -251,10 +266,13 @@ def _dimension(dim: int | ir.SymbolicDim) -> int | str | None:
     return dim if isinstance(dim, int) else dim.value
 
 
-def _describe_evaluation(evaluation: EvaluationModel) -> dict[str, object]:
+def _describe_evaluation(
+    evaluation: EvaluationModel, prediction: EvaluationModel
+) -> dict[str, object]:
     step = evaluation.step
     return {
         "feeds": _feeds(step),
+        "predict": [feed["name"] for feed in _feeds(prediction.step)],
         "variables": [v.name for v in step.model.graph.inputs if v.name in step.variables],
         "outputs": dict(evaluation.tensors),
         "losses": [

@@ -420,7 +420,7 @@ class Inputs(dict[str, Input]):
         self._labels: list[tuple[str, Labels]] = []
         self._warns_of_unshifted = warns_of_unshifted
         for step in steps:
-            self._labels += [each for each in _labels(step) if each not in self._labels]
+            self._labels += [each for each in accepted_labels(step) if each not in self._labels]
             for value in step.model.graph.inputs:
                 name = value.name or ""
                 if name in step.feeds:
@@ -820,7 +820,7 @@ def _unbound(value: ir.Value) -> str | None:
     return None if dtype is None or dtype.kind in "biufcO" else dtype.name
 
 
-def _labels(step: Step) -> list[tuple[str, Labels]]:
+def accepted_labels(step: Step) -> list[tuple[str, Labels]]:
     """Returns the inputs that are labels, by metadata of losses and the nodes that read them."""
     found: list[tuple[str, Labels]] = []
     for value in step.model.graph.inputs:

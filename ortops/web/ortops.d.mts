@@ -4,6 +4,33 @@
 /** A typed array, or numbers that are converted to the element type of the tensor. */
 export type Numbers = ArrayLike<number> | ArrayLike<bigint>;
 
+/**
+ * The bytes of a file, in an ArrayBuffer: what `new Blob([…])` and `fetch` take in every version of
+ * TypeScript. Since 5.7, that is `Uint8Array<ArrayBuffer>`, which older versions do not have.
+ */
+export type Bytes = ReturnType<Uint8Array["slice"]>;
+
+/** Base class of the errors of this driver; `name` is the name of the class. */
+export class OrtopsError extends Error {}
+
+/** An argument has an invalid type or value. */
+export class ArgumentError extends OrtopsError {}
+
+/** A file is missing or invalid, or does not belong to the others. */
+export class ModelError extends OrtopsError {}
+
+/** onnxruntime's JavaScript API cannot do what was asked for. */
+export class UnsupportedError extends OrtopsError {}
+
+/** Arrays do not fit the model. */
+export class FeedError extends OrtopsError {}
+
+/** The loss became NaN or infinite. */
+export class DivergedError extends OrtopsError {}
+
+/** A call overlaps with another one, or follows `release`. */
+export class StateError extends OrtopsError {}
+
 /** An onnxruntime tensor. */
 export interface Tensor {
   readonly type: string;
@@ -34,8 +61,16 @@ export type Outputs = { loss: number } & Record<string, any>;
 export type Source = string | URL | Record<string, string | Uint8Array | ArrayBuffer>;
 
 export interface Options {
-  /** Whether variables stay on the GPU between steps (execution provider `webgpu`). */
+  /**
+   * Whether variables stay on the GPU between steps: onnxruntime-web with the execution provider
+   * `webgpu`. onnxruntime-node cannot read such variables, so the driver refuses it there.
+   */
   gpuState?: boolean;
+  /**
+   * Whether a step whose loss is NaN or infinite raises a DivergedError instead of changing the
+   * variables; true by default.
+   */
+  stopOnNan?: boolean;
   /**
    * Options for `ort.InferenceSession.create`, for example `{executionProviders: ["webgpu"]}`. The
    * driver sets `preferredOutputLocation` itself, depending on `gpuState`.
@@ -52,6 +87,8 @@ export interface Description {
   step: { feeds: Feed[]; outputs: string[]; loss: string | null };
   evaluate: {
     feeds: Feed[];
+    /** The feeds that the outputs depend on. Older exports do not have it. */
+    predict?: string[];
     variables: string[];
     outputs: Record<string, string>;
     losses: { name: string; weight: number; count: string | null; sum: boolean }[];
@@ -76,6 +113,8 @@ export interface Feed {
   name: string;
   type: string;
   shape: (number | string | null)[] | null;
+  /** The class numbers that the losses accept: 0 to `classes` - 1, and `ignored`. */
+  labels?: { classes: number | null; ignored: number | null }[];
 }
 
 /**
@@ -87,7 +126,10 @@ export class TrainingSession {
   /**
    * Creates a session.
    *
-   * @throws Error if a file is missing, or does not match its checksum in step.json.
+   * @throws ArgumentError if an argument is invalid.
+   * @throws ModelError if a file is missing, or does not match its checksum in step.json.
+   * @throws UnsupportedError if onnxruntime's JavaScript API has no tensors of a variable's type; for
+   *   `gpuState` with onnxruntime-node; and for `ort.env.wasm.proxy` (use a Worker of your own).
    */
   static create(ort: Ort, source: Source, options?: Options): Promise<TrainingSession>;
 
@@ -96,12 +138,20 @@ export class TrainingSession {
   /**
    * Runs one training step.
    *
-   * @throws Error if the feeds do not match the inputs, or onnxruntime fails. The state is then unchanged.
+   * @throws FeedError if the feeds do not match the inputs, are empty, or have class numbers out of
+   *   range; DivergedError if the loss is NaN or infinite; or an error of onnxruntime. The state is
+   *   then unchanged.
    */
   step(feeds: Feeds): Promise<Outputs>;
 
   /** Computes the loss and the outputs for a batch in inference mode. The state does not change. */
   evaluate(feeds: Feeds): Promise<Outputs>;
+
+  /** Computes the outputs for a batch in inference mode. Labels are not required. */
+  predict(feeds: Feeds): Promise<Record<string, any>>;
+
+  /** Returns all variables to their values in the export. */
+  reset(): Promise<void>;
 
   /** The learning rate of the next step. It is part of the state and is saved. */
   learningRate: number;
@@ -116,10 +166,10 @@ export class TrainingSession {
    * Returns the trainable model with the current state: a `.onnx` file. onnxruntime runs it as the
    * trained model, and `ortops.TrainingSession` resumes training from it.
    */
-  save(): Promise<Uint8Array>;
+  save(): Promise<Bytes>;
 
   /** Returns the current state as a safetensors file. */
-  saveState(): Promise<Uint8Array>;
+  saveState(): Promise<Bytes>;
 
   /**
    * Frees the memory of the onnxruntime sessions and of the variables on the GPU. Later calls raise
@@ -136,4 +186,4 @@ export function readSafetensors(
 /** Writes tensors, by name, as a safetensors file. */
 export function writeSafetensors(
   tensors: Record<string, { type: string; dims: readonly number[]; data: any }>,
-): Uint8Array;
+): Bytes;

@@ -25,6 +25,45 @@ const SAFETENSORS = {
 };
 const TYPES = Object.fromEntries(Object.entries(SAFETENSORS).map(([type, name]) => [name, type]));
 
+/** Base class of the errors of this driver. */
+export class OrtopsError extends Error {
+  get name() {
+    return this.constructor.errorName; // minifiers rename classes
+  }
+
+  static errorName = "OrtopsError";
+}
+
+/** An argument has an invalid type or value. */
+export class ArgumentError extends OrtopsError {
+  static errorName = "ArgumentError";
+}
+
+/** A file is missing or invalid, or does not belong to the others. */
+export class ModelError extends OrtopsError {
+  static errorName = "ModelError";
+}
+
+/** onnxruntime's JavaScript API cannot do what was asked for. */
+export class UnsupportedError extends OrtopsError {
+  static errorName = "UnsupportedError";
+}
+
+/** Arrays do not fit the model. */
+export class FeedError extends OrtopsError {
+  static errorName = "FeedError";
+}
+
+/** The loss became NaN or infinite. */
+export class DivergedError extends OrtopsError {
+  static errorName = "DivergedError";
+}
+
+/** A call overlaps with another one, or follows `release`. */
+export class StateError extends OrtopsError {
+  static errorName = "StateError";
+}
+
 const count = (dims) => dims.reduce((product, dim) => product * dim, 1);
 const bytesOf = (array) => new Uint8Array(array.buffer, array.byteOffset, array.byteLength);
 
@@ -41,7 +80,7 @@ export class TrainingSession {
   #about;
   #files;
   #options;
-  #gpuState;
+  #stopOnNan;
   #step;
   #evaluate = null;
   #state;
@@ -49,16 +88,12 @@ export class TrainingSession {
   #released = false;
 
   /** Creates a session. */
-  static async create(ort, source, { gpuState = false, sessionOptions = {} } = {}) {
-    if (sessionOptions.preferredOutputLocation !== undefined) {
-      throw new Error(
-        "sessionOptions must not contain preferredOutputLocation, which the driver sets; use " +
-          "gpuState: true to keep the variables on the GPU",
-      );
-    }
-    const about = JSON.parse(new TextDecoder().decode(await read(source, "step.json")));
+  static async create(ort, source, options = {}) {
+    const { gpuState = false, stopOnNan = true, sessionOptions = {} } = options;
+    checkOptions(ort, options);
+    const about = parse("step.json", await read(source, "step.json"));
     if (about.format !== FORMAT || about.version !== VERSION) {
-      throw new Error(
+      throw new ModelError(
         `step.json: the format must be '${FORMAT}', version ${VERSION}, got '${about.format}', ` +
           `version ${about.version}; export the step with the version of ortops that this driver is from`,
       );
@@ -67,7 +102,7 @@ export class TrainingSession {
     for (const [name, { bytes, crc32 }] of Object.entries(about.files)) {
       files[name] = await read(source, name);
       if (files[name].length !== bytes || checksum(files[name]) !== crc32) {
-        throw new Error(
+        throw new ModelError(
           `${name}: size or checksum differs from step.json; keep the files of one export ` +
             "together, or export again",
         );
@@ -75,7 +110,7 @@ export class TrainingSession {
     }
     for (const [name, { type }] of Object.entries(about.variables)) {
       if (!(type in ARRAYS)) {
-        throw new Error(
+        throw new UnsupportedError(
           `variable '${name}' has type ${type}, which onnxruntime's JavaScript API does not ` +
             "support; export a float32 model",
         );
@@ -86,11 +121,10 @@ export class TrainingSession {
     session.#about = about;
     session.#files = files;
     session.#options = sessionOptions;
-    session.#gpuState = gpuState;
+    session.#stopOnNan = stopOnNan;
     session.#state = session.#tensors(readSafetensors(files["state.safetensors"]));
-    const options = { ...sessionOptions };
-    if (gpuState) options.preferredOutputLocation = session.#locations();
-    session.#step = await ort.InferenceSession.create(files["step.onnx"], options);
+    const places = gpuState ? { preferredOutputLocation: session.#locations() } : {};
+    session.#step = await ort.InferenceSession.create(files["step.onnx"], { ...sessionOptions, ...places });
     delete files["step.onnx"]; // not read again
     delete files["state.safetensors"];
     return session;
@@ -110,6 +144,9 @@ export class TrainingSession {
       const shown = Object.fromEntries(step.outputs.map((name) => [name, found[name]]));
       try {
         if (step.loss !== null) shown.loss = numberOf(found[step.loss]);
+        if (this.#stopOnNan && shown.loss !== undefined && !Number.isFinite(shown.loss)) {
+          throw new DivergedError(this.#divergence(shown.loss, inputs));
+        }
       } catch (error) {
         free(Object.values(found));
         throw error;
@@ -122,20 +159,44 @@ export class TrainingSession {
 
   /** Computes the loss and the model's outputs for a batch, in inference mode. */
   async evaluate(feeds) {
-    const { evaluate } = this.#about;
+    const { losses, feeds: described } = this.#about.evaluate;
     return this.#exclusive("evaluate", async () => {
-      this.#evaluate ??= await this.#ort.InferenceSession.create(
-        this.#files["evaluate.onnx"],
-        this.#options,
-      );
-      const inputs = this.#inputs(this.#evaluate, evaluate.feeds, feeds);
-      const found = await this.#evaluate.run(inputs);
-      const shown = Object.fromEntries(
-        Object.entries(evaluate.outputs).map(([name, output]) => [name, found[output]]),
-      );
-      if (evaluate.losses.length === 0) return shown;
-      const parts = evaluate.losses.map(({ name, weight }) => weight * numberOf(found[name]));
+      const { found, shown } = await this.#forward((session) => this.#inputs(session, described, feeds));
+      if (losses.length === 0) return shown;
+      const parts = losses.map(({ name, weight }) => weight * numberOf(found[name]));
       return { ...shown, loss: parts.reduce((sum, part) => sum + part, 0) };
+    });
+  }
+
+  /** Computes the model's outputs for a batch without labels, in inference mode. */
+  async predict(feeds) {
+    const { predict, feeds: described } = this.#about.evaluate;
+    return this.#exclusive("predict", async () => {
+      if (predict === undefined) {
+        throw new ModelError("predict: step.json was written by an older ortops; export the step again");
+      }
+      const read = described.filter(({ name }) => predict.includes(name));
+      const others = described.filter(({ name }) => !predict.includes(name));
+      const { shown } = await this.#forward((session) => {
+        const sizes = new Map();
+        const inputs = this.#inputs(session, read, feeds, sizes);
+        const rows = Object.hasOwn(inputs, read[0]?.name) ? inputs[read[0].name].dims[0] : 1;
+        // The outputs do not depend on these inputs, but onnxruntime requires them.
+        return { ...inputs, ...Object.fromEntries(others.map((f) => [f.name, this.#placeholder(f, sizes, rows)])) };
+      });
+      return shown;
+    });
+  }
+
+  /** Returns the training to the state of the export. */
+  async reset() {
+    return this.#exclusive("reset", async () => {
+      const initial = Object.entries(this.#about.variables).map(([name, { type, shape, places }]) => {
+        const [offset, length] = places[0] ?? [0, 0];
+        const { buffer } = this.#files["model.onnx"].slice(offset, offset + length);
+        return [name, new this.#ort.Tensor(type, new ARRAYS[type](buffer), shape)];
+      });
+      this.#replace(Object.fromEntries(initial));
     });
   }
 
@@ -149,7 +210,7 @@ export class TrainingSession {
       const { type } = this.#about.variables[name];
       const tensor = Number.isFinite(value) && value >= 0 && this.#tensor(name, type, [value], []);
       if (!tensor || !Number.isFinite(numberOf(tensor))) {
-        throw new Error(`learningRate must be a finite ${type} number >= 0, got ${value}`);
+        throw new ArgumentError(`learningRate must be a finite ${type} number >= 0, got ${value}`);
       }
       return [name, tensor];
     });
@@ -165,16 +226,17 @@ export class TrainingSession {
   async setState(arrays) {
     return this.#exclusive("setState", async () => {
       const { variables } = this.#about;
+      checkMapping("setState: arrays", arrays);
       for (const name of Object.keys(arrays)) {
-        if (!Object.hasOwn(variables, name)) throw new Error(`setState: unknown variable '${name}'`);
+        if (!Object.hasOwn(variables, name)) throw new ArgumentError(`setState: unknown variable '${name}'`);
         const { of, role } = variables[name];
         if (role === "master" && !Object.hasOwn(arrays, of)) {
-          throw new Error(`setState: '${name}' is the float32 copy of '${of}'; set both`);
+          throw new ArgumentError(`setState: '${name}' is the float32 copy of '${of}'; set both`);
         }
       }
       for (const [name, { of, role }] of Object.entries(variables)) {
         if (role === "master" && Object.hasOwn(arrays, of) && !Object.hasOwn(arrays, name)) {
-          throw new Error(`setState: '${of}' has a float32 copy, '${name}'; set both`);
+          throw new ArgumentError(`setState: '${of}' has a float32 copy, '${name}'; set both`);
         }
       }
       const set = Object.entries(arrays).map(([name, value]) => {
@@ -197,7 +259,7 @@ export class TrainingSession {
         const content = bytesOf(data);
         for (const [offset, length] of this.#about.variables[name].places) {
           if (content.length !== length) {
-            throw new Error(`variable '${name}': expected ${length} bytes, got ${content.length}`);
+            throw new ModelError(`variable '${name}': expected ${length} bytes, got ${content.length}`);
           }
           result.set(content, offset);
         }
@@ -216,6 +278,7 @@ export class TrainingSession {
     return this.#exclusive("release", async () => {
       this.#released = true;
       free(Object.values(this.#state));
+      [this.#state, this.#files] = [{}, {}];
       try {
         await this.#step.release();
       } finally {
@@ -228,7 +291,7 @@ export class TrainingSession {
   async #exclusive(name, run) {
     this.#checkOpen(name);
     if (this.#busy) {
-      throw new Error(`${name}: a call of '${this.#busy}' is still running; await it first`);
+      throw new StateError(`${name}: a call of '${this.#busy}' is still running; await it first`);
     }
     this.#busy = name;
     try {
@@ -239,14 +302,14 @@ export class TrainingSession {
   }
 
   #checkOpen(name) {
-    if (this.#released) throw new Error(`${name}: the session has been released; create a new one`);
+    if (this.#released) throw new StateError(`${name}: the session has been released; create a new one`);
   }
 
   #learningRates() {
     this.#checkOpen("learningRate");
     const { learning_rates: rates } = this.#about;
     if (rates.length === 0) {
-      throw new Error("learningRate: no variable holds it; set the variables that the training uses instead");
+      throw new UnsupportedError("learningRate: no variable holds it; set the variables that the training uses instead");
     }
     return rates;
   }
@@ -255,7 +318,7 @@ export class TrainingSession {
     const entries = Object.entries(this.#about.variables).map(([name, { type, shape }]) => {
       const found = arrays[name];
       if (!Object.hasOwn(arrays, name) || found.type !== type || `${found.dims}` !== `${shape}`) {
-        throw new Error(`state.safetensors: '${name}' of type ${type}[${shape}] is missing`);
+        throw new ModelError(`state.safetensors: '${name}' of type ${type}[${shape}] is missing`);
       }
       return [name, this.#tensor(name, type, found.data, shape)];
     });
@@ -302,24 +365,66 @@ export class TrainingSession {
     return Object.fromEntries(entries);
   }
 
-  #inputs(session, described, feeds) {
+  async #forward(inputsOf) {
+    if (this.#evaluate === null) {
+      const file = this.#files["evaluate.onnx"];
+      this.#evaluate = await this.#ort.InferenceSession.create(file, this.#options);
+      delete this.#files["evaluate.onnx"]; // not read again
+    }
+    const found = await this.#evaluate.run(inputsOf(this.#evaluate));
+    const outputs = Object.entries(this.#about.evaluate.outputs);
+    return { found, shown: Object.fromEntries(outputs.map(([name, output]) => [name, found[output]])) };
+  }
+
+  #inputs(session, described, feeds, sizes = new Map()) {
+    checkMapping("feeds", feeds);
     const names = new Set(described.map(({ name }) => name));
     const known = new Set([...this.#about.step.feeds, ...this.#about.evaluate.feeds].map((f) => f.name));
     for (const name of Object.keys(feeds)) {
       if (!known.has(name)) {
-        throw new Error(`feeds: unknown input '${name}'; the inputs are ${[...names].join(", ")}`);
+        throw new FeedError(`feeds: unknown input '${name}'; the inputs are ${[...names].join(", ")}`);
       }
     }
-    const sizes = new Map();
     const inputs = {};
     for (const feed of described) {
-      if (!Object.hasOwn(feeds, feed.name)) throw new Error(`feeds: input '${feed.name}' is missing`);
-      inputs[feed.name] = this.#checked(feed, feeds[feed.name], "input", sizes);
+      const { name } = feed;
+      if (!Object.hasOwn(feeds, name)) throw new FeedError(`feeds: input '${name}' is missing`);
+      const tensor = this.#checked(feed, feeds[name], "input", sizes);
+      if (tensor.dims[0] === 0) {
+        throw new FeedError(`feeds: '${name}' must have at least one row, got shape [${tensor.dims}]`);
+      }
+      for (const accepted of feed.labels ?? []) checkLabels(name, tensor, accepted);
+      inputs[name] = tensor;
     }
     for (const name of session.inputNames) {
-      if (!Object.hasOwn(inputs, name)) inputs[name] = this.#state[name];
+      if (Object.hasOwn(this.#state, name)) inputs[name] = this.#state[name];
     }
     return inputs;
+  }
+
+  // Zeros for an input that no output depends on.
+  #placeholder({ name, type, shape }, sizes, rows) {
+    if (shape === null || !(type in ARRAYS)) {
+      throw new UnsupportedError(`predict: '${name}' has no known shape and type; use evaluate`);
+    }
+    const dims = shape.map((dim, axis) =>
+      typeof dim === "number" ? dim : sizes.get(dim) ?? (axis === 0 ? rows : 1));
+    return new this.#ort.Tensor(type, new ARRAYS[type](count(dims)), dims);
+  }
+
+  // Why the loss is not finite.
+  #divergence(loss, inputs) {
+    const wrong = this.#about.step.feeds.flatMap(({ name, type }) => {
+      const { data, location } = inputs[name];
+      if (!["float32", "float64"].includes(type) || (location ?? "cpu") !== "cpu") return [];
+      const missing = data.reduce((sum, value) => sum + !Number.isFinite(value), 0);
+      return missing ? [`'${name}' has ${missing} of ${data.length} values that are not finite`] : [];
+    });
+    const rate = this.#about.learning_rates.length ? ` (${this.learningRate})` : "";
+    const look = wrong.length
+      ? `in the batch, ${wrong.join(", ")}; clean the data`
+      : `check the learning rate${rate}; if variables are not finite either, call reset() or setState()`;
+    return `step: the loss is ${loss}: ${look}. The step has not been made. Pass stopOnNan: false to continue anyway`;
   }
 
   // Accepts a tensor, {data, dims}, or data if at most one dimension is unknown.
@@ -328,28 +433,83 @@ export class TrainingSession {
     if (!(value instanceof this.#ort.Tensor)) {
       const data = value?.data ?? value;
       if (data?.length === undefined) {
-        throw new Error(`${what} '${name}' must be a tensor, an array, or {data, dims}`);
+        throw new FeedError(`${what} '${name}' must be a tensor, an array, or {data, dims}`);
       }
       const array = convert(name, type, data);
-      tensor = new this.#ort.Tensor(type, array, value.dims ?? dimsOf(name, shape, array.length, sizes));
+      const dims = value.dims ?? dimsOf(name, shape, array.length, sizes);
+      if (!Array.isArray(dims) || !dims.every((dim) => Number.isInteger(dim) && dim >= 0)) {
+        throw new FeedError(`${what} '${name}': dims must be an array of integers >= 0, got ${dims}`);
+      }
+      if (count(dims) !== array.length) {
+        throw new FeedError(`${what} '${name}': dims [${dims}] need ${count(dims)} numbers, got ${array.length}`);
+      }
+      tensor = new this.#ort.Tensor(type, array, dims);
     }
     const wanted = shape === null ? `${type} of any shape` : `${type}[${shape}]`;
     const expected = `${what} '${name}' must be ${wanted}, got ${tensor.type}[${tensor.dims}]`;
-    if (tensor.type !== type) throw new Error(expected);
+    if (tensor.type !== type) throw new FeedError(expected);
     if (shape === null) return tensor;
-    if (tensor.dims.length !== shape.length) throw new Error(expected);
+    if (tensor.dims.length !== shape.length) throw new FeedError(expected);
     shape.forEach((dim, axis) => {
       const size = tensor.dims[axis];
       if (typeof dim === "string") {
         if (sizes.has(dim) && sizes.get(dim) !== size) {
-          throw new Error(`${expected}; '${dim}' is ${sizes.get(dim)} in another input`);
+          throw new FeedError(`${expected}; '${dim}' is ${sizes.get(dim)} in another input`);
         }
         sizes.set(dim, size);
       } else if (dim !== null && dim !== size) {
-        throw new Error(expected);
+        throw new FeedError(expected);
       }
     });
     return tensor;
+  }
+}
+
+function checkOptions(ort, { gpuState = false, sessionOptions = {} }) {
+  if (typeof ort?.Tensor !== "function" || typeof ort.InferenceSession?.create !== "function") {
+    throw new ArgumentError(
+      "create: ort must be the module onnxruntime-web or onnxruntime-node; use `import * as ort from …`",
+    );
+  }
+  if (sessionOptions.preferredOutputLocation !== undefined) {
+    throw new ArgumentError(
+      "sessionOptions must not contain preferredOutputLocation, which the driver sets; use " +
+        "gpuState: true to keep the variables on the GPU",
+    );
+  }
+  if (gpuState && ort.env?.versions?.node) {
+    throw new UnsupportedError(
+      "gpuState: onnxruntime-node ends the process when it reads variables that are on a GPU; leave " +
+        "out gpuState, so that the variables are copied to the GPU in each step",
+    );
+  }
+  if (ort.env?.wasm?.proxy && typeof document !== "undefined") {
+    throw new UnsupportedError(
+      "ort.env.wasm.proxy must be false, because it takes the memory of the variables away; to keep " +
+        "the page responsive, run the driver itself in a Worker",
+    );
+  }
+}
+
+function checkMapping(what, arrays) {
+  if (typeof arrays !== "object" || arrays === null || Array.isArray(arrays) || ArrayBuffer.isView(arrays)) {
+    const given = arrays === null ? "null" : Array.isArray(arrays) ? "an array" : typeof arrays;
+    throw new ArgumentError(`${what} must be an object of arrays by name, got ${given}`);
+  }
+}
+
+/** Refuses class numbers that the loss does not accept; kernels would read other memory. */
+function checkLabels(name, tensor, { classes, ignored }) {
+  if (!["cpu", "cpu-pinned"].includes(tensor.location ?? "cpu")) {
+    throw new FeedError(`feeds: labels in '${name}' must be on the CPU, got ${tensor.location}`);
+  }
+  for (const value of tensor.data) {
+    const label = Number(value);
+    if (label !== ignored && (label < 0 || (classes !== null && label >= classes))) {
+      const allowed = classes === null ? ">= 0" : `from 0 to ${classes - 1}`;
+      const extra = ignored === null ? "" : ` or ${ignored}, which is ignored`;
+      throw new FeedError(`feeds: labels in '${name}' must be ${allowed}${extra}, got ${label}`);
+    }
   }
 }
 
@@ -357,24 +517,24 @@ function dimsOf(name, shape, length, sizes) {
   const dims = (shape ?? [null]).map((dim) => (typeof dim === "number" ? dim : sizes.get(dim) ?? null));
   const open = dims.flatMap((dim, axis) => (dim === null ? [axis] : []));
   if (open.length > 1) {
-    throw new Error(`input '${name}': the shape [${shape}] has several unknown dimensions; pass {data, dims}`);
+    throw new FeedError(`input '${name}': the shape [${shape}] has several unknown dimensions; pass {data, dims}`);
   }
   for (const axis of open) {
     const rest = count(dims.filter((dim) => dim !== null));
     dims[axis] = rest === 0 ? 0 : length / rest;
   }
   if (!dims.every(Number.isInteger) || count(dims) !== length) {
-    throw new Error(`input '${name}': cannot reshape ${length} numbers to [${shape}]`);
+    throw new FeedError(`input '${name}': cannot reshape ${length} numbers to [${shape}]`);
   }
   return dims;
 }
 
 function convert(name, type, data) {
   const Type = ARRAYS[type];
-  if (Type === undefined) throw new Error(`'${name}' has type ${type}; pass an onnxruntime tensor`);
+  if (Type === undefined) throw new FeedError(`'${name}' has type ${type}; pass an onnxruntime tensor`);
   if (data instanceof Type) return data;
   if (type === "float16" && Type === Uint16Array) {
-    throw new Error(`'${name}' has type float16, but this JavaScript engine has no Float16Array; pass the bits as a Uint16Array`);
+    throw new FeedError(`'${name}' has type float16, but this JavaScript engine has no Float16Array; pass the bits as a Uint16Array`);
   }
   const isFloat = type.startsWith("float");
   if (isFloat && ArrayBuffer.isView(data)) return Type.from(data, Number);
@@ -382,18 +542,18 @@ function convert(name, type, data) {
   return Type.from(data, (value, index) => {
     if (!["number", "bigint", "boolean"].includes(typeof value)) {
       const given = Array.isArray(value) ? "an array" : value === null ? "null" : typeof value;
-      throw new Error(
+      throw new FeedError(
         `'${name}' must be a flat array of numbers, or {data, dims} with one, but element ` +
           `${index} is ${given}`,
       );
     }
     if (isFloat) return Number(value);
     if (typeof value === "number" && !Number.isInteger(value)) {
-      throw new Error(`'${name}' has type ${type} and must contain integers, got ${value}`);
+      throw new FeedError(`'${name}' has type ${type} and must contain integers, got ${value}`);
     }
     held[0] = typeof held[0] === "bigint" ? BigInt(value) : Number(value);
     if (BigInt(held[0]) !== BigInt(value) || (type === "bool" && held[0] > 1)) {
-      throw new Error(`'${name}': ${value} is out of range for ${type}`);
+      throw new FeedError(`'${name}': ${value} is out of range for ${type}`);
     }
     return held[0];
   });
@@ -411,37 +571,50 @@ function ofHalf(bits) {
 
 // ---------------------------------------------------------------------------------- files
 
-async function read(source, name) {
+async function read(source, file) {
+  if (!["string", "object"].includes(typeof source) || source === null) {
+    throw new ArgumentError(`create: source must be a folder, or files by name, got ${source}`);
+  }
   if (typeof source === "object" && !(source instanceof URL)) {
-    const content = source[name];
-    if (content === undefined) throw new Error(`${name} is missing among the given files`);
+    const content = source[file];
+    if (content === undefined) throw new ModelError(`${file} is missing among the given files`);
     if (typeof content === "string") return new TextEncoder().encode(content);
     return content instanceof ArrayBuffer ? new Uint8Array(content) : bytesOf(content);
   }
   const folder = String(source).replace(/\/?$/, "/");
   const isRemote = /^(https?|blob|data):/.test(folder);
   if (globalThis.process?.versions?.node && !isRemote) {
-    const { readFile } = await import("node:fs/promises");
-    return bytesOf(await readFile(folder.startsWith("file:") ? new URL(name, folder) : folder + name));
+    const name = "node:fs/promises"; // not a literal, so that bundlers for pages leave it alone
+    const { readFile } = await import(/* webpackIgnore: true */ /* @vite-ignore */ name);
+    return bytesOf(await readFile(folder.startsWith("file:") ? new URL(file, folder) : folder + file));
   }
-  const response = await fetch(folder + name);
-  if (!response.ok) throw new Error(`${folder}${name}: ${response.status} ${response.statusText}`);
+  const response = await fetch(folder + file);
+  if (!response.ok) throw new ModelError(`${folder}${file}: ${response.status} ${response.statusText}`);
   return new Uint8Array(await response.arrayBuffer());
+}
+
+function parse(name, bytes) {
+  try {
+    return JSON.parse(new TextDecoder().decode(bytes));
+  } catch (error) {
+    throw new ModelError(`${name} is not JSON (${error.message})`, { cause: error });
+  }
 }
 
 /** Reads a safetensors file: {type, dims, data} by name. */
 export function readSafetensors(file) {
   const bytes = file instanceof ArrayBuffer ? new Uint8Array(file) : bytesOf(file);
   const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
-  const begin = 8 + Number(view.getBigUint64(0, true));
-  const header = JSON.parse(new TextDecoder().decode(bytes.subarray(8, begin)));
+  const begin = 8 + (bytes.length < 8 ? NaN : Number(view.getBigUint64(0, true)));
+  if (!(begin <= bytes.length)) throw new ModelError("safetensors: the header is longer than the file");
+  const header = parse("safetensors: the header", bytes.subarray(8, begin));
   delete header.__metadata__;
   const entries = Object.entries(header).map(([name, { dtype, shape, data_offsets: [from, to] }]) => {
     const type = TYPES[dtype];
-    if (type === undefined) throw new Error(`safetensors: '${name}' has the unknown type ${dtype}`);
+    if (type === undefined) throw new ModelError(`safetensors: '${name}' has the unknown type ${dtype}`);
     const content = bytes.slice(begin + from, begin + to); // a copy, because typed arrays need alignment
     if (content.length !== count(shape) * ARRAYS[type].BYTES_PER_ELEMENT) {
-      throw new Error(`safetensors: '${name}' has ${content.length} bytes, which do not match ${type}[${shape}]`);
+      throw new ModelError(`safetensors: '${name}' has ${content.length} bytes, which do not match ${type}[${shape}]`);
     }
     return [name, { type, dims: shape, data: new ARRAYS[type](content.buffer) }];
   });

@@ -150,11 +150,11 @@ await assert.rejects(session.release(), /cannot be released/);
 assert.equal(released.length, 2);
 assert.equal(live.size, 0);
 for (const call of ["state", "save", "saveState", "step", "evaluate", "release"]) {
-  await assert.rejects(session[call](feeds), new RegExp(`^Error: ${call}: the session has been released; cre`));
+  await assert.rejects(session[call](feeds), new RegExp(`^StateError: ${call}: the session has been released; cre`));
 }
 assert.throws(() => session.learningRate, /learningRate: the session has been released; create a new one/);
 await assert.rejects(
   TrainingSession.create(ort, folder, { sessionOptions: { preferredOutputLocation: "gpu-buffer" } }),
-  /^Error: sessionOptions must not contain preferredOutputLocation, which the driver sets; use gpuState: true/,
+  /^ArgumentError: sessionOptions must not contain preferredOutputLocation, which the driver sets; use gpuState: true/,
 );
 console.log(`${kept} variables`);

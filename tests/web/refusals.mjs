@@ -8,11 +8,18 @@ import { pathToFileURL } from "node:url";
 const [, , packages, folder] = process.argv;
 const require = createRequire(join(resolve(packages), "package.json"));
 const ort = require("onnxruntime-node");
-const { TrainingSession, readSafetensors } = await import(pathToFileURL(resolve(folder, "ortops.mjs")).href);
+const driver = await import(pathToFileURL(resolve(folder, "ortops.mjs")).href);
+const { TrainingSession, readSafetensors } = driver;
 
 let cases = 0;
-const refused = async (call, message) => {
-  await assert.rejects(async () => call(), { message });
+const refused = async (call, message, type = "") => {
+  await assert.rejects(async () => call(), (error) => {
+    assert(error instanceof driver.OrtopsError, error.stack);
+    assert.match(error.message, message);
+    if (type) assert.equal(error.name, type);
+    if (type) assert(error instanceof driver[type]);
+    return true;
+  });
   cases += 1;
 };
 
@@ -54,7 +61,38 @@ await refused(() => { session.learningRate = 1e39; }, /learningRate must be a fi
 await refused(() => session.setState({ toString: [1] }), /unknown variable 'toString'/);
 await refused(() => session.setState({ weight: [1] }), /unknown variable 'weight'/);
 await refused(() => session.setState({ "fc2.bias": [1, 2] }), /cannot reshape 2 numbers to \[10\]/);
+for (const call of ["step", "evaluate", "predict"]) {
+  await refused(() => session[call](), /^feeds must be an object of arrays by name, got undefined$/, "ArgumentError");
+  await refused(() => session[call](images), /^feeds must be an object of arrays by name, got object$/, "ArgumentError");
+  await refused(() => session[call](null), /got null$/, "ArgumentError");
+}
+await refused(() => session.setState(), /^setState: arrays must be an object of arrays by name/, "ArgumentError");
+for (const call of ["step", "evaluate"]) {
+  for (const label of [-1, 10, -100n, 1e9]) {
+    await refused(() => session[call]({ images, labels: [1, label] }), new RegExp(`^feeds: labels in 'labels' must be from 0 to 9, got ${label}$`), "FeedError");
+  }
+}
+const none = { images: { data: [], dims: [0, 1, 8, 8] }, labels: [] };
+await refused(() => session.step(none), /^feeds: 'images' must have at least one row, got shape \[0,1,8,8\]$/, "FeedError");
+await refused(() => session.step({ ...good, images: { data: images, dims: [3, 1, 8, 8] } }), /'images': dims \[3,1,8,8\] need 192 numbers, got 128/, "FeedError");
+await refused(() => session.step({ ...good, images: { data: images, dims: [-2, 1, 8, 8] } }), /dims must be an array of integers >= 0, got -2,1,8,8/, "FeedError");
+await refused(() => session.step({ ...good, images: { data: images, dims: [1, 2, 8, 8] } }), /must be float32\[batch,1,8,8\], got float32\[1,2,8,8\]/, "FeedError");
+await refused(() => session.predict({}), /^feeds: input 'images' is missing$/, "FeedError");
+await refused(() => TrainingSession.create({}, files), /^create: ort must be the module/, "ArgumentError");
+await refused(() => TrainingSession.create(ort), /^create: source must be a folder, or files by name, got undefined$/, "ArgumentError");
+await refused(() => create({ "step.json": "{" }), /^step.json is not JSON/, "ModelError");
+await refused(() => TrainingSession.create(ort, files, { gpuState: true }), /^gpuState: onnxruntime-node ends the process/, "UnsupportedError");
+globalThis.document = {}; // as in a page
+ort.env.wasm.proxy = true;
+await refused(() => create({}), /^ort.env.wasm.proxy must be false/, "UnsupportedError");
+ort.env.wasm.proxy = false;
+delete globalThis.document;
+// NaN is reported, and the step is not made.
+const spoiled = images.slice();
+spoiled[3] = NaN;
+await refused(() => session.step({ ...good, images: spoiled }), /^step: the loss is NaN: in the batch, 'images' has 1 of 128 values that are not finite; clean the data. The step has not been made/, "DivergedError");
 const state = files["state.safetensors"];
+await refused(() => readSafetensors(state.subarray(0, 4)), /the header is longer than the file/, "ModelError");
 await refused(() => readSafetensors(state.subarray(0, state.length - 1)), /has \d+ bytes, which do not match float32/);
 const first = session.step(good);
 await refused(() => session.step(good), /^step: a call of 'step' is still running; await it first$/);
@@ -75,4 +113,27 @@ assert.equal((await session.step(good)).loss, repeated.loss);
 const { loss, logits } = await session.evaluate(good);
 assert.equal((await session.evaluate(good)).loss, loss);
 assert.deepEqual(logits.dims, [2, 10]);
+
+// Predictions need no labels; reset goes back to the export.
+const { logits: predicted } = await session.predict({ images });
+assert.deepEqual(predicted.data, logits.data);
+assert.deepEqual((await session.predict(good)).logits.data, logits.data);
+const moved = await session.state();
+assert.notDeepEqual(moved["fc2.bias"].data, before["fc2.bias"].data);
+await session.reset();
+for (const [name, { data, dims }] of Object.entries(await session.state())) {
+  assert.deepEqual(data, before[name].data, name);
+  assert.deepEqual(dims, before[name].dims, name);
+}
+await session.step(good);
+assert.deepEqual((await session.state())["fc2.bias"].data, after["fc2.bias"].data);
+const lax = await TrainingSession.create(ort, files, { stopOnNan: false });
+assert.equal((await lax.step({ ...good, images: spoiled })).loss, NaN);
+await refused(() => session.setState({ "fc2.bias": new Array(11).fill(0) }), /cannot reshape 11 numbers/, "FeedError");
+await session.setState(await lax.state());
+await refused(() => session.step(good), /^step: the loss is NaN: check the learning rate \(0.001.*\); if variables are not finite either, call reset\(\)/, "DivergedError");
+await session.reset();
+assert((await session.step(good)).loss > 0);
+await lax.release();
+await session.release();
 console.log(`${cases} cases`);
