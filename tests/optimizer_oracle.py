@@ -362,6 +362,31 @@ def _muon(x, gradients, rate, *, momentum, nesterov, steps, adjustment, epsilon,
     return x
 
 
+def schedule_free(
+    x, gradients, rates, *, beta1, beta2, epsilon, decay=0.0, r=0.0, power=2.0
+) -> tuple[Array, Array]:
+    """Returns where gradients are taken, and the average; as the paper's algorithm 1 has it.
+
+    The average is computed at the end, from all iterates and their weights.
+    """
+    y, z, square = x, x, np.zeros_like(x)
+    iterates, weights = [], []
+    for t, (g, rate) in enumerate(zip(gradients, rates, strict=True), 1):
+        square = beta2 * square + (1 - beta2) * g**2
+        step = g / (np.sqrt(square / (1 - beta2**t)) + epsilon) + decay * y
+        z = z - rate * step
+        iterates.append(z)
+        weights.append(t**r * max(rates[:t]) ** power)
+        pairs = zip(weights, iterates, strict=True)
+        average = sum(w * each for w, each in pairs) / sum(weights) if sum(weights) else z
+        y = (1 - beta1) * z + beta1 * average
+    return y, average
+
+
+def _schedule_free(x, gradients, rate, **settings):
+    return schedule_free(x, gradients, [rate] * len(gradients), **settings)[0]
+
+
 _TRAJECTORIES: dict[str, Callable[..., Array]] = {
     "SGD": _sgd,
     "RMSprop": _rmsprop,
@@ -374,6 +399,7 @@ _TRAJECTORIES: dict[str, Callable[..., Array]] = {
     "LAMB": _lamb,
     "Adafactor": _adafactor,
     "Muon": _muon,
+    "ScheduleFreeAdamW": _schedule_free,
 }
 
 

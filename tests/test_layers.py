@@ -65,7 +65,7 @@ WITHIN = {
     ),
     "optimizers": (
         *("optimizer", "gradient_descent", "squares", "moments", "variants", "sign", "layerwise"),
-        *("factored", "orthogonal", "__init__"),
+        *("factored", "orthogonal", "schedule_free", "__init__"),
     ),
     "autodiff": ("registry", "backward", "gradient_node", "grad", "expansion", "rules"),
     "derivatives": (

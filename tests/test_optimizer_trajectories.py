@@ -36,6 +36,7 @@ from ortops.optimizers import (
     Optimizer,
     RAdam,
     RMSprop,
+    ScheduleFreeAdamW,
 )
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -208,6 +209,12 @@ CASES = {
         packed=False,
         inert=("epsilon2", "clipping_threshold"),
     ),
+    "ScheduleFreeAdamW": Case(
+        ScheduleFreeAdamW(RATE, **BETAS, epsilon=SMALL, weight_decay=0.125, count_power=0.5),
+        {**BETAS, "epsilon": SMALL, "decay": 0.125, "r": 0.5},
+        packed=False,
+        inert=("rate_power",),
+    ),
     "Muon": Case(
         Muon(
             *(RATE, 0.125, 0.875, True, 5, "match_rms_adamw", TINY),
@@ -293,7 +300,10 @@ def by_arrays(optimizer: Optimizer, start: Arrays, given: list[Arrays]) -> Array
     found = {}
     for name, x in start.items():
         own = optimizer.of(x.shape)
-        state = [np.zeros(s, x.dtype) for s in own.state_shapes(x.shape).values()]
+        state = [
+            x.copy() if letter in own.copies else np.zeros(s, x.dtype)
+            for letter, s in own.state_shapes(x.shape).items()
+        ]
         for t, step in enumerate(given, optimizer.first_step):
             r, count = np.asarray(optimizer.peak, np.float32), np.asarray(t, np.int64)
             x, *state = own.update(r, count, x, step[name], *state)

@@ -35,7 +35,7 @@ from ortops.building.updates import (
     unless_skipped,
 )
 from ortops.building.without_adapter import without_adapter
-from ortops.errors import ModelError
+from ortops.errors import ArgumentError, ModelError
 from ortops.garbage_collection import pause_collection
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
@@ -296,10 +296,13 @@ class Plan:
     def notes(self) -> dict[str, Any]:
         """Descriptions of schedule, clipping, averages and groups for the file; none if unused."""
         schedule = self.optimizer.schedule
+        averaging = self.optimizer.name if self.optimizer.average else ""
+        if self.ema_decay is not None:
+            averaging = f"ema_decay={self.ema_decay!r}"
         found: dict[str, Any] = {
             "schedule": "" if schedule is None else schedule.description,
             "clipping": str(self.clipping),
-            "averaging": "" if self.ema_decay is None else f"ema_decay={self.ema_decay!r}",
+            "averaging": averaging,
             "groups": {n: difference(own, self.optimizer) for n, own in self.grouped.items()},
         }
         return {name: value for name, value in found.items() if value}
@@ -395,6 +398,11 @@ def plan_training(
         ema_decay = number("ema_decay", ema_decay, minimum=0, below=1)
     seed = whole_number("seed", seed, -(2**63), 2**63 - 1)
     loss, optimizer = losses.resolve(loss), optimizers.resolve(optimizer)
+    if optimizer.average and ema_decay is not None:
+        raise ArgumentError(
+            f"ema_decay must be left out for the optimizer {optimizer.name}, which averages by "
+            f"itself, got {ema_decay!r}"
+        )
     forward = _emit_forward(prepared, loss, inputs, optimizer.peak, seed)
     parameters = reached(prepared.choice, forward.loss.value)
     grouped = optimizers_of(optimizer, groups, parameters, prepared.scopes)

@@ -262,20 +262,28 @@ class Updates:
         shape = tensor.shape.numpy()
         optimizer = optimizer.of(shape)
         states = [
-            algorithm.variable(f"{parameter.name}.{name}", np.zeros(own, x.dtype))
+            algorithm.copy(parameter, name, x.dtype)
+            if name in optimizer.copies
+            else algorithm.variable(f"{parameter.name}.{name}", np.zeros(own, x.dtype))
             for name, own in optimizer.state_shapes(shape).items()
         ]
         rate, t = self.rates.of(optimizer), self.count if optimizer.first_step else self.step
         tape.scope = f"update/{parameter.name}/"
         gradient = times(gradient, self.scale)
-        own = x if scaling == 1 else (x / scaling).with_shape_of(x)
+        scaled = [name in optimizer.copies for name in optimizer.states]
+        own = _divided(x, scaling)
         if optimizer.operator is None:
-            new = _emit_rule(optimizer, (rate, t, own, gradient, *states))
+            given = [_divided(s, scaling) if c else s for s, c in zip(states, scaled, strict=True)]
+            new = _emit_rule(optimizer, (rate, t, own, gradient, *given))
         else:
             inputs = (rate, t, optimizer.before_operator(rate, own), gradient, *states)
             new = _emit_operator(optimizer, inputs, (x, *states))
         if scaling != 1:
-            new = (new[0] * scaling, *new[1:])
+            flags = zip(new, (True, *scaled), strict=True)
+            new = tuple(each * scaling if is_scaled else each for each, is_scaled in flags)
+        if optimizer.average:
+            average = states[optimizer.states.index(optimizer.average)]
+            self.averages[parameter.name] = average.name
         variables = [x, *states]
         kept = [unless_skipped(self.scaling, n, v) for n, v in zip(new, variables, strict=True)]
         if self.ema_decay is not None:
@@ -290,6 +298,10 @@ class Updates:
         tape.scope = ""
         for variable, new_value in zip(variables, kept, strict=True):
             algorithm.update(variable.name, new_value)
+
+
+def _divided(x: Tensor, scaling: float) -> Tensor:
+    return x if scaling == 1 else (x / scaling).with_shape_of(x)
 
 
 def _emit_operator(

@@ -41,6 +41,7 @@ from ortops.optimizers.moments import (
 )
 from ortops.optimizers.optimizer import OPERATORS, Custom, Operator, Optimizer, UpdateRule
 from ortops.optimizers.orthogonal import Muon, muon
+from ortops.optimizers.schedule_free import ScheduleFreeAdamW, schedule_free_adamw
 from ortops.optimizers.sign import Lion, lion
 from ortops.optimizers.squares import Adadelta, Adagrad, RMSprop, adadelta, adagrad, rmsprop
 from ortops.optimizers.variants import Adamax, NAdam, RAdam, adamax, nadam, radam
@@ -68,6 +69,7 @@ __all__ = [
     "Optimizer",
     "RAdam",
     "RMSprop",
+    "ScheduleFreeAdamW",
     "UpdateRule",
     "adadelta",
     "adafactor",
@@ -87,6 +89,7 @@ __all__ = [
     "radam",
     "resolve",
     "rmsprop",
+    "schedule_free_adamw",
     "sgd",
 ]
 
@@ -94,7 +97,7 @@ OPTIMIZERS: Mapping[str, type[Optimizer]] = {
     constructor.__name__: constructor
     for constructor in (
         *(SGD, Momentum, Adagrad, RMSprop, Adadelta, Adam, AdamW, AMSGrad, NAdam, RAdam, Adamax),
-        *(Lion, LAMB, Adafactor, Muon),
+        *(Lion, LAMB, Adafactor, Muon, ScheduleFreeAdamW),
     )
 }
 """The optimizer classes by name; a name selects an optimizer with its defaults."""
@@ -103,6 +106,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "gradientdescent": "SGD",
     "sgdmomentum": "Momentum",
     "nesterov": "use Momentum(mode='nesterov')",
+    "adamwschedulefree": "use 'ScheduleFreeAdamW'",
     **dict.fromkeys(("adamwtorch", "adamw8bit", "pagedadamw"), "use 'AdamW'"),
 }
 """What other libraries call optimizers, as in `ortops.losses.OTHER_NAMES`."""

@@ -181,6 +181,9 @@ class Optimizer:
     Attributes:
         learning_rate: The initial learning rate (R), finite and non-negative; or a schedule.
         first_step: The value of T in the first update.
+        copies: The states that start as the parameter; the others start as zeros.
+        average: The state that is the trained parameter, if the parameter is only where gradients
+            are taken; "" otherwise.
         ranges: The bounds of attributes.
 
     Example:
@@ -193,6 +196,8 @@ class Optimizer:
     learning_rate: float | Schedule
 
     first_step: ClassVar[int] = 0
+    copies: ClassVar[tuple[str, ...]] = ()
+    average: ClassVar[str] = ""
     ranges: ClassVar[Ranges] = RANGES
     _rule: ClassVar[UpdateRule]
 
@@ -271,7 +276,7 @@ class Optimizer:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The names of the state tensors, which start as zeros of the parameter's dtype.
+        """The names of the state tensors, of the parameter's dtype, zeros except for `copies`.
 
         Example:
             >>> from ortops.optimizers import SGD, Adam
