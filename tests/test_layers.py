@@ -127,7 +127,8 @@ WITHIN = {
         "__init__",
     ),
     "metrics": (
-        *("metric", "classification", "ranking", "regression", "sequence", "functions"),
+        *("metric", "classification", "confusion", "ranking", "regression", "sequence"),
+        "functions",
         "__init__",
     ),
     "surgery": ("reading", "head", "batch", "branches", "output", "tied", "__init__"),
@@ -158,7 +159,8 @@ WITHIN = {
     ),
     "losses": (
         *("teacher", "loss", "compute", "classification", "regression"),
-        *("similarity", "sequence", "segmentation", "distillation", "preference", "__init__"),
+        *("similarity", "sequence", "segmentation", "distillation", "preference", "angular"),
+        "__init__",
     ),
     "cli": (
         *("parser", "standard_streams", "calls", "configuration", "streams", "archive"),

@@ -231,7 +231,102 @@ def embedding_cases() -> Iterator[Case]:
             )
 
 
-CASES = [*class_cases(), *number_cases(), *embedding_cases()]
+def arc_face(
+    torch: Any, y: Any, given: Any, *, margin: float, scale: float, weights: Any, **options: Any
+) -> Any:
+    """The definition, by angles."""
+    cosine = torch.tanh(y)
+    angle = torch.acos(cosine) + margin
+    beyond = cosine - margin * np.sin(margin)
+    moved = torch.where(angle <= np.pi, torch.cos(angle), beyond)
+    own = torch.nn.functional.one_hot(given.clamp(min=0), 5).bool()
+    own = own.movedim(-1, 1)
+    logits = scale * torch.where(own, moved, cosine)
+    weight = None if weights is None else y.new_tensor(weights)
+    return torch.nn.functional.cross_entropy(logits, given, weight=weight, **options)
+
+
+def spread_cases() -> Iterator[Case]:
+    """Likelihoods of distributions, quantiles, and angles."""
+
+    def numbers(rng: np.random.Generator) -> dict[str, Array]:
+        return {"targets": rng.normal(size=(6, 4))}
+
+    def counts(rng: np.random.Generator) -> dict[str, Array]:
+        return {"targets": rng.poisson(2.0, (6, 4)).astype(np.float64)}
+
+    two = {"mean": (6, 4), "spread": (6, 4)}
+    for reduction, full in product(("mean", "sum"), (False, True)):
+        options: Any = {"reduction": reduction, "full": full}
+
+        def gaussian(torch: Any, m: Any, s: Any, t: Any, *, options: Any = options) -> Any:
+            return torch.nn.functional.gaussian_nll_loss(m.exp(), t, s.exp(), **options)
+
+        def of_logarithm(torch: Any, m: Any, s: Any, t: Any, *, options: Any = options) -> Any:
+            return torch.nn.functional.gaussian_nll_loss(m, t, s.exp(), eps=1e-30, **options)
+
+        yield Case(
+            f"Gaussian {options}",
+            losses.GaussianNLL("mean", variance="spread", **options),
+            *(gaussian, two, numbers, op.Exp),
+        )
+        yield Case(
+            f"Gaussian, logarithm {options}",
+            losses.GaussianNLL("mean", log_variance="spread", **options),
+            *(of_logarithm, two, numbers),
+        )
+        for log_input in (False, True):
+
+            def poisson(
+                torch: Any, y: Any, t: Any, *, options: Any = options, log_input: bool = log_input
+            ) -> Any:
+                y = y if log_input else y.exp()
+                function = torch.nn.functional.poisson_nll_loss
+                return function(y, t, log_input=log_input, **options)
+
+            yield Case(
+                f"Poisson {options} {log_input}",
+                losses.PoissonNLL(log_input=log_input, **options),
+                *(poisson, {"y": (6, 4)}, counts, None if log_input else op.Exp),
+            )
+    for reduction, quantiles in product(("mean", "sum"), (0.5, 0.9, (0.1, 0.5, 0.95))):
+        several = isinstance(quantiles, tuple)
+
+        def pinball(
+            torch: Any, y: Any, t: Any, *, q: Any = quantiles, reduction: str = reduction
+        ) -> Any:
+            q = y.new_tensor(q)
+            difference = (t[..., None] if q.ndim else t) - y
+            found = torch.where(difference > 0, q * difference, (q - 1) * difference)
+            return getattr(found, reduction)()
+
+        yield Case(
+            f"quantiles {quantiles} {reduction}",
+            losses.Quantile(quantiles=quantiles, reduction=reduction),
+            *(pinball, {"y": (6, 4, 3) if several else (6, 4)}, numbers),
+        )
+    for margin, ignored, weights, smoothing in (
+        *((0.5, None, None, 0.0), (0.0, None, None, 0.0), (2.5, None, CLASS_WEIGHTS, 0.0)),
+        *((0.5, -100, CLASS_WEIGHTS, 0.1), (1.2, 1, None, 0.0)),
+    ):
+        angles = {"margin": margin, "scale": 8.0, "weights": weights}
+        shape = (6, 5) if smoothing == 0 else (4, 5, 3)
+        yield Case(
+            f"ArcFace {angles} {ignored} {smoothing}",
+            losses.ArcFace(ignore_index=ignored, label_smoothing=smoothing, **angles),
+            partial(
+                arc_face,
+                ignore_index=-7 if ignored is None else ignored,
+                label_smoothing=smoothing,
+                **angles,
+            ),
+            {"y": shape},
+            partial(labels, shape=(shape[0], *shape[2:]), ignored=ignored),
+            op.Tanh,
+        )
+
+
+CASES = [*class_cases(), *number_cases(), *embedding_cases(), *spread_cases()]
 
 
 def draw(case: Case, dtype: Any, seed: int = 0) -> tuple[dict[str, Array], dict[str, Array]]:

@@ -19,6 +19,7 @@ from dataclasses import MISSING, fields
 from typing import TypeAlias
 
 from ortops.errors import ArgumentError
+from ortops.losses.angular import ArcFace
 from ortops.losses.classification import (
     BinaryCrossEntropy,
     BinaryCrossEntropyWithLogits,
@@ -32,7 +33,16 @@ from ortops.losses.compute import Computed, Inputs, Prediction, compute
 from ortops.losses.distillation import Distillation
 from ortops.losses.loss import Combined, Function, Loss
 from ortops.losses.preference import DPO
-from ortops.losses.regression import L1, Huber, KullbackLeibler, MeanSquaredError, SmoothL1
+from ortops.losses.regression import (
+    L1,
+    GaussianNLL,
+    Huber,
+    KullbackLeibler,
+    MeanSquaredError,
+    PoissonNLL,
+    Quantile,
+    SmoothL1,
+)
 from ortops.losses.segmentation import Dice
 from ortops.losses.sequence import CTC
 from ortops.losses.similarity import CosineEmbedding, InfoNCE, Triplet
@@ -44,6 +54,7 @@ __all__ = [
     "L1",
     "LOSSES",
     "OTHER_NAMES",
+    "ArcFace",
     "BinaryCrossEntropy",
     "BinaryCrossEntropyWithLogits",
     "Combined",
@@ -52,6 +63,7 @@ __all__ = [
     "Dice",
     "Distillation",
     "Focal",
+    "GaussianNLL",
     "Hinge",
     "Huber",
     "InfoNCE",
@@ -62,7 +74,9 @@ __all__ = [
     "MeanSquaredError",
     "NegativeLogLikelihood",
     "NextToken",
+    "PoissonNLL",
     "Prediction",
+    "Quantile",
     "SmoothL1",
     "SoftmaxCrossEntropy",
     "Triplet",
@@ -73,9 +87,10 @@ __all__ = [
 LOSSES: Mapping[str, type[Loss]] = {
     loss.__name__: loss
     for loss in (
-        *(BinaryCrossEntropy, BinaryCrossEntropyWithLogits, CosineEmbedding, CTC, Dice),
-        *(Distillation, DPO, Focal, Hinge, Huber, InfoNCE, KullbackLeibler, L1, MeanSquaredError),
-        *(NegativeLogLikelihood, NextToken, SmoothL1, SoftmaxCrossEntropy, Triplet),
+        *(ArcFace, BinaryCrossEntropy, BinaryCrossEntropyWithLogits, CosineEmbedding, CTC, Dice),
+        *(Distillation, DPO, Focal, GaussianNLL, Hinge, Huber, InfoNCE, KullbackLeibler, L1),
+        *(MeanSquaredError, NegativeLogLikelihood, NextToken, PoissonNLL, Quantile, SmoothL1),
+        *(SoftmaxCrossEntropy, Triplet),
     )
 }
 """All losses by name."""
@@ -110,6 +125,9 @@ OTHER_NAMES: Mapping[str, str] = {
     "tripletmargin": "Triplet",
     **dict.fromkeys(("cosinesimilarity", "contrastive"), "use 'CosineEmbedding' or 'InfoNCE'"),
     "ntxent": "use 'InfoNCE'",
+    **dict.fromkeys(("pinball", "quantileregression"), "Quantile"),
+    **dict.fromkeys(("poisson",), "PoissonNLL"),
+    "gaussian": "GaussianNLL",
     "causallm": "NextToken",
 }
 """What other libraries call losses, in lower case, without underscores and without "loss"; the

@@ -23,9 +23,10 @@ from typing import Any, TypeAlias
 
 from ortops.errors import ArgumentError
 from ortops.metrics.classification import F1, Accuracy, IoU, Precision, Recall, TopK
+from ortops.metrics.confusion import ConfusionMatrix
 from ortops.metrics.functions import Function, accuracy, mean_absolute_error
 from ortops.metrics.metric import StreamingMetric
-from ortops.metrics.ranking import AUC
+from ortops.metrics.ranking import AUC, NDCG
 from ortops.metrics.regression import (
     R2,
     MeanAbsoluteError,
@@ -38,8 +39,10 @@ from ortops.other_names import find_name
 __all__ = [
     "AUC",
     "F1",
+    "NDCG",
     "R2",
     "Accuracy",
+    "ConfusionMatrix",
     "EditDistance",
     "Function",
     "IoU",
@@ -67,6 +70,8 @@ METRICS: Mapping[str, type[StreamingMetric]] = {
     "recall": Recall,
     "f1": F1,
     "auc": AUC,
+    "ndcg": NDCG,
+    "confusion_matrix": ConfusionMatrix,
     "mean_absolute_error": MeanAbsoluteError,
     "mean_squared_error": MeanSquaredError,
     "root_mean_squared_error": RootMeanSquaredError,

@@ -1,4 +1,4 @@
-"""Ranking metrics: the area under the ROC curve."""
+"""Ranking metrics: the area under the ROC curve, and the gain of ranked documents."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ortops.arguments import choice, whole_number
 from ortops.metrics.metric import (
     Array,
+    Mean,
     StreamingMetric,
     class_rows,
     columns,
@@ -19,7 +20,7 @@ from ortops.metrics.metric import (
     probabilities,
 )
 
-__all__ = ["AUC"]
+__all__ = ["AUC", "NDCG"]
 
 _MOST_BINS = 2**31 - 1
 
@@ -127,6 +128,69 @@ class AUC(StreamingMetric):
         if self.average == "weighted" and sum(yeses):
             return float(np.average(areas, weights=yeses))
         return float(np.mean(areas))
+
+
+@dataclass
+class NDCG(Mean):
+    """Normalized discounted cumulative gain, averaged over rows.
+
+    Outputs (N, documents) are scores, targets of the same shape are relevances >= 0. The gain of a
+    row is Σ relevance / log2(1 + rank), with documents ranked by score; it is divided by that of
+    the best order. Documents with equal scores share their places. A row without any relevant
+    document has 0.
+
+    Args:
+        k: The number of ranks that count; all by default.
+
+    Example:
+        >>> gain = NDCG()
+        >>> gain.update(np.array([[0.1, 0.9, 0.4]]), np.array([[3.0, 2.0, 0.0]]))
+        >>> round(gain.result(), 4)
+        0.8212
+
+    Source:
+        Järvelin and Kekäläinen, 2002 (doi:10.1145/582415.582418); the same as
+        sklearn.metrics.ndcg_score.
+    """
+
+    k: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        super().__post_init__()
+        if self.k is not None:
+            whole_number(self.named("k"), self.k, 1)
+
+    def update(self, outputs: Array, targets: Array, sample_weight: Array | None = None) -> None:
+        """See `StreamingMetric`."""
+        if outputs.ndim != 2 or outputs.shape != targets.shape:
+            raise self.wrong(
+                "outputs and targets must have the shape (rows, documents), got shapes "
+                f"{list(outputs.shape)} and {list(targets.shape)}"
+            )
+        if (targets < 0).any():
+            raise self.wrong(f"relevances must be >= 0, got {targets.min():g}")
+        discount = 1 / np.log2(np.arange(outputs.shape[1]) + 2.0)
+        if self.k is not None:
+            discount[self.k :] = 0
+        pairs = zip(outputs, targets.astype(np.float64), strict=True)
+        values = np.array([_normalized_gain(*pair, discount) for pair in pairs])
+        weights = self.weights_like(targets[:, 0], sample_weight)
+        self.add(values, weights)
+
+
+def _normalized_gain(scores: Array, relevances: Array, discount: Array) -> float:
+    """Returns the gain of a row, divided by that of the best order."""
+    best = float(np.sort(relevances)[::-1] @ discount)
+    if np.isnan(scores).any():
+        return math.nan
+    if not best:
+        return 0.0
+    _, places, counts = np.unique(-scores, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    sums = np.concatenate([[0.0], np.cumsum(discount)])
+    shared = (sums[ends] - sums[ends - counts]) / counts  # the discount of documents that tie
+    return float(relevances @ shared[places]) / best
 
 
 class _Question:
