@@ -20,6 +20,7 @@ from models.lstm import lstm
 from models.resnet import resnet
 from models.transformer import transformer
 from ortops import TrainingSession, build_training_model, optimizers, schedules
+from ortops.cli import main
 from ortops.errors import UnsupportedError
 from ortops.execution.memory import DeviceArray
 from tests.training_models import assert_same_arrays, classifier, labelled
@@ -208,7 +209,9 @@ def test_an_adapter() -> None:
     assert_close(device.state, cpu.state, 1e-4)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "NAdam", "Lion", "LAMB", "Adafactor", "Muon"])
+@pytest.mark.parametrize(
+    "optimizer", ["SGD", "NAdam", "RAdam", "Lion", "LAMB", "Adafactor", "Muon"]
+)
 def test_optimizers(optimizer: str) -> None:
     device, cpu = pair(built(optimizer=optimizer))
     for _ in range(5):
@@ -289,3 +292,36 @@ def test_a_function() -> None:
     f, g = (ortops.Function(classifier(), providers=p) for p in (["webgpu"], None))
     x = BATCH["x"]
     np.testing.assert_allclose(f(x), g(x), rtol=1e-5, atol=1e-6)
+
+
+def test_learning_rates_are_tried_on_the_device(caplog: pytest.LogCaptureFixture) -> None:
+    session, cpu = pair(built())
+    data = {name: np.concatenate([array] * 5) for name, array in BATCH.items()}
+    with caplog.at_level(logging.INFO, "ortops"):
+        found = ortops.callbacks.find_learning_rate(session, data, steps=20, lowest=1e-4)
+    assert any("nodes of a step run on the CPU" in r.getMessage() for r in caplog.records)
+    expected = ortops.callbacks.find_learning_rate(cpu, data, steps=20, lowest=1e-4)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-4)
+
+
+def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    onnx.save(built(), tmp_path / "model.onnx")
+    np.savez(tmp_path / "data.npz", **BATCH)
+    arguments = [str(tmp_path / "model.onnx"), "--data", str(tmp_path / "data.npz")]
+    saved = str(tmp_path / "saved.onnx")
+    assert main(["train", *arguments, "--save", saved, "--providers", "webgpu"]) == 0
+    expected = TrainingSession(built())
+    expected.fit(BATCH, progress=False)
+    assert_close(TrainingSession(saved).state, expected.state)
+    capsys.readouterr()
+    assert main(["inspect", saved, "--providers", "webgpu", "CPUExecutionProvider"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    placement = TrainingSession(saved, providers=["webgpu"]).placement
+    count = sum(provider == "WebGpuExecutionProvider" for provider in placement.values())
+    line = f"WebGpuExecutionProvider runs {count} of {len(placement)} nodes of a step"
+    at = shown.index(line)
+    fallen = len(placement) - count
+    assert (
+        shown[at + 1] == f"CPUExecutionProvider runs {fallen} of {len(placement)} nodes of a step:"
+    )
+    assert {each.strip() for each in shown[at + 2 : at + 2 + fallen]} <= placement.keys()

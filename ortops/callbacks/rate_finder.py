@@ -108,7 +108,7 @@ def find_learning_rate(
         batch_size: Rows per batch, if arrays are given.
         seed: Determines the order of the rows.
         path: A file for a plot of the curve (``.png``, ``.svg``, ``.pdf``; requires matplotlib).
-        providers: Execution providers of the copy.
+        providers: Execution providers of the copy; by default, those of the session.
 
     Returns:
         The curve and the suggestion: ``session.learning_rate = curve.suggestion``.
@@ -150,7 +150,7 @@ def find_learning_rate(
             "then with the schedule"
         )
     sweep = _Sweep(np.geomspace(lowest, highest, steps))
-    copy = TrainingSession(session.model(), providers=providers)
+    copy = TrainingSession(session.model(), providers=providers or session.providers)
     copy.fit(
         data,
         epochs=steps,

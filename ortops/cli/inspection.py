@@ -13,6 +13,7 @@ import onnx
 from ortops.cli.standard_streams import print_text
 from ortops.cli.streams import print_json, read_model
 from ortops.errors import OrtopsError
+from ortops.execution.providers import CPU
 from ortops.lowering import TRAINING_DOMAIN
 from ortops.trainable.metadata import entry_names, training_metadata
 from ortops.training.session import TrainingSession
@@ -22,7 +23,7 @@ __all__ = ["inspect"]
 
 def inspect(options: argparse.Namespace) -> int:
     """Prints a description of a model or trainable file."""
-    found = _found(read_model(options.model))
+    found = _found(read_model(options.model), options.providers)
     if options.json:
         print_json(found)
     else:
@@ -30,7 +31,7 @@ def inspect(options: argparse.Namespace) -> int:
     return 0
 
 
-def _found(model: onnx.ModelProto) -> dict[str, Any]:
+def _found(model: onnx.ModelProto, providers: list[str] | None) -> dict[str, Any]:
     """Returns a JSON-serializable description of a model."""
     graph = model.graph
     given = {tensor.name for tensor in graph.initializer}
@@ -46,7 +47,7 @@ def _found(model: onnx.ModelProto) -> dict[str, Any]:
         return found
     algorithms = [info.algorithm for info in model.training_info]
     metadata = training_metadata(model)
-    session = TrainingSession(model)
+    session = TrainingSession(model, providers=providers)
     nodes = (node for algorithm in algorithms for node in algorithm.node)
     updates = Counter(n.op_type for n in nodes if n.domain == TRAINING_DOMAIN)
     updates.pop("Gradient", None)
@@ -65,8 +66,18 @@ def _found(model: onnx.ModelProto) -> dict[str, Any]:
         "history": list(session.history),
         "position": _position(session),
     }
+    if providers:
+        found["placement"] = _placement(session)
     if len(algorithms) > 1:
         found["entries"] = _entries(model, session)
+    return found
+
+
+def _placement(session: TrainingSession) -> dict[str, list[str]]:
+    """Returns the nodes of a step by the provider that runs them."""
+    found: dict[str, list[str]] = {name: [] for name, _ in session.providers}
+    for node, provider in session.placement.items():
+        found.setdefault(provider, []).append(node)
     return found
 
 
@@ -158,6 +169,12 @@ def _lines(found: dict[str, Any]) -> list[str]:
             f"trains {len(trained)} weights" + (f", such as {trained[0]}" if trained else "")
         )
         lines.append(f"entry {name}: {'; '.join(described)}")
+    placement = found.get("placement", {})
+    total = sum(map(len, placement.values()))
+    for provider, nodes in placement.items():
+        line = f"{provider} runs {len(nodes)} of {total} nodes of a step"
+        fallen = provider == CPU and len(placement) > 1 and nodes
+        lines += [f"{line}:", *(f"  {node}" for node in nodes)] if fallen else [line]
     if found["position"]:
         lines.append(found["position"])
     for number, epoch in enumerate(found["history"], start=1):

@@ -151,6 +151,12 @@ def make_parser(version: str) -> argparse.ArgumentParser:
     inspect = command("inspect", "inspection.inspect", "describe a model or trainable file")
     inspect.add_argument("model", help="an .onnx file, or - for standard input")
     inspect.add_argument("--json", action="store_true", help="print a JSON object")
+    _add_list(
+        inspect,
+        "--providers",
+        "NAME",
+        "say which nodes of a step fall back to the CPU on these, such as webgpu",
+    )
     _add_lora(command)
     _add_tune(command)
     _add_weights(command)
@@ -307,6 +313,11 @@ def _add_list(
     group.add_argument(name, action="extend", nargs="+", metavar=metavar, help=about, **settings)
 
 
+def _add_providers(group: argparse._ActionsContainer) -> None:
+    about = "where to train, such as webgpu or CUDAExecutionProvider (default: the CPU)"
+    _add_list(group, "--providers", "NAME", about)
+
+
 def _add_data(parser: argparse.ArgumentParser, *, batch: int = 256) -> None:
     group = parser.add_argument_group("data")
     add = group.add_argument
@@ -387,6 +398,7 @@ def _add_train(command: _Command) -> None:
         help="save every N steps (default: after each epoch)",
     )
     add("--resume", action="store_true", help="resume an interrupted training")
+    _add_providers(group)
     _add_reports(group)
 
 
@@ -415,6 +427,7 @@ def _add_eval(command: _Command) -> None:
     add("--class-weight", metavar="WEIGHTS", help=_CLASS_WEIGHT)
     add("--metrics", nargs="+", metavar="METRIC", help="metrics to compute, such as accuracy")
     add("--ema", action="store_true", help="evaluate the averaged weights")
+    _add_providers(parser)
     add("--json", action="store_true", help="print a JSON object")
     _add_data(parser)
 

@@ -89,7 +89,7 @@ def train(options: argparse.Namespace) -> int:
     model, training, validation = _prepare(model, options)
     if not resumes:
         write_metadata(model, OPTIONS_KEY, json.dumps(_given(options)))
-    session = TrainingSession(model)
+    session = TrainingSession(model, providers=options.providers)
     if trainable and not resumes and options.learning_rate is not None:
         session.learning_rate = _number(options)
     before = session.steps_done
@@ -251,7 +251,7 @@ def evaluate(options: argparse.Namespace) -> int:
                 option = f"--{name.replace('_', '-')}"
                 raise OrtopsError(f"{option}: '{options.model}' already has a loss; omit {option}")
     data = read_given(options, options.data, _wanted_inputs(model, options), read_classes(model))
-    found = TrainingSession(model).evaluate(
+    found = TrainingSession(model, providers=options.providers).evaluate(
         data.arrays,
         batch_size=options.batch_size or 256,
         metrics=[metric(text) for text in options.metrics or ()],

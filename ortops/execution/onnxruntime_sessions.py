@@ -85,7 +85,7 @@ class Sessions:
         self.device = settings.device or device_of(providers)
         self.on_cpu = self.device is None and [name for name, _ in providers] == [CPU]
         self.names = [name for name, _ in providers]
-        others = passes_for("webgpu") if WEBGPU in self.names else ()
+        others = passes_for("webgpu_session") if WEBGPU in self.names else ()
         self.passes = settings.passes if self.on_cpu else others
         if self.device is not None and kernels != "onnx":
             raise UnsupportedError(

@@ -49,6 +49,8 @@ def replace_type(
             if value.const_value is not None:
                 value.const_value = convert(value.const_value)
     for node in all_nodes(graph):
+        if any(output in kept for output in node.outputs):
+            continue
         for name, attribute in list(node.attributes.items()):
             if attribute.type == ir.AttributeType.TENSOR:
                 tensor = attribute.as_tensor()

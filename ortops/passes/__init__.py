@@ -27,7 +27,7 @@ from ortops.passes.rectified import RECTIFIED
 from ortops.passes.recurrent import RECURRENT
 from ortops.passes.rounding import ROUNDING
 from ortops.passes.transposed import TRANSPOSED
-from ortops.passes.webgpu import WEBGPU
+from ortops.passes.webgpu import WEBGPU, WEBGPU_SESSION
 
 __all__ = ["PASSES", "Draft", "Pass", "Runtime", "passes_for"]
 
@@ -49,6 +49,7 @@ PASSES: tuple[Pass, ...] = (
     RECURRENT,
     ROUNDING,
     WEBGPU,
+    WEBGPU_SESSION,
 )
 """All passes; see `passes_for`."""
 

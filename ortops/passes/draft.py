@@ -16,9 +16,10 @@ from ortops.passes.finite import unbounded_values
 
 __all__ = ["ANYWHERE", "ONNXRUNTIME", "SESSION", "Draft", "Pass", "Runtime"]
 
-Runtime: TypeAlias = Literal["any", "onnxruntime", "webgpu", "session"]
+Runtime: TypeAlias = Literal["any", "onnxruntime", "webgpu", "webgpu_session", "session"]
 """What runs a graph: any runtime that implements the ONNX standard, onnxruntime with the CPU
-provider, onnxruntime with the WebGPU provider, or a TrainingSession on this machine's CPU."""
+provider, onnxruntime with the WebGPU provider (alone, or in a TrainingSession), or a
+TrainingSession on this machine's CPU."""
 
 SESSION: frozenset[Runtime] = frozenset({"session"})
 """For graphs that run only on this machine."""

@@ -7,7 +7,7 @@ with this provider have no kernel for a Cast to float64, so such a graph cannot 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Unpack
 
 import numpy as np
@@ -21,14 +21,27 @@ from ortops.graph.edit import describe, inner_graphs
 from ortops.graph.element_types import replace_type
 from ortops.graph.shapes import reshape_like
 from ortops.graph.tensor import Tape, Tensor, op
-from ortops.passes.draft import Draft, Pass
+from ortops.passes.draft import Draft, Pass, Runtime
 from ortops.passes.rewrite import Result, pattern, rewrite
 
-__all__ = ["WEBGPU"]
+__all__ = ["WEBGPU", "WEBGPU_SESSION"]
+
+_INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
 
 
 class _WebGPU(Pass):
-    """Replaces unsupported types and operators with float32 and basic operators."""
+    """Replaces unsupported types and operators with float32 and basic operators.
+
+    Args:
+        name: See `Pass`.
+        serves: See `Pass`.
+        exact: Whether what depends only on constants and integers such as the number of steps stays
+            float64, because the CPU can run it: some formulas, such as RAdam's, need the precision.
+    """
+
+    def __init__(self, name: str, serves: Collection[Runtime], *, exact: bool = False) -> None:
+        super().__init__(name, serves)
+        self._exact = exact
 
     def prepare(self, draft: Draft) -> None:
         """Rejects float64 tensors of the model, and adds a rule for MaxPool."""
@@ -48,7 +61,8 @@ class _WebGPU(Pass):
         for graph in graphs:
             rewrite(graph, draft.names, _batch_normalization)
             graphs += [inner for node in graph for inner in inner_graphs(node)]
-        replace_type(draft.graph, ir.DataType.DOUBLE, ir.DataType.FLOAT, _narrow_tensor)
+        kept = _separate(draft) if self._exact else set()
+        replace_type(draft.graph, ir.DataType.DOUBLE, ir.DataType.FLOAT, _narrow_tensor, kept)
 
 
 def _max_pool(
@@ -119,6 +133,53 @@ def _batch_normalization(node: ir.Node, tape: Tape) -> Result:
     return [y, *shares][: len(node.outputs)]
 
 
+def _separate(draft: Draft) -> set[ir.Value]:
+    """Returns the float64 values that depend only on constants and scalar integer variables.
+
+    Other nodes read them through a Cast to float32.
+    """
+    graph = draft.graph
+    known = {
+        value
+        for value in graph.inputs
+        if value.dtype in _INTEGERS and value.name not in draft.feeds and value.shape == ()
+    }
+    known.update(graph.initializers.values())
+    nodes = set()
+    for node in graph:  # in topological order
+        inputs = [value for value in node.inputs if value is not None]
+        is_known = known.issuperset(inputs) if inputs else node.op_type == "Constant"
+        if is_known and not any(inner_graphs(node)):
+            nodes.add(node)
+            known.update(node.outputs)
+    doubles = [value for value in known if value.dtype == ir.DataType.DOUBLE]
+    computing = {node for node in nodes if node.inputs}
+    kept = {
+        value
+        for value in doubles
+        if value.producer() in computing or any(user in computing for user, _ in value.uses())
+    }
+    for value in sorted(kept, key=lambda each: each.name or ""):
+        others = [(user, index) for user, index in value.uses() if user not in nodes]
+        if others:
+            producer = value.producer()
+            follows = next(iter(graph), None) if producer is None else _after(graph, producer)
+            tape = Tape(graph, before=follows, names=draft.names)
+            narrow = op.Cast(tape.tensor(value), to=ir.DataType.FLOAT.value).value
+            for user, index in others:
+                user.replace_input_with(index, narrow)
+    return kept
+
+
+def _after(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
+    """Returns the node that follows a node."""
+    nodes = iter(graph)
+    for each in nodes:
+        if each is node:
+            return next(nodes, None)
+    return None
+
+
 def _narrow_tensor(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
     wide = tensor.numpy()
     with np.errstate(over="ignore"):
@@ -132,3 +193,4 @@ def _narrow_tensor(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
 
 
 WEBGPU = _WebGPU("webgpu", serves={"webgpu"})
+WEBGPU_SESSION = _WebGPU("webgpu_session", serves={"webgpu_session"}, exact=True)

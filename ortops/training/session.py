@@ -193,6 +193,17 @@ class TrainingSession:
         return self._execution.compiled
 
     @property
+    def providers(self) -> list[tuple[str, dict[str, str]]]:
+        """The execution providers of the session, as names and options.
+
+        Example:
+            >>> from models import line
+            >>> line.session().providers
+            [('CPUExecutionProvider', {})]
+        """
+        return list(self._loaded.providers)
+
+    @property
     def placement(self) -> dict[str, str]:
         """The provider that runs each node of a step, by the name of the node.
 
