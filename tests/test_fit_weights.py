@@ -126,6 +126,7 @@ def test_classes() -> None:
     same(one, other)
 
 
+@pytest.mark.sklearn
 def test_balanced_classes() -> None:
     from sklearn.utils.class_weight import compute_sample_weight
 
@@ -157,8 +158,10 @@ def test_classes_of_yes_and_no() -> None:
     same(one, other)
 
 
+@pytest.mark.optional("pandas", "tables")
 def test_a_column_of_the_data() -> None:
-    pandas = pytest.importorskip("pandas")
+    import pandas
+
     data, w = rows(), weights()
     one, other = session(), session()
     one.fit({**data, "importance": w}, sample_weight="importance", progress=False)
@@ -299,6 +302,7 @@ def classes(count: int = 40, size: int = 4) -> tuple[Any, Any, Any]:
     return scores, draw.integers(0, size, count), weights(count)
 
 
+@pytest.mark.sklearn
 def test_metrics_of_classes_next_to_sklearn() -> None:
     from sklearn import metrics as sk
 
@@ -330,6 +334,7 @@ def test_metrics_of_classes_next_to_sklearn() -> None:
         assert updated(metrics.AUC(average=average), scores, labels, w) == pytest.approx(wanted)
 
 
+@pytest.mark.sklearn
 def test_metrics_of_questions_next_to_sklearn() -> None:
     from sklearn import metrics as sk
 
@@ -351,6 +356,7 @@ def test_metrics_of_questions_next_to_sklearn() -> None:
     assert updated(bins, one, targets[:, 0], w) == pytest.approx(wanted, abs=1e-3)
 
 
+@pytest.mark.sklearn
 def test_metrics_of_numbers_next_to_sklearn() -> None:
     from sklearn import metrics as sk
 
@@ -372,6 +378,7 @@ def test_metrics_of_numbers_next_to_sklearn() -> None:
         assert updated(metric, outputs, targets, w) == pytest.approx(wanted)
 
 
+@pytest.mark.sklearn
 def test_functions_of_sklearn_get_the_weights() -> None:
     from sklearn import metrics as sk
 

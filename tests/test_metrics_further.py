@@ -22,6 +22,7 @@ def updated(metric: Any, outputs: Any, targets: Any, weights: Any = None, size: 
     return metric
 
 
+@pytest.mark.sklearn
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("form", ["scores", "labels", "questions"])
 def test_confusion_matrix(form: str, *, weighted: bool) -> None:
@@ -43,6 +44,7 @@ def test_confusion_matrix(form: str, *, weighted: bool) -> None:
     assert found.result() == pytest.approx(((labels == answers) * total).sum() / total.sum())
 
 
+@pytest.mark.optional("matplotlib", "plot")
 def test_the_given_object_has_the_matrix(tmp_path: Any) -> None:
     session = TrainingSession(
         build_training_model(mlp((4, 8, 3)), loss="SoftmaxCrossEntropy", optimizer="Adam")
@@ -76,6 +78,7 @@ def test_wrong_classes() -> None:
         ConfusionMatrix(names="abc")
 
 
+@pytest.mark.sklearn
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("k", [None, 1, 3, 9])
 @pytest.mark.parametrize("ties", [False, True])
