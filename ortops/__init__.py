@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from ortops.inference import InferenceSession
     from ortops.lowering import lower
     from ortops.trainable.step_graph import step_graph
+    from ortops.training.batch_size import find_batch_size
     from ortops.training.export import export_step
     from ortops.training.session import TrainingSession
 
@@ -75,6 +76,7 @@ __all__ = [
     "derivatives",
     "distributed",
     "export_step",
+    "find_batch_size",
     "find_learning_rate",
     "grad",
     "llm",
@@ -115,6 +117,7 @@ _MODULES = {
     "derivatives": "ortops",
     "distributed": "ortops",
     "export_step": "ortops.training.export",
+    "find_batch_size": "ortops.training.batch_size",
     "find_learning_rate": "ortops.callbacks.rate_finder",
     "grad": "ortops.autodiff.grad",
     "llm": "ortops",

@@ -47,6 +47,8 @@ ARGUMENTS_OF_FIT: Mapping[str, str] = {
     **dict.fromkeys(("loss", "optimizer"), "build_training_model has this argument"),
     **dict.fromkeys(("n_epochs", "num_epochs", "max_epochs", "max_iter"), "use epochs="),
     "gradient_accumulation_steps": "use accumulate=",
+    **dict.fromkeys(("val_check_interval", "eval_steps"), "use validate_every="),
+    **dict.fromkeys(("max_time", "max_duration"), "use max_minutes="),
     "random_state": "use seed=",
 }
 """Remedies for arguments that ``fit`` has in other libraries."""

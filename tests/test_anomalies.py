@@ -82,7 +82,7 @@ def test_the_node(case: str, accumulate: int, stop_on_nan: bool) -> None:
     for part in said:
         assert part in str(caught.value)
     step = {1: 3, 2: 2, 3: 1}[accumulate]
-    assert f"at step {step} of epoch 1" in str(caught.value)
+    assert f"at step {step}:" in str(caught.value)
     ended = {1: "", 2: " of part 1 of 2", 3: " of part 3 of 3"}[accumulate]
     if accumulate == 2 and "forward pass" in said:  # found before the other part is read
         ended = ""
@@ -93,7 +93,7 @@ def test_the_node(case: str, accumulate: int, stop_on_nan: bool) -> None:
 def test_an_update(accumulate: int) -> None:
     made = session(parsed("y = Identity(a)"), SGD(3e38))
     data = rows()
-    with pytest.raises(DivergedError, match="variable 'w' is -inf at step 1 of epoch 1") as caught:
+    with pytest.raises(DivergedError, match="variable 'w' is -inf at step 1:") as caught:
         made.fit(data, **arguments(accumulate=accumulate))
     assert str(caught.value).endswith("in the update")
 
@@ -115,7 +115,7 @@ def test_a_step_within_a_training() -> None:
     made = TrainingSession(model)
     with pytest.raises(DivergedError, match=r"MatMul node .*in the forward pass") as caught:
         made.fit(data, **arguments(batch_size=4, epochs=3, callbacks=[Spoiling()]))
-    assert "at step 4 of epoch 1" in str(caught.value)
+    assert "at step 4:" in str(caught.value)
     assert "'w2' is from -3e+38 to 3e+38" in str(caught.value)
 
 

@@ -246,6 +246,7 @@ WITHIN = {
             "turns",
             "model_file",
             "session",
+            "batch_size",
             "export",
         ),
     ),

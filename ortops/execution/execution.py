@@ -341,13 +341,21 @@ class Execution:
 
         def change() -> None:
             for number in self._chosen:
-                template = self._templates[number]
-                template.extra = extra
-                foreign = self._foreign[number]
-                self._caches[number] = ShapeCache([template], self._capacity, foreign)
-                self._shared.split_steps.pop(number, None)
+                self._templates[number].extra = extra
+            self._forget()
 
         run_uninterrupted(change)
+
+    def free(self) -> None:
+        """Frees the memory of graphs, which are made anew when they are used again."""
+        run_uninterrupted(self._forget)
+        give_back()
+
+    def _forget(self) -> None:
+        for number in self._chosen:
+            template, foreign = self._templates[number], self._foreign[number]
+            self._caches[number] = ShapeCache([template], self._capacity, foreign)
+            self._shared.split_steps.pop(number, None)
 
     def _foreign_values(self, number: int, turns: Sequence[int]) -> dict[str, Memory]:
         """Returns the memory of what a part reads and another one updates.

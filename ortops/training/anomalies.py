@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnx
 import onnxruntime
 
-from ortops.errors import OrtopsError
+from ortops.errors import DivergedError, OrtopsError
 from ortops.lowering import lower
 from ortops.trainable.metadata import TrainingMetadata
 from ortops.trainable.step_graph import GRADIENTS_KEY, STEP_GRAPH_KEY, Part, step_graph
@@ -34,6 +34,10 @@ class _Trainer(Protocol):
     @property
     def state(self) -> State:
         """The variables."""
+
+    @property
+    def steps_done(self) -> int:
+        """The number of finished steps."""
 
     def loss_names(self) -> list[str]:
         """Returns the names of the loss and its parts."""
@@ -58,12 +62,32 @@ class Anomalies:
         """Keeps the variables before a step."""
         self._before = dict(self._trainer.state)
 
-    def wrong(self, loss: float) -> str:
-        """Returns what is not finite after a step; "" if all is well.
+    def check(
+        self,
+        loss: float,
+        batches: Sequence[Batch],
+        joined: Mapping[str, Array] | None = None,
+        *,
+        made: bool = True,
+    ) -> None:
+        """Raises an error that names the node if something is not finite.
 
         Args:
-            loss: The loss of the step.
+            loss: The loss of the step, or of the last batch.
+            batches: The batches of the step.
+            joined: The gradients that were applied, if there are several batches.
+            made: Whether the step was made.
+
+        Raises:
+            DivergedError: If the loss or a variable is not finite.
         """
+        wrong = self._wrong(loss)
+        if wrong:
+            step = self._trainer.steps_done + (not made)
+            raise DivergedError(f"{wrong} at step {step}: {self.explain(batches, joined)}")
+
+    def _wrong(self, loss: float) -> str:
+        """Returns what is not finite after a step; "" if all is well."""
         if not np.isfinite(loss):
             return f"loss is {loss}"
         for name, array in self._trainer.state.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -69,6 +69,15 @@ class Source:
         if not self._keeps:
             batches = (_copied(batch) for batch in batches)
         return Prefetcher(batches, self.prefetch)
+
+    def first(self, count: int) -> Source:
+        """Returns the data set with only so many batches of each epoch."""
+
+        def read(number: int, order: np.random.Generator | None, start: int) -> Iterator[Checked]:
+            return itertools.islice(self._read(number, order, start), max(0, count - start))
+
+        batches = None if self.batches is None else min(self.batches, count)
+        return replace(self, rows=None, batches=batches, _read=read, part=None)
 
 
 def open_data(

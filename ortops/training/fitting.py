@@ -31,7 +31,7 @@ from ortops.training.feeds import Inputs
 from ortops.training.gradients import Accumulation, Gradients, number_of
 from ortops.training.history import History
 from ortops.training.interruption import Interruption
-from ortops.training.limits import Limits, checked_limits
+from ortops.training.limits import DEV_STEPS, Limits, checked_limits
 from ortops.training.position import (
     Entries,
     EpochState,
@@ -43,7 +43,7 @@ from ortops.training.position import (
 from ortops.training.prefetch import Prefetcher
 from ortops.training.probabilities import warn_of_probabilities
 from ortops.training.progress_bar import ProgressBar
-from ortops.training.sample_weights import ClassWeight, SampleWeight, weigh
+from ortops.training.sample_weights import ClassWeight, SampleWeight, Weighed, weigh
 from ortops.training.schedule_length import planned_steps, set_length
 from ortops.training.state import State
 from ortops.training.training_metrics import TrainingMetrics
@@ -186,6 +186,7 @@ def fit(
     progress: bool,
     stop_on_nan: bool,
     detect_anomaly: bool,
+    fast_dev_run: bool,
 ) -> History:
     """Trains on a data set.
 
@@ -197,6 +198,10 @@ def fit(
     accumulate = whole_number("accumulate", accumulate, 1)
     shuffle, resume = boolean("shuffle", shuffle), boolean("resume", resume)
     progress, stop_on_nan = boolean("progress", progress), boolean("stop_on_nan", stop_on_nan)
+    wanted = epochs, max_steps
+    if boolean("fast_dev_run", fast_dev_run):
+        epochs, resume = min(epochs, 1), False
+        max_steps = min(DEV_STEPS, DEV_STEPS if max_steps is None else max_steps)
     split = number("validation_split", validation_split, minimum=0, below=1)
     if split and validation is not None:
         raise ArgumentError("validation_split: validation= is given, too; give one of them")
@@ -207,15 +212,16 @@ def fit(
     measured = _measured(trainer, strategy, metrics) if measures else None
     detects = boolean("detect_anomaly", detect_anomaly)
     anomalies = _anomalies(trainer, strategy) if detects else None
-    weighed = weigh(data, inputs, trainer.metadata, sample_weight, class_weight)
     reading: dict[str, Any] = {"batch_size": batch_size, "epochs": epochs}
+    weighed = weigh(data, inputs, trainer.metadata, sample_weight, class_weight)
     source = weighed.open(prefetch=prefetch, **reading)
     if validation is not None:
         validation = open_data(validation, inputs, **reading)
-    elif split:  # whose classes have no weights
-        plain = dataclasses.replace(weighed, inputs=inputs)
-        unweighed = source if class_weight is None else plain.open(**reading)
-        source, validation = split_source(source, split)[0], split_source(unweighed, split)[1]
+    elif split:
+        source, validation = _split(source, weighed, inputs, split, reading)
+    if fast_dev_run:
+        callbacks = [each for each in callbacks if _is_harmless(each)]
+        validation = None if validation is None else validation.first(DEV_STEPS)
     call = FitArguments(
         *(epochs, int(batch_size), shuffle, seed, accumulate, source.rows, source.batches),
         *(split, strategy.entries),
@@ -229,7 +235,8 @@ def fit(
         return position.epoch_state.history
     if begun is not None and _has_ended(begun, limits, trainer.steps_done):
         return begun.epoch_state.history
-    set_length(trainer, call, max_steps, new=begun is None)
+    whole = dataclasses.replace(call, epochs=wanted[0])
+    set_length(trainer, whole, wanted[1], new=begun is None)
     loop = _Loop(trainer, strategy, source, validation, metrics, schedule, callbacks, position)
     loop.limits, loop.measured = limits, measured
     loop.anomalies = anomalies
@@ -237,6 +244,11 @@ def fit(
     if begun is not None and epochs > planned and strategy.leads:
         _warn_if_schedule_ends(trainer, position, max_steps)
     loop.progress, loop.stop_on_nan = progress and strategy.leads, stop_on_nan
+    return _run(loop)
+
+
+def _run(loop: _Loop) -> History:
+    """Trains until the end, and raises the exception of a signal."""
     interruption = loop.interruption
     try:
         interruption.watch()
@@ -245,8 +257,8 @@ def fit(
     finally:
         interruption.release()
     if interruption.name:
-        if strategy.leads:
-            _log_how_to_continue(trainer, interruption.name)
+        if loop.strategy.leads:
+            _log_how_to_continue(loop.trainer, interruption.name)
         interruption.throw()
     return loop.results()
 
@@ -264,6 +276,21 @@ def _measured(
             "of whole batches are not known; leave it out, and give validation="
         )
     return trainer.training_metrics(chosen)
+
+
+def _split(
+    source: Source, weighed: Weighed, inputs: Inputs, split: float, reading: Mapping[str, Any]
+) -> tuple[Source, Source]:
+    """Returns the data for training, and those for validation, whose classes have no weights."""
+    plain = dataclasses.replace(weighed, inputs=inputs)
+    unweighed = source if plain == weighed else plain.open(**reading)
+    return split_source(source, split)[0], split_source(unweighed, split)[1]
+
+
+def _is_harmless(callback: Callback) -> bool:
+    """Whether a callback is called with ``fast_dev_run=True``: one of the user's without files."""
+    own = type(callback).__module__.startswith("ortops.")
+    return not (callback.saves or callback.writes or own)
 
 
 def _anomalies(trainer: Trainer, strategy: StepStrategy) -> Anomalies:
@@ -385,7 +412,7 @@ class _Loop:
         self.history = self.entries.history
         self.validations = Entries(History(position.epoch_state.validations.history))
         self.history.validations = self.validations.history
-        self.interruption = Interruption(fit.__code__)
+        self.interruption = Interruption(_run.__code__)
         self.stopped = ""
         self._limit = ""  # why training ends within or after an epoch
         self._cut = False  # whether it ends within one
@@ -542,7 +569,9 @@ class _Loop:
         epoch_state, progress = self.position
         steps = self.trainer.steps_done
         due = progress.batch and self.limits.is_validation_due(steps)
-        if not due or self._is_validated():
+        if not due or self.history.is_validated(
+            self.position.epoch_state.epoch, self.trainer.steps_done
+        ):
             return False
         paused = batches.paused if isinstance(batches, Prefetcher) else contextlib.nullcontext()
         measured = self._measure(paused)
@@ -571,24 +600,13 @@ class _Loop:
         measured = self.interruption.at_once(measure) if self.validation is not None else None
         return {f"validation_{name}": value for name, value in (measured or {}).items()}
 
-    def _is_validated(self) -> bool:
-        """Whether there was a validation within this epoch after its last step."""
-        done = self.history.validations
-        present = self.position.epoch_state.epoch, self.trainer.steps_done
-        return bool(done) and (done[-1]["epoch"], done[-1]["steps"]) == present
-
-    def _last_measured(self) -> dict[str, float]:
-        """Returns the results of the last validation within this epoch, if there was one."""
-        done, epoch = self.history.validations, self.position.epoch_state.epoch
-        if not done or done[-1]["epoch"] != epoch:
-            return {}
-        return {n: value for n, value in done[-1].items() if n.startswith("validation_")}
-
     def _shown(self) -> dict[str, float]:
         """Returns the numbers of the progress bar within an epoch."""
         cheap = [*self.position.progress.metrics]  # not those that read all rows again
         measured = self.measured.results(cheap) if self.measured is not None else {}
-        return self._averages() | measured | self._last_measured()
+        return (
+            self._averages() | measured | self.history.last_within(self.position.epoch_state.epoch)
+        )
 
     def _close(self, batches: Iterator[Batch]) -> None:
         """Closes the batches; after a signal, without waiting for one that is being read."""
@@ -650,7 +668,8 @@ class _Loop:
         if self.anomalies is not None:
             self.anomalies.begin()
         self.strategy.step(batch, self._step_outputs(), prepare)
-        self._check_anomaly([batch])
+        if self.anomalies is not None:
+            self.anomalies.check(self._losses[0], [batch])
         if self.stop_on_nan:
             where = f"batch {before.batch + 1} of epoch {self.position.epoch_state.epoch}"
             _check_loss(self.trainer, self._losses[0], batch, where)
@@ -683,8 +702,7 @@ class _Loop:
             sizes.append(rows(batch))
             if self.anomalies is not None:  # copies: a loader may fill the same memory again
                 kept.append({name: array.copy() for name, array in batch.items()})
-                if not math.isfinite(last.loss):
-                    self._check_anomaly(kept, loss=last.loss)
+                self.anomalies.check(last.loss, kept, made=False)
             where = f"batch {before.batch + len(sizes)} of epoch {epoch_state.epoch}"
             if self.stop_on_nan and last.count and not math.isfinite(last.loss):
                 wrong = wrong or _diverged(self.trainer, last.loss, batch, where, made=False)
@@ -707,34 +725,11 @@ class _Loop:
             raise wrong or _diverged(self.trainer, joined.loss, None, where, made=False)
         self._prepare(before, len(sizes), sum(sizes), joined.outputs)
         self.trainer.apply(joined)
-        self._check_anomaly(kept, joined)
+        if self.anomalies is not None:
+            self.anomalies.check(self._losses[0], kept, joined)
         if self.stop_on_nan:
             _check_loss(self.trainer, self._losses[0], read, where)
         return True
-
-    def _check_anomaly(
-        self,
-        batches: Sequence[Batch],
-        joined: Mapping[str, Array] | None = None,
-        loss: float | None = None,
-    ) -> None:
-        """Raises an error that names the node if something is not finite after a step.
-
-        Args:
-            batches: The batches of the step.
-            joined: The gradients that were applied, if there are several batches.
-            loss: The loss of a batch before the step was made; None after the step.
-        """
-        if self.anomalies is None:
-            return
-        wrong = self.anomalies.wrong(self._losses[0] if loss is None else loss)
-        if wrong:
-            step = self.trainer.steps_done + (loss is not None)
-            epoch = self.position.epoch_state.epoch
-            raise DivergedError(
-                f"{wrong} at step {step} of epoch {epoch}: "
-                f"{self.anomalies.explain(batches, joined)}"
-            )
 
     def _step_outputs(self) -> Sequence[str]:
         """Returns the outputs of a step that are read."""
@@ -820,8 +815,11 @@ class _Loop:
         entry = self._averages()
         if self.measured is not None:
             entry |= self.measured.results()
-        if self._is_validated() and not self._revalidates:
-            entry |= self._last_measured()
+        if (
+            self.history.is_validated(self.position.epoch_state.epoch, self.trainer.steps_done)
+            and not self._revalidates
+        ):
+            entry |= self.history.last_within(self.position.epoch_state.epoch)
         else:
             entry |= self._measure(contextlib.nullcontext())
         if self._ended():  # in all processes, whether or not each of them evaluates

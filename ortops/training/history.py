@@ -44,6 +44,18 @@ class History(list[dict[str, float]]):
         super().__init__(entries)
         self.validations = list(validations)
 
+    def is_validated(self, epoch: int, steps: int) -> bool:
+        """Whether there was a validation within an epoch after a number of steps."""
+        last = self.validations[-1] if self.validations else {}
+        return (last.get("epoch"), last.get("steps")) == (epoch, steps)
+
+    def last_within(self, epoch: int) -> dict[str, float]:
+        """Returns the results of the last validation within an epoch, if there was one."""
+        last = self.validations[-1] if self.validations else {}
+        if last.get("epoch") != epoch:
+            return {}
+        return {name: value for name, value in last.items() if name.startswith("validation_")}
+
     @property
     def columns(self) -> dict[str, list[float]]:
         """A list of the numbers of all epochs for each name; NaN if an epoch has none."""

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from ortops.arguments import number, whole_number
 from ortops.errors import ArgumentError
 
-__all__ = ["Limits", "checked_limits"]
+__all__ = ["DEV_STEPS", "Limits", "checked_limits"]
+
+DEV_STEPS = 3
+"""The number of steps, and of batches of validation, with ``fast_dev_run=True``."""
 
 
 @dataclass(frozen=True)

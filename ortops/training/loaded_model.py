@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -360,6 +361,42 @@ class LoadedModel:
         self.execution.assign(arrays, steps_made=steps_made)
         if self.usage.on_assign is not None:
             self.usage.on_assign(arrays)
+
+    @changes("free_memory")
+    def free_memory(self) -> None:
+        """Frees the memory that steps have taken; the variables stay.
+
+        The next step takes longer, because its graph is made anew.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> _ = session.step(line.BATCH)
+            >>> session.free_memory()
+            >>> session.step(line.BATCH)["loss"]
+            array(0.25, dtype=float32)
+        """
+        self.execution.free()
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """A context at whose end the variables, the steps and the history are as before.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> with session.unchanged():
+            ...     _ = session.fit(line.BATCH, progress=False)
+            >>> session.steps_done, session.history
+            (0, [])
+        """
+        before, made = dict(self.state), self.execution.steps_made
+        position = self.resume_state.position
+        try:
+            yield
+        finally:
+            self.assign(before, steps_made=made)
+            self.resume_state.set(position)
 
     @property
     def steps_done(self) -> int:

@@ -286,6 +286,7 @@ class TrainingSession:
         progress: bool = True,
         stop_on_nan: bool = True,
         detect_anomaly: bool = False,
+        fast_dev_run: bool = False,
         entry: int | str | None = None,
         entries: Mapping[str, int] | None = None,
     ) -> History:
@@ -362,6 +363,10 @@ class TrainingSession:
                 variables after each step. If there are, the step is repeated, and the error names
                 the node that made the first of them, in the forward pass, the backward pass or the
                 update. Each step then takes longer and keeps a copy of the variables.
+            fast_dev_run: Whether only to try out this call: 3 steps and 3 batches of validation, as
+                with ``epochs=1, max_steps=3``. The callbacks of ortops are not called, nor others
+                that save or write; the session is afterwards as it was, and ``resume`` has no
+                effect.
 
         Returns:
             A dict for each epoch: ``loss`` is the mean over its rows, and so is ``loss_<name>`` of
@@ -390,33 +395,36 @@ class TrainingSession:
         trainer, strategy, inputs = self._trainer(
             entry, entries, accumulate=accumulate, train_metrics=train_metrics
         )
-        return fit(
-            trainer,
-            strategy,
-            inputs,
-            data,
-            epochs=epochs,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            validation=validation,
-            validation_split=validation_split,
-            validate_every=validate_every,
-            max_steps=max_steps,
-            max_minutes=max_minutes,
-            sample_weight=sample_weight,
-            class_weight=class_weight,
-            metrics=metrics,
-            train_metrics=train_metrics,
-            schedule=schedule,
-            callbacks=callbacks,
-            accumulate=accumulate,
-            prefetch=prefetch,
-            resume=resume,
-            progress=progress,
-            stop_on_nan=stop_on_nan,
-            detect_anomaly=detect_anomaly,
-        )
+        begin = self.unchanged if fast_dev_run is True else contextlib.nullcontext
+        with begin():
+            return fit(
+                trainer,
+                strategy,
+                inputs,
+                data,
+                epochs=epochs,
+                batch_size=batch_size,
+                shuffle=shuffle,
+                seed=seed,
+                validation=validation,
+                validation_split=validation_split,
+                validate_every=validate_every,
+                max_steps=max_steps,
+                max_minutes=max_minutes,
+                sample_weight=sample_weight,
+                class_weight=class_weight,
+                metrics=metrics,
+                train_metrics=train_metrics,
+                schedule=schedule,
+                callbacks=callbacks,
+                accumulate=accumulate,
+                prefetch=prefetch,
+                resume=resume,
+                progress=progress,
+                stop_on_nan=stop_on_nan,
+                detect_anomaly=detect_anomaly,
+                fast_dev_run=fast_dev_run,
+            )
 
     def _trainer(
         self,
@@ -661,6 +669,16 @@ class TrainingSession:
             5
         """
         return self._loaded.steps_done
+
+    @_documented_by(LoadedModel.free_memory)
+    def free_memory(self) -> None:
+        """Frees the memory that steps have taken; the variables stay."""
+        self._loaded.free_memory()
+
+    @_documented_by(LoadedModel.unchanged)
+    def unchanged(self) -> contextlib.AbstractContextManager[None]:
+        """A context at whose end the variables, the steps and the history are as before."""
+        return self._loaded.unchanged()
 
     @_documented_by(LoadedModel.reset)
     def reset(self) -> None:
