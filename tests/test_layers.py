@@ -84,7 +84,8 @@ WITHIN = {
         *("scipy_functions", "torch_module", "__init__"),
     ),
     "callbacks": (
-        *("monitor", "best", "plateau", "checkpoint", "logs", "drawing", "plot", "rate_finder"),
+        *("monitor", "best", "plateau", "checkpoint", "logs", "tracking", "drawing", "plot"),
+        "rate_finder",
         "__init__",
     ),
     "lora": (

@@ -8,6 +8,8 @@
 | `Checkpoint` | saves every few steps or minutes, and when fit is interrupted |
 | `CSVLog`, `JSONLines` | write the metrics of epochs (and steps) to a file |
 | `TensorBoard` | writes them for TensorBoard |
+| `Tracker` | records hyper-parameters and metrics with W&B or MLflow |
+| `OptunaPruning` | ends trials that Optuna prunes |
 | `LossPlot` | plots them |
 
 Subclass `Callback` to write your own. All callbacks resume exactly: ``fit(…, resume=True)`` with
@@ -20,6 +22,7 @@ from ortops.callbacks.logs import CSVLog, JSONLines, TensorBoard
 from ortops.callbacks.plateau import ReduceLROnPlateau
 from ortops.callbacks.plot import LossPlot
 from ortops.callbacks.rate_finder import LearningRateCurve, find_learning_rate
+from ortops.callbacks.tracking import OptunaPruning, Tracker
 from ortops.training.callback import Callback, Record
 
 __all__ = [
@@ -31,8 +34,10 @@ __all__ = [
     "JSONLines",
     "LearningRateCurve",
     "LossPlot",
+    "OptunaPruning",
     "Record",
     "ReduceLROnPlateau",
     "TensorBoard",
+    "Tracker",
     "find_learning_rate",
 ]

@@ -1,0 +1,266 @@
+"""Callbacks for tools that keep records of many trainings: W&B, MLflow and Optuna."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, get_args
+
+from ortops.arguments import choice, whole_number
+from ortops.callbacks.monitor import Monitor, begins_anew, optional_module
+from ortops.errors import ArgumentError, ModelError
+from ortops.training.callback import Callback, Record
+from ortops.training.session import TrainingSession
+
+__all__ = ["OptunaPruning", "Tracker"]
+
+Backend: TypeAlias = Literal["wandb", "mlflow"]
+
+_FORBIDDEN = re.compile(r"[^\w\-. /]", re.ASCII)
+"""What MLflow does not allow in names."""
+
+
+class _Run(ABC):
+    """A run of a tracking tool.
+
+    Attributes:
+        identifier: The tool's name of the run.
+    """
+
+    identifier: str
+
+    @abstractmethod
+    def parameters(self, values: Mapping[str, object]) -> None:
+        """Records hyper-parameters."""
+
+    @abstractmethod
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        """Records metrics of a step."""
+
+    @abstractmethod
+    def finish(self, outcome: str) -> None:
+        """Ends the run as "FINISHED", "KILLED" or "FAILED"."""
+
+
+class _Wandb(_Run):
+    def __init__(self, settings: dict[str, Any], identifier: str) -> None:
+        module = optional_module("Tracker", "wandb", "wandb")
+        if identifier:
+            settings = {**settings, "id": identifier, "resume": "allow"}
+        self._run: Any = module.init(**settings)
+        self.identifier = str(self._run.id)
+
+    def parameters(self, values: Mapping[str, object]) -> None:
+        self._run.config.update(dict(values), allow_val_change=True)
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def finish(self, outcome: str) -> None:
+        self._run.finish(exit_code=int(outcome != "FINISHED"))
+
+
+class _MLflow(_Run):
+    def __init__(self, settings: dict[str, Any], identifier: str) -> None:
+        module = optional_module("Tracker", "mlflow", "mlflow", "mlflow-skinny")
+        self._entities: Any = optional_module(
+            "Tracker", "mlflow.entities", "mlflow", "mlflow-skinny"
+        )
+        settings = dict(settings)
+        self._client: Any = module.MlflowClient(tracking_uri=settings.pop("tracking_uri", None))
+        name = settings.pop("experiment", "Default")
+        if identifier:
+            self._client.update_run(identifier, status="RUNNING")
+            self.identifier = identifier
+            return
+        found = self._client.get_experiment_by_name(name)
+        experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+        self.identifier = str(self._client.create_run(experiment, **settings).info.run_id)
+
+    def parameters(self, values: Mapping[str, object]) -> None:
+        for name, value in values.items():
+            self._client.log_param(self.identifier, _FORBIDDEN.sub("_", name), value)
+
+    def metrics(self, values: Mapping[str, float], step: int) -> None:
+        now = int(time.time() * 1000)
+        found = [
+            self._entities.Metric(_FORBIDDEN.sub("_", name), float(value), now, step)
+            for name, value in values.items()
+        ]
+        self._client.log_batch(self.identifier, metrics=found)
+
+    def finish(self, outcome: str) -> None:
+        self._client.set_terminated(self.identifier, status=outcome)
+
+
+_BACKENDS: Mapping[str, type[_Wandb] | type[_MLflow]] = {"wandb": _Wandb, "mlflow": _MLflow}
+
+
+class Tracker(Callback):
+    """Records a training with Weights & Biases or MLflow.
+
+    Hyper-parameters are the arguments of `fit` that determine the rows, the learning rate, the
+    schedule, clipping and averaging of the model, and ``parameters``. Metrics of epochs are called
+    ``epoch/<name>``, those of steps, and of validations within epochs, ``step/<name>``, as in
+    `TensorBoard`; the x axis is the number of finished steps. A resumed fit continues the run.
+
+    The run ends with `fit`: as finished, or as failed after an exception. A fit that a signal ended
+    is killed in MLflow, and failed in W&B, which has no such state.
+
+    Args:
+        backend: ``"wandb"`` (``pip install ortops[wandb]``) or ``"mlflow"`` (``pip install
+            ortops[mlflow]``).
+        parameters: Further hyper-parameters by name: strings, numbers and booleans.
+        every: The number of batches between records of steps; by default only epochs and
+            validations are recorded.
+        **settings: For W&B the arguments of ``wandb.init``, such as ``project``, ``name``, ``dir``
+            and ``mode="offline"``. For MLflow ``tracking_uri``, ``experiment`` (a name; created if
+            it does not exist), ``run_name`` and ``tags``.
+
+    Raises:
+        ArgumentError: If an argument is invalid.
+        OrtopsError: In fit, if the package is not installed.
+
+    Example:
+        >>> tracker = Tracker("wandb", project="digits", mode="offline", parameters={"width": 64})
+        >>> # session.fit(data, callbacks=[tracker])
+    """
+
+    writes = True
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        parameters: Mapping[str, object] | None = None,
+        every: int | None = None,
+        **settings: Any,
+    ) -> None:
+        self.backend = choice("Tracker: backend", backend, get_args(Backend))
+        self.every = None if every is None else whole_number("Tracker: every", every, 1)
+        if not isinstance(parameters, Mapping | None):
+            raise ArgumentError(f"Tracker: parameters must be a dict, got {parameters!r:.80}")
+        self._parameters = dict(parameters or {})
+        for reserved in {"id", "resume", "config"} & settings.keys() if backend == "wandb" else ():
+            raise ArgumentError(
+                f"Tracker: {reserved}= is set by Tracker; give hyper-parameters with parameters="
+            )
+        known = ("tracking_uri", "experiment", "run_name", "tags")
+        for name in settings if backend == "mlflow" else ():
+            choice("Tracker: a setting of mlflow", name, known)
+        self._settings, self._identifier = settings, ""
+        self._run: _Run | None = None
+        self._outcome = "FAILED"
+
+    def on_begin(self, record: Record, session: TrainingSession) -> None:
+        """Begins a run with its hyper-parameters, or continues that of the resume position."""
+        anew = begins_anew(record)
+        self._run = _BACKENDS[self.backend](self._settings, "" if anew else self._identifier)
+        self._outcome = "FAILED"
+        continued = not anew and self._identifier == self._run.identifier
+        self._identifier = self._run.identifier
+        if not continued:
+            self._run.parameters(_described(session) | self._parameters)
+
+    def on_step(self, record: Record, session: TrainingSession) -> None:
+        """Records the metrics of a step."""
+        if self.every is not None and record.batch % self.every == 0:
+            self._add("step", record)
+
+    def on_validation(self, record: Record, session: TrainingSession) -> None:
+        """Records the metrics of a validation within an epoch."""
+        self._add("step", record)
+
+    def on_epoch(self, record: Record, session: TrainingSession) -> None:
+        """Records the metrics of an epoch."""
+        self._add("epoch", record)
+
+    def on_end(self, record: Record, session: TrainingSession) -> None:
+        """Remembers how the training ended."""
+        self._outcome = "KILLED" if record.interrupted else "FINISHED"
+
+    def on_close(self) -> None:
+        """Ends the run, also if the training has failed."""
+        if self._run is not None:
+            self._run.finish(self._outcome)
+            self._run = None
+
+    def _add(self, group: str, record: Record) -> None:
+        assert self._run is not None
+        values = {f"{group}/{n}": value for n, value in record.values.items() if n != "steps"}
+        self._run.metrics(values, record.step)
+
+    def state(self) -> dict[str, Any]:
+        """Returns the tool's name of the run, for the model file."""
+        return {"run": self._identifier}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores the tool's name of the run."""
+        found = state.get("run")
+        if not isinstance(found, str):
+            raise ModelError(
+                "Tracker: 'run' in the state of the file to resume from must be a string, got "
+                f"{found!r:.80}"
+            )
+        self._identifier = found
+
+
+def _described(session: TrainingSession) -> dict[str, object]:
+    """Returns the hyper-parameters that a session knows."""
+    metadata, position = session.metadata, session.resume_state.position
+    found: dict[str, object] = {}
+    if position is not None:
+        found = dataclasses.asdict(position.epoch_state.call)
+    if metadata.learning_rate in session.state:
+        found["learning_rate"] = session.learning_rate
+    for name in ("schedule", "clipping", "averaging"):
+        found[name] = getattr(metadata, name)
+    return {name: value for name, value in found.items() if value not in ("", None)}
+
+
+class OptunaPruning(Callback):
+    """Reports a metric of each epoch to a trial of Optuna, and ends trials that it prunes.
+
+    Args:
+        trial: The trial, ``optuna.trial.Trial``.
+        monitor: The metric: ``loss``, ``validation_loss``, ``validation_<metric>``. The study's
+            direction says whether higher or lower is better.
+
+    Raises:
+        ArgumentError: If an argument is invalid.
+        OrtopsError: In fit, if Optuna is not installed (``pip install ortops[optuna]``), or an
+            epoch does not have the metric.
+        optuna.TrialPruned: In fit, after an epoch, if the trial is to be pruned.
+
+    Example:
+        >>> def objective(trial):  # optuna.create_study().optimize(objective, n_trials=20)
+        ...     rate = trial.suggest_float("rate", 1e-5, 1e-1, log=True)
+        ...     session = …  # with optimizers.AdamW(rate)
+        ...     session.fit(data, validation=other, callbacks=[OptunaPruning(trial)])
+        ...     return session.evaluate(other)["loss"]
+    """
+
+    def __init__(self, trial: Any, monitor: str = "validation_loss") -> None:
+        if not all(callable(getattr(trial, name, None)) for name in ("report", "should_prune")):
+            raise ArgumentError(
+                f"OptunaPruning: trial must be a trial of Optuna, got {trial!r:.80}"
+            )
+        self._trial = trial
+        self._monitor = Monitor("OptunaPruning", monitor, "auto", 0.0)
+
+    def on_begin(self, record: Record, session: TrainingSession) -> None:
+        """Makes sure, before the training, that Optuna is installed."""
+        optional_module("OptunaPruning", "optuna", "optuna")
+
+    def on_epoch(self, record: Record, session: TrainingSession) -> None:
+        """Reports the metric, and raises ``optuna.TrialPruned`` if the trial is to be pruned."""
+        value = self._monitor.value(record.epoch, record.values)
+        self._trial.report(value, step=record.epoch)
+        if self._trial.should_prune():
+            optuna = optional_module("OptunaPruning", "optuna", "optuna")
+            raise optuna.TrialPruned(
+                f"pruned after epoch {record.epoch}, with {self._monitor.name} {value:g}"
+            )
