@@ -425,3 +425,9 @@ def test_inputs_that_are_copied_when_they_are_bound(
         assert stale.steps_done < 6
     assert_same_arrays(dict(device.gradients(batch)), dict(device.gradients(batch)))
     assert device.evaluate([batch])["loss"] == pytest.approx(cpu.evaluate([batch])["loss"], 1e-4)
+
+
+@pytest.mark.parametrize("option", ["enableInt64", "enableGraphCapture"])
+def test_options_with_which_steps_could_be_wrong(option: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"the option '{option}' is not supported: "):
+        choose_providers([("webgpu", {option: 1})])

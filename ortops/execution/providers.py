@@ -40,6 +40,13 @@ _REFUSED = {
 }
 """Providers, by the beginning of their names, that cannot run steps correctly, and why."""
 
+_REFUSED_OPTIONS = {
+    "enableInt64": "it computes int64 in 32 bits, so that seeds and sums could be wrong",
+    "enableGraphCapture": "each step binds its batch anew, which a captured graph does not see",
+    "enable_cuda_graph": "each step binds its batch anew, which a captured graph does not see",
+}
+"""Options of providers with which steps could be wrong, and why."""
+
 logger = logging.getLogger("ortops")
 
 
@@ -58,7 +65,7 @@ def choose_providers(
     Raises:
         ArgumentError: If a provider is unknown, or it is missing and CPUExecutionProvider is not
             listed behind it; or if the options have providers of their own.
-        UnsupportedError: If a provider cannot run training steps correctly.
+        UnsupportedError: If a provider cannot run training steps correctly, or not with an option.
 
     Example:
         >>> choose_providers(None)
@@ -99,7 +106,7 @@ def _normalized(provider: Any) -> Provider:
 
     Raises:
         ArgumentError: If it is not a provider.
-        UnsupportedError: If it cannot run training steps correctly.
+        UnsupportedError: If it cannot run training steps correctly, or not with an option.
     """
     settings: Any = {}
     name = provider
@@ -127,7 +134,11 @@ def _normalized(provider: Any) -> Provider:
         raise ArgumentError(
             f"providers: there is no provider '{name}'. {_hint(name, known)}{_available()}"
         )
-    return name, {str(key): str(value) for key, value in settings.items()}
+    given = {str(key): str(value) for key, value in settings.items()}
+    for option, why in _REFUSED_OPTIONS.items():
+        if given.get(option, "0").lower() not in ("0", "false"):
+            raise UnsupportedError(f"providers: the option '{option}' is not supported: {why}")
+    return name, given
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
