@@ -238,7 +238,7 @@ class OptunaPruning(Callback):
     Example:
         >>> def objective(trial):  # optuna.create_study().optimize(objective, n_trials=20)
         ...     rate = trial.suggest_float("rate", 1e-5, 1e-1, log=True)
-        ...     session = …  # with optimizers.AdamW(rate)
+        ...     session = make_session(rate)
         ...     session.fit(data, validation=other, callbacks=[OptunaPruning(trial)])
         ...     return session.evaluate(other)["loss"]
     """
