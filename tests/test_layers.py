@@ -245,6 +245,7 @@ WITHIN = {
             "fitting",
             "steps",
             "turns",
+            "constants",
             "model_file",
             "session",
             "batch_size",

@@ -176,6 +176,30 @@ class Execution:
         self._changes.settle()
         return self._shared.position[1]
 
+    def adopt(self, other: Execution) -> None:
+        """Takes over the graphs and the memory of an execution of the same steps.
+
+        Executions that `only` returned do so as well.
+
+        Args:
+            other: An execution with other inputs that are variables. It must not be used any more.
+        """
+        for number, (own, template) in enumerate(
+            zip(self._templates, other._templates, strict=True)
+        ):
+            if own.extra:
+                template.extra, foreign = own.extra, other._foreign[number]
+                other._caches[number] = ShapeCache([template], self._capacity, foreign)
+        turns, made = self._shared.position
+        other._shared, other._changes = self._shared, self._changes
+        self._templates[:], self._caches[:] = other._templates, other._caches
+        self._foreign[:] = other._foreign
+        self.variables.clear()
+        self.variables.update(other.variables)
+        self._shared.split_steps.clear()
+        self._shared.position = ((0,) * len(turns), made)
+        self._shared.failed = ""
+
     def only(self, part: int) -> Execution:
         """Returns an execution on the same variables whose steps run one of the parts.
 

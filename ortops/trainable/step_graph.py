@@ -226,6 +226,7 @@ def flatten(
     *,
     counts: bool = False,
     outputs: Collection[str] | None = None,
+    constants: Collection[str] = (),
 ) -> Step:
     """Concatenates the inference graph and the algorithm.
 
@@ -236,6 +237,7 @@ def flatten(
         counts: Whether the counts that summands of the loss are divided by become outputs.
         outputs: The names of the outputs of the inference graph that are kept; by default, those
             that the loss depends on.
+        constants: Initializers that no entry updates, and that become inputs like variables.
 
     Raises:
         ArgumentError: If ``entry`` is not an integer.
@@ -270,7 +272,7 @@ def flatten(
     graph.outputs.extend(value for value in divisors if value not in graph.outputs)
     prune(graph)
     rates = _learning_rates(graph, metadata)
-    variables = [n for n in dict.fromkeys((*bound, *rates)) if n in graph.initializers]
+    variables = [n for n in dict.fromkeys((*bound, *rates, *constants)) if n in graph.initializers]
     _make_inputs(graph, variables)
     compute_in_float32(graph, updates)
     use_exact_products(graph)

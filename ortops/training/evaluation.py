@@ -222,7 +222,7 @@ class Evaluator:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
-        self._evaluations: dict[tuple[tuple[str, ...], bool], Evaluation] = {}
+        self._evaluations: dict[tuple[Any, ...], Evaluation] = {}
 
     def evaluate(
         self,
@@ -430,7 +430,7 @@ class Evaluator:
 
     def _evaluation(self, tensors: tuple[str, ...], *, loss: bool) -> Evaluation:
         """Returns what computes tensors, and the loss; built once."""
-        key = (tensors, loss)
+        key = (tensors, loss, tuple(self._loaded.usage.constants))
         if key not in self._evaluations:
             built = run_uninterrupted(lambda: self._build(tensors, loss=loss))
             while len(self._evaluations) >= _EVALUATIONS:
@@ -442,6 +442,7 @@ class Evaluator:
     def _build(self, tensors: Sequence[str], *, loss: bool) -> Evaluation:
         loaded = self._loaded
         step, entry = loaded.steps[0], loaded.entries[0]
+        step = replace(step, variables=[*step.variables, *loaded.usage.constants])
         found = evaluation_model(loaded.light, entry, step, tensors, loss=loss)
         model, feeds = found.step.model, found.step.feeds
         known = set(feeds) <= loaded.inputs.keys()

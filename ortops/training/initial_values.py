@@ -96,6 +96,10 @@ class Values(Mapping[str, Array]):
     def __contains__(self, name: object) -> bool:
         return name in self._read
 
+    def joined(self, read: Mapping[str, Callable[[], Array]]) -> Values:
+        """Returns these values and others."""
+        return Values({**self._read, **read})
+
     def without(self, names: Collection[str]) -> Values:
         """Returns all values except some."""
         return Values({name: read for name, read in self._read.items() if name not in names})

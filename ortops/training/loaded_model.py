@@ -23,6 +23,7 @@ from ortops.execution.memory import give_back
 from ortops.execution.onnxruntime_sessions import UpdateKernels
 from ortops.execution.providers import choose_providers
 from ortops.execution.settings import Settings
+from ortops.execution.step import Step
 from ortops.execution.strings import separate_strings
 from ortops.graph.convert import ModelLike
 from ortops.graph.files import external
@@ -102,11 +103,13 @@ class Usage:
         operation: The public method that holds the lock; "" if none does.
         assigned: The number of calls of `assign`.
         on_assign: A function that is called with the values that `assign` has set.
+        constants: The weights that are not trained and were set: inputs of a step, like variables.
     """
 
     operation: str = ""
     assigned: int = 0
     on_assign: Callable[[Mapping[str, Array]], object] | None = None
+    constants: list[str] = dataclasses.field(default_factory=list)
 
 
 class LoadedModel:
@@ -161,9 +164,9 @@ class LoadedModel:
         self.providers = choose_providers(providers, options)
         if outputs is not None:
             _check_outputs(self.proto, outputs)
-        self.steps = [
-            flatten(self.light, number, counts=True, outputs=outputs) for number in self.entries
-        ]
+        self.usage = Usage()
+        self._wanted_outputs = outputs
+        self.steps = self._flat_steps()
         self._metadata = [training_metadata(self.proto, number) for number in self.entries]
         self.metadata_of_entries: Sequence[TrainingMetadata] = self._metadata
         self.metadata = self._metadata[0]
@@ -181,12 +184,10 @@ class LoadedModel:
         self.outputs = [label for own in labels for label in own.values()]
         self.settings = settings or Settings()
         self.lock = threading.RLock()
-        self.usage = Usage()
         given = given_values(self.light, self.steps, self.entries, self.shared_metadata.masters)
-        execution = self.execution = Execution(
-            self.steps,
-            given,
-            RULES,
+        self._open = functools.partial(
+            Execution,
+            rules=RULES,
             kernels=kernels,
             settings=self.settings,
             options=options,
@@ -194,6 +195,7 @@ class LoadedModel:
             recompute=self._in_training_mode(recompute),
             names=names,
         )
+        execution = self.execution = self._open(self.steps, given)
         self.given = self._without_computed(given)
         give_back()
         self.resume_state = ResumeState(lambda: execution.steps_made)
@@ -201,6 +203,45 @@ class LoadedModel:
             position, steps_made = found
             execution.assign({}, steps_made=steps_made)
             self.resume_state.set(position)
+
+    def _flat_steps(self) -> list[Step]:
+        """Returns a step for each entry."""
+        return [
+            flatten(
+                self.light,
+                number,
+                counts=True,
+                outputs=self._wanted_outputs,
+                constants=self.usage.constants,
+            )
+            for number in self.loaded
+        ]
+
+    @changes("constants")
+    def set_constants(self, arrays: Mapping[str, Array]) -> None:
+        """Sets weights that are not trained to values that have been checked."""
+        constants = self.usage.constants
+        added = [name for name in arrays if name not in constants]
+        if added:
+            run_uninterrupted(functools.partial(self._make_inputs, added, arrays))
+        self._assign(arrays)
+
+    def _make_inputs(self, names: Sequence[str], arrays: Mapping[str, Array]) -> None:
+        """Opens the steps again, with weights that are not trained as inputs."""
+        before = list(self.usage.constants)
+        self.usage.constants += names
+        try:
+            steps, _ = separate_strings(self._flat_steps())
+            values = {name: array.copy() for name, array in self.arrays().items()}
+            values |= {name: arrays[name] for name in names}
+            self.execution.adopt(self._open(steps, values))
+        except BaseException:
+            self.usage.constants[:] = before
+            raise
+        tensors = {t.name: t for t in initializers(self.proto, initialization=False)}
+        first = {n: functools.partial(self.light.array_of, tensors[n]) for n in names}
+        self.given = self.given.joined(first)
+        give_back()
 
     def _in_training_mode(self, recompute: Checkpoint | None) -> Checkpoint | None:
         """Replaces names of tensors by those of their copies in training mode."""
@@ -218,7 +259,7 @@ class LoadedModel:
         found = copies.get(name, f"{name}_training")
         return found if found in produced else name
 
-    def _without_computed(self, given: Values) -> Mapping[str, Array]:
+    def _without_computed(self, given: Values) -> Values:
         """Returns the given values that `reset` needs; it computes others, like optimizer state.
 
         The data of these are then the present values.
@@ -352,11 +393,17 @@ class LoadedModel:
     def state(self) -> State:
         """The variables by name; see `ortops.TrainingSession.state`."""
         scales = {each.loss_scale for each in self._metadata} - {""}
-        return State(self.execution, self.lock, self.shared_metadata, self.assign, scales)
+        hidden = self.usage.constants
+        return State(
+            *(self.execution, self.lock, self.shared_metadata, self.assign, scales, hidden)
+        )
 
     @changes("state")
     def assign(self, arrays: Mapping[str, Array], *, steps_made: int | None = None) -> None:
         """Sets variables to values that have been checked, and the number of steps."""
+        self._assign(arrays, steps_made=steps_made)
+
+    def _assign(self, arrays: Mapping[str, Array], *, steps_made: int | None = None) -> None:
         self.usage.assigned += 1  # first: `saved_in` never names a file with other values
         self.execution.assign(arrays, steps_made=steps_made)
         if self.usage.on_assign is not None:

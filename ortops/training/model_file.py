@@ -233,6 +233,8 @@ class ModelFile:
         """Returns a digest of the model and the executed entries, without values of variables."""
         proto, variables = self._loaded.proto, self._loaded.execution.variables
         found = hashlib.sha256(repr(self._loaded.entries).encode())
+        for name in self._loaded.usage.constants:
+            found.update(bytes_digest(self._loaded.execution.present(name)))
         for name in sorted(variables):
             array = variables[name].buffers[0]
             found.update(repr((name, array.dtype.str, array.shape)).encode())

@@ -26,6 +26,7 @@ from ortops.metrics import Metric, StreamingMetric
 from ortops.other_names import ARGUMENTS_OF_DATA, ARGUMENTS_OF_FIT, explains_arguments
 from ortops.passes.rematerialization import Checkpoint
 from ortops.training.callback import Callback
+from ortops.training.constants import Constants
 from ortops.training.data import Data, Feeds
 from ortops.training.evaluation import Evaluator
 from ortops.training.feeds import Inputs
@@ -640,6 +641,25 @@ class TrainingSession:
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
         self._loaded.set_learning_rate(value)
+
+    @property
+    def constants(self) -> Constants:
+        """The floating-point weights that no step changes, by name: readable and settable.
+
+        Such weights are those that ``trainable=`` left out, a target network, or the teacher of
+        `ortops.losses.Distillation`. A value that is set takes effect in the next step, `evaluate`
+        and `predict`, is saved, and is part of `inference_model`; `reset` restores the first one.
+        Reading returns a copy. `constants.update({…})` sets several. They are not part of `state`.
+
+        The first assignment of a weight builds the graph of a step again, as the weight becomes an
+        input of it; later ones only copy the values.
+
+        Example:
+            >>> from models import line
+            >>> line.session().constants
+            Constants()
+        """
+        return Constants(self._loaded)
 
     @property
     def learning_rates(self) -> LearningRates:

@@ -36,6 +36,7 @@ class State(MutableMapping[str, Array]):
         metadata: Names the 16-bit parameters with their float32 values.
         assign: Sets some of them.
         scales: Those that losses are multiplied by.
+        hidden: What the execution holds, but is no variable.
     """
 
     def __init__(
@@ -45,12 +46,14 @@ class State(MutableMapping[str, Array]):
         metadata: TrainingMetadata,
         assign: Callable[[Mapping[str, Array]], None],
         scales: Collection[str] = (),
+        hidden: Collection[str] = (),
     ) -> None:
         self._execution = execution
         self._lock = lock
         self._metadata = metadata
         self._assign = assign
         self._scales = scales
+        self._hidden = hidden
 
     def __getitem__(self, name: str) -> Array:
         self._known(name)
@@ -70,10 +73,10 @@ class State(MutableMapping[str, Array]):
         raise OrtopsError(f"state '{name}': a variable cannot be removed; set it")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict(self._execution.variables))
+        return iter([name for name in dict(self._execution.variables) if name not in self._hidden])
 
     def __len__(self) -> int:
-        return len(self._execution.variables)
+        return len(self._execution.variables) - len(self._hidden)
 
     def __repr__(self) -> str:
         shapes = ", ".join(
@@ -118,9 +121,9 @@ class State(MutableMapping[str, Array]):
 
     def _known(self, name: str) -> None:
         known = self._execution.variables
-        if name not in known:
+        if name not in known or name in self._hidden:
             raise UnknownVariableError(
-                f"state: there is no variable '{name}'; " + did_you_mean(name, known)
+                f"state: there is no variable '{name}'; " + did_you_mean(name, list(self))
             )
 
 
