@@ -299,7 +299,8 @@ def open_lowered(
     session = InferenceSession.__new__(InferenceSession)
     session._kernel_nodes, session._kernels_on_other_threads = {}, False
     disabled = disabled_optimizers(model)
-    more = {"disabled_optimizers": disabled} if disabled else {}
+    more: dict[str, Any] = {"disabled_optimizers": disabled} if disabled else {}
+    more["enable_fallback"] = 0  # onnxruntime would print an error, and use the CPU
     session._open(_message(model), sess_options, None, {}, providers, None, **more)
     return session
 

@@ -15,6 +15,7 @@ from ortops import metrics as metric_functions
 from ortops.errors import ArgumentError, OrtopsError, did_you_mean
 from ortops.execution.memory import Memory
 from ortops.execution.onnxruntime_sessions import run_session
+from ortops.execution.providers import CPU
 from ortops.graph.files import external
 from ortops.inference import InferenceSession
 from ortops.lowering import to_proto
@@ -464,5 +465,10 @@ class Evaluator:
         proto = to_proto(model)
         disabled = disabled_optimizers(proto)
         more: dict[str, Any] = {"disabled_optimizers": disabled} if disabled else {}
-        session = InferenceSession(proto, loaded.options, loaded.providers, kernels="onnx", **more)
+        more["enable_fallback"] = 0  # onnxruntime would print an error, and use the CPU
+        options = loaded.options
+        if options is None and [name for name, _ in loaded.providers] != [CPU]:
+            options = onnxruntime.SessionOptions()
+            options.log_severity_level = 3  # warnings about nodes that fall back
+        session = InferenceSession(proto, options, loaded.providers, kernels="onnx", **more)
         return Evaluation(session, inputs, found.parts, found.tensors, found.kinds, constants)
