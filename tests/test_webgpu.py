@@ -23,9 +23,10 @@ from ortops import TrainingSession, build_training_model, optimizers, schedules
 from ortops.cli import main
 from ortops.errors import UnsupportedError
 from ortops.execution.memory import DeviceArray
+from tests.test_entries import rows, two_heads
 from tests.training_models import assert_same_arrays, classifier, labelled
 
-pytestmark = pytest.mark.webgpu
+pytestmark = [pytest.mark.webgpu, pytest.mark.needs("onnxruntime>=1.32")]
 
 BATCH = labelled((6,))
 
@@ -286,6 +287,17 @@ def test_a_float64_model_is_refused() -> None:
 def test_kernels_in_python_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"kernels must be 'onnx' for .* 'webgpu'"):
         TrainingSession(built(), kernels="python", providers=["webgpu"])
+
+
+def test_several_algorithms_of_a_file() -> None:
+    """The second one reads what the first one trains."""
+    device, cpu = pair(two_heads())
+    batch = rows()
+    for entry in ("main", "second", "main", "second", "second", None, "main"):
+        found, expected = (each.step(batch, entry=entry) for each in (device, cpu))
+        assert_close(found, expected)
+    assert_close(device.state, cpu.state, 1e-4)
+    assert_close(device.evaluate(batch), cpu.evaluate(batch))
 
 
 def test_a_function() -> None:
