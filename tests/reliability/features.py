@@ -56,6 +56,9 @@ class Draw:
         accumulate: Batches that make one step.
         validation: The form of the validation data, "" for none.
         metrics: Whether a metric is computed on it.
+        validate_every: After how many steps there is a validation within an epoch; 0 for none.
+        train_metrics: Whether metrics are computed on the training data, too.
+        detect_anomaly: Whether values that are not finite are looked for.
         callbacks: Which callbacks there are; see `feature_checks.callbacks_of`.
         progress: Whether progress is shown.
         stop_on_nan: Whether a loss that is NaN stops the training.
@@ -94,6 +97,9 @@ class Draw:
     accumulate: int = 1
     validation: str = ""
     metrics: bool = False
+    validate_every: int = 0
+    train_metrics: bool = False
+    detect_anomaly: bool = False
     callbacks: str = ""
     progress: bool = False
     stop_on_nan: bool = True
@@ -172,6 +178,9 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "accumulate": (1, 2, 3, 4),
     "validation": ("", "dict", "same"),
     "metrics": (False, True),
+    "validate_every": (0, 1, 2, 3),
+    "train_metrics": (False, True),
+    "detect_anomaly": (False, True),
     "callbacks": (
         *("", "user", "Checkpoint", "Checkpoint every", "EarlyStopping", "restore_best"),
         *("restore_best in memory", "BestModel", "CSVLog", "JSONLines", "all"),
@@ -227,6 +236,9 @@ NORMALIZING = ("convolutional", "half overflowing", *EXPORTED[:2])
 RESTORING = ("restore_best", "restore_best in memory", "all")
 """Callbacks with which the session goes back to an earlier state."""
 
+MONITORING = ("EarlyStopping", "BestModel", *RESTORING)
+"""Callbacks that look for the best validation."""
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "an iterator serves one epoch",
@@ -266,6 +278,40 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "metrics are computed on validation data",
         lambda metrics, validation: metrics and not validation,
+    ),
+    Rule(
+        "there is nothing to validate within an epoch",
+        lambda validate_every, validation: validate_every and not validation,
+    ),
+    Rule(
+        "validations within epochs, which the reference does not make, may be the best ones",
+        lambda validate_every, callbacks: validate_every and callbacks in MONITORING,
+    ),
+    Rule(
+        "it averages the parameters itself",
+        lambda optimizer, ema: optimizer == "ScheduleFreeAdamW" and ema,
+    ),
+    Rule(
+        "metrics of training are the metrics of validation",
+        lambda train_metrics, metrics: train_metrics and not metrics,
+    ),
+    Rule(
+        "metrics are computed on validation data, those of training too",
+        lambda train_metrics, validation: train_metrics and not validation,
+    ),
+    Rule(
+        "a metric of training needs an input to compare with",
+        lambda train_metrics, loss: train_metrics and loss == "function",
+    ),
+    Rule(
+        "with a single array a metric of training has nothing to compare outputs with",
+        lambda train_metrics, data: train_metrics and data == "single array",
+    ),
+    Rule(
+        "a metric that is a function is left out in an epoch that is resumed",
+        lambda train_metrics, callbacks, end: (
+            train_metrics and callbacks in ("CSVLog", "all") and end
+        ),
     ),
     Rule(
         "a metric needs an input to compare with",
