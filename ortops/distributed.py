@@ -5,7 +5,8 @@ ortops.distributed.join(session)``. Start it with MPI::
 
     mpiexec -n 2 python -m mpi4py train.py
 
-``-m mpi4py`` terminates all processes if one of them fails. Each process (a rank, in MPI's terms)
+``-m mpi4py`` terminates all processes if one of them fails; without it, `join` logs a warning,
+because the others may wait forever. Each process (a rank, in MPI's terms)
 runs the same script, holds all variables, and computes the gradients of its rows. The gradients are
 summed, and each rank applies the same update.
 """
@@ -100,7 +101,9 @@ def join(
         communicator: Communicates between ranks; by default MPI with all its processes, which
             requires mpi4py and an MPI library (``pip install ortops[distributed]`` has both).
         timeout: The maximum time, in seconds, that a rank waits for the others in MPI before it
-            raises an OrtopsError; None for no limit. Other communicators have their own limits.
+            raises an OrtopsError; None for no limit, but a warning after a minute. It must exceed
+            the longest time between two steps of a rank, including what only rank 0 does, such as
+            saving. Other communicators have their own limits.
 
     Raises:
         ArgumentError: If an argument is invalid.
@@ -148,7 +151,8 @@ class JoinedSession(TrainingSession):
     - SIGINT, SIGTERM or SIGHUP in one rank ends `fit` in all ranks after the same step. No rank
       leaves `fit` before rank 0 has written.
     - All ranks must make the same calls. A rank that waits in MPI for an exited rank, or longer
-      than ``timeout``, raises an OrtopsError; its session is then at a complete step.
+      than ``timeout``, raises an OrtopsError; its session is then at a complete step. That includes
+      ranks that end with ``os._exit``, unless another language calls it.
     - All ranks raise an error if they have set different values since the last step (in `state`,
       `parameters` or `learning_rate`), or have different arguments of `fit` that determine the rows
       of a step, or different numbers of rows in a batch. Different values in the first batch of a

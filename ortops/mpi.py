@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib
 import itertools
+import logging
 import os
+import sys
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
@@ -17,8 +20,13 @@ from ortops.numbers import Array
 
 __all__ = ["MPI"]
 
+logger = logging.getLogger("ortops")
+
 _LOOKS = 64
 """The number of tests for completion of an exchange between checks of timeout and exited ranks."""
+
+_PATIENCE = 60.0
+"""The time, in seconds, after which a rank logs that it waits for the others."""
 
 _CALLS = (
     "all ranks must make the same calls of `step`, `run_steps`, `gradients` and `fit` in the same "
@@ -56,6 +64,13 @@ class MPI:
         self.rank, self.size = int(module.COMM_WORLD.rank), int(module.COMM_WORLD.size)
         self._timeout = timeout
         if self.size > 1 and MPI._channel is None:
+            if not self.rank and "mpi4py.run" not in sys.modules:
+                logger.warning(
+                    "join: the program runs without `-m mpi4py`, so if a rank fails before `join`, "
+                    "or in communication of its own, the others wait for it forever; start it "
+                    "with: mpiexec -n %d python -m mpi4py %s, or pass join(…, timeout=)",
+                    *(self.size, sys.argv[0] or "train.py"),
+                )
             MPI._channel = _Channel(module, timeout)
 
     def sum(self, array: Array) -> None:
@@ -93,6 +108,7 @@ class _Channel:
         self._world = world
         self._done = 0
         atexit.register(self._end)
+        self._catch_exit()
 
     def sum(self, array: Array, timeout: float | None) -> None:
         """Replaces an array by its sum over all processes."""
@@ -134,6 +150,7 @@ class _Channel:
 
     def _wait(self, request: Any, timeout: float | None) -> None:
         begin = time.monotonic()
+        patience = _PATIENCE
         for number in itertools.count(1):
             if request.Test():
                 return
@@ -147,7 +164,15 @@ class _Channel:
                         f"join: rank {rank} has exited while rank {self._rank} waits for it; "
                         f"{_CALLS}"
                     )
-            if timeout is not None and time.monotonic() - begin > timeout:
+            waited = time.monotonic() - begin
+            if waited > patience:
+                patience = float("inf")
+                logger.warning(
+                    "join: rank %d has waited for the other ranks for %.0f s; if one of them has "
+                    "stopped, end the job. join(…, timeout=) raises an error instead",
+                    *(self._rank, waited),
+                )
+            if timeout is not None and waited > timeout:
                 raise OrtopsError(
                     f"join: rank {self._rank} timed out after {timeout:g} s of waiting for the "
                     f"other ranks; {_CALLS}, or increase join(…, timeout=)"
@@ -162,6 +187,28 @@ class _Channel:
             done = np.zeros(1, np.int64)
             self._world.Recv(done, status.Get_source())
             self._ended[status.Get_source()] = int(done[0])
+
+    def _catch_exit(self) -> None:
+        """Lets `os._exit` in this process notify the others.
+
+        It runs no exit handlers, and ``mpiexec`` of MPICH then kills all other processes and
+        returns the status of this one: after ``os._exit(0)``, a job that has not finished would
+        look like one that has.
+        """
+        leave, process = os._exit, os.getpid()
+
+        def notify_and_leave(status: int) -> NoReturn:
+            if os.getpid() == process and not self._module.Is_finalized():
+                text = f"ortops: join: rank {self._rank} ends with os._exit({status})\n"
+                os.write(2, text.encode())
+                if not status:  # mpiexec returns any other status
+                    self._end()
+                    self._module.Finalize()  # waits for the others
+                    # MPICH tells mpiexec in an exit handler of C that this process has finalized.
+                    getattr(ctypes.pythonapi, "exit", leave)(status)
+            leave(status)
+
+        os._exit = notify_and_leave
 
     def _end(self) -> None:
         """Notifies the others that this process exits."""

@@ -31,7 +31,7 @@ from training_models import (
 )
 
 import ortops
-from ortops import TrainingSession
+from ortops import TrainingSession, mpi
 from ortops.callbacks import Callback, Checkpoint, CSVLog, EarlyStopping
 from ortops.distributed import JoinedSession, join
 from ortops.errors import ArgumentError, DivergedError, FeedError, ModelError, OrtopsError
@@ -1087,6 +1087,93 @@ def test_a_rank_that_waits_for_data_hears_signals(uneven: Path) -> None:
     result = run_mpi(uneven, "blocked", script=UNEVEN)
     assert result.returncode == 0, result.stderr
     assert said_by(uneven) == {rank: ["left fit after step 3 with 143"] for rank in (0, 1)}
+
+
+LEAVING = """
+import os, sys, time
+import numpy as np
+import mpi4py.MPI
+import ortops
+
+folder, how = sys.argv[1:]
+rank = mpi4py.MPI.COMM_WORLD.rank
+data = dict(np.load(f"{folder}/data.npz"))
+session = ortops.TrainingSession(f"{folder}/model.onnx")
+if how == "fails before":
+    if rank == 1:
+        raise RuntimeError("rank 1 fails")
+    ortops.distributed.join(session, timeout=2)
+session = ortops.distributed.join(session)
+for step in range(4):
+    session.step(data)
+    if how.isdigit() and rank == 1 and step == 2:
+        os._exit(int(how))
+if how == "all":
+    pid = os.fork()
+    if not pid:
+        os._exit(0)  # of a child, which is no rank
+    os.waitpid(pid, 0)
+    with open(f"{folder}/rank{rank}.txt", "w", encoding="utf-8") as file:
+        print("has made", session.steps_done, file=file)
+    time.sleep(0.3 * rank)
+    os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.needs("mpi4py>=4.1")
+@pytest.mark.parametrize("runner", [True, False])
+@pytest.mark.parametrize("status", ["0", "5"])
+def test_an_immediate_exit_is_no_success(uneven: Path, status: str, runner: bool) -> None:
+    """MPICH returns the status of the rank that ended first, and kills the others."""
+    result = run_mpi(uneven, status, script=LEAVING, runner=runner)
+    assert result.returncode != 0
+    assert f"ortops: join: rank 1 ends with os._exit({status})" in result.stderr
+    if status == "0":
+        assert "join: rank 1 has exited while rank 0 waits for it" in result.stderr
+    else:
+        assert result.returncode == 5
+
+
+@pytest.mark.slow
+@pytest.mark.needs("mpi4py>=4.1")
+def test_all_ranks_may_exit_immediately(uneven: Path) -> None:
+    """Each waits for the others, so that none is killed."""
+    result = run_mpi(uneven, "all", script=LEAVING)
+    assert result.returncode == 0, result.stderr
+    assert said_by(uneven) == {rank: ["has made 4"] for rank in (0, 1)}
+    assert "without `-m mpi4py`" not in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.needs("mpi4py>=4.1")
+def test_join_says_that_the_program_runs_without_mpi4py(uneven: Path) -> None:
+    """A rank that fails before `join` waits in MPI's finalization, and the others for it."""
+    result = run_mpi(uneven, "fails before", script=LEAVING, runner=False)
+    assert result.returncode != 0
+    assert result.stderr.count("join: the program runs without `-m mpi4py`") == 1
+    assert "start it with: mpiexec -n 2 python -m mpi4py " in result.stderr
+    assert "join: rank 0 timed out after 2 s of waiting" in result.stderr
+
+
+def test_a_long_wait_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Request:
+        tests = 0
+
+        def Test(self) -> bool:
+            self.tests += 1
+            return self.tests > 200
+
+    class Channel(mpi._Channel):
+        def __init__(self) -> None:
+            self._rank, self._world, self._ended, self._done = 1, None, {}, 0
+
+    monkeypatch.setattr(mpi, "_PATIENCE", -1.0)
+    Channel()._wait(Request(), None)
+    (said,) = caplog.messages
+    assert said.startswith("join: rank 1 has waited for the other ranks for 0 s; if one of them ")
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "1", True])
