@@ -429,13 +429,18 @@ def _polynomial(n: Any, xp: Any, length: int, power: float, end: float) -> Any:
 def _cosine(n: Any, xp: Any, length: int, cycles: int, end: float) -> Any:
     periods = n * float(cycles) / length
     share = xp.where(n < length, periods - xp.floor(periods), 1.0)
-    return end + (1.0 - end) * (1.0 + xp.cos(math.pi * share)) / 2.0
+    return end + (1.0 - end) * (1.0 + _cos_pi(share, xp)) / 2.0
+
+
+def _cos_pi(share: Any, xp: Any) -> Any:
+    """Returns cos(π · share) as a sine: onnxruntime has no Cos of float64 before 1.29."""
+    return xp.sin(math.pi * (0.5 - share))
 
 
 def _one_cycle(n: Any, xp: Any, top: float, last: int, start: float, end: float) -> Any:
-    up = start + (1.0 - start) * (1.0 - xp.cos(math.pi * n / top)) / 2.0
+    up = start + (1.0 - start) * (1.0 - _cos_pi(n / top, xp)) / 2.0
     share = (xp.minimum(n, _as_float(last)) - top) / (last - top)
-    down = end + (1.0 - end) * (1.0 + xp.cos(math.pi * share)) / 2.0
+    down = end + (1.0 - end) * (1.0 + _cos_pi(share, xp)) / 2.0
     return xp.where(n <= top, up, down)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from optimizer_oracle import trajectory
 from running import run
@@ -456,12 +457,16 @@ def test_float16(name: str) -> None:
 
 # ------------------------------------------------------------------------------------- shapes
 
+ONNXRUNTIME = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
+
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (0, 3), (2, 0), (2, 0, 3), (1, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_shape(name: str, dtype: Any, shape: tuple[int, ...]) -> None:
     """On arrays, without a warning, and as nodes: the same, of the same types and shapes."""
+    if (name, dtype, shape) == ("Muon", np.float64, (1, 1)) and ONNXRUNTIME < (1, 27):
+        pytest.skip("onnxruntime before 1.27 fuses MatMul of float64 into a kernel that it lacks")
     optimizer = OPTIMIZERS[name]().of(shape)
     states = optimizer.state_shapes(shape)
     assert tuple(states) == optimizer.states

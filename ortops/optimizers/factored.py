@@ -157,6 +157,7 @@ def _root_mean_square(x: Any) -> Any:
 
 def _averaged(t: Any, mean: Any, new: Any, beta2_decay: float) -> Any:
     """Returns the running mean updated with a new value, whose weight decreases with ``t``."""
+    (t,) = arrays(t)  # scalars of numpy 2.0 have no __array_namespace__
     weight = t.__array_namespace__().maximum(t, 1).astype(np.float64) ** beta2_decay
     return (1.0 - weight).astype(mean.dtype) * mean + weight.astype(mean.dtype) * new
 
