@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ortops import (
         attribution,
         callbacks,
+        data,
         derivatives,
         distributed,
         llm,
@@ -73,6 +74,7 @@ __all__ = [
     "build_training_model",
     "callbacks",
     "compose",
+    "data",
     "derivatives",
     "distributed",
     "export_step",
@@ -114,6 +116,7 @@ _MODULES = {
     "build_training_model": "ortops.building.builder",
     "callbacks": "ortops",
     "compose": "ortops.composition.composing",
+    "data": "ortops",
     "derivatives": "ortops",
     "distributed": "ortops",
     "export_step": "ortops.training.export",

@@ -37,6 +37,7 @@ MODULES = (
     "ortops.weights",
     "ortops.lora",
     "ortops.derivatives",
+    "ortops.data",
     "ortops.distributed",
     "ortops.sklearn",
 )

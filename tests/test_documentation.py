@@ -27,6 +27,7 @@ MODULES = [
     "ortops",
     "ortops.callbacks",
     "ortops.derivatives",
+    "ortops.data",
     "ortops.distributed",
     "ortops.llm",
     "ortops.lora",

@@ -29,6 +29,7 @@ FLOORS = (
         *("attribution", "callbacks", "check", "composition", "distributed", "functions", "lora"),
         *("sklearn", "weights"),
     ),
+    ("data",),
     ("llm",),
     ("__init__",),
     ("cli",),
@@ -125,6 +126,10 @@ WITHIN = {
         "tuning",
         "measuring",
         "checking",
+        "__init__",
+    ),
+    "data": (
+        *("opening", "images", "augmentation", "rows", "folders"),
         "__init__",
     ),
     "metrics": (

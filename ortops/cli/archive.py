@@ -6,23 +6,19 @@ arrays of an ``.npz`` file are read.
 
 from __future__ import annotations
 
-import errno
 import math
-import os
-import stat
 import zipfile
 from collections.abc import Collection, Sequence
-from pathlib import Path
-from typing import IO, Any, BinaryIO, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from ortops.data.opening import open_regular
 from ortops.errors import FeedError, did_you_mean
-from ortops.graph.files.atomic import naming
 from ortops.graph.limits import LIMITS
 
-__all__ = ["check_size", "open_regular", "read_arrays"]
+__all__ = ["check_size", "read_arrays"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -31,39 +27,6 @@ _METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}
 """How numpy compresses arrays."""
 
 _DEFLATED = 1032  # the highest compression ratio of zlib
-
-
-def open_regular(path: str | os.PathLike[str], *, link: bool = True) -> BinaryIO:
-    """Opens a regular file for reading.
-
-    Pipes and devices are rejected: they may have no end, and opening a device may change its state.
-
-    Args:
-        path: The file.
-        link: Whether the path may be a symbolic link.
-
-    Raises:
-        FeedError: If it is not a regular file.
-        OSError: If it cannot be opened.
-    """
-    file = Path(path)
-    wanted = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
-    wanted |= getattr(os, "O_NONBLOCK", 0)  # opening a pipe would wait for its writer
-    if not link:
-        wanted |= getattr(os, "O_NOFOLLOW", 0)
-    with naming(path):
-        status = file.stat() if link else file.lstat()
-        if stat.S_ISDIR(status.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if stat.S_ISREG(status.st_mode):  # checked first, as opening a device may have effects
-            stream = os.fdopen(os.open(file, wanted), "rb")
-            if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                return stream
-            stream.close()
-    raise FeedError(
-        f"data '{file}' is not a regular file; copy its content to a regular file, or pipe "
-        "comma-separated values to --data -"
-    )
 
 
 def check_size(what: str, size: int) -> None:

@@ -8,8 +8,7 @@ import csv
 import io
 import math
 import re
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -19,11 +18,12 @@ import numpy.typing as npt
 import onnx
 
 from ortops.callbacks.monitor import optional_module
-from ortops.cli.archive import check_size, open_regular, read_arrays
+from ortops.cli.archive import check_size, read_arrays
 from ortops.cli.standard_streams import say, standard_input
+from ortops.data.images import EXTENSIONS, Decoder, Images, image_files, read_images
+from ortops.data.opening import open_regular
 from ortops.errors import FeedError, OrtopsError, did_you_mean
 from ortops.graph.files.json_text import read_json
-from ortops.graph.limits import LIMITS
 from ortops.numbers import cast_numbers
 from ortops.training import tables
 from ortops.training.row_axes import Dims, RowAxes, along, row_axes, rows_to
@@ -31,11 +31,9 @@ from ortops.training.tables import RowIndex
 
 __all__ = [
     "CLASSES_KEY",
-    "IMAGES",
     "Classes",
     "Column",
     "DataFile",
-    "Images",
     "Wanted",
     "read_classes",
     "read_data",
@@ -61,18 +59,6 @@ _INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0")
 _PARQUET_SIZES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4}
 """The bytes per value of a Parquet type, where they are not 8."""
 
-_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
-"""The image formats that are read, whatever the extension of the file."""
-
-_HELD_BYTES = 2**29
-"""The size in bytes up to which the images of a folder are held in memory."""
-
-_OF_SYSTEMS = ("Thumbs.db", "desktop.ini")
-"""Files that operating systems put into folders."""
-
-IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
-"""The extensions of image files."""
-
 
 @dataclass(frozen=True)
 class Wanted:
@@ -93,46 +79,6 @@ class Wanted:
     symbols: Dims = None
 
 
-class Images:
-    """The images of a data set, which are read when rows are taken.
-
-    It is a lazy array (see `ortops.training.tables.is_lazy`): a training reads it batch by batch.
-
-    Args:
-        files: The files, in the order of the rows.
-        read: Returns the image in a file as an array.
-        shape: The shape of each image.
-        dtype: The element type.
-
-    Attributes:
-        shape: The number of images, and the shape of each.
-        dtype: The element type.
-    """
-
-    def __init__(
-        self,
-        files: Iterable[Path],
-        read: Callable[[Path], Array],
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-    ) -> None:
-        self._files = np.array(list(files), object)
-        self._read = read
-        self.shape = (len(self._files), *shape)
-        self.dtype = dtype
-
-    def __getitem__(self, rows: RowIndex | tuple[Any, ...]) -> Array:
-        files = self._files[rows]
-        result = np.empty((len(files), *self.shape[1:]), self.dtype)
-        for number, file in enumerate(files):
-            result[number] = self._read(file)
-        return result
-
-    def select(self, rows: RowIndex) -> Images:
-        """Returns some of the images, without reading them."""
-        return Images(self._files[rows], self._read, self.shape[1:], self.dtype)
-
-
 Column: TypeAlias = Array | Images
 """The rows of a data set for one input."""
 
@@ -151,12 +97,15 @@ class DataFile:
         classes: For inputs given as class names, these names in the order of their numbers.
         said: The automatic choices that were made, one sentence each.
         files: For a folder of images, the file names in the order of the rows.
+        pixels: For a folder of images, the input that they fill, that of their classes ("" if there
+            is none), and how they are decoded.
     """
 
     arrays: dict[str, Column]
     classes: dict[str, list[str]] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
+    pixels: tuple[str, str, Decoder] | None = None
 
 
 def wanted_inputs(model: onnx.ModelProto, *, only_model: bool = False) -> list[Wanted]:
@@ -266,7 +215,7 @@ def _read(
         if columns:
             raise OrtopsError("--columns: a folder of images has no columns; omit --columns")
         scale, mean, deviation = pixels
-        pictures = _Pictures(1.0 if scale is None else scale, mean, deviation, [])
+        pictures = _Pictures(1.0 if scale is None else scale, mean, deviation)
         return _read_folder(Path(path), inputs, classes, pictures)
     if any(option is not None for option in pixels):
         raise OrtopsError(
@@ -685,19 +634,17 @@ def _places(values: Sequence[str], names: Sequence[str], wanted: Wanted, where: 
 
 @dataclass(frozen=True)
 class _Pictures:
-    """Converts images to arrays.
+    """How images become arrays.
 
     Attributes:
         scale: The divisor of pixels.
         mean: The value then subtracted from each channel.
         deviation: The value that each channel is then divided by.
-        warned: Collects Pillow's warnings about images that it could read.
     """
 
     scale: float
     mean: Sequence[float] | None
     deviation: Sequence[float] | None
-    warned: list[str]
 
     def check(self, wanted: Wanted) -> None:
         """Rejects settings that do not fit an input."""
@@ -721,57 +668,22 @@ class _Pictures:
                 f"({wanted.dtype}); omit these options"
             )
 
-    def array(self, path: Path, wanted: Wanted) -> Array:
-        """Returns an image as an array for an input: resized, with its channels in order."""
-        from PIL import Image
-
+    def decoder(self, wanted: Wanted) -> Decoder:
+        """Returns what reads images for an input."""
+        self.check(wanted)
         channels, height, width, first = _layout(wanted)
-        image = self._opened(path, "L" if channels == 1 else "RGB")
-        if height and width and image.size != (width, height):
-            image = image.resize((width, height), Image.Resampling.BILINEAR)
-        exact = np.asarray(image)
-        if wanted.dtype.kind not in "iu":
-            exact = exact.astype(np.float64) / self.scale
-            exact = (exact - np.array(self.mean or 0.0)) / np.array(self.deviation or 1.0)
-        numbers, lost = cast_numbers(exact, wanted.dtype)
-        if lost is not None:
-            raise FeedError(
-                f"data '{path}' has the value {lost}, out of range for {wanted.dtype}, the type of "
-                f"input '{wanted.name}'"
-            )
-        if numbers.ndim == 2 and wanted.dims is not None and len(wanted.dims) == 4:
-            numbers = numbers[..., None]
-        if first and numbers.ndim == 3:
-            numbers = np.moveaxis(numbers, -1, 0)
-        return numbers
-
-    def _opened(self, path: Path, mode: str) -> Any:
-        """Returns an image in its EXIF orientation; adds the file name to errors of Pillow."""
-        from PIL import Image, ImageOps, UnidentifiedImageError
-
-        # A link within the folder leads to a file there (see `_image_files`).
-        file = open_regular(path.resolve(), link=False)
-        with file as stream, warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            try:
-                # Pillow detects the format by content, and some formats run other programs.
-                with Image.open(stream, formats=_FORMATS) as opened:
-                    if opened.mode.startswith(("I", "F")):  # Pillow clips these at 255
-                        raise ValueError(f"its pixels have more than 8 bits (mode {opened.mode})")
-                    opened.load()
-                    image = ImageOps.exif_transpose(opened).convert(mode)
-            except MemoryError:
-                raise
-            except Exception as error:  # a corrupt file may raise anything
-                why = str(error).strip().split("\n")[0][:200] or type(error).__name__
-                if isinstance(error, UnidentifiedImageError):
-                    why = f"it is not an image of a known format ({', '.join(_FORMATS)})"
-                raise FeedError(f"data '{path}': {why}; repair or remove it") from error
-        caught = [each for each in caught if issubclass(each.category, UserWarning)]
-        if caught and (said := f"data '{path}': {caught[0].message}") not in self.warned:
-            self.warned.append(said)
-        return image
+        has_axis = wanted.dims is not None and len(wanted.dims) == 4
+        return Decoder(
+            channels="L" if channels == 1 else "RGB",
+            size=(height, width) if height and width else None,
+            axis=(0 if first else -1) if has_axis else None,
+            dtype=wanted.dtype,
+            scale=self.scale,
+            mean=self.mean,
+            deviation=self.deviation,
+            where=f"the type of input '{wanted.name}'",
+            sizeless=f"input '{wanted.name}' has no fixed size to resize them to",
+        )
 
 
 def _layout(wanted: Wanted) -> tuple[int, int | None, int | None, bool]:
@@ -790,49 +702,6 @@ def _layout(wanted: Wanted) -> tuple[int, int | None, int | None, bool]:
     )
 
 
-def _leads_into(link: Path, folder: Path) -> bool:
-    try:
-        return link.resolve().is_relative_to(folder)
-    except (OSError, RuntimeError):  # a link to itself
-        return False
-
-
-def _image_files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Returns the images in a folder and its subfolders, and the other files; no hidden ones.
-
-    Raises:
-        FeedError: If a link leads to a folder or out of the folder.
-        OSError: If a folder cannot be read.
-    """
-    found: list[Path] = []
-    others: list[Path] = []
-    left = [folder]
-    whole = folder.resolve()
-    while left:
-        within = left.pop()
-        for entry in within.iterdir():
-            if entry.name.startswith("."):
-                continue
-            is_link = entry.is_symlink()
-            if entry.is_dir():
-                if is_link:
-                    raise FeedError(
-                        f"data '{entry}' is a symbolic link to a folder, which is not followed; "
-                        "replace it with the folder itself"
-                    )
-                left.append(entry)
-            elif entry.suffix.lower() in IMAGES:
-                if is_link and not _leads_into(entry, whole):
-                    raise FeedError(
-                        f"data '{entry}' is a symbolic link to a file outside '{folder}'; replace "
-                        "it with the file itself"
-                    )
-                found.append(entry)
-            elif entry.name not in _OF_SYSTEMS:
-                others.append(entry)
-    return sorted(found), sorted(others)
-
-
 def _read_folder(
     folder: Path,
     inputs: Sequence[Wanted],
@@ -848,14 +717,14 @@ def _read_folder(
             f"data '{folder}': a folder of images fills one input of the model and one target of "
             f"the loss, but the inputs are {listed}; give an .npz file"
         )
-    files, others = _image_files(folder)
+    files, others = image_files(folder)
     if not files:
-        raise FeedError(f"data '{folder}' contains no images ({', '.join(IMAGES)})")
+        raise FeedError(f"data '{folder}' contains no images ({', '.join(EXTENSIONS)})")
     found = DataFile({}, files=[path.relative_to(folder).as_posix() for path in files])
     if others:
         found.said.append(
             f"{len(others)} files in '{folder}', such as '{others[0].relative_to(folder)}', are "
-            f"ignored, as they have no extension of an image ({', '.join(IMAGES)})"
+            f"ignored, as they have no extension of an image ({', '.join(EXTENSIONS)})"
         )
     if labels:
         target = labels[0].name
@@ -873,43 +742,7 @@ def _read_folder(
             found.said.append(f"the folders of '{folder}' are classes: {_numbered(names)}")
         found.classes[target] = list(names)
         found.arrays[target] = _places(by_class, names, labels[0], f"data '{folder}': it")
-    found.arrays[images[0].name] = _all_images(folder, files, images[0], pictures, found.said)
-    if pictures.warned:
-        more = len(pictures.warned) - 1
-        found.said.append(
-            pictures.warned[0] + (f"; Pillow warned about {more} more images" if more else "")
-        )
+    found.pixels = (images[0].name, labels[0].name if labels else "", pictures.decoder(images[0]))
+    found.arrays[images[0].name], said = read_images(folder, files, found.pixels[2])
+    found.said += said
     return found
-
-
-def _all_images(
-    folder: Path, files: Sequence[Path], wanted: Wanted, pictures: _Pictures, said: list[str]
-) -> Column:
-    """Returns images as one array; as `Images` if that array would be large.
-
-    Every image is read here, so that a file that cannot be read is an error before the training.
-    """
-    optional_module(f"data '{folder}'", "PIL.Image", "images", package="Pillow")
-    pictures.check(wanted)
-    first = pictures.array(files[0], wanted)
-
-    def read(file: Path) -> Array:
-        array = pictures.array(file, wanted)
-        if array.shape != first.shape:
-            raise FeedError(
-                f"data '{folder}': the images differ in size, and input '{wanted.name}' has no "
-                "fixed size to resize them to; resize them to one size"
-            )
-        return array
-
-    images = Images(files, read, first.shape, first.dtype)
-    size = first.nbytes * len(files)
-    if size <= min(_HELD_BYTES, LIMITS.data_bytes):
-        return images[:]
-    said.append(
-        f"the images of '{folder}' would take {size / 1e9:.3g} GB of memory; they are checked now "
-        "and then read batch by batch"
-    )
-    for file in files:
-        read(file)
-    return images

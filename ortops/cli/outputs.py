@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeGuard
 
-from ortops.cli.data import IMAGES
+from ortops.data.images import EXTENSIONS
 from ortops.errors import OrtopsError
 from ortops.graph.files.external import read_light
 
@@ -94,7 +94,7 @@ def _is_same(first: str, second: str | Path) -> bool:
 
 def _is_image_in(path: str, folder: str) -> bool:
     """Whether a file is, or would become, an image of the data set in a folder."""
-    if not Path(folder).is_dir() or Path(path).suffix.lower() not in IMAGES:
+    if not Path(folder).is_dir() or Path(path).suffix.lower() not in EXTENSIONS:
         return False
     return Path(os.path.realpath(folder)) in Path(os.path.realpath(path)).parents
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -18,7 +19,7 @@ from ortops.training.feeds import Checked, Feeds, Inputs, listed
 from ortops.training.prefetch import Prefetcher
 from ortops.training.tables import RowIndex
 
-__all__ = ["Data", "Feeds", "Source", "open_data", "rows"]
+__all__ = ["Data", "Feeds", "RowData", "Source", "open_data", "rows"]
 
 Data: TypeAlias = Any
 """A data set in one of the forms that `open_data` takes."""
@@ -47,7 +48,7 @@ class Source:
     part: Callable[[int, int], Source] | None = None
 
     def epoch(
-        self, number: int = 1, *, order: np.random.Generator | None = None, start: int = 0
+        self, number: int = 0, *, order: np.random.Generator | None = None, start: int = 0
     ) -> Iterator[Checked]:
         """Returns the batches of an epoch, checked.
 
@@ -55,7 +56,8 @@ class Source:
         `contextlib.closing`, to end the thread that reads ahead.
 
         Args:
-            number: The epoch, from 1; passed to a data function that has a parameter for it.
+            number: The epoch of a training, from 1; 0 outside of training, where data are not
+                augmented. A data function that has a parameter for it is called with at least 1.
             order: Shuffles the rows. The order of given batches does not change.
             start: The number of batches to skip at the beginning; the others do not change.
 
@@ -80,6 +82,52 @@ class Source:
         return replace(self, rows=None, batches=batches, _read=read, part=None)
 
 
+class RowData(ABC):
+    """A data set of rows that are read by number, such as those of `ortops.data`."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Returns the number of rows."""
+
+    @abstractmethod
+    def read(self, rows: npt.NDArray[np.int64], inputs: Inputs, epoch: int) -> Feeds:
+        """Returns a batch.
+
+        Args:
+            rows: The numbers of the rows, as `arrange` returned them.
+            inputs: The inputs that the batch has to fit.
+            epoch: The epoch of a training, from 1; 0 outside of training.
+        """
+
+    @abstractmethod
+    def part(self, begin: int, end: int) -> RowData:
+        """Returns the rows from a first one up to another."""
+
+    @abstractmethod
+    def check(self, inputs: Inputs) -> None:
+        """Raises an error if the rows cannot fit some inputs, before any is read.
+
+        Args:
+            inputs: The inputs.
+        """
+
+    def arrange(
+        self, order: np.random.Generator | None, batch_size: int
+    ) -> list[npt.NDArray[np.int64]]:
+        """Returns the numbers of the rows of each batch of an epoch.
+
+        The number of batches is always the same, and equal states of ``order`` give equal batches.
+        A number may also be i + k · the number of rows, for the k-th repetition of row i.
+
+        Args:
+            order: Shuffles the rows; None to keep their order.
+            batch_size: The number of rows per batch; the last batch has the rest.
+        """
+        size = len(self)
+        rows = np.arange(size) if order is None else order.permutation(size)
+        return [rows[start : start + batch_size] for start in range(0, size, batch_size)]
+
+
 def open_data(
     data: Data,
     inputs: Inputs,
@@ -96,6 +144,7 @@ def open_data(
     Args:
         data: A source, which is returned unchanged, or one of
 
+            - a data set of `ortops.data`;
             - arrays by name, which are sliced along the axis that has the batch dimension of the
                 model, in most inputs axis 0: all have the same number of rows, except for inputs
                 without such an axis, which are the same in every batch. Sparse arrays, and arrays
@@ -127,6 +176,8 @@ def open_data(
         return data
     batch_size = whole_number("batch_size", batch_size, 1)
     prefetch = whole_number("prefetch", prefetch, 0)
+    if isinstance(data, RowData):
+        return _row_data(data, inputs, batch_size, prefetch, more)
     if isinstance(data, Mapping) or tables.is_table(data) or _is_arrays(data):
         if tables.is_stored_table(data):
             return _stored_table(data, inputs, batch_size, prefetch, more)
@@ -190,6 +241,59 @@ def _iterates(data: object) -> bool:
 # -------------------------------------------------------------------------------------- of rows
 
 
+def _check_rows(size: int, names: Iterable[str], inputs: Inputs, batch_size: int) -> None:
+    """Raises an error if there are no rows, or if they do not fill batches of a static size."""
+    if inputs.rows.doubt:
+        inputs.say(inputs.rows.doubt)
+    for name in names:
+        fixed = inputs.fixed_rows(name)
+        if fixed is not None and size and (batch_size != fixed or size % fixed):
+            raise FeedError(
+                f"data: '{name}' has {size} rows in batches of {batch_size}, but the model's batch "
+                f"size is fixed at {fixed}; give batch_size={fixed} and a multiple of {fixed} "
+                "rows, or a model whose batch dimension is a symbol"
+            )
+    if not size:
+        raise FeedError("data: there are no batches; give at least one row")
+
+
+def _check_more(size: int, more: Mapping[str, npt.NDArray[Any]] | None) -> None:
+    for name, array in (more or {}).items():
+        if len(array) != size:
+            raise FeedError(
+                f"data: '{name}' must have {size} rows, as the data have, got {len(array)}"
+            )
+
+
+def _row_data(
+    data: RowData,
+    inputs: Inputs,
+    batch_size: int,
+    prefetch: int,
+    more: Mapping[str, npt.NDArray[Any]] | None,
+) -> Source:
+    size = len(data)
+    _check_rows(size, inputs.sampled, inputs, batch_size)
+    data.check(inputs)
+    _check_more(size, more)
+
+    def epoch(number: int, order: np.random.Generator | None, start: int) -> Iterator[Checked]:
+        batches = data.arrange(order, batch_size)
+        _check_start(start, len(batches))
+        for rows in batches[start:]:
+            batch: Any = data.read(rows, inputs, number)
+            if more:
+                added = {name: array[rows % size] for name, array in more.items()}
+                batch = dict(inputs.named(batch)) | added
+            yield inputs.check(batch)
+
+    def part(begin: int, end: int) -> Source:
+        rest = {name: array[begin:end] for name, array in (more or {}).items()}
+        return _row_data(data.part(begin, end), inputs, batch_size, prefetch, rest)
+
+    return Source(size, -(-size // batch_size), prefetch, epoch, True, part)
+
+
 def _cut(
     read: Callable[[RowIndex], Feeds],
     size: int,
@@ -211,18 +315,7 @@ def _cut(
         prefetch: See `open_data`.
         keeps: Whether what ``read`` returned stays valid when it is called again.
     """
-    if inputs.rows.doubt:
-        inputs.say(inputs.rows.doubt)
-    for name in names:
-        fixed = inputs.fixed_rows(name)
-        if fixed is not None and size and (batch_size != fixed or size % fixed):
-            raise FeedError(
-                f"data: '{name}' has {size} rows in batches of {batch_size}, but the model's batch "
-                f"size is fixed at {fixed}; give batch_size={fixed} and a multiple of {fixed} "
-                "rows, or a model whose batch dimension is a symbol"
-            )
-    if not size:
-        raise FeedError("data: there are no batches; give at least one row")
+    _check_rows(size, names, inputs, batch_size)
 
     def epoch(_: int, order: np.random.Generator | None, start: int) -> Iterator[Checked]:
         rows = None if order is None else order.permutation(size)
@@ -325,11 +418,7 @@ def _beside(
     """Returns a function that reads rows of a data set and those of further arrays."""
     if not more:
         return read
-    for name, array in more.items():
-        if len(array) != size:
-            raise FeedError(
-                f"data: '{name}' must have {size} rows, as the data have, got {len(array)}"
-            )
+    _check_more(size, more)
     return lambda rows: {
         **inputs.named(read(rows)),
         **{name: tables.take(array, rows) for name, array in more.items()},
@@ -475,7 +564,7 @@ def _function(
         pass
 
     def epoch(number: int, order: np.random.Generator | None, start: int) -> Iterator[Checked]:
-        data = function(number) if has_parameter else function()
+        data = function(max(number, 1)) if has_parameter else function()
         if callable(data) and not isinstance(data, Iterable):
             raise FeedError(
                 "data: the function returned another function; return an iterable of batches"

@@ -461,6 +461,14 @@ class Inputs(dict[str, Input]):
         result._by_class = by_class
         return result
 
+    def place(self, number: int) -> str:
+        """Returns the name of the input that an array without name fills; "" if there is none.
+
+        Args:
+            number: The place of the array in a tuple; see `named`.
+        """
+        return self._places[number] if number < len(self._places) else ""
+
     def named(self, feeds: object) -> Mapping[str, object]:
         """Returns a batch, or a data set of arrays, by name.
 

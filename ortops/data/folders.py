@@ -1,0 +1,292 @@
+"""Folders with one subfolder of images per class."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ortops.arguments import boolean, choice, number, whole_number
+from ortops.callbacks.monitor import optional_module
+from ortops.data.augmentation import Augmentation, changes_of
+from ortops.data.images import EXTENSIONS, Decoder, image_files, lazy_images, read_images
+from ortops.data.rows import ImageRows, balanced_weights
+from ortops.errors import ArgumentError, FeedError, did_you_mean
+from ortops.training.data import RowData
+from ortops.training.feeds import Feeds, Inputs
+
+__all__ = ["ImageFolder", "image_folder"]
+
+logger = logging.getLogger("ortops")
+
+
+class ImageFolder(RowData):
+    """The images of a folder; `image_folder` makes it.
+
+    Attributes:
+        files: The files, in the order of the rows: sorted by class, then by name.
+        class_names: The names of the classes, in the order of their numbers.
+        labels: The class number of each row.
+        validation: The rows held out for validation, which are never augmented; None if there are
+            none.
+
+    Example:
+        >>> data = image_folder("photos", size=224, validation_split=0.2)  # doctest: +SKIP
+        >>> data.class_names, len(data), len(data.validation)  # doctest: +SKIP
+        (['cat', 'dog'], 800, 200)
+    """
+
+    def __init__(
+        self,
+        rows: ImageRows,
+        files: Sequence[Path],
+        class_names: Sequence[str],
+        labels: npt.NDArray[np.int64],
+    ) -> None:
+        self._rows = rows
+        self.files, self.class_names, self.labels = list(files), list(class_names), labels
+        self.validation: ImageFolder | None = None
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def class_weights(self) -> npt.NDArray[np.float64]:
+        """Returns a weight for each class, with which all classes weigh equally in the loss.
+
+        Raises:
+            FeedError: If a class has no images.
+        """
+        return balanced_weights(self.labels, len(self.class_names))
+
+    def images(self, rows: npt.NDArray[np.integer[Any]]) -> npt.NDArray[Any]:
+        """Returns the images of some rows, without augmentation.
+
+        Args:
+            rows: Their numbers.
+        """
+        return self._rows.images(rows)
+
+    def take(self, rows: npt.NDArray[np.int64]) -> ImageFolder:
+        """Returns some rows, without reading them.
+
+        Args:
+            rows: Their numbers.
+        """
+        files = [self.files[row] for row in rows]
+        return ImageFolder(self._rows.take(rows), files, self.class_names, self.labels[rows])
+
+    def part(self, begin: int, end: int) -> ImageFolder:
+        """Returns the rows from a first one up to another; warns if it lacks a class."""
+        result = self.take(np.arange(begin, end))
+        missing = sorted(set(self.labels) - set(result.labels))
+        if missing:
+            logger.warning(
+                "data: rows %d to %d of the folder have no image of class '%s', as rows are sorted "
+                "by class; use image_folder(…, validation_split=…), which draws rows at random",
+                *(begin, end - 1, self.class_names[missing[0]]),
+            )
+        return result
+
+    def read(self, rows: npt.NDArray[np.int64], inputs: Inputs, epoch: int) -> Feeds:
+        """Returns a batch; see `ortops.training.data.RowData`."""
+        return self._rows.read(rows, inputs, epoch)
+
+    def check(self, inputs: Inputs) -> None:
+        """Raises an error if the rows cannot fit some inputs."""
+        self._rows.check(inputs)
+
+    def arrange(
+        self, order: np.random.Generator | None, batch_size: int
+    ) -> list[npt.NDArray[np.int64]]:
+        """Returns the numbers of the rows of each batch of an epoch."""
+        return self._rows.arrange(order, batch_size)
+
+
+def image_folder(
+    path: str | os.PathLike[str],
+    *,
+    size: int | tuple[int, int] | None = None,
+    scale: float = 255.0,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    layout: str = "NCHW",
+    channels: str = "RGB",
+    dtype: npt.DTypeLike = np.float32,
+    class_names: Sequence[str] | None = None,
+    augment: Any = (),
+    sampling: str = "plain",
+    validation_split: float = 0.0,
+    seed: int = 0,
+    check: bool = True,
+) -> ImageFolder:
+    """Returns the images of a folder, with one subfolder per class, as a data set.
+
+    Images are decoded in threads, by Pillow (``pip install ortops[images]``), turned into their
+    EXIF orientation, and resized. Up to 0.5 GB of them are held in memory; more are read batch by
+    batch. `fit` resumes exactly in the middle of an epoch.
+
+    If the target of the loss has floats of shape [rows, classes], labels are one-hot, else class
+    numbers.
+
+    Args:
+        path: The folder. Hidden files and files that are no images are ignored.
+        size: The height and width, or one number for both, to resize images to. Needed unless all
+            images have the same size.
+        scale: The divisor of pixels.
+        mean: The number then subtracted from each channel.
+        std: The number that each channel is then divided by.
+        layout: ``"NCHW"`` or ``"NHWC"``.
+        channels: ``"RGB"``, ``"BGR"``, or ``"L"`` for grey.
+        dtype: The element type. Integers are unscaled pixels.
+        class_names: The classes in the order of their numbers; by default, the sorted names of the
+            subfolders.
+        augment: Changes of images in training, in order: ``"flip"``, ``"crop"``, ``"rotate"``,
+            ``"color"``, ``"erase"``, ``"mixup"``, ``"cutmix"``, or functions of an image of shape
+            [height, width, channels] with pixels from 0 to 1 and a generator of random numbers.
+            They are a function of the seed, the epoch and the row.
+        sampling: ``"balanced"`` draws the rows of an epoch with replacement, all classes equally
+            likely; it needs ``fit(shuffle=True)``. ``"plain"`` takes each row once.
+        validation_split: The fraction of rows, drawn at random, that the attribute ``validation``
+            of the result has instead.
+        seed: The seed of augmentation and of the split.
+        check: Whether to read all images now, so that one that cannot be read is an error before
+            training. Without, no image is held in memory.
+
+    Raises:
+        ArgumentError: If an argument is wrong.
+        FeedError: If there are no images, a class has none, or an image cannot be read.
+        OrtopsError: If Pillow is not installed.
+
+    Example:
+        >>> data = image_folder("photos", size=224, augment=["flip", "crop"])  # doctest: +SKIP
+        >>> session.fit(data, epochs=5)  # doctest: +SKIP
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise FeedError(f"data '{folder}' is not a folder; give a folder of images")
+    share = number("validation_split", validation_split, minimum=0, below=1)
+    seed = whole_number("seed", seed, 0)
+    choice("sampling", sampling, ("plain", "balanced"))
+    decode = _decoder(size, scale, mean, std, layout, channels, np.dtype(dtype))
+    optional_module(f"data '{folder}'", "PIL.Image", "images", package="Pillow")
+    files, others = image_files(folder)
+    labels, names = _classes(folder, files, class_names)
+    if others:
+        logger.info("data: %d files in '%s' are ignored", len(others), folder)
+    if boolean("check", check):
+        images, said = read_images(folder, files, decode)
+        for sentence in said:
+            logger.info("data: %s", sentence)
+    else:
+        images = lazy_images(folder, files, decode)
+    changes, plain = changes_of(augment), ImageRows(images, labels, classes=len(names))
+    black, white = decode.range_of_pixels()
+    changed = Augmentation(changes, seed, decode.axis, black, white) if changes else None
+    rows = ImageRows(
+        *(images, labels),
+        classes=len(names),
+        augmentation=changed,
+        balanced=sampling == "balanced",
+    )
+    training = ImageFolder(rows, files, names, labels)
+    if not share:
+        return training
+    count = round(len(files) * share)
+    if not 0 < count < len(files):
+        raise ArgumentError(
+            f"validation_split must leave rows for training and for validation, got {share:g} of "
+            f"{len(files)} images"
+        )
+    order = np.random.default_rng(seed).permutation(len(files))
+    result = training.take(np.sort(order[count:]))
+    result.validation = ImageFolder(plain, files, names, labels).take(np.sort(order[:count]))
+    return result
+
+
+def _decoder(
+    size: int | tuple[int, int] | None,
+    scale: float,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+    layout: str,
+    channels: str,
+    dtype: np.dtype[Any],
+) -> Decoder:
+    """Returns what converts images, from checked arguments."""
+    choice("layout", layout, ("NCHW", "NHWC"))
+    choice("channels", channels, ("RGB", "BGR", "L"))
+    count = 1 if channels == "L" else 3
+    for name, given in (("mean", mean), ("std", std)):
+        if given is None:
+            continue
+        if not isinstance(given, Sequence | np.ndarray) or len(given) not in (1, count):
+            raise ArgumentError(f"{name} must have a number for each of {count} channels")
+        for each in given:
+            if not math.isfinite(each) or (name == "std" and each == 0):
+                raise ArgumentError(f"{name} must have finite numbers, not 0 for std, got {each}")
+    if number("scale", scale) == 0:
+        raise ArgumentError("scale must be a number other than 0, got 0")
+    if dtype.kind not in "iuf":
+        raise ArgumentError(f"dtype must be a float or integer type, got {dtype}")
+    if dtype.kind in "iu" and (mean is not None or std is not None):
+        raise ArgumentError(f"mean, std: {dtype} has unscaled pixels; leave them out")
+    sides = None
+    if size is not None:
+        given_sides = size if isinstance(size, Sequence) else (size, size)
+        if len(given_sides) != 2:
+            raise ArgumentError(f"size must be a height and a width, got {size!r:.80}")
+        sides = (whole_number("size", given_sides[0], 1), whole_number("size", given_sides[1], 1))
+    return Decoder(
+        channels=channels,
+        size=sides,
+        axis=0 if layout == "NCHW" else -1,
+        dtype=dtype,
+        scale=float(scale),
+        mean=None if mean is None else [float(each) for each in mean],
+        deviation=None if std is None else [float(each) for each in std],
+        where="the argument dtype",
+        sizeless="size= is not given",
+    )
+
+
+def _classes(
+    folder: Path, files: Sequence[Path], given: Sequence[str] | None
+) -> tuple[npt.NDArray[np.int64], list[str]]:
+    """Returns the class number of each file, and the class names."""
+    if not files:
+        raise FeedError(f"data '{folder}' contains no images ({', '.join(EXTENSIONS)})")
+    found = [file.relative_to(folder).parts[0] for file in files]
+    for file in files:
+        if file.parent == folder:
+            raise FeedError(
+                f"data '{folder}': '{file.name}' is not in the subfolder of a class; move the "
+                "images of each class to a subfolder named after it"
+            )
+    subfolders = {
+        entry.name
+        for entry in folder.iterdir()
+        if entry.is_dir() and not entry.name.startswith(".")
+    }
+    empty = sorted(subfolders - set(found))
+    if empty and given is None:
+        raise FeedError(
+            f"data '{folder}': the subfolder '{empty[0]}' contains no images; remove it, or give "
+            "class_names="
+        )
+    names = sorted(subfolders) if given is None else list(given)
+    if len(set(names)) != len(names):
+        raise ArgumentError(f"class_names must differ from each other, got {names!r:.80}")
+    for name in found:
+        if name not in names:
+            raise FeedError(
+                f"data '{folder}': the subfolder '{name}' is not in class_names; "
+                + did_you_mean(name, names)
+            )
+    number_of = {name: place for place, name in enumerate(names)}
+    return np.array([number_of[name] for name in found], np.int64), names
