@@ -216,7 +216,7 @@ WITHIN = {
     ),
     "building": (
         *("tables", "parameters", "preparation", "reachability", "algorithm", "groups", "clipping"),
-        *("updates", "without_adapter", "builder", "addition"),
+        *("updates", "without_adapter", "recipe", "builder", "addition"),
     ),
     "training": (
         *(
@@ -251,6 +251,7 @@ WITHIN = {
             "steps",
             "turns",
             "constants",
+            "rebuilding",
             "model_file",
             "session",
             "batch_size",

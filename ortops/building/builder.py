@@ -26,6 +26,7 @@ from ortops.building.preparation import (
     prepare_for_training,
 )
 from ortops.building.reachability import passed_through, reached
+from ortops.building.recipe import recipe_of
 from ortops.building.updates import (
     LossScaling,
     Rates,
@@ -207,7 +208,7 @@ def build_light(
     plan = plan_training(prepared, **settings)
     for message in plan.said:
         logger.warning("%s", message)
-    made = plan.write()
+    made = plan.write(recipe_of({**settings, "batch_normalization": batch_normalization}))
     result = LightModel(made.proto, external.returned(made.data))
     external.let_go(made)
     return result
@@ -307,8 +308,12 @@ class Plan:
         }
         return {name: value for name, value in found.items() if value}
 
-    def write(self) -> LightModel:
-        """Returns the trainable model, without the data of big tensors."""
+    def write(self, recipe: Mapping[str, Any] | None = None) -> LightModel:
+        """Returns the trainable model, without the data of big tensors.
+
+        Args:
+            recipe: How it is built, for its metadata.
+        """
         algorithm, step = self._forward.algorithm, self._forward.step
         with algorithm.tape:
             loss, updates = self._emit_updates()
@@ -320,6 +325,8 @@ class Plan:
         metadata = self._forward.metadata() | updates.metadata() | self.notes
         if updates.scaling is not None:
             metadata |= updates.scaling.metadata()
+        if recipe:
+            metadata["recipe"] = dict(recipe)
         if name != MAIN:
             present = read_metadata(result.metadata_props, METADATA_KEY, "remove it") or {}
             metadata = {**present, ENTRIES: {**present.get(ENTRIES, {}), name: metadata}}

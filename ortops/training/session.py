@@ -22,7 +22,9 @@ from ortops.garbage_collection import pause_collection
 from ortops.graph import convert
 from ortops.graph.convert import ModelLike
 from ortops.graph.files.external import LightModel
+from ortops.losses import LossLike
 from ortops.metrics import Metric, StreamingMetric
+from ortops.optimizers import Optimizer, UpdateRule
 from ortops.other_names import ARGUMENTS_OF_DATA, ARGUMENTS_OF_FIT, explains_arguments
 from ortops.passes.rematerialization import Checkpoint
 from ortops.training.callback import Callback
@@ -35,6 +37,7 @@ from ortops.training.gradients import Gradients
 from ortops.training.history import History
 from ortops.training.loaded_model import LoadedModel
 from ortops.training.model_file import ModelFile
+from ortops.training.rebuilding import rebuilt
 from ortops.training.sample_weights import ClassWeight, SampleWeight
 from ortops.training.state import State
 from ortops.training.steps import Steps
@@ -146,6 +149,14 @@ class TrainingSession:
             outputs=outputs,
             settings=settings,
         )
+        self._arguments: dict[str, Any] = {
+            "kernels": kernels,
+            "sess_options": sess_options,
+            "providers": providers,
+            "recompute": recompute,
+            "outputs": outputs,
+            "settings": settings,
+        }
         self._steps = Steps(self._loaded)
         self._evaluator = Evaluator(self._loaded)
         self._file = ModelFile(self._loaded)
@@ -641,6 +652,59 @@ class TrainingSession:
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
         self._loaded.set_learning_rate(value)
+
+    def with_trainable(
+        self,
+        trainable: Sequence[str] | None,
+        *,
+        loss: LossLike | None = None,
+        optimizer: str | Optimizer | type[Optimizer] | UpdateRule | None = None,
+    ) -> TrainingSession:
+        """Returns a session that trains other weights and goes on from the present state.
+
+        Weights can so be unfrozen or frozen in the middle of a training. Weights that were trained
+        before keep the state of the optimizer, new ones get that of a first step, and ``step``, the
+        learning rate, ``loss_scale`` and ``seed`` go on. So does a schedule. Adam's correction of
+        the first steps follows ``step``, which is no longer small, so that its first updates of new
+        weights are about three times as large as usual.
+
+        The algorithm is built again as `ortops.build_training_model` built it. The file says how,
+        if loss and optimizer are those of ortops with numbers and names as arguments. Others, such
+        as functions, sums of losses and learning rates with a schedule, have to be given again.
+
+        Args:
+            trainable: The parameters to train from now on (see `ortops.build_training_model`); None
+                for all that the loss depends on.
+            loss: The loss, if the file does not describe it.
+            optimizer: The optimizer, if the file does not describe it. Its state has to be that of
+                the one before; the learning rate remains the present one.
+
+        Returns:
+            A new session. This one is not changed, and shares no memory with it. The position of
+            `fit` is not taken over, so that ``resume=True`` begins a new training.
+
+        Raises:
+            ModelError: If ``trainable`` does not fit the model.
+            OrtopsError: If the file does not describe loss or optimizer.
+            UnsupportedError: If the model has several training_info entries.
+
+        Example:
+            >>> from models import line
+            >>> session = line.session()
+            >>> _ = session.step(line.BATCH)
+            >>> other = session.with_trainable(["w"])
+            >>> other.steps_done, other.step(line.BATCH)["loss"]
+            (1, array(0.25, dtype=float32))
+        """
+        model = rebuilt(self._file.model(), trainable, loss, optimizer)
+        result = TrainingSession(model, **self._arguments)
+        before, after = self.state, result.state
+        kept = {name: before[name] for name in after if name in before}
+        shapes = ((array.shape, after[name].shape) for name, array in kept.items())
+        if any(own != other for own, other in shapes):
+            raise OrtopsError("with_trainable: optimizer must have the state of the one before")
+        result.state.assign(kept)
+        return result
 
     @property
     def constants(self) -> Constants:
