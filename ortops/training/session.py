@@ -384,8 +384,9 @@ class TrainingSession:
             A dict for each epoch: ``loss`` is the mean over its rows, and so is ``loss_<name>`` of
             each summand of a sum of losses (if labels are ignored or weighted, the mean over those
             that count; NaN if there are none); ``validation_loss`` and ``validation_<metric>`` are
-            computed on the validation data; ``learning_rate``, ``steps`` and ``seconds`` are
-            explained in `ortops.training.history.History`.
+            computed on the validation data, and with ``train_metrics`` each metric by its name on
+            the training data; ``learning_rate``, ``steps`` and ``seconds`` are explained in
+            `ortops.training.history.History`.
 
         Raises:
             ArgumentError: If an argument is wrong.
