@@ -376,7 +376,7 @@ def test_the_first_t() -> None:
     assert {name: optimizer.first_step for name, optimizer in OPTIMIZERS.items()} == {
         **dict.fromkeys(("SGD", "Momentum", "Adagrad", "RMSprop", "Adadelta", "Lion"), 0),
         **dict.fromkeys(("Adam", "AdamW", "AMSGrad", "NAdam", "RAdam", "Adamax"), 1),
-        **dict.fromkeys(("LAMB", "Adafactor", "Muon", "ScheduleFreeAdamW"), 1),
+        **dict.fromkeys(("LAMB", "Adafactor", "Muon", "ScheduleFreeAdamW", "Prodigy"), 1),
     }
 
 

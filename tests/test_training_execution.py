@@ -76,8 +76,9 @@ RULES: list[Rule] = [
 ]
 OPTIMIZERS = [*sorted(optimizers.OPTIMIZERS), *RULES]
 
-# Norms differ, and so do the shapes of matrices that Muon scales by.
-MEMBERS: dict[Any, list[int]] = {trusts_by_norm: [], "LAMB": [], "Adafactor": [], "Muon": [1, 1, 1]}
+# Norms differ, and so do the shapes of matrices that Muon scales by. Prodigy's sums come first.
+MEMBERS: dict[Any, list[int]] = {key: [] for key in (trusts_by_norm, "LAMB", "Adafactor")}
+MEMBERS |= {"Muon": [1, 1, 1], "Prodigy": [1, 3, 1, 1], "ScheduleFreeAdamW": [1, 1, 1]}
 """How many of three variables a formula updates, where it is not all."""
 
 

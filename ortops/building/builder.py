@@ -363,6 +363,7 @@ class Plan:
         for parameter, gradient, s in zip(self.parameters, gradients, scalings, strict=True):
             optimizer = self.grouped.get(parameter.name or "", self.optimizer)
             updates.emit(optimizer, tape.tensor(parameter), gradient, s)
+        updates.finish()
         for name, statistic in self._forward.statistics.items():
             present = tape.tensor(tape.graph.initializers[name])
             algorithm.update(name, unless_skipped(scaling, statistic, present))

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from ortops.building.algorithm import Algorithm
 from ortops.building.clipping import times
 from ortops.building.groups import ratio
-from ortops.errors import ModelError
+from ortops.errors import ArgumentError, ModelError
 from ortops.graph.edit import ancestor_nodes, read_inputs
 from ortops.graph.shapes import may_be_equal
 from ortops.graph.tensor import Tape, Tensor, op
@@ -227,6 +227,7 @@ class Updates:
     ema_decay: float | None
     masters: dict[str, str] = field(default_factory=dict)
     averages: dict[str, str] = field(default_factory=dict)
+    _pending: list[_Pending] = field(default_factory=list)
 
     def metadata(self) -> dict[str, object]:
         """Returns the names of masters, averages and the scheduled learning rate, for the file."""
@@ -243,7 +244,7 @@ class Updates:
     def emit(
         self, optimizer: Optimizer, parameter: Tensor, gradient: Tensor, scaling: float = 1.0
     ) -> None:
-        """Emits the update of one parameter.
+        """Emits the update of one parameter; those of shared optimizers follow in `finish`.
 
         Args:
             optimizer: The parameter's optimizer.
@@ -270,12 +271,48 @@ class Updates:
         rate, t = self.rates.of(optimizer), self.count if optimizer.first_step else self.step
         tape.scope = f"update/{parameter.name}/"
         gradient = times(gradient, self.scale)
-        scaled = [name in optimizer.copies for name in optimizer.states]
-        own = _divided(x, scaling)
-        if optimizer.operator is None:
-            given = [_divided(s, scaling) if c else s for s, c in zip(states, scaled, strict=True)]
-            new = _emit_rule(optimizer, (rate, t, own, gradient, *given))
+        pending = _Pending(optimizer, parameter, scaling, x, states, (rate, t, gradient))
+        if optimizer.is_shared:
+            self._pending.append(pending)
         else:
+            self._finish(pending, None)
+        tape.scope = ""
+
+    def finish(self) -> None:
+        """Emits the updates that read sums over all parameters.
+
+        Raises:
+            ArgumentError: If parameters have different learning rates.
+        """
+        if not self._pending:
+            return
+        if len({each.given[0].name for each in self._pending}) > 1:
+            name = self._pending[0].optimizer.name
+            raise ArgumentError(
+                f"groups must have one learning rate for the optimizer {name}, which estimates a "
+                "common factor of it, got several; leave learning_rate out of groups"
+            )
+        tape = self.algorithm.tape
+        tape.scope = "update/shared/"
+        rows = [each.optimizer.summands(*each.inputs()) for each in self._pending]
+        totals = tuple(
+            op.ReduceSum(column[0].__array_namespace__().stack(list(column)), keepdims=0)
+            for column in zip(*rows, strict=True)
+        )
+        for each in self._pending:
+            tape.scope = f"update/{each.parameter.name}/"
+            self._finish(each, totals)
+        tape.scope = ""
+
+    def _finish(self, pending: _Pending, sums: tuple[Tensor, ...] | None) -> None:
+        """Emits the update of a parameter."""
+        algorithm, optimizer, scaling = self.algorithm, pending.optimizer, pending.scaling
+        parameter, x, states = pending.parameter, pending.x, pending.states
+        scaled = [name in optimizer.copies for name in optimizer.states]
+        if optimizer.operator is None:
+            new = _emit_rule(optimizer, pending.inputs(), sums)
+        else:
+            rate, t, own, gradient, *_ = pending.inputs()
             inputs = (rate, t, optimizer.before_operator(rate, own), gradient, *states)
             new = _emit_operator(optimizer, inputs, (x, *states))
         if scaling != 1:
@@ -295,9 +332,39 @@ class Updates:
         if x is not parameter:
             variables.append(parameter)
             kept.append(kept[0].astype(parameter.dtype))
-        tape.scope = ""
+        algorithm.tape.scope = ""
         for variable, new_value in zip(variables, kept, strict=True):
             algorithm.update(variable.name, new_value)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """An update before it is emitted.
+
+    Attributes:
+        optimizer: The parameter's optimizer.
+        parameter: The parameter.
+        scaling: The scaling that the parameter includes.
+        x: The parameter or its master.
+        states: The optimizer's states.
+        given: The learning rate, the update count and the gradient.
+    """
+
+    optimizer: Optimizer
+    parameter: Tensor
+    scaling: float
+    x: Tensor
+    states: Sequence[Tensor]
+    given: tuple[Tensor, Tensor, Tensor]
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Returns the inputs of the rule."""
+        rate, t, gradient = self.given
+        states = (
+            _divided(state, self.scaling) if name in self.optimizer.copies else state
+            for name, state in zip(self.optimizer.states, self.states, strict=True)
+        )
+        return (rate, t, _divided(self.x, self.scaling), gradient, *states)
 
 
 def _divided(x: Tensor, scaling: float) -> Tensor:
@@ -326,9 +393,12 @@ def _emit_operator(
     return new
 
 
-def _emit_rule(optimizer: Optimizer, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _emit_rule(
+    optimizer: Optimizer, inputs: Sequence[Tensor], sums: tuple[Tensor, ...] | None
+) -> tuple[Tensor, ...]:
     """Emits the nodes of an update rule, and checks the values that it returns."""
-    returned = optimizer.rule(*inputs, **optimizer.attributes)
+    shared = {} if sums is None else {"sums": sums}
+    returned = optimizer.rule(*inputs, **optimizer.attributes | shared)
     new = returned if isinstance(returned, tuple | list) else (returned,)
     parameter = inputs[2]
     where = f"optimizer {optimizer.name}, parameter '{parameter.name}'"

@@ -41,6 +41,7 @@ from ortops.optimizers.moments import (
 )
 from ortops.optimizers.optimizer import OPERATORS, Custom, Operator, Optimizer, UpdateRule
 from ortops.optimizers.orthogonal import Muon, muon
+from ortops.optimizers.prodigy import Prodigy, prodigy
 from ortops.optimizers.schedule_free import ScheduleFreeAdamW, schedule_free_adamw
 from ortops.optimizers.sign import Lion, lion
 from ortops.optimizers.squares import Adadelta, Adagrad, RMSprop, adadelta, adagrad, rmsprop
@@ -67,6 +68,7 @@ __all__ = [
     "NAdam",
     "Operator",
     "Optimizer",
+    "Prodigy",
     "RAdam",
     "RMSprop",
     "ScheduleFreeAdamW",
@@ -86,6 +88,7 @@ __all__ = [
     "momentum",
     "muon",
     "nadam",
+    "prodigy",
     "radam",
     "resolve",
     "rmsprop",
@@ -97,7 +100,7 @@ OPTIMIZERS: Mapping[str, type[Optimizer]] = {
     constructor.__name__: constructor
     for constructor in (
         *(SGD, Momentum, Adagrad, RMSprop, Adadelta, Adam, AdamW, AMSGrad, NAdam, RAdam, Adamax),
-        *(Lion, LAMB, Adafactor, Muon, ScheduleFreeAdamW),
+        *(Lion, LAMB, Adafactor, Muon, ScheduleFreeAdamW, Prodigy),
     )
 }
 """The optimizer classes by name; a name selects an optimizer with its defaults."""

@@ -184,6 +184,8 @@ class Optimizer:
         copies: The states that start as the parameter; the others start as zeros.
         average: The state that is the trained parameter, if the parameter is only where gradients
             are taken; "" otherwise.
+        is_shared: Whether updates read sums over all parameters (`summands`), which the attribute
+            ``sums`` of the rule then holds.
         ranges: The bounds of attributes.
 
     Example:
@@ -198,6 +200,7 @@ class Optimizer:
     first_step: ClassVar[int] = 0
     copies: ClassVar[tuple[str, ...]] = ()
     average: ClassVar[str] = ""
+    is_shared: ClassVar[bool] = False
     ranges: ClassVar[Ranges] = RANGES
     _rule: ClassVar[UpdateRule]
 
@@ -315,6 +318,10 @@ class Optimizer:
             x: Parameter, any shape.
         """
         return x
+
+    def summands(self, r: Any, t: Any, x: Any, g: Any, *state: Any) -> tuple[Any, ...]:
+        """Returns what a parameter adds to the sums over all parameters, if `is_shared`."""
+        return ()
 
     def update(self, r: Any, t: Any, x: Any, g: Any, *state: Any) -> Arrays:
         """Applies the rule with these attributes and returns ``(x_new, *state_new)``.
