@@ -705,3 +705,47 @@ def test_the_command_line_shows_and_trains_all_entries(
     assert cli(["export-step", path, str(folder), "--entry", "second"]) == 0
     described = json.loads((folder / "step.json").read_text())
     assert described["learning_rates"] == ["second.learning_rate"]
+
+
+# ----------------------------------------------------------------------------- random sequences
+
+
+def operation_of(rng: np.random.Generator, data: dict[str, Array]) -> Callable[..., Any]:
+    """Draws something that changes or measures a session."""
+    entry = [None, "main", "second"][rng.integers(3)]
+    one = entry or "main"
+    turns = {"second": int(rng.integers(1, 3)), "main": 1}
+    seed = int(rng.integers(100))
+    operations: list[Callable[[TrainingSession], Any]] = [
+        lambda s: s.step(data, entry=entry)["loss"],
+        lambda s: s.run_steps([data] * 2, entry=entry),
+        lambda s: s.apply(s.gradients(data, entry=one), entry=one),
+        lambda s: s.fit(data, entry=entry, **{**FIT, "shuffle": True, "seed": seed})[0]["loss"],
+        lambda s: s.fit(data, entry=one, accumulate=2, **FIT)[0]["loss"],
+        lambda s: s.fit(data, entries=turns, **FIT)[0]["loss"],
+        lambda s: s.evaluate(data, entry=entry)["loss"],
+        lambda s: s.learning_rates.update({one: seed / 1000}),
+    ]
+    return operations[rng.integers(len(operations))]
+
+
+@pytest.mark.parametrize("draw", range(8))
+def test_random_operations_give_the_same_after_each_save(draw: int, tmp_path: Path) -> None:
+    """One session lives on, and one is opened from its file after each operation."""
+    rng = np.random.default_rng(draw)
+    settings: dict[str, Any] = {
+        "ema_decay": [None, 0.9][rng.integers(2)],
+        "clip_norm": [None, 0.5][rng.integers(2)],
+    }
+    arguments: dict[str, Any] = {
+        "kernels": str(rng.choice(["onnx", "python"])),
+        "recompute": [None, "sqrt"][rng.integers(2)],
+    }
+    session = TrainingSession(two_heads(**settings), **arguments)
+    other = TrainingSession(session.model(), **arguments)
+    for number in range(6):
+        operation = operation_of(rng, rows(6, seed=100 * draw + number))
+        np.testing.assert_array_equal(operation(session), operation(other))
+        assert_same_arrays(dict(session.state), dict(other.state))
+        other.save(tmp_path / "other.onnx")
+        other = TrainingSession(tmp_path / "other.onnx", **arguments)
