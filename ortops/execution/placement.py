@@ -87,7 +87,7 @@ def log_fallback(asked: Sequence[str], nodes: Iterable[PlacedNode]) -> None:
     """
     nodes = list(nodes)
     fallen = [node for node in nodes if node.provider == CPU]
-    if not fallen:
+    if not fallen or asked[0] == CPU:
         return
     counts = collections.Counter(node.operator for node in fallen).most_common()
     shown = ", ".join(f"{operator} ({count})" for operator, count in counts[:_SHOWN])
