@@ -43,7 +43,7 @@ class Function(Bridges):
         providers: Providers of onnxruntime; by default, the CPU.
 
     Raises:
-        ArgumentError: If ``outputs`` are not names.
+        ArgumentError: If ``outputs`` are not names, or a provider is unknown or does not work.
         ModelError: If the model is invalid, or has no such tensor.
         UnsupportedError: On the first use of a session, if an operator has no gradient, or
             onnxruntime has no kernel for it (for example Conv in float64 on the CPU).

@@ -78,10 +78,11 @@ class TrainingSession:
             `ortops.add_training`); by default all, in order. The variables of other entries keep
             their values.
         sess_options: Options for the onnxruntime sessions.
-        providers: Execution providers for the onnxruntime sessions. If the first available one is
-            CUDA, TensorRT, DirectML or CANN, variables are stored in the memory of its device, and
-            a step copies only its outputs to the host. None of these has been run on a device;
-            tests replace device memory by CPU memory.
+        providers: Where to train: names of execution providers, pairs of a name and options, or
+            devices of `onnxruntime.get_ep_devices`; by default, the CPU. With ``"webgpu"``, which
+            needs ``pip install ortops[webgpu]``, CUDA, TensorRT, DirectML or CANN as the first one,
+            variables are stored in the memory of its device, and a step copies only its outputs to
+            the host. WebGPU was run on a device in software, the others not at all.
         recompute: Activation checkpointing: trades compute for memory by recomputing activations.
             The names of the activations to keep, or how many to choose automatically: small tensors
             that the whole forward pass goes through, with equal amounts of memory between them.
