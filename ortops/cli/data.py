@@ -97,15 +97,12 @@ class DataFile:
         classes: For inputs given as class names, these names in the order of their numbers.
         said: The automatic choices that were made, one sentence each.
         files: For a folder of images, the file names in the order of the rows.
-        pixels: For a folder of images, the input that they fill, that of their classes ("" if there
-            is none), and how they are decoded.
     """
 
     arrays: dict[str, Column]
     classes: dict[str, list[str]] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
-    pixels: tuple[str, str, Decoder] | None = None
 
 
 def wanted_inputs(model: onnx.ModelProto, *, only_model: bool = False) -> list[Wanted]:
@@ -742,7 +739,7 @@ def _read_folder(
             found.said.append(f"the folders of '{folder}' are classes: {_numbered(names)}")
         found.classes[target] = list(names)
         found.arrays[target] = _places(by_class, names, labels[0], f"data '{folder}': it")
-    found.pixels = (images[0].name, labels[0].name if labels else "", pictures.decoder(images[0]))
-    found.arrays[images[0].name], said = read_images(folder, files, found.pixels[2])
+    decoder = pictures.decoder(images[0])
+    found.arrays[images[0].name], said = read_images(folder, files, decoder)
     found.said += said
     return found
