@@ -307,7 +307,7 @@ def kept(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("name", ["model.onnx", "step.json", "index.html"])
+@pytest.mark.parametrize("name", ["model.onnx", "step.json", "index.html", "worker.mjs"])
 def test_files_of_others_are_not_replaced(tmp_path: Path, name: str, capsys: Any) -> None:
     onnx.save(trainable(), tmp_path / "trained.onnx")
     (tmp_path / name).write_bytes(b"{}")

@@ -126,9 +126,23 @@ def test_the_page_trains_as_python_does(trained: Trained) -> None:
     assert report["accuracy"] == pytest.approx(trained.evaluation["accuracy"], abs=0.004)
     assert report["guess"] == "That is 0."  # a ring was drawn
     assert report["refused"] == [
-        "learningRate must be a finite float32 number >= 0, got NaN",
-        "learningRate must be a finite float32 number >= 0, got -1",
+        "learning rate must be a finite number >= 0, but the field is empty",
+        "learning rate must be a finite number >= 0, got -1",
     ]
+    assert report["refusedEpochs"] == [
+        f"epochs must be an integer >= 1, {given}; true"
+        for given in ("got 0", "but the field is empty", "got 1.5")
+    ]
+    steps = len(trained.losses)
+    assert report["names"] == [
+        "Loss per step: no steps yet",
+        f"Loss per step: {steps} steps, ",
+    ]
+    assert report["keyboard"].startswith("That is ")
+    assert report["pen"].startswith("Drawing area, pen up at 50 % from the left, ")
+    assert report["diverged"].startswith("step: the loss is ")
+    assert report["diverged"].endswith("Reset returns to the start.")
+    assert report["reset"] == ["0", "0.001", "Loss per step: no steps yet"]
     assert_trained_alike(posted["model.onnx"], trained)  # what the button puts into a file
 
 

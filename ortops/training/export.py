@@ -41,7 +41,7 @@ FORMAT, VERSION = "ortops.step", 1
 """The format and version in ``step.json``."""
 
 _DESCRIPTION = "step.json"
-_WEB_FILES = ("ortops.mjs", "ortops.d.mts", "index.html")
+_WEB_FILES = ("ortops.mjs", "ortops.d.mts", "index.html", "worker.mjs")
 
 
 @convert.blame_model

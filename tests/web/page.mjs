@@ -13,10 +13,29 @@ try {
   const page = frame.contentDocument;
   const status = page.getElementById("status");
   if (status.hasAttribute("data-error")) throw new Error(status.textContent);
-  page.getElementById("epochs").value = 3;
+  const epochs = page.getElementById("epochs");
+  const refusedEpochs = ["0", "", "1.5"].map((value) => {
+    epochs.value = value;
+    page.getElementById("train").click();
+    return [status.textContent, epochs.getAttribute("aria-invalid")].join("; ");
+  });
+  epochs.value = 3;
+  const curve = page.getElementById("curve");
+  const names = [curve.getAttribute("aria-label")];
   page.getElementById("train").click();
+  let longest = 0;
+  let last = performance.now();
+  const frames = (now) => {
+    longest = Math.max(longest, now - last);
+    last = now;
+    requestAnimationFrame(frames);
+  };
+  requestAnimationFrame(frames);
   await wait(() => page.body.dataset.trained || status.hasAttribute("data-error"));
   if (status.hasAttribute("data-error")) throw new Error(status.textContent);
+  const longestFrame = longest;
+  await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+  names.push(curve.getAttribute("aria-label").replace(/from.*/, ""));
   const drawing = page.getElementById("drawing");
   const box = drawing.getBoundingClientRect();
   const point = (type, x, y) => drawing.dispatchEvent(new frame.contentWindow.PointerEvent(type, {
@@ -49,11 +68,30 @@ try {
   await send("model.onnx", await saved);
   if (status.hasAttribute("data-error")) throw new Error(status.textContent);
   const text = (id) => page.getElementById(id).textContent;
-  await send("report", JSON.stringify({
+  const found = {
     steps: Number(text("steps")), accuracy: Number.parseFloat(text("accuracy")) / 100,
     milliseconds: Number.parseFloat(text("time")), guess: text("guess"), status: text("status"),
-    isolated: globalThis.crossOriginIsolated, refused,
-  }));
+    isolated: globalThis.crossOriginIsolated, refused, refusedEpochs, names, longestFrame,
+  };
+
+  // By keyboard: a vertical stroke.
+  page.getElementById("clear").click();
+  const key = (name) => drawing.dispatchEvent(new frame.contentWindow.KeyboardEvent("keydown", { key: name }));
+  [" ", ...new Array(8).fill("ArrowDown"), " "].forEach(key);
+  await wait(() => text("guess"));
+  found.keyboard = text("guess");
+  found.pen = drawing.getAttribute("aria-label");
+
+  // A learning rate that is too large, and back to the start.
+  set("1e30");
+  page.getElementById("train").click();
+  await wait(() => status.hasAttribute("data-error"));
+  found.diverged = status.textContent;
+  await wait(() => !page.getElementById("reset").disabled);
+  page.getElementById("reset").click();
+  await wait(() => status.textContent.startsWith("Reset"));
+  found.reset = [text("steps"), rate.value, curve.getAttribute("aria-label")];
+  await send("report", JSON.stringify(found));
 } catch (error) {
   await send("report", JSON.stringify({ error: String(error.stack ?? error) }));
 }
