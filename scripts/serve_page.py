@@ -36,7 +36,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 def assemble(folder: Path) -> None:
     """Writes the page, the training step, the digits and onnxruntime-web into a folder."""
     model = ortops.build_training_model(lenet(), loss="SoftmaxCrossEntropy", optimizer="Adam")
-    ortops.export_step(model, folder, web=True)
+    ortops.export_step(model, folder, web=True, overwrite=True)  # it has no other use
     for name, samples in digits.load()._asdict().items():
         write_safetensors(folder / f"{name}.safetensors", samples._asdict())
     shutil.copytree(RUNTIME, folder / "ort", dirs_exist_ok=True)

@@ -36,6 +36,7 @@ from ortops.graph.files.wire_format import byte_spans
 from ortops.graph.safetensors import read_safetensors, write_safetensors
 from ortops.optimizers import Adam
 from ortops.schedules import cosine
+from ortops.training import export
 
 
 def assert_same_by_name(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -480,3 +481,18 @@ def test_places_skip_what_is_no_raw_data() -> None:
     (span,) = byte_spans(message)["raw"]
     assert message[slice(*span)] == b"\1\2\3\4"
     assert "floats" not in byte_spans(message)
+
+
+def test_a_later_version_replaces_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose files differ from those that the earlier version wrote."""
+    (tmp_path / "installed" / "web").mkdir(parents=True)
+    for name in export._WEB_FILES:
+        (tmp_path / "installed" / "web" / name).write_bytes(b"earlier")
+    with monkeypatch.context() as earlier:
+        earlier.setattr(export.resources, "files", lambda package: tmp_path / "installed")
+        export_step(trainable(), tmp_path / "page", web=True)
+    export_step(trainable(), tmp_path / "page", web=True)
+    assert (tmp_path / "page" / "ortops.mjs").read_bytes() != b"earlier"
+    (tmp_path / "page" / "index.html").write_bytes(b"mine")
+    with pytest.raises(OrtopsError, match=r"index.html' was not written by an export"):
+        export_step(trainable(), tmp_path / "page", web=True)

@@ -84,6 +84,7 @@ def export_step(
       "sum"}]}``. The loss of a batch is the sum of weight × value of
       the outputs ``name``. For several batches, each value is averaged with the output ``count`` as
       weight (the rows of the batch if that is null), or added if ``sum`` is true.
+    - ``web``: as ``files``, for those of ``web=True``; drivers do not need it
     - ``learning_rates``: the variables with a learning rate; ``counter``: the one that counts
       steps, or null
     - ``variables``: name → ``{"type", "shape", "next": output or null, "role", "places"}``. Roles
@@ -170,6 +171,8 @@ def export_step(
             for name, array in arrays.items()
         },
     }
+    if page:
+        described["web"] = {name: _describe_file(content) for name, content in page.items()}
     files |= page
     files[_DESCRIPTION] = json.dumps(described, indent=1).encode()  # written last
     where = Path(folder)
@@ -203,7 +206,11 @@ def _written(description: Path) -> dict[str, Any]:
         content = description.read_bytes()
         found = read_json(content)
         if found["format"] == FORMAT:
-            return {**found["files"], description.name: _describe_file(content)}
+            return {
+                **found["files"],
+                **found.get("web", {}),
+                description.name: _describe_file(content),
+            }
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         pass
     return {}
