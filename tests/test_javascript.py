@@ -140,6 +140,7 @@ def test_the_page_trains_as_python_does(trained: Trained) -> None:
     ]
     assert report["keyboard"].startswith("That is ")
     assert report["pen"].startswith("Drawing area, pen up at 50 % from the left, ")
+    assert report["marker"] == "block"  # the pen is visible
     assert report["diverged"].startswith("step: the loss is ")
     assert report["diverged"].endswith("Reset returns to the start.")
     assert report["reset"] == ["0", "0.001", "Loss per step: no steps yet"]

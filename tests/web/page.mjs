@@ -80,6 +80,7 @@ try {
   [" ", ...new Array(8).fill("ArrowDown"), " "].forEach(key);
   await wait(() => text("guess"));
   found.keyboard = text("guess");
+  found.marker = getComputedStyle(page.getElementById("pen")).display;
   found.pen = drawing.getAttribute("aria-label");
 
   // A learning rate that is too large, and back to the start.
