@@ -165,6 +165,24 @@ def test_fit_is_that_of_one_process(options: Any, accumulate: int, size: int) ->
         assert losses(other) == losses(histories[0])
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    "weights", [{"class_weight": "balanced"}, {"sample_weight": np.arange(33) % 4 / 2}]
+)
+def test_weights_of_rows_are_those_of_one_process(weights: Any, accumulate: int) -> None:
+    """Also where all rows of a rank have weight 0."""
+    model = build(classifier(), loss=ortops.losses.SoftmaxCrossEntropy(sample_weight="weight"))
+    data = labelled((6,), rows=33)
+    if "sample_weight" in weights:
+        weights = {"sample_weight": np.where(np.arange(33) < 4, 0, weights["sample_weight"])}
+    arguments: dict[str, Any] = {"epochs": 2, "batch_size": 8, "accumulate": accumulate, **weights}
+    alone = TrainingSession(model)
+    history = alone.fit(data, progress=False, shuffle=False, **arguments)
+    sessions, histories = fit_joined(model, data, shuffle=False, **arguments)
+    assert_near(sessions[0], alone)
+    np.testing.assert_allclose(losses(histories[0]), losses(history), rtol=ROUNDING)
+
+
 def test_accumulated_batches_are_exchanged_once() -> None:
     """However many make an update, it takes as many exchanges as one batch does."""
     model = build(classifier(), optimizer=SGD)

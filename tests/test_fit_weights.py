@@ -407,3 +407,106 @@ def test_metrics_without_weights_say_so(caplog: pytest.LogCaptureFixture) -> Non
     assert said == [
         "data: metric 'largest' has no parameter sample_weight, so it does not weigh rows"
     ]
+
+
+# ------------------------------------------------------------- what would be silently wrong
+
+
+def test_balanced_classes_count_the_rows_that_are_trained() -> None:
+    from sklearn.utils.class_weight import compute_class_weight
+
+    data = rows()
+    data["labels"][:12] = 0
+    trained = data["labels"][:16]
+    classes = np.unique(trained)
+    table = compute_class_weight("balanced", classes=classes, y=trained)
+    by_class = dict(zip(classes.tolist(), table.tolist(), strict=True))
+    call: dict[str, Any] = {"batch_size": 5, "validation_split": 0.25, "progress": False}
+    one, other = session(), session()
+    one.fit(data, class_weight="balanced", **call)
+    other.fit(data, class_weight=by_class, **call)
+    same(one, other)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sample_weight": np.zeros(ROWS)}, "sample_weight must have a weight above 0, got only 0"),
+        ({"sample_weight": np.full(ROWS, 1e300)}, r"has the weight 1e\+300, which float32 cannot"),
+        ({"sample_weight": "labels"}, "'labels' is another input of the model or the loss"),
+        ({"class_weight": {}}, "class_weight must have the weight of a class, got none"),
+        ({"class_weight": [1, 2]}, "a weight for each of the 3 classes of 'labels', got 2"),
+        ({"class_weight": [0, 0, 0]}, "class_weight must have a weight above 0, got only 0"),
+    ],
+)
+def test_weights_that_mean_nothing(arguments: Any, message: str) -> None:
+    made = session()
+    with pytest.raises(ArgumentError, match=message):
+        made.fit(rows(), progress=False, **arguments)
+    with pytest.raises(ArgumentError, match=message):
+        made.evaluate(rows(), **arguments)
+
+
+@pytest.mark.parametrize("form", ["dict", "tuple", "samples"])
+def test_weights_that_are_given_twice(form: str) -> None:
+    data = in_every_form({**rows(), "w": weights().astype(np.float32)})[form]
+    with pytest.raises(FeedError, match="the data have 'w', too; give sample_weight='w'"):
+        session().fit(data, sample_weight=weights(), progress=False)
+
+
+def test_classes_of_losses_without_classes() -> None:
+    data = {"images": rows()["images"], "targets": np.ones((ROWS, 1), np.float32)}
+    loss = MeanSquaredError(sample_weight="w")
+    made = TrainingSession(build_training_model(mlp((4, 8, 1)), loss=loss, optimizer=SGD(0.1)))
+    with pytest.raises(ArgumentError, match="class_weight needs a loss that compares with classes"):
+        made.evaluate(data, class_weight={1: 50.0})
+
+
+def test_classes_of_two_losses() -> None:
+    loss = SoftmaxCrossEntropy(sample_weight="w") + SoftmaxCrossEntropy(
+        target="others", sample_weight="w"
+    )
+    data = rows()
+    with pytest.raises(ArgumentError, match="losses with different targets, 'labels', 'others'"):
+        session(loss).evaluate({**data, "others": data["labels"]}, class_weight={1: 50.0})
+
+
+def test_answers_that_are_no_classes() -> None:
+    loss = BinaryCrossEntropyWithLogits(sample_weight="w")
+    made = TrainingSession(build_training_model(mlp((4, 8, 1)), loss=loss, optimizer=SGD(0.1)))
+    data = {"images": rows()["images"], "targets": np.full((ROWS, 1), 0.5, np.float32)}
+    with pytest.raises(FeedError, match=r"class_weight: 'targets' must be 0 or 1, got 0\.5"):
+        made.evaluate(data, class_weight={1: 50.0})
+
+
+DRAW = np.random.default_rng(7)
+SCORES, LABELS = DRAW.standard_normal((40, 4)), DRAW.integers(0, 4, 40)
+ANSWERS = DRAW.integers(0, 2, (40, 3)).astype(np.float64)
+
+REPEATED: list[tuple[Any, Any, Any]] = [
+    (metrics.Accuracy(ignored=2), SCORES, LABELS),
+    (metrics.Accuracy(), SCORES[:, :3], ANSWERS),
+    (metrics.TopK(2), SCORES, LABELS),
+    (metrics.Precision(average="weighted"), SCORES, LABELS),
+    (metrics.F1(ignored=1), SCORES, LABELS),
+    (metrics.F1(average="micro"), SCORES[:, :3], ANSWERS),
+    (metrics.Recall(positive=0, average="binary"), SCORES[:, 0], ANSWERS[:, 0]),
+    (metrics.IoU(), SCORES.argmax(axis=1), LABELS),
+    (metrics.AUC(average="weighted"), SCORES, LABELS),
+    (metrics.AUC(), SCORES[:, :3], ANSWERS),
+    (metrics.AUC(bins=7), SCORES, LABELS),
+    (metrics.MeanSquaredError(ignored=0), SCORES[:, :3], ANSWERS),
+    (metrics.R2(), SCORES[:, :3], ANSWERS + SCORES[:, :3]),
+    (metrics.Perplexity(), SCORES, LABELS),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REPEATED)))
+def test_a_row_of_weight_n_counts_as_n_rows(number: int) -> None:
+    metric, outputs, targets = REPEATED[number]
+    times = np.random.default_rng(number).integers(0, 4, 40)
+    weighted, repeated = metric.begun("logits"), metric.begun("logits")
+    for part in (slice(0, 7), slice(7, 40)):
+        weighted.update(outputs[part], targets[part], sample_weight=times[part] / 8)
+        repeated.update(outputs[part].repeat(times[part], 0), targets[part].repeat(times[part], 0))
+    assert weighted.result() == pytest.approx(repeated.result(), rel=1e-12)

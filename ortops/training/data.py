@@ -19,7 +19,7 @@ from ortops.training.feeds import Checked, Feeds, Inputs, listed
 from ortops.training.prefetch import Prefetcher
 from ortops.training.tables import RowIndex
 
-__all__ = ["Data", "Feeds", "RowData", "Source", "open_data", "rows"]
+__all__ = ["Data", "Feeds", "RowData", "Source", "open_data", "rows", "weights_twice"]
 
 Data: TypeAlias = Any
 """A data set in one of the forms that `open_data` takes."""
@@ -401,6 +401,14 @@ def _unequal(lengths: Mapping[str, int], axes: Mapping[str, int], inputs: Inputs
     return FeedError(said)
 
 
+def weights_twice(name: str) -> FeedError:
+    """Returns the error for weights that are given and also in the data."""
+    return FeedError(
+        f"sample_weight: the data have '{name}', too; give sample_weight='{name}' to use it, or "
+        "leave it out of the data"
+    )
+
+
 def _no_rows(more: Mapping[str, object]) -> FeedError:
     name = next(iter(more))
     return FeedError(
@@ -419,10 +427,16 @@ def _beside(
     if not more:
         return read
     _check_more(size, more)
-    return lambda rows: {
-        **inputs.named(read(rows)),
-        **{name: tables.take(array, rows) for name, array in more.items()},
-    }
+
+    def both(rows: RowIndex) -> dict[str, Any]:
+        found = dict(inputs.named(read(rows)))
+        for name, array in more.items():
+            if name in found:
+                raise weights_twice(name)
+            found[name] = tables.take(array, rows)
+        return found
+
+    return both
 
 
 def _stored_table(

@@ -351,11 +351,13 @@ class ClassWeights:
         name: The input with the weights of rows.
         labels: The input with the classes.
         weights: The weight of each class; of all others, it is 1.
+        is_question: Whether the labels are answers to yes/no questions, 0 and 1.
     """
 
     name: str
     labels: str
     weights: Mapping[int, float]
+    is_question: bool = False
 
     def times(self, weights: Array, labels: Array) -> Array:
         """Returns weights of rows, each times that of its class.
@@ -365,8 +367,15 @@ class ClassWeights:
             labels: The classes, in a shape with as many elements.
 
         Raises:
-            FeedError: If the shapes do not fit.
+            FeedError: If the shapes do not fit, or an answer to a question is not 0 or 1.
         """
+        if self.is_question:
+            wrong = labels[(labels != 0) & (labels != 1)]
+            if wrong.size:
+                raise FeedError(
+                    f"class_weight: '{self.labels}' must be 0 or 1, got {wrong.flat[0]:g}; give "
+                    "sample_weight= for targets that are not classes"
+                )
         if labels.size != weights.size:
             raise FeedError(
                 f"class_weight: '{self.labels}' of shape {list(labels.shape)} has a class for each "
@@ -559,6 +568,10 @@ class Inputs(dict[str, Input]):
         """Returns the number of classes of an input with labels, if it is known."""
         found = [each.classes for of, each in self._labels if of == name and each.classes]
         return min(found, default=None)
+
+    def has_labels(self, name: str) -> bool:
+        """Whether an input has labels, the numbers of classes."""
+        return any(of == name for of, _ in self._labels)
 
     def ignored_of(self, name: str) -> list[int]:
         """Returns the labels of an input that losses ignore."""

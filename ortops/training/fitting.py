@@ -213,7 +213,7 @@ def fit(
     detects = boolean("detect_anomaly", detect_anomaly)
     anomalies = _anomalies(trainer, strategy) if detects else None
     reading: dict[str, Any] = {"batch_size": batch_size, "epochs": epochs}
-    weighed = weigh(data, inputs, trainer.metadata, sample_weight, class_weight)
+    weighed = weigh(data, inputs, trainer.metadata, sample_weight, class_weight, split)
     source = weighed.open(prefetch=prefetch, **reading)
     if validation is not None:
         validation = open_data(validation, inputs, **reading)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -13,7 +14,7 @@ from ortops.errors import ArgumentError, FeedError, did_you_mean
 from ortops.numbers import Array
 from ortops.trainable.metadata import TrainingMetadata
 from ortops.training import tables
-from ortops.training.data import Source, open_data
+from ortops.training.data import Source, open_data, weights_twice
 from ortops.training.feeds import ClassWeights, Inputs
 
 __all__ = ["ClassWeight", "SampleWeight", "Weighed", "weigh"]
@@ -54,6 +55,7 @@ def weigh(
     metadata: TrainingMetadata,
     sample_weight: SampleWeight = None,
     class_weight: ClassWeight | None = None,
+    split: float = 0.0,
 ) -> Weighed:
     """Adds weights to a data set.
 
@@ -64,6 +66,8 @@ def weigh(
         sample_weight: The weights of the rows.
         class_weight: The weights of the classes; ``"balanced"`` is rows / (classes · rows of the
             class), for the classes that occur, as in scikit-learn.
+        split: The fraction of the rows, at the end, that ``"balanced"`` does not count, because
+            they are set aside for validation.
 
     Raises:
         ArgumentError: If the loss has no weights, or the weights do not fit it.
@@ -75,18 +79,25 @@ def weigh(
     name = _weight_input(metadata, argument)
     more: dict[str, Array] = {}
     if sample_weight is not None:
-        weights = _weights(data, sample_weight).astype(inputs[name].dtype or np.float32)
+        if isinstance(sample_weight, str) and sample_weight != name and sample_weight in inputs:
+            raise ArgumentError(
+                f"sample_weight: '{sample_weight}' is another input of the model or the loss; name "
+                "a column that has weights"
+            )
+        weights = _cast(_weights(data, sample_weight), inputs[name].dtype)
         if _has_arrays(data):
             data = dict(inputs.named(data))
-            if isinstance(sample_weight, str) and sample_weight not in inputs:
+            if isinstance(sample_weight, str):
                 data.pop(sample_weight, None)
+            elif name in data:
+                raise weights_twice(name)
             data[name] = weights
         else:
             more[name] = weights
     if class_weight is not None:
-        labels = _label_input(metadata, name)
-        by_class = _by_class(class_weight, inputs, labels, data)
-        inputs = inputs.weighed(ClassWeights(name, labels, by_class))
+        labels, is_question = _label_input(metadata, inputs, name)
+        by_class = _by_class(class_weight, inputs, labels, data, split, is_question=is_question)
+        inputs = inputs.weighed(ClassWeights(name, labels, by_class, is_question))
     return Weighed(data, inputs, more)
 
 
@@ -108,10 +119,44 @@ def _weight_input(metadata: TrainingMetadata, argument: str) -> str:
     return names[0]
 
 
-def _label_input(metadata: TrainingMetadata, name: str) -> str:
-    """Returns the input with the classes of the rows that an input weighs."""
+def _label_input(metadata: TrainingMetadata, inputs: Inputs, name: str) -> tuple[str, bool]:
+    """Returns the input with the classes of the rows that an input weighs.
+
+    Returns:
+        Its name, and whether its classes are answers to yes/no questions, 0 and 1.
+
+    Raises:
+        ArgumentError: If there are several, or the loss does not compare with classes.
+    """
     notes = [metadata.prediction, *metadata.predictions]
-    return next(note.target for note in notes if note.sample_weight == name)
+    notes = [note for note in notes if note.sample_weight == name]
+    targets = list(dict.fromkeys(note.target for note in notes))
+    if len(targets) > 1:
+        raise ArgumentError(
+            f"class_weight: '{name}' weighs the rows of losses with different targets, "
+            f"{', '.join(map(repr, targets))}; use weights= of a loss"
+        )
+    note, has_labels = notes[0], inputs.has_labels(notes[0].target)
+    if not has_labels and note.kind not in ("logits", "probabilities"):
+        what = f"'{note.target}' has other numbers" if note.target else "it has no target"
+        raise ArgumentError(
+            f"class_weight needs a loss that compares with classes, but {what}; use sample_weight="
+        )
+    return note.target, not has_labels
+
+
+def _cast(weights: Array, dtype: Any) -> Array:
+    """Returns weights in the type of their input."""
+    if not weights.any():
+        raise ArgumentError("sample_weight must have a weight above 0, got only 0: no row counts")
+    with np.errstate(over="ignore"):
+        found = weights.astype(dtype or np.float32)
+    if not np.isfinite(found).all():
+        raise ArgumentError(
+            f"sample_weight has the weight {weights.max():g}, which {found.dtype} cannot "
+            "represent; give smaller weights"
+        )
+    return found
 
 
 def _has_arrays(data: object) -> bool:
@@ -158,14 +203,16 @@ def _weights(data: Any, given: SampleWeight) -> Array:
     return weights
 
 
-def _by_class(given: ClassWeight, inputs: Inputs, labels: str, data: Any) -> dict[int, float]:
+def _by_class(
+    given: ClassWeight, inputs: Inputs, labels: str, data: Any, split: float, *, is_question: bool
+) -> dict[int, float]:
     """Returns the weight of each class."""
     if isinstance(given, str):
         if given != "balanced":
             raise ArgumentError(
                 f"class_weight must be weights by class or 'balanced', got {given!r}"
             )
-        return _balanced(inputs, labels, data)
+        return _balanced(inputs, labels, data, split)
     if isinstance(given, Mapping):
         found = dict(given)
     elif isinstance(given, list | tuple | np.ndarray):
@@ -175,17 +222,27 @@ def _by_class(given: ClassWeight, inputs: Inputs, labels: str, data: Any) -> dic
             "class_weight must be a dict of weights by class, a list or 'balanced', got "
             f"{given!r:.80}"
         )
-    classes = inputs.classes_of(labels)
+    if not found:
+        raise ArgumentError("class_weight must have the weight of a class, got none")
+    classes = 2 if is_question else inputs.classes_of(labels)
     for label in found:
         whole_number("class_weight: a class", label, 0)
         if classes is not None and label >= classes:
             raise ArgumentError(
                 f"class_weight: classes must be from 0 to {classes - 1}, got {label}"
             )
-    return {int(c): number(f"class_weight[{c}]", w, minimum=0) for c, w in found.items()}
+    if not isinstance(given, Mapping) and classes is not None and len(found) != classes:
+        raise ArgumentError(
+            f"class_weight must have a weight for each of the {classes} classes of '{labels}', got "
+            f"{len(found)}; give a dict for some of them"
+        )
+    weights = {int(c): number(f"class_weight[{c}]", w, minimum=0) for c, w in found.items()}
+    if len(weights) == classes and not any(weights.values()):
+        raise ArgumentError("class_weight must have a weight above 0, got only 0: no row counts")
+    return weights
 
 
-def _balanced(inputs: Inputs, labels: str, data: Any) -> dict[int, float]:
+def _balanced(inputs: Inputs, labels: str, data: Any, split: float) -> dict[int, float]:
     """Returns rows / (classes · rows of the class) for each class."""
     column: Any = None
     if _has_arrays(data):
@@ -197,7 +254,11 @@ def _balanced(inputs: Inputs, labels: str, data: Any) -> dict[int, float]:
             f"class_weight='balanced' needs the classes '{labels}' of all rows in advance; give "
             "arrays or a table, or a dict of weights by class"
         )
-    classes, counts = np.unique(inputs[labels].array(column), return_counts=True)
+    array, axis = inputs[labels].array(column), inputs.axis_of(labels)
+    if array.ndim > axis:
+        trained = math.floor(array.shape[axis] * (1.0 - split))  # as `split_source` divides
+        array = tables.take(array, slice(0, trained), axis)
+    classes, counts = np.unique(array, return_counts=True)
     kept = ~np.isin(classes, inputs.ignored_of(labels))
     classes, counts = classes[kept], counts[kept]
     total = counts.sum()

@@ -304,6 +304,7 @@ def train(draw: Draw, model: Any, data: Arrays, held_out: Arrays, folder: Path) 
     interrupting = Interrupting(draw.end, stops, folder / "saved.onnx")
     session = open_session(draw, model)
     chosen = callbacks_of(draw, work)
+    data, weights = models.without_weights(draw, data)
     for attempt in itertools.count():
         epochs = draw.epochs - (draw.longer and attempt == 0)
         before = interrupting.steps
@@ -314,7 +315,7 @@ def train(draw: Draw, model: Any, data: Arrays, held_out: Arrays, folder: Path) 
                 models.in_form(draw, data, folder, moved=draw.moved and attempt > 0),
                 callbacks=[*chosen.values(), interrupting],
                 resume=attempt > 0,
-                **{**arguments_of(draw, held_out, folder), "epochs": epochs},
+                **{**arguments_of(draw, held_out, folder), **weights, "epochs": epochs},
             )
         except (StoppedError, KeyboardInterrupt, SystemExit) as error:
             caught = error

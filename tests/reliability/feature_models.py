@@ -8,7 +8,7 @@ import io
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -245,18 +245,60 @@ SUMMANDS = {"loss_SoftmaxCrossEntropy": 0.6, "loss_MeanSquaredError": 0.4}
 """The losses that "sum of classes" adds up, with their weights."""
 
 
+ROW_WEIGHTS = (0.5, 1.0, 2.0, 0.25)
+
+BY_CLASS = (2.0, 0.5, 1.0)
+"""The weights of classes that fit is given."""
+
+
+def loss_of(draw: Draw) -> Any:
+    """Returns the loss of a draw."""
+    found = LOSSES[draw.loss]()
+    if not draw.sample_weight:
+        return found
+    if not isinstance(found, losses.Combined):
+        return replace(found, sample_weight="weight")
+    return losses.Combined(
+        summands=tuple((f, replace(each, sample_weight="weight")) for f, each in found.summands)
+    )
+
+
+def without_weights(draw: Draw, arrays: Arrays) -> tuple[Arrays, dict[str, Any]]:
+    """Returns the data set that fit is given, and its arguments with the weights."""
+    if draw.sample_weight not in ("array", "classes"):
+        return arrays, {}
+    others = {name: array for name, array in arrays.items() if name != "weight"}
+    if draw.sample_weight == "array":
+        return others, {"sample_weight": arrays["weight"]}
+    return others, {"class_weight": dict(enumerate(BY_CLASS))}
+
+
+def _row_weights(draw: Draw, arrays: Arrays, rng: np.random.Generator, rows: int) -> Array:
+    if draw.sample_weight != "classes":
+        found = rng.choice(ROW_WEIGHTS, rows)
+    else:
+        labels = arrays["labels"]
+        found = np.where(labels < 0, 1.0, np.take(BY_CLASS, np.maximum(labels, 0)))
+    return found.astype(np.float64 if draw.model == "double" else np.float32)
+
+
 def weights_of(draw: Draw, batch: Arrays) -> list[float]:
     """Returns what the summands of a loss weigh in an average over batches.
 
     That is what counts of the labels of a batch, or its rows, where all of them do.
     """
-    rows = float(len(next(iter(batch.values()))))
+    size = len(next(iter(batch.values())))
+    each = batch.get("weight", np.ones(size)).astype(np.float64)
+    rows = float(size if draw.loss == "summed" else each.sum())
+    if "labels" in batch:
+        labels = batch["labels"]
+        each = each.reshape(-1, *[1] * (labels.ndim - 1))
     if draw.loss == "weighted":
-        return [float(np.take(CLASS_WEIGHTS, batch["labels"]).sum())]
+        return [float((np.take(CLASS_WEIGHTS, labels) * each).sum())]
     if draw.loss == "ignoring":
-        return [float((batch["labels"] != -100).sum())]
+        return [float(((labels != -100) * each).sum())]
     if draw.loss == "sum of classes":
-        return [float((batch["labels"] != -100).sum()), rows]
+        return [float(((labels != -100) * each).sum()), rows]
     return [rows]
 
 
@@ -289,7 +331,7 @@ def build(draw: Draw, source: Any) -> onnx.ModelProto:
     }
     result = ortops.build_training_model(
         source,
-        loss=LOSSES[draw.loss](),
+        loss=loss_of(draw),
         optimizer=OPTIMIZERS[draw.optimizer](learning_rate=RATES[draw.rate]()),
         trainable=["head*"] if draw.trainable == "some" else None,
         groups={"head*": {"learning_rate": 0.05}} if draw.groups else None,
@@ -325,10 +367,14 @@ def arrays_of(draw: Draw, rows: int = ROWS) -> Arrays:
         if draw.loss in ("ignoring", "sum of classes"):
             labels[1:][rng.random(labels[1:].shape) < 0.4] = -100
         found["labels"] = labels
+        if draw.sample_weight:
+            found["weight"] = _row_weights(draw, found, rng, rows)
     if draw.loss in (*WITHOUT_LABELS, "sum of classes"):
         dtype = np.float64 if draw.model == "double" else np.float32
         shape = rows, CLASSES, *model.output
         found["targets"] = rng.normal(size=shape).astype(dtype)
+        if draw.sample_weight and "weight" not in found:
+            found["weight"] = _row_weights(draw, found, rng, rows)
     return found
 
 

@@ -39,6 +39,8 @@ class Draw:
         source: How it is given to `build_training_model`.
         file: How the trainable model is given to `TrainingSession`.
         loss: The loss; see `feature_models.LOSSES`.
+        sample_weight: How the loss gets weights of rows, "" for none: as a column of the data, or
+            by an argument of fit, an array or weights of classes.
         optimizer: The optimizer.
         rate: The learning rate: a number, a schedule of `ortops.schedules`, or one set by epoch.
         clip: Which gradients are clipped.
@@ -80,6 +82,7 @@ class Draw:
     source: str = "model"
     file: str = "model"
     loss: str = "MeanSquaredError"
+    sample_weight: str = ""
     optimizer: str = "SGD"
     rate: str = "number"
     clip: str = ""
@@ -158,6 +161,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
         *("MeanSquaredError", "Huber", "L1", "SoftmaxCrossEntropy", "smoothed", "ignoring"),
         *("weighted", "sum of losses", "sum of classes", "summed", "function"),
     ),
+    "sample_weight": ("", "column", "array", "classes"),
     "optimizer": tuple(OPTIMIZERS),
     "rate": (
         *("number", "by epoch", "constant", "step", "exponential", "polynomial", "cosine"),
@@ -223,6 +227,9 @@ class Rule:
 WITHOUT_LABELS = ("MeanSquaredError", "Huber", "L1", "summed", "sum of losses")
 """Losses that compare with numbers."""
 
+WITH_POSITIONS = ("tagger",)
+"""Models with an output for each position of a row."""
+
 EXPORTED = tuple(
     f"{kind} of torch{exporter}"
     for kind in ("convolutional", "tokens")
@@ -240,6 +247,34 @@ MONITORING = ("EarlyStopping", "BestModel", *RESTORING)
 """Callbacks that look for the best validation."""
 
 RULES: tuple[Rule, ...] = (
+    Rule(
+        "a loss function has no weights but those that it reads",
+        lambda sample_weight, loss: bool(sample_weight) and loss == "function",
+    ),
+    Rule(
+        "an array of weights is for rows that are known in advance",
+        lambda sample_weight, data: (
+            sample_weight == "array" and data in (*BATCH_FORMS, "function of rows")
+        ),
+    ),
+    Rule(
+        "a single array goes with a loss function, which has no weights",
+        lambda sample_weight, data: bool(sample_weight) and data == "single array",
+    ),
+    Rule(
+        "numbers have no classes",
+        lambda sample_weight, loss: sample_weight == "classes" and loss in WITHOUT_LABELS,
+    ),
+    Rule(
+        "a row of these models has several labels",
+        lambda sample_weight, model: sample_weight == "classes" and model in WITH_POSITIONS,
+    ),
+    Rule(
+        "an input after the weights has no place in a tuple without them",
+        lambda sample_weight, loss: (
+            sample_weight in ("array", "classes") and loss == "sum of classes"
+        ),
+    ),
     Rule(
         "an iterator serves one epoch",
         lambda data, epochs: data == "iterator" and epochs > 1,
