@@ -283,7 +283,7 @@ def _split(
 ) -> tuple[Source, Source]:
     """Returns the data for training, and those for validation, whose classes have no weights."""
     plain = dataclasses.replace(weighed, inputs=inputs)
-    unweighed = source if plain == weighed else plain.open(**reading)
+    unweighed = source if weighed.inputs is inputs else plain.open(**reading)
     return split_source(source, split)[0], split_source(unweighed, split)[1]
 
 
