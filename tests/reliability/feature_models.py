@@ -524,7 +524,7 @@ def _on_disk(arrays: Arrays, folder: Path) -> Arrays:
 
 def _file_of_arrays(arrays: Arrays, folder: Path) -> Any:
     """Returns a mapping that reads an array from a file whenever it is asked for."""
-    path = folder / f"{len(next(iter(arrays.values())))}.npz"
+    path = folder / f"{len(next(iter(arrays.values())))}-{'-'.join(arrays)}.npz"
     if not path.exists():
         np.savez(path, **arrays)  # type: ignore[arg-type]
     return np.load(path)
