@@ -137,7 +137,10 @@ WITHIN = {
         "functions",
         "__init__",
     ),
-    "surgery": ("reading", "head", "batch", "branches", "output", "tied", "__init__"),
+    "surgery": (
+        *("reading", "head", "batch", "branches", "output", "tied"),
+        *("channels", "channel_rules", "pruning", "__init__"),
+    ),
     "passes": (
         *(
             "order",

@@ -1,4 +1,4 @@
-"""Prepares models for training: head, batch size, outputs, branches, shared weights.
+"""Prepares models for training: head, batch size, outputs, branches, shared weights, channels.
 
 Each function takes a model and returns a new one. It logs its changes to the logger ``ortops``.
 """
@@ -7,6 +7,16 @@ from ortops.surgery.batch import free_batch
 from ortops.surgery.branches import fix_inputs
 from ortops.surgery.head import replace_head
 from ortops.surgery.output import name_output
+from ortops.surgery.pruning import ChannelGroup, channel_groups, prune
 from ortops.surgery.tied import untie
 
-__all__ = ["fix_inputs", "free_batch", "name_output", "replace_head", "untie"]
+__all__ = [
+    "ChannelGroup",
+    "channel_groups",
+    "fix_inputs",
+    "free_batch",
+    "name_output",
+    "prune",
+    "replace_head",
+    "untie",
+]

@@ -29,6 +29,7 @@ from ortops.surgery.reading import (
     dimensions,
     drop_unread,
     inferred,
+    integers,
     logger,
     read,
     refuse_training,
@@ -106,15 +107,6 @@ def replace_head(
     change.apply(np.random.default_rng(seed))
     result: onnx.ModelProto = ir.to_proto(work)
     return result
-
-
-def _integers(node: ir.Node, name: str, index: int) -> list[int] | None:
-    """Returns integers that are an attribute in older opsets and an input in newer ones."""
-    if name in node.attributes:
-        found = node.attributes[name]
-        return [found.as_int()] if found.type == ir.AttributeType.INT else list(found.as_ints())
-    array = constant(node.inputs[index]) if index < len(node.inputs) else None
-    return None if array is None else [int(each) for each in array.reshape(-1)]
 
 
 def _classified(graph: ir.Graph, known: Mapping[str, ir.Value], name: str | None) -> ir.Value:
@@ -407,7 +399,7 @@ class _Change:
             if place != axis:
                 self.axes.update({values: axis, numbers: axis})
                 return
-            count = _integers(node, "k", 1)
+            count = integers(node, "k", 1)
             if count is None or count[0] > self._classes:
                 wanted = "a computed number" if count is None else str(count[0])
                 raise self._refusal(node, f"it selects the top {wanted} of {self._classes} classes")
@@ -418,7 +410,7 @@ class _Change:
         elif "axes" not in node.attributes and len(node.inputs) < 2:
             axes = [] if node.attributes.get_int("noop_with_empty_axes", 0) else list(range(rank))
         else:
-            axes = _integers(node, "axes", 1)
+            axes = integers(node, "axes", 1)
         if axes is None:
             raise self._refusal(node, "its axes are computed")
         places = {each % rank for each in axes}
@@ -429,7 +421,7 @@ class _Change:
             self._numbers.add(values)
 
     def _moved(self, node: ir.Node, axis: int, rank: int) -> int:
-        axes = _integers(node, "axes", 1)
+        axes = integers(node, "axes", 1)
         if node.op_type == "Unsqueeze":
             if axes is None:
                 raise self._refusal(node, "its axes are computed")
@@ -456,7 +448,7 @@ class _Change:
             entries = [math.prod(sizes[:cut]), math.prod(sizes[cut:])]
             shape: list[int] | None = None
         else:
-            shape = _integers(node, "shape", 1)
+            shape = integers(node, "shape", 1)
             if shape is None:
                 kept = self._shape(node.outputs[0])
                 if len(kept) == len(sizes) and kept[axis] == self.old:
@@ -485,7 +477,7 @@ class _Change:
         return place
 
     def _expanded(self, node: ir.Node, axis: int, rank: int) -> int:
-        shape = _integers(node, "shape", 1)
+        shape = integers(node, "shape", 1)
         if shape is None:
             raise self._refusal(node, "its shape is computed")
         place = axis + max(len(shape) - rank, 0)
@@ -514,9 +506,9 @@ class _Change:
     def _select(self, node: ir.Node, axis: int, rank: int, carried: Sequence[ir.Value]) -> None:
         kind = node.op_type
         if kind == "Slice":
-            axes = _integers(node, "axes", 3)
+            axes = integers(node, "axes", 3)
             if axes is None and len(node.inputs) <= 3:
-                starts = _integers(node, "starts", 1)
+                starts = integers(node, "starts", 1)
                 axes = None if starts is None else list(range(len(starts)))
             if axes is None:
                 raise self._refusal(node, "it may select some of the classes")

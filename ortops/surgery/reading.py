@@ -23,6 +23,7 @@ __all__ = [
     "dimensions",
     "drop_unread",
     "inferred",
+    "integers",
     "logger",
     "model_of",
     "open_model",
@@ -123,6 +124,24 @@ def constant(value: ir.Value | None) -> Array | None:
     """Returns the array of an initializer or Constant node; None for other values."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return None if tensor is None else tensor.numpy()
+
+
+def integers(node: ir.Node, name: str, index: int) -> list[int] | None:
+    """Returns integers that are an attribute in older opsets and an input in newer ones.
+
+    Args:
+        node: The node.
+        name: The name of the attribute.
+        index: The index of the input.
+
+    Returns:
+        The integers; None if there are none, or they are computed.
+    """
+    if name in node.attributes:
+        found = node.attributes[name]
+        return [found.as_int()] if found.type == ir.AttributeType.INT else list(found.as_ints())
+    array = constant(node.inputs[index]) if index < len(node.inputs) else None
+    return None if array is None else [int(each) for each in array.reshape(-1)]
 
 
 def dimensions(value: ir.Value) -> str:
