@@ -127,7 +127,7 @@ export class TrainingSession {
    * Creates a session.
    *
    * @throws ArgumentError if an argument is invalid.
-   * @throws ModelError if a file is missing, or does not match its checksum in step.json.
+   * @throws ModelError if a file cannot be read, or does not match its checksum in step.json.
    * @throws UnsupportedError if onnxruntime's JavaScript API has no tensors of a variable's type; for
    *   `gpuState` with onnxruntime-node; and for `ort.env.wasm.proxy` (use a Worker of your own).
    */
@@ -178,12 +178,20 @@ export class TrainingSession {
   release(): Promise<void>;
 }
 
-/** Reads a safetensors file: arrays by name. */
+/**
+ * Reads a safetensors file: arrays by name.
+ *
+ * @throws ArgumentError for other arguments; ModelError if the file is not valid.
+ */
 export function readSafetensors(
   file: Uint8Array | ArrayBuffer,
 ): Record<string, { type: string; dims: number[]; data: any }>;
 
-/** Writes tensors, by name, as a safetensors file. */
+/**
+ * Writes tensors, by name, as a safetensors file.
+ *
+ * @throws ArgumentError if an array does not have its type or its shape.
+ */
 export function writeSafetensors(
   tensors: Record<string, { type: string; dims: readonly number[]; data: any }>,
 ): Bytes;

@@ -3,6 +3,7 @@
 
 const FORMAT = "ortops.step";
 const VERSION = 1;
+const OPTIONS = ["gpuState", "stopOnNan", "sessionOptions"];
 
 const ARRAYS = {
   bool: Uint8Array,
@@ -89,14 +90,19 @@ export class TrainingSession {
 
   /** Creates a session. */
   static async create(ort, source, options = {}) {
-    const { gpuState = false, stopOnNan = true, sessionOptions = {} } = options;
     checkOptions(ort, options);
+    const { gpuState = false, stopOnNan = true, sessionOptions = {} } = options;
     const about = parse("step.json", await read(source, "step.json"));
-    if (about.format !== FORMAT || about.version !== VERSION) {
+    if (about?.format !== FORMAT || about.version !== VERSION) {
       throw new ModelError(
-        `step.json: the format must be '${FORMAT}', version ${VERSION}, got '${about.format}', ` +
-          `version ${about.version}; export the step with the version of ortops that this driver is from`,
+        `step.json: the format must be '${FORMAT}', version ${VERSION}, got '${about?.format}', ` +
+          `version ${about?.version}; export the step with the version of ortops that this driver is from`,
       );
+    }
+    for (const part of ["files", "step", "evaluate", "learning_rates", "variables"]) {
+      if (typeof about[part] !== "object") {
+        throw new ModelError(`step.json: '${part}' is missing; export the step again`);
+      }
     }
     const files = {};
     for (const [name, { bytes, crc32 }] of Object.entries(about.files)) {
@@ -465,12 +471,22 @@ export class TrainingSession {
   }
 }
 
-function checkOptions(ort, { gpuState = false, sessionOptions = {} }) {
+function checkOptions(ort, options) {
   if (typeof ort?.Tensor !== "function" || typeof ort.InferenceSession?.create !== "function") {
     throw new ArgumentError(
       "create: ort must be the module onnxruntime-web or onnxruntime-node; use `import * as ort from …`",
     );
   }
+  for (const [what, value] of [["options", options], ["sessionOptions", options?.sessionOptions ?? {}]]) {
+    if (typeof value !== "object" || value === null) {
+      throw new ArgumentError(`create: ${what} must be an object, got ${value}`);
+    }
+  }
+  const unknown = Object.keys(options).find((name) => !OPTIONS.includes(name));
+  if (unknown !== undefined) {
+    throw new ArgumentError(`create: unknown option '${unknown}'; the options are ${OPTIONS.join(", ")}`);
+  }
+  const { gpuState = false, sessionOptions = {} } = options;
   if (sessionOptions.preferredOutputLocation !== undefined) {
     throw new ArgumentError(
       "sessionOptions must not contain preferredOutputLocation, which the driver sets; use " +
@@ -586,12 +602,17 @@ async function read(source, file) {
   if (globalThis.process?.versions?.node && !isRemote) {
     const name = "node:fs/promises"; // not a literal, so that bundlers for pages leave it alone
     const { readFile } = await import(/* webpackIgnore: true */ /* @vite-ignore */ name);
-    return bytesOf(await readFile(folder.startsWith("file:") ? new URL(file, folder) : folder + file));
+    const path = folder.startsWith("file:") ? new URL(file, folder) : folder + file;
+    return bytesOf(await readFile(path).catch(unreadable(path)));
   }
-  const response = await fetch(folder + file);
+  const response = await fetch(folder + file).catch(unreadable(folder + file));
   if (!response.ok) throw new ModelError(`${folder}${file}: ${response.status} ${response.statusText}`);
   return new Uint8Array(await response.arrayBuffer());
 }
+
+const unreadable = (place) => (error) => {
+  throw new ModelError(`${place} cannot be read (${error.message})`, { cause: error });
+};
 
 function parse(name, bytes) {
   try {
@@ -603,6 +624,9 @@ function parse(name, bytes) {
 
 /** Reads a safetensors file: {type, dims, data} by name. */
 export function readSafetensors(file) {
+  if (!(file instanceof ArrayBuffer) && !ArrayBuffer.isView(file)) {
+    throw new ArgumentError(`readSafetensors: file must be an ArrayBuffer or a Uint8Array, got ${file}`);
+  }
   const bytes = file instanceof ArrayBuffer ? new Uint8Array(file) : bytesOf(file);
   const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
   const begin = 8 + (bytes.length < 8 ? NaN : Number(view.getBigUint64(0, true)));
@@ -623,9 +647,16 @@ export function readSafetensors(file) {
 
 /** Writes tensors, by name, as a safetensors file. */
 export function writeSafetensors(tensors) {
+  checkMapping("writeSafetensors: tensors", tensors);
   const header = {};
   let end = 0;
   for (const [name, { type, dims, data }] of Object.entries(tensors)) {
+    if (!(type in SAFETENSORS) || !ArrayBuffer.isView(data) || data.length !== count(dims)) {
+      throw new ArgumentError(
+        `writeSafetensors: '${name}' must have a type of safetensors and a typed array of as many ` +
+          `numbers as its dims, got ${type}[${dims}] with ${data?.length} numbers`,
+      );
+    }
     const begin = end;
     end += data.byteLength;
     header[name] = { dtype: SAFETENSORS[type], shape: [...dims], data_offsets: [begin, end] };

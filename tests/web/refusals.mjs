@@ -9,7 +9,7 @@ const [, , packages, folder] = process.argv;
 const require = createRequire(join(resolve(packages), "package.json"));
 const ort = require("onnxruntime-node");
 const driver = await import(pathToFileURL(resolve(folder, "ortops.mjs")).href);
-const { TrainingSession, readSafetensors } = driver;
+const { TrainingSession, readSafetensors, writeSafetensors } = driver;
 
 let cases = 0;
 const refused = async (call, message, type = "") => {
@@ -81,6 +81,22 @@ await refused(() => session.predict({}), /^feeds: input 'images' is missing$/, "
 await refused(() => TrainingSession.create({}, files), /^create: ort must be the module/, "ArgumentError");
 await refused(() => TrainingSession.create(ort), /^create: source must be a folder, or files by name, got undefined$/, "ArgumentError");
 await refused(() => create({ "step.json": "{" }), /^step.json is not JSON/, "ModelError");
+await refused(() => create({ "step.json": "null" }), /^step.json: the format must be/, "ModelError");
+await refused(() => create({ "step.json": json({ files: undefined }) }), /^step.json: 'files' is missing; export the step again$/, "ModelError");
+const absent = join(folder, "absent");
+await refused(() => TrainingSession.create(ort, absent), /absent\/step.json cannot be read \(ENOENT/, "ModelError");
+await refused(() => TrainingSession.create(ort, pathToFileURL(absent)), /absent\/step.json cannot be read/, "ModelError");
+await refused(() => TrainingSession.create(ort, "http://127.0.0.1:1/"), /^http:\/\/127.0.0.1:1\/step.json cannot be read/, "ModelError");
+await refused(() => TrainingSession.create(ort, files, null), /^create: options must be an object, got null$/, "ArgumentError");
+await refused(() => TrainingSession.create(ort, files, { sessionOptions: "webgpu" }), /^create: sessionOptions must be an object, got webgpu$/, "ArgumentError");
+await refused(() => TrainingSession.create(ort, files, { gpustate: true }), /^create: unknown option 'gpustate'; the options are gpuState, stopOnNan, sessionOptions$/, "ArgumentError");
+await refused(() => readSafetensors(), /^readSafetensors: file must be an ArrayBuffer or a Uint8Array, got undefined$/, "ArgumentError");
+await refused(() => writeSafetensors(), /^writeSafetensors: tensors must be an object of arrays by name/, "ArgumentError");
+for (const [given, said] of [
+  [{ type: "float", dims: [1], data: new Float32Array(1) }, "float\\[1\\] with 1 numbers"],
+  [{ type: "float32", dims: [2], data: new Float32Array(1) }, "float32\\[2\\] with 1 numbers"],
+  [{ type: "float32", dims: [1], data: [1] }, "float32\\[1\\] with 1 numbers"],
+]) await refused(() => writeSafetensors({ a: given }), new RegExp(`^writeSafetensors: 'a' must have a type.*, got ${said}$`), "ArgumentError");
 await refused(() => TrainingSession.create(ort, files, { gpuState: true }), /^gpuState: onnxruntime-node ends the process/, "UnsupportedError");
 globalThis.document = {}; // as in a page
 ort.env.wasm.proxy = true;
