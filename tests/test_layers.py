@@ -169,6 +169,7 @@ WITHIN = {
     "losses": (
         *("teacher", "loss", "compute", "classification", "regression"),
         *("similarity", "sequence", "segmentation", "distillation", "preference", "angular"),
+        *("boxes", "detection"),
         "__init__",
     ),
     "cli": (

@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 from ortops.errors import ArgumentError
 from ortops.losses.angular import ArcFace
+from ortops.losses.boxes import CIoU, DistributionFocal, GIoU
 from ortops.losses.classification import (
     BinaryCrossEntropy,
     BinaryCrossEntropyWithLogits,
@@ -30,6 +31,7 @@ from ortops.losses.classification import (
     SoftmaxCrossEntropy,
 )
 from ortops.losses.compute import Computed, Inputs, Prediction, compute
+from ortops.losses.detection import TaskAligned
 from ortops.losses.distillation import Distillation
 from ortops.losses.loss import Combined, Function, Loss
 from ortops.losses.preference import DPO
@@ -57,12 +59,15 @@ __all__ = [
     "ArcFace",
     "BinaryCrossEntropy",
     "BinaryCrossEntropyWithLogits",
+    "CIoU",
     "Combined",
     "Computed",
     "CosineEmbedding",
     "Dice",
     "Distillation",
+    "DistributionFocal",
     "Focal",
+    "GIoU",
     "GaussianNLL",
     "Hinge",
     "Huber",
@@ -79,6 +84,7 @@ __all__ = [
     "Quantile",
     "SmoothL1",
     "SoftmaxCrossEntropy",
+    "TaskAligned",
     "Triplet",
     "compute",
     "resolve",
@@ -87,10 +93,11 @@ __all__ = [
 LOSSES: Mapping[str, type[Loss]] = {
     loss.__name__: loss
     for loss in (
-        *(ArcFace, BinaryCrossEntropy, BinaryCrossEntropyWithLogits, CosineEmbedding, CTC, Dice),
-        *(Distillation, DPO, Focal, GaussianNLL, Hinge, Huber, InfoNCE, KullbackLeibler, L1),
+        *(ArcFace, BinaryCrossEntropy, BinaryCrossEntropyWithLogits, CIoU, CosineEmbedding, CTC),
+        *(Dice, Distillation, DistributionFocal, DPO, Focal, GaussianNLL, GIoU, Hinge, Huber),
+        *(InfoNCE, KullbackLeibler, L1),
         *(MeanSquaredError, NegativeLogLikelihood, NextToken, PoissonNLL, Quantile, SmoothL1),
-        *(SoftmaxCrossEntropy, Triplet),
+        *(SoftmaxCrossEntropy, TaskAligned, Triplet),
     )
 }
 """All losses by name."""
@@ -129,6 +136,11 @@ OTHER_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("poisson",), "PoissonNLL"),
     "gaussian": "GaussianNLL",
     "causallm": "NextToken",
+    **dict.fromkeys(("v8detection", "tal", "detection", "yolo"), "TaskAligned"),
+    **dict.fromkeys(("generalizedboxiou", "generalizediou"), "GIoU"),
+    **dict.fromkeys(("completeboxiou", "completeiou"), "CIoU"),
+    **dict.fromkeys(("dfl", "df"), "DistributionFocal"),
+    **dict.fromkeys(("iou", "boxiou"), "use 'GIoU' or 'CIoU', or 'Dice' for segmentation"),
 }
 """What other libraries call losses, in lower case, without underscores and without "loss"; the
 value is a name, or a hint if the name has several meanings."""

@@ -218,6 +218,28 @@ class _Scene:
             self.predictions[id(loss)] = (loss, looked_at)
         return _wide(tensor), axis
 
+    def logits_of(self, loss: Loss, scores: Tensor, name: str | None) -> Tensor:
+        """See `ortops.losses.loss.Sources`."""
+        found = squashed(scores.value)
+        name = self._shown(self.tensor(name, loss.name).value)
+        part = found or partly_squashed(scores.value)
+        if part is None:
+            self.say(
+                f"loss {loss.name} reads the class scores of {name} as logits, as no known form of "
+                "Sigmoid computes them"
+            )
+            return _wide(scores)
+        if found is None or found.kind != "sigmoid" or not found.all_logits:
+            raise ModelError(
+                f"loss {loss.name} reads logits of independent classes, but the class scores of "
+                f"{name} come from {self._node(part)}; name the logits with scores="
+            )
+        self.say(
+            f"loss {loss.name} reads {self._shown(*found.all_logits)}, the logits before "
+            f"{self._node(found)}, as the class scores of {name}"
+        )
+        return _wide(self._before(found))
+
     def teacher(self, loss: Loss, model: ModelLike, name: str | None) -> Tensor:
         """See `ortops.losses.loss.Sources`."""
         put = put_teacher(self.tape, model, self.find)

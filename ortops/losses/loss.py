@@ -30,6 +30,7 @@ __all__ = [
     "one",
     "rows_of",
     "softplus",
+    "stopped",
     "unless_empty",
     "weighted_by_sample",
     "weighted_mean",
@@ -76,6 +77,19 @@ class Sources(Protocol):
             dtype: Its element type, unless ``inputs=`` of the builder declares it.
             shape: Its dimensions, unless declared there; None if the rank is unknown.
             like: The tensor that it is compared with. Losses of the same tensor share inputs.
+        """
+
+    def logits_of(self, loss: Loss, scores: Tensor, name: str | None) -> Tensor:
+        """Returns the logits of class scores: those before a Sigmoid, or the scores themselves.
+
+        Args:
+            loss: The loss, for messages.
+            scores: The scores.
+            name: The tensor of the model of which they are a part, for messages; the first
+                floating-point output by default.
+
+        Raises:
+            ModelError: If they come from another function, such as a Softmax.
         """
 
     def sample_weights(self, loss: Loss, name: str, dtype: Any, rows: Dim) -> Tensor:
@@ -492,6 +506,12 @@ def softplus(x: Tensor) -> Tensor:
     if x.dtype != np.float64:
         return op.Softplus(x)
     return op.Max(x, 0.0) + op.Log(1 + op.Exp(-abs(x)))
+
+
+def stopped(x: Tensor) -> Tensor:
+    """Returns numbers in [0, 1] without their gradient, rounded to the precision of 1."""
+    scale = float(2 ** (np.finfo(x.dtype).nmant + 1))  # the gradient of Round is zero
+    return op.Round(x * scale) * (1 / scale)
 
 
 def check_number(loss: Loss, argument: str, **bounds: float) -> None:

@@ -87,6 +87,7 @@ class PredictionNote:
         target_lengths: The input with CTC's lengths along S, or "".
         bounded: Whether the loss reads logits that may come from a function with bounded values.
         sample_weight: The input with the weights of rows, or "".
+        box_format: What the four numbers of boxes are, or "".
     """
 
     tensor: str = ""
@@ -102,10 +103,13 @@ class PredictionNote:
     target_lengths: str = ""
     bounded: bool = False
     sample_weight: str = ""
+    box_format: str = ""
 
     @property
     def shared(self) -> dict[str, object]:
         """The settings of the loss that metrics share, by the name of their argument."""
+        if self.box_format:
+            return {"box_format": self.box_format}
         if self.blank is None:
             return {}
         names = ("blank", "batch_first", "input_lengths", "target_lengths")
