@@ -20,6 +20,8 @@ Limitations of the platform, and how they are handled:
 from __future__ import annotations
 
 import atexit
+import functools
+import logging
 import os
 import threading
 import traceback
@@ -41,6 +43,7 @@ __all__ = [
     "DOMAIN",
     "DTYPES",
     "ErrorRecorder",
+    "are_available",
     "errors_of_run",
     "register_custom_ops",
     "survives_as_text",
@@ -54,6 +57,8 @@ DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 _PROTOBUF = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
+
+logger = logging.getLogger("ortops")
 
 Nodes: TypeAlias = Mapping[str, Sequence[str]]
 """The names of a model's nodes by operator."""
@@ -77,11 +82,15 @@ def register_custom_ops(sess_options: Any) -> None:
     Nor can it be interrupted by Ctrl-C: a KeyboardInterrupt raised in a kernel terminates the
     process. `ortops.InferenceSession` raises both; with a plain session, use `errors_of_run`.
 
-    The first call imports onnxruntime_extensions. It is safe to call this several times with the
-    same options, or from several threads.
+    The first call imports onnxruntime_extensions, of which not every system has a wheel. It is safe
+    to call this several times with the same options, or from several threads.
 
     Args:
         sess_options: An `onnxruntime.SessionOptions`.
+
+    Raises:
+        KernelError: If onnxruntime_extensions cannot be imported, or other code has registered
+            Python kernels for the domain.
 
     Example:
         >>> import onnxruntime
@@ -93,6 +102,26 @@ def register_custom_ops(sess_options: Any) -> None:
             # All kernels in one library, because none can be added to it later.
             sess_options.register_custom_ops_library(run_uninterrupted(_library))
             _registered.add(sess_options)
+
+
+def are_available() -> bool:
+    """Whether onnxruntime_extensions can be imported, without which there are no Python kernels.
+
+    If it cannot, the log says so once.
+
+    Example:
+        >>> are_available()
+        True
+    """
+    try:
+        run_uninterrupted(_extensions)
+    except KernelError as error:
+        _log_once(
+            f"{error.__cause__}; Adagrad, Adam and Momentum nodes run as standard operators, with "
+            "equal results up to rounding"
+        )
+        return False
+    return True
 
 
 def survives_as_text(value: float) -> bool:
@@ -115,9 +144,7 @@ def survives_as_text(value: float) -> bool:
 
 def _library() -> str:
     """Registers the domain's kernels unless they already are; returns the library's path."""
-    with _unchanged_environment():
-        import onnxruntime_extensions as extensions
-
+    extensions = _extensions()
     # Atexit handlers run in reverse order, and this one must run before the extension's, which
     # removes the kernels.
     atexit.unregister(wait_for_threads)
@@ -160,6 +187,29 @@ def _library() -> str:
                         attrs=attributes,
                     )(_kernel(name))
     return str(extensions.get_library_path())
+
+
+def _extensions() -> Any:
+    """Imports onnxruntime_extensions, which is not installed where it has no wheels.
+
+    Raises:
+        KernelError: If it cannot be imported.
+    """
+    try:
+        with _unchanged_environment():
+            import onnxruntime_extensions as extensions
+    except (ImportError, OSError) as error:
+        raise KernelError(
+            f"Python kernels need onnxruntime-extensions, which cannot be imported ({error}); "
+            "pip install onnxruntime-extensions, or run optimizer nodes as standard operators with "
+            'kernels="onnx" or ortops.lower'
+        ) from error
+    return extensions
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import onnx
 import onnxruntime
@@ -23,10 +23,13 @@ from ortops.numbers import Array
 from ortops.transpose_optimizer import disabled_optimizers
 from ortops.uninterrupted import finished_at_exit, run_uninterrupted
 
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
 __all__ = ["InferenceSession", "Kernels", "lend", "open_lowered"]
 
-Kernels: TypeAlias = Literal["python", "onnx"]
-"""How optimizer nodes run: as Python custom ops, or as standard operators."""
+Kernels: TypeAlias = Literal["auto", "python", "onnx"]
+"""How optimizer nodes run: as Python custom ops, as standard operators, or as is possible."""
 
 _alive: weakref.WeakSet[InferenceSession] = weakref.WeakSet()
 
@@ -62,16 +65,19 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
             it is needed.
         providers: As for onnxruntime; by default, the CPU.
         provider_options: As for onnxruntime.
-        kernels: ``"python"`` or ``"onnx"``, for optimizer nodes.
+        kernels: How optimizer nodes run: as Python custom ops (``"python"``), as standard operators
+            (``"onnx"``), or as custom ops where onnxruntime-extensions can be imported and as
+            standard operators elsewhere (``"auto"``).
         **kwargs: As for onnxruntime.
 
     Raises:
-        ArgumentError: If ``kernels`` is neither.
+        ArgumentError: If ``kernels`` is none of them.
         ModelError: If the model, or a node of the domain in it, is invalid; or if it is a
             ModelProto of 2 GB or more and ``sess_options`` are given, which cannot refer to its
             data.
         KernelError: If other code has registered Python kernels for the domain, or the library of
-            onnxruntime-extensions on the same ``sess_options``.
+            onnxruntime-extensions on the same ``sess_options``; or if a node is to run as a Python
+            custom op (``kernels="python"``), but onnxruntime-extensions cannot be imported.
         UnsupportedError: If an operator that a gradient passes through has no rule.
 
     Example:
@@ -93,10 +99,10 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         providers: Sequence[Any] | None = None,
         provider_options: Sequence[dict[Any, Any]] | None = None,
         *,
-        kernels: Kernels = "python",
+        kernels: Kernels = "auto",
         **kwargs: Any,
     ) -> None:
-        choice("kernels", kernels, ("python", "onnx"))
+        choice("kernels", kernels, get_args(Kernels))
         proto, folder = load(path_or_bytes)
         self._kernel_nodes: dict[str, list[str]] = {}
         self._kernels_on_other_threads = False
@@ -134,8 +140,11 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         from ortops.graph.files import external
         from ortops.lowering import lower_ir, takes_python_kernel
 
-        keep = takes_python_kernel if kernels == "python" else None
-        lowered = lower_ir(convert.to_ir(proto, folder), keep=keep)
+        def keep(node: ir.Node) -> bool:
+            # In this order, since the extension is imported only for a node that it can run.
+            return takes_python_kernel(node) and (kernels == "python" or custom_ops.are_available())
+
+        lowered = lower_ir(convert.to_ir(proto, folder), keep=None if kernels == "onnx" else keep)
         for node in all_nodes(lowered.graph):
             if node.domain == custom_ops.DOMAIN:
                 self._kernel_nodes.setdefault(node.op_type, []).append(node.name or "")

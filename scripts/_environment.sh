@@ -13,6 +13,20 @@ find_python() {
     return 1
 }
 
+# Prints the newest Python with wheels of all that ortops needs, also one that pyenv does not activate.
+newest_python() {
+    for minor in 14 13 12 11; do
+        for candidate in "python3.$minor" "${PYENV_ROOT:-$HOME/.pyenv}/versions/3.$minor."*/bin/python
+        do
+            if "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
+                echo "$candidate"
+                return
+            fi
+        done
+    done
+    find_python
+}
+
 # set_up_environment GROUPS: installs the project, editable, with these optional groups (a,b,c).
 #
 # .venv/fingerprint records the folder and pyproject.toml that the environment was created for. It is

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import conftest
 import onnx
 import pytest
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 from models import mlp
@@ -154,10 +155,43 @@ def test_lowest_constraints_are_the_lower_bounds():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = (ROOT / "scripts" / "lowest-constraints.txt").read_text(encoding="utf-8").splitlines()
     lowest = dict(line.split("==") for line in lines if not line.startswith("#"))
-    bounds = dict(line.split(">=") for line in project["dependencies"])
-    assert {name: Version(each) for name, each in lowest.items()} == {
-        name: Version(each) for name, each in bounds.items()
+    bounds = {
+        (each.name, Version(specifier.version))
+        for each in map(Requirement, project["dependencies"])
+        for specifier in each.specifier
+        if specifier.operator == ">="
     }
+    assert {(name, Version(each)) for name, each in lowest.items()} == bounds
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "python", "expected"),
+    [
+        ("linux", "x86_64", "3.11", ">=0.15"),
+        ("linux", "x86_64", "3.13", ">=0.15"),
+        ("linux", "x86_64", "3.14", None),
+        ("linux", "aarch64", "3.12", ">=0.15"),
+        ("linux", "aarch64", "3.14", None),
+        ("linux", "ppc64le", "3.11", None),
+        ("darwin", "arm64", "3.13", ">=0.15"),
+        ("darwin", "x86_64", "3.11", ">=0.15"),
+        ("darwin", "arm64", "3.14", None),
+        ("win32", "AMD64", "3.11", "!=0.15.2,>=0.15"),
+        ("win32", "AMD64", "3.13", "!=0.15.2,>=0.15"),
+        ("win32", "AMD64", "3.14", None),
+        ("win32", "ARM64", "3.12", None),
+    ],
+)
+def test_the_extension_is_required_where_it_has_wheels(system, machine, python, expected):
+    """0.15.0 has wheels for Windows x64, 0.15.2 has not; neither has any for Python 3.14."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    there = {"sys_platform": system, "platform_machine": machine, "python_version": python}
+    found = [
+        str(each.specifier)
+        for each in map(Requirement, project["dependencies"])
+        if each.name == "onnxruntime-extensions" and each.marker.evaluate(there)
+    ]
+    assert found == ([] if expected is None else [expected])
 
 
 @pytest.mark.parametrize(

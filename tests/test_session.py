@@ -159,7 +159,9 @@ def test_a_trainable_file_runs_as_inference():
 
 
 def test_unknown_kernels():
-    with pytest.raises(ortops.ArgumentError, match="kernels must be 'python' or 'onnx', got 'c'"):
+    with pytest.raises(
+        ortops.ArgumentError, match="kernels must be 'auto', 'python' or 'onnx', got 'c'"
+    ):
         ortops.InferenceSession(adam_model(), kernels="c")
 
 
