@@ -1,7 +1,8 @@
-"""Data sets for `fit`, `evaluate` and `predict`: folders of images, and changes of images."""
+"""Data sets for `fit`, `evaluate` and `predict`: folders of images, changes of images, padding."""
 
 from ortops.data.augmentation import Color, Crop, CutMix, Erase, Flip, MixUp, Rotate
 from ortops.data.folders import ImageFolder, image_folder
+from ortops.training.padding import Pad
 
 __all__ = [
     "Color",
@@ -11,6 +12,7 @@ __all__ = [
     "Flip",
     "ImageFolder",
     "MixUp",
+    "Pad",
     "Rotate",
     "image_folder",
 ]

@@ -28,39 +28,19 @@ from ortops.llm.sequence_pairs import pair_feeds, read_sequence_pairs
 from ortops.llm.several_files import SeveralFiles
 from ortops.llm.tokenization import Tokenizer
 from ortops.training.feeds import Inputs
+from ortops.training.samples import grouped
 from ortops.training.session import TrainingSession
 
-__all__ = ["Batches", "Epochs", "Unit", "grouped"]
+__all__ = ["Batches", "Epochs", "Unit"]
 
 Unit: TypeAlias = tuple[Example] | Pair
 """The sequences of a row."""
 
 logger = logging.getLogger("ortops")
 
-_MEGABATCH = 50  # batches
-
 
 def _length(unit: Unit) -> int:
     return max(len(example.tokens) for example in unit)
-
-
-def grouped(
-    order: npt.NDArray[np.int64], lengths: Sequence[int], batch_size: int
-) -> npt.NDArray[np.int64]:
-    """Sorts rows by length within megabatches, and keeps the order of the batches random.
-
-    Args:
-        order: A permutation of the rows.
-        lengths: The length of each row.
-        batch_size: The number of rows per batch. Only the last batch may have fewer.
-    """
-    size, known = _MEGABATCH * batch_size, np.array(lengths)
-    parts = [order[first : first + size] for first in range(0, len(order), size)]
-    rows = np.concatenate([part[np.argsort(-known[part], kind="stable")] for part in parts])
-    whole = len(rows) // batch_size * batch_size
-    batches = rows[:whole].reshape(-1, batch_size)
-    ranks = np.argsort(order[: len(batches)], kind="stable")  # as random as the order
-    return np.concatenate([batches[ranks].ravel(), rows[whole:]])
 
 
 class Epochs:

@@ -181,6 +181,12 @@ class TrainingMetadata:
         notes = [self.prediction, *self.predictions]
         return list(dict.fromkeys(note.sample_weight for note in notes if note.sample_weight))
 
+    @property
+    def target_lengths(self) -> dict[str, str]:
+        """The inputs with the lengths of targets, by the input with these."""
+        notes = [self.prediction, *self.predictions]
+        return {note.target: note.target_lengths for note in notes if note.target_lengths}
+
     def refuse_second_schedule(self) -> None:
         """Raises an error if the model has a schedule already.
 

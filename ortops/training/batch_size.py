@@ -12,6 +12,7 @@ from pathlib import Path
 from ortops.arguments import whole_number
 from ortops.errors import FeedError, OrtopsError, UnsupportedError
 from ortops.training.data import Data, open_data
+from ortops.training.samples import Collate
 from ortops.training.session import TrainingSession
 
 __all__ = ["find_batch_size"]
@@ -32,6 +33,7 @@ def find_batch_size(
     *,
     limit: int | None = None,
     largest: int | None = None,
+    collate: Collate | None = None,
 ) -> int:
     """Finds the largest batch size whose training steps fit in memory.
 
@@ -49,6 +51,7 @@ def find_batch_size(
         limit: The memory that the process may have, in bytes, with the model and the data; by
             default its present memory and 90 % of what the system has available.
         largest: The largest batch size to try; by default the number of rows.
+        collate: Makes batches of samples, as for `ortops.TrainingSession.fit`.
 
     Raises:
         ArgumentError: If an argument is invalid.
@@ -75,14 +78,14 @@ def find_batch_size(
         )
     if limit is None:
         limit = _memory() + int(_SHARE * _available())
-    rows = open_data(data, session.inputs, batch_size=1).rows
+    rows = open_data(data, session.inputs, batch_size=1, collate=collate).rows
     if rows is None:
         raise FeedError(
             "find_batch_size: the data must be rows, of which batches of any size can be made; "
             "give arrays, a table or samples by number"
         )
     most = rows if largest is None else min(rows, largest)
-    search = _Search(session, data, limit)
+    search = _Search(session, data, limit, collate)
     with search.restoring():
         return search.largest(most)
 
@@ -94,10 +97,14 @@ class _Search:
         session: The session.
         data: The data.
         limit: The memory that the process may have.
+        collate: Makes batches of samples.
     """
 
-    def __init__(self, session: TrainingSession, data: Data, limit: int) -> None:
+    def __init__(
+        self, session: TrainingSession, data: Data, limit: int, collate: Collate | None
+    ) -> None:
         self._session, self._data, self._limit = session, data, limit
+        self._collate = collate
         self._peaks: dict[int, int] = {}
 
     @contextlib.contextmanager
@@ -152,7 +159,7 @@ class _Search:
         return second + max(0, second - first) * (size - other) / (other - one)
 
     def _step(self, size: int) -> None:
-        source = open_data(self._data, self._session.inputs, batch_size=size)
+        source = open_data(self._data, self._session.inputs, batch_size=size, collate=self._collate)
         batch = next(source.epoch())
         for _ in range(2):
             self._session.step(batch, outputs=[self._session.loss_names()[0]])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -17,6 +16,8 @@ from ortops.errors import FeedError
 from ortops.training import tables
 from ortops.training.feeds import Checked, Feeds, Inputs, listed
 from ortops.training.prefetch import Prefetcher
+from ortops.training.row_data import RowData
+from ortops.training.samples import Collate, check_collate, sample_rows
 from ortops.training.tables import RowIndex
 
 __all__ = ["Data", "Feeds", "RowData", "Source", "open_data", "rows", "weights_twice"]
@@ -82,52 +83,6 @@ class Source:
         return replace(self, rows=None, batches=batches, _read=read, part=None)
 
 
-class RowData(ABC):
-    """A data set of rows that are read by number, such as those of `ortops.data`."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Returns the number of rows."""
-
-    @abstractmethod
-    def read(self, rows: npt.NDArray[np.int64], inputs: Inputs, epoch: int) -> Feeds:
-        """Returns a batch.
-
-        Args:
-            rows: The numbers of the rows, as `arrange` returned them.
-            inputs: The inputs that the batch has to fit.
-            epoch: The epoch of a training, from 1; 0 outside of training.
-        """
-
-    @abstractmethod
-    def part(self, begin: int, end: int) -> RowData:
-        """Returns the rows from a first one up to another."""
-
-    @abstractmethod
-    def check(self, inputs: Inputs) -> None:
-        """Raises an error if the rows cannot fit some inputs, before any is read.
-
-        Args:
-            inputs: The inputs.
-        """
-
-    def arrange(
-        self, order: np.random.Generator | None, batch_size: int
-    ) -> list[npt.NDArray[np.int64]]:
-        """Returns the numbers of the rows of each batch of an epoch.
-
-        The number of batches is always the same, and equal states of ``order`` give equal batches.
-        A number may also be i + k · the number of rows, for the k-th repetition of row i.
-
-        Args:
-            order: Shuffles the rows; None to keep their order.
-            batch_size: The number of rows per batch; the last batch has the rest.
-        """
-        size = len(self)
-        rows = np.arange(size) if order is None else order.permutation(size)
-        return [rows[start : start + batch_size] for start in range(0, size, batch_size)]
-
-
 def open_data(
     data: Data,
     inputs: Inputs,
@@ -136,6 +91,8 @@ def open_data(
     epochs: int = 1,
     prefetch: int = 0,
     more: Mapping[str, npt.NDArray[Any]] | None = None,
+    collate: Collate | None = None,
+    group_by_length: bool | Sequence[int] = False,
 ) -> Source:
     """Opens a data set in any form as batches.
 
@@ -165,9 +122,13 @@ def open_data(
         epochs: The number of passes over the data; an iterator allows one.
         prefetch: The number of batches that a thread reads ahead.
         more: Further arrays by name, with as many rows as the data.
+        collate: Makes a batch of samples, if rows are given: a function of a list of samples, an
+            `ortops.data.Pad`, or ``"pad"`` for its defaults. A list is then one of samples.
+        group_by_length: Whether shuffled batches have samples of similar length; or the length of
+            each sample.
 
     Raises:
-        ArgumentError: If ``batch_size`` or ``prefetch`` is wrong.
+        ArgumentError: If ``batch_size``, ``prefetch``, ``collate`` or ``group_by_length`` is wrong.
         FeedError: If it has another form or is empty, its arrays differ in length or leave a
             partial batch although the model's batch size is static, or it is an iterator and there
             are several epochs.
@@ -176,6 +137,10 @@ def open_data(
         return data
     batch_size = whole_number("batch_size", batch_size, 1)
     prefetch = whole_number("prefetch", prefetch, 0)
+    collate = check_collate(collate, group_by_length)
+    is_function = callable(data) and not isinstance(data, Iterable)
+    if collate is not None and not is_function:
+        data = sample_rows(data, inputs, collate, group_by_length)
     if isinstance(data, RowData):
         return _row_data(data, inputs, batch_size, prefetch, more)
     if isinstance(data, Mapping) or tables.is_table(data) or _is_arrays(data):
@@ -195,7 +160,7 @@ def open_data(
     if isinstance(data, Iterable) and not isinstance(data, str | bytes | type):
         return _iterable(data, inputs, epochs, prefetch)
     if callable(data):
-        return _function(data, inputs, batch_size, prefetch)
+        return _function(data, inputs, batch_size, prefetch, collate, group_by_length)
     raise FeedError(
         f"data must be arrays by name or an iterable of batches, got {type(data).__name__}"
     )
@@ -291,7 +256,7 @@ def _row_data(
         rest = {name: array[begin:end] for name, array in (more or {}).items()}
         return _row_data(data.part(begin, end), inputs, batch_size, prefetch, rest)
 
-    return Source(size, -(-size // batch_size), prefetch, epoch, True, part)
+    return Source(size, -(-size // batch_size), prefetch, epoch, data.keeps, part)
 
 
 def _cut(
@@ -567,7 +532,12 @@ def _length(data: object) -> int | None:
 
 
 def _function(
-    function: Callable[..., Any], inputs: Inputs, batch_size: int, prefetch: int
+    function: Callable[..., Any],
+    inputs: Inputs,
+    batch_size: int,
+    prefetch: int,
+    collate: Collate | None = None,
+    group_by_length: bool | Sequence[int] = False,
 ) -> Source:
     has_parameter = False
     try:
@@ -583,9 +553,10 @@ def _function(
             raise FeedError(
                 "data: the function returned another function; return an iterable of batches"
             )
-        yield from open_data(data, inputs, batch_size=batch_size).epoch(
-            number, order=order, start=start
+        opened = open_data(
+            *(data, inputs), batch_size=batch_size, collate=collate, group_by_length=group_by_length
         )
+        yield from opened.epoch(number, order=order, start=start)
 
     return Source(None, _length(function), prefetch, epoch)
 

@@ -28,6 +28,7 @@ from ortops.training.feeds import Inputs
 from ortops.training.gradients import number_of
 from ortops.training.loaded_model import LoadedModel, reads
 from ortops.training.sample_weights import ClassWeight, SampleWeight, Weighed, weigh
+from ortops.training.samples import Collate
 from ortops.training.training_metrics import Measured, TrainingMetrics, add_batch
 from ortops.transpose_optimizer import disabled_optimizers
 from ortops.uninterrupted import run_uninterrupted
@@ -234,6 +235,7 @@ class Evaluator:
         ema: bool,
         sample_weight: SampleWeight = None,
         class_weight: ClassWeight | None = None,
+        collate: Collate | None = None,
     ) -> dict[str, float]:
         """Computes the loss and metrics in inference mode, and changes nothing.
 
@@ -251,6 +253,7 @@ class Evaluator:
             sample_weight: A weight >= 0 for each row, as for `fit`. Metrics are weighted, too,
                 unless they have no parameter ``sample_weight``.
             class_weight: A weight for each class, as for `fit`.
+            collate: Makes batches of samples, as for `fit`.
 
         Returns:
             ``loss``, as if all batches were one (averaged over the rows if a loss function returns
@@ -287,7 +290,7 @@ class Evaluator:
                     "a summand of the loss has this name; give the metric another one with name="
                 )
         weighed = weigh(data, evaluation.inputs, self._loaded.metadata, sample_weight, class_weight)
-        for batch, found in self._batches(weighed, batch_size, evaluation, ema):
+        for batch, found in self._batches(weighed, batch_size, evaluation, ema, collate):
             if declared.pending:
                 declared.check({n: found[out] for n, out in evaluation.tensors.items()}, batch)
             for total in totals:
@@ -303,7 +306,13 @@ class Evaluator:
         return result | {name: as_number(each, each.result()) for name, each in streams.items()}
 
     def predict(
-        self, data: Data, *, batch_size: int, outputs: str | Sequence[str] | None, ema: bool
+        self,
+        data: Data,
+        *,
+        batch_size: int,
+        outputs: str | Sequence[str] | None,
+        ema: bool,
+        collate: Collate | None = None,
     ) -> Array | dict[str, Array]:
         """Computes tensors of the model for all rows in inference mode, and changes nothing.
 
@@ -315,6 +324,7 @@ class Evaluator:
                 a ZipMap, the tensor that it reads is returned.
             ema: Whether to use the averages of parameters (``ema_decay=`` of
                 `ortops.build_training_model`).
+            collate: Makes batches of samples, as for `fit`.
 
         Returns:
             An array for each name, with the batches concatenated along the axis of the rows, which
@@ -346,7 +356,7 @@ class Evaluator:
         parts: dict[str, list[Array]] = {name: [] for name in evaluation.tensors}
         axes = {name: evaluation.row_axis(name) for name in parts}
         weighed = Weighed(data, evaluation.inputs, {})
-        for batch, found in self._batches(weighed, batch_size, evaluation, ema):
+        for batch, found in self._batches(weighed, batch_size, evaluation, ema, collate):
             size = rows(batch)
             for name, output in evaluation.tensors.items():
                 array = _checked_rows(name, found[output], axes[name], size, parts[name])
@@ -408,10 +418,15 @@ class Evaluator:
         }
 
     def _batches(
-        self, data: Weighed, batch_size: int, evaluation: Evaluation, ema: bool
+        self,
+        data: Weighed,
+        batch_size: int,
+        evaluation: Evaluation,
+        ema: bool,
+        collate: Collate | None,
     ) -> Iterator[tuple[Mapping[str, Array], dict[str, Array]]]:
         """Returns the batches of a data set, each with the outputs for it."""
-        source = data.open(batch_size=batch_size)
+        source = data.open(batch_size=batch_size, collate=collate)
         if ema:  # raises an error before the first batch if there are no averages
             self._loaded.shared_metadata.averaged(self._loaded.arrays())
         return ((batch, self._run(evaluation, batch, ema)) for batch in source.epoch())
@@ -457,6 +472,7 @@ class Evaluator:
                 beside=loaded.inputs,
                 weights=weights,
             )
+            inputs.of_loss, inputs.lengths = loaded.inputs.of_loss, loaded.inputs.lengths
         inputs = inputs.only(loaded.inputs if known and loss else feeds)
         if loss:  # metrics may compare with any
             for name, value in loaded.inputs.items():

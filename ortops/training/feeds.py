@@ -230,9 +230,10 @@ def _opened_array(what: str, given: object) -> tuple[Array, Any]:
         raise
     except Exception as error:  # whatever has an __array__ may raise anything
         why = str(error).strip().split("\n")[0] or type(error).__name__
-        raise FeedError(
-            f"{what} cannot be converted to an array: {why}; give a numpy array"
-        ) from error
+        remedy = "give a numpy array"
+        if "inhomogeneous" in why:
+            remedy = "give arrays of one shape, or collate='pad' to pad rows of different lengths"
+        raise FeedError(f"{what} cannot be converted to an array: {why}; {remedy}") from error
 
 
 def _plain(given: Any) -> Any:
@@ -409,6 +410,12 @@ class Inputs(dict[str, Input]):
             those of a language model do that were not shifted.
         beside: Other inputs of the model, whose shapes also tell which dimension has the rows.
         weights: The inputs with weights of rows, which are 1 where they are not fed.
+        lengths: The inputs with the lengths of other inputs, by these.
+
+    Attributes:
+        of_loss: The inputs that the model does not have.
+        lengths: See above.
+        unread: Inputs that may be fed although no step reads them.
     """
 
     def __init__(
@@ -419,13 +426,15 @@ class Inputs(dict[str, Input]):
         warns_of_unshifted: bool = False,
         beside: Mapping[str, Input] | None = None,
         weights: Iterable[str] = (),
+        lengths: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
+        self.lengths = dict(lengths or {})
         self._weights = frozenset(weights)
         self._by_class: ClassWeights | None = None
         self._base = self
         self._beside = dict(beside or {})
-        self._unread = frozenset(unread)
+        self.unread = frozenset(unread)
         self._labels: list[tuple[str, Labels]] = []
         self._warns_of_unshifted = warns_of_unshifted
         for step in steps:
@@ -442,6 +451,7 @@ class Inputs(dict[str, Input]):
                     past = _past(value)
                     self[name] = Input(name, numpy_dtype(value), dims, _unbound(value), past)
         self._places = tuple(self)
+        self.of_loss = frozenset(self.keys() - self.unread)
         self._said: set[str] = set()
 
     def only(self, names: Iterable[str]) -> Inputs:
@@ -451,10 +461,11 @@ class Inputs(dict[str, Input]):
             names: Their names. Their positions in a tuple (see `named`) do not change.
         """
         chosen = set(names)
-        result = Inputs((), self._unread | self.keys(), weights=self._weights & chosen)
+        result = Inputs((), self.unread | self.keys(), weights=self._weights & chosen)
         result.update((name, value) for name, value in self.items() if name in chosen)
         result._labels = [each for each in self._labels if each[0] in chosen]
         result._places = self._places
+        result.of_loss, result.lengths = self.of_loss, self.lengths
         if chosen & self.rows.axes.keys():  # otherwise, those that are left are all static
             result.rows = self.rows
         result._said = self._said
@@ -583,6 +594,12 @@ class Inputs(dict[str, Input]):
         if sentence not in self._said:
             self._said.add(sentence)
             logger.warning("data: %s", sentence)
+
+    def note(self, sentence: str) -> None:
+        """Logs an automatic choice once."""
+        if sentence not in self._said:
+            self._said.add(sentence)
+            logger.info("data: %s", sentence)
 
     def fixed_rows(self, name: str) -> int | None:
         """Returns the number of rows of an input, if it is static."""
@@ -753,7 +770,7 @@ class Inputs(dict[str, Input]):
                     f"feeds: keys must be names of inputs, got {name!r}; the inputs are "
                     f"{listed(self)}"
                 )
-            if name not in self and name not in self._unread:
+            if name not in self and name not in self.unread:
                 raise FeedError(f"feeds: there is no input '{name}'; " + did_you_mean(name, self))
 
 

@@ -44,6 +44,7 @@ from ortops.training.prefetch import Prefetcher
 from ortops.training.probabilities import warn_of_probabilities
 from ortops.training.progress_bar import ProgressBar
 from ortops.training.sample_weights import ClassWeight, SampleWeight, Weighed, weigh
+from ortops.training.samples import Collate
 from ortops.training.schedule_length import planned_steps, set_length
 from ortops.training.state import State
 from ortops.training.training_metrics import TrainingMetrics
@@ -176,6 +177,8 @@ def fit(
     max_minutes: float | None,
     sample_weight: SampleWeight,
     class_weight: ClassWeight | None,
+    collate: Collate | None,
+    group_by_length: bool | Sequence[int],
     metrics: Sequence[str | Metric],
     train_metrics: bool,
     schedule: Callable[[float], float] | None,
@@ -212,9 +215,14 @@ def fit(
     measured = _measured(trainer, strategy, metrics) if measures else None
     detects = boolean("detect_anomaly", detect_anomaly)
     anomalies = _anomalies(trainer, strategy) if detects else None
-    reading: dict[str, Any] = {"batch_size": batch_size, "epochs": epochs}
+    reading: dict[str, Any] = {"batch_size": batch_size, "epochs": epochs, "collate": collate}
     weighed = weigh(data, inputs, trainer.metadata, sample_weight, class_weight, split)
-    source = weighed.open(prefetch=prefetch, **reading)
+    groups = group_by_length is not False
+    if groups and not shuffle:
+        raise ArgumentError(
+            "group_by_length changes the order of the rows, so it needs shuffle=True, got False"
+        )
+    source = weighed.open(prefetch=prefetch, group_by_length=group_by_length, **reading)
     if validation is not None:
         validation = open_data(validation, inputs, **reading)
     elif split:
@@ -224,7 +232,7 @@ def fit(
         validation = None if validation is None else validation.first(DEV_STEPS)
     call = FitArguments(
         *(epochs, int(batch_size), shuffle, seed, accumulate, source.rows, source.batches),
-        *(split, strategy.entries),
+        *(split, strategy.entries, groups),
     )
     begun = trainer.resume_state.position if resume else None
     position = _first_position(trainer, call, begun)

@@ -172,12 +172,13 @@ class LoadedModel:
         self.metadata = self._metadata[0]
         unread = [value.name for value in self.proto.graph.input]  # by what a step computes
         weights = {name for each in self._metadata for name in each.sample_weights}
-        self.inputs = Inputs(self.steps, unread, warns_of_unshifted=True, weights=weights)
+        lengths = {n: of for each in self._metadata for n, of in each.target_lengths.items()}
+        known: dict[str, Any] = {"weights": weights, "lengths": lengths, "warns_of_unshifted": True}
+        self.inputs = Inputs(self.steps, unread, **known)
         self.declared = DeclaredShapes(self.proto, self.metadata, self.inputs)
-        unread += self.inputs
-        self._inputs = [
-            Inputs([step], unread, warns_of_unshifted=True, weights=weights) for step in self.steps
-        ]
+        self._inputs = [Inputs([step], [*unread, *self.inputs], **known) for step in self.steps]
+        for inputs in self._inputs:
+            inputs.of_loss = self.inputs.of_loss
         self.steps, self._strings = separate_strings(self.steps)  # after the inputs were read
         names = [self.names[number] for number in self.entries]
         labels = output_labels([step.outputs for step in self.steps], names)

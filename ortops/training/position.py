@@ -58,6 +58,7 @@ class FitArguments:
         batches: The number of batches in an epoch, if known.
         validation_split: The fraction of the data that is set aside; 0 for none.
         entries: The training_info entries that make the steps; "" for all of them in each step.
+        group_by_length: Whether batches have samples of similar length.
     """
 
     epochs: int
@@ -69,6 +70,7 @@ class FitArguments:
     batches: int | None
     validation_split: float = 0.0
     entries: str = ""
+    group_by_length: bool = False
 
     def resumed(self, given: FitArguments) -> FitArguments:
         """Returns these arguments with the number of epochs of the resuming call.
@@ -383,6 +385,7 @@ _OPTIONAL: Mapping[str, Any] = {
     "units": [],
     "validation_split": 0.0,
     "entries": "",
+    "group_by_length": False,
     "begun": 0,
     "cut": None,
     "validations": [],
@@ -418,7 +421,7 @@ _FIELDS: Mapping[str, Expected] = {
     **dict.fromkeys(("first_step", "begun", "batch", "samples", "steps"), _COUNT),
     "seed": Expected("an integer >= 0", lambda value: type(value) is int and value >= 0),
     **dict.fromkeys(("rows", "batches"), or_null(_COUNT)),
-    "shuffle": BOOLEAN,
+    **dict.fromkeys(("shuffle", "group_by_length"), BOOLEAN),
     "entries": TEXT,
     "validation_split": Expected(
         "a number >= 0 and < 1", lambda value: _is_number(value) and 0 <= value < 1

@@ -39,6 +39,7 @@ from ortops.training.loaded_model import LoadedModel
 from ortops.training.model_file import ModelFile
 from ortops.training.rebuilding import rebuilt
 from ortops.training.sample_weights import ClassWeight, SampleWeight
+from ortops.training.samples import Collate
 from ortops.training.state import State
 from ortops.training.steps import Steps
 from ortops.training.training_metrics import TrainingMetrics
@@ -289,6 +290,8 @@ class TrainingSession:
         max_minutes: float | None = None,
         sample_weight: SampleWeight = None,
         class_weight: ClassWeight | None = None,
+        collate: Collate | None = None,
+        group_by_length: bool | Sequence[int] = False,
         metrics: Sequence[str | Metric] = (),
         train_metrics: bool = False,
         schedule: Callable[[float], float] | None = None,
@@ -345,6 +348,14 @@ class TrainingSession:
             class_weight: A weight for each class of the labels, as a dict (other classes have 1),
                 a list, or ``"balanced"``: rows / (classes · rows of the class). It multiplies the
                 weights of the rows for training, not for validation.
+            collate: A function that makes a batch, a dict or tuple of arrays, of a list of samples;
+                or ``"pad"`` or an `ortops.data.Pad`, which pads arrays to the longest of the batch.
+                The data are then samples: a list of dicts or tuples, lists of arrays by name or in
+                a tuple, a table, or an object with ``__len__`` and ``__getitem__``.
+            group_by_length: Whether batches have samples of similar length, which saves padding;
+                or the length of each sample. With True, all samples are read once at the beginning,
+                and the length of a sample is the largest size of the dynamic axes of the model's
+                inputs. Needs ``shuffle``: the order of the batches stays random.
             metrics: The metrics to compute on the validation data (see `ortops.metrics`).
             train_metrics: Whether to compute the metrics on the training data as well, from the
                 outputs of each step: in training mode, with the parameters before the step. They
@@ -427,6 +438,8 @@ class TrainingSession:
                 max_minutes=max_minutes,
                 sample_weight=sample_weight,
                 class_weight=class_weight,
+                collate=collate,
+                group_by_length=group_by_length,
                 metrics=metrics,
                 train_metrics=train_metrics,
                 schedule=schedule,
@@ -512,6 +525,7 @@ class TrainingSession:
         entry: int | str | None = None,
         sample_weight: SampleWeight = None,
         class_weight: ClassWeight | None = None,
+        collate: Collate | None = None,
     ) -> dict[str, float]:
         """Computes the loss and metrics in inference mode, and changes nothing."""
         return self._only(entry)._evaluator.evaluate(
@@ -521,11 +535,18 @@ class TrainingSession:
             ema=ema,
             sample_weight=sample_weight,
             class_weight=class_weight,
+            collate=collate,
         )
 
     @overload
     def predict(
-        self, data: Data, *, batch_size: int = ..., outputs: str, ema: bool = ...
+        self,
+        data: Data,
+        *,
+        batch_size: int = ...,
+        outputs: str,
+        ema: bool = ...,
+        collate: Collate | None = ...,
     ) -> Array: ...
 
     @overload
@@ -536,6 +557,7 @@ class TrainingSession:
         batch_size: int = ...,
         outputs: Sequence[str] | None = ...,
         ema: bool = ...,
+        collate: Collate | None = ...,
     ) -> dict[str, Array]: ...
 
     @explains_arguments(**ARGUMENTS_OF_DATA)
@@ -547,9 +569,12 @@ class TrainingSession:
         batch_size: int = 256,
         outputs: str | Sequence[str] | None = None,
         ema: bool = False,
+        collate: Collate | None = None,
     ) -> Array | dict[str, Array]:
         """Computes tensors of the model for all rows in inference mode, and changes nothing."""
-        return self._evaluator.predict(data, batch_size=batch_size, outputs=outputs, ema=ema)
+        return self._evaluator.predict(
+            data, batch_size=batch_size, outputs=outputs, ema=ema, collate=collate
+        )
 
     @_documented_by(Evaluator.row_axis)
     def row_axis(self, name: str) -> int:
