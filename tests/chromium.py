@@ -27,11 +27,11 @@ MODULES = Path(__file__).parent / "web"
 """What drives the page, and sessions in Node."""
 
 
-def page_of(folder: Path) -> Path:
-    """Puts onnxruntime-web, and what drives the page, beside it, as ``test.html``."""
-    shutil.copy(MODULES / "page.mjs", folder)
+def page_of(folder: Path, script: str = "page.mjs") -> Path:
+    """Puts onnxruntime-web, and what drives a page, beside it, as ``test.html``."""
+    shutil.copy(MODULES / script, folder / "test.mjs")
     (folder / "test.html").write_text(
-        "<!doctype html><body><script type=module src=page.mjs></script>"
+        "<!doctype html><body><script type=module src=test.mjs></script>"
     )
     if not (folder / "ort").exists():
         (folder / "ort").symlink_to(WEB / "node_modules" / "onnxruntime-web" / "dist")

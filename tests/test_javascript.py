@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnxruntime
 import pytest
@@ -20,6 +22,8 @@ from models import digits
 from models.lenet import lenet
 from ortops import TrainingSession, build_training_model, export_step
 from ortops.graph.safetensors import read_safetensors, write_safetensors
+
+Array: TypeAlias = npt.NDArray[Any]
 
 EPOCHS, ROWS = 3, 64
 
@@ -180,3 +184,94 @@ def test_webgpu_trains_as_python_does(query: str, small: Trained) -> None:
     assert report["loss"] == pytest.approx(small.evaluation["loss"], rel=1e-3)
     assert report["accuracy"] == pytest.approx(small.evaluation["accuracy"], abs=0.01)
     assert_trained_alike(posted["model.onnx"], small)
+
+
+COLORS, IMAGES = ("a red", "b green", "c blue"), 10
+
+
+def colors(rows: Iterable[int]) -> dict[str, Array]:
+    """Returns images of one color each, as tests/web/classifier.mjs makes them."""
+    images, labels = [], []
+    for label in range(len(COLORS)):
+        for row in rows:
+            color = np.full(3, 5 * row, np.float32)
+            color[label] = 255 - 5 * row
+            images.append(np.broadcast_to(color[:, None, None], (3, 8, 8)))
+            labels.append(label)
+    pixels = np.stack(images) / np.float32(255)
+    return {"images": (pixels - np.float32(0.5)) / np.float32(0.25), "labels": np.array(labels)}
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    "target", [pytest.param(None, id="wasm"), pytest.param("webgpu", marks=pytest.mark.slow)]
+)
+def test_the_second_page_trains_a_classifier_on_images(target: Any, tmp_path: Path) -> None:
+    """It sets every fifth image of a class aside, and trains in order, 8 images at a time."""
+    net = lenet((3, 8, 8), channels=(4, 8), hidden=16, classes=3)
+    model = build_training_model(net, loss="SoftmaxCrossEntropy", optimizer="Adam")
+    export_step(model, tmp_path, web=True, target=target)
+    session = TrainingSession(model)
+    session.learning_rate = 0.01
+    train = colors([0, 1, 2, 3, 5, 6, 7, 8])
+    losses = [
+        float(session.step({name: array[at : at + 8] for name, array in train.items()})["loss"])
+        for at in (0, 8, 16) * 4
+    ]
+    accuracy = session.evaluate(colors([4, 9]), metrics="accuracy")["accuracy"]
+    trained = Trained(tmp_path, losses, session, {})
+    (guess,) = session.predict({"images": colors([3])["images"][1:2]})["logits"].argmax(1)
+
+    folder = page_of(tmp_path, "classifier.mjs")
+    report, posted = run_page(folder, "test.html?ordered", *(SWIFTSHADER if target else ()))
+    name = "WebGPU" if target else "WebAssembly"
+    assert report["opened"] == f"Runs on {name}. Add images of each class."
+    assert report["model"] == "The folder of this page: 3 classes, images of 8 × 8, color."
+    assert report["summary"] == "8 × 8, channels first, 0 to 1"
+    assert report["refused"] == [
+        "add images to at least 2 classes, got 0",
+        "std must be numbers > 0, for all channels or each of 3, got 0",
+        "mean must be finite numbers, for all channels or each of 3, but the field is empty",
+        "mean must be finite numbers, for all channels or each of 3, got 1, 2",
+        "epochs must be an integer >= 1, got 0",
+        "batch size must be an integer >= 1, but the field is empty",
+        "% set aside must be a number from 0 to 90, got 91",
+    ]
+    assert report["preprocessing"] == "Preprocessing: 8 × 8, channels first, other mean and std."
+    assert report["added"] == [
+        "Added 20 images. Files that cannot be read as images: notes.txt (1)",
+        *("Added 5 images.", "Added 5 images."),
+    ]
+    assert report["emptied"] == "0 images"
+    assert report["classes"] == [f"{color}: {IMAGES} images" for color in COLORS]
+    assert report["full"] == "the model has 3 classes, and none is free for the folder 'd'"
+    assert report["trained"] == (
+        f"Trained 12 steps; accuracy on images set aside {accuracy:.1%}. "
+        f"24 images to train, 6 set aside, on {name}."
+    ).replace("%", " %")
+    assert report["guess"] == f"That is {COLORS[guess]}, with ."
+    assert report["wrongPicture"] == "'notes.txt' is no image that this browser can read"
+    assert_trained_alike(posted["model.onnx"], trained)
+    state = dict(TrainingSession(posted["model.onnx"]).state)
+    for file in ("state.safetensors", "kept.safetensors"):
+        (tmp_path / file).write_bytes(posted[file])
+        arrays = read_safetensors(tmp_path / file)
+        assert_same_arrays({name: state[name] for name in arrays}, arrays)
+        assert set(arrays) == set(state)
+
+    assert report["provider"] == (
+        "Runs on WebAssembly."
+        if target
+        else "Runs on WebAssembly, because WebGPU does not work here: this browser has no "
+        "WebGPU device."
+    )
+    assert report["kept"] == "12"
+    assert report["diverged"].startswith("step: the loss is ")
+    assert report["diverged"].endswith("Reset returns to the start.")
+    assert report["reset"][0].startswith("Reset to the start. 24 images to train")
+    assert report["reset"][1] == "0.001"
+    assert report["incomplete"].startswith("the folder lacks step.json; choose a folder that ")
+    assert report["chosen"] == "Runs on WebAssembly."
+    assert report["model2"] == "The chosen folder: 3 classes, images of 8 × 8, color."
+    assert report["again"].startswith("Trained 12 steps; accuracy on images set aside ")
+    assert report["unnamed"] == []

@@ -41,7 +41,10 @@ FORMAT, VERSION = "ortops.step", 1
 """The format and version in ``step.json``."""
 
 _DESCRIPTION = "step.json"
-_WEB_FILES = ("ortops.mjs", "ortops.d.mts", "index.html", "worker.mjs")
+_WEB_FILES = (
+    *("ortops.mjs", "ortops.d.mts", "worker.mjs", "images.mjs", "common.mjs", "style.css"),
+    *("index.html", "classifier.html", "classifier.mjs"),
+)
 
 
 @convert.blame_model
@@ -96,7 +99,7 @@ def export_step(
     Args:
         model: A trainable model.
         folder: The folder, which is created if necessary. Files of an earlier export are replaced.
-        web: Whether to write also a driver in JavaScript and a page that trains.
+        web: Whether to write also a driver in JavaScript and pages that train.
         entry: The training_info entry, its index or its name; each is exported to its own folder.
             Its step has the variables of all entries, but updates its own.
         target: What the step is lowered for (see `ortops.step_graph`).

@@ -1,68 +1,122 @@
-// Trains in a Worker for index.html, so that the page stays responsive.
+// Trains in a Worker for the pages, so that they stay responsive.
 //
-// The page sends {id, call, values}; the answer is {id, result} or {id, error}. Calls run one after
+// A page sends {id, call, values}; the answer is {id, result} or {id, error}. Calls run one after
 // the other, except `stop` and `setRate`, which apply to a training that runs. Training reports
 // {losses, milliseconds} in between.
 import { TrainingSession, readSafetensors } from "./ortops.mjs";
+import { Images, inputsOf } from "./images.mjs";
 
-const ROWS = 64;
 const REPORT = 50; // milliseconds between reports
 const here = new URL(".", import.meta.url);
 
-let session;
+let session = null;
 let data;
-let target;
 let stopped = false;
+const images = new Images();
 
-function rowsOf(arrays, from, to) {
-  return Object.fromEntries(Object.entries(arrays).map(([name, { data: values, dims }]) => {
-    const size = values.length / dims[0];
-    return [name, { data: values.subarray(from * size, to * size), dims: [to - from, ...dims.slice(1)] }];
-  }));
+/** Arrays of train.safetensors and test.safetensors: what a training reads. */
+class Arrays {
+  constructor(train, test, target) {
+    Object.assign(this, { train, test, target });
+    this.rows = train[target].dims[0];
+    this.testRows = test[target].dims[0];
+  }
+
+  batch(rows) {
+    return Object.fromEntries(Object.entries(this.train).map(([name, { data: values, dims }]) => {
+      const size = values.length / dims[0];
+      const chosen = new values.constructor(rows.length * size);
+      rows.forEach((row, at) => chosen.set(values.subarray(row * size, (row + 1) * size), at * size));
+      return [name, { data: chosen, dims: [rows.length, ...dims.slice(1)] }];
+    }));
+  }
+
+  testBatch(from, to) {
+    const { [this.target]: labels, ...feeds } = Object.fromEntries(
+      Object.entries(this.test).map(([name, { data: values, dims }]) => {
+        const size = values.length / dims[0];
+        return [name, { data: values.subarray(from * size, to * size), dims: [to - from, ...dims.slice(1)] }];
+      }),
+    );
+    return { feeds, labels: labels.data };
+  }
 }
 
-function shuffled(arrays) {
-  const order = Array.from({ length: arrays[target].dims[0] }, (_, index) => index);
+function shuffle(order) {
   for (let last = order.length - 1; last > 0; last -= 1) {
     const other = Math.floor(Math.random() * (last + 1));
     [order[last], order[other]] = [order[other], order[last]];
   }
-  return Object.fromEntries(Object.entries(arrays).map(([name, { type, dims, data: values }]) => {
-    const size = values.length / dims[0];
-    const mixed = new values.constructor(values.length);
-    order.forEach((row, to) => mixed.set(values.subarray(row * size, (row + 1) * size), to * size));
-    return [name, { type, dims, data: mixed }];
-  }));
 }
 
 /** Returns the model's first output, row by row. */
 async function scoresOf(feeds) {
   const found = await session.predict(feeds);
-  const { data: scores, dims } = found[Object.keys(session.about.evaluate.outputs)[0]];
-  const width = dims.at(-1);
+  const [name] = Object.keys(session.about.evaluate.outputs);
+  const { data: scores, dims } = found[name];
+  if (dims.length !== 2) throw new Error(`the output '${name}' must be [rows, classes], got [${dims}]`);
+  const width = dims[1];
   return Array.from({ length: dims[0] }, (_, row) =>
     [...scores.subarray(row * width, (row + 1) * width)].map(Number));
 }
 
 const calls = {
-  async open({ provider, runtime }) {
+  /** Opens a step: `files` by name, or those beside this file. `keep` continues with the present state. */
+  async open({ provider, runtime, files = here, keep = false }) {
+    if (provider === "webgpu" && !(await navigator.gpu?.requestAdapter())) {
+      throw new Error("this browser has no WebGPU device");
+    }
     const place = new URL(runtime, here).href;
     const ort = await import(place).catch((error) => {
-      throw new Error(`cannot load onnxruntime-web from ${place} (${error.message}); see the source of index.html`);
+      throw new Error(`cannot load onnxruntime-web from ${place} (${error.message}); see the source of the page`);
     });
-    session = await TrainingSession.create(ort, here, {
+    const next = await TrainingSession.create(ort, files, {
       gpuState: provider === "webgpu", sessionOptions: { executionProviders: [provider] },
     });
+    if (keep && session) {
+      const state = await session.state();
+      await next.setState(Object.fromEntries(Object.entries(state).map(([name, { data: values, dims }]) =>
+        [name, { data: values, dims }])));
+    }
+    await session?.release();
+    session = next;
+    return { about: session.about, rate: calls.rate() };
+  },
+
+  /** Reads the arrays beside this file. */
+  async readArrays() {
     const [train, test] = await Promise.all(["train", "test"].map(async (name) => {
       const response = await fetch(new URL(`${name}.safetensors`, here));
       if (!response.ok) throw new Error(`${name}.safetensors: ${response.status}; put the data next to this page`);
       return readSafetensors(await response.arrayBuffer());
     }));
-    data = { train, test };
-    const { feeds } = session.about.step;
-    target = feeds.at(-1).name;
-    return { feeds, rows: train[target].dims[0], testRows: test[target].dims[0], rate: calls.rate() };
+    data = new Arrays(train, test, session.about.step.feeds.at(-1).name);
+    return { rows: data.rows, testRows: data.testRows };
   },
+
+  /** Finds the inputs for images. */
+  inputs: () => inputsOf(session.about),
+
+  /** Sets how images become tensors; returns the number of classes. */
+  async useImages({ inputs, settings }) {
+    images.use(inputs, 0, settings);
+    const [scores] = await scoresOf(await images.feedsOf(null));
+    images.use(inputs, scores.length, settings);
+    return scores.length;
+  },
+
+  addImages: (added) => images.add(added),
+
+  removeImages: (ids) => images.remove(ids),
+
+  /** Sets a share of the images aside, and makes them the data. */
+  async splitImages(share) {
+    const failed = await images.split(share);
+    data = images;
+    return { failed, rows: data.rows, testRows: data.testRows };
+  },
+
+  classifyImage: async (file) => (await scoresOf(await images.feedsOf(file)))[0],
 
   rate: () => (session.about.learning_rates.length ? session.learningRate : null),
 
@@ -74,7 +128,8 @@ const calls = {
     stopped = true;
   },
 
-  async train({ epochs, ordered }) {
+  /** Trains for an epoch; returns false if it was stopped. */
+  async train({ ordered = false, size = 64 }) {
     stopped = false;
     let pending = [];
     let times = [];
@@ -84,31 +139,30 @@ const calls = {
       [pending, times, last] = [[], [], performance.now()];
       await new Promise((done) => setTimeout(done)); // lets `stop` and `setRate` arrive
     };
-    const total = data.train[target].dims[0];
+    const order = Array.from({ length: data.rows }, (_, row) => row);
+    if (!ordered) shuffle(order);
     try {
-      for (let epoch = 0; epoch < epochs && !stopped; epoch += 1) {
-        const arrays = ordered ? data.train : shuffled(data.train);
-        for (let from = 0; from < total && !stopped; from += ROWS) {
-          const begin = performance.now();
-          const { loss } = await session.step(rowsOf(arrays, from, Math.min(from + ROWS, total)));
-          times.push(performance.now() - begin);
-          pending.push(loss);
-          if (performance.now() - last > REPORT) await report();
-        }
+      for (let from = 0; from < order.length && !stopped; from += size) {
+        const begin = performance.now();
+        const { loss } = await session.step(data.batch(order.slice(from, from + size)));
+        times.push(performance.now() - begin);
+        pending.push(loss);
+        if (performance.now() - last > REPORT) await report();
       }
     } finally {
       await report();
     }
+    return !stopped;
   },
 
-  /** Returns the share of test rows whose class has the largest score. */
-  async accuracy() {
-    const total = data.test[target].dims[0];
+  /** Returns the share of rows whose class has the largest score: of test rows, or of all if there are none. */
+  async accuracy({ size = 256 } = {}) {
+    const total = data.testRows || data.rows;
     let right = 0;
-    for (let from = 0; from < total; from += 256) {
-      const { [target]: labels, ...feeds } = rowsOf(data.test, from, Math.min(from + 256, total));
+    for (let from = 0; from < total; from += size) {
+      const { feeds, labels } = data.testBatch(from, Math.min(from + size, total));
       const rows = await scoresOf(feeds);
-      right += rows.filter((row, at) => row.indexOf(Math.max(...row)) === Number(labels.data[at])).length;
+      right += [...labels].filter((label, at) => rows[at].indexOf(Math.max(...rows[at])) === Number(label)).length;
     }
     return right / total;
   },
@@ -116,6 +170,8 @@ const calls = {
   classify: async (feeds) => (await scoresOf(feeds))[0],
 
   save: () => session.save(),
+
+  saveState: () => session.saveState(),
 
   reset: () => session.reset(),
 };

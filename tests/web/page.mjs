@@ -34,7 +34,7 @@ try {
   await wait(() => page.body.dataset.trained || status.hasAttribute("data-error"));
   if (status.hasAttribute("data-error")) throw new Error(status.textContent);
   const longestFrame = longest;
-  await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+  await wait(() => page.getElementById("steps").textContent === page.body.dataset.trained); // with the next frame
   names.push(curve.getAttribute("aria-label").replace(/from.*/, ""));
   const drawing = page.getElementById("drawing");
   const box = drawing.getBoundingClientRect();
@@ -90,7 +90,7 @@ try {
   found.diverged = status.textContent;
   await wait(() => !page.getElementById("reset").disabled);
   page.getElementById("reset").click();
-  await wait(() => status.textContent.startsWith("Reset"));
+  await wait(() => status.textContent.startsWith("Reset") && text("steps") === "0");
   found.reset = [text("steps"), rate.value, curve.getAttribute("aria-label")];
   await send("report", JSON.stringify(found));
 } catch (error) {

@@ -1,0 +1,394 @@
+// The page classifier.html: a model, images by class, and what becomes of them.
+import { countIn, find, numberIn, percent, prepareTraining, query, runtimeOf, say, showScores, shown } from "./common.mjs";
+
+const FILES = ["step.json", "step.onnx", "evaluate.onnx", "state.safetensors", "model.onnx"];
+const PROVIDERS = { webgpu: "WebGPU", wasm: "WebAssembly" };
+const RANGES = {
+  unit: { mean: [0], std: [1] },
+  signed: { mean: [0.5], std: [0.5] },
+  imagenet: { mean: [0.485, 0.456, 0.406], std: [0.229, 0.224, 0.225] },
+  bytes: { mean: [0], std: [1 / 255] },
+};
+const ROWS = 12; // classes that are shown at first
+const PART = 16; // images that are read between two messages
+const THUMBNAILS = 8;
+
+let files; // of a chosen folder; else the step beside this page is used
+let inputs = null;
+let count = 0; // of classes
+let groups = []; // {name, ids, row} by class
+let nextId = 0;
+let picture = null;
+let split = { rows: 0, testRows: 0 };
+let provider = "";
+let sent = ""; // the preprocessing that the worker has
+
+const training = prepareTraining({
+  about: () => `${split.rows} images to train, ${split.testRows} set aside, on ${PROVIDERS[provider]}.`,
+  prepare,
+  accuracy: async () => (split.rows ? percent(await training.call("accuracy", { size: inputs.batch ?? 64 })) : "–"),
+  changed: guess,
+  setBusy(isBusy) {
+    for (const id of ["model-fields", "image-fields"]) find(id).disabled = isBusy;
+    find("size").disabled = isBusy || inputs.batch !== null;
+  },
+});
+const { call } = training;
+
+// ------------------------------------------------------------------------------------ model
+
+/** Opens the step on the chosen provider, or on the other one if that fails; says so. */
+async function openStep({ keep = false } = {}) {
+  const wanted = find("provider").value;
+  const wasOpen = inputs !== null;
+  let opened;
+  let reason = "";
+  const open = async (name) => {
+    say(`Opening the model on ${PROVIDERS[name]} …`);
+    inputs = null;
+    opened = await call("open", { provider: name, runtime: runtimeOf(name), files, keep: keep && wasOpen });
+    inputs = await call("inputs");
+    if (!keep) showPreprocessing();
+    sent = "";
+    if (!(await useSettings())) throw new Error("the preprocessing is not complete");
+    provider = find("provider").value = name;
+  };
+  training.close();
+  find("image-fields").disabled = find("try-fields").disabled = true;
+  try {
+    await open(wanted);
+  } catch (error) {
+    if (wanted !== "webgpu" || error.name === "ModelError") throw error;
+    await open("wasm");
+    reason = `, because WebGPU does not work here: ${error.message.replace(/\.$/, "")}`;
+  }
+  const isPartial = provider === "webgpu" && opened.about.target !== "webgpu";
+  find("runs").textContent = `Runs on ${PROVIDERS[provider]}${reason}.` +
+    (isPartial ? " The step was exported without --target webgpu, so parts of it may run on the CPU." : "");
+  training.open(opened.rate, { isNew: !keep });
+  find("image-fields").disabled = find("try-fields").disabled = false;
+  find("size").disabled = inputs.batch !== null;
+  if (inputs.batch !== null) find("size").value = inputs.batch;
+  const size = `${find("width").value} × ${find("height").value}, ${inputs.channels === 1 ? "gray" : "color"}`;
+  find("model-name").textContent =
+    `${files ? "The chosen folder" : "The folder of this page"}: ${count} classes, images of ${size}.`;
+  say(find("runs").textContent + (split.rows ? "" : " Add images of each class."));
+}
+
+/** Shows the preprocessing that the inputs suggest. */
+function showPreprocessing() {
+  const { image, layout, height, width, channels } = inputs;
+  for (const [id, value] of [["height", height], ["width", width]]) {
+    find(id).value = value ?? 224;
+    find(id).disabled = value !== null;
+  }
+  find("layout").value = layout;
+  find("layout").disabled = image.shape.slice(1).some((dim) => typeof dim === "number" && dim <= 4);
+  const isLarge = channels === 3 && layout === "NCHW" && Number(find("width").value) >= 200;
+  find("range").value = image.type === "uint8" ? "bytes" : isLarge ? "imagenet" : "unit";
+  find("range").disabled = image.type === "uint8";
+}
+
+/** Returns one number for each channel of a field, or says what is wrong. */
+function channelsIn(id, condition, fits) {
+  const given = find(id).value;
+  const values = given.trim() === "" ? [] : given.split(/[\s,;]+/).filter(Boolean).map(Number);
+  const isRight = [1, inputs.channels].includes(values.length) && values.every((value) => Number.isFinite(value) && fits(value));
+  find(id).setAttribute("aria-invalid", String(!isRight));
+  if (isRight) return Array.from({ length: inputs.channels }, (_, channel) => values[channel] ?? values[0]);
+  say(`${id} must be ${condition}, for all channels or each of ${inputs.channels}, ` +
+    (given === "" ? "but the field is empty" : `got ${given}`), true);
+  return null;
+}
+
+/** Returns the preprocessing, or null after it has said what is wrong. */
+function settingsIn() {
+  const [width, height] = ["width", "height"].map((id) => countIn(id, id));
+  if (width === null || height === null) return null;
+  const range = find("range").value;
+  if (range !== "other") {
+    for (const name of ["mean", "std"]) {
+      const values = RANGES[range][name];
+      find(name).value = (values.length === inputs.channels ? values : [values[1] ?? values[0]]).join(", ");
+    }
+  }
+  for (const field of ["mean", "std"]) {
+    find(field).hidden = document.querySelector(`label[for=${field}]`).hidden = range !== "other";
+  }
+  const mean = channelsIn("mean", "finite numbers", () => true);
+  const std = mean && channelsIn("std", "numbers > 0", (value) => value > 0);
+  const crop = find("crop").value === "crop";
+  const layout = find("layout").value;
+  find("summary").textContent = `${width} × ${height}, ${find("layout").selectedOptions[0].textContent}, ${find("range").selectedOptions[0].textContent}`;
+  return std && { settings: { width, height, crop, mean, std }, inputs: { ...inputs, layout } };
+}
+
+/** Sends the preprocessing to the worker; returns whether that was possible. */
+async function useSettings() {
+  const values = settingsIn();
+  if (values === null) return false;
+  if (sent === JSON.stringify(values)) return true;
+  const classes = await call("useImages", values);
+  if (classes < 2) throw new Error(`this page needs a model with at least 2 scores for an image, got ${classes}`);
+  if (classes !== count) {
+    groups.slice(classes).forEach(clear);
+    count = classes;
+    setRows(Math.min(Math.max(groups.length, ROWS), count));
+  }
+  sent = JSON.stringify(values);
+  return true;
+}
+
+// ------------------------------------------------------------------------------------ images
+
+function element(tag, properties, ...children) {
+  const result = Object.assign(document.createElement(tag), properties);
+  result.append(...children);
+  return result;
+}
+
+/** Shows rows for so many classes. */
+function setRows(length) {
+  groups.splice(length).forEach(({ row }) => row.remove());
+  while (groups.length < length) {
+    const index = groups.length;
+    const group = { ids: [], isNamed: false };
+    const name = element("input", { type: "text", value: `class ${index}`, ariaLabel: `Name of class ${index}` });
+    const input = element("input", { type: "file", accept: "image/*", multiple: true, ariaLabel: `Add images of class ${index}` });
+    const number = element("span", { className: "hint", textContent: "0 images" });
+    const remove = element("button", { type: "button", textContent: "Remove", ariaLabel: `Remove the images of class ${index}`, disabled: true });
+    const thumbnails = element("div", { className: "thumbs" });
+    const row = element("li", {}, element("div", { className: "group" }, name,
+      element("label", { className: "file" }, "Add", input), remove), number, thumbnails);
+    Object.assign(group, { row, name, number, remove, thumbnails });
+    name.oninput = () => { group.isNamed = true; };
+    input.onchange = shown(async () => {
+      const chosen = [...input.files].map((file) => ({ file, path: [file.name] }));
+      input.value = ""; // so that the same files can be chosen again
+      await addImages([{ group, chosen }]);
+    });
+    remove.onclick = () => {
+      clear(group);
+      showCount(group);
+      say(`Removed the images of ${name.value}.`);
+    };
+    takesDrops(row, (dropped) => addImages([{ group, chosen: dropped }]));
+    find("classes").append(row);
+    groups.push(group);
+  }
+  find("add-class").hidden = groups.length >= count;
+}
+
+function clear(group) {
+  call("removeImages", group.ids);
+  group.ids = [];
+  for (const image of group.thumbnails.children) URL.revokeObjectURL(image.src);
+  group.thumbnails.replaceChildren();
+}
+
+function showCount({ ids, number, remove }) {
+  number.textContent = `${ids.length} ${ids.length === 1 ? "image" : "images"}`;
+  remove.disabled = ids.length === 0;
+}
+
+const isHidden = ({ path }) => path.some((part) => part.startsWith("."));
+
+/** Sends images to the worker, which decodes them, and says which are none. */
+async function addImages(additions) {
+  if (!(await useSettings())) return;
+  const all = additions.flatMap(({ group, chosen }) =>
+    chosen.filter((one) => !isHidden(one)).map((one) => ({ ...one, group, label: groups.indexOf(group), id: nextId++ })));
+  const failed = [];
+  for (let from = 0; from < all.length; from += PART) {
+    const part = all.slice(from, from + PART);
+    say(`Reading images: ${from} of ${all.length} …`);
+    const wrong = await call("addImages", part.map(({ id, file, label }) => ({ id, file, label })));
+    for (const { id, file, path, group } of part) {
+      if (wrong.includes(id)) {
+        failed.push(path.at(-1));
+        continue;
+      }
+      group.ids.push(id);
+      if (group.thumbnails.children.length < THUMBNAILS) {
+        group.thumbnails.append(element("img", { src: URL.createObjectURL(file), alt: "" }));
+      }
+      showCount(group);
+    }
+  }
+  const added = `Added ${all.length - failed.length} images.`;
+  if (failed.length) say(`${added} ${filesThat(failed, "cannot be read as images")}`, true);
+  else say(added);
+}
+
+const filesThat = (list, what) => `Files that ${what}: ${names(list)} (${list.length})`;
+
+const names = (list) => list.slice(0, 3).join(", ") + (list.length > 3 ? ", …" : "");
+
+/** Adds the images of folders, each of which is a class. */
+async function addFolders(found) {
+  const visible = found.filter((one) => !isHidden(one));
+  const isNested = new Set(visible.map(({ path }) => path[0])).size === 1 && visible.some(({ path }) => path.length > 2);
+  const folders = new Map();
+  for (const one of visible) {
+    const name = one.path.length > (isNested ? 2 : 1) ? one.path[isNested ? 1 : 0] : "";
+    folders.set(name, [...(folders.get(name) ?? []), one]);
+  }
+  const stray = folders.get("") ?? [];
+  folders.delete("");
+  if (folders.size === 0) throw new Error("add a folder for each class, or add single images to one of the classes below");
+  const additions = [];
+  for (const name of [...folders.keys()].sort()) {
+    const free = () => groups.find((group) => !group.isNamed && !group.ids.length && !additions.some((a) => a.group === group));
+    const known = groups.find((group) => group.name.value === name);
+    if (!known && !free() && groups.length < count) setRows(groups.length + 1);
+    const group = known ?? free();
+    if (!group) throw new Error(`the model has ${count} classes, and none is free for the folder '${name}'`);
+    additions.push({ group, name, chosen: folders.get(name) });
+  }
+  for (const { group, name } of additions) {
+    group.name.value = name;
+    group.isNamed = true;
+  }
+  await addImages(additions);
+  if (stray.length) {
+    say(`${find("status").textContent} ${filesThat(stray.map(({ path }) => path.at(-1)), "are in no folder of a class")}`, true);
+  }
+}
+
+/** Checks the data of a training, and gives them to the worker. */
+async function prepare() {
+  const share = numberIn("share", "% set aside", "a number from 0 to 90", (value) => value >= 0 && value <= 90);
+  const size = countIn("size", "batch size");
+  if (share === null || size === null || !(await useSettings())) return null;
+  const filled = groups.filter(({ ids }) => ids.length);
+  if (filled.length < 2) throw new Error(`add images to at least 2 classes, got ${filled.length}`);
+  const { failed, ...found } = await call("splitImages", share / 100);
+  if (failed.length) {
+    for (const group of groups) {
+      group.ids = group.ids.filter((id) => !failed.includes(id));
+      showCount(group);
+    }
+    throw new Error(`${failed.length} images can no longer be read, and were removed; train again without them`);
+  }
+  split = found;
+  find("accuracy-of").textContent = split.testRows ? "accuracy on images set aside" : "accuracy on the training images";
+  return { size: inputs.batch ?? size, ordered: query.has("ordered") };
+}
+
+// ------------------------------------------------------------------------------------ predictions
+
+async function guess() {
+  if (training.running || picture === null || !(await useSettings())) return;
+  const scores = await call("classifyImage", picture);
+  const best = showScores(find("scores"), scores, groups.map(({ name }) => name.value));
+  find("guess").textContent = `That is ${best.name}, with ${percent(best.share)}.`;
+}
+
+async function classify(file) {
+  if (!file) return;
+  const previous = find("picture").src;
+  picture = null;
+  find("guess").textContent = "";
+  find("scores").replaceChildren();
+  find("picture").hidden = true;
+  if (previous) URL.revokeObjectURL(previous);
+  const image = await createImageBitmap(file).catch(() => null);
+  if (image === null) throw new Error(`'${file.name}' is no image that this browser can read`);
+  image.close();
+  picture = file;
+  find("picture").src = URL.createObjectURL(file);
+  find("picture").alt = `The image to classify: ${file.name}`;
+  find("picture").hidden = false;
+  await guess();
+}
+
+// ------------------------------------------------------------------------------------ files
+
+/** Lists the files of a dropped file or folder. */
+async function filesOf(entry, parents = []) {
+  const path = [...parents, entry.name];
+  if (entry.isFile) return [{ path, file: await new Promise((done, fail) => entry.file(done, fail)) }];
+  const reader = entry.createReader();
+  const found = [];
+  for (;;) {
+    const part = await new Promise((done, fail) => reader.readEntries(done, fail)); // in parts of 100
+    if (part.length === 0) return found;
+    for (const child of part) found.push(...(await filesOf(child, path)));
+  }
+}
+
+/** Lets the user drop files and folders on an element: `take` receives them as {file, path}. */
+function takesDrops(target, take) {
+  const mark = (event) => {
+    event.preventDefault();
+    event.stopPropagation();
+    target.classList.toggle("over", event.type === "dragover");
+  };
+  target.addEventListener("dragover", mark);
+  target.addEventListener("dragleave", mark);
+  target.addEventListener("drop", (event) => {
+    mark(event);
+    const entries = [...event.dataTransfer.items].map((item) => item.webkitGetAsEntry()).filter(Boolean); // at once
+    shown(async () => {
+      if (training.running) throw new Error("stop the training first");
+      await take((await Promise.all(entries.map((entry) => filesOf(entry)))).flat());
+    })();
+  });
+}
+
+async function chooseStep(found) {
+  const known = found.filter(({ path }) => FILES.includes(path.at(-1)));
+  const depth = Math.min(...known.map(({ path }) => path.length));
+  const parts = known.filter(({ path }) => path.length === depth);
+  const missing = FILES.filter((name) => !parts.some(({ path }) => path.at(-1) === name));
+  if (missing.length) {
+    throw new Error(`the folder lacks ${missing.join(", ")}; choose a folder that \`ortops export-step\` wrote`);
+  }
+  const before = files;
+  files = Object.fromEntries(await Promise.all(parts.map(async ({ path, file }) => [path.at(-1), await file.arrayBuffer()])));
+  try {
+    await openStep();
+  } catch (error) {
+    files = before;
+    throw error;
+  }
+}
+
+const chosenIn = (input) => {
+  const chosen = [...input.files].map((file) => ({ file, path: (file.webkitRelativePath || file.name).split("/") }));
+  input.value = "";
+  return chosen;
+};
+
+async function start() {
+  find("folder").onchange = shown(() => chooseStep(chosenIn(find("folder"))));
+  find("tree").onchange = shown(() => addFolders(chosenIn(find("tree"))));
+  find("picture-file").onchange = shown(async () => {
+    const [one] = chosenIn(find("picture-file"));
+    await classify(one?.file);
+  });
+  find("add-class").onclick = () => {
+    setRows(groups.length + 1);
+    groups.at(-1).name.focus();
+  };
+  find("provider").onchange = shown(() => openStep({ keep: true }));
+  for (const id of ["width", "height", "crop", "layout", "range", "mean", "std"]) {
+    find(id).onchange = shown(async () => {
+      if (await useSettings()) say(`Preprocessing: ${find("summary").textContent}.`);
+      await guess();
+    });
+  }
+  takesDrops(find("model"), chooseStep);
+  takesDrops(find("images"), addFolders);
+  takesDrops(find("try"), ([first]) => classify(first?.file));
+  const described = await fetch("step.json").catch(() => null);
+  if (!described?.ok) {
+    say("Choose a folder that `ortops export-step` wrote.");
+    return;
+  }
+  const { target } = await described.json().catch(() => ({}));
+  find("provider").value = query.get("provider") ?? (navigator.gpu && target === "webgpu" ? "webgpu" : "wasm");
+  await openStep();
+}
+
+shown(start)().finally(() => { document.body.dataset.ready = "1"; });

@@ -1,0 +1,255 @@
+// What the pages have in common: messages, fields, the Worker, the curve and the buttons that train.
+
+export const query = new URLSearchParams(location.search);
+export const find = (id) => document.getElementById(id);
+export const percent = (share) => `${(100 * share).toFixed(1)} %`;
+
+export function say(text, isError = false) {
+  find("status").textContent = text;
+  find("status").toggleAttribute("data-error", isError);
+}
+
+/** Makes a handler of events that says why it failed. */
+export const shown = (task) => async (...values) => {
+  try {
+    await task(...values);
+  } catch (error) {
+    say(error.name === "DivergedError" ? `${error.message}. Reset returns to the start.` : error.message, true);
+  }
+};
+
+/** Returns the number in a field, or says what is wrong and returns null. */
+export function numberIn(id, name, condition, fits) {
+  const field = find(id);
+  const given = field.validity.badInput ? "something else" : field.value;
+  const value = field.valueAsNumber;
+  const isRight = Number.isFinite(value) && fits(value);
+  field.setAttribute("aria-invalid", String(!isRight));
+  if (isRight) return value;
+  say(`${name} must be ${condition}, ${given === "" ? "but the field is empty" : `got ${given}`}`, true);
+  return null;
+}
+
+export const countIn = (id, name) =>
+  numberIn(id, name, "an integer >= 1", (value) => Number.isInteger(value) && value >= 1);
+
+/** Where onnxruntime-web is. */
+export const runtimeOf = (provider) =>
+  query.get("ort") ?? `./ort/ort.${provider === "webgpu" ? "webgpu" : "wasm"}.min.mjs`;
+
+/** Starts worker.mjs, and returns what calls it; `onProgress` receives what it reports in between. */
+export function startWorker(onProgress) {
+  const worker = new Worker(new URL("worker.mjs", import.meta.url), { type: "module" });
+  const open = new Map(); // calls without an answer
+  let calls = 0;
+  worker.onmessage = ({ data }) => {
+    if (data.losses) {
+      onProgress(data);
+      return;
+    }
+    const { resolve, reject } = open.get(data.id);
+    open.delete(data.id);
+    if (data.error) reject(Object.assign(new Error(data.error.message), data.error));
+    else resolve(data.result);
+  };
+  worker.onerror = (event) => {
+    event.preventDefault();
+    const error = new Error(`the worker failed: ${event.message ?? "worker.mjs cannot be loaded"}`);
+    open.forEach(({ reject }) => reject(error));
+    open.clear();
+    say(error.message, true);
+  };
+  return (name, values) => new Promise((resolve, reject) => {
+    calls += 1;
+    open.set(calls, { resolve, reject });
+    worker.postMessage({ id: calls, call: name, values });
+  });
+}
+
+export function download(bytes, name) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([bytes]));
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000); // some browsers read the URL later
+}
+
+const short = (value) =>
+  value !== 0 && (Math.abs(value) >= 1e4 || Math.abs(value) < 1e-2) ? value.toExponential(1) : value.toFixed(2);
+
+function plot(canvas, losses) {
+  const scale = devicePixelRatio || 1;
+  const [width, height] = [canvas.clientWidth, canvas.clientHeight];
+  [canvas.width, canvas.height] = [width * scale, height * scale];
+  const context = canvas.getContext("2d");
+  const style = getComputedStyle(document.body);
+  context.scale(scale, scale);
+  context.font = "13px system-ui, sans-serif";
+  context.fillStyle = context.strokeStyle = style.color;
+  const most = losses.reduce((a, b) => Math.max(a, b), 0.1);
+  const ticks = [0, 0.5, 1].map((share) => ({ share, text: short(most * share) }));
+  const [top, right, bottom] = [12, 12, 26];
+  const left = 14 + Math.max(...ticks.map(({ text }) => context.measureText(text).width));
+  const [inner, tall] = [width - left - right, height - top - bottom];
+  context.textBaseline = "middle";
+  context.textAlign = "right";
+  for (const { share, text } of ticks) {
+    const y = top + tall * (1 - share);
+    context.globalAlpha = 0.25;
+    context.strokeRect(left, y, inner, 0);
+    context.globalAlpha = 1;
+    context.fillText(text, left - 6, y);
+  }
+  context.fillText(`step ${losses.length}`, left + inner, height - bottom / 2);
+  context.strokeStyle = matchMedia("(prefers-color-scheme: dark)").matches ? "#6db3f2" : "#1766b3";
+  context.lineWidth = 2;
+  context.beginPath();
+  const stride = Math.max(1, Math.floor(losses.length / Math.max(inner, 1))); // a point per pixel
+  for (let step = 0; step < losses.length; step += stride) {
+    const x = left + (inner * step) / Math.max(losses.length - 1, 1);
+    context.lineTo(x, top + tall * (1 - losses[step] / most));
+  }
+  context.stroke();
+  canvas.setAttribute("aria-label", losses.length
+    ? `Loss per step: ${losses.length} steps, from ${short(losses[0])} to ${short(losses.at(-1))}`
+    : "Loss per step: no steps yet");
+}
+
+/** Shows the probability of each class, or of the five largest if there are many; returns the largest. */
+export function showScores(list, scores, names) {
+  const sum = scores.reduce((a, b) => a + b, 0);
+  const areShares = scores.every((score) => score >= 0) && Math.abs(sum - 1) < 1e-3; // after a Softmax
+  const most = Math.max(...scores);
+  const powers = areShares ? scores : scores.map((score) => Math.exp(score - most));
+  const total = powers.reduce((a, b) => a + b, 0);
+  const rows = powers.map((power, index) => ({ share: power / total, name: names[index] ?? index }));
+  const best = rows[scores.indexOf(most)];
+  const visible = rows.length > 12 ? [...rows].sort((a, b) => b.share - a.share).slice(0, 5) : rows;
+  list.replaceChildren(...visible.map(({ share, name }) => {
+    const [item, label, bar, number] = ["div", "span", "span", "span"].map((tag) => document.createElement(tag));
+    item.setAttribute("role", "listitem");
+    label.textContent = name;
+    bar.setAttribute("aria-hidden", "true");
+    bar.append(document.createElement("i"));
+    bar.firstChild.style.width = `${100 * share}%`;
+    number.textContent = percent(share);
+    item.append(label, bar, number);
+    return item;
+  }));
+  return best;
+}
+
+/**
+ * Lets the buttons of a page train, stop, reset and download.
+ *
+ * `page` has `about()`, a sentence about data and provider; `prepare()`, which returns the values for the
+ * worker's `train`, or null after it has said what is wrong; `accuracy()`, a text; `changed()`, which is
+ * called whenever the weights have changed; and `setBusy(isBusy)`.
+ */
+export function prepareTraining(page) {
+  let losses = [];
+  let times = [];
+  let running = false;
+  let drawn = false;
+  let epoch = 0;
+  const draw = () => {
+    if (drawn) return; // at most once a frame
+    drawn = true;
+    requestAnimationFrame(() => {
+      drawn = false;
+      find("steps").textContent = losses.length;
+      find("loss").textContent = losses.length ? losses.at(-1).toFixed(4) : "–";
+      const sorted = [...times].sort((a, b) => a - b);
+      find("time").textContent = sorted.length ? `${sorted[Math.floor(sorted.length / 2)].toFixed(1)} ms` : "–";
+      plot(find("curve"), losses);
+    });
+  };
+  const call = startWorker(({ losses: next, milliseconds }) => {
+    losses.push(...next);
+    times = [...times, ...milliseconds].slice(-500);
+    draw();
+  });
+  const rateIn = () => numberIn("rate", "learning rate", "a finite number >= 0", (value) => value >= 0);
+  const showRate = (value) => {
+    find("rate").disabled = value === null;
+    find("rate").value = value === null ? "" : Number(value.toPrecision(6));
+  };
+  const refresh = async () => {
+    find("accuracy").textContent = await page.accuracy();
+  };
+  const setBusy = (isBusy) => {
+    running = isBusy;
+    find("train").textContent = isBusy ? "Stop" : "Train";
+    for (const id of ["reset", "save", "save-state"]) {
+      if (find(id)) find(id).disabled = isBusy;
+    }
+    page.setBusy(isBusy);
+  };
+  find("rate").onchange = shown(async () => {
+    const value = rateIn();
+    if (value === null) return;
+    if (!running) say(page.about());
+    await call("setRate", value);
+  });
+  find("train").onclick = shown(async () => {
+    if (running) {
+      await call("stop");
+      return;
+    }
+    const epochs = countIn("epochs", "epochs");
+    if (epochs === null || (!find("rate").disabled && rateIn() === null)) return;
+    setBusy(true);
+    try {
+      const values = await page.prepare();
+      if (values === null) return;
+      for (epoch = 1; epoch <= epochs && running; epoch += 1) {
+        say(`Training: epoch ${epoch} of ${epochs} …`);
+        running = await call("train", values);
+        await refresh();
+      }
+      say(`Trained ${losses.length} steps; ${find("accuracy-of").textContent} ${find("accuracy").textContent}. ${page.about()}`);
+    } finally {
+      setBusy(false);
+    }
+    await page.changed();
+    document.body.dataset.trained = losses.length;
+  });
+  find("reset").onclick = shown(async () => {
+    await call("reset");
+    [losses, times] = [[], []];
+    showRate(await call("rate"));
+    draw();
+    await refresh();
+    await page.changed();
+    say(`Reset to the start. ${page.about()}`);
+  });
+  const saves = (id, name, file) => {
+    if (find(id)) find(id).onclick = shown(async () => download(await call(name), file));
+  };
+  saves("save", "save", "trained.onnx");
+  saves("save-state", "saveState", "state.safetensors");
+  new ResizeObserver(draw).observe(find("curve"));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  return {
+    call,
+    refresh,
+    get running() {
+      return running;
+    },
+    /** Enables the buttons for a session that is open. */
+    open(rate, { isNew = true } = {}) {
+      if (isNew) [losses, times] = [[], []];
+      showRate(rate);
+      draw();
+      for (const id of ["train", "reset", "save", "save-state"]) {
+        if (find(id)) find(id).disabled = false;
+      }
+    },
+    /** Disables them. */
+    close() {
+      for (const id of ["train", "reset", "save", "save-state"]) {
+        if (find(id)) find(id).disabled = true;
+      }
+    },
+  };
+}

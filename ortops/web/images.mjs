@@ -1,0 +1,179 @@
+// Images as the data of a classifier: which inputs they are for, and how their pixels become tensors.
+
+const CHANNELS = [1, 3, 4];
+
+/**
+ * Finds the inputs for images and for their classes.
+ *
+ * @param about The content of step.json.
+ * @returns `{image, target, layout, batch, channels, height, width}`; what the model leaves open is null.
+ */
+export function inputsOf({ step: { feeds }, evaluate: { predict } }) {
+  const images = feeds.filter(({ name }) => predict.includes(name));
+  const targets = feeds.filter(({ name }) => !predict.includes(name));
+  const [image] = images;
+  const shapes = images.map(({ name, type, shape }) => `'${name}' ${type}[${shape ?? "?"}]`).join(", ");
+  if (images.length !== 1 || image.shape?.length !== 4 || !["float16", "float32", "uint8"].includes(image.type)) {
+    throw new Error(
+      "this page needs a model with one input of images, float or uint8 with 4 dimensions (batch, channels, " +
+        `height, width, or channels last), got ${shapes || "none"}; train others with Python or the driver`,
+    );
+  }
+  if (targets.length !== 1) {
+    throw new Error(
+      `this page needs a loss with one input of classes, got ${targets.map(({ name }) => `'${name}'`).join(", ") || "none"}`,
+    );
+  }
+  const [batch, second, third, fourth] = image.shape.map((dim) => (typeof dim === "number" ? dim : null));
+  const isLast = CHANNELS.includes(fourth) && !CHANNELS.includes(second);
+  const [channels, height, width] = isLast ? [fourth, second, third] : [second, third, fourth];
+  const layout = isLast ? "NHWC" : "NCHW";
+  return { image, target: targets[0], layout, batch, channels: channels ?? 3, height, width };
+}
+
+/** Draws an image in the size of the input, and returns its pixels as RGBA. */
+async function decode(file, { width, height, crop }) {
+  const bitmap = await createImageBitmap(file);
+  try {
+    const context = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
+    context.fillStyle = "#fff"; // behind what is transparent
+    context.fillRect(0, 0, width, height);
+    context.imageSmoothingQuality = "high";
+    const scale = Math.max(width / bitmap.width, height / bitmap.height);
+    const [wide, tall] = crop ? [width / scale, height / scale] : [bitmap.width, bitmap.height];
+    const [left, top] = [(bitmap.width - wide) / 2, (bitmap.height - tall) / 2];
+    context.drawImage(bitmap, left, top, wide, tall, 0, 0, width, height);
+    return context.getImageData(0, 0, width, height).data;
+  } finally {
+    bitmap.close();
+  }
+}
+
+/** Images by number, with their classes: what a training reads. */
+export class Images {
+  #images = new Map(); // number → {file, label, pixels, size}
+  #settings;
+  #inputs;
+  #classes;
+  #train = [];
+  #test = [];
+
+  /** Sets the model, and how pixels become numbers: (pixel / 255 - mean) / std, for each channel. */
+  use(inputs, classes, settings) {
+    [this.#inputs, this.#classes, this.#settings] = [inputs, classes, settings];
+  }
+
+  /** Adds images `{id, file, label}`, and returns the numbers of those that cannot be decoded. */
+  async add(images) {
+    images.forEach(({ id, file, label }) => this.#images.set(id, { file, label }));
+    return this.#decode(images.map(({ id }) => id));
+  }
+
+  remove(ids) {
+    ids.forEach((id) => this.#images.delete(id));
+  }
+
+  /** Decodes anew what has another size, and sets a share of each class aside. */
+  async split(share) {
+    const failed = await this.#decode([...this.#images.keys()]);
+    const seen = new Map();
+    [this.#train, this.#test] = [[], []];
+    for (const image of this.#images.values()) {
+      const index = seen.get(image.label) ?? 0;
+      seen.set(image.label, index + 1);
+      const apart = (images) => Math.floor(images * share + 1e-9); // of so many images
+      const isApart = apart(index + 1) > apart(index);
+      (isApart ? this.#test : this.#train).push(image);
+    }
+    return failed;
+  }
+
+  get rows() {
+    return this.#train.length;
+  }
+
+  get testRows() {
+    return this.#test.length;
+  }
+
+  /** The feeds of a step. */
+  batch(rows) {
+    const images = rows.map((row) => this.#train[row]);
+    const padded = this.#padded(images);
+    return { [this.#inputs.image.name]: this.#tensor(padded), [this.#inputs.target.name]: this.#targets(padded) };
+  }
+
+  /** The feeds of a prediction, and the classes; of the images set aside, or of all if there are none. */
+  testBatch(from, to) {
+    const images = (this.testRows ? this.#test : this.#train).slice(from, to);
+    return {
+      feeds: { [this.#inputs.image.name]: this.#tensor(this.#padded(images)) },
+      labels: images.map(({ label }) => label),
+    };
+  }
+
+  /** The feeds of a prediction for a file, or for a black image. */
+  async feedsOf(file) {
+    const { width, height } = this.#settings;
+    const pixels = file ? await decode(file, this.#settings) : new Uint8ClampedArray(4 * width * height);
+    return { [this.#inputs.image.name]: this.#tensor(this.#padded([{ pixels }])) };
+  }
+
+  async #decode(ids) {
+    const { width, height, crop } = this.#settings;
+    const size = `${width} ${height} ${crop}`;
+    const failed = [];
+    for (const id of ids) {
+      const image = this.#images.get(id);
+      if (image === undefined || image.size === size) continue;
+      try {
+        image.pixels = await decode(image.file, this.#settings);
+        image.size = size;
+      } catch {
+        failed.push(id);
+        this.#images.delete(id);
+      }
+    }
+    return failed;
+  }
+
+  // A model whose batch has a fixed size gets images repeatedly.
+  #padded(images) {
+    const { batch } = this.#inputs;
+    return batch === null ? images : Array.from({ length: batch }, (_, row) => images[row % images.length]);
+  }
+
+  #tensor(images) {
+    const { image, channels, layout } = this.#inputs;
+    const { width, height, mean, std } = this.#settings;
+    const area = width * height;
+    const Type = image.type === "uint8" ? Uint8Array : Float32Array;
+    const data = new Type(images.length * channels * area);
+    const [pixelStep, channelStep] = layout === "NHWC" ? [channels, 1] : [1, area];
+    images.forEach(({ pixels }, row) => {
+      for (let channel = 0; channel < channels; channel += 1) {
+        const [scale, shift] = [1 / (255 * std[channel]), mean[channel] / std[channel]];
+        let at = row * channels * area + channel * channelStep;
+        for (let pixel = 0; pixel < 4 * area; pixel += 4, at += pixelStep) {
+          const value = channels === 1
+            ? 0.299 * pixels[pixel] + 0.587 * pixels[pixel + 1] + 0.114 * pixels[pixel + 2]
+            : pixels[pixel + channel];
+          data[at] = Type === Uint8Array ? Math.round(value) : value * scale - shift;
+        }
+      }
+    });
+    const size = layout === "NHWC" ? [height, width, channels] : [channels, height, width];
+    return { data, dims: [images.length, ...size] };
+  }
+
+  #targets(images) {
+    const { target } = this.#inputs;
+    const labels = images.map(({ label }) => label);
+    if (!target.type.startsWith("float")) {
+      return { data: labels, dims: [labels.length, ...new Array(Math.max((target.shape?.length ?? 1) - 1, 0)).fill(1)] };
+    }
+    const data = new Float32Array(labels.length * this.#classes); // one-hot
+    labels.forEach((label, row) => { data[row * this.#classes + label] = 1; });
+    return { data, dims: [labels.length, this.#classes] };
+  }
+}

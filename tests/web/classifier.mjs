@@ -1,0 +1,144 @@
+// Loads classifier.html in a frame, trains in it as a user would, and reports to the server. The query
+// string is passed on to the page.
+const frame = document.createElement("iframe");
+frame.style = "width: 1000px; height: 760px; border: 0";
+frame.src = `classifier.html${location.search}`;
+document.body.append(frame);
+const wait = async (condition) => {
+  while (!condition()) await new Promise((done) => setTimeout(done, 20));
+};
+const send = (path, body) => fetch(path, { method: "POST", body });
+
+/** An image of one color: the file of a row of a class. */
+async function imageOf(label, row) {
+  const canvas = new OffscreenCanvas(20, 10);
+  const context = canvas.getContext("2d");
+  const color = [5 * row, 5 * row, 5 * row];
+  color[label] = 255 - 5 * row;
+  context.fillStyle = `rgb(${color})`;
+  context.fillRect(0, 0, 20, 10);
+  return new File([await canvas.convertToBlob()], `${label}-${row}.png`, { type: "image/png" });
+}
+const placed = (file, path) => Object.defineProperty(file, "webkitRelativePath", { value: path });
+
+try {
+  await wait(() => frame.contentDocument?.body?.dataset.ready);
+  const page = frame.contentDocument;
+  const get = (id) => page.getElementById(id);
+  const text = (id) => get(id).textContent;
+  const isError = () => get("status").hasAttribute("data-error");
+  if (isError()) throw new Error(text("status"));
+  const found = { opened: text("status"), model: text("model-name"), summary: text("summary") };
+
+  /** Does something, and returns what the page says then. */
+  const said = async (action, { ends = () => true } = {}) => {
+    page.getElementById("status").textContent = "";
+    action();
+    await wait(() => text("status") && !text("status").endsWith("…") && ends());
+    return text("status");
+  };
+  const change = (id, value) => {
+    get(id).value = value;
+    get(id).dispatchEvent(new frame.contentWindow.Event("change"));
+  };
+  const choose = (input, files) => {
+    const transfer = new DataTransfer();
+    files.forEach((file) => transfer.items.add(file));
+    input.files = transfer.files;
+    input.dispatchEvent(new frame.contentWindow.Event("change"));
+  };
+  const entryOf = (file) => ({ isFile: true, name: file.name, file: (done) => done(file) });
+  const folderOf = (name, files) => ({
+    isFile: false, name, createReader: () => {
+      const parts = [files.slice(0, 2), files.slice(2), []]; // as Chromium returns them
+      return { readEntries: (done) => done(parts.shift().map(entryOf)) };
+    },
+  });
+  const drop = (target, entries) => target.dispatchEvent(Object.assign(
+    new frame.contentWindow.Event("drop", { cancelable: true }),
+    { dataTransfer: { items: entries.map((entry) => ({ webkitGetAsEntry: () => entry })) } },
+  ));
+  const click = (id) => get(id).click();
+
+  // What is missing or wrong is said.
+  found.refused = [await said(() => click("train"))];
+  await said(() => change("range", "other"));
+  found.refused.push(await said(() => change("std", "0")));
+  await said(() => change("std", "0.25"));
+  found.refused.push(await said(() => change("mean", "")));
+  found.refused.push(await said(() => change("mean", "1, 2")));
+  found.preprocessing = await said(() => change("mean", "0.5"));
+  for (const [id, value] of [["epochs", "0"], ["size", ""], ["share", "91"]]) {
+    const before = get(id).value;
+    get(id).value = value;
+    found.refused.push(await said(() => click("train")));
+    get(id).value = before;
+  }
+
+  // Two classes from a folder, one by dropping a folder, and single images.
+  const rows = async (label, from, to) =>
+    Promise.all(Array.from({ length: to - from }, (_, row) => imageOf(label, from + row)));
+  const [first, second, third] = await Promise.all([rows(0, 0, 10), rows(1, 0, 10), rows(2, 0, 5)]);
+  const notes = new File(["no image"], "notes.txt", { type: "text/plain" });
+  found.added = [await said(() => choose(get("tree"), [
+    ...second.map((file) => placed(file, `colors/b green/${file.name}`)),
+    ...first.map((file) => placed(file, `colors/a red/${file.name}`)),
+    placed(notes, "colors/a red/notes.txt"), placed(new File([""], ".hidden"), "colors/.hidden"),
+  ]), { ends: isError })];
+  found.added.push(await said(() => drop(get("images"), [folderOf("c blue", third)])));
+  const last = get("classes").lastElementChild;
+  const more = await rows(2, 5, 10);
+  found.added.push(await said(() => choose(last.querySelector("[type=file]"), more)));
+  last.querySelector("button").click();
+  found.emptied = last.querySelector(".hint").textContent;
+  await said(() => drop(last, third.concat(more).map(entryOf)));
+  found.classes = [...get("classes").children].map((row) =>
+    `${row.querySelector("[type=text]").value}: ${row.querySelector(".hint").textContent}`);
+  found.full = await said(() => drop(get("images"), [folderOf("d", third)]));
+
+  // Training, predictions, and files.
+  get("size").value = 8;
+  get("epochs").value = 4;
+  change("rate", "0.01");
+  found.trained = await said(() => click("train"), { ends: () => page.body.dataset.trained || isError() });
+  await wait(() => text("steps") === page.body.dataset.trained); // with the next frame
+  const [unseen] = await rows(1, 3, 4);
+  drop(get("try"), [entryOf(unseen)]);
+  await wait(() => text("guess") || isError());
+  found.guess = text("guess").replace(/[\d.]+ %/, "");
+  found.wrongPicture = await said(() => choose(get("picture-file"), [notes]));
+  const saved = (id) => new Promise((done) => {
+    frame.contentWindow.HTMLAnchorElement.prototype.click = function click() {
+      done(fetch(this.href).then((file) => file.arrayBuffer()));
+    };
+    click(id);
+  });
+  await send("model.onnx", await saved("save"));
+  await send("state.safetensors", await saved("save-state"));
+
+  // Another provider goes on with the state.
+  found.provider = await said(() => change("provider", get("provider").value === "wasm" ? "webgpu" : "wasm"),
+    { ends: () => !get("train").disabled });
+  found.kept = text("steps");
+  await send("kept.safetensors", await saved("save-state"));
+
+  // A loss that is not finite, and back to the start.
+  change("rate", "1e30");
+  found.diverged = await said(() => click("train"), { ends: isError });
+  await wait(() => !get("reset").disabled);
+  found.reset = [await said(() => click("reset"), { ends: () => text("steps") === "0" }), get("rate").value];
+
+  // A folder that is chosen.
+  const names = ["step.json", "step.onnx", "evaluate.onnx", "state.safetensors", "model.onnx"];
+  const files = await Promise.all(names.map(async (name) =>
+    placed(new File([await (await fetch(name)).arrayBuffer()], name), `exported/${name}`)));
+  found.incomplete = await said(() => choose(get("folder"), files.slice(1)));
+  found.chosen = await said(() => choose(get("folder"), files), { ends: () => !get("train").disabled });
+  found.model2 = text("model-name");
+  found.again = await said(() => click("train"));
+  const named = (field) => field.ariaLabel || field.labels?.length || field.textContent.trim();
+  found.unnamed = [...page.querySelectorAll("input, select, button, canvas")].filter((field) => !named(field)).map(({ id }) => id);
+  await send("report", JSON.stringify(found));
+} catch (error) {
+  await send("report", JSON.stringify({ error: String(error.stack ?? error) }));
+}
