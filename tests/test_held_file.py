@@ -202,6 +202,34 @@ def test_fields_may_come_in_any_way(form: str, tmp_path: Path) -> None:
     assert isinstance(found, bytes) == (form in LEGAL)
 
 
+UNKNOWN = {  # fields with the number 1000, which no message of ONNX has
+    "a varint": b"\xc0\x3e\xac\x02",
+    "eight bytes": b"\xc1\x3e12345678",
+    "a length": b"\xc2\x3e\x03abc",
+    "a group": b"\xc3\x3e\x08\x07\xc4\x3e",
+    "four bytes": b"\xc5\x3e1234",
+}
+
+
+@pytest.mark.parametrize("place", ["model", "graph", "tensor", "algorithm", "initialization"])
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_unknown_fields_are_kept(kind: str, place: str, tmp_path: Path) -> None:
+    model = of_initializers(named(DATA, "a"))
+    info = model.training_info.add()
+    info.algorithm.initializer.append(named(DATA, "b"))
+    info.initialization.name = "start"
+    message = {
+        "model": model,
+        "graph": model.graph,
+        "tensor": model.graph.initializer[0],
+        "algorithm": info.algorithm,
+        "initialization": info.initialization,
+    }[place]
+    message.MergeFromString(UNKNOWN[kind])
+    found = compare(model.SerializeToString(), tmp_path / "model.onnx")
+    assert UNKNOWN[kind] in found
+
+
 def test_a_graph_in_several_parts_is_joined(tmp_path: Path) -> None:
     rest = of_initializers(named(DATA, "a")).SerializeToString()
     found = compare(rest + field(7, field(5, HEAD + RAW)), tmp_path / "model.onnx")

@@ -58,11 +58,12 @@ WITHIN = {
             "json_fields",
             "json_metadata",
             "folders",
+            "wire_format",
             "messages",
             "validation",
             "loading",
         ),
-        *("serialization", "wire_format", "held_file", "external", "saving"),
+        *("serialization", "held_file", "external", "saving"),
     ),
     "optimizers": (
         *("optimizer", "gradient_descent", "squares", "moments", "variants", "sign", "layerwise"),

@@ -39,7 +39,7 @@ from ortops.graph.files.messages import (
     size_of,
 )
 from ortops.graph.files.serialization import to_proto
-from ortops.graph.files.wire_format import ByteSpan
+from ortops.graph.files.wire_format import ByteSpan, unknown_fields
 from ortops.numbers import Array
 
 __all__ = [
@@ -234,6 +234,7 @@ def copy_tensor(
     target.metadata_props.extend(source.metadata_props)
     if source.HasField("doc_string"):
         target.doc_string = source.doc_string
+    target.MergeFromString(unknown_fields(source))
     _refer(target, data, content)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import onnx
 
 from ortops.errors import ModelError
+from ortops.graph.files.wire_format import unknown_fields
 
 __all__ = [
     "BIG",
@@ -85,6 +86,7 @@ def copy_model(
             getattr(target, name).CopyFrom(value)
         else:
             setattr(target, name, value)
+    target.MergeFromString(unknown_fields(source))
 
 
 def without_big_data(proto: onnx.ModelProto) -> onnx.ModelProto:

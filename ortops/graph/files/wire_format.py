@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 __all__ = [
     "ALGORITHM",
@@ -21,6 +23,7 @@ __all__ = [
     "MalformedError",
     "byte_spans",
     "length_prefix",
+    "unknown_fields",
 ]
 
 GRAPH, TRAINING_INFO = 7, 20  # fields of a ModelProto
@@ -28,7 +31,7 @@ INITIALIZATION, ALGORITHM = 1, 2  # of a TrainingInfoProto
 INITIALIZER = 5  # of a GraphProto
 _NAME, RAW_DATA = 8, 9  # of a TensorProto
 
-_VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5  # wire types
+_VARINT, _EIGHT_BYTES, _LENGTH, _GROUP, _GROUP_END, _FOUR_BYTES = range(6)  # wire types
 _BLOCK = 2**16  # the number of bytes to read at a time
 _MOST_BITS = 70  # of a varint: 10 bytes of 7 bits
 
@@ -117,6 +120,30 @@ class FieldReader:
 def length_prefix(number: int, length: int) -> bytes:
     """Returns the bytes before the content of a field with a length."""
     return _encoded(number << 3 | _LENGTH) + _encoded(length)
+
+
+def unknown_fields(message: Any) -> bytes:
+    """Returns the bytes of the fields of a message that its type does not have.
+
+    A file that a later version of ONNX wrote may have such fields.
+
+    Args:
+        message: A message, or an `UnknownFieldSet`.
+    """
+    return b"".join(map(_field, UnknownFieldSet(message)))
+
+
+def _field(field: Any) -> bytes:
+    """Encodes an unknown field."""
+    number, wire, value = field.field_number, field.wire_type, field.data
+    tag = _encoded(number << 3 | wire)
+    if wire == _VARINT:
+        return tag + _encoded(value)
+    if wire == _LENGTH:
+        return length_prefix(number, len(value)) + bytes(value)
+    if wire == _GROUP:
+        return tag + b"".join(map(_field, value)) + _encoded(number << 3 | _GROUP_END)
+    return tag + int(value).to_bytes(8 if wire == _EIGHT_BYTES else 4, "little")
 
 
 def _encoded(value: int) -> bytes:
