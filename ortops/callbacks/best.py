@@ -156,7 +156,7 @@ class EarlyStopping(_OfBest):
             if self._restored:
                 return
         is_last = bool(seen) and self._monitor.is_best(*seen[-1])
-        self._due = is_last and seen[-1][1].get("steps") == record.step
+        self._due = is_last and self._monitor.is_present(seen[-1][1], record)
         if begins_anew(record) or not self.best_epoch:
             self._kept, self._restored = None, False
         elif not self._due:
@@ -332,8 +332,8 @@ class BestModel(_OfBest):
         self._before, self._due = self.best, False
         for epoch, values in self._monitor.seen(record.history):
             # If it is the present one, the process may have ended before the file was written.
-            steps = values.get("steps", 0)
-            self._due = self._monitor.improves(epoch, values, steps) and steps == record.step
+            is_best = self._monitor.improves(epoch, values, values.get("steps", 0))
+            self._due = is_best and self._monitor.is_present(values, record)
         if record.history and self.best_epoch and not self._due and not self.path.exists():
             logger.warning(
                 "BestModel: there is no '%s' yet; it will be written when an epoch is better "

@@ -91,6 +91,15 @@ class Monitor:
         """Whether an epoch or a validation of a history is the best one."""
         return (epoch, values.get("steps", 0)) == (self.epoch, self.steps)
 
+    def is_present(self, values: Mapping[str, float], record: Record) -> bool:
+        """Whether an epoch or a validation of a history ended at the position of a record.
+
+        A step that overflows is skipped and not counted, but it changes the loss scale. Therefore
+        the number of steps alone does not tell whether the next epoch has begun.
+        """
+        is_validation = "epoch" in values
+        return values.get("steps", 0) == record.step and (is_validation or not record.batch)
+
     def improves(self, epoch: int, values: Mapping[str, float], steps: float) -> bool:
         """Adds an epoch or a validation, and returns whether it is the best so far.
 

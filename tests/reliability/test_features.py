@@ -75,6 +75,8 @@ REFUSED = [
         Draw(callbacks="restore_best in memory", epochs=2, end="error", stop=3, goes_on="file"),
         "is only in the memory of the callback that fit started with",
     ),
+    (Draw(optimizer="Prodigy", groups=True), "groups must have one learning rate"),
+    (Draw(optimizer="ScheduleFreeAdamW", ema=True), "ema_decay must be left out"),
 ]
 """Combinations that ortops refuses, with what it says."""
 
@@ -84,6 +86,25 @@ def test_what_cannot_be_combined_is_refused(draw: Draw, message: str) -> None:
     assert not is_legal(draw)
     with pytest.raises(OrtopsError, match=message):
         check(draw)
+
+
+ONCE_WRONG = [
+    Draw(
+        model="half overflowing",
+        epochs=2,
+        accumulate=2,
+        callbacks=callback,
+        end="stop",
+        stop=2,
+        reference="gradients",
+    )
+    for callback in ("BestModel", "restore_best")  # they kept the state after a skipped step
+]
+
+
+@pytest.mark.parametrize("draw", ONCE_WRONG, ids=repr)
+def test_combinations_that_were_once_wrong(draw: Draw) -> None:
+    check(draw)
 
 
 def test_a_failure_shows_the_simplest_combination(monkeypatch: pytest.MonkeyPatch) -> None:
