@@ -58,12 +58,20 @@ def _described(name: str, value: Any) -> Any:
     if name == "optimizer":
         return _record(optimizers.resolve(value), optimizers.OPTIMIZERS)
     if name == "inputs" and value:
-        return {key: [np.dtype(dtype).name, list(dims)] for key, (dtype, dims) in value.items()}
+        return {
+            key: [np.dtype(dtype).name, [_dimension(dim) for dim in dims]]
+            for key, (dtype, dims) in value.items()
+        }
     if name == "groups" and value:
         value = {pattern: dict(own) for pattern, own in value.items()}
         plain = all(_is_plain(each) for own in value.values() for each in own.values())
         return value if plain else None
     return value if _is_plain(value) else None
+
+
+def _dimension(value: Any) -> str | int | None:
+    """Returns a dimension, which may be a number of numpy, as JSON."""
+    return value if value is None or isinstance(value, str) else int(value)
 
 
 def _record(value: Any, known: Mapping[str, Any]) -> dict[str, Any] | None:
