@@ -482,15 +482,8 @@ def test_a_loader_of_torch() -> None:
 # --------------------------------------------------------------------------- strings, labels
 
 
-READERS = {
-    "strings": ("string[batch] s", 'found = RegexFullMatch<pattern = "a.*">(s)', np.array(["a"])),
-    "a sequence": ("seq(float[batch]) s", "found = SequenceAt(s, zero)", [[1.0]]),
-}
-
-
-@pytest.mark.parametrize("what", READERS)
-def test_what_cannot_be_bound(what: str) -> None:
-    declared, read, fed = READERS[what]
+def reading(declared: str, read: str) -> TrainingSession:
+    """Returns a session whose model reads numbers, and something that cannot be bound to memory."""
     proto = onnx.parser.parse_model(
         f"""<ir_version: 10, opset_import: ["" : 21]>
         m (float[batch, 3] x, {declared}) => (float[batch, 2] y)
@@ -503,14 +496,30 @@ def test_what_cannot_be_bound(what: str) -> None:
           y = Mul(product, share)
         }}"""
     )
-    session = TrainingSession(build_training_model(proto, loss="MeanSquaredError", optimizer="SGD"))
-    batch = {**affine_batch(1), "s": fed}
+    return TrainingSession(build_training_model(proto, loss="MeanSquaredError", optimizer="SGD"))
+
+
+def test_what_cannot_be_bound() -> None:
+    session = reading("seq(float[batch]) s", "found = SequenceAt(s, zero)")
+    batch = {**affine_batch(1), "s": [[1.0]]}
     for use in (session.step, session.evaluate, session.fit, lambda b: session.run_steps([b])):
         for feeds in (batch, {**batch, "s": np.ones(1, np.float32)}):
             with pytest.raises(
-                FeedError, match=f"'s' is an input of type {what}, which onnxruntime cannot"
+                FeedError, match="'s' is an input of type a sequence, which onnxruntime cannot"
             ):
                 use([feeds] if use in (session.evaluate, session.fit) else feeds)
+
+
+@pytest.mark.parametrize("given", [np.ones(1, np.float32), np.array([7]), [1.0], np.array([b"a"])])
+def test_strings_are_no_numbers(given: Any) -> None:
+    session = reading("string[batch] s", 'found = RegexFullMatch<pattern = "a.*">(s)')
+    batch = affine_batch(1)
+    expected = float(session.evaluate([{**batch, "s": np.array(["a"])}])["loss"])
+    for use in (session.step, session.evaluate, session.fit, lambda b: session.run_steps([b])):
+        feeds = {**batch, "s": given}
+        with pytest.raises(FeedError, match=r"^feeds: 's'"):
+            use([feeds] if use in (session.evaluate, session.fit) else feeds)
+    assert float(session.step({**batch, "s": np.array(["a"])})["loss"]) == pytest.approx(expected)
 
 
 def test_an_input_of_bfloat16_takes_what_it_holds() -> None:
