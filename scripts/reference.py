@@ -39,6 +39,7 @@ MODULES = (
     "ortops.derivatives",
     "ortops.data",
     "ortops.distributed",
+    "ortops.reference",
     "ortops.sklearn",
 )
 RETURNED = {

@@ -34,6 +34,7 @@ MODULES = [
     "ortops.losses",
     "ortops.metrics",
     "ortops.optimizers",
+    "ortops.reference",
     "ortops.schedules",
     pytest.param("ortops.sklearn", marks=pytest.mark.sklearn),
     "ortops.surgery",

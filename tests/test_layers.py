@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "ortops"
 
 FLOORS = (
-    ("errors", "garbage_collection", "numbers", "uninterrupted"),
+    ("conformance", "errors", "garbage_collection", "numbers", "reference", "uninterrupted"),
     ("arguments", "other_names"),
     ("mpi", "schedules", "summary"),
     ("graph",),
@@ -27,7 +27,7 @@ FLOORS = (
     ("training",),
     (
         *("attribution", "callbacks", "check", "composition", "distributed", "functions", "lora"),
-        *("sklearn", "weights"),
+        *("backend", "sklearn", "weights"),
     ),
     ("data",),
     ("llm",),
@@ -38,6 +38,15 @@ FLOORS = (
 """The rooms of the house, from the lowest floor up. A room imports from itself and from below."""
 
 WITHIN = {
+    "conformance": (
+        *("case", "formulas", "optimizers", "gradients", "operators", "control_flow", "training"),
+        *("refusals", "suite", "files", "running", "backends", "onnx_runner", "report"),
+        *("__init__", "__main__"),
+    ),
+    "reference": (
+        *("traced", "operators", "replay", "gradient", "optimizers", "training", "backend"),
+        "__init__",
+    ),
     "graph": (
         *("limits", "files", "safetensors", "layer_names", "adapters", "pooling", "tensor", "edit"),
         *(
