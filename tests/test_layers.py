@@ -144,6 +144,7 @@ WITHIN = {
     ),
     "metrics": (
         *("metric", "classification", "confusion", "ranking", "regression", "sequence"),
+        "detection",
         "functions",
         "__init__",
     ),

@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 from ortops.errors import ArgumentError
 from ortops.metrics.classification import F1, Accuracy, IoU, Precision, Recall, TopK
 from ortops.metrics.confusion import ConfusionMatrix
+from ortops.metrics.detection import MeanAveragePrecision
 from ortops.metrics.functions import Function, accuracy, mean_absolute_error
 from ortops.metrics.metric import StreamingMetric
 from ortops.metrics.ranking import AUC, NDCG
@@ -47,6 +48,7 @@ __all__ = [
     "Function",
     "IoU",
     "MeanAbsoluteError",
+    "MeanAveragePrecision",
     "MeanSquaredError",
     "Metric",
     "Perplexity",
@@ -79,6 +81,7 @@ METRICS: Mapping[str, type[StreamingMetric]] = {
     "perplexity": Perplexity,
     "iou": IoU,
     "edit_distance": EditDistance,
+    "mean_average_precision": MeanAveragePrecision,
 }
 
 OTHER_NAMES: Mapping[str, str] = {
@@ -92,6 +95,9 @@ OTHER_NAMES: Mapping[str, str] = {
     "rocauc": "auc",
     **dict.fromkeys(("jaccard", "meaniou"), "iou"),
     **dict.fromkeys(("ppl",), "perplexity"),
+    **dict.fromkeys(("map", "cocomap", "map5095"), "mean_average_precision"),
+    "map50": "use MeanAveragePrecision(iou_thresholds=[0.5]), or at(0.5) of a "
+    "MeanAveragePrecision()",
     **dict.fromkeys(("cer", "levenshtein"), "use 'edit_distance'"),
 }
 """What other libraries call metrics, as in `ortops.losses.OTHER_NAMES`."""
