@@ -33,6 +33,8 @@ def corners(boxes: Any, box_format: str) -> Any:
     import torch
 
     a, b = boxes[..., :2], boxes[..., 2:]
+    if box_format == "yxyx":
+        a, b = a.flip(-1), b.flip(-1)
     if box_format == "xywh":
         b = a + b
     elif box_format == "cxcywh":
@@ -63,7 +65,7 @@ def box_loss(name: str, boxes: Any, targets: Any, box_format: str = "xyxy") -> A
 def random_boxes(shape: tuple[int, ...], box_format: str) -> Array:
     low = RNG.uniform(0, 10, (*shape, 2))
     size = RNG.uniform(1, 10, (*shape, 2))
-    second = low + size if box_format == "xyxy" else size
+    second = low + size if box_format in ("xyxy", "yxyx") else size
     return np.concatenate([low, second], axis=-1)
 
 
@@ -72,7 +74,7 @@ def random_boxes(shape: tuple[int, ...], box_format: str) -> Array:
     ("box_format", "axis", "dtype"),
     [
         *(("xyxy", -1, np.float64), ("xywh", -1, np.float64), ("cxcywh", -1, np.float64)),
-        *(("cxcywh", 1, np.float32), ("xyxy", -1, np.float32)),
+        *(("cxcywh", 1, np.float32), ("xyxy", -1, np.float32), ("yxyx", -1, np.float64)),
     ],
 )
 @pytest.mark.parametrize("name", ["GIoU", "CIoU"])
@@ -145,8 +147,8 @@ def test_degenerate_boxes_have_finite_gradients(name: str, dtype: Any, target: l
 def test_boxes_need_four_numbers() -> None:
     with pytest.raises(ModelError, match=r"must have four numbers .* axis -1, got shape \[2, 5\]"):
         loss_and_gradients(losses.GIoU(), {"y": np.ones((2, 5))}, {"targets": np.ones((2, 5))})
-    with pytest.raises(ArgumentError, match=r"box_format must be .*got 'yxyx'"):
-        losses.CIoU(box_format="yxyx")
+    with pytest.raises(ArgumentError, match=r"box_format must be .*got 'ltrb'"):
+        losses.CIoU(box_format="ltrb")
 
 
 @pytest.mark.parametrize("name", ["GIoU", "CIoU"])

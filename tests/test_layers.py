@@ -150,7 +150,7 @@ WITHIN = {
     ),
     "surgery": (
         *("reading", "head", "batch", "branches", "output", "tied"),
-        *("channels", "channel_rules", "pruning", "__init__"),
+        *("channels", "channel_rules", "pruning", "postprocessing", "__init__"),
     ),
     "passes": (
         *(

@@ -195,7 +195,7 @@ def suppressed(boxes: Array, scores: Array, limit: float) -> list[list[float]]:
     return left
 
 
-@pytest.mark.parametrize("form", ["xyxy", "xywh", "cxcywh"])
+@pytest.mark.parametrize("form", ["xyxy", "yxyx", "xywh", "cxcywh"])
 @pytest.mark.parametrize("axis", [1, 2])
 def test_predictions_are_suppressed(form: str, axis: int) -> None:
     rng = np.random.default_rng(1)
@@ -212,12 +212,16 @@ def test_predictions_are_suppressed(form: str, axis: int) -> None:
     expected.update(left, wanted)
     assert 0.005 < expected.result() < 1
     corners = [boxes, np.moveaxis(wanted[..., 1:], 2, 1)]
-    for each in corners if form != "xyxy" else ():
+    for number, each in enumerate(corners):
+        if form == "yxyx":
+            corners[number] = each[:, [1, 0, 3, 2]]
+        if form in ("xyxy", "yxyx"):
+            continue
         each[:, 2:] -= each[:, :2]
         if form == "cxcywh":
             each[:, :2] += each[:, 2:] / 2
     metric = MeanAveragePrecision(box_format=form, suppression=0.4, axis=axis)
-    outputs = np.concatenate([boxes, scores], axis=1)
+    outputs = np.concatenate([corners[0], scores], axis=1)
     targets = np.concatenate([wanted[..., :1], np.moveaxis(corners[1], 1, 2)], axis=2)
     metric.update(outputs if axis == 1 else np.moveaxis(outputs, 1, 2), targets)
     assert metric.result() == pytest.approx(expected.result())
@@ -261,7 +265,7 @@ def test_in_a_session_it_reads_what_the_loss_reads() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"box_format": "yxyx"}, "box_format must be .*got 'yxyx'"),
+        ({"box_format": "ltrb"}, "box_format must be .*got 'ltrb'"),
         ({"layout": "raw"}, "layout must be .*got 'raw'"),
         ({"iou_thresholds": []}, r"iou_thresholds must be .*got \[\]"),
         ({"iou_thresholds": [0.0]}, "iou_thresholds must be .*got 0.0"),

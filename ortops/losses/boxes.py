@@ -15,7 +15,7 @@ from ortops.losses.loss import Loss, Reads, Shape, Terms, count_type, stopped, w
 
 __all__ = ["BOX_FORMATS", "BOX_LOSSES", "Box", "CIoU", "DistributionFocal", "GIoU", "distribution"]
 
-BOX_FORMATS = ("xyxy", "xywh", "cxcywh")
+BOX_FORMATS = ("xyxy", "yxyx", "xywh", "cxcywh")
 """The four numbers of a box: two corners; a corner and the sizes; the center and the sizes."""
 
 _LEAST = 1e-12
@@ -48,7 +48,9 @@ class Box(NamedTuple):
         """
         parts = op.Split(boxes, axis=axis, num_outputs=4)
         a, b, c, d = (op.Squeeze(part, [axis]) for part in parts)
-        if box_format == "xywh":
+        if box_format == "yxyx":
+            a, b, c, d = b, a, d, c
+        elif box_format == "xywh":
             c, d = a + c, b + d
         elif box_format == "cxcywh":
             a, b, c, d = a - 0.5 * c, b - 0.5 * d, a + 0.5 * c, b + 0.5 * d
@@ -146,8 +148,8 @@ class GIoU(Loss):
             default.
         target: See `Loss`; boxes of the same shape and format.
         reduction: See `Loss`; over the boxes.
-        box_format: ``"xyxy"`` (two corners), ``"xywh"`` (the corner with the smallest x and y, and
-            width and height) or ``"cxcywh"`` (center, width and height).
+        box_format: ``"xyxy"`` or ``"yxyx"`` (two corners), ``"xywh"`` (the corner with the smallest
+            x and y, and width and height) or ``"cxcywh"`` (center, width and height).
         axis: The axis of the four numbers; by default the last one.
 
     Source:

@@ -70,7 +70,7 @@ class TaskAligned(Loss):
         reduction: See `Loss`; ``"sum"`` does not divide.
         sample_weight: See `Loss`; weights of images.
         scores: A tensor with the class scores (N, C, A), or their logits, if ``output`` has only
-            the boxes (N, 4, A).
+            the boxes, (N, 4, A) or (N, A, 4), as NonMaxSuppression reads them.
         distribution: A tensor with the logits of distances (N, 4 · bins, A) to the left, top, right
             and bottom side; without it, there is no distribution focal loss.
         strides: The size of a cell of each grid, in the unit of the boxes.
@@ -156,6 +156,9 @@ class TaskAligned(Loss):
     def tensors(self, sources: Sources) -> tuple[Loss, Sequence[Tensor]]:
         """Gets boxes, the logits of classes, targets, and distances if there are any."""
         whole, _ = sources.prediction(self, self.output, axis=1)
+        shape = whole.shape or ()
+        if self.scores and len(shape) == 3 and shape[1] != 4 and shape[2] == 4:
+            whole = op.Transpose(whole, perm=[0, 2, 1])
         self._check(whole, 4 if self.scores else 5, exactly=bool(self.scores))
         if self.scores:
             boxes, (scores, _) = whole, sources.prediction(self, self.scores)
@@ -181,7 +184,8 @@ class TaskAligned(Loss):
             raise ModelError(
                 f"loss {self.name}: '{tensor.name}' must have shape (N, numbers, points) with "
                 f"{what} numbers for each point, got {list(shape)}; name the tensors with output=, "
-                "scores= and distribution="
+                "scores= and distribution=, or cut the model with "
+                "ortops.surgery.before_postprocessing, if it suppresses boxes itself"
             )
 
     def points(self, count: int | None) -> tuple[Array, Array]:

@@ -18,7 +18,7 @@ __all__ = ["MeanAveragePrecision"]
 
 _RECALLS = np.linspace(0, 1, 101)
 
-_FORMATS = ("xyxy", "xywh", "cxcywh")
+_FORMATS = ("xyxy", "yxyx", "xywh", "cxcywh")
 
 _LAYOUTS = ("predictions", "detections")
 
@@ -40,8 +40,8 @@ class MeanAveragePrecision(StreamingMetric):
     After `evaluate`, `per_class` and `at` of the object that was given return more.
 
     Args:
-        box_format: The format of boxes in predictions and targets, ``"xyxy"``, ``"xywh"`` or
-            ``"cxcywh"``; by default that of the loss, or else ``"cxcywh"``.
+        box_format: The format of boxes in predictions and targets, ``"xyxy"``, ``"yxyx"``,
+            ``"xywh"`` or ``"cxcywh"``; by default that of the loss, or else ``"cxcywh"``.
         layout: ``"predictions"`` or ``"detections"``.
         iou_thresholds: The thresholds of the result; by default 0.5, 0.55, …, 0.95.
         suppression: The IoU above which a worse box of the same class is suppressed, with
@@ -276,7 +276,9 @@ class _Boxes:
 def _sides(boxes: Array, box_format: str) -> Array:
     """Returns the corners x1, y1, x2, y2 of boxes (4, count), of shape (count, 4)."""
     a, b, c, d = boxes
-    if box_format == "xywh":
+    if box_format == "yxyx":
+        a, b, c, d = b, a, d, c
+    elif box_format == "xywh":
         c, d = a + c, b + d
     elif box_format == "cxcywh":
         a, b, c, d = a - c / 2, b - d / 2, a + c / 2, b + d / 2

@@ -7,11 +7,13 @@ from ortops.surgery.batch import free_batch
 from ortops.surgery.branches import fix_inputs
 from ortops.surgery.head import replace_head
 from ortops.surgery.output import name_output
+from ortops.surgery.postprocessing import before_postprocessing
 from ortops.surgery.pruning import ChannelGroup, channel_groups, prune
 from ortops.surgery.tied import untie
 
 __all__ = [
     "ChannelGroup",
+    "before_postprocessing",
     "channel_groups",
     "fix_inputs",
     "free_batch",
