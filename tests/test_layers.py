@@ -76,7 +76,7 @@ WITHIN = {
     ),
     "optimizers": (
         *("optimizer", "gradient_descent", "squares", "moments", "variants", "sign", "layerwise"),
-        *("factored", "orthogonal", "schedule_free", "prodigy", "__init__"),
+        *("factored", "orthogonal", "schedule_free", "prodigy", "quantized", "__init__"),
     ),
     "autodiff": ("registry", "backward", "gradient_node", "grad", "expansion", "rules"),
     "derivatives": (

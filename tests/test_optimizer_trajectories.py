@@ -355,7 +355,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def test_all_optimizers_without_an_operator_are_here() -> None:
-    older = {"Adam", "AdamW", "Adagrad", "Momentum"} | {"Prodigy"}  # in test_prodigy.py
+    older = {"Adam", "AdamW", "Adagrad", "Momentum"}
+    older |= {"Prodigy", "Adam8bit"}  # in test_prodigy.py and test_adam8bit.py
     assert {case.optimizer.name for case in CASES.values()} == OPTIMIZERS.keys() - older
 
 

@@ -377,6 +377,7 @@ def test_the_first_t() -> None:
         **dict.fromkeys(("SGD", "Momentum", "Adagrad", "RMSprop", "Adadelta", "Lion"), 0),
         **dict.fromkeys(("Adam", "AdamW", "AMSGrad", "NAdam", "RAdam", "Adamax"), 1),
         **dict.fromkeys(("LAMB", "Adafactor", "Muon", "ScheduleFreeAdamW", "Prodigy"), 1),
+        "Adam8bit": 1,
     }
 
 

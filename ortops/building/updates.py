@@ -262,10 +262,11 @@ class Updates:
         assert tensor is not None
         shape = tensor.shape.numpy()
         optimizer = optimizer.of(shape)
+        dtypes = optimizer.state_dtypes(x.dtype)
         states = [
             algorithm.copy(parameter, name, x.dtype)
             if name in optimizer.copies
-            else algorithm.variable(f"{parameter.name}.{name}", np.zeros(own, x.dtype))
+            else algorithm.variable(f"{parameter.name}.{name}", np.zeros(own, dtypes[name]))
             for name, own in optimizer.state_shapes(shape).items()
         ]
         rate, t = self.rates.of(optimizer), self.count if optimizer.first_step else self.step

@@ -984,6 +984,11 @@ class ArrayNamespace:
         return x.reshape(shape)
 
     @staticmethod
+    def take(x: object, indices: Tensor, /, *, axis: int) -> Tensor:
+        """Returns the elements of a Tensor or an array at the given indices along an axis."""
+        return op.Gather(x, indices, axis=axis)
+
+    @staticmethod
     def square(x: Tensor, /) -> Tensor:
         """Returns the squares."""
         return op.Mul(x, x)

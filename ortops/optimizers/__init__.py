@@ -3,9 +3,9 @@
 An update rule is a function ``rule(r, t, x, g, *state, *, attributes) -> (x_new, *state_new)`` in
 the notation of the specification (`ai.onnx.preview.training`): ``r`` is the learning rate (0-d,
 float32 or float64), ``t`` the update count (0-d int64), ``x`` the parameter, ``g`` its gradient,
-and every state tensor has the dtype of ``x`` and the shape given by `Optimizer.state_shapes`,
-usually the shape of ``x``. Keyword-only parameters are attributes. The same function computes on
-numpy arrays and emits ONNX nodes for `ortops.Tensor` arguments.
+and every state tensor has the dtype and the shape given by `Optimizer.state_dtypes` and
+`Optimizer.state_shapes`, usually those of ``x``. Keyword-only parameters are attributes. The same
+function computes on numpy arrays and emits ONNX nodes for `ortops.Tensor` arguments.
 
 Precision: scalar coefficients are computed in float64. Tensor arithmetic and results have the
 dtype of ``x``, even if ``r`` has another one. Terms whose coefficient is exactly 0 are omitted.
@@ -42,6 +42,7 @@ from ortops.optimizers.moments import (
 from ortops.optimizers.optimizer import OPERATORS, Custom, Operator, Optimizer, UpdateRule
 from ortops.optimizers.orthogonal import Muon, muon
 from ortops.optimizers.prodigy import Prodigy, prodigy
+from ortops.optimizers.quantized import Adam8bit, adam8bit
 from ortops.optimizers.schedule_free import ScheduleFreeAdamW, schedule_free_adamw
 from ortops.optimizers.sign import Lion, lion
 from ortops.optimizers.squares import Adadelta, Adagrad, RMSprop, adadelta, adagrad, rmsprop
@@ -59,6 +60,7 @@ __all__ = [
     "Adafactor",
     "Adagrad",
     "Adam",
+    "Adam8bit",
     "AdamW",
     "Adamax",
     "Custom",
@@ -78,6 +80,7 @@ __all__ = [
     "adafactor_unfactored",
     "adagrad",
     "adam",
+    "adam8bit",
     "adam_after_correction",
     "adamax",
     "adamw",
@@ -100,7 +103,7 @@ OPTIMIZERS: Mapping[str, type[Optimizer]] = {
     constructor.__name__: constructor
     for constructor in (
         *(SGD, Momentum, Adagrad, RMSprop, Adadelta, Adam, AdamW, AMSGrad, NAdam, RAdam, Adamax),
-        *(Lion, LAMB, Adafactor, Muon, ScheduleFreeAdamW, Prodigy),
+        *(Lion, LAMB, Adafactor, Muon, ScheduleFreeAdamW, Prodigy, Adam8bit),
     )
 }
 """The optimizer classes by name; a name selects an optimizer with its defaults."""
@@ -110,7 +113,8 @@ OTHER_NAMES: Mapping[str, str] = {
     "sgdmomentum": "Momentum",
     "nesterov": "use Momentum(mode='nesterov')",
     "adamwschedulefree": "use 'ScheduleFreeAdamW'",
-    **dict.fromkeys(("adamwtorch", "adamw8bit", "pagedadamw"), "use 'AdamW'"),
+    **dict.fromkeys(("adamwtorch", "pagedadamw"), "use 'AdamW'"),
+    **dict.fromkeys(("adamw8bit", "pagedadamw8bit"), "use 'Adam8bit', with weight_decay=0.01"),
 }
 """What other libraries call optimizers, as in `ortops.losses.OTHER_NAMES`."""
 

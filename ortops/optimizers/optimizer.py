@@ -244,6 +244,16 @@ class Optimizer:
         """
         return dict.fromkeys(self.states, tuple(shape))
 
+    def state_dtypes(self, dtype: np.dtype[Any]) -> dict[str, np.dtype[Any]]:
+        """Returns the dtype of each state tensor of a parameter: by default, the parameter's.
+
+        Example:
+            >>> from ortops.optimizers import Adam8bit
+            >>> Adam8bit().state_dtypes(np.dtype(np.float32))["V"]
+            dtype('uint8')
+        """
+        return dict.fromkeys(self.states, dtype)
+
     @property
     def operator(self) -> str | None:
         """The ``op_type`` of the ONNX operator for this update, or None."""
@@ -279,7 +289,7 @@ class Optimizer:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The names of the state tensors, of the parameter's dtype, zeros except for `copies`.
+        """The names of the state tensors, which start as zeros except for `copies`.
 
         Example:
             >>> from ortops.optimizers import SGD, Adam
