@@ -373,6 +373,29 @@ def test_what_is_not_there_is_the_systems_error() -> None:
 # -------------------------------------------------------------------------------------- parquet
 
 
+@pytest.mark.optional("pyarrow", "tables")
+@pytest.mark.parametrize("compression", ["uncompressed", "lz4"])
+def test_arrow_files(compression: str) -> None:
+    import pyarrow
+    from pyarrow import feather
+
+    made = pyarrow.table({"a": [1.5, 2.0, 3.0], "b": [4.0, 5.0, 6.0], "labels": list("aba")})
+    feather.write_feather(made, "data.feather", compression=compression, chunksize=2)
+    Path("data.arrow").write_bytes(Path("data.feather").read_bytes())
+    for path in ("data.feather", "data.arrow"):
+        found = read_data(path, [X, LABELS])
+        assert found.arrays["x"].tolist() == [[1.5, 4], [2, 5], [3, 6]]
+        assert found.arrays["labels"].tolist() == [0, 1, 0]
+        assert found.classes == {"labels": ["a", "b"]}
+    whole = Path("data.arrow").read_bytes()
+    for content in (b"", b"ARROW1", whole[: len(whole) // 2]):
+        Path("data.arrow").write_bytes(content)
+        assert refused("data.arrow").startswith("data 'data.arrow': ")
+    if os.name == "posix":
+        os.mkfifo("pipe.arrow")
+        assert "data 'pipe.arrow' is not a regular file" in refused("pipe.arrow")
+
+
 def write_parquet(**columns: Any) -> None:
     import pyarrow
     from pyarrow import parquet

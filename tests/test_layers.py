@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "ortops"
 
 FLOORS = (
     ("conformance", "errors", "garbage_collection", "numbers", "reference", "uninterrupted"),
-    ("arguments", "other_names"),
+    ("arguments", "optional", "other_names"),
     ("mpi", "schedules", "summary"),
     ("graph",),
     ("autodiff",),
@@ -252,6 +252,7 @@ WITHIN = {
             "declared_shapes",
             "row_data",
             "padding",
+            "arrow",
             "samples",
             "data",
             "sample_weights",

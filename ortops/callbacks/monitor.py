@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import re
@@ -21,7 +20,6 @@ __all__ = [
     "Monitor",
     "begins_anew",
     "check_path",
-    "optional_module",
     "path_of",
     "remembered",
 ]
@@ -191,18 +189,3 @@ def check_path(who: str, path: str | os.PathLike[str]) -> None:
         )
     if file.is_dir():
         raise OrtopsError(f"{who}: cannot write '{file}', because it is a folder; name a file")
-
-
-def optional_module(who: str, module: str, group: str, package: str = "") -> Any:
-    """Imports a module of an optional package.
-
-    Raises:
-        OrtopsError: If it is not installed; the message names what to install.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = package or module.partition(".")[0]
-        raise OrtopsError(
-            f"{who}: the package {package} is not installed; pip install ortops[{group}]"
-        ) from error

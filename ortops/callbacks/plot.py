@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ortops.callbacks.drawing import check_picture, new_panels, write_picture
-from ortops.callbacks.monitor import optional_module, path_of
+from ortops.callbacks.monitor import path_of
+from ortops.optional import optional_module
 from ortops.training.callback import Callback, Record
 from ortops.training.session import TrainingSession
 

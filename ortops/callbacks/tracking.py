@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
 from ortops.arguments import choice, whole_number
-from ortops.callbacks.monitor import Monitor, begins_anew, optional_module
+from ortops.callbacks.monitor import Monitor, begins_anew
 from ortops.errors import ArgumentError, ModelError
+from ortops.optional import optional_module
 from ortops.training.callback import Callback, Record
 from ortops.training.session import TrainingSession
 

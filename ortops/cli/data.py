@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from ortops.callbacks.monitor import optional_module
 from ortops.cli.archive import check_size, read_arrays
 from ortops.cli.standard_streams import say, standard_input
 from ortops.data.images import EXTENSIONS, Decoder, Images, image_files, read_images
@@ -25,7 +24,9 @@ from ortops.data.opening import open_regular
 from ortops.errors import FeedError, OrtopsError, did_you_mean
 from ortops.graph.files.json_text import read_json
 from ortops.numbers import cast_numbers
+from ortops.optional import optional_module
 from ortops.training import tables
+from ortops.training.arrow import ARROW, open_arrow
 from ortops.training.row_axes import Dims, RowAxes, along, row_axes, rows_to
 from ortops.training.tables import RowIndex
 
@@ -150,7 +151,8 @@ def read_data(
     Floats are converted to the precision of their input.
 
     Args:
-        path: An ``.npz``, ``.csv`` or ``.parquet`` file, a folder of images, or ``-``.
+        path: An ``.npz``, ``.csv``, ``.parquet``, ``.arrow`` or ``.feather`` file, a folder of
+            images, or ``-``.
         inputs: The inputs to fill.
         columns: ``input=column,column`` for inputs formed from columns of other names.
         classes: The class names stored in the model, by input.
@@ -233,9 +235,11 @@ def _read(
         with open_regular(path) as file:
             parquet = _ParquetColumns(file, path)
             return _Table(parquet, path, columns, classes, ignored).data(inputs)
+    if suffix in ARROW:
+        return _Table(_ArrowColumns(path), path, columns, classes, ignored).data(inputs)
     raise OrtopsError(
-        f"data '{path}': unsupported file format; give an .npz, .csv or .parquet file, a folder of "
-        "images, or -"
+        f"data '{path}': unsupported file format; give an .npz, .csv, .parquet, .arrow or .feather "
+        "file, a folder of images, or -"
     )
 
 
@@ -432,6 +436,27 @@ class _ParquetColumns(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+class _ArrowColumns(Mapping[str, Any]):
+    """The columns of an Arrow or Feather file, each read on access."""
+
+    def __init__(self, path: str) -> None:
+        with open_regular(path):
+            self._rows = open_arrow(path)
+        _check_names(self._rows.names, path)
+        check_size(f"data '{path}'", self._rows.size)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._rows.names:
+            raise KeyError(name)
+        return self._rows.column(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows.names)
+
+    def __len__(self) -> int:
+        return len(self._rows.names)
 
 
 @dataclass

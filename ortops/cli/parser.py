@@ -18,8 +18,8 @@ _SAMPLE_WEIGHT = "a column with a weight >= 0 for each row, by which the loss av
 _CLASS_WEIGHT = 'balanced, or a weight for each class in JSON, such as \'{"0": 1, "1": 5}\''
 _OPTIMIZER = "an optimizer, optionally with arguments, such as 'AdamW(weight_decay=0.1)'"
 _DATA = (
-    "an .npz, .csv or .parquet file, a folder with one subfolder of images per class, or - for "
-    "CSV on standard input"
+    "an .npz, .csv, .parquet, .arrow or .feather file, a folder with one subfolder of images per "
+    "class, or - for CSV on standard input"
 )
 _EXIT = "Exit status: 0 success, 1 error, 2 usage error."
 _EXIT_OF_CHECK = "Exit status: 0 no problems, 1 problems found, 2 unreadable model or usage error."

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ortops.arguments import boolean, choice, number, whole_number
-from ortops.callbacks.monitor import optional_module
 from ortops.data.augmentation import Augmentation, changes_of
 from ortops.data.images import EXTENSIONS, Decoder, image_files, lazy_images, read_images
 from ortops.data.rows import ImageRows, balanced_weights
 from ortops.errors import ArgumentError, FeedError, did_you_mean
+from ortops.optional import optional_module
 from ortops.training.data import RowData
 from ortops.training.feeds import Feeds, Inputs
 

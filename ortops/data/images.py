@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ortops.callbacks.monitor import optional_module
 from ortops.data.opening import open_regular
 from ortops.errors import FeedError
 from ortops.graph.limits import LIMITS
 from ortops.numbers import cast_numbers
+from ortops.optional import optional_module
 from ortops.training.tables import RowIndex
 
 __all__ = [

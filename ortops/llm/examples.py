@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ortops.callbacks.monitor import optional_module
 from ortops.errors import FeedError
 from ortops.graph.files.json_text import read_json
 from ortops.llm.tokenization import Message, Tokenizer
+from ortops.optional import optional_module
 
 __all__ = [
     "IGNORED",

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from ortops.arguments import whole_number
 from ortops.errors import FeedError
 from ortops.training import tables
+from ortops.training.arrow import is_arrow, open_arrow
 from ortops.training.feeds import Checked, Feeds, Inputs, listed
 from ortops.training.prefetch import Prefetcher
 from ortops.training.row_data import RowData
@@ -102,6 +103,8 @@ def open_data(
         data: A source, which is returned unchanged, or one of
 
             - a data set of `ortops.data`;
+            - the path of a Parquet, Arrow or Feather file, or a dataset of pyarrow, of which the
+                columns with names of inputs are read in blocks;
             - arrays by name, which are sliced along the axis that has the batch dimension of the
                 model, in most inputs axis 0: all have the same number of rows, except for inputs
                 without such an axis, which are the same in every batch. Sparse arrays, and arrays
@@ -138,6 +141,8 @@ def open_data(
     batch_size = whole_number("batch_size", batch_size, 1)
     prefetch = whole_number("prefetch", prefetch, 0)
     collate = check_collate(collate, group_by_length)
+    if is_arrow(data):
+        data = open_arrow(data)
     is_function = callable(data) and not isinstance(data, Iterable)
     if collate is not None and not is_function:
         data = sample_rows(data, inputs, collate, group_by_length)

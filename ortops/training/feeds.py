@@ -567,6 +567,11 @@ class Inputs(dict[str, Input]):
         return row_axes({name: value.dims for name, value in inputs.items()})
 
     @property
+    def needed(self) -> list[str]:
+        """The inputs that every batch must have."""
+        return [name for name in self if self[name].past is None and name not in self._weights]
+
+    @property
     def sampled(self) -> list[str]:
         """The inputs with a row for each sample; the others are the same in every batch."""
         return [name for name in self if name in self.rows.axes]
@@ -760,7 +765,7 @@ class Inputs(dict[str, Input]):
         return found
 
     def _check_there(self, name: str, given: Mapping[str, object]) -> None:
-        if name not in given and self[name].past is None and name not in self._weights:
+        if name not in given and name in self.needed:
             raise FeedError(f"feeds: input '{name}' is missing; the inputs are {listed(self)}")
 
     def _check_names(self, given: Mapping[str, object]) -> None:

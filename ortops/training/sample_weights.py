@@ -14,6 +14,7 @@ from ortops.errors import ArgumentError, FeedError, did_you_mean
 from ortops.numbers import Array
 from ortops.trainable.metadata import TrainingMetadata
 from ortops.training import tables
+from ortops.training.arrow import ArrowRows, is_arrow, open_arrow
 from ortops.training.data import Source, open_data, weights_twice
 from ortops.training.feeds import ClassWeights, Inputs
 
@@ -75,6 +76,8 @@ def weigh(
     """
     if sample_weight is None and class_weight is None:
         return Weighed(data, inputs, {})
+    if is_arrow(data):
+        data = open_arrow(data)
     argument = "class_weight" if sample_weight is None else "sample_weight"
     name = _weight_input(metadata, argument)
     more: dict[str, Array] = {}
@@ -92,6 +95,12 @@ def weigh(
             elif name in data:
                 raise weights_twice(name)
             data[name] = weights
+        elif (
+            isinstance(data, ArrowRows)
+            and not isinstance(sample_weight, str)
+            and name in data.names
+        ):
+            raise weights_twice(name)
         else:
             more[name] = weights
     if class_weight is not None:
@@ -172,7 +181,9 @@ def _weights(data: Any, given: SampleWeight) -> Array:
     if isinstance(given, str):
         names: Sequence[str] = ()
         column: Any = None
-        if isinstance(data, Mapping):
+        if isinstance(data, ArrowRows):
+            names, column = data.names, data.column(given)
+        elif isinstance(data, Mapping):
             names, column = list(data), data.get(given)
         elif tables.is_table(data):
             names, column = list(data.columns), tables.columns(data, [given]).get(given)
@@ -249,6 +260,8 @@ def _balanced(inputs: Inputs, labels: str, data: Any, split: float) -> dict[int,
         column = inputs.named(data).get(labels)
     elif tables.is_stored_table(data) and labels in data.column_names:
         column = data[labels]
+    elif isinstance(data, ArrowRows):
+        column = data.column(labels)
     if column is None:
         raise FeedError(
             f"class_weight='balanced' needs the classes '{labels}' of all rows in advance; give "

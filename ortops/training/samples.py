@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ortops.errors import ArgumentError, FeedError
 from ortops.training import tables
+from ortops.training.arrow import ArrowRows
 from ortops.training.feeds import Feeds, Inputs
 from ortops.training.padding import Pad, ragged_axes
 from ortops.training.row_data import RowData, in_batches
@@ -19,7 +20,11 @@ __all__ = ["Collate", "SampleRows", "check_collate", "grouped", "sample_rows"]
 Collate: TypeAlias = Callable[[list[Any]], Feeds] | Pad | str
 """What makes a batch of samples: a function, a `Pad`, or ``"pad"``."""
 
+Rows: TypeAlias = npt.NDArray[np.int64]
+
 _MEGABATCH = 50  # batches
+
+_AT_ONCE = 256  # samples that are read to measure them
 
 
 def grouped(
@@ -47,8 +52,14 @@ class Samples(Protocol):
     def __len__(self) -> int:
         """Returns their number."""
 
-    def __getitem__(self, row: int) -> Any:
-        """Returns a sample."""
+    def samples(self, rows: Rows) -> Sequence[Any]:
+        """Returns some of them."""
+
+    def part(self, begin: int, end: int) -> Samples:
+        """Returns those from a first one up to another."""
+
+    def permutation(self, order: np.random.Generator | None) -> Rows:
+        """Returns their numbers in the order of an epoch."""
 
 
 class SampleRows(RowData):
@@ -66,7 +77,7 @@ class SampleRows(RowData):
         samples: Samples,
         collate: Collate,
         constants: Mapping[str, Any],
-        lengths: npt.NDArray[np.int64] | None = None,
+        lengths: npt.NDArray[Any] | None = None,
     ) -> None:
         self._samples, self._collate, self._constants = samples, collate, constants
         self._lengths = lengths
@@ -78,7 +89,7 @@ class SampleRows(RowData):
     def part(self, begin: int, end: int) -> SampleRows:
         """Returns the rows from a first one up to another."""
         lengths = None if self._lengths is None else self._lengths[begin:end]
-        part = _Part(self._samples, range(begin, end))
+        part = self._samples.part(begin, end)
         return SampleRows(part, self._collate, self._constants, lengths)
 
     def check(self, inputs: Inputs) -> None:
@@ -86,16 +97,18 @@ class SampleRows(RowData):
         if isinstance(self._collate, Pad):
             self._collate.check(inputs)
 
-    def arrange(
-        self, order: np.random.Generator | None, batch_size: int
-    ) -> list[npt.NDArray[np.int64]]:
+    def permutation(self, order: np.random.Generator | None) -> Rows:
+        """Returns the numbers of the rows in the order of an epoch."""
+        return self._samples.permutation(order)
+
+    def arrange(self, order: np.random.Generator | None, batch_size: int) -> list[Rows]:
         """Returns the numbers of the rows of each batch of an epoch."""
         rows = self.permutation(order)
         if self._lengths is not None and order is not None:
             rows = grouped(rows, self._lengths, batch_size)
         return in_batches(rows, batch_size)
 
-    def read(self, rows: npt.NDArray[np.int64], inputs: Inputs, epoch: int) -> Feeds:
+    def read(self, rows: Rows, inputs: Inputs, epoch: int) -> Feeds:
         """Returns a batch.
 
         Args:
@@ -103,7 +116,7 @@ class SampleRows(RowData):
             inputs: The inputs that the batch has to fit.
             epoch: The epoch of a training.
         """
-        samples = [self._samples[row] for row in rows.tolist()]
+        samples = list(self._samples.samples(rows))
         if isinstance(self._collate, Pad):
             return {**self._collate.join(samples, inputs), **self._constants}
         batch: Any = cast(Callable[[list[Any]], Feeds], self._collate)(samples)
@@ -115,17 +128,24 @@ class SampleRows(RowData):
         return found  # type: ignore[no-any-return]
 
 
-class _Part:
-    """Some of the samples, read on access."""
+class _Items:
+    """Items that an object returns for numbers, as samples."""
 
-    def __init__(self, samples: Samples, places: range) -> None:
-        self._samples, self._places = samples, places
+    def __init__(self, items: Any, places: range | None = None) -> None:
+        self._items = items
+        self._places = range(len(items)) if places is None else places
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def __getitem__(self, row: int) -> Any:
-        return self._samples[self._places[row]]
+    def samples(self, rows: Rows) -> Sequence[Any]:
+        return [self._items[self._places[row]] for row in rows.tolist()]
+
+    def part(self, begin: int, end: int) -> _Items:
+        return _Items(self._items, self._places[begin:end])
+
+    def permutation(self, order: np.random.Generator | None) -> Rows:
+        return np.arange(len(self)) if order is None else order.permutation(len(self))
 
 
 class _Columns:
@@ -190,12 +210,14 @@ def sample_rows(
 
 def _samples_of(data: Any, inputs: Inputs) -> tuple[Samples, Mapping[str, Any]]:
     """Returns samples, and the inputs that are the same in every batch."""
+    if isinstance(data, ArrowRows):
+        return data, {}
     if isinstance(data, RowData):
         raise ArgumentError(
             f"collate: {type(data).__name__} makes batches itself; leave collate out"
         )
     if tables.is_stored_table(data):
-        return data, {}
+        return _Items(data), {}
     if isinstance(data, Mapping) or tables.is_table(data):
         named = isinstance(data, Mapping)
         columns = dict(data) if named else tables.columns(data, [*inputs, *inputs.unread])
@@ -209,7 +231,7 @@ def _samples_of(data: Any, inputs: Inputs) -> tuple[Samples, Mapping[str, Any]]:
         columns = {str(place): _rows(column) for place, column in enumerate(data)}
         return _columns(columns, named=False), {}
     if hasattr(data, "__getitem__") and isinstance(data, Sized) and len(data):
-        return cast(Samples, data), {}
+        return _Items(data), {}
     if hasattr(data, "__getitem__") and isinstance(data, Sized):
         raise FeedError("data: there are no samples; give at least one")
     raise FeedError(
@@ -232,14 +254,14 @@ def _rows(column: Any) -> Any:
     return column
 
 
-def _columns(columns: Mapping[str, Any], *, named: bool = True) -> _Columns:
+def _columns(columns: Mapping[str, Any], *, named: bool = True) -> _Items:
     if not columns:
         raise FeedError("data: there are no columns; give one for each input")
     sizes = {name: len(column) for name, column in columns.items()}
     if len(set(sizes.values())) > 1:
         shown = ", ".join(f"'{name}' {size}" for name, size in sizes.items())
         raise FeedError(f"data: the columns must have the same number of rows, got {shown}")
-    return _Columns(columns, named=named)
+    return _Items(_Columns(columns, named=named))
 
 
 def _lengths(
@@ -255,8 +277,10 @@ def _lengths(
             )
         return found
     own = [name for name in inputs if name not in inputs.of_loss and ragged_axes(name, inputs)]
+    rows = np.arange(len(samples))
+    parts = (part for block in in_batches(rows, _AT_ONCE) for part in samples.samples(block))
     try:
-        return np.array([_length(samples[row], own, inputs) for row in range(len(samples))])
+        return np.array([_length(sample, own, inputs) for sample in parts])
     except (FeedError, LookupError) as error:
         raise ArgumentError(
             f"group_by_length: the length of a sample is not known ({error}); give the length of "

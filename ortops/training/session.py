@@ -316,8 +316,8 @@ class TrainingSession:
 
         Args:
             data: The data set, in any form that `ortops.training.data.open_data` accepts: arrays by
-                name or in a tuple, a table, samples, an iterable of batches, or a function that
-                returns one of these.
+                name or in a tuple, a table, a Parquet or Arrow file, samples, an iterable of
+                batches, or a function that returns one of these.
             epochs: The number of passes over the data. With ``resume=True``, finished epochs count,
                 and a larger number than before extends the training.
             batch_size: The number of rows per batch, if rows are given.
