@@ -38,17 +38,22 @@ ARGUMENTS_OF_FIT: Mapping[str, str] = {
     **ARGUMENTS_OF_DATA,
     **dict.fromkeys(("validation_data", "val_data", "eval_set"), "use validation="),
     "validation_batch_size": "validation uses batch_size=",
+    "validation_freq": "leave it out (each epoch), or use validate_every=, in steps",
     "validation_steps": "give validation= as an iterable of that many batches",
     "verbose": "use progress=True or progress=False",
     "steps_per_epoch": "give the data as an iterable of that many batches",
     "initial_epoch": "use resume=True, which continues an earlier call",
-    **dict.fromkeys(("workers", "num_workers", "max_queue_size"), "use prefetch="),
+    **dict.fromkeys(
+        ("workers", "num_workers", "max_queue_size", "use_multiprocessing"), "use prefetch="
+    ),
     **dict.fromkeys(("lr", "learning_rate"), _RATE),
     **dict.fromkeys(("loss", "optimizer"), "build_training_model has this argument"),
     **dict.fromkeys(("n_epochs", "num_epochs", "max_epochs", "max_iter"), "use epochs="),
     "gradient_accumulation_steps": "use accumulate=",
     **dict.fromkeys(("val_check_interval", "eval_steps"), "use validate_every="),
     **dict.fromkeys(("max_time", "max_duration"), "use max_minutes="),
+    **dict.fromkeys(("device", "devices", "accelerator"), "use providers= of TrainingSession"),
+    **dict.fromkeys(("collate_fn", "data_collator"), "use collate="),
     "random_state": "use seed=",
 }
 """Remedies for arguments that ``fit`` has in other libraries."""

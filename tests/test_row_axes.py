@@ -168,6 +168,17 @@ def test_a_fixed_state_is_given_once() -> None:
     assert made.evaluate(data, batch_size=4)["loss"] == pytest.approx((error**2).mean(), rel=1e-6)
 
 
+def test_a_fixed_state_of_one_row_is_given_once() -> None:
+    """Here the rows of what is given could be those of batches of one."""
+    made = session(STATE.replace("float[3, batch, 2] h0", "float[1, 3, 2] h0"))
+    data, _ = state_data()
+    data["h0"] = np.swapaxes(data["h0"], 0, 1)
+    message = r"'h0' has 6 rows, but the model takes \[1, 3, 2\]"
+    with pytest.raises(FeedError, match=message) as caught:
+        made.evaluate(data, batch_size=3)
+    assert "give one array of this shape, batch_size=1, or a model" in str(caught.value)
+
+
 def test_a_static_batch_on_another_axis() -> None:
     static = STATE.replace("batch", "2")
     data, loss = state_data()

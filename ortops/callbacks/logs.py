@@ -15,12 +15,12 @@ from ortops.arguments import whole_number
 from ortops.callbacks.monitor import (
     begins_anew,
     check_path,
-    optional_module,
     path_of,
     remembered,
 )
 from ortops.errors import OrtopsError
 from ortops.graph.files.atomic import write_atomically
+from ortops.optional import optional_module
 from ortops.training.callback import Callback, Record
 from ortops.training.session import TrainingSession
 from ortops.training.tables import as_cell, csv_text

@@ -1,4 +1,4 @@
-"""Shared parts of callbacks: monitoring a metric, checking paths, loading optional packages."""
+"""Shared parts of callbacks: monitoring a metric, checking paths."""
 
 from __future__ import annotations
 

@@ -218,6 +218,12 @@ def _check_rows(size: int, names: Iterable[str], inputs: Inputs, batch_size: int
     for name in names:
         fixed = inputs.fixed_rows(name)
         if fixed is not None and size and (batch_size != fixed or size % fixed):
+            if inputs.sampled and name not in inputs.sampled:
+                raise FeedError(
+                    f"data: '{name}' has {size} rows, but the model takes {inputs[name].shown} "
+                    f"with every batch; give one array of this shape, batch_size={fixed}, or a "
+                    "model in which its batch dimension has the symbol that the other inputs have"
+                )
             raise FeedError(
                 f"data: '{name}' has {size} rows in batches of {batch_size}, but the model's batch "
                 f"size is fixed at {fixed}; give batch_size={fixed} and a multiple of {fixed} "
