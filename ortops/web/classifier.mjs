@@ -153,15 +153,24 @@ function setRows(length) {
   while (groups.length < length) {
     const index = groups.length;
     const group = { ids: [], isNamed: false };
-    const name = element("input", { type: "text", value: `class ${index}`, ariaLabel: `Name of class ${index}` });
-    const input = element("input", { type: "file", accept: "image/*", multiple: true, ariaLabel: `Add images of class ${index}` });
+    const name = element("input", { type: "text", ariaLabel: `Name of class ${index}` });
+    const input = element("input", { type: "file", accept: "image/*", multiple: true });
     const number = element("span", { className: "hint", textContent: "0 images" });
-    const remove = element("button", { type: "button", textContent: "Remove", ariaLabel: `Remove the images of class ${index}`, disabled: true });
+    const remove = element("button", { type: "button", textContent: "Remove", disabled: true });
     const thumbnails = element("div", { className: "thumbs" });
     const row = element("li", {}, element("div", { className: "group" }, name,
       element("label", { className: "file" }, "Add", input), remove), number, thumbnails);
-    Object.assign(group, { row, name, number, remove, thumbnails });
-    name.oninput = () => { group.isNamed = true; };
+    const rename = (text) => {
+      name.value = text;
+      input.ariaLabel = `Add images of ${text}`;
+      remove.ariaLabel = `Remove the images of ${text}`;
+    };
+    rename(`class ${index}`);
+    Object.assign(group, { row, name, rename, number, remove, thumbnails });
+    name.oninput = () => {
+      group.isNamed = true;
+      rename(name.value);
+    };
     input.onchange = shown(async () => {
       const chosen = [...input.files].map((file) => ({ file, path: [file.name] }));
       input.value = ""; // so that the same files can be chosen again
@@ -246,7 +255,7 @@ async function addFolders(found) {
     additions.push({ group, name, chosen: folders.get(name) });
   }
   for (const { group, name } of additions) {
-    group.name.value = name;
+    group.rename(name);
     group.isNamed = true;
   }
   await addImages(additions);

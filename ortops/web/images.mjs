@@ -1,6 +1,7 @@
 // Images as the data of a classifier: which inputs they are for, and how their pixels become tensors.
 
 const CHANNELS = [1, 3, 4];
+const AT_ONCE = 16; // images that are decoded at the same time
 
 /**
  * Finds the inputs for images and for their classes.
@@ -123,9 +124,9 @@ export class Images {
     const { width, height, crop } = this.#settings;
     const size = `${width} ${height} ${crop}`;
     const failed = [];
-    for (const id of ids) {
+    const decodeOne = async (id) => {
       const image = this.#images.get(id);
-      if (image === undefined || image.size === size) continue;
+      if (image === undefined || image.size === size) return;
       try {
         image.pixels = await decode(image.file, this.#settings);
         image.size = size;
@@ -133,6 +134,9 @@ export class Images {
         failed.push(id);
         this.#images.delete(id);
       }
+    };
+    for (let from = 0; from < ids.length; from += AT_ONCE) {
+      await Promise.all(ids.slice(from, from + AT_ONCE).map(decodeOne));
     }
     return failed;
   }

@@ -98,7 +98,7 @@ try {
 
   // Training, predictions, and files.
   get("size").value = 8;
-  get("epochs").value = 4;
+  get("epochs").value = 2;
   change("rate", "0.01");
   found.trained = await said(() => click("train"), { ends: () => page.body.dataset.trained || isError() });
   await wait(() => text("steps") === page.body.dataset.trained); // with the next frame
@@ -137,6 +137,7 @@ try {
   found.model2 = text("model-name");
   found.again = await said(() => click("train"));
   const named = (field) => field.ariaLabel || field.labels?.length || field.textContent.trim();
+  found.names = [...get("classes").querySelectorAll("[type=file], button")].slice(-2).map((field) => field.ariaLabel);
   found.unnamed = [...page.querySelectorAll("input, select, button, canvas")].filter((field) => !named(field)).map(({ id }) => id);
   await send("report", JSON.stringify(found));
 } catch (error) {
