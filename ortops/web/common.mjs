@@ -14,7 +14,8 @@ export const shown = (task) => async (...values) => {
   try {
     await task(...values);
   } catch (error) {
-    say(error.name === "DivergedError" ? `${error.message}. Reset returns to the start.` : error.message, true);
+    const [cause] = error.message.split(/[;.] /); // the rest is for programs
+    say(error.name === "DivergedError" ? `${cause}. Reset returns to the start.` : error.message, true);
   }
 };
 

@@ -426,7 +426,7 @@ export class TrainingSession {
       const missing = data.reduce((sum, value) => sum + !Number.isFinite(value), 0);
       return missing ? [`'${name}' has ${missing} of ${data.length} values that are not finite`] : [];
     });
-    const rate = this.#about.learning_rates.length ? ` (${this.learningRate})` : "";
+    const rate = this.#about.learning_rates.length ? ` (${Number(this.learningRate.toPrecision(6))})` : "";
     const look = wrong.length
       ? `in the batch, ${wrong.join(", ")}; clean the data`
       : `check the learning rate${rate}; if variables are not finite either, call reset() or setState()`;
