@@ -63,7 +63,8 @@ export type Source = string | URL | Record<string, string | Uint8Array | ArrayBu
 export interface Options {
   /**
    * Whether variables stay on the GPU between steps: onnxruntime-web with the execution provider
-   * `webgpu`. onnxruntime-node cannot read such variables, so the driver refuses it there.
+   * `webgpu` in `sessionOptions`; with others it is refused. onnxruntime-node cannot read such
+   * variables, so the driver refuses it there.
    */
   gpuState?: boolean;
   /**

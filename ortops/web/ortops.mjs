@@ -499,6 +499,13 @@ function checkOptions(ort, options) {
         "out gpuState, so that the variables are copied to the GPU in each step",
     );
   }
+  const providers = (sessionOptions.executionProviders ?? []).map((one) => one?.name ?? one);
+  if (gpuState && !providers.includes("webgpu")) {
+    throw new ArgumentError(
+      `gpuState: sessionOptions.executionProviders must contain 'webgpu', got [${providers}]; with others, ` +
+        "variables are never on the GPU",
+    );
+  }
   if (ort.env?.wasm?.proxy && typeof document !== "undefined") {
     throw new UnsupportedError(
       "ort.env.wasm.proxy must be false, because it takes the memory of the variables away; to keep " +

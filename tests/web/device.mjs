@@ -35,7 +35,8 @@ function onDevice({ type, dims, data }, name) {
 class InferenceSession {
   static async create(model, options) {
     const result = new InferenceSession();
-    const { preferredOutputLocation, ...others } = options;
+    const { preferredOutputLocation, executionProviders, ...others } = options;
+    assert.deepEqual(executionProviders, ["webgpu"]);
     result.places = preferredOutputLocation ?? {};
     result.session = await node.InferenceSession.create(model, others);
     result.inputNames = result.session.inputNames;
@@ -63,7 +64,8 @@ class InferenceSession {
 }
 
 const ort = { Tensor: node.Tensor, InferenceSession };
-const open = () => TrainingSession.create(ort, folder, { gpuState: true });
+const sessionOptions = { executionProviders: ["webgpu"] };
+const open = () => TrainingSession.create(ort, folder, { gpuState: true, sessionOptions });
 const plain = await TrainingSession.create(node, folder);
 const feeds = { images: new Float32Array(2 * 64).fill(0.5), labels: [1, 2] };
 const same = async (one, other) => {
@@ -157,4 +159,10 @@ await assert.rejects(
   TrainingSession.create(ort, folder, { sessionOptions: { preferredOutputLocation: "gpu-buffer" } }),
   /^ArgumentError: sessionOptions must not contain preferredOutputLocation, which the driver sets; use gpuState: true/,
 );
+for (const [providers, given] of [[undefined, ""], [[{ name: "wasm" }], "wasm"]]) {
+  await assert.rejects(
+    TrainingSession.create(ort, folder, { gpuState: true, sessionOptions: { executionProviders: providers } }),
+    new RegExp(`^ArgumentError: gpuState: .* must contain 'webgpu', got \\[${given}\\]; with others, variables`),
+  );
+}
 console.log(`${kept} variables`);
